@@ -116,7 +116,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 26] = [
+const FIGURES: [(Counter, &str); 27] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -130,6 +130,7 @@ const FIGURES: [(Counter, &str); 26] = [
     (Counter::SynCookies, "SYNs answered with a cookie"),
     (Counter::AcceptQueueFull, "SYNs dropped at a full accept queue"),
     (Counter::Segments, "segments processed by the NIC's TCP"),
+    (Counter::Dormant, "connections that are dormant now (idle, their state in few bytes)"),
     (Counter::Lent, "connections lent to the host's TCP (left their fast path)"),
     (Counter::TakenBack, "connections taken back from it"),
     (Counter::LentSegments, "segments given to the host's TCP"),

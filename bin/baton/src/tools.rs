@@ -182,6 +182,9 @@ fn print_connections(list: &[ConnectionInfo], nics: usize) {
             let has = if now { "the host's TCP has it now" } else { "on its fast path" };
             println!("        partial offload: {has}, lent {times} times");
         }
+        if info.dormant {
+            println!("        dormant: it has carried nothing for a while, and the NIC keeps its state in few bytes");
+        }
         println!(
             "        {} rtt {:.3} ms, cwnd {}, mss {}, retransmitted {}; queues: unread {}, in flight {}, unsent {}",
             baton_handoff::examine::state_name(d.state),

@@ -271,7 +271,7 @@ impl Agent {
         } else {
             connection.carried = Some(Box::new(Carried { entry: Some(entry), ..Carried::default() }));
         }
-        connection.machine = Move::adopted(phase, phase == Phase::Sending && finished);
+        connection.machine = Move::adopted(phase, phase == Phase::Sending && finished).into();
         connection.cid = Some(cid);
         // Its slot is taken until it has been restored.
         self.nics[cid.nic()].withhold(cid);
@@ -338,7 +338,7 @@ impl Session {
                     open.heap.give(receive.0, receive.1);
                 }
             }
-            connection.machine = Move::ended();
+            connection.machine = Move::ended().into();
             if word(block::FLAGS) & block::FLAG_OPENING != 0 {
                 // Only the dead agent knew where to.
                 connection.block.store(block::ERROR, ABORTED);

@@ -499,7 +499,7 @@ impl Agent {
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }
                 Err(refusal) => {
-                    connection.reason = refusal.to_string();
+                    connection.reason = refusal.to_string().into();
                     group.into_iter().for_each(|group| group.stayed(refusal));
                 }
             }
@@ -536,7 +536,7 @@ impl Agent {
         };
         connection.block.set_owner(Owner::Nobody);
         match connection.given_up {
-            true => Reply::Failed { reason: connection.reason },
+            true => Reply::Failed { reason: connection.reason.into() },
             false => Reply::Done,
         }
     }
@@ -571,6 +571,18 @@ impl Agent {
     /// Handles the NIC's messages: answers to commands, a broken command ring, a connection that it wants to restore, that has
     /// ended or that needs more memory.
     pub(crate) fn handle_nic_messages(&mut self) {
+        let outermost = !std::mem::replace(&mut self.moves.handling, true);
+        self.handle_arrived();
+        while outermost && !self.moves.put_off.is_empty() {
+            let put_off = std::mem::take(&mut self.moves.put_off);
+            // By now the NIC may have notified the end of a connection that it has refused to restore.
+            self.handle_arrived();
+            put_off.into_iter().for_each(|put_off| self.settle_put_off(put_off));
+        }
+        self.moves.handling &= !outermost;
+    }
+
+    fn handle_arrived(&mut self) {
         for nic in 0..self.nics.len() {
             self.nics[nic].receive();
             while let Some(arrived) = self.nics[nic].inbox.pop() {

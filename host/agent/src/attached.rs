@@ -96,12 +96,12 @@ impl Session {
 
 fn is_socket_of(fd: BorrowedFd<'_>, connection: &Connection) -> bool {
     let names = socket::local_address(fd).ok().zip(socket::peer_address(fd).ok());
-    names == Some((connection.local, connection.peer)) && socket::is_of_this_namespace(fd).unwrap_or(false)
+    names == Some((connection.local(), connection.peer())) && socket::is_of_this_namespace(fd).unwrap_or(false)
 }
 
 /// Makes a socket in place of one that its program has closed.
 fn stand_in(connection: &Connection, abort: bool) -> io::Result<OwnedFd> {
-    let fd = socket::stream(connection.local.is_ipv6(), 0)?;
+    let fd = socket::stream(connection.local().is_ipv6(), 0)?;
     if abort {
         socket::reset_on_close(fd.as_fd())?;
     }

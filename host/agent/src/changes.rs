@@ -76,7 +76,7 @@ impl RouteChanges {
     /// Whether the changes may alter the device, next hop or header of a connection's frames.
     fn touches(&self, on_nic: &OnNic) -> bool {
         let Some(way) = &on_nic.way else { return true };
-        let link = &on_nic.image.link;
+        let link = &way.link;
         // Inline there is one device, whose index in the image is 0.
         self.routes || self.links || on_nic.muted || self.changes_neighbour(way.hop, link.interface, Some(link.destination))
     }
@@ -103,7 +103,7 @@ pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
 /// which shows that the new rules let its packets pass.
 fn doubt(connection: &mut Connection) {
     let counted = |fd| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
-    connection.unproved = Some(connection.fd().map_or(UNKNOWN, counted));
+    connection.unproved = Some(Box::new(connection.fd().map_or(UNKNOWN, counted)));
 }
 
 /// Why a connection is restored whose frames would go another way now.
@@ -118,8 +118,9 @@ const ANOTHER_NIC: &str = "its route leads to another NIC";
 fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
     let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
     let now = ground.way_of(connection);
+    let Some(exported) = connection.exported(ground.nic_memory) else { return Ok(()) };
+    let link = exported.image.link;
     let Some(on_nic) = connection.running() else { return Ok(()) };
-    let link = on_nic.image.link;
     let (muted, interface) = match &now {
         Ok(now) if now.path.nic as usize != cid.nic() => return Err(ANOTHER_NIC),
         Ok(now) if now.leads_as(&link) => (false, link.interface),
@@ -134,11 +135,12 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
     let command = |control, value| Message::control(Operation::NicControl, control, cid, value, 0);
     if muted != on_nic.muted && ground.nic().post(command(Control::Interface, interface)).is_ok() {
         on_nic.muted = muted;
-        connection.reason = now.as_ref().map_or_else(ToString::to_string, |_| "its route is there again".into());
+        connection.reason = now.as_ref().map_or_else(|refusal| refusal.to_string().into(), |_| "its route is there again".into());
     }
     let (Ok(now), Some(on_nic)) = (now, connection.running()) else { return Ok(()) };
-    let was = on_nic.way.replace(now);
-    if was.is_some_and(|was| was.path != now.path) {
+    let now = ground.known.shared(now);
+    let was = on_nic.way.replace(now.clone());
+    if was.as_ref().is_some_and(|was| was.path != now.path) {
         ground.shape.steer(&connection.flow, &now.path, Steer::Steal).map_err(|_| ELSEWHERE)?;
     }
     if was.is_some_and(|was| was.mtu != now.mtu) {
@@ -200,7 +202,7 @@ impl Agent {
         let Some((mut ground, entry)) = self.split_at(session, number) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         let changes = ground.known.changes();
-        let Some(way) = connection.running().and_then(|on_nic| on_nic.way) else { return };
+        let Some(way) = connection.running().and_then(|on_nic| on_nic.way.clone()) else { return };
         // A client may have come to an address of another NIC than the one that its answers leave by.
         let of_device = ground.shape.nic_of(way.path.leaves_by);
         let elsewhere = connection.asked_nic.is_none() && connection.cid.is_some_and(|cid| cid.nic() != of_device);

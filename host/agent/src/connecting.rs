@@ -57,9 +57,9 @@ impl Agent {
         // From here on the port is this connection's.
         if bound.port() == 0 {
             let fd = connection.fd()?;
-            socket::bind_now(fd, connection.local).map_err(|error| system("bind", &error))?;
-            connection.local = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
-            connection.flow.local = connection.local.into();
+            socket::bind_now(fd, connection.local()).map_err(|error| system("bind", &error))?;
+            let local = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
+            connection.bound_to(local);
         } else if bound.ip().is_unspecified() {
             // The kernel keeps such a port for all addresses, and gives the socket one when it connects.
             return Err(Refusal::Option("a port without an address"));
@@ -146,7 +146,7 @@ impl Agent {
     fn take_in_opened(&mut self, session: u32, number: u32, image: Image) -> Result<(), Refusal> {
         let connection = self.connection(session, number).ok_or(Refusal::Ended)?;
         let fd = connection.fd.clone().ok_or(Refusal::Elsewhere)?;
-        let (local, peer) = (connection.local, connection.peer);
+        let (local, peer) = (connection.local(), connection.peer());
         let flags = connection.block.load(block::FLAGS);
         let saved = self.make_shell(&fd, local, peer, &image)?;
         // The program may have set them while the NIC opened the connection.
@@ -180,7 +180,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
         connection.opening = false;
         connection.moves = connection.block.load(block::MOVES);
-        let (cid, peer, flow) = (connection.cid.take(), connection.peer, connection.flow);
+        let (cid, peer, flow) = (connection.cid.take(), connection.peer(), connection.flow);
         connection.block.store(block::FLAGS, 0);
         let fd = connection.fd.clone();
         // First, since the NIC drops what the kernel sends of a connection that it has itself.

@@ -1,8 +1,7 @@
 //! State that the agent keeps of a connection, shared by both directions of a move.
 
 use crate::idle::Idleness;
-use crate::journal::Entry;
-use crate::memory::Limits;
+use crate::journal::{self, Entry};
 use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block as layout, session};
@@ -10,11 +9,12 @@ use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
 use baton_linux::events;
-use baton_moves::{Custody, Move, Refusal, Step};
+use baton_moves::{Barrier, Custody, Goal, Move, Refusal, Step};
 use baton_protocol::program::{Place, Until};
 use baton_shm::Region;
 use baton_wire::Flow;
-use std::net::SocketAddr;
+use std::borrow::Cow;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -114,26 +114,60 @@ pub(crate) struct Carried {
     pub image: Option<Image>,
 }
 
-/// State that the agent keeps of a connection on the NIC.
-pub(crate) struct OnNic {
+/// What is needed again when a connection leaves the NIC.
+#[derive(Clone, PartialEq)]
+pub(crate) struct Exported {
     /// The image that was handed off.
     pub image: Image,
-    /// What an earlier NIC knew beside it, if that holds after the connection's stay in the kernel; until the handoff.
-    pub nic: Option<Box<NicState>>,
-    pub saved: Saved,
-    pub memory: Memory,
-    /// Sizes to which its memory may grow.
-    pub limits: Limits,
     /// Microseconds of the monotonic clock just before the handoff.
     pub handed_off_at: u64,
+    pub saved: Saved,
+}
+
+/// State that the agent keeps of a connection on the NIC.
+pub(crate) struct OnNic {
+    /// Until the handoff; then the journal has it, see [`Connection::exported`].
+    pub exported: Option<Box<Exported>>,
+    /// What an earlier NIC knew beside it, if that holds after the connection's stay in the kernel; until the handoff.
+    pub nic: Option<Box<NicState>>,
+    pub memory: Memory,
     /// There is no route to its peer: the NIC sends nothing of it.
     pub muted: bool,
     /// Its way, as found last. None after its NIC or agent died: it is being restored.
-    pub way: Option<Way>,
+    pub way: Option<Arc<Way>>,
     /// Segments that its shell had dropped at the first poll.
     pub dropped: Option<u32>,
     /// What it has carried, and since when nothing more.
     pub idleness: Idleness,
+}
+
+/// How a connection's socket names the ends of its 4-tuple.
+pub(crate) enum Addresses {
+    /// As the 4-tuple does.
+    Plain,
+    /// Addresses of IPv4 as such of IPv6.
+    Mapped,
+    /// With the scope of link-local addresses, or otherwise: local address and peer.
+    Other(Box<(SocketAddr, SocketAddr)>),
+}
+
+impl Addresses {
+    fn of(flow: &Flow, local: SocketAddr, peer: SocketAddr) -> Addresses {
+        let plain: (SocketAddr, SocketAddr) = (flow.local.into(), flow.remote.into());
+        match (local, peer) {
+            both if both == plain => Addresses::Plain,
+            both if both == (mapped(plain.0), mapped(plain.1)) => Addresses::Mapped,
+            both => Addresses::Other(Box::new(both)),
+        }
+    }
+}
+
+/// The address as a socket of IPv6 names it.
+fn mapped(address: SocketAddr) -> SocketAddr {
+    match address.ip() {
+        IpAddr::V4(ip) => SocketAddr::new(ip.to_ipv6_mapped().into(), address.port()),
+        IpAddr::V6(_) => address,
+    }
 }
 
 /// Send and receive memory of a connection: (offset, size).
@@ -154,6 +188,52 @@ impl Memory {
     }
 }
 
+/// A connection's state machine. At rest, as it is nearly always, it takes a few bytes.
+pub(crate) struct Machine {
+    step: Step,
+    /// While it does not rest.
+    machine: Option<Box<Move>>,
+}
+
+impl From<Move> for Machine {
+    fn from(machine: Move) -> Machine {
+        let rests = machine.rests_at().is_some();
+        Machine { step: machine.step(), machine: (!rests).then(|| Box::new(machine)) }
+    }
+}
+
+impl Machine {
+    /// The machine.
+    pub fn get(&self) -> Move {
+        self.machine.as_deref().map_or_else(|| Move::resting_at(self.step), Move::clone)
+    }
+
+    pub fn step(&self) -> Step {
+        self.step
+    }
+
+    pub fn goal(&self) -> Option<Goal> {
+        self.machine.as_deref().and_then(Move::goal)
+    }
+
+    pub fn waits(&self) -> bool {
+        self.machine.as_deref().is_some_and(Move::waits)
+    }
+
+    pub fn barrier(&self) -> Option<Barrier> {
+        self.machine.as_deref().and_then(Move::barrier)
+    }
+
+    /// Whether the NIC has been sent a command that it has not answered.
+    pub fn awaits_answer(&self) -> bool {
+        self.machine.as_deref().is_some_and(|machine| machine.awaits().is_some())
+    }
+
+    pub fn is_put_off(&self, now: u64) -> bool {
+        self.machine.as_deref().is_some_and(|machine| machine.is_put_off(now))
+    }
+}
+
 pub(crate) struct Connection {
     pub number: u32,
     /// Its descriptor. None while an attacher's program has it alone.
@@ -165,10 +245,9 @@ pub(crate) struct Connection {
     /// The control group whose BPF programs its packets pass.
     pub cgroup: Option<crate::cgroups::Name>,
     pub flow: Flow,
-    pub local: SocketAddr,
-    pub peer: SocketAddr,
+    pub addresses: Addresses,
     /// State machine: its place between kernel and NIC, and its move if one is under way.
-    pub machine: Move,
+    pub machine: Machine,
     /// Its cid, while it has a slot on a NIC; it says on which.
     pub cid: Option<Cid>,
     /// The NIC that was asked for, whatever device its route leads to.
@@ -179,12 +258,12 @@ pub(crate) struct Connection {
     pub on_nic: Option<Box<OnNic>>,
     /// What its next growth is for.
     pub wants: Wants,
-    pub growing: Option<Growing>,
+    pub growing: Option<Box<Growing>>,
     /// The peer's FIN that is on its way to the kernel's socket.
     pub fin: Option<Box<ReplayedFin>>,
     /// What its move goes on with after it has waited.
     pub carried: Option<Box<Carried>>,
-    pub waiting: Waiting,
+    pub waiting: Option<Box<Waiting>>,
     /// Number of changes to its block, written there so that the program reads it again.
     pub moves: u32,
     /// Who made it.
@@ -198,7 +277,7 @@ pub(crate) struct Connection {
     /// Serial number, unique among all connections that were ever registered with this agent.
     pub serial: u64,
     /// Reason why it last stayed, moved or was restored.
-    pub reason: String,
+    pub reason: Cow<'static, str>,
     /// What the NIC knew when it gave the connection to the kernel, which takes none of it.
     pub stay: Option<Box<Stay>>,
     /// Other processes may hold its socket: it may go to the NIC only if none does.
@@ -208,7 +287,7 @@ pub(crate) struct Connection {
     /// Its move to the NIC was requested, and is retried when possible.
     pub wanted: bool,
     /// Bytes acknowledged and received when the firewall changed. It may move when traffic has passed since.
-    pub unproved: Option<(u64, u64)>,
+    pub unproved: Option<Box<(u64, u64)>>,
     /// Why it has to leave the NIC as soon as possible, if it has to.
     pub must_return: Option<&'static str>,
     /// It could not be restored when it had to be.
@@ -235,9 +314,8 @@ impl Connection {
             process: 0,
             cgroup: None,
             flow,
-            local,
-            peer,
-            machine: Move::new(),
+            addresses: Addresses::of(&flow, local, peer),
+            machine: Move::new().into(),
             cid: None,
             asked_nic: None,
             onward: false,
@@ -246,14 +324,14 @@ impl Connection {
             growing: None,
             fin: None,
             carried: None,
-            waiting: Waiting::default(),
+            waiting: None,
             moves: block.load(layout::MOVES),
             made_by: Place::Kernel,
             opening: false,
             made: 0,
             since: events::monotonic_micros(),
             serial: 0,
-            reason: String::new(),
+            reason: Cow::default(),
             stay: None,
             inherited: false,
             stays: false,
@@ -268,6 +346,31 @@ impl Connection {
             suggested: false,
             block,
         }
+    }
+
+    /// The address of its socket's end.
+    pub fn local(&self) -> SocketAddr {
+        match &self.addresses {
+            Addresses::Plain => self.flow.local.into(),
+            Addresses::Mapped => mapped(self.flow.local.into()),
+            Addresses::Other(both) => both.0,
+        }
+    }
+
+    /// The address of its peer, as its socket names it.
+    pub fn peer(&self) -> SocketAddr {
+        match &self.addresses {
+            Addresses::Plain => self.flow.remote.into(),
+            Addresses::Mapped => mapped(self.flow.remote.into()),
+            Addresses::Other(both) => both.1,
+        }
+    }
+
+    /// Its socket has just been bound.
+    pub fn bound_to(&mut self, local: SocketAddr) {
+        let peer = self.peer();
+        self.flow.local = local.into();
+        self.addresses = Addresses::of(&self.flow, local, peer);
     }
 
     /// Returns its descriptor, or a refusal while the agent has none.
@@ -291,6 +394,19 @@ impl Connection {
             step if step.is_on_nic() => Stage::Nic,
             Step::Kernel if self.machine.goal().is_none() => Stage::Kernel,
             _ => Stage::Offloading,
+        }
+    }
+
+    /// Returns the requests that wait for the end of its move.
+    pub fn waiting(&mut self) -> &mut Waiting {
+        self.waiting.get_or_insert_default()
+    }
+
+    /// Returns what is needed of a connection on the NIC when it leaves that. None if the journal is damaged.
+    pub fn exported(&self, nic_memory: &Region) -> Option<Exported> {
+        match &self.on_nic.as_deref()?.exported {
+            Some(exported) => Some(Exported::clone(exported)),
+            None => journal::exported(nic_memory, self.cid?).filter(|exported| exported.image.flow == self.flow),
         }
     }
 

@@ -4,14 +4,15 @@ use crate::connection::Connection;
 use crate::slab::Slab;
 use baton_wire::Flow;
 use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::ops::{Deref, DerefMut};
 
 /// Connections of a session. Dereferences to the slice of its places, some of which are empty.
 #[derive(Default)]
 pub(crate) struct Connections {
     places: Slab<Connection>,
-    by_flow: HashMap<Flow, u32, BuildHasherDefault<DefaultHasher>>,
+    /// The number of the connection with a 4-tuple, by the tuple's hash. Of several with the same hash, the last one.
+    by_flow: HashMap<u64, u32, BuildHasherDefault<DefaultHasher>>,
 }
 
 impl Connections {
@@ -22,23 +23,28 @@ impl Connections {
 
     /// Puts a connection at its number.
     pub fn put(&mut self, connection: Connection) {
-        self.by_flow.insert(connection.flow, connection.number);
+        self.by_flow.insert(hash(&connection.flow), connection.number);
         self.places.put(connection.number, connection);
     }
 
     /// Removes a connection and frees its number.
     pub fn remove(&mut self, number: u32) -> Option<Connection> {
         let connection = self.places.remove(number)?;
-        if self.by_flow.get(&connection.flow) == Some(&number) {
-            self.by_flow.remove(&connection.flow);
+        let hash = hash(&connection.flow);
+        if self.by_flow.get(&hash) == Some(&number) {
+            self.by_flow.remove(&hash);
         }
         Some(connection)
     }
 
     /// Returns the connection with a 4-tuple.
     pub fn with_flow(&self, flow: &Flow) -> Option<&Connection> {
-        self.places.get(*self.by_flow.get(flow)? as usize)?.as_ref()
+        self.places.get(*self.by_flow.get(&hash(flow))? as usize)?.as_ref().filter(|connection| connection.flow == *flow)
     }
+}
+
+fn hash(flow: &Flow) -> u64 {
+    BuildHasherDefault::<DefaultHasher>::default().hash_one(flow)
 }
 
 impl Deref for Connections {

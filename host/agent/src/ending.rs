@@ -98,7 +98,7 @@ impl Agent {
     fn awaits_nic(&self, session: u32, number: u32) -> bool {
         let session = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = session.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        connection.is_some_and(|connection| connection.machine.awaits().is_some())
+        connection.is_some_and(|connection| connection.machine.awaits_answer())
     }
 
     pub(crate) fn has_ended(&self, session: u32, number: u32) -> bool {

@@ -4,6 +4,7 @@ use crate::connection::Connection;
 use crate::record::read_record;
 use baton_abi::layout::{block, nic};
 use baton_image::Image;
+use baton_linux::events::monotonic_micros;
 use baton_shm::Region;
 
 /// Microseconds without traffic after which pages are returned: of a connection that has used at least [`MUCH`] bytes, and of
@@ -21,18 +22,20 @@ pub(crate) struct Idleness {
     since: u64,
     /// The same numbers when the memory last had no pages.
     returned: (u32, u32),
+    /// Pages were returned since the handoff: until then those of the handoff itself are there.
+    ever: bool,
 }
 
 impl Idleness {
     /// Of a connection that is handed off with an image.
     pub fn new(image: &Image) -> Idleness {
         let begins = (image.read_seq(), image.snd_una);
-        Idleness { seen: begins, since: 0, returned: begins }
+        Idleness { seen: begins, since: monotonic_micros(), returned: begins, ever: false }
     }
 
     /// Notes that the pages of a connection that rests with this image were returned.
     pub fn note_returned(&mut self, image: &Image) {
-        self.returned = (image.rcv_nxt, image.snd_una);
+        (self.returned, self.ever) = ((image.rcv_nxt, image.snd_una), true);
     }
 
     /// Notes what has been received and acknowledged at `now`. Returns whether pages are to be returned, if they are empty.
@@ -41,12 +44,13 @@ impl Idleness {
             (self.seen, self.since) = (seen, now);
         }
         let used = seen.0.wrapping_sub(self.returned.0).saturating_add(seen.1.wrapping_sub(self.returned.1));
-        used > 0 && now.saturating_sub(self.since) >= PATIENCE[usize::from(used < MUCH)]
+        (used > 0 || !self.ever) && now.saturating_sub(self.since) >= PATIENCE[usize::from(used < MUCH)]
     }
 }
 
 impl Connection {
-    /// Whether its pages should be returned now: it has used some, its queues are empty, and it has carried nothing for a while.
+    /// Whether its pages should be returned now: it has used some, or has some of its
+    /// handoff, its queues are empty, and it has carried nothing for a while.
     /// This is read while program and NIC go on, so it is only a hint: what is empty shows when the connection rests.
     pub fn is_idle(&mut self, nic_memory: &Region, now: u64) -> bool {
         let settled = self.machine.goal().is_none() && !self.closed && !self.opening;
@@ -67,7 +71,7 @@ mod tests {
 
     #[test]
     fn pages_are_returned_once_for_what_was_used() {
-        let mut idleness = Idleness { seen: (10, 20), since: 0, returned: (10, 20) };
+        let mut idleness = Idleness { seen: (10, 20), since: 0, returned: (10, 20), ever: true };
         assert!(!idleness.is_due((10, 20), 100_000_000), "nothing was used");
         let much = (10u32.wrapping_sub(5), 20 + MUCH);
         assert!(!idleness.is_due(much, 101_000_000) && !idleness.is_due(much, 101_999_999), "it may go on");
@@ -77,5 +81,14 @@ mod tests {
         let little = (much.0, much.1 + 1);
         assert!(!idleness.is_due(little, 201_000_000) && !idleness.is_due(little, 202_000_000));
         assert!(idleness.is_due(little, 211_000_000));
+    }
+
+    #[test]
+    fn a_connection_that_carries_nothing_returns_the_pages_of_its_handoff_once() {
+        let mut idleness = Idleness { seen: (10, 20), since: 5_000_000, returned: (10, 20), ever: false };
+        assert!(!idleness.is_due((10, 20), 14_999_999));
+        assert!(idleness.is_due((10, 20), 15_000_000));
+        idleness.ever = true;
+        assert!(!idleness.is_due((10, 20), 100_000_000));
     }
 }

@@ -1,15 +1,15 @@
 //! The agent's journal: written before each step of a move, it holds what the next agent could not find out by itself. An entry
 //! lies in the connection's slot, which programs do not see; its first word is written last.
 
-use crate::connection::{Memory, OnNic};
+use crate::connection::{Exported, Memory, OnNic};
 use crate::idle::Idleness;
-use crate::memory::Limits;
 use baton_abi::Cid;
 use baton_abi::layout::{nic, scratch, slot};
 use baton_handoff::shell::Saved;
-use baton_image::{Image, MAX_ENCODED};
+use baton_image::{Image, MAX_ENCODED, MAX_SHORT};
 use baton_moves::Phase;
 use baton_shm::Region;
+use baton_wire::Flow;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
@@ -22,21 +22,23 @@ pub(crate) struct Entry {
     pub saved: Saved,
     /// Send and receive memory: offset and size each.
     pub memory: [u32; 4],
-    /// The image that was handed off, encoded.
+    /// The image that was handed off, in its short form; its 4-tuple is the slot's.
     image: Vec<u8>,
+    #[serde(skip)]
+    flow: Option<Flow>,
     pub handed_off_at: u64,
 }
 
 impl Entry {
     pub fn new(session: u32, connection: u32, cid: Cid, saved: Saved) -> Entry {
-        Entry { session, connection, cid: cid.0, saved, memory: [0; 4], image: Vec::new(), handed_off_at: 0 }
+        Entry { session, connection, cid: cid.0, saved, memory: [0; 4], image: Vec::new(), flow: None, handed_off_at: 0 }
     }
 
     /// Completes the entry of a connection whose bytes have been copied.
     pub fn copied(mut self, image: &Image, memory: Memory, at: u64) -> Entry {
-        let mut bytes = [0u8; MAX_ENCODED];
-        let length = image.encode(&mut bytes).unwrap_or(0);
-        self.image = bytes[..length].to_vec();
+        let mut bytes = [0u8; MAX_SHORT];
+        let length = image.shorten(None, &mut bytes).unwrap_or(0);
+        (self.image, self.flow) = (bytes[..length].to_vec(), Some(image.flow));
         self.memory = [memory.receive.0, memory.receive.1, memory.send.0, memory.send.1];
         self.handed_off_at = at;
         self
@@ -47,20 +49,24 @@ impl Entry {
         Memory { receive: (receive, receive_size), send: (send, send_size) }
     }
 
+    /// Returns what the connection came with. None if the entry is damaged.
+    fn exported(&self) -> Option<Exported> {
+        let (image, _) = Image::lengthen(&self.image, self.flow?).ok()?;
+        // The NIC can write here.
+        if !self.saved.is_plausible() {
+            return None;
+        }
+        Some(Exported { image, handed_off_at: self.handed_off_at, saved: self.saved.clone() })
+    }
+
     /// Returns the agent's state of a connection on the NIC. None if the entry is damaged.
     pub fn on_nic(&self) -> Option<OnNic> {
-        let mut bytes = [0u8; MAX_ENCODED];
-        bytes.get_mut(..self.image.len())?.copy_from_slice(&self.image);
-        let image = Image::decode(&bytes).ok()?;
-        let (saved, memory) = (self.saved.clone(), self.memory());
+        let exported = self.exported()?;
         Some(OnNic {
-            idleness: Idleness::new(&image),
-            image,
+            idleness: Idleness::new(&exported.image),
+            exported: Some(Box::new(exported)),
             nic: None,
-            saved,
-            memory,
-            limits: Limits::default(),
-            handed_off_at: self.handed_off_at,
+            memory: self.memory(),
             muted: false,
             way: None,
             dropped: None,
@@ -77,11 +83,12 @@ fn entry_at(at: u32, length: usize) -> usize {
     if length <= slot::JOURNAL_BYTES - 8 { place(at) + 8 } else { nic::scratch(at) + scratch::JOURNAL }
 }
 
-/// Returns the pages of a slot's scratch to the system, if the journal does not use them. For a connection that rests, whose image was
+/// Returns the pages of a slot's scratch to the system, if neither the journal nor posted buffers use them. For a connection that rests, whose image was
 /// read, and with nothing out of order.
 pub(crate) fn return_scratch(nic_memory: &Region, at: u32) {
     let length = nic_memory.word32(place(at) + 4).load(Ordering::Acquire) as usize;
-    if length <= slot::JOURNAL_BYTES - 8 {
+    let posted = nic_memory.word32(nic::slot(at) + slot::POSTED).load(Ordering::Acquire) != 0;
+    if length <= slot::JOURNAL_BYTES - 8 && !posted {
         nic_memory.discard(nic::scratch(at), nic::SCRATCH_BYTES);
     }
 }
@@ -150,6 +157,9 @@ pub(crate) fn read(nic_memory: &Region, nic: usize, at: u32) -> Option<(Phase, E
     let mut bytes = vec![0u8; length.min(scratch::JOURNAL_BYTES)];
     nic_memory.read(entry_at(at, bytes.len()), &mut bytes).ok()?;
     let mut entry: Entry = postcard::from_bytes(&bytes).ok()?;
+    let mut flow = [0; 36];
+    nic_memory.read(nic::slot(at) + slot::FLOW, &mut flow).ok()?;
+    entry.flow = Some(Flow::from_bytes(&flow));
     if let copy @ 1..=2 = nic_memory.word32(grown_at(at)).load(Ordering::Acquire) {
         let words = grown_copy(at, copy);
         let [cid, memory @ ..] = std::array::from_fn::<u32, { slot::GROWN_WORDS }, _>(|word| {
@@ -159,6 +169,11 @@ pub(crate) fn read(nic_memory: &Region, nic: usize, at: u32) -> Option<(Phase, E
     }
     let cid = Cid(entry.cid);
     (cid.slot() == at && cid.nic() == nic).then_some((phase, entry))
+}
+
+/// Returns what the connection in the slot of this cid came with.
+pub(crate) fn exported(nic_memory: &Region, cid: Cid) -> Option<Exported> {
+    read(nic_memory, cid.nic(), cid.slot())?.1.exported()
 }
 
 /// Returns session and number of the connection that had the slot of this cid last.
@@ -191,4 +206,70 @@ pub(crate) fn note_slots_used(nic_memory: &Region, used: u32) {
 /// Stores the cid of a slot's next occupant.
 pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
     nic_memory.word32(nic::slot(name.slot()) + slot::NEXT_CID).store(name.0, Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_image::State;
+    use baton_wire::Endpoint;
+    use baton_wire::frame::Link;
+
+    /// An image with values that do not happen to be short.
+    fn image() -> Image {
+        let flow = Flow { local: Endpoint::v4([192, 168, 27, 100], 65001), remote: Endpoint::v4([203, 0, 113, 77], 50123) };
+        let link =
+            Link { source: [2, 3, 4, 5, 6, 7], destination: [8, 9, 10, 11, 12, 13], ttl: 64, interface: 3, ..Link::default() };
+        Image {
+            link,
+            rcv_wscale: 10,
+            mss: 1448,
+            keepalive: true,
+            keepalive_idle: 300,
+            snd_una: 0x8899_aabb,
+            snd_nxt: 0x8899_aabb,
+            snd_end: 0x8899_aabb,
+            rcv_nxt: 0x1122_3344,
+            rcv_adv: 0x1122_3344 + 3_145_728,
+            snd_wl1: 0x1122_3000,
+            snd_wnd: 3_000_320,
+            max_window: 3_145_728,
+            ts_recent: 0xabcd_ef01,
+            ts_clock: 0x7654_3210,
+            cwnd: 310,
+            ssthresh: 217,
+            srtt: 23_456,
+            rttvar: 5_678,
+            min_rtt: 21_987,
+            sent_ago: Some(123_456),
+            state: State::Established,
+            ..Image::open(flow)
+        }
+    }
+
+    fn entry(saved: Saved) -> Entry {
+        let memory = Memory { receive: (0x3fed_0000, 1 << 22), send: (0x3fad_0000, 1 << 22) };
+        Entry::new(12_345, 16_000, Cid::new(1_048_575, 900), saved).copied(&image(), memory, 40 << 40)
+    }
+
+    fn written(entry: &Entry) -> (Region, usize) {
+        let region = Region::private(nic::bytes(1).next_multiple_of(4096)).unwrap();
+        let entry = Entry { cid: Cid::new(0, 7).0, ..entry.clone() };
+        region.write(nic::slot(0) + slot::FLOW, &image().flow.to_bytes()).unwrap();
+        assert!(write(&region, Phase::Copied, &entry));
+        let length = region.word32(place(0) + 4).load(Ordering::Acquire) as usize;
+        (region, length)
+    }
+
+    #[test]
+    fn a_usual_entry_lies_in_the_slot_and_says_all() {
+        let entry = entry(Saved::default());
+        let (region, length) = written(&entry);
+        // The options that a disconnect resets take four bytes each.
+        assert!(length + 16 + 8 <= slot::JOURNAL_BYTES, "{length} bytes of {}", slot::JOURNAL_BYTES);
+        let (_, read) = read(&region, 0, 0).expect("an entry");
+        assert_eq!(read.exported().map(|exported| exported.image), Some(image()));
+        assert_eq!((read.session, read.connection, read.handed_off_at), (12_345, 16_000, 40 << 40));
+        assert!(read.memory() == entry.memory());
+    }
 }

@@ -5,6 +5,7 @@
 //! called before the connections on the NIC are checked again. A change that is notified while a move is under way is found by
 //! [`Known::changes`]. Only what was found is kept: errors, and neighbours or routes that are not there, are asked for again.
 
+use crate::way::Way;
 use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::{Changes, Netlink};
 use baton_linux::route::{self, Route, Routing};
@@ -13,6 +14,7 @@ use baton_linux::{conntrack, socket};
 use std::collections::{HashMap, HashSet};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
 
 /// Microseconds for which an answer is used. It bounds the age of what the kernel changes without a notification: its settings, and the
 /// path MTU of a route.
@@ -38,6 +40,8 @@ pub(crate) struct Known {
     untracked: Option<u64>,
     /// The greatest values of tcp_rmem and tcp_wmem, in bytes.
     buffers: Option<[Option<u32>; 2]>,
+    /// The way that was found last: most connections have the same as the one before.
+    last_way: Option<Arc<Way>>,
     /// The agent's network namespace, which it does not change.
     namespace: Option<u64>,
 }
@@ -51,6 +55,14 @@ impl Known {
     /// Number of notifications of changes so far. Checks that were made at another number may not hold any more.
     pub fn changes(&self) -> u64 {
         self.changes
+    }
+
+    /// Returns the way, together with whoever has the same.
+    pub fn shared(&mut self, way: Way) -> Arc<Way> {
+        match &self.last_way {
+            Some(last) if **last == way => last.clone(),
+            _ => self.last_way.insert(Arc::new(way)).clone(),
+        }
     }
 
     /// Discards all answers, since something has changed.

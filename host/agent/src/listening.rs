@@ -6,7 +6,7 @@
 //! processes may share a listener, and its queue.
 
 use crate::agent::Agent;
-use crate::connection::{Block, Connection, OnNic};
+use crate::connection::{Block, Connection, Exported, OnNic};
 use crate::ground::Ground;
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
@@ -386,9 +386,12 @@ impl Agent {
             return Err(Refusal::Filter);
         }
         connection.block.set_owner(Owner::Moving);
-        connection.machine = Move::made(way.is_ok() && !draining);
-        let (way, muted, dropped, idleness) = (way.ok(), false, None, Idleness::new(&image));
-        let on_nic = OnNic { image, nic: None, saved, memory, limits, handed_off_at, muted, way, dropped, idleness };
+        connection.machine = Move::made(way.is_ok() && !draining).into();
+        let (muted, dropped, idleness) = (false, None, Idleness::new(&image));
+        let way = way.ok().map(|way| ground.known.shared(way));
+        limits.write(ground.nic_memory, cid);
+        let exported = Some(Box::new(Exported { image, handed_off_at, saved }));
+        let on_nic = OnNic { exported, nic: None, memory, muted, way, dropped, idleness };
         connection.on_nic = Some(Box::new(on_nic));
         Ok(())
     }
@@ -512,7 +515,7 @@ impl Ground<'_> {
         match self.way_of(connection) {
             Err(Refusal::NoNeighbour) => {
                 let (_, route) = self.route_of(connection)?;
-                let hop = route.gateway.unwrap_or(connection.peer.ip().to_canonical());
+                let hop = route.gateway.unwrap_or(connection.peer().ip().to_canonical());
                 let learnt = rtnetlink::learn_neighbour(self.routes, route.interface, hop, image.link.destination);
                 learnt.map_err(|error| system("RTM_NEWNEIGH", &error))?;
                 self.way_of(connection)

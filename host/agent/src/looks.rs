@@ -83,7 +83,7 @@ fn shown(connection: &Connection, netlink: &Netlink) -> Option<Shown> {
     let mut memory = [0u8; 4 * (DROPS + 1)];
     let length = socket::get_bytes(fd.as_fd(), SOL_SOCKET, SO_MEMINFO, &mut memory).ok()?;
     let dropped = memory.get(4 * DROPS..length)?.try_into().ok().map(u32::from_ne_bytes)?;
-    let routing = Routing::of(fd.as_fd(), connection.flow.is_v4(), connection.peer).ok()?;
+    let routing = Routing::of(fd.as_fd(), connection.flow.is_v4(), connection.peer()).ok()?;
     Some(Shown { routing, dropped })
 }
 
@@ -113,7 +113,7 @@ impl Agent {
             self.known.discard();
             let destinations = std::mem::take(&mut self.looks.destinations);
             let all = destinations.len() > MOST_DESTINATIONS;
-            self.follow_ways(|connection| all || destinations.contains(&connection.peer.ip().to_canonical()));
+            self.follow_ways(|connection| all || destinations.contains(&connection.peer().ip().to_canonical()));
         }
         if self.looks.due == 0 || now < self.looks.due {
             return;

@@ -50,6 +50,12 @@ impl Limits {
         Limits { receive: limit(RECEIVE_LOCKED, SO_RCVBUF, receive), send: limit(SEND_LOCKED, SO_SNDBUF, send) }
     }
 
+    /// Reads the limits from the slot of a connection that is on the NIC.
+    pub fn read(nic_memory: &Region, cid: Cid) -> Limits {
+        let load = |at: usize| nic_memory.word32(nic::slot(cid.slot()) + slot::LIMITS + 4 * at).load(Ordering::Acquire);
+        Limits { receive: load(0).min(MOST), send: load(1).min(MOST) }
+    }
+
     /// Writes the limits into the slot, for the NIC, before a handoff.
     pub fn write(self, nic_memory: &Region, cid: Cid) {
         for (at, value) in [self.receive, self.send].into_iter().enumerate() {

@@ -5,7 +5,7 @@
 //! answered, the move is resumed in a later round.
 
 use crate::agent::Agent;
-use crate::connection::{Asker, Connection, Stage, Then};
+use crate::connection::{Asker, Connection, Stage, Then, Waiting};
 use crate::journal;
 use crate::memory;
 use crate::perform::Performer;
@@ -33,6 +33,9 @@ const ATTEMPTS: u8 = 2;
 /// Key of a connection: session, number, and serial number, since session and number are reused.
 pub(crate) type Key = (u32, u32, u64);
 
+/// What is to be settled again: the connection, what to do with it, and the number of attempts.
+pub(crate) struct PutOff(Key, Then, u8);
+
 /// Queues of moves.
 #[derive(Default)]
 pub(crate) struct Moves {
@@ -42,6 +45,10 @@ pub(crate) struct Moves {
     suggested: VecDeque<(Key, u64)>,
     /// Connections that have to leave the NIC, each with the reason.
     returning: VecDeque<(Key, &'static str)>,
+    /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages are handled:
+    /// inside, the answers about many connections would each be handled inside the one before.
+    pub handling: bool,
+    pub put_off: Vec<PutOff>,
     /// Time of the last request, in microseconds of the monotonic clock.
     pub last_request: u64,
 }
@@ -86,7 +93,7 @@ impl Agent {
             return;
         };
         let (fd, region) = (connection.fd.clone(), open.memory.clone());
-        let mut machine = connection.machine.clone();
+        let mut machine = connection.machine.get();
         let fd = fd.as_ref().map(AsFd::as_fd);
         let mut performer = Performer::new(ground, open, session, connection, fd, &region);
         machine.run(event, &mut performer);
@@ -95,7 +102,7 @@ impl Agent {
             performer.pause();
         }
         let Some(connection) = self.connection(session, number) else { return };
-        connection.machine = machine;
+        connection.machine = machine.into();
         let key = (session, number, connection.serial);
         let waits = connection.machine.waits();
         // A NIC that must not continue counts as dead: the connection waits for the recovery of what that NIC had.
@@ -168,14 +175,18 @@ impl Agent {
             let moved = Err(Refusal::State("SYN-SENT"));
             return self.note_end(session, number, moved, asker.into_iter().collect());
         }
-        connection.waiting.askers.extend(asker);
+        if let Some(asker) = asker {
+            connection.waiting().askers.push(asker);
+        }
         self.drive(session, number, Event::Offload { patience });
     }
 
     /// Begins a move to the kernel, or continues one whose program may have left its operation by now.
     pub(crate) fn begin_restore(&mut self, session: u32, number: u32, asker: Option<Asker>) {
         let Some(connection) = self.connection(session, number) else { return };
-        connection.waiting.askers.extend(asker);
+        if let Some(asker) = asker {
+            connection.waiting().askers.push(asker);
+        }
         self.drive(session, number, Event::Restore { forced: false });
     }
 
@@ -247,11 +258,12 @@ impl Agent {
 
     fn answer_askers(&mut self, session: u32, number: u32, conclusion: Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
-        let (waiting, flow) = (std::mem::take(&mut connection.waiting), connection.flow);
-        let (askers, then) = (waiting.askers, waiting.then);
+        let (waiting, flow) = (connection.waiting.take(), connection.flow);
+        let Waiting { askers, then } = waiting.map(|waiting| *waiting).unwrap_or_default();
         match conclusion {
             // No request waits for a growth; those that arrived meanwhile wait for the next move.
-            Conclusion::Grown => connection.waiting.askers = askers,
+            Conclusion::Grown if askers.is_empty() => {}
+            Conclusion::Grown => connection.waiting().askers = askers,
             Conclusion::Moved => self.note_end(session, number, Ok(()), askers),
             Conclusion::Recovered => self.note_recovery(session, number, false, askers, !then.is_empty()),
             Conclusion::Lost(refusal, recovering) => {
@@ -291,15 +303,34 @@ impl Agent {
     /// answer, or None if it comes later or was sent.
     pub(crate) fn settle(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
         if attempts > 0 {
+            if self.moves.handling
+                && let Some(serial) = self.connection(session, number).map(|connection| connection.serial)
+            {
+                self.moves.put_off.push(PutOff((session, number, serial), then, attempts));
+                return None;
+            }
             // The NIC refuses a connection that has just ended; the notification of its end may be in the ring by now.
             self.handle_nic_messages();
         }
+        self.settle_now(session, number, then, attempts)
+    }
+
+    /// Settles what was put off until the NIC's messages were handled, unless its connection has been removed meanwhile.
+    pub(crate) fn settle_put_off(&mut self, PutOff(key, then, attempts): PutOff) {
+        let (asker, tag) = then.asker();
+        let here = named(&mut self.sessions, key).is_some();
+        if let Some(reply) = if here { self.settle_now(key.0, key.1, then, attempts) } else { Some(Reply::Done) } {
+            self.answer(asker, tag, reply, &[]);
+        }
+    }
+
+    fn settle_now(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
         self.open_in_kernel_for(session, number, &then);
         match self.stage(session, number) {
             None | Some(Stage::Kernel) => {}
             Some(Stage::Offloading) => {
                 if let Some(connection) = self.connection(session, number) {
-                    connection.waiting.then.push((then, attempts));
+                    connection.waiting().then.push((then, attempts));
                 }
                 self.call_off(session, number);
                 return None;
@@ -314,7 +345,7 @@ impl Agent {
             Some(Stage::Nic) => {
                 let forced = matches!(then, Then::Forget(_));
                 if let Some(connection) = self.connection(session, number) {
-                    connection.waiting.then.push((then, attempts + 1));
+                    connection.waiting().then.push((then, attempts + 1));
                 }
                 self.drive(session, number, Event::Restore { forced });
                 return None;
@@ -356,7 +387,7 @@ impl Agent {
             Then::Offload(asker) => match self.connection(session, number) {
                 // It could not leave its NIC.
                 Some(connection) if connection.stage() == Stage::Nic => {
-                    Some(Reply::Stayed { reason: connection.reason.clone(), transient: true })
+                    Some(Reply::Stayed { reason: connection.reason.to_string(), transient: true })
                 }
                 _ => self.request_move(session, number, Place::Nic, asker).map(|(reply, _)| reply),
             },
@@ -384,10 +415,10 @@ impl Agent {
         }
         let Some(connection) = self.connection(session, number) else { return Reply::Done };
         if connection.stage() == Stage::Nic {
-            return Reply::Failed { reason: connection.reason.clone() };
+            return Reply::Failed { reason: connection.reason.to_string() };
         }
         if !reason.is_empty() {
-            connection.reason = reason;
+            connection.reason = reason.into();
         }
         self.try_later(session, number);
         Reply::Done

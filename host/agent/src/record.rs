@@ -1,6 +1,6 @@
 //! What a recovery takes from record, block and memory of a connection of this agent's.
 
-use crate::connection::{Connection, Memory, OnNic};
+use crate::connection::{Connection, Exported, Memory, OnNic};
 use baton_abi::Record;
 use baton_abi::layout::block;
 use baton_image::Image;
@@ -16,10 +16,10 @@ fn progress(connection: &Connection) -> Progress {
     Progress { flags: load(block::FLAGS), queued: load(block::QUEUED_SEQ), read: load(block::READ_SEQ) }
 }
 
-/// Makes the image of a connection at its NIC's death.
-pub(crate) fn image_at_death(on_nic: &OnNic, record: &Record, connection: &Connection) -> Option<Image> {
-    let elapsed = monotonic_micros() - on_nic.handed_off_at;
-    baton_recovery::image_at_death(&on_nic.image, on_nic.memory.send.1, elapsed, record, &progress(connection))
+/// Makes the image of a connection at its NIC's death, from the one that was handed off.
+pub(crate) fn image_at_death(from: &Exported, on_nic: &OnNic, record: &Record, connection: &Connection) -> Option<Image> {
+    let elapsed = monotonic_micros() - from.handed_off_at;
+    baton_recovery::image_at_death(&from.image, on_nic.memory.send.1, elapsed, record, &progress(connection))
 }
 
 /// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`.

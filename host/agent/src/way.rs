@@ -1,7 +1,7 @@
 //! A connection's way: the device by which its frames leave and those by which its peer's arrive, as the kernel would route them;
 //! and the reasons why the NIC cannot follow it.
 
-use crate::connection::{Connection, OnNic};
+use crate::connection::Connection;
 use crate::ground::{Ground, Shape};
 use baton_handoff::examine::system;
 use baton_handoff::export;
@@ -18,7 +18,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::os::fd::BorrowedFd;
 
 /// Route, header and devices of a connection's frames.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Way {
     pub link: Link,
     /// Beside the kernel: the devices at which its frames are received.
@@ -46,18 +46,18 @@ impl Ground<'_> {
     /// # Errors
     /// If the kernel could not send its packets either.
     pub fn route_of(&mut self, connection: &Connection) -> Result<(Routing, Route), Refusal> {
-        let local = connection.local.ip().to_canonical();
+        let local = connection.local().ip().to_canonical();
         let routing = match (&connection.fd, &connection.on_nic) {
             (None, Some(_)) => {
                 diagnosis::routing(self.diagnosis, &connection.flow).map_err(|error| system("socket diagnosis", &error))?
             }
-            _ => Routing::of(connection.fd()?, connection.flow.is_v4(), connection.peer)
+            _ => Routing::of(connection.fd()?, connection.flow.is_v4(), connection.peer())
                 .map_err(|error| system("getsockopt", &error))?,
         };
         if !self.known.is_own(self.routes, local).map_err(|error| system("RTM_GETROUTE", &error))? {
             return Err(Refusal::SourceGone(local));
         }
-        let found = self.known.route(self.routes, connection.local, connection.peer, &routing);
+        let found = self.known.route(self.routes, connection.local(), connection.peer(), &routing);
         let route = found.map_err(|_| Refusal::NoRoute)?;
         if routing.on_link && route.gateway.is_some() {
             return Err(Refusal::NoRoute);
@@ -98,7 +98,7 @@ impl Ground<'_> {
                 Verdict::BlockedOut => return Err(Refusal::PolicyBlocks),
             }
         }
-        let hop = route.gateway.unwrap_or(connection.peer.ip().to_canonical());
+        let hop = route.gateway.unwrap_or(connection.peer().ip().to_canonical());
         let neighbour = if interface.kind == rtnetlink::LOOPBACK {
             [0; 6]
         } else {
@@ -106,7 +106,10 @@ impl Ground<'_> {
         };
         let v4 = connection.flow.is_v4();
         let (ttl, tos) = match (&connection.fd, &connection.on_nic) {
-            (None, Some(on_nic)) => (on_nic.image.link.ttl, on_nic.image.link.tos),
+            (None, Some(_)) => {
+                let link = connection.exported(self.nic_memory).ok_or(Refusal::NicGone)?.image.link;
+                (link.ttl, link.tos)
+            }
             _ => export::link_settings(connection.fd()?, v4).map_err(|error| system("getsockopt", &error))?,
         };
         let of_device = if v4 || interface.mtu6 == 0 { interface.mtu } else { interface.mtu6 };
@@ -154,9 +157,8 @@ impl Ground<'_> {
     }
 
     /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its socket is
-    /// bound to, or its route's, if the NIC can inject there.
-    pub fn device_of_replay(&mut self, on_nic: &OnNic, routing: &Routing, route: &Route) -> u32 {
-        let before = on_nic.image.link.interface;
+    /// bound to, or its route's, if the NIC can inject there; else the one that it came by `before`.
+    pub fn device_of_replay(&mut self, before: u32, routing: &Routing, route: &Route) -> u32 {
         let wanted = if routing.device == 0 { route.interface } else { routing.device };
         if matches!(self.shape, Shape::Inline { .. }) || wanted == before {
             return before;
@@ -175,7 +177,7 @@ impl Ground<'_> {
         path.anywhere = routing.device == 0;
         // A strict reverse path filter accepts packets by each of several equal-cost paths.
         if path.anywhere && interface.kind != rtnetlink::LOOPBACK {
-            let paths = self.known.paths(self.routes, connection.local, connection.peer, routing).unwrap_or_default();
+            let paths = self.known.paths(self.routes, connection.local(), connection.peer(), routing).unwrap_or_default();
             let mut others: Vec<u32> = paths.into_iter().filter(|index| *index != interface.index).collect();
             others.sort_unstable();
             others.dedup();

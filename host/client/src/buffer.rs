@@ -129,7 +129,7 @@ impl Posts {
         }
         let mut answers = connection.posted.lock().unwrap_or_else(PoisonError::into_inner);
         for post in self.list.iter_mut().filter(|post| post.sent && post.start.is_none()) {
-            post.start = answers.pop_front();
+            post.start = answers.as_mut().and_then(|answers| answers.0.pop_front());
         }
         Ok(())
     }

@@ -22,6 +22,10 @@ const EIO: u32 = 5;
 /// Connection reset by peer.
 const ECONNRESET: u32 = 104;
 
+/// Answers to posted buffers. Most connections never have any.
+#[derive(Debug, Default)]
+pub(crate) struct Answers(pub VecDeque<u32>);
+
 /// A connection of a session.
 #[derive(Debug)]
 pub struct Connection {
@@ -48,7 +52,7 @@ pub struct Connection {
     most_queued: AtomicU32,
     unused: AtomicU32,
     /// Answers to posted buffers that have not been handled yet: the first sequence number that the NIC puts into each.
-    pub(crate) posted: Mutex<VecDeque<u32>>,
+    pub(crate) posted: Mutex<Option<Box<Answers>>>,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
     /// Nothing can be sent any more: the sending side is shut, or the connection has ended.
@@ -312,7 +316,7 @@ impl Connection {
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
         self.apply_most_queued();
-        self.posted.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.posted.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
         let error = self.load(block::ERROR);
         if error != 0 {

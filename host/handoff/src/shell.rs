@@ -42,7 +42,7 @@ pub(crate) fn set_queue_seq(fd: BorrowedFd<'_>, queue: Queue, seq: u32) -> io::R
 const FORGOTTEN: [(i32, i32); 4] = [(1, 42), (6, 10), (6, 45), (6, 46)];
 
 /// Settings that a move changes on the socket temporarily, and must put back.
-#[derive(Clone, Debug, Default, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
 pub struct Saved {
     /// SO_REUSEADDR, which repair mode forces.
     reuse: i32,
@@ -72,6 +72,12 @@ impl Saved {
                 .filter_map(|(level, option)| Some((*level, *option, socket::get(fd, *level, *option).ok()?)))
                 .collect(),
         })
+    }
+
+    /// Whether it can have been read from a socket: it names no options but those that a disconnect resets. What lies in shared memory
+    /// may have been changed there.
+    pub fn is_plausible(&self) -> bool {
+        self.forgotten.iter().all(|(level, option, _)| FORGOTTEN.contains(&(*level, *option)))
     }
 
     /// Whether the program wants keep-alive probes.

@@ -2,12 +2,20 @@
 //! much is held.
 
 use baton_protocol::keeper::Kept;
+use baton_protocol::program::Until;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::os::fd::OwnedFd;
 
 /// A message with something to hold, and its descriptors.
 type One = (Kept, Vec<OwnedFd>);
+
+/// A connection. There may be very many, so that those with a descriptor take little room.
+enum Connection {
+    Ours(Until, OwnedFd),
+    Other(Box<One>),
+}
 
 /// Everything that is held.
 #[derive(Default)]
@@ -22,12 +30,25 @@ pub(crate) struct Held {
 struct Session {
     /// Its control connection, and its memory.
     itself: Vec<One>,
-    connections: BTreeMap<u32, One>,
+    connections: BTreeMap<u32, Connection>,
 }
 
 impl Session {
-    fn iter(&self) -> impl Iterator<Item = &One> {
-        self.itself.iter().chain(self.connections.values())
+    /// What is held of the session with this number.
+    fn iter(&self, number: u32) -> impl Iterator<Item = (Cow<'_, Kept>, &[OwnedFd])> {
+        let connection = move |(connection, held)| connection_as_held(number, connection, held);
+        self.itself.iter().map(as_held).chain(self.connections.iter().map(connection))
+    }
+}
+
+fn as_held((kept, descriptors): &One) -> (Cow<'_, Kept>, &[OwnedFd]) {
+    (Cow::Borrowed(kept), descriptors)
+}
+
+fn connection_as_held<'a>(session: u32, number: &u32, held: &'a Connection) -> (Cow<'a, Kept>, &'a [OwnedFd]) {
+    match held {
+        Connection::Ours(until, fd) => (Cow::Owned(Kept::Connection(session, *number, *until)), std::slice::from_ref(fd)),
+        Connection::Other(one) => as_held(one),
     }
 }
 
@@ -69,7 +90,11 @@ impl Held {
             }
             Kept::Memory(number, _) => self.sessions.entry(number).or_default().itself.push((kept, descriptors)),
             Kept::Connection(session, number, _) | Kept::Attached(session, number, ..) => {
-                self.sessions.entry(session).or_default().connections.insert(number, (kept, descriptors));
+                let connection = match (&kept, <[OwnedFd; 1]>::try_from(descriptors)) {
+                    (Kept::Connection(.., until), Ok([fd])) => Connection::Ours(*until, fd),
+                    (_, descriptors) => Connection::Other(Box::new((kept, descriptors.map_or_else(|all| all, Vec::from)))),
+                };
+                self.sessions.entry(session).or_default().connections.insert(number, connection);
             }
             Kept::Forgotten(session, number) => {
                 if let Some(session) = self.sessions.get_mut(&session) {
@@ -102,8 +127,9 @@ impl Held {
     }
 
     /// Everything, in an order in which nothing comes before what it depends on.
-    pub fn iter(&self) -> impl Iterator<Item = &One> {
-        self.common.iter().chain(self.sessions.values().flat_map(Session::iter))
+    pub fn iter(&self) -> impl Iterator<Item = (Cow<'_, Kept>, &[OwnedFd])> {
+        let sessions = self.sessions.iter().flat_map(|(number, session)| session.iter(*number));
+        self.common.iter().map(as_held).chain(sessions)
     }
 }
 
@@ -113,7 +139,7 @@ mod tests {
     use baton_protocol::program::{Opening, Until};
 
     fn held(held: &Held) -> Vec<Kept> {
-        held.iter().map(|(kept, _)| kept.clone()).collect()
+        held.iter().map(|(kept, _)| kept.into_owned()).collect()
     }
 
     #[test]

@@ -200,7 +200,7 @@ impl End {
 fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
     for (kept, descriptors) in held.iter() {
         let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
-        agent.send(kept, &descriptors)?;
+        agent.send(&*kept, &descriptors)?;
     }
     Ok(agent.send(&Kept::Ready, &[])?)
 }

@@ -89,7 +89,7 @@ pub enum Event {
 
 /// A connection's place, and its move if one is under way. An event gives the next action; its outcome is the next event. Other events
 /// come between the outcome of one action and the next action, or while [`Move::on`] has returned none.
-#[derive(Clone, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Move {
     step: Step,
     goal: Option<Goal>,
@@ -185,6 +185,19 @@ impl Move {
     /// Of a connection that had ended on the NIC when its agent died.
     pub fn ended() -> Move {
         Move { step: Step::Ended, ..Move::new() }
+    }
+
+    /// At rest at this step: of [`Move::rests_at`].
+    pub fn resting_at(step: Step) -> Move {
+        Move { step, ..Move::new() }
+    }
+
+    /// The step at which it rests, if [`Move::resting_at`] that one goes on as this does: no move is under way, nothing is awaited, and
+    /// none is put off. What is left of the last move is set anew when the next one begins.
+    pub fn rests_at(&self) -> Option<Step> {
+        let Move { step, since, patience, deadline, because, lost, asked, fin_first, .. } = self.clone();
+        let left = Move { since, patience, deadline, because, lost, asked, fin_first, ..Move::resting_at(step) };
+        (*self == left).then_some(step)
     }
 
     /// The last step that has been made.

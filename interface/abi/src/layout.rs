@@ -54,10 +54,10 @@ pub mod nic {
     /// The slots, one per connection, in groups: first the slots of a group, close to each other, then a page of scratch for each.
     pub const SLOTS: usize = (EVENTS + RING_BYTES).next_multiple_of(HUGE_PAGE);
     /// Bytes of a slot.
-    pub const SLOT_BYTES: usize = 1024;
+    pub const SLOT_BYTES: usize = 448;
     /// Bytes of a slot's scratch: a page, so that it can be returned to the system by itself.
     pub const SCRATCH_BYTES: usize = 4096;
-    /// Slots of a group: they fill a huge page.
+    /// Slots of a group: as many as a huge page has room for.
     pub const GROUP: usize = HUGE_PAGE / SLOT_BYTES;
     const GROUP_BYTES: usize = HUGE_PAGE + GROUP * SCRATCH_BYTES;
     const HUGE_PAGE: usize = 2 << 20;
@@ -143,39 +143,38 @@ pub mod host_tcp {
     }
 }
 
-/// A slot of NIC memory. Offsets are in bytes from the slot's beginning.
+/// A slot of NIC memory: what a connection has as long as it is on the NIC. Offsets are in bytes from the slot's beginning.
 pub mod slot {
-    /// The two copies of the record ([`crate::record`]).
-    pub const RECORDS: usize = 64;
     /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size, number of the
     /// connection's block.
-    pub const PARAMETERS: usize = 192;
-    /// 4-byte word: the mirroring NIC sets it to 1 while its copy covers what the kernel holds out of order, else to 0.
-    pub const COVERED: usize = PARAMETERS + 28;
+    pub const PARAMETERS: usize = 8;
     /// 4-byte word, written by the agent: the [`crate::Cid`] of the slot's next occupant, 0 for the first one.
-    pub const NEXT_CID: usize = PARAMETERS + 24;
+    pub const NEXT_CID: usize = 32;
+    /// 4-byte word: the mirroring NIC sets it to 1 while its copy covers what the kernel holds out of order, else to 0.
+    pub const COVERED: usize = 36;
     /// Parameters of a handoff, continued: the most bytes of receive memory, then of send memory, that the connection may grow
     /// to; 0 if it may not grow.
-    pub const LIMITS: usize = PARAMETERS + 32;
+    pub const LIMITS: usize = 40;
     /// 4-byte word: sequence number of the first byte that the program has not read, at the time of [`crate::Control::Resume`].
-    pub const READ: usize = PARAMETERS + 40;
+    pub const READ: usize = 48;
     /// 4-byte word, written by the NIC: of a connection of which it keeps only the fast path, twice the number of times that it was
     /// lent to the host's TCP (see [`super::host_tcp`]), plus 1 while it is.
-    pub const LENT: usize = PARAMETERS + 60;
+    pub const LENT: usize = 52;
+    /// 4-byte word, written by the NIC: 1 while the connection is dormant, else 0.
+    pub const DORMANT: usize = 56;
+    /// 4-byte word, written by the NIC: 1 while there may be entries in [`super::scratch::POSTS`], else 0.
+    pub const POSTED: usize = 60;
+    /// The two copies of the record.
+    pub const RECORDS: usize = 64;
+    /// The encoded 4-tuple: local address, remote address, local port, remote port (36 bytes, ports little-endian).
+    pub const FLOW: usize = 192;
     /// Written by the agent: memory that the connection has grown into, which replaces that of the journal. A 4-byte word that
     /// says which of two copies is valid, 0 for none; then the copies of [`GROWN_WORDS`] words.
-    pub const GROWN: usize = 448;
+    pub const GROWN: usize = 228;
     /// 4-byte words of one such copy: cid, receive base and size, send base and size.
     pub const GROWN_WORDS: usize = 5;
-    /// The encoded 4-tuple: local address, remote address, local port, remote port (36 bytes, ports little-endian).
-    pub const FLOW: usize = 256;
-    /// The buffers that the program has posted, for the recovery after the NIC's death: 16 bytes each (sequence number, address,
-    /// length, 0).
-    pub const POSTS: usize = 384;
-    /// Bytes of that table.
-    pub const POSTS_BYTES: usize = 16 * super::POSTS;
     /// The agent's journal of a move: phase, length, entry. Of a longer one the entry lies in [`super::scratch::JOURNAL`].
-    pub const JOURNAL: usize = 512;
+    pub const JOURNAL: usize = 272;
     /// Bytes of the journal.
     pub const JOURNAL_BYTES: usize = super::nic::SLOT_BYTES - JOURNAL;
 }
@@ -202,6 +201,11 @@ pub mod scratch {
     pub const JOURNAL: usize = FORWARD + FORWARD_BYTES;
     /// Bytes of room for it.
     pub const JOURNAL_BYTES: usize = 1024;
+    /// The buffers that the program has posted, for the recovery after the NIC's death: 16 bytes each (sequence number, address,
+    /// length, 0). They count while [`super::slot::POSTED`] is set.
+    pub const POSTS: usize = JOURNAL + JOURNAL_BYTES;
+    /// Bytes of that table.
+    pub const POSTS_BYTES: usize = 16 * super::POSTS;
 }
 
 /// Number of (address, length) pairs that a connection's send queue holds; a power of two.
@@ -255,7 +259,7 @@ pub mod session {
     /// The connection blocks.
     pub const BLOCKS: usize = MAX_NICS * AREA_BYTES;
     /// Bytes of a connection block.
-    pub const BLOCK_BYTES: usize = 128;
+    pub const BLOCK_BYTES: usize = 64;
     /// Connection blocks of a session.
     pub const MAX_CONNECTIONS: usize = 16384;
     /// The heap: send and receive memory, and buffers of the program's own.
@@ -471,20 +475,21 @@ pub enum Counter {
     Messages,
     /// Frames of ARP and neighbour discovery that no host may use, dropped while the NIC has addresses of its own.
     BadResolution,
+    /// Offloaded connections that are dormant at present.
+    Dormant,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 43;
+pub const COUNTERS: usize = 44;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::address(nic::MOST_ADDRESSES) <= nic::COMMANDS);
-    assert!(slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::PARAMETERS);
-    assert!(scratch::JOURNAL + scratch::JOURNAL_BYTES <= nic::SCRATCH_BYTES);
-    assert!(slot::NEXT_CID + 4 <= slot::COVERED && slot::COVERED + 4 <= slot::FLOW);
-    assert!(slot::LENT + 4 <= slot::FLOW && slot::READ + 4 <= slot::LENT);
+    assert!(slot::PARAMETERS + 24 <= slot::NEXT_CID && slot::LIMITS + 8 <= slot::READ && slot::POSTED + 4 <= slot::RECORDS);
+    assert!(slot::RECORDS.is_multiple_of(64) && slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::FLOW);
+    assert!(slot::FLOW + 36 <= slot::GROWN && slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::JOURNAL);
+    assert!(nic::SLOT_BYTES.is_multiple_of(64), "records lie in cache lines of their own");
+    assert!(scratch::POSTS + scratch::POSTS_BYTES <= nic::SCRATCH_BYTES);
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());
-    assert!(slot::READ + 4 <= slot::FLOW && slot::POSTS + slot::POSTS_BYTES <= slot::GROWN);
-    assert!(slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::JOURNAL);
     assert!(session::HEAP.is_multiple_of(4096));
     assert!(block::QUIET_ABOVE + 4 <= session::BLOCK_BYTES);
 };

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -473,6 +473,8 @@ pub struct ConnectionInfo {
     pub moves: u32,
     /// On the NIC, of which that keeps only the fast path: how often it was lent to the host's TCP, and whether it is now.
     pub lent: Option<(u32, bool)>,
+    /// On the NIC, and dormant: it has carried nothing for a while, and the NIC keeps its state in few bytes.
+    pub dormant: bool,
     /// Microseconds since its last move.
     pub for_us: u64,
     /// State of its path and queues.

@@ -1,7 +1,7 @@
 //! The table of posted buffers in a slot (`nic_post`, Figure 4 of the handoff paper): which received bytes lie in a program's buffer instead
 //! of the receive circle. The NIC keeps it; whoever restores the connection of a dead NIC reads it.
 
-use baton_abi::layout::slot as at;
+use baton_abi::layout::{nic, scratch, slot};
 use baton_shm::{Circle, Region};
 use core::sync::atomic::Ordering;
 
@@ -45,8 +45,11 @@ pub fn pieces(posts: &[Post], seq: u32, length: usize, mut each: impl FnMut(core
 }
 
 /// The buffers that were posted on a slot's connection when its NIC died.
-pub fn posts_of(nic: &Region, slot_offset: usize) -> Vec<Post> {
-    let words = nic.words(slot_offset + at::POSTS, at::POSTS_BYTES / 8);
+pub fn posts_of(nic_memory: &Region, at: u32) -> Vec<Post> {
+    if nic_memory.word32(nic::slot(at) + slot::POSTED).load(Ordering::Acquire) == 0 {
+        return Vec::new();
+    }
+    let words = nic_memory.words(nic::scratch(at) + scratch::POSTS, scratch::POSTS_BYTES / 8);
     let entries = words.chunks_exact(2).map(|entry| (entry[0].load(Ordering::Acquire), entry[1].load(Ordering::Acquire)));
     let posts = entries.map(|(place, length)| Post { seq: place as u32, address: (place >> 32) as u32, length: length as u32 });
     posts.filter(|post| post.length > 0).collect()

@@ -1,5 +1,6 @@
 //! The slots: who gets the frames of a connection.
 
+use crate::dormant::Dormant;
 use crate::held::HeldFrames;
 use crate::listeners::Opening;
 use crate::offloaded::{Offloaded, Pending};
@@ -40,6 +41,8 @@ pub(crate) enum Custody {
     Opening(Box<Opening>),
     /// The NIC.
     Active(Pooled<Offloaded>),
+    /// The NIC; nothing has happened for a while, and its state is small. Whatever happens wakes it up first.
+    Dormant(Dormant),
     /// The host's TCP, to which the NIC has lent it.
     Lent(Box<Lent>),
     /// Nobody: the NIC has stopped the connection, to restore it or to resume it in other memory. Frames are held.

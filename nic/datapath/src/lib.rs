@@ -14,6 +14,7 @@ mod counters;
 mod custody;
 mod datagrams;
 mod delivery;
+mod dormant;
 mod fragments;
 mod frame_ring;
 mod gate;

@@ -204,7 +204,7 @@ impl Offloaded {
             template: Template::new(&image.flow, &image.link, image.timestamps),
             image: *image,
             session,
-            receive: Receive::new(receive, &Table::new(nic_memory.clone(), layout::nic::slot(slot))),
+            receive: Receive::new(receive, &Table::new(nic_memory.clone(), slot)),
             pending: Pending::default(),
             ident: image.snd_nxt as u16,
             growth: Growth::default(),
@@ -457,7 +457,15 @@ impl Offloaded {
 
     /// The slot's table of posted buffers.
     pub fn posts_table(&self) -> Table {
-        Table::new(self.nic_memory.clone(), layout::nic::slot(self.slot))
+        Table::new(self.nic_memory.clone(), self.slot)
+    }
+
+    /// Whether nothing of it waits: for its program, for the wire, or for the agent; and no buffer is posted.
+    pub fn is_idle(&self) -> bool {
+        let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
+        let taken_up = !self.fetches || queued == self.tcp.snd_end();
+        let waits = self.closing || self.pending.any() || self.growth.has_request() || self.has_ranges();
+        taken_up && !waits && !self.receive.has_posts()
     }
 
     /// Number of the connection's slot.

@@ -1,7 +1,7 @@
 //! Receive memory: a circular buffer, and buffers that the program has posted (`nic_post`, Figure 4), which take the bytes of
 //! certain sequence numbers instead.
 
-use baton_abi::layout::{self, slot as at};
+use baton_abi::layout::{self, nic, scratch, slot};
 use baton_device::Payload;
 use baton_recovery::{Post, gather, pieces};
 use baton_shm::{Circle, Region};
@@ -31,8 +31,8 @@ struct Posted {
 /// A slot's table of posts in NIC memory, for the recovery after the NIC's death.
 #[derive(Clone, Debug)]
 pub(crate) struct Table {
-    nic: Arc<Region>,
-    offset: usize,
+    nic_memory: Arc<Region>,
+    slot: u32,
 }
 
 impl Receive {
@@ -78,6 +78,11 @@ impl Receive {
     /// Whether all bytes go to the circular buffer.
     pub fn is_plain(&self) -> bool {
         self.scattered().is_none()
+    }
+
+    /// Whether the program has posted buffers since the connection last rested.
+    pub fn has_posts(&self) -> bool {
+        self.posted.is_some()
     }
 
     /// The posted buffers, if bytes are expected for any.
@@ -164,15 +169,21 @@ impl Posted {
 }
 
 impl Table {
-    /// The table in the slot at `slot_offset` of NIC memory.
-    pub fn new(nic: Arc<Region>, slot_offset: usize) -> Table {
-        Table { nic, offset: slot_offset + at::POSTS }
+    /// The table of a slot of NIC memory.
+    pub fn new(nic_memory: Arc<Region>, slot: u32) -> Table {
+        Table { nic_memory, slot }
     }
 
     /// Writes the buffers that are posted.
     #[cold]
     fn store(&self, posts: &[Post]) {
-        let words = self.nic.words(self.offset, at::POSTS_BYTES / 8);
+        // Without buffers the table is not touched: its page may be the system's.
+        let posted = self.nic_memory.word32(nic::slot(self.slot) + slot::POSTED);
+        if posts.is_empty() && posted.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        posted.store(1, Ordering::Release);
+        let words = self.nic_memory.words(nic::scratch(self.slot) + scratch::POSTS, scratch::POSTS_BYTES / 8);
         for (at, entry) in words.chunks_exact(2).enumerate() {
             let Post { seq, length, address } = posts.get(at).copied().unwrap_or_default();
             let (place, length) = (u64::from(seq) | u64::from(address) << 32, u64::from(length));
@@ -185,6 +196,7 @@ impl Table {
                 entry[1].store(length, Ordering::Release);
             }
         }
+        posted.store(u32::from(!posts.is_empty()), Ordering::Release);
     }
 }
 
@@ -206,13 +218,13 @@ mod tests {
     impl Stage {
         fn new() -> Stage {
             let session = Arc::new(Region::private(1 << 16).unwrap());
-            let nic = Arc::new(Region::private(1 << 16).unwrap());
-            let receive = Receive::new(session.circle(0, SIZE).unwrap(), &Table::new(nic.clone(), 4096));
+            let nic = Arc::new(Region::private(nic::bytes(2).next_multiple_of(4096)).unwrap());
+            let receive = Receive::new(session.circle(0, SIZE).unwrap(), &Table::new(nic.clone(), 1));
             Stage { receive, session, nic }
         }
 
         fn post(&mut self, address: u32, length: u32, read: u32, free: u32) -> u32 {
-            self.receive.post((address, length), read, free, &self.session, Table::new(self.nic.clone(), 4096))
+            self.receive.post((address, length), read, free, &self.session, Table::new(self.nic.clone(), 1))
         }
 
         fn posts(&self) -> &[Post] {
@@ -243,14 +255,14 @@ mod tests {
             let mut out = [0; 200];
             stage.receive.read(read, &mut out);
             assert!(out[10..150].iter().all(|byte| *byte == 0) && out[150..] == bytes[150..200]);
-            assert_eq!(posts_of(&stage.nic, 4096), stage.posts());
+            assert_eq!(posts_of(&stage.nic, 1), stage.posts());
             // The first buffer has been read; the rest moves to the circular buffer.
             stage.receive.forget_before(read.wrapping_add(100));
             assert_eq!(stage.posts().len(), 1);
             stage.receive.gather(read.wrapping_add(100));
             stage.receive.read(read, &mut out);
             assert!(out[10..100].iter().all(|byte| *byte == 0) && out[100..] == bytes[100..200]);
-            assert!(posts_of(&stage.nic, 4096).is_empty());
+            assert!(posts_of(&stage.nic, 1).is_empty());
         }
     }
 

@@ -9,6 +9,7 @@ mod commands;
 mod connections;
 mod crossbar;
 mod datagrams;
+mod dormant;
 mod frames;
 mod gathering;
 mod host_tcp;
@@ -64,6 +65,8 @@ pub struct WorkerSettings {
     pub frame_bytes: usize,
     /// Acknowledge every segment at once.
     pub quick_ack: bool,
+    /// Microseconds without traffic after which a connection becomes dormant: its state is kept in few bytes.
+    pub dormant_after: u64,
     /// Drop frames that arrive while their connection is between two owners, instead of holding them for the next one.
     pub drop_during_moves: bool,
     /// Large receive for the kernel's connections.
@@ -90,6 +93,7 @@ impl Default for WorkerSettings {
             batch: 32,
             frame_bytes: MAX_FRAME,
             quick_ack: false,
+            dormant_after: 2_000_000,
             drop_during_moves: false,
             lro: baton_lro::LroSettings::default(),
             moderation: baton_moderation::Mode::Off,
@@ -175,6 +179,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     ) -> Self {
         let counters = Counters::new(counters);
         counters.set(Counter::Connections, 0);
+        counters.set(Counter::Dormant, 0);
         let gate = if settings.closed { Gate::Closed } else { Gate::Open };
         let succeeds = nic_memory.words(nic::HEARTBEAT, 1)[0].load(Ordering::Relaxed) != 0;
         Worker {
@@ -431,6 +436,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.expire_acknowledgements(now);
         }
         self.to_kernel.expire_delivery(&self.counters, now.0);
+        self.look_for_idle(now);
         self.expire_handshakes(now);
         self.closed.expire(now);
         if self.started {
@@ -441,7 +447,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let acknowledgements = active.map_or(u64::MAX, |active| active.next_tick());
         let to_kernel = self.to_kernel.lro.next_tick().min(self.to_kernel.delivery.due()).min(acknowledgements);
         let to_wire = self.listeners.due().min(self.closed.due()).min(self.addresses_due());
-        self.due = self.connections.wheel.next_tick().min(to_kernel).min(to_wire);
+        self.due = self.connections.wheel.next_tick().min(to_kernel).min(to_wire).min(self.connections.rounds.due());
         worked
     }
 
@@ -502,7 +508,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.to_kernel.active_ack.as_ref().filter(|_| self.started).and_then(|active| active.next_expiry());
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
-        let handshakes = self.listeners.due().min(self.closed.due()).min(self.addresses_due());
+        let handshakes = self.listeners.due().min(self.closed.due()).min(self.addresses_due()).min(self.connections.rounds.due());
         let delivery = delivery.into_iter().chain(Some(handshakes).filter(|due| *due != u64::MAX));
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
         let others = others.chain(self.output.wire.next_passing());

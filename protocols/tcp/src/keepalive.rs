@@ -14,6 +14,22 @@ impl Connection {
         self.start_keepalive(now);
     }
 
+    /// Microseconds since the last acceptable segment.
+    pub fn silent_for(&self, now: Instant) -> u64 {
+        now.since(self.receive.last_at)
+    }
+
+    /// Whether nothing is under way: the connection is open, all that was sent is acknowledged, nothing is out of order or to be sent,
+    /// and no timer runs but keep-alive.
+    pub fn is_idle(&self) -> bool {
+        matches!(self.state, State::Established | State::CloseWait | State::FinWait2)
+            && self.send.una == self.send_limit()
+            && self.scoreboard.is_empty()
+            && self.reassembly.is_empty()
+            && self.due.is_empty()
+            && self.timers.send_at.min(self.timers.ack_at).min(self.timers.time_wait_at) == Instant::NEVER
+    }
+
     pub(crate) fn start_keepalive(&mut self, now: Instant) {
         let runs = self.config.keepalive && !matches!(self.state, State::Closed | State::TimeWait);
         let idle = u64::from(self.config.keepalive_idle) * 1_000_000;

@@ -140,6 +140,8 @@ fn settings(offloads: &Offloads) -> WorkerSettings {
         hash_key,
         // So that frames are received ahead when there are several connections.
         many: 2,
+        // So that connections become dormant in every pause, and wake up after it.
+        dormant_after: 2_000,
         lro: LroSettings { mode: offloads.lro, connections: SLOTS, aggregates: 4, hash_key, ..LroSettings::default() },
         moderation,
         // What waits for the kernel may be an aggregate.

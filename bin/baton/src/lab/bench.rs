@@ -73,6 +73,9 @@ pub enum Bench {
     Connections {
         #[command(flatten)]
         how: Rounds,
+        /// The memory alone.
+        #[arg(long)]
+        memory: bool,
     },
     /// Moves per second between kernel and NIC of connections under load, and how long one stands still for a move.
     Moves {
@@ -256,8 +259,12 @@ pub fn run(what: &Bench) -> Result<bool> {
             let report = baton_lab::wire::run(how.rounds)?;
             print_bars(&report.bars, &report, how.json)
         }
-        Bench::Connections { how } => {
+        Bench::Connections { how, memory } => {
             baton_linux::namespace::become_root_if_needed()?;
+            if *memory {
+                let report = baton_lab::connections::memory_alone()?;
+                return print_bars(&report.bars, &report, how.json);
+            }
             let report = baton_lab::connections::run(how.rounds)?;
             print_bars(&report.bars, &report, how.json)
         }

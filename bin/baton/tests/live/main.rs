@@ -10,6 +10,7 @@ mod common;
 mod conformance;
 mod containers;
 mod copy;
+mod dormant;
 mod events;
 mod filter;
 mod front;

@@ -445,10 +445,11 @@ impl Agent {
     }
 
     fn detail_of(&self, connection: &Connection) -> Option<Detail> {
-        let (Some(cid), Some(on_nic)) = (connection.cid, &connection.on_nic) else {
+        let (Some(cid), Some(_)) = (connection.cid, &connection.on_nic) else {
             return kernel_detail(connection, &self.diagnosis);
         };
-        let record = read_record(&self.hardware.get(cid.nic())?.memory, nic::slot(cid.slot()))?;
+        let memory = &self.hardware.get(cid.nic())?.memory;
+        let record = read_record(memory, nic::slot(cid.slot()))?;
         Some(Detail {
             state: record.state,
             srtt: record.srtt,
@@ -458,7 +459,7 @@ impl Agent {
             unread: record.rcv_nxt.wrapping_sub(connection.block.load(block::READ_SEQ)),
             send_window: record.snd_wnd,
             retransmitted: 0,
-            mss: u32::from(on_nic.image.mss),
+            mss: u32::from(connection.exported(memory)?.image.mss),
         })
     }
 
@@ -511,7 +512,7 @@ impl Agent {
             (Stage::Ended, _) => {
                 return Some((Reply::Stayed { reason: Refusal::Ended.to_string(), transient: false }, Vec::new()));
             }
-            (Stage::Offloading, Place::Nic) => connection.waiting.askers.push(asker),
+            (Stage::Offloading, Place::Nic) => connection.waiting().askers.push(asker),
             (Stage::Offloading, Place::Kernel) if connection.machine.step() < Step::Stolen => {
                 self.call_off(session, number);
                 return Some((Reply::Done, Vec::new()));
@@ -543,16 +544,17 @@ impl Agent {
                     connection: connection.number,
                     process: connection.process,
                     program: session.opening.program.clone(),
-                    local: connection.local.to_string(),
-                    peer: connection.peer.to_string(),
+                    local: connection.local().to_string(),
+                    peer: connection.peer().to_string(),
                     place: connection.place(),
                     nic: connection.cid.filter(|_| connection.place() == Place::Nic).map(|cid| cid.nic() as u32),
                     made_by: connection.made_by,
                     moves: connection.made,
                     lent: connection.cid.filter(|_| session.opening.fast_path).map(|cid| self.times_lent(cid)),
+                    dormant: connection.cid.is_some_and(|cid| self.slot_word(cid, slot::DORMANT) != 0),
                     for_us: monotonic_micros() - connection.since,
                     detail: self.detail_of(connection).unwrap_or_default(),
-                    reason: connection.reason.clone(),
+                    reason: connection.reason.to_string(),
                 });
             }
         }
@@ -561,9 +563,14 @@ impl Agent {
 
     /// How often the NIC has lent a connection to the host's TCP, and whether it has now.
     fn times_lent(&self, cid: Cid) -> (u32, bool) {
-        let memory = self.hardware.get(cid.nic()).map(|hardware| &hardware.memory);
-        let word = memory.map_or(0, |memory| memory.word32(nic::slot(cid.slot()) + slot::LENT).load(Ordering::Relaxed));
+        let word = self.slot_word(cid, slot::LENT);
         (word.div_ceil(2), word & 1 != 0)
+    }
+
+    /// A word that the NIC has written to a connection's slot.
+    fn slot_word(&self, cid: Cid, at: usize) -> u32 {
+        let memory = self.hardware.get(cid.nic()).map(|hardware| &hardware.memory);
+        memory.map_or(0, |memory| memory.word32(nic::slot(cid.slot()) + at).load(Ordering::Relaxed))
     }
 
     fn count(&mut self) -> Statistics {

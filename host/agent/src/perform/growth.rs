@@ -24,9 +24,9 @@ impl Performer<'_> {
     pub(super) fn enlarge(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
-        let (old, limits) = (on_nic.memory, on_nic.limits);
+        let (old, limits) = (on_nic.memory, memory::Limits::read(self.ground.nic_memory, cid));
         let Wants::Larger(receive, send) = self.connection.wants else {
-            self.connection.growing = Some(Growing { cid, unused: [None; 2], larger: old, copied: None });
+            self.connection.growing = Some(Box::new(Growing { cid, unused: [None; 2], larger: old, copied: None }));
             return Ok(());
         };
         let larger_receive = memory::enlarge(&mut self.open.heap, old.receive.1, receive, limits.receive);
@@ -37,7 +37,7 @@ impl Performer<'_> {
         }
         let larger = Memory { receive: larger_receive.unwrap_or(old.receive), send: larger_send.unwrap_or(old.send) };
         let copied = self.copy_ahead(nic::slot(cid.slot()), old.send, larger.send);
-        self.connection.growing = Some(Growing { cid, unused, larger, copied });
+        self.connection.growing = Some(Box::new(Growing { cid, unused, larger, copied }));
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use super::{Performer, hand_to_kernel};
 use crate::changes::UNKNOWN;
-use crate::connection::{Connection, Memory, OnNic};
+use crate::connection::{Connection, Exported, Memory, OnNic};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
@@ -54,10 +54,10 @@ impl Performer<'_> {
         let namespace = self.ground.known.namespace().map_err(|error| system("SO_NETNS_COOKIE", &error))?;
         let info = examine::examine(connection.fd()?, namespace)?;
         unenforced::check(connection.fd()?)?;
-        if connection.unproved == Some(UNKNOWN) {
-            connection.unproved = Some((info.bytes_acked, info.bytes_received));
+        if connection.unproved.as_deref() == Some(&UNKNOWN) {
+            connection.unproved = Some(Box::new((info.bytes_acked, info.bytes_received)));
         }
-        if let Some((acked, received)) = connection.unproved {
+        if let Some((acked, received)) = connection.unproved.as_deref().copied() {
             // Received bytes show that packets may come in; acknowledged bytes show that packets may go out as well.
             let passes = info.bytes_acked != acked || info.bytes_received != received && info.retransmits == 0;
             if !passes {
@@ -216,15 +216,14 @@ impl Performer<'_> {
         let nic = stay.and_then(|stay| stay.complete(&mut image, retransmitted, monotonic_micros()));
         let limits = Limits::of(self.fd()?, self.ground.known);
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
+        limits.write(self.ground.nic_memory, self.cid()?);
+        let exported = Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() };
         self.connection.on_nic = Some(Box::new(OnNic {
-            image,
+            exported: Some(Box::new(exported)),
             nic: nic.map(Box::new),
-            saved: entry.saved.clone(),
             memory,
-            limits,
-            handed_off_at: monotonic_micros(),
             muted: false,
-            way: self.way,
+            way: self.way.map(|way| self.ground.known.shared(way)),
             dropped: None,
             idleness: Idleness::new(&image),
         }));
@@ -238,8 +237,9 @@ impl Performer<'_> {
 
     pub(super) fn note_copied(&mut self) -> Result<(), Refusal> {
         let (Some(entry), Some(on_nic)) = (self.entry.take(), &mut self.connection.on_nic) else { return Err(Refusal::Filter) };
-        on_nic.handed_off_at = monotonic_micros();
-        self.entry = Some(entry.copied(&on_nic.image, on_nic.memory, on_nic.handed_off_at));
+        let Some(exported) = &mut on_nic.exported else { return Err(Refusal::NoRoom) };
+        exported.handed_off_at = monotonic_micros();
+        self.entry = Some(entry.copied(&exported.image, on_nic.memory, exported.handed_off_at));
         self.write(Phase::Copied)
     }
 
@@ -251,7 +251,9 @@ impl Performer<'_> {
             Ok(saved) => (saved, Ok(())),
             Err((saved, stay)) => (saved, Err(stay)),
         };
-        on_nic.saved = saved;
+        if let Some(exported) = &mut on_nic.exported {
+            exported.saved = saved;
+        }
         purged
     }
 
@@ -267,7 +269,6 @@ impl Performer<'_> {
         self.connection.moves += 1;
         let nic = self.connection.on_nic.as_deref_mut().and_then(|on_nic| on_nic.nic.take());
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
-        on_nic.limits.write(self.ground.nic_memory, cid);
         write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic, nic.as_deref())?;
         self.connection.stay = None;
         // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its block, find no
@@ -281,18 +282,25 @@ impl Performer<'_> {
         if self.connection.attached {
             let _ = shell::show_closing(self.fd()?);
         }
+        // From now on the journal has it.
+        let nic_memory = self.ground.nic_memory;
+        if let (Some(cid), Some(on_nic)) = (self.connection.cid, &mut self.connection.on_nic)
+            && journal::exported(nic_memory, cid).as_ref() == on_nic.exported.as_deref()
+        {
+            on_nic.exported = None;
+        }
         Ok(())
     }
 
     /// Restores the connection from the exported image: after the purge the only way to undo the move.
     pub(super) fn import_exported(&mut self) -> Result<(), Refusal> {
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
-        let image = on_nic.image;
+        let Exported { image, saved, .. } = self.connection.exported(self.ground.nic_memory).ok_or(Refusal::NoRoom)?;
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or(Refusal::NoRoom)?;
-        let (local, peer) = (self.connection.local, self.connection.peer);
+        let (local, peer) = (self.connection.local(), self.connection.peer());
         self.image = Some(image);
         self.connection.stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
-        let imported = Importer::begin(self.fd()?, &image, local, peer, &unread, &unacknowledged, &on_nic.saved);
+        let imported = Importer::begin(self.fd()?, &image, local, peer, &unread, &unacknowledged, &saved);
         self.importer = Some(imported.map_err(Refusal::from)?);
         Ok(())
     }
@@ -309,7 +317,8 @@ fn write_down(
     nic: Option<&NicState>,
 ) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
-    let OnNic { image, memory, saved, .. } = on_nic;
+    let OnNic { exported: Some(exported), memory, .. } = on_nic else { return Err(Refusal::NoRoom) };
+    let Exported { image, saved, .. } = &**exported;
     let Memory { receive, send } = *memory;
     let parameters = [session, receive.0, receive.1, send.0, send.1, connection.block.number()];
     for (at, value) in parameters.into_iter().enumerate() {

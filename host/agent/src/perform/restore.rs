@@ -43,9 +43,11 @@ impl Performer<'_> {
         if self.connection.growing.is_none()
             && let Some((routing, route)) = self.route.take().or_else(|| self.ground.route_of(self.connection).ok())
             && let Some(on_nic) = &self.connection.on_nic
+            && let Some(exported) = self.connection.exported(self.ground.nic_memory)
         {
-            let comes_by = self.ground.device_of_replay(on_nic, &routing, &route);
-            if comes_by != on_nic.image.link.interface || on_nic.muted {
+            let before = exported.image.link.interface;
+            let comes_by = self.ground.device_of_replay(before, &routing, &route);
+            if comes_by != before || on_nic.muted {
                 let _ = self.ground.nic().post(Message::control(Operation::NicControl, Control::Interface, cid, comes_by, 0));
             }
         }
@@ -72,9 +74,10 @@ impl Performer<'_> {
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or_else(|| damaged("queues"))?;
         let flags = self.connection.block.load(block::FLAGS);
-        let saved = on_nic.saved.with_programs(flags & block::FLAG_KEEPALIVE != 0, flags & block::FLAG_CORK != 0);
+        let saved = self.connection.exported(self.ground.nic_memory).ok_or_else(|| damaged("journal"))?.saved;
+        let saved = saved.with_programs(flags & block::FLAG_KEEPALIVE != 0, flags & block::FLAG_CORK != 0);
         let gone = |_| Refusal::from(ImportError { step: "its program's descriptor", error: io::ErrorKind::NotFound.into() });
-        let (local, peer) = (self.connection.local, self.connection.peer);
+        let (local, peer) = (self.connection.local(), self.connection.peer());
         let imported = Importer::begin(self.fd().map_err(gone)?, &image, local, peer, &unread, &unacknowledged, &saved);
         self.importer = Some(imported.map_err(Refusal::from)?);
         Ok(())

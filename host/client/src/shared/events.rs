@@ -113,7 +113,8 @@ impl Shared {
             Operation::OsAck => add(&connection.room_ends),
             Operation::OsControl => match Control::from_number(message.kind) {
                 Some(Control::Posted) => {
-                    connection.posted.lock().unwrap_or_else(PoisonError::into_inner).push_back(message.address);
+                    let mut posted = connection.posted.lock().unwrap_or_else(PoisonError::into_inner);
+                    posted.get_or_insert_default().0.push_back(message.address);
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
                 // Whoever waits for this reads the ring's index.

@@ -48,6 +48,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.host_tcp.is_some() && self.waits_for_return(message) {
             return;
         }
+        if self.occupant_is(message.cid) {
+            self.wake_connection(message.cid.slot());
+        }
         let (control, value) = match self.on_command(message, now) {
             Ok(value) => (Control::Done, value),
             Err(refusal) => (Control::Refused, refusal as u32),
@@ -105,6 +108,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     pub(super) fn occupant(&mut self, cid: Cid) -> Result<&mut Slot, Refusal> {
         let checked = !cfg!(feature = "sabotage-skip-generation");
         self.connections.slots[cid.slot() as usize].as_mut().filter(|slot| !checked || slot.cid == cid).ok_or(Refusal::NotYours)
+    }
+
+    /// Whether the connection with this cid is here.
+    fn occupant_is(&self, cid: Cid) -> bool {
+        matches!(self.connections.slots.get(cid.slot() as usize), Some(Some(slot)) if slot.cid == cid)
     }
 
     /// Begins to copy a connection's frames.
@@ -168,7 +176,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         let most = self.limits(index);
         let attached = self.programs.sessions.get(session as usize).and_then(Option::as_ref).ok_or(Refusal::UnknownSession)?;
         let (session_memory, fast_path) = (attached.memory.clone(), attached.fast_path && self.host_tcp.is_some());
-        self.nic_memory.word32(nic::slot(index) + at::LENT).store(0, Ordering::Relaxed);
+        for word in [at::LENT, at::DORMANT] {
+            self.nic_memory.word32(nic::slot(index) + word).store(0, Ordering::Relaxed);
+        }
         let (nic_memory, quick_ack, processor) = (self.nic_memory.clone(), self.settings.quick_ack, self.processor);
         let slot = self.occupant(cid)?;
         if !matches!(slot.custody, Custody::Held) {
@@ -199,6 +209,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Processes the held frames. A segment that the kernel had received before the steal is not answered as a duplicate.
     pub(super) fn run_held(&mut self, index: u32, now: Instant) {
+        self.note_awake(index);
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         let (mut events, mut cause) = (Events::empty(), None);
@@ -308,7 +319,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         match slot.custody {
             // The recovery record remains until the agent has noted that the connection has ended: it may die before.
             Custody::Active(offloaded) => self.keep_closed(offloaded, flow, now),
-            Custody::Leaving(_) | Custody::Lent(_) | Custody::Mirrored | Custody::Opening(_) => {}
+            Custody::Leaving(_) | Custody::Lent(_) | Custody::Dormant(_) | Custody::Mirrored | Custody::Opening(_) => {}
             Custody::Held => {
                 if !kernel_lost_queue {
                     slot.held.drop_mirrored();

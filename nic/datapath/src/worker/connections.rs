@@ -1,6 +1,7 @@
 //! The connections of a worker: their slots, their lookup and their time-outs.
 
 use super::Worker;
+use super::dormant::Rounds;
 use crate::custody::{Custody, Slot};
 use crate::offloaded::Pending;
 use baton_abi::{Message, Operation, RestoreCause};
@@ -22,6 +23,7 @@ pub(super) struct Connections {
     pub count: u64,
     /// The slots whose tick has come; empty between two rounds.
     pub expired: Vec<u32>,
+    pub rounds: Rounds,
 }
 
 impl Connections {
@@ -35,6 +37,7 @@ impl Connections {
             wheel: Wheel::new(now),
             count: 0,
             expired: Vec::new(),
+            rounds: Rounds::NONE,
         }
     }
 
@@ -90,6 +93,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Custody::Opening(_) = slot.custody {
             return self.expire_opening(index, now);
         }
+        if let Custody::Dormant(_) = slot.custody {
+            self.wake_connection(index);
+        }
+        let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         if offloaded.is_on_fast_path() && offloaded.tcp.slow_timer_is_due(now) && self.lend(index, now) {
             return;

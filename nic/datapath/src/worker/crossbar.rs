@@ -465,6 +465,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let its = |slot: &&Slot| peers.hash().bucket_of(&Input::of_flow(&slot.flow())) == which.bucket;
         let cids: Vec<Cid> = self.connections.slots.iter().flatten().filter(its).map(|slot| slot.cid).collect();
         let hash = baton_rss::Toeplitz::clone(peers.hash());
+        // Their new owner may have forgotten their session by then, without which they could not wake up.
+        cids.iter().for_each(|cid| _ = self.wake_connection(cid.slot()));
         let slots = cids.into_iter().filter_map(|cid| self.remove_slot(cid)).collect();
         let acknowledged = self.take_acknowledged(|entry| hash.bucket_of(&Input::of_flow(entry.flow())) == which.bucket);
         let contents = Box::new(BucketContents { slots, acknowledged });
@@ -523,6 +525,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.connections.lookup.insert(&slot.key(), index);
             self.connections.slots[index as usize] = Some(slot);
             self.connections.count += 1;
+            self.note_awake(index);
             self.follow_up(index, Events::empty());
             self.follow_opening(index);
         }

@@ -370,6 +370,11 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.output.send_all(offloaded, &self.counters, now);
                 self.follow_up(index, received.events);
             }
+            Custody::Dormant(_) => {
+                if self.wake_connection(index) {
+                    self.on_segment(index, parsed, now);
+                }
+            }
             Custody::Lent(_) => self.give_to_host_tcp(index, parsed),
             Custody::Opening(_) => self.continue_opening(index, parsed, now),
             Custody::Mirrored => {

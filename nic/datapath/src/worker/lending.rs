@@ -340,6 +340,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         slot.custody = Custody::Active(offloaded);
         self.counters.add(Counter::TakenBack, 1);
         self.note_transition(index);
+        self.note_awake(index);
         for message in messages {
             self.on_program_message(session, &message, now);
         }

@@ -67,6 +67,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Forgets a session, of this worker or another.
     pub(super) fn forget_session(&mut self, id: u32) {
         self.forget_datagrams(id);
+        self.wake_session(id);
         self.programs.sessions.get_mut(id as usize).and_then(Option::take);
         self.programs.message_ports.retain(|(_, other)| *other != id);
     }

@@ -246,6 +246,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(Counter::BadMessages, 1);
         self.forget_datagrams(id as u32);
         self.broadcast(|| Call::Detach(id as u32));
+        self.wake_session(id as u32);
         self.programs.sessions[id] = None;
         self.send_to_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
     }
@@ -382,6 +383,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         if slot.cid != message.cid && !cfg!(feature = "sabotage-skip-generation") {
             return false;
         }
+        if let Custody::Dormant(_) = slot.custody
+            && !(self.parameters(index)[0] as usize == session && self.wake_connection(index))
+        {
+            return false;
+        }
+        let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return false };
         let owner = match &slot.custody {
             Custody::Active(offloaded) => offloaded,
             Custody::Lent(lent) => &lent.offloaded,

@@ -3,6 +3,7 @@
 
 mod ahead;
 mod doorbells;
+mod dormant;
 mod stage;
 
 use baton_abi::layout::{nic, scratch, session, slot};

@@ -396,6 +396,12 @@ impl Agent {
             Some(action) => self.chain = Some((number, action)),
             None => {
                 let barrier = self.connections.get(&number).and_then(|connection| connection.machine.barrier());
+                if let Some(connection) = self.connections.get_mut(&number)
+                    && let Some(step) = connection.machine.rests_at()
+                {
+                    // As the agent does: of a machine at rest only the step is kept.
+                    connection.machine = Move::resting_at(step);
+                }
                 if barrier == Some(Barrier::Dead) {
                     let later = std::mem::take(&mut self.tasks);
                     self.schedule_recovery();
