@@ -49,9 +49,8 @@ impl Idleness {
 }
 
 impl Connection {
-    /// Whether its pages should be returned now: it has used some, or has some of its
-    /// handoff, its queues are empty, and it has carried nothing for a while.
-    /// This is read while program and NIC go on, so it is only a hint: what is empty shows when the connection rests.
+    /// Whether its pages should be returned now: it has used some, or has some of its handoff, its queues are empty, and it has carried
+    /// nothing for a while. This is read while program and NIC go on, so it is only a hint: what is empty shows when the connection rests.
     pub fn is_idle(&mut self, nic_memory: &Region, now: u64) -> bool {
         let settled = self.machine.goal().is_none() && !self.closed && !self.opening;
         let Some(cid) = self.cid.filter(|_| settled) else { return false };
