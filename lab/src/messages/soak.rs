@@ -387,7 +387,11 @@ pub fn soak(settings: &SoakSettings) -> Result<SoakReport> {
             exchange(&course, &conditions, testbed, [a, b], rounds, &mut report)
         };
         let killed = killer.join().map_err(|_| anyhow::anyhow!("the killer panicked"))?;
-        exchanged.and(killed)
+        match (exchanged, killed) {
+            // Messages wait for deaths that do not come.
+            (Err(error), Err(cause)) => Err(error.context(format!("the NIC could not be killed: {cause:#}"))),
+            (exchanged, killed) => exchanged.and(killed),
+        }
     })?;
     report.kills = kills;
     let usage = bed.a.usage();
