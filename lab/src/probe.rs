@@ -1,9 +1,8 @@
 //! Blackout: for how long a connection carries nothing when it moves, as its peer sees it.
 //!
-//! A peer sends a small message every 20 µs or more on two connections, one that moves and one that does not; the program on the
-//! other host answers each. The blackout of a move is the largest gap between answers around it, minus the usual gap of the
-//! connection that stays. Peer and program take turns on one thread, which works for 30 % of the time, so that the move is measured
-//! and not the scheduler: the agent may be on the same processor.
+//! A peer sends a small message every 20 µs on two connections, one that moves and one that does not; the program on the other
+//! host answers each. The blackout of a move is the largest gap between answers around it, minus the usual gap of the connection
+//! that stays. Peer and program take turns on one thread, so that the move is measured and not the scheduler.
 
 use crate::statistics::Percentiles;
 use crate::testbed::Testbed;
@@ -19,11 +18,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Least microseconds between probes.
+/// Microseconds between probes.
 const PACE: u64 = 20;
-/// Share of a processor's time that peer and program take at most. If they took all of it, the agent would have to wait for the
-/// scheduler's next turn, a millisecond or more.
-const MOST_LOAD: f64 = 0.3;
 /// Bytes of a probe.
 const PROBE: usize = 16;
 /// Microseconds after a move's end that still belong to its window.
@@ -38,8 +34,6 @@ pub struct Blackout {
     pub unmoved: Percentiles,
     /// Moves measured.
     pub moves: u64,
-    /// Share of a processor's time in which peer and program have worked.
-    pub load: f64,
 }
 
 /// One probed connection: both its ends.
@@ -142,44 +136,38 @@ pub fn measure(bed: &Testbed, moves: u64, ipv6: bool, core: Option<usize>, delay
         })
         .collect();
     let stop = AtomicBool::new(false);
-    let (mut windows, mut load) = (Vec::new(), 0.0);
+    let mut windows = Vec::new();
     std::thread::scope(|scope| -> Result<()> {
         let prober = scope.spawn(|| run_probes(&mut session, &mut probed, &stop, core));
         let moved = move_back_and_forth(bed, number, moving, moves, delay, &mut windows);
         stop.store(true, Ordering::Relaxed);
-        load = prober.join().map_err(|_| anyhow::anyhow!("the probing thread panicked"))??;
+        prober.join().map_err(|_| anyhow::anyhow!("the probing thread panicked"))??;
         moved
     })?;
     let unmoved: Vec<f64> = windows.iter().map(|(from, to)| probed[1].largest_gap(*from, *to)).collect();
     let usual = Percentiles::of(unmoved.clone());
     let gaps = windows.iter().map(|(from, to)| (probed[0].largest_gap(*from, *to) - usual.p50).max(0.0)).collect();
-    Ok(Blackout { blackout: Percentiles::of(gaps), unmoved: usual, moves: windows.len() as u64, load })
+    Ok(Blackout { blackout: Percentiles::of(gaps), unmoved: usual, moves: windows.len() as u64 })
 }
 
-/// Probes until it is to stop. Returns the share of the time in which it has worked.
-fn run_probes(session: &mut Session, probed: &mut [Probed], stop: &AtomicBool, core: Option<usize>) -> Result<f64> {
+fn run_probes(session: &mut Session, probed: &mut [Probed], stop: &AtomicBool, core: Option<usize>) -> Result<()> {
     if let Some(core) = core {
         process::pin(0, core);
     }
     process::sleep_exactly();
-    let started = monotonic_micros();
-    let mut worked = 0;
-    let mut next = started;
+    let mut next = monotonic_micros();
     while !stop.load(Ordering::Relaxed) {
         let now = monotonic_micros();
         for connection in probed.iter_mut() {
             connection.turn(session, now)?;
         }
-        let took = monotonic_micros() - now;
-        worked += took;
-        let rest = (took as f64 * (1.0 / MOST_LOAD - 1.0)) as u64;
-        next = (next + PACE).max(now + took + rest);
+        next = (next + PACE).max(monotonic_micros());
         let left = next.saturating_sub(monotonic_micros());
         if left > 1 {
             std::thread::sleep(Duration::from_micros(left));
         }
     }
-    Ok(worked as f64 / (monotonic_micros() - started).max(1) as f64)
+    Ok(())
 }
 
 fn move_back_and_forth(

@@ -89,8 +89,6 @@ pub struct SoakReport {
     pub blackout_us: Percentiles,
     /// The gaps of the connection that does not move.
     pub unmoved_gap_us: Percentiles,
-    /// Share of a processor's time that the probe's two ends have taken, which share a thread.
-    pub probe_load: f64,
     /// Moves per second, while the streams go on.
     pub moves_per_second: f64,
     /// The agent's CPU time of a move in microseconds, if no process was killed.
@@ -401,7 +399,6 @@ fn measure_blackout(settings: &SoakSettings, bed: &Testbed, report: &mut SoakRep
     let measured = probe::measure(bed, moves, settings.ipv6, settings.bed.agent_core, settings.bed.link.delay)?;
     report.blackout_us = measured.blackout;
     report.unmoved_gap_us = measured.unmoved;
-    report.probe_load = measured.load;
     Ok(())
 }
 
