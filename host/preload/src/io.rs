@@ -57,9 +57,6 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
         return false;
     }
     let Some((connection, session)) = table::in_tcp(fd, Tcp::managed) else { return false };
-    if length == 0 {
-        return false;
-    }
     // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`).
     session.shared.send_at_once(connection, token(), unsafe { bytes(start, length) })
 }

@@ -493,6 +493,18 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1010);
     }
 
+    /// A send of nothing is no message: the NIC ends the session of a program that sends one.
+    #[test]
+    fn a_send_of_nothing_is_no_message() {
+        for (interface, nagle) in [(Interface::Batched, Nagle::Nic), (Interface::Aggregated, Nagle::Host)] {
+            let (shared, connection, memory) = session_that_sends(interface, nagle);
+            let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+            assert!(!shared.send_at_once(&connection, 1, b""));
+            assert_eq!(shared.send(&connection, 1, b"").unwrap(), 0);
+            assert!(nic.pop().is_none(), "{interface:?}");
+        }
+    }
+
     /// With a handshake for each message, the next one has to wait until the NIC has read the last one.
     #[test]
     fn a_handshake_admits_one_message() {

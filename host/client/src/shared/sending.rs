@@ -182,9 +182,12 @@ impl Shared {
     }
 
     /// Fast path of [`Shared::enter`], [`Shared::send`] and leaving: the NIC has the connection, no other thread is inside, and
-    /// there is room for all bytes. False, with nothing sent, in any other case.
+    /// there is room for all bytes, of which there are some. False, with nothing sent, in any other case.
     #[inline(always)]
     pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
+        if bytes.is_empty() {
+            return false;
+        }
         if !self.sends_plainly {
             return self.join_at_once(connection, token, bytes);
         }
