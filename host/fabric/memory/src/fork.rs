@@ -3,9 +3,10 @@
 //! program, need none.
 
 use crate::lent::{Blocks, Lent, shared};
+use rustix::fs::SeekFrom;
 use std::cell::RefCell;
 use std::io::{PipeReader, PipeWriter, Read};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::MutexGuard;
 
 /// Held from before a fork until after it, so that the blocks stay as they are.
@@ -80,16 +81,15 @@ fn make_private(lent: &Lent, place: *mut u8, length: usize, at: u64) -> bool {
 
 /// The parts of a block that have pages: where each begins and ends in it.
 fn data(fd: BorrowedFd<'_>, at: u64, length: usize) -> impl Iterator<Item = (usize, usize)> {
-    // SAFETY: the position of a shared memory's descriptor means nothing to anybody.
-    let seek = move |from: usize, what| unsafe { libc::lseek(fd.as_raw_fd(), at as i64 + from as i64, what) };
-    let inside = move |found: i64| usize::try_from(found - at as i64).unwrap_or(length).min(length);
+    // The position of a shared memory's descriptor means nothing to anybody.
+    let seek = move |to: fn(u64) -> SeekFrom, from: usize| match rustix::fs::seek(fd, to(at + from as u64)) {
+        Ok(found) => usize::try_from(found.saturating_sub(at)).unwrap_or(length).min(length),
+        Err(_) => length,
+    };
     let mut next = 0;
     std::iter::from_fn(move || {
-        let from = match seek(next, libc::SEEK_DATA) {
-            found if found >= 0 => inside(found),
-            _ => length,
-        };
-        next = inside(seek(from, libc::SEEK_HOLE));
+        let from = seek(SeekFrom::Data, next);
+        next = seek(SeekFrom::Hole, from);
         (from < length).then_some((from, next))
     })
 }

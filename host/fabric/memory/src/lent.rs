@@ -5,6 +5,7 @@
 
 use crate::fork;
 use baton_client::heap::Heap;
+use rustix::fs::FallocateFlags;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -128,17 +129,10 @@ impl Lent {
         self.fd.as_fd()
     }
 
-    /// Returns the pages of a range to the system; they read as zero afterwards. free(3) leaves errno alone. False if that is not
-    /// possible.
+    /// Returns the pages of a range to the system; they read as zero afterwards. free(3) leaves errno alone, and so does this: rustix
+    /// makes the system call without the C library. False if that is not possible.
     fn discard(&self, offset: usize, length: usize) -> bool {
-        use std::os::fd::AsRawFd;
-        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: errno is this thread's own; fallocate() changes only a block that no one uses, or that was just taken.
-        unsafe {
-            let error = *libc::__errno_location();
-            let done = libc::fallocate(self.fd.as_raw_fd(), mode, (self.at + offset as u64) as i64, length as i64) == 0;
-            *libc::__errno_location() = error;
-            done
-        }
+        let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.fd, mode, self.at + offset as u64, length as u64).is_ok()
     }
 }
