@@ -81,11 +81,11 @@ pub struct FrontReport {
     pub bars: Vec<Bar>,
 }
 
-/// Measures so many pairs of rounds of each.
+/// Measures so many pairs of rounds of each, with segments taken at `path` (`baton nic attach path=...`).
 ///
 /// # Errors
 /// If the machine has one processor only, or the hosts cannot be made.
-pub fn run(rounds: usize, seconds: f64, progress: impl Fn(&str)) -> Result<FrontReport> {
+pub fn run(rounds: usize, seconds: f64, path: &str, progress: impl Fn(&str)) -> Result<FrontReport> {
     ensure!(process::cores() > 1, "two processors are needed: one is the receiver's alone");
     let rounds = rounds.max(1);
     let (mut device, mut others) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new(), Vec::new()]);
@@ -94,7 +94,7 @@ pub fn run(rounds: usize, seconds: f64, progress: impl Fn(&str)) -> Result<Front
         prepare(&hosts)?;
         for round in 0..rounds {
             for (way, rounds) in device.iter_mut().enumerate() {
-                let attached = (way == 1).then(|| Attached::new(&hosts[0])).transpose()?;
+                let attached = (way == 1).then(|| Attached::new(&hosts[0], path)).transpose()?;
                 let measured =
                     bulk([&hosts[0], &hosts[1]], seconds, Some(RATE), attached.as_ref().map(|attached| attached.0.id()))?;
                 progress(&line(round, ["plain", "attached"][way], &measured));
@@ -192,9 +192,9 @@ fn prepare([a, b]: &[Namespace; 2]) -> Result<()> {
 struct Attached(Child);
 
 impl Attached {
-    fn new(host: &Namespace) -> Result<Attached> {
+    fn new(host: &Namespace, path: &str) -> Result<Attached> {
         let mut command = Command::new(std::env::current_exe()?);
-        command.args(["nic", "attach", INTERFACE_A]).stdout(Stdio::piped());
+        command.args(["nic", "attach", INTERFACE_A, &format!("path={path}")]).stdout(Stdio::piped());
         // A process inherits the processors of the thread that starts it, and ends with that thread.
         let processors = process::allowed_cpus();
         process::pin(0, SENDER);

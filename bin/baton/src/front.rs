@@ -1,8 +1,8 @@
 //! `baton nic attach` and `baton nic detach`: large receive in front of a device that the kernel keeps.
 
 use anyhow::{Result, anyhow, bail};
-use baton_front::Attached;
 use baton_front::status::{self, Figures, Status};
+use baton_front::{Attached, Choice};
 use baton_offloads::Offloads;
 use clap::Args;
 use std::io::IsTerminal;
@@ -42,30 +42,40 @@ pub struct DetachArguments {
     device: String,
 }
 
-/// Large receive's settings from their names and values.
-fn parse(assignments: &[String]) -> Result<Offloads> {
-    let mut offloads = Offloads::default();
+/// Large receive's settings and the path from their names and values.
+fn parse(assignments: &[String]) -> Result<(Offloads, Choice)> {
+    let (mut offloads, mut choice) = (Offloads::default(), Choice::default());
     for assignment in ["lro=in-order"].into_iter().chain(assignments.iter().map(String::as_str)) {
+        if let Some(path) = assignment.strip_prefix("path=") {
+            choice = parse_path(path)?;
+            continue;
+        }
         if !assignment.starts_with("lro") {
             let keys: Vec<&str> = offloads.list().iter().map(|(key, _)| *key).filter(|key| key.starts_with("lro")).collect();
-            bail!("{assignment}: only large receive can be in front of a device: {}", keys.join(", "));
+            bail!("{assignment}: only large receive can be in front of a device: path, {}", keys.join(", "));
         }
         offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
     }
     if offloads.lro.mode == baton_lro::Mode::Off {
         bail!("lro=off: nothing would be merged; `baton nic detach` ends what is attached");
     }
-    Ok(offloads)
+    Ok((offloads, choice))
+}
+
+fn parse_path(path: &str) -> Result<Choice> {
+    let known = Choice::WORDS.iter().find(|(word, _)| *word == path);
+    let words = || Choice::WORDS.map(|(word, _)| word).join(", ");
+    known.map(|(_, choice)| *choice).ok_or_else(|| anyhow!("path={path}: expected one of {}", words()))
 }
 
 /// Attaches, and returns after the detach.
 pub fn attach(arguments: &AttachArguments) -> Result<()> {
     let Some(device) = &arguments.device else { return list(arguments.json) };
-    let offloads = parse(&arguments.settings)?;
-    let attached = Attached::attach(device, offloads.lro)?;
+    let (offloads, choice) = parse(&arguments.settings)?;
+    let attached = Attached::attach(device, offloads.lro, choice)?;
     if !arguments.json {
         let how = if std::io::stdout().is_terminal() { "; Ctrl-C detaches" } else { "" };
-        println!("attached to {device}: {} by {}{how}", text(&offloads), attached.tap());
+        println!("attached to {device}: {} by {}, path={}{how}", text(&offloads), attached.tap(), attached.path());
     }
     let figures = attached.run()?;
     if arguments.json {
@@ -105,9 +115,9 @@ fn list(json: bool) -> Result<()> {
     if all.is_empty() {
         println!("nothing is attached in this network namespace");
     }
-    for Status { device, tap, process, settings, figures } in &all {
+    for Status { device, tap, path, process, settings, figures } in &all {
         let offloads = Offloads { lro: *settings, ..Offloads::default() };
-        println!("{device}: process {process}, {} by {tap}", text(&offloads));
+        println!("{device}: process {process}, {} by {tap}, path={path}", text(&offloads));
         println!("    {}", summary(figures));
     }
     Ok(())

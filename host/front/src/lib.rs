@@ -7,16 +7,20 @@
 #![forbid(unsafe_code)]
 
 mod merger;
+mod path;
 pub mod status;
+
+pub use path::Choice;
 
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Listener;
 use baton_linux::events::{Poller, Trigger, monotonic_nanos};
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::netlink::{Changes, LINK_CHANGES, Netlink, ROUTE};
+use baton_linux::rtnetlink::LinkInfo;
 use baton_linux::{process, rtnetlink};
 use baton_lro::LroSettings;
-use baton_steering::front::{self, Front};
+use baton_steering::front::{self, Front, Path};
 use merger::Merger;
 use status::{Clients, Figures, Status};
 use std::io;
@@ -39,7 +43,7 @@ const NAP: u64 = 50_000;
 /// How long after the last frame that ends, in nanoseconds.
 const LINGER: u64 = 300_000;
 /// A frame that is decided about at one moment is in the queue so many nanoseconds later.
-const MARGIN: u64 = 20_000;
+const MARGIN: u64 = 200_000;
 
 /// Frames that wait for this process at most: at 2.5 Gb/s, some 70 ms of segments of 1500 bytes.
 const QUEUE: u16 = 16_384;
@@ -62,6 +66,8 @@ pub struct Attached {
     tap: String,
     tap_index: u32,
     front: Front,
+    /// The path of segments, in words.
+    path: String,
     merger: Merger,
     settings: LroSettings,
     clients: Clients,
@@ -84,12 +90,12 @@ impl Attached {
     /// # Errors
     /// If there is no such device, it is not of a kind that wins by this, another process is attached there, or this process may
     /// not or the kernel cannot; the message says what to do.
-    pub fn attach(device: &str, settings: LroSettings) -> Result<Attached> {
+    pub fn attach(device: &str, settings: LroSettings, choice: Choice) -> Result<Attached> {
         baton_steering::supported()?;
         let netlink = rtnetlink::open()?;
-        let index = suitable(&netlink, device)?;
+        let link = suitable(&netlink, device)?;
         // Before anything is made, so that two at the same time do not both begin.
-        let listener = listen(device, index)?;
+        let listener = listen(device, link.index)?;
         // From here on signals wait: everything is taken down in order.
         let signals = process::signal_descriptor(&process::ENDING)?;
         let options = TapOptions { segmentation: true, ..TapOptions::default() };
@@ -97,18 +103,21 @@ impl Attached {
         let name = interface::tap_name(tap.as_fd())?;
         let tap_index = set_up(&netlink, &name, tap.as_fd()).with_context(|| format!("setting up {name}"))?;
         let links = Changes::listen(ROUTE, LINK_CHANGES)?;
-        let front = Front::attach(index, tap_index).with_context(|| format!("at the ingress of {device}"))?;
+        let (front, chosen) = path::attach(choice, device, &link, tap_index).with_context(|| format!("in front of {device}"))?;
+        // A program in the driver of a veth is not told that the checksum is left to whoever receives the frame.
+        let partial = link.veth && chosen.path == Path::Driver;
         let poller = Poller::new()?;
         poller.add(signals.as_fd(), SIGNAL, Trigger::Readable)?;
         poller.add(links.as_fd(), LINKS, Trigger::Readable)?;
         let clients = Clients::new(listener, &poller, CLIENT)?;
         Ok(Attached {
             device: device.into(),
-            index,
+            index: link.index,
             tap: name,
             tap_index,
             front,
-            merger: Merger::new(settings, tap, monotonic_nanos() / 1000)?,
+            path: chosen.text,
+            merger: Merger::new(settings, tap, partial, monotonic_nanos() / 1000)?,
             settings,
             clients,
             links,
@@ -124,6 +133,11 @@ impl Attached {
     /// The TAP by which segments go, and come back merged.
     pub fn tap(&self) -> &str {
         &self.tap
+    }
+
+    /// Where segments are taken, as the setting `path` names it, and why if it is not where `path=auto` looks first.
+    pub fn path(&self) -> &str {
+        &self.path
     }
 
     /// Merges until a signal asks it to end. Returns what it has done.
@@ -291,6 +305,7 @@ impl Attached {
         Status {
             device: self.device.clone(),
             tap: self.tap.clone(),
+            path: self.path.clone(),
             process: std::process::id(),
             settings: self.settings,
             figures: self.figures(),
@@ -303,8 +318,8 @@ fn is_gone(error: &io::Error) -> bool {
     error.raw_os_error() == Some(ENODEV)
 }
 
-/// Index of a device, if large receive in front of it makes sense.
-fn suitable(netlink: &Netlink, device: &str) -> Result<u32> {
+/// A device, if large receive in front of it makes sense.
+fn suitable(netlink: &Netlink, device: &str) -> Result<LinkInfo> {
     let link = match rtnetlink::link(netlink, device) {
         Err(error) if is_gone(&error) => {
             bail!("there is no device {device} in this network namespace; `ip link` lists those there are")
@@ -312,7 +327,7 @@ fn suitable(netlink: &Netlink, device: &str) -> Result<u32> {
         other => other.with_context(|| format!("looking up {device}"))?,
     };
     match link.kind {
-        rtnetlink::ETHERNET => Ok(link.index),
+        rtnetlink::ETHERNET => Ok(link),
         rtnetlink::LOOPBACK => bail!("{device} is the loopback device: what it carries is merged already (frames of 64 KB)"),
         _ => bail!("{device} has no Ethernet headers: large receive works in front of Ethernet devices only"),
     }
@@ -328,13 +343,16 @@ fn listen(device: &str, index: u32) -> Result<Listener> {
     }
 }
 
+/// MTU of the TAP, its greatest: what comes from a driver must fit.
+const TAP_MTU: u32 = 65_521;
+
 /// Prepares the TAP: what is taken gets there on the shortest way, and nothing of the kernel's own leaves by it.
 fn set_up(netlink: &Netlink, name: &str, tap: BorrowedFd<'_>) -> io::Result<u32> {
     // It needs no addresses. Without IPv6 the file is missing.
     let _ = std::fs::write(format!("/proc/sys/net/ipv6/conf/{name}/disable_ipv6"), "1");
     interface::set_queue_length(name, QUEUE)?;
     let link = rtnetlink::link(netlink, name)?;
-    rtnetlink::set_up(netlink, link.index, None, None)?;
+    rtnetlink::set_up(netlink, link.index, None, Some(TAP_MTU))?;
     interface::set_steering(tap, front::only_queue()?.as_fd())?;
     // A kernel without queueing disciplines has none to be removed.
     let _ = rtnetlink::send_at_once(netlink, link.index);

@@ -2,11 +2,12 @@
 
 use crate::status::Figures;
 use baton_backends::VnetDevice;
-use baton_device::{Device, Frame, MAX_FRAME};
+use baton_device::{Checksum, Device, Frame, MAX_FRAME};
 use baton_linux::process;
 use baton_lro::{Lro, LroSettings};
 use baton_steering::front::PAUSE;
-use baton_wire::frame::{ETHERNET, PROTOCOL_TCP};
+use baton_wire::checksum::pseudo_header;
+use baton_wire::frame::{ETHERNET, IPV4, IPV6, PROTOCOL_TCP, TCP_CHECKSUM};
 use baton_wire::offset::{ipv4, ipv6};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -27,6 +28,8 @@ pub(crate) struct Merger {
     lro: Lro,
     frame: Frame,
     out: Out,
+    /// Whether checksums may be partial without a word of it.
+    partial: bool,
     taken: u64,
 }
 
@@ -83,7 +86,8 @@ impl Out {
 }
 
 impl Merger {
-    pub fn new(mut settings: LroSettings, tap: OwnedFd, now: u64) -> io::Result<Merger> {
+    /// With `partial`, a checksum field that holds the sum of the pseudo-header counts as one that is left to the receiver.
+    pub fn new(mut settings: LroSettings, tap: OwnedFd, partial: bool, now: u64) -> io::Result<Merger> {
         let mut key = [0u8; 32];
         process::random(&mut key)?;
         for (word, bytes) in settings.hash_key.iter_mut().zip(key.chunks_exact(8)) {
@@ -93,6 +97,7 @@ impl Merger {
             lro: Lro::new(settings, now).missing_some_after(IDLE),
             frame: Frame::with_capacity(MAX_FRAME),
             out: Out::new(tap),
+            partial,
             taken: 0,
         })
     }
@@ -105,12 +110,15 @@ impl Merger {
     /// Takes the next frame at `now` microseconds. False if none waits.
     #[inline]
     pub fn receive(&mut self, now: u64) -> bool {
-        let Merger { lro, frame, out, taken } = self;
+        let Merger { lro, frame, out, partial, taken } = self;
         if !out.tap.receive(frame) {
             return false;
         }
         if is_tcp(frame) {
             *taken += 1;
+            if *partial && let Some(checksum) = partial_checksum(frame) {
+                frame.checksum = checksum;
+            }
             lro.receive(frame, now, &mut |frame| out.take(frame, now));
         }
         true
@@ -163,6 +171,22 @@ impl Merger {
             ..Figures::default()
         }
     }
+}
+
+/// The state of a segment's checksum if its field holds the sum of the pseudo-header: what the sending kernel leaves to a card, and
+/// nobody did. A whole checksum is this number by chance only, as that of a damaged segment is right.
+#[inline]
+fn partial_checksum(frame: &Frame) -> Option<Checksum> {
+    let bytes = frame.bytes();
+    let v4 = bytes[12..14] == [0x08, 0x00];
+    let start = ETHERNET + if v4 { IPV4 } else { IPV6 };
+    let ip = &bytes[ETHERNET..];
+    let (source, destination) =
+        if v4 { (ip.get(ipv4::SOURCE..)?, ip.get(ipv4::DESTINATION..)?) } else { (ip.get(ipv6::SOURCE..)?, ip.get(ipv6::DESTINATION..)?) };
+    let size = if v4 { 4 } else { 16 };
+    let sum = pseudo_header(source.get(..size)?, destination.get(..size)?, PROTOCOL_TCP, bytes.len().checked_sub(start)?);
+    let field = bytes.get(start + TCP_CHECKSUM..start + TCP_CHECKSUM + 2)?;
+    (field == sum.folded().to_be_bytes()).then_some(Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 })
 }
 
 /// Whether the filter can have taken a frame. What else is sent by the TAP comes from some program on this host that uses every

@@ -51,6 +51,8 @@ pub struct Status {
     pub device: String,
     /// The TAP by which merged segments come back to it.
     pub tap: String,
+    /// Where segments are taken: `xdp`, or `tc` and why.
+    pub path: String,
     /// Process id.
     pub process: u32,
     /// Settings of large receive.

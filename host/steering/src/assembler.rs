@@ -58,11 +58,14 @@ pub(crate) enum Helper {
     Redirect = 23,
     LoadBytes = 26,
     SocketCookie = 46,
+    RedirectMap = 51,
     MessageRedirectHash = 71,
     SocketRelease = 86,
     ConnectionLookup = 99,
     RingBufferOutput = 130,
     RedirectNeighbour = 152,
+    XdpLength = 188,
+    XdpLoadBytes = 189,
 }
 
 /// A program under construction. Jumps go forward to labels only.
@@ -171,6 +174,12 @@ impl Assembler {
 
     pub fn call(&mut self, helper: Helper) -> &mut Self {
         self.push(0x85, R::R0, R::R0, 0, helper as i32)
+    }
+
+    /// Calls a function of the kernel's by the id of its type.
+    pub fn call_function(&mut self, id: u32) -> &mut Self {
+        // The source register marks the immediate as a function's type.
+        self.push(0x85, R::R0, R::R2, 0, id as i32)
     }
 
     pub fn exit(&mut self) -> &mut Self {

@@ -25,6 +25,7 @@ pub(crate) enum MapKind {
     Hash = 1,
     Array = 2,
     LeastRecentlyUsedHash = 9,
+    Devices = 14,
     SocketHash = 18,
     RingBuffer = 27,
 }
@@ -37,6 +38,8 @@ pub(crate) enum ProgramKind {
     Socket = 1,
     /// At a device's tc hook.
     Device = 3,
+    /// In a device's driver, before there is a packet of the kernel's (XDP).
+    Driver = 6,
     /// At a send on a socket in a map of sockets.
     SocketMessage = 16,
     /// At a tracepoint.
@@ -173,10 +176,27 @@ fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, mut visit: impl FnMut(&[u
 
 /// Loads a program. The verifier's messages are in the error.
 pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd> {
-    load_for(kind, 0, 0, instructions)
+    load_for(kind, Purpose::default(), instructions)
 }
 
-fn load_for(kind: ProgramKind, attach: u32, target: u32, instructions: &[u8]) -> io::Result<OwnedFd> {
+/// Loads a program for the driver of one device. It may call functions that the driver has, and takes frames in several pieces.
+pub(crate) fn load_for_driver(device: u32, instructions: &[u8]) -> io::Result<OwnedFd> {
+    const FRAGMENTS: u32 = 1 << 5;
+    const ONE_DEVICE: u32 = 1 << 6;
+    load_for(ProgramKind::Driver, Purpose { flags: FRAGMENTS | ONE_DEVICE, device, ..Purpose::default() }, instructions)
+}
+
+/// What a program is loaded for.
+#[derive(Clone, Copy, Default)]
+struct Purpose {
+    /// `expected_attach_type`, `attach_btf_id`, `prog_flags` and `prog_ifindex`.
+    attach: u32,
+    target: u32,
+    flags: u32,
+    device: u32,
+}
+
+fn load_for(kind: ProgramKind, purpose: Purpose, instructions: &[u8]) -> io::Result<OwnedFd> {
     let attempt = |log: &mut [u8]| {
         let mut attributes = [0; 32];
         attributes[0] = kind as u32;
@@ -188,8 +208,8 @@ fn load_for(kind: ProgramKind, attach: u32, target: u32, instructions: &[u8]) ->
             attributes[7] = log.len() as u32;
             point(&mut attributes, 8, log);
         }
-        // The fields expected_attach_type and attach_btf_id.
-        (attributes[17], attributes[27]) = (attach, target);
+        (attributes[11], attributes[16]) = (purpose.flags, purpose.device);
+        (attributes[17], attributes[27]) = (purpose.attach, purpose.target);
         bpf(PROGRAM_LOAD, &mut attributes).map(owned)
     };
     attempt(&mut []).map_err(|error| {
@@ -222,6 +242,27 @@ fn attach_at(program: BorrowedFd<'_>, interface: u32, hook: Hook, flags: u32) ->
             io::Error::new(io::ErrorKind::Unsupported, "this kernel has no tcx links (Linux 6.6 or later is needed for them)")
         }
         _ => error,
+    })
+}
+
+/// Attaches a program to a device's driver, which must have no other, until the returned descriptor is closed everywhere.
+///
+/// # Errors
+/// The failed system call's, in words where what it means is known.
+pub(crate) fn attach_to_driver(program: BorrowedFd<'_>, interface: u32) -> io::Result<OwnedFd> {
+    const XDP: u32 = 37;
+    const IN_DRIVER: u32 = 1 << 2;
+    let mut attributes = [0; 32];
+    attributes[..4].copy_from_slice(&[program.as_raw_fd() as u32, interface, XDP, IN_DRIVER]);
+    bpf(LINK_CREATE, &mut attributes).map(owned).map_err(|error| {
+        let why = match error.raw_os_error() {
+            Some(libc::EBUSY | libc::EEXIST) => "another XDP program is attached (`ip link show` names it)",
+            Some(libc::EOPNOTSUPP) => "its driver has no native XDP",
+            Some(libc::ERANGE) => "its MTU, or its peer's, is larger than its driver allows with XDP",
+            Some(libc::ENOSPC) => "its peer sends by more queues than it receives by (`ethtool -L`)",
+            _ => return error,
+        };
+        io::Error::new(error.kind(), why)
     })
 }
 
@@ -258,7 +299,7 @@ pub fn cgroup_programs(group: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
 
 /// Loads a program and attaches it to a tracepoint, by its type id, until the returned descriptor is closed.
 pub(crate) fn attach_to_tracepoint(target: u32, instructions: &[u8]) -> io::Result<OwnedFd> {
-    let program = load_for(ProgramKind::Tracing, TRACEPOINT, target, instructions)?;
+    let program = load_for(ProgramKind::Tracing, Purpose { attach: TRACEPOINT, target, ..Purpose::default() }, instructions)?;
     let mut attributes = [0; 32];
     attributes[2] = program.as_raw_fd() as u32;
     bpf(RAW_TRACEPOINT_OPEN, &mut attributes).map(owned)

@@ -1,10 +1,12 @@
-//! BPF type information (BTF) of the running kernel: finds the type id of a tracepoint.
+//! BPF type information (BTF) of the running kernel: finds the type ids of tracepoints and of functions that programs may call.
 
 use std::io;
 
 const PATH: &str = "/sys/kernel/btf/vmlinux";
 const MAGIC: u16 = 0xeb9f;
+/// Kinds of types.
 const TYPEDEF: u32 = 8;
+const FUNCTION: u32 = 12;
 
 fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
@@ -26,8 +28,8 @@ fn tail(kind: u32, members: u32) -> usize {
     }
 }
 
-/// The id of a type definition.
-fn find(btf: &[u8], name: &str) -> Option<u32> {
+/// The id of a type of this kind.
+fn find(btf: &[u8], wanted: u32, name: &str) -> Option<u32> {
     if btf.get(..2)? != MAGIC.to_ne_bytes() {
         return None;
     }
@@ -42,7 +44,7 @@ fn find(btf: &[u8], name: &str) -> Option<u32> {
     while at < types + types_length {
         let (named, info) = (word(btf, at)?, word(btf, at + 4)?);
         let (kind, members) = (info >> 24 & 0x1f, info & 0xffff);
-        if kind == TYPEDEF && is_named(named) {
+        if kind == wanted && is_named(named) {
             return Some(number);
         }
         at += 12 + tail(kind, members);
@@ -51,16 +53,30 @@ fn find(btf: &[u8], name: &str) -> Option<u32> {
     None
 }
 
+fn search(kind: u32, name: &str) -> io::Result<Option<u32>> {
+    let explain = |error| format!("this kernel does not describe its types ({PATH}: {error}; CONFIG_DEBUG_INFO_BTF)");
+    let btf = std::fs::read(PATH).map_err(|error| unsupported(explain(error)))?;
+    Ok(find(&btf, kind, name))
+}
+
+fn unsupported(why: String) -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, why)
+}
+
 /// The id of a tracepoint's type.
 ///
 /// # Errors
 /// `Unsupported` if this kernel does not describe such a tracepoint.
 pub(crate) fn tracepoint(name: &str) -> io::Result<u32> {
-    let unsupported = |why: String| io::Error::new(io::ErrorKind::Unsupported, why);
-    let btf = std::fs::read(PATH).map_err(|error| {
-        unsupported(format!("this kernel does not describe its types ({PATH}: {error}; CONFIG_DEBUG_INFO_BTF)"))
-    })?;
-    find(&btf, &format!("btf_trace_{name}")).ok_or_else(|| unsupported(format!("this kernel has no tracepoint {name}")))
+    search(TYPEDEF, &format!("btf_trace_{name}"))?.ok_or_else(|| unsupported(format!("this kernel has no tracepoint {name}")))
+}
+
+/// The id of a kernel function.
+///
+/// # Errors
+/// `Unsupported` if this kernel does not describe such a function.
+pub(crate) fn function(name: &str) -> io::Result<u32> {
+    search(FUNCTION, name)?.ok_or_else(|| unsupported(format!("this kernel has no function {name}")))
 }
 
 #[cfg(test)]
@@ -85,9 +101,10 @@ mod tests {
         }
         btf.extend_from_slice(&types);
         btf.extend_from_slice(strings);
-        assert_eq!(find(&btf, "btf_trace_x"), Some(4));
-        assert_eq!(find(&btf, "btf_trace_xy"), Some(3));
-        assert_eq!(find(&btf, "btf_trace_"), None);
-        assert_eq!(find(&btf[..60], "btf_trace_x"), None);
+        assert_eq!(find(&btf, TYPEDEF, "btf_trace_x"), Some(4));
+        assert_eq!(find(&btf, TYPEDEF, "btf_trace_xy"), Some(3));
+        assert_eq!(find(&btf, TYPEDEF, "btf_trace_"), None);
+        assert_eq!(find(&btf, FUNCTION, "btf_trace_x"), None);
+        assert_eq!(find(&btf[..60], TYPEDEF, "btf_trace_x"), None);
     }
 }

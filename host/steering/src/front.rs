@@ -16,11 +16,14 @@
 //! program passes everything. Until then segments are queued however late the process is. If the queue is full the TAP drops them,
 //! as a card drops what does not fit its ring, and counts them as dropped.
 
-use crate::assembler::{Assembler, Helper, R, Size};
-use crate::{AGGREGATED, INJECTED, bpf};
+mod programs;
+
+use crate::assembler::{Assembler, R};
+use crate::{AGGREGATED, bpf, btf};
 use baton_shm::Region;
+use programs::{Maps, Place};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Age of the heartbeat, in nanoseconds, from which on the process counts as dead.
@@ -47,31 +50,6 @@ const HEARTBEAT: usize = 0;
 const CLEAR: usize = 8;
 const SHARED: usize = 4096;
 
-/// Offsets in `__sk_buff`.
-const SKB_MARK: i16 = 8;
-const TAGGED: i16 = 20;
-const SEGMENT_SIZE: i16 = 176;
-
-/// Stack offsets. The frame begins where the addresses of IPv4 are aligned.
-const FRAME: i16 = -66;
-const IPV4: i16 = FRAME + ETHERNET as i16;
-const SEGMENT: i16 = IPV4 + 20;
-const IPV6: i16 = -112;
-const ENTRY: i16 = -120;
-
-/// `TCX_NEXT`, `BPF_F_INGRESS`, and the other direction.
-const NEXT: i32 = -1;
-const TO_INGRESS: i32 = 1;
-const TO_EGRESS: i32 = 0;
-
-const ETHERNET: i32 = 14;
-const TCP: i32 = 6;
-/// TCP's flags.
-const SYN: i32 = 2;
-const FIN_RST_URG: i32 = 0x25;
-/// Odd, with its bits spread: for the hash.
-const SPREAD: i32 = 0x9e37_79b1_u32 as i32;
-
 /// The filter at a device, and the way back. Dropping this detaches both.
 #[derive(Debug)]
 pub struct Front {
@@ -80,19 +58,35 @@ pub struct Front {
     _giving: OwnedFd,
 }
 
+/// Where segments are taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Path {
+    /// In the device's driver, before the kernel makes a packet of its own of them (XDP).
+    Driver,
+    /// At the device's ingress (tc), on the processor that receives them.
+    Ingress,
+}
+
 impl Front {
     /// Puts it in front of `device`. What is taken is sent by `tap`; frames that `tap` receives count as received by the device.
     /// Nothing is taken before the first [`Front::beat`].
     ///
     /// # Errors
-    /// If this process may not load BPF programs, or this kernel lacks something; the message says what to do.
-    pub fn attach(device: u32, tap: u32) -> io::Result<Front> {
-        let Loaded { shared, take, give } = load(device, tap)?;
-        let shared = Region::map_fixed(shared, SHARED)?;
+    /// If this process may not load BPF programs, or this kernel or the device lacks something; the message says what to do.
+    pub fn attach(path: Path, device: u32, tap: u32) -> io::Result<Front> {
+        let shared = bpf::create_mappable_array(SHARED as u32)?;
+        let flows = bpf::create_array(FLOW, FLOWS)?;
+        let maps = Maps { flows: flows.as_fd(), shared: shared.as_fd() };
+        // At the ingress aggregates come by the program that takes segments, which removes the mark.
+        let mark = if path == Path::Ingress { AGGREGATED } else { 0 };
+        let give = bpf::load(bpf::ProgramKind::Device, &programs::give(device, mark))?;
         let giving = bpf::attach_to_device(give.as_fd(), tap, bpf::Hook::Ingress)?;
-        // Before Baton's steering: that recognizes frames by their mark which are not to be taken here, and removes it.
-        let taking = bpf::attach_to_device_first(take.as_fd(), device, bpf::Hook::Ingress)?;
-        Ok(Front { shared, _taking: taking, _giving: giving })
+        let taking = match path {
+            Path::Driver => take_in_driver(maps, device, tap)?,
+            // Before Baton's steering: that recognizes frames by their mark which are not to be taken here, and removes it.
+            Path::Ingress => bpf::attach_to_device_first(load_ingress(maps, tap)?.as_fd(), device, bpf::Hook::Ingress)?,
+        };
+        Ok(Front { shared: Region::map_fixed(shared, SHARED)?, _taking: taking, _giving: giving })
     }
 
     /// Takes nothing any more, from this moment on: detaching the program can take the kernel tens of milliseconds. What is queued
@@ -118,12 +112,34 @@ impl Front {
     }
 }
 
-/// Whether the kernel takes the programs of [`Front`].
+fn load_ingress(maps: Maps<'_>, tap: u32) -> io::Result<OwnedFd> {
+    bpf::load(bpf::ProgramKind::Device, &programs::take(Place::Ingress { tap }, maps))
+}
+
+/// Loads the program for a device's driver, and attaches it.
+fn take_in_driver(maps: Maps<'_>, device: u32, tap: u32) -> io::Result<OwnedFd> {
+    let devices = bpf::create_map_of(bpf::MapKind::Devices, 4, 4, 1)?;
+    bpf::update(devices.as_fd(), &[0; 4], &tap.to_ne_bytes())?;
+    let place = Place::Driver { devices: devices.as_fd(), tag: tag_function().ok() };
+    bpf::attach_to_driver(bpf::load_for_driver(device, &programs::take(place, maps))?.as_fd(), device)
+}
+
+/// The function by which a driver tells of a VLAN tag that it has taken out of a frame.
+///
+/// # Errors
+/// If this kernel has none: Linux before 6.8.
+pub fn tag_function() -> io::Result<u32> {
+    btf::function("bpf_xdp_metadata_rx_vlan_tag")
+}
+
+/// Whether the kernel takes the programs of [`Front`] for a device's ingress.
 ///
 /// # Errors
 /// Why not.
 pub fn supported() -> io::Result<()> {
-    load(crate::LOOPBACK, crate::LOOPBACK).map(drop)
+    let (flows, shared) = (bpf::create_array(FLOW, FLOWS)?, bpf::create_mappable_array(SHARED as u32)?);
+    bpf::load(bpf::ProgramKind::Device, &programs::give(crate::LOOPBACK, AGGREGATED))?;
+    load_ingress(Maps { flows: flows.as_fd(), shared: shared.as_fd() }, crate::LOOPBACK).map(drop)
 }
 
 /// The program that selects the queue of a TAP with one queue, for TUNSETSTEERINGEBPF: without one the TAP hashes the addresses of
@@ -135,119 +151,6 @@ pub fn only_queue() -> io::Result<OwnedFd> {
     let mut a = Assembler::default();
     a.set(R::R0, 0).exit();
     bpf::load(bpf::ProgramKind::Socket, &a.finish())
-}
-
-/// Programs and a map that are attached nowhere yet.
-struct Loaded {
-    shared: OwnedFd,
-    take: OwnedFd,
-    give: OwnedFd,
-}
-
-fn load(device: u32, tap: u32) -> io::Result<Loaded> {
-    let flows = bpf::create_array(FLOW, FLOWS)?;
-    let shared = bpf::create_mappable_array(SHARED as u32)?;
-    let program = take(Maps { flows: flows.as_fd(), shared: shared.as_fd() }, tap);
-    let take = bpf::load(bpf::ProgramKind::Device, &program)?;
-    let give = bpf::load(bpf::ProgramKind::Device, &give(device))?;
-    Ok(Loaded { shared, take, give })
-}
-
-#[derive(Clone, Copy)]
-struct Maps<'a> {
-    flows: BorrowedFd<'a>,
-    shared: BorrowedFd<'a>,
-}
-
-/// Loads bytes of the frame at the offset in R2 to the stack. Jumps to `pass` if there are none.
-fn load_bytes(a: &mut Assembler, at: i16, length: i32) {
-    a.mov(R::R1, R::R6).mov(R::R3, R::R10).add(R::R3, i32::from(at)).set(R::R4, length).call(Helper::LoadBytes);
-    a.jump_unless(R::R0, 0, "pass");
-}
-
-/// Mixes four or eight bytes on the stack into the hash in R8.
-fn mix(a: &mut Assembler, size: Size, at: i16) {
-    a.load(size, R::R1, R::R10, at).xor_register(R::R8, R::R1).multiply(R::R8, SPREAD);
-}
-
-/// Reads the headers. Goes on with the hash in R8, the bytes behind the IP header in R7, and the TCP header on the stack. Jumps to
-/// `pass` if the frame is no TCP segment, tagged for a VLAN, or a fragment, or has IP options.
-fn read_network(a: &mut Assembler) {
-    a.load(Size::Word, R::R1, R::R6, TAGGED).jump_unless(R::R1, 0, "pass").set(R::R2, 0);
-    // The headers of the shortest segment: one call.
-    load_bytes(a, FRAME, ETHERNET + 20 + 20);
-    a.set(R::R8, 0).load(Size::Half, R::R1, R::R10, FRAME + 12);
-    a.jump_if(R::R1, i32::from(0x0800u16.to_be()), "v4").jump_if(R::R1, i32::from(0x86ddu16.to_be()), "v6").jump("pass");
-
-    a.label("v4").load(Size::Byte, R::R1, R::R10, IPV4).jump_unless(R::R1, 0x45, "pass");
-    a.load(Size::Byte, R::R1, R::R10, IPV4 + 9).jump_unless(R::R1, TCP, "pass");
-    a.load(Size::Half, R::R1, R::R10, IPV4 + 6).and(R::R1, i32::from(0x3fffu16.to_be())).jump_unless(R::R1, 0, "pass");
-    mix(a, Size::Double, IPV4 + 12);
-    a.load(Size::Half, R::R7, R::R10, IPV4 + 2).swap_half(R::R7).add(R::R7, -20).jump("segment");
-
-    a.label("v6").set(R::R2, ETHERNET);
-    load_bytes(a, IPV6, 40);
-    a.load(Size::Byte, R::R1, R::R10, IPV6 + 6).jump_unless(R::R1, TCP, "pass");
-    for at in [8, 16, 24, 32] {
-        mix(a, Size::Double, IPV6 + at);
-    }
-    a.set(R::R2, ETHERNET + 40);
-    load_bytes(a, SEGMENT, 20);
-    a.load(Size::Half, R::R7, R::R10, IPV6 + 4).swap_half(R::R7);
-    a.label("segment");
-}
-
-/// Reads the TCP header. Goes on with the bytes of payload in R7, and the index of the connection's entry on the stack. Jumps to
-/// `pass` if the segment sets up a connection, or is a pure acknowledgement.
-fn read_segment(a: &mut Assembler) {
-    mix(a, Size::Word, SEGMENT);
-    a.shift_right(R::R8, 64 - FLOW_BITS).store(Size::Word, R::R10, ENTRY, R::R8);
-    a.load(Size::Byte, R::R1, R::R10, SEGMENT + 12).shift_right(R::R1, 4).shift_left(R::R1, 2).subtract_register(R::R7, R::R1);
-    a.load(Size::Byte, R::R2, R::R10, SEGMENT + 13).mov(R::R1, R::R2).and(R::R1, SYN).jump_unless(R::R1, 0, "pass");
-    a.jump_if_greater(R::R7, 0, "data").set(R::R7, 0).and(R::R2, FIN_RST_URG).jump_if(R::R2, 0, "pass").label("data");
-}
-
-/// Decides whether the segment is taken: goes on if so, else jumps to `pass`.
-fn decide(a: &mut Assembler, maps: Maps<'_>) {
-    a.call(Helper::MonotonicNanoseconds).mov(R::R8, R::R0);
-    a.map_value(R::R1, maps.shared, HEARTBEAT as i32).load(Size::Double, R::R1, R::R1, 0);
-    a.mov(R::R2, R::R8).subtract_register(R::R2, R::R1).jump_if_greater(R::R2, DEAD_AFTER as i32, "pass");
-    a.map(R::R1, maps.flows).mov(R::R2, R::R10).add(R::R2, i32::from(ENTRY)).call(Helper::MapLookup).jump_if(R::R0, 0, "pass");
-    // R1: when the last segment came. R2: how long ago that is. R3: how many came close together.
-    a.load(Size::Double, R::R1, R::R0, 0).store(Size::Double, R::R0, 0, R::R8).load(Size::Double, R::R3, R::R0, COUNT);
-    a.mov(R::R2, R::R8).subtract_register(R::R2, R::R1).jump_if_below(R::R3, ENOUGH, "counting");
-    a.jump_if_above(R::R2, CLOSE, "paused").jump("take");
-    a.label("paused").map_value(R::R4, maps.shared, CLEAR as i32).load(Size::Double, R::R4, R::R4, 0);
-    a.jump_unless_below_register(R::R1, R::R4, "take").set(R::R3, 0);
-    a.label("counting").load(Size::Word, R::R4, R::R6, SEGMENT_SIZE).jump_unless(R::R4, 0, "unlike");
-    a.jump_if_below(R::R7, LEAST, "unlike").jump_if_above(R::R2, CLOSE, "first");
-    a.add(R::R3, 1).store(Size::Double, R::R0, COUNT, R::R3).jump_if_below(R::R3, ENOUGH, "pass").jump("take");
-    a.label("first").set(R::R3, 1).store(Size::Double, R::R0, COUNT, R::R3).jump("pass");
-    // Merged already, or a small message.
-    a.label("unlike").set(R::R3, 0).store(Size::Double, R::R0, COUNT, R::R3).jump("pass");
-    a.label("take");
-}
-
-/// Program at the device's ingress.
-fn take(maps: Maps<'_>, tap: u32) -> Vec<u8> {
-    let mut a = Assembler::default();
-    a.mov(R::R6, R::R1).load(Size::Word, R::R2, R::R6, SKB_MARK);
-    a.jump_if(R::R2, AGGREGATED as i32, "merged").jump_if(R::R2, INJECTED as i32, "pass");
-    read_network(&mut a);
-    read_segment(&mut a);
-    decide(&mut a, maps);
-    a.set(R::R1, tap as i32).set(R::R2, TO_EGRESS).call(Helper::Redirect).exit();
-    a.label("merged").store_word(R::R6, SKB_MARK, 0);
-    a.label("pass").set(R::R0, NEXT).exit();
-    a.finish()
-}
-
-/// Program at the TAP's ingress.
-fn give(device: u32) -> Vec<u8> {
-    let mut a = Assembler::default();
-    a.store_word(R::R1, SKB_MARK, AGGREGATED as i32).set(R::R1, device as i32).set(R::R2, TO_INGRESS);
-    a.call(Helper::Redirect).exit();
-    a.finish()
 }
 
 #[cfg(test)]

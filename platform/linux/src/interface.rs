@@ -153,15 +153,31 @@ pub fn set_segmentation(name: &str, on: bool) -> io::Result<()> {
     set_offload(name, ETHTOOL_SGSO, on)
 }
 
+/// Whether an interface takes VLAN tags out of the frames that it receives (`ethtool -k NAME`: rx-vlan-offload).
+///
+/// # Errors
+/// The failed system call's.
+pub fn strips_tags(name: &str) -> io::Result<bool> {
+    const ETHTOOL_GFLAGS: u32 = 0x25;
+    const RXVLAN: u32 = 1 << 8;
+    Ok(ethtool(name, ETHTOOL_GFLAGS, 0)? & RXVLAN != 0)
+}
+
 /// Switches one offload by the number of its ethtool command.
 fn set_offload(name: &str, command: u32, on: bool) -> io::Result<()> {
+    ethtool(name, command, u32::from(on)).map(|_| ())
+}
+
+/// Runs an ethtool command that takes or gives one number, and returns that.
+fn ethtool(name: &str, command: u32, number: u32) -> io::Result<u32> {
     const SIOCETHTOOL: libc::c_ulong = 0x8946;
-    let value = [command, u32::from(on)];
+    let mut value = [command, number];
     let mut request = interface_request(name)?;
-    request.ifr_ifru.ifru_data = (&raw const value).cast_mut().cast();
+    request.ifr_ifru.ifru_data = (&raw mut value).cast();
     let socket = socket::stream(false, 0)?;
     // SAFETY: the request points to an ethtool_value that lives through the call.
-    check(unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL as _, &mut request) }).map(|_| ())
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), SIOCETHTOOL as _, &mut request) })?;
+    Ok(value[1])
 }
 
 /// Sets the greatest number of frames that wait at an interface for its driver (`ip link set NAME txqueuelen`); at a TAP: that

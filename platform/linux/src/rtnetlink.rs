@@ -78,6 +78,8 @@ pub struct LinkInfo {
     pub master: Master,
     /// It is a VRF device (or another that has a routing table of its own).
     pub vrf: bool,
+    /// It is one end of a virtual cable: frames come as the host at the other end has made them, without checksums.
+    pub veth: bool,
 }
 
 /// The device above a link.
@@ -192,6 +194,7 @@ fn parse_link(body: &[u8]) -> Option<LinkInfo> {
         up: flags & libc::IFF_UP as u32 != 0,
         master: Master::None,
         vrf: false,
+        veth: false,
     };
     let mut slave_of_vrf = false;
     for (kind, value) in attributes(body, 16) {
@@ -201,8 +204,9 @@ fn parse_link(body: &[u8]) -> Option<LinkInfo> {
             10 if word(value) != Some(0) => info.master = Master::Other,
             LINKINFO => {
                 // IFLA_INFO_KIND and IFLA_INFO_SLAVE_KIND.
-                let is_vrf = |wanted| attributes(value, 0).any(|(kind, name)| kind == wanted && name == b"vrf\0");
-                (info.vrf, slave_of_vrf) = (is_vrf(1), is_vrf(4));
+                let is = |wanted, named: &[u8]| attributes(value, 0).any(|(kind, name)| kind == wanted && name == named);
+                (info.vrf, slave_of_vrf) = (is(1, b"vrf\0"), is(4, b"vrf\0"));
+                info.veth = is(1, b"veth\0");
             }
             AF_SPEC => info.mtu6 = ipv6_mtu(value).unwrap_or(0),
             _ => {}

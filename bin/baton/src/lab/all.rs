@@ -49,7 +49,7 @@ pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
         section(
             "attach",
             "Large receive in front of a veth that the kernel keeps, the receiver's CPU; a connection in the kernel beside a Baton.",
-            Part::of(baton_lab::front::run(how.rounds, how.seconds, |line| eprintln!("{line}")), |report| &report.bars),
+            Part::of(baton_lab::front::run(how.rounds, how.seconds, "xdp", |line| eprintln!("{line}")), |report| &report.bars),
         ),
     ];
     if let Some(path) = page {

@@ -93,6 +93,9 @@ pub enum Bench {
         /// Seconds of a round that are measured.
         #[arg(long, default_value_t = 2.0)]
         seconds: f64,
+        /// Where segments are taken: `xdp`, as on a card whose driver has it, or `tc`.
+        #[arg(long, default_value = "xdp")]
+        path: String,
     },
     /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, connections, moves, attach. Takes a quarter of
     /// an hour.
@@ -273,9 +276,9 @@ pub fn run(what: &Bench) -> Result<bool> {
             let report = baton_lab::moves::run(*moves, how.rounds as u64, |one| eprintln!("{}", baton_lab::moves::line(one)))?;
             print_bars(&report.bars, &report, how.json)
         }
-        Bench::Attach { how, seconds } => {
+        Bench::Attach { how, seconds, path } => {
             baton_linux::namespace::become_root_if_needed()?;
-            let report = baton_lab::front::run(how.rounds, *seconds, |line| eprintln!("{line}"))?;
+            let report = baton_lab::front::run(how.rounds, *seconds, path, |line| eprintln!("{line}"))?;
             print_bars(&report.bars, &report, how.json)
         }
         Bench::All { how, page } => all::run(how, page.as_deref()),

@@ -14,6 +14,9 @@ use std::time::{Duration, Instant};
 const KEY: u64 = 77;
 const PIECE: usize = 1 << 17;
 
+/// Where segments are taken.
+const PATHS: [&str; 2] = ["path=xdp", "path=tc"];
+
 /// Two hosts. Host B cuts what it sends into segments itself, as a host behind a cable does. One processor receives all of host A's
 /// frames, as by a card's only queue: a veth receives on the processor that sends, and frames that two have sent overtake each other.
 fn hosts() -> [Namespace; 2] {
@@ -192,10 +195,12 @@ fn devices(host: &Namespace) -> usize {
 
 #[test]
 fn segments_are_merged_and_none_is_lost_or_reordered() {
-    for (ipv6, mode) in [(false, "lro=in-order"), (true, "lro=in-order"), (false, "lro=reorder")] {
-        // A process that gets no processor for a while is passed by, which is another test's matter.
-        let judged = (0..TRIALS).any(|_| merges(ipv6, mode));
-        assert!(judged, "the process was passed by in each of {TRIALS} trials");
+    for path in PATHS {
+        for (ipv6, mode) in [(false, "lro=in-order"), (true, "lro=in-order"), (false, "lro=reorder")] {
+            // A process that gets no processor for a while is passed by, which is another test's matter.
+            let judged = (0..TRIALS).any(|_| merges(ipv6, &[mode, path]));
+            assert!(judged, "the process was passed by in each of {TRIALS} trials");
+        }
     }
 }
 
@@ -203,13 +208,13 @@ fn segments_are_merged_and_none_is_lost_or_reordered() {
 const TRIALS: usize = 5;
 
 /// Transfers 200 MB, and checks that they were merged, and nothing lost or overtaken. False if the process was passed by meanwhile.
-fn merges(ipv6: bool, mode: &str) -> bool {
+fn merges(ipv6: bool, settings: &[&str]) -> bool {
     const BYTES: u64 = 200 << 20;
     let hosts = hosts();
     let before = sent(&hosts[1]);
     let gaps = || counter(&hosts[0], "netstat", "TcpExt:", "TCPOFOQueue").expect("a counter");
     let gaps_before = gaps();
-    let attached = Attached::new(&hosts[0], &[mode]);
+    let attached = Attached::new(&hosts[0], settings);
     let received = transfer(&hosts, address_a(ipv6), BYTES, |_| ());
     assert_eq!(received, BYTES);
     let after = sent(&hosts[1]);
@@ -219,7 +224,7 @@ fn merges(ipv6: bool, mode: &str) -> bool {
     let [taken, given, aggregates, lapses] =
         ["taken", "given", "aggregates", "lapses"].map(|name| figures[name].as_u64().expect("a number"));
     let (segments, again) = (after[0] - before[0], after[1] - before[1]);
-    println!("{mode} IPv6 {ipv6}: {segments} segments, {again} again, {gaps} behind a gap; {figures}");
+    println!("{settings:?} IPv6 {ipv6}: {segments} segments, {again} again, {gaps} behind a gap; {figures}");
     if lapses > 0 {
         return false;
     }
