@@ -8,7 +8,8 @@ use baton_linux::namespace::Namespace;
 use baton_linux::netlink::{Changes, NETFILTER, Netlink, ROUTE, ROUTE_CHANGES, RULE_CHANGES, SOCK_DIAG};
 use baton_linux::resolution::{self, Released};
 use baton_linux::{packet_ring, rights, rtnetlink};
-use baton_steering::{LOOPBACK, Steering, front};
+use baton_steering::front::{self, Front};
+use baton_steering::{LOOPBACK, Steering};
 use clap::Args;
 use serde::Serialize;
 use std::io;
@@ -54,6 +55,7 @@ fn examine() -> Vec<Finding> {
         rings(inside(|| interface::open_filtered_packet_socket(LOOPBACK, true, |fd| packet_ring::set_up(fd, true)).map(drop))),
         finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
         finding("large receive in front of devices", "nic attach", inside(front::supported)),
+        in_drivers(inside(attach_to_driver)),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
         finding("notification of route changes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
         finding(
@@ -73,6 +75,21 @@ fn rings(result: io::Result<()>) -> Finding {
         Err(error) => format!("one system call for each frame instead, which is slower: this kernel gives no rings ({error})"),
     };
     Finding { what: "frames through memory shared with the kernel", needed_for: "run", works: true, advice: Some(advice) }
+}
+
+/// Reports whether large receive can take segments in a device's driver. It works without that, too.
+fn in_drivers(result: io::Result<()>) -> Finding {
+    let advice = result.err().map(|error| format!("behind the driver (path=tc) instead, which spares the receiver less: {error}"));
+    Finding { what: "the same in their drivers (XDP)", needed_for: "nic attach", works: true, advice }
+}
+
+fn attach_to_driver() -> io::Result<()> {
+    let tap = interface::open_tap("doctor1", TapOptions::default())?;
+    let netlink = rtnetlink::open()?;
+    let index = rtnetlink::link(&netlink, "doctor1")?.index;
+    let attached = Front::attach(front::Path::Driver, index, index).map(drop);
+    drop(tap);
+    attached
 }
 
 /// Reports which protections around the NIC are missing. The NIC works without them, too.

@@ -22,6 +22,7 @@ use baton_linux::{process, rtnetlink};
 use baton_lro::LroSettings;
 use baton_steering::front::{self, Front, Path};
 use merger::Merger;
+use path::Chosen;
 use status::{Clients, Figures, Status};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -37,9 +38,9 @@ const BEAT: u64 = 500_000;
 const LATEST: u64 = 200_000;
 /// How often signals, clients and links are looked at under load, in nanoseconds.
 const LOOK: u64 = 10_000_000;
-/// While frames come, an empty queue is looked at again after this time, so that each look finds several, and no frame has to wake
-/// the process. In nanoseconds.
-const NAP: u64 = 50_000;
+/// While frames come, an empty queue is looked at again after this time, in nanoseconds, whatever is due: so each look finds
+/// several, no frame wakes the process, and a sleep, which costs more than to read ten frames, pays.
+const NAP: Duration = Duration::from_micros(100);
 /// How long after the last frame that ends, in nanoseconds.
 const LINGER: u64 = 300_000;
 /// A frame that is decided about at one moment is in the queue so many nanoseconds later.
@@ -66,8 +67,7 @@ pub struct Attached {
     tap: String,
     tap_index: u32,
     front: Front,
-    /// The path of segments, in words.
-    path: String,
+    chosen: Chosen,
     merger: Merger,
     settings: LroSettings,
     clients: Clients,
@@ -116,7 +116,7 @@ impl Attached {
             tap: name,
             tap_index,
             front,
-            path: chosen.text,
+            chosen,
             merger: Merger::new(settings, tap, partial, monotonic_nanos() / 1000)?,
             settings,
             clients,
@@ -137,7 +137,7 @@ impl Attached {
 
     /// Where segments are taken, as the setting `path` names it, and why if it is not where `path=auto` looks first.
     pub fn path(&self) -> &str {
-        &self.path
+        &self.chosen.text
     }
 
     /// Merges until a signal asks it to end. Returns what it has done.
@@ -171,7 +171,7 @@ impl Attached {
                 self.front.clear_until(now.saturating_sub(MARGIN));
             }
             if now - worked < LINGER {
-                std::thread::sleep(self.nap(now));
+                std::thread::sleep(NAP);
             } else {
                 looked = now;
                 if self.sleep(now)? {
@@ -217,11 +217,6 @@ impl Attached {
         got
     }
 
-    fn nap(&self, now: u64) -> Duration {
-        let due = self.merger.next_expiry().map_or(NAP, |due| (due * 1000).saturating_sub(now));
-        Duration::from_nanos(due.min(NAP))
-    }
-
     fn most_sleep(&self, now: u64) -> Duration {
         let beat = (self.beat + IDLE_BEAT).saturating_sub(now);
         let due = self.merger.next_expiry().map_or(u64::MAX, |due| (due * 1000).saturating_sub(now));
@@ -258,31 +253,41 @@ impl Attached {
         Ok(false)
     }
 
-    /// Checks that device and TAP are there.
-    fn check_links(&self) -> Result<()> {
+    /// Checks that device and TAP are there, and follows the device's MTU.
+    fn check_links(&mut self) -> Result<()> {
         if !self.links.any() {
             return Ok(());
         }
         let netlink = rtnetlink::open()?;
-        match rtnetlink::link_at(&netlink, self.index) {
+        let link = match rtnetlink::link_at(&netlink, self.index) {
             Err(error) if is_gone(&error) => bail!("device {} is gone: it was removed, or is in another namespace", self.device),
             other => other?,
         };
         match rtnetlink::link_at(&netlink, self.tap_index) {
-            Ok(link) if link.up => Ok(()),
-            Err(error) if !is_gone(&error) => Err(error.into()),
+            Ok(tap) if tap.up => {}
+            Err(error) if !is_gone(&error) => return Err(error.into()),
             _ => bail!("{} was removed or taken down: without it segments cannot leave {} and come back", self.tap, self.device),
         }
+        if let Some((front, chosen)) = path::follow(&self.chosen, &link, self.tap_index)? {
+            self.stop_taking();
+            (self.front, self.chosen) = (front, chosen);
+            self.publish(monotonic_nanos());
+        }
+        Ok(())
+    }
+
+    fn end(mut self) -> Figures {
+        self.stop_taking();
+        self.figures()
     }
 
     /// Takes nothing any more, and gives to the kernel what waits.
-    fn end(mut self) -> Figures {
+    fn stop_taking(&mut self) {
         // What passes from then on overtakes what is in the queue, so that is emptied before, too.
         self.drain();
         self.front.stop();
         self.drain();
         self.merger.flush(monotonic_nanos() / 1000);
-        self.figures()
     }
 
     /// Merges what is in the queue, as far as that is possible in time.
@@ -305,7 +310,7 @@ impl Attached {
         Status {
             device: self.device.clone(),
             tap: self.tap.clone(),
-            path: self.path.clone(),
+            path: self.chosen.text.clone(),
             process: std::process::id(),
             settings: self.settings,
             figures: self.figures(),

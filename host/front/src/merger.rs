@@ -18,8 +18,6 @@ const IDLE: u64 = PAUSE / 1000 * 3 / 4;
 
 /// Frames that are given to the kernel together at most.
 const TOGETHER: usize = 4;
-/// Longest time that a large frame waits for the next, in microseconds.
-const HOLD: u64 = 100;
 /// Bytes of a large frame: more is likely to follow at once.
 const LARGE: usize = 60_000;
 
@@ -33,15 +31,13 @@ pub(crate) struct Merger {
     taken: u64,
 }
 
-/// The way to the kernel. A large frame waits here for the next: given one by one, each would interrupt the processor that receives
-/// it, and wake its reader.
+/// The way to the kernel. Large frames of one batch wait here for each other: given one by one, each would interrupt the processor
+/// that receives it, and wake its reader.
 struct Out {
     tap: VnetDevice,
     /// The first `waiting` of them wait, the others are free.
     frames: [Frame; TOGETHER],
     waiting: usize,
-    /// When the first began to wait.
-    since: u64,
     given: u64,
     refused: u64,
 }
@@ -49,15 +45,12 @@ struct Out {
 impl Out {
     fn new(tap: OwnedFd) -> Out {
         let frames = std::array::from_fn(|_| Frame::with_capacity(MAX_FRAME));
-        Out { tap: VnetDevice::new(tap, true), frames, waiting: 0, since: 0, given: 0, refused: 0 }
+        Out { tap: VnetDevice::new(tap, true), frames, waiting: 0, given: 0, refused: 0 }
     }
 
     /// Takes a frame, whose buffer is exchanged for another.
     #[inline]
-    fn take(&mut self, frame: &mut Frame, now: u64) {
-        if self.waiting == 0 {
-            self.since = now;
-        }
+    fn take(&mut self, frame: &mut Frame) {
         let large = frame.length() >= LARGE;
         if frame.capacity() < MAX_FRAME {
             self.frames[self.waiting].copy_from(frame);
@@ -77,11 +70,6 @@ impl Out {
             *(if accepted { &mut self.given } else { &mut self.refused }) += 1;
         }
         self.waiting = 0;
-    }
-
-    /// When it is due.
-    fn due(&self) -> Option<u64> {
-        (self.waiting > 0).then_some(self.since + HOLD)
     }
 }
 
@@ -119,32 +107,30 @@ impl Merger {
             if *partial && let Some(checksum) = partial_checksum(frame) {
                 frame.checksum = checksum;
             }
-            lro.receive(frame, now, &mut |frame| out.take(frame, now));
+            lro.receive(frame, now, &mut |frame| out.take(frame));
         }
         true
     }
 
-    /// Gives to the kernel whatever has waited long enough.
+    /// Gives to the kernel whatever has waited long enough, and what has only waited for the rest of its batch.
     #[inline]
     pub fn expire(&mut self, now: u64) {
         let Merger { lro, out, .. } = self;
         if lro.next_tick() <= now {
-            lro.expire(now, &mut |frame| out.take(frame, now));
+            lro.expire(now, &mut |frame| out.take(frame));
         }
-        if out.due().is_some_and(|due| due <= now) {
-            out.give();
-        }
+        out.give();
     }
 
-    /// When [`Merger::expire`] has something to do, in microseconds; None if nothing waits.
+    /// When an aggregate has waited long enough, in microseconds; None if none waits.
     pub fn next_expiry(&self) -> Option<u64> {
-        self.lro.next_expiry().into_iter().chain(self.out.due()).min()
+        self.lro.next_expiry()
     }
 
     /// Gives everything to the kernel.
     pub fn flush(&mut self, now: u64) {
         let Merger { lro, out, .. } = self;
-        lro.flush_all(now, &mut |frame| out.take(frame, now));
+        lro.flush_all(now, &mut |frame| out.take(frame));
         out.give();
     }
 

@@ -22,10 +22,20 @@ impl Choice {
     pub const WORDS: [(&str, Choice); 3] = [("auto", Choice::Auto), ("xdp", Choice::Driver), ("tc", Choice::Ingress)];
 }
 
-/// The path that was chosen, by the setting's name, and why if it is not the one that was looked for.
+/// Largest MTU of a device, in bytes, whose segments are taken in the driver: a larger frame comes in several pieces (a page, without
+/// what the kernel keeps in front of and behind a frame), which a TAP does not take.
+const MOST: u32 = 3400;
+
+/// The path that was chosen, by the setting's name, and why if it is not where `path=auto` looks first.
 pub(crate) struct Chosen {
     pub path: Path,
     pub text: String,
+}
+
+impl Chosen {
+    fn ingress(why: Option<String>) -> Chosen {
+        Chosen { path: Path::Ingress, text: why.map_or_else(|| "tc".into(), |why| format!("tc ({why})")) }
+    }
 }
 
 /// Puts the filter in front of a device.
@@ -41,12 +51,26 @@ pub(crate) fn attach(choice: Choice, device: &str, link: &LinkInfo, tap: u32) ->
             Err(why) => Some(why),
         },
     };
-    let text = why.map_or_else(|| "tc".into(), |why| format!("tc ({why})"));
-    Ok((Front::attach(Path::Ingress, link.index, tap)?, Chosen { path: Path::Ingress, text }))
+    Ok((Front::attach(Path::Ingress, link.index, tap)?, Chosen::ingress(why)))
+}
+
+/// The filter that takes the place of one in a device's driver whose MTU has become too large for that; None if it has not.
+pub(crate) fn follow(chosen: &Chosen, link: &LinkInfo, tap: u32) -> Result<Option<(Front, Chosen)>> {
+    match fits(link) {
+        Err(why) if chosen.path == Path::Driver => {
+            Ok(Some((Front::attach(Path::Ingress, link.index, tap)?, Chosen::ingress(Some(why)))))
+        }
+        _ => Ok(None),
+    }
+}
+
+fn fits(link: &LinkInfo) -> Result<(), String> {
+    if link.mtu > MOST { Err(format!("an MTU of {} is too large for XDP, {MOST} is not", link.mtu)) } else { Ok(()) }
 }
 
 /// Puts it into the device's driver. Or says why not.
 fn in_driver(device: &str, link: &LinkInfo, tap: u32) -> Result<Front, String> {
+    fits(link)?;
     // A frame whose tag the program cannot see would be taken for one of another network.
     if link.veth {
         front::tag_function().map_err(|error| format!("{error}, by which a veth tells of VLAN tags"))?;

@@ -1,12 +1,23 @@
 //! `baton nic attach`: large receive in front of a device that the kernel keeps, on a veth between two hosts without Baton.
 
-use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, TestbedSettings, address_a, counter, without_baton};
+use crate::common;
+use baton_backends::VnetDevice;
+use baton_device::{Device, Frame, MAX_FRAME};
+use baton_lab::testbed::{
+    INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b, counter, without_baton,
+};
 use baton_linux::events::monotonic_micros;
+use baton_linux::interface::TapOptions;
 use baton_linux::namespace::{Namespace, mount_own_sysfs};
 use baton_linux::{interface, process, rtnetlink};
+use baton_protocol::nic::LinkSettings;
 use baton_sim::stream;
+use baton_steering::front::{Front, Path};
+use baton_wire::frame::{Header, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
+use baton_wire::{Endpoint, Flags, Flow, TcpOptions};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -47,6 +58,8 @@ fn refused(host: &Namespace, words: &[&str]) -> String {
 
 /// `baton nic attach` on host A.
 struct Attached {
+    /// The first line that it printed.
+    first: String,
     process: Child,
     says: BufReader<ChildStdout>,
 }
@@ -64,7 +77,7 @@ impl Attached {
             let ended = process.wait_with_output().expect("its end");
             panic!("it said {line:?}, {}", String::from_utf8_lossy(&ended.stderr));
         }
-        Attached { process, says }
+        Attached { first: line, process, says }
     }
 
     fn signal(&self, signal: i32) {
@@ -87,14 +100,18 @@ impl Drop for Attached {
     }
 }
 
-/// The figures of the only attached process.
-fn figures(host: &Namespace) -> serde_json::Value {
+/// What the only attached process answers.
+fn answer(host: &Namespace) -> serde_json::Value {
     let output = baton(host, &["nic", "attach", "--list", "--json"]);
     let text = String::from_utf8(output.stdout).expect("text");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let mut all: Vec<serde_json::Value> = serde_json::from_str(&text).expect("JSON");
     assert_eq!(all.len(), 1, "{text}");
-    all.remove(0)["figures"].take()
+    all.remove(0)
+}
+
+fn figures(host: &Namespace) -> serde_json::Value {
+    answer(host)["figures"].take()
 }
 
 fn figure(host: &Namespace, name: &str) -> u64 {
@@ -164,8 +181,7 @@ fn receive(mut connection: TcpStream, progress: &Progress) {
 }
 
 /// Sends up to `most` bytes from host B to host A while `meanwhile` runs, and checks them.
-fn transfer(hosts: &[Namespace; 2], address: IpAddr, most: u64, meanwhile: impl FnOnce(&Progress)) -> u64 {
-    let [a, b] = hosts;
+fn transfer([a, b]: [&Namespace; 2], address: IpAddr, most: u64, meanwhile: impl FnOnce(&Progress)) -> u64 {
     let listener = a.run(|| TcpListener::bind(SocketAddr::new(address, 0))).expect("a listener");
     let address = listener.local_addr().expect("its address");
     let client = b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(10))).expect("a connection");
@@ -215,7 +231,7 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
     let gaps = || counter(&hosts[0], "netstat", "TcpExt:", "TCPOFOQueue").expect("a counter");
     let gaps_before = gaps();
     let attached = Attached::new(&hosts[0], settings);
-    let received = transfer(&hosts, address_a(ipv6), BYTES, |_| ());
+    let received = transfer(hosts.each_ref(), address_a(ipv6), BYTES, |_| ());
     assert_eq!(received, BYTES);
     let after = sent(&hosts[1]);
     let gaps = gaps() - gaps_before;
@@ -224,7 +240,12 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
     let [taken, given, aggregates, lapses] =
         ["taken", "given", "aggregates", "lapses"].map(|name| figures[name].as_u64().expect("a number"));
     let (segments, again) = (after[0] - before[0], after[1] - before[1]);
-    println!("{settings:?} IPv6 {ipv6}: {segments} segments, {again} again, {gaps} behind a gap; {figures}");
+    let full = || {
+        let netlink = rtnetlink::open()?;
+        rtnetlink::dropped_sends(&netlink, rtnetlink::link(&netlink, INTERFACE_B)?.index)
+    };
+    let lost = hosts[1].run(full).expect("a counter");
+    println!("{settings:?} IPv6 {ipv6}: {segments} segments, {lost} lost on the wire, {again} again, {gaps} behind a gap; {figures}");
     if lapses > 0 {
         return false;
     }
@@ -239,8 +260,12 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
 /// A small message and its answer do not wait for the process.
 #[test]
 fn small_messages_pass() {
+    PATHS.iter().for_each(|path| small_messages(path));
+}
+
+fn small_messages(path: &str) {
     let hosts = hosts();
-    let attached = Attached::new(&hosts[0], &[]);
+    let attached = Attached::new(&hosts[0], &[path]);
     let [a, b] = &hosts;
     let listener = a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 0))).expect("a listener");
     let address = listener.local_addr().expect("its address");
@@ -261,18 +286,22 @@ fn small_messages_pass() {
 /// when it goes on, or the next one does.
 #[test]
 fn a_dead_process_is_passed_by() {
+    PATHS.iter().for_each(|path| dies(path));
+}
+
+fn dies(path: &str) {
     let hosts = hosts();
     let before = devices(&hosts[0]);
-    let mut attached = Attached::new(&hosts[0], &[]);
+    let mut attached = Attached::new(&hosts[0], &[path]);
     let mut shortest = u64::MAX;
-    transfer(&hosts, address_a(false), u64::MAX, |progress| {
+    transfer(hosts.each_ref(), address_a(false), u64::MAX, |progress| {
         for round in 0..4 {
             progress.await_bytes(30 << 20);
             let taken = figure(&hosts[0], "taken");
             progress.take_stall();
             attached.signal(libc::SIGSTOP);
             progress.await_bytes(60 << 20);
-            println!("round {round}: stopped, {} ms without a byte", progress.take_stall() / 1000);
+            println!("{path}, round {round}: stopped, {} ms without a byte", progress.take_stall() / 1000);
             let error = refused(&hosts[0], &["nic", "attach", "--list"]);
             assert!(error.contains("does not answer"), "{error}");
             attached.signal(libc::SIGCONT);
@@ -282,12 +311,13 @@ fn a_dead_process_is_passed_by() {
             attached.signal(libc::SIGKILL);
             progress.await_bytes(60 << 20);
             let stall = progress.take_stall() / 1000;
-            println!("round {round}: killed, {stall} ms without a byte");
+            println!("{path}, round {round}: killed, {stall} ms without a byte");
             shortest = shortest.min(stall);
             // A sender that lost its last segments waits for a time-out. If frames went nowhere for long, it would wait for a third.
             assert!(stall < 1000, "{stall} ms without a byte after it was killed");
             attached.process.wait().expect("its end");
-            attached = Attached::new(&hosts[0], &[]);
+            // In a driver there can be only one program: the last one's is gone.
+            attached = Attached::new(&hosts[0], &[path]);
         }
         assert!(shortest < 300, "at least {shortest} ms without a byte after it was killed");
         progress.stop.store(true, Ordering::Relaxed);
@@ -298,12 +328,21 @@ fn a_dead_process_is_passed_by() {
 
 #[test]
 fn detaching_and_changes_of_the_device_disturb_nothing() {
+    changes("path=tc", &[9000, 1500, 1400]);
+    changes("path=xdp", &[1400, 9000]);
+}
+
+/// What a driver's program does not get in one piece is taken at the ingress.
+const LARGE_MTU: u32 = 9000;
+
+fn changes(path: &str, mtus: &[u32]) {
     let hosts = hosts();
     let before = devices(&hosts[0]);
     let sent_before = sent(&hosts[1]);
-    transfer(&hosts, address_a(false), u64::MAX, |progress| {
-        for mtu in [9000, 1500, 1400] {
-            let attached = Attached::new(&hosts[0], &[]);
+    transfer(hosts.each_ref(), address_a(false), u64::MAX, |progress| {
+        for &mtu in mtus {
+            let attached = Attached::new(&hosts[0], &[path]);
+            assert!(attached.first.contains(path), "{}", attached.first);
             progress.await_bytes(30 << 20);
             for (host, name) in hosts.iter().zip([INTERFACE_A, INTERFACE_B]) {
                 let set = || {
@@ -317,6 +356,8 @@ fn detaching_and_changes_of_the_device_disturb_nothing() {
             let taken = figure(&hosts[0], "taken");
             progress.await_bytes(30 << 20);
             assert!(figure(&hosts[0], "taken") > taken, "it takes nothing with an MTU of {mtu}");
+            let taken_at = answer(&hosts[0])["path"].to_string();
+            assert_eq!(taken_at.contains("tc"), path == "path=tc" || mtu == LARGE_MTU, "{taken_at}");
             progress.take_stall();
             let output = baton(&hosts[0], &["nic", "detach", INTERFACE_A]);
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -325,11 +366,15 @@ fn detaching_and_changes_of_the_device_disturb_nothing() {
             assert_eq!(devices(&hosts[0]), before, "a device was left behind");
             progress.await_bytes(30 << 20);
             let stall = progress.take_stall() / 1000;
-            println!("MTU {mtu}: {stall} ms without a byte; {text}");
+            println!("{path}, MTU {mtu}: {stall} ms without a byte; {text}");
             assert!(stall < 1000, "{stall} ms without a byte after the detach");
         }
         progress.stop.store(true, Ordering::Relaxed);
     });
+    if path == "path=xdp" {
+        let error = refused(&hosts[0], &["nic", "attach", INTERFACE_A, path]);
+        assert!(error.contains("an MTU of 9000 is too large for XDP") && error.contains("path=tc"), "{error}");
+    }
     let after = sent(&hosts[1]);
     let (segments, again) = (after[0] - sent_before[0], after[1] - sent_before[1]);
     println!("{again} of {segments} segments were sent again");
@@ -347,6 +392,7 @@ fn what_makes_no_sense_is_refused() {
         (&["nic", "attach", INTERFACE_A, "tso=on"], "only large receive"),
         (&["nic", "attach", INTERFACE_A, "lro=off"], "nothing would be merged"),
         (&["nic", "attach", INTERFACE_A, "lro=maybe"], "off, in-order, reorder"),
+        (&["nic", "attach", INTERFACE_A, "path=maybe"], "auto, xdp, tc"),
         (&["nic", "detach", INTERFACE_A], "nothing is attached"),
         (&["nic", "detach", "nosuch0"], "no device nosuch0"),
     ] {
@@ -368,12 +414,185 @@ fn what_makes_no_sense_is_refused() {
 
 #[test]
 fn it_ends_with_its_device() {
+    PATHS.iter().for_each(|path| ends_with_its_device(path));
+}
+
+fn ends_with_its_device(path: &str) {
     let hosts = hosts();
-    let attached = Attached::new(&hosts[0], &[]);
+    let attached = Attached::new(&hosts[0], &[path]);
     // The other end of a veth goes with the namespace of this one.
     let [host_a, host_b] = hosts;
     drop(host_b);
     let (orderly, text) = attached.ended();
     assert!(!orderly && text.contains("is gone"), "{text}");
     drop(host_a);
+}
+
+/// Moved to another namespace, a device goes on as without it, though the program in its driver may go with it.
+#[test]
+fn a_device_that_is_moved_away_goes_on() {
+    for path in PATHS {
+        let [a, b] = hosts();
+        let attached = Attached::new(&a, &[path]);
+        let elsewhere = Namespace::new().expect("a namespace");
+        let index = a.run(|| Ok(rtnetlink::link(&rtnetlink::open()?, INTERFACE_A)?.index)).expect("the device");
+        let there = format!("/proc/{}/fd/{}", std::process::id(), elsewhere.as_fd().as_raw_fd());
+        run(&a, "ip", &format!("link set {INTERFACE_A} netns {there}"));
+        let (orderly, text) = attached.ended();
+        assert!(!orderly && text.contains("is gone: it was removed, or is in another namespace"), "{text}");
+        let up = || {
+            let netlink = rtnetlink::open()?;
+            let link = rtnetlink::link(&netlink, INTERFACE_A)?;
+            rtnetlink::set_up(&netlink, link.index, None, None)?;
+            rtnetlink::add_address(&netlink, link.index, address_a(false), 24)
+        };
+        elsewhere.run(up).unwrap_or_else(|error| panic!("device {index}: {error}"));
+        let received = transfer([&elsewhere, &b], address_a(false), 20 << 20, |_| ());
+        assert_eq!(received, 20 << 20);
+    }
+}
+
+/// Runs a program of Debian's packages iproute2 and iputils-ping.
+fn run(host: &Namespace, program: &str, arguments: &str) {
+    let status = host.spawn(Command::new(program).args(arguments.split(' ')).stdout(Stdio::null())).and_then(|mut child| child.wait());
+    assert!(status.expect(program).success(), "{program} {arguments}");
+}
+
+/// Where another program is in the driver, that stays, and segments are taken at the ingress. And `auto` is the driver where that
+/// does no harm, which it does on a veth.
+#[test]
+fn another_program_in_the_driver_stays() {
+    let hosts = hosts();
+    let host = &hosts[0];
+    let attached = Attached::new(host, &[]);
+    assert!(attached.first.contains("path=tc (on a veth XDP takes large sends from its peer)"), "{}", attached.first);
+    drop(attached);
+    let make = || {
+        let tap = interface::open_tap("tap0", TapOptions::default())?;
+        let netlink = rtnetlink::open()?;
+        let tap_index = rtnetlink::link(&netlink, "tap0")?.index;
+        rtnetlink::set_up(&netlink, tap_index, None, None)?;
+        Ok((tap, tap_index, rtnetlink::link(&netlink, INTERFACE_A)?.index))
+    };
+    let (tap, tap_index, index) = host.run(make).expect("a TAP");
+    let other = |index| host.run(move || Front::attach(Path::Driver, index, tap_index)).expect("another program");
+    let there = other(index);
+    let error = refused(host, &["nic", "attach", INTERFACE_A, "path=xdp"]);
+    assert!(error.contains("another XDP program is attached") && error.contains("path=tc"), "{error}");
+    drop(there);
+    // On a device of another kind.
+    let at_tap = |host: &Namespace| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let command = command.args(["nic", "attach", "tap0"]).stdout(Stdio::piped());
+        let mut process = host.spawn(command).expect("baton nic attach");
+        let mut line = String::new();
+        BufReader::new(process.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+        process.kill().and_then(|()| process.wait()).expect("its end");
+        line
+    };
+    let there = other(tap_index);
+    let line = at_tap(host);
+    assert!(line.contains("path=tc (another XDP program is attached"), "{line}");
+    drop(there);
+    let line = at_tap(host);
+    assert!(line.contains("path=xdp\n"), "{line}");
+    drop(tap);
+}
+
+/// Between kernel and wire, too, where frames have whole checksums: a damaged segment is not merged, and not believed.
+#[test]
+fn damaged_segments_are_not_merged() {
+    const BYTES: u64 = 20 << 20;
+    // Of a million frames.
+    let link = LinkSettings { corrupt: 1000, ..LinkSettings::default() };
+    let bed = common::hosts(TestbedSettings { link, gro: false, ..TestbedSettings::default() });
+    let attached = Attached::new(&bed.host_a, &[]);
+    assert!(attached.first.contains("path=xdp"), "{}", attached.first);
+    let damaged = || counter(&bed.host_a, "snmp", "Tcp:", "InCsumErrors").expect("a counter");
+    let before = damaged();
+    assert_eq!(transfer([&bed.host_a, &bed.host_b], address_a(false), BYTES, |_| ()), BYTES);
+    let figures = figures(&bed.host_a);
+    println!("{} damaged; {figures}", damaged() - before);
+    assert!(damaged() > before, "no damaged segment reached the kernel");
+    assert!(figures["aggregates"].as_u64().expect("a number") > 0, "{figures}");
+}
+
+/// What is no TCP passes a program in the driver as it is; so do large frames, which its peer cuts itself as long as it is there.
+#[test]
+fn other_traffic_passes() {
+    let [a, b] = without_baton(&TestbedSettings::default()).expect("two test hosts (root is needed)");
+    let attached = Attached::new(&a, &["path=xdp"]);
+    for ipv6 in [false, true] {
+        run(&b, "ping", &format!("-q -c 5 -i 0.01 -s 1400 {}", address_a(ipv6)));
+        let receiver = a.run(|| UdpSocket::bind(SocketAddr::new(address_a(ipv6), 0))).expect("a socket");
+        receiver.set_read_timeout(Some(Duration::from_secs(10))).expect("a limit");
+        let sender = b.run(|| UdpSocket::bind(SocketAddr::new(address_b(ipv6), 0))).expect("a socket");
+        // The last is sent in fragments.
+        for length in [1, 1000, 1400, 8000] {
+            for round in 0..20u8 {
+                let datagram = vec![round; length];
+                sender.send_to(&datagram, receiver.local_addr().expect("an address")).expect("a datagram sent");
+                let mut buffer = vec![0; 9000];
+                let got = receiver.recv(&mut buffer).expect("a datagram");
+                assert_eq!(buffer[..got], datagram);
+            }
+        }
+    }
+    assert_eq!(figure(&a, "taken"), 0);
+    assert_eq!(transfer([&a, &b], address_a(false), 100 << 20, |_| ()), 100 << 20);
+    assert!(figure(&a, "aggregates") > 0);
+    drop(attached);
+}
+
+/// A frame that is tagged for a VLAN passes a program in the driver, with the tag beside it: its segments are not this network's.
+#[test]
+fn segments_of_a_vlan_are_not_taken() {
+    const SENT: u64 = 100;
+    let [a, b] = hosts();
+    let attached = Attached::new(&a, &["path=xdp"]);
+    // The kernel takes the tags out of the frames of a TAP, and hands them on beside the frames.
+    let make = || {
+        let tap = interface::open_tap("tap0", TapOptions::default())?;
+        let netlink = rtnetlink::open()?;
+        rtnetlink::set_up(&netlink, rtnetlink::link(&netlink, "tap0")?.index, None, None)?;
+        Ok(VnetDevice::new(tap, false))
+    };
+    let mut tap = b.run(make).expect("a TAP");
+    run(&b, "tc", "qdisc add dev tap0 ingress");
+    let forward = "filter add dev tap0 parent ffff: protocol all u32 match u32 0 0 action mirred egress redirect dev";
+    run(&b, "tc", &format!("{forward} {INTERFACE_B}"));
+    let mut send = |tag: &[u8]| {
+        for number in 0..SENT {
+            let mut frame = Frame::with_capacity(MAX_FRAME);
+            frame.fill(&segment(tag, number as u32));
+            assert!(tap.transmit(&mut frame));
+        }
+    };
+    let mut sent = 0;
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while figure(&a, "taken") < SENT / 2 {
+        assert!(Instant::now() < deadline, "it takes nothing without a tag: {}", figures(&a));
+        send(&[0x81, 0, 0, 5]);
+        send(&[]);
+        sent += SENT;
+    }
+    let taken = figure(&a, "taken");
+    assert!(taken < sent, "{taken} taken, {sent} sent without a tag");
+    drop(attached);
+}
+
+/// A segment of 1000 bytes from host B to host A, with a VLAN tag if there is one.
+fn segment(tag: &[u8], number: u32) -> Vec<u8> {
+    const PAYLOAD: usize = 1000;
+    let flow = Flow { local: Endpoint::v4([10, 7, 7, 2], 80), remote: Endpoint::v4([10, 7, 7, 1], 4000) };
+    let link = baton_wire::frame::Link { destination: MAC_A, source: MAC_B, ttl: 64, ..Default::default() };
+    let template = Template::new(&flow, &link, false);
+    let options = TcpOptions::default();
+    let seq = 1 + number * PAYLOAD as u32;
+    let header = Header { seq, ack: 1, flags: Flags::ACK, window: 9, options: &options, ecn: 0, ident: number as u16 };
+    let mut bytes = vec![0; MAX_HEADER + PAYLOAD];
+    let headers = template.emit(&header, PAYLOAD, &mut bytes);
+    bytes.truncate(headers + PAYLOAD);
+    finish_checksum(&mut bytes, template.tcp_offset(), TCP_CHECKSUM);
+    [&bytes[..12], tag, &bytes[12..]].concat()
 }
