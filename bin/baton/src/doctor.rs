@@ -79,7 +79,8 @@ fn rings(result: io::Result<()>) -> Finding {
 
 /// Reports whether large receive can take segments in a device's driver. It works without that, too.
 fn in_drivers(result: io::Result<()>) -> Finding {
-    let advice = result.err().map(|error| format!("behind the driver (path=tc) instead, which spares the receiver less: {error}"));
+    let advice =
+        result.err().map(|error| format!("behind the driver (path=tc) instead, which spares the receiver less: {error}"));
     Finding { what: "the same in their drivers (XDP)", needed_for: "nic attach", works: true, advice }
 }
 

@@ -10,11 +10,12 @@ use std::io::IsTerminal;
 pub const EXAMPLES: &str = "Examples:
   baton nic attach eth0
   baton nic attach eth0 lro=reorder lro-usecs=200
+  baton nic attach eth0 path=tc
   baton nic attach --list
   baton nic detach eth0
 
-The device keeps its addresses, routes, neighbours, queueing disciplines and firewall. TCP segments of connections in bulk are taken at its
-ingress, merged as `baton nic set lro=...` does it between kernel and wire, and given back there as large frames. If the process is killed
+The device keeps its addresses, routes, neighbours, queueing disciplines and firewall. TCP segments of connections in bulk are taken in its
+driver (path=xdp) or at its ingress (path=tc), merged as `baton nic set lro=...` does it between kernel and wire, and given back there as large frames. If the process is killed
 or stopped the device receives as before within a tenth of a second. Switch the device's own merging off to win by it
 (`ethtool -K eth0 gro off`). It needs root, Linux 6.6 or later, /dev/net/tun, and the kernel's type information
 (CONFIG_DEBUG_INFO_BTF).";
@@ -24,7 +25,9 @@ pub struct AttachArguments {
     /// The device, of this network namespace.
     #[arg(value_name = "DEV", required_unless_present = "list")]
     device: Option<String>,
-    /// Settings of large receive: `lro` (in-order unless given, or reorder), `lro-push`, `lro-usecs`, …, as for `baton nic set`.
+    /// Settings of large receive: `lro` (in-order unless given, or reorder), `lro-push`, `lro-usecs`, …, as for `baton nic set`. And
+    /// `path`, where segments are taken: xdp, in the device's driver; tc, at its ingress; auto, in the driver where that works and
+    /// does other traffic no harm, which it does on a veth.
     #[arg(value_name = "KEY=VALUE")]
     settings: Vec<String>,
     /// Print what is attached in this network namespace instead.

@@ -38,8 +38,8 @@ const BEAT: u64 = 500_000;
 const LATEST: u64 = 200_000;
 /// How often signals, clients and links are looked at under load, in nanoseconds.
 const LOOK: u64 = 10_000_000;
-/// While frames come, an empty queue is looked at again after this time, in nanoseconds, whatever is due: so each look finds
-/// several, no frame wakes the process, and a sleep, which costs more than to read ten frames, pays.
+/// While frames come, an empty queue is looked at again after this time, whatever is due: so each look finds several, no frame has
+/// to wake the process, and few sleeps are paid for.
 const NAP: Duration = Duration::from_micros(100);
 /// How long after the last frame that ends, in nanoseconds.
 const LINGER: u64 = 300_000;

@@ -167,8 +167,11 @@ fn partial_checksum(frame: &Frame) -> Option<Checksum> {
     let v4 = bytes[12..14] == [0x08, 0x00];
     let start = ETHERNET + if v4 { IPV4 } else { IPV6 };
     let ip = &bytes[ETHERNET..];
-    let (source, destination) =
-        if v4 { (ip.get(ipv4::SOURCE..)?, ip.get(ipv4::DESTINATION..)?) } else { (ip.get(ipv6::SOURCE..)?, ip.get(ipv6::DESTINATION..)?) };
+    let (source, destination) = if v4 {
+        (ip.get(ipv4::SOURCE..)?, ip.get(ipv4::DESTINATION..)?)
+    } else {
+        (ip.get(ipv6::SOURCE..)?, ip.get(ipv6::DESTINATION..)?)
+    };
     let size = if v4 { 4 } else { 16 };
     let sum = pseudo_header(source.get(..size)?, destination.get(..size)?, PROTOCOL_TCP, bytes.len().checked_sub(start)?);
     let field = bytes.get(start + TCP_CHECKSUM..start + TCP_CHECKSUM + 2)?;

@@ -3,14 +3,13 @@
 use crate::common;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
-use baton_lab::testbed::{
-    INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b, counter, without_baton,
-};
+use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b, counter, without_baton};
 use baton_linux::events::monotonic_micros;
 use baton_linux::interface::TapOptions;
 use baton_linux::namespace::{Namespace, mount_own_sysfs};
 use baton_linux::{interface, process, rtnetlink};
 use baton_protocol::nic::LinkSettings;
+use baton_protocol::program::Place;
 use baton_sim::stream;
 use baton_steering::front::{Front, Path};
 use baton_wire::frame::{Header, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
@@ -245,7 +244,9 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
         rtnetlink::dropped_sends(&netlink, rtnetlink::link(&netlink, INTERFACE_B)?.index)
     };
     let lost = hosts[1].run(full).expect("a counter");
-    println!("{settings:?} IPv6 {ipv6}: {segments} segments, {lost} lost on the wire, {again} again, {gaps} behind a gap; {figures}");
+    println!(
+        "{settings:?} IPv6 {ipv6}: {segments} segments, {lost} lost on the wire, {again} again, {gaps} behind a gap; {figures}"
+    );
     if lapses > 0 {
         return false;
     }
@@ -454,7 +455,8 @@ fn a_device_that_is_moved_away_goes_on() {
 
 /// Runs a program of Debian's packages iproute2 and iputils-ping.
 fn run(host: &Namespace, program: &str, arguments: &str) {
-    let status = host.spawn(Command::new(program).args(arguments.split(' ')).stdout(Stdio::null())).and_then(|mut child| child.wait());
+    let status =
+        host.spawn(Command::new(program).args(arguments.split(' ')).stdout(Stdio::null())).and_then(|mut child| child.wait());
     assert!(status.expect(program).success(), "{program} {arguments}");
 }
 
@@ -542,6 +544,23 @@ fn other_traffic_passes() {
     assert_eq!(transfer([&a, &b], address_a(false), 100 << 20, |_| ()), 100 << 20);
     assert!(figure(&a, "aggregates") > 0);
     drop(attached);
+}
+
+/// Beside it another Baton's NIC has connections of its own at the device: every byte arrives wherever they are.
+#[test]
+fn a_connection_on_a_nic_beside_it_gets_everything() {
+    for path in PATHS {
+        let mut scene = common::scene(TestbedSettings { beside: true, gro: false, ..TestbedSettings::default() });
+        scene.bed.host_b.run(|| interface::set_segmentation(INTERFACE_B, false)).expect("segmentation off");
+        let attached = Attached::new(&scene.bed.host_a, &[path]);
+        for to in [Place::Nic, Place::Kernel, Place::Nic, Place::Kernel] {
+            scene.exchange(2 << 20, to);
+        }
+        let taken = figure(&scene.bed.host_a, "taken");
+        assert!(taken > 1000, "{path}: {taken} taken");
+        drop(attached);
+        scene.exchange(2 << 20, Place::Nic);
+    }
 }
 
 /// A frame that is tagged for a VLAN passes a program in the driver, with the tag beside it: its segments are not this network's.
