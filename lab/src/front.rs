@@ -204,6 +204,7 @@ impl Attached {
         let mut said = String::new();
         BufReader::new(attached.0.stdout.take().context("its output")?).read_line(&mut said)?;
         ensure!(said.starts_with("attached to"), "baton nic attach ended at once");
+        ensure!(said.contains(&format!("path={path}")), "segments are taken elsewhere: {said}");
         Ok(attached)
     }
 }

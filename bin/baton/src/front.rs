@@ -26,8 +26,8 @@ pub struct AttachArguments {
     #[arg(value_name = "DEV", required_unless_present = "list")]
     device: Option<String>,
     /// Settings of large receive: `lro` (in-order unless given, or reorder), `lro-push`, `lro-usecs`, …, as for `baton nic set`. And
-    /// `path`, where segments are taken: xdp, in the device's driver; tc, at its ingress; auto, in the driver where that works and
-    /// does other traffic no harm, which it does on a veth.
+    /// `path`, where segments are taken: xdp, in the device's driver if that works; tc, at its ingress; auto, as xdp but for a veth or
+    /// a TAP, where a program in the driver harms other traffic.
     #[arg(value_name = "KEY=VALUE")]
     settings: Vec<String>,
     /// Print what is attached in this network namespace instead.

@@ -17,7 +17,7 @@ use baton_linux::control::Listener;
 use baton_linux::events::{Poller, Trigger, monotonic_nanos};
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::netlink::{Changes, LINK_CHANGES, Netlink, ROUTE};
-use baton_linux::rtnetlink::LinkInfo;
+use baton_linux::rtnetlink::{LinkInfo, Wire};
 use baton_linux::{process, rtnetlink};
 use baton_lro::LroSettings;
 use baton_steering::front::{self, Front, Path};
@@ -104,8 +104,8 @@ impl Attached {
         let tap_index = set_up(&netlink, &name, tap.as_fd()).with_context(|| format!("setting up {name}"))?;
         let links = Changes::listen(ROUTE, LINK_CHANGES)?;
         let (front, chosen) = path::attach(choice, device, &link, tap_index).with_context(|| format!("in front of {device}"))?;
-        // A program in the driver of a veth is not told that the checksum is left to whoever receives the frame.
-        let partial = link.veth && chosen.path == Path::Driver;
+        // A program in the driver is not told that the checksum was left to whoever receives the frame.
+        let partial = link.wire != Wire::Other && chosen.path == Path::Driver;
         let poller = Poller::new()?;
         poller.add(signals.as_fd(), SIGNAL, Trigger::Readable)?;
         poller.add(links.as_fd(), LINKS, Trigger::Readable)?;

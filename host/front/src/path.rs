@@ -1,17 +1,17 @@
 //! Where segments are taken at a device: in its driver (XDP) if that works and does other traffic no harm, else at its ingress (tc).
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use baton_linux::interface;
-use baton_linux::rtnetlink::LinkInfo;
+use baton_linux::rtnetlink::{LinkInfo, Wire};
 use baton_steering::front::{self, Front, Path};
 
 /// The setting `path`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Choice {
-    /// In the driver if that works there and does other traffic no harm.
+    /// In the driver if that works there, but where frames come from software at the ingress.
     #[default]
     Auto,
-    /// In the driver, or not at all.
+    /// In the driver if that works there.
     Driver,
     /// At the ingress.
     Ingress,
@@ -40,14 +40,10 @@ impl Chosen {
 
 /// Puts the filter in front of a device.
 pub(crate) fn attach(choice: Choice, device: &str, link: &LinkInfo, tap: u32) -> Result<(Front, Chosen)> {
-    let why = match choice {
-        Choice::Ingress => None,
-        Choice::Auto if link.veth => Some("on a veth XDP takes large sends from its peer".into()),
-        Choice::Auto | Choice::Driver => match in_driver(device, link, tap) {
+    let why = match reason(choice, link.wire) {
+        Some(why) => why,
+        None => match in_driver(device, link, tap) {
             Ok(front) => return Ok((front, Chosen { path: Path::Driver, text: "xdp".into() })),
-            Err(why) if choice == Choice::Driver => {
-                bail!("path=xdp at {device}: {why}; path=tc takes segments behind the driver")
-            }
             Err(why) => Some(why),
         },
     };
@@ -68,14 +64,44 @@ fn fits(link: &LinkInfo) -> Result<(), String> {
     if link.mtu > MOST { Err(format!("an MTU of {} is too large for XDP, {MOST} is not", link.mtu)) } else { Ok(()) }
 }
 
+/// Why the driver is not even tried, if so; the inner one is None if that was asked for.
+fn reason(choice: Choice, wire: Wire) -> Option<Option<String>> {
+    let why = match (choice, wire) {
+        (Choice::Ingress, _) => return Some(None),
+        (Choice::Driver, _) | (Choice::Auto, Wire::Other) => return None,
+        (Choice::Auto, Wire::Veth) => "on a veth XDP takes large sends from its peer",
+        (Choice::Auto, Wire::Tap) => "on a TAP XDP copies large frames",
+    };
+    Some(Some(format!("{why}; path=xdp does it all the same")))
+}
+
 /// Puts it into the device's driver. Or says why not.
 fn in_driver(device: &str, link: &LinkInfo, tap: u32) -> Result<Front, String> {
     fits(link)?;
     // A frame whose tag the program cannot see would be taken for one of another network.
-    if link.veth {
+    if link.wire == Wire::Veth {
         front::tag_function().map_err(|error| format!("{error}, by which a veth tells of VLAN tags"))?;
     } else if interface::strips_tags(device).unwrap_or(true) {
         return Err(format!("it takes VLAN tags out of frames (`ethtool -K {device} rxvlan off`)"));
     }
     Front::attach(Path::Driver, link.index, tap).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_driver_is_tried_where_it_does_no_harm() {
+        for (choice, wire, tried) in [
+            (Choice::Auto, Wire::Other, true),
+            (Choice::Auto, Wire::Veth, false),
+            (Choice::Auto, Wire::Tap, false),
+            (Choice::Driver, Wire::Veth, true),
+            (Choice::Driver, Wire::Tap, true),
+            (Choice::Ingress, Wire::Other, false),
+        ] {
+            assert_eq!(reason(choice, wire).is_none(), tried, "{choice:?} {wire:?}");
+        }
+    }
 }

@@ -78,8 +78,19 @@ pub struct LinkInfo {
     pub master: Master,
     /// It is a VRF device (or another that has a routing table of its own).
     pub vrf: bool,
-    /// It is one end of a virtual cable: frames come as the host at the other end has made them, without checksums.
-    pub veth: bool,
+    /// What is at the other end, if that is software.
+    pub wire: Wire,
+}
+
+/// What is at the other end of a link. From software frames come as it has made them: large ones uncut, and without checksums.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Wire {
+    /// Another link, of a veth pair.
+    Veth,
+    /// A process: the link is a TAP or a TUN.
+    Tap,
+    /// Something else, such as a cable.
+    Other,
 }
 
 /// The device above a link.
@@ -194,7 +205,7 @@ fn parse_link(body: &[u8]) -> Option<LinkInfo> {
         up: flags & libc::IFF_UP as u32 != 0,
         master: Master::None,
         vrf: false,
-        veth: false,
+        wire: Wire::Other,
     };
     let mut slave_of_vrf = false;
     for (kind, value) in attributes(body, 16) {
@@ -206,7 +217,11 @@ fn parse_link(body: &[u8]) -> Option<LinkInfo> {
                 // IFLA_INFO_KIND and IFLA_INFO_SLAVE_KIND.
                 let is = |wanted, named: &[u8]| attributes(value, 0).any(|(kind, name)| kind == wanted && name == named);
                 (info.vrf, slave_of_vrf) = (is(1, b"vrf\0"), is(4, b"vrf\0"));
-                info.veth = is(1, b"veth\0");
+                if is(1, b"veth\0") {
+                    info.wire = Wire::Veth;
+                } else if is(1, b"tun\0") {
+                    info.wire = Wire::Tap;
+                }
             }
             AF_SPEC => info.mtu6 = ipv6_mtu(value).unwrap_or(0),
             _ => {}

@@ -373,8 +373,8 @@ fn changes(path: &str, mtus: &[u32]) {
         progress.stop.store(true, Ordering::Relaxed);
     });
     if path == "path=xdp" {
-        let error = refused(&hosts[0], &["nic", "attach", INTERFACE_A, path]);
-        assert!(error.contains("an MTU of 9000 is too large for XDP") && error.contains("path=tc"), "{error}");
+        let attached = Attached::new(&hosts[0], &[path]);
+        assert!(attached.first.contains("path=tc (an MTU of 9000 is too large for XDP"), "{}", attached.first);
     }
     let after = sent(&hosts[1]);
     let (segments, again) = (after[0] - sent_before[0], after[1] - sent_before[1]);
@@ -460,45 +460,33 @@ fn run(host: &Namespace, program: &str, arguments: &str) {
     assert!(status.expect(program).success(), "{program} {arguments}");
 }
 
-/// Where another program is in the driver, that stays, and segments are taken at the ingress. And `auto` is the driver where that
-/// does no harm, which it does on a veth.
+/// Where another program is in the driver, that stays, and segments are taken at the ingress.
 #[test]
 fn another_program_in_the_driver_stays() {
     let hosts = hosts();
     let host = &hosts[0];
-    let attached = Attached::new(host, &[]);
-    assert!(attached.first.contains("path=tc (on a veth XDP takes large sends from its peer)"), "{}", attached.first);
-    drop(attached);
     let make = || {
         let tap = interface::open_tap("tap0", TapOptions::default())?;
         let netlink = rtnetlink::open()?;
-        let tap_index = rtnetlink::link(&netlink, "tap0")?.index;
-        rtnetlink::set_up(&netlink, tap_index, None, None)?;
-        Ok((tap, tap_index, rtnetlink::link(&netlink, INTERFACE_A)?.index))
+        let index = |name| rtnetlink::link(&netlink, name).map(|link| link.index);
+        Ok((tap, index("tap0")?, index(INTERFACE_A)?))
     };
-    let (tap, tap_index, index) = host.run(make).expect("a TAP");
-    let other = |index| host.run(move || Front::attach(Path::Driver, index, tap_index)).expect("another program");
-    let there = other(index);
-    let error = refused(host, &["nic", "attach", INTERFACE_A, "path=xdp"]);
-    assert!(error.contains("another XDP program is attached") && error.contains("path=tc"), "{error}");
-    drop(there);
-    // On a device of another kind.
-    let at_tap = |host: &Namespace| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-        let command = command.args(["nic", "attach", "tap0"]).stdout(Stdio::piped());
-        let mut process = host.spawn(command).expect("baton nic attach");
-        let mut line = String::new();
-        BufReader::new(process.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
-        process.kill().and_then(|()| process.wait()).expect("its end");
-        line
-    };
-    let there = other(tap_index);
-    let line = at_tap(host);
-    assert!(line.contains("path=tc (another XDP program is attached"), "{line}");
-    drop(there);
-    let line = at_tap(host);
-    assert!(line.contains("path=xdp\n"), "{line}");
-    drop(tap);
+    let (_tap, to, at) = host.run(make).expect("a TAP");
+    let other = || host.run(|| Front::attach(Path::Driver, at, to));
+    let there = other().expect("a program in the driver");
+    let attached = Attached::new(host, &["path=xdp"]);
+    assert!(attached.first.contains("path=tc (another XDP program is attached"), "{}", attached.first);
+    assert_eq!(transfer(hosts.each_ref(), address_a(false), 20 << 20, |_| ()), 20 << 20);
+    assert!(figure(host, "taken") > 1000, "it takes nothing at the ingress");
+    let error = other().expect_err("the program in the driver is gone");
+    assert!(error.to_string().contains("another XDP program"), "{error}");
+    drop((attached, there));
+    let attached = Attached::new(host, &["path=xdp"]);
+    assert!(attached.first.ends_with("path=xdp\n"), "{}", attached.first);
+    other().expect_err("a second program in the driver");
+    drop(attached);
+    let attached = Attached::new(host, &[]);
+    assert!(attached.first.contains("path=tc (on a veth XDP takes large sends from its peer"), "{}", attached.first);
 }
 
 /// Between kernel and wire, too, where frames have whole checksums: a damaged segment is not merged, and not believed.
@@ -508,8 +496,8 @@ fn damaged_segments_are_not_merged() {
     // Of a million frames.
     let link = LinkSettings { corrupt: 1000, ..LinkSettings::default() };
     let bed = common::hosts(TestbedSettings { link, gro: false, ..TestbedSettings::default() });
-    let attached = Attached::new(&bed.host_a, &[]);
-    assert!(attached.first.contains("path=xdp"), "{}", attached.first);
+    let attached = Attached::new(&bed.host_a, &["path=xdp"]);
+    assert!(attached.first.ends_with("path=xdp\n"), "{}", attached.first);
     let damaged = || counter(&bed.host_a, "snmp", "Tcp:", "InCsumErrors").expect("a counter");
     let before = damaged();
     assert_eq!(transfer([&bed.host_a, &bed.host_b], address_a(false), BYTES, |_| ()), BYTES);
