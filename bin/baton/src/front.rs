@@ -15,9 +15,9 @@ pub const EXAMPLES: &str = "Examples:
   baton nic detach eth0
 
 The device keeps its addresses, routes, neighbours, queueing disciplines and firewall. TCP segments of connections in bulk are taken in its
-driver (path=xdp) or at its ingress (path=tc), merged as `baton nic set lro=...` does it between kernel and wire, and given back there as large frames. If the process is killed
-or stopped the device receives as before within a tenth of a second. Switch the device's own merging off to win by it
-(`ethtool -K eth0 gro off`). It needs root, Linux 6.6 or later, /dev/net/tun, and the kernel's type information
+driver (path=xdp) or at its ingress (path=tc), merged as `baton nic set lro=...` does it between kernel and wire, and given back as large
+frames. If the process is killed or stopped the device receives as before within a tenth of a second. Switch the device's own merging off
+to win by it (`ethtool -K eth0 gro off`). It needs root, Linux 6.6 or later, /dev/net/tun, and the kernel's type information
 (CONFIG_DEBUG_INFO_BTF).";
 
 #[derive(Args)]

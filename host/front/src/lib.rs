@@ -43,7 +43,8 @@ const LOOK: u64 = 10_000_000;
 const NAP: Duration = Duration::from_micros(100);
 /// How long after the last frame that ends, in nanoseconds.
 const LINGER: u64 = 300_000;
-/// A frame that is decided about at one moment is in the queue so many nanoseconds later.
+/// A frame that is decided about at one moment is in the queue so many nanoseconds later: a driver hands on what its round has found
+/// at the end of it. Less than [`LINGER`], so that the last frame before a sleep is reported, too.
 const MARGIN: u64 = 200_000;
 
 /// Frames that wait for this process at most: at 2.5 Gb/s, some 70 ms of segments of 1500 bytes.

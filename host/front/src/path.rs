@@ -40,14 +40,10 @@ impl Chosen {
 
 /// Puts the filter in front of a device.
 pub(crate) fn attach(choice: Choice, device: &str, link: &LinkInfo, tap: u32) -> Result<(Front, Chosen)> {
-    let why = match reason(choice, link.wire) {
-        Some(why) => why,
-        None => match in_driver(device, link, tap) {
-            Ok(front) => return Ok((front, Chosen { path: Path::Driver, text: "xdp".into() })),
-            Err(why) => Some(why),
-        },
-    };
-    Ok((Front::attach(Path::Ingress, link.index, tap)?, Chosen::ingress(why)))
+    match wanted(choice, link.wire).and_then(|()| in_driver(device, link, tap).map_err(Some)) {
+        Ok(front) => Ok((front, Chosen { path: Path::Driver, text: "xdp".into() })),
+        Err(why) => Ok((Front::attach(Path::Ingress, link.index, tap)?, Chosen::ingress(why))),
+    }
 }
 
 /// The filter that takes the place of one in a device's driver whose MTU has become too large for that; None if it has not.
@@ -64,15 +60,15 @@ fn fits(link: &LinkInfo) -> Result<(), String> {
     if link.mtu > MOST { Err(format!("an MTU of {} is too large for XDP, {MOST} is not", link.mtu)) } else { Ok(()) }
 }
 
-/// Why the driver is not even tried, if so; the inner one is None if that was asked for.
-fn reason(choice: Choice, wire: Wire) -> Option<Option<String>> {
+/// Whether the driver is tried. If not, says why, unless the ingress was asked for.
+fn wanted(choice: Choice, wire: Wire) -> Result<(), Option<String>> {
     let why = match (choice, wire) {
-        (Choice::Ingress, _) => return Some(None),
-        (Choice::Driver, _) | (Choice::Auto, Wire::Other) => return None,
+        (Choice::Ingress, _) => return Err(None),
+        (Choice::Driver, _) | (Choice::Auto, Wire::Other) => return Ok(()),
         (Choice::Auto, Wire::Veth) => "on a veth XDP takes large sends from its peer",
         (Choice::Auto, Wire::Tap) => "on a TAP XDP copies large frames",
     };
-    Some(Some(format!("{why}; path=xdp does it all the same")))
+    Err(Some(format!("{why}; path=xdp does it all the same")))
 }
 
 /// Puts it into the device's driver. Or says why not.
@@ -101,7 +97,7 @@ mod tests {
             (Choice::Driver, Wire::Tap, true),
             (Choice::Ingress, Wire::Other, false),
         ] {
-            assert_eq!(reason(choice, wire).is_none(), tried, "{choice:?} {wire:?}");
+            assert_eq!(wanted(choice, wire).is_ok(), tried, "{choice:?} {wire:?}");
         }
     }
 }

@@ -180,11 +180,17 @@ pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd
 }
 
 /// Loads a program for the driver of one device. It may call functions that the driver has, and takes frames in several pieces.
+///
+/// # Errors
+/// As [`load`]'s; `Unsupported` if the driver runs no such programs.
 pub(crate) fn load_for_driver(device: u32, instructions: &[u8]) -> io::Result<OwnedFd> {
     const FRAGMENTS: u32 = 1 << 5;
     const ONE_DEVICE: u32 = 1 << 6;
     load_for(ProgramKind::Driver, Purpose { flags: FRAGMENTS | ONE_DEVICE, device, ..Purpose::default() }, instructions)
+        .map_err(|error| if error.kind() == io::ErrorKind::Unsupported { io::Error::new(error.kind(), NO_XDP) } else { error })
 }
+
+const NO_XDP: &str = "its driver has no native XDP";
 
 /// What a program is loaded for.
 #[derive(Clone, Copy, Default)]
@@ -257,7 +263,7 @@ pub(crate) fn attach_to_driver(program: BorrowedFd<'_>, interface: u32) -> io::R
     bpf(LINK_CREATE, &mut attributes).map(owned).map_err(|error| {
         let why = match error.raw_os_error() {
             Some(libc::EBUSY | libc::EEXIST) => "another XDP program is attached (`ip link show` names it)",
-            Some(libc::EOPNOTSUPP) => "its driver has no native XDP",
+            Some(libc::EOPNOTSUPP) => NO_XDP,
             Some(libc::ERANGE) => "its MTU, or its peer's, is larger than its driver allows with XDP",
             Some(libc::ENOSPC) => "its peer sends by more queues than it receives by (`ethtool -L`)",
             _ => return error,

@@ -1,7 +1,8 @@
-//! Large receive in front of a device that the kernel keeps: a program at the device's ingress takes the TCP segments that may be
-//! merged off the kernel's path, and queues them at a TAP, where the NIC's process reads them. No byte of them is copied until then.
-//! What that process makes of them it writes to the same TAP, whose program gives each frame to the kernel as if the device had
-//! received it.
+//! Large receive in front of a device that the kernel keeps: a program takes the TCP segments that may be merged off the kernel's path,
+//! and queues them at a TAP, where the NIC's process reads them. No byte of them is copied until then. What that process makes of
+//! them it writes to the same TAP, whose program gives each frame to the kernel as if the device had received it.
+//!
+//! **Where.** The program is in the device's driver, or at its ingress ([`Path`]), with the same decisions.
 //!
 //! **Which connections.** Only a connection whose segments come close together is taken: a request and its answer would wait for
 //! the process, and win nothing. So the first segments of a burst pass.
