@@ -3,7 +3,7 @@
 use anyhow::Result;
 use baton_linux::interface;
 use baton_linux::rtnetlink::{LinkInfo, Wire};
-use baton_steering::front::{self, Front, Path};
+use baton_steering::front::{self, Front, LARGEST_MTU, Path};
 
 /// The setting `path`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -21,10 +21,6 @@ impl Choice {
     /// The values of the setting.
     pub const WORDS: [(&str, Choice); 3] = [("auto", Choice::Auto), ("xdp", Choice::Driver), ("tc", Choice::Ingress)];
 }
-
-/// Largest MTU of a device, in bytes, whose segments are taken in the driver: a larger frame comes in several pieces (a page, without
-/// what the kernel keeps in front of and behind a frame), which a TAP does not take.
-const MOST: u32 = 3400;
 
 /// The path that was chosen, by the setting's name, and why if it is not where `path=auto` looks first.
 pub(crate) struct Chosen {
@@ -57,7 +53,10 @@ pub(crate) fn follow(chosen: &Chosen, link: &LinkInfo, tap: u32) -> Result<Optio
 }
 
 fn fits(link: &LinkInfo) -> Result<(), String> {
-    if link.mtu > MOST { Err(format!("an MTU of {} is too large for XDP, {MOST} is not", link.mtu)) } else { Ok(()) }
+    if link.mtu > LARGEST_MTU {
+        return Err(format!("an MTU of {} is too large for XDP, {LARGEST_MTU} is not", link.mtu));
+    }
+    Ok(())
 }
 
 /// Whether the driver is tried. If not, says why, unless the ingress was asked for.

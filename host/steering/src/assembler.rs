@@ -223,6 +223,12 @@ impl Assembler {
         self.push(0x65, register, R::R0, 0, value)
     }
 
+    /// Jumps if the register, as a signed number, is less than the value.
+    pub fn jump_if_less(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
+        self.jumps.push((self.code.len(), label));
+        self.push(0xc5, register, R::R0, 0, value)
+    }
+
     pub fn jump_if_above(&mut self, register: R, value: i32, label: &'static str) -> &mut Self {
         self.jumps.push((self.code.len(), label));
         self.push(0x25, register, R::R0, 0, value)

@@ -30,6 +30,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Age of the heartbeat, in nanoseconds, from which on the process counts as dead.
 pub const DEAD_AFTER: u64 = 70_000_000;
 
+/// Largest MTU of a device, in bytes, whose segments are taken in the driver. A larger frame comes in several pieces: a page, without
+/// what the kernel keeps in front of and behind a frame.
+pub const LARGEST_MTU: u32 = 3400;
+
 /// Time without a segment, in nanoseconds, after which segments of a connection may pass that was taken before.
 pub const PAUSE: u64 = CLOSE as u64;
 

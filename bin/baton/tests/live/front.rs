@@ -534,6 +534,20 @@ fn other_traffic_passes() {
     drop(attached);
 }
 
+/// Large frames at a TAP pass, and so does what else their connection sends: it must not be overtaken by them.
+#[test]
+fn connections_with_large_frames_pass() {
+    const BYTES: u64 = 200 << 20;
+    let bed = common::hosts(TestbedSettings::default());
+    let attached = Attached::new(&bed.host_a, &["path=xdp"]);
+    assert!(attached.first.ends_with("path=xdp\n"), "{}", attached.first);
+    let begin = Instant::now();
+    assert_eq!(transfer([&bed.host_a, &bed.host_b], address_a(false), BYTES, |_| ()), BYTES);
+    let (taken, took) = (figure(&bed.host_a, "taken"), begin.elapsed());
+    println!("{taken} taken, {took:?}");
+    assert!(taken < 200 && took < Duration::from_secs(20), "{taken} taken, {took:?}");
+}
+
 /// Beside it another Baton's NIC has connections of its own at the device: every byte arrives wherever they are.
 #[test]
 fn a_connection_on_a_nic_beside_it_gets_everything() {

@@ -1,6 +1,6 @@
 //! The programs. The one that takes segments is assembled for one of two places, with the same decisions.
 
-use super::{CLEAR, CLOSE, COUNT, DEAD_AFTER, ENOUGH, FLOW_BITS, HEARTBEAT, LEAST};
+use super::{CLEAR, CLOSE, COUNT, DEAD_AFTER, ENOUGH, FLOW_BITS, HEARTBEAT, LARGEST_MTU, LEAST};
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::{AGGREGATED, INJECTED};
 use std::os::fd::BorrowedFd;
@@ -21,6 +21,10 @@ const SEGMENT: i16 = IPV4 + 20;
 const IPV6: i16 = -112;
 const ENTRY: i16 = -120;
 const TAG: i16 = -8;
+const LARGE: i16 = -12;
+
+/// Segments of a connection that pass after a frame that cannot be taken.
+const AVOIDED: i32 = 1000;
 
 /// `TCX_NEXT` and `XDP_PASS`; `BPF_F_INGRESS`, and the other direction.
 const NEXT: i32 = -1;
@@ -64,9 +68,11 @@ impl Place<'_> {
                 a.load(Size::Word, R::R1, R::R6, TAGGED).jump_unless(R::R1, 0, "pass");
             }
             Place::Driver { tag, .. } => {
-                // A frame in several pieces is no single segment of an ordinary size, and a TAP takes none.
+                // A TAP takes no frame in several pieces. A longer one stands for several segments.
                 a.call(Helper::XdpLength).load(Size::Word, R::R1, R::R6, DATA_END).load(Size::Word, R::R2, R::R6, DATA);
-                a.subtract_register(R::R1, R::R2).jump_unless_equal(R::R0, R::R1, "pass");
+                a.subtract_register(R::R1, R::R2).set(R::R2, 1).jump_unless_equal(R::R0, R::R1, "length");
+                a.jump_if_above(R::R0, ETHERNET + LARGEST_MTU as i32, "length").set(R::R2, 0);
+                a.label("length").store(Size::Word, R::R10, LARGE, R::R2);
                 if let Some(tag) = tag {
                     a.set(R::R1, 0).store(Size::Double, R::R10, TAG, R::R1).mov(R::R1, R::R6);
                     for (register, at) in [(R::R2, TAG), (R::R3, TAG + 4)] {
@@ -88,11 +94,24 @@ impl Place<'_> {
         a.jump_unless(R::R0, 0, "pass");
     }
 
-    /// Jumps to `unlike` if the frame stands for several segments.
-    fn refuse_merged(self, a: &mut Assembler) {
-        if let Place::Ingress { .. } = self {
-            a.load(Size::Word, R::R4, R::R6, SEGMENT_SIZE).jump_unless(R::R4, 0, "unlike");
+    /// Jumps to `pass` with a frame that can never be taken. After it its connection, whose entry is at R0, is not taken for long:
+    /// others like it would overtake what waits in the queue.
+    fn refuse_large(self, a: &mut Assembler) {
+        if let Place::Driver { .. } = self {
+            a.load(Size::Word, R::R4, R::R10, LARGE).jump_if(R::R4, 0, "small").set(R::R3, -AVOIDED);
+            a.store(Size::Double, R::R0, COUNT, R::R3).jump("pass").label("small");
         }
+    }
+
+    /// Jumps to `unlike` if the frame stands for several segments; to `pass` while its connection is not taken for long.
+    fn refuse_merged(self, a: &mut Assembler) {
+        match self {
+            Place::Ingress { .. } => a.load(Size::Word, R::R4, R::R6, SEGMENT_SIZE).jump_unless(R::R4, 0, "unlike"),
+            Place::Driver { .. } => {
+                a.jump_if_greater(R::R3, -1, "ordinary").add(R::R3, 1).store(Size::Double, R::R0, COUNT, R::R3);
+                a.jump("pass").label("ordinary")
+            }
+        };
     }
 
     /// Takes the frame, and ends.
@@ -168,7 +187,8 @@ fn decide(a: &mut Assembler, place: Place<'_>, maps: Maps<'_>) {
     a.map(R::R1, maps.flows).mov(R::R2, R::R10).add(R::R2, i32::from(ENTRY)).call(Helper::MapLookup).jump_if(R::R0, 0, "pass");
     // R1: when the last segment came. R2: how long ago that is. R3: how many came close together.
     a.load(Size::Double, R::R1, R::R0, 0).store(Size::Double, R::R0, 0, R::R8).load(Size::Double, R::R3, R::R0, COUNT);
-    a.mov(R::R2, R::R8).subtract_register(R::R2, R::R1).jump_if_below(R::R3, ENOUGH, "counting");
+    place.refuse_large(a);
+    a.mov(R::R2, R::R8).subtract_register(R::R2, R::R1).jump_if_less(R::R3, ENOUGH, "counting");
     a.jump_if_above(R::R2, CLOSE, "paused").jump("take");
     a.label("paused").map_value(R::R4, maps.shared, CLEAR as i32).load(Size::Double, R::R4, R::R4, 0);
     a.jump_unless_below_register(R::R1, R::R4, "take").set(R::R3, 0);
