@@ -430,7 +430,13 @@ impl Template {
     /// Bytes of an acknowledgement over IPv4 with timestamps.
     pub const USUAL_ACKNOWLEDGEMENT: usize = ETHERNET + IPV4 + TCP + TIMESTAMPS;
 
-    /// [`Template::acknowledge`] over IPv4 with timestamps, with fewer instructions.
+    /// Sets the sequence number that [`Template::acknowledge_usual`] writes.
+    pub fn set_acknowledgement_seq(&mut self, seq: u32) {
+        let at = self.tcp_offset() + tcp::SEQ;
+        self.acknowledgement[at..at + 4].copy_from_slice(&seq.to_be_bytes());
+    }
+
+    /// [`Template::acknowledge`] over IPv4 with timestamps, with fewer instructions. Its sequence number is the one that was prepared.
     #[inline(always)]
     pub fn acknowledge_usual(
         &self,
@@ -440,13 +446,20 @@ impl Template {
     ) {
         const AT: usize = ETHERNET + IPV4;
         debug_assert!(self.tcp_offset() == AT && usize::from(self.acknowledgement_length) == Template::USUAL_ACKNOWLEDGEMENT);
+        debug_assert_eq!(self.acknowledgement[AT + tcp::SEQ..][..4], ack.seq.to_be_bytes());
         out[..Self::FIXED].copy_from_slice(&self.acknowledgement[..Self::FIXED]);
-        Self::fill_acknowledgement::<AT>(&Acknowledgement { timestamps: Some(timestamps), ..*ack }, out);
+        Self::fill_rest::<AT>(&Acknowledgement { timestamps: Some(timestamps), ..*ack }, out);
     }
 
     #[inline(always)]
     fn fill_acknowledgement<const AT: usize>(ack: &Acknowledgement, out: &mut [u8]) {
         out[AT + tcp::SEQ..AT + tcp::ACK].copy_from_slice(&ack.seq.to_be_bytes());
+        Self::fill_rest::<AT>(ack, out);
+    }
+
+    /// What follows the sequence number.
+    #[inline(always)]
+    fn fill_rest<const AT: usize>(ack: &Acknowledgement, out: &mut [u8]) {
         out[AT + tcp::ACK..AT + tcp::DATA_OFFSET].copy_from_slice(&ack.ack.to_be_bytes());
         out[AT + tcp::WINDOW..AT + tcp::CHECKSUM].copy_from_slice(&ack.window.to_be_bytes());
         if let Some((value, echo)) = ack.timestamps {

@@ -19,5 +19,5 @@ pub use arp::{Arp, Malformed};
 pub use flow::{Endpoint, Flow, FlowKey};
 pub use frame::{FrameError, TcpFrame};
 pub use neighbour::Neighbour;
-pub use plain::{Acknowledgement, Plain, Usual};
+pub use plain::{Acknowledgement, Fields, Plain, Usual};
 pub use tcp::{Flags, SackBlocks, TcpOptions};

@@ -41,11 +41,42 @@ pub struct Plain {
     pub length: u32,
 }
 
+/// The fields of a [`Usual`] frame's segment as header prediction compares them, in host order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Fields {
+    /// Data offset and flags without PSH, and in the lower half the window field: see [`Fields::control_of`].
+    pub control: u32,
+    /// Sequence number, and in the lower half the acknowledgement number.
+    pub numbers: u64,
+    /// Timestamp value.
+    pub value: u32,
+    /// Bytes of payload.
+    pub length: u32,
+}
+
+impl Fields {
+    /// The bit of PSH in [`Fields::control`], which no segment has there.
+    pub const PSH: u32 = (Flags::PSH.0 as u32) << 16;
+
+    /// [`Fields::control`] of a plain segment with timestamps and this window field.
+    pub const fn control_of(window: u16) -> u32 {
+        (ACK_WITH_TIMESTAMPS as u32) << 16 | window as u32
+    }
+
+    /// Those of a plain segment; None without timestamps.
+    pub fn of(plain: &Plain) -> Option<Fields> {
+        let Plain { seq, ack, window, timestamps, length } = *plain;
+        let numbers = u64::from(seq) << 32 | u64::from(ack);
+        timestamps.map(|(value, _)| Fields { control: Fields::control_of(window), numbers, value, length })
+    }
+}
+
 /// Bytes of headers of a [`Usual`] frame.
 const USUAL: usize = ETHERNET + IPV4 + TCP + TIMESTAMPS;
 
-/// A frame of the most usual kind: a plain segment over IPv4 with timestamps, its checksums verified by a device. Its fields are read where
-/// they are used.
+/// A frame that seems to be of the most usual kind: a plain segment over IPv4 with timestamps, its checksums verified by a device. Its
+/// data offset and its flags have not been looked at: [`Usual::fields`] has them beside the window, where header prediction compares all
+/// at once. Its fields are read where they are used.
 #[derive(Clone, Copy, Debug)]
 pub struct Usual<'a> {
     head: &'a [u8; USUAL],
@@ -57,14 +88,13 @@ impl<'a> Usual<'a> {
     /// Bytes of headers in front of the payload.
     pub const HEADERS: usize = USUAL;
 
-    /// Reads a frame as [`Plain::parse`] does. None for any but the most usual kind.
+    /// Reads a frame as [`Plain::parse`] does. None for any that cannot be of the most usual kind.
     #[inline(always)]
     pub fn parse(frame: &'a [u8]) -> Option<Usual<'a>> {
         let head: &[u8; USUAL] = frame.first_chunk()?;
         // ECT(1) is left to others with CE, of which it has one bit.
         let usual = be32(head, ethernet::TYPE) & (0xffff_ff00 | ECN_CE_BIT) == IPV4_NO_OPTIONS
             && be32(head, ETHERNET + ipv4::FRAGMENT) & FRAGMENT_AND_PROTOCOL == u32::from(PROTOCOL_TCP)
-            && be16(head, Self::TCP + tcp::DATA_OFFSET) & !u16::from(Flags::PSH.0) == ACK_WITH_TIMESTAMPS
             && be32(head, Self::TCP + TCP) == TIMESTAMPS_WORD;
         if !usual {
             return None;
@@ -81,17 +111,29 @@ impl<'a> Usual<'a> {
         FlowKey::v4(le64(self.head, ETHERNET + ipv4::SOURCE), be32(self.head, Self::TCP))
     }
 
-    /// The segment.
+    /// What header prediction compares.
     #[inline(always)]
-    pub fn plain(&self) -> Plain {
+    pub fn fields(&self) -> Fields {
+        Fields {
+            control: be32(self.head, Self::TCP + tcp::DATA_OFFSET) & !Fields::PSH,
+            numbers: be64(self.head, Self::TCP + tcp::SEQ),
+            value: be32(self.head, Self::TCP + TCP + 4),
+            length: self.payload.len() as u32,
+        }
+    }
+
+    /// The segment, if it is plain.
+    #[inline(always)]
+    pub fn plain(&self) -> Option<Plain> {
         let head = self.head;
-        Plain {
+        let plain = be16(head, Self::TCP + tcp::DATA_OFFSET) & !u16::from(Flags::PSH.0) == ACK_WITH_TIMESTAMPS;
+        plain.then(|| Plain {
             seq: be32(head, Self::TCP + tcp::SEQ),
             ack: be32(head, Self::TCP + tcp::ACK),
             window: be16(head, Self::TCP + tcp::WINDOW),
             timestamps: Some((be32(head, Self::TCP + TCP + 4), be32(head, Self::TCP + TCP + 8))),
             length: self.payload.len() as u32,
-        }
+        })
     }
 
     /// The payload.
@@ -115,6 +157,11 @@ fn be16(bytes: &[u8], at: usize) -> u16 {
 #[inline(always)]
 fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes(load(bytes, at))
+}
+
+#[inline(always)]
+fn be64(bytes: &[u8], at: usize) -> u64 {
+    u64::from_be_bytes(load(bytes, at))
 }
 
 #[inline(always)]
@@ -268,7 +315,8 @@ mod tests {
                 let usual = Usual::parse(frame);
                 assert_eq!(usual.is_some(), flow.is_v4() && timestamps.is_some());
                 if let Some(usual) = usual {
-                    assert_eq!((usual.key(), usual.plain(), usual.payload()), (key, plain, payload));
+                    assert_eq!((usual.key(), usual.plain(), usual.payload()), (key, Some(plain), payload));
+                    assert_eq!(Some(usual.fields()), Fields::of(&plain));
                 }
                 assert!(plain.checksum_holds(key, frame));
                 frame[length - 1] ^= 4;
@@ -284,7 +332,10 @@ mod tests {
             for flags in [Flags::SYN, Flags::ACK | Flags::FIN, Flags::ACK | Flags::RST, Flags::ACK | Flags::ECE, Flags::PSH] {
                 let length = segment(&flow, flags, Some((1, 2)), 0, 0, &mut frame);
                 assert!(Plain::parse(&frame[..length], false).is_none(), "{flags:?}");
-                assert!(Usual::parse(&frame[..length]).is_none(), "{flags:?}");
+                if let Some(usual) = Usual::parse(&frame[..length]) {
+                    assert!(usual.plain().is_none(), "{flags:?}");
+                    assert_ne!(usual.fields().control, Fields::control_of(7), "{flags:?}");
+                }
             }
             let length = segment(&flow, Flags::ACK, None, 3, 0, &mut frame);
             assert!(Plain::parse(&frame[..length], false).is_none(), "marked");
@@ -299,8 +350,13 @@ mod tests {
                     let mut bad = frame;
                     bad[at] = value;
                     if let Some(usual) = Usual::parse(&bad[..length]) {
-                        let plain = Plain::parse(&bad[..length], true);
-                        assert_eq!(plain, Some((usual.key(), usual.plain(), usual.payload())), "byte {at} = {value}");
+                        let plain = usual.plain();
+                        assert_eq!(plain.is_some(), usual.fields().control >> 16 == Fields::control_of(0) >> 16);
+                        if let Some(plain) = plain {
+                            let parsed = Plain::parse(&bad[..length], true);
+                            assert_eq!(parsed, Some((usual.key(), plain, usual.payload())), "byte {at} = {value}");
+                            assert_eq!(Some(usual.fields()), Fields::of(&plain));
+                        }
                     }
                     if let Some((key, plain, payload)) = Plain::parse(&bad[..length], false) {
                         let whole = TcpFrame::parse(&bad[..length]).unwrap();
@@ -316,12 +372,22 @@ mod tests {
     fn a_plain_acknowledgement_is_the_frame_that_the_general_writer_makes() {
         for flow in flows() {
             for timestamps in [None, Some((11, 12))] {
-                let template = Template::new(&flow, &Link { ttl: 64, tos: 0x20, ..Link::default() }, timestamps.is_some());
+                let mut template = Template::new(&flow, &Link { ttl: 64, tos: 0x20, ..Link::default() }, timestamps.is_some());
                 let options = TcpOptions { timestamps, ..TcpOptions::default() };
                 let header = Header { seq: 5, ack: 6, flags: Flags::ACK, window: 7, options: &options, ecn: 0, ident: 0 };
                 let (mut general, mut plain) = ([0u8; MAX_HEADER], [0xffu8; MAX_HEADER]);
                 let length = template.emit(&header, 0, &mut general);
                 let ack = Acknowledgement { seq: 5, ack: 6, window: 7, timestamps };
+                assert_eq!(template.acknowledge(&ack, &mut plain), length);
+                assert_eq!(plain[..length], general[..length]);
+                template.set_acknowledgement_seq(5);
+                if let Some(timestamps) = timestamps.filter(|_| flow.is_v4()) {
+                    let mut usual = [0xffu8; Template::USUAL_ACKNOWLEDGEMENT];
+                    template.acknowledge_usual(&ack, timestamps, &mut usual);
+                    assert_eq!(usual[..], general[..length]);
+                }
+                // What is prepared for one way changes nothing of the other.
+                template.set_acknowledgement_seq(9);
                 assert_eq!(template.acknowledge(&ack, &mut plain), length);
                 assert_eq!(plain[..length], general[..length]);
             }

@@ -94,8 +94,8 @@ impl Pending {
 pub(crate) struct Offloaded {
     /// The two copies of the record.
     record: WordArray<{ 2 * WORDS }>,
-    /// Number of the valid copy of the record.
-    published: u64,
+    /// Number of the next publication of the record.
+    next: u64,
     pub receive: Receive,
     pub session: u32,
     /// The valid table of out-of-order ranges, and its length.
@@ -198,7 +198,7 @@ impl Offloaded {
         let record = nic_memory.shared_array(layout::nic::slot(slot) + at::RECORDS);
         let mut offloaded = Offloaded {
             tcp: Tcp::new(tcp),
-            published: published(&*record),
+            next: published(&*record) + STEP,
             record,
             path: Path::default(),
             template: Template::new(&image.flow, &image.link, image.timestamps),
@@ -243,7 +243,7 @@ impl Offloaded {
     /// next bytes to be received.
     #[inline(always)]
     pub fn prefetch_memory(&self) {
-        prefetch(&self.record[copy(self.published + STEP)], 0, 8);
+        prefetch(&self.record[copy(self.next)], 0, 8);
         self.receive.prefetch(self.tcp.rcv_nxt());
     }
 

@@ -59,7 +59,7 @@ pub struct WorkerSettings {
     /// Connections from which on frames are received ahead, so that their connections' state is loaded together: as many as fill the
     /// caches of a processor's core.
     pub many: u64,
-    /// Number of frames taken from one device before the next source gets its turn.
+    /// Number of frames taken from one device before the next source gets its turn; at least 1.
     pub batch: usize,
     /// Bytes of the frames' buffers.
     pub frame_bytes: usize,
@@ -147,7 +147,7 @@ pub struct Worker<H, W> {
     due: u64,
     /// Whether frames are received.
     started: bool,
-    /// Number of frames that may come from the wire before it is the other sources' turn.
+    /// Number of frames that may come from the wire before it is the other sources' turn; at least 1 between two rounds.
     turn: usize,
     /// Whether what runs for every frame runs in its wide form.
     wide: Option<Wide>,
@@ -352,7 +352,6 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Gives the sources other than the wire their turn. Returns whether there was any work.
     #[inline(never)]
     fn poll_others(&mut self, now: Instant) -> bool {
-        self.turn = self.settings.batch;
         let mut worked = self.started && self.poll_host(now);
         // Before the programs: what the agent has forbidden a connection counts for all that its program sends afterwards.
         if self.agent.commands.has_message() {
@@ -369,6 +368,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.due <= now.0 {
             worked |= self.poll_timers(now);
         }
+        self.turn = self.settings.batch;
         self.end_round(now);
         worked
     }

@@ -12,6 +12,9 @@ const EMPTY: u32 = NO_SLOT;
 /// Not the number of any slot.
 pub const NO_SLOT: u32 = u32::MAX;
 
+/// In place of the 4-tuple that was found last: no slot has it.
+const NOTHING: ([u64; 2], u32) = ([0; 2], EMPTY);
+
 /// Bits of the fraction of pi: with them a key that is not random, as in tests, still makes a hash.
 const PI: [u64; 4] = [0x243f_6a88_85a3_08d3, 0x1319_8a2e_0370_7344, 0xa409_3822_299f_31d0, 0x082e_fa98_ec4e_6c89];
 
@@ -35,8 +38,8 @@ pub struct Lookup {
     entries: Box<[(u32, u32)]>,
     mask: usize,
     key: [u64; 4],
-    /// The mark of the IPv4 4-tuple that [`Lookup::find_again`] has found last, and its slot.
-    last: (u64, u32),
+    /// The words of the IPv4 4-tuple that [`Lookup::find_again`] has found last, and its slot.
+    last: ([u64; 2], u32),
 }
 
 impl Lookup {
@@ -51,12 +54,7 @@ impl Lookup {
         let mut entries = Vec::with_capacity(size);
         prepare(entries.spare_capacity_mut());
         entries.resize(size, (0, EMPTY));
-        Lookup {
-            entries: entries.into(),
-            mask: size - 1,
-            key: core::array::from_fn(|at| hash_key[at] ^ PI[at]),
-            last: (0, EMPTY),
-        }
+        Lookup { entries: entries.into(), mask: size - 1, key: core::array::from_fn(|at| hash_key[at] ^ PI[at]), last: NOTHING }
     }
 
     #[inline(always)]
@@ -117,23 +115,22 @@ impl Lookup {
     }
 
     /// [`Lookup::find`] for the IPv4 4-tuples of frames: the one that was found last is found again without a hash. The slot may be
-    /// another one's with the same hash, or with a like 4-tuple.
+    /// another one's with the same hash.
     #[inline(always)]
     pub fn find_again(&mut self, key: &FlowKey) -> Option<u32> {
-        let ([first, ports], _) = key.words();
-        // A word that nearly always differs where the 4-tuples do.
-        let mark = first ^ ports << 32;
-        if mark == self.last.0 {
-            return Some(self.last.1);
+        let (words, _) = key.words();
+        let (last, slot) = self.last;
+        if words[0] == last[0] && words[1] == last[1] {
+            return Some(slot);
         }
         let slot = self.find(key, |_| true)?;
-        self.last = (mark, slot);
+        self.last = (words, slot);
         Some(slot)
     }
 
     /// Adds a 4-tuple that is not in the table.
     pub fn insert(&mut self, key: &FlowKey, slot: u32) {
-        self.last = (0, EMPTY);
+        self.last = NOTHING;
         let hash = self.hash(key);
         let mut at = hash as usize & self.mask;
         while self.entries[at].1 != EMPTY {
@@ -145,7 +142,7 @@ impl Lookup {
     /// Removes a 4-tuple and its slot, and moves later entries into the gap, so that no tombstones are needed. `key_of` gives the
     /// 4-tuple of another slot.
     pub fn remove(&mut self, key: &FlowKey, slot: u32, key_of: impl Fn(u32) -> FlowKey) {
-        self.last = (0, EMPTY);
+        self.last = NOTHING;
         let mut at = self.hash(key) as usize & self.mask;
         while self.entries[at].1 != slot {
             if self.entries[at].1 == EMPTY {

@@ -7,6 +7,8 @@
 /// That of `copy_nonoverlapping`.
 #[inline(always)]
 pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
+    /// Bytes behind 1024 that a segment of a usual Ethernet frame has at most: whole registers that cover 1448 and 1460.
+    const MOST_FULL: usize = 448;
     /// Copies `N` bytes at an offset: at most 256 at once, since of more the compiler makes a call.
     ///
     /// # Safety
@@ -17,6 +19,9 @@ pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
         unsafe {
             if N <= 256 {
                 *to.add(at).cast::<[u8; N]>() = *from.add(at).cast::<[u8; N]>();
+            } else if N == MOST_FULL {
+                *to.add(at).cast::<[u8; 256]>() = *from.add(at).cast::<[u8; 256]>();
+                *to.add(at + 256).cast::<[u8; MOST_FULL - 256]>() = *from.add(at + 256).cast::<[u8; MOST_FULL - 256]>();
             } else {
                 *to.add(at).cast::<[u8; 256]>() = *from.add(at).cast::<[u8; 256]>();
                 *to.add(at + 256).cast::<[u8; 256]>() = *from.add(at + 256).cast::<[u8; 256]>();
@@ -27,25 +32,29 @@ pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
     // SAFETY: each piece lies in the caller's `length` bytes, of which there are at least as many as lie before the end of a piece that is
     // copied at a fixed place, and as a piece has that is copied up to their end.
     unsafe {
-        if left > 1024 {
-            if left > 2048 {
-                return copy_long(from, to, left);
+        if left > 128 {
+            if left > 1024 && left <= 1024 + MOST_FULL {
+                piece::<512>(from, to, 0);
+                piece::<512>(from, to, 512);
+                piece::<MOST_FULL>(from, to, left - MOST_FULL);
+            } else if left > 1024 {
+                if left > 2048 {
+                    return copy_long(from, to, left);
+                }
+                piece::<512>(from, to, 0);
+                piece::<512>(from, to, 512);
+                piece::<512>(from, to, left - 1024);
+                piece::<512>(from, to, left - 512);
+            } else if left > 512 {
+                piece::<512>(from, to, 0);
+                piece::<512>(from, to, left - 512);
+            } else if left > 256 {
+                piece::<256>(from, to, 0);
+                piece::<256>(from, to, left - 256);
+            } else {
+                piece::<128>(from, to, 0);
+                piece::<128>(from, to, left - 128);
             }
-            piece::<512>(from, to, 0);
-            piece::<512>(from, to, 512);
-            if left > 1536 {
-                piece::<512>(from, to, 1024);
-            }
-            piece::<512>(from, to, left - 512);
-        } else if left > 512 {
-            piece::<512>(from, to, 0);
-            piece::<512>(from, to, left - 512);
-        } else if left > 256 {
-            piece::<256>(from, to, 0);
-            piece::<256>(from, to, left - 256);
-        } else if left > 128 {
-            piece::<128>(from, to, 0);
-            piece::<128>(from, to, left - 128);
         } else if left > 64 {
             piece::<64>(from, to, 0);
             piece::<64>(from, to, left - 64);

@@ -269,7 +269,7 @@ impl Circle {
     #[inline(always)]
     pub fn write(&self, seq: u32, bytes: &[u8]) {
         let offset = seq & self.mask;
-        if bytes.len() > (self.mask - offset) as usize {
+        if bytes.len() > (self.mask & !seq) as usize {
             return self.write_to_end(seq, bytes);
         }
         // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region` keeps mapped, and
@@ -292,7 +292,7 @@ impl Circle {
     #[inline(always)]
     pub fn write_inline(&self, seq: u32, bytes: &[u8]) {
         let offset = seq & self.mask;
-        if bytes.len() > (self.mask - offset) as usize {
+        if bytes.len() > (self.mask & !seq) as usize {
             return self.write_to_end(seq, bytes);
         }
         // SAFETY: as in `write`.

@@ -142,10 +142,10 @@ impl Connection {
     /// RFC 9293 section 3.10.7.4: the window moves with newer segments only.
     #[inline(always)]
     pub(crate) fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
-        let send = &mut self.send;
-        let newer = before(send.una, ack) || before(send.wl1, seq) || (send.wl1 == seq && window > send.wnd);
+        let (send, wl1) = (&mut self.send, &mut self.receive.wl1);
+        let newer = before(send.una, ack) || before(*wl1, seq) || (*wl1 == seq && window > send.wnd);
         if newer {
-            send.wl1 = seq;
+            *wl1 = seq;
             send.wnd = window;
             send.max_wnd = send.max_wnd.max(window);
         }

@@ -11,6 +11,7 @@ use crate::seq::before;
 use crate::time::Instant;
 use crate::timers::Timers;
 use crate::tuning::Tuning;
+use baton_wire::Fields;
 use bitflags::bitflags;
 use core::mem::offset_of;
 
@@ -134,23 +135,23 @@ pub(crate) struct Send {
     pub cwr_pending: bool,
     /// Payload bytes of a full segment, options subtracted.
     pub mss: u32,
-    /// The window field that a predicted segment has, or [`NOT_PREDICTED`]: see [`Connection::enable_prediction`].
-    pub predicted_window: u32,
+    /// In front of [`Receive::nxt`], so that both numbers of a predicted segment are compared at once.
     pub una: u32,
-    pub wl1: u32,
 }
 
-/// In place of a window field: no segment is predicted.
-pub(crate) const NOT_PREDICTED: u32 = 1 << 16;
+/// In place of [`Fields::control`]: no segment is predicted.
+pub(crate) const NOT_PREDICTED: u32 = Fields::PSH;
 
 /// Receive sequence space. Up to `last_at` it lies in the cache line of [`Connection::USUAL`].
 #[derive(Clone, Debug, Default)]
 #[repr(C)]
 pub(crate) struct Receive {
-    pub ts_recent: u32,
     pub nxt: u32,
     /// Right edge of the advertised window; never moves back.
     pub adv: u32,
+    /// SND.WL1: sequence number of the segment that last updated the peer's window.
+    pub wl1: u32,
+    pub ts_recent: u32,
     /// First byte that the program has not read.
     pub read: u32,
     /// Bytes of receive memory.
@@ -163,6 +164,8 @@ pub(crate) struct Receive {
     pub last_ack: u32,
     /// Added to the time in milliseconds gives our timestamp clock.
     pub ts_offset: u32,
+    /// [`Fields::control`] of a predicted segment, or [`NOT_PREDICTED`]: see [`Connection::enable_prediction`].
+    pub predicted: u32,
     pub wscale: u8,
     /// Segments that are still acknowledged at once, as Linux does at the start and after a pause; [`ALWAYS`] for all.
     pub quick_acks: u8,
@@ -259,6 +262,7 @@ const _: () = {
         offset_of!(Connection, receive) + offset_of!(Receive, unacked) == Connection::USUAL.end,
         "what a predicted segment needs is one cache line"
     );
+    assert!(offset_of!(Connection, receive) == offset_of!(Connection, send) + offset_of!(Send, una) + 4);
     assert!(offset_of!(Connection, reassembly) + Reassembly::HOT <= 192, "what others need, three");
 };
 
@@ -274,8 +278,14 @@ impl Connection {
             state: State::Closed,
             agreed,
             cork: false,
-            send: Send { predicted_window: NOT_PREDICTED, ..Send::default() },
-            receive: Receive { quick_acks: QUICK_ACKS, last_at: now, memory: config.receive_buffer, ..Receive::default() },
+            send: Send::default(),
+            receive: Receive {
+                quick_acks: QUICK_ACKS,
+                last_at: now,
+                memory: config.receive_buffer,
+                predicted: NOT_PREDICTED,
+                ..Receive::default()
+            },
             timers: Timers::default(),
             scoreboard: Scoreboard::default(),
             recovery: Recovery::default(),

@@ -63,7 +63,7 @@ mod tests {
     use crate::connection::Config;
     use alloc::format;
     use baton_abi::record::PREDICTED;
-    use baton_wire::TcpOptions;
+    use baton_wire::{Fields, TcpOptions};
 
     /// An open connection without timestamps, whose peer's next segment has sequence number 501, with `bytes` in flight from 101 on.
     fn open(bytes: u32) -> Connection {
@@ -131,7 +131,7 @@ mod tests {
                 let before = format!("{tcp:?}");
                 let words = tcp.record_with(0).to_words();
                 let mut other = tcp.clone();
-                match other.predict_data(&plain, now, now.millis()) {
+                match Fields::of(&plain).and_then(|fields| other.predict_data(&fields, now, now.millis())) {
                     Some(acknowledgement) => {
                         assert!(tcp.expects(&plain), "{plain:?} {before}");
                         let predicted = tcp.predict(&plain, now);
@@ -147,9 +147,9 @@ mod tests {
                         // What was predicted holds for the next segment, too.
                         if draw(2) == 0 {
                             let mut again = tcp.clone();
-                            let predicted = again.send.predicted_window;
+                            let predicted = again.receive.predicted;
                             assert!(again.enable_prediction());
-                            assert_eq!(again.send.predicted_window, predicted);
+                            assert_eq!(again.receive.predicted, predicted);
                             continue;
                         }
                     }

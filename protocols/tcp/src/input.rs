@@ -6,7 +6,8 @@ use crate::segment::{Events, Predicted, Received, Segment};
 use crate::seq::{at_or_before, before, earlier, later};
 use crate::time::Instant;
 use crate::timers::DELAYED_ACK;
-use baton_wire::{Acknowledgement, Flags, Plain};
+use baton_abi::record::pair;
+use baton_wire::{Acknowledgement, Fields, Flags, Plain};
 
 /// After this long (24 days) a timestamp no longer proves a segment old (RFC 7323 section 5.5).
 const PAWS_IDLE: u64 = 24 * 24 * 3600 * 1_000_000;
@@ -63,34 +64,33 @@ impl Connection {
             && self.timers.probes | self.rtt.backoff == 0
             && self.timers.ack_at == Instant::NEVER
             // The segment's window counts, and is the one that the last one had.
-            && before(send.wl1, receive.nxt)
+            && before(receive.wl1, receive.nxt)
             && field > 0
-            && field < NOT_PREDICTED
+            && field <= u32::from(u16::MAX)
             && field << send.wscale == send.wnd
             && send.wnd <= send.max_wnd
             && self.has_ordinary_window();
         debug_assert!(!usual || self.scoreboard.lost == 0, "nothing is in flight");
-        self.send.predicted_window = if usual { field } else { NOT_PREDICTED };
+        self.receive.predicted = if usual { Fields::control_of(field as u16) } else { NOT_PREDICTED };
         usual
     }
 
     /// No segment is predicted any more.
     #[inline(always)]
     pub fn disable_prediction(&mut self) {
-        self.send.predicted_window = NOT_PREDICTED;
+        self.receive.predicted = NOT_PREDICTED;
     }
 
     /// [`Connection::predict`] for the segment that [`Connection::enable_prediction`] has found possible, if it is to be acknowledged at
     /// once. The next one is possible, too. All of its payload has to be put into receive memory before the acknowledgement leaves. None,
     /// and nothing is done, for any other segment. `clock` is the time in milliseconds.
     #[inline(always)]
-    pub fn predict_data(&mut self, segment: &Plain, now: Instant, clock: u32) -> Option<Acknowledgement> {
-        let Plain { seq, ack, window, timestamps, length } = *segment;
-        let (value, _) = timestamps?;
+    pub fn predict_data(&mut self, segment: &Fields, now: Instant, clock: u32) -> Option<Acknowledgement> {
+        let Fields { control, numbers, value, length } = *segment;
         let (send, receive) = (&mut self.send, &mut self.receive);
-        let usual = u32::from(window) == send.predicted_window
-            && seq == receive.nxt
-            && ack == send.una
+        let (seq, ack) = (receive.nxt, send.una);
+        let usual = control == receive.predicted
+            && numbers == pair(ack, seq)
             && value != 0
             && !before(value, receive.ts_recent)
             // There is data, and not more than the window has room for.
@@ -105,7 +105,7 @@ impl Connection {
         receive.ts_recent = value;
         receive.nxt = seq.wrapping_add(length);
         receive.last_ack = receive.nxt;
-        send.wl1 = seq;
+        receive.wl1 = seq;
         let timestamps = Some((clock.wrapping_add(receive.ts_offset), value));
         Some(Acknowledgement { seq: ack, ack: seq.wrapping_add(length), window: self.next_window(), timestamps })
     }

@@ -111,7 +111,7 @@ impl Connection {
         }
         self.send.wnd = u32::from(syn.window);
         self.send.max_wnd = self.send.wnd;
-        self.send.wl1 = syn.seq;
+        self.receive.wl1 = syn.seq;
         self.set_mtu(self.config.mtu);
     }
 

@@ -68,14 +68,12 @@ impl Connection {
             nxt: image.snd_nxt,
             end: image.snd_end,
             wnd: image.snd_wnd,
-            wl1: image.snd_wl1,
             max_wnd: image.max_window.max(image.snd_wnd),
             small_end: image.snd_una,
             mss: connection.send.mss,
             wscale: image.snd_wscale,
             fin_queued: image.state.fin_queued(),
             cwr_pending: false,
-            predicted_window: NOT_PREDICTED,
         };
         connection.receive = Receive {
             nxt: image.rcv_nxt,
@@ -83,7 +81,9 @@ impl Connection {
             read: image.read_seq(),
             wscale: image.rcv_wscale,
             fin: image.state.fin_received(),
+            wl1: image.snd_wl1,
             ts_recent: image.ts_recent,
+            predicted: NOT_PREDICTED,
             ts_offset: image.ts_clock.wrapping_sub(now.millis()),
             ..connection.receive
         };
@@ -151,7 +151,7 @@ impl Connection {
             snd_nxt: self.send.nxt,
             snd_end: self.send.end,
             snd_wnd: self.send.wnd,
-            snd_wl1: self.send.wl1,
+            snd_wl1: self.receive.wl1,
             max_window: self.send.max_wnd,
             rcv_nxt: self.receive.nxt,
             rcv_adv: self.receive.adv,
@@ -178,7 +178,7 @@ impl Connection {
     #[inline(always)]
     pub fn predicted_record(&self, ts_clock: u32) -> [u64; PREDICTED] {
         let (send, receive) = (&self.send, &self.receive);
-        [pair(receive.nxt, receive.adv), pair(send.wl1, receive.ts_recent), pair(ts_clock, send.una)]
+        [pair(receive.nxt, receive.adv), pair(receive.wl1, receive.ts_recent), pair(ts_clock, send.una)]
     }
 
     /// [`Connection::record`] at a moment of the connection's timestamp clock.
@@ -189,7 +189,7 @@ impl Connection {
             snd_nxt: self.send.nxt,
             snd_end: self.send.end,
             snd_wnd: self.send.wnd,
-            snd_wl1: self.send.wl1,
+            snd_wl1: self.receive.wl1,
             max_window: self.send.max_wnd,
             rcv_nxt: self.receive.nxt,
             rcv_adv: self.receive.adv,

@@ -36,7 +36,7 @@ impl Offloaded {
     /// [`Offloaded::prepare_other_copy`] has written. The connection's timestamp clock stands at `clock`.
     #[inline(always)]
     pub fn prepare_predicted(&self, clock: u32) {
-        let copy = &self.record[record::copy(self.published + record::STEP)..][..record::WORDS];
+        let copy = &self.record[record::copy(self.next)..][..record::WORDS];
         let torn = if cfg!(feature = "sabotage-tear-record") { record::PREDICTED - 1 } else { record::PREDICTED };
         for (word, value) in copy.iter().zip(self.tcp.predicted_record(clock)).take(torn) {
             word.store(value, Ordering::Relaxed);
@@ -46,32 +46,32 @@ impl Offloaded {
     /// Publishes what [`Offloaded::prepare_predicted`] has written: [`Offloaded::publish_in_order`] for a predicted segment.
     #[inline(always)]
     pub fn publish_predicted(&mut self) {
-        self.published += record::STEP;
-        let copy = &self.record[record::copy(self.published)..][..record::WORDS];
-        copy[record::NUMBER].store(self.published, Ordering::Release);
+        let copy = &self.record[record::copy(self.next)..][..record::WORDS];
+        copy[record::NUMBER].store(self.next, Ordering::Release);
+        self.next += record::STEP;
     }
 
     #[inline(always)]
     fn publish_record(&mut self, mut record: record::Record, ranges: u8) {
         record.ranges_table = self.ranges_table;
         record.ranges = ranges;
-        let published = self.published + record::STEP;
-        self.published = published;
         let encoded = record.to_words();
-        let copy = &self.record[record::copy(published)..][..record::WORDS];
+        let copy = &self.record[record::copy(self.next)..][..record::WORDS];
         let torn = if cfg!(feature = "sabotage-tear-record") { record::WORDS / 3 } else { record::NUMBER };
         for (word, value) in copy.iter().zip(encoded).take(torn) {
             word.store(value, Ordering::Relaxed);
         }
-        copy[record::NUMBER].store(published, Ordering::Release);
+        copy[record::NUMBER].store(self.next, Ordering::Release);
+        self.next += record::STEP;
         if ranges == 0 && self.receive.is_plain() && self.tcp.enable_prediction() {
             self.prepare_other_copy(&encoded);
+            self.template.set_acknowledgement_seq(self.tcp.snd_nxt());
         }
     }
 
     /// Writes the words that predicted segments do not change to the copy of the record that is not valid.
     fn prepare_other_copy(&self, encoded: &[u64; record::NUMBER]) {
-        let other = &self.record[record::copy(self.published + record::STEP)..];
+        let other = &self.record[record::copy(self.next)..];
         for (word, value) in other.iter().zip(encoded).skip(record::PREDICTED) {
             word.store(*value, Ordering::Relaxed);
         }
@@ -85,7 +85,7 @@ impl Offloaded {
     /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is valid is not
     /// written.
     pub fn continue_record(&mut self, ranges_table: u32) {
-        self.published = published(&*self.record);
+        self.next = published(&*self.record) + record::STEP;
         self.ranges_table = ranges_table as u8 & 1;
     }
 

@@ -1,7 +1,7 @@
 //! The TCP of an offloaded connection, whose prediction ends with all that is done to it otherwise.
 
 use baton_tcp::{Connection, Instant};
-use baton_wire::{Acknowledgement, Plain};
+use baton_wire::{Acknowledgement, Fields};
 use core::ops::{Deref, DerefMut};
 
 /// A connection. To reach it to change it disables its prediction ([`Connection::enable_prediction`]), so that a predicted segment finds it
@@ -28,7 +28,7 @@ impl Tcp {
 
     /// See [`Connection::predict_data`], which leaves the prediction valid.
     #[inline(always)]
-    pub fn predict_data(&mut self, segment: &Plain, now: Instant, clock: u32) -> Option<Acknowledgement> {
+    pub fn predict_data(&mut self, segment: &Fields, now: Instant, clock: u32) -> Option<Acknowledgement> {
         self.0.predict_data(segment, now, clock)
     }
 }

@@ -42,21 +42,25 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// [`Worker::poll_wire`] for one where every frame passes and whose device computes checksums.
     #[inline(always)]
     pub(super) fn poll_usual_wire(&mut self, now: Instant) -> bool {
-        let (begun, clock) = (self.turn, now.millis());
-        let (mut left, mut unannounced) = (begun, Unannounced::NONE);
-        while left > 0 {
-            match self.output.wire.device.receive_or_show(&mut self.frame) {
-                Arrival::Nothing => break,
-                Arrival::Frame if self.receive_usual(None, &mut unannounced, now, clock) => {}
-                arrival => self.receive_other(arrival, &mut unannounced, now),
-            }
-            left -= 1;
+        let mut arrival = self.output.wire.device.receive_or_show(&mut self.frame);
+        if arrival == Arrival::Nothing {
+            return false;
         }
-        self.turn = left;
+        let (mut unannounced, clock) = (Unannounced::NONE, now.millis());
+        while arrival != Arrival::Nothing {
+            if arrival != Arrival::Frame || !self.receive_usual(None, &mut unannounced, now, clock) {
+                self.receive_other(arrival, &mut unannounced, now);
+            }
+            self.turn -= 1;
+            if self.turn == 0 {
+                break;
+            }
+            arrival = self.output.wire.device.receive_or_show(&mut self.frame);
+        }
         if unannounced.any() {
             self.announce(&unannounced, now);
         }
-        left < begun
+        true
     }
 
     /// Processes a frame that is not of the usual kind, or is large.
@@ -140,9 +144,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(usual) = Usual::parse(self.frame.bytes()) else { return false };
         let key = usual.key();
         let Some(index) = found.or_else(|| self.connections.lookup.find_again(&key)) else { return false };
-        if !unannounced.is_of(index) {
-            self.output.make_free_for(index, &self.counters);
-        }
+        self.output.make_free_for(index, &self.counters);
         let slot = self.connections.slots.get_mut(index as usize);
         let Some(Some(slot @ Slot { custody: Custody::Active(_), .. })) = slot else { return false };
         // The first slot with the same hash is nearly always the right one; the keys are compared here.
@@ -151,18 +153,18 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let offloaded = &mut **offloaded;
-        let plain = usual.plain();
+        let fields = usual.fields();
         // Events that wait go first. With posted buffers, or ranges out of order in the record, no segment is predicted.
-        let predicted = if slot.dirty { None } else { offloaded.tcp.predict_data(&plain, now, clock) };
+        let predicted = if slot.dirty { None } else { offloaded.tcp.predict_data(&fields, now, clock) };
         let Some(acknowledgement) = predicted else {
-            // Read anew, so that it lies in memory only here.
-            let plain = usual.plain();
+            let Some(plain) = usual.plain() else { return false };
             return self.receive_plain(unannounced, index, &plain, now);
         };
+        let seq = acknowledgement.ack.wrapping_sub(fields.length);
         // All that is computed is written before the payload is copied, which needs the registers.
-        let earlier = unannounced.add(index, slot.cid, offloaded, plain.seq, plain.length);
+        let earlier = unannounced.add(index, slot.cid, offloaded, seq, fields.length);
         self.output.prepare_usual(offloaded, &acknowledgement);
-        offloaded.receive.write_plain(plain.seq, usual.payload());
+        offloaded.receive.write_plain(seq, usual.payload());
         self.output.acknowledge_usual(index, offloaded, &self.counters);
         if let Some(earlier) = earlier {
             self.announce_earlier(&earlier, now);

@@ -87,18 +87,16 @@ impl Session {
 pub(super) struct Unannounced {
     /// Slot of the connection; [`NO_SLOT`] if there are no such bytes.
     slot: u32,
-    cid: Cid,
     session: u32,
-    /// Offset in session memory of the first of them.
-    at: u32,
-    length: u32,
+    /// The message that announces them, as the ring holds it.
+    message: [u64; 2],
     /// As [`crate::offloaded::Offloaded::fetches`].
     fetches: bool,
 }
 
 impl Unannounced {
     /// No bytes.
-    pub const NONE: Unannounced = Unannounced { slot: NO_SLOT, cid: Cid(0), session: 0, at: 0, length: 0, fetches: false };
+    pub const NONE: Unannounced = Unannounced { slot: NO_SLOT, session: 0, message: [0; 2], fetches: false };
 
     /// Whether the connection in slot `index` has them: then no other one has an acknowledgement that is held.
     #[inline(always)]
@@ -116,13 +114,19 @@ impl Unannounced {
     #[inline(always)]
     pub fn add(&mut self, index: u32, cid: Cid, offloaded: &Offloaded, seq: u32, length: u32) -> Option<Unannounced> {
         if self.is_of(index) {
-            self.length += length;
+            self.message[1] += u64::from(length) << 32;
             return None;
         }
         let earlier = self.any().then_some(*self);
-        let (session, at, fetches) = (offloaded.session, offloaded.receive.offset_of(seq), offloaded.fetches);
-        *self = Unannounced { slot: index, cid, session, at, length, fetches };
+        let message = Message::new(Operation::OsRecv, cid, offloaded.receive.offset_of(seq), length).to_words();
+        *self = Unannounced { slot: index, session: offloaded.session, message, fetches: offloaded.fetches };
         earlier
+    }
+
+    /// Number of bytes.
+    #[inline(always)]
+    fn length(&self) -> u32 {
+        (self.message[1] >> 32) as u32
     }
 }
 
@@ -464,7 +468,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if session.announce(unannounced).is_err() {
             self.announce_later(unannounced);
         } else if unannounced.fetches {
-            self.take_up(unannounced.cid.slot(), now);
+            self.take_up(unannounced.slot, now);
         }
     }
 
@@ -484,10 +488,10 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     #[cold]
     fn announce_later(&mut self, unannounced: &Unannounced) {
-        let index = unannounced.cid.slot();
+        let index = unannounced.slot;
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
-        (offloaded.pending.received_at, offloaded.pending.received) = (unannounced.at, unannounced.length);
+        (offloaded.pending.received_at, offloaded.pending.received) = (unannounced.message[1] as u32, unannounced.length());
         slot.dirty = true;
         self.programs.dirty.push(index);
     }
@@ -598,9 +602,9 @@ impl Session {
     /// Tells the program of received bytes, if the ring has room.
     #[inline(always)]
     fn announce(&mut self, unannounced: &Unannounced) -> Result<(), Full> {
-        self.unsignalled += u64::from(unannounced.length) + 1;
-        let message = Message::new(Operation::OsRecv, unannounced.cid, unannounced.at, unannounced.length);
-        self.events.push_and_publish(message.to_words(), || ())
+        // One number, which is added at once; it cannot wrap, as there are at most as many bytes as receive memory has.
+        self.unsignalled += u64::from(unannounced.length().wrapping_add(1));
+        self.events.push_and_publish(unannounced.message, || ())
     }
 
     /// Sends pending events, of which received bytes are one, as far as the ring has room.
