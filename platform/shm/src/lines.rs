@@ -20,13 +20,14 @@ pub fn prefetch<T: ?Sized>(value: &T, from: usize, to: usize) {
     }
 }
 
-/// Begins to load the line at an address, which may be any.
+/// Begins to load the line at an address, which may be any, into the second-level cache: a core can wait for more lines there than in
+/// its first-level cache, and from there they are near enough.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(crate) fn prefetch_line(at: *const u8) {
-    use core::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
     // SAFETY: a prefetch reads nothing that the program could see, and one of an address that is not mapped does nothing.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+    unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
 }
 
 #[cfg(not(target_arch = "x86_64"))]
