@@ -164,7 +164,7 @@ fn adopt(
         reason,
         process,
         attached: session.opening.attacher,
-        ..Connection::new(number, fd, flow, local, peer, block)
+        ..Connection::new(fd, flow, local, peer, block)
     };
     session.connections.put(connection);
     session.connections.get_mut(number as usize)?.as_mut()
@@ -213,7 +213,7 @@ impl Agent {
         }
         // A move that had come no further than mirroring leaves no entry.
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
-        let settled = connections.filter(|connection| connection.machine.goal().is_none());
+        let settled = connections.filter(|connection| connection.goal().is_none());
         settled.for_each(|connection| self.shape.unsteer(&connection.flow));
         self.forget_what_was_closing();
         self.let_programs_in();
@@ -246,7 +246,7 @@ impl Agent {
                 connection.serial = self.serials;
                 connection.cgroup = self.cgroups.of(connection.process);
                 if let Some(after) = self.groups.get(session.opening.group).and_then(Group::interval) {
-                    self.schedule.add(after, at as u32, connection.number, connection.serial);
+                    self.schedule.add(after, at as u32, connection.number(), connection.serial);
                 }
             }
         }
@@ -269,9 +269,9 @@ impl Agent {
             }
             connection.on_nic = Some(Box::new(on_nic));
         } else {
-            connection.carried = Some(Box::new(Carried { entry: Some(entry), ..Carried::default() }));
+            connection.extra().carried = Some(Box::new(Carried { entry: Some(entry), ..Carried::default() }));
         }
-        connection.machine = Move::adopted(phase, phase == Phase::Sending && finished).into();
+        connection.set_machine(Move::adopted(phase, phase == Phase::Sending && finished));
         connection.cid = Some(cid);
         // Its slot is taken until it has been restored.
         self.nics[cid.nic()].withhold(cid);
@@ -338,13 +338,13 @@ impl Session {
                     open.heap.give(receive.0, receive.1);
                 }
             }
-            connection.machine = Move::ended().into();
             if word(block::FLAGS) & block::FLAG_OPENING != 0 {
                 // Only the dead agent knew where to.
                 connection.block.store(block::ERROR, ABORTED);
                 connection.block.store(block::FLAGS, 0);
                 connection.block.store(block::MOVES, word(block::MOVES).wrapping_add(1));
             }
+            connection.set_machine(Move::ended());
             if let Some(fd) = &connection.fd {
                 let _ = shell::end(fd.as_fd());
             }

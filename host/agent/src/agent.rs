@@ -495,7 +495,7 @@ impl Agent {
                     connection.made += 1;
                     connection.since = monotonic_micros();
                     let usual = if askers.is_empty() { "at random" } else { "asked to" };
-                    connection.reason = connection.must_return.take().unwrap_or(usual).into();
+                    connection.reason = connection.take_must_return().unwrap_or(usual).into();
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }
                 Err(refusal) => {
@@ -630,7 +630,7 @@ impl Agent {
             (Operation::OsControl, _) if refuses(Control::Mtu) => self.return_soon(session, number, ELSEWHERE),
             (Operation::OsControl, Some(Control::Grow)) => {
                 if let Some(connection) = self.connection(session, number) {
-                    connection.wants = Wants::Larger(message.address, message.length);
+                    connection.extra().wants = Wants::Larger(message.address, message.length);
                 }
                 self.drive(session, number, Event::Grow);
             }

@@ -14,7 +14,6 @@ use baton_protocol::program::{Answer, Ask, Place, Reply, Request};
 use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Requests that are read from an attacher after its time is up, besides those that were waited for.
@@ -33,7 +32,7 @@ impl Session {
         if self.opening.attacher {
             // A move from or to another NIC goes on.
             let elsewhere = |cid: Cid| nic.is_some_and(|nic| cid.nic() != nic);
-            let moves = |connection: &Connection| connection.machine.goal().is_some() && connection.cid.is_some_and(elsewhere);
+            let moves = |connection: &Connection| connection.goal().is_some() && connection.cid.is_some_and(elsewhere);
             let returned = self.connections.iter_mut().flatten().filter(|connection| !moves(connection));
             returned.for_each(|connection| connection.fd = None);
         }
@@ -62,7 +61,7 @@ impl Session {
                 Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) if missing.contains(&connection) => {
                     if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
                         let _ = diagnosis::destroy(netlink, &entry.flow);
-                        entry.fd = stand_in(entry, abort).ok().map(Arc::new);
+                        entry.fd = stand_in(entry, abort).ok();
                         entry.closed = true;
                     }
                     if tag != 0 {
@@ -89,7 +88,7 @@ impl Session {
     fn note(&mut self, number: u32, fd: Option<OwnedFd>) {
         if let Some(Some(connection)) = self.connections.get_mut(number as usize) {
             // A descriptor that is not this connection's socket is dropped.
-            connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection)).map(Arc::new);
+            connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection));
         }
     }
 }
@@ -139,7 +138,7 @@ impl Agent {
         if let Some(connection) = self.connection(session, number)
             && connection.attached
             && !connection.closed
-            && connection.machine.goal().is_none()
+            && connection.goal().is_none()
         {
             connection.fd = None;
         }
@@ -163,7 +162,7 @@ impl Agent {
             // The program's orphaned socket sends nothing: the NIC still has the connection's frames.
             let _ = diagnosis::destroy(&self.diagnosis, &connection.flow);
             match stand_in(connection, abort) {
-                Ok(fd) => connection.fd = Some(Arc::new(fd)),
+                Ok(fd) => connection.fd = Some(fd),
                 Err(error) => return Some(Reply::Failed { reason: format!("no socket to close it in: {error}") }),
             }
         }
@@ -186,7 +185,7 @@ impl Agent {
             let entries = slots.filter_map(|at| journal::read(&hardware.memory, nic, at));
             moving.extend(entries.map(|(_, entry)| (entry.session, entry.connection)));
         }
-        self.fetch(|session, connection| moving.contains(&(session, connection.number)));
+        self.fetch(|session, connection| moving.contains(&(session, connection.number())));
     }
 
     /// Requests the descriptors of connections that a dead NIC had, or all, which have to be restored to the kernel.
@@ -200,7 +199,7 @@ impl Agent {
         for (at, session) in self.sessions.iter().enumerate() {
             let Some(session) = session.as_ref().filter(|session| session.opening.attacher) else { continue };
             let missing = session.connections.iter().flatten().filter(|entry| entry.fd.is_none() && wanted(at as u32, entry));
-            let connections: Vec<u32> = missing.map(|entry| entry.number).collect();
+            let connections: Vec<u32> = missing.map(Connection::number).collect();
             if connections.is_empty() {
                 continue;
             }
@@ -222,7 +221,7 @@ impl Agent {
     pub(crate) fn return_what_was_lent(&mut self, nic: Option<usize>) {
         let all = self.sessions.iter().enumerate().flat_map(|(at, session)| {
             let connections = session.iter().flat_map(|session| session.connections.iter().flatten());
-            connections.filter(|connection| connection.closed).map(move |connection| (at as u32, connection.number))
+            connections.filter(|connection| connection.closed).map(move |connection| (at as u32, connection.number()))
         });
         for (session, number) in all.collect::<Vec<_>>() {
             let _ = self.forget(session, number, (session, 0));

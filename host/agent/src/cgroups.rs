@@ -14,7 +14,7 @@ use std::time::Duration;
 const PERIOD: u64 = 50_000;
 
 /// A control group's path from the root of the unified hierarchy.
-pub(crate) type Name = Arc<str>;
+pub(crate) type Name = Arc<String>;
 
 /// A control group that connections belong to.
 struct Group {
@@ -42,7 +42,7 @@ impl Cgroups {
     /// cannot be read.
     pub fn of(&mut self, process: u32) -> Option<Name> {
         let path = process::cgroup(process)?;
-        if let Some((name, _)) = self.groups.get_key_value(path.as_str()) {
+        if let Some((name, _)) = self.groups.get_key_value(&path) {
             return Some(name.clone());
         }
         let directory = File::open(mount()?.join(path.trim_start_matches('/'))).ok()?;

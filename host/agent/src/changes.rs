@@ -103,7 +103,7 @@ pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
 /// which shows that the new rules let its packets pass.
 fn doubt(connection: &mut Connection) {
     let counted = |fd| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
-    connection.unproved = Some(Box::new(connection.fd().map_or(UNKNOWN, counted)));
+    connection.extra().unproved = Some(connection.fd().map_or(UNKNOWN, counted));
 }
 
 /// Why a connection is restored whose frames would go another way now.
@@ -209,7 +209,7 @@ impl Agent {
         if way.as_of == changes && !elsewhere {
             return;
         }
-        let followed = match connection.unproved {
+        let followed = match connection.unproved() {
             Some(_) => Err("the firewall has changed"),
             None if elsewhere => Err(ANOTHER_NIC),
             None => follow_way(&mut ground, connection),
@@ -289,7 +289,7 @@ impl Agent {
         sessions
             .flat_map(|(at, session)| session.connections.iter().flatten().map(move |connection| (at, connection)))
             .filter(|(_, connection)| connection.stage() == Stage::Nic)
-            .map(|(at, connection)| (at, connection.number))
+            .map(|(at, connection)| (at, connection.number()))
             .collect()
     }
 }

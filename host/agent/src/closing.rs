@@ -16,10 +16,8 @@ use baton_protocol::program::Place;
 impl Connection {
     /// Whether the NIC may close it.
     fn may_close_on_nic(&self) -> bool {
-        let plain = self.made_by == Place::Nic && !self.attached && !self.abandoned && self.must_return.is_none();
-        let idle = self.machine.step() == Step::Nic
-            && self.machine.goal().is_none()
-            && self.waiting.as_ref().is_none_or(|waiting| waiting.then.is_empty());
+        let plain = self.made_by == Place::Nic && !self.attached && !self.abandoned && self.must_return().is_none();
+        let idle = self.step() == Step::Nic && self.goal().is_none() && !self.is_waited_for();
         plain && idle && self.fd().is_ok_and(|fd| socket::lingers(fd).is_ok_and(|lingers| !lingers))
     }
 }
@@ -40,7 +38,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return false };
         connection.block.store(block::FLAGS, connection.block.load(block::FLAGS) | block::FLAG_CLOSED);
         connection.reason = "its program has closed it".into();
-        connection.waiting().then.push((Then::Forget((session, 0)), 0));
+        connection.extra().waiting.then.push((Then::Forget((session, 0)), 0));
         true
     }
 
@@ -52,7 +50,7 @@ impl Agent {
                 continue;
             }
             if connection.stage() == Stage::Nic {
-                connection.waiting().then.push((Then::Forget((session, 0)), 0));
+                connection.extra().waiting.then.push((Then::Forget((session, 0)), 0));
             } else {
                 let _ = self.settle(session, number, Then::Forget((session, 0)), 0);
             }

@@ -83,7 +83,7 @@ impl Agent {
             self.shape.unsteer(&connection.flow);
             return Err(refusal);
         }
-        let (number, serial) = (connection.number, connection.serial);
+        let (number, serial) = (connection.number(), connection.serial);
         let kept = connection.fd()?.try_clone_to_owned().map_err(|error| system("dup", &error))?;
         self.sessions[session as usize].as_mut().ok_or(Refusal::NoRoom)?.connections.put(connection);
         self.keep(&Kept::Connection(session, number, Until::Again), &[kept.as_fd()]);
@@ -101,7 +101,7 @@ impl Agent {
         let _ = image.encode(&mut bytes);
         let _ = memory.write(nic::scratch(cid.slot()) + scratch::IMAGE, &bytes);
         let _ = memory.write(base + slot::FLOW, &connection.flow.to_bytes());
-        for (at, value) in [(0, session), (5, connection.number)] {
+        for (at, value) in [(0, session), (5, connection.number())] {
             memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
         }
         limits.write(memory, cid);
@@ -122,7 +122,7 @@ impl Agent {
     pub(crate) fn opened(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
         connection.opening = false;
-        connection.moves = connection.block.load(block::MOVES);
+        connection.block.read_moves();
         let Some(cid) = connection.cid else { return };
         let Ok(image) = read_image(&self.hardware[cid.nic()].memory, cid) else { return self.open_in_kernel(session, number) };
         match self.take_in_opened(session, number, image) {
@@ -144,15 +144,16 @@ impl Agent {
     }
 
     fn take_in_opened(&mut self, session: u32, number: u32, image: Image) -> Result<(), Refusal> {
-        let connection = self.connection(session, number).ok_or(Refusal::Ended)?;
-        let fd = connection.fd.clone().ok_or(Refusal::Elsewhere)?;
-        let (local, peer) = (connection.local(), connection.peer());
+        let connection = self.connection_ref(session, number).ok_or(Refusal::Ended)?;
+        let fd = connection.fd()?;
         let flags = connection.block.load(block::FLAGS);
-        let saved = self.make_shell(&fd, local, peer, &image)?;
+        let saved = self.make_shell(fd, connection.local(), connection.peer(), &image)?;
         // The program may have set them while the NIC opened the connection.
         let set = |flag, before| before || flags & flag != 0;
         let saved = saved.with_programs(set(block::FLAG_KEEPALIVE, saved.keepalive()), set(block::FLAG_CORK, saved.cork()));
-        let limits = Limits::of(fd.as_fd(), &mut self.known);
+        let (ground, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
+        let connection = entry.connections.get(number as usize).and_then(Option::as_ref).ok_or(Refusal::Ended)?;
+        let limits = Limits::of(connection.fd()?, ground.known);
         self.prepare_handoff(session, number, image, saved, limits)
     }
 
@@ -164,11 +165,12 @@ impl Agent {
         let Some((_, entry)) = self.split(session) else { return };
         let (Some(open), Some(Some(connection))) = (&entry.open, entry.connections.get_mut(number as usize)) else { return };
         connection.opening = false;
-        connection.moves = connection.block.load(block::MOVES).wrapping_add(1);
+        connection.block.read_moves();
+        connection.block.count_move();
         connection.reason = "it could not be opened".into();
         connection.block.store(block::ERROR, error);
         connection.block.store(block::FLAGS, 0);
-        connection.block.store(block::MOVES, connection.moves);
+        connection.block.note_moves();
         open.announce_move(number);
         if let Some(cid) = connection.cid.take() {
             self.nics[cid.nic()].give_slot(cid);
@@ -179,20 +181,19 @@ impl Agent {
     pub(crate) fn open_in_kernel(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
         connection.opening = false;
-        connection.moves = connection.block.load(block::MOVES);
-        let (cid, peer, flow) = (connection.cid.take(), connection.peer(), connection.flow);
+        connection.block.read_moves();
+        let (cid, flow) = (connection.cid.take(), connection.flow);
         connection.block.store(block::FLAGS, 0);
-        let fd = connection.fd.clone();
         // First, since the NIC drops what the kernel sends of a connection that it has itself.
         if let Some(cid) = cid {
             self.drop_made(cid);
         }
         self.shape.unsteer(&flow);
-        if fd.is_none_or(|fd| socket::begin_connecting(fd.as_fd(), peer).is_err()) {
-            return self.fail_opening(session, number, ABORTED);
-        }
         let Some((_, entry)) = self.split(session) else { return };
         if let (Some(open), Some(Some(connection))) = (&entry.open, entry.connections.get_mut(number as usize)) {
+            if connection.fd().map_or(true, |fd| socket::begin_connecting(fd, connection.peer()).is_err()) {
+                return self.fail_opening(session, number, ABORTED);
+            }
             connection.made_by = Place::Kernel;
             crate::perform::hand_to_kernel(open, connection);
         }

@@ -17,7 +17,7 @@ use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 /// Times that a program's busy word is read in a row: most operations end within a microsecond.
 const GLANCES: u32 = 200;
@@ -50,6 +50,12 @@ pub(crate) struct Waiting {
     pub askers: Vec<Asker>,
     /// Operations to do afterwards, each with the number of attempts to restore the connection for it.
     pub then: Vec<(Then, u8)>,
+}
+
+impl Waiting {
+    fn is_empty(&self) -> bool {
+        self.askers.is_empty() && self.then.is_empty()
+    }
 }
 
 /// Stage of a connection's life with the agent, derived from its move's step.
@@ -124,41 +130,38 @@ pub(crate) struct Exported {
     pub saved: Saved,
 }
 
+/// What a connection is handed off with.
+pub(crate) struct Handoff {
+    pub exported: Exported,
+    /// What an earlier NIC knew beside it, if that holds after the connection's stay in the kernel.
+    pub nic: Option<NicState>,
+}
+
 /// State that the agent keeps of a connection on the NIC.
 pub(crate) struct OnNic {
     /// Until the handoff; then the journal has it, see [`Connection::exported`].
-    pub exported: Option<Box<Exported>>,
-    /// What an earlier NIC knew beside it, if that holds after the connection's stay in the kernel; until the handoff.
-    pub nic: Option<Box<NicState>>,
+    pub handoff: Option<Box<Handoff>>,
     pub memory: Memory,
-    /// There is no route to its peer: the NIC sends nothing of it.
-    pub muted: bool,
     /// Its way, as found last. None after its NIC or agent died: it is being restored.
     pub way: Option<Arc<Way>>,
-    /// Segments that its shell had dropped at the first poll.
-    pub dropped: Option<u32>,
     /// What it has carried, and since when nothing more.
     pub idleness: Idleness,
+    /// Segments that its shell had dropped at the first poll, and whether that was.
+    pub dropped: u32,
+    pub polled: bool,
+    /// There is no route to its peer: the NIC sends nothing of it.
+    pub muted: bool,
 }
 
-/// How a connection's socket names the ends of its 4-tuple.
-pub(crate) enum Addresses {
-    /// As the 4-tuple does.
-    Plain,
-    /// Addresses of IPv4 as such of IPv6.
-    Mapped,
-    /// With the scope of link-local addresses, or otherwise: local address and peer.
-    Other(Box<(SocketAddr, SocketAddr)>),
-}
+// With the allocator's 8 bytes it fills a cache line.
+const _: () = assert!(size_of::<OnNic>() <= 56);
 
-impl Addresses {
-    fn of(flow: &Flow, local: SocketAddr, peer: SocketAddr) -> Addresses {
-        let plain: (SocketAddr, SocketAddr) = (flow.local.into(), flow.remote.into());
-        match (local, peer) {
-            both if both == plain => Addresses::Plain,
-            both if both == (mapped(plain.0), mapped(plain.1)) => Addresses::Mapped,
-            both => Addresses::Other(Box::new(both)),
-        }
+impl OnNic {
+    /// Of a connection that is handed off with these. Its way is not known yet.
+    pub fn new(exported: Exported, nic: Option<NicState>, memory: Memory) -> OnNic {
+        let idleness = Idleness::new(&exported.image);
+        let handoff = Some(Box::new(Handoff { exported, nic }));
+        OnNic { handoff, memory, way: None, idleness, dropped: 0, polled: false, muted: false }
     }
 }
 
@@ -188,56 +191,43 @@ impl Memory {
     }
 }
 
-/// A connection's state machine. At rest, as it is nearly always, it takes a few bytes.
-pub(crate) struct Machine {
-    step: Step,
-    /// While it does not rest.
+/// What few connections have at a time: while they move, while they stay in the kernel after a time on the NIC, or by exception.
+#[derive(Default)]
+pub(crate) struct Extra {
+    /// Its state machine, while that does not rest.
     machine: Option<Box<Move>>,
+    /// What its move goes on with after it has waited.
+    pub carried: Option<Box<Carried>>,
+    pub waiting: Waiting,
+    /// What its next growth is for.
+    pub wants: Wants,
+    pub growing: Option<Growing>,
+    /// The peer's FIN that is on its way to the kernel's socket.
+    fin: Option<Box<ReplayedFin>>,
+    /// What the NIC knew when it gave the connection to the kernel, which takes none of it.
+    pub stay: Option<Box<Stay>>,
+    /// Bytes acknowledged and received when the firewall changed. It may move when traffic has passed since.
+    pub unproved: Option<(u64, u64)>,
+    /// Why it has to leave the NIC as soon as possible, if it has to.
+    pub must_return: Option<&'static str>,
+    /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
+    /// with the scope of link-local addresses, or otherwise.
+    addresses: Option<Box<(SocketAddr, SocketAddr)>>,
 }
 
-impl From<Move> for Machine {
-    fn from(machine: Move) -> Machine {
-        let rests = machine.rests_at().is_some();
-        Machine { step: machine.step(), machine: (!rests).then(|| Box::new(machine)) }
-    }
-}
-
-impl Machine {
-    /// The machine.
-    pub fn get(&self) -> Move {
-        self.machine.as_deref().map_or_else(|| Move::resting_at(self.step), Move::clone)
-    }
-
-    pub fn step(&self) -> Step {
-        self.step
-    }
-
-    pub fn goal(&self) -> Option<Goal> {
-        self.machine.as_deref().and_then(Move::goal)
-    }
-
-    pub fn waits(&self) -> bool {
-        self.machine.as_deref().is_some_and(Move::waits)
-    }
-
-    pub fn barrier(&self) -> Option<Barrier> {
-        self.machine.as_deref().and_then(Move::barrier)
-    }
-
-    /// Whether the NIC has been sent a command that it has not answered.
-    pub fn awaits_answer(&self) -> bool {
-        self.machine.as_deref().is_some_and(|machine| machine.awaits().is_some())
-    }
-
-    pub fn is_put_off(&self, now: u64) -> bool {
-        self.machine.as_deref().is_some_and(|machine| machine.is_put_off(now))
+impl Extra {
+    /// Whether there is nothing that has to be kept. What a growth wants is set just before it begins.
+    fn is_empty(&self) -> bool {
+        let Extra { machine, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, addresses } = self;
+        let of_move = machine.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none() && fin.is_none();
+        of_move && stay.is_none() && unproved.is_none() && must_return.is_none() && addresses.is_none()
     }
 }
 
+/// State that the agent keeps of a connection. There may be very many: what few of them have is in [`Extra`].
 pub(crate) struct Connection {
-    pub number: u32,
     /// Its descriptor. None while an attacher's program has it alone.
-    pub fd: Option<Arc<OwnedFd>>,
+    pub fd: Option<OwnedFd>,
     /// It belongs to an attacher: options that its program sets on the socket are not seen.
     pub attached: bool,
     /// Number of the process that has the connection.
@@ -245,27 +235,19 @@ pub(crate) struct Connection {
     /// The control group whose BPF programs its packets pass.
     pub cgroup: Option<crate::cgroups::Name>,
     pub flow: Flow,
-    pub addresses: Addresses,
-    /// State machine: its place between kernel and NIC, and its move if one is under way.
-    pub machine: Machine,
+    /// Its socket names addresses of IPv4 as such of IPv6.
+    pub mapped: bool,
+    /// The last step that it has completed: its place between kernel and NIC.
+    pub step: Step,
     /// Its cid, while it has a slot on a NIC; it says on which.
     pub cid: Option<Cid>,
     /// The NIC that was asked for, whatever device its route leads to.
-    pub asked_nic: Option<u32>,
+    pub asked_nic: Option<u8>,
     /// It has left a NIC because its route leads elsewhere, perhaps to another NIC: it is to be offloaded again soon.
     pub onward: bool,
     /// Set from the moment that its bytes are in session memory.
     pub on_nic: Option<Box<OnNic>>,
-    /// What its next growth is for.
-    pub wants: Wants,
-    pub growing: Option<Box<Growing>>,
-    /// The peer's FIN that is on its way to the kernel's socket.
-    pub fin: Option<Box<ReplayedFin>>,
-    /// What its move goes on with after it has waited.
-    pub carried: Option<Box<Carried>>,
-    pub waiting: Option<Box<Waiting>>,
-    /// Number of changes to its block, written there so that the program reads it again.
-    pub moves: u32,
+    pub extra: Option<Box<Extra>>,
     /// Who made it.
     pub made_by: Place,
     /// The NIC is opening it: it has a slot there, and no move.
@@ -278,18 +260,12 @@ pub(crate) struct Connection {
     pub serial: u64,
     /// Reason why it last stayed, moved or was restored.
     pub reason: Cow<'static, str>,
-    /// What the NIC knew when it gave the connection to the kernel, which takes none of it.
-    pub stay: Option<Box<Stay>>,
     /// Other processes may hold its socket: it may go to the NIC only if none does.
     pub inherited: bool,
     /// It stays in the kernel for good.
     pub stays: bool,
     /// Its move to the NIC was requested, and is retried when possible.
     pub wanted: bool,
-    /// Bytes acknowledged and received when the firewall changed. It may move when traffic has passed since.
-    pub unproved: Option<Box<(u64, u64)>>,
-    /// Why it has to leave the NIC as soon as possible, if it has to.
-    pub must_return: Option<&'static str>,
     /// It could not be restored when it had to be.
     pub given_up: bool,
     /// Its program has closed it; a socket of the agent's stands in for it.
@@ -304,40 +280,34 @@ pub(crate) struct Connection {
     pub block: Block,
 }
 
+const _: () = assert!(size_of::<Option<Connection>>() <= 160);
+
 impl Connection {
     /// Makes a connection that is in the kernel.
-    pub fn new(number: u32, fd: Option<OwnedFd>, flow: Flow, local: SocketAddr, peer: SocketAddr, block: Block) -> Connection {
-        Connection {
-            number,
-            fd: fd.map(Arc::new),
+    pub fn new(fd: Option<OwnedFd>, flow: Flow, local: SocketAddr, peer: SocketAddr, mut block: Block) -> Connection {
+        block.read_moves();
+        let mut connection = Connection {
+            fd,
             attached: false,
             process: 0,
             cgroup: None,
             flow,
-            addresses: Addresses::of(&flow, local, peer),
-            machine: Move::new().into(),
+            mapped: false,
+            step: Step::Kernel,
             cid: None,
             asked_nic: None,
             onward: false,
             on_nic: None,
-            wants: Wants::default(),
-            growing: None,
-            fin: None,
-            carried: None,
-            waiting: None,
-            moves: block.load(layout::MOVES),
+            extra: None,
             made_by: Place::Kernel,
             opening: false,
             made: 0,
             since: events::monotonic_micros(),
             serial: 0,
             reason: Cow::default(),
-            stay: None,
             inherited: false,
             stays: false,
             wanted: false,
-            unproved: None,
-            must_return: None,
             given_up: false,
             closed: false,
             abandoned: false,
@@ -345,32 +315,160 @@ impl Connection {
             under_way: false,
             suggested: false,
             block,
+        };
+        connection.name_ends(local, peer);
+        connection
+    }
+
+    /// Its number in its session.
+    pub fn number(&self) -> u32 {
+        self.block.number
+    }
+
+    /// Notes how its socket names the ends of its 4-tuple.
+    fn name_ends(&mut self, local: SocketAddr, peer: SocketAddr) {
+        let plain: (SocketAddr, SocketAddr) = (self.flow.local.into(), self.flow.remote.into());
+        self.mapped = (local, peer) != plain && (local, peer) == (mapped(plain.0), mapped(plain.1));
+        if !self.mapped && (local, peer) != plain {
+            self.extra().addresses = Some(Box::new((local, peer)));
+        } else if let Some(extra) = &mut self.extra {
+            extra.addresses = None;
+        }
+    }
+
+    /// The local address and the peer's, as its socket names them.
+    fn ends(&self) -> (SocketAddr, SocketAddr) {
+        let plain: (SocketAddr, SocketAddr) = (self.flow.local.into(), self.flow.remote.into());
+        match self.extra.as_ref().and_then(|extra| extra.addresses.as_deref()) {
+            Some(both) => *both,
+            None if self.mapped => (mapped(plain.0), mapped(plain.1)),
+            None => plain,
         }
     }
 
     /// The address of its socket's end.
     pub fn local(&self) -> SocketAddr {
-        match &self.addresses {
-            Addresses::Plain => self.flow.local.into(),
-            Addresses::Mapped => mapped(self.flow.local.into()),
-            Addresses::Other(both) => both.0,
-        }
+        self.ends().0
     }
 
     /// The address of its peer, as its socket names it.
     pub fn peer(&self) -> SocketAddr {
-        match &self.addresses {
-            Addresses::Plain => self.flow.remote.into(),
-            Addresses::Mapped => mapped(self.flow.remote.into()),
-            Addresses::Other(both) => both.1,
-        }
+        self.ends().1
     }
 
     /// Its socket has just been bound.
     pub fn bound_to(&mut self, local: SocketAddr) {
         let peer = self.peer();
         self.flow.local = local.into();
-        self.addresses = Addresses::of(&self.flow, local, peer);
+        self.name_ends(local, peer);
+    }
+
+    /// What few connections have, to change it.
+    pub fn extra(&mut self) -> &mut Extra {
+        self.extra.get_or_insert_default()
+    }
+
+    /// Frees [`Extra`] if nothing in it has to be kept. Called whenever its move has come to a rest.
+    pub fn drop_empty_extra(&mut self) {
+        self.extra.take_if(|extra| extra.is_empty());
+    }
+
+    /// A copy of its state machine.
+    pub fn machine(&self) -> Move {
+        self.moving().cloned().unwrap_or_else(|| Move::resting_at(self.step))
+    }
+
+    pub fn set_machine(&mut self, machine: Move) {
+        self.step = machine.step();
+        if machine.rests_at().is_none() {
+            self.extra().machine = Some(Box::new(machine));
+        } else if let Some(extra) = &mut self.extra {
+            extra.machine = None;
+        }
+    }
+
+    /// Its state machine, while that does not rest.
+    fn moving(&self) -> Option<&Move> {
+        self.extra.as_ref()?.machine.as_deref()
+    }
+
+    pub fn step(&self) -> Step {
+        self.step
+    }
+
+    pub fn goal(&self) -> Option<Goal> {
+        self.moving().and_then(Move::goal)
+    }
+
+    /// Whether its move waits for something.
+    pub fn waits(&self) -> bool {
+        self.moving().is_some_and(Move::waits)
+    }
+
+    pub fn barrier(&self) -> Option<Barrier> {
+        self.moving().and_then(Move::barrier)
+    }
+
+    /// Whether the NIC has been sent a command that it has not answered.
+    pub fn awaits_answer(&self) -> bool {
+        self.moving().is_some_and(|machine| machine.awaits().is_some())
+    }
+
+    /// Takes what its move goes on with.
+    pub fn take_carried(&mut self) -> Carried {
+        let carried = self.extra.as_mut().and_then(|extra| extra.carried.take());
+        carried.map(|carried| *carried).unwrap_or_default()
+    }
+
+    /// Takes the requests that wait for the end of its move.
+    pub fn take_waiting(&mut self) -> Waiting {
+        self.extra.as_mut().map(|extra| std::mem::take(&mut extra.waiting)).unwrap_or_default()
+    }
+
+    /// Whether an operation is to be done after its move.
+    pub fn is_waited_for(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| !extra.waiting.then.is_empty())
+    }
+
+    pub fn wants(&self) -> Wants {
+        self.extra.as_ref().map(|extra| extra.wants).unwrap_or_default()
+    }
+
+    pub fn growing(&self) -> Option<&Growing> {
+        self.extra.as_ref()?.growing.as_ref()
+    }
+
+    /// The peer's FIN that is on its way to the kernel's socket.
+    pub fn fin(&self) -> Option<&ReplayedFin> {
+        self.extra.as_ref()?.fin.as_deref()
+    }
+
+    pub fn expect_fin(&mut self, fin: Option<ReplayedFin>) {
+        if fin.is_some() || self.fin().is_some() {
+            self.extra().fin = fin.map(Box::new);
+        }
+    }
+
+    pub fn stay(&self) -> Option<&Stay> {
+        self.extra.as_ref()?.stay.as_deref()
+    }
+
+    pub fn forget_stay(&mut self) {
+        if let Some(extra) = &mut self.extra {
+            extra.stay = None;
+        }
+    }
+
+    pub fn unproved(&self) -> Option<(u64, u64)> {
+        self.extra.as_ref()?.unproved
+    }
+
+    pub fn must_return(&self) -> Option<&'static str> {
+        self.extra.as_ref()?.must_return
+    }
+
+    pub fn take_must_return(&mut self) -> Option<&'static str> {
+        self.extra.as_mut()?.must_return.take()
     }
 
     /// Returns its descriptor, or a refusal while the agent has none.
@@ -385,34 +483,29 @@ impl Connection {
 
     /// Whether no move of it may begin now.
     pub fn is_put_off(&self) -> bool {
-        self.machine.is_put_off(events::monotonic_micros())
+        self.moving().is_some_and(|machine| machine.is_put_off(events::monotonic_micros()))
     }
 
     pub fn stage(&self) -> Stage {
-        match self.machine.step() {
+        match self.step {
             Step::Ended => Stage::Ended,
             step if step.is_on_nic() => Stage::Nic,
-            Step::Kernel if self.machine.goal().is_none() => Stage::Kernel,
+            Step::Kernel if self.goal().is_none() => Stage::Kernel,
             _ => Stage::Offloading,
         }
     }
 
-    /// Returns the requests that wait for the end of its move.
-    pub fn waiting(&mut self) -> &mut Waiting {
-        self.waiting.get_or_insert_default()
-    }
-
     /// Returns what is needed of a connection on the NIC when it leaves that. None if the journal is damaged.
     pub fn exported(&self, nic_memory: &Region) -> Option<Exported> {
-        match &self.on_nic.as_deref()?.exported {
-            Some(exported) => Some(Exported::clone(exported)),
+        match &self.on_nic.as_deref()?.handoff {
+            Some(handoff) => Some(handoff.exported.clone()),
             None => journal::exported(nic_memory, self.cid?).filter(|exported| exported.image.flow == self.flow),
         }
     }
 
     /// Returns its state on the NIC, while the NIC runs it.
     pub fn running(&mut self) -> Option<&mut OnNic> {
-        if self.machine.step().custody() == Custody::Nic { self.on_nic.as_deref_mut() } else { None }
+        if self.step.custody() == Custody::Nic { self.on_nic.as_deref_mut() } else { None }
     }
 
     pub fn place(&self) -> Place {
@@ -427,32 +520,50 @@ impl Connection {
 #[derive(Clone)]
 pub(crate) struct Block {
     memory: Arc<Region>,
-    base: usize,
+    /// Number of the connection in its session.
+    number: u32,
+    /// Number of changes to the block, written there so that the program reads it again.
+    moves: u32,
 }
 
 impl Block {
+    /// Makes the view of a block, before [`Block::read_moves`].
     pub fn new(memory: Arc<Region>, connection: u32) -> Block {
-        Block { memory, base: session::block(connection) }
+        Block { memory, number: connection, moves: 0 }
     }
 
-    /// Number of the connection in its session.
-    pub fn number(&self) -> u32 {
-        ((self.base - session::BLOCKS) / session::BLOCK_BYTES) as u32
+    fn word(&self, field: usize) -> &AtomicU32 {
+        self.memory.word32(session::block(self.number) + field)
     }
 
     pub fn load(&self, field: usize) -> u32 {
-        self.memory.word32(self.base + field).load(Ordering::Acquire)
+        self.word(field).load(Ordering::Acquire)
     }
 
     pub fn store(&self, field: usize, value: u32) {
-        self.memory.word32(self.base + field).store(value, Ordering::Release);
+        self.word(field).store(value, Ordering::Release);
+    }
+
+    /// Reads the number of changes, which somebody else may have written.
+    pub fn read_moves(&mut self) {
+        self.moves = self.load(layout::MOVES);
+    }
+
+    /// Counts a change, before it is made; [`Block::note_moves`] follows.
+    pub fn count_move(&mut self) {
+        self.moves = self.moves.wrapping_add(1);
+    }
+
+    /// Makes the program read the block again.
+    pub fn note_moves(&self) {
+        self.store(layout::MOVES, self.moves);
     }
 
     /// Sets the owner, and wakes the program's threads that wait for the end of a move.
     pub fn set_owner(&self, owner: Owner) {
         self.store(layout::OWNER, owner as u32);
         if owner != Owner::Moving {
-            events::wake_all(self.memory.word32(self.base + layout::OWNER));
+            events::wake_all(self.word(layout::OWNER));
         }
     }
 

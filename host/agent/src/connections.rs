@@ -3,16 +3,19 @@
 use crate::connection::Connection;
 use crate::slab::Slab;
 use baton_wire::Flow;
-use std::collections::HashMap;
+use std::collections::BTreeSet;
 use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
 use std::ops::{Deref, DerefMut};
+
+/// Most connections with the same hash that are compared: a program that chooses its 4-tuples for their hash gets no more time.
+const MOST_WITH_HASH: usize = 16;
 
 /// Connections of a session. Dereferences to the slice of its places, some of which are empty.
 #[derive(Default)]
 pub(crate) struct Connections {
     places: Slab<Connection>,
-    /// The number of the connection with a 4-tuple, by the tuple's hash. Of several with the same hash, the last one.
-    by_flow: HashMap<u64, u32, BuildHasherDefault<DefaultHasher>>,
+    /// Hash of a connection's 4-tuple, and its number. A tree, which does not double when it grows.
+    by_flow: BTreeSet<(u32, u32)>,
 }
 
 impl Connections {
@@ -23,28 +26,28 @@ impl Connections {
 
     /// Puts a connection at its number.
     pub fn put(&mut self, connection: Connection) {
-        self.by_flow.insert(hash(&connection.flow), connection.number);
-        self.places.put(connection.number, connection);
+        self.by_flow.insert((hash(&connection.flow), connection.number()));
+        self.places.put(connection.number(), connection);
     }
 
     /// Removes a connection and frees its number.
     pub fn remove(&mut self, number: u32) -> Option<Connection> {
         let connection = self.places.remove(number)?;
-        let hash = hash(&connection.flow);
-        if self.by_flow.get(&hash) == Some(&number) {
-            self.by_flow.remove(&hash);
-        }
+        self.by_flow.remove(&(hash(&connection.flow), number));
         Some(connection)
     }
 
     /// Returns the connection with a 4-tuple.
     pub fn with_flow(&self, flow: &Flow) -> Option<&Connection> {
-        self.places.get(*self.by_flow.get(&hash(flow))? as usize)?.as_ref().filter(|connection| connection.flow == *flow)
+        let hash = hash(flow);
+        let with_hash = self.by_flow.range((hash, 0)..=(hash, u32::MAX)).rev().take(MOST_WITH_HASH);
+        let mut with_flow = with_hash.filter_map(|(_, number)| self.places.get(*number as usize)?.as_ref());
+        with_flow.find(|connection| connection.flow == *flow)
     }
 }
 
-fn hash(flow: &Flow) -> u64 {
-    BuildHasherDefault::<DefaultHasher>::default().hash_one(flow)
+fn hash(flow: &Flow) -> u32 {
+    BuildHasherDefault::<DefaultHasher>::default().hash_one(flow) as u32
 }
 
 impl Deref for Connections {

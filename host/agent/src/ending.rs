@@ -87,7 +87,7 @@ impl Agent {
     pub(crate) fn all_connections(&self) -> Vec<(u32, u32)> {
         let sessions = self.sessions.iter().enumerate().filter_map(|(at, session)| Some((at as u32, session.as_ref()?)));
         sessions
-            .flat_map(|(at, session)| session.connections.iter().flatten().map(move |connection| (at, connection.number)))
+            .flat_map(|(at, session)| session.connections.iter().flatten().map(move |connection| (at, connection.number())))
             .collect()
     }
 
@@ -98,7 +98,7 @@ impl Agent {
     fn awaits_nic(&self, session: u32, number: u32) -> bool {
         let session = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = session.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        connection.is_some_and(|connection| connection.machine.awaits_answer())
+        connection.is_some_and(|connection| connection.awaits_answer())
     }
 
     pub(crate) fn has_ended(&self, session: u32, number: u32) -> bool {

@@ -109,7 +109,7 @@ impl Agent {
             Stage::Kernel if attacher && !connection.stays && (flips || connection.wanted) => {
                 self.want(session, number, Place::Nic);
             }
-            Stage::Nic if attacher && (flips || connection.must_return.is_some()) => {
+            Stage::Nic if attacher && (flips || connection.must_return().is_some()) => {
                 self.want(session, number, Place::Kernel);
             }
             Stage::Kernel if connection.stays || !flips && !connection.wanted => return,
@@ -126,7 +126,7 @@ impl Agent {
                     self.retries.add(LATER, session, number, serial);
                 }
             }
-            Stage::Nic if !flips && connection.must_return.is_none() => return,
+            Stage::Nic if !flips && connection.must_return().is_none() => return,
             Stage::Nic => self.begin_restore(session, number, None),
             Stage::Offloading => {}
             Stage::Ended => return,
@@ -167,7 +167,7 @@ impl Agent {
     pub(crate) fn must_return(&mut self, session: u32, number: u32, why: &'static str) {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        connection.must_return = Some(why);
+        connection.extra().must_return = Some(why);
         let serial = connection.serial;
         if entry.opening.attacher {
             self.want(session, number, Place::Kernel);

@@ -7,9 +7,9 @@ use baton_image::Image;
 use baton_linux::events::monotonic_micros;
 use baton_shm::Region;
 
-/// Microseconds without traffic after which pages are returned: of a connection that has used at least [`MUCH`] bytes, and of
+/// Milliseconds without traffic after which pages are returned: of a connection that has used at least [`MUCH`] bytes, and of
 /// another one.
-const PATIENCE: [u64; 2] = [1_000_000, 10_000_000];
+const PATIENCE: [u32; 2] = [1_000, 10_000];
 /// Bytes sent and received since the last return that are worth a return soon.
 const MUCH: u32 = 1 << 16;
 
@@ -17,34 +17,38 @@ const MUCH: u32 = 1 << 16;
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Idleness {
     /// Sequence numbers up to which bytes had been received and acknowledged at the last poll, and the time at which these were seen
-    /// first, in microseconds of the monotonic clock.
+    /// first, in milliseconds of the monotonic clock, modulo 2³².
     seen: (u32, u32),
-    since: u64,
-    /// The same numbers when the memory last had no pages.
-    returned: (u32, u32),
-    /// Pages were returned since the handoff: until then those of the handoff itself are there.
-    ever: bool,
+    since: u32,
+    /// Bytes received and acknowledged since the memory last had no pages. The pages of the handoff itself count as one.
+    used: u32,
+}
+
+/// Milliseconds of a time in microseconds, modulo 2³²: 49 days.
+fn millis(micros: u64) -> u32 {
+    (micros / 1000) as u32
 }
 
 impl Idleness {
     /// Of a connection that is handed off with an image.
     pub fn new(image: &Image) -> Idleness {
         let begins = (image.read_seq(), image.snd_una);
-        Idleness { seen: begins, since: monotonic_micros(), returned: begins, ever: false }
+        Idleness { seen: begins, since: millis(monotonic_micros()), used: 1 }
     }
 
     /// Notes that the pages of a connection that rests with this image were returned.
     pub fn note_returned(&mut self, image: &Image) {
-        (self.returned, self.ever) = ((image.rcv_nxt, image.snd_una), true);
+        (self.seen, self.used) = ((image.rcv_nxt, image.snd_una), 0);
     }
 
     /// Notes what has been received and acknowledged at `now`. Returns whether pages are to be returned, if they are empty.
     fn is_due(&mut self, seen: (u32, u32), now: u64) -> bool {
+        let now = millis(now);
         if self.seen != seen {
-            (self.seen, self.since) = (seen, now);
+            let carried = seen.0.wrapping_sub(self.seen.0).saturating_add(seen.1.wrapping_sub(self.seen.1));
+            (self.seen, self.since, self.used) = (seen, now, self.used.saturating_add(carried));
         }
-        let used = seen.0.wrapping_sub(self.returned.0).saturating_add(seen.1.wrapping_sub(self.returned.1));
-        (used > 0 || !self.ever) && now.saturating_sub(self.since) >= PATIENCE[usize::from(used < MUCH)]
+        self.used > 0 && now.wrapping_sub(self.since) >= PATIENCE[usize::from(self.used < MUCH)]
     }
 }
 
@@ -52,7 +56,7 @@ impl Connection {
     /// Whether its pages should be returned now: it has used some, or has some of its handoff, its queues are empty, and it has carried
     /// nothing for a while. This is read while program and NIC go on, so it is only a hint: what is empty shows when the connection rests.
     pub fn is_idle(&mut self, nic_memory: &Region, now: u64) -> bool {
-        let settled = self.machine.goal().is_none() && !self.closed && !self.opening;
+        let settled = self.goal().is_none() && !self.closed && !self.opening;
         let Some(cid) = self.cid.filter(|_| settled) else { return false };
         let Some(record) = read_record(nic_memory, nic::slot(cid.slot())) else { return false };
         // A FIN occupies a sequence number, and no byte.
@@ -70,12 +74,12 @@ mod tests {
 
     #[test]
     fn pages_are_returned_once_for_what_was_used() {
-        let mut idleness = Idleness { seen: (10, 20), since: 0, returned: (10, 20), ever: true };
+        let mut idleness = Idleness { seen: (10, 20), since: 0, used: 0 };
         assert!(!idleness.is_due((10, 20), 100_000_000), "nothing was used");
         let much = (10u32.wrapping_sub(5), 20 + MUCH);
         assert!(!idleness.is_due(much, 101_000_000) && !idleness.is_due(much, 101_999_999), "it may go on");
         assert!(idleness.is_due(much, 102_000_000));
-        idleness.returned = much;
+        idleness.used = 0;
         assert!(!idleness.is_due(much, 200_000_000), "they are returned");
         let little = (much.0, much.1 + 1);
         assert!(!idleness.is_due(little, 201_000_000) && !idleness.is_due(little, 202_000_000));
@@ -84,10 +88,10 @@ mod tests {
 
     #[test]
     fn a_connection_that_carries_nothing_returns_the_pages_of_its_handoff_once() {
-        let mut idleness = Idleness { seen: (10, 20), since: 5_000_000, returned: (10, 20), ever: false };
+        let mut idleness = Idleness { seen: (10, 20), since: 5_000, used: 1 };
         assert!(!idleness.is_due((10, 20), 14_999_999));
         assert!(idleness.is_due((10, 20), 15_000_000));
-        idleness.ever = true;
+        idleness.used = 0;
         assert!(!idleness.is_due((10, 20), 100_000_000));
     }
 }

@@ -2,7 +2,6 @@
 //! lies in the connection's slot, which programs do not see; its first word is written last.
 
 use crate::connection::{Exported, Memory, OnNic};
-use crate::idle::Idleness;
 use baton_abi::Cid;
 use baton_abi::layout::{nic, scratch, slot};
 use baton_handoff::shell::Saved;
@@ -62,15 +61,7 @@ impl Entry {
     /// Returns the agent's state of a connection on the NIC. None if the entry is damaged.
     pub fn on_nic(&self) -> Option<OnNic> {
         let exported = self.exported()?;
-        Some(OnNic {
-            idleness: Idleness::new(&exported.image),
-            exported: Some(Box::new(exported)),
-            nic: None,
-            memory: self.memory(),
-            muted: false,
-            way: None,
-            dropped: None,
-        })
+        Some(OnNic::new(exported, None, self.memory()))
     }
 }
 

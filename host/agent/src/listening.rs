@@ -8,7 +8,6 @@
 use crate::agent::Agent;
 use crate::connection::{Block, Connection, Exported, OnNic};
 use crate::ground::Ground;
-use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;
 use crate::memory::{self, Limits};
@@ -303,10 +302,10 @@ impl Agent {
         let shown = |endpoint: baton_wire::Endpoint| listening.shown(endpoint.into());
         let (local, peer) = (shown(image.flow.local), shown(image.flow.remote));
         let fd = listening.socket().map_err(|error| system("socket", &error))?;
-        let saved = self.make_shell(&fd, local, peer, &image)?;
+        let saved = self.make_shell(fd.as_fd(), local, peer, &image)?;
         let theirs = fd.try_clone().map_err(|error| system("dup", &error))?;
         let connection = self.new_connection(session, fd, local, peer)?;
-        let (number, serial) = (connection.number, connection.serial);
+        let (number, serial) = (connection.number(), connection.serial);
         let (_, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
         entry.connections.put(Connection { cid: Some(waiting.cid), ..connection });
         if let Err(refusal) = self.prepare_handoff(session, number, image, saved, limits) {
@@ -350,7 +349,7 @@ impl Agent {
             cgroup,
             made_by,
             stays: draining,
-            ..Connection::new(number, Some(fd), flow, local, peer, block)
+            ..Connection::new(Some(fd), flow, local, peer, block)
         })
     }
 
@@ -386,13 +385,11 @@ impl Agent {
             return Err(Refusal::Filter);
         }
         connection.block.set_owner(Owner::Moving);
-        connection.machine = Move::made(way.is_ok() && !draining).into();
-        let (muted, dropped, idleness) = (false, None, Idleness::new(&image));
+        connection.set_machine(Move::made(way.is_ok() && !draining));
         let way = way.ok().map(|way| ground.known.shared(way));
         limits.write(ground.nic_memory, cid);
-        let exported = Some(Box::new(Exported { image, handed_off_at, saved }));
-        let on_nic = OnNic { exported, nic: None, memory, muted, way, dropped, idleness };
-        connection.on_nic = Some(Box::new(on_nic));
+        let on_nic = OnNic::new(Exported { image, handed_off_at, saved }, None, memory);
+        connection.on_nic = Some(Box::new(OnNic { way, ..on_nic }));
         Ok(())
     }
 
@@ -400,13 +397,13 @@ impl Agent {
     /// one's sequence numbers and timestamps lie behind its (RFC 6191).
     pub(crate) fn make_shell(
         &self,
-        fd: &OwnedFd,
+        fd: BorrowedFd<'_>,
         local: SocketAddr,
         peer: SocketAddr,
         image: &Image,
     ) -> Result<shell::Saved, Refusal> {
         const TIME_WAIT: u8 = 6;
-        let make = || shell::make(fd.as_fd(), local, peer, image.snd_nxt, image.rcv_nxt);
+        let make = || shell::make(fd, local, peer, image.snd_nxt, image.rcv_nxt);
         match make() {
             Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
                 let waits = diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok_and(|(state, _)| state == TIME_WAIT);

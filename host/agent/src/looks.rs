@@ -88,7 +88,7 @@ fn shown(connection: &Connection, netlink: &Netlink) -> Option<Shown> {
 }
 
 /// Why a connection has to leave the NIC, if it has, and whether it then stays in the kernel for good.
-fn judge(connection: &OnNic, dropped: &mut Option<u32>, strays: bool, shown: &Shown) -> Option<(&'static str, bool)> {
+fn judge(connection: &mut OnNic, strays: bool, shown: &Shown) -> Option<(&'static str, bool)> {
     let way = connection.way.as_ref()?;
     let (was, is) = (way.routing, shown.routing);
     if (was.mark, was.device, was.user) != (is.mark, is.device, is.user) {
@@ -97,8 +97,10 @@ fn judge(connection: &OnNic, dropped: &mut Option<u32>, strays: bool, shown: &Sh
     if !strays {
         return None;
     }
-    let before = *dropped.get_or_insert(shown.dropped);
-    (before != shown.dropped).then_some(("segments of its peer come by a device at which the NIC does not hear", true))
+    if !std::mem::replace(&mut connection.polled, true) {
+        connection.dropped = shown.dropped;
+    }
+    (connection.dropped != shown.dropped).then_some(("segments of its peer come by a device at which the NIC does not hear", true))
 }
 
 impl Agent {
@@ -154,15 +156,12 @@ impl Agent {
         let nic = connection.cid.map_or(0, Cid::nic);
         let idle = self.hardware.get(nic).is_some_and(|hardware| connection.is_idle(&hardware.memory, now));
         let Some(on_nic) = connection.running() else { return };
-        let mut dropped = on_nic.dropped;
-        let verdict = judge(on_nic, &mut dropped, strays, &shown);
-        on_nic.dropped = dropped;
-        if let Some((why, for_good)) = verdict {
+        if let Some((why, for_good)) = judge(on_nic, strays, &shown) {
             connection.stays |= for_good;
             self.return_soon(session, number, why);
         } else if idle && *returned < MOST_RETURNED {
             *returned += 1;
-            connection.wants = Wants::NoPages;
+            connection.extra().wants = Wants::NoPages;
             self.drive(session, number, Event::Grow);
         }
     }

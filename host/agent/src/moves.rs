@@ -14,7 +14,6 @@ use baton_linux::events::monotonic_micros;
 use baton_moves::{Barrier, Conclusion, Event, Refusal};
 use baton_protocol::program::{Place, Reply, Until};
 use std::collections::VecDeque;
-use std::os::fd::AsFd;
 use std::time::Duration;
 
 /// Share of a round for each kind of work on moves, in microseconds. A move that has begun is finished.
@@ -92,26 +91,28 @@ impl Agent {
         let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
             return;
         };
-        let (fd, region) = (connection.fd.clone(), open.memory.clone());
-        let mut machine = connection.machine.get();
-        let fd = fd.as_ref().map(AsFd::as_fd);
-        let mut performer = Performer::new(ground, open, session, connection, fd, &region);
+        let region = open.memory.clone();
+        let mut machine = connection.machine();
+        let mut performer = Performer::new(ground, open, session, connection, &region);
         machine.run(event, &mut performer);
         let concluded = performer.concluded.take();
         if machine.goal().is_some() {
             performer.pause();
         }
         let Some(connection) = self.connection(session, number) else { return };
-        connection.machine = machine.into();
+        connection.set_machine(machine);
         let key = (session, number, connection.serial);
-        let waits = connection.machine.waits();
+        let waits = connection.waits();
         // A NIC that must not continue counts as dead: the connection waits for the recovery of what that NIC had.
-        let must_recover = connection.cid.filter(|_| connection.machine.barrier() == Some(Barrier::Dead)).map(Cid::nic);
+        let must_recover = connection.cid.filter(|_| connection.barrier() == Some(Barrier::Dead)).map(Cid::nic);
         if waits && !std::mem::replace(&mut connection.under_way, true) {
             self.moves.under_way.push_back(key);
         }
         if let Some(conclusion) = concluded {
             self.conclude(session, number, conclusion);
+        }
+        if let Some(connection) = self.connection(session, number) {
+            connection.drop_empty_extra();
         }
         if let Some(nic) = must_recover
             && let Err(error) = self.recover(nic)
@@ -136,15 +137,17 @@ impl Agent {
         self.sessions.get_mut(session as usize)?.as_mut()?.connections.get_mut(number as usize)?.as_mut()
     }
 
+    pub(crate) fn connection_ref(&self, session: u32, number: u32) -> Option<&Connection> {
+        self.sessions.get(session as usize)?.as_ref()?.connections.get(number as usize)?.as_ref()
+    }
+
     /// Number of the NIC that has a connection, or is to get it.
     pub(crate) fn nic_of(&self, session: u32, number: u32) -> Option<usize> {
-        let session = self.sessions.get(session as usize)?.as_ref()?;
-        session.connections.get(number as usize)?.as_ref()?.cid.map(Cid::nic)
+        self.connection_ref(session, number)?.cid.map(Cid::nic)
     }
 
     pub(crate) fn stage(&self, session: u32, number: u32) -> Option<Stage> {
-        let session = self.sessions.get(session as usize)?.as_ref()?;
-        Some(session.connections.get(number as usize)?.as_ref()?.stage())
+        Some(self.connection_ref(session, number)?.stage())
     }
 
     /// Advances the moves that wait, each at most once.
@@ -176,7 +179,7 @@ impl Agent {
             return self.note_end(session, number, moved, asker.into_iter().collect());
         }
         if let Some(asker) = asker {
-            connection.waiting().askers.push(asker);
+            connection.extra().waiting.askers.push(asker);
         }
         self.drive(session, number, Event::Offload { patience });
     }
@@ -185,7 +188,7 @@ impl Agent {
     pub(crate) fn begin_restore(&mut self, session: u32, number: u32, asker: Option<Asker>) {
         let Some(connection) = self.connection(session, number) else { return };
         if let Some(asker) = asker {
-            connection.waiting().askers.push(asker);
+            connection.extra().waiting.askers.push(asker);
         }
         self.drive(session, number, Event::Restore { forced: false });
     }
@@ -225,7 +228,7 @@ impl Agent {
     /// Queues a connection that has to leave the NIC, with the reason.
     pub(crate) fn return_soon(&mut self, session: u32, number: u32, why: &'static str) {
         let Some(connection) = self.connection(session, number) else { return };
-        connection.must_return = Some(why);
+        connection.extra().must_return = Some(why);
         let key = (session, number, connection.serial);
         self.moves.returning.push_back((key, why));
     }
@@ -245,7 +248,7 @@ impl Agent {
 
     /// Concludes a move: counts it, answers those who asked for it, and does what was waiting for its end.
     pub(crate) fn conclude(&mut self, session: u32, number: u32, conclusion: Conclusion) {
-        let must_return = self.connection(session, number).is_some_and(|connection| connection.must_return.is_some());
+        let must_return = self.connection(session, number).is_some_and(|connection| connection.must_return().is_some());
         if conclusion == Conclusion::Moved {
             self.catch_up(session, number);
         }
@@ -258,12 +261,12 @@ impl Agent {
 
     fn answer_askers(&mut self, session: u32, number: u32, conclusion: Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
-        let (waiting, flow) = (connection.waiting.take(), connection.flow);
-        let Waiting { askers, then } = waiting.map(|waiting| *waiting).unwrap_or_default();
+        let (waiting, flow) = (connection.take_waiting(), connection.flow);
+        let Waiting { askers, then } = waiting;
         match conclusion {
             // No request waits for a growth; those that arrived meanwhile wait for the next move.
             Conclusion::Grown if askers.is_empty() => {}
-            Conclusion::Grown => connection.waiting().askers = askers,
+            Conclusion::Grown => connection.extra().waiting.askers = askers,
             Conclusion::Moved => self.note_end(session, number, Ok(()), askers),
             Conclusion::Recovered => self.note_recovery(session, number, false, askers, !then.is_empty()),
             Conclusion::Lost(refusal, recovering) => {
@@ -330,7 +333,7 @@ impl Agent {
             None | Some(Stage::Kernel) => {}
             Some(Stage::Offloading) => {
                 if let Some(connection) = self.connection(session, number) {
-                    connection.waiting().then.push((then, attempts));
+                    connection.extra().waiting.then.push((then, attempts));
                 }
                 self.call_off(session, number);
                 return None;
@@ -345,7 +348,7 @@ impl Agent {
             Some(Stage::Nic) => {
                 let forced = matches!(then, Then::Forget(_));
                 if let Some(connection) = self.connection(session, number) {
-                    connection.waiting().then.push((then, attempts + 1));
+                    connection.extra().waiting.then.push((then, attempts + 1));
                 }
                 self.drive(session, number, Event::Restore { forced });
                 return None;

@@ -63,7 +63,7 @@ impl Agent {
     fn await_answers(&mut self, nic: usize, of: impl Fn(&Connection) -> bool) {
         for (session, number) in self.all_connections() {
             let its = |connection: &Connection| connection.cid.is_some_and(|cid| cid.nic() == nic);
-            let due = |connection: &&mut Connection| its(connection) && of(connection) && connection.machine.awaits_answer();
+            let due = |connection: &&mut Connection| its(connection) && of(connection) && connection.awaits_answer();
             while self.connection(session, number).filter(due).is_some() && !self.nics[nic].is_dead() {
                 self.handle_nic_messages();
                 self.drive(session, number, Event::Tick);

@@ -172,7 +172,7 @@ impl Ground<'_> {
     fn path_of(&mut self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Refusal> {
         let mut path = Path::default();
         let Shape::Beside { devices, .. } = &self.shape else { return Ok(path) };
-        path.nic = connection.asked_nic.unwrap_or(devices.nic_of(interface.index) as u32);
+        path.nic = connection.asked_nic.map_or(devices.nic_of(interface.index) as u32, u32::from);
         path.leaves_by = interface.index;
         path.anywhere = routing.device == 0;
         // A strict reverse path filter accepts packets by each of several equal-cost paths.

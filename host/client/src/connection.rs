@@ -5,7 +5,7 @@ use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
 use baton_linux::events;
 use baton_ring::Token;
-use baton_shm::{MovableCircle, MovableWords, Region};
+use baton_shm::{MovableCircle, MovableParts, Region};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,12 +31,11 @@ pub(crate) struct Answers(pub VecDeque<u32>);
 pub struct Connection {
     /// Its number in the session.
     number: AtomicU32,
-    block: MovableWords<{ session::BLOCK_BYTES / 4 }>,
+    /// Its block, its receive memory and its send memory.
+    memory: MovableParts<{ session::BLOCK_BYTES / 4 }, 2>,
     /// The block's move counter when the other fields were read from it.
     pub(crate) moves: AtomicU32,
     pub(crate) cid: AtomicU32,
-    pub(crate) receive_memory: MovableCircle,
-    pub(crate) send_memory: MovableCircle,
     /// First unread sequence number, and the one after the last received byte.
     pub(crate) read: AtomicU32,
     pub(crate) received: AtomicU32,
@@ -47,10 +46,8 @@ pub struct Connection {
     /// of send memory.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
-    /// Most bytes that may be queued, if the program has set SO_SNDBUF while the NIC had the connection, else [`u32::MAX`]; and the
-    /// bytes of send memory that stay unused for that.
+    /// Most bytes that may be queued, if the program has set SO_SNDBUF while the NIC had the connection, else [`u32::MAX`].
     most_queued: AtomicU32,
-    unused: AtomicU32,
     /// Answers to posted buffers that have not been handled yet: the first sequence number that the NIC puts into each.
     pub(crate) posted: Mutex<Option<Box<Answers>>>,
     pub(crate) fin: AtomicBool,
@@ -68,6 +65,9 @@ pub struct Connection {
     /// Whoever waits for room waits until it is writable, so acknowledgements that free less wake nobody.
     patient: bool,
 }
+
+// With the counts of its `Arc` and the allocator's 8 bytes it takes 144.
+const _: () = assert!(size_of::<Connection>() <= 120);
 
 /// What can be done with a connection on the NIC now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -149,11 +149,9 @@ impl Connection {
         let zero = AtomicU32::default;
         Connection {
             number: zero(),
-            block: MovableWords::new(memory.clone(), session::block(0)),
+            memory: MovableParts::new(memory, session::block(0)),
             moves: zero(),
             cid: zero(),
-            receive_memory: MovableCircle::new(memory.clone()),
-            send_memory: MovableCircle::new(memory),
             read: zero(),
             reported_read: zero(),
             report_at: zero(),
@@ -161,7 +159,6 @@ impl Connection {
             queued: zero(),
             room_ends: zero(),
             most_queued: AtomicU32::new(u32::MAX),
-            unused: zero(),
             posted: Mutex::default(),
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
@@ -178,7 +175,7 @@ impl Connection {
     /// harm only its own program.
     pub(crate) fn set_number(&self, number: u32) {
         self.number.store(number, RELAXED);
-        self.block.move_to(session::block(number));
+        self.memory.move_words(session::block(number));
         self.cid.store(0, RELAXED);
         self.fin.store(false, RELAXED);
         self.shut.store(false, RELAXED);
@@ -195,8 +192,18 @@ impl Connection {
     }
 
     #[inline(always)]
+    pub(crate) fn receive_memory(&self) -> MovableCircle<'_> {
+        self.memory.circle(0)
+    }
+
+    #[inline(always)]
+    pub(crate) fn send_memory(&self) -> MovableCircle<'_> {
+        self.memory.circle(1)
+    }
+
+    #[inline(always)]
     fn word(&self, field: usize) -> &AtomicU32 {
-        &self.block[field / 4]
+        &self.memory.words()[field / 4]
     }
 
     #[inline(always)]
@@ -244,7 +251,7 @@ impl Connection {
     #[inline(always)]
     pub(crate) fn step_in(&self, token: Token) -> Option<Inside<'_>> {
         // The exchange is a full barrier, so the owner is read after it.
-        let block = Inside(&self.block);
+        let block = Inside(self.memory.words());
         if block.word(block::BUSY).compare_exchange(0, token, Ordering::SeqCst, RELAXED).is_err() {
             return None;
         }
@@ -281,7 +288,7 @@ impl Connection {
     /// Leaves it, and wakes an agent that waits for that.
     #[inline(always)]
     pub(crate) fn leave(&self) {
-        let block = Inside(&self.block);
+        let block = Inside(self.memory.words());
         block.step_out();
         fence(Ordering::SeqCst);
         block.wake_mover();
@@ -304,8 +311,8 @@ impl Connection {
         let copy = |to: &AtomicU32, field| to.store(self.load(field), RELAXED);
         copy(&self.cid, block::CID);
         let size = self.load(block::RECEIVE_SIZE);
-        let receives = self.receive_memory.move_to(self.load(block::RECEIVE_BASE), size);
-        let sends = self.send_memory.move_to(self.load(block::SEND_BASE), self.load(block::SEND_SIZE));
+        let receives = self.receive_memory().move_to(self.load(block::RECEIVE_BASE), size);
+        let sends = self.send_memory().move_to(self.load(block::SEND_BASE), self.load(block::SEND_SIZE));
         // A connection that was never on the NIC has no memory.
         if size > 0 && !(receives && sends) {
             self.set_ended(EIO);
@@ -314,7 +321,7 @@ impl Connection {
         self.note_reported(self.load(block::READ_SEQ));
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
-        self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory.length()), RELAXED);
+        self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
         self.apply_most_queued();
         self.posted.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
@@ -335,9 +342,7 @@ impl Connection {
     }
 
     fn apply_most_queued(&self) {
-        let length = self.send_memory.length();
-        let most = length.min(self.most_queued.load(RELAXED));
-        self.unused.store(length - most, RELAXED);
+        let most = self.send_memory().length().min(self.most_queued.load(RELAXED));
         self.store(block::QUIET_ABOVE, if self.patient { most.saturating_sub(writable_room(most)) } else { 0 });
     }
 
@@ -405,14 +410,14 @@ impl Connection {
     pub(crate) fn readiness(&self) -> Readiness {
         // In this order, so that bytes that another thread reads meanwhile may count as unread, but never the other way round.
         let read = self.read.load(Ordering::Acquire);
-        let length = self.send_memory.length();
+        let length = self.send_memory().length();
         let acknowledged = self.room_ends.load(RELAXED).wrapping_sub(length);
         Readiness {
             unread: self.received.load(RELAXED).wrapping_sub(read),
-            receive_memory: self.receive_memory.length(),
+            receive_memory: self.receive_memory().length(),
             fin: self.fin.load(RELAXED),
             room: self.room(),
-            most_queued: length - self.unused.load(RELAXED).min(length),
+            most_queued: length.min(self.most_queued.load(RELAXED)),
             queued: self.queued.load(RELAXED).wrapping_sub(acknowledged),
             shut: self.shut.load(RELAXED),
             ended: self.ended(),
@@ -434,7 +439,7 @@ impl Connection {
     /// Records that the NIC has a message that the program has read up to `read`.
     pub(crate) fn note_reported(&self, read: u32) {
         self.reported_read.store(read, RELAXED);
-        self.report_at.store(read.wrapping_add((self.receive_memory.length() / 8).min(REPORT_EVERY)), RELAXED);
+        self.report_at.store(read.wrapping_add((self.receive_memory().length() / 8).min(REPORT_EVERY)), RELAXED);
     }
 
     /// Records that the program has queued up to `queued`.
@@ -447,14 +452,15 @@ impl Connection {
     /// The block, for a caller that has entered.
     #[inline(always)]
     pub(crate) fn inside(&self) -> Inside<'_> {
-        Inside(&self.block)
+        Inside(self.memory.words())
     }
 
     /// Bytes that can be queued. (More can be queued than fits, if the kernel's queue was larger at the handoff, or if SO_SNDBUF was
     /// made smaller.)
     #[inline(always)]
     pub(crate) fn room(&self) -> u32 {
-        let room = self.room_ends.load(RELAXED).wrapping_sub(self.unused.load(RELAXED)).wrapping_sub(self.queued.load(RELAXED));
+        let unused = self.send_memory().length().saturating_sub(self.most_queued.load(RELAXED));
+        let room = self.room_ends.load(RELAXED).wrapping_sub(unused).wrapping_sub(self.queued.load(RELAXED));
         if room as i32 > 0 { room } else { 0 }
     }
 
@@ -476,7 +482,7 @@ impl Connection {
     /// Whether the peer has acknowledged all bytes before `queued`, as far as is known.
     #[inline(always)]
     pub(crate) fn is_quiet(&self, queued: u32) -> bool {
-        self.room_ends.load(RELAXED) == queued.wrapping_add(self.send_memory.length())
+        self.room_ends.load(RELAXED) == queued.wrapping_add(self.send_memory().length())
     }
 
     /// TCP_NODELAY as the program set it, while the NIC has the connection.

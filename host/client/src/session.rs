@@ -32,9 +32,11 @@ struct Adopted {
     connection: Arc<Connection>,
     /// It is in the list of connections that may be ready.
     ready: bool,
-    /// Posted buffers for the bytes that arrive next.
-    posts: Posts,
+    /// Posted buffers for the bytes that arrive next. Most connections never have any.
+    posts: Option<Box<Posts>>,
 }
+
+const _: () = assert!(size_of::<Option<Adopted>>() <= 24);
 
 /// A program's session with the agent. It belongs to one thread.
 #[derive(Debug)]
@@ -124,7 +126,7 @@ impl Session {
         if self.connections.len() <= id as usize {
             self.connections.resize_with(id as usize + 1, || None);
         }
-        self.connections[id as usize] = Some(Adopted { fd, connection, ready: false, posts: Posts::default() });
+        self.connections[id as usize] = Some(Adopted { fd, connection, ready: false, posts: None });
         self.mark_ready(id);
         Ok(id)
     }
@@ -233,6 +235,7 @@ impl Session {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "no buffers can be posted in a session of partial offload"));
         }
         let Adopted { connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
+        let posts = posts.get_or_insert_default();
         posts.add(buffer);
         match self.shared.enter(connection, ME) {
             Some(entered) if entered.owner == Owner::Nic => later(posts.sync(&self.shared, connection, ME)),
@@ -247,6 +250,7 @@ impl Session {
     /// that ended the connection.
     pub fn take_posted(&mut self, id: ConnectionId) -> io::Result<Filled> {
         let Adopted { fd, connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
+        let posts = posts.as_mut().ok_or(io::ErrorKind::InvalidInput)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         if entered.owner == Owner::Nic {
             posts.advance(&self.shared, connection, ME)
@@ -266,7 +270,7 @@ impl Session {
     /// error that ended the connection.
     pub fn receive(&mut self, id: ConnectionId, out: &mut [u8]) -> io::Result<usize> {
         let Adopted { fd, connection, posts, .. } = self.adopted(id)?;
-        if !posts.is_empty() {
+        if posts.as_ref().is_some_and(|posts| !posts.is_empty()) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "buffers are posted: received bytes go there, use take_posted",

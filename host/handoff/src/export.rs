@@ -17,9 +17,8 @@ use std::os::fd::BorrowedFd;
 const TCP_REPAIR_WINDOW: i32 = 29;
 const TCP_TIMESTAMP: i32 = 24;
 
-/// A connection in repair mode whose numbers have been read.
-pub struct Exporter<'a> {
-    fd: BorrowedFd<'a>,
+/// A connection in repair mode whose numbers have been read. Each of its operations is given the same descriptor again.
+pub struct Exporter {
     image: Image,
     local: SocketAddr,
     peer: SocketAddr,
@@ -74,13 +73,13 @@ pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
     Ok((if ttl <= 0 { 64 } else { ttl as u8 }, tos.max(0) as u8))
 }
 
-impl<'a> Exporter<'a> {
+impl Exporter {
     /// Blocks the socket's input by a filter, enters repair mode and reads the sequence numbers twice: they
     /// must not change. Frames must already be stolen, and `saved` read from the socket. On an error the socket is unchanged.
     ///
     /// # Errors
     /// Why the connection stays.
-    pub fn begin(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Refusal> {
+    pub fn begin(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter, Refusal> {
         let exporter = Self::read(fd, flow, link, saved);
         if exporter.is_err() {
             let _ = undo(fd, saved);
@@ -88,7 +87,7 @@ impl<'a> Exporter<'a> {
         exporter
     }
 
-    fn read(fd: BorrowedFd<'a>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter<'a>, Refusal> {
+    fn read(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter, Refusal> {
         // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of them.
         shell::block_input(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd, true).step("TCP_REPAIR")?;
@@ -100,7 +99,7 @@ impl<'a> Exporter<'a> {
         let local = socket::local_address(fd).step("getsockname")?;
         // Fails if the peer has ended or reset the connection meanwhile.
         let peer = socket::peer_address(fd).step("getpeername")?;
-        Ok(Exporter { fd, image, local, peer, write_seq: numbers.write_seq, retransmitted, saved: saved.clone() })
+        Ok(Exporter { image, local, peer, write_seq: numbers.write_seq, retransmitted, saved: saved.clone() })
     }
 
     /// The image that was read.
@@ -118,61 +117,61 @@ impl<'a> Exporter<'a> {
     ///
     /// # Errors
     /// Why the connection stays; the caller then calls [`Exporter::abandon`].
-    pub fn copy_queues(&self, unread: &Pieces<'_>, unacknowledged: &Pieces<'_>) -> Result<(), Refusal> {
+    pub fn copy_queues(&self, fd: BorrowedFd<'_>, unread: &Pieces<'_>, unacknowledged: &Pieces<'_>) -> Result<(), Refusal> {
         for (queue, pieces, name) in [(Queue::Receive, unread, "receive queue"), (Queue::Send, unacknowledged, "send queue")] {
             if pieces.length() == 0 {
                 continue;
             }
-            shell::select(self.fd, queue).step("TCP_REPAIR_QUEUE")?;
-            let got = socket::receive_pieces(self.fd, pieces, libc::MSG_PEEK | libc::MSG_DONTWAIT).step(name)?;
+            shell::select(fd, queue).step("TCP_REPAIR_QUEUE")?;
+            let got = socket::receive_pieces(fd, pieces, libc::MSG_PEEK | libc::MSG_DONTWAIT).step(name)?;
             if got > pieces.length() {
-                self.copy_tail(pieces, got).step(name)?;
+                copy_tail(fd, pieces, got).step(name)?;
             } else if got < pieces.length() {
                 return Err(system(name, &io::ErrorKind::UnexpectedEof.into()));
             }
         }
-        shell::select(self.fd, Queue::None).step("TCP_REPAIR_QUEUE")
-    }
-
-    /// The kernel keeps a segment until all of it is acknowledged, and repair mode then returns its acknowledged front, too.
-    /// Only the last bytes count.
-    fn copy_tail(&self, pieces: &Pieces<'_>, shown: usize) -> io::Result<()> {
-        let mut all = vec![0u8; shown];
-        let (_, got) = rustix::net::recv(self.fd, &mut all, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
-        if got != shown {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        pieces.write(&all[shown - pieces.length()..]);
-        Ok(())
+        shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")
     }
 
     /// Leaves repair mode; the connection goes on in the kernel.
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn abandon(self) -> io::Result<()> {
-        undo(self.fd, &self.saved)
+    pub fn abandon(self, fd: BorrowedFd<'_>) -> io::Result<()> {
+        undo(fd, &self.saved)
     }
 
     /// Purges the kernel's state: the socket becomes a shell. Returns what must be put back on import.
     ///
     /// # Errors
     /// If the kernel refuses a step; the connection must then be imported from its image at once.
-    pub fn purge(self) -> Result<Saved, (Saved, Refusal)> {
+    pub fn purge(self, fd: BorrowedFd<'_>) -> Result<Saved, (Saved, Refusal)> {
         let steps = || -> Result<(), Refusal> {
-            socket::set(self.fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
+            socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0).step("SO_KEEPALIVE")?;
             let beginning = Beginning { snd: self.write_seq, rcv: self.image.rcv_nxt, scaled: is_scaled(&self.image) };
-            shell::reassociate(self.fd, self.local, self.peer, beginning, None).step("reconnect")?;
-            self.saved.remember(self.fd);
+            shell::reassociate(fd, self.local, self.peer, beginning, None).step("reconnect")?;
+            self.saved.remember(fd);
             // The shell stays in repair mode, which sets SO_REUSEADDR. The program's value is put back for programs that read
             // the option or bind the port.
-            self.saved.write_reuse(self.fd).step("SO_REUSEADDR")
+            self.saved.write_reuse(fd).step("SO_REUSEADDR")
         };
         match steps() {
             Ok(()) => Ok(self.saved),
             Err(stay) => Err((self.saved, stay)),
         }
     }
+}
+
+/// Copies the last bytes of a queue into pieces that are shorter than what is `shown` of it: the kernel keeps a segment until all of
+/// it is acknowledged, and repair mode then returns its acknowledged front, too.
+fn copy_tail(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, shown: usize) -> io::Result<()> {
+    let mut all = vec![0u8; shown];
+    let (_, got) = rustix::net::recv(fd, &mut all, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
+    if got != shown {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    pieces.write(&all[shown - pieces.length()..]);
+    Ok(())
 }
 
 /// Writes the options of a socket into the image of the connection that the NIC has made for it.

@@ -9,5 +9,5 @@ mod wide;
 
 pub use lines::{advise_huge, prefetch};
 pub use pool::{Pool, Pooled, Shared};
-pub use region::{Circle, MovableCircle, MovableWords, OutOfRegion, Region, RingWords, WordArray, node_mask};
+pub use region::{Circle, MovableCircle, MovableParts, OutOfRegion, Region, RingWords, WordArray, node_mask};
 pub use wide::Wide;

@@ -374,27 +374,70 @@ unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut 
     }
 }
 
-/// A circular buffer that can be moved to another place of the same region at any time.
+/// An array of `N` words of 4 bytes of a region, and `CIRCLES` circular buffers there. All of them can be moved to other places of the
+/// region at any time. They share what there is to know of the region, since there may be very many.
 #[derive(Debug)]
-pub struct MovableCircle {
+pub struct MovableParts<const N: usize, const CIRCLES: usize> {
+    words: AtomicPtr<[AtomicU32; N]>,
+    /// Of each buffer the offset in the region in the lower half, the mask in the upper half: in one word, so that they always belong
+    /// together.
+    circles: [AtomicU64; CIRCLES],
     base: NonNull<u8>,
-    /// Offset in the region in the lower half, mask in the upper half: in one word, so that they always belong together.
-    place: AtomicU64,
     region: Arc<Region>,
 }
 
-// SAFETY: `base` points into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are only
-// copied from and to.
-unsafe impl Send for MovableCircle {}
-// SAFETY: as above; the only field that changes is atomic.
-unsafe impl Sync for MovableCircle {}
+// SAFETY: `base` and `words` point into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are
+// only copied from and to, or reached as atomics.
+unsafe impl<const N: usize, const CIRCLES: usize> Send for MovableParts<N, CIRCLES> {}
+// SAFETY: as above; the fields that change are atomic.
+unsafe impl<const N: usize, const CIRCLES: usize> Sync for MovableParts<N, CIRCLES> {}
 
-impl MovableCircle {
-    /// Makes a buffer of a single byte, at the region's beginning.
-    pub fn new(region: Arc<Region>) -> Self {
-        MovableCircle { base: region.base, place: AtomicU64::new(0), region }
+impl<const N: usize, const CIRCLES: usize> MovableParts<N, CIRCLES> {
+    /// Makes the array of the words at `at`, and buffers of a single byte at the region's beginning.
+    ///
+    /// # Panics
+    /// As [`Region::words`].
+    pub fn new(region: Arc<Region>, at: usize) -> Self {
+        let (words, circles) = (AtomicPtr::new(core::ptr::null_mut()), core::array::from_fn(|_| AtomicU64::new(0)));
+        let parts = MovableParts { words, circles, base: region.base, region };
+        parts.move_words(at);
+        parts
     }
 
+    /// Moves the array to the words at `at`.
+    ///
+    /// # Panics
+    /// As [`Region::words`].
+    pub fn move_words(&self, at: usize) {
+        assert!(at.is_multiple_of(4));
+        let place = self.region.span(at, N * 4).expect("the layout lies inside the region");
+        self.words.store(place.as_ptr().cast(), Ordering::Release);
+    }
+
+    /// The words.
+    #[inline(always)]
+    pub fn words(&self) -> &[AtomicU32; N] {
+        // SAFETY: `move_words` has stored the aligned address of `N` words inside the mapping, which `region` keeps alive.
+        unsafe { &*self.words.load(Ordering::Acquire) }
+    }
+
+    /// The buffer with this number, less than `CIRCLES`.
+    #[inline(always)]
+    pub fn circle(&self, number: usize) -> MovableCircle<'_> {
+        MovableCircle { base: self.base, place: &self.circles[number], region: &self.region }
+    }
+}
+
+/// A circular buffer that can be moved to another place of the same region at any time.
+#[derive(Debug)]
+pub struct MovableCircle<'a> {
+    /// That of the region, where `place` lies.
+    base: NonNull<u8>,
+    place: &'a AtomicU64,
+    region: &'a Region,
+}
+
+impl MovableCircle<'_> {
     /// Moves the buffer to the `length` bytes at `at`. Returns false, and changes nothing, if they lie outside of the region or
     /// `length` is no power of two.
     #[must_use]
@@ -504,45 +547,6 @@ impl<const N: usize> AsRef<[AtomicU64]> for WordArray<N> {
     }
 }
 
-/// An array of `N` words of 4 bytes of a region, which it keeps mapped. It can be moved to another offset.
-#[derive(Debug)]
-pub struct MovableWords<const N: usize> {
-    words: AtomicPtr<[AtomicU32; N]>,
-    region: Arc<Region>,
-}
-
-impl<const N: usize> MovableWords<N> {
-    /// Makes the array of the words at `at`.
-    ///
-    /// # Panics
-    /// As [`Region::words`].
-    pub fn new(region: Arc<Region>, at: usize) -> Self {
-        let words = MovableWords { words: AtomicPtr::new(core::ptr::null_mut()), region };
-        words.move_to(at);
-        words
-    }
-
-    /// Moves the array to the words at `at`.
-    ///
-    /// # Panics
-    /// As [`Region::words`].
-    pub fn move_to(&self, at: usize) {
-        assert!(at.is_multiple_of(4));
-        let place = self.region.span(at, N * 4).expect("the layout lies inside the region");
-        self.words.store(place.as_ptr().cast(), Ordering::Release);
-    }
-}
-
-impl<const N: usize> Deref for MovableWords<N> {
-    type Target = [AtomicU32; N];
-
-    #[inline(always)]
-    fn deref(&self) -> &[AtomicU32; N] {
-        // SAFETY: `move_to` has stored the aligned address of `N` words inside the mapping, which `region` keeps alive.
-        unsafe { &*self.words.load(Ordering::Acquire) }
-    }
-}
-
 /// The words of a ring of the interface.
 pub type RingWords = WordArray<{ baton_abi::layout::RING_WORDS }>;
 
@@ -597,7 +601,8 @@ mod tests {
     #[test]
     fn a_circle_moves_within_its_region() {
         let region = Arc::new(Region::private(4096).unwrap());
-        let circle = MovableCircle::new(region.clone());
+        let parts = MovableParts::<16, 2>::new(region.clone(), 64);
+        let (other, circle) = (parts.circle(0), parts.circle(1));
         assert!(!circle.move_to(0, 24) && !circle.move_to(4090, 16) && !circle.move_to(u32::MAX, 16));
         assert_eq!((circle.offset_of(0), circle.length()), (0, 1));
         assert!(circle.move_to(4080, 16));
@@ -612,6 +617,19 @@ mod tests {
         assert_eq!(&out, b"abcdef");
         region.read(4080, &mut out).unwrap();
         assert_eq!(&out[..4], b"cdef");
+        assert_eq!((other.offset_of(0), other.length()), (0, 1), "it has not moved");
+    }
+
+    #[test]
+    fn words_move_within_their_region() {
+        let region = Arc::new(Region::private(4096).unwrap());
+        let parts = MovableParts::<16, 0>::new(region.clone(), 64);
+        parts.words()[15].store(7, Ordering::Relaxed);
+        assert_eq!(region.word32(64 + 60).load(Ordering::Relaxed), 7);
+        parts.move_words(4096 - 64);
+        parts.words()[15].store(8, Ordering::Relaxed);
+        assert_eq!([64 + 60, 4092].map(|at| region.word32(at).load(Ordering::Relaxed)), [7, 8]);
+        assert!(std::panic::catch_unwind(|| parts.move_words(4096 - 60)).is_err(), "they would end outside");
     }
 
     #[test]

@@ -48,8 +48,8 @@ impl Moved<'_> {
         let exporter = Exporter::begin(fd, self.flow, Link::default(), &saved).expect("an export");
         let image = *exporter.image();
         let (unread, unacknowledged) = self.queues(&image);
-        exporter.copy_queues(&unread, &unacknowledged).expect("the queues");
-        let saved = exporter.purge().map_err(|(_, refusal)| refusal).expect("a shell");
+        exporter.copy_queues(fd, &unread, &unacknowledged).expect("the queues");
+        let saved = exporter.purge(fd).map_err(|(_, refusal)| refusal).expect("a shell");
         let (local, peer) = (self.server.local_addr().expect("local"), self.server.peer_addr().expect("peer"));
         let importer = Importer::begin(fd, &image, local, peer, &unread, &unacknowledged, &saved).expect("an import");
         importer.finish(fd, &unacknowledged).expect("its end");

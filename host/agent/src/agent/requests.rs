@@ -369,7 +369,7 @@ impl Agent {
         let flow = Flow { local: local.into(), remote: peer.into() };
         // A repeated request, since the first one's agent died: one connection has one entry.
         if let Some(known) = session.connections.with_flow(&flow) {
-            return Reply::Registered { connection: known.number };
+            return Reply::Registered { connection: known.number() };
         }
         let place = session.connections.vacant();
         if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
@@ -391,7 +391,7 @@ impl Agent {
             stays: self.draining,
             attached: attacher,
             cgroup: self.cgroups.of(process),
-            ..Connection::new(place, Some(fd), flow, local, peer, block)
+            ..Connection::new(Some(fd), flow, local, peer, block)
         };
         session.connections.put(connection);
         if attacher {
@@ -474,7 +474,7 @@ impl Agent {
     ) -> Option<(Reply, Vec<OwnedFd>)> {
         let of = self.nic_of(session, number);
         if let Some(connection) = self.connection(session, number) {
-            connection.asked_nic = nic;
+            connection.asked_nic = nic.and_then(|nic| u8::try_from(nic).ok());
             let is_elsewhere = nic.is_some_and(|nic| of != Some(nic as usize));
             if to == Place::Nic && is_elsewhere && connection.stage() == Stage::Nic && !connection.opening {
                 let reply = self.settle(session, number, Then::Offload(asker), 0);
@@ -493,7 +493,7 @@ impl Agent {
                 let reason = "it is on another NIC, and belongs to an attached program: move it to the kernel first".into();
                 return Reply::Stayed { reason, transient: false };
             }
-            connection.asked_nic = nic;
+            connection.asked_nic = nic.and_then(|nic| u8::try_from(nic).ok());
         }
         self.want(session, number, to);
         Reply::Done
@@ -512,8 +512,8 @@ impl Agent {
             (Stage::Ended, _) => {
                 return Some((Reply::Stayed { reason: Refusal::Ended.to_string(), transient: false }, Vec::new()));
             }
-            (Stage::Offloading, Place::Nic) => connection.waiting().askers.push(asker),
-            (Stage::Offloading, Place::Kernel) if connection.machine.step() < Step::Stolen => {
+            (Stage::Offloading, Place::Nic) => connection.extra().waiting.askers.push(asker),
+            (Stage::Offloading, Place::Kernel) if connection.step() < Step::Stolen => {
                 self.call_off(session, number);
                 return Some((Reply::Done, Vec::new()));
             }
@@ -541,7 +541,7 @@ impl Agent {
                 }
                 list.push(ConnectionInfo {
                     session: at as u32,
-                    connection: connection.number,
+                    connection: connection.number(),
                     process: connection.process,
                     program: session.opening.program.clone(),
                     local: connection.local().to_string(),

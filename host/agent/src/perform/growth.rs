@@ -25,8 +25,8 @@ impl Performer<'_> {
         let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
         let (old, limits) = (on_nic.memory, memory::Limits::read(self.ground.nic_memory, cid));
-        let Wants::Larger(receive, send) = self.connection.wants else {
-            self.connection.growing = Some(Box::new(Growing { cid, unused: [None; 2], larger: old, copied: None }));
+        let Wants::Larger(receive, send) = self.connection.wants() else {
+            self.connection.extra().growing = Some(Growing { cid, unused: [None; 2], larger: old, copied: None });
             return Ok(());
         };
         let larger_receive = memory::enlarge(&mut self.open.heap, old.receive.1, receive, limits.receive);
@@ -37,7 +37,7 @@ impl Performer<'_> {
         }
         let larger = Memory { receive: larger_receive.unwrap_or(old.receive), send: larger_send.unwrap_or(old.send) };
         let copied = self.copy_ahead(nic::slot(cid.slot()), old.send, larger.send);
-        self.connection.growing = Some(Box::new(Growing { cid, unused, larger, copied }));
+        self.connection.extra().growing = Some(Growing { cid, unused, larger, copied });
         Ok(())
     }
 
@@ -55,7 +55,7 @@ impl Performer<'_> {
     /// Frees the memory that is not in use, and returns its pages to the system: connections seldom grow, and what one has outgrown
     /// may not be needed again for long.
     pub(super) fn shrink(&mut self) {
-        for block in self.connection.growing.take().into_iter().flat_map(|growing| growing.unused.into_iter().flatten()) {
+        for block in self.connection.extra().growing.take().into_iter().flat_map(|growing| growing.unused.into_iter().flatten()) {
             self.open.memory.discard(block.0 as usize, block.1 as usize);
             memory::give_block(self.open, block);
         }
@@ -64,7 +64,7 @@ impl Performer<'_> {
     /// Copies the contents of the old memory, and records where the larger one is.
     pub(super) fn grow(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
-        let (Some(growing), Some(on_nic)) = (&self.connection.growing, &self.connection.on_nic) else {
+        let (Some(growing), Some(on_nic)) = (self.connection.growing(), &self.connection.on_nic) else {
             return Err(Refusal::NicGone);
         };
         let (nic_memory, base) = (self.ground.nic_memory, nic::slot(cid.slot()));
@@ -78,8 +78,11 @@ impl Performer<'_> {
         self.copy_over(cid, &image, old, growing).ok_or(Refusal::NicGone)?;
         journal::grown(nic_memory, cid.slot(), next, new);
         self.connection.cid = Some(next);
-        if let (Some(growing), Some(on_nic)) = (&mut self.connection.growing, &mut self.connection.on_nic) {
-            (on_nic.memory, growing.unused) = (new, replaced);
+        if let Some(growing) = &mut self.connection.extra().growing {
+            growing.unused = replaced;
+        }
+        if let Some(on_nic) = &mut self.connection.on_nic {
+            on_nic.memory = new;
             if new == old {
                 on_nic.idleness.note_returned(&image);
             }
@@ -144,18 +147,18 @@ impl Performer<'_> {
         write_block(self.connection, image, memory, cid);
         let fins = u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1;
         b.store(block::FLAGS, b.load(block::FLAGS) & !3 | fins);
-        self.connection.moves += 1;
-        self.connection.block.store(block::MOVES, self.connection.moves);
+        self.connection.block.count_move();
+        self.connection.block.note_moves();
     }
 
     /// Makes the NIC continue in the larger memory. The old one is free when it has.
     pub(super) fn resume(&mut self) -> Outcome {
-        let (Some(next), Some(growing)) = (self.connection.cid, &self.connection.growing) else {
+        let (Some(next), Some(growing)) = (self.connection.cid, self.connection.growing()) else {
             return Outcome::Refused(Refusal::NicGone);
         };
         let command = Message::control(Operation::NicControl, Control::Resume, growing.cid, next.0, 0);
         // Notifications with the new cid may reach the program before the answer comes.
-        self.open.note_move(self.connection.block.number());
+        self.open.note_move(self.connection.number());
         self.send(&Action::Resume, command)
     }
 }

@@ -13,7 +13,7 @@ use crate::memory;
 use crate::record::{read_image, unpublish};
 use crate::session::OpenSession;
 use crate::way::Way;
-use baton_abi::layout::{Owner, block};
+use baton_abi::layout::Owner;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::export::Exporter;
 use baton_handoff::import::Importer;
@@ -24,7 +24,7 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::route::{Route, Routing};
 use baton_moves::{Action, Conclusion, Outcome, Phase, Refusal, Source, Step, World};
 use baton_shm::Region;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 
 /// State of a connection's move while its machine runs, until it has to wait for something.
 pub(crate) struct Performer<'a> {
@@ -38,34 +38,32 @@ pub(crate) struct Performer<'a> {
     pub concluded: Option<Conclusion>,
     /// The action that failed last, and why.
     refused: Option<(Action, Refusal)>,
-    fd: Option<BorrowedFd<'a>>,
     region: &'a Region,
     way: Option<Way>,
     /// The route by which the kernel sends, looked up in this turn.
     route: Option<(Routing, Route)>,
     entry: Option<Entry>,
-    exporter: Option<Exporter<'a>>,
+    exporter: Option<Exporter>,
     importer: Option<Importer>,
     /// The image from which the kernel's socket is restored.
     image: Option<Image>,
 }
 
 impl<'a> Performer<'a> {
-    /// Makes the performer of one move. `fd` is the connection's descriptor, `region` its session's memory.
+    /// Makes the performer of one move. `region` is the memory of the connection's session.
     pub fn new(
         ground: Ground<'a>,
         open: &'a mut OpenSession,
         session: u32,
         connection: &'a mut Connection,
-        fd: Option<BorrowedFd<'a>>,
         region: &'a Region,
     ) -> Performer<'a> {
         let mut ground = ground;
         if let Some(cid) = connection.cid {
             ground.choose(cid.nic());
         }
-        let step = connection.machine.step();
-        let Carried { way, entry, importer, image } = *connection.carried.take().unwrap_or_default();
+        let step = connection.step();
+        let Carried { way, entry, importer, image } = connection.take_carried();
         // Set for a connection that was in the kernel again when its agent died.
         let image = image.or_else(|| read_image(ground.nic_memory, Cid(entry.as_ref()?.cid)).ok());
         Performer {
@@ -76,7 +74,6 @@ impl<'a> Performer<'a> {
             step,
             concluded: None,
             refused: None,
-            fd,
             region,
             way,
             route: None,
@@ -90,7 +87,7 @@ impl<'a> Performer<'a> {
     /// Leaves with the connection what its move goes on with once it need not wait any more.
     pub fn pause(self) {
         let Performer { connection, way, entry, importer, image, .. } = self;
-        connection.carried = Some(Box::new(Carried { way, entry, importer, image }));
+        connection.extra().carried = Some(Box::new(Carried { way, entry, importer, image }));
     }
 
     /// Sends the NIC the command of an action, and looks for the answer for a moment if no other move waits meanwhile.
@@ -114,8 +111,8 @@ impl<'a> Performer<'a> {
         }
     }
 
-    fn fd(&self) -> Result<BorrowedFd<'a>, Refusal> {
-        self.fd.ok_or(Refusal::Elsewhere)
+    fn fd(&self) -> Result<BorrowedFd<'_>, Refusal> {
+        self.connection.fd()
     }
 
     /// Returns the connection's cid. Called only for connections that have a slot on the NIC.
@@ -148,7 +145,7 @@ impl<'a> Performer<'a> {
     /// Whether the program has left the operation that it was in. A program that requested the move itself is in none; one with
     /// an attacher did not request more memory.
     fn has_left(&self) -> bool {
-        let asked = self.connection.growing.is_none() && !self.connection.waits_for_program();
+        let asked = self.connection.growing().is_none() && !self.connection.waits_for_program();
         asked || self.connection.block.is_left()
     }
 
@@ -159,7 +156,7 @@ impl<'a> Performer<'a> {
         }
         self.connection.block.set_owner(owner);
         if self.step == Step::HandedOff {
-            self.open.announce_move(self.connection.block.number());
+            self.open.announce_move(self.connection.number());
         }
     }
 
@@ -201,12 +198,12 @@ impl<'a> Performer<'a> {
     fn end(&mut self) {
         self.clear();
         self.give_slot();
-        let _ = match self.fd {
-            Some(fd) => shell::end(fd),
-            None => diagnosis::destroy(self.ground.diagnosis, &self.connection.flow),
+        let _ = match self.connection.fd() {
+            Ok(fd) => shell::end(fd),
+            Err(_) => diagnosis::destroy(self.ground.diagnosis, &self.connection.flow),
         };
         if let Some(on_nic) = self.connection.on_nic.take() {
-            self.open.ended.insert(self.connection.number, on_nic.memory);
+            self.open.ended.insert(self.connection.number(), on_nic.memory);
         }
     }
 
@@ -222,8 +219,8 @@ impl<'a> Performer<'a> {
             self.connection.on_nic = None;
             return;
         }
-        if let Some(fd) = &self.connection.fd {
-            let _ = shell::end(fd.as_fd());
+        if let Ok(fd) = self.fd() {
+            let _ = shell::end(fd);
         }
         self.give_memory();
     }
@@ -371,8 +368,8 @@ fn done_if(done: bool) -> Outcome {
 
 /// Gives the program access to the connection in the kernel, and notifies it.
 pub(crate) fn hand_to_kernel(session: &OpenSession, connection: &mut Connection) {
-    connection.moves += 1;
-    connection.block.store(block::MOVES, connection.moves);
+    connection.block.count_move();
+    connection.block.note_moves();
     connection.block.set_owner(Owner::Kernel);
-    session.announce_move(connection.block.number());
+    session.announce_move(connection.number());
 }

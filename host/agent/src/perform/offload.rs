@@ -2,8 +2,7 @@
 
 use super::{Performer, hand_to_kernel};
 use crate::changes::UNKNOWN;
-use crate::connection::{Connection, Exported, Memory, OnNic};
-use crate::idle::Idleness;
+use crate::connection::{Connection, Exported, Handoff, Memory, OnNic};
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
 use crate::record::{queues, unpublish, write_image};
@@ -15,7 +14,7 @@ use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::{self, Saved};
 use baton_handoff::unenforced;
-use baton_image::{Image, NicState, Stay};
+use baton_image::{Image, Stay};
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_linux::tcp_info::{OPTION_SACK, TcpInfo};
@@ -40,7 +39,7 @@ impl Performer<'_> {
         let base = nic::slot(cid.slot());
         let _ = self.ground.nic_memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
         // By these the NIC's answers find the connection.
-        for (at, value) in [(0, self.session), (5, self.connection.number)] {
+        for (at, value) in [(0, self.session), (5, self.connection.number())] {
             self.ground.nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
         }
         self.ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
@@ -54,16 +53,16 @@ impl Performer<'_> {
         let namespace = self.ground.known.namespace().map_err(|error| system("SO_NETNS_COOKIE", &error))?;
         let info = examine::examine(connection.fd()?, namespace)?;
         unenforced::check(connection.fd()?)?;
-        if connection.unproved.as_deref() == Some(&UNKNOWN) {
-            connection.unproved = Some(Box::new((info.bytes_acked, info.bytes_received)));
+        if connection.unproved() == Some(UNKNOWN) {
+            connection.extra().unproved = Some((info.bytes_acked, info.bytes_received));
         }
-        if let Some((acked, received)) = connection.unproved.as_deref().copied() {
+        if let Some((acked, received)) = connection.unproved() {
             // Received bytes show that packets may come in; acknowledged bytes show that packets may go out as well.
             let passes = info.bytes_acked != acked || info.bytes_received != received && info.retransmits == 0;
             if !passes {
                 return Err(Refusal::Unproved);
             }
-            connection.unproved = None;
+            connection.extra().unproved = None;
         }
         if connection.inherited && self.ground.others_hold(connection) {
             return Err(Refusal::Shared);
@@ -152,7 +151,7 @@ impl Performer<'_> {
 
     fn may_steal(&mut self) -> Result<Way, Refusal> {
         // Firewall, route or socket options may have changed since the move began.
-        if self.connection.unproved.is_some() {
+        if self.connection.unproved().is_some() {
             return Err(Refusal::Unproved);
         }
         let way = self.ground.way_of(self.connection)?;
@@ -173,7 +172,7 @@ impl Performer<'_> {
     /// Saves the socket's settings that the move changes, and writes them to the journal.
     pub(super) fn note_reading(&mut self, cid: Cid) -> Result<(), Refusal> {
         let saved = Saved::read(self.fd()?).map_err(|_| Refusal::Filter)?;
-        let entry = Entry::new(self.session, self.connection.number, cid, saved);
+        let entry = Entry::new(self.session, self.connection.number(), cid, saved);
         self.entry = Some(entry);
         self.write(Phase::Reading)
     }
@@ -194,7 +193,7 @@ impl Performer<'_> {
     /// Undoes the export: the connection continues in the kernel.
     pub(super) fn abandon(&mut self) -> Result<(), Refusal> {
         let undone = match (self.exporter.take(), &self.entry) {
-            (Some(exporter), _) => exporter.abandon(),
+            (Some(exporter), _) => exporter.abandon(self.fd()?),
             // The exporter was lost with an earlier agent.
             (None, Some(entry)) => export::undo(self.fd()?, &entry.saved),
             (None, None) => Ok(()),
@@ -212,23 +211,17 @@ impl Performer<'_> {
             (image.nodelay, image.cork) = (true, false);
         }
         let retransmitted = exporter.retransmitted();
-        let stay = self.connection.stay.as_deref();
+        let stay = self.connection.stay();
         let nic = stay.and_then(|stay| stay.complete(&mut image, retransmitted, monotonic_micros()));
-        let limits = Limits::of(self.fd()?, self.ground.known);
+        let limits = Limits::of(self.connection.fd()?, self.ground.known);
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
         limits.write(self.ground.nic_memory, self.cid()?);
-        let exported = Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() };
         self.connection.on_nic = Some(Box::new(OnNic {
-            exported: Some(Box::new(exported)),
-            nic: nic.map(Box::new),
-            memory,
-            muted: false,
             way: self.way.map(|way| self.ground.known.shared(way)),
-            dropped: None,
-            idleness: Idleness::new(&image),
+            ..OnNic::new(Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() }, nic, memory)
         }));
         let (unread, unacknowledged) = queues(self.region, memory, &image).ok_or(Refusal::NoRoom)?;
-        let copied = exporter.copy_queues(&unread, &unacknowledged);
+        let copied = exporter.copy_queues(self.fd()?, &unread, &unacknowledged);
         if copied.is_err() {
             self.give_memory();
         }
@@ -237,22 +230,20 @@ impl Performer<'_> {
 
     pub(super) fn note_copied(&mut self) -> Result<(), Refusal> {
         let (Some(entry), Some(on_nic)) = (self.entry.take(), &mut self.connection.on_nic) else { return Err(Refusal::Filter) };
-        let Some(exported) = &mut on_nic.exported else { return Err(Refusal::NoRoom) };
+        let Some(Handoff { exported, .. }) = on_nic.handoff.as_deref_mut() else { return Err(Refusal::NoRoom) };
         exported.handed_off_at = monotonic_micros();
         self.entry = Some(entry.copied(&exported.image, on_nic.memory, exported.handed_off_at));
         self.write(Phase::Copied)
     }
 
     pub(super) fn purge(&mut self) -> Result<(), Refusal> {
-        let (Some(exporter), Some(on_nic)) = (self.exporter.take(), &mut self.connection.on_nic) else {
-            return Err(Refusal::NoRoom);
-        };
-        let (saved, purged) = match exporter.purge() {
+        let exporter = self.exporter.take().ok_or(Refusal::NoRoom)?;
+        let (saved, purged) = match exporter.purge(self.fd()?) {
             Ok(saved) => (saved, Ok(())),
             Err((saved, stay)) => (saved, Err(stay)),
         };
-        if let Some(exported) = &mut on_nic.exported {
-            exported.saved = saved;
+        if let Some(handoff) = self.connection.on_nic.as_deref_mut().and_then(|on_nic| on_nic.handoff.as_deref_mut()) {
+            handoff.exported.saved = saved;
         }
         purged
     }
@@ -266,14 +257,13 @@ impl Performer<'_> {
 
     fn prepare_handoff(&mut self) -> Result<Cid, Refusal> {
         let cid = self.cid()?;
-        self.connection.moves += 1;
-        let nic = self.connection.on_nic.as_deref_mut().and_then(|on_nic| on_nic.nic.take());
+        self.connection.block.count_move();
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
-        write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic, nic.as_deref())?;
-        self.connection.stay = None;
+        write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic)?;
+        self.connection.forget_stay();
         // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its block, find no
         // move there, and not look again when that notification arrives.
-        self.open.note_move(self.connection.block.number());
+        self.open.note_move(self.connection.number());
         Ok(cid)
     }
 
@@ -285,9 +275,9 @@ impl Performer<'_> {
         // From now on the journal has it.
         let nic_memory = self.ground.nic_memory;
         if let (Some(cid), Some(on_nic)) = (self.connection.cid, &mut self.connection.on_nic)
-            && journal::exported(nic_memory, cid).as_ref() == on_nic.exported.as_deref()
+            && journal::exported(nic_memory, cid).as_ref() == on_nic.handoff.as_deref().map(|handoff| &handoff.exported)
         {
-            on_nic.exported = None;
+            on_nic.handoff = None;
         }
         Ok(())
     }
@@ -299,7 +289,7 @@ impl Performer<'_> {
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or(Refusal::NoRoom)?;
         let (local, peer) = (self.connection.local(), self.connection.peer());
         self.image = Some(image);
-        self.connection.stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
+        self.connection.extra().stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
         let imported = Importer::begin(self.fd()?, &image, local, peer, &unread, &unacknowledged, &saved);
         self.importer = Some(imported.map_err(Refusal::from)?);
         Ok(())
@@ -314,17 +304,16 @@ fn write_down(
     connection: &Connection,
     cid: Cid,
     on_nic: &OnNic,
-    nic: Option<&NicState>,
 ) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
-    let OnNic { exported: Some(exported), memory, .. } = on_nic else { return Err(Refusal::NoRoom) };
-    let Exported { image, saved, .. } = &**exported;
+    let OnNic { handoff: Some(handoff), memory, .. } = on_nic else { return Err(Refusal::NoRoom) };
+    let Handoff { exported: Exported { image, saved, .. }, nic } = &**handoff;
     let Memory { receive, send } = *memory;
-    let parameters = [session, receive.0, receive.1, send.0, send.1, connection.block.number()];
+    let parameters = [session, receive.0, receive.1, send.0, send.1, connection.number()];
     for (at, value) in parameters.into_iter().enumerate() {
         nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
     }
-    write_image(nic_memory, cid, image, nic).map_err(|_| Refusal::NoRoom)?;
+    write_image(nic_memory, cid, image, nic.as_ref()).map_err(|_| Refusal::NoRoom)?;
     let b = &connection.block;
     b.store(block::PROCESSOR, 0);
     b.store(block::READ_SEQ, image.read_seq());
@@ -338,7 +327,7 @@ fn write_down(
     ];
     b.store(block::FLAGS, flags.into_iter().filter(|(_, on)| *on).fold(0, |all, (flag, _)| all | flag));
     // Written before the NIC runs, since its notifications make the program look for the connection.
-    b.store(block::MOVES, connection.moves);
+    b.note_moves();
     Ok(())
 }
 

@@ -40,7 +40,7 @@ impl Performer<'_> {
     pub(super) fn rest(&mut self) -> Outcome {
         let Ok(cid) = self.cid() else { return Outcome::Refused(Refusal::NoRoom) };
         // The replay has to arrive by a device from which the socket receives now.
-        if self.connection.growing.is_none()
+        if self.connection.growing().is_none()
             && let Some((routing, route)) = self.route.take().or_else(|| self.ground.route_of(self.connection).ok())
             && let Some(on_nic) = &self.connection.on_nic
             && let Some(exported) = self.connection.exported(self.ground.nic_memory)
@@ -70,7 +70,7 @@ impl Performer<'_> {
     /// Makes the shell a connection again, from the NIC's image or from its record. `nic` is what only the NIC knows, which is kept.
     pub(super) fn begin_import(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Refusal> {
         self.image = Some(image);
-        self.connection.stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
+        self.connection.extra().stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
         let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or_else(|| damaged("queues"))?;
         let flags = self.connection.block.load(block::FLAGS);
@@ -120,7 +120,7 @@ impl Performer<'_> {
     /// connection. A peer that has closed would reset a socket that does not know of the FIN yet, and whose FIN or data it gets again:
     /// the NIC may be slow to replay.
     fn replay_fin(&self) {
-        if let (Shape::Beside { .. }, Some(fin)) = (&self.ground.shape, &self.connection.fin) {
+        if let (Shape::Beside { .. }, Some(fin)) = (&self.ground.shape, self.connection.fin()) {
             self.send_fin(&fin.image);
         }
     }
@@ -135,24 +135,22 @@ impl Performer<'_> {
     pub(super) fn expect_fin(&mut self) {
         let now = monotonic_micros();
         let image = self.image.filter(|image| self.importer.is_some() && image.state.fin_received());
-        self.connection.fin =
-            image.map(|image| Box::new(ReplayedFin { image, again_at: now + FIN_AGAIN, until: now + FIN_LIMIT }));
+        self.connection.expect_fin(image.map(|image| ReplayedFin { image, again_at: now + FIN_AGAIN, until: now + FIN_LIMIT }));
     }
 
     /// Whether the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told of the stream's end
     /// already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send it again.
     pub(super) fn has_end_of_stream(&mut self) -> bool {
-        let Some(fin) = &mut self.connection.fin else { return true };
+        let Some(&ReplayedFin { image, again_at, until }) = self.connection.fin() else { return true };
         let now = monotonic_micros();
-        let arrived = self.fd.is_none_or(|fd| TcpInfo::read(fd).map_or(true, |info| !WITHOUT_FIN.contains(&info.state)));
-        if arrived || now >= fin.until {
-            self.connection.fin = None;
+        let info = self.fd().ok().and_then(|fd| TcpInfo::read(fd).ok());
+        if info.is_none_or(|info| !WITHOUT_FIN.contains(&info.state)) || now >= until {
+            self.connection.expect_fin(None);
             return true;
         }
-        if now >= fin.again_at {
-            fin.again_at = now + FIN_AGAIN;
-            let image = fin.image;
+        if now >= again_at {
             self.send_fin(&image);
+            self.connection.expect_fin(Some(ReplayedFin { image, again_at: now + FIN_AGAIN, until }));
         }
         false
     }

@@ -16,10 +16,11 @@ use std::sync::{Arc, PoisonError};
 pub(crate) struct Events {
     /// A ring for each NIC.
     rings: Vec<Consumer<RingWords>>,
-    /// For each NIC: numbers of the connections that its slots had when they were last looked up.
-    by_slot: [Vec<Option<u32>>; MAX_NICS],
-    /// Numbers by cid, for a connection whose slot's entry in `by_slot` is still another's.
-    by_cid: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
+    /// For each NIC: cid and number of the connection that was noted last for each of its slots. [`NOBODY`] if none was.
+    by_slot: [Vec<(Cid, u32)>; MAX_NICS],
+    /// Numbers by cid of connections that were noted, and whose slot's entry in `by_slot` is another's now: one that has left the slot
+    /// may be noted after the one that has come there.
+    displaced: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
     /// Connections that were between two owners when they were last checked.
     pub(super) between: Vec<u32>,
     /// Number of threads that are accepting a connection that the NIC has made. Its first events may be read before its number is
@@ -27,6 +28,9 @@ pub(crate) struct Events {
     accepting: u32,
     unclaimed: Vec<Message>,
 }
+
+/// The entry of a slot for which no connection is noted. No connection has this cid.
+const NOBODY: (Cid, u32) = (Cid(0), u32::MAX);
 
 /// Most events that are kept for connections that are being accepted: more than a ring holds.
 const MOST_UNCLAIMED: usize = 2 * RING_MESSAGES;
@@ -51,7 +55,7 @@ impl Shared {
 
     #[inline(always)]
     pub(super) fn has_moved(&self) -> bool {
-        self.moves[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
+        self.moves.words()[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
     }
 
     /// Handles the NIC's events; the listener is called for each connection that they concern.
@@ -172,7 +176,7 @@ impl Shared {
     #[cold]
     pub(super) fn check_moves(&self, events: &mut Events, connections: &Connections) {
         let early = self.early.swap(false, Ordering::AcqRel);
-        let (seen, moves) = (self.moves_seen.load(RELAXED), self.moves[0].load(Ordering::Acquire));
+        let (seen, moves) = (self.moves_seen.load(RELAXED), self.moves.words()[0].load(Ordering::Acquire));
         self.moves_seen.store(moves, RELAXED);
         let missed = moves.wrapping_sub(seen);
         let entry = |at: u32| {
@@ -181,7 +185,7 @@ impl Shared {
         };
         let mut moved: Vec<u32> = (0..missed.min(at::MOVED_ENTRIES)).map(entry).collect();
         // Entries that were overwritten while they were read do not count.
-        let overtaken = self.moves[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
+        let overtaken = self.moves.words()[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
         if early || overtaken || moved.contains(&at::ANY) {
             events.between.clear();
             (0..connections.len() as u32).for_each(|number| self.check_move(events, connections, number, false));
@@ -216,7 +220,7 @@ impl Events {
         Events {
             rings,
             by_slot: Default::default(),
-            by_cid: HashMap::default(),
+            displaced: HashMap::default(),
             between: Vec::new(),
             accepting: 0,
             unclaimed: Vec::new(),
@@ -230,14 +234,16 @@ impl Events {
 
     #[inline]
     pub(super) fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
-        let number = (*self.by_slot[cid.nic()].get(cid.slot() as usize)?)?;
+        let (noted, number) = *self.by_slot[cid.nic()].get(cid.slot() as usize)?;
         // A connection that the NIC opens keeps its cid when it is open: numbers from before that are read anew first.
-        connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid && !connection.has_moved())
+        let connection = connections.get(number as usize)?.as_deref().filter(|_| noted == cid)?;
+        (connection.cid() == cid && !connection.has_moved()).then_some(connection)
     }
 
     #[cold]
     pub(super) fn search<'a>(&mut self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
-        let number = *self.by_cid.get(&cid.0)?;
+        let noted = self.by_slot[cid.nic()].get(cid.slot() as usize).filter(|(noted, _)| *noted == cid);
+        let number = noted.map(|(_, number)| *number).or_else(|| self.displaced.get(&cid.0).copied())?;
         let found = connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid)?;
         self.note(found);
         Some(found)
@@ -245,24 +251,31 @@ impl Events {
 
     pub(super) fn forget(&mut self, connection: &Connection) {
         let cid = connection.cid();
-        if self.by_cid.get(&cid.0) == Some(&connection.number()) {
-            self.by_cid.remove(&cid.0);
+        let noted = (cid, connection.number());
+        if self.displaced.get(&cid.0) == Some(&noted.1) {
+            self.displaced.remove(&cid.0);
         }
-        if let Some(known) = self.by_slot[cid.nic()].get_mut(cid.slot() as usize)
-            && *known == Some(connection.number())
+        if let Some(last) = self.by_slot[cid.nic()].get_mut(cid.slot() as usize)
+            && *last == noted
         {
-            *known = None;
+            *last = NOBODY;
         }
     }
 
     pub(super) fn note(&mut self, connection: &Connection) {
         let cid = connection.cid();
+        if cid == NOBODY.0 {
+            return;
+        }
         let (by_slot, slot) = (&mut self.by_slot[cid.nic()], cid.slot() as usize);
         if by_slot.len() <= slot {
-            by_slot.resize(slot + 1, None);
+            by_slot.resize(slot + 1, NOBODY);
         }
-        by_slot[slot] = Some(connection.number());
-        self.by_cid.insert(cid.0, connection.number());
+        self.displaced.remove(&cid.0);
+        let (last, number) = std::mem::replace(&mut by_slot[slot], (cid, connection.number()));
+        if last != NOBODY.0 && last != cid {
+            self.displaced.insert(last.0, number);
+        }
     }
 }
 

@@ -13,7 +13,7 @@ use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
 use baton_ring::{Lock, Producer, Token, clear_rung, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
-use baton_shm::{MovableWords, Region, RingWords};
+use baton_shm::{MovableParts, Region, RingWords};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -55,7 +55,7 @@ pub struct Shared {
     pub(crate) connections: RwLock<Connections>,
     next_tag: AtomicU32,
     moves_seen: AtomicU32,
-    moves: MovableWords<1>,
+    moves: MovableParts<1, 0>,
     /// A connection had moved before the program knew its number.
     early: AtomicBool,
     pub(crate) listener: Listener,
@@ -73,7 +73,7 @@ pub struct Shared {
 #[derive(Debug)]
 struct Lane {
     commands: Lock<Producer<RingWords>>,
-    nic_sleeping: MovableWords<1>,
+    nic_sleeping: MovableParts<1, 0>,
     /// Offset of [`at::NIC_SENDING`] in session memory.
     nic_sending: usize,
     /// Wakes the NIC. That of the first NIC also wakes the program, whichever NIC has events for it.
@@ -88,7 +88,7 @@ impl Lane {
         let area = at::area(nic);
         Lane {
             commands: Lock::new(Producer::new(memory.ring(area + at::COMMANDS))),
-            nic_sleeping: MovableWords::new(memory.clone(), area + at::NIC_SLEEPING),
+            nic_sleeping: MovableParts::new(memory.clone(), area + at::NIC_SLEEPING),
             nic_sending: area + at::NIC_SENDING,
             bell,
             full_until: AtomicU64::new(0),
@@ -98,7 +98,7 @@ impl Lane {
     /// Wakes the NIC if it sleeps. Contains a full barrier.
     #[inline(always)]
     fn ring_nic(&self) {
-        if needs_doorbell(&self.nic_sleeping[0]) {
+        if needs_doorbell(&self.nic_sleeping.words()[0]) {
             self.wake_nic();
         }
     }
@@ -106,7 +106,7 @@ impl Lane {
     #[cold]
     #[inline(never)]
     fn wake_nic(&self) {
-        if must_ring(&self.nic_sleeping[0]) {
+        if must_ring(&self.nic_sleeping.words()[0]) {
             self.bell.ring();
         }
     }
@@ -226,7 +226,7 @@ impl Shared {
             first: Lane::new(&memory, 0, bell),
             events: Lock::new(Events::new(&memory, 1 + further.len())),
             further,
-            moves: MovableWords::new(memory.clone(), at::MOVES),
+            moves: MovableParts::new(memory.clone(), at::MOVES),
             memory,
             connections: RwLock::default(),
             next_tag: AtomicU32::new(2),

@@ -33,7 +33,7 @@ impl Shared {
             return 0;
         }
         let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
-        if should_report(connection, end) || !connection.receive_memory.read_straight(read, out) {
+        if should_report(connection, end) || !connection.receive_memory().read_straight(read, out) {
             return self.take_and_report(connection, block, token, out);
         }
         connection.note_read(block, end);
@@ -46,7 +46,7 @@ impl Shared {
     pub(super) fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
         let end = read.wrapping_add(out.len() as u32);
-        connection.receive_memory.read(read, out);
+        connection.receive_memory().read(read, out);
         if should_report(connection, end) && self.report_read(connection, token, end).is_err() {
             return 0;
         }
@@ -115,7 +115,7 @@ impl Shared {
             return Ok(0);
         }
         let read = connection.read.load(RELAXED);
-        connection.receive_memory.read(read, &mut out[..length]);
+        connection.receive_memory().read(read, &mut out[..length]);
         self.consume(connection, token, length as u32)?;
         Ok(length)
     }
@@ -162,7 +162,7 @@ impl Shared {
             return Ok(0);
         }
         let from = connection.read.load(RELAXED).wrapping_add(skip);
-        connection.receive_memory.read(from, &mut out[..length]);
+        connection.receive_memory().read(from, &mut out[..length]);
         Ok(length)
     }
 }

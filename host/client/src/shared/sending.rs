@@ -62,7 +62,7 @@ impl Shared {
         if !self.takes(connection, token) {
             return Err(would_block());
         }
-        let memory = &connection.send_memory;
+        let memory = connection.send_memory();
         let queued = connection.queued.load(RELAXED);
         let mut left = length;
         for piece in pieces {
@@ -231,7 +231,7 @@ impl Shared {
             return None;
         }
         let queued = connection.queued.load(RELAXED);
-        connection.send_memory.write_straight(queued, bytes)?;
+        connection.send_memory().write_straight(queued, bytes)?;
         let mut commands = lane.commands.lock(token)?;
         commands.has_room(1).then(|| self.join(connection, block, token, &mut commands, queued.wrapping_add(bytes.len() as u32)))
     }
@@ -349,7 +349,7 @@ fn put_at_once(lane: &Lane, connection: &Connection, block: Inside<'_>, token: T
         return false;
     }
     let queued = connection.queued.load(RELAXED);
-    let Some(address) = connection.send_memory.write_straight(queued, bytes) else { return false };
+    let Some(address) = connection.send_memory().write_straight(queued, bytes) else { return false };
     let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
     let Some(mut commands) = lane.commands.lock(token) else { return false };
     let end = queued.wrapping_add(bytes.len() as u32);
