@@ -160,12 +160,8 @@ fn adopt(
     let block = Block::new(open.memory.clone(), number);
     let flow = Flow { local: local.into(), remote: peer.into() };
     let reason = "the agent died".into();
-    let connection = Connection {
-        reason,
-        process,
-        attached: session.opening.attacher,
-        ..Connection::new(fd, flow, local, peer, block)
-    };
+    let connection =
+        Connection { reason, process, attached: session.opening.attacher, ..Connection::new(fd, flow, local, peer, block) };
     session.connections.put(connection);
     session.connections.get_mut(number as usize)?.as_mut()
 }

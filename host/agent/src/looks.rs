@@ -100,7 +100,8 @@ fn judge(connection: &mut OnNic, strays: bool, shown: &Shown) -> Option<(&'stati
     if !std::mem::replace(&mut connection.polled, true) {
         connection.dropped = shown.dropped;
     }
-    (connection.dropped != shown.dropped).then_some(("segments of its peer come by a device at which the NIC does not hear", true))
+    (connection.dropped != shown.dropped)
+        .then_some(("segments of its peer come by a device at which the NIC does not hear", true))
 }
 
 impl Agent {

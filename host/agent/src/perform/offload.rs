@@ -298,13 +298,7 @@ impl Performer<'_> {
 
 /// Writes image and parameters into the connection's slot, for the NIC, and its memory and sequence numbers into its block, for
 /// the program.
-fn write_down(
-    nic_memory: &Region,
-    session: u32,
-    connection: &Connection,
-    cid: Cid,
-    on_nic: &OnNic,
-) -> Result<(), Refusal> {
+fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
     let OnNic { handoff: Some(handoff), memory, .. } = on_nic else { return Err(Refusal::NoRoom) };
     let Handoff { exported: Exported { image, saved, .. }, nic } = &**handoff;
