@@ -8,7 +8,7 @@ use crate::growth::Growth;
 use crate::offloaded::{Memory, Offloaded};
 use crate::partial::Path;
 use baton_image::{Image, MAX_SHORT};
-use baton_shm::Region;
+use baton_shm::{Region, ThinBytes};
 use baton_tcp::{Connection, Instant};
 use baton_wire::Flow;
 use std::sync::Arc;
@@ -22,7 +22,7 @@ const FETCHES: u8 = 2;
 const TABLE: u8 = 4;
 
 /// A dormant connection. Behind a pointer of one word, so that a slot stays a cache line.
-pub(crate) struct Dormant(Box<Box<[u8]>>);
+pub(crate) struct Dormant(ThinBytes);
 
 /// What a slot and a session say of the connection.
 pub(crate) struct Place {
@@ -54,7 +54,7 @@ impl Dormant {
         bytes[8..10].copy_from_slice(&offloaded.ident.to_le_bytes());
         let table = if offloaded.ranges_table() == 0 { 0 } else { TABLE };
         bytes[10] = flag | table | if offloaded.fetches { FETCHES } else { 0 };
-        Some(Dormant(Box::new(bytes[..HEAD + length].into())))
+        ThinBytes::new(&bytes[..HEAD + length]).map(Dormant)
     }
 
     /// The connection as it goes on. None if the bytes are damaged, or its memory does not lie in the session's.
@@ -287,10 +287,11 @@ mod tests {
         settle(&mut idle, &mut now);
         let Dormant(bytes) = Dormant::of(&idle, PATIENCE, now).unwrap();
         for at in HEAD..bytes.len() {
-            let mut damaged = bytes.clone();
+            let mut damaged = bytes.to_vec();
             damaged[at] ^= 0x15;
-            assert!(Dormant(damaged).wake(flow(), place(&regions)).is_none(), "byte {at}");
-            assert!(Dormant(Box::new(bytes[..at].into())).wake(flow(), place(&regions)).is_none(), "cut at {at}");
+            let wakes = |bytes| Dormant(ThinBytes::new(bytes).unwrap()).wake(flow(), place(&regions)).is_some();
+            assert!(!wakes(&damaged), "byte {at}");
+            assert!(!wakes(&bytes[..at]), "cut at {at}");
         }
     }
 }
