@@ -9,6 +9,7 @@ With --nic the first host has a NIC (`baton hosts`), which is also killed while 
   run.py [--quick] [--mpi debian,openmpi,mpich] [--nic] [--ping-pong]"""
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -164,14 +165,6 @@ class HostsWithNic:
                 return entry
         return None
 
-    def kill_nic(self, ancestor):
-        """Kills the NIC that belongs to a process started here, once a rank uses it. Whether there was one."""
-        nic = self.find_nic(ancestor)
-        used = nic is not None and bool(sessions(nic))
-        if used:
-            os.kill(int(nic.name), signal.SIGKILL)
-        return used
-
     def is_nic(self, entry):
         try:
             return (entry / "cmdline").read_bytes().split(b"\0")[1:2] == [self.NIC]
@@ -276,18 +269,24 @@ def features_on_nic(mpi, hosts, program, quick):
 
 def killed_nic(mpi, hosts, program, settings):
     """The NIC is killed several times while messages are under way: none is lost, and none comes twice."""
-    arguments = ["--largest", 4 << 20, "--repeat", 40, "sizes", "collectives"]
+    arguments = ["--largest", 4 << 20, "--repeat", 100, "sizes", "collectives"]
     output, _, _ = run(mpi.command(2, program, arguments, False), mpi.environment(False))
     environment = mpi.environment(True) | {"FI_LOG_LEVEL": "info", "FI_LOG_PROV": "rmpp"} | settings
     command = hosts.inside(mpi.command(2, program, arguments, True, hosts.agent, settings))
     kills = []
 
     def kill(process):
-        """Each time after messages have gone on for a while; until the program ends."""
+        """Each NIC, once a rank has used it for a while; until the program ends. However fast the machine, one is killed in time."""
+        since = {}
         while process.poll() is None and len(kills) < 5:
-            time.sleep(1)
-            if hosts.kill_nic(process.pid):
-                kills.append(time.monotonic())
+            time.sleep(0.02)
+            nic = hosts.find_nic(process.pid)
+            if nic is None or not sessions(nic):
+                continue
+            if time.monotonic() - since.setdefault(nic.name, time.monotonic()) > 0.4 and nic.name not in kills:
+                kills.append(nic.name)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(nic.name), signal.SIGKILL)
 
     output_on_nic, errors, result = run(command, environment, meanwhile=kill)
     died = [int(count) for count in re.findall(r"NICs that died (\d+)", errors)]
