@@ -229,6 +229,8 @@ pub mod session {
     /// 4-byte word: number of the program's sleeping threads, and in its highest bit whether a NIC has rung its doorbell since the
     /// program last looked at its rings. Nonzero without that bit: a NIC must ring.
     pub const PROGRAM_SLEEPING: usize = 64;
+    /// 4-byte word: one more than the number of the processor on which the thread ran that went to sleep last; 0 if that is not known.
+    pub const PROGRAM_PROCESSOR: usize = 68;
     /// 4-byte word: number of moves that the agent has finished. A change makes the program look at its connections' owners
     /// again.
     pub const MOVES: usize = 128;

@@ -1,6 +1,7 @@
 //! The NIC process: workers on cores of their own, without capabilities, controlled by the agent.
 #![forbid(unsafe_code)]
 
+mod company;
 mod copy;
 pub mod host_tcp;
 mod key;

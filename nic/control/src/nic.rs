@@ -1,5 +1,6 @@
 //! The NIC process: the threads of its workers, and the first worker's service of the agent and the programs.
 
+use crate::company::Company;
 use crate::copy::{CopyEngine, Host};
 use crate::key;
 use crate::line::Line;
@@ -55,6 +56,8 @@ struct Runner {
     datagram_bells: HashMap<u32, SessionBell>,
     /// Doorbells of further ones, from the first worker.
     new_bells: Receiver<(u32, ProgramBell)>,
+    /// Present if the worker was not given a processor, and may move to that of a program.
+    company: Option<Company>,
     busy_nanos: u64,
     doorbell_nanos: u64,
     /// Present if the NIC has an owner.
@@ -330,6 +333,7 @@ impl Runner {
         let now = Instant(monotonic_micros());
         let mut worker = Worker::new(host, wire, memory.clone(), worker_settings, now);
         let several = peers.is_some();
+        let processors = process::allowed_cpus().iter().max().map_or(0, |most| most + 1);
         if let Some(peers) = peers {
             worker.join(peers, now);
         }
@@ -344,6 +348,7 @@ impl Runner {
             program_bells: HashMap::new(),
             datagram_bells: HashMap::new(),
             new_bells,
+            company: (!several && settings.cores.is_empty()).then(|| Company::new(processors)),
             busy_nanos: 0,
             doorbell_nanos: 0,
             rules: None,
@@ -418,13 +423,21 @@ impl Runner {
     /// Rings the doorbells of the programs, the agent and the other workers that sleep and have messages.
     fn ring_doorbells(&mut self, now: Instant) {
         let (bells, nanos) = (&self.program_bells, &mut self.doorbell_nanos);
-        let agent = self.worker.doorbells(now, |session| {
+        let (company, mut moves_to) = (&mut self.company, None);
+        let agent = self.worker.doorbells(now, |session, processor| {
+            if let (Some(company), Some(processor)) = (company.as_mut(), processor) {
+                moves_to = company.woke(processor, process::current_cpu(), now.0).or(moves_to);
+            }
             if let Some(bell) = bells.get(&session) {
                 let started = monotonic_nanos();
                 bell.program.ring();
                 *nanos += monotonic_nanos() - started;
             }
         });
+        if let Some(processor) = moves_to {
+            // A failure is harmless.
+            process::move_to(processor);
+        }
         let sockets = &self.datagram_bells;
         self.worker.datagram_doorbells(|socket| sockets.get(&socket).into_iter().for_each(SessionBell::ring));
         if let Some(front) = self.front.as_ref().filter(|_| agent) {

@@ -1,6 +1,7 @@
 //! Interrupt moderation: decides when the producer of a queue signals the consumer (an interrupt, a doorbell). Off, by time and
 //! count, or adaptively in the manner of Linux's dynamic interrupt moderation (`lib/dim`): a small table of limits in which the
-//! search steps to the left or right as long as that brings more bytes, else more packets, else fewer interrupts for the same.
+//! search steps to the left or right as long as that brings more bytes, else more packets, else fewer interrupts for the same; or at
+//! the end of a burst.
 //!
 //! No I/O and no clock. Times are in microseconds.
 #![no_std]
@@ -27,7 +28,19 @@ pub enum Mode {
     },
     /// By limits that follow the traffic.
     Adaptive,
+    /// Under load at the end of a burst: once nothing more has come for [`LULL`], after [`LONGEST`] at the latest. Otherwise at every
+    /// frame. Under load means that the consumer has got at least [`LOAD`] frames since it was last signalled: then it sleeps for a
+    /// short time only, and to be woken costs it more than a few further frames are late. A consumer that gets a single request and
+    /// answers it is never kept waiting.
+    Burst,
 }
+
+/// How long nothing more must have come at a burst's end, and how long it lasts at most, microseconds ([`Mode::Burst`]).
+pub const LULL: u64 = 3;
+/// See [`LULL`].
+pub const LONGEST: u32 = 20;
+/// Frames since the last signal from which on bursts are waited for ([`Mode::Burst`]).
+pub const LOAD: u64 = 4;
 
 /// Numbers of interrupts, and of the frames and bytes that they signalled.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
@@ -49,13 +62,26 @@ pub struct Moderator {
     frames: u32,
     bytes: u64,
     since: u64,
+    /// When the last of them was queued.
+    last: u64,
+    /// Frames since the last signal, those that the consumer got while it was awake too.
+    got: u64,
     counters: Counters,
 }
 
 impl Moderator {
     /// Makes a moderator with nothing waiting.
     pub fn new(mode: Mode) -> Moderator {
-        Moderator { mode, adaptive: Adaptive::default(), frames: 0, bytes: 0, since: 0, counters: Counters::default() }
+        Moderator {
+            mode,
+            adaptive: Adaptive::default(),
+            frames: 0,
+            bytes: 0,
+            since: 0,
+            last: 0,
+            got: 0,
+            counters: Counters::default(),
+        }
     }
 
     /// Whether signals are ever delayed.
@@ -70,7 +96,15 @@ impl Moderator {
             Mode::Off => (0, 1),
             Mode::Static { time, frames } => (time, frames.max(1)),
             Mode::Adaptive => self.adaptive.limits(),
+            Mode::Burst if self.got < LOAD => (0, 1),
+            Mode::Burst => (LONGEST, u32::MAX),
         }
+    }
+
+    /// Counts `frames` frames that the consumer has got, whether it is awake or to be signalled ([`Mode::Burst`]).
+    #[inline]
+    pub fn got(&mut self, frames: u64) {
+        self.got = self.got.saturating_add(frames);
     }
 
     /// Counts a frame of `bytes` bytes that was queued at `now`. Returns whether the consumer is to be signalled now.
@@ -80,6 +114,7 @@ impl Moderator {
         }
         self.frames += 1;
         self.bytes += bytes as u64;
+        self.last = now;
         let (time, frames) = self.limits();
         self.frames >= frames || now >= self.since + u64::from(time)
     }
@@ -87,7 +122,8 @@ impl Moderator {
     /// When the consumer is to be signalled at the latest; None if nothing waits.
     #[inline]
     pub fn due(&self) -> Option<u64> {
-        (self.frames > 0).then(|| self.since + u64::from(self.limits().0))
+        let lull = if self.mode == Mode::Burst { self.last + LULL } else { u64::MAX };
+        (self.frames > 0).then(|| lull.min(self.since + u64::from(self.limits().0)))
     }
 
     /// Notes that the consumer has been signalled of everything that waited.
@@ -98,7 +134,7 @@ impl Moderator {
         self.counters.interrupts += 1;
         self.counters.frames += u64::from(self.frames);
         self.counters.bytes += self.bytes;
-        (self.frames, self.bytes) = (0, 0);
+        (self.frames, self.bytes, self.got) = (0, 0, 0);
         if self.mode == Mode::Adaptive {
             self.adaptive.sample(&self.counters, now);
         }
@@ -133,6 +169,28 @@ mod tests {
         moderator.signalled(2050);
         assert_eq!(moderator.counters(), Counters { interrupts: 2, frames: 6, bytes: 600 });
         assert!(Moderator::new(Mode::Off).queued(1, 0));
+    }
+
+    #[test]
+    fn a_burst_is_waited_for_under_load_only() {
+        let mut moderator = Moderator::new(Mode::Burst);
+        for now in [1000, 2000] {
+            moderator.got(LOAD - 1);
+            assert!(moderator.queued(100, now), "a few requests are not kept waiting");
+            moderator.signalled(now);
+        }
+        let mut burst = |from: u64, until: u64| {
+            moderator.got(LOAD);
+            let signal = (from..).find(|now| {
+                let arrives = *now < until && now % 2 == 0;
+                arrives && moderator.queued(100, *now) || moderator.due().is_some_and(|due| due <= *now)
+            });
+            moderator.signalled(signal.unwrap());
+            signal.unwrap() - from
+        };
+        assert_eq!([burst(3000, 3001), burst(4000, 4010), burst(5000, 5500)], [LULL, 8 + LULL, u64::from(LONGEST)]);
+        moderator.got(1);
+        assert!(moderator.queued(100, 6000), "the load has ended");
     }
 
     /// Sends frames of `bytes` bytes, one every `interval` microseconds, for a second; returns the number of interrupts and the

@@ -13,7 +13,7 @@ use core::fmt::Display;
 use serde::{Deserialize, Serialize};
 
 /// What the NIC does for the connections that the kernel runs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Offloads {
     /// Large sends: the kernel hands over frames of up to 64 KB, which the NIC cuts if the wire does not take them.
     pub large_sends: bool,
@@ -29,8 +29,24 @@ pub struct Offloads {
     pub rss: baton_rss::RssSettings,
 }
 
+impl Default for Offloads {
+    /// Nothing, but that programs under load are woken at the end of a burst.
+    fn default() -> Self {
+        Offloads {
+            large_sends: false,
+            lro: baton_lro::LroSettings::default(),
+            active_ack: false,
+            moderation: Moderation::Off,
+            doorbells: Moderation::Burst,
+            rss: baton_rss::RssSettings::default(),
+        }
+    }
+}
+
 /// The values of settings that are words.
 const ON_OFF: &[(&str, bool)] = &[("off", false), ("on", true)];
+const BELLS: &[(&str, Option<Moderation>)] =
+    &[("off", None), ("on", Some(Moderation::Adaptive)), ("burst", Some(Moderation::Burst))];
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
 
@@ -60,16 +76,16 @@ fn name<T: PartialEq>(of: &T, words: &[(&'static str, T)]) -> &'static str {
 fn limits(of: Moderation) -> (u32, u32) {
     match of {
         Moderation::Static { time, frames } => (time, frames),
-        Moderation::Off | Moderation::Adaptive => (0, 64),
+        Moderation::Off | Moderation::Adaptive | Moderation::Burst => (0, 64),
     }
 }
 
-/// Sets `adaptive-…`, `…-usecs` or `…-frames` of a moderation.
-fn moderate(of: &mut Moderation, key: &str, value: &str) -> Result<(), String> {
+/// Sets `adaptive-…` to one of `words`, or `…-usecs` or `…-frames` of a moderation.
+fn moderate(of: &mut Moderation, key: &str, value: &str, words: &[(&str, Option<Moderation>)]) -> Result<(), String> {
     let (time, frames) = limits(*of);
     let fixed = |time: u32, frames: u32| if time == 0 { Moderation::Off } else { Moderation::Static { time, frames } };
     *of = if key.starts_with("adaptive-") {
-        if word(key, value, ON_OFF)? { Moderation::Adaptive } else { fixed(time, frames) }
+        word(key, value, words)?.unwrap_or_else(|| fixed(time, frames))
     } else if key.ends_with("-usecs") {
         fixed(number(key, value, 0, 10_000)? as u32, frames)
     } else {
@@ -101,8 +117,8 @@ impl Offloads {
             "lro-held-segments" => self.lro.held_segments = number(key, value, 1, 1 << 20)? as usize,
             "lro-held-bytes" => self.lro.held_bytes = number(key, value, 1 << 16, 1 << 30)? as usize,
             "active-ack" => self.active_ack = word(key, value, ON_OFF)?,
-            "adaptive-rx" | "rx-usecs" | "rx-frames" => moderate(&mut self.moderation, key, value)?,
-            "adaptive-bell" | "bell-usecs" | "bell-frames" => moderate(&mut self.doorbells, key, value)?,
+            "adaptive-rx" | "rx-usecs" | "rx-frames" => moderate(&mut self.moderation, key, value, &BELLS[..2])?,
+            "adaptive-bell" | "bell-usecs" | "bell-frames" => moderate(&mut self.doorbells, key, value, BELLS)?,
             "queues" => self.rss.queues = if value == "all" { 0 } else { number(key, value, 1, 16)? as u8 },
             "rss-key" if value == "random" => self.rss.key = None,
             "rss-key" => self.rss.key = Some(value.parse().map_err(|_| format!("{key}={value}: {KEYS}"))?),
@@ -140,6 +156,9 @@ impl Offloads {
                 between("frames", frames.into(), 1, 64)?;
             }
         }
+        if self.moderation == Moderation::Burst {
+            return Err("adaptive-rx=burst: expected one of off, on".into());
+        }
         between("queues", self.rss.queues.into(), 0, 16)
     }
 
@@ -162,7 +181,10 @@ impl Offloads {
             ("adaptive-rx", text(&on(self.moderation == Moderation::Adaptive))),
             ("rx-usecs", text(&time)),
             ("rx-frames", text(&frames)),
-            ("adaptive-bell", text(&on(self.doorbells == Moderation::Adaptive))),
+            (
+                "adaptive-bell",
+                text(&BELLS.iter().find(|(_, mode)| *mode == Some(self.doorbells)).map_or("off", |(word, _)| word)),
+            ),
             ("bell-usecs", text(&bell_time)),
             ("bell-frames", text(&bell_frames)),
             ("queues", if self.rss.queues == 0 { text(&"all") } else { text(&self.rss.queues) }),
@@ -196,6 +218,10 @@ mod tests {
         let mut set = Offloads::default();
         set.set("adaptive-rx=on").unwrap();
         assert_eq!(set.moderation, Moderation::Adaptive);
+        set.set("adaptive-bell=on").unwrap();
+        assert_eq!(set.doorbells, Moderation::Adaptive);
+        set.set("adaptive-bell=burst").unwrap();
+        assert_eq!(set, Offloads { moderation: Moderation::Adaptive, ..Offloads::default() });
         set.set("rx-usecs=0").unwrap();
         assert_eq!(set.moderation, Moderation::Off);
     }
@@ -208,7 +234,8 @@ mod tests {
             ("lro=yes", "off, in-order, reorder"),
             ("lro-bytes=70000", "1500 to 65535"),
             ("rx-usecs=-1", "0 to 10000"),
-            ("adaptive-rx=maybe", "off, on"),
+            ("adaptive-rx=burst", "off, on"),
+            ("adaptive-bell=maybe", "off, on, burst"),
             ("queues=0", "1 to 16"),
             ("rss-key=abc", "40 bytes"),
             ("rss-indir=0,1", "balanced"),

@@ -145,6 +145,14 @@ pub fn pin_to(cores: &[usize]) -> bool {
     rustix::thread::sched_setaffinity(None, &cpu_set(cores)).is_ok()
 }
 
+/// Moves the calling thread to a processor, if it may run there, without binding it: the kernel may move it again. Returns whether it
+/// worked.
+pub fn move_to(core: usize) -> bool {
+    let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return false };
+    let moved = core < CpuSet::MAX_CPU && allowed.is_set(core) && pin(0, core);
+    moved && rustix::thread::sched_setaffinity(None, &allowed).is_ok()
+}
+
 /// Makes short sleeps of the calling thread, and of threads that it starts, end when they should. By default the kernel may add
 /// 50 microseconds.
 pub fn wake_in_time() {

@@ -11,6 +11,7 @@ use baton_abi::layout::session as at;
 use baton_abi::{Message, Operation};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
+use baton_linux::process::current_cpu;
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
 use baton_ring::{Lock, Producer, Token, clear_rung, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
 use baton_shm::{MovableParts, Region, RingWords};
@@ -361,6 +362,7 @@ impl Shared {
     /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`], which returns false, it is woken by the
     /// doorbell.
     pub fn count_sleeper(&self) {
+        self.memory.word32(at::PROGRAM_PROCESSOR).store(current_cpu() as u32 + 1, Ordering::Relaxed);
         count_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
     }
 

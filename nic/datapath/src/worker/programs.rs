@@ -41,6 +41,8 @@ pub(super) struct Session {
     /// has accounted for.
     pub unsignalled: u64,
     pub moderated: u64,
+    /// Position of the event ring up to which the moderator has counted events.
+    pub counted: u64,
     /// Decides when the doorbell of a sleeping program is rung.
     pub moderator: Moderator,
     /// The NIC keeps only the fast path of its connections.
@@ -64,6 +66,8 @@ impl Session {
 
     /// Whether the doorbell has to be rung at `now`.
     fn should_ring(&mut self, now: Instant) -> bool {
+        let position = self.events.position();
+        self.moderator.got(position - std::mem::replace(&mut self.counted, position));
         if !wants_ring(self.memory.word32(session::PROGRAM_SLEEPING)) {
             // A program that is awake, or waking up since it was rung, reads its ring without a doorbell.
             (self.unsignalled, self.moderated) = (0, 0);
@@ -187,9 +191,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             memory,
             area,
             commands,
-            events,
             unsignalled: 0,
             moderated: 0,
+            counted: events.position(),
+            events,
             moderator,
             fast_path: false,
             answered: None,
@@ -197,16 +202,18 @@ impl<H: Device, W: Device> Worker<H, W> {
         });
     }
 
-    /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it. Returns whether
-    /// messages were sent to the agent since the last call: then the caller rings its doorbell, too.
-    pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32)) -> bool {
+    /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it, with the
+    /// processor that the program says it ran on. Returns whether messages were sent to the agent since the last call: then the caller
+    /// rings its doorbell, too.
+    pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32, Option<usize>)) -> bool {
         for (id, session) in self.programs.sessions.iter_mut().enumerate() {
             if let Some(session) = session
                 && session.unsignalled > 0
                 && session.should_ring(now)
             {
                 self.counters.add(Counter::Doorbells, 1);
-                ring(id as u32);
+                let processor = session.memory.word32(session::PROGRAM_PROCESSOR).load(Ordering::Relaxed);
+                ring(id as u32, (processor as usize).checked_sub(1));
             }
         }
         std::mem::take(&mut self.agent.unsignalled)

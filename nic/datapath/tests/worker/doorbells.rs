@@ -5,7 +5,7 @@ use baton_abi::layout::{block, session};
 use baton_abi::{ANSWER, Cid, Message, Operation};
 use baton_datapath::WorkerOffloads;
 use baton_device::Device;
-use baton_moderation::Mode;
+use baton_moderation::{LOAD, LULL, Mode};
 use baton_ring::{clear_rung, count_sleeper};
 use baton_tcp::Instant;
 use baton_wire::TcpFrame;
@@ -20,7 +20,7 @@ fn doorbells_are_moderated() {
     };
     let rung = |stage: &mut Stage| {
         let mut rung = Vec::new();
-        stage.worker.doorbells(stage.now, |session| rung.push(session));
+        stage.worker.doorbells(stage.now, |session, _| rung.push(session));
         clear_rung(stage.programs[0].memory.word32(session::PROGRAM_SLEEPING));
         rung
     };
@@ -54,6 +54,41 @@ fn doorbells_are_moderated() {
     assert_eq!(rung(&mut stage), [0u32; 0]);
     stage.now = stage.now.after(10_000);
     assert_eq!(rung(&mut stage), [0u32; 0], "it was awake");
+
+    // What it got while it was awake counts for the load, under which a burst is waited for.
+    set(&mut stage, Mode::Burst);
+    asleep(&stage, 1);
+    stage.victim_goes_on(100);
+    assert_eq!(rung(&mut stage), [0], "no load");
+    asleep(&stage, 0);
+    for _ in 0..LOAD {
+        stage.victim_goes_on(100);
+        assert_eq!(rung(&mut stage), [0u32; 0]);
+    }
+    asleep(&stage, 1);
+    stage.victim_goes_on(100);
+    assert_eq!(rung(&mut stage), [0u32; 0], "more may come");
+    assert_eq!(stage.worker.next_timeout(), Some(stage.now.0 + LULL));
+    stage.now = stage.now.after(LULL);
+    assert_eq!(rung(&mut stage), [0], "nothing more has come");
+    stage.victim_goes_on(100);
+    assert_eq!(rung(&mut stage), [0], "the load has ended");
+}
+
+/// The processor of a program that is woken is what it has said last.
+#[test]
+fn the_programs_processor_is_told() {
+    let mut stage = Stage::new();
+    let memory = stage.programs[0].memory.clone();
+    memory.word32(session::PROGRAM_SLEEPING).store(1, Ordering::SeqCst);
+    for (said, told) in [(0, None), (1, Some(0)), (8, Some(7)), (u32::MAX, Some(u32::MAX as usize - 1))] {
+        memory.word32(session::PROGRAM_PROCESSOR).store(said, Ordering::SeqCst);
+        stage.victim_goes_on(100);
+        let mut rung = Vec::new();
+        stage.worker.doorbells(stage.now, |session, processor| rung.push((session, processor)));
+        assert_eq!(rung, [(0, told)]);
+        clear_rung(memory.word32(session::PROGRAM_SLEEPING));
+    }
 }
 
 /// A sleeping program that waits for room is not woken by acknowledgements that free less, but by the one that frees enough, and by
@@ -74,7 +109,7 @@ fn acknowledgements_that_free_too_little_wake_nobody() {
         stage.send_segment(seq, ack, payload);
         stage.worker.poll(stage.now);
         let mut rung = 0;
-        stage.worker.doorbells(stage.now, |_| rung += 1);
+        stage.worker.doorbells(stage.now, |_, _| rung += 1);
         clear_rung(memory.word32(session::PROGRAM_SLEEPING));
         let mut acked = 0;
         while let Some(words) = stage.programs[0].events.pop() {
@@ -111,7 +146,7 @@ fn a_sender_on_a_short_path_is_woken_for_half_of_its_memory() {
             stage.send_segment(1, 1 + segments * 1448, &[]);
             stage.worker.poll(stage.now);
             let mut rung = false;
-            stage.worker.doorbells(stage.now, |_| rung = true);
+            stage.worker.doorbells(stage.now, |_, _| rung = true);
             rung
         });
         assert_eq!(first, Some(rings_at), "{queued} bytes queued, {sent} segments sent");
@@ -128,7 +163,7 @@ fn a_program_that_wakes_up_is_rung_once() {
     let rung = |stage: &mut Stage| {
         stage.victim_goes_on(100);
         let mut rung = 0;
-        stage.worker.doorbells(stage.now, |_| rung += 1);
+        stage.worker.doorbells(stage.now, |_, _| rung += 1);
         rung
     };
     assert_eq!([rung(&mut stage), rung(&mut stage), rung(&mut stage)], [1, 0, 0]);
@@ -219,7 +254,7 @@ fn acknowledgements_do_not_wake_who_waits_for_an_answer() {
     waits.send(10);
     let rings = |waits: &mut Waits| {
         let mut rung = 0;
-        waits.stage.worker.doorbells(waits.stage.now, |_| rung += 1);
+        waits.stage.worker.doorbells(waits.stage.now, |_, _| rung += 1);
         clear_rung(waits.stage.programs[0].memory.word32(session::PROGRAM_SLEEPING));
         rung
     };
