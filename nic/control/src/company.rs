@@ -8,7 +8,7 @@
 const LEAST_PAUSE: u64 = 5_000;
 const MOST_PAUSE: u64 = 1_280_000;
 /// Wakes a second that are a reason to move.
-const OFTEN: u64 = 3_000;
+const OFTEN: u64 = 1_000;
 
 /// Where the programs ran that a worker has woken. Times are in microseconds.
 #[derive(Debug)]
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn it_stays_for_few_wakes_several_programs_and_nonsense() {
-        assert_eq!(moves(500, |_, _| 3), []);
+        assert_eq!(moves(2000, |_, _| 3), []);
         assert_eq!(moves(50, |count, _| count % 4), []);
         assert_eq!(moves(50, |_, _| 4), []);
     }
