@@ -1,46 +1,101 @@
-//! Which processor a worker runs on that was not given one: that of the program that it wakes.
+//! Which processor a worker runs on that was not given one: that of the program that it wakes, where that pays.
 //!
 //! To wake a program on another processor is dear, above all in a virtual machine, where it takes an interrupt that leaves the machine.
-//! So the worker moves to the processor of the program that it wakes most often. It is not bound to it: where another processor is
-//! idle the kernel wakes the program there, as it should. Then the worker tries less and less often.
+//! But a program that keeps a processor busy needs it for itself. Which of the two counts more is tried: the worker moves to the
+//! processor of the program that it wakes most often, and goes back if that does not bring more frames. It is moved, not bound: the
+//! kernel may wake the program on an idle processor at any time.
 
-/// Microseconds between two looks: at first, and at most. Each look after which the worker has to move doubles them.
-const LEAST_PAUSE: u64 = 5_000;
-const MOST_PAUSE: u64 = 1_280_000;
-/// Wakes a second that are a reason to move.
+/// Microseconds over which frames are counted, before and after a move.
+const PERIOD: u64 = 20_000;
+/// For how long a move that has paid is repeated at once if the kernel parts the two, and how often the worker looks then.
+const PAYS_FOR: u64 = 2_000_000;
+const PAYING_PERIOD: u64 = 5_000;
+/// Microseconds until the next try after one that has not paid: at first, and at most. Each failure doubles them.
+const LEAST_PAUSE: u64 = 100_000;
+const MOST_PAUSE: u64 = 10_000_000;
+/// Wakes a second that are a reason to try.
 const OFTEN: u64 = 1_000;
+/// A move pays if it brings this part more frames.
+const MORE: u64 = 32;
+
+#[derive(Clone, Copy, Debug)]
+enum State {
+    /// The worker looks where programs run.
+    Looking,
+    /// It has moved away from the processor `home`, where it handled `before` frames a second.
+    Trying { home: usize, before: u64 },
+    /// It has paid.
+    Paying { until: u64 },
+}
 
 /// Where the programs ran that a worker has woken. Times are in microseconds.
 #[derive(Debug)]
 pub(crate) struct Company {
+    state: State,
     /// Wakes since the last look, for each processor.
     wakes: Vec<u32>,
-    /// When the last look was, and how long after it the next one is.
+    /// When the last look was, and the number of frames then.
     looked: u64,
+    frames: u64,
     pause: u64,
+    next_try: u64,
 }
 
 impl Company {
     /// For processors with numbers below `processors`.
     pub fn new(processors: usize) -> Company {
-        Company { wakes: vec![0; processors], looked: 0, pause: LEAST_PAUSE }
+        let wakes = vec![0; processors];
+        Company { state: State::Looking, wakes, looked: 0, frames: 0, pause: LEAST_PAUSE, next_try: 0 }
     }
 
-    /// Counts a wake at `now` of a program that says it ran on `processor`. Returns the processor to which the worker, which runs on
-    /// `mine`, should move: where at least three of four such programs ran. Wakes on other numbers than there are do not count.
-    pub fn woke(&mut self, processor: usize, mine: usize, now: u64) -> Option<usize> {
+    /// Counts a wake at `now` of a program that says it ran on `processor`. `frames` is the number of frames that the worker has handled
+    /// so far. Returns the processor to which the worker, which runs on `mine`, should move. Numbers of processors that there are not
+    /// do not count.
+    pub fn woke(&mut self, processor: usize, mine: usize, frames: u64, now: u64) -> Option<usize> {
         *self.wakes.get_mut(processor)? += 1;
         let passed = now.saturating_sub(self.looked);
-        if passed < self.pause {
+        let period = if matches!(self.state, State::Paying { .. }) { PAYING_PERIOD } else { PERIOD };
+        if passed < period {
             return None;
         }
+        let rate = frames.wrapping_sub(self.frames).saturating_mul(1_000_000) / passed;
+        let apart = self.most_woken(passed).filter(|most| *most != mine);
+        self.wakes.fill(0);
+        (self.looked, self.frames) = (now, frames);
+        if passed > 2 * PERIOD {
+            // There was a pause, which says nothing about the rate.
+            self.state = State::Looking;
+            return None;
+        }
+        match self.state {
+            State::Looking => {
+                let to = apart.filter(|_| now >= self.next_try)?;
+                self.state = State::Trying { home: mine, before: rate };
+                Some(to)
+            }
+            State::Trying { before, .. } if rate > before + before / MORE => {
+                (self.state, self.pause) = (State::Paying { until: now + PAYS_FOR }, LEAST_PAUSE);
+                None
+            }
+            State::Trying { home, .. } => {
+                (self.state, self.next_try) = (State::Looking, now + self.pause);
+                self.pause = (2 * self.pause).min(MOST_PAUSE);
+                Some(home).filter(|home| *home != mine)
+            }
+            State::Paying { until } if now >= until => {
+                self.state = State::Looking;
+                None
+            }
+            State::Paying { .. } => apart,
+        }
+    }
+
+    /// The processor where at least three of four programs ran that were woken in the `passed` microseconds since the last look, if those
+    /// were often enough.
+    fn most_woken(&self, passed: u64) -> Option<usize> {
         let all: u64 = self.wakes.iter().map(|wakes| u64::from(*wakes)).sum();
         let (most, wakes) = self.wakes.iter().copied().enumerate().max_by_key(|(_, wakes)| *wakes)?;
-        let moves = most != mine && all * 1_000_000 >= OFTEN * passed && 4 * u64::from(wakes) >= 3 * all;
-        self.wakes.fill(0);
-        self.looked = now;
-        self.pause = if moves { (2 * self.pause).min(MOST_PAUSE) } else { LEAST_PAUSE };
-        moves.then_some(most)
+        (all * 1_000_000 >= OFTEN * passed && 4 * u64::from(wakes) >= 3 * all).then_some(most)
     }
 }
 
@@ -48,35 +103,50 @@ impl Company {
 mod tests {
     use super::*;
 
-    /// The moves of a worker in a second in which it wakes a program every `interval` microseconds, on the processors that `ran`
-    /// gives for each wake and the worker's processor. It begins on processor 0.
-    fn moves(interval: usize, ran: impl Fn(usize, usize) -> usize) -> Vec<usize> {
-        let (mut company, mut mine, mut moves) = (Company::new(4), 0, Vec::new());
-        for now in (1_000_000..2_000_000).step_by(interval) {
-            if let Some(to) = company.woke(ran(now / interval, mine), mine, now as u64) {
+    /// The moves of a worker in ten seconds in which it wakes a program every `interval` microseconds, on the processors that `ran`
+    /// gives for each wake and the worker's processor. With a program on its own processor it handles `together` frames for each
+    /// wake, otherwise 100. It begins on processor 0. Also how much of the time it ran there.
+    fn moves(interval: usize, together: u64, ran: impl Fn(usize, usize) -> usize) -> (Vec<usize>, f64) {
+        let (mut company, mut mine, mut moves, mut frames, mut at_home) = (Company::new(4), 0, Vec::new(), 0, 0);
+        let times = (1_000_000..11_000_000).step_by(interval);
+        for now in times.clone() {
+            let program = ran(now / interval, mine);
+            frames += if program == mine { together } else { 100 };
+            at_home += usize::from(mine == 0);
+            if let Some(to) = company.woke(program, mine, frames, now as u64) {
                 mine = to;
                 moves.push(to);
             }
         }
-        moves
+        (moves, at_home as f64 / times.len() as f64)
     }
 
     #[test]
     fn it_goes_where_it_wakes_programs_and_stays() {
-        assert_eq!(moves(50, |_, _| 3), [3]);
-        assert_eq!(moves(50, |_, _| 0), []);
+        assert_eq!(moves(50, 110, |_, _| 3).0, [3]);
+        assert_eq!(moves(50, 110, |_, _| 0).0, []);
+    }
+
+    #[test]
+    fn a_move_that_does_not_pay_is_taken_back_and_tried_less_and_less() {
+        for together in [80, 100, 102] {
+            let (moves, at_home) = moves(50, together, |_, _| 3);
+            assert!(moves.len() < 20 && moves.chunks(2).all(|tried| tried == [3, 0]), "{moves:?}");
+            assert!(at_home > 0.97, "{at_home}");
+        }
+    }
+
+    #[test]
+    fn where_it_pays_it_follows_the_program() {
+        // The kernel wakes the program on the next processor after each 1000 wakes, 50 ms.
+        let (moves, _) = moves(50, 110, |count, _| count / 1000 % 4);
+        assert!(moves.len() > 150, "{}", moves.len());
     }
 
     #[test]
     fn it_stays_for_few_wakes_several_programs_and_nonsense() {
-        assert_eq!(moves(2000, |_, _| 3), []);
-        assert_eq!(moves(50, |count, _| count % 4), []);
-        assert_eq!(moves(50, |_, _| 4), []);
-    }
-
-    #[test]
-    fn a_program_that_leaves_is_followed_less_and_less() {
-        // After 5 ms, 10, 20 and so on: the eighth would be 1.3 seconds after the first.
-        assert_eq!(moves(50, |_, mine| (mine + 1) % 4).len(), 7);
+        assert_eq!(moves(2000, 110, |_, _| 3).0, []);
+        assert_eq!(moves(50, 110, |count, _| count % 4).0, []);
+        assert_eq!(moves(50, 110, |_, _| 4).0, []);
     }
 }

@@ -423,10 +423,10 @@ impl Runner {
     /// Rings the doorbells of the programs, the agent and the other workers that sleep and have messages.
     fn ring_doorbells(&mut self, now: Instant) {
         let (bells, nanos) = (&self.program_bells, &mut self.doorbell_nanos);
-        let (company, mut moves_to) = (&mut self.company, None);
+        let (company, frames, mut moves_to) = (&mut self.company, self.worker.frames(), None);
         let agent = self.worker.doorbells(now, |session, processor| {
             if let (Some(company), Some(processor)) = (company.as_mut(), processor) {
-                moves_to = company.woke(processor, process::current_cpu(), now.0).or(moves_to);
+                moves_to = company.woke(processor, process::current_cpu(), frames, now.0).or(moves_to);
             }
             if let Some(bell) = bells.get(&session) {
                 let started = monotonic_nanos();
