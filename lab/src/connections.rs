@@ -1,8 +1,16 @@
 //! What many connections cost: a packet of one of a million, over one of 1024; and the memory of a connection that is idle.
 //!
-//! The packets' wire is memory, as in [`crate::datapath`]; the connections are served in an order in which none comes soon again. The
-//! idle connections are on the NIC of a test bed. All memory of keeper, agent, NIC and program counts that they have beside what they
-//! had without these connections, after as many others had done the same and were idle; the kernel's memory for their sockets does not.
+//! The packets' wire is memory, as in [`crate::datapath`]; the connections are served in an order in which none comes soon again.
+//!
+//! The idle connections are on the NIC of a test bed. [`WARM`] of them come first: what is allocated once for all (rings, buffers, the
+//! heaps' first pages) is there after them, and what is freed again while a connection moves and carries bytes lies free in the heaps.
+//! Then come [`BATCHES`] batches of [`BATCH`] connections each, far more than have left free room. Each batch carries bytes, and is
+//! measured when all its connections are dormant. A connection's bytes are what all batches have added, divided by their connections.
+//!
+//! Counted is the resident memory of keeper, agent, NIC and program that a file does not back: heaps, stacks and anonymous mappings
+//! (`Pss_Anon`), and session and NIC memory (`Pss_Shmem`), a page that several processes map in equal parts. Not counted are the pages
+//! of the program's file, which the system may drop; the kernel's memory for the sockets; and the NIC's lookup and table of slots, which
+//! it allocates for all slots when it starts, 16 and 64 bytes each, as far as they were touched by then.
 
 use crate::bars::Bar;
 use crate::datapath::{Bench, Workload};
@@ -10,10 +18,11 @@ use crate::soak;
 use crate::statistics::quantile;
 use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result, ensure};
+use baton_abi::layout::{Counter, nic, session};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
-use baton_linux::process;
+use baton_linux::process::{self, raise_descriptor_limit};
 use baton_linux::socket;
 use baton_protocol::program::Place;
 use serde::Serialize;
@@ -34,14 +43,22 @@ const SEGMENTS: u64 = 2_000_000;
 /// A step around the connections, a prime: each comes once before any comes again.
 const STRIDE: usize = 7919;
 
-/// Connections that are idle.
-const IDLE: usize = 1024;
+/// Idle connections that come before those that are measured.
+const WARM: usize = 1536;
+/// Connections of a batch, and number of batches. All together fit into the first group of slots, whose pages are ordinary ones.
+const BATCH: usize = 1024;
+const BATCHES: usize = 3;
+const _: () = assert!(WARM + BATCHES * BATCH <= nic::GROUP);
 /// Bytes that each of them has carried before, each way: more than its memory, so that all of that was used.
 const CARRIED: usize = 512 << 10;
-
-/// Microseconds for which memory has not become less when it counts as settled: longer than a connection may be idle without giving
-/// back what it does not use.
-const SETTLED: u64 = 6_000_000;
+/// Microseconds for which all connections have been dormant when their memory counts as settled. The agent returns pages that a connection
+/// does not use one or two seconds after its traffic, which wakes it up for two seconds at least.
+const SETTLED: u64 = 3_000_000;
+/// Microseconds in which a batch must have settled. The agent returns the pages of 160 connections a second, and a NIC makes each of them
+/// dormant again two to four seconds later.
+const MOST_WAIT: u64 = 60_000_000;
+/// What every connection has in shared memory: fewer bytes cannot be right.
+const LEAST: usize = nic::SLOT_BYTES + session::BLOCK_BYTES;
 
 /// The bench's result.
 #[derive(Clone, Debug, Serialize)]
@@ -52,10 +69,8 @@ pub struct ConnectionsReport {
     pub nanos: [f64; 2],
     /// Least and greatest of the rounds' ratios.
     pub cost_spread: [f64; 2],
-    /// Bytes of a connection on the NIC that has carried nothing.
-    pub bytes_fresh: f64,
-    /// Of one that has carried more than its memory holds, and is idle; by process.
-    pub idle_by_process: Vec<(String, f64)>,
+    /// The memory of idle connections.
+    pub memory: IdleMemory,
     /// The figures with bounds.
     pub bars: Vec<Bar>,
 }
@@ -64,11 +79,22 @@ pub struct ConnectionsReport {
 #[derive(Clone, Debug, Serialize)]
 pub struct MemoryReport {
     /// As in [`ConnectionsReport`].
-    pub bytes_fresh: f64,
-    /// As in [`ConnectionsReport`].
-    pub idle_by_process: Vec<(String, f64)>,
+    pub memory: IdleMemory,
     /// The figure with a bound.
     pub bars: Vec<Bar>,
+}
+
+/// Bytes of a connection on the NIC.
+#[derive(Clone, Debug, Serialize)]
+pub struct IdleMemory {
+    /// Of one that has carried nothing, just after its move: the median batch.
+    pub bytes_fresh: f64,
+    /// Of one that has carried more than its memory holds, and is dormant: of each batch.
+    pub batches: Vec<f64>,
+    /// The same of all batches.
+    pub bytes_idle: f64,
+    /// Its parts: by process, bytes of the process's own, and of shared memory.
+    pub by_process: Vec<(&'static str, [f64; 2])>,
 }
 
 /// Measures the memory alone. Needs root.
@@ -76,12 +102,12 @@ pub struct MemoryReport {
 /// # Errors
 /// If the NIC refuses a connection.
 pub fn memory_alone() -> Result<MemoryReport> {
-    let Idle { fresh, used, by_process } = idle_memory()?;
-    Ok(MemoryReport { bytes_fresh: fresh, idle_by_process: by_process, bars: vec![bar(used)] })
+    let memory = idle_memory()?;
+    Ok(MemoryReport { bars: vec![bar(&memory)], memory })
 }
 
-fn bar(used: f64) -> Bar {
-    Bar::most("connections.bytes_idle", 1024.0, used)
+fn bar(memory: &IdleMemory) -> Bar {
+    Bar::most("connections.bytes_idle", 1024.0, memory.bytes_idle)
 }
 
 /// Measures both. Needs root.
@@ -89,7 +115,7 @@ fn bar(used: f64) -> Bar {
 /// # Errors
 /// If the NIC refuses a connection.
 pub fn run(rounds: usize) -> Result<ConnectionsReport> {
-    let idle = idle_memory()?;
+    let memory = idle_memory()?;
     let many = MANY.min(u32::try_from(available_memory()? * 3 / 4 / EACH).unwrap_or(MANY));
     let mut benches = [Bench::with_buffers(FEW, BUFFER)?, Bench::with_buffers(many, BUFFER)?];
     let (mut nanos, mut next) = ([Vec::new(), Vec::new()], [0, 0]);
@@ -111,9 +137,8 @@ pub fn run(rounds: usize) -> Result<ConnectionsReport> {
         many,
         cost_spread: [0.0, 1.0].map(|share| quantile(&mut ratios, share)),
         nanos: nanos.map(|mut nanos| quantile(&mut nanos, 0.5)),
-        bytes_fresh: idle.fresh,
-        idle_by_process: idle.by_process,
-        bars: vec![Bar::most("connections.cost_ratio_1m", 2.0, quantile(&mut ratios, 0.5)), bar(idle.used)],
+        bars: vec![Bar::most("connections.cost_ratio_1m", 2.0, quantile(&mut ratios, 0.5)), bar(&memory)],
+        memory,
     })
 }
 
@@ -124,52 +149,112 @@ fn available_memory() -> Result<u64> {
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? << 10)
 }
 
-/// Bytes of an idle connection.
-struct Idle {
-    fresh: f64,
-    used: f64,
-    by_process: Vec<(String, f64)>,
-}
-
-fn idle_memory() -> Result<Idle> {
-    let bed = Testbed::new(&TestbedSettings::default())?;
-    let (mut servers, clients) = soak::connect_pairs(&bed, 2 * IDLE, false)?;
-    let mut session = Session::connect(&bed.socket())?;
-    let mut tool = bed.tool()?;
-    // Whatever is allocated once for all, such as the pages of the rings, is there after as many connections have done the same.
-    let measured = servers.split_off(IDLE);
-    let ids = all_to_nic(&mut session, servers)?;
-    carry_all(&mut session, &ids, &clients)?;
-    let before = settled_memory(&mut session, &mut tool)?;
-    let ids = all_to_nic(&mut session, measured)?;
-    let fresh = memory(&mut tool)?;
-    carry_all(&mut session, &ids, &clients[IDLE..])?;
-    let used = settled_memory(&mut session, &mut tool)?;
-    let each = |later: u64, earlier: u64| (later as f64 - earlier as f64) / ids.len() as f64;
-    let all = |of: &[(String, u64)]| of.iter().map(|(_, bytes)| bytes).sum::<u64>();
-    Ok(Idle {
-        fresh: each(all(&fresh), all(&before)),
-        used: each(all(&used), all(&before)),
-        by_process: used
-            .iter()
-            .zip(&before)
-            .map(|((name, later), (_, earlier))| (name.clone(), each(*later, *earlier)))
-            .collect(),
-    })
-}
-
-/// Moves connections to the NIC.
-fn all_to_nic(session: &mut Session, servers: Vec<TcpStream>) -> Result<Vec<ConnectionId>> {
-    let to_nic = |server| {
-        let id = session.adopt(OwnedFd::from(server))?;
-        move_to_nic(session, id)?;
-        Ok(id)
+fn idle_memory() -> Result<IdleMemory> {
+    let all = WARM + BATCHES * BATCH;
+    let bed = Testbed::new(&TestbedSettings { slots: all, ..TestbedSettings::default() })?;
+    raise_descriptor_limit();
+    let (mut servers, clients) = soak::connect_pairs(&bed, all, false)?;
+    let mut idlers = Idlers {
+        session: Session::connect(&bed.socket())?,
+        tool: bed.tool()?,
+        // The bench's own memory is there before anything is measured.
+        ids: vec![ConnectionId::MAX; all],
+        on_nic: 0,
     };
-    servers.into_iter().map(to_nic).collect()
+    let mut fresh = Vec::new();
+    let mut settled = Vec::new();
+    for connections in std::iter::once(WARM).chain([BATCH; BATCHES]) {
+        let clients = &clients[idlers.on_nic..][..connections];
+        idlers.move_to_nic(servers.drain(..connections))?;
+        fresh.push(idlers.memory()?);
+        idlers.carry(clients)?;
+        settled.push(idlers.settled_memory()?);
+    }
+    let added = |later: &Footprint, earlier: &Footprint| (later.bytes() - earlier.bytes()) / BATCH as f64;
+    let batches: Vec<f64> = settled.windows(2).map(|pair| added(&pair[1], &pair[0])).collect();
+    let mut fresh: Vec<f64> = fresh[1..].iter().zip(&settled).map(|(fresh, before)| added(fresh, before)).collect();
+    let (first, last) = (&settled[0], &settled[BATCHES]);
+    let each = |bytes: f64| bytes / (BATCHES * BATCH) as f64;
+    let bytes_idle = each(last.bytes() - first.bytes());
+    ensure!(
+        bytes_idle >= LEAST as f64,
+        "measured {bytes_idle} bytes for an idle connection ({batches:?}), but its slot and its block alone take {LEAST}: \
+         the bench counts too little"
+    );
+    let by_process = last
+        .0
+        .iter()
+        .zip(&first.0)
+        .map(|((name, later), (_, earlier))| (*name, [0, 1].map(|kind| each(later[kind] - earlier[kind]))));
+    Ok(IdleMemory { bytes_fresh: quantile(&mut fresh, 0.5), by_process: by_process.collect(), batches, bytes_idle })
 }
 
-fn carry_all(session: &mut Session, ids: &[ConnectionId], clients: &[TcpStream]) -> Result<()> {
-    ids.iter().zip(clients).try_for_each(|(id, client)| carry(session, *id, client))
+/// A program whose connections become idle.
+struct Idlers {
+    session: Session,
+    tool: Tool,
+    /// The numbers of the connections, of which this many are on the NIC.
+    ids: Vec<ConnectionId>,
+    on_nic: usize,
+}
+
+impl Idlers {
+    /// Moves connections to the NIC.
+    fn move_to_nic(&mut self, servers: impl Iterator<Item = TcpStream>) -> Result<()> {
+        for server in servers {
+            let id = self.session.adopt(OwnedFd::from(server))?;
+            move_to_nic(&mut self.session, id)?;
+            self.ids[self.on_nic] = id;
+            self.on_nic += 1;
+        }
+        Ok(())
+    }
+
+    /// Lets the connections that came last carry bytes to and from their clients.
+    fn carry(&mut self, clients: &[TcpStream]) -> Result<()> {
+        let last = &self.ids[..self.on_nic][self.on_nic - clients.len()..];
+        last.iter().zip(clients).try_for_each(|(id, client)| carry(&mut self.session, *id, client))
+    }
+
+    /// The memory once all connections are dormant and stay so.
+    fn settled_memory(&mut self) -> Result<Footprint> {
+        let begin = monotonic_micros();
+        let mut awake_at = begin;
+        loop {
+            self.session.poll(Some(Duration::from_millis(100)), &mut Vec::new())?;
+            let dormant = self.tool.statistics()?.counters.get(Counter::Dormant as usize).copied().unwrap_or(0);
+            let now = monotonic_micros();
+            if dormant != self.on_nic as u64 {
+                awake_at = now;
+            } else if now - awake_at >= SETTLED {
+                return self.memory();
+            }
+            ensure!(now - begin < MOST_WAIT, "of {} idle connections only {dormant} are dormant", self.on_nic);
+        }
+    }
+
+    /// The memory of all processes now.
+    fn memory(&mut self) -> Result<Footprint> {
+        let statistics = self.tool.statistics()?;
+        let keeper = process::parent(statistics.agent_process).context("the agent has ended")?;
+        let processes = [
+            ("keeper", keeper),
+            ("agent", statistics.agent_process),
+            ("NIC", statistics.nic_process),
+            ("program", std::process::id()),
+        ];
+        processes.into_iter().map(|(name, process)| Ok((name, resident(process)?))).collect::<Result<_>>().map(Footprint)
+    }
+}
+
+/// Bytes of each process's memory: its own, and its part of shared memory.
+struct Footprint(Vec<(&'static str, [f64; 2])>);
+
+impl Footprint {
+    /// Bytes of all.
+    fn bytes(&self) -> f64 {
+        self.0.iter().flat_map(|(_, bytes)| bytes).sum()
+    }
 }
 
 fn move_to_nic(session: &mut Session, id: ConnectionId) -> Result<()> {
@@ -206,39 +291,13 @@ fn carry(session: &mut Session, id: ConnectionId, client: &TcpStream) -> Result<
     Ok(())
 }
 
-/// Bytes of each process's memory once it has not become less for a while: what idle connections do not use goes back to the system.
-fn settled_memory(session: &mut Session, tool: &mut Tool) -> Result<Vec<(String, u64)>> {
-    let all = |of: &[(String, u64)]| of.iter().map(|(_, bytes)| bytes).sum::<u64>();
-    let mut least = memory(tool)?;
-    let mut since = monotonic_micros();
-    while monotonic_micros() - since < SETTLED {
-        session.poll(Some(Duration::from_millis(100)), &mut Vec::new())?;
-        let now = memory(tool)?;
-        if all(&now) + (1 << 16) < all(&least) {
-            since = monotonic_micros();
-            least = now;
-        }
-    }
-    Ok(least)
-}
-
-/// Bytes of each process's memory. What several have counts for each in part.
-fn memory(tool: &mut Tool) -> Result<Vec<(String, u64)>> {
-    let statistics = tool.statistics()?;
-    let keeper = process::parent(statistics.agent_process).context("the agent has ended")?;
-    let processes = [
-        ("keeper", keeper),
-        ("agent", statistics.agent_process),
-        ("NIC", statistics.nic_process),
-        ("program", std::process::id()),
-    ];
-    processes.into_iter().map(|(name, process)| Ok((name.to_owned(), proportional(process)?))).collect()
-}
-
-/// Bytes of a process's memory, of shared memory its share (`Pss`).
-fn proportional(process: u32) -> Result<u64> {
+/// Resident bytes of a process that no file backs: its own, and its part of shared memory.
+fn resident(process: u32) -> Result<[f64; 2]> {
     let path = format!("/proc/{process}/smaps_rollup");
     let text = std::fs::read_to_string(&path).with_context(|| path.clone())?;
-    let line = text.lines().find_map(|line| line.strip_prefix("Pss:")).with_context(|| format!("no Pss in {path}"))?;
-    Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? << 10)
+    let bytes = |name: &str| -> Result<f64> {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name} in {path}"))?;
+        Ok(line.trim().trim_end_matches(" kB").parse::<f64>()? * 1024.0)
+    };
+    Ok([bytes("Pss_Anon:")?, bytes("Pss_Shmem:")?])
 }

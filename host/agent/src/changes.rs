@@ -285,11 +285,21 @@ impl Agent {
     }
 
     pub(crate) fn on_nic(&self) -> Vec<(u32, u32)> {
-        let sessions = self.sessions.iter().enumerate().filter_map(|(at, session)| Some((at as u32, session.as_ref()?)));
-        sessions
-            .flat_map(|(at, session)| session.connections.iter().flatten().map(move |connection| (at, connection)))
-            .filter(|(_, connection)| connection.stage() == Stage::Nic)
-            .map(|(at, connection)| (at, connection.number()))
-            .collect()
+        self.on_nic_from((0, 0)).collect()
+    }
+
+    /// Up to `most` connections on the NIC, in turn: those from `from` on, then those before it.
+    pub(crate) fn next_on_nic(&self, from: (u32, u32), most: usize) -> Vec<(u32, u32)> {
+        self.on_nic_from(from).chain(self.on_nic_from((0, 0)).take_while(|at| *at < from)).take(most).collect()
+    }
+
+    /// Session and number of the connections on the NIC, from these on.
+    fn on_nic_from(&self, (first, number): (u32, u32)) -> impl Iterator<Item = (u32, u32)> {
+        let sessions = self.sessions.iter().enumerate().skip(first as usize);
+        sessions.filter_map(|(at, session)| Some((at as u32, session.as_ref()?))).flat_map(move |(at, session)| {
+            let skipped = if at == first { number as usize } else { 0 };
+            let on_nic = session.connections.iter().skip(skipped).flatten().filter(|connection| connection.stage() == Stage::Nic);
+            on_nic.map(move |connection| (at, connection.number()))
+        })
     }
 }

@@ -18,9 +18,11 @@ use std::time::Duration;
 
 /// Polling period, in microseconds.
 const PERIOD: u64 = 200_000;
-/// Connections polled at a time; the others follow in the next period.
+/// Connections polled at a time; the others follow in the next period. And connections of which it is found out whether they are idle,
+/// which needs no system call.
 const MOST: usize = 256;
-/// Connections whose pages are returned in one poll: each stands still for a moment, and the agent is busy for as long.
+const MOST_IDLE: usize = 1024;
+/// Connections whose pages are returned in one period: each stands still for a moment, and the agent is busy for as long.
 const MOST_RETURNED: usize = 32;
 /// Time after a handoff during which segments that the kernel had already may still reach the shell, in microseconds.
 const SETTLING: u64 = 100_000;
@@ -38,6 +40,8 @@ pub(crate) struct Looks {
     pub passed_by: bool,
     /// Session and connection at which the next poll begins.
     from: (u32, u32),
+    /// The same for idle connections. The next period goes on behind the last one whose pages were returned, however many wait.
+    idle_from: (u32, u32),
     /// Destinations for which packets were too big, and the time at which their routes are looked up.
     destinations: HashSet<IpAddr>,
     routes_due: u64,
@@ -126,14 +130,24 @@ impl Agent {
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
         }
-        let all = self.on_nic();
-        self.looks.due = if all.is_empty() { 0 } else { now + PERIOD };
-        let start = all.partition_point(|at| *at < self.looks.from);
-        let mut returned = 0;
-        let turn = all.iter().cycle().skip(start).take(all.len().min(MOST));
+        let turn = self.next_on_nic(self.looks.from, MOST);
+        self.looks.due = if turn.is_empty() { 0 } else { now + PERIOD };
         for (session, number) in turn {
-            self.looks.from = (*session, number + 1);
-            self.look_at(*session, *number, now, &mut returned);
+            self.looks.from = (session, number + 1);
+            self.look_at(session, number);
+        }
+        self.return_idle_pages(now);
+    }
+
+    /// Returns the pages of the next connections that are idle.
+    fn return_idle_pages(&mut self, now: u64) {
+        let mut left = MOST_RETURNED;
+        for (session, number) in self.next_on_nic(self.looks.idle_from, MOST_IDLE) {
+            if left == 0 {
+                break;
+            }
+            self.looks.idle_from = (session, number + 1);
+            left -= usize::from(self.return_pages_if_idle(session, number, now));
         }
     }
 
@@ -146,25 +160,32 @@ impl Agent {
         });
     }
 
-    /// Polls one connection. `returned` counts those whose pages were returned in this poll.
-    fn look_at(&mut self, session: u32, number: u32, now: u64, returned: &mut usize) {
+    /// Polls one connection.
+    fn look_at(&mut self, session: u32, number: u32) {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         let Some(shown) = shown(connection, &self.diagnosis) else { return };
         // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC receives
         // at all devices.
-        let strays = self.looks.passed_by && now.saturating_sub(connection.since) > SETTLING;
-        let nic = connection.cid.map_or(0, Cid::nic);
-        let idle = self.hardware.get(nic).is_some_and(|hardware| connection.is_idle(&hardware.memory, now));
+        let strays = self.looks.passed_by && monotonic_micros().saturating_sub(connection.since) > SETTLING;
         let Some(on_nic) = connection.running() else { return };
         if let Some((why, for_good)) = judge(on_nic, strays, &shown) {
             connection.stays |= for_good;
             self.return_soon(session, number, why);
-        } else if idle && *returned < MOST_RETURNED {
-            *returned += 1;
-            connection.extra().wants = Wants::NoPages;
-            self.drive(session, number, Event::Grow);
         }
+    }
+
+    /// Returns the pages of one connection if it is idle. Returns whether it is.
+    fn return_pages_if_idle(&mut self, session: u32, number: u32, now: u64) -> bool {
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return false };
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return false };
+        let Some(hardware) = self.hardware.get(connection.cid.map_or(0, Cid::nic)) else { return false };
+        if !connection.is_idle(&hardware.memory, now) {
+            return false;
+        }
+        connection.extra().wants = Wants::NoPages;
+        self.drive(session, number, Event::Grow);
+        true
     }
 
     /// Handles ICMP messages of too big packets: their destinations' routes are looked up when the kernel has had time to make an
