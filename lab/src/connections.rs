@@ -44,11 +44,12 @@ const SEGMENTS: u64 = 2_000_000;
 const STRIDE: usize = 7919;
 
 /// Idle connections that come before those that are measured.
-const WARM: usize = 1536;
-/// Connections of a batch, and number of batches. All together fit into the first group of slots, whose pages are ordinary ones.
+const WARM: usize = 1000;
+/// Connections of a batch, and number of batches. All together fit into the first group of slots, whose pages are ordinary ones, and are
+/// fewer than those from which a worker takes several frames at once, for which it allocates a megabyte once for all.
 const BATCH: usize = 1024;
 const BATCHES: usize = 3;
-const _: () = assert!(WARM + BATCHES * BATCH <= nic::GROUP);
+const _: () = assert!(WARM + BATCHES * BATCH < 4096 && 4096 <= nic::GROUP);
 /// Bytes that each of them has carried before, each way: more than its memory, so that all of that was used.
 const CARRIED: usize = 512 << 10;
 /// Microseconds for which all connections have been dormant when their memory counts as settled. The agent returns pages that a connection

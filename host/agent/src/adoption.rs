@@ -257,13 +257,13 @@ impl Agent {
         let Some(open) = session.open.as_mut() else { return };
         let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return };
         if phase == Phase::Copied {
-            let Some(on_nic) = entry.on_nic().filter(|on_nic| on_nic.memory.fits(&open.memory)) else {
+            let Some((on_nic, handoff)) = entry.on_nic().filter(|(on_nic, _)| on_nic.memory().fits(&open.memory)) else {
                 return journal::clear(&memory, cid);
             };
-            for (offset, size) in [on_nic.memory.receive, on_nic.memory.send] {
+            for (offset, size) in [on_nic.memory().receive, on_nic.memory().send] {
                 let _ = open.heap.reserve(offset, size);
             }
-            connection.on_nic = Some(Box::new(on_nic));
+            connection.enter_nic(on_nic, handoff);
         } else {
             connection.extra().carried = Some(Box::new(Carried { entry: Some(entry), ..Carried::default() }));
         }

@@ -139,9 +139,7 @@ pub(crate) struct Handoff {
 
 /// State that the agent keeps of a connection on the NIC.
 pub(crate) struct OnNic {
-    /// Until the handoff; then the journal has it, see [`Connection::exported`].
-    pub handoff: Option<Box<Handoff>>,
-    pub memory: Memory,
+    memory: PackedMemory,
     /// Its way, as found last. None after its NIC or agent died: it is being restored.
     pub way: Option<Arc<Way>>,
     /// What it has carried, and since when nothing more.
@@ -153,15 +151,24 @@ pub(crate) struct OnNic {
     pub muted: bool,
 }
 
-// With the allocator's 8 bytes it fills a cache line.
-const _: () = assert!(size_of::<OnNic>() <= 56);
+// With the allocator's 8 bytes it takes 48.
+const _: () = assert!(size_of::<OnNic>() <= 40);
 
 impl OnNic {
-    /// Of a connection that is handed off with these. Its way is not known yet.
-    pub fn new(exported: Exported, nic: Option<NicState>, memory: Memory) -> OnNic {
-        let idleness = Idleness::new(&exported.image);
-        let handoff = Some(Box::new(Handoff { exported, nic }));
-        OnNic { handoff, memory, way: None, idleness, dropped: 0, polled: false, muted: false }
+    /// Of a connection that is handed off with this image. None if `memory` is none of a session's heap, which has whole pages.
+    pub fn new(image: &Image, memory: Memory, way: Option<Arc<Way>>) -> Option<OnNic> {
+        let (memory, idleness) = (PackedMemory::new(memory)?, Idleness::new(image));
+        Some(OnNic { memory, way, idleness, dropped: 0, polled: false, muted: false })
+    }
+
+    pub fn memory(&self) -> Memory {
+        self.memory.unpacked()
+    }
+
+    /// Notes that the connection goes on in other memory. False, and nothing has changed, if that is none of a session's heap.
+    #[must_use]
+    pub fn move_to(&mut self, memory: Memory) -> bool {
+        PackedMemory::new(memory).map(|packed| self.memory = packed).is_some()
     }
 }
 
@@ -180,6 +187,29 @@ pub(crate) struct Memory {
     pub send: (u32, u32),
 }
 
+/// A connection's memory in few bytes: of receive and of send memory the number of the page at which it begins, and the power of two
+/// that its size is, in the lowest five bits.
+#[derive(Clone, Copy)]
+struct PackedMemory([u32; 2]);
+
+const PAGE: u32 = 4096;
+
+impl PackedMemory {
+    /// None if one does not begin at a page, or its size is no power of two.
+    fn new(memory: Memory) -> Option<PackedMemory> {
+        let pack = |(offset, size): (u32, u32)| {
+            let fits = offset.is_multiple_of(PAGE) && size.is_power_of_two();
+            fits.then(|| (offset / PAGE) << 5 | size.trailing_zeros())
+        };
+        Some(PackedMemory([pack(memory.receive)?, pack(memory.send)?]))
+    }
+
+    fn unpacked(self) -> Memory {
+        let [receive, send] = self.0.map(|packed| ((packed >> 5) * PAGE, 1 << (packed & 31)));
+        Memory { receive, send }
+    }
+}
+
 impl Memory {
     /// Whether both blocks lie in the heap of a session.
     pub fn fits(&self, session: &Region) -> bool {
@@ -196,6 +226,8 @@ impl Memory {
 pub(crate) struct Extra {
     /// Its state machine, while that does not rest.
     machine: Option<Box<Move>>,
+    /// What it was handed off with, until the NIC has it; then that is in the journal, see [`Connection::exported`].
+    pub handoff: Option<Box<Handoff>>,
     /// What its move goes on with after it has waited.
     pub carried: Option<Box<Carried>>,
     pub waiting: Waiting,
@@ -218,9 +250,9 @@ pub(crate) struct Extra {
 impl Extra {
     /// Whether there is nothing that has to be kept. What a growth wants is set just before it begins.
     fn is_empty(&self) -> bool {
-        let Extra { machine, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, addresses } = self;
-        let of_move = machine.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none() && fin.is_none();
-        of_move && stay.is_none() && unproved.is_none() && must_return.is_none() && addresses.is_none()
+        let Extra { machine, handoff, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, addresses } = self;
+        let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
+        of_move && fin.is_none() && stay.is_none() && unproved.is_none() && must_return.is_none() && addresses.is_none()
     }
 }
 
@@ -247,6 +279,7 @@ pub(crate) struct Connection {
     pub onward: bool,
     /// Set from the moment that its bytes are in session memory.
     pub on_nic: Option<Box<OnNic>>,
+    /// What few connections have.
     pub extra: Option<Box<Extra>>,
     /// Who made it.
     pub made_by: Place,
@@ -497,10 +530,30 @@ impl Connection {
 
     /// Returns what is needed of a connection on the NIC when it leaves that. None if the journal is damaged.
     pub fn exported(&self, nic_memory: &Region) -> Option<Exported> {
-        match &self.on_nic.as_deref()?.handoff {
+        self.on_nic.as_deref()?;
+        match self.handoff() {
             Some(handoff) => Some(handoff.exported.clone()),
             None => journal::exported(nic_memory, self.cid?).filter(|exported| exported.image.flow == self.flow),
         }
+    }
+
+    /// Notes that its bytes are in session memory, and with what it is handed off.
+    pub fn enter_nic(&mut self, on_nic: OnNic, handoff: Handoff) {
+        self.on_nic = Some(Box::new(on_nic));
+        self.extra().handoff = Some(Box::new(handoff));
+    }
+
+    /// Undoes [`Self::enter_nic`], and returns its memory.
+    pub fn leave_nic(&mut self) -> Option<Memory> {
+        if let Some(extra) = &mut self.extra {
+            extra.handoff = None;
+        }
+        self.on_nic.take().map(|on_nic| on_nic.memory())
+    }
+
+    /// What it is handed off with, until the NIC has it.
+    pub fn handoff(&self) -> Option<&Handoff> {
+        self.extra.as_ref()?.handoff.as_deref()
     }
 
     /// Returns its state on the NIC, while the NIC runs it.

@@ -3,22 +3,26 @@
 use crate::connection::Connection;
 use crate::slab::Slab;
 use baton_wire::Flow;
+use siphasher::sip::SipHasher13;
 use std::collections::BTreeSet;
-use std::hash::{BuildHasher, BuildHasherDefault, DefaultHasher};
+use std::hash::{Hash, Hasher};
 use std::ops::{Deref, DerefMut};
 
-/// Most connections with the same hash that are compared: a program that chooses its 4-tuples for their hash gets no more time.
-const MOST_WITH_HASH: usize = 16;
-
 /// Connections of a session. Dereferences to the slice of its places, some of which are empty.
-#[derive(Default)]
 pub(crate) struct Connections {
     places: Slab<Connection>,
     /// Hash of a connection's 4-tuple, and its number. A tree, which does not double when it grows.
     by_flow: BTreeSet<(u32, u32)>,
+    /// Key of that hash, which nobody knows who may choose 4-tuples: so few have the same one.
+    key: [u64; 2],
 }
 
 impl Connections {
+    /// No connections. `key` must be secret and random.
+    pub fn new(key: [u64; 2]) -> Connections {
+        Connections { places: Slab::default(), by_flow: BTreeSet::new(), key }
+    }
+
     /// Returns the lowest free number.
     pub fn vacant(&mut self) -> u32 {
         self.places.vacant()
@@ -26,28 +30,30 @@ impl Connections {
 
     /// Puts a connection at its number.
     pub fn put(&mut self, connection: Connection) {
-        self.by_flow.insert((hash(&connection.flow), connection.number()));
+        self.by_flow.insert((self.hash(&connection.flow), connection.number()));
         self.places.put(connection.number(), connection);
     }
 
     /// Removes a connection and frees its number.
     pub fn remove(&mut self, number: u32) -> Option<Connection> {
         let connection = self.places.remove(number)?;
-        self.by_flow.remove(&(hash(&connection.flow), number));
+        self.by_flow.remove(&(self.hash(&connection.flow), number));
         Some(connection)
     }
 
     /// Returns the connection with a 4-tuple.
     pub fn with_flow(&self, flow: &Flow) -> Option<&Connection> {
-        let hash = hash(flow);
-        let with_hash = self.by_flow.range((hash, 0)..=(hash, u32::MAX)).rev().take(MOST_WITH_HASH);
+        let hash = self.hash(flow);
+        let with_hash = self.by_flow.range((hash, 0)..=(hash, u32::MAX));
         let mut with_flow = with_hash.filter_map(|(_, number)| self.places.get(*number as usize)?.as_ref());
         with_flow.find(|connection| connection.flow == *flow)
     }
-}
 
-fn hash(flow: &Flow) -> u32 {
-    BuildHasherDefault::<DefaultHasher>::default().hash_one(flow) as u32
+    fn hash(&self, flow: &Flow) -> u32 {
+        let mut hasher = SipHasher13::new_with_keys(self.key[0], self.key[1]);
+        flow.hash(&mut hasher);
+        hasher.finish() as u32
+    }
 }
 
 impl Deref for Connections {
@@ -61,5 +67,56 @@ impl Deref for Connections {
 impl DerefMut for Connections {
     fn deref_mut(&mut self) -> &mut [Option<Connection>] {
         &mut self.places
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::connection::Block;
+    use baton_abi::layout::session;
+    use baton_shm::Region;
+    use baton_wire::Endpoint;
+    use std::sync::Arc;
+
+    fn flow(port: u16) -> Flow {
+        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port) }
+    }
+
+    fn connections(ports: std::ops::Range<u16>) -> Connections {
+        let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
+        let mut all = Connections::new([1, 2]);
+        for port in ports {
+            let (flow, number) = (flow(port), all.vacant());
+            let block = Block::new(memory.clone(), number);
+            all.put(Connection::new(None, flow, flow.local.into(), flow.remote.into(), block));
+        }
+        all
+    }
+
+    #[test]
+    fn a_connection_is_found_however_many_have_the_same_hash() {
+        let mut all = connections(0..100);
+        for port in 0..100 {
+            // As if all had this one's hash.
+            let hash = all.hash(&flow(port));
+            all.by_flow = (0..100).map(|number| (hash, number)).collect();
+            assert_eq!(all.with_flow(&flow(port)).map(|found| found.number()), Some(port.into()));
+        }
+        assert!(all.with_flow(&flow(100)).is_none());
+    }
+
+    #[test]
+    fn a_connection_that_is_gone_is_not_found() {
+        let mut all = connections(0..3);
+        assert!(all.remove(1).is_some() && all.remove(1).is_none());
+        assert_eq!([0, 1, 2].map(|port| all.with_flow(&flow(port)).is_some()), [true, false, true]);
+    }
+
+    #[test]
+    fn hashes_depend_on_the_key() {
+        let (first, second) = (Connections::new([1, 2]), Connections::new([1, 3]));
+        let equal = (0..1000).filter(|port| first.hash(&flow(*port)) == second.hash(&flow(*port))).count();
+        assert!(equal <= 1, "{equal} of 1000");
     }
 }

@@ -1,7 +1,7 @@
 //! The agent's journal: written before each step of a move, it holds what the next agent could not find out by itself. An entry
 //! lies in the connection's slot, which programs do not see; its first word is written last.
 
-use crate::connection::{Exported, Memory, OnNic};
+use crate::connection::{Exported, Handoff, Memory, OnNic};
 use baton_abi::Cid;
 use baton_abi::layout::{nic, scratch, slot};
 use baton_handoff::shell::Saved;
@@ -58,10 +58,10 @@ impl Entry {
         Some(Exported { image, handed_off_at: self.handed_off_at, saved: self.saved.clone() })
     }
 
-    /// Returns the agent's state of a connection on the NIC. None if the entry is damaged.
-    pub fn on_nic(&self) -> Option<OnNic> {
+    /// Returns the agent's state of a connection on the NIC, and what it was handed off with. None if the entry is damaged.
+    pub fn on_nic(&self) -> Option<(OnNic, Handoff)> {
         let exported = self.exported()?;
-        Some(OnNic::new(exported, None, self.memory()))
+        Some((OnNic::new(&exported.image, self.memory(), None)?, Handoff { exported, nic: None }))
     }
 }
 

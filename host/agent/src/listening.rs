@@ -6,7 +6,7 @@
 //! processes may share a listener, and its queue.
 
 use crate::agent::Agent;
-use crate::connection::{Block, Connection, Exported, OnNic};
+use crate::connection::{Block, Connection, Exported, Handoff, OnNic};
 use crate::ground::Ground;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;
@@ -388,8 +388,8 @@ impl Agent {
         connection.set_machine(Move::made(way.is_ok() && !draining));
         let way = way.ok().map(|way| ground.known.shared(way));
         limits.write(ground.nic_memory, cid);
-        let on_nic = OnNic::new(Exported { image, handed_off_at, saved }, None, memory);
-        connection.on_nic = Some(Box::new(OnNic { way, ..on_nic }));
+        let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
+        connection.enter_nic(on_nic, Handoff { exported: Exported { image, handed_off_at, saved }, nic: None });
         Ok(())
     }
 

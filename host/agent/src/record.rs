@@ -19,7 +19,7 @@ fn progress(connection: &Connection) -> Progress {
 /// Makes the image of a connection at its NIC's death, from the one that was handed off.
 pub(crate) fn image_at_death(from: &Exported, on_nic: &OnNic, record: &Record, connection: &Connection) -> Option<Image> {
     let elapsed = monotonic_micros() - from.handed_off_at;
-    baton_recovery::image_at_death(&from.image, on_nic.memory.send.1, elapsed, record, &progress(connection))
+    baton_recovery::image_at_death(&from.image, on_nic.memory().send.1, elapsed, record, &progress(connection))
 }
 
 /// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`.

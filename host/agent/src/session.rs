@@ -57,13 +57,17 @@ impl Session {
     /// Makes a session that its program has not opened yet.
     pub fn new(channel: Channel) -> io::Result<Session> {
         let (process, user) = (channel.peer_process()?, channel.peer_user()?);
+        let mut key = [0; 16];
+        baton_linux::process::random(&mut key)?;
+        let (first, second) = key.split_at(8);
+        let key = [first, second].map(|half| half.iter().fold(0, |word, byte| word << 8 | u64::from(*byte)));
         Ok(Session {
             channel,
             process,
             user,
             opening: Opening::alone(),
             open: None,
-            connections: Connections::default(),
+            connections: Connections::new(key),
             ends: false,
             asked_to_forget: 0,
             forgotten: 0,

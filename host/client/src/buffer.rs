@@ -127,9 +127,10 @@ impl Posts {
             shared.post(connection, token, buffer.block.0 + *length as u32, buffer.length - *length as u32)?;
             post.sent = true;
         }
-        let mut answers = connection.posted.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(mut events) = shared.events.lock(token) else { return Ok(()) };
+        let mut answers = events.posted.get_mut(&connection.number());
         for post in self.list.iter_mut().filter(|post| post.sent && post.start.is_none()) {
-            post.start = answers.as_mut().and_then(|answers| answers.0.pop_front());
+            post.start = answers.as_mut().and_then(|answers| answers.pop_front());
         }
         Ok(())
     }

@@ -6,9 +6,8 @@ use baton_abi::layout::{Owner, block, session};
 use baton_linux::events;
 use baton_ring::Token;
 use baton_shm::{MovableCircle, MovableParts, Region};
-use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -21,10 +20,6 @@ const EIO: u32 = 5;
 
 /// Connection reset by peer.
 const ECONNRESET: u32 = 104;
-
-/// Answers to posted buffers. Most connections never have any.
-#[derive(Debug, Default)]
-pub(crate) struct Answers(pub VecDeque<u32>);
 
 /// A connection of a session.
 #[derive(Debug)]
@@ -48,8 +43,6 @@ pub struct Connection {
     pub(crate) room_ends: AtomicU32,
     /// Most bytes that may be queued, if the program has set SO_SNDBUF while the NIC had the connection, else [`u32::MAX`].
     most_queued: AtomicU32,
-    /// Answers to posted buffers that have not been handled yet: the first sequence number that the NIC puts into each.
-    pub(crate) posted: Mutex<Option<Box<Answers>>>,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
     /// Nothing can be sent any more: the sending side is shut, or the connection has ended.
@@ -66,8 +59,8 @@ pub struct Connection {
     patient: bool,
 }
 
-// With the counts of its `Arc` and the allocator's 8 bytes it takes 144.
-const _: () = assert!(size_of::<Connection>() <= 120);
+// With the counts of its `Arc` and the allocator's 8 bytes it takes 128.
+const _: () = assert!(size_of::<Connection>() <= 104);
 
 /// What can be done with a connection on the NIC now.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -159,7 +152,6 @@ impl Connection {
             queued: zero(),
             room_ends: zero(),
             most_queued: AtomicU32::new(u32::MAX),
-            posted: Mutex::default(),
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
@@ -323,7 +315,6 @@ impl Connection {
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
         self.apply_most_queued();
-        self.posted.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
         let error = self.load(block::ERROR);
         if error != 0 {

@@ -8,6 +8,7 @@ use baton_linux::events::{Poller, Trigger};
 use baton_linux::{socket, topology};
 use baton_protocol::program::{Opening, Place, Until};
 use baton_ring::Token;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -32,11 +33,9 @@ struct Adopted {
     connection: Arc<Connection>,
     /// It is in the list of connections that may be ready.
     ready: bool,
-    /// Posted buffers for the bytes that arrive next. Most connections never have any.
-    posts: Option<Box<Posts>>,
 }
 
-const _: () = assert!(size_of::<Option<Adopted>>() <= 24);
+const _: () = assert!(size_of::<Option<Adopted>>() <= 16);
 
 /// A program's session with the agent. It belongs to one thread.
 #[derive(Debug)]
@@ -52,6 +51,8 @@ pub struct Session {
     /// Polls since the last look at the descriptors.
     unlooked: u32,
     store: Store,
+    /// Posted buffers for the bytes that arrive next, of the few connections that have any.
+    posts: BTreeMap<ConnectionId, Posts>,
 }
 
 /// Polls that find connections ready without a look at the descriptors, which costs a system call: those of connections in the kernel,
@@ -107,6 +108,7 @@ impl Session {
             tokens: Vec::new(),
             unlooked: 0,
             store,
+            posts: BTreeMap::new(),
         })
     }
 
@@ -126,7 +128,7 @@ impl Session {
         if self.connections.len() <= id as usize {
             self.connections.resize_with(id as usize + 1, || None);
         }
-        self.connections[id as usize] = Some(Adopted { fd, connection, ready: false, posts: None });
+        self.connections[id as usize] = Some(Adopted { fd, connection, ready: false });
         self.mark_ready(id);
         Ok(id)
     }
@@ -151,7 +153,7 @@ impl Session {
     }
 
     fn adopted(&self, id: ConnectionId) -> io::Result<&Adopted> {
-        self.connections.get(id as usize).and_then(Option::as_ref).ok_or_else(|| io::ErrorKind::NotFound.into())
+        Self::adopted_of(&self.connections, id)
     }
 
     /// Returns the descriptor to the program; the connection is in the kernel and no longer Baton's.
@@ -160,6 +162,7 @@ impl Session {
     /// If the agent has ended; the descriptor is lost then.
     pub fn release(&mut self, id: ConnectionId) -> io::Result<OwnedFd> {
         let adopted = self.connections.get_mut(id as usize).and_then(Option::take).ok_or(io::ErrorKind::NotFound)?;
+        self.posts.remove(&id);
         let released = self.shared.forget(&adopted.connection, ME);
         let _ = self.poller.remove(adopted.fd.as_fd());
         released.map(|()| adopted.fd)
@@ -234,8 +237,8 @@ impl Session {
         if self.fast_path {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "no buffers can be posted in a session of partial offload"));
         }
-        let Adopted { connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
-        let posts = posts.get_or_insert_default();
+        let Adopted { connection, .. } = Self::adopted_of(&self.connections, id)?;
+        let posts = self.posts.entry(id).or_default();
         posts.add(buffer);
         match self.shared.enter(connection, ME) {
             Some(entered) if entered.owner == Owner::Nic => later(posts.sync(&self.shared, connection, ME)),
@@ -249,8 +252,8 @@ impl Session {
     /// `WouldBlock` if that is not so yet or the connection is being moved, `InvalidInput` if nothing is posted, else the error
     /// that ended the connection.
     pub fn take_posted(&mut self, id: ConnectionId) -> io::Result<Filled> {
-        let Adopted { fd, connection, posts, .. } = Self::adopted_mut(&mut self.connections, id)?;
-        let posts = posts.as_mut().ok_or(io::ErrorKind::InvalidInput)?;
+        let Adopted { fd, connection, .. } = Self::adopted_of(&self.connections, id)?;
+        let posts = self.posts.get_mut(&id).ok_or(io::ErrorKind::InvalidInput)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
         if entered.owner == Owner::Nic {
             posts.advance(&self.shared, connection, ME)
@@ -259,8 +262,8 @@ impl Session {
         }
     }
 
-    fn adopted_mut(connections: &mut [Option<Adopted>], id: ConnectionId) -> io::Result<&mut Adopted> {
-        connections.get_mut(id as usize).and_then(Option::as_mut).ok_or_else(|| io::ErrorKind::NotFound.into())
+    fn adopted_of(connections: &[Option<Adopted>], id: ConnectionId) -> io::Result<&Adopted> {
+        connections.get(id as usize).and_then(Option::as_ref).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     /// Receives bytes. Returns how many; 0 at the end of the stream.
@@ -269,8 +272,8 @@ impl Session {
     /// `WouldBlock` if none have arrived or the connection is being moved, `InvalidInput` while buffers are posted, else the
     /// error that ended the connection.
     pub fn receive(&mut self, id: ConnectionId, out: &mut [u8]) -> io::Result<usize> {
-        let Adopted { fd, connection, posts, .. } = self.adopted(id)?;
-        if posts.as_ref().is_some_and(|posts| !posts.is_empty()) {
+        let Adopted { fd, connection, .. } = self.adopted(id)?;
+        if !self.posts.is_empty() && self.posts.get(&id).is_some_and(|posts| !posts.is_empty()) {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
                 "buffers are posted: received bytes go there, use take_posted",

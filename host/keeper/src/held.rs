@@ -1,6 +1,7 @@
 //! What the keeper holds for the next agent: messages and their descriptors. The time to record a message does not depend on how
 //! much is held.
 
+use baton_abi::layout::session::MAX_CONNECTIONS;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Until;
 use std::borrow::Cow;
@@ -11,11 +12,9 @@ use std::os::fd::OwnedFd;
 /// A message with something to hold, and its descriptors.
 type One = (Kept, Vec<OwnedFd>);
 
-/// A connection. There may be very many, so that those with a descriptor take little room.
-enum Connection {
-    Ours(Until, OwnedFd),
-    Other(Box<One>),
-}
+/// Connections with one descriptor, by number. There may be very many: each takes 8 bytes.
+type Ours = Vec<Option<(OwnedFd, Until)>>;
+const _: () = assert!(size_of::<Option<(OwnedFd, Until)>>() == 8);
 
 /// Everything that is held.
 #[derive(Default)]
@@ -30,26 +29,48 @@ pub(crate) struct Held {
 struct Session {
     /// Its control connection, and its memory.
     itself: Vec<One>,
-    connections: BTreeMap<u32, Connection>,
+    ours: Ours,
+    /// The other connections.
+    others: BTreeMap<u32, One>,
 }
 
 impl Session {
     /// What is held of the session with this number.
     fn iter(&self, number: u32) -> impl Iterator<Item = (Cow<'_, Kept>, &[OwnedFd])> {
-        let connection = move |(connection, held)| connection_as_held(number, connection, held);
-        self.itself.iter().map(as_held).chain(self.connections.iter().map(connection))
+        let ours = (0..).zip(&self.ours).filter_map(move |(connection, held)| {
+            let (fd, until) = held.as_ref()?;
+            Some((Cow::Owned(Kept::Connection(number, connection, *until)), std::slice::from_ref(fd)))
+        });
+        self.itself.iter().map(as_held).chain(ours).chain(self.others.values().map(as_held))
+    }
+
+    /// Records a connection, in place of what is held of it.
+    fn note(&mut self, number: u32, kept: Kept, descriptors: Vec<OwnedFd>) {
+        self.forget(number);
+        let until = match kept {
+            Kept::Connection(.., until) if (number as usize) < MAX_CONNECTIONS => Some(until),
+            _ => None,
+        };
+        match (until, <[OwnedFd; 1]>::try_from(descriptors)) {
+            (Some(until), Ok([fd])) => {
+                if self.ours.len() <= number as usize {
+                    self.ours.resize_with(number as usize + 1, || None);
+                }
+                self.ours[number as usize] = Some((fd, until));
+            }
+            (_, descriptors) => drop(self.others.insert(number, (kept, descriptors.map_or_else(|all| all, Vec::from)))),
+        }
+    }
+
+    /// Drops what is held of a connection.
+    fn forget(&mut self, number: u32) {
+        self.ours.get_mut(number as usize).map(Option::take);
+        self.others.remove(&number);
     }
 }
 
 fn as_held((kept, descriptors): &One) -> (Cow<'_, Kept>, &[OwnedFd]) {
     (Cow::Borrowed(kept), descriptors)
-}
-
-fn connection_as_held<'a>(session: u32, number: &u32, held: &'a Connection) -> (Cow<'a, Kept>, &'a [OwnedFd]) {
-    match held {
-        Connection::Ours(until, fd) => (Cow::Owned(Kept::Connection(session, *number, *until)), std::slice::from_ref(fd)),
-        Connection::Other(one) => as_held(one),
-    }
 }
 
 fn is_listener(kept: &Kept, id: u32) -> bool {
@@ -90,15 +111,11 @@ impl Held {
             }
             Kept::Memory(number, _) => self.sessions.entry(number).or_default().itself.push((kept, descriptors)),
             Kept::Connection(session, number, _) | Kept::Attached(session, number, ..) => {
-                let connection = match (&kept, <[OwnedFd; 1]>::try_from(descriptors)) {
-                    (Kept::Connection(.., until), Ok([fd])) => Connection::Ours(*until, fd),
-                    (_, descriptors) => Connection::Other(Box::new((kept, descriptors.map_or_else(|all| all, Vec::from)))),
-                };
-                self.sessions.entry(session).or_default().connections.insert(number, connection);
+                self.sessions.entry(session).or_default().note(number, kept, descriptors);
             }
             Kept::Forgotten(session, number) => {
                 if let Some(session) = self.sessions.get_mut(&session) {
-                    session.connections.remove(&number);
+                    session.forget(number);
                 }
             }
             Kept::GroupEnded(name) => self.common.retain(|(held, _)| !matches!(held, Kept::Group(other, ..) if *other == name)),

@@ -20,6 +20,58 @@ const _: () = assert!(MAX_ENCODED.is_multiple_of(GROUPS));
 /// The fields of an image and of what a NIC knows, without header and digest; zeros follow them.
 type Plain = [u8; MAX_ENCODED];
 
+/// What becomes of a field that usually is close to another one.
+#[derive(Clone, Copy)]
+enum Turn {
+    /// It becomes its distance from the other, of which the lowest bit is the sign, so that a short distance has few bytes that are not 0.
+    Relative,
+    /// The distance becomes the field again.
+    Absolute,
+}
+
+impl Turn {
+    fn u64(self, field: &mut u64, other: u64) {
+        *field = match self {
+            Turn::Relative => {
+                let distance = field.wrapping_sub(other) as i64;
+                (distance << 1 ^ distance >> 63) as u64
+            }
+            Turn::Absolute => other.wrapping_add(*field >> 1 ^ (*field & 1).wrapping_neg()),
+        };
+    }
+
+    fn u32(self, field: &mut u32, other: u32) {
+        *field = match self {
+            Turn::Relative => {
+                let distance = field.wrapping_sub(other) as i32;
+                (distance << 1 ^ distance >> 31) as u32
+            }
+            Turn::Absolute => other.wrapping_add(*field >> 1 ^ (*field & 1).wrapping_neg()),
+        };
+    }
+
+    /// Turns the fields that are close to others: what has been received and sent, smallest round-trip times, and ages, which count
+    /// from the last traffic.
+    fn apply(self, image: &mut Image, nic: Option<&mut NicState>) {
+        self.u32(&mut image.rcv_adv, image.rcv_nxt);
+        self.u32(&mut image.max_window, image.snd_wnd);
+        let Some(nic) = nic else { return };
+        let age = nic.recovery.sent_age.unwrap_or(0);
+        let Congestion { epoch_age, round_min, delay_min, min_rtt_age, .. } = &mut nic.congestion;
+        image.sent_ago.iter_mut().for_each(|field| self.u32(field, age as u32));
+        epoch_age.iter_mut().for_each(|field| self.u64(field, age));
+        self.u64(&mut nic.receiving.silent_for, age);
+        self.u32(min_rtt_age, age as u32);
+        self.u32(round_min, image.min_rtt);
+        self.u32(delay_min, image.min_rtt);
+        nic.recovery.last_echo.iter_mut().for_each(|field| self.u32(field, image.ts_clock));
+        nic.newest.iter_mut().for_each(|newest| {
+            self.u32(&mut newest.age, age as u32);
+            self.u32(&mut newest.rtt, image.min_rtt);
+        });
+    }
+}
+
 fn write_plain(image: &Image, nic: Option<&NicState>) -> Result<Plain, ImageError> {
     let mut plain = [0; MAX_ENCODED];
     let mut writer = Writer::new(&mut plain);
@@ -28,23 +80,32 @@ fn write_plain(image: &Image, nic: Option<&NicState>) -> Result<Plain, ImageErro
     Ok(plain)
 }
 
-/// The fields of a usual idle connection: everything is acknowledged, and nothing was ever lost.
+/// The fields of a usual idle connection, as [`Turn::Relative`]: everything is acknowledged, and nothing was ever lost.
 fn usual(flow: Flow, snd_una: u32, rcv_nxt: u32, nic: bool) -> Result<Plain, ImageError> {
-    let image = Image { snd_una, snd_nxt: snd_una, snd_end: snd_una, snd_wl1: rcv_nxt, rcv_nxt, ..Image::open(flow) };
-    let nic = nic.then(|| NicState {
+    let sent_ago = nic.then_some(0);
+    let ends = Image { rcv_nxt, rcv_adv: rcv_nxt, sent_ago, ..Image::open(flow) };
+    let mut image = Image { snd_una, snd_nxt: snd_una, snd_end: snd_una, snd_wl1: rcv_nxt, ..ends };
+    let mut nic = nic.then(|| NicState {
         sending: Sending { small_end: snd_una, ..Sending::default() },
         receiving: Receiving { last_ack: rcv_nxt, ts_known: true, ..Receiving::default() },
-        congestion: Congestion { round_end: snd_una, epoch_age: Some(0), ..Congestion::default() },
+        congestion: Congestion {
+            round_end: snd_una,
+            epoch_age: Some(0),
+            round_min: image.min_rtt,
+            delay_min: image.min_rtt,
+            ..Congestion::default()
+        },
         recovery: Recovery {
             high_seq: snd_una,
             usage_end: snd_una,
-            last_echo: Some(0),
+            last_echo: Some(image.ts_clock),
             sent_age: Some(0),
             ..Recovery::default()
         },
-        newest: Some(Newest { end: snd_una, ..Newest::default() }),
+        newest: Some(Newest { end: snd_una, rtt: image.min_rtt, ..Newest::default() }),
         ..NicState::default()
     });
+    Turn::Relative.apply(&mut image, nic.as_mut());
     write_plain(&image, nic.as_ref())
 }
 
@@ -54,7 +115,9 @@ impl Image {
     /// # Errors
     /// [`ImageError::Truncated`] if `out` is too short; [`MAX_SHORT`] bytes are enough.
     pub fn shorten(&self, nic: Option<&NicState>, out: &mut [u8]) -> Result<usize, ImageError> {
-        let mut plain = write_plain(self, nic)?;
+        let (mut image, mut nic) = (*self, nic.copied());
+        Turn::Relative.apply(&mut image, nic.as_mut());
+        let mut plain = write_plain(&image, nic.as_ref())?;
         let sum = codec::digest(&plain);
         for (byte, usual) in plain.iter_mut().zip(usual(self.flow, self.snd_una, self.rcv_nxt, nic.is_some())?) {
             *byte ^= usual;
@@ -98,8 +161,9 @@ impl Image {
             return Err(ImageError::Digest);
         }
         let mut reader = Reader::new(&plain);
-        let image = Image::read_fields(&mut reader)?;
-        let nic: Option<NicState> = Field::read(&mut reader)?;
+        let mut image = Image::read_fields(&mut reader)?;
+        let mut nic: Option<NicState> = Field::read(&mut reader)?;
+        Turn::Absolute.apply(&mut image, nic.as_mut());
         image.check()?;
         nic.map_or(Ok(()), |nic| nic.check(&image))?;
         Ok((image, nic))

@@ -60,6 +60,8 @@ struct Runner {
     company: Option<Company>,
     busy_nanos: u64,
     doorbell_nanos: u64,
+    /// Number of dormant connections when the heap was last trimmed, or fewer if some have woken up since.
+    trimmed_at: u64,
     /// Present if the NIC has an owner.
     rules: Option<Arc<Rules>>,
     /// Present in the first worker.
@@ -115,6 +117,8 @@ impl Front {
 
 /// Events that a data half keeps while the program's ring is full.
 const EVENTS: u16 = 1024;
+/// Connections that have become dormant since the heap was trimmed, after which it is again although others are awake.
+const MANY_DORMANT: u64 = 256;
 
 /// Poller token of the control connection.
 const CHANNEL: u64 = 3;
@@ -351,6 +355,7 @@ impl Runner {
             company: (!several && settings.cores.is_empty()).then(|| Company::new(processors)),
             busy_nanos: 0,
             doorbell_nanos: 0,
+            trimmed_at: 0,
             rules: None,
             front,
         })
@@ -401,8 +406,20 @@ impl Runner {
         next.map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000)
     }
 
+    /// Gives pages back to the system that connections used while they were awake. Walking the heap takes some time: it is done before a
+    /// sleep, after many have become dormant, or the last one.
+    fn trim_heap(&mut self) {
+        let (dormant, others) = self.worker.dormant();
+        self.trimmed_at = self.trimmed_at.min(dormant);
+        if dormant - self.trimmed_at >= if others { MANY_DORMANT } else { 1 } {
+            self.trimmed_at = dormant;
+            process::trim_heap();
+        }
+    }
+
     /// Sleeps until something is due, or the worker is woken.
     fn sleep(&mut self, now: Instant) -> Result<()> {
+        self.trim_heap();
         let mut tokens = Vec::new();
         let limit = Duration::from_micros(self.until_due(now));
         let waited = self.poller.wait(Some(limit), &mut tokens);

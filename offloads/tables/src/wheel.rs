@@ -7,18 +7,36 @@ use alloc::vec::Vec;
 const BUCKETS: usize = 8192;
 
 /// A timing wheel whose buckets are `TICK` microseconds wide.
+///
+/// The entries of all buckets lie in one array, and each bucket is a list in it: so the wheel takes 8 bytes for each of the most entries
+/// that it ever had at a time, in a single allocation. A `Vec` for each bucket would be thousands of small ones all over the heap, which
+/// would keep its pages from going back to the system.
 pub struct Wheel<const TICK: u64> {
-    buckets: Vec<Vec<u32>>,
+    /// Of each bucket the entry that came last, or [`NONE`].
+    buckets: Vec<u32>,
+    entries: Vec<Entry>,
+    /// The first entry that is free, or [`NONE`]; the others follow it as in a bucket.
+    free: u32,
     /// A bit for each bucket that has entries.
     occupied: [u64; BUCKETS / 64],
     /// The first bucket that has not expired, counted in ticks since time 0.
     next: u64,
 }
 
+/// A slot in a bucket, and the entry that came before it.
+struct Entry {
+    slot: u32,
+    next: u32,
+}
+
+/// The end of a list.
+const NONE: u32 = u32::MAX;
+
 impl<const TICK: u64> Wheel<TICK> {
     /// Makes an empty wheel at time `now` in microseconds.
     pub fn new(now: u64) -> Self {
-        Wheel { buckets: alloc::vec![Vec::new(); BUCKETS], occupied: [0; BUCKETS / 64], next: now / TICK }
+        let buckets = alloc::vec![NONE; BUCKETS];
+        Wheel { buckets, entries: Vec::new(), free: NONE, occupied: [0; BUCKETS / 64], next: now / TICK }
     }
 
     /// Enters a slot for time `at` in microseconds, or for the end of the wheel if that is earlier. Returns the tick of the
@@ -26,7 +44,14 @@ impl<const TICK: u64> Wheel<TICK> {
     pub fn enter(&mut self, slot: u32, at: u64) -> u64 {
         let tick = at.div_ceil(TICK).clamp(self.next, self.next + BUCKETS as u64 - 1);
         let bucket = tick as usize % BUCKETS;
-        self.buckets[bucket].push(slot);
+        let entry = Entry { slot, next: self.buckets[bucket] };
+        self.buckets[bucket] = match self.entries.get_mut(self.free as usize) {
+            Some(place) => core::mem::replace(&mut self.free, core::mem::replace(place, entry).next),
+            None => {
+                self.entries.push(entry);
+                self.entries.len() as u32 - 1
+            }
+        };
         self.occupied[bucket / 64] |= 1 << (bucket % 64);
         tick
     }
@@ -57,11 +82,23 @@ impl<const TICK: u64> Wheel<TICK> {
             self.next += 1;
             if self.occupied[bucket / 64] >> (bucket % 64) & 1 == 1 {
                 self.occupied[bucket / 64] &= !(1 << (bucket % 64));
-                out.append(&mut self.buckets[bucket]);
+                self.empty(bucket, out);
                 return Some(self.next - 1);
             }
         }
         None
+    }
+
+    /// Moves the slots of a bucket to `out`, in the order in which they came.
+    fn empty(&mut self, bucket: usize, out: &mut Vec<u32>) {
+        let first = out.len();
+        let mut at = core::mem::replace(&mut self.buckets[bucket], NONE);
+        while let Some(entry) = self.entries.get_mut(at as usize) {
+            out.push(entry.slot);
+            let next = core::mem::replace(&mut entry.next, self.free);
+            (self.free, at) = (at, next);
+        }
+        out[first..].reverse();
     }
 
     /// Time of the next bucket with entries, in microseconds.
@@ -101,6 +138,24 @@ mod tests {
         // A time beyond the wheel's end expires there, to be entered again.
         while wheel.expire(3_000_000, &mut out).is_some() {}
         assert_eq!(out, [3]);
+    }
+
+    #[test]
+    fn slots_of_a_bucket_come_up_in_order_and_leave_their_places_to_others() {
+        let mut wheel = Wheel::<128>::new(0);
+        let mut out = Vec::new();
+        for round in 0..100u64 {
+            let at = round * 1000 + 500;
+            for slot in 0..50 {
+                wheel.enter(slot, at);
+                wheel.enter(100 + slot, at + 300);
+            }
+            while wheel.expire(at + 600, &mut out).is_some() {}
+            assert_eq!(out, (0..50).chain(100..150).collect::<Vec<u32>>());
+            out.clear();
+        }
+        assert_eq!(wheel.entries.len(), 100);
+        assert_eq!(wheel.next_expiry(), None);
     }
 
     #[test]

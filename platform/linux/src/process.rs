@@ -318,6 +318,15 @@ pub fn raise_descriptor_limit() -> u64 {
     now.unwrap_or(u64::MAX)
 }
 
+/// Gives the free pages of the heap back to the system.
+pub fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: it only changes which memory the allocator keeps for itself, under the allocator's own locks.
+    unsafe {
+        libc::malloc_trim(0)
+    };
+}
+
 /// Fills a buffer with random bytes.
 ///
 /// # Errors

@@ -53,7 +53,13 @@ impl<T> Pool<T> {
         Pool(Mutex::new(Places { chunks: Vec::new(), by_address: BTreeMap::new(), lowest: 0 }))
     }
 
-    fn give_back(&self, place: NonNull<T>) {
+    /// The lowest place that is free.
+    pub(crate) fn take(&self) -> NonNull<T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Gives a place back, which holds no object any more.
+    pub(crate) fn give_back(&self, place: NonNull<T>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).give_back(place);
     }
 }
@@ -138,7 +144,7 @@ unsafe impl<T: Shared + Sync> Sync for Pooled<T> {}
 impl<T: Shared> Pooled<T> {
     /// Puts an object into a place of its own.
     pub fn new(value: T) -> Pooled<T> {
-        let place = T::pool().0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let place = T::pool().take();
         // SAFETY: the place is aligned memory for a `T` that nobody else has.
         unsafe { place.write(value) };
         Pooled { place }

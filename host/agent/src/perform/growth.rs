@@ -24,7 +24,7 @@ impl Performer<'_> {
     pub(super) fn enlarge(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
-        let (old, limits) = (on_nic.memory, memory::Limits::read(self.ground.nic_memory, cid));
+        let (old, limits) = (on_nic.memory(), memory::Limits::read(self.ground.nic_memory, cid));
         let Wants::Larger(receive, send) = self.connection.wants() else {
             self.connection.extra().growing = Some(Growing { cid, unused: [None; 2], larger: old, copied: None });
             return Ok(());
@@ -70,7 +70,7 @@ impl Performer<'_> {
         let (nic_memory, base) = (self.ground.nic_memory, nic::slot(cid.slot()));
         // A NIC that writes an invalid image, or refuses what follows, must not continue.
         let image = read_image(nic_memory, cid).map_err(|_| Refusal::NicGone)?;
-        let (old, new, next) = (on_nic.memory, growing.larger, cid.next_generation());
+        let (old, new, next) = (on_nic.memory(), growing.larger, cid.next_generation());
         let replaced = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
         if new == old {
             self.return_pages(cid, &image, old);
@@ -82,7 +82,9 @@ impl Performer<'_> {
             growing.unused = replaced;
         }
         if let Some(on_nic) = &mut self.connection.on_nic {
-            on_nic.memory = new;
+            if !on_nic.move_to(new) {
+                return Err(Refusal::NicGone);
+            }
             if new == old {
                 on_nic.idleness.note_returned(&image);
             }

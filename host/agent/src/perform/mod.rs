@@ -183,8 +183,8 @@ impl<'a> Performer<'a> {
     }
 
     fn give_memory(&mut self) {
-        if let Some(on_nic) = self.connection.on_nic.take() {
-            memory::give(self.open, on_nic.memory);
+        if let Some(memory) = self.connection.leave_nic() {
+            memory::give(self.open, memory);
         }
     }
 
@@ -202,8 +202,8 @@ impl<'a> Performer<'a> {
             Ok(fd) => shell::end(fd),
             Err(_) => diagnosis::destroy(self.ground.diagnosis, &self.connection.flow),
         };
-        if let Some(on_nic) = self.connection.on_nic.take() {
-            self.open.ended.insert(self.connection.number(), on_nic.memory);
+        if let Some(memory) = self.connection.leave_nic() {
+            self.open.ended.insert(self.connection.number(), memory);
         }
     }
 
@@ -216,7 +216,7 @@ impl<'a> Performer<'a> {
         self.give_slot();
         if self.connection.outlives_agent {
             // The program resets the socket itself, and reads the unread bytes in the connection's memory.
-            self.connection.on_nic = None;
+            self.connection.leave_nic();
             return;
         }
         if let Ok(fd) = self.fd() {

@@ -216,10 +216,10 @@ impl Performer<'_> {
         let limits = Limits::of(self.connection.fd()?, self.ground.known);
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
         limits.write(self.ground.nic_memory, self.cid()?);
-        self.connection.on_nic = Some(Box::new(OnNic {
-            way: self.way.map(|way| self.ground.known.shared(way)),
-            ..OnNic::new(Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() }, nic, memory)
-        }));
+        let exported = Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() };
+        let way = self.way.map(|way| self.ground.known.shared(way));
+        let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
+        self.connection.enter_nic(on_nic, Handoff { exported, nic });
         let (unread, unacknowledged) = queues(self.region, memory, &image).ok_or(Refusal::NoRoom)?;
         let copied = exporter.copy_queues(self.fd()?, &unread, &unacknowledged);
         if copied.is_err() {
@@ -229,10 +229,11 @@ impl Performer<'_> {
     }
 
     pub(super) fn note_copied(&mut self) -> Result<(), Refusal> {
-        let (Some(entry), Some(on_nic)) = (self.entry.take(), &mut self.connection.on_nic) else { return Err(Refusal::Filter) };
-        let Some(Handoff { exported, .. }) = on_nic.handoff.as_deref_mut() else { return Err(Refusal::NoRoom) };
+        let (Some(entry), Some(on_nic)) = (self.entry.take(), &self.connection.on_nic) else { return Err(Refusal::Filter) };
+        let memory = on_nic.memory();
+        let Some(Handoff { exported, .. }) = self.connection.extra().handoff.as_deref_mut() else { return Err(Refusal::NoRoom) };
         exported.handed_off_at = monotonic_micros();
-        self.entry = Some(entry.copied(&exported.image, on_nic.memory, exported.handed_off_at));
+        self.entry = Some(entry.copied(&exported.image, memory, exported.handed_off_at));
         self.write(Phase::Copied)
     }
 
@@ -242,7 +243,7 @@ impl Performer<'_> {
             Ok(saved) => (saved, Ok(())),
             Err((saved, stay)) => (saved, Err(stay)),
         };
-        if let Some(handoff) = self.connection.on_nic.as_deref_mut().and_then(|on_nic| on_nic.handoff.as_deref_mut()) {
+        if let Some(handoff) = self.connection.extra().handoff.as_deref_mut() {
             handoff.exported.saved = saved;
         }
         purged
@@ -274,10 +275,10 @@ impl Performer<'_> {
         }
         // From now on the journal has it.
         let nic_memory = self.ground.nic_memory;
-        if let (Some(cid), Some(on_nic)) = (self.connection.cid, &mut self.connection.on_nic)
-            && journal::exported(nic_memory, cid).as_ref() == on_nic.handoff.as_deref().map(|handoff| &handoff.exported)
+        if let Some(cid) = self.connection.cid
+            && journal::exported(nic_memory, cid).as_ref() == self.connection.handoff().map(|handoff| &handoff.exported)
         {
-            on_nic.handoff = None;
+            self.connection.extra().handoff = None;
         }
         Ok(())
     }
@@ -286,7 +287,7 @@ impl Performer<'_> {
     pub(super) fn import_exported(&mut self) -> Result<(), Refusal> {
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
         let Exported { image, saved, .. } = self.connection.exported(self.ground.nic_memory).ok_or(Refusal::NoRoom)?;
-        let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or(Refusal::NoRoom)?;
+        let (unread, unacknowledged) = queues(self.region, on_nic.memory(), &image).ok_or(Refusal::NoRoom)?;
         let (local, peer) = (self.connection.local(), self.connection.peer());
         self.image = Some(image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
@@ -300,9 +301,11 @@ impl Performer<'_> {
 /// the program.
 fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
-    let OnNic { handoff: Some(handoff), memory, .. } = on_nic else { return Err(Refusal::NoRoom) };
-    let Handoff { exported: Exported { image, saved, .. }, nic } = &**handoff;
-    let Memory { receive, send } = *memory;
+    let Some(Handoff { exported: Exported { image, saved, .. }, nic }) = connection.handoff() else {
+        return Err(Refusal::NoRoom);
+    };
+    let memory = on_nic.memory();
+    let Memory { receive, send } = memory;
     let parameters = [session, receive.0, receive.1, send.0, send.1, connection.number()];
     for (at, value) in parameters.into_iter().enumerate() {
         nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
@@ -311,7 +314,7 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
     let b = &connection.block;
     b.store(block::PROCESSOR, 0);
     b.store(block::READ_SEQ, image.read_seq());
-    write_block(connection, image, *memory, cid);
+    write_block(connection, image, memory, cid);
     let flags = [
         (block::FLAG_FIN_RECEIVED, image.state.fin_received()),
         (block::FLAG_SHUT_DOWN, image.state.fin_queued()),

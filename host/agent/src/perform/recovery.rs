@@ -36,7 +36,7 @@ impl Performer<'_> {
         let image = match read_record(self.ground.nic_memory, nic::slot(cid.slot())) {
             None => handed_off.image,
             Some(record) => {
-                let (offset, size) = on_nic.memory.receive;
+                let (offset, size) = on_nic.memory().receive;
                 if let Some(circle) = self.open.memory.circle(offset, size) {
                     gather(&posts_of(self.ground.nic_memory, cid.slot()), &self.open.memory, &circle, record.rcv_read);
                 }

@@ -72,7 +72,7 @@ impl Performer<'_> {
         self.image = Some(image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
-        let (unread, unacknowledged) = queues(self.region, on_nic.memory, &image).ok_or_else(|| damaged("queues"))?;
+        let (unread, unacknowledged) = queues(self.region, on_nic.memory(), &image).ok_or_else(|| damaged("queues"))?;
         let flags = self.connection.block.load(block::FLAGS);
         let saved = self.connection.exported(self.ground.nic_memory).ok_or_else(|| damaged("journal"))?.saved;
         let saved = saved.with_programs(flags & block::FLAG_KEEPALIVE != 0, flags & block::FLAG_CORK != 0);
@@ -157,7 +157,7 @@ impl Performer<'_> {
 
     fn receive_memory(&self) -> Option<(u32, u32)> {
         match (&self.connection.on_nic, &self.entry) {
-            (Some(on_nic), _) => Some(on_nic.memory.receive),
+            (Some(on_nic), _) => Some(on_nic.memory().receive),
             (None, Some(entry)) => Some(entry.memory().receive),
             (None, None) => None,
         }
@@ -167,7 +167,7 @@ impl Performer<'_> {
     pub(super) fn finish(&mut self) -> Result<(), Refusal> {
         let importer = self.importer.take().ok_or_else(|| damaged("import"))?;
         let (Some(image), Some(on_nic)) = (&self.image, &self.connection.on_nic) else { return Err(damaged("import")) };
-        let (_, unacknowledged) = queues(self.region, on_nic.memory, image).ok_or_else(|| damaged("queues"))?;
+        let (_, unacknowledged) = queues(self.region, on_nic.memory(), image).ok_or_else(|| damaged("queues"))?;
         importer.finish(self.fd()?, &unacknowledged).map_err(Refusal::from)
     }
 

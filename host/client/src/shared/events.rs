@@ -7,7 +7,7 @@ use baton_abi::layout::{RING_MESSAGES, nic::MAX_NICS, session as at};
 use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
 use baton_ring::{Consumer, Token};
 use baton_shm::{Region, RingWords};
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -27,6 +27,9 @@ pub(crate) struct Events {
     /// known; they are kept here until then.
     accepting: u32,
     unclaimed: Vec<Message>,
+    /// Answers to posted buffers that have not been handled yet, by the number of the connection: the first sequence number that the NIC
+    /// puts into each.
+    pub(crate) posted: BTreeMap<u32, VecDeque<u32>>,
 }
 
 /// The entry of a slot for which no connection is noted. No connection has this cid.
@@ -117,8 +120,7 @@ impl Shared {
             Operation::OsAck => add(&connection.room_ends),
             Operation::OsControl => match Control::from_number(message.kind) {
                 Some(Control::Posted) => {
-                    let mut posted = connection.posted.lock().unwrap_or_else(PoisonError::into_inner);
-                    posted.get_or_insert_default().0.push_back(message.address);
+                    events.posted.entry(connection.number()).or_default().push_back(message.address);
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
                 // Whoever waits for this reads the ring's index.
@@ -224,6 +226,7 @@ impl Events {
             between: Vec::new(),
             accepting: 0,
             unclaimed: Vec::new(),
+            posted: BTreeMap::new(),
         }
     }
 
@@ -281,6 +284,7 @@ impl Events {
 
 pub(crate) fn refresh(events: &mut Events, connection: &Connection) {
     events.forget(connection);
+    events.posted.remove(&connection.number());
     connection.refresh();
     events.note(connection);
 }

@@ -41,6 +41,11 @@ impl Rounds {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
+    /// Number of its connections that are dormant, and whether others may become so.
+    pub fn dormant(&self) -> (u64, bool) {
+        (self.connections.rounds.dormant, self.connections.rounds.due != u64::MAX)
+    }
+
     /// Notes that the connection in slot `index` is awake from now on.
     pub(super) fn note_awake(&mut self, index: u32) {
         let rounds = &mut self.connections.rounds;
