@@ -16,7 +16,7 @@ const PAYING_PERIOD: u64 = 5_000;
 const LEAST_PAUSE: u64 = 1_000_000;
 const MOST_PAUSE: u64 = 64_000_000;
 /// Wakes a second that are a reason to try.
-const OFTEN: u64 = 1_000;
+const OFTEN: u64 = 1_500;
 /// A move pays if it brings this part more frames.
 const MORE: u64 = 32;
 

@@ -30,6 +30,9 @@ const MAX_POST: usize = 1 << 30;
 /// Number of batches in a full ring.
 const RING_BATCHES: usize = RING_MESSAGES / BATCH;
 
+/// Bytes at once from which on a program is woken for bulk data: to copy them costs it more than to be woken.
+const BULK: u64 = 32 << 10;
+
 /// A program's session.
 pub(super) struct Session {
     /// Session memory, and this NIC's area in it ([`session::area`]).
@@ -203,17 +206,18 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it, with the
-    /// processor that the program says it ran on. Returns whether messages were sent to the agent since the last call: then the caller
+    /// processor that the program says it ran on, unless it is woken for bulk data. Returns whether messages were sent to the agent since the last call: then the caller
     /// rings its doorbell, too.
     pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32, Option<usize>)) -> bool {
         for (id, session) in self.programs.sessions.iter_mut().enumerate() {
             if let Some(session) = session
                 && session.unsignalled > 0
+                && let bulk = session.unsignalled >= BULK
                 && session.should_ring(now)
             {
                 self.counters.add(Counter::Doorbells, 1);
                 let processor = session.memory.word32(session::PROGRAM_PROCESSOR).load(Ordering::Relaxed);
-                ring(id as u32, (processor as usize).checked_sub(1));
+                ring(id as u32, (processor as usize).checked_sub(1).filter(|_| !bulk));
             }
         }
         std::mem::take(&mut self.agent.unsignalled)

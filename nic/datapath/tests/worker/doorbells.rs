@@ -89,6 +89,12 @@ fn the_programs_processor_is_told() {
         assert_eq!(rung, [(0, told)]);
         clear_rung(memory.word32(session::PROGRAM_SLEEPING));
     }
+    for _ in 0..40 {
+        stage.victim_goes_on(1000);
+    }
+    let mut rung = Vec::new();
+    stage.worker.doorbells(stage.now, |session, processor| rung.push((session, processor)));
+    assert_eq!(rung, [(0, None)], "it is woken for bulk data");
 }
 
 /// A sleeping program that waits for room is not woken by acknowledgements that free less, but by the one that frees enough, and by
