@@ -13,7 +13,7 @@ pub(crate) struct Connections {
     places: Slab<Connection>,
     /// Hash of a connection's 4-tuple, and its number. A tree, which does not double when it grows.
     by_flow: BTreeSet<(u32, u32)>,
-    /// Key of that hash, which nobody knows who may choose 4-tuples: so few have the same one.
+    /// Key of that hash. It is secret, so that nobody can choose many 4-tuples with the same hash.
     key: [u64; 2],
 }
 
