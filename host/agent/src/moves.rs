@@ -248,7 +248,9 @@ impl Agent {
 
     /// Concludes a move: counts it, answers those who asked for it, and does what was waiting for its end.
     pub(crate) fn conclude(&mut self, session: u32, number: u32, conclusion: Conclusion) {
-        let must_return = self.connection(session, number).is_some_and(|connection| connection.must_return().is_some());
+        // Not after a growth: what asked for the restore begins it when the growth has ended.
+        let must_return = conclusion != Conclusion::Grown
+            && self.connection(session, number).is_some_and(|connection| connection.must_return().is_some());
         if conclusion == Conclusion::Moved {
             self.catch_up(session, number);
         }

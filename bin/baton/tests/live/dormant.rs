@@ -19,6 +19,7 @@ in_both_shapes! {
     a_thousand_connections_sleep_through_deaths
     the_end_of_many_at_once_is_survived
     what_has_carried_nothing_returns_its_scratch
+    idle_connections_that_have_to_leave_lose_nothing
 }
 
 /// Connections of the test.
@@ -47,6 +48,11 @@ struct Many {
 fn many(beside: bool, connections: usize) -> Many {
     let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
     let (servers, clients) = connect_pairs(&bed, connections, false).expect("connections");
+    many_of(bed, servers, clients)
+}
+
+/// A program with these connections, and their peers.
+fn many_of(bed: Testbed, servers: Vec<TcpStream>, clients: Vec<TcpStream>) -> Many {
     let mut session = Session::connect(&bed.socket()).expect("a session");
     let one = |(server, peer)| {
         let id = session.adopt(OwnedFd::from(server)).expect("adopted");
@@ -195,4 +201,54 @@ fn what_has_carried_nothing_returns_its_scratch(beside: bool) {
         many.poll(50);
     }
     many.carry(2_000);
+}
+
+/// Connections of the test: more than the agent returns the pages of in one period, and no more than it polls in one.
+const SOME: usize = 160;
+
+/// All idle connections have to leave the NIC while the agent still returns the pages of one after the other. In the next period it
+/// does both to some of them. Program and peers go on as soon as the first has left.
+fn idle_connections_that_have_to_leave_lose_nothing(beside: bool) {
+    const WHY: &str = "its program has set";
+    let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+    let (servers, clients) = connect_pairs(&bed, SOME, false).expect("connections");
+    // The library does not see what is set on a duplicate: the agent finds it when it polls.
+    let duplicates: Vec<OwnedFd> = servers.iter().map(|server| server.try_clone().expect("a duplicate").into()).collect();
+    let mark =
+        |mark| duplicates.iter().for_each(|fd| socket::set(fd.as_fd(), libc::SOL_SOCKET, libc::SO_MARK, mark).expect("SO_MARK"));
+    let mut many = many_of(bed, servers, clients);
+    // After 80,000 bytes pages are returned in a second, after fewer in ten, when all are dormant.
+    for bytes in [40_000, 40_000, 2_000] {
+        many.all_to_nic();
+        many.carry(bytes);
+        let used = nic_bytes(&many.bed);
+        let deadline = Instant::now() + LONG;
+        let mut returned = 0;
+        while returned < 8 {
+            assert!(Instant::now() < deadline, "no pages are returned");
+            many.poll(2);
+            returned = used.saturating_sub(nic_bytes(&many.bed)) / nic::SCRATCH_BYTES as u64;
+        }
+        assert!(returned < SOME as u64 / 2, "{returned} connections had their pages returned in one period");
+        let dormant = count(&many.bed, Counter::Dormant);
+        assert!(bytes > 2_000 || dormant > SOME as u64 / 2, "only {dormant} are dormant");
+        mark(5);
+        while many.all.iter().all(|one| many.session.place(one.id) == Some(Place::Nic)) {
+            assert!(Instant::now() < deadline, "they do not leave");
+        }
+        many.carry(3_000);
+        while !many.all.iter().all(|one| many.session.place(one.id) == Some(Place::Kernel)) {
+            assert!(Instant::now() < deadline, "they do not leave");
+            many.poll(1);
+        }
+        let all = many.bed.tool().and_then(|mut tool| tool.connections()).expect("connections");
+        for info in &all {
+            // After a second the agent would offload it again, and finds that it must not.
+            assert!(info.reason.starts_with(WHY) || info.for_us > 900_000, "offloaded again at once: {info:?}");
+        }
+        many.carry(3_000);
+        mark(0);
+    }
+    let after = statistics(&many.bed);
+    assert_eq!((after.lost, after.recovered), (0, 0));
 }
