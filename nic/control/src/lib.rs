@@ -3,6 +3,7 @@
 
 mod company;
 mod copy;
+mod heap;
 pub mod host_tcp;
 mod key;
 mod line;

@@ -2,6 +2,7 @@
 
 use crate::company::Company;
 use crate::copy::{CopyEngine, Host};
+use crate::heap::{self, Trimmer};
 use crate::key;
 use crate::line::Line;
 use crate::rest::{Idle, NAP, Rest};
@@ -60,7 +61,8 @@ struct Runner {
     company: Option<Company>,
     busy_nanos: u64,
     doorbell_nanos: u64,
-    /// Number of dormant connections when the heap was last trimmed, or fewer if some have woken up since.
+    /// Has the heap trimmed; and the number of dormant connections when that was last asked for, or fewer if some have woken up since.
+    trimmer: Trimmer,
     trimmed_at: u64,
     /// Present if the NIC has an owner.
     rules: Option<Arc<Rules>>,
@@ -246,10 +248,13 @@ pub fn run() -> Result<()> {
             Some(rules)
         }
     };
+    let (trimmer, asked) = Trimmer::new();
+    start_thread("baton heap", move || heap::trim(&asked))?;
     let mut runners = Vec::new();
     for (me, ((host, wire), new_bells)) in hosts.into_iter().zip(wires).zip(new_bells).enumerate() {
         process::prefer_memory(nodes[me]);
-        let mut runner = Runner::new(settings, me, (host, wire), peers[me].take(), &memory, (&bells, new_bells), front.take())?;
+        let (memory, bells) = ((&memory, &trimmer), (&bells, new_bells));
+        let mut runner = Runner::new(settings, me, (host, wire), peers[me].take(), memory, bells, front.take())?;
         runner.rules = rules.clone();
         runners.push(runner);
     }
@@ -305,7 +310,7 @@ impl Runner {
         me: usize,
         (host, wire): (Host, Wire),
         peers: Option<Peers>,
-        memory: &Arc<Region>,
+        (memory, trimmer): (&Arc<Region>, &Trimmer),
         (bells, new_bells): (&Arc<Vec<Doorbell>>, Receiver<(u32, ProgramBell)>),
         front: Option<Front>,
     ) -> Result<Runner> {
@@ -355,6 +360,7 @@ impl Runner {
             company: (!several && settings.cores.is_empty()).then(|| Company::new(processors)),
             busy_nanos: 0,
             doorbell_nanos: 0,
+            trimmer: trimmer.clone(),
             trimmed_at: 0,
             rules: None,
             front,
@@ -406,14 +412,13 @@ impl Runner {
         next.map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000)
     }
 
-    /// Gives pages back to the system that connections used while they were awake. Walking the heap takes some time: it is done before a
-    /// sleep, after many have become dormant, or the last one.
+    /// Has pages given back to the system that connections used while they were awake, when many have become dormant, or the last one.
     fn trim_heap(&mut self) {
         let (dormant, others) = self.worker.dormant();
         self.trimmed_at = self.trimmed_at.min(dormant);
         if dormant - self.trimmed_at >= if others { MANY_DORMANT } else { 1 } {
             self.trimmed_at = dormant;
-            process::trim_heap();
+            self.trimmer.ask();
         }
     }
 

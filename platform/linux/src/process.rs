@@ -318,7 +318,8 @@ pub fn raise_descriptor_limit() -> u64 {
     now.unwrap_or(u64::MAX)
 }
 
-/// Gives the free pages of the heap back to the system.
+/// Gives the free pages of the heap back to the system. Takes longer the more free pieces there are; other threads that allocate or free
+/// meanwhile wait.
 pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it only changes which memory the allocator keeps for itself, under the allocator's own locks.
