@@ -9,6 +9,7 @@ use crate::bars::Bar;
 use crate::closed_loop::{self, Progress, Requests};
 use crate::server::{Files, Program, Server};
 use crate::statistics::{Percentiles, quantile};
+use crate::status::StatusLine;
 use crate::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::Counter;
@@ -301,8 +302,11 @@ struct Snapshot {
 impl Bench {
     fn row(&mut self, load: &Load, settings: &BesideSettings) -> Result<Row> {
         let mut rounds: [Vec<Round>; 2] = Default::default();
-        for _ in 0..settings.rounds.max(1) {
+        let (all, status) = (settings.rounds.max(1), StatusLine::new());
+        for round in 1..=all {
             for (under_baton, rounds) in [false, true].into_iter().zip(&mut rounds) {
+                let side = if under_baton { "under Baton" } else { "in the kernel" };
+                status.show(format_args!("{}: round {round} of {all}, {side}", load.name));
                 rounds.push(self.round(load.traffic, settings.seconds, under_baton).with_context(|| load.name)?);
             }
         }

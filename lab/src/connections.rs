@@ -16,6 +16,7 @@ use crate::bars::Bar;
 use crate::datapath::{Bench, Workload};
 use crate::soak;
 use crate::statistics::quantile;
+use crate::status::StatusLine;
 use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::{Counter, nic, session};
@@ -103,7 +104,7 @@ pub struct IdleMemory {
 /// # Errors
 /// If the NIC refuses a connection.
 pub fn memory_alone() -> Result<MemoryReport> {
-    let memory = idle_memory()?;
+    let memory = idle_memory(&StatusLine::new())?;
     Ok(MemoryReport { bars: vec![bar(&memory)], memory })
 }
 
@@ -116,13 +117,17 @@ fn bar(memory: &IdleMemory) -> Bar {
 /// # Errors
 /// If the NIC refuses a connection.
 pub fn run(rounds: usize) -> Result<ConnectionsReport> {
-    let memory = idle_memory()?;
+    let status = StatusLine::new();
+    let memory = idle_memory(&status)?;
     let many = MANY.min(u32::try_from(available_memory()? * 3 / 4 / EACH).unwrap_or(MANY));
+    status.show(format_args!("making {FEW} and {many} connections"));
     let mut benches = [Bench::with_buffers(FEW, BUFFER)?, Bench::with_buffers(many, BUFFER)?];
     let (mut nanos, mut next) = ([Vec::new(), Vec::new()], [0, 0]);
     // The first round is for the caches.
-    for round in 0..=rounds.max(1) {
+    let rounds = rounds.max(1);
+    for round in 0..=rounds {
         for at in 0..2 {
+            status.show(format_args!("packets of {} connections: round {round} of {rounds}", [FEW, many][at]));
             let workload = Workload { connections: [FEW, many][at], size: 64, burst: 16 };
             let mut spent = 0;
             for _ in 0..SEGMENTS / u64::from(workload.burst) {
@@ -150,10 +155,11 @@ fn available_memory() -> Result<u64> {
     Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? << 10)
 }
 
-fn idle_memory() -> Result<IdleMemory> {
+fn idle_memory(status: &StatusLine) -> Result<IdleMemory> {
     let all = WARM + BATCHES * BATCH;
     let bed = Testbed::new(&TestbedSettings { slots: all, ..TestbedSettings::default() })?;
     raise_descriptor_limit();
+    status.show(format_args!("memory of idle connections: making {all}"));
     let (mut servers, clients) = soak::connect_pairs(&bed, all, false)?;
     let mut idlers = Idlers {
         session: Session::connect(&bed.socket())?,
@@ -161,6 +167,7 @@ fn idle_memory() -> Result<IdleMemory> {
         // The bench's own memory is there before anything is measured.
         ids: vec![ConnectionId::MAX; all],
         on_nic: 0,
+        status,
     };
     let mut fresh = Vec::new();
     let mut settled = Vec::new();
@@ -191,15 +198,16 @@ fn idle_memory() -> Result<IdleMemory> {
 }
 
 /// A program whose connections become idle.
-struct Idlers {
+struct Idlers<'a> {
     session: Session,
     tool: Tool,
     /// The numbers of the connections, of which this many are on the NIC.
     ids: Vec<ConnectionId>,
     on_nic: usize,
+    status: &'a StatusLine,
 }
 
-impl Idlers {
+impl Idlers<'_> {
     /// Moves connections to the NIC.
     fn move_to_nic(&mut self, servers: impl Iterator<Item = TcpStream>) -> Result<()> {
         for server in servers {
@@ -207,14 +215,24 @@ impl Idlers {
             move_to_nic(&mut self.session, id)?;
             self.ids[self.on_nic] = id;
             self.on_nic += 1;
+            self.show(self.on_nic, "on the NIC");
         }
         Ok(())
+    }
+
+    /// Says how many connections have got so far.
+    fn show(&self, connections: usize, are: &str) {
+        self.status.update(format_args!("memory of idle connections: {connections} of {} {are}", self.ids.len()));
     }
 
     /// Lets the connections that came last carry bytes to and from their clients.
     fn carry(&mut self, clients: &[TcpStream]) -> Result<()> {
         let last = &self.ids[..self.on_nic][self.on_nic - clients.len()..];
-        last.iter().zip(clients).try_for_each(|(id, client)| carry(&mut self.session, *id, client))
+        for (at, (id, client)) in last.iter().zip(clients).enumerate() {
+            carry(&mut self.session, *id, client)?;
+            self.show(self.on_nic - clients.len() + at + 1, "have carried bytes");
+        }
+        Ok(())
     }
 
     /// The memory once all connections are dormant and stay so.
@@ -225,6 +243,7 @@ impl Idlers {
             self.session.poll(Some(Duration::from_millis(100)), &mut Vec::new())?;
             let dormant = self.tool.statistics()?.counters.get(Counter::Dormant as usize).copied().unwrap_or(0);
             let now = monotonic_micros();
+            self.show(dormant as usize, "dormant");
             if dormant != self.on_nic as u64 {
                 awake_at = now;
             } else if now - awake_at >= SETTLED {

@@ -4,6 +4,7 @@
 //! Instructions are counted by callgrind, exactly and repeatably. The same work is run with N and with 3N segments, and the
 //! difference is divided by 2N. Layers are distinguished by source file ([`crate::ttcp::cost`] has a finer division).
 
+use crate::status::StatusLine;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
@@ -552,9 +553,11 @@ fn cycles_per_nano() -> f64 {
 /// # Errors
 /// See [`measure`].
 pub fn run() -> Result<DatapathReport> {
-    let mut workloads = Vec::new();
+    let (mut workloads, status) = (Vec::new(), StatusLine::new());
     for (size, burst) in [(1448, 1), (64, 16), (1448, 16)] {
         for connections in [1, 1024] {
+            let done = workloads.len();
+            status.show(format_args!("workload {} of 6: {connections} connections, {size} bytes, bursts of {burst}", done + 1));
             workloads.push(measure(Workload { connections, size, burst })?);
         }
     }

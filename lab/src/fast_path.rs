@@ -71,15 +71,13 @@ pub struct Cell {
 ///
 /// # Errors
 /// If the test bed cannot be made, the program fails, or a byte is wrong.
-pub fn run(megabytes: u32, rounds: usize, progress: bool) -> Result<Vec<Cell>> {
+pub fn run(megabytes: u32, rounds: usize) -> Result<Vec<Cell>> {
     let mut all: Vec<Vec<Cell>> = vec![Vec::new(); LOSSES.len() * OFFLOADS.len()];
     for round in 0..rounds.max(1) {
         for (at, cells) in all.iter_mut().enumerate() {
             let (loss, offload) = (LOSSES[at / OFFLOADS.len()], OFFLOADS[at % OFFLOADS.len()]);
             let cell = measure(offload, loss, u64::from(megabytes) << 20, round as u64 + 1)?;
-            if progress {
-                eprintln!("{cell:?}");
-            }
+            eprintln!("{cell:?}");
             cells.push(cell);
         }
     }

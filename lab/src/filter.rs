@@ -2,6 +2,7 @@
 
 use crate::bars::Bar;
 use crate::datapath;
+use crate::status::StatusLine;
 use anyhow::{Result, bail};
 use baton_filter::words::WORDS;
 use baton_filter::{Direction, Filter, Installed, Table, Verdict, parse};
@@ -107,6 +108,11 @@ fn measure(rules: u32) -> Result<Measured> {
 /// # Errors
 /// If valgrind is missing, or a segment does not pass.
 pub fn run() -> Result<FilterReport> {
+    let status = StatusLine::new();
+    let measure = |rules| {
+        status.show(format_args!("instructions of the filter with {rules} rules"));
+        measure(rules)
+    };
     let measured = [measure(10)?, measure(10_000)?];
     let bars = vec![
         Bar::most("filter.established_10000_over_10", 1.5, measured[1].established / measured[0].established),

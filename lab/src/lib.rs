@@ -32,6 +32,7 @@ pub mod server;
 pub mod small_server;
 pub mod soak;
 pub mod statistics;
+mod status;
 pub mod tail;
 pub mod testbed;
 pub mod ttcp;

@@ -4,6 +4,7 @@
 use crate::bars::Bar;
 use crate::soak::{self, SoakReport, SoakSettings};
 use crate::statistics::quantile;
+use crate::status::StatusLine;
 use crate::testbed::TestbedSettings;
 use anyhow::{Result, ensure};
 use serde::Serialize;
@@ -39,7 +40,9 @@ pub struct MovesReport {
 /// If the test bed cannot be made, or a byte is lost or wrong.
 pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<MovesReport> {
     let mut reports = Vec::new();
-    for seed in 1..=rounds.max(1) {
+    let (rounds, status) = (rounds.max(1), StatusLine::new());
+    for seed in 1..=rounds {
+        status.show(format_args!("{CONNECTIONS} connections move: round {seed} of {rounds}"));
         let settings = SoakSettings {
             connections: CONNECTIONS,
             moves,
@@ -51,9 +54,10 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
             kill_nic: 0,
             kill_agent: 0,
             bed: TestbedSettings { seed, ..TestbedSettings::default() },
-            progress: false,
+            progress: true,
         };
         let report = soak::run(&settings)?;
+        status.clear();
         progress(&report);
         ensure!(report.is_clean(), "connections were lost or their bytes wrong: {report:?}");
         reports.push(report);

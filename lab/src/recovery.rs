@@ -2,6 +2,7 @@
 //! with the same seeds. Both run CUBIC.
 
 use crate::soak::connect_pairs;
+use crate::status::StatusLine;
 use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result};
 use baton_client::Session;
@@ -203,11 +204,15 @@ pub fn run(scale: f64, progress: bool) -> Result<RecoveryReport> {
     let mut cells = Vec::new();
     // Cells of long round trips need little CPU, so two of them run at a time, the others alone.
     conditions.sort_by_key(|condition| condition.rtt_ms);
+    let status = StatusLine::new();
     for group in conditions.chunks(2) {
+        let (first, all) = (cells.len() + 1, conditions.len());
+        status.show(format_args!("cells {first} and {} of {all}, round trip {} ms", first + 1, group[0].rtt_ms));
         let done: Vec<Result<Cell>> = std::thread::scope(|scope| {
             let running: Vec<_> = group.iter().map(|condition| scope.spawn(|| run_cell(*condition, scale))).collect();
             running.into_iter().map(|cell| cell.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a cell panicked")))).collect()
         });
+        status.clear();
         for cell in done {
             let cell = cell?;
             if progress {

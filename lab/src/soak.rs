@@ -2,6 +2,7 @@
 
 use crate::probe;
 use crate::statistics::Percentiles;
+use crate::status::StatusLine;
 use crate::testbed::{self, Testbed, TestbedSettings};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::Counter;
@@ -449,7 +450,7 @@ impl<'a> Mover<'a> {
         let target = self.settings.moves;
         let kills = u64::from(self.settings.kill_nic + self.settings.kill_agent);
         let in_parallel = self.ids.len().min(self.settings.at_once);
-        let mut shown = monotonic_micros();
+        let (mut shown, status) = (monotonic_micros(), StatusLine::new());
         let mut next_kill = if kills > 0 { 1 + self.rng.below((target / (kills + 1)).max(1) * 2) } else { u64::MAX };
         let mut done = 0;
         while done < target {
@@ -470,12 +471,10 @@ impl<'a> Mover<'a> {
             }
             if self.settings.progress && monotonic_micros() - shown > 1_000_000 {
                 shown = monotonic_micros();
-                eprint!("\r{done} of {target} moves, {} deferred, {} kills ", report.deferred, report.kills);
+                status.show(format_args!("{done} of {target} moves, {} deferred, {} kills", report.deferred, report.kills));
             }
         }
-        if self.settings.progress {
-            eprintln!();
-        }
+        status.clear();
         report.moves = done;
         report.agent_us_per_move = agent_nanos().saturating_sub(before) as f64 / 1e3 / done.max(1) as f64;
         report.moves_per_second = done as f64 * 1e6 / (monotonic_micros() - started).max(1) as f64;

@@ -7,6 +7,7 @@
 use crate::bars::Bar;
 use crate::server::{Files, Program};
 use crate::statistics::quantile;
+use crate::status::StatusLine;
 use crate::testbed::{Testbed, TestbedSettings, address_a, counter};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::Counter;
@@ -182,8 +183,12 @@ struct Bench {
 impl Bench {
     fn row(&mut self, settings: &TailSettings, connections: usize, short: bool) -> Result<Row> {
         let mut rounds: [Vec<Round>; 2] = Default::default();
-        for _ in 0..settings.rounds {
+        let (all, status) = (settings.rounds, StatusLine::new());
+        for round in 1..=all {
             for (under_baton, rounds) in [false, true].into_iter().zip(&mut rounds) {
+                let what = if short { "short connections" } else { "connections" };
+                let side = if under_baton { "under Baton" } else { "in the kernel" };
+                status.show(format_args!("{connections} {what}: round {round} of {all}, {side}"));
                 rounds.push(self.round(settings.seconds, connections, short, under_baton)?);
             }
         }

@@ -4,6 +4,7 @@
 use crate::bars::Bar;
 use crate::datapath::{Workload, run_workload};
 use crate::statistics::quantile;
+use crate::status::StatusLine;
 use anyhow::Result;
 use serde::Serialize;
 
@@ -30,9 +31,10 @@ pub struct WireReport {
 /// # Errors
 /// If the worker does not do what it should.
 pub fn run(rounds: usize) -> Result<WireReport> {
-    let mut nanos = [Vec::new(), Vec::new()];
-    for _ in 0..rounds.max(1) {
+    let (mut nanos, rounds, status) = ([Vec::new(), Vec::new()], rounds.max(1), StatusLine::new());
+    for round in 1..=rounds {
         for (size, nanos) in [1448, 64].into_iter().zip(&mut nanos) {
+            status.show(format_args!("segments of {size} bytes on a wire in memory: round {round} of {rounds}"));
             let workload = Workload { connections: CONNECTIONS, size, burst: BURST };
             nanos.push(run_workload(workload, SEGMENTS)? as f64 / SEGMENTS as f64);
         }

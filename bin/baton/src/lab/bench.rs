@@ -344,7 +344,7 @@ pub fn run(what: &Bench) -> Result<bool> {
             Ok(true)
         }
         Bench::Fastpath { json, rounds, megabytes } => {
-            let cells = baton_lab::fast_path::run(*megabytes, *rounds, !json)?;
+            let cells = baton_lab::fast_path::run(*megabytes, *rounds)?;
             if *json {
                 println!("{}", serde_json::to_string(&cells)?);
                 return Ok(true);
