@@ -432,16 +432,27 @@ pub fn take_signals(signals: &OwnedFd) {
 }
 
 /// A descriptor that becomes readable when one of these signals arrives. The signals are blocked, so they have no other effect.
+/// A SIGHUP that this process was started to ignore (`nohup`) stays ignored; blocked, it would arrive here.
 ///
 /// # Errors
 /// The failed system call's.
 pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
+    let ignored = |signal: i32| {
+        // SAFETY: an action is plain data. Without a new one the call only fills in the current one.
+        let (done, action) = unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            (libc::sigaction(signal, std::ptr::null(), &mut action), action)
+        };
+        done == 0 && action.sa_sigaction == libc::SIG_IGN
+    };
     // SAFETY: the set is plain data, filled by sigemptyset before it is used.
     let raw = unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&mut set);
-        for signal in signals {
-            libc::sigaddset(&mut set, *signal);
+        for &signal in signals {
+            if signal != libc::SIGHUP || !ignored(signal) {
+                libc::sigaddset(&mut set, signal);
+            }
         }
         libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
         check(libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK))?

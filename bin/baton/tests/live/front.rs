@@ -65,9 +65,11 @@ struct Attached {
 
 impl Attached {
     fn new(host: &Namespace, settings: &[&str]) -> Attached {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-        let command = command.args(["nic", "attach", INTERFACE_A]).args(settings).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut process = host.spawn(command).expect("baton nic attach");
+        Attached::start(host, Command::new(env!("CARGO_BIN_EXE_baton")).args(["nic", "attach", INTERFACE_A]).args(settings))
+    }
+
+    fn start(host: &Namespace, command: &mut Command) -> Attached {
+        let mut process = host.spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped())).expect("baton nic attach");
         let mut says = BufReader::new(process.stdout.take().expect("its output"));
         let mut line = String::new();
         says.read_line(&mut line).expect("a line");
@@ -451,6 +453,26 @@ fn a_device_that_is_moved_away_goes_on() {
         let received = transfer([&elsewhere, &b], address_a(false), 20 << 20, |_| ());
         assert_eq!(received, 20 << 20);
     }
+}
+
+/// A hang-up does not end it if its parent has it ignored, as nohup(1) does.
+#[test]
+fn a_hang_up_ends_it_unless_it_is_to_be_ignored() {
+    let [host, _b] = hosts();
+    let attached = Attached::start(
+        &host,
+        Command::new("nohup").args([env!("CARGO_BIN_EXE_baton"), "nic", "attach", INTERFACE_A]).stdin(Stdio::null()),
+    );
+    attached.signal(libc::SIGHUP);
+    // It looks at signals before it answers.
+    for _ in 0..2 {
+        assert_eq!(answer(&host)["device"], INTERFACE_A);
+    }
+    attached.signal(libc::SIGTERM);
+    assert!(attached.ended().0);
+    let attached = Attached::new(&host, &[]);
+    attached.signal(libc::SIGHUP);
+    assert!(attached.ended().0);
 }
 
 /// Runs a program of Debian's packages iproute2 and iputils-ping.
