@@ -47,15 +47,16 @@ fn examine() -> Vec<Finding> {
         Ok(namespace) => namespace.run(work),
         Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
     };
+    let in_front = inside(|| interface::open_tap("doctor2", TapOptions::default()).and_then(|_| front::supported()));
+    let in_drivers = in_front.is_ok().then(|| in_drivers(inside(attach_to_driver)));
     let made = namespace.as_ref().map(|_| ()).map_err(|error| io::Error::new(error.kind(), error.to_string()));
-    vec![
+    let found = [
         finding("network namespaces", "demo, soak, hosts", made),
         finding("/dev/net/tun", "everything", inside(|| interface::open_tap("doctor0", TapOptions::default()).map(drop))),
         finding("packet sockets", "run", inside(|| interface::open_packet_socket(LOOPBACK).map(drop))),
         rings(inside(|| interface::open_filtered_packet_socket(LOOPBACK, true, |fd| packet_ring::set_up(fd, true)).map(drop))),
         finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
-        finding("large receive in front of devices", "nic attach", inside(front::supported)),
-        in_drivers(inside(attach_to_driver)),
+        finding("large receive in front of devices", "nic attach", in_front),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
         finding("notification of route changes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
         finding(
@@ -65,7 +66,8 @@ fn examine() -> Vec<Finding> {
         ),
         nic_rights(),
         finding("the preloaded library", "run", crate::run::find_library().map(drop).map_err(io::Error::other)),
-    ]
+    ];
+    found.into_iter().chain(in_drivers).collect()
 }
 
 /// Reports how frames come and go beside the kernel. It works without rings, too.
@@ -77,11 +79,11 @@ fn rings(result: io::Result<()>) -> Finding {
     Finding { what: "frames through memory shared with the kernel", needed_for: "run", works: true, advice: Some(advice) }
 }
 
-/// Reports whether large receive can take segments in a device's driver. It works without that, too.
+/// Reports whether large receive, where it works, can take segments in a device's driver. It works without that, too.
 fn in_drivers(result: io::Result<()>) -> Finding {
     let advice =
         result.err().map(|error| format!("behind the driver (path=tc) instead, which spares the receiver less: {error}"));
-    Finding { what: "the same in their drivers (XDP)", needed_for: "nic attach", works: true, advice }
+    Finding { what: "large receive in devices' drivers (XDP)", needed_for: "nic attach", works: true, advice }
 }
 
 fn attach_to_driver() -> io::Result<()> {

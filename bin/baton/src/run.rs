@@ -214,6 +214,10 @@ pub fn find_library() -> Result<PathBuf> {
     let places = [directory.join(NAME), directory.join("../lib/baton").join(NAME)];
     match places.iter().find(|place| place.exists()) {
         Some(place) => Ok(place.canonicalize()?),
-        None => bail!("{NAME} is missing: neither {} nor {} is there", places[0].display(), places[1].display()),
+        None => bail!(
+            "{NAME} is missing: neither {} nor {} is there; `make` builds it beside this program, so copy both",
+            places[0].display(),
+            places[1].display()
+        ),
     }
 }

@@ -141,7 +141,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     arguments.nics.check()?;
     let path = &arguments.socket;
     if let Some(directory) = path.parent() {
-        std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
+        std::fs::create_dir_all(directory).with_context(|| format!("making {} (`baton up` needs root)", directory.display()))?;
     }
     let listener = Listener::bind(path).with_context(|| format!("listening at {}", path.display()))?;
     let signals = process::signal_descriptor(&process::ENDING)?;

@@ -74,6 +74,19 @@ fn the_doctor_examines_this_machine() {
     assert!(broken.is_empty(), "these tests need all of it: {broken:?}");
 }
 
+/// Large receive in front of devices needs TAPs. Nothing is said of drivers where it cannot be at all.
+#[test]
+fn the_doctor_misses_the_tun_device() {
+    let script = "mount -t tmpfs none /dev/net && exec \"$0\" doctor --json";
+    let mut command = Command::new("unshare");
+    let ran = command.args(["-m", "sh", "-c", script, env!("CARGO_BIN_EXE_baton")]).output().expect("unshare");
+    let findings: Vec<serde_json::Value> = serde_json::from_slice(&ran.stdout).expect("JSON");
+    let of_attach: Vec<_> = findings.iter().filter(|finding| finding["needed_for"] == "nic attach").collect();
+    assert_eq!(of_attach.len(), 1, "{of_attach:?}");
+    assert_eq!(of_attach[0]["works"], false, "{of_attach:?}");
+    assert!(of_attach[0]["advice"].as_str().is_some_and(|advice| advice.contains("/dev/net/tun")), "{of_attach:?}");
+}
+
 /// The program's exit status and output are its own, the peer's command runs on the other host, and nothing is left behind.
 #[test]
 fn a_program_runs_on_one_of_two_hosts() {
