@@ -80,7 +80,7 @@ pub fn run(arguments: &NicArguments) -> Result<bool> {
     match &arguments.command {
         Some(NicCommand::Show(arguments)) => show(arguments),
         Some(NicCommand::Set(arguments)) => set(arguments),
-        Some(NicCommand::Attach(arguments)) => front::attach(arguments).map(|()| true),
+        Some(NicCommand::Attach(arguments)) => front::attach(arguments),
         Some(NicCommand::Detach(arguments)) => front::detach(arguments).map(|()| true),
         Some(NicCommand::Filter(arguments)) => filter::run(arguments),
         None => placement::explain(&arguments.placement),

@@ -63,6 +63,7 @@ const CLIENT: u64 = 3;
 
 /// Large receive at a device, until this is dropped.
 pub struct Attached {
+    /// Its name when it was attached.
     device: String,
     index: u32,
     tap: String,
@@ -95,6 +96,8 @@ impl Attached {
         baton_steering::supported()?;
         let netlink = rtnetlink::open()?;
         let link = suitable(&netlink, device)?;
+        // It may have been given by an alternative name.
+        let device = &rtnetlink::name_of(&netlink, link.index)?;
         // Before anything is made, so that two at the same time do not both begin.
         let listener = listen(device, link.index)?;
         // From here on signals wait: everything is taken down in order.
@@ -112,7 +115,7 @@ impl Attached {
         poller.add(links.as_fd(), LINKS, Trigger::Readable)?;
         let clients = Clients::new(listener, &poller, CLIENT)?;
         Ok(Attached {
-            device: device.into(),
+            device: device.clone(),
             index: link.index,
             tap: name,
             tap_index,
@@ -319,6 +322,7 @@ impl Attached {
     }
 }
 
+/// Whether an error says that there is no such device.
 fn is_gone(error: &io::Error) -> bool {
     const ENODEV: i32 = 19;
     error.raw_os_error() == Some(ENODEV)

@@ -1,5 +1,6 @@
 //! What runs where: every attached process answers at a name of its network namespace, which vanishes with it.
 
+use crate::is_gone;
 use anyhow::{Context, Result, bail};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
@@ -47,7 +48,7 @@ pub struct Figures {
 /// What a process answers.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Status {
-    /// The device, by the name that it had at the beginning.
+    /// The device, by the name that it has now.
     pub device: String,
     /// The TAP by which merged segments come back to it.
     pub tap: String,
@@ -96,11 +97,11 @@ pub(crate) fn process_at(index: u32) -> Option<u32> {
     connect(index).ok()?.peer_process().ok()
 }
 
-fn ask(index: u32) -> Result<Status> {
+fn ask(index: u32, device: &str) -> Result<Status> {
     let channel = connect(index)?;
     let process = channel.peer_process()?;
     if !is_readable(&channel, PATIENCE)? {
-        bail!("process {process}, which is attached to device {index}, does not answer: it is stopped (`kill -CONT {process}`)");
+        bail!("process {process}, which is attached to {device}, does not answer: it is stopped (`kill -CONT {process}`)");
     }
     let (status, _) = channel.receive().with_context(|| format!("the answer of process {process}"))?;
     Ok(status)
@@ -114,20 +115,23 @@ fn is_readable(fd: &impl AsFd, most: Duration) -> io::Result<bool> {
     Ok(!ready.is_empty())
 }
 
-/// Everything that is attached in this network namespace. A process that ends meanwhile is left out.
+/// Everything that is attached in this network namespace, and why a process cannot be listed. A process that ends meanwhile is left
+/// out.
 ///
 /// # Errors
-/// If one does not answer.
-pub fn list() -> Result<Vec<Status>> {
-    let mut all = Vec::new();
+/// If it cannot be found out what is attached.
+pub fn list() -> Result<(Vec<Status>, Vec<anyhow::Error>)> {
+    let netlink = rtnetlink::open()?;
+    let (mut all, mut errors) = (Vec::new(), Vec::new());
     for index in indices()? {
-        match ask(index) {
-            Ok(status) => all.push(status),
-            Err(error) if connect(index).is_ok() => return Err(error),
+        let name = rtnetlink::name_of(&netlink, index);
+        match ask(index, name.as_deref().unwrap_or("a device that is gone")) {
+            Ok(status) => all.push(Status { device: name.unwrap_or(status.device), ..status }),
+            Err(error) if connect(index).is_ok() => errors.push(error),
             Err(_) => {}
         }
     }
-    Ok(all)
+    Ok((all, errors))
 }
 
 /// Ends what is attached to a device, and returns when it has ended. The device may be named as it is now.
@@ -135,17 +139,27 @@ pub fn list() -> Result<Vec<Status>> {
 /// # Errors
 /// If there is no such device, nothing is attached to it, this user may not end it, or it does not end.
 pub fn detach(device: &str) -> Result<u32> {
+    const HINT: &str = "`baton nic attach --list` shows what is attached";
     let netlink = rtnetlink::open()?;
-    let index = rtnetlink::link(&netlink, device)
-        .with_context(|| {
-            format!("there is no device {device} in this network namespace; `baton nic attach --list` shows what is attached")
-        })?
-        .index;
-    let Some(number) = process_at(index) else {
-        bail!("nothing is attached to {device}; `baton nic attach --list` shows what is attached")
+    let index = match rtnetlink::link(&netlink, device) {
+        Err(error) if is_gone(&error) => bail!("there is no device {device} in this network namespace; {HINT}"),
+        other => other.with_context(|| format!("looking up {device}"))?.index,
     };
-    let process = process::open_process(number).with_context(|| format!("process {number}"))?;
-    process::signal(number, TERM).with_context(|| format!("ending process {number}, which is attached to {device}"))?;
+    let Ok(channel) = connect(index) else { bail!("nothing is attached to {device}; {HINT}") };
+    let number = channel.peer_process()?;
+    let what = || format!("process {number}, which is attached to {device}");
+    // Its number may be another process's by now, if one that has ended left its socket to others.
+    let process = channel.peer_descriptor().with_context(what)?;
+    match process::signal_at(process.as_fd(), TERM) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            bail!("{} is another user's: run as root, or as the user that attached it", what())
+        }
+        Err(error) if error.raw_os_error() == Some(NO_PROCESS) => {
+            bail!("{} has ended, but others hold its socket (`ss -xlp` lists them)", what())
+        }
+        other => other.with_context(|| format!("ending {}", what()))?,
+    }
     if !is_readable(&process, PATIENCE)? {
         bail!(
             "process {number}, which is attached to {device}, does not end: it is stopped (`kill -CONT {number}`, or `kill -KILL {number}`)"
@@ -156,3 +170,5 @@ pub fn detach(device: &str) -> Result<u32> {
 
 /// SIGTERM.
 const TERM: i32 = 15;
+/// ESRCH.
+const NO_PROCESS: i32 = 3;

@@ -174,7 +174,7 @@ fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, mut visit: impl FnMut(&[u
     }
 }
 
-/// Loads a program. The verifier's messages are in the error.
+/// Loads a program, with the name `baton`, which `ip link show` and bpftool print. The verifier's messages are in the error.
 pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd> {
     load_for(kind, Purpose::default(), instructions)
 }
@@ -215,6 +215,7 @@ fn load_for(kind: ProgramKind, purpose: Purpose, instructions: &[u8]) -> io::Res
             point(&mut attributes, 8, log);
         }
         (attributes[11], attributes[16]) = (purpose.flags, purpose.device);
+        (attributes[12], attributes[13]) = (u32::from_ne_bytes(*b"bato"), u32::from_ne_bytes(*b"n\0\0\0"));
         (attributes[17], attributes[27]) = (purpose.attach, purpose.target);
         bpf(PROGRAM_LOAD, &mut attributes).map(owned)
     };

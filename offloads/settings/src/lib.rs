@@ -64,7 +64,9 @@ fn word<T: Copy>(key: &str, value: &str, words: &[(&str, T)]) -> Result<T, Strin
 /// Parses a value that is a number from `least` to `most`.
 fn number(key: &str, value: &str, least: u64, most: u64) -> Result<u64, String> {
     let found = value.parse().ok().filter(|found| (least..=most).contains(found));
-    found.ok_or_else(|| format!("{key}={value}: expected a number from {least} to {most}"))
+    let unit = [("-usecs", " (microseconds)"), ("-bytes", " (bytes)")].iter().find(|(of, _)| key.ends_with(of));
+    let unit = unit.map_or("", |(_, unit)| unit);
+    found.ok_or_else(|| format!("{key}={value}: expected a number from {least} to {most}{unit}"))
 }
 
 /// The word of a value.

@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -164,6 +164,18 @@ impl Channel {
         let mut raw = [0u8; 12];
         crate::socket::get_bytes(self.fd.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
         Ok(u32::from_ne_bytes([raw[4], raw[5], raw[6], raw[7]]))
+    }
+
+    /// A descriptor of the process at the other end, from the kernel: it stands for that process even after its number has become
+    /// another's.
+    ///
+    /// # Errors
+    /// The failed system call's: `ENOPROTOOPT` before Linux 6.5.
+    pub fn peer_descriptor(&self) -> io::Result<OwnedFd> {
+        const SO_PEERPIDFD: i32 = 77;
+        let raw = crate::socket::get(self.fd.as_fd(), libc::SOL_SOCKET, SO_PEERPIDFD)?;
+        // SAFETY: the kernel has just made this descriptor for this process.
+        Ok(unsafe { OwnedFd::from_raw_fd(raw) })
     }
 
     /// Process id at the other end, from the kernel.

@@ -344,6 +344,14 @@ pub fn others_hold(inode: u64, except: &[u32]) -> bool {
     all().iter().filter(|process| !except.contains(process)).any(holds)
 }
 
+/// Sends a signal to the process of a descriptor, even if its number is another process's by now.
+///
+/// # Errors
+/// The failed system call's: `ESRCH` if the process has ended.
+pub fn signal_at(process: BorrowedFd<'_>, signal: i32) -> io::Result<()> {
+    Ok(rustix::process::pidfd_send_signal(process, named(signal)?)?)
+}
+
 /// Sends a signal to a process that this one has started.
 ///
 /// # Errors

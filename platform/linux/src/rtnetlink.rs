@@ -8,6 +8,10 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 const RTM_NEWLINK: u16 = 16;
 const RTM_GETLINK: u16 = 18;
+/// Attribute of a link: its name.
+const IFNAME: u16 = 3;
+/// Bytes of an alternative name at most, with the zero behind it.
+const ALTERNATIVE_SIZE: usize = 128;
 const RTM_NEWADDR: u16 = 20;
 const RTM_DELADDR: u16 = 21;
 const RTM_NEWNEIGH: u16 = 28;
@@ -109,14 +113,19 @@ pub const ETHERNET: u16 = 1;
 /// Link type of the loopback device, whose Ethernet headers contain zeros.
 pub const LOOPBACK: u16 = 772;
 
-/// Looks up a link by name.
+/// Looks up a link by its name, or an alternative one.
 ///
 /// # Errors
 /// `ENODEV` if there is none of this name.
 pub fn link(netlink: &Netlink, name: &str) -> io::Result<LinkInfo> {
+    const ALTERNATIVE: u16 = 53;
+    let kind = if name.len() < libc::IFNAMSIZ { IFNAME } else { ALTERNATIVE };
+    if name.len() >= ALTERNATIVE_SIZE {
+        return Err(io::Error::from_raw_os_error(libc::ENODEV));
+    }
     let mut terminated = name.as_bytes().to_vec();
     terminated.push(0);
-    ask_for_link(netlink, Request::new(RTM_GETLINK, 0, &[0; 16]).attribute(3, &terminated))
+    ask_for_link(netlink, Request::new(RTM_GETLINK, 0, &[0; 16]).attribute(kind, &terminated))
 }
 
 /// Looks up a link by index.
@@ -134,7 +143,6 @@ pub fn link_at(netlink: &Netlink, index: u32) -> io::Result<LinkInfo> {
 /// # Errors
 /// `ENODEV` if there is none with this index.
 pub fn name_of(netlink: &Netlink, index: u32) -> io::Result<String> {
-    const IFNAME: u16 = 3;
     let mut header = [0u8; 16];
     header[4..8].copy_from_slice(&index.to_ne_bytes());
     let mut name = None;

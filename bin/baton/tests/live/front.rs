@@ -392,7 +392,11 @@ fn what_makes_no_sense_is_refused() {
     for (words, says) in [
         (&["nic", "attach", "nosuch0"][..], "no device nosuch0"),
         (&["nic", "attach", "lo"], "loopback"),
-        (&["nic", "attach", INTERFACE_A, "tso=on"], "only large receive"),
+        (&["nic", "attach", "a-name-longer-than-any-device-has"], "no device a-name-longer"),
+        (&["nic", "attach", INTERFACE_A, "tso=on"], "no setting of large receive"),
+        (&["nic", "attach", INTERFACE_A, "lro-usec=5"], "known are path, lro, lro-push"),
+        (&["nic", "attach", INTERFACE_A, "eth1"], "write KEY=VALUE"),
+        (&["nic", "attach", INTERFACE_A, "lro-usecs=5ms"], "from 1 to 100000 (microseconds)"),
         (&["nic", "attach", INTERFACE_A, "lro=off"], "nothing would be merged"),
         (&["nic", "attach", INTERFACE_A, "lro=maybe"], "off, in-order, reorder"),
         (&["nic", "attach", INTERFACE_A, "path=maybe"], "auto, xdp, tc"),
@@ -400,7 +404,7 @@ fn what_makes_no_sense_is_refused() {
         (&["nic", "detach", "nosuch0"], "no device nosuch0"),
     ] {
         let error = refused(host, words);
-        assert!(error.contains(says), "{words:?}: {error}");
+        assert!(error.contains(says) && !error.contains("os error"), "{words:?}: {error}");
     }
     let output = baton(host, &["nic", "attach", "--list"]);
     assert_eq!(String::from_utf8_lossy(&output.stdout), "nothing is attached in this network namespace\n");
@@ -475,6 +479,112 @@ fn a_hang_up_ends_it_unless_it_is_to_be_ignored() {
     assert!(attached.ended().0);
 }
 
+/// A device is listed by the name that it has now, and with the settings' names.
+#[test]
+fn a_renamed_device_is_listed_by_its_new_name() {
+    let [host, _b] = hosts();
+    let attached = Attached::new(&host, &["lro-usecs=300"]);
+    for words in [["down", ""], ["name", "wan0"], ["up", ""]] {
+        let name = if words[0] == "up" { "wan0" } else { INTERFACE_A };
+        run(&host, "ip", format!("link set {name} {}", words.join(" ")).trim_end());
+    }
+    run(&host, "ip", "link property add dev wan0 altname a-long-alternative-name");
+    let listed = answer(&host);
+    assert_eq!(listed["device"], "wan0");
+    assert_eq!(listed["settings"]["lro-usecs"], "300", "{listed}");
+    let text = output(&host, Command::new(env!("CARGO_BIN_EXE_baton")).args(["nic", "attach", "--list"]));
+    assert!(text.starts_with("wan0: process"), "{text}");
+    let error = refused(&host, &["nic", "detach", INTERFACE_A]);
+    assert!(error.contains("no device") && error.contains("--list"), "{error}");
+    let text = output(&host, Command::new(env!("CARGO_BIN_EXE_baton")).args(["nic", "detach", "a-long-alternative-name"]));
+    assert!(text.contains("detached from"), "{text}");
+    assert!(attached.ended().0);
+}
+
+/// One process that does not answer hides no other from the list.
+#[test]
+fn a_stopped_process_hides_no_other() {
+    let [host, _b] = hosts();
+    let tap = host.run(|| interface::open_tap("tap0", TapOptions::default())).expect("a second device");
+    let stopped = Attached::new(&host, &[]);
+    let other = Attached::start(&host, Command::new(env!("CARGO_BIN_EXE_baton")).args(["nic", "attach", "tap0"]));
+    stopped.signal(libc::SIGSTOP);
+    for json in [&[][..], &["--json"]] {
+        let listed = baton(&host, &[&["nic", "attach", "--list"], json].concat());
+        let (text, error) = (String::from_utf8_lossy(&listed.stdout), String::from_utf8_lossy(&listed.stderr));
+        assert!(!listed.status.success() && text.contains("tap0"), "{text}{error}");
+        assert!(error.contains(&format!("attached to {INTERFACE_A}, does not answer")), "{error}");
+    }
+    drop((stopped, other, tap));
+}
+
+/// Ends a child that a test has started.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Any user can listen at an attached process's name, and any process can get the process id of one that has ended. A detach must
+/// not end that.
+#[test]
+fn a_detach_ends_no_stranger() {
+    const LISTENS: &str = "import os, socket, sys
+at = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+at.bind('\\0baton-nic-attach/' + sys.argv[1])
+at.listen()
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    sys.stdin.read()";
+    let [host, _b] = hosts();
+    let index = host.run(|| Ok(rtnetlink::link(&rtnetlink::open()?, INTERFACE_A)?.index)).expect("the device");
+    let mut command = Command::new("python3");
+    let command = command.args(["-c", LISTENS, &index.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut listener = host.spawn(command).expect("python3");
+    let _holds_it = listener.stdin.take();
+    let mut line = String::new();
+    BufReader::new(listener.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    let number = listener.id();
+    listener.wait().expect("its end");
+    // Other tests start processes, too.
+    let stranger = (0..1000).find_map(|_| {
+        std::fs::write("/proc/sys/kernel/ns_last_pid", (number - 1).to_string()).expect("root");
+        let child = Killed(Command::new("sleep").arg("60").spawn().expect("sleep"));
+        (child.0.id() == number).then_some(child)
+    });
+    let mut stranger = stranger.expect("a process with the number of the one that has ended");
+    let error = refused(&host, &["nic", "detach", INTERFACE_A]);
+    assert!(error.contains(&format!("process {number}")) && error.contains("has ended"), "{error}");
+    assert_eq!(stranger.0.try_wait().expect("its state"), None, "a process that has nothing to do with it was ended");
+}
+
+/// Another user than the one that attached it is told why it cannot be detached.
+#[test]
+fn another_user_cannot_detach_it() {
+    let [host, _b] = hosts();
+    let attached = Attached::new(&host, &[]);
+    // The directory of the program need not be readable for others.
+    let program = std::env::temp_dir().join(format!("baton-detach-{}", std::process::id()));
+    std::fs::copy(env!("CARGO_BIN_EXE_baton"), &program).expect("a copy of the program");
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]).arg(&program).args(["nic", "detach", INTERFACE_A]);
+    let ended = host.spawn(command.stderr(Stdio::piped())).and_then(|child| child.wait_with_output());
+    std::fs::remove_file(&program).expect("the copy");
+    let error = String::from_utf8(ended.expect("baton").stderr).expect("text");
+    assert!(error.contains("run as root, or as the user that attached it"), "{error}");
+    drop(attached);
+}
+
+/// Runs a program that must work, and returns what it prints.
+fn output(host: &Namespace, command: &mut Command) -> String {
+    let ended = host.spawn(command.stdout(Stdio::piped())).and_then(|child| child.wait_with_output()).expect("a program");
+    assert!(ended.status.success(), "{command:?}");
+    String::from_utf8(ended.stdout).expect("text")
+}
+
 /// Runs a program of Debian's packages iproute2 and iputils-ping.
 fn run(host: &Namespace, program: &str, arguments: &str) {
     let status =
@@ -505,6 +615,8 @@ fn another_program_in_the_driver_stays() {
     drop((attached, there));
     let attached = Attached::new(host, &["path=xdp"]);
     assert!(attached.first.ends_with("path=xdp\n"), "{}", attached.first);
+    let links = output(host, Command::new("ip").args(["link", "show", INTERFACE_A]));
+    assert!(links.contains("name baton"), "nobody can tell whose program this is: {links}");
     other().expect_err("a second program in the driver");
     drop(attached);
     let attached = Attached::new(host, &[]);
