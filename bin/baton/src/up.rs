@@ -11,6 +11,7 @@ use baton_keeper::Devices;
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
+use baton_linux::report;
 use baton_linux::{process, socket};
 use baton_protocol::program::{Answer, Ask, Reply};
 use clap::Args;
@@ -107,7 +108,7 @@ impl Served {
         match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
             Reply::Done => Ok(()),
             Reply::Failed { reason } => {
-                eprintln!("baton up: a client is refused: {reason}");
+                report!("baton up: a client is refused: {reason}");
                 Ok(())
             }
             other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
@@ -156,7 +157,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
         return Err(why);
     }
     up.served.insert(own, first);
-    eprintln!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
+    report!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
     poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
@@ -174,12 +175,12 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
         let client = match listener.accept() {
             Ok(client) => client,
             Err(error) => {
-                eprintln!("baton up: a client cannot be served: {error}");
+                report!("baton up: a client cannot be served: {error}");
                 continue;
             }
         };
         if let Err(error) = up.admit(&client) {
-            eprintln!("baton up: a client cannot be served: {error:#}");
+            report!("baton up: a client cannot be served: {error:#}");
             // It waits for the answer to its first request.
             let reason = format!("{error:#}");
             let _ = client.try_send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
@@ -207,7 +208,7 @@ impl Up<'_> {
         let namespace = socket::namespace(client.as_fd())?;
         if let Some(served) = self.served.get_mut(&namespace) {
             let Err(error) = served.admit(client) else { return Ok(()) };
-            eprintln!("baton up: the Baton of namespace {namespace} does not answer ({error:#}): starting another one");
+            report!("baton up: the Baton of namespace {namespace} does not answer ({error:#}): starting another one");
             if let Some(served) = self.served.remove(&namespace) {
                 served.end();
             }

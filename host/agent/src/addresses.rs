@@ -12,6 +12,7 @@ use crate::ground::Shape;
 use baton_abi::layout::nic;
 use baton_abi::{AddressEntry, AddressState};
 use baton_linux::events::monotonic_micros;
+use baton_linux::report;
 use baton_linux::resolution::{self, Released};
 use baton_linux::{interface, route, rtnetlink};
 use baton_protocol::address::{AddressInfo, OwnAddress, Standing};
@@ -225,7 +226,7 @@ impl Agent {
             self.nics[0].set_addresses(link.address, usable)
         });
         if let Err(error) = given {
-            eprintln!("baton agent: the NIC does not have its addresses: {error:#}");
+            report!("baton agent: the NIC does not have its addresses: {error:#}");
         }
     }
 
@@ -280,7 +281,7 @@ impl Agent {
         own.in_kernel = false;
         let (address, interface) = (own.wanted.address, own.interface);
         if let Err(error) = rtnetlink::delete_own_address(&self.routes, interface, address) {
-            eprintln!("baton agent: the kernel keeps {address}, the NIC's: {error}");
+            report!("baton agent: the kernel keeps {address}, the NIC's: {error}");
         }
         self.keep(&Kept::AddressGone(address), &[]);
     }
@@ -292,8 +293,8 @@ impl Agent {
             let address = own.wanted.address;
             match resolution::release(&self.routes, &self.diagnosis, own.interface, address) {
                 Ok(Released::Removed | Released::Expires) => {}
-                Ok(Released::Stays) => eprintln!("baton agent: the kernel keeps {address}, the NIC's, which programs use"),
-                Err(error) => eprintln!("baton agent: the kernel keeps {address}, the NIC's: {error}"),
+                Ok(Released::Stays) => report!("baton agent: the kernel keeps {address}, the NIC's, which programs use"),
+                Err(error) => report!("baton agent: the kernel keeps {address}, the NIC's: {error}"),
             }
         }
     }
@@ -318,7 +319,7 @@ impl Agent {
             // Not looked for by Baton's mark, which kernels before Linux 5.18 do not keep.
             let lost = link.up && matches!(route::is_local(&self.routes, address), Ok(false));
             if lost && let Err(error) = rtnetlink::add_own_address(&self.routes, interface, address) {
-                eprintln!("baton agent: the kernel has lost {address}, the NIC's, and does not take it again: {error}");
+                report!("baton agent: the kernel has lost {address}, the NIC's, and does not take it again: {error}");
             }
         }
     }

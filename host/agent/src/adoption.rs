@@ -15,6 +15,7 @@ use baton_abi::layout::{Owner, block, nic, session};
 use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
+use baton_linux::report;
 use baton_linux::socket;
 use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
@@ -101,7 +102,7 @@ impl Inherited {
         for (kept, descriptors) in self.0 {
             let name = kept.clone();
             if let Err(error) = take_in(&mut sessions, kept, descriptors) {
-                eprintln!("baton agent: {name:?} of the last agent is lost: {error:#}");
+                report!("baton agent: {name:?} of the last agent is lost: {error:#}");
             }
         }
         sessions
@@ -185,7 +186,7 @@ impl Agent {
         }
         for (kept, descriptors) in listeners {
             if self.inherit_listener(kept, descriptors).is_none() {
-                eprintln!("baton agent: a listener of the last agent is lost: the kernel makes its connections");
+                report!("baton agent: a listener of the last agent is lost: the kernel makes its connections");
             }
         }
         self.schedule_again();

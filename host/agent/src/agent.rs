@@ -33,6 +33,7 @@ use baton_abi::{Cid, Control, Message, Operation, RestoreCause};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
+use baton_linux::report;
 use baton_linux::{interface, netlink, process, rtnetlink};
 use baton_moves::{Arrived, Event, Refusal};
 use baton_protocol::keeper::Kept;
@@ -361,7 +362,7 @@ impl Agent {
     /// Logs something that clients can cause at will, unless too much of it was logged just before.
     pub(crate) fn say_now_and_then(&mut self, what: &str) {
         if self.complaints.admit(what, monotonic_micros()) {
-            eprintln!("baton agent: {what}");
+            report!("baton agent: {what}");
         }
     }
 
@@ -424,7 +425,7 @@ impl Agent {
             // Without a keeper there is no next agent.
             && !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
         {
-            eprintln!("baton agent: the keeper does not hear {kept:?} ({error}); it would be lost with this agent");
+            report!("baton agent: the keeper does not hear {kept:?} ({error}); it would be lost with this agent");
         }
     }
 
@@ -726,7 +727,7 @@ impl Agent {
     pub(crate) fn end_what_is_cut_off(&mut self) {
         while let Some((number, why)) = self.cut_off.pop() {
             if let Some(Some(session)) = self.sessions.get(number as usize) {
-                eprintln!("baton agent: process {} of user {} is cut off: {why}", session.process, session.user);
+                report!("baton agent: process {} of user {} is cut off: {why}", session.process, session.user);
                 self.end_session(number, false);
             }
         }
@@ -771,7 +772,7 @@ impl Agent {
                 && let Err(error) = next.attach(number as u32, open, opening)
             {
                 // Its connections are restored to the kernel nevertheless, and stay there.
-                eprintln!("baton agent: the NIC cannot have session {number}: {error:#}");
+                report!("baton agent: the NIC cannot have session {number}: {error:#}");
             }
         }
         self.poller.add(next.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
@@ -795,7 +796,7 @@ impl Agent {
         loop {
             match NicProcess::start(&self.hardware[nic], &self.shape, self.nics[nic].settings()) {
                 Err(error) if pause < Duration::from_secs(1) => {
-                    eprintln!("baton agent: the next NIC does not start: {error:#}");
+                    report!("baton agent: the next NIC does not start: {error:#}");
                     std::thread::sleep(pause);
                     pause *= 2;
                 }

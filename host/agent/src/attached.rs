@@ -8,6 +8,7 @@ use crate::session::{NOT_READING, Sent, Session};
 use baton_abi::Cid;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
+use baton_linux::report;
 use baton_linux::{diagnosis, socket};
 use baton_moves::Refusal;
 use baton_protocol::program::{Answer, Ask, Place, Reply, Request};
@@ -81,7 +82,7 @@ impl Session {
             }
         }
         if !missing.is_empty() {
-            eprintln!("baton agent: attacher {} has not lent {} connections in time", self.process, missing.len());
+            report!("baton agent: attacher {} has not lent {} connections in time", self.process, missing.len());
         }
     }
 

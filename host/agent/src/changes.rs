@@ -10,6 +10,7 @@ use baton_abi::{Control, Message, Operation};
 use baton_device::NOWHERE;
 use baton_linux::icmp::TooBig;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
+use baton_linux::report;
 use baton_linux::rtnetlink;
 use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
@@ -163,7 +164,7 @@ impl Agent {
                 false => devices.follow(&self.routes, steering, &self.keeper),
             })
         {
-            eprintln!("baton agent: devices have changed, and could not be looked at: {error}");
+            report!("baton agent: devices have changed, and could not be looked at: {error}");
         }
         if changed.links {
             self.find_devices_without_nic();

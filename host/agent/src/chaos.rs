@@ -2,6 +2,7 @@
 
 use baton_abi::layout::nic;
 use baton_linux::process;
+use baton_linux::report;
 use baton_moves::Step;
 use baton_shm::Region;
 use serde::{Deserialize, Serialize};
@@ -73,7 +74,7 @@ impl Chaos {
             Fault::NicStops => process::signal(process_of_nic, STOP),
         };
         if let Err(error) = signalled {
-            eprintln!("baton agent: {:?} did not happen: {error}", crash.fault);
+            report!("baton agent: {:?} did not happen: {error}", crash.fault);
         }
         false
     }

@@ -15,6 +15,7 @@ use baton_abi::{Control, Message, Operation};
 use baton_handoff::examine::system;
 use baton_handoff::listening;
 use baton_image::{Image, MAX_ENCODED};
+use baton_linux::report;
 use baton_linux::socket;
 use baton_moves::{Event, Refusal};
 use baton_protocol::keeper::Kept;
@@ -133,7 +134,7 @@ impl Agent {
                 }
             }
             Err(refusal) => {
-                eprintln!("baton agent: a connection that the NIC has opened is given up: {refusal}");
+                report!("baton agent: a connection that the NIC has opened is given up: {refusal}");
                 if let Some(connection) = self.connection(session, number) {
                     connection.cid = None;
                 }

@@ -5,6 +5,7 @@ use crate::dealing::Dealing;
 use baton_linux::control::Channel;
 use baton_linux::interface;
 use baton_linux::netlink::Netlink;
+use baton_linux::report;
 use baton_linux::rtnetlink::{self, LinkInfo, Master};
 use baton_protocol::keeper::Kept;
 use baton_steering::{Accepts, Steering};
@@ -110,7 +111,7 @@ impl Devices {
             if let Err(error) = self.attach(steering, keeper, link.index) {
                 // Segments that arrive there reach the shell, whose drop counter shows them.
                 if self.refused.insert(link.index) {
-                    eprintln!("baton agent: the NIC does not hear at interface {}: {error}", link.index);
+                    report!("baton agent: the NIC does not hear at interface {}: {error}", link.index);
                 }
                 continue;
             }

@@ -5,6 +5,7 @@ use crate::agent::Agent;
 use crate::connection::Stage;
 use crate::nic::NicProcess;
 use baton_linux::events::monotonic_micros;
+use baton_linux::report;
 use baton_moves::Event;
 use baton_protocol::keeper::Kept;
 use std::time::Duration;
@@ -113,7 +114,7 @@ impl Agent {
         }
         if let Some(connection) = self.connection(session, number) {
             connection.given_up = true;
-            eprintln!("baton agent: {} is given up: {}", connection.flow, connection.reason);
+            report!("baton agent: {} is given up: {}", connection.flow, connection.reason);
         }
         self.drive(session, number, Event::GiveUp);
     }

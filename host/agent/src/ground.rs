@@ -10,6 +10,7 @@ use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
 use baton_linux::netlink::{Changes, Netlink};
+use baton_linux::report;
 use baton_linux::{interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_shm::Region;
@@ -69,7 +70,7 @@ impl Shape {
         if let Shape::Beside { steering, .. } = self
             && let Err(error) = steering.forget_handshake(flow)
         {
-            eprintln!("baton agent: {flow:?} is still kept from the kernel: {error}");
+            report!("baton agent: {flow:?} is still kept from the kernel: {error}");
         }
         self.end(flow);
     }
@@ -80,7 +81,7 @@ impl Shape {
         if let Shape::Beside { steering, mirrors, .. } = self {
             mirrors.iter_mut().for_each(|mirrors| mirrors.set(flow, false));
             if let Err(error) = steering.remove(flow) {
-                eprintln!("baton agent: {flow:?} is still kept from the kernel: {error}");
+                report!("baton agent: {flow:?} is still kept from the kernel: {error}");
             }
         }
     }
@@ -88,7 +89,7 @@ impl Shape {
     /// Steals a connection's frames after a NIC's death, so that none reaches the kernel, whatever stage its move had reached.
     pub fn steal_again(&mut self, flow: &Flow, path: &Path) {
         if let Err(refusal) = self.steer(flow, path, Steer::Steal) {
-            eprintln!("baton agent: {flow:?}: {refusal}");
+            report!("baton agent: {flow:?}: {refusal}");
         }
     }
 }
@@ -113,7 +114,7 @@ impl Mirrors {
             && self.flows.len() == usize::from(mirrored)
             && let Err(error) = interface::ignore_outgoing(self.outgoing.as_fd(), !mirrored)
         {
-            eprintln!("baton agent: the packet socket for what the kernel sends: {error}");
+            report!("baton agent: the packet socket for what the kernel sends: {error}");
         }
     }
 }

@@ -3,6 +3,7 @@
 
 use crate::connection::Connection;
 use baton_linux::events::monotonic_micros;
+use baton_linux::report;
 use baton_moves::Refusal;
 use baton_protocol::program::{Flip, Report};
 use std::collections::{BTreeMap, HashMap};
@@ -164,7 +165,7 @@ impl Groups {
     /// Writes a group's report, after something of the group has ended.
     pub fn write(&mut self, name: u64) {
         if let Some(Err(error)) = self.get(name).map(Group::write) {
-            eprintln!("baton agent: the report cannot be written: {error}");
+            report!("baton agent: the report cannot be written: {error}");
         }
     }
 }

@@ -4,6 +4,7 @@
 use crate::ground::Shape;
 use baton_handoff::examine::system;
 use baton_linux::netlink::Netlink;
+use baton_linux::report;
 use baton_linux::rtnetlink::{self, LinkInfo};
 use baton_moves::Refusal;
 use baton_steering::{LOOPBACK, Path, Steer, listener_flow};
@@ -82,7 +83,7 @@ impl Shape {
         if let Shape::Beside { steering, .. } = self
             && let Err(error) = steering.set_listening(false)
         {
-            eprintln!("baton agent: handshakes are still kept from the kernel: {error}");
+            report!("baton agent: handshakes are still kept from the kernel: {error}");
         }
     }
 

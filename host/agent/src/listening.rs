@@ -22,6 +22,7 @@ use baton_handoff::listening::Listening;
 use baton_handoff::{export, shell};
 use baton_image::Image;
 use baton_linux::events::monotonic_micros;
+use baton_linux::report;
 use baton_linux::{diagnosis, rtnetlink};
 use baton_moves::{Event, Move, Phase, Refusal};
 use baton_protocol::keeper::Kept;
@@ -450,7 +451,7 @@ impl Agent {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         let steered = std::mem::take(&mut listener.steered);
         if let Err(refusal) = self.shape.serve(&self.routes, &self.keeper, &steered, &Steered::new()) {
-            eprintln!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
+            report!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
         }
         if self.listeners.by_id.values().all(|listener| listener.steered.is_empty()) {
             self.shape.serve_none();
@@ -498,7 +499,7 @@ impl Agent {
                 listener.waiting = held;
             }
             if let Err(refusal) = self.serve_listener(id) {
-                eprintln!("baton agent: the NIC does not serve a listener any more, the kernel does: {refusal}");
+                report!("baton agent: the NIC does not serve a listener any more, the kernel does: {refusal}");
                 self.withdraw(id);
             }
         }

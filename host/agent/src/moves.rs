@@ -11,6 +11,7 @@ use crate::memory;
 use crate::perform::Performer;
 use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
+use baton_linux::report;
 use baton_moves::{Barrier, Conclusion, Event, Refusal};
 use baton_protocol::program::{Place, Reply, Until};
 use std::collections::VecDeque;
@@ -118,7 +119,7 @@ impl Agent {
             && let Err(error) = self.recover(nic)
         {
             // The start is retried at the end of this round.
-            eprintln!("baton agent: the next NIC does not start: {error:#}");
+            report!("baton agent: the next NIC does not start: {error:#}");
         }
     }
 
@@ -272,7 +273,7 @@ impl Agent {
             Conclusion::Moved => self.note_end(session, number, Ok(()), askers),
             Conclusion::Recovered => self.note_recovery(session, number, false, askers, !then.is_empty()),
             Conclusion::Lost(refusal, recovering) => {
-                eprintln!("baton agent: {flow} is {}", refusal.to_string().trim_start_matches("it is "));
+                report!("baton agent: {flow} is {}", refusal.to_string().trim_start_matches("it is "));
                 if recovering {
                     self.note_recovery(session, number, true, askers, !then.is_empty());
                 } else {

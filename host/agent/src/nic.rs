@@ -11,6 +11,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
+use baton_linux::report;
 use baton_moves::{Inbox, Refusal};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
@@ -362,7 +363,7 @@ impl NicProcess {
                 if opening.fast_path
                     && let Err(error) = self.keep_fast_path(session, open)
                 {
-                    eprintln!("baton agent: the NIC has all of session {session}'s connections: {error:#}");
+                    report!("baton agent: the NIC has all of session {session}'s connections: {error:#}");
                 }
                 Ok(())
             }

@@ -6,6 +6,7 @@ use crate::connection::{Connection, Stage};
 use crate::ground::Shape;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
+use baton_linux::report;
 use baton_moves::Event;
 use baton_wire::{Flow, TcpFrame};
 use std::collections::HashSet;
@@ -45,7 +46,7 @@ impl Agent {
         self.listen_again(nic);
         self.follow_datagrams();
         if let Err(error) = self.drop_stale_frames() {
-            eprintln!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
+            report!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
         }
         self.give_addresses_to_nic();
         self.nics[nic].let_frames_flow()?;

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
+use baton_linux::report;
 use baton_linux::{packet_ring, process, rtnetlink};
 use baton_steering::Steering;
 use std::io;
@@ -81,7 +82,7 @@ const SO_MARK: i32 = 36;
 /// Gives the socket its rings. Without them, which need some megabytes, each frame costs a system call.
 fn set_up_rings(socket: BorrowedFd<'_>, sending: bool) {
     if let Err(error) = packet_ring::set_up(socket, sending) {
-        eprintln!("baton: frames are received and sent one by one: no rings ({error})");
+        report!("baton: frames are received and sent one by one: no rings ({error})");
     }
 }
 

@@ -13,6 +13,7 @@ use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::events::Doorbell;
 use baton_linux::process;
+use baton_linux::report;
 use baton_protocol::keeper::Kept;
 use baton_protocol::{receive_settings, send_settings};
 use baton_shm::Region;
@@ -93,15 +94,15 @@ pub fn run() -> Result<()> {
         match blame.judge(ready, by_itself, attended) {
             Withhold::Nothing => {}
             Withhold::Groups => {
-                eprintln!("baton keeper: two agents have died before they were ready; the next one makes no random moves");
+                report!("baton keeper: two agents have died before they were ready; the next one makes no random moves");
                 held.stop_groups();
             }
             Withhold::Session(number) => {
-                eprintln!("baton keeper: two agents have died while they served session {number}; the session is dropped");
+                report!("baton keeper: two agents have died while they served session {number}; the session is dropped");
                 held.note(Kept::Ended(number), Vec::new());
             }
             Withhold::Everything => {
-                eprintln!("baton keeper: agents still die before they are ready; all sessions are dropped");
+                report!("baton keeper: agents still die before they are ready; all sessions are dropped");
                 held.drop_sessions();
                 let further = beside.iter().flat_map(|beside| &beside.further).map(|nic| &nic.memory);
                 for memory in [&memory].into_iter().chain(further) {

@@ -4,6 +4,7 @@ use crate::tcp::Tcp;
 use crate::{real, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
+use baton_linux::report;
 use baton_protocol::program::Opening;
 use libc::c_int;
 use std::collections::VecDeque;
@@ -53,7 +54,7 @@ pub(crate) fn plan() -> Option<&'static Plan> {
         let run: Run = match serde_json::from_str(&text) {
             Ok(run) => run,
             Err(error) => {
-                eprintln!("baton: cannot read {RUN_VARIABLE} ({error}): this program runs without Baton; start it with `baton run`, which sets that variable");
+                report!("baton: cannot read {RUN_VARIABLE} ({error}): this program runs without Baton; start it with `baton run`, which sets that variable");
                 return None;
             }
         };
@@ -160,7 +161,7 @@ pub(crate) fn open_session() -> Option<&'static Session> {
             // Without a reason the agent has ended, or cannot be reached from here: everything stays in the kernel for now.
             if matches!(error.kind(), std::io::ErrorKind::Other | std::io::ErrorKind::InvalidData) {
                 static SAID: std::sync::Once = std::sync::Once::new();
-                SAID.call_once(|| eprintln!("baton: this program's connections stay in the kernel: {error}"));
+                SAID.call_once(|| report!("baton: this program's connections stay in the kernel: {error}"));
             }
             NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
             None

@@ -19,6 +19,7 @@ use baton_datapath::{
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
+use baton_linux::report;
 use baton_linux::{process, topology};
 use baton_protocol::address::OwnAddress;
 use baton_protocol::nic as protocol;
@@ -288,7 +289,7 @@ fn start_thread(name: &'static str, work: impl FnOnce() -> Result<()> + Send + '
     let work = move || {
         let _exit = ExitOnDrop;
         if let Err(error) = work() {
-            eprintln!("baton nic: {name}: {error:#}");
+            report!("baton nic: {name}: {error:#}");
         }
     };
     std::thread::Builder::new().name(name.into()).spawn(work).with_context(|| format!("starting the thread {name:?}"))?;

@@ -13,6 +13,7 @@ use baton_filter::words::{self, UNMATCHED, UNREADABLE, WORDS};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::process;
+use baton_linux::report;
 use baton_protocol::filter::{
     AgentAnswer, AgentRequest, FilterAsk, FilterReply, FilterRequest, FromFilter, FromOwner, ListedRule, OwnerDescriptor,
     OwnerSettings, RULES_PER_MESSAGE, RuleCounters, ToFilter, ToOwner,
@@ -213,7 +214,7 @@ impl Process {
                     }
                     LISTENER => {
                         if let Err(error) = self.admit(listener) {
-                            eprintln!("baton nic owner: a tool is turned away: {error:#}");
+                            report!("baton nic owner: a tool is turned away: {error:#}");
                         }
                     }
                     tool => self.serve_tool(tool),
@@ -304,7 +305,7 @@ impl Process {
             && let Err(error) = nic.apply(&planned, self.key, generation)
         {
             // A NIC that has not answered must not go on with other rules than those that are listed. The next one gets the new rules.
-            eprintln!("baton nic owner: the NIC does not answer ({error:#}): it is ended");
+            report!("baton nic owner: the NIC does not answer ({error:#}): it is ended");
             self.end_nic();
         }
         self.book.commit(planned);

@@ -6,6 +6,7 @@
 
 use anyhow::{Context, Result};
 use baton_linux::process;
+use baton_linux::report;
 use baton_linux::rights::{self, User};
 use landlock::{ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr, Scope};
 use seccompiler::{
@@ -22,7 +23,7 @@ pub(crate) fn drop_rights() -> Result<()> {
     if let User::Same(user) = rights::give_up_user(true).context("giving up the user")?
         && rights::has_other_users()
     {
-        eprintln!("baton nic: runs as user {user}: changing the user needs CAP_SETUID");
+        report!("baton nic: runs as user {user}: changing the user needs CAP_SETUID");
     }
     process::drop_capabilities().context("giving up capabilities")?;
     rights::hide_memory().context("hiding memory")?;

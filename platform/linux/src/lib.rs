@@ -1,5 +1,15 @@
 //! Linux: system calls on sockets, netlink and its families, namespaces and interfaces, processes, descriptors over Unix sockets.
 
+/// Writes a line to standard error, as `eprintln!` does. A line that cannot be written is lost: whoever reads the log may have ended,
+/// or its disk be full, and that must end no process.
+#[macro_export]
+macro_rules! report {
+    ($($text:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+
 pub mod bell;
 pub mod conntrack;
 pub mod control;

@@ -154,6 +154,29 @@ fn a_published_port_leads_to_attached_connections() {
     expect_moves(&report(&scratch.file("report")), &network);
 }
 
+/// A Baton goes on when nobody reads its messages any more.
+#[test]
+fn a_closed_log_ends_no_baton() {
+    let (host, other, scratch) =
+        (Namespace::new().expect("a namespace"), Namespace::new().expect("one more"), Scratch::new("log"));
+    let socket = scratch.file("agent.sock");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["up", "--socket", &socket, "--namespaces", "1"]).stderr(Stdio::piped());
+    let mut up = host.spawn(&mut command).expect("baton");
+    let mut said = String::new();
+    BufReader::new(up.stderr.take().expect("its messages")).read_line(&mut said).expect("a line");
+    assert!(said.contains("is up"), "{said}");
+    for _ in 0..2 {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.args(["run", "--socket", &socket, "--", "true"]).stderr(Stdio::piped());
+        let refused = other.spawn(&mut command).and_then(|child| child.wait_with_output()).expect("baton run");
+        let error = String::from_utf8_lossy(&refused.stderr);
+        assert!(error.contains("1 network namespaces are served already"), "{error}");
+    }
+    baton_linux::process::signal(up.id(), libc::SIGTERM).expect("our child");
+    assert!(up.wait().expect("baton").success());
+}
+
 /// One Baton for the machine: the programs of two containers find it at the same path.
 #[test]
 fn one_baton_serves_two_containers() {

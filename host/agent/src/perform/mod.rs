@@ -21,6 +21,7 @@ use baton_handoff::shell;
 use baton_image::Image;
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
+use baton_linux::report;
 use baton_linux::route::{Route, Routing};
 use baton_moves::{Action, Conclusion, Outcome, Phase, Refusal, Source, Step, World};
 use baton_shm::Region;
@@ -336,8 +337,8 @@ impl Performer<'_> {
             Action::EndNic => {
                 let flow = self.connection.flow;
                 match &self.refused {
-                    Some((action, refusal)) => eprintln!("baton agent: the NIC is ended: {action:?} of {flow}: {refusal}"),
-                    None => eprintln!("baton agent: the NIC is ended: it has not answered a command about {flow}"),
+                    Some((action, refusal)) => report!("baton agent: the NIC is ended: {action:?} of {flow}: {refusal}"),
+                    None => report!("baton agent: the NIC is ended: it has not answered a command about {flow}"),
                 }
                 self.ground.nic().end();
             }

@@ -9,6 +9,7 @@ use baton_abi::{Control, Message, Operation};
 use baton_handoff::import::{self, ImportError, Importer};
 use baton_image::{Image, NicState, Stay};
 use baton_linux::events::monotonic_micros;
+use baton_linux::report;
 use baton_linux::tcp_info::TcpInfo;
 use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::Replay;
@@ -59,7 +60,7 @@ impl Performer<'_> {
             Ok(rested) => rested,
             Err(error) => {
                 // A NIC that writes an invalid image must not continue.
-                eprintln!("baton agent: the NIC's image of {} cannot be used: {error}", self.connection.flow);
+                report!("baton agent: the NIC's image of {} cannot be used: {error}", self.connection.flow);
                 return Err(Refusal::NicGone);
             }
         };
@@ -98,7 +99,7 @@ impl Performer<'_> {
         if let Some(image) = &self.image
             && let Err(error) = self.replay_from(image)
         {
-            eprintln!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
+            report!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
         }
         // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
         self.ask(Action::Replay, Control::Cancel, 1)
