@@ -157,6 +157,16 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         Some(message)
     }
 
+    /// The message that comes `further` messages after the next one, if it was there when [`Consumer::pop`] last read the producer's
+    /// index. It may be another one when it is taken: for what needs no certainty.
+    #[inline(always)]
+    pub fn glance(&self, further: u64) -> Option<[u64; 2]> {
+        let words = self.words.as_ref();
+        let at = SLOTS + 2 * (self.tail.wrapping_add(further) & mask(words)) as usize;
+        (further < self.head.wrapping_sub(self.tail))
+            .then(|| [words[at].load(Ordering::Relaxed), words[at + 1].load(Ordering::Relaxed)])
+    }
+
     /// Whether the producer has ever claimed more messages than the ring holds. No producer that follows the interface does so;
     /// nothing that follows in such a ring can be trusted.
     pub fn is_corrupt(&self) -> bool {
@@ -302,6 +312,8 @@ mod tests {
             assert_eq!(producer.push_and_publish([9, 9], || panic!("it is refused")), Err(Full));
             for n in 0..4 {
                 assert_eq!(consumer.pop(), Some([round, n]));
+                let next = (n < 3).then(|| [round, n + 1]);
+                assert_eq!([0, 3 - n, u64::MAX].map(|further| consumer.glance(further)), [next, None, None]);
             }
             assert_eq!(consumer.pop(), None);
             assert_eq!(producer.push([9, 9]), Err(Full), "room comes with release");

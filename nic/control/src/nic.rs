@@ -50,6 +50,8 @@ struct Runner {
     rest: Rest,
     memory: Arc<Region>,
     poller: Poller,
+    /// Descriptors of the devices, if this worker receives from them.
+    devices: Option<[OwnedFd; 2]>,
     /// The doorbells of all workers.
     bells: Arc<Vec<Doorbell>>,
     /// The doorbells of the sessions whose rings this worker reads.
@@ -123,7 +125,8 @@ const EVENTS: u16 = 1024;
 /// Connections that have become dormant since the heap was trimmed, after which it is again although others are awake.
 const MANY_DORMANT: u64 = 256;
 
-/// Poller token of the control connection.
+/// Poller tokens of the worker's doorbell and of the control connection.
+const BELL: u64 = 2;
 const CHANNEL: u64 = 3;
 /// Poller token of session 0's doorbell; the others follow.
 const SESSIONS: u64 = 16;
@@ -317,14 +320,10 @@ impl Runner {
     ) -> Result<Runner> {
         let poller = Poller::new()?;
         let receives = settings.card || me == 0;
-        let channel = front.as_ref().map(|front| front.channel.as_fd());
-        for (token, fd) in [receives.then_some(host.fd()), receives.then_some(wire.fd()), Some(bells[me].as_fd()), channel]
-            .into_iter()
-            .enumerate()
-        {
-            if let Some(fd) = fd {
-                poller.add(fd, token as u64, Trigger::Readable)?;
-            }
+        let devices = if receives { Some([host.fd().try_clone_to_owned()?, wire.fd().try_clone_to_owned()?]) } else { None };
+        poller.add(bells[me].as_fd(), BELL, Trigger::Readable)?;
+        if let Some(front) = &front {
+            poller.add(front.channel.as_fd(), CHANNEL, Trigger::Readable)?;
         }
         let wire = Line::new(wire, &settings.link, me);
         let worker_settings = WorkerSettings {
@@ -354,6 +353,7 @@ impl Runner {
             rest: Rest::new(settings.spin, now.0),
             memory: memory.clone(),
             poller,
+            devices,
             bells: bells.clone(),
             program_bells: HashMap::new(),
             datagram_bells: HashMap::new(),
@@ -427,8 +427,11 @@ impl Runner {
     fn sleep(&mut self, now: Instant) -> Result<()> {
         self.trim_heap();
         let mut tokens = Vec::new();
-        let limit = Duration::from_micros(self.until_due(now));
-        let waited = self.poller.wait(Some(limit), &mut tokens);
+        let limit = Some(Duration::from_micros(self.until_due(now)));
+        let waited = match &self.devices {
+            Some([host, wire]) => self.poller.wait_or([host.as_fd(), wire.as_fd()], limit, &mut tokens),
+            None => self.poller.wait(limit, &mut tokens),
+        };
         self.worker.end_sleep();
         self.bells[self.me].clear();
         waited?;

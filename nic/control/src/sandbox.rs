@@ -52,6 +52,7 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_pwait,
     libc::SYS_epoll_pwait2,
+    libc::SYS_ppoll,
     // Mapping the memory of sessions.
     libc::SYS_fstat,
     libc::SYS_newfstatat,

@@ -1,6 +1,6 @@
 //! Ways to wait: eventfds as doorbells, epoll, futexes in shared memory, the monotonic clock.
 
-use rustix::event::{EventfdFlags, Timespec, epoll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::thread::futex;
 use std::io;
 use std::mem::MaybeUninit;
@@ -120,6 +120,21 @@ impl Poller {
         }
         Ok(())
     }
+
+    /// As [`Poller::wait`], and ends, too, when one of `others` is readable, which the instance does not watch: whoever makes a watched
+    /// descriptor readable or writable runs the instance's callback, even if nobody waits, and on a socket of frames for each frame.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn wait_or(&self, others: [BorrowedFd<'_>; 2], timeout: Option<Duration>, tokens: &mut Vec<u64>) -> io::Result<()> {
+        let mut waited = [self.as_fd(), others[0], others[1]].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        match poll(&mut waited, timeout.map(timespec).as_ref()) {
+            Ok(_) if waited[0].revents().is_empty() => Ok(()),
+            Ok(_) => self.wait(Some(Duration::ZERO), tokens),
+            Err(rustix::io::Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
 }
 
 impl AsFd for Poller {
@@ -169,4 +184,28 @@ pub fn process_nanos() -> u64 {
 /// Nanoseconds of the monotonic clock.
 pub fn monotonic_nanos() -> u64 {
     nanos(libc::CLOCK_MONOTONIC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn either_a_watched_descriptor_or_another_one_ends_a_wait() {
+        let bells = [(); 3].map(|()| Doorbell::new().unwrap());
+        let poller = Poller::new().unwrap();
+        poller.add(bells[0].as_fd(), 7, Trigger::Readable).unwrap();
+        let wait = |limit| {
+            let (mut tokens, began) = (Vec::new(), std::time::Instant::now());
+            poller.wait_or([bells[1].as_fd(), bells[2].as_fd()], Some(limit), &mut tokens).unwrap();
+            (tokens, began.elapsed() >= limit)
+        };
+        const LONG: Duration = Duration::from_secs(60);
+        assert_eq!(wait(Duration::from_millis(2)), (vec![], true));
+        for (bell, tokens) in bells.iter().zip([vec![7], vec![], vec![]]) {
+            bell.ring();
+            assert_eq!(wait(LONG), (tokens, false));
+            bell.clear();
+        }
+    }
 }

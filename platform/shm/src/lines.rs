@@ -34,6 +34,18 @@ pub(crate) fn prefetch_line(at: *const u8) {
 #[inline(always)]
 pub(crate) fn prefetch_line(_: *const u8) {}
 
+/// Begins to load the line at an address, which may be any, to be written: other processors give it up.
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+pub(crate) fn prefetch_line_to_write(at: *const u8) {
+    // SAFETY: as in `prefetch_line`. Processors that do not know the instruction do nothing.
+    unsafe { core::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags, readonly)) };
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+#[inline(always)]
+pub(crate) fn prefetch_line_to_write(_: *const u8) {}
+
 /// Asks for huge pages for memory that is not used yet, as far as it covers whole ones: so that a large table that is used all over needs
 /// few entries of the processor's address translation. Does nothing where the system has none.
 pub fn advise_huge<T>(unused: &mut [MaybeUninit<T>]) {

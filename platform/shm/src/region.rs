@@ -111,6 +111,14 @@ impl Region {
         Ok(Region { base, length, fd })
     }
 
+    /// Begins to load the two lines from offset `at` on, which may lie outside.
+    #[inline(always)]
+    pub fn prefetch(&self, at: usize) {
+        let place = self.base.as_ptr().wrapping_add(at);
+        crate::lines::prefetch_line(place);
+        crate::lines::prefetch_line(place.wrapping_add(64));
+    }
+
     /// Asks for huge pages for a range that is not used yet, as far as it covers whole ones: for large tables that are used all over.
     pub fn advise_huge(&self, range: Range<usize>) {
         if let Some(base) = self.span(range.start, range.len()) {
@@ -468,6 +476,22 @@ impl MovableCircle<'_> {
         at + (seq & mask)
     }
 
+    /// Begins to load the two lines from sequence number `seq` on, which will be read.
+    #[inline(always)]
+    pub fn prefetch(&self, seq: u32) {
+        let place = self.base.as_ptr().wrapping_add(self.offset_of(seq) as usize);
+        crate::lines::prefetch_line(place);
+        crate::lines::prefetch_line(place.wrapping_add(64));
+    }
+
+    /// Begins to load the two lines from sequence number `seq` on, which will be written.
+    #[inline(always)]
+    pub fn prefetch_to_write(&self, seq: u32) {
+        let place = self.base.as_ptr().wrapping_add(self.offset_of(seq) as usize);
+        crate::lines::prefetch_line_to_write(place);
+        crate::lines::prefetch_line_to_write(place.wrapping_add(64));
+    }
+
     /// Writes bytes from sequence number `seq` on if they do not wrap around, and returns their offset in the region. Returns
     /// None, and writes nothing, if they would.
     #[inline(always)]
@@ -563,6 +587,7 @@ mod tests {
         assert_eq!(region.read(usize::MAX - 3, &mut out), Err(OutOfRegion));
         assert_eq!(region.read(4088, &mut out), Ok(()));
         assert_eq!(&out[2..], b"123456");
+        [4090, usize::MAX - 3].map(|at| region.prefetch(at));
     }
 
     #[test]

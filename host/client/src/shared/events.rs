@@ -116,7 +116,10 @@ impl Shared {
         };
         let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
         match message.operation {
-            Operation::OsRecv => add(&connection.received),
+            Operation::OsRecv => {
+                connection.prefetch_memory();
+                add(&connection.received);
+            }
             Operation::OsAck => add(&connection.room_ends),
             Operation::OsControl => match Control::from_number(message.kind) {
                 Some(Control::Posted) => {

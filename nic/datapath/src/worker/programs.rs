@@ -23,6 +23,9 @@ use std::sync::Arc;
 /// Number of messages taken from one session before the next one gets its turn.
 const BATCH: usize = 64;
 
+/// Number of messages between one that is taken and one whose bytes are fetched from the program's processor meanwhile.
+const AHEAD: u64 = 4;
+
 /// Largest number of bytes in one `nic_send`, and in one `nic_post`.
 const MAX_SEND: usize = 1 << 26;
 const MAX_POST: usize = 1 << 30;
@@ -310,6 +313,11 @@ impl<H: Device, W: Device> Worker<H, W> {
                 }
                 break;
             };
+            if let Some([first, second]) = session.commands.glance(AHEAD)
+                && is_plain_send(first)
+            {
+                session.memory.prefetch(second as u32 as usize);
+            }
             let before = session.commands.position() - 1;
             let words = pop_more(&mut session.commands, words);
             let last_of_many = before / ANSWERED != session.commands.position() / ANSWERED;
