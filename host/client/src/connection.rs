@@ -7,7 +7,7 @@ use baton_linux::events;
 use baton_ring::Token;
 use baton_shm::{MovableCircle, MovableParts, Region};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -55,6 +55,8 @@ pub struct Connection {
     pub(crate) announces: AtomicBool,
     /// The error number that it ended with on the NIC; 0 for none, [`ALIVE`] if it has not ended.
     error: AtomicU32,
+    /// The lower half of `queued` when bytes last came: what was queued since then was the answer.
+    asked_at: AtomicU16,
     /// Whoever waits for room waits until it is writable, so acknowledgements that free less wake nobody.
     patient: bool,
 }
@@ -159,6 +161,7 @@ impl Connection {
             announced: zero(),
             announces: AtomicBool::new(false),
             error: AtomicU32::new(ALIVE),
+            asked_at: AtomicU16::new(0),
             patient,
         }
     }
@@ -193,11 +196,15 @@ impl Connection {
         self.memory.circle(1)
     }
 
-    /// Begins to load what the program probably reads next, and writes as the answer: both were last used by the NIC's processor.
+    /// Begins to load the `length` bytes that have come, and the place of the answer, which is probably as long as the last one: both were
+    /// last used by the NIC's processor.
     #[inline(always)]
-    pub(crate) fn prefetch_memory(&self) {
-        self.receive_memory().prefetch(self.received.load(RELAXED));
-        self.send_memory().prefetch_to_write(self.queued.load(RELAXED));
+    pub(crate) fn prefetch_memory(&self, length: u32) {
+        let queued = self.queued.load(RELAXED);
+        let answer = (queued as u16).wrapping_sub(self.asked_at.load(RELAXED));
+        self.asked_at.store(queued as u16, RELAXED);
+        self.receive_memory().prefetch(self.received.load(RELAXED), length);
+        self.send_memory().prefetch_to_write(queued, answer.into());
     }
 
     #[inline(always)]

@@ -7,6 +7,17 @@ const LINE: usize = 64;
 /// Bytes of a huge page.
 pub(crate) const HUGE: usize = 2 << 20;
 
+/// Most bytes that are loaded ahead at once: copying more takes longer than the first of them.
+const MOST: u32 = 512;
+
+/// Calls `act` for each cache line of the `length` bytes at an address, of [`MOST`] bytes at most.
+#[inline(always)]
+pub(crate) fn each_line(at: *const u8, length: u32, act: impl Fn(*const u8)) {
+    let before = at.addr() % LINE;
+    let lines = (before + length.min(MOST) as usize).div_ceil(LINE);
+    (0..lines).for_each(|line| act(at.wrapping_sub(before).wrapping_add(line * LINE)));
+}
+
 /// Begins to load the bytes of `value` from offset `from` to offset `to` into the cache, as far as it has them. Nothing waits for them.
 #[inline(always)]
 pub fn prefetch<T: ?Sized>(value: &T, from: usize, to: usize) {

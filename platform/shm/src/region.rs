@@ -111,12 +111,10 @@ impl Region {
         Ok(Region { base, length, fd })
     }
 
-    /// Begins to load the two lines from offset `at` on, which may lie outside.
+    /// Begins to load the `length` bytes at offset `at`, 512 of them at most. They may lie outside.
     #[inline(always)]
-    pub fn prefetch(&self, at: usize) {
-        let place = self.base.as_ptr().wrapping_add(at);
-        crate::lines::prefetch_line(place);
-        crate::lines::prefetch_line(place.wrapping_add(64));
+    pub fn prefetch(&self, at: usize, length: u32) {
+        crate::lines::each_line(self.base.as_ptr().wrapping_add(at), length, crate::lines::prefetch_line);
     }
 
     /// Asks for huge pages for a range that is not used yet, as far as it covers whole ones: for large tables that are used all over.
@@ -476,20 +474,18 @@ impl MovableCircle<'_> {
         at + (seq & mask)
     }
 
-    /// Begins to load the two lines from sequence number `seq` on, which will be read.
+    /// Begins to load the `length` bytes from sequence number `seq` on, 512 of them at most, to be read.
     #[inline(always)]
-    pub fn prefetch(&self, seq: u32) {
+    pub fn prefetch(&self, seq: u32, length: u32) {
         let place = self.base.as_ptr().wrapping_add(self.offset_of(seq) as usize);
-        crate::lines::prefetch_line(place);
-        crate::lines::prefetch_line(place.wrapping_add(64));
+        crate::lines::each_line(place, length, crate::lines::prefetch_line);
     }
 
-    /// Begins to load the two lines from sequence number `seq` on, which will be written.
+    /// Begins to load the `length` bytes from sequence number `seq` on, 512 of them at most, to be written.
     #[inline(always)]
-    pub fn prefetch_to_write(&self, seq: u32) {
+    pub fn prefetch_to_write(&self, seq: u32, length: u32) {
         let place = self.base.as_ptr().wrapping_add(self.offset_of(seq) as usize);
-        crate::lines::prefetch_line_to_write(place);
-        crate::lines::prefetch_line_to_write(place.wrapping_add(64));
+        crate::lines::each_line(place, length, crate::lines::prefetch_line_to_write);
     }
 
     /// Writes bytes from sequence number `seq` on if they do not wrap around, and returns their offset in the region. Returns
@@ -587,7 +583,7 @@ mod tests {
         assert_eq!(region.read(usize::MAX - 3, &mut out), Err(OutOfRegion));
         assert_eq!(region.read(4088, &mut out), Ok(()));
         assert_eq!(&out[2..], b"123456");
-        [4090, usize::MAX - 3].map(|at| region.prefetch(at));
+        [4090, usize::MAX - 3].map(|at| region.prefetch(at, u32::MAX));
     }
 
     #[test]

@@ -117,7 +117,7 @@ impl Shared {
         let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
         match message.operation {
             Operation::OsRecv => {
-                connection.prefetch_memory();
+                connection.prefetch_memory(message.length);
                 add(&connection.received);
             }
             Operation::OsAck => add(&connection.room_ends),

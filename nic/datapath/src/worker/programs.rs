@@ -316,7 +316,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             if let Some([first, second]) = session.commands.glance(AHEAD)
                 && is_plain_send(first)
             {
-                session.memory.prefetch(second as u32 as usize);
+                session.memory.prefetch(second as u32 as usize, (second >> 32) as u32);
             }
             let before = session.commands.position() - 1;
             let words = pop_more(&mut session.commands, words);
