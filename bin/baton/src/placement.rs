@@ -103,7 +103,10 @@ pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
 pub fn go_near(socket: &Path) -> Result<()> {
     let nics = Tool::connect(socket)?.statistics()?.nics;
     let topology = crate::topology::here().context("reading this machine's nodes")?;
-    let of_nic = |nic: u32| process::last_cpus(nic).with_context(|| format!("the processors of the NIC, process {nic}"));
+    let of_nic = |nic: u32| {
+        process::last_cpus(nic, baton_control::handles_frames)
+            .with_context(|| format!("the processors of the NIC, process {nic}"))
+    };
     let used = nics.into_iter().map(|nic| of_nic(nic.process)).collect::<Result<Vec<_>>>()?.concat();
     let of_node = |node: &&baton_placement::Node| node.cpus.iter().any(|cpu| used.contains(cpu));
     let near: Vec<usize> = topology.nodes.iter().filter(of_node).flat_map(|node| node.cpus.iter().copied()).collect();

@@ -13,4 +13,4 @@ mod rest;
 mod rules;
 mod sandbox;
 
-pub use nic::run;
+pub use nic::{handles_frames, run};

@@ -246,14 +246,14 @@ pub fn run() -> Result<()> {
         Some((owner, memory)) => {
             let rules = Arc::new(Rules::new(&memory, hosts.len()));
             let (shared, bells) = (rules.clone(), bells.clone());
-            start_thread("baton filter", move || rules::serve(&owner, &shared, &bells))?;
+            start_thread(FILTER_THREAD, move || rules::serve(&owner, &shared, &bells))?;
             // No frame passes before the rules are there.
             rules.wait_for_first();
             Some(rules)
         }
     };
     let (trimmer, asked) = Trimmer::new();
-    start_thread("baton heap", move || heap::trim(&asked))?;
+    start_thread(HEAP_THREAD, move || heap::trim(&asked))?;
     let mut runners = Vec::new();
     for (me, ((host, wire), new_bells)) in hosts.into_iter().zip(wires).zip(new_bells).enumerate() {
         process::prefer_memory(nodes[me]);
@@ -287,15 +287,28 @@ pub fn run() -> Result<()> {
     first.main_loop()
 }
 
+/// Threads that have something to do now and then.
+const FILTER_THREAD: &str = "baton filter";
+const HEAP_THREAD: &str = "baton heap";
+
+/// Whether a thread of a NIC's process with this name handles frames: programs belong near those.
+pub fn handles_frames(name: &str) -> bool {
+    ![FILTER_THREAD, HEAP_THREAD].contains(&name)
+}
+
 /// Starts a thread whose end ends the process.
 fn start_thread(name: &'static str, work: impl FnOnce() -> Result<()> + Send + 'static) -> Result<()> {
+    let (begins, begun) = mpsc::channel();
     let work = move || {
         let _exit = ExitOnDrop;
+        let _ = begins.send(());
         if let Err(error) = work() {
             report!("baton nic: {name}: {error:#}");
         }
     };
     std::thread::Builder::new().name(name.into()).spawn(work).with_context(|| format!("starting the thread {name:?}"))?;
+    // It has its name from then on.
+    let _ = begun.recv();
     Ok(())
 }
 

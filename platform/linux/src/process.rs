@@ -194,16 +194,19 @@ pub fn allowed_cpus() -> Vec<usize> {
     (0..CpuSet::MAX_CPU).filter(|core| set.is_set(*core)).collect()
 }
 
-/// The processors on which a process's threads ran last.
+/// The processors on which a process's threads ran last, of those whose names `counts` accepts.
 ///
 /// # Errors
 /// The failed system call's; `NotFound` if the process has ended.
-pub fn last_cpus(process: u32) -> io::Result<Vec<usize>> {
+pub fn last_cpus(process: u32, counts: impl Fn(&str) -> bool) -> io::Result<Vec<usize>> {
     let mut cpus = Vec::new();
     for entry in std::fs::read_dir(format!("/proc/{process}/task"))? {
         let text = std::fs::read_to_string(entry?.path().join("stat"))?;
-        // Field 39, counted after the name, which may contain any character (proc_pid_stat(5)).
-        let behind_name = text.rsplit_once(')').map_or("", |(_, rest)| rest);
+        // Field 39, counted after the name, which is in parentheses and may contain any character (proc_pid_stat(5)).
+        let (before, behind_name) = text.rsplit_once(')').unwrap_or_default();
+        if !before.split_once('(').is_some_and(|(_, name)| counts(name)) {
+            continue;
+        }
         cpus.extend(behind_name.split_whitespace().nth(36).and_then(|cpu| cpu.parse::<usize>().ok()));
     }
     cpus.sort_unstable();

@@ -583,7 +583,7 @@ mod tests {
         assert_eq!(region.read(usize::MAX - 3, &mut out), Err(OutOfRegion));
         assert_eq!(region.read(4088, &mut out), Ok(()));
         assert_eq!(&out[2..], b"123456");
-        [4090, usize::MAX - 3].map(|at| region.prefetch(at, u32::MAX));
+        [4090, usize::MAX - 3].into_iter().for_each(|at| region.prefetch(at, u32::MAX));
     }
 
     #[test]
