@@ -16,14 +16,20 @@ const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 const SIGSTOP: i32 = 19;
 
-/// Kills keeper and agent, and the NIC if it is given. The agent is stopped first, since it would restore connections once the
-/// keeper is dead. The keeper is killed first, since it would start another agent. The NIC may have ended by itself by then.
+/// Kills keeper and agent, and the NIC if it is given. Keeper and agent are stopped first: the agent would restore connections once the
+/// keeper is dead, and the keeper would start another agent. The agent is killed first: the kernel lets a stopped process go on whose
+/// parent ends, since nobody is left who would (its process group is orphaned). The NIC may have ended by itself by then.
 fn kill_at_once(helpers: &[u32]) {
-    process::signal(helpers[1], SIGSTOP).expect("a signal");
-    for (at, helper) in helpers.iter().enumerate() {
-        match process::signal(*helper, SIGKILL) {
-            Err(error) if at == 2 && error.raw_os_error() == Some(libc::ESRCH) => {}
-            result => result.expect("a signal"),
+    let [keeper, agent, ref nic @ ..] = *helpers else { panic!("keeper and agent") };
+    for helper in [keeper, agent] {
+        process::signal(helper, SIGSTOP).expect("a signal");
+    }
+    for helper in [agent, keeper] {
+        process::signal(helper, SIGKILL).expect("a signal");
+    }
+    for helper in nic {
+        if let Err(error) = process::signal(*helper, SIGKILL) {
+            assert_eq!(error.raw_os_error(), Some(libc::ESRCH), "{error}");
         }
     }
     wait_for("the end of those who were killed", || !helpers.iter().any(|helper| process::lives(*helper)));
