@@ -313,7 +313,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                 }
                 break;
             };
-            if let Some([first, second]) = session.commands.glance(AHEAD)
+            // With several workers the connection's own sends them.
+            if self.crossbar.is_none()
+                && let Some([first, second]) = session.commands.glance(AHEAD)
                 && is_plain_send(first)
             {
                 session.memory.prefetch(second as u32 as usize, (second >> 32) as u32);
