@@ -13,7 +13,6 @@ pub mod status;
 pub use path::Choice;
 
 use anyhow::{Context, Result, bail};
-use baton_linux::control::Listener;
 use baton_linux::events::{Poller, Trigger, monotonic_nanos};
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::netlink::{Changes, LINK_CHANGES, Netlink, ROUTE};
@@ -98,14 +97,11 @@ impl Attached {
         let link = suitable(&netlink, device)?;
         // It may have been given by an alternative name.
         let device = &rtnetlink::name_of(&netlink, link.index)?;
-        // Before anything is made, so that two at the same time do not both begin.
-        let listener = listen(device, link.index)?;
         // From here on signals wait: everything is taken down in order.
         let signals = process::signal_descriptor(&process::ENDING)?;
-        let options = TapOptions { segmentation: true, ..TapOptions::default() };
-        let tap = interface::open_tap("baton-in%d", options).context("making the TAP for the segments")?;
-        let name = interface::tap_name(tap.as_fd())?;
+        let (name, tap) = make_tap(&netlink, device, link.index)?;
         let tap_index = set_up(&netlink, &name, tap.as_fd()).with_context(|| format!("setting up {name}"))?;
+        let listener = status::listen(&netlink, link.index, tap_index).context("listening for `baton nic attach --list`")?;
         let links = Changes::listen(ROUTE, LINK_CHANGES)?;
         let (front, chosen) = path::attach(choice, device, &link, tap_index).with_context(|| format!("in front of {device}"))?;
         // A program in the driver is not told that the checksum was left to whoever receives the frame.
@@ -343,13 +339,16 @@ fn suitable(netlink: &Netlink, device: &str) -> Result<LinkInfo> {
     }
 }
 
-fn listen(device: &str, index: u32) -> Result<Listener> {
-    match Listener::bind_name(&status::name(index)) {
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-            let by = status::process_at(index).map_or_else(String::new, |process| format!(" (process {process})"));
+/// Makes the TAP. Its name has the device's index, so that only one process can be at a device, and nobody who may not make devices
+/// can keep it from one.
+fn make_tap(netlink: &Netlink, device: &str, index: u32) -> Result<(String, OwnedFd)> {
+    let name = format!("baton-in{index}");
+    match interface::open_tap(&name, TapOptions { segmentation: true, ..TapOptions::default() }) {
+        Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+            let by = status::process_at(netlink, index).map_or_else(String::new, |process| format!(" (process {process})"));
             bail!("another `baton nic attach`{by} is at {device} already; `baton nic detach {device}` ends it")
         }
-        other => other.context("listening for `baton nic attach --list`"),
+        other => Ok((name, other.context("making the TAP for the segments")?)),
     }
 }
 

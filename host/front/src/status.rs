@@ -1,13 +1,15 @@
-//! What runs where: every attached process answers at a name of its network namespace, which vanishes with it.
+//! What runs where: every attached process answers at a name of its network namespace. The name is at random, since anybody may
+//! listen at any, and the alias of the process's TAP tells it: only who may make devices can set that. Both vanish with the process.
 
 use crate::is_gone;
 use anyhow::{Context, Result, bail};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
+use baton_linux::netlink::Netlink;
 use baton_linux::{process, rtnetlink};
 use baton_lro::LroSettings;
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -15,11 +17,20 @@ use std::time::Duration;
 /// Longest wait for an answer, and for a process to end.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// Such a name is this, the index of the device, and a random number.
 const PREFIX: &str = "baton-nic-attach/";
 
-/// The name at which the process at the device with this index answers.
-pub(crate) fn name(index: u32) -> String {
-    format!("{PREFIX}{index}")
+/// Listens, and lets the alias of this process's TAP say where.
+///
+/// # Errors
+/// The failed system call's.
+pub(crate) fn listen(netlink: &Netlink, index: u32, tap: u32) -> io::Result<Listener> {
+    let mut random = [0; 8];
+    process::random(&mut random)?;
+    let name = format!("{PREFIX}{index}/{:016x}", u64::from_ne_bytes(random));
+    let listener = Listener::bind_name(&name)?;
+    rtnetlink::set_alias(netlink, tap, &name)?;
+    Ok(listener)
 }
 
 /// What a process has done. All counts only grow.
@@ -81,30 +92,40 @@ impl Clients {
     }
 }
 
-/// Indices of the devices of this network namespace at which a process answers.
-fn indices() -> Result<BTreeSet<u32>> {
-    let sockets = std::fs::read_to_string("/proc/thread-self/net/unix").context("looking for attached processes")?;
-    let names = sockets.lines().filter_map(|line| line.split_whitespace().last()?.strip_prefix('@')?.strip_prefix(PREFIX));
-    Ok(names.filter_map(|index| index.parse().ok()).collect())
-}
-
-fn connect(index: u32) -> io::Result<Channel> {
-    Channel::connect_name(&name(index))
+/// The names at which processes of this network namespace answer, by the indices of their devices.
+fn names(netlink: &Netlink) -> io::Result<BTreeMap<u32, String>> {
+    let index = |name: &str| name.strip_prefix(PREFIX)?.split_once('/')?.0.parse().ok();
+    Ok(rtnetlink::aliases(netlink)?.into_iter().filter_map(|name| Some((index(&name)?, name))).collect())
 }
 
 /// The process at a device.
-pub(crate) fn process_at(index: u32) -> Option<u32> {
-    connect(index).ok()?.peer_process().ok()
+pub(crate) fn process_at(netlink: &Netlink, index: u32) -> Option<u32> {
+    Channel::connect_name(names(netlink).ok()?.get(&index)?).ok()?.peer_process().ok()
 }
 
-fn ask(index: u32, device: &str) -> Result<Status> {
-    let channel = connect(index)?;
+/// A connection to the process at a device. None if it has ended.
+fn connect(name: &str, device: &str) -> Result<Option<Channel>> {
+    match Channel::connect_name(name) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            bail!("the process that is attached to {device} does not answer: it is stopped (`ss -xlp` shows it at @{name})")
+        }
+        other => Ok(Some(other.with_context(|| format!("asking the process that is attached to {device}"))?)),
+    }
+}
+
+/// What the process at a device answers. None if it has just ended.
+fn ask(name: &str, device: &str) -> Result<Option<Status>> {
+    let Some(channel) = connect(name, device)? else { return Ok(None) };
     let process = channel.peer_process()?;
     if !is_readable(&channel, PATIENCE)? {
         bail!("process {process}, which is attached to {device}, does not answer: it is stopped (`kill -CONT {process}`)");
     }
-    let (status, _) = channel.receive().with_context(|| format!("the answer of process {process}"))?;
-    Ok(status)
+    match channel.receive() {
+        Ok((status, _)) => Ok(Some(status)),
+        Err(_) if Channel::connect_name(name).is_err() => Ok(None),
+        Err(error) => Err(error).with_context(|| format!("the answer of process {process}")),
+    }
 }
 
 fn is_readable(fd: &impl AsFd, most: Duration) -> io::Result<bool> {
@@ -123,12 +144,12 @@ fn is_readable(fd: &impl AsFd, most: Duration) -> io::Result<bool> {
 pub fn list() -> Result<(Vec<Status>, Vec<anyhow::Error>)> {
     let netlink = rtnetlink::open()?;
     let (mut all, mut errors) = (Vec::new(), Vec::new());
-    for index in indices()? {
-        let name = rtnetlink::name_of(&netlink, index);
-        match ask(index, name.as_deref().unwrap_or("a device that is gone")) {
-            Ok(status) => all.push(Status { device: name.unwrap_or(status.device), ..status }),
-            Err(error) if connect(index).is_ok() => errors.push(error),
-            Err(_) => {}
+    for (index, name) in names(&netlink).context("looking for attached processes")? {
+        let device = rtnetlink::name_of(&netlink, index);
+        match ask(&name, device.as_deref().unwrap_or("a device that is gone")) {
+            Ok(Some(status)) => all.push(Status { device: device.unwrap_or(status.device), ..status }),
+            Ok(None) => {}
+            Err(error) => errors.push(error),
         }
     }
     Ok((all, errors))
@@ -145,7 +166,9 @@ pub fn detach(device: &str) -> Result<u32> {
         Err(error) if is_gone(&error) => bail!("there is no device {device} in this network namespace; {HINT}"),
         other => other.with_context(|| format!("looking up {device}"))?.index,
     };
-    let Ok(channel) = connect(index) else { bail!("nothing is attached to {device}; {HINT}") };
+    let names = names(&netlink).context("looking for attached processes")?;
+    let channel = names.get(&index).map_or(Ok(None), |name| connect(name, device))?;
+    let Some(channel) = channel else { bail!("nothing is attached to {device}; {HINT}") };
     let number = channel.peer_process()?;
     let what = || format!("process {number}, which is attached to {device}");
     // Its number may be another process's by now, if one that has ended left its socket to others.

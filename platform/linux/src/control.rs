@@ -68,11 +68,13 @@ impl Channel {
     /// Connects to a listener of [`Listener::bind_name`].
     ///
     /// # Errors
-    /// The failed system call's: `ConnectionRefused` if nobody listens.
+    /// The failed system call's: `ConnectionRefused` if nobody listens, `WouldBlock` if the listener's queue is full.
     pub fn connect_name(name: &str) -> io::Result<Channel> {
         let fd = unix_socket()?;
+        rustix::io::ioctl_fionbio(&fd, true)?;
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
         retry_on_intr(|| rustix::net::connect(&fd, &address))?;
+        rustix::io::ioctl_fionbio(&fd, false)?;
         Ok(Channel { fd })
     }
 

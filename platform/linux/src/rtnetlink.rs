@@ -9,6 +9,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 const RTM_NEWLINK: u16 = 16;
 const RTM_GETLINK: u16 = 18;
 /// Attribute of a link: its name.
+const IFALIAS: u16 = 20;
 const IFNAME: u16 = 3;
 /// Bytes of an alternative name at most, with the zero behind it.
 const ALTERNATIVE_SIZE: usize = 128;
@@ -151,6 +152,29 @@ pub fn name_of(netlink: &Netlink, index: u32) -> io::Result<String> {
         name = found.map(|value| String::from_utf8_lossy(value).trim_end_matches('\0').to_string());
     })?;
     name.ok_or_else(|| io::Error::from_raw_os_error(libc::ENODEV))
+}
+
+/// Gives a link an alias: a text that `ip link` shows, and that only who may change links can set.
+///
+/// # Errors
+/// The failed system call's.
+pub fn set_alias(netlink: &Netlink, index: u32, alias: &str) -> io::Result<()> {
+    let mut header = [0u8; 16];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    netlink.ask(Request::new(RTM_NEWLINK, ACK, &header).attribute(IFALIAS, alias.as_bytes()), |_| {})
+}
+
+/// The aliases of all links of the namespace that have one.
+///
+/// # Errors
+/// The failed system call's.
+pub fn aliases(netlink: &Netlink) -> io::Result<Vec<String>> {
+    let mut all = Vec::new();
+    netlink.ask(Request::new(RTM_GETLINK, DUMP, &[0; 16]), |body| {
+        let alias = attributes(body, 16).find(|(kind, _)| *kind == IFALIAS).map(|(_, value)| value);
+        all.extend(alias.map(|alias| String::from_utf8_lossy(alias).trim_end_matches('\0').to_string()));
+    })?;
+    Ok(all)
 }
 
 /// All links of the namespace.

@@ -17,7 +17,7 @@ use baton_wire::{Endpoint, Flags, Flow, TcpOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -528,27 +528,60 @@ impl Drop for Killed {
     }
 }
 
-/// Any user can listen at an attached process's name, and any process can get the process id of one that has ended. A detach must
-/// not end that.
-#[test]
-fn a_detach_ends_no_stranger() {
-    const LISTENS: &str = "import os, socket, sys
-at = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-at.bind('\\0baton-nic-attach/' + sys.argv[1])
-at.listen()
+/// Listens as a user at names of its network namespace until its input ends, in a process that the one with the listener's id leaves
+/// behind.
+const LISTENS: &str = "import os, socket, sys
+def listen(name):
+    at = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    at.bind('\\0baton-nic-attach/' + name)
+    at.listen()
+    return at
+os.setuid(int(sys.argv[1]))
+all = [listen(name) for name in sys.argv[2:]]
 if os.fork() == 0:
     print(os.getpid(), flush=True)
     sys.stdin.read()";
-    let [host, _b] = hosts();
-    let index = host.run(|| Ok(rtnetlink::link(&rtnetlink::open()?, INTERFACE_A)?.index)).expect("the device");
+
+/// Starts that, and returns the process id that a client sees, which is that of a process that has ended, and what keeps it going.
+fn listening(host: &Namespace, user: u32, names: &[String]) -> (u32, ChildStdin) {
     let mut command = Command::new("python3");
-    let command = command.args(["-c", LISTENS, &index.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut listener = host.spawn(command).expect("python3");
-    let _holds_it = listener.stdin.take();
+    command.args(["-c", LISTENS, &user.to_string()]).args(names).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut listener = host.spawn(&mut command).expect("python3");
+    let holds_it = listener.stdin.take().expect("its input");
     let mut line = String::new();
     BufReader::new(listener.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
-    let number = listener.id();
-    listener.wait().expect("its end");
+    assert!(listener.wait().expect("its end").success() && !line.is_empty(), "it does not listen");
+    (listener.id(), holds_it)
+}
+
+fn index_of(host: &Namespace, device: &str) -> u32 {
+    host.run(|| Ok(rtnetlink::link(&rtnetlink::open()?, device)?.index)).expect("the device")
+}
+
+/// Any user can listen at any name. That keeps nobody from attaching, and is not listed.
+#[test]
+fn a_user_that_may_not_attach_is_in_nobodys_way() {
+    let [host, _b] = hosts();
+    let index = index_of(&host, INTERFACE_A);
+    let names = [format!("{index}"), format!("{index}/0123456789abcdef"), "99/0123456789abcdef".into()];
+    let _listens = listening(&host, 65534, &names);
+    let output = baton(&host, &["nic", "attach", "--list"]);
+    assert_eq!(String::from_utf8_lossy(&output.stdout), "nothing is attached in this network namespace\n");
+    let attached = Attached::new(&host, &[]);
+    let listed = String::from_utf8(baton(&host, &["nic", "attach", "--list", "--json"]).stdout).expect("text");
+    let listed: serde_json::Value = serde_json::from_str(&listed).expect("JSON");
+    assert!(listed.as_array().is_some_and(|all| all.len() == 1 && all[0]["device"] == INTERFACE_A), "{listed}");
+    drop(attached);
+}
+
+/// Any process can get the process id of one that has ended and has left its socket to others. A detach must not end that.
+#[test]
+fn a_detach_ends_no_stranger() {
+    let [host, _b] = hosts();
+    let name = format!("{}/0123456789abcdef", index_of(&host, INTERFACE_A));
+    let tap = host.run(|| interface::open_tap("tap0", TapOptions::default())).expect("a TAP");
+    run(&host, "ip", &format!("link set tap0 alias baton-nic-attach/{name}"));
+    let (number, _holds_it) = listening(&host, 0, &[name]);
     // Other tests start processes, too.
     let stranger = (0..1000).find_map(|_| {
         std::fs::write("/proc/sys/kernel/ns_last_pid", (number - 1).to_string()).expect("root");
@@ -559,6 +592,7 @@ if os.fork() == 0:
     let error = refused(&host, &["nic", "detach", INTERFACE_A]);
     assert!(error.contains(&format!("process {number}")) && error.contains("has ended"), "{error}");
     assert_eq!(stranger.0.try_wait().expect("its state"), None, "a process that has nothing to do with it was ended");
+    drop(tap);
 }
 
 /// Another user than the one that attached it is told why it cannot be detached.
