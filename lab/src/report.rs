@@ -1,5 +1,6 @@
 //! The demonstration's report: one HTML file with its plots inside.
 
+use crate::axis::tick;
 use crate::demo::{Both, DemoReport, change};
 use anyhow::{Result, anyhow};
 use baton_protocol::program::Place;
@@ -22,21 +23,23 @@ fn plot(report: &DemoReport, title: &str, figure: fn(&crate::demo::Round) -> f64
             .margin(8)
             .x_label_area_size(28)
             .y_label_area_size(52)
-            .build_cartesian_2d(0.0..pairs.max(1) as f64, 0.0..top.max(1e-9))
+            .build_cartesian_2d(0.5..pairs.max(1) as f64 + 0.5, 0.0..top.max(1e-9))
             .map_err(fail)?;
         chart
             .configure_mesh()
             .disable_x_mesh()
+            .light_line_style(TRANSPARENT)
             .x_labels(pairs.max(1))
-            .x_label_formatter(&|x| format!("{:.0}", x + 1.0))
+            .x_label_formatter(&|x| tick(*x))
+            .y_label_formatter(&|y| tick(*y))
             .x_desc("round")
             .draw()
             .map_err(fail)?;
-        for (place, colour, shift) in [(Place::Kernel, KERNEL, 0.12), (Place::Nic, NIC, 0.5)] {
+        for (place, colour, shift) in [(Place::Kernel, KERNEL, -0.38), (Place::Nic, NIC, 0.02)] {
             let rounds = report.rounds.iter().filter(|round| round.place == place).enumerate();
             chart
                 .draw_series(rounds.map(|(at, round)| {
-                    let left = at as f64 + shift;
+                    let left = (at + 1) as f64 + shift;
                     Rectangle::new([(left, 0.0), (left + 0.36, figure(round))], colour.filled())
                 }))
                 .map_err(fail)?;
@@ -60,7 +63,7 @@ pub fn html(r: &DemoReport) -> Result<String> {
         plot(r, "Requests per second", |round| round.requests_per_second)?,
         plot(r, "Server CPU per request, µs", |round| round.server_cpu_us)?,
         plot(r, "Machine CPU per request, µs", |round| round.machine_cpu_us)?,
-        plot(r, "Latency p50, µs", |round| round.p50_us)?,
+        plot(r, "Latency p99, µs", |round| round.p99_us)?,
     ];
     let mut table = String::new();
     table += &row("requests/s", r.requests_per_second, 0);
