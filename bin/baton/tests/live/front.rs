@@ -231,7 +231,9 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
     let before = sent(&hosts[1]);
     let gaps = || counter(&hosts[0], "netstat", "TcpExt:", "TCPOFOQueue").expect("a counter");
     let gaps_before = gaps();
-    let attached = Attached::new(&hosts[0], settings);
+    // Before other tests' processes.
+    let command = ["nice", "-n", "-20", env!("CARGO_BIN_EXE_baton"), "nic", "attach", INTERFACE_A];
+    let attached = Attached::start(&hosts[0], Command::new(command[0]).args(&command[1..]).args(settings));
     let received = transfer(hosts.each_ref(), address_a(ipv6), BYTES, |_| ());
     assert_eq!(received, BYTES);
     let after = sent(&hosts[1]);
