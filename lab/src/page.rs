@@ -18,8 +18,8 @@ pub struct Section {
 }
 
 /// The page as one self-contained HTML document. Each bar is drawn against its bound, which is the line in the middle: what is right of
-/// it is missed.
-pub fn html(sections: &[Section]) -> String {
+/// it is missed. `machine` is the one that was measured on, in a line.
+pub fn html(machine: &str, sections: &[Section]) -> String {
     let mut body = String::new();
     let (held, all) = sections
         .iter()
@@ -53,8 +53,11 @@ th{{text-align:left;font-weight:500}}td.holds{{color:#1a7f37}}td.missed{{color:#
 .plot{{width:300px;height:.9em;background:linear-gradient(#1b1f24,#1b1f24) 150px 0/1px 100% no-repeat #eef1f4}}
 .plot i{{display:block;height:100%;opacity:.6}}i.holds{{background:#1a7f37}}i.missed{{background:#b3261e}}</style>
 <h1>Baton: benches</h1>
-<p>Kernel and Baton in turn on one machine; medians of the rounds' ratios, Baton over kernel, unless a line says otherwise.</p>
-{body}</html>\n"
+<p>Kernel and Baton in turn on one machine; medians of the rounds' ratios, Baton over kernel, unless a line says otherwise. The line in a
+plot is the bound, and what goes beyond it is missed; where more is better, bound over value is drawn.</p>
+<p>Machine: {}.</p>
+{body}</html>\n",
+        escaped(machine)
     )
 }
 
@@ -103,7 +106,8 @@ mod tests {
             Section { name: "a", about: "A.", bars, report: serde_json::json!({}) },
             Section { name: "c", about: "C.", bars: Vec::new(), report: serde_json::json!({ "error": "no <nginx>" }) },
         ];
-        let page = html(&sections);
+        let page = html("2 processors <x>", &sections);
+        assert!(page.contains("Machine: 2 processors &lt;x>."), "{page}");
         assert!(page.contains("1 of 2 bars hold") && page.contains("≤ 0.8") && page.contains("≥ 2"), "{page}");
         assert!(page.contains("width:300px") && page.contains("width:75px") && page.contains("no &lt;nginx>"), "{page}");
         assert_eq!(text(&sections).lines().filter(|line| line.ends_with("missed")).count(), 1);

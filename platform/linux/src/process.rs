@@ -224,6 +224,15 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
+/// The machine in a line, for those who read figures from it: processors, their model as far as the kernel names it, the kernel.
+pub fn machine() -> String {
+    let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = processors.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
+    let model = model.map_or("unknown model", |(_, model)| model.trim());
+    let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    format!("{} processors ({model}), Linux {}", cores(), kernel.trim())
+}
+
 /// Nanoseconds of CPU time that a process or thread has used, from its schedstat. None if it has ended.
 pub fn cpu_nanos(process: u32) -> Option<u64> {
     let mut total = 0;

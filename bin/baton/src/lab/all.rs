@@ -6,6 +6,8 @@ use baton_lab::bars::Bar;
 use baton_lab::beside::What;
 use baton_lab::page::{self, Section};
 use serde::Serialize;
+use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 
 /// Moves of a round.
@@ -19,7 +21,10 @@ const INSTRUCTIONS: [(&str, f64); 3] = [
 
 /// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and met their bounds.
 pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
+    // Not after a quarter of an hour.
+    let mut page = page.map(|path| File::create(path).with_context(|| format!("writing {}", path.display()))).transpose()?;
     baton_linux::namespace::become_root_if_needed()?;
+    let machine = baton_linux::process::machine();
     let programs = |what| Part::of(how.measure(what), |report| &report.bars);
     let sections = [
         section("datapath", "Instructions of a received segment on a wire in memory.", datapath()),
@@ -52,12 +57,12 @@ pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
             Part::of(baton_lab::front::run(how.rounds, how.seconds, "xdp", |line| eprintln!("{line}")), |report| &report.bars),
         ),
     ];
-    if let Some(path) = page {
-        std::fs::write(path, page::html(&sections)).with_context(|| format!("writing {}", path.display()))?;
+    if let Some(page) = &mut page {
+        page.write_all(page::html(&machine, &sections).as_bytes()).context("writing the page")?;
     }
     if how.json {
         let bars: Vec<&Bar> = sections.iter().flat_map(|section| &section.bars).collect();
-        println!("{}", serde_json::json!({ "bars": bars, "sections": sections }));
+        println!("{}", serde_json::json!({ "machine": machine, "bars": bars, "sections": sections }));
     } else {
         print!("{}", page::text(&sections));
     }
