@@ -257,8 +257,8 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
     assert!(taken * 10 > segments * 9, "of {segments} segments only {taken} were taken");
     assert!(given * 8 < taken && aggregates > 0, "{taken} in, {given} out");
     // What was lost or overtaken leaves a gap. A sender whose acknowledgements are late sends again what has arrived, up to a window
-    // of it: on a busy machine that says nothing.
-    assert!(gaps < segments / 1000, "{gaps} of {segments} segments came behind a gap");
+    // of it: on a busy machine that says nothing. Nor does what the veth drops when its receiver gets no processor.
+    assert!(gaps < segments / 1000 + lost, "{gaps} of {segments} segments came behind a gap");
     true
 }
 
