@@ -339,10 +339,10 @@ fn suitable(netlink: &Netlink, device: &str) -> Result<LinkInfo> {
     }
 }
 
-/// Makes the TAP. Its name has the device's index, so that only one process can be at a device, and nobody who may not make devices
-/// can keep it from one.
+/// Makes the TAP. Its name has the device's index (in hexadecimal: a name has room for 15 bytes), so that only one process can be at
+/// the device, and nobody who may not make devices can keep it from that.
 fn make_tap(netlink: &Netlink, device: &str, index: u32) -> Result<(String, OwnedFd)> {
-    let name = format!("baton-in{index}");
+    let name = format!("baton-in{index:x}");
     match interface::open_tap(&name, TapOptions { segmentation: true, ..TapOptions::default() }) {
         Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
             let by = status::process_at(netlink, index).map_or_else(String::new, |process| format!(" (process {process})"));

@@ -597,7 +597,7 @@ fn a_detach_ends_no_stranger() {
     drop(tap);
 }
 
-/// Another user than the one that attached it is told why it cannot be detached.
+/// A user that may not detach it sees why.
 #[test]
 fn another_user_cannot_detach_it() {
     let [host, _b] = hosts();
