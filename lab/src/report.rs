@@ -107,7 +107,7 @@ clients. MTU, offloads and congestion control are the same.</p></html>\n",
         b.p50,
         b.p99,
         b.max,
-        r.http_client.as_deref().unwrap_or(""),
+        r.http_client.as_ref().map_or_else(String::new, |text| format!("{text}.")),
         r.rounds.len() / 2,
     ))
 }

@@ -39,11 +39,6 @@ pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
         section("redis", "redis GET on 50 connections, one at a time and 16; CPU time of all.", programs(What::Redis)),
         section("bulk", "One connection, into a program and out of it; CPU time of all.", programs(What::Bulk)),
         section(
-            "connections",
-            "A packet with a million connections over one with 1024; bytes of an idle connection.",
-            Part::of(baton_lab::connections::run(how.rounds), |report| &report.bars),
-        ),
-        section(
             "moves",
             "Moves of 64 connections under load, and the blackout of one. Absolute figures.",
             Part::of(
@@ -55,6 +50,12 @@ pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
             "attach",
             "Large receive in front of a veth that the kernel keeps, the receiver's CPU; a connection in the kernel beside a Baton.",
             Part::of(baton_lab::front::run(how.rounds, how.seconds, "xdp", |line| eprintln!("{line}")), |report| &report.bars),
+        ),
+        // Last: for a while after it has given 12 GB back, whatever runs on a virtual machine is held up for milliseconds.
+        section(
+            "connections",
+            "A packet with a million connections over one with 1024; bytes of an idle connection.",
+            Part::of(baton_lab::connections::run(how.rounds), |report| &report.bars),
         ),
     ];
     if let Some(page) = &mut page {

@@ -97,7 +97,7 @@ pub enum Bench {
         #[arg(long, default_value = "xdp")]
         path: String,
     },
-    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, connections, moves, attach. Takes a quarter of
+    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections. Takes a quarter of
     /// an hour.
     All {
         #[command(flatten)]
