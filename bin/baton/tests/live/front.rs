@@ -216,7 +216,7 @@ fn segments_are_merged_and_none_is_lost_or_reordered() {
         for (ipv6, mode) in [(false, "lro=in-order"), (true, "lro=in-order"), (false, "lro=reorder")] {
             // A process that gets no processor for a while is passed by, which is another test's matter.
             let judged = (0..TRIALS).any(|_| merges(ipv6, &[mode, path]));
-            assert!(judged, "the process was passed by in each of {TRIALS} trials");
+            assert!(judged, "the process was passed by, or the veth lost much, in each of {TRIALS} trials");
         }
     }
 }
@@ -224,7 +224,8 @@ fn segments_are_merged_and_none_is_lost_or_reordered() {
 /// Attempts at a transfer during which the attached process is never late.
 const TRIALS: usize = 5;
 
-/// Transfers 200 MB, and checks that they were merged, and nothing lost or overtaken. False if the process was passed by meanwhile.
+/// Transfers 200 MB, and checks that they were merged, and nothing lost or overtaken. False if the process was passed by meanwhile, or
+/// if there are many gaps and the veth has dropped segments.
 fn merges(ipv6: bool, settings: &[&str]) -> bool {
     const BYTES: u64 = 200 << 20;
     let hosts = hosts();
@@ -251,14 +252,15 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
     println!(
         "{settings:?} IPv6 {ipv6}: {segments} segments, {lost} lost on the wire, {again} again, {gaps} behind a gap; {figures}"
     );
-    if lapses > 0 {
+    // What was lost or overtaken leaves a gap. A sender whose acknowledgements are late sends again what has arrived, up to a window
+    // of it: on a busy machine that says nothing. Nor do gaps when the veth has dropped segments, since its receiver got no processor.
+    let few_gaps = gaps < segments / 1000;
+    if lapses > 0 || (!few_gaps && lost > 0) {
         return false;
     }
     assert!(taken * 10 > segments * 9, "of {segments} segments only {taken} were taken");
     assert!(given * 8 < taken && aggregates > 0, "{taken} in, {given} out");
-    // What was lost or overtaken leaves a gap. A sender whose acknowledgements are late sends again what has arrived, up to a window
-    // of it: on a busy machine that says nothing. Nor does what the veth drops when its receiver gets no processor.
-    assert!(gaps < segments / 1000 + lost, "{gaps} of {segments} segments came behind a gap");
+    assert!(few_gaps, "{gaps} of {segments} segments came behind a gap");
     true
 }
 
