@@ -14,6 +14,8 @@ use std::time::Duration;
 /// Waiting times that are recorded together: of many connections, and of one that waits for each answer.
 const KEPT: usize = 1024;
 const KEPT_OF_ONE: usize = 32;
+/// After so long a call for bulk data returns, so that it is seen whether it has to stop.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// What a load shares with whoever measures it.
 #[derive(Debug, Default)]
@@ -157,12 +159,16 @@ impl Requests {
 /// If it cannot connect, or the connection breaks before it has to stop.
 pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<()> {
     socket::use_cubic(stream.as_fd())?;
+    // The other side may be gone without a word.
+    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(PATIENCE))?;
     let mut buffer = vec![0x5a; 1 << 17];
     while !progress.stop.load(Ordering::Relaxed) {
         let moved = if sends { stream.write(&buffer) } else { stream.read(&mut buffer) };
         match moved {
             Ok(0) => break,
             Ok(count) => progress.done.fetch_add(count as u64, Ordering::Relaxed),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
             Err(error) => return Err(error).context("the connection broke"),
         };
     }

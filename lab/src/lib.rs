@@ -3,9 +3,9 @@
 
 mod axis;
 pub mod bars;
-pub mod beside;
 pub mod bypass;
 mod closed_loop;
+pub mod compare;
 pub mod connections;
 pub mod container;
 pub mod datapath;
@@ -30,6 +30,7 @@ pub mod rmpp;
 pub mod rss;
 pub mod server;
 pub mod small_server;
+pub mod smoltcp_server;
 pub mod soak;
 pub mod statistics;
 mod status;

@@ -10,6 +10,7 @@ use std::ffi::OsString;
 use std::net::{SocketAddr, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// A directory of files to serve, which is removed when this is dropped.
@@ -92,7 +93,11 @@ impl Program {
         }
     }
 
-    fn command(&self, files: &Files, address: SocketAddr) -> Result<Vec<OsString>> {
+    /// The words of its command, with which it serves these files at `address`.
+    ///
+    /// # Errors
+    /// The system's, if its configuration cannot be written.
+    pub fn command(&self, files: &Files, address: SocketAddr) -> Result<Vec<OsString>> {
         Ok(match self {
             Program::Nginx(path) => {
                 let path = path.clone().into_os_string();
@@ -143,7 +148,8 @@ impl Server {
                 command
             }
         };
-        let messages = directory.join(format!("messages-{}", if agent.is_some() { "baton" } else { "kernel" }));
+        static NUMBER: AtomicU64 = AtomicU64::new(0);
+        let messages = directory.join(format!("messages-{}", NUMBER.fetch_add(1, Ordering::Relaxed)));
         command.args(&words[1..]).current_dir(directory).stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(std::fs::File::create(&messages)?);
         process::inherit(&mut command, &[], true);
@@ -158,14 +164,26 @@ impl Server {
     pub fn listens(&mut self, host: &Namespace, address: SocketAddr) -> Result<()> {
         let deadline = monotonic_micros() + 20_000_000;
         while host.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(1))).is_err() {
-            if let Some(status) = self.child.try_wait()? {
-                let said = std::fs::read_to_string(&self.messages).unwrap_or_default();
-                anyhow::bail!("the server ended at once ({status}): {}", said.trim());
-            }
+            self.check()?;
             anyhow::ensure!(monotonic_micros() < deadline, "the server does not listen at {address}");
             std::thread::sleep(Duration::from_millis(10));
         }
         Ok(())
+    }
+
+    /// Checks that it has not ended.
+    ///
+    /// # Errors
+    /// If it has, with what it said.
+    pub fn check(&mut self) -> Result<()> {
+        let Some(status) = self.child.try_wait()? else { return Ok(()) };
+        let said = std::fs::read_to_string(&self.messages).unwrap_or_default();
+        anyhow::bail!("it ended ({status}): {}", said.trim());
+    }
+
+    /// Its process's number.
+    pub fn id(&self) -> u32 {
+        self.child.id()
     }
 
     /// Binds it to a core, if the machine has that.
@@ -183,5 +201,6 @@ impl Drop for Server {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        let _ = std::fs::remove_file(&self.messages);
     }
 }

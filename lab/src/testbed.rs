@@ -197,41 +197,48 @@ fn make_interface<T: Send>(
     settings: &TestbedSettings,
     open: impl FnOnce() -> io::Result<T> + Send,
 ) -> Result<T> {
-    let made = namespace.run(|| {
-        // The settings of interfaces are in this namespace's /proc and /sys.
-        let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
-        let _ = std::fs::write("/proc/sys/net/ipv6/conf/all/accept_dad", "0");
-        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 8388608");
-        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_wmem", "4096 65536 8388608");
-        // No metrics are cached from one connection to the next, so that measurements do not depend on their order.
-        let _ = std::fs::write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1");
-        use_loss_based();
-        let fd = open()?;
-        let netlink = rtnetlink::open()?;
-        let link = rtnetlink::link(&netlink, host.name)?;
-        rtnetlink::set_up(&netlink, link.index, Some(host.mac), Some(settings.mtu))?;
-        for (address, prefix) in host.addresses.into_iter().zip([24, 64]) {
-            // IPv6 needs an MTU of 1280.
-            if address.is_ipv4() || settings.mtu >= 1280 {
-                rtnetlink::add_address(&netlink, link.index, address, prefix)?;
-            }
+    namespace.run(|| set_interface(host, settings, open)).with_context(|| format!("making interface {}", host.name))
+}
+
+/// Sets up the network namespace of the calling thread, and the interface in it that `open` makes.
+fn set_interface<T>(host: &Host, settings: &TestbedSettings, open: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    // The settings of interfaces are in this namespace's /proc and /sys.
+    let _ = std::fs::write("/proc/sys/net/ipv6/conf/default/accept_dad", "0");
+    let _ = std::fs::write("/proc/sys/net/ipv6/conf/all/accept_dad", "0");
+    let _ = std::fs::write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 8388608");
+    let _ = std::fs::write("/proc/sys/net/ipv4/tcp_wmem", "4096 65536 8388608");
+    // No metrics are cached from one connection to the next, so that measurements do not depend on their order.
+    let _ = std::fs::write("/proc/sys/net/ipv4/tcp_no_metrics_save", "1");
+    use_loss_based();
+    let fd = open()?;
+    let netlink = rtnetlink::open()?;
+    let link = rtnetlink::link(&netlink, host.name)?;
+    rtnetlink::set_up(&netlink, link.index, Some(host.mac), Some(settings.mtu))?;
+    for (address, prefix) in host.addresses.into_iter().zip([24, 64]) {
+        // IPv6 needs an MTU of 1280.
+        if address.is_ipv4() || settings.mtu >= 1280 {
+            rtnetlink::add_address(&netlink, link.index, address, prefix)?;
         }
-        for peer in host.peers {
-            if peer.is_ipv4() || settings.mtu >= 1280 {
-                rtnetlink::set_neighbour(&netlink, link.index, peer, host.peer_mac)?;
-            }
+    }
+    for peer in host.peers {
+        if peer.is_ipv4() || settings.mtu >= 1280 {
+            rtnetlink::set_neighbour(&netlink, link.index, peer, host.peer_mac)?;
         }
-        if settings.threaded_napi {
-            let name = host.name;
-            // If it cannot be set, the work is accounted to the writer; the report says which it was.
-            let thread = std::thread::spawn(move || {
-                baton_linux::namespace::mount_own_sysfs().map(|()| interface::set_threaded_napi(name))
-            });
-            let _ = thread.join();
-        }
-        Ok(fd)
-    });
-    made.with_context(|| format!("making interface {}", host.name))
+    }
+    if settings.threaded_napi {
+        let name = host.name;
+        // If it cannot be set, the work is accounted to the writer; the report says which it was.
+        let thread =
+            std::thread::spawn(move || baton_linux::namespace::mount_own_sysfs().map(|()| interface::set_threaded_napi(name)));
+        let _ = thread.join();
+    }
+    Ok(fd)
+}
+
+/// Sets up host B's interface, which is there already, and its host, whose network namespace must be the calling thread's.
+pub(crate) fn set_interface_b() -> Result<()> {
+    let [_, b] = hosts();
+    set_interface(&b, &TestbedSettings::default(), || Ok(())).with_context(|| format!("setting up {}", b.name))
 }
 
 /// Descriptors that only a card with several queues has, see [`Devices::card`]. The kernels of both hosts do the card's work.

@@ -1,9 +1,9 @@
 //! `baton bench all`: the benches that compare with the kernel, or have a figure to reach, on one page.
 
-use super::bench::Beside;
+use super::bench::Compare;
 use anyhow::{Context, Result};
 use baton_lab::bars::Bar;
-use baton_lab::beside::What;
+use baton_lab::compare::{Row, What};
 use baton_lab::page::{self, Section};
 use serde::Serialize;
 use std::fs::File;
@@ -20,12 +20,16 @@ const INSTRUCTIONS: [(&str, f64); 3] = [
 ];
 
 /// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and met their bounds.
-pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
+pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
     // Not after a quarter of an hour.
     let mut page = page.map(|path| File::create(path).with_context(|| format!("writing {}", path.display()))).transpose()?;
     baton_linux::namespace::become_root_if_needed()?;
     let machine = baton_linux::process::machine();
-    let programs = |what| Part::of(how.measure(what), |report| &report.bars);
+    let programs = |what| {
+        let report = how.measure(what)?;
+        let rows = report.rows.clone();
+        Ok(Part { rows, ..Part::of(Ok(report), |report| &report.bars)? })
+    };
     let sections = [
         section("datapath", "Instructions of a received segment on a wire in memory.", datapath()),
         section(
@@ -33,11 +37,11 @@ pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
             "One worker's TCP on a wire in memory.",
             Part::of(baton_lab::wire::run(how.rounds), |report| &report.bars),
         ),
-        section("rpc", "64 bytes and their echo, beside the kernel over a veth; CPU time of all.", programs(What::Rpc)),
-        section("pingpong", "One connection, programs and NIC never sleep.", programs(What::PingPong)),
-        section("http", "nginx, 256 bytes, beside the kernel over a veth; CPU time of all.", programs(What::Http)),
-        section("redis", "redis GET on 50 connections, one at a time and 16; CPU time of all.", programs(What::Redis)),
-        section("bulk", "One connection, into a program and out of it; CPU time of all.", programs(What::Bulk)),
+        section("rpc", "64 bytes and their echo on 64 and 1024 connections, one at a time on each.", programs(What::Rpc)),
+        section("pingpong", "64 bytes and their echo on one connection; programs and NIC never sleep.", programs(What::PingPong)),
+        section("http", "nginx and a file of 256 bytes.", programs(What::Http)),
+        section("redis", "redis GET on 50 connections, one at a time and 16.", programs(What::Redis)),
+        section("bulk", "One connection, into a program and out of it.", programs(What::Bulk)),
         section(
             "moves",
             "Moves of 64 connections under load, and the blackout of one. Absolute figures.",
@@ -67,33 +71,37 @@ pub fn run(how: &Beside, page: Option<&Path>) -> Result<bool> {
     } else {
         print!("{}", page::text(&sections));
     }
-    Ok(sections.iter().all(|section| section.report.get("error").is_none() && section.bars.iter().all(|bar| bar.holds)))
+    Ok(sections.iter().all(|section| {
+        let ran = section.report.get("error").is_none() && section.rows.iter().all(|row| row.failures.is_empty());
+        ran && section.bars.iter().all(|bar| bar.holds)
+    }))
 }
 
 /// A bench's bars, and all that it reports.
 struct Part {
     bars: Vec<Bar>,
+    rows: Vec<Row>,
     report: serde_json::Value,
 }
 
 impl Part {
     fn of<T: Serialize>(report: Result<T>, bars: impl Fn(&T) -> &Vec<Bar>) -> Result<Part> {
         let report = report?;
-        Ok(Part { bars: bars(&report).clone(), report: serde_json::to_value(&report)? })
+        Ok(Part { bars: bars(&report).clone(), rows: Vec::new(), report: serde_json::to_value(&report)? })
     }
 }
 
 fn section(name: &'static str, about: &'static str, part: Result<Part>) -> Section {
-    let Part { bars, report } = part.unwrap_or_else(|error| {
+    let Part { bars, rows, report } = part.unwrap_or_else(|error| {
         eprintln!("baton bench {name}: {error:#}");
-        Part { bars: Vec::new(), report: serde_json::json!({ "error": format!("{error:#}") }) }
+        Part { bars: Vec::new(), rows: Vec::new(), report: serde_json::json!({ "error": format!("{error:#}") }) }
     });
-    Section { name, about, bars, report }
+    Section { name, about, bars, rows, report }
 }
 
 fn datapath() -> Result<Part> {
     let report = baton_lab::datapath::run()?;
     let value = |name| report.bars.iter().find(|bar| bar.name == name).map_or(f64::MAX, |bar| bar.value);
     let bars = INSTRUCTIONS.map(|(name, bound)| Bar::most(name, bound, value(name))).to_vec();
-    Ok(Part { bars, report: serde_json::to_value(&report)? })
+    Ok(Part { bars, rows: Vec::new(), report: serde_json::to_value(&report)? })
 }

@@ -2,7 +2,21 @@
 
 use super::all;
 use anyhow::{Context, Result};
+use baton_lab::compare::{self, CompareReport, CompareSettings, Way, What};
+use baton_lab::smoltcp_server::{self, Service};
 use clap::Subcommand;
+
+const COMPARE_EXAMPLES: &str = "Ways:
+  beside    baton run, the NIC beside the kernel on the veth
+  library   the same, the program written for the client library
+  inline    baton run, the NIC between the kernel's device and the wire; needs no right to load BPF programs
+  attached  baton attach, with a map of sockets
+  smoltcp   a program that contains smoltcp, on a TAP
+
+Examples:
+  baton bench rpc
+  baton bench rpc --ways beside --rounds 9
+  baton bench pingpong --ways inline,smoltcp --json      # as an ordinary user";
 
 #[derive(Subcommand)]
 pub enum Bench {
@@ -37,31 +51,37 @@ pub enum Bench {
         #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
         megabytes: u32,
     },
-    /// A web server beside the kernel (nginx, 256 bytes, 64 and 512 connections), in the kernel and under Baton in turn: rate,
-    /// waiting times, all CPU time of a request.
+    /// A web server (nginx, 256 bytes, 64 and 512 connections) in the kernel, under Baton on every way, in turn: rate, waiting times, all CPU
+    /// time of a request.
+    #[command(after_help = COMPARE_EXAMPLES)]
     Http {
         #[command(flatten)]
-        how: Beside,
+        how: Compare,
     },
     /// redis-server, the same: GET on 50 connections, one request at a time and 16.
+    #[command(after_help = COMPARE_EXAMPLES)]
     Redis {
         #[command(flatten)]
-        how: Beside,
+        how: Compare,
     },
-    /// One connection in bulk, the same: into a program, and out of one.
+    /// One connection in bulk, the same and with smoltcp: into a program, and out of one.
+    #[command(after_help = COMPARE_EXAMPLES)]
     Bulk {
         #[command(flatten)]
-        how: Beside,
+        how: Compare,
     },
-    /// Messages of 64 bytes to a program that echoes them, the same: 64 and 1024 connections, one message at a time on each.
+    /// Messages of 64 bytes to a program that echoes them, the same, with smoltcp and with a program that is written for the client library:
+    /// 64 and 1024 connections, one message at a time on each.
+    #[command(after_help = COMPARE_EXAMPLES)]
     Rpc {
         #[command(flatten)]
-        how: Beside,
+        how: Compare,
     },
-    /// A ping-pong of 64 bytes between two programs that never sleep, the same. The NIC never sleeps either.
+    /// A ping-pong of 64 bytes between two programs that never sleep, the same and with smoltcp. The NIC never sleeps either.
+    #[command(after_help = COMPARE_EXAMPLES)]
     Pingpong {
         #[command(flatten)]
-        how: Beside,
+        how: Compare,
     },
     /// What one worker's TCP takes on a wire in memory: Gb/s in segments of 1448 bytes, segments/s of 64.
     Wire {
@@ -97,11 +117,11 @@ pub enum Bench {
         #[arg(long, default_value = "xdp")]
         path: String,
     },
-    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections. Takes a quarter of
-    /// an hour.
+    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections. Takes about
+    /// twenty-five minutes.
     All {
         #[command(flatten)]
-        how: Beside,
+        how: Compare,
         /// Write a page with all figures here (HTML).
         #[arg(long, value_name = "FILE")]
         page: Option<std::path::PathBuf>,
@@ -208,13 +228,13 @@ pub enum Bench {
     },
 }
 
-/// How a bench of programs beside the kernel is run.
+/// How a bench that compares ways of serving is run.
 #[derive(clap::Args)]
-pub struct Beside {
+pub struct Compare {
     /// Print one JSON object.
     #[arg(long)]
     pub json: bool,
-    /// Pairs of rounds; the medians count.
+    /// Rounds of each way; the medians count.
     #[arg(long, default_value_t = 5)]
     pub rounds: usize,
     /// Seconds of a round that are measured.
@@ -223,13 +243,25 @@ pub struct Beside {
     /// Microseconds that the NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
+    /// Ways that take turns with the kernel, where there is a server for them: beside, library, inline, attached, smoltcp. Default: all.
+    #[arg(long, value_name = "WAY", value_delimiter = ',', value_parser = way)]
+    ways: Vec<Way>,
 }
 
-impl Beside {
-    /// Measures the programs of one bench.
-    pub fn measure(&self, what: baton_lab::beside::What) -> Result<baton_lab::beside::BesideReport> {
-        let settings = baton_lab::beside::BesideSettings { rounds: self.rounds, seconds: self.seconds, spin: self.spin };
-        baton_lab::beside::run(what, &settings, |row| eprintln!("{}", baton_lab::beside::line(row)))
+/// A way by its name.
+fn way(name: &str) -> Result<Way, String> {
+    Way::ALL.into_iter().find(|way| way.name() == name).ok_or_else(|| {
+        let names: Vec<&str> = Way::ALL.iter().map(|way| way.name()).collect();
+        format!("the ways are {}", names.join(", "))
+    })
+}
+
+impl Compare {
+    /// Measures the loads of one bench.
+    pub fn measure(&self, what: What) -> Result<CompareReport> {
+        let ways = if self.ways.is_empty() { Way::ALL.to_vec() } else { self.ways.clone() };
+        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, spin: self.spin, ways };
+        compare::run(what, &settings, |row| eprint!("{}", compare::text(row)))
     }
 }
 
@@ -244,20 +276,20 @@ pub struct Rounds {
     rounds: usize,
 }
 
-fn beside(what: baton_lab::beside::What, how: &Beside) -> Result<bool> {
+fn compared(what: What, how: &Compare) -> Result<bool> {
     baton_linux::namespace::become_root_if_needed()?;
     let report = how.measure(what)?;
-    print_bars(&report.bars, &report, how.json)
+    Ok(print_bars(&report.bars, &report, how.json)? && report.is_whole())
 }
 
 /// `baton bench`. Returns whether all bounds are met.
 pub fn run(what: &Bench) -> Result<bool> {
     match what {
-        Bench::Http { how } => beside(baton_lab::beside::What::Http, how),
-        Bench::Redis { how } => beside(baton_lab::beside::What::Redis, how),
-        Bench::Bulk { how } => beside(baton_lab::beside::What::Bulk, how),
-        Bench::Rpc { how } => beside(baton_lab::beside::What::Rpc, how),
-        Bench::Pingpong { how } => beside(baton_lab::beside::What::PingPong, how),
+        Bench::Http { how } => compared(What::Http, how),
+        Bench::Redis { how } => compared(What::Redis, how),
+        Bench::Bulk { how } => compared(What::Bulk, how),
+        Bench::Rpc { how } => compared(What::Rpc, how),
+        Bench::Pingpong { how } => compared(What::PingPong, how),
         Bench::Wire { how } => {
             let report = baton_lab::wire::run(how.rounds)?;
             print_bars(&report.bars, &report, how.json)
@@ -482,6 +514,22 @@ pub enum Workload {
         #[arg(long, conflicts_with = "spin")]
         ring: Option<std::path::PathBuf>,
     },
+    #[command(hide = true, name = "serve-smoltcp")]
+    ServeSmoltcp {
+        address: std::net::SocketAddrV4,
+        /// Connections at once.
+        #[arg(long)]
+        connections: usize,
+        /// Take what comes, and send nothing.
+        #[arg(long)]
+        sink: bool,
+        /// Connect here, and send.
+        #[arg(long, conflicts_with = "sink")]
+        source: Option<std::net::SocketAddrV4>,
+        /// Never sleep.
+        #[arg(long)]
+        spin: bool,
+    },
 }
 
 /// Runs one of them.
@@ -495,6 +543,14 @@ pub fn workload(what: &Workload) -> Result<bool> {
         &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
         Workload::ServeEcho { address, ring: Some(agent), .. } => baton_lab::echo::run_on_ring(*address, agent).map(|()| true),
         Workload::ServeEcho { address, spin, shares, .. } => baton_lab::echo::run(*address, *spin, *shares).map(|()| true),
+        &Workload::ServeSmoltcp { address, connections, sink, source, spin } => {
+            let service = match source {
+                Some(to) => Service::Source(to),
+                None if sink => Service::Sink,
+                None => Service::Echo,
+            };
+            smoltcp_server::run(address, service, connections, spin).map(|()| true)
+        }
         Workload::ServeFiles { address, root } => baton_lab::small_server::run(*address, root).map(|()| true),
     }
 }

@@ -7,6 +7,7 @@ mod attach;
 mod capi;
 mod changes;
 mod common;
+mod compare;
 mod conformance;
 mod containers;
 mod copy;

@@ -1,0 +1,79 @@
+//! The benches that compare ways of serving, for a moment each: every way runs, its connections are where they should be, and the CPU time
+//! is that of those who take part.
+
+use serde_json::Value;
+use std::process::Command;
+
+/// Runs a bench with rounds as short as they can be. Its figures mean nothing, so its bounds may be missed.
+fn bench(arguments: &[&str]) -> Value {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.arg("bench").args(arguments).args(["--json", "--rounds", "1", "--seconds", "0.2"]);
+    let output = command.env_remove("BATON_SOCKET").output().expect("baton");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(matches!(output.status.code(), Some(0 | 1)), "{said}");
+    let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    for row in report["rows"].as_array().expect("rows") {
+        assert_eq!(row["failures"], Value::Array(Vec::new()), "{said}");
+        row["columns"].as_array().expect("columns").iter().for_each(|column| only_who_takes_part(column, &said));
+    }
+    report
+}
+
+fn only_who_takes_part(column: &Value, said: &str) {
+    let figure = |name: &str| column["medians"][name].as_f64().expect("a figure");
+    let way = column["way"].as_str().expect("a way");
+    let baton = !matches!(way, "kernel" | "smoltcp");
+    let used = ["rate", "client", "server", "nic", "attacher"].map(|name| figure(name) > 0.0);
+    assert_eq!(used, [true, true, true, baton, way == "attached"], "{way}: {said}");
+    let parts = ["client", "server", "agent", "attacher", "nic", "kernel"].map(figure);
+    assert!((parts.iter().sum::<f64>() - figure("machine")).abs() < 1e-6 * figure("machine"), "{way}: {said}");
+}
+
+/// Checks which ways a row has, in their order, and that those with a NIC have their connections there.
+fn check(row: &Value, connections: f64, ways: &[&str]) {
+    let columns = row["columns"].as_array().expect("columns");
+    assert_eq!(columns.iter().map(|column| &column["way"]).collect::<Vec<_>>(), ways, "{row}");
+    for column in columns {
+        let expected = if matches!(column["way"].as_str(), Some("kernel" | "smoltcp")) { 0.0 } else { connections };
+        assert_eq!(column["medians"]["on_nic"], expected, "{column}");
+    }
+}
+
+#[test]
+fn messages_take_every_way() {
+    let report = bench(&["rpc"]);
+    for (row, connections) in report["rows"].as_array().expect("rows").iter().zip([64.0, 1024.0]) {
+        check(row, connections, &["kernel", "beside", "library", "inline", "attached", "smoltcp"]);
+    }
+    let names = report["bars"].as_array().expect("bars").iter().map(|bar| &bar["name"]).collect::<Vec<_>>();
+    assert_eq!(names, ["rpc.machine_ratio_64", "rpc.machine_ratio_1024", "rpc.host_ratio_1024"]);
+}
+
+#[test]
+fn programs_that_never_sleep_and_bulk_data() {
+    let ways = ["kernel", "beside", "inline", "attached", "smoltcp"];
+    check(&bench(&["pingpong"])["rows"][0], 1.0, &ways);
+    // A program that sends more than the attacher takes at once is made to wait by the kernel, for a second each time.
+    let unattached = &["bulk", "--ways", "beside,inline,smoltcp"];
+    for row in bench(unattached)["rows"].as_array().expect("rows") {
+        check(row, 1.0, &["kernel", "beside", "inline", "smoltcp"]);
+    }
+}
+
+#[test]
+fn whole_programs() {
+    for (what, connections) in [("http", [64.0, 512.0]), ("redis", [50.0, 50.0])] {
+        let report = bench(&[what, "--ways", "beside,attached"]);
+        for (row, connections) in report["rows"].as_array().expect("rows").iter().zip(connections) {
+            check(row, connections, &["kernel", "beside", "attached"]);
+        }
+    }
+}
+
+#[test]
+fn an_unknown_way_is_an_error_that_names_the_others() {
+    let output = Command::new(env!("CARGO_BIN_EXE_baton")).args(["bench", "rpc", "--ways", "sideways"]).output().expect("baton");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{said}");
+    assert!(said.contains("the ways are kernel, beside, library, inline, attached, smoltcp"), "{said}");
+}

@@ -1,0 +1,161 @@
+//! One server on several ways: in the kernel, on Baton's NIC, with another TCP. Compared are rate, waiting time, and all CPU time that a
+//! request or a byte costs.
+//!
+//! The ways take turns, and each round has hosts, a server, and, if it is Baton's turn, a Baton of its own: in the kernel's turn no frame
+//! passes a NIC, and none runs. CPU time is that of the client, the server, agent, attacher and NIC, and of the kernel's threads that
+//! process frames; what else runs on the machine does not count. A NIC that polls counts in full.
+
+mod load;
+mod programs;
+mod round;
+mod table;
+mod way;
+
+pub use load::What;
+pub use round::Round;
+pub use table::text;
+pub use way::Way;
+
+use crate::bars::Bar;
+use crate::server::Files;
+use crate::statistics::quantile;
+use crate::status::StatusLine;
+use anyhow::{Context, Result};
+use baton_linux::process;
+use load::Load;
+use programs::LENGTH;
+use serde::Serialize;
+
+/// Settings of a run.
+#[derive(Clone, Debug)]
+pub struct CompareSettings {
+    /// Rounds of each way; the medians count.
+    pub rounds: usize,
+    /// Seconds of a round that are measured.
+    pub seconds: f64,
+    /// Microseconds that the NIC polls without work.
+    pub spin: u64,
+    /// Ways that take part, where there is a server for them. The kernel always does.
+    pub ways: Vec<Way>,
+}
+
+/// One way's figures for a load, and what they are over the kernel's.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Column {
+    /// The way.
+    pub way: Way,
+    /// Medians of the rounds.
+    pub medians: Round,
+    /// Median of the rounds' ratios, this way's over the kernel's.
+    pub rate_ratio: f64,
+    /// See `rate_ratio`.
+    pub p50_ratio: f64,
+    /// See `rate_ratio`.
+    pub p99_ratio: f64,
+    /// See `rate_ratio`.
+    pub machine_ratio: f64,
+    /// See `rate_ratio`; of the server's CPU time alone.
+    pub host_ratio: f64,
+    /// Least and greatest of the rounds' ratios.
+    pub rate_spread: [f64; 2],
+    /// See `rate_spread`.
+    pub machine_spread: [f64; 2],
+}
+
+/// One load.
+#[derive(Clone, Debug, Serialize)]
+pub struct Row {
+    /// The load.
+    pub load: &'static str,
+    /// Whether bytes count, and not requests: rates are Gb/s, CPU time is seconds per GB. Else requests/s and microseconds per request.
+    pub bulk: bool,
+    /// The ways, the kernel first.
+    pub columns: Vec<Column>,
+    /// The ways that failed, each with its error.
+    pub failures: Vec<(Way, String)>,
+}
+
+/// A bench's result.
+#[derive(Clone, Debug, Serialize)]
+pub struct CompareReport {
+    /// Every load.
+    pub rows: Vec<Row>,
+    /// The figures with bounds, of the ways that took part.
+    pub bars: Vec<Bar>,
+}
+
+impl CompareReport {
+    /// Whether every way ran.
+    pub fn is_whole(&self) -> bool {
+        self.rows.iter().all(|row| row.failures.is_empty())
+    }
+}
+
+/// Runs every load of a bench. A way that fails, as one does that this machine lacks something for, is left out from then on, and is in
+/// the report with its error.
+///
+/// # Errors
+/// If the kernel's turn fails: a program is not installed or does not start, or a connection breaks.
+pub fn run(what: What, settings: &CompareSettings, progress: impl Fn(&Row)) -> Result<CompareReport> {
+    process::raise_descriptor_limit();
+    let files = Files::new()?;
+    files.add(0, LENGTH)?;
+    let (mut rows, mut bars) = (Vec::new(), Vec::new());
+    for load in load::loads(what) {
+        let row = compare(&load, settings, &files).with_context(|| load.name)?;
+        for (name, way, figure, bar, bound) in &load.bars {
+            let column = row.columns.iter().find(|column| column.way == *way);
+            bars.extend(column.map(|column| bar(name, *bound, figure(column))));
+        }
+        progress(&row);
+        rows.push(row);
+    }
+    Ok(CompareReport { rows, bars })
+}
+
+/// Runs all rounds of a load.
+fn compare(load: &Load, settings: &CompareSettings, files: &Files) -> Result<Row> {
+    let chosen = |way: &&Way| **way == Way::Kernel || settings.ways.contains(way);
+    let mut sides: Vec<(Way, Vec<Round>)> = load.ways().iter().filter(chosen).map(|way| (*way, Vec::new())).collect();
+    let (all, status) = (settings.rounds.max(1), StatusLine::new());
+    let mut failures = Vec::new();
+    for round in 1..=all {
+        let mut failed = Vec::new();
+        for (way, rounds) in &mut sides {
+            status.show(format_args!("{}: round {round} of {all}, {}", load.name, way.name()));
+            match round::run(*way, load.traffic, files, settings.spin, settings.seconds) {
+                Ok(round) => rounds.push(round),
+                Err(error) if *way == Way::Kernel => return Err(error),
+                Err(error) => failed.push((*way, format!("{error:#}"))),
+            }
+        }
+        sides.retain(|(way, _)| failed.iter().all(|(other, _)| other != way));
+        failures.append(&mut failed);
+    }
+    let kernel = sides.first().map(|(_, rounds)| rounds.clone()).unwrap_or_default();
+    let columns = sides.iter().map(|(way, rounds)| Column::of(*way, rounds, &kernel)).collect();
+    Ok(Row { load: load.name, bulk: load.traffic.is_bulk(), columns, failures })
+}
+
+impl Column {
+    /// The figures of a way's rounds, over those of the kernel's rounds beside which they ran.
+    fn of(way: Way, rounds: &[Round], kernel: &[Round]) -> Column {
+        let ratios = |figure: fn(&Round) -> f64| {
+            let pairs = rounds.iter().zip(kernel);
+            pairs.map(|(way, kernel)| figure(way) / figure(kernel).max(1e-9)).collect::<Vec<_>>()
+        };
+        let ratio = |figure| quantile(&mut ratios(figure), 0.5);
+        let spread = |figure| [0.0, 1.0].map(|end| quantile(&mut ratios(figure), end));
+        Column {
+            way,
+            medians: Round::medians(rounds),
+            rate_ratio: ratio(|round| round.rate),
+            p50_ratio: ratio(|round| round.p50),
+            p99_ratio: ratio(|round| round.p99),
+            machine_ratio: ratio(|round| round.machine),
+            host_ratio: ratio(|round| round.server),
+            rate_spread: spread(|round| round.rate),
+            machine_spread: spread(|round| round.machine),
+        }
+    }
+}

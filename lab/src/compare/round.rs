@@ -1,0 +1,223 @@
+//! One round: a load on one way, with fresh hosts, and what it cost.
+
+use super::load::Traffic;
+use super::programs::Programs;
+use super::way::{Hosts, Way};
+use crate::closed_loop::Progress;
+use crate::server::{Files, Server};
+use crate::statistics::{Percentiles, quantile};
+use anyhow::{Context, Result, ensure};
+use baton_abi::layout::Counter;
+use baton_client::tool::Tool;
+use baton_linux::events::{monotonic_micros, process_nanos};
+use baton_linux::process;
+use baton_protocol::program::Place;
+use serde::Serialize;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Seconds before each measurement: connections are made, and moved.
+const WARMING: f64 = 1.0;
+/// Most seconds that the connections have for their moves before it: moves are not what is measured.
+const MOVING: f64 = 15.0;
+
+/// A part of the CPU time: whose, and how much.
+pub type Part = (&'static str, fn(&Round) -> f64);
+
+/// One round, or the medians of several.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub struct Round {
+    /// Requests per second, or Gb/s.
+    pub rate: f64,
+    /// Median of the waiting times, milliseconds.
+    pub p50: f64,
+    /// Their 99th percentile.
+    pub p99: f64,
+    /// CPU time of all, microseconds per request or seconds per GB; then its parts.
+    pub machine: f64,
+    /// Of the client.
+    pub client: f64,
+    /// Of the server.
+    pub server: f64,
+    /// Of keeper and agent.
+    pub agent: f64,
+    /// Of the process that carries bytes between the NIC and a program that it is attached to.
+    pub attacher: f64,
+    /// Of the NIC's process.
+    pub nic: f64,
+    /// Time of the NIC's rounds that found work, waiting for a processor included: the rest of its CPU time went into polling.
+    pub nic_busy: f64,
+    /// Of the kernel's threads.
+    pub kernel: f64,
+    /// Connections on the NIC at the end.
+    pub on_nic: f64,
+}
+
+impl Round {
+    /// Whose CPU time `machine` is the sum of.
+    pub const PARTS: [Part; 6] = [
+        ("client", |round| round.client),
+        ("server", |round| round.server),
+        ("agent", |round| round.agent),
+        ("attacher", |round| round.attacher),
+        ("kernel's threads", |round| round.kernel),
+        ("NIC", |round| round.nic),
+    ];
+
+    /// The median of each figure.
+    pub(super) fn medians(rounds: &[Round]) -> Round {
+        let median = |figure: fn(&Round) -> f64| quantile(&mut rounds.iter().map(figure).collect::<Vec<_>>(), 0.5);
+        Round {
+            rate: median(|r| r.rate),
+            p50: median(|r| r.p50),
+            p99: median(|r| r.p99),
+            machine: median(|r| r.machine),
+            client: median(|r| r.client),
+            server: median(|r| r.server),
+            agent: median(|r| r.agent),
+            attacher: median(|r| r.attacher),
+            nic: median(|r| r.nic),
+            nic_busy: median(|r| r.nic_busy),
+            kernel: median(|r| r.kernel),
+            on_nic: median(|r| r.on_nic),
+        }
+    }
+
+    /// What happened between two moments. `times` are waiting times in nanoseconds.
+    fn between(before: &Snapshot, after: &Snapshot, times: &[u32], traffic: Traffic) -> Result<Round> {
+        let (done, micros) = (after.done - before.done, (after.micros - before.micros) as f64);
+        ensure!(done > 0, "the server answered nothing");
+        // Nanoseconds per byte are seconds per GB.
+        let unit = if traffic.is_bulk() { 1.0 } else { 1e3 };
+        // A thread of the kernel's may have ended meanwhile.
+        let each = |of: fn(&Snapshot) -> u64| of(after).saturating_sub(of(before)) as f64 / done as f64 / unit;
+        let times = Percentiles::of(times.iter().map(|time| f64::from(*time) / 1e6).collect());
+        let mut round = Round {
+            rate: if traffic.is_bulk() { done as f64 * 8.0 / 1e3 / micros } else { done as f64 * 1e6 / micros },
+            p50: times.p50,
+            p99: times.p99,
+            machine: 0.0,
+            client: each(|s| s.client),
+            server: each(|s| s.server),
+            agent: each(|s| s.agent),
+            attacher: each(|s| s.attacher),
+            nic: each(|s| s.nic),
+            nic_busy: each(|s| s.nic_busy),
+            kernel: each(|s| s.kernel),
+            on_nic: after.on_nic as f64,
+        };
+        round.machine = Round::PARTS.iter().map(|(_, part)| part(&round)).sum();
+        Ok(round)
+    }
+}
+
+/// Runs one.
+///
+/// # Errors
+/// If a program is not installed or does not start, or a connection breaks.
+pub(super) fn run(way: Way, traffic: Traffic, files: &Files, spin: u64, seconds: f64) -> Result<Round> {
+    let hosts = Hosts::new(way, traffic, spin)?;
+    let programs = Programs { hosts: &hosts, files, way, traffic };
+    let (server, client) = programs.start()?;
+    let progress = Progress::default();
+    let mut parties = Parties { tool: hosts.tool()?, server, attacher: None };
+    let (before, after) = std::thread::scope(|scope| {
+        let running = scope.spawn(|| hosts.client().run(|| Ok(client.run(&progress))));
+        let measured = parties.measure(&programs, &progress, seconds);
+        progress.stop.store(true, Ordering::Relaxed);
+        // A client that waits for the server ends when that does; so does an attacher.
+        drop(parties);
+        running.join().map_err(|_| anyhow::anyhow!("the load panicked"))???;
+        measured
+    })?;
+    let times = progress.times.lock().map(|times| times.clone()).unwrap_or_default();
+    Round::between(&before, &after, &times, traffic)
+}
+
+/// CPU times in nanoseconds, and what was done, at a moment.
+struct Snapshot {
+    micros: u64,
+    done: u64,
+    client: u64,
+    server: u64,
+    agent: u64,
+    attacher: u64,
+    nic: u64,
+    nic_busy: u64,
+    kernel: u64,
+    on_nic: usize,
+}
+
+/// Whose CPU time counts, beside that of the client, which is this process's.
+struct Parties {
+    tool: Option<Tool>,
+    /// Ended before the attacher, which gives its connections back then.
+    server: Server,
+    attacher: Option<Server>,
+}
+
+impl Parties {
+    /// Waits until the load runs as it should, and measures a stretch of it.
+    fn measure(&mut self, programs: &Programs<'_>, progress: &Progress, seconds: f64) -> Result<(Snapshot, Snapshot)> {
+        std::thread::sleep(Duration::from_secs_f64(WARMING));
+        await_answers(progress);
+        if programs.way == Way::Attached {
+            self.attacher = Some(programs.attach(&self.server)?);
+        }
+        self.await_moves(programs.traffic.connections())?;
+        let kernel = process::kernel_threads();
+        progress.timing.store(true, Ordering::Relaxed);
+        let before = self.snapshot(progress, &kernel)?;
+        std::thread::sleep(Duration::from_secs_f64(seconds));
+        let after = self.snapshot(progress, &kernel)?;
+        Ok((before, after))
+    }
+
+    fn snapshot(&mut self, progress: &Progress, kernel: &[u32]) -> Result<Snapshot> {
+        let statistics = self.tool.as_mut().map(Tool::statistics).transpose()?;
+        let on_nic = self.count_on_nic()?;
+        let busy = statistics.as_ref().and_then(|of| of.counters.get(Counter::BusyNanoseconds as usize).copied());
+        let cpu = |process: Option<u32>| process.and_then(process::cpu_nanos).unwrap_or(0);
+        Ok(Snapshot {
+            micros: monotonic_micros(),
+            done: progress.done.load(Ordering::Relaxed),
+            client: process_nanos(),
+            server: self.server.cpu().context("the server has ended")?,
+            agent: cpu(statistics.as_ref().map(|of| of.agent_process)),
+            attacher: match &self.attacher {
+                Some(attacher) => attacher.cpu().context("the attacher has ended")?,
+                None => 0,
+            },
+            nic: cpu(statistics.as_ref().map(|of| of.nic_process)),
+            nic_busy: busy.unwrap_or(0),
+            kernel: kernel.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum(),
+            on_nic,
+        })
+    }
+
+    /// Connections on the NIC, if there is one.
+    fn count_on_nic(&mut self) -> Result<usize> {
+        let Some(tool) = &mut self.tool else { return Ok(0) };
+        Ok(tool.connections()?.iter().filter(|info| info.place == Place::Nic).count())
+    }
+
+    /// Waits until so many connections are on the NIC, or no more time is left for that.
+    fn await_moves(&mut self, connections: usize) -> Result<()> {
+        let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
+        while self.tool.is_some() && self.count_on_nic()? < connections && monotonic_micros() < deadline {
+            if let Some(attacher) = &mut self.attacher {
+                attacher.check().context("baton attach")?;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        Ok(())
+    }
+}
+
+/// Waits until all connections are made and the first answer has come, or no more time is left for that.
+fn await_answers(progress: &Progress) {
+    let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
+    while progress.done.load(Ordering::Relaxed) == 0 && monotonic_micros() < deadline {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
