@@ -175,8 +175,36 @@ pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<(
     Ok(())
 }
 
+/// How often a program that shares its processor looks in vain before it offers that to the other.
+const LOOKS: u32 = 8;
+
+/// When one of two programs that never sleep, and share a processor, offers it to the other: at once when it has sent something, since
+/// what it waits for cannot come before the other has run; else after some looks in vain, since who is not one of the two may just be
+/// bringing it.
+#[derive(Debug)]
+pub struct Patience {
+    shares: bool,
+    left: u32,
+}
+
+impl Patience {
+    /// With `shares` false it never offers the processor.
+    pub fn new(shares: bool) -> Patience {
+        Patience { shares, left: LOOKS }
+    }
+
+    /// After a look that found nothing, or one after which it has answered.
+    pub fn looked(&mut self, answered: bool) {
+        self.left = if answered { 0 } else { self.left.saturating_sub(1) };
+        if self.shares && self.left == 0 {
+            std::thread::yield_now();
+            self.left = LOOKS;
+        }
+    }
+}
+
 /// Sends a message of `size` bytes and waits for as many, again and again until it has to stop. It never sleeps. With `shares` it
-/// offers the processor whenever nothing has come.
+/// offers the processor as [`Patience`] says.
 ///
 /// # Errors
 /// If it cannot connect, or the connection breaks.
@@ -184,16 +212,17 @@ pub fn ping_pong(server: SocketAddr, size: usize, shares: bool, progress: &Progr
     let mut stream = connect(server)?;
     stream.set_nonblocking(true)?;
     let (message, mut buffer, mut times) = (vec![0x5a; size], vec![0; size], Vec::new());
+    let mut patience = Patience::new(shares);
     while !progress.stop.load(Ordering::Relaxed) {
         let sent = monotonic_nanos();
         stream.write_all(&message).context("sending a message")?;
+        patience.looked(true);
         let mut missing = size;
         while missing > 0 && !progress.stop.load(Ordering::Relaxed) {
             match stream.read(&mut buffer[..missing]) {
                 Ok(0) => anyhow::bail!("the echo closed the connection"),
                 Ok(got) => missing -= got,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock && shares => std::thread::yield_now(),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => patience.looked(false),
                 Err(error) => return Err(error).context("the connection broke"),
             }
         }

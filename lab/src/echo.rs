@@ -1,6 +1,7 @@
 //! Programs that send back what they receive: one over ordinary sockets, by the C library's calls, which knows nothing of Baton, and
 //! one by the client library.
 
+use crate::closed_loop::Patience;
 use anyhow::{Context, Result};
 use baton_client::{ConnectionId, Session};
 use baton_linux::process::raise_descriptor_limit;
@@ -20,8 +21,8 @@ const LOOKS: usize = 4096;
 /// Polls after which the program that uses the client library looks for new connections, if any connection was ready in each.
 const POLLS: usize = 64;
 
-/// Echoes at `address` until it is killed. With `spin` it never sleeps; with `shares`, too, it offers the processor whenever nothing
-/// has come.
+/// Echoes at `address` until it is killed. With `spin` it never sleeps; with `shares`, too, it offers the processor as
+/// [`Patience`] says.
 ///
 /// # Errors
 /// If it cannot listen.
@@ -48,30 +49,32 @@ pub fn run(address: SocketAddr, spin: bool, shares: bool) -> Result<()> {
                     clients.insert(token, client);
                 }
             } else if let Some(client) = clients.get_mut(&event.token())
-                && !echo(client, &mut buffer).unwrap_or(false)
+                && echo(client, &mut buffer).is_err()
             {
                 clients.remove(&event.token());
             }
         }
+        let mut patience = Patience::new(shares);
         for _ in 0..if spin { LOOKS } else { 0 } {
-            clients.retain(|_, client| echo(client, &mut buffer).unwrap_or(false));
-            if shares {
-                std::thread::yield_now();
-            }
+            let mut came = false;
+            clients.retain(|_, client| echo(client, &mut buffer).map(|echoed| came |= echoed).is_ok());
+            patience.looked(came);
         }
     }
 }
 
-/// Sends back all that has come. False at the end of the stream. Messages are far smaller than a send queue, so that one that does
-/// not fit ends the connection.
+/// Sends back all that has come, and returns whether anything has. The end of the stream is an error. Messages are far smaller than a
+/// send queue, so that one that does not fit ends the connection.
 fn echo(client: &mut TcpStream, buffer: &mut [u8]) -> io::Result<bool> {
+    let mut came = false;
     loop {
         match client.read(buffer) {
-            Ok(0) => return Ok(false),
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
             Ok(got) => client.write_all(&buffer[..got])?,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(true),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(came),
             Err(error) => return Err(error),
         }
+        came = true;
     }
 }
 
