@@ -215,7 +215,13 @@ impl Attacher {
                 SIGNALS => self.ends = true,
                 // Its connections end first, which their state shows.
                 TARGET => self.ends |= self.program_has_ended()?,
-                engine => drop(due.insert(engine as u32)),
+                engine => {
+                    let number = engine as u32;
+                    if let Some(joined) = self.entries.get_mut(&number).and_then(|entry| entry.joined.as_mut()) {
+                        joined.sent = true;
+                    }
+                    due.insert(number);
+                }
             }
         }
         self.read_socket_events(&mut due);

@@ -49,6 +49,8 @@ pub(crate) struct Joined {
     /// Bytes put into the program's queue, and how many of them the NIC knows to be read.
     pushed: u64,
     accounted: u64,
+    /// The program may have sent something. Set when the engine becomes readable, which is reported once.
+    pub sent: bool,
 }
 
 impl Joined {
@@ -60,7 +62,7 @@ impl Joined {
         engine.set_nonblocking(true)?;
         let _ = socket::set(engine.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1 << 20);
         let engine_flow = Flow { local: engine.local_addr()?.into(), remote: engine.peer_addr()?.into() };
-        Ok(Joined { engine, engine_flow, _sink: sink, pushed: 0, accounted: 0 })
+        Ok(Joined { engine, engine_flow, _sink: sink, pushed: 0, accounted: 0, sent: true })
     }
 }
 
@@ -103,13 +105,14 @@ impl Entry {
         let entered = shared.enter(&self.connection, ME);
         let mine = entered.as_ref().is_some_and(|entered| entered.owner == Owner::Nic);
         if mine {
+            joined.sent = true;
             pull(joined, &mut self.stash, &self.connection, shared, piece)?;
         }
         while let Some(got) = later(socket::receive(joined.engine.as_fd(), piece))? {
             self.stash.extend_from_slice(&piece[..got]);
         }
         let read = unread.map_or_else(|| bypass.read_by(self.cookie), |unread| joined.pushed.saturating_sub(unread.into()));
-        let length = (read.min(joined.pushed) - joined.accounted) as u32;
+        let length = read.min(joined.pushed).saturating_sub(joined.accounted) as u32;
         joined.accounted += u64::from(length);
         if mine { shared.consume(&self.connection, ME, length) } else { shared.note_read(&self.connection, length) }
     }
@@ -150,10 +153,16 @@ impl Joined {
 }
 
 /// Copies from the program to the NIC. Returns the bytes for which the NIC has no room.
-fn pull(joined: &Joined, stash: &mut Vec<u8>, connection: &Connection, shared: &Shared, piece: &mut [u8]) -> io::Result<usize> {
+fn pull(
+    joined: &mut Joined,
+    stash: &mut Vec<u8>,
+    connection: &Connection,
+    shared: &Shared,
+    piece: &mut [u8],
+) -> io::Result<usize> {
     let most = piece.len();
-    let engine = joined.engine.as_fd();
-    loop {
+    while joined.sent || !stash.is_empty() {
+        let engine = joined.engine.as_fd();
         let room = shared.readiness(connection, ME).room as usize;
         if !stash.is_empty() {
             match later(shared.send(connection, ME, stash))? {
@@ -165,10 +174,14 @@ fn pull(joined: &Joined, stash: &mut Vec<u8>, connection: &Connection, shared: &
         if room == 0 {
             return Ok(queued(engine));
         }
-        let Some(got) = later(socket::receive(engine, &mut piece[..room.min(most)]))? else { return Ok(0) };
+        let asked = room.min(most);
+        let got = later(socket::receive(engine, &mut piece[..asked]))?.unwrap_or(0);
+        // Whoever gets less than it asked for has emptied the queue, and hears of what comes later.
+        joined.sent = got == asked;
         let sent = later(shared.send(connection, ME, &piece[..got]))?.unwrap_or(0);
         stash.extend_from_slice(&piece[sent..got]);
     }
+    Ok(0)
 }
 
 fn queued(engine: BorrowedFd<'_>) -> usize {

@@ -4,7 +4,6 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 const MAP_CREATE: i32 = 0;
-const MAP_LOOKUP: i32 = 1;
 const MAP_UPDATE: i32 = 2;
 const MAP_DELETE: i32 = 3;
 const MAP_NEXT_KEY: i32 = 4;
@@ -101,21 +100,12 @@ pub(crate) fn create_array(value: u32, entries: u32) -> io::Result<OwnedFd> {
     create_map_of(MapKind::Array, 4, value, entries)
 }
 
-/// Makes an array map of one value that can be mapped into memory.
-pub(crate) fn create_mappable_array(value: u32) -> io::Result<OwnedFd> {
+/// Makes an array map that can be mapped into memory, where its values follow each other in steps of eight bytes.
+pub(crate) fn create_mappable_array(value: u32, entries: u32) -> io::Result<OwnedFd> {
     const MAPPABLE: u32 = 1 << 10;
     let mut attributes = [0; 32];
-    attributes[..5].copy_from_slice(&[MapKind::Array as u32, 4, value, 1, MAPPABLE]);
+    attributes[..5].copy_from_slice(&[MapKind::Array as u32, 4, value, entries, MAPPABLE]);
     bpf(MAP_CREATE, &mut attributes).map(owned).map_err(explain)
-}
-
-pub(crate) fn lookup(map: BorrowedFd<'_>, key: &[u8], value: &mut [u8]) -> io::Result<()> {
-    let mut attributes = [0; 32];
-    attributes[0] = map.as_raw_fd() as u32;
-    point(&mut attributes, 2, key);
-    let address = value.as_mut_ptr() as u64;
-    (attributes[4], attributes[5]) = (address as u32, (address >> 32) as u32);
-    bpf(MAP_LOOKUP, &mut attributes).map(|_| ())
 }
 
 pub(crate) fn update(map: BorrowedFd<'_>, key: &[u8], value: &[u8]) -> io::Result<()> {

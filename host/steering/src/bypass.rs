@@ -11,9 +11,12 @@ use crate::bpf::{self, MapKind, ProgramKind};
 use crate::programs::KEY_BYTES;
 use crate::ring_buffer::{RECORD, RingBuffer};
 use crate::{btf, key};
+use baton_shm::Region;
 use baton_wire::Flow;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Number of unwatched sockets whose bytes are counted.
 const UNWATCHED_SOCKETS: u32 = 1 << 16;
@@ -37,7 +40,7 @@ const UNWATCHED: i32 = 3;
 #[derive(Debug)]
 pub struct SocketBypass {
     sockets: OwnedFd,
-    known: OwnedFd,
+    known: Known,
     _unwatched: OwnedFd,
     ring: RingBuffer,
     _links: Vec<OwnedFd>,
@@ -62,12 +65,12 @@ impl SocketBypass {
     /// what to do.
     pub fn new(sockets: u32, unwatched_after: u32) -> io::Result<SocketBypass> {
         let map = bpf::create_map_of(MapKind::SocketHash, KEY_BYTES as u32, 8, 2 * sockets)?;
-        let known = bpf::create_map(8, 16, 2 * sockets)?;
+        let known = Known::new(2 * sockets)?;
         let unwatched = bpf::create_map_of(MapKind::LeastRecentlyUsedHash, 8, 8, UNWATCHED_SOCKETS)?;
         let ring = RingBuffer::new()?;
         let verdict = bpf::load(ProgramKind::SocketMessage, &redirect(map.as_fd()))?;
         bpf::attach_to_map(verdict.as_fd(), map.as_fd())?;
-        let maps = Maps { known: known.as_fd(), unwatched: unwatched.as_fd(), ring: ring.fd() };
+        let maps = Maps { known: known.places.as_fd(), read: known.read.as_fd(), unwatched: unwatched.as_fd(), ring: ring.fd() };
         let links = [
             ("sock_recv_length", transferred(&maps, unwatched_after, true)),
             ("sock_send_length", transferred(&maps, unwatched_after, false)),
@@ -83,7 +86,7 @@ impl SocketBypass {
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn join(&self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
+    pub fn join(&mut self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
         self.watch(cookie)?;
         let put =
             |at: &Flow, to: BorrowedFd<'_>| bpf::update(self.sockets.as_fd(), &key(at), &(to.as_raw_fd() as u64).to_ne_bytes());
@@ -103,22 +106,18 @@ impl SocketBypass {
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if there are too many.
-    pub fn watch(&self, cookie: u64) -> io::Result<()> {
-        bpf::update(self.known.as_fd(), &cookie.to_ne_bytes(), &[0; 16])
+    pub fn watch(&mut self, cookie: u64) -> io::Result<()> {
+        self.known.add(cookie)
     }
 
     /// Stops reporting them.
-    pub fn forget(&self, cookie: u64) {
-        let _ = bpf::delete(self.known.as_fd(), &cookie.to_ne_bytes());
+    pub fn forget(&mut self, cookie: u64) {
+        self.known.remove(cookie);
     }
 
-    /// Bytes that the program has read since it was joined.
+    /// Bytes that the program has read since it was joined. Costs no system call.
     pub fn read_by(&self, cookie: u64) -> u64 {
-        let mut value = [0u8; 16];
-        match bpf::lookup(self.known.as_fd(), &cookie.to_ne_bytes(), &mut value) {
-            Ok(()) => u64::from_ne_bytes(std::array::from_fn(|at| value[at])),
-            Err(_) => 0,
-        }
+        self.known.place_of.get(&cookie).map_or(0, |place| self.known.count(*place).load(Ordering::Relaxed))
     }
 
     /// The next event, in order. Events for which the ring has no room are lost.
@@ -142,8 +141,62 @@ impl SocketBypass {
     }
 }
 
+/// The sockets that are watched, each with a place for the number of bytes that its program has read.
+#[derive(Debug)]
+struct Known {
+    /// From a socket's cookie to its place.
+    places: OwnedFd,
+    /// An array of the numbers, which is mapped.
+    read: OwnedFd,
+    mapped: Region,
+    /// The same as in `places`.
+    place_of: HashMap<u64, u32>,
+    /// The one that has been free for longest is taken first, since a call that is just ending may still add to it.
+    free: VecDeque<u32>,
+}
+
+/// Bytes of a number, and from one to the next.
+const NUMBER: usize = 8;
+
+impl Known {
+    fn new(most: u32) -> io::Result<Known> {
+        let read = bpf::create_mappable_array(NUMBER as u32, most)?;
+        let mapped = Region::map_fixed(read.try_clone()?, NUMBER * most as usize)?;
+        let places = bpf::create_map(8, 8, most)?;
+        Ok(Known { places, read, mapped, place_of: HashMap::new(), free: (0..most).collect() })
+    }
+
+    fn count(&self, place: u32) -> &AtomicU64 {
+        &self.mapped.words(place as usize * NUMBER, 1)[0]
+    }
+
+    /// Adds a socket, or has one begin anew.
+    fn add(&mut self, cookie: u64) -> io::Result<()> {
+        if let Some(place) = self.place_of.get(&cookie) {
+            self.count(*place).store(0, Ordering::Relaxed);
+            return Ok(());
+        }
+        let place = self.free.pop_front().ok_or(io::Error::from_raw_os_error(libc::E2BIG))?;
+        self.count(place).store(0, Ordering::Relaxed);
+        let added = bpf::update(self.places.as_fd(), &cookie.to_ne_bytes(), &u64::from(place).to_ne_bytes());
+        match added {
+            Ok(()) => drop(self.place_of.insert(cookie, place)),
+            Err(_) => self.free.push_front(place),
+        }
+        added
+    }
+
+    fn remove(&mut self, cookie: u64) {
+        if let Some(place) = self.place_of.remove(&cookie) {
+            let _ = bpf::delete(self.places.as_fd(), &cookie.to_ne_bytes());
+            self.free.push_back(place);
+        }
+    }
+}
+
 struct Maps<'a> {
     known: BorrowedFd<'a>,
+    read: BorrowedFd<'a>,
     unwatched: BorrowedFd<'a>,
     ring: BorrowedFd<'a>,
 }
@@ -194,7 +247,12 @@ fn note_cookie(a: &mut Assembler) {
 
 /// Looks up the cookie. R0 points to its value; without one, jumps to `absent`.
 fn look_up(a: &mut Assembler, map: BorrowedFd<'_>, absent: &'static str) {
-    a.map(R::R1, map).mov(R::R2, R::R10).add(R::R2, i32::from(COOKIE)).call(Helper::MapLookup).jump_if(R::R0, 0, absent);
+    look_up_at(a, map, COOKIE, absent);
+}
+
+/// The same with the key at another place of the stack.
+fn look_up_at(a: &mut Assembler, map: BorrowedFd<'_>, key: i16, absent: &'static str) {
+    a.map(R::R1, map).mov(R::R2, R::R10).add(R::R2, i32::from(key)).call(Helper::MapLookup).jump_if(R::R0, 0, absent);
 }
 
 fn submit(a: &mut Assembler, maps: &Maps<'_>, kind: i32) {
@@ -216,6 +274,8 @@ fn transferred(maps: &Maps<'_>, unwatched_after: u32, receive: bool) -> Vec<u8> 
     }
     look_up(&mut a, maps.known, "stranger");
     if receive {
+        a.load(Size::Double, R::R1, R::R0, 0).store(Size::Word, R::R10, COUNT, R::R1);
+        look_up_at(&mut a, maps.read, COUNT, "done");
         a.atomic_add(R::R0, 0, R::R7);
         a.store_word(R::R10, VALUE, 0);
         submit(&mut a, maps, READ);
@@ -276,6 +336,31 @@ mod tests {
 
     /// Needs the right to load BPF programs.
     #[test]
+    fn places_are_used_again_and_are_limited() {
+        if let Err(error) = crate::supported() {
+            eprintln!("skipped: {error}");
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+            return;
+        }
+        let mut bypass = SocketBypass::new(1, 100).unwrap();
+        let (mut near, mut far) = pair("127.0.0.1:0");
+        let known = cookie(&near);
+        bypass.watch(known).unwrap();
+        far.write_all(&[1; 10]).unwrap();
+        near.read_exact(&mut [0; 10]).unwrap();
+        assert_eq!(bypass.read_by(known), 10);
+        bypass.watch(known + 1).unwrap();
+        assert_eq!(bypass.watch(known + 2).unwrap_err().raw_os_error(), Some(libc::E2BIG));
+        bypass.forget(known);
+        bypass.watch(known + 2).unwrap();
+        assert_eq!((bypass.read_by(known), bypass.read_by(known + 2)), (0, 0));
+        far.write_all(&[1; 10]).unwrap();
+        near.read_exact(&mut [0; 10]).unwrap();
+        assert_eq!(bypass.read_by(known + 2), 0, "a forgotten socket's reads count for nobody");
+    }
+
+    /// Needs the right to load BPF programs.
+    #[test]
     fn bytes_bypass_tcp_and_events_are_reported() {
         if let Err(error) = crate::supported() {
             eprintln!("skipped: {error}");
@@ -302,6 +387,8 @@ mod tests {
             assert_eq!(program.read(&mut buffer[..4]).unwrap(), 4);
             assert_eq!(bypass.read_by(known), 4);
             assert!(events_of(&mut bypass).contains(&SocketEvent::Read(known)));
+            bypass.watch(known).unwrap();
+            assert_eq!(bypass.read_by(known), 0, "it begins anew");
             bypass.part(&flow(&program), &flow(&engine));
             program.write_all(b"to the peer").unwrap();
             assert_eq!(peer.read(&mut buffer).unwrap(), 11);

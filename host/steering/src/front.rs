@@ -79,7 +79,7 @@ impl Front {
     /// # Errors
     /// If this process may not load BPF programs, or this kernel or the device lacks something; the message says what to do.
     pub fn attach(path: Path, device: u32, tap: u32) -> io::Result<Front> {
-        let shared = bpf::create_mappable_array(SHARED as u32)?;
+        let shared = bpf::create_mappable_array(SHARED as u32, 1)?;
         let flows = bpf::create_array(FLOW, FLOWS)?;
         let maps = Maps { flows: flows.as_fd(), shared: shared.as_fd() };
         // At the ingress aggregates come by the program that takes segments, which removes the mark.
@@ -142,7 +142,7 @@ pub fn tag_function() -> io::Result<u32> {
 /// # Errors
 /// Why not.
 pub fn supported() -> io::Result<()> {
-    let (flows, shared) = (bpf::create_array(FLOW, FLOWS)?, bpf::create_mappable_array(SHARED as u32)?);
+    let (flows, shared) = (bpf::create_array(FLOW, FLOWS)?, bpf::create_mappable_array(SHARED as u32, 1)?);
     bpf::load(bpf::ProgramKind::Device, &programs::give(crate::LOOPBACK, AGGREGATED))?;
     load_ingress(Maps { flows: flows.as_fd(), shared: shared.as_fd() }, crate::LOOPBACK).map(drop)
 }

@@ -20,7 +20,7 @@ const TCP: i32 = 6;
 /// # Errors
 /// The failed system call's. If this process may not use BPF, the message says what to do.
 pub fn registers(bytes: usize) -> io::Result<OwnedFd> {
-    bpf::create_mappable_array(bytes as u32)
+    bpf::create_mappable_array(bytes as u32, 1)
 }
 
 /// Makes the program that selects the queue of each frame that the kernel sends through a TAP, for TUNSETSTEERINGEBPF. `from`:
