@@ -19,8 +19,9 @@ pub const EXAMPLES: &str = "Examples:
   baton attach --flip 5..50 --flip-report report.json 4711
 
 It stays until Ctrl-C, `baton detach`, or the program's end; then every connection is in the kernel again. The program may be of any kind,
-static or in Go: nothing is loaded into it. It stands still for the moment of a move. If no Baton runs, one is started: that needs root,
-Linux 6.6 or later, and the kernel's type information (CONFIG_DEBUG_INFO_BTF).";
+static or in Go: nothing is loaded into it. It stands still for the moment of a move. Each message takes one more hop than under
+`baton run`, and costs more CPU than in the kernel (`baton bench rpc`). If no Baton runs, one is started: that needs root, Linux 6.6 or
+later, and the kernel's type information (CONFIG_DEBUG_INFO_BTF).";
 
 #[derive(Args)]
 #[group(id = "which", required = true, multiple = false)]

@@ -20,7 +20,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 pub use bpf::{cgroup_programs, supported};
-pub use bypass::{SocketBypass, SocketEvent};
+pub use bypass::{READ_EVERY, SocketBypass, SocketEvent};
 
 /// What happens to a connection's frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

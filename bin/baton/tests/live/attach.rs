@@ -253,3 +253,61 @@ fn refusals_are_explained() {
     process::signal(sleeper.id(), libc::SIGKILL).expect("our child");
     sleeper.wait().expect("our child");
 }
+
+/// A program that has set the least receive buffer there is, and reads in small pieces without ever answering.
+const READER: &str = "
+import socket
+listener = socket.socket()
+listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+listener.bind(('127.0.0.1', 0))
+listener.listen()
+print(listener.getsockname()[1], flush=True)
+connection = listener.accept()[0]
+read = 0
+while piece := connection.recv(100):
+    read += len(piece)
+print(read, flush=True)
+";
+
+/// What such a program reads opens the window again, though few of its reads are reported.
+#[test]
+fn small_reads_open_a_small_window() {
+    let scratch = Scratch::new("attach-reader");
+    let host = Namespace::new().expect("a namespace");
+    let mut program = Command::new("python3");
+    program.args(["-c", READER]).stdout(Stdio::piped());
+    let mut program = Killed(host.spawn(&mut program).expect("python3"));
+    let output = BufReader::new(program.0.stdout.take().expect("its output"));
+    let mut lines = output.lines().map(|line| line.expect("a line"));
+    let port: u16 = lines.next().and_then(|line| line.parse().ok()).expect("a port");
+    let mut client = host.run(move || TcpStream::connect(("127.0.0.1", port))).expect("a connection");
+    client.set_write_timeout(Some(Duration::from_secs(10))).expect("a time-out");
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.0.id().to_string()]);
+    let deadline = Instant::now() + Duration::from_secs(40);
+    let place = || {
+        let mut tool = Tool::connect(&agent_socket(&scratch)?).ok()?;
+        Some(tool.connections().ok()?.first()?.place)
+    };
+    // More than the queues between hold, so that a window that stays closed is noticed here.
+    let (mut sent, mut on_nic, piece) = (0, 0, [7; 65536]);
+    while on_nic < 8 << 20 {
+        assert!(Instant::now() < deadline, "{sent} bytes sent, {on_nic} of them on the NIC");
+        client.write_all(&piece).expect("the window opens again");
+        sent += piece.len();
+        on_nic += if place() == Some(Place::Nic) { piece.len() } else { 0 };
+    }
+    client.shutdown(Shutdown::Write).expect("shut down");
+    assert_eq!(lines.next().as_deref(), Some(sent.to_string().as_str()));
+    assert!(program.0.wait().expect("the program").success());
+    assert_eq!(summary(attacher, &scratch)["connections"], 1);
+}
+
+/// A program that is killed when the test ends; its attacher ends with it.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
