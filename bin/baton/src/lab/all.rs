@@ -21,7 +21,7 @@ const INSTRUCTIONS: [(&str, f64); 3] = [
 
 /// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and met their bounds.
 pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
-    // Not after a quarter of an hour.
+    // Not after twenty minutes.
     let mut page = page.map(|path| File::create(path).with_context(|| format!("writing {}", path.display()))).transpose()?;
     baton_linux::namespace::become_root_if_needed()?;
     let machine = baton_linux::process::machine();

@@ -118,7 +118,7 @@ pub enum Bench {
         path: String,
     },
     /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections. Takes about
-    /// twenty-five minutes.
+    /// twenty minutes.
     All {
         #[command(flatten)]
         how: Compare,
