@@ -56,7 +56,7 @@ pub fn html(machine: &str, sections: &[Section]) -> String {
 <meta name=viewport content='width=device-width'>
 <style>body{{font:16px/1.5 system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem;color:#1b1f24}}
 table{{border-collapse:collapse}}th,td{{padding:.2rem .9rem;border-bottom:1px solid #d0d7de;text-align:right}}
-th{{text-align:left;font-weight:500}}td.holds{{color:#1a7f37}}td.missed{{color:#b3261e;font-weight:600}}
+th{{text-align:left;font-weight:500}}th+th{{text-align:right;white-space:nowrap}}td.holds{{color:#1a7f37}}td.missed{{color:#b3261e;font-weight:600}}
 .plot{{width:300px;height:.9em;background:linear-gradient(#1b1f24,#1b1f24) 150px 0/1px 100% no-repeat #eef1f4}}
 .cost{{display:flex;width:300px;height:.9em}}.cost i{{height:100%}}.key i{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}}
 h3{{font-size:1rem;margin:1.2rem 0 .3rem}}{}

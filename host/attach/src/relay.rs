@@ -176,7 +176,7 @@ fn pull(
         }
         let asked = room.min(most);
         let got = later(socket::receive(engine, &mut piece[..asked]))?.unwrap_or(0);
-        // Whoever gets less than it asked for has emptied the queue, and hears of what comes later.
+        // A read that returns less than was asked for has emptied the queue; epoll reports what comes later.
         joined.sent = got == asked;
         let sent = later(shared.send(connection, ME, &piece[..got]))?.unwrap_or(0);
         stash.extend_from_slice(&piece[sent..got]);
