@@ -21,6 +21,7 @@ test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 test: export RUST_TEST_THREADS := $(shell nproc)
 test: lint
 	@scripts/dependencies tests
+	tests/setup/locks.py
 	$(CARGO) build --profile checked --locked --workspace --lib --bins --tests --examples
 	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace --tests --examples
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
