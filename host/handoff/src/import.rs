@@ -3,6 +3,7 @@
 use crate::shell::{self, Beginning, Queue, Saved};
 use baton_image::Image;
 use baton_linux::socket::{self, Pieces};
+use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
 use std::io;
 use std::net::SocketAddr;
@@ -99,10 +100,10 @@ impl Importer {
         shell::repair(fd, false).step("TCP_REPAIR")?;
         self.saved.write(fd).step("SO_REUSEADDR")?;
         let mut unsent = unacknowledged.skip(self.given);
-        while unsent.length() > 0 {
+        while unsent.length() > 0 && !is_reset(fd) {
             let sent = match socket::send_pieces(fd, &unsent, libc::MSG_DONTWAIT) {
                 Ok(sent) => sent,
-                // The peer has reset the connection meanwhile; the socket reports that to the program as usual.
+                // The peer has reset the connection since the line above.
                 Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => return Ok(()),
                 Err(error) => return Err(ImportError { step: "unsent data", error }),
             };
@@ -117,6 +118,14 @@ impl Importer {
         }
         Ok(())
     }
+}
+
+/// Whether the peer has reset the connection: with a frame that was held during the move, say. The socket keeps the error until a call
+/// fails with it, and it is the program's call that has to: so nothing is sent then.
+fn is_reset(fd: BorrowedFd<'_>) -> bool {
+    /// Linux's number of the state.
+    const CLOSE: u8 = 7;
+    TcpInfo::read(fd).is_ok_and(|info| info.state == CLOSE)
 }
 
 /// Completes an [`Importer::finish`] whose process died in the middle, as far as the socket itself shows what is missing.
