@@ -2,7 +2,7 @@
 CARGO ?= cargo
 BATON := target/release/baton
 
-.PHONY: demo test build lint dependencies soak sim programs restarts suites numa bench provider rmpp packetdrill-adapter packetdrill clean
+.PHONY: demo test build lint dependencies soak sim programs restarts suites numa bench provider rmpp differential packetdrill-adapter packetdrill clean
 
 demo: build
 	$(BATON) demo
@@ -116,6 +116,13 @@ rmpp: build provider
 	tests/mpi/run.py
 	tests/mpi/run.py --nic
 	tests/mpi/run.py --ping-pong
+
+# A random peer played to the kernel and to the NIC (docs/conformance.md). SCRIPTS: how many.
+differential: SCRIPTS ?= 100000
+differential: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
+differential:
+	$(CARGO) build --profile checked --locked -p baton -p baton-preload
+	BATON_SCRIPTS=$(SCRIPTS) $(CARGO) test --profile checked --locked -p baton --test live differential -- --nocapture
 
 # The NIC's TCP under packetdrill's scripts (docs/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in
 # PACKETDRILL. ARGUMENTS="--flags move=3" moves the connection through its image before every third event.

@@ -11,6 +11,7 @@ mod compare;
 mod conformance;
 mod containers;
 mod copy;
+mod differential;
 mod dormant;
 mod events;
 mod filter;

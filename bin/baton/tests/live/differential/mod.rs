@@ -1,0 +1,400 @@
+//! The same random peer is played to two sockets of the kernel's and to a connection on the NIC, thousands at a time through one TAP: the
+//! NIC's answers and what its program sees are the kernel's, but for the differences in `judge`.
+//!
+//! Where the kernel's two answers differ the script depends on the moment, and is not judged. `BATON_SCRIPTS` sets how many are played,
+//! `BATON_FIRST_SCRIPT` the number of the first.
+
+mod judge;
+mod peer;
+mod script;
+
+use crate::common::hosts;
+use baton_backends::VnetDevice;
+use baton_client::{ConnectionId, Session};
+use baton_device::{Device, Frame, MAX_FRAME};
+use baton_lab::testbed::{MAC_B, Testbed, TestbedSettings, address_a};
+use baton_linux::{interface, rtnetlink, socket};
+use baton_protocol::program::Place;
+use baton_sim::stream;
+use baton_wire::{Endpoint, Flags, Flow, TcpFrame};
+use judge::Tally;
+use peer::{Peer, Seen};
+use script::{Script, Segment, Step};
+use std::io;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// Scripts that are played at once.
+const BATCH: usize = 500;
+/// Connections of a script: two in the kernel, one on the NIC.
+const LANES: usize = 3;
+const NIC: usize = 2;
+const FIRST_PORT: u16 = 10_000;
+const SERVER: u16 = 8080;
+/// Frames that are sent before the answers are read: no queue on the way is shorter.
+const BURST: usize = 100;
+/// Waits: an acknowledgement may be delayed by 200 ms.
+const STEP: Duration = Duration::from_millis(260);
+/// A step is over when nothing has come for so long, too.
+const QUIET: Duration = Duration::from_millis(60);
+
+/// The address of the peers, which is nobody's: host B's kernel does not answer in their place.
+fn peers(ipv6: bool) -> IpAddr {
+    if ipv6 { "fd00:ba70::64".parse().expect("an address") } else { IpAddr::from([10, 77, 0, 100]) }
+}
+
+fn endpoint(address: IpAddr, port: u16) -> Endpoint {
+    match address {
+        IpAddr::V4(ip) => Endpoint::v4(ip.octets(), port),
+        IpAddr::V6(ip) => Endpoint::v6(ip.octets(), port),
+    }
+}
+
+/// The program's end of a connection.
+enum Socket {
+    Kernel(TcpStream),
+    Nic(ConnectionId),
+}
+
+/// What the program has seen.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+struct Program {
+    read: usize,
+    wrong: u64,
+    written: usize,
+    end: bool,
+    error: Option<io::ErrorKind>,
+}
+
+struct Lane {
+    peer: Peer,
+    socket: Option<Socket>,
+    program: Program,
+}
+
+/// What was seen in one step.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Outcome {
+    wire: Seen,
+    program: Program,
+}
+
+struct Stage {
+    session: Session,
+    listeners: [TcpListener; 2],
+    device: VnetDevice,
+    frame: Frame,
+    lanes: Vec<Lane>,
+    /// The peer's port of the first lane. Each batch has ports of its own, since late frames of the last one may be under way.
+    first_port: u16,
+    /// Prints the answers.
+    verbose: bool,
+    bed: Testbed,
+}
+
+impl Stage {
+    fn new() -> Stage {
+        let settings = TestbedSettings { segmentation: false, gro: false, slots: 2 * BATCH, ..TestbedSettings::default() };
+        let bed = hosts(TestbedSettings { peer_queue: Some(20_000), ..settings });
+        for ipv6 in [false, true] {
+            let neighbour = || {
+                let netlink = rtnetlink::open()?;
+                let link = rtnetlink::link(&netlink, "baton0")?;
+                rtnetlink::set_neighbour(&netlink, link.index, peers(ipv6), MAC_B)
+            };
+            bed.host_a.run(neighbour).expect("the peers' link address");
+        }
+        let longer = ["link", "set", "baton0", "txqueuelen", "20000"];
+        let set = bed.host_a.spawn(Command::new("ip").args(longer)).and_then(|mut child| child.wait()).expect("ip");
+        assert!(set.success(), "ip {longer:?}");
+        let open = || interface::open_packet_socket(rtnetlink::link(&rtnetlink::open()?, "eth0")?.index);
+        let raw = bed.host_b.run(open).expect("a packet socket");
+        const SO_RCVBUFFORCE: i32 = 33;
+        socket::set(raw.as_fd(), 1, SO_RCVBUFFORCE, 1 << 27).expect("room for frames");
+        let listen = |ipv6| bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(ipv6), SERVER))).expect("a listener");
+        let session = Session::connect(&bed.socket()).expect("a session");
+        let listeners = [listen(false), listen(true)];
+        listeners.iter().for_each(|listener| listener.set_nonblocking(true).expect("non-blocking"));
+        let (device, frame) = (VnetDevice::new(raw, false), Frame::with_capacity(MAX_FRAME));
+        Stage { session, listeners, device, frame, lanes: Vec::new(), first_port: FIRST_PORT, verbose: setting("BATON_SCRIPTS", 0) == 1, bed }
+    }
+
+    /// Reads all frames that are there. Returns whether there were any of the connections'.
+    fn pump(&mut self) -> bool {
+        let mut any = false;
+        while self.device.receive(&mut self.frame) {
+            let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) else { continue };
+            let port = parsed.flow.local.port;
+            if parsed.flow.remote.port != SERVER || port < self.first_port {
+                continue;
+            }
+            if let Some(lane) = self.lanes.get_mut(usize::from(port - self.first_port)) {
+                if self.verbose {
+                    println!(
+                        "lane {}: {:?} seq {} ack {} len {}",
+                        usize::from(port - self.first_port) % LANES,
+                        parsed.flags,
+                        parsed.seq,
+                        parsed.ack,
+                        parsed.payload_length
+                    );
+                }
+                lane.peer.take(&parsed);
+                any = true;
+            }
+        }
+        any
+    }
+
+    fn transmit(&mut self, sent: &mut usize) {
+        assert!(self.device.transmit(&mut self.frame), "the link takes a frame");
+        *sent += 1;
+        if sent.is_multiple_of(BURST) {
+            self.pump();
+        }
+    }
+
+    /// Makes the connections of a batch of scripts, each as many times as there are lanes, and moves the last one to the NIC.
+    fn connect(&mut self, scripts: &[Script], first: u32) {
+        let lanes = scripts.iter().flat_map(|script| std::iter::repeat_n(script, LANES)).enumerate();
+        let lanes = lanes.map(|(at, script)| {
+            let local = endpoint(peers(script.ipv6), self.first_port + at as u16);
+            let flow = Flow { local, remote: endpoint(address_a(script.ipv6), SERVER) };
+            let peer = Peer::new(&flow, script.offer, first.wrapping_mul(2_654_435_761).wrapping_add(at as u32 * 1_000_003));
+            Lane { peer, socket: None, program: Program::default() }
+        });
+        self.lanes = lanes.collect();
+        let deadline = Instant::now() + Duration::from_secs(60);
+        for at in 0..self.lanes.len() {
+            self.lanes[at].peer.syn(&mut self.frame);
+            self.transmit(&mut 0);
+            while !self.lanes[at].peer.is_answered() {
+                assert!(Instant::now() < deadline, "no answer to a SYN");
+                self.pump();
+            }
+            let acknowledge =
+                Segment { at: 0, length: 1, flags: Flags::ACK | Flags::PSH, ack: 0, window: 65_535, clock: 0, bare: false };
+            self.lanes[at].peer.segment(&acknowledge, &mut self.frame);
+            self.transmit(&mut 0);
+            let script = &scripts[at / LANES];
+            let stream = self.accept(script.ipv6, deadline);
+            stream.set_nonblocking(true).expect("non-blocking");
+            stream.set_nodelay(true).expect("no delay");
+            if let Some(bytes) = script.receive_buffer {
+                socket::set(stream.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, bytes).expect("SO_RCVBUF");
+            }
+            self.lanes[at].socket = Some(if at % LANES == NIC { self.on_nic(stream) } else { Socket::Kernel(stream) });
+        }
+    }
+
+    /// Accepts the next connection. The frame that completes its handshake, which `frame` still holds, is sent again now and then: on a
+    /// busy machine the kernel may have no room for it.
+    fn accept(&mut self, ipv6: bool, deadline: Instant) -> TcpStream {
+        let mut again = Instant::now() + QUIET;
+        let last = self.frame.clone();
+        loop {
+            match self.listeners[usize::from(ipv6)].accept() {
+                Ok((stream, _)) => return stream,
+                Err(error) => assert!(error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline, "{error}"),
+            }
+            self.pump();
+            if Instant::now() >= again {
+                again += QUIET;
+                self.frame = last.clone();
+                self.transmit(&mut 0);
+            }
+        }
+    }
+
+    fn on_nic(&mut self, stream: TcpStream) -> Socket {
+        let id = self.session.adopt(OwnedFd::from(stream)).expect("adoption");
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while let Err(error) = self.session.move_to(id, Place::Nic) {
+            assert!(error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline, "it does not move: {error}");
+            self.pump();
+        }
+        Socket::Nic(id)
+    }
+
+    /// The program's part of a step.
+    fn call(&mut self, at: usize, step: Step) {
+        let lane = &mut self.lanes[at];
+        let Some(socket) = &lane.socket else { return };
+        match step {
+            Step::Segment(_) => {}
+            Step::Write(length) => {
+                let mut piece = vec![0; length as usize];
+                stream::fill(5, lane.program.written as u64, &mut piece);
+                let written = match socket {
+                    Socket::Kernel(stream) => socket::send(stream.as_fd(), &piece),
+                    Socket::Nic(id) => self.session.send(*id, &piece),
+                };
+                lane.program.note(written, |program, count| program.written += count);
+            }
+            Step::Read(most) => {
+                let mut piece = vec![0; most as usize];
+                let read = match socket {
+                    Socket::Kernel(stream) => socket::receive(stream.as_fd(), &mut piece),
+                    Socket::Nic(id) => self.session.receive(*id, &mut piece),
+                };
+                lane.program.note(read, |program, count| {
+                    program.wrong += stream::mismatches(peer::KEY, program.read as u64, &piece[..count]);
+                    program.read += count;
+                    program.end |= count == 0;
+                });
+            }
+            Step::Shutdown => {
+                let ended = match socket {
+                    Socket::Kernel(stream) => stream.shutdown(std::net::Shutdown::Write),
+                    Socket::Nic(id) => self.session.shutdown(*id),
+                };
+                lane.program.note(ended.map(|()| 0), |_, _| {});
+            }
+        }
+    }
+
+    /// Does step `number` of all scripts that have one, and waits until all answers have come.
+    fn step(&mut self, scripts: &[Script], number: usize) {
+        let mut sent = 0;
+        self.lanes.iter_mut().for_each(|lane| lane.peer.begin());
+        if self.verbose {
+            println!("{:?}", scripts[0].steps[number]);
+        }
+        for at in 0..self.lanes.len() {
+            let Some(step) = scripts[at / LANES].steps.get(number) else { continue };
+            if let Step::Segment(segment) = step {
+                self.lanes[at].peer.segment(segment, &mut self.frame);
+                self.transmit(&mut sent);
+            } else {
+                self.call(at, *step);
+            }
+        }
+        let (begun, mut heard) = (Instant::now(), Instant::now());
+        let mut ready = Vec::new();
+        while begun.elapsed() < STEP || heard.elapsed() < QUIET {
+            if self.pump() {
+                heard = Instant::now();
+            }
+            self.session.poll(Some(Duration::from_millis(1)), &mut ready).expect("poll");
+            assert!(begun.elapsed() < Duration::from_secs(30), "the answers do not end");
+        }
+        if self.verbose
+            && let Some(Socket::Nic(id)) = &self.lanes[NIC].socket
+        {
+            println!("{:?}", self.session.place(*id));
+        }
+    }
+
+    /// Ends the connections of a batch.
+    fn disconnect(&mut self) {
+        let mut sent = 0;
+        for at in 0..self.lanes.len() {
+            self.lanes[at].peer.reset(&mut self.frame);
+            self.transmit(&mut sent);
+        }
+        for lane in std::mem::take(&mut self.lanes) {
+            match lane.socket {
+                Some(Socket::Nic(id)) => self.session.close(id).expect("close"),
+                Some(Socket::Kernel(stream)) => {
+                    let _ = socket::reset_on_close(stream.as_fd());
+                }
+                None => {}
+            }
+        }
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !self.bed.tool().and_then(|mut tool| tool.connections()).expect("a list").is_empty() {
+            assert!(Instant::now() < deadline, "closed connections are left");
+            self.pump();
+        }
+    }
+
+    /// Plays a batch. Returns the outcomes of each lane's steps.
+    fn play(&mut self, scripts: &[Script], first: u32) -> Vec<Vec<Outcome>> {
+        self.connect(scripts, first);
+        let most = scripts.iter().map(|script| script.steps.len()).max().unwrap_or(0);
+        let mut outcomes = vec![Vec::new(); self.lanes.len()];
+        for number in 0..=most {
+            if number == most {
+                (0..self.lanes.len()).for_each(|at| self.call(at, Step::Read(100_000)));
+            } else {
+                self.step(scripts, number);
+            }
+            for (at, lane) in self.lanes.iter().enumerate() {
+                if number == most || number < scripts[at / LANES].steps.len() {
+                    outcomes[at].push(Outcome { wire: lane.peer.seen.clone(), program: lane.program.clone() });
+                }
+            }
+        }
+        self.disconnect();
+        let next = usize::from(self.first_port) + BATCH * LANES;
+        self.first_port = if next + BATCH * LANES < 60_000 { next as u16 } else { FIRST_PORT };
+        outcomes
+    }
+}
+
+impl Program {
+    fn note(&mut self, result: io::Result<usize>, count: impl FnOnce(&mut Program, usize)) {
+        match result {
+            Ok(bytes) => count(self, bytes),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => self.error = Some(error.kind()),
+        }
+    }
+}
+
+fn setting(name: &str, otherwise: u64) -> u64 {
+    std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
+}
+
+/// The NIC answers any peer as the kernel does.
+#[test]
+fn a_random_peer_is_answered_as_by_the_kernel() {
+    let (first, count) = (setting("BATON_FIRST_SCRIPT", 0), setting("BATON_SCRIPTS", BATCH as u64));
+    let mut stage = Stage::new();
+    let mut tally = Tally::default();
+    for from in (first..first + count).step_by(BATCH) {
+        let numbers: Vec<u64> = (from..(from + BATCH as u64).min(first + count)).collect();
+        let scripts: Vec<Script> = numbers.iter().map(|number| Script::new(*number)).collect();
+        let outcomes = stage.play(&scripts, from as u32);
+        for ((number, script), lanes) in numbers.iter().zip(&scripts).zip(outcomes.chunks(LANES)) {
+            tally.judge(*number, script, [&lanes[0], &lanes[1], &lanes[NIC]]);
+        }
+    }
+    println!("{tally}");
+    assert!(tally.holds(), "the NIC differs from the kernel:\n{tally}");
+}
+
+/// The connection is reset with or without data in the segment, with or without data that was not sent or read: the program sees what it
+/// sees with the kernel.
+#[test]
+fn a_reset_is_seen_as_in_the_kernel() {
+    let segment = |flags, length, window| Step::Segment(Segment { at: 0, length, flags, ack: 0, window, clock: 0, bare: false });
+    let mut scripts = Vec::new();
+    for flags in [Flags::RST, Flags::RST | Flags::ACK] {
+        for length in [0, 500] {
+            for window in [65_535, 0] {
+                for unread in [0, 700] {
+                    let offer = script::Offer { mss: Some(1460), scale: Some(4), sack: true, timestamps: true };
+                    let steps = vec![
+                        segment(Flags::ACK, unread, window),
+                        Step::Write(4000),
+                        segment(flags, length, window),
+                        Step::Read(100),
+                        Step::Read(100_000),
+                        Step::Write(1),
+                    ];
+                    scripts.push(Script { ipv6: false, offer, receive_buffer: None, steps });
+                }
+            }
+        }
+    }
+    let mut stage = Stage::new();
+    let mut tally = Tally::default();
+    let outcomes = stage.play(&scripts, 1);
+    for ((number, script), lanes) in (0..).zip(&scripts).zip(outcomes.chunks(LANES)) {
+        tally.judge(number, script, [&lanes[0], &lanes[1], &lanes[NIC]]);
+    }
+    assert!(tally.holds(), "the NIC differs from the kernel:\n{tally}");
+}

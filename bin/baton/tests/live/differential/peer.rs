@@ -1,0 +1,176 @@
+//! One peer of one connection, as a script plays it, and what is seen of the connection's answers.
+
+use super::script::{Offer, Segment};
+use baton_device::{Checksum, Frame};
+use baton_lab::testbed::{MAC_A, MAC_B};
+use baton_sim::stream;
+use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
+use baton_wire::{Flags, Flow, TcpFrame, TcpOptions};
+
+/// Key of the peer's byte stream.
+pub const KEY: u64 = 77;
+
+/// What a connection has answered since the last step, and how far it has come. Numbers are relative to the first byte of each side.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Seen {
+    /// There was an answer: anything but data that was sent before, and probes.
+    pub answered: bool,
+    /// Sequence number and acknowledgement of a reset.
+    pub reset: Option<(i32, Option<i32>)>,
+    /// The end of what it has sent, its FIN included.
+    pub sent: i32,
+    pub fin: bool,
+    /// What it acknowledges.
+    pub acknowledged: i32,
+    /// Its last acknowledgement's SACK blocks.
+    pub sacked: Vec<(i32, i32)>,
+    /// Its last window is open.
+    pub open: bool,
+    /// The right edge of its window has moved to the left.
+    pub shrunk: bool,
+}
+
+pub struct Peer {
+    template: Template,
+    offer: Offer,
+    first: u32,
+    /// Sequence number of the connection's SYN; none before it has come.
+    theirs: Option<u32>,
+    /// The next byte to be sent, relative to `first` + 1.
+    next: u32,
+    clock: u32,
+    /// The connection's last timestamp.
+    echo: u32,
+    scale: u8,
+    edge: Option<u32>,
+    pub seen: Seen,
+}
+
+fn signed(number: u32) -> i32 {
+    number as i32
+}
+
+impl Peer {
+    /// `flow` as the peer sees it.
+    pub fn new(flow: &Flow, offer: Offer, first: u32) -> Peer {
+        let link = Link { source: MAC_B, destination: MAC_A, ttl: 64, ..Link::default() };
+        let template = Template::new(flow, &link, false);
+        Peer {
+            template,
+            offer,
+            first,
+            theirs: None,
+            next: 0,
+            clock: first ^ 0x5555,
+            echo: 0,
+            scale: 0,
+            edge: None,
+            seen: Seen::default(),
+        }
+    }
+
+    /// Whether the connection has answered the SYN.
+    pub fn is_answered(&self) -> bool {
+        self.theirs.is_some()
+    }
+
+    fn write(&self, frame: &mut Frame, header: &Header<'_>, position: u64, length: usize) {
+        frame.set_length(MAX_HEADER + 40 + length);
+        let headers = self.template.emit(header, length, frame.bytes_mut());
+        frame.set_length(headers + length);
+        stream::fill(KEY, position, &mut frame.bytes_mut()[headers..]);
+        baton_wire::frame::finish_checksum(frame.bytes_mut(), self.template.tcp_offset(), 16);
+        frame.checksum = Checksum::Unknown;
+        frame.segmentation = None;
+    }
+
+    /// Writes the SYN.
+    pub fn syn(&self, frame: &mut Frame) {
+        let Offer { mss, scale, sack, timestamps } = self.offer;
+        let timestamps = timestamps.then_some((self.clock, 0));
+        let options = TcpOptions { mss, window_scale: scale, sack_permitted: sack, timestamps, ..TcpOptions::default() };
+        let header = Header { seq: self.first, ack: 0, flags: Flags::SYN, window: 65_535, options: &options, ecn: 0, ident: 1 };
+        self.write(frame, &header, 0, 0);
+    }
+
+    /// Writes a segment, and notes what the peer has sent with it.
+    pub fn segment(&mut self, segment: &Segment, frame: &mut Frame) {
+        self.clock = self.clock.wrapping_add(1);
+        let clock = self.clock.wrapping_add(segment.clock as u32);
+        let timestamps = (self.offer.timestamps && !segment.bare).then_some((clock, self.echo));
+        let options = TcpOptions { timestamps, ..TcpOptions::default() };
+        let at = self.next.wrapping_add(segment.at as u32);
+        let has_ack = segment.flags.contains(Flags::ACK);
+        let ack = self.theirs.unwrap_or(0).wrapping_add(1).wrapping_add(self.seen.sent as u32).wrapping_add(segment.ack as u32);
+        let header = Header {
+            seq: self.first.wrapping_add(1).wrapping_add(at),
+            ack: if has_ack { ack } else { 0 },
+            flags: segment.flags,
+            window: segment.window,
+            options: &options,
+            ecn: 0,
+            ident: 1,
+        };
+        self.write(frame, &header, u64::from(at), usize::from(segment.length));
+        let end = at.wrapping_add(u32::from(segment.length));
+        // A peer goes on behind what it has sent; what lies behind a gap it sends again later.
+        if segment.at <= 0 && signed(end.wrapping_sub(self.next)) > 0 {
+            self.next = end;
+        }
+    }
+
+    /// A reset that ends the connection whatever its state.
+    pub fn reset(&self, frame: &mut Frame) {
+        let options = TcpOptions::default();
+        let seq = self.first.wrapping_add(1).wrapping_add(self.seen.acknowledged as u32);
+        self.write(frame, &Header { seq, ack: 0, flags: Flags::RST, window: 0, options: &options, ecn: 0, ident: 1 }, 0, 0);
+    }
+
+    /// Begins a step.
+    pub fn begin(&mut self) {
+        self.seen.answered = false;
+        self.seen.reset = None;
+        self.seen.shrunk = false;
+    }
+
+    /// Takes a segment of the connection's.
+    pub fn take(&mut self, parsed: &TcpFrame) {
+        if parsed.flags.contains(Flags::SYN) {
+            self.theirs.get_or_insert(parsed.seq);
+            self.scale = parsed.options.window_scale.filter(|_| self.offer.scale.is_some()).unwrap_or(0);
+            self.echo = parsed.options.timestamps.map_or(0, |(value, _)| value);
+            return;
+        }
+        let Some(theirs) = self.theirs else { return };
+        let relative = |seq: u32| signed(seq.wrapping_sub(theirs.wrapping_add(1)));
+        let mine = |ack: u32| signed(ack.wrapping_sub(self.first.wrapping_add(1)));
+        let has_ack = parsed.flags.contains(Flags::ACK);
+        if parsed.flags.contains(Flags::RST) {
+            self.seen.reset = Some((relative(parsed.seq), has_ack.then(|| mine(parsed.ack))));
+            self.seen.answered = true;
+            return;
+        }
+        if let Some((value, _)) = parsed.options.timestamps {
+            self.echo = value;
+        }
+        let fin = parsed.flags.contains(Flags::FIN);
+        let end = relative(parsed.seq) + parsed.payload_length as i32 + i32::from(fin);
+        let (is_new, is_old) = (end > self.seen.sent, relative(parsed.seq) < self.seen.sent);
+        self.seen.answered |= is_new || !is_old;
+        self.seen.sent = self.seen.sent.max(end);
+        self.seen.fin |= fin;
+        if has_ack {
+            self.seen.acknowledged = mine(parsed.ack);
+            // The NIC's segments with data have no SACK blocks: each has gone out with an acknowledgement already.
+            if parsed.payload_length == 0 {
+                self.seen.sacked =
+                    parsed.options.sack.as_slice().iter().map(|&(left, right)| (mine(left), mine(right))).collect();
+            }
+            self.seen.open = parsed.window != 0;
+            let edge = parsed.ack.wrapping_add(u32::from(parsed.window) << self.scale);
+            let last = self.edge.replace(edge).unwrap_or(edge);
+            // An edge that a scaled window cannot express is rounded.
+            self.seen.shrunk |= signed(last.wrapping_sub(edge)) >= 1 << self.scale;
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! Scripts: what a random peer sends and what the program does meanwhile. The same number gives the same script.
+
+use baton_netem::Rng;
+use baton_wire::Flags;
+use std::fmt;
+
+/// What a peer offers in its SYN.
+#[derive(Clone, Copy, Debug)]
+pub struct Offer {
+    pub mss: Option<u16>,
+    pub scale: Option<u8>,
+    pub sack: bool,
+    pub timestamps: bool,
+}
+
+/// A segment of the peer's. Sequence numbers are relative to what it would send next, acknowledgements to all that it has seen.
+#[derive(Clone, Copy)]
+pub struct Segment {
+    pub at: i32,
+    pub length: u16,
+    pub flags: Flags,
+    pub ack: i32,
+    pub window: u16,
+    /// Added to the peer's clock, in its ticks.
+    pub clock: i32,
+    /// Without the timestamps that were agreed on.
+    pub bare: bool,
+}
+
+impl fmt::Debug for Segment {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{:?} seq{:+} len {} ack{:+} win {}", self.flags, self.at, self.length, self.ack, self.window)?;
+        if self.clock != 0 {
+            write!(out, " clock{:+}", self.clock)?;
+        }
+        if self.bare { write!(out, " without timestamps") } else { Ok(()) }
+    }
+}
+
+/// One step: the peer sends a segment, or the program makes a call.
+#[derive(Clone, Copy, Debug)]
+pub enum Step {
+    Segment(Segment),
+    Write(u32),
+    Read(u32),
+    Shutdown,
+}
+
+#[derive(Clone, Debug)]
+pub struct Script {
+    pub ipv6: bool,
+    pub offer: Offer,
+    /// SO_RCVBUF of the program's socket, if it sets that.
+    pub receive_buffer: Option<i32>,
+    pub steps: Vec<Step>,
+}
+
+impl Script {
+    /// The script of this number.
+    pub fn new(number: u64) -> Script {
+        let mut rng = Rng::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0xba70);
+        let offer = Offer {
+            mss: [Some(1460), Some(1460), Some(536), Some(300), None][rng.below(5) as usize],
+            scale: [None, Some(0), Some(0), Some(4)][rng.below(4) as usize],
+            sack: rng.chance(700_000),
+            timestamps: rng.chance(600_000),
+        };
+        let receive_buffer = [None, None, None, Some(2304), Some(5000), Some(20_000)][rng.below(6) as usize];
+        let count = 3 + rng.below(5) as usize;
+        let steps = (0..count).flat_map(|_| followed(step(&mut rng), &mut rng)).collect();
+        Script { ipv6: rng.chance(300_000), offer, receive_buffer, steps }
+    }
+}
+
+/// What the program sends is acknowledged, mostly: without, the script is soon about retransmissions alone.
+fn followed(step: Step, rng: &mut Rng) -> impl Iterator<Item = Step> + use<> {
+    let sends = matches!(step, Step::Write(_) | Step::Shutdown) && rng.chance(900_000);
+    let window = [65_535, 65_535, 20_000][rng.below(3) as usize];
+    let acknowledge = Segment { at: 0, length: 0, flags: Flags::ACK, ack: 0, window, clock: 0, bare: false };
+    std::iter::once(step).chain(sends.then_some(Step::Segment(acknowledge)))
+}
+
+fn step(rng: &mut Rng) -> Step {
+    match rng.below(20) {
+        0..3 => Step::Write([1, 100, 700, 2000, 4000][rng.below(5) as usize]),
+        3..5 => Step::Read([1, 500, 100_000][rng.below(3) as usize]),
+        5 => Step::Shutdown,
+        _ => Step::Segment(segment(rng)),
+    }
+}
+
+fn segment(rng: &mut Rng) -> Segment {
+    let length = [0, 0, 1, 1, 10, 100, 500, 1000, 1400][rng.below(9) as usize];
+    let far = [i32::MAX, i32::MIN, 1 << 30, -(1 << 30), 100_000, -100_000][rng.below(6) as usize];
+    let at = match rng.below(20) {
+        0..10 => 0,
+        10..12 => -i32::from(length),
+        12..14 => -i32::from(length / 2),
+        14..17 => [1, 10, 500, 1400, 3000][rng.below(5) as usize],
+        17..19 => -([1, 2, 100, 1000][rng.below(4) as usize]),
+        _ => far,
+    };
+    let flags = match rng.below(40) {
+        0..30 => Flags::ACK | if length > 0 { Flags::PSH } else { Flags(0) },
+        30..33 => Flags::ACK | Flags::FIN,
+        33 => Flags::RST,
+        34 => Flags::RST | Flags::ACK,
+        35 => Flags::SYN,
+        36 => Flags::SYN | Flags::ACK,
+        37 => Flags(0),
+        38 => Flags::FIN,
+        _ => Flags::ACK | Flags::SYN | Flags::FIN,
+    };
+    let ack = match rng.below(20) {
+        0..13 => 0,
+        13..15 => -([1, 100, 1000][rng.below(3) as usize]),
+        15..17 => [1, 100, 100_000][rng.below(3) as usize],
+        17 => far,
+        _ => -10_000_000,
+    };
+    Segment {
+        at,
+        length,
+        flags,
+        ack,
+        window: [65_535, 65_535, 8000, 1000, 500, 100, 1, 0][rng.below(8) as usize],
+        clock: if rng.chance(100_000) { [-1, -1000, -100_000, 100_000][rng.below(4) as usize] } else { 0 },
+        bare: rng.chance(40_000),
+    }
+}
