@@ -99,6 +99,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
             (Operation::NicControl, Some(Control::Grant)) => self.grant(cid, message.address),
             (Operation::NicControl, Some(Control::Connect)) => self.connect(cid, message.address, now),
+            (Operation::NicControl, Some(Control::Abort)) => self.abort(cid, now),
             (Operation::NicControl, Some(Control::Close)) => self.close(cid, message.address, now),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),

@@ -7,9 +7,11 @@ use baton_datagrams::Place;
 use baton_datapath::{DatagramSettings, DatagramWay};
 use baton_device::Device;
 use baton_image::{Image, MAX_ENCODED};
-use baton_wire::Endpoint;
 use baton_wire::frame::Link;
+use baton_wire::{Endpoint, Flags, TcpFrame};
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
 use std::sync::atomic::Ordering;
 
 /// The attacker's connection, and where its program's words lie.
@@ -107,6 +109,38 @@ fn keep_alive_numbers_that_linux_refuses_are_refused() {
     assert!((100..=130).contains(&probes), "{probes} probes, then it ends");
 }
 
+/// The agent ends a connection that its socket has lost: its peer is reset, its program gets ECONNABORTED, the agent is notified.
+#[test]
+fn a_connection_that_its_socket_has_lost_is_reset() {
+    const ECONNABORTED: u32 = 103;
+    let mut stage = Stage::new();
+    let resets = |stage: &mut Stage| {
+        let mut resets = 0;
+        while stage.far.receive(&mut stage.frame) {
+            resets += usize::from(TcpFrame::parse(stage.frame.bytes()).is_ok_and(|parsed| parsed.flags.contains(Flags::RST)));
+        }
+        resets
+    };
+    for generation in [2, 1] {
+        let abort = Message::control(Operation::NicControl, Control::Abort, Cid::new(1, generation), 0, 0);
+        stage.agent.push(abort.to_words()).unwrap();
+        stage.agent.publish();
+        stage.worker.poll(stage.now);
+        stage.worker.poll(stage.now);
+        assert_eq!(resets(&mut stage), usize::from(generation == 1));
+    }
+    let ended = |events: &mut baton_ring::Consumer<baton_shm::RingWords>| {
+        let all = std::iter::from_fn(|| events.pop()).filter_map(Message::from_words);
+        all.filter(|event| (event.cid, event.kind) == (CID, Control::Closed as u16))
+            .map(|event| event.address)
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(ended(&mut stage.programs[1].events), [ECONNABORTED]);
+    assert_eq!(ended(&mut stage.events).len(), 1, "the agent takes the slot");
+    stage.events.release();
+    stage.victim_goes_on(700);
+}
+
 /// A word that the attacker's program can write, and the values that it gives it.
 #[derive(Clone, Debug)]
 enum Step {
@@ -194,6 +228,35 @@ impl Stage {
     }
 }
 
+/// Runs the steps, and gives the attacker's connection to the kernel.
+fn run(steps: &[Step]) -> Result<(), TestCaseError> {
+    let mut stage = Stage::new();
+    stage.add_socket();
+    for (number, step) in steps.iter().enumerate() {
+        stage.step(step);
+        for _ in 0..3 {
+            let before = stage.work();
+            stage.worker.poll(stage.now);
+            prop_assert!(stage.work() - before <= MOST_AT_ONCE, "{} after {step:?}", stage.work() - before);
+            stage.worker.datagram_doorbells(|_| {});
+            stage.worker.doorbells(stage.now, |_, _| {});
+            while stage.far.receive(&mut stage.frame) {}
+            while stage.kernel.receive(&mut stage.frame) {}
+        }
+        if number % 8 == 0 {
+            stage.victim_goes_on(1 + number * 37 % 1400);
+        }
+    }
+    let before = stage.work();
+    stage.worker.end_datagrams(SOCKET, true);
+    if let Some(queue) = stage.leave() {
+        prop_assert!(queue <= BUFFER, "{queue} bytes would go to the kernel");
+    }
+    prop_assert!(stage.work() - before <= 4 * MOST_AT_ONCE);
+    stage.victim_goes_on(1000);
+    Ok(())
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(200)))]
 
@@ -201,29 +264,36 @@ proptest! {
     /// on, and the attacker's own can be given to the kernel, with no more than its memory holds.
     #[test]
     fn a_rounds_work_is_bounded(steps in proptest::collection::vec(steps(), 1..80)) {
-        let mut stage = Stage::new();
-        stage.add_socket();
-        for (number, step) in steps.iter().enumerate() {
-            stage.step(step);
-            for _ in 0..3 {
-                let before = stage.work();
-                stage.worker.poll(stage.now);
-                prop_assert!(stage.work() - before <= MOST_AT_ONCE, "{} after {:?}", stage.work() - before, step);
-                stage.worker.datagram_doorbells(|_| {});
-                stage.worker.doorbells(stage.now, |_, _| {});
-                while stage.far.receive(&mut stage.frame) {}
-                while stage.kernel.receive(&mut stage.frame) {}
-            }
-            if number % 8 == 0 {
-                stage.victim_goes_on(1 + number * 37 % 1400);
-            }
+        run(&steps)?;
+    }
+}
+
+/// Names the seed of a run that fails.
+struct Seed(u64);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("BATON_FUZZ_SEED={} repeats it", self.0);
         }
-        let before = stage.work();
-        stage.worker.end_datagrams(SOCKET, true);
-        if let Some(queue) = stage.leave() {
-            prop_assert!(queue <= BUFFER, "{queue} bytes would go to the kernel");
+    }
+}
+
+/// The same for `BATON_FUZZ_SECONDS` (1), from `BATON_FUZZ_SEED` (1) on.
+#[test]
+fn a_rounds_work_is_bounded_for_a_while() {
+    let setting = |name, otherwise| std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise);
+    let (seconds, begun) = (setting("BATON_FUZZ_SECONDS", 1), std::time::Instant::now());
+    let strategy = proptest::collection::vec(steps(), 1..80);
+    for seed in setting("BATON_FUZZ_SEED", 1).. {
+        if begun.elapsed().as_secs() >= seconds {
+            return;
         }
-        prop_assert!(stage.work() - before <= 4 * MOST_AT_ONCE);
-        stage.victim_goes_on(1000);
+        let seed = Seed(seed);
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&seed.0.to_le_bytes());
+        let mut runner = TestRunner::new_with_rng(ProptestConfig::default(), TestRng::from_seed(RngAlgorithm::ChaCha, &bytes));
+        let tree = strategy.new_tree(&mut runner).expect("steps");
+        run(&tree.current()).expect("bounded work");
     }
 }
