@@ -1,8 +1,10 @@
 # The two commands of the README are `make demo` and `make test`; the others are slower checks.
 CARGO ?= cargo
 BATON := target/release/baton
+# Seed of the fuzz targets: each commit tries others.
+COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test build lint dependencies soak sim programs restarts suites numa bench provider rmpp differential packetdrill-adapter packetdrill clean
+.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp differential packetdrill-adapter packetdrill clean
 
 demo: build
 	$(BATON) demo
@@ -19,6 +21,8 @@ dependencies:
 test: CHECKED := target/checked/baton
 test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 test: export RUST_TEST_THREADS := $(shell nproc)
+test: export BATON_FUZZ_SECONDS := 10
+test: export BATON_FUZZ_SEED := $(COMMIT_SEED)
 test: lint
 	@scripts/dependencies tests
 	tests/setup/locks.py
@@ -47,6 +51,16 @@ lint:
 	$(CARGO) fmt --check
 	$(CARGO) clippy --profile checked --locked --workspace -- -D warnings
 	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
+
+# Random and extreme values in all that a program can write and send: memory that it shares with the NIC, requests, descriptors of every
+# kind. `make fuzz SECONDS=3600 SEED=7`; a failure names its seed.
+fuzz: SECONDS := 3600
+fuzz: SEED := $(COMMIT_SEED)
+fuzz: export BATON_FUZZ_SECONDS = $(SECONDS)
+fuzz: export BATON_FUZZ_SEED = $(SEED)
+fuzz:
+	$(CARGO) test --profile checked --locked -p baton-datapath --test worker bounds
+	$(CARGO) test --profile checked --locked -p baton --test live hostile::no_descriptor
 
 # The long form of what `make test` runs for a short while.
 soak: build

@@ -123,7 +123,7 @@ fn leftovers() -> Vec<PathBuf> {
     let named = entries.flatten().map(|entry| entry.path()).filter(|path| {
         path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("baton-")) && path.join("agent.sock").exists()
     });
-    named.filter(|path| Channel::connect(&path.join("agent.sock")).is_err()).collect()
+    named.filter(|path| !Channel::is_listened_at(&path.join("agent.sock"))).collect()
 }
 
 /// Prints the findings. Returns whether everything works.
@@ -140,7 +140,7 @@ pub fn run(arguments: &DoctorArguments) -> Result<bool> {
                 println!("         {advice}");
             }
         }
-        let running = Channel::connect(Path::new(DEFAULT_SOCKET)).is_ok();
+        let running = Channel::is_listened_at(Path::new(DEFAULT_SOCKET));
         let advice = if running { "" } else { " (`baton up` starts one; `baton run` needs none)" };
         println!("\n{} runs at {DEFAULT_SOCKET}{advice}", if running { "A Baton" } else { "No Baton" });
     }

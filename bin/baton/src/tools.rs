@@ -4,10 +4,11 @@ use anyhow::{Context, Result, bail};
 use baton_client::discovery::{self, Agent};
 use baton_client::tool::Tool;
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
+use baton_protocol::texts::plain;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 #[derive(Args)]
@@ -18,11 +19,11 @@ pub struct SocketArgument {
 }
 
 impl SocketArgument {
-    /// The sockets of all agents that are meant.
-    fn sockets(&self) -> Vec<PathBuf> {
+    /// The sockets of all agents that are meant, and the processes that are to listen there where they are known.
+    fn sockets(&self) -> Vec<(PathBuf, Option<u32>)> {
         match &self.socket {
-            Some(path) => vec![path.clone()],
-            None => discovery::agents().into_iter().map(|Agent { socket, .. }| socket).collect(),
+            Some(path) => vec![(path.clone(), None)],
+            None => discovery::agents().into_iter().map(|Agent { socket, process }| (socket, Some(process))).collect(),
         }
     }
 
@@ -30,9 +31,9 @@ impl SocketArgument {
     pub fn connect(&self) -> Result<Tool> {
         match &self.sockets()[..] {
             [] => bail!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one"),
-            [socket] => Tool::connect(socket),
+            [(socket, _)] => Tool::connect(socket),
             several => {
-                let paths: Vec<_> = several.iter().map(|path| format!("\n    --socket {}", path.display())).collect();
+                let paths: Vec<_> = several.iter().map(|(path, _)| format!("\n    --socket {}", path.display())).collect();
                 bail!("{} Batons run here; say which one:{}", several.len(), paths.concat())
             }
         }
@@ -116,9 +117,19 @@ fn connections(tool: &mut Tool) -> Result<Vec<ConnectionInfo>> {
     tool.connections()
 }
 
+/// Agents that are looked at at the same time.
+const LOOKS: usize = 64;
+
+/// An agent's connections, and how many NICs it has.
+fn look(socket: &Path, process: Option<u32>) -> Result<(Vec<ConnectionInfo>, usize)> {
+    let mut tool = Tool::look(socket, process)?;
+    Ok((connections(&mut tool)?, tool.statistics()?.nics.len()))
+}
+
 /// The name of a process, if it can be read.
 fn program(process: u32) -> String {
-    std::fs::read_to_string(format!("/proc/{process}/comm")).map_or_else(|_| "?".into(), |name| name.trim_end().to_string())
+    let name = std::fs::read_to_string(format!("/proc/{process}/comm"));
+    name.map_or_else(|_| "?".into(), |name| plain(name.trim_end_matches('\n')))
 }
 
 /// What `baton ls --json` prints of a connection: also where its agent listens, for `--socket`.
@@ -133,9 +144,17 @@ struct Listed {
 pub fn list(arguments: &ListArguments) -> Result<bool> {
     let mut all = Vec::new();
     let sockets = arguments.socket.sockets();
-    for socket in &sockets {
-        let listed = Tool::connect(socket).and_then(|mut tool| Ok((connections(&mut tool)?, tool.statistics()?.nics.len())));
-        match listed {
+    // Many at once: one that does not answer holds up few of the others.
+    let looks = sockets.chunks(LOOKS).flat_map(|sockets| {
+        std::thread::scope(|scope| {
+            let begun: Vec<_> =
+                sockets.iter().map(|(socket, process)| (socket, scope.spawn(move || look(socket, *process)))).collect();
+            begun.into_iter().map(|(socket, look)| (socket, look.join())).collect::<Vec<_>>()
+        })
+    });
+    for (socket, listed) in looks {
+        let listed = listed.unwrap_or_else(|_| bail!("no thread to look at it"));
+        match listed.with_context(|| format!("looking at {}", socket.display())) {
             Ok((list, nics)) => all.push((socket, list, nics)),
             // One of several may end just now.
             Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),

@@ -140,9 +140,11 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
                 (connection.stays, connection.inherited) = (until == Until::Never, until == Until::Alone);
             }
         }
-        Kept::Attached(of, number, process, local, peer) => {
-            if let Some(session) = sessions.get_mut(&of) {
-                adopt(session, number, None, process, (local, peer));
+        Kept::Attached(of, number, process, cookie, local, peer) => {
+            if let Some(session) = sessions.get_mut(&of)
+                && let Some(connection) = adopt(session, number, None, process, (local, peer))
+            {
+                connection.cookie = cookie;
             }
         }
         _ => {}

@@ -6,12 +6,14 @@ use crate::connection::{Asker, Connection, Stage};
 use crate::journal;
 use crate::session::{NOT_READING, Sent, Session};
 use baton_abi::Cid;
+use baton_handoff::examine;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
-use baton_linux::{diagnosis, socket};
+use baton_linux::{diagnosis, process, socket};
 use baton_moves::Refusal;
 use baton_protocol::program::{Answer, Ask, Place, Reply, Request};
+use baton_wire::Flow;
 use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -61,7 +63,7 @@ impl Session {
                 // restored into it.
                 Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) if missing.contains(&connection) => {
                     if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
-                        let _ = diagnosis::destroy(netlink, &entry.flow);
+                        let _ = diagnosis::destroy(netlink, &entry.flow, Some(entry.cookie));
                         entry.fd = stand_in(entry, abort).ok();
                         entry.closed = true;
                     }
@@ -95,8 +97,7 @@ impl Session {
 }
 
 fn is_socket_of(fd: BorrowedFd<'_>, connection: &Connection) -> bool {
-    let names = socket::local_address(fd).ok().zip(socket::peer_address(fd).ok());
-    names == Some((connection.local(), connection.peer())) && socket::is_of_this_namespace(fd).unwrap_or(false)
+    connection.check_socket(fd).is_ok() && socket::is_of_this_namespace(fd).unwrap_or(false)
 }
 
 /// Makes a socket in place of one that its program has closed.
@@ -109,6 +110,24 @@ fn stand_in(connection: &Connection, abort: bool) -> io::Result<OwnedFd> {
 }
 
 impl Agent {
+    /// Checks that an attacher's user may have a connection moved: socket and process are that user's. What is registered by an attacher
+    /// is not held by a descriptor, and everybody can say to be one.
+    ///
+    /// # Errors
+    /// [`Refusal::Foreign`], or that the kernel does not know the socket.
+    pub(crate) fn may_attach(&self, user: u32, process: u32, flow: &Flow, cookie: u64) -> Result<(), Refusal> {
+        if user == 0 || user == process::user() {
+            return Ok(());
+        }
+        let described = diagnosis::describe(&self.diagnosis, flow, cookie);
+        let of_socket = described.map_err(|error| examine::system("socket diagnosis", &error))?.routing.user;
+        let of_process = process::user_of(process).map_err(|error| examine::system("/proc", &error))?;
+        match [of_socket, of_process].into_iter().find(|other| *other != user) {
+            Some(other) => Err(Refusal::Foreign(other)),
+            None => Ok(()),
+        }
+    }
+
     pub(crate) fn is_attacher(&self, session: u32) -> bool {
         self.sessions.get(session as usize).and_then(Option::as_ref).is_some_and(|session| session.opening.attacher)
     }
@@ -161,7 +180,7 @@ impl Agent {
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Some(Reply::Done) };
         if connection.stage() == Stage::Nic {
             // The program's orphaned socket sends nothing: the NIC still has the connection's frames.
-            let _ = diagnosis::destroy(&self.diagnosis, &connection.flow);
+            let _ = diagnosis::destroy(&self.diagnosis, &connection.flow, Some(connection.cookie));
             match stand_in(connection, abort) {
                 Ok(fd) => connection.fd = Some(fd),
                 Err(error) => return Some(Reply::Failed { reason: format!("no socket to close it in: {error}") }),

@@ -8,7 +8,7 @@ use baton_abi::layout::{Owner, block as layout, session};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
-use baton_linux::events;
+use baton_linux::{events, socket};
 use baton_moves::{Barrier, Custody, Goal, Move, Refusal, Step};
 use baton_protocol::program::{Place, Until};
 use baton_shm::Region;
@@ -245,14 +245,35 @@ pub(crate) struct Extra {
     /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
     /// with the scope of link-local addresses, or otherwise.
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
+    /// Of an attacher: since when no program is known to have its socket, in microseconds of the monotonic clock.
+    pub unheld_since: Option<u64>,
 }
 
 impl Extra {
     /// Whether there is nothing that has to be kept. What a growth wants is set just before it begins.
     fn is_empty(&self) -> bool {
-        let Extra { machine, handoff, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, addresses } = self;
+        let Extra {
+            machine,
+            handoff,
+            carried,
+            waiting,
+            wants: _,
+            growing,
+            fin,
+            stay,
+            unproved,
+            must_return,
+            addresses,
+            unheld_since,
+        } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
-        of_move && fin.is_none() && stay.is_none() && unproved.is_none() && must_return.is_none() && addresses.is_none()
+        of_move
+            && fin.is_none()
+            && stay.is_none()
+            && unproved.is_none()
+            && must_return.is_none()
+            && addresses.is_none()
+            && unheld_since.is_none()
     }
 }
 
@@ -267,6 +288,8 @@ pub(crate) struct Connection {
     /// The control group whose BPF programs its packets pass.
     pub cgroup: Option<crate::cgroups::Name>,
     pub flow: Flow,
+    /// The kernel's number of its socket, whatever that is connected to (SO_COOKIE).
+    pub cookie: u64,
     /// Its socket names addresses of IPv4 as such of IPv6.
     pub mapped: bool,
     /// The last step that it has completed: its place between kernel and NIC.
@@ -313,18 +336,20 @@ pub(crate) struct Connection {
     pub block: Block,
 }
 
-const _: () = assert!(size_of::<Option<Connection>>() <= 160);
+const _: () = assert!(size_of::<Option<Connection>>() <= 168);
 
 impl Connection {
     /// Makes a connection that is in the kernel.
     pub fn new(fd: Option<OwnedFd>, flow: Flow, local: SocketAddr, peer: SocketAddr, mut block: Block) -> Connection {
         block.read_moves();
+        let cookie = fd.as_ref().and_then(|fd| socket::cookie(fd.as_fd()).ok()).unwrap_or_default();
         let mut connection = Connection {
             fd,
             attached: false,
             process: 0,
             cgroup: None,
             flow,
+            cookie,
             mapped: false,
             step: Step::Kernel,
             cid: None,
@@ -463,6 +488,11 @@ impl Connection {
         self.extra.as_ref().is_some_and(|extra| !extra.waiting.then.is_empty())
     }
 
+    /// Whether its program has closed it, or it is on its way to the kernel or to other memory: its socket need not be what it was.
+    pub fn is_being_closed(&self) -> bool {
+        self.closed || self.is_waited_for() || self.goal().is_some()
+    }
+
     pub fn wants(&self) -> Wants {
         self.extra.as_ref().map(|extra| extra.wants).unwrap_or_default()
     }
@@ -509,6 +539,39 @@ impl Connection {
         self.fd.as_ref().map(AsFd::as_fd).ok_or(Refusal::Elsewhere)
     }
 
+    /// Checks that a descriptor is that of its socket, and that this has the connection which was registered. Whoever has a duplicate can
+    /// disconnect the socket at any time, and connect it elsewhere; another socket may have its 4-tuple then.
+    ///
+    /// # Errors
+    /// [`Refusal::Swapped`], or [`Refusal::Closed`] if the socket has no connection at all.
+    pub fn check_socket(&self, fd: BorrowedFd<'_>) -> Result<(), Refusal> {
+        // Scope and flow label are left out: options of the socket change them.
+        let plain = |address: SocketAddr| (address.ip().to_canonical(), address.port());
+        if socket::cookie(fd).ok() != Some(self.cookie) {
+            return Err(Refusal::Swapped);
+        }
+        let peer = socket::peer_address(fd).map_err(|_| Refusal::Closed("getpeername"))?;
+        let local = socket::local_address(fd).map_err(|_| Refusal::Closed("getsockname"))?;
+        let (registered, its) = (self.ends(), (local, peer));
+        let same = (plain(registered.0), plain(registered.1)) == (plain(its.0), plain(its.1));
+        same.then_some(()).ok_or(Refusal::Swapped)
+    }
+
+    /// Its descriptor, if that still is its socket's ([`Connection::check_socket`]). Asked for right before anything is done by 4-tuple
+    /// for the socket's sake.
+    ///
+    /// # Errors
+    /// Those, or as [`Connection::fd`].
+    pub fn own_fd(&self) -> Result<BorrowedFd<'_>, Refusal> {
+        let fd = self.fd()?;
+        self.check_socket(fd).map(|()| fd)
+    }
+
+    /// Whether its descriptor has another connection now, which is to be left alone.
+    pub fn is_swapped(&self) -> bool {
+        self.fd().and_then(|fd| self.check_socket(fd)) == Err(Refusal::Swapped)
+    }
+
     /// Whether a move waits for the program to leave an operation. An attacher is in none while it asks for a move.
     pub fn waits_for_program(&self) -> bool {
         !self.attached && !self.abandoned
@@ -540,6 +603,7 @@ impl Connection {
     /// Notes that its bytes are in session memory, and with what it is handed off.
     pub fn enter_nic(&mut self, on_nic: OnNic, handoff: Handoff) {
         self.on_nic = Some(Box::new(on_nic));
+        self.extra().unheld_since = None;
         self.extra().handoff = Some(Box::new(handoff));
     }
 

@@ -58,6 +58,8 @@ struct Socket {
     cookie: u64,
     rings: Rings,
     bell: SessionBell,
+    /// Its address when the NIC was told of it last.
+    local: Option<SocketAddr>,
     /// The ways that the program has asked for; None while there is none.
     ways: BTreeMap<IpAddr, Option<DatagramWay>>,
 }
@@ -131,7 +133,8 @@ impl Agent {
                 }
                 examine(fd.as_fd())?;
                 self.datagrams.next += 1;
-                let socket = Socket { session, fd, cookie, rings, bell: SessionBell::from_fd(bell), ways: BTreeMap::new() };
+                let (bell, ways) = (SessionBell::from_fd(bell), BTreeMap::new());
+                let socket = Socket { session, fd, cookie, rings, bell, local: None, ways };
                 self.datagrams.by_id.insert(self.datagrams.next, socket);
                 self.datagrams.next
             }
@@ -197,8 +200,36 @@ impl Agent {
         };
         let served = self.nics[0].serve_datagrams(&ToNic::Datagrams(description), Some(socket.bell.as_fd()));
         served.map_err(|_| Refusal::NicGone)?;
+        if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
+            socket.local = Some(local);
+        }
+        self.looks.begin_sockets();
         self.publish_datagrams(id, true);
         Ok(())
+    }
+
+    /// Polls the addresses of the next UDP sockets, `most` at most: a socket whose program has disconnected it has lost the port that the
+    /// kernel had chosen, and another one may have it. Returns where to go on, and whether the NIC has any socket.
+    pub(crate) fn look_at_datagrams(&mut self, from: u32, most: usize) -> (u32, bool) {
+        let is_other = |socket: &Socket| socket.local.is_some() && socket::local_address(socket.fd.as_fd()).ok() != socket.local;
+        let turn: Vec<(u32, bool)> =
+            self.datagrams.by_id.range(from..).take(most).map(|(id, socket)| (*id, is_other(socket))).collect();
+        for (id, _) in turn.iter().filter(|(_, is_other)| *is_other) {
+            if self.serve_datagrams(*id).is_err() {
+                self.leave_to_kernel(*id);
+            }
+        }
+        let next = turn.last().filter(|_| turn.len() == most).map_or(0, |(id, _)| id + 1);
+        (next, self.datagrams.by_id.values().any(|socket| socket.local.is_some()))
+    }
+
+    /// Makes the NIC take a socket's datagrams no longer.
+    fn leave_to_kernel(&mut self, id: u32) {
+        let _ = self.nics[0].serve_datagrams(&ToNic::EndDatagrams { id, replay: false }, None);
+        if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
+            socket.local = None;
+        }
+        self.publish_datagrams(id, false);
     }
 
     /// Looks up the way of a socket's datagrams to a host, for its program.
@@ -260,8 +291,7 @@ impl Agent {
     pub(crate) fn follow_datagrams(&mut self) {
         for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
             if self.serve_datagrams(id).is_err() {
-                let _ = self.nics[0].serve_datagrams(&ToNic::EndDatagrams { id, replay: false }, None);
-                self.publish_datagrams(id, false);
+                self.leave_to_kernel(id);
             }
             if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
                 // The program asks for those that it still uses.

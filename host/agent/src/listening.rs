@@ -194,7 +194,31 @@ impl Agent {
         self.shape.serve(&self.routes, &self.keeper, &listener.steered, &now)?;
         listener.steered = now;
         self.grant(id);
+        self.looks.begin_sockets();
         Ok(())
+    }
+
+    /// Whether the socket of a listener listens still. The agent has no descriptor of it, which would keep it open.
+    fn still_listens(&self, id: u32) -> bool {
+        let Some(listener) = self.listeners.by_id.get(&id) else { return false };
+        diagnosis::is_listening(&self.diagnosis, listener.listening.local, listener.listening.cookie).unwrap_or(true)
+    }
+
+    /// Polls the listeners: a program that closes one is to say so, but need not, and another socket may listen at its port then. Returns
+    /// whether there are any.
+    pub(crate) fn look_at_listeners(&mut self) -> bool {
+        for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
+            if !self.still_listens(id) {
+                self.end_listener(id);
+            }
+        }
+        !self.listeners.by_id.is_empty()
+    }
+
+    /// Ends a listener for all its sessions.
+    fn end_listener(&mut self, id: u32) {
+        let sessions = self.listeners.by_id.get(&id).map(|listener| listener.sessions.clone()).unwrap_or_default();
+        sessions.into_iter().for_each(|session| self.stop_listening(session, Some(id)));
     }
 
     /// Grants each NIC as many slots as a listener's accept queue has room for.
@@ -271,6 +295,14 @@ impl Agent {
             return (Reply::Failed { reason: format!("there is no listener {id}") }, Vec::new());
         };
         let (listening, limits) = (listener.listening.clone(), listener.limits);
+        if !listener.waiting.is_empty() && !self.still_listens(id) {
+            // Clients of whoever listens there now.
+            self.end_listener(id);
+            return (Reply::Failed { reason: format!("listener {id} has been closed") }, Vec::new());
+        }
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else {
+            return (Reply::Failed { reason: format!("there is no listener {id}") }, Vec::new());
+        };
         let Some(waiting) = listener.waiting.pop_front() else {
             return (Reply::Stayed { reason: "no connection waits".into(), transient: true }, Vec::new());
         };
@@ -408,7 +440,7 @@ impl Agent {
         match make() {
             Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
                 let waits = diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok_and(|(state, _)| state == TIME_WAIT);
-                if waits && diagnosis::destroy(&self.diagnosis, &image.flow).is_ok() { make() } else { Err(error) }
+                if waits && diagnosis::destroy(&self.diagnosis, &image.flow, None).is_ok() { make() } else { Err(error) }
             }
             made => made,
         }

@@ -1,20 +1,25 @@
 //! Polls state of which the kernel sends no notification, while connections are on the NIC: options that a program set on its
-//! socket without the library's knowledge, segments that arrived where the NIC does not receive (at the shell, whose input is blocked), and route
-//! exceptions, which ICMP messages of too big packets create.
+//! socket without the library's knowledge, segments that arrived where the NIC does not receive (at the shell, whose input is blocked),
+//! sockets that have lost what the NIC does for them, and route exceptions, which ICMP messages of too big packets create.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic, Wants};
 use crate::ground::Shape;
-use baton_abi::Cid;
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
 use baton_linux::{route::Routing, rtnetlink, socket};
 use baton_moves::Event;
 use std::collections::HashSet;
+use std::io;
 use std::net::IpAddr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
+
+/// Linux's error numbers for a socket that is not there, and for another one in its place.
+const ENOENT: i32 = 2;
+const ESTALE: i32 = 116;
 
 /// Polling period, in microseconds.
 const PERIOD: u64 = 200_000;
@@ -47,6 +52,9 @@ pub(crate) struct Looks {
     routes_due: u64,
     /// Ways of sessions for messages are to be looked up again.
     pub hosts: bool,
+    /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket at which it begins.
+    sockets_due: u64,
+    sockets_from: u32,
 }
 
 impl Looks {
@@ -55,7 +63,7 @@ impl Looks {
         if self.hosts {
             return Some(Duration::ZERO);
         }
-        let due = [self.due, self.routes_due].into_iter().filter(|due| *due != 0).min()?;
+        let due = [self.due, self.routes_due, self.sockets_due].into_iter().filter(|due| *due != 0).min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
@@ -69,6 +77,28 @@ impl Looks {
     }
 }
 
+/// Time that an attacher gets to report that its program has closed a socket, in microseconds.
+const UNHELD: u64 = 3_000_000;
+
+/// What the kernel says about a connection's socket.
+enum Found {
+    Shown(Shown),
+    /// It does not have the connection any more: destroyed by an administrator (`ss --kill`), disconnected by its program past the
+    /// library, or closed without its attacher's saying so. The NIC has the 4-tuple for nobody.
+    Lost,
+    /// Nothing that can be used.
+    Nothing,
+}
+
+impl Looks {
+    /// Starts polling UDP sockets and listeners.
+    pub fn begin_sockets(&mut self) {
+        if self.sockets_due == 0 {
+            self.sockets_due = monotonic_micros() + PERIOD;
+        }
+    }
+}
+
 /// State of a shell, read from the kernel.
 struct Shown {
     routing: Routing,
@@ -76,18 +106,39 @@ struct Shown {
     dropped: u32,
 }
 
-fn shown(connection: &Connection, netlink: &Netlink) -> Option<Shown> {
+fn find(connection: &mut Connection, netlink: &Netlink, now: u64) -> Found {
+    let Some(fd) = &connection.fd else { return find_attached(connection, netlink, now) };
+    if connection.check_socket(fd.as_fd()).is_err() {
+        return Found::Lost;
+    }
+    shown(connection, fd.as_fd()).map_or(Found::Nothing, Found::Shown)
+}
+
+/// Of a connection whose descriptor the agent does not have.
+fn find_attached(connection: &mut Connection, netlink: &Netlink, now: u64) -> Found {
+    let unknown = |error: &io::Error| matches!(error.raw_os_error(), Some(ENOENT | ESTALE));
+    match diagnosis::describe(netlink, &connection.flow, connection.cookie) {
+        Ok(found) if found.held => {
+            if let Some(extra) = &mut connection.extra {
+                extra.unheld_since = None;
+            }
+            return Found::Shown(Shown { routing: found.routing, dropped: found.drops });
+        }
+        Err(error) if !unknown(&error) => return Found::Nothing,
+        Ok(_) | Err(_) => {}
+    }
+    let since = *connection.extra().unheld_since.get_or_insert(now);
+    if now.saturating_sub(since) > UNHELD { Found::Lost } else { Found::Nothing }
+}
+
+fn shown(connection: &Connection, fd: BorrowedFd<'_>) -> Option<Shown> {
     const SOL_SOCKET: i32 = 1;
     const SO_MEMINFO: i32 = 55;
     const DROPS: usize = 8;
-    let Some(fd) = &connection.fd else {
-        let (routing, dropped) = diagnosis::routing_and_drops(netlink, &connection.flow).ok()?;
-        return Some(Shown { routing, dropped });
-    };
     let mut memory = [0u8; 4 * (DROPS + 1)];
-    let length = socket::get_bytes(fd.as_fd(), SOL_SOCKET, SO_MEMINFO, &mut memory).ok()?;
+    let length = socket::get_bytes(fd, SOL_SOCKET, SO_MEMINFO, &mut memory).ok()?;
     let dropped = memory.get(4 * DROPS..length)?.try_into().ok().map(u32::from_ne_bytes)?;
-    let routing = Routing::of(fd.as_fd(), connection.flow.is_v4(), connection.peer()).ok()?;
+    let routing = Routing::of(fd, connection.flow.is_v4(), connection.peer()).ok()?;
     Some(Shown { routing, dropped })
 }
 
@@ -121,6 +172,12 @@ impl Agent {
             let destinations = std::mem::take(&mut self.looks.destinations);
             let all = destinations.len() > MOST_DESTINATIONS;
             self.follow_ways(|connection| all || destinations.contains(&connection.peer().ip().to_canonical()));
+        }
+        if self.looks.sockets_due != 0 && now >= self.looks.sockets_due {
+            let (next, any) = self.look_at_datagrams(self.looks.sockets_from, MOST);
+            self.looks.sockets_from = next;
+            let any = self.look_at_listeners() | self.look_at_messages() | any;
+            self.looks.sockets_due = if any { now + PERIOD } else { 0 };
         }
         if self.looks.due == 0 || now < self.looks.due {
             return;
@@ -164,7 +221,14 @@ impl Agent {
     fn look_at(&mut self, session: u32, number: u32) {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-        let Some(shown) = shown(connection, &self.diagnosis) else { return };
+        if connection.running().is_none() || connection.is_being_closed() {
+            return;
+        }
+        let shown = match find(connection, &self.diagnosis, monotonic_micros()) {
+            Found::Shown(shown) => shown,
+            Found::Lost => return self.cut(session, number),
+            Found::Nothing => return,
+        };
         // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC receives
         // at all devices.
         let strays = self.looks.passed_by && monotonic_micros().saturating_sub(connection.since) > SETTLING;
@@ -172,6 +236,20 @@ impl Agent {
         if let Some((why, for_good)) = judge(on_nic, strays, &shown) {
             connection.stays |= for_good;
             self.return_soon(session, number, why);
+        }
+    }
+
+    /// Ends a connection on the NIC that its socket does not have any more, as the kernel ends one that is destroyed: its peer is reset,
+    /// and its program gets ECONNABORTED.
+    fn cut(&mut self, session: u32, number: u32) {
+        let Some(connection) = self.connection(session, number) else { return };
+        connection.reason = "its socket was disconnected, closed or destroyed (ss --kill)".into();
+        if connection.attached {
+            return self.leave_attached(session, number);
+        }
+        if let Some(cid) = connection.cid {
+            // If there is no room for it, the next poll finds the same.
+            let _ = self.nics[cid.nic()].post(Message::control(Operation::NicControl, Control::Abort, cid, 0, 0));
         }
     }
 

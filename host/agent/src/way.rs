@@ -49,7 +49,8 @@ impl Ground<'_> {
         let local = connection.local().ip().to_canonical();
         let routing = match (&connection.fd, &connection.on_nic) {
             (None, Some(_)) => {
-                diagnosis::routing(self.diagnosis, &connection.flow).map_err(|error| system("socket diagnosis", &error))?
+                let described = diagnosis::describe(self.diagnosis, &connection.flow, connection.cookie);
+                described.map_err(|error| system("socket diagnosis", &error))?.routing
             }
             _ => Routing::of(connection.fd()?, connection.flow.is_v4(), connection.peer())
                 .map_err(|error| system("getsockopt", &error))?,

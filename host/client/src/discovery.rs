@@ -50,7 +50,8 @@ fn listening_at<'a>(line: &'a str, inodes: &HashSet<String>) -> Option<&'a Path>
     let flags = fields.nth(3)?;
     let rest = line.split_whitespace().nth(6).filter(|inode| inodes.contains(*inode))?;
     let path = line[line.rfind(rest)? + rest.len()..].trim_start();
-    (flags == "00010000" && path.starts_with('/')).then(|| Path::new(path))
+    // A path of ours has no control characters, which a terminal would act on.
+    (flags == "00010000" && path.starts_with('/') && !path.contains(char::is_control)).then(|| Path::new(path))
 }
 
 /// A path of another process's mount namespace, as this process can reach it.
@@ -76,6 +77,7 @@ mod tests {
         assert_eq!(found(&line("00000000", "243265", "/run/agent.sock")), None);
         assert_eq!(found(&line("00010000", "24326", "/run/agent.sock")), None);
         assert_eq!(found(&line("00010000", "243265", "@abstract")), None);
+        assert_eq!(found(&line("00010000", "243265", "/tmp/\u{1b}[2J/agent.sock")), None);
         assert_eq!(found("Num       RefCount Protocol Flags    Type St Inode Path"), None);
     }
 }

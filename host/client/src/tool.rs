@@ -2,26 +2,103 @@
 
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Channel;
+use baton_linux::events::monotonic_micros;
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Reply, Request, Statistics};
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::time::Duration;
 
-/// A tool's connection to the agent.
+/// Time that an agent gets to answer somebody who only looks, and one of another user for all of its answers.
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// Time that another user's agent gets for what root asks it to do.
+const FOREIGN: Duration = Duration::from_secs(10);
+
+/// Pause before an agent that has no room for another client is tried again.
+const AGAIN: Duration = Duration::from_millis(10);
+
+/// Most connections in the lists of one agent: more than its sessions can have.
+const MOST_LISTED: usize = 1 << 20;
+
+/// A tool's connection to the agent. The texts in all answers are such that they can be shown.
 pub struct Tool {
     channel: Channel,
     tag: u32,
+    limit: Limit,
+}
+
+/// How long an answer is waited for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Limit {
+    None,
+    /// Each for this long.
+    Each(Duration),
+    /// All until this time, in microseconds of the monotonic clock.
+    Until(u64),
+}
+
+impl Limit {
+    fn wait(self, channel: &Channel) -> Result<()> {
+        let (left, most) = match self {
+            Limit::None => return Ok(()),
+            Limit::Each(limit) => (limit, limit),
+            Limit::Until(at) => (Duration::from_micros(at.saturating_sub(monotonic_micros())), LIMIT),
+        };
+        match channel.await_message(left) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => bail!("it has not answered in time ({} s)", most.as_secs()),
+            other => Ok(other?),
+        }
+    }
 }
 
 impl Tool {
-    /// Connects to the agent at a path.
+    /// Connects to the agent at a path. Root may ask other users' agents: nothing that a tool sends or is sent gives them anything.
     ///
     /// # Errors
-    /// If no agent listens there.
+    /// If no agent listens there, or one of another user.
     pub fn connect(path: &Path) -> Result<Tool> {
-        let channel = Channel::connect(path).with_context(|| {
+        let of_another = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied && baton_linux::process::user() == 0;
+        let (channel, limit) = match Channel::connect(path) {
+            Err(error) if of_another(&error) => (Channel::try_connect_to_anybody(path), Limit::Each(FOREIGN)),
+            connected => (connected, Limit::None),
+        };
+        let channel = channel.with_context(|| {
             format!("no agent at {}: start Baton (baton up), or set BATON_SOCKET to the path of its socket", path.display())
         })?;
-        Ok(Tool { channel, tag: 0 })
+        Ok(Tool { channel, tag: 0, limit })
+    }
+
+    /// Connects to the agent at a path to look at what it has. Root may look at other users' agents; `process` is then the one that is to
+    /// listen there, if that is known. Nothing is waited for longer than a second.
+    ///
+    /// # Errors
+    /// As [`Tool::connect`], or if the agent does not accept the connection, or is another process.
+    pub fn look(path: &Path, process: Option<u32>) -> Result<Tool> {
+        let deadline = monotonic_micros() + LIMIT.as_micros() as u64;
+        let absent =
+            || format!("no agent at {}: start Baton (baton up), or set BATON_SOCKET to the path of its socket", path.display());
+        let channel = loop {
+            match Channel::try_connect_to_anybody(path) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && monotonic_micros() < deadline => {
+                    std::thread::sleep(AGAIN);
+                }
+                other => break other.with_context(absent)?,
+            }
+        };
+        let (own, peer) = (baton_linux::process::user(), channel.peer_user()?);
+        if [0, own].contains(&peer) {
+            return Ok(Tool { channel, tag: 0, limit: Limit::Each(LIMIT) });
+        }
+        if own != 0 {
+            // In a container the path may say more.
+            let channel = Channel::connect(path).with_context(absent)?;
+            return Ok(Tool { channel, tag: 0, limit: Limit::Each(LIMIT) });
+        }
+        if process.is_some_and(|process| channel.peer_process().ok() != Some(process)) {
+            bail!("another process than the agent listens at {}", path.display());
+        }
+        Ok(Tool { channel, tag: 0, limit: Limit::Until(deadline) })
     }
 
     /// Sends a request whose answer is read later. Returns its tag.
@@ -34,8 +111,19 @@ impl Tool {
 
     fn send_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<u32> {
         self.tag = self.tag.wrapping_add(1);
-        self.channel.send(&Request { tag: self.tag, body }, descriptors)?;
+        let request = Request { tag: self.tag, body };
+        // Who waits for no answer does not wait for room either.
+        match self.limit {
+            Limit::None => self.channel.send(&request, descriptors)?,
+            Limit::Each(_) | Limit::Until(_) => self.channel.try_send(&request, descriptors)?,
+        }
         Ok(self.tag)
+    }
+
+    fn next(&self) -> Result<Answer> {
+        self.limit.wait(&self.channel)?;
+        let Answer { tag, body } = self.channel.receive::<Answer>()?.0;
+        Ok(Answer { tag, body: body.with_plain_texts() })
     }
 
     /// Waits for the next answer.
@@ -44,7 +132,7 @@ impl Tool {
     /// If the agent has ended.
     pub fn receive(&mut self) -> Result<Answer> {
         loop {
-            let answer = self.channel.receive::<Answer>()?.0;
+            let answer = self.next()?;
             if !matches!(answer.body, Reply::Restarted { .. }) {
                 return Ok(answer);
             }
@@ -66,7 +154,7 @@ impl Tool {
     pub fn ask_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<Reply> {
         let mut tag = self.send_with(body.clone(), descriptors)?;
         loop {
-            let answer = self.channel.receive::<Answer>()?.0;
+            let answer = self.next()?;
             match answer.body {
                 // The agent may have died with the request; a late answer to it is ignored.
                 Reply::Restarted { .. } => tag = self.send_with(body.clone(), descriptors)?,
@@ -83,10 +171,11 @@ impl Tool {
     pub fn connections(&mut self) -> Result<Vec<ConnectionInfo>> {
         let mut all: Vec<ConnectionInfo> = Vec::new();
         loop {
-            let from = all.last().map_or((0, 0), |last| (last.session, last.connection + 1));
+            let from = all.last().map_or((0, 0), |last| (last.session, last.connection.saturating_add(1)));
             match self.ask(Ask::List { from })? {
                 Reply::Connections(list) if list.is_empty() => return Ok(all),
-                Reply::Connections(list) => all.extend(list),
+                Reply::Connections(list) if all.len() < MOST_LISTED => all.extend(list),
+                Reply::Connections(_) => bail!("the agent's list has no end"),
                 other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
             }
         }

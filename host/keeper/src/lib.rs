@@ -169,7 +169,7 @@ struct Socket<'a>(&'a AgentSettings);
 impl Drop for Socket<'_> {
     fn drop(&mut self) {
         let path = &self.0.socket;
-        if Channel::connect(path).is_err() {
+        if !Channel::is_listened_at(path) {
             let _ = std::fs::remove_file(path);
         }
         // A directory that was made only for this socket is removed with it.

@@ -118,6 +118,12 @@ pub enum Refusal {
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,
+    /// Its socket has another connection than the one that was registered, or is another socket: its program has disconnected it, say.
+    #[error("its socket does not have the connection any more that its program has registered")]
+    Swapped,
+    /// It belongs to another user than the attacher; to which.
+    #[error("it belongs to user {0}: only that user and root may attach to it")]
+    Foreign(u32),
     /// Its descriptor is its program's alone.
     #[error("its program has its socket alone")]
     Elsewhere,

@@ -103,7 +103,7 @@ pub enum Control {
     Cancel = 4,
     /// The program has shut down its sending side.
     Shutdown = 5,
-    /// End the connection with a RST.
+    /// End the connection with a RST. From the agent too, when the connection's socket has lost it.
     Abort = 6,
     /// TCP_NODELAY; the value is in the address field.
     NoDelay = 7,

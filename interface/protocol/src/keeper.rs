@@ -29,8 +29,8 @@ pub enum Kept {
     /// A connection of a session: session, number, and when it may be offloaded; its descriptor. It takes the place of what was held
     /// under the same number.
     Connection(u32, u32, Until),
-    /// A connection of an attacher: session, number, its program's process, its addresses. It comes without a descriptor.
-    Attached(u32, u32, u32, SocketAddr, SocketAddr),
+    /// A connection of an attacher: session, number, its program's process, its socket's cookie, its addresses. It comes without a descriptor.
+    Attached(u32, u32, u32, u64, SocketAddr, SocketAddr),
     /// The programs beside the kernel are at a device, by its index: their two links.
     Device(u32),
     /// There is no such device any more.

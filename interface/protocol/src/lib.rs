@@ -7,6 +7,7 @@ pub mod filter;
 pub mod keeper;
 pub mod nic;
 pub mod program;
+pub mod texts;
 
 use baton_linux::control::Channel;
 use serde::Serialize;
@@ -15,7 +16,7 @@ use std::io;
 
 /// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory. They are processes of one program, so they differ only if that was replaced while a
 /// keeper runs, which then starts the next agent.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// Sends a process that was just started the version and its settings.
 ///

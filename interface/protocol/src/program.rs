@@ -1,6 +1,7 @@
 //! The messages that programs and tools exchange with the agent over its socket.
 
 use crate::address::AddressInfo;
+use crate::texts::plain;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
@@ -446,6 +447,29 @@ pub enum Reply {
     Offloads(Box<Offloads>),
     /// The NIC's own addresses.
     Addresses(Vec<AddressInfo>),
+}
+
+impl Reply {
+    /// Escapes what a terminal would act on in the texts that people are shown ([`plain`]).
+    #[must_use]
+    pub fn with_plain_texts(mut self) -> Reply {
+        match &mut self {
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => *reason = plain(reason),
+            Reply::Attachers(list) => list.iter_mut().for_each(|(_, what)| *what = plain(what)),
+            Reply::Connections(list) => {
+                for text in
+                    list.iter_mut().flat_map(|info| [&mut info.program, &mut info.local, &mut info.peer, &mut info.reason])
+                {
+                    *text = plain(text);
+                }
+            }
+            Reply::Statistics(statistics) => {
+                statistics.nics.iter_mut().flat_map(|nic| &mut nic.devices).for_each(|device| *device = plain(device));
+            }
+            _ => {}
+        }
+        self
+    }
 }
 
 /// One connection in a list.

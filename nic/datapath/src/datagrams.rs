@@ -4,7 +4,7 @@ use baton_datagrams::{Direction, Place, Reader, Wish, Writer};
 use baton_shm::Region;
 use baton_wire::frame::Link;
 use baton_wire::{Endpoint, Flow};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 /// Most hosts that one socket has ways to.
@@ -84,8 +84,8 @@ impl Socket {
 pub(crate) struct Datagrams {
     at: BTreeMap<Endpoint, Vec<(Option<Endpoint>, u32)>>,
     pub sockets: BTreeMap<u32, Socket>,
-    /// Sockets with datagrams to send.
-    pub ready: Vec<u32>,
+    /// Sockets with datagrams to send, in turn.
+    pub ready: VecDeque<u32>,
     /// Sockets whose programs' doorbells are to be rung.
     pub ringing: Vec<u32>,
     /// Identification of the next IPv4 packet (RFC 6864): the NIC's packets may be fragmented on their way.
@@ -132,7 +132,7 @@ impl Datagrams {
         let Some(socket) = Socket::new(settings, memory) else { return false };
         self.sockets.insert(id, Socket { ways, listed: true, ..socket });
         // Whatever a NIC that has died left in the send ring.
-        self.ready.push(id);
+        self.ready.push_back(id);
         true
     }
 

@@ -322,6 +322,13 @@ impl Offloaded {
         true
     }
 
+    /// Whether send memory has room for `length` bytes more than the peer has not acknowledged. Numbers that a program gives are
+    /// differences modulo 2³²: one that moves backwards is a large one, and what does not fit into send memory cannot go back to the kernel.
+    pub fn has_room_to_send(&self, length: u32) -> bool {
+        let unacknowledged = self.tcp.snd_end().wrapping_sub(self.tcp.snd_una());
+        unacknowledged.checked_add(length).is_some_and(|all| all <= self.send_size)
+    }
+
     /// Appends to the send queue what the program has put into send memory so far. False if it claims more than fits there, or
     /// sending is closed: then nothing is appended.
     pub fn take_queued(&mut self) -> bool {
@@ -331,7 +338,7 @@ impl Offloaded {
         if left == 0 {
             return true;
         }
-        if queued.wrapping_sub(self.tcp.snd_una()) > self.send_size || !self.tcp.queue(left) {
+        if !self.has_room_to_send(left) || !self.tcp.queue(left) {
             return false;
         }
         while left > 0 {

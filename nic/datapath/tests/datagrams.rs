@@ -1,7 +1,7 @@
 //! UDP sockets on the NIC: what comes from the wire goes to the socket that is to have it, what a program sends leaves with the
 //! socket's address and nobody else's, and no program's memory harms another or the NIC.
 
-use baton_abi::layout::{Counter, nic, session};
+use baton_abi::layout::{Counter, datagrams as page, nic, session};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datagrams::{Direction, Place, Reader, Wish, Writer};
@@ -15,7 +15,7 @@ use baton_wire::rmpp::envelope::{Envelope, Received};
 use baton_wire::{Endpoint, Flow};
 use proptest::prelude::*;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const FRAME: usize = 2048;
 const PLACE: Place = Place { base: session::HEAP as u32, receive: 1 << 14, send: 1 << 14 };
@@ -177,6 +177,90 @@ fn what_is_sent_has_the_sockets_address() {
     bed.worker.end_datagrams(0, false);
     bed.announce(0, 0);
     assert_eq!(bed.on_wire(), None);
+}
+
+/// Datagrams in a ring that are looked at when a socket ends, and those of all sockets in one round.
+const AT_END: u64 = 8192;
+const A_ROUND: u64 = 512;
+
+/// A wire at which a program fills its ring again for each datagram that leaves, as one on another processor can, so many times.
+struct Refilling {
+    memory: Arc<Region>,
+    left: Arc<AtomicU64>,
+}
+
+impl Device for Refilling {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { checksum: true, segmentation: 0 }
+    }
+
+    fn receive(&mut self, _: &mut Frame) -> bool {
+        false
+    }
+
+    fn transmit(&mut self, _: &mut Frame) -> bool {
+        if self.left.load(Ordering::Relaxed) > 0 {
+            self.left.fetch_sub(1, Ordering::Relaxed);
+            let word = |offset: usize| self.memory.word32(PLACE.base as usize + offset);
+            let tail = word(page::SEND_TAIL).load(Ordering::Relaxed);
+            word(page::SEND_HEAD).store(tail.wrapping_add(PLACE.send), Ordering::Relaxed);
+        }
+        true
+    }
+}
+
+/// A program may fill its ring for as long as the NIC empties it.
+#[test]
+fn a_socket_ends_although_its_program_goes_on_filling_its_ring() {
+    const FILLED: u64 = 20 * AT_END;
+    let (memory, left) = (Arc::new(Region::private(session::HEAP + (1 << 16)).unwrap()), Arc::new(AtomicU64::new(FILLED)));
+    let (host, _kernel) = memory_pair(256, FRAME, Capabilities { checksum: true, segmentation: 0 });
+    let nic_memory = Arc::new(Region::private(nic::bytes(1)).unwrap());
+    let now = Instant(1_000_000);
+    let settings = WorkerSettings { slots: 1, frame_bytes: FRAME, ..WorkerSettings::default() };
+    let wire = Refilling { memory: memory.clone(), left: left.clone() };
+    let mut worker = Worker::new(host, wire, nic_memory, settings, now);
+    worker.start(now);
+    worker.attach(0, memory.clone());
+    assert!(worker.add_datagrams(Bed::settings(0)));
+    let link = Link { source: [2; 6], destination: [3; 6], ttl: 64, ..Link::default() };
+    assert!(worker.set_datagram_way(0, peer().address, Some(DatagramWay { source: local(0).address, link, mtu: 1500 })));
+    // A ring full of datagrams of eight bytes, each of which takes 32.
+    let mut writer = Writer::new(&memory, &PLACE, Direction::Send, PLACE.send).unwrap();
+    while writer.push(&peer(), [&[7u8; 8][..]].into_iter()) {}
+    worker.end_datagrams(0, false);
+    let sent = FILLED - left.load(Ordering::Relaxed);
+    assert!((512..=AT_END).contains(&sent), "{sent} datagrams");
+}
+
+/// However many sockets a program has, and although all may have the same ring.
+#[test]
+fn many_sockets_do_not_hold_up_a_round() {
+    let mut bed = Bed::new();
+    let word =
+        |bed: &Bed, offset: usize, value: u32| bed.memory[0].word32(PLACE.base as usize + offset).store(value, Ordering::Relaxed);
+    for id in 10..1000 {
+        assert!(bed.worker.add_datagrams(DatagramSettings { id, endpoints: Vec::new(), ..Bed::settings(0) }));
+    }
+    word(&bed, page::SEND_HEAD, PLACE.send);
+    let before = bed.count(Counter::DatagramsDropped);
+    bed.worker.poll(bed.now);
+    let dropped = bed.count(Counter::DatagramsDropped) - before;
+    assert!((1..=A_ROUND).contains(&dropped), "{dropped} datagrams in a round");
+    // Another program's datagrams have their turn: it is each socket's once.
+    let mut writer = Writer::new(&bed.memory[1], &PLACE, Direction::Send, 1 << 14).unwrap();
+    assert!(writer.push(&peer(), [&b"goes on"[..]].into_iter()));
+    bed.announce(1, 1);
+    for _ in 0..1000 / 8 {
+        bed.worker.poll(bed.now);
+    }
+    assert_eq!(bed.on_wire(), Some((Flow { local: local(1), remote: peer() }, b"goes on".to_vec())));
+    let before = bed.count(Counter::DatagramsDropped);
+    bed.commands[0].push([u64::MAX; 2]).unwrap();
+    bed.memory[0].words(session::COMMANDS, 1)[0].store(u64::MAX, Ordering::SeqCst);
+    bed.worker.poll(bed.now);
+    let dropped = bed.count(Counter::DatagramsDropped) - before;
+    assert!((1..=AT_END).contains(&dropped), "{dropped} datagrams at the session's end");
 }
 
 proptest! {

@@ -1,6 +1,7 @@
 //! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep message
 //! boundaries. They are used in programs with signals of their own: calls that a signal interrupts are repeated.
 
+use crate::trust;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
@@ -15,6 +16,7 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 /// Most bytes of a message.
 const MAX_MESSAGE: usize = 65536;
@@ -54,15 +56,72 @@ impl Channel {
         Ok((Channel { fd: one }, Channel { fd: other }))
     }
 
-    /// Connects to a listener.
+    /// Connects to a listener of root's or of this user's. In a user namespace also to one outside, where the path shows that nobody
+    /// inside can have put it there.
     ///
     /// # Errors
-    /// The failed system call's.
+    /// The failed system call's; `PermissionDenied` for a listener of another user.
     pub fn connect(path: &Path) -> io::Result<Channel> {
+        let channel = Channel::connect_to_anybody(path)?;
+        let peer = channel.peer_user()?;
+        if trust::is_known(peer) {
+            return Ok(channel);
+        }
+        let refused = || {
+            let text = format!("{} is listened at by user {peer}, who is neither root nor this program's user", path.display());
+            io::Error::new(io::ErrorKind::PermissionDenied, text)
+        };
+        let named = trust::named_from_outside(path, peer).ok().flatten().ok_or_else(refused)?;
+        // What was found by the path as it was given may have been exchanged since.
+        let channel = Channel::connect_to_anybody(&named)?;
+        if channel.peer_user()? == peer { Ok(channel) } else { Err(refused()) }
+    }
+
+    /// Whether anybody listens at a path.
+    pub fn is_listened_at(path: &Path) -> bool {
+        match Channel::try_connect_to_anybody(path) {
+            // Somebody does, and is slow.
+            Err(error) => error.kind() == io::ErrorKind::WouldBlock,
+            Ok(_) => true,
+        }
+    }
+
+    /// Connects to a listener, whoever that is: nothing may be sent to it that is not for everybody, and nothing that it sends may be
+    /// believed. Does not wait for one that does not accept.
+    ///
+    /// # Errors
+    /// The failed system call's: `WouldBlock` if the listener's queue is full.
+    pub fn try_connect_to_anybody(path: &Path) -> io::Result<Channel> {
+        let fd = unix_socket()?;
+        rustix::io::ioctl_fionbio(&fd, true)?;
+        let address = unix_address(path)?;
+        retry_on_intr(|| rustix::net::connect(&fd, &address))?;
+        rustix::io::ioctl_fionbio(&fd, false)?;
+        Ok(Channel { fd })
+    }
+
+    fn connect_to_anybody(path: &Path) -> io::Result<Channel> {
         let fd = unix_socket()?;
         let address = unix_address(path)?;
         retry_on_intr(|| rustix::net::connect(&fd, &address))?;
         Ok(Channel { fd })
+    }
+
+    /// Waits until a message can be received, or the other end is gone, at most this long.
+    ///
+    /// # Errors
+    /// `TimedOut`, else the system's.
+    pub fn await_message(&self, limit: Duration) -> io::Result<()> {
+        let deadline = crate::events::monotonic_micros() + limit.as_micros() as u64;
+        loop {
+            let left = Duration::from_micros(deadline.saturating_sub(crate::events::monotonic_micros()));
+            let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+            match rustix::event::poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&time)) {
+                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+                Err(Errno::INTR) => {}
+                other => return Ok(other.map(drop)?),
+            }
+        }
     }
 
     /// Connects to a listener of [`Listener::bind_name`].
@@ -225,7 +284,7 @@ impl Listener {
     /// `AddrInUse` if another process listens there, else the system's.
     pub fn bind(path: &Path) -> io::Result<Listener> {
         if path.exists() {
-            if Channel::connect(path).is_ok() {
+            if Channel::is_listened_at(path) {
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, format!("another agent listens at {}", path.display())));
             }
             std::fs::remove_file(path)?;

@@ -34,12 +34,12 @@ pub fn has_md5_key(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
     Ok(found)
 }
 
-/// TCP_INFO of a connection. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+/// TCP_INFO of the connection of a socket, by its cookie. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The failed system call's; `ENOENT` if there is no such connection here.
-pub fn information(netlink: &Netlink, flow: &Flow) -> io::Result<TcpInfo> {
-    find(netlink, flow).map(|(info, _)| info)
+/// The failed system call's; `ENOENT` if there is no such connection here, `ESTALE` if it is another socket's.
+pub fn information(netlink: &Netlink, flow: &Flow, cookie: u64) -> io::Result<TcpInfo> {
+    find(netlink, flow, Some(cookie)).map(|(info, _)| info)
 }
 
 /// The state of a connection, and whether any process still has its socket. `netlink` is of family
@@ -109,11 +109,11 @@ fn use_of(body: &[u8], wanted: &[u8; 16]) -> Use {
 }
 
 /// TCP_INFO of a connection, and its socket's cookie.
-fn find(netlink: &Netlink, flow: &Flow) -> io::Result<(TcpInfo, [u8; 8])> {
+fn find(netlink: &Netlink, flow: &Flow, cookie: Option<u64>) -> io::Result<(TcpInfo, [u8; 8])> {
     const INET_DIAG_INFO: u16 = 2;
     const COOKIE: usize = 4 + 40;
     let mut found = None;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, ANY_COOKIE)), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, cookie_bytes(cookie))), |body| {
         let raw = attributes(body, ANSWER).find(|(kind, _)| *kind == INET_DIAG_INFO);
         let cookie = body.get(COOKIE..COOKIE + 8).and_then(|bytes| bytes.try_into().ok());
         found = raw.map(|(_, value)| TcpInfo::parse(value)).zip(cookie);
@@ -123,27 +123,30 @@ fn find(netlink: &Netlink, flow: &Flow) -> io::Result<(TcpInfo, [u8; 8])> {
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// The [`Routing`] of a connection's socket, without SO_DONTROUTE and flow label, which are not reported. `netlink` is of family
-/// [`crate::netlink::SOCK_DIAG`].
-///
-/// # Errors
-/// The failed system call's; `ENOENT` if there is no such connection here.
-pub fn routing(netlink: &Netlink, flow: &Flow) -> io::Result<Routing> {
-    routing_and_drops(netlink, flow).map(|(routing, _)| routing)
+/// What socket diagnosis says about a connection's socket.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Described {
+    /// Its [`Routing`], without SO_DONTROUTE and flow label, which are not reported.
+    pub routing: Routing,
+    /// How many segments it has dropped.
+    pub drops: u32,
+    /// Whether a process has it.
+    pub held: bool,
 }
 
-/// As [`routing`], and how many segments the socket has dropped.
+/// Describes a connection's socket. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// See [`routing`].
-pub fn routing_and_drops(netlink: &Netlink, flow: &Flow) -> io::Result<(Routing, u32)> {
+/// The failed system call's; `ENOENT` if there is no such connection here, `ESTALE` if it is another socket's than the one with this cookie.
+pub fn describe(netlink: &Netlink, flow: &Flow, cookie: u64) -> io::Result<Described> {
     const DROPS: usize = 4 * 8;
     const INTERFACE: usize = 4 + 36;
     const USER: usize = 64;
+    const INODE: usize = 68;
     const INET_DIAG_MARK: u16 = 15;
     let class = if flow.is_v4() { INET_DIAG_TOS } else { INET_DIAG_TCLASS };
     let mut found = None;
-    let request = Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, ANY_COOKIE));
+    let request = Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, cookie_bytes(Some(cookie))));
     netlink.ask(request, |body| {
         let native = |at: usize| body.get(at..at + 4).and_then(|bytes| bytes.try_into().ok()).map(u32::from_ne_bytes);
         let attribute = |wanted| attributes(body, ANSWER).find(|(kind, _)| *kind == wanted).map(|(_, value)| value);
@@ -151,19 +154,45 @@ pub fn routing_and_drops(netlink: &Netlink, flow: &Flow) -> io::Result<(Routing,
         let class = attribute(class).and_then(|value| value.first().copied()).unwrap_or(0);
         let memory = attribute(INET_DIAG_SKMEMINFO).and_then(|memory| memory.get(DROPS..DROPS + 4));
         let drops = memory.and_then(|drops| drops.try_into().ok()).map_or(0, u32::from_ne_bytes);
-        let ends = native(INTERFACE).zip(native(USER));
-        found = ends.map(|(device, user)| (Routing { mark, device, user, class, ..Routing::default() }, drops));
+        let (Some(device), Some(user), Some(inode)) = (native(INTERFACE), native(USER), native(INODE)) else { return };
+        let routing = Routing { mark, device, user, class, ..Routing::default() };
+        found = Some(Described { routing, drops, held: inode != 0 });
     })?;
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// Destroys a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`. `netlink` is of family
+/// Whether the socket with this cookie listens at an address and port. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+///
+/// # Errors
+/// The failed system call's.
+pub fn is_listening(netlink: &Netlink, local: SocketAddr, cookie: u64) -> io::Result<bool> {
+    let local = Endpoint::from(local);
+    let nobody = if local.is_v4() { Endpoint::v4([0; 4], 0) } else { Endpoint::v6([0; 16], 0) };
+    let flow = Flow { local, remote: nobody };
+    match netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(&flow, cookie_bytes(Some(cookie)))), |_| {}) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// A cookie as requests have it: two words, the low one first.
+fn cookie_bytes(cookie: Option<u64>) -> [u8; 8] {
+    let Some(cookie) = cookie else { return ANY_COOKIE };
+    let mut bytes = [0; 8];
+    bytes[..4].copy_from_slice(&(cookie as u32).to_ne_bytes());
+    bytes[4..].copy_from_slice(&((cookie >> 32) as u32).to_ne_bytes());
+    bytes
+}
+
+/// Destroys a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`; only that of the socket with this cookie,
+/// if there is one. `netlink` is of family
 /// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
 /// The failed system call's; `ENOENT` if there is no such connection here, `EOPNOTSUPP` if this kernel cannot (CONFIG_INET_DIAG_DESTROY).
-pub fn destroy(netlink: &Netlink, flow: &Flow) -> io::Result<()> {
-    let (_, cookie) = find(netlink, flow)?;
+pub fn destroy(netlink: &Netlink, flow: &Flow, cookie: Option<u64>) -> io::Result<()> {
+    let (_, cookie) = find(netlink, flow, cookie)?;
     netlink.ask(Request::new(SOCK_DESTROY, ACK, &request_header(flow, cookie)), |_| {})
 }
 

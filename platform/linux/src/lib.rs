@@ -36,4 +36,5 @@ pub mod socket;
 pub mod stream;
 pub mod tcp_info;
 pub mod topology;
+mod trust;
 pub mod xfrm;

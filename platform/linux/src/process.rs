@@ -219,6 +219,15 @@ pub fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
+/// The effective user of a process; root if it may not be traced by its own user.
+///
+/// # Errors
+/// `NotFound` if there is no such process.
+pub fn user_of(process: u32) -> io::Result<u32> {
+    use std::os::unix::fs::MetadataExt;
+    Ok(std::fs::metadata(format!("/proc/{process}"))?.uid())
+}
+
 /// Number of processors that this process may run on.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)

@@ -2,7 +2,7 @@
 //! and NIC remain the same processes.
 
 use crate::common::{Scene, scene};
-use crate::hostile_client::Hostile;
+use crate::hostile_client::{Hostile, setting};
 use crate::scratch::Scratch;
 use baton_lab::testbed::TestbedSettings;
 use baton_linux::namespace::Namespace;
@@ -127,6 +127,23 @@ fn invalid_requests_end_no_agent() {
     }
     hostile.expect_success();
     honest.expect_no_failure();
+}
+
+/// Descriptors of every kind, in requests of every kind.
+#[test]
+fn no_descriptor_ends_or_holds_up_an_agent() {
+    let _alone = alone();
+    let mut honest = Honest::new(TestbedSettings::default());
+    let mut hostile = Hostile::start(&honest.scene.bed, "descriptors");
+    let deadline = Instant::now() + Duration::from_secs(60 + setting("BATON_FUZZ_SECONDS", 3));
+    while !hostile.ended() {
+        assert!(Instant::now() < deadline, "the hostile program does not end");
+        honest.goes_on();
+        honest.scene.bed.tool().expect("a tool").connections().expect("a list");
+    }
+    hostile.expect_success();
+    honest.goes_on();
+    honest.expect_the_same_processes();
 }
 
 #[test]

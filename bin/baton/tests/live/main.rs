@@ -41,6 +41,7 @@ mod segments;
 mod stays;
 mod stuck;
 mod tools;
+mod trust;
 mod ttcp;
 mod udp;
 mod waits;

@@ -58,6 +58,22 @@ impl Agent {
         Ok(SocketAddr::from(ethernet_address(link.address)))
     }
 
+    /// Polls the sockets of sessions for messages: one whose program has disconnected it has lost the port that the kernel had chosen.
+    /// Such a session is ended. Returns whether there are any.
+    pub(crate) fn look_at_messages(&mut self) -> bool {
+        let mut any = false;
+        for (number, session) in self.sessions.iter().enumerate() {
+            let Some(session) = session.as_ref().filter(|session| !session.ends) else { continue };
+            let (Some(messages), Some(open)) = (&session.opening.messages, &session.open) else { continue };
+            let Some(socket) = open.socket.as_ref().filter(|_| !messages.ethernet) else { continue };
+            any = true;
+            if socket::local_address(socket.as_fd()).ok() != Some(messages.address) {
+                self.cut_off.push((number as u32, "its UDP socket does not have its address any more"));
+            }
+        }
+        any
+    }
+
     /// Beside the kernel: lets the NIC, and not the kernel, receive the datagrams to an endpoint's address.
     pub(super) fn steal_messages(&mut self, address: SocketAddr, open: &OpenSession) -> Result<(), Refusal> {
         if let Shape::Beside { steering, devices, .. } = &mut self.shape

@@ -46,7 +46,7 @@ fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail>
     let fd = connection.fd.as_ref().map(AsFd::as_fd);
     let info = match fd {
         Some(fd) => TcpInfo::read(fd),
-        None => diagnosis::information(diagnosis, &connection.flow),
+        None => diagnosis::information(diagnosis, &connection.flow, connection.cookie),
     };
     let info = info.ok()?;
     let queue = |request| fd.and_then(|fd| socket::queue_bytes(fd, request).ok()).unwrap_or(0);
@@ -342,6 +342,9 @@ impl Agent {
             }
         }
         self.watch_host_tcp();
+        if opening.messages.is_some() {
+            self.looks.begin_sockets();
+        }
         if let Some(messages) = &opening.messages
             && let Err(refusal) = self.steal_messages(messages.address, &open)
         {
@@ -362,14 +365,30 @@ impl Agent {
             return stays(Refusal::NotTcp);
         };
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
-        let Some(open) = &session.open else { return Reply::Failed { reason: "open the session first".into() } };
+        if session.open.is_none() {
+            return Reply::Failed { reason: "open the session first".into() };
+        }
         if session.opening.messages.is_some() {
             return Reply::Failed { reason: "this session is for messages, open another one for connections".into() };
         }
         let flow = Flow { local: local.into(), remote: peer.into() };
+        let Opening { attacher, .. } = session.opening;
+        let (user, process) = (session.user, process.filter(|_| attacher).unwrap_or(session.process));
+        if attacher {
+            let cookie = socket::cookie(fd.as_fd()).unwrap_or_default();
+            if let Err(refusal) = self.may_attach(user, process, &flow, cookie) {
+                return stays(refusal);
+            }
+        }
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
+        let Some(open) = &session.open else { return stays(Refusal::NoRoom) };
         // A repeated request, since the first one's agent died: one connection has one entry.
         if let Some(known) = session.connections.with_flow(&flow) {
-            return Reply::Registered { connection: known.number() };
+            return match known.check_socket(fd.as_fd()) {
+                Ok(()) => Reply::Registered { connection: known.number() },
+                // An earlier one of the 4-tuple, which its program has not taken back yet.
+                Err(refusal) => Reply::Stayed { reason: refusal.to_string(), transient: true },
+            };
         }
         let place = session.connections.vacant();
         if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
@@ -382,8 +401,6 @@ impl Agent {
         block.set_owner(Owner::Kernel);
         self.serials += 1;
         let serial = self.serials;
-        let Opening { attacher, .. } = session.opening;
-        let process = process.filter(|_| attacher).unwrap_or(session.process);
         let connection = Connection {
             serial,
             inherited,
@@ -393,10 +410,11 @@ impl Agent {
             cgroup: self.cgroups.of(process),
             ..Connection::new(Some(fd), flow, local, peer, block)
         };
+        let cookie = connection.cookie;
         session.connections.put(connection);
         if attacher {
             self.lent(number, place, None);
-            self.keep(&Kept::Attached(number, place, process, local, peer), &[]);
+            self.keep(&Kept::Attached(number, place, process, cookie, local, peer), &[]);
         } else {
             self.keep_connection(number, place);
         }

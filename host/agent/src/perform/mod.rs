@@ -200,8 +200,9 @@ impl<'a> Performer<'a> {
         self.clear();
         self.give_slot();
         let _ = match self.connection.fd() {
+            Ok(_) if self.connection.is_swapped() => Ok(()),
             Ok(fd) => shell::end(fd),
-            Err(_) => diagnosis::destroy(self.ground.diagnosis, &self.connection.flow),
+            Err(_) => diagnosis::destroy(self.ground.diagnosis, &self.connection.flow, Some(self.connection.cookie)),
         };
         if let Some(memory) = self.connection.leave_nic() {
             self.open.ended.insert(self.connection.number(), memory);
@@ -220,7 +221,9 @@ impl<'a> Performer<'a> {
             self.connection.leave_nic();
             return;
         }
-        if let Ok(fd) = self.fd() {
+        if let Ok(fd) = self.fd()
+            && !self.connection.is_swapped()
+        {
             let _ = shell::end(fd);
         }
         self.give_memory();

@@ -52,6 +52,7 @@ impl Performer<'_> {
         let connection = &mut *self.connection;
         let namespace = self.ground.known.namespace().map_err(|error| system("SO_NETNS_COOKIE", &error))?;
         let info = examine::examine(connection.fd()?, namespace)?;
+        connection.own_fd()?;
         unenforced::check(connection.fd()?)?;
         if connection.unproved() == Some(UNKNOWN) {
             connection.extra().unproved = Some((info.bytes_acked, info.bytes_received));
@@ -83,13 +84,18 @@ impl Performer<'_> {
         if self.way.is_none() {
             return Outcome::Refused(Refusal::NoRoute);
         }
+        if let Err(refusal) = self.connection.own_fd() {
+            return Outcome::Refused(refusal);
+        }
         self.ask(Action::Mirror, Control::Mirror, 0)
     }
 
     /// The NIC copies what it is given of the connection.
     pub(super) fn mirrored(&mut self) -> Result<(), Refusal> {
         let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
-        if let Err(refusal) = self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Mirror) {
+        let steered = self.connection.own_fd().map(drop);
+        let steered = steered.and_then(|()| self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Mirror));
+        if let Err(refusal) = steered {
             self.cancel(false);
             return Err(refusal);
         }
@@ -158,7 +164,7 @@ impl Performer<'_> {
         if way.path.nic as usize != self.cid()?.nic() {
             return Err(Refusal::AnotherNic);
         }
-        let fd = self.fd()?;
+        let fd = self.connection.own_fd()?;
         examine::check_receiving(fd).and_then(|()| unenforced::check(fd))?;
         Ok(way)
     }
@@ -166,7 +172,10 @@ impl Performer<'_> {
     /// The NIC holds what it is given of the connection.
     pub(super) fn stolen(&mut self) -> Result<(), Refusal> {
         let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
-        self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Steal)
+        self.connection.own_fd()?;
+        self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Steal)?;
+        // Somebody else's connection may have the 4-tuple if the socket was disconnected meanwhile: its frames are stolen no longer then.
+        self.connection.own_fd().map(drop)
     }
 
     /// Saves the socket's settings that the move changes, and writes them to the journal.
@@ -185,7 +194,7 @@ impl Performer<'_> {
 
     pub(super) fn export(&mut self) -> Result<(), Refusal> {
         let (Some(entry), Some(way)) = (&self.entry, &self.way) else { return Err(Refusal::NoRoute) };
-        let exporter = Exporter::begin(self.fd()?, self.connection.flow, way.link, &entry.saved)?;
+        let exporter = Exporter::begin(self.connection.own_fd()?, self.connection.flow, way.link, &entry.saved)?;
         self.exporter = Some(exporter);
         Ok(())
     }

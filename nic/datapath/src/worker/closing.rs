@@ -45,6 +45,23 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
+    /// Resets a connection that its socket does not have any more. Its program is sent the end of it, as if it had aborted it.
+    pub(super) fn abort(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
+        self.occupant(cid)?;
+        let Some(slot) = self.connections.slots[cid.slot() as usize].as_mut() else { return Err(Refusal::NotYours) };
+        let Custody::Active(offloaded) = &mut slot.custody else { return Err(Refusal::WrongState) };
+        let offloaded = &mut **offloaded;
+        if matches!(offloaded.tcp.state(), State::Closed | State::TimeWait) {
+            // The agent has been notified of its end.
+            return Err(Refusal::WrongState);
+        }
+        let events = offloaded.tcp.abort();
+        offloaded.note_events(events);
+        self.output.send_all(offloaded, &self.counters, now);
+        self.follow_up(cid.slot(), events);
+        Ok(0)
+    }
+
     /// Processes a segment of a connection that its program has closed. Data that nobody will read resets the peer, as in Linux.
     pub(super) fn on_segment_of_closing(&mut self, index: u32, segment: &Segment, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };

@@ -6,7 +6,7 @@ use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::Growth;
 use crate::offloaded::{Memory, Offloaded};
 use crate::partial::Path;
-use baton_abi::layout::{Counter, nic, scratch, slot as at};
+use baton_abi::layout::{Counter, RING_MESSAGES, nic, scratch, slot as at};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
@@ -24,11 +24,12 @@ const MAX_DRAIN_BATCHES: usize = 256;
 const MIN_MTU: u32 = 68;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Runs all commands in the agent's ring. Returns whether there was any.
+    /// Runs the commands in the agent's ring, at most as many as it holds. Returns whether there was any.
     #[inline(never)]
     pub(super) fn poll_commands(&mut self, now: Instant) -> bool {
         let mut worked = false;
-        while let Some(words) = self.agent.commands.pop() {
+        for _ in 0..RING_MESSAGES {
+            let Some(words) = self.agent.commands.pop() else { break };
             self.agent.commands.release();
             worked = true;
             let Some(message) = Message::from_words(words) else {
@@ -98,6 +99,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
             (Operation::NicControl, Some(Control::Grant)) => self.grant(cid, message.address),
             (Operation::NicControl, Some(Control::Connect)) => self.connect(cid, message.address, now),
+            (Operation::NicControl, Some(Control::Abort)) => self.abort(cid, now),
             (Operation::NicControl, Some(Control::Close)) => self.close(cid, message.address, now),
             (Operation::NicControl, Some(Control::Detach)) => self.detach(message.address),
             _ => Err(Refusal::BadCommand),

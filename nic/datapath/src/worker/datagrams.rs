@@ -16,8 +16,16 @@ use baton_wire::offset::ipv4;
 use baton_wire::rmpp::envelope::{Envelope, EnvelopeError, PROTOCOL_UDP, Received, UDP};
 use baton_wire::{Endpoint, Flow};
 
-/// Datagrams that a socket sends before the next source of work gets its turn.
+/// Datagrams that a socket sends before the next one gets its turn.
 const BATCH: usize = 64;
+
+/// Batches that all sockets together send in one round: a program may have many sockets, and other sources of work wait meanwhile.
+const ROUND: usize = 8;
+
+/// Datagrams in each ring that are looked at when a session's sockets end, for all of them together. More than a kernel's socket holds
+/// of the shortest ones, and than a program that follows the interface leaves behind: every round empties the rings. What lies behind
+/// them is lost.
+const AT_END: usize = 8192;
 
 /// Offset of the checksum in a UDP header.
 const UDP_CHECKSUM: usize = 6;
@@ -50,8 +58,15 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Gives a socket to the kernel: what its program has sent goes out, and, with `replay`, what it has not read goes to the
     /// kernel.
     pub fn end_datagrams(&mut self, id: u32, replay: bool) {
+        let mut left = AT_END;
+        self.end_datagrams_within(id, replay, &mut left);
+    }
+
+    /// [`Worker::end_datagrams`], after which so many datagrams fewer are `left` to be sent. A program may go on filling the ring for as
+    /// long as it is read, and several of its sockets may have the same ring.
+    fn end_datagrams_within(&mut self, id: u32, replay: bool, left: &mut usize) {
         self.broadcast(|| Call::DatagramsAt(id, Vec::new(), None));
-        while self.send_datagrams(id) == BATCH {}
+        *left -= self.send_datagrams(id, *left);
         let Some(socket) = self.datagrams.remove(id) else { return };
         if replay {
             self.replay_datagrams(&socket);
@@ -62,8 +77,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn replay_datagrams(&mut self, socket: &Socket) {
         let Some(mut unread) = Reader::new(&socket.memory, &socket.settings.place, Direction::Receive) else { return };
         let link = Link { destination: socket.settings.host, ttl: 64, ..NO_LINK };
-        // The program is stopped, or harms itself only: its ring has no more records than these.
-        for _ in 0..socket.settings.place.receive / 24 {
+        for _ in 0..AT_END {
             let Some(record) = unread.peek() else { return };
             let local = socket.settings.endpoints.iter().find(|local| local.is_v4() == record.other.is_v4());
             if let Some(local) = local {
@@ -78,8 +92,9 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Gives up the sockets of a session that has ended.
     pub(super) fn forget_datagrams(&mut self, session: u32) {
+        let mut left = AT_END;
         for id in self.datagrams.of_session(session) {
-            self.end_datagrams(id, false);
+            self.end_datagrams_within(id, false, &mut left);
         }
     }
 
@@ -90,7 +105,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return false;
         }
         if !std::mem::replace(&mut socket.listed, true) {
-            self.datagrams.ready.push(id);
+            self.datagrams.ready.push_back(id);
         }
         if !socket.receive.is_drained() && socket.program_wish.take() {
             self.datagrams.ringing.push(id);
@@ -155,12 +170,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Sends what lies in the sockets' send rings, a bounded number of each. Returns whether there was any.
+    /// Sends what lies in the sockets' send rings: a batch of each, of as many sockets as a round has time for; the others come first in
+    /// the next one. Returns whether there was any.
     pub(super) fn poll_datagrams(&mut self) -> bool {
-        let ready = std::mem::take(&mut self.datagrams.ready);
         let mut worked = false;
-        for id in ready {
-            let sent = self.send_datagrams(id);
+        for _ in 0..self.datagrams.ready.len().min(ROUND) {
+            let Some(id) = self.datagrams.ready.pop_front() else { break };
+            let sent = self.send_datagrams(id, BATCH);
             worked |= sent > 0;
             let Some(socket) = self.datagrams.sockets.get_mut(&id) else { continue };
             if sent < BATCH {
@@ -170,19 +186,17 @@ impl<H: Device, W: Device> Worker<H, W> {
                     continue;
                 }
             }
-            self.datagrams.ready.push(id);
+            self.datagrams.ready.push_back(id);
             worked = true;
         }
         worked
     }
 
-    /// Sends a batch of a socket's datagrams. Returns how many were taken from its ring.
-    fn send_datagrams(&mut self, id: u32) -> usize {
-        let mut taken = 0;
-        while taken < BATCH {
+    /// Sends up to `most` of a socket's datagrams. Returns how many were taken from its ring.
+    fn send_datagrams(&mut self, id: u32, most: usize) -> usize {
+        for taken in 0..most {
             let Some(socket) = self.datagrams.sockets.get_mut(&id) else { return taken };
             let Some(record) = socket.send.peek() else { return taken };
-            taken += 1;
             let way = socket.ways.get(&record.other.address).copied();
             let port = socket.settings.endpoints.first().map_or(0, |endpoint| endpoint.port);
             let sent = way.filter(|_| record.other.port != 0 && port != 0).is_some_and(|way| {
@@ -199,7 +213,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             self.counters.add(if sent { Counter::DatagramsSent } else { Counter::DatagramsDropped }, 1);
         }
-        taken
+        most
     }
 
     /// Calls `ring` for each socket whose program is to be woken.

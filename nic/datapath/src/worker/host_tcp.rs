@@ -9,7 +9,7 @@ use crate::frame_ring::{FrameReceiver, FrameSender};
 use crate::growth::Growth;
 use crate::offloaded::Offloaded;
 use crate::partial::{Arriving, State};
-use baton_abi::layout::{host_tcp, nic};
+use baton_abi::layout::{RING_MESSAGES, host_tcp, nic};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Capabilities, Device, Frame};
 use baton_ring::{go_to_sleep, must_ring, wake_up};
@@ -99,7 +99,9 @@ impl Worker<NoKernel, HostWire> {
         if worked {
             self.flush_backlog();
         }
-        while let Some(words) = self.agent.commands.pop() {
+        // At most as many as the ring holds: the NIC passes on what programs ask, and may go on with that for ever.
+        for _ in 0..RING_MESSAGES {
+            let Some(words) = self.agent.commands.pop() else { break };
             self.agent.commands.release();
             worked = true;
             if let Some(message) = Message::from_words(words) {

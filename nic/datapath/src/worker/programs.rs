@@ -17,6 +17,7 @@ use baton_shm::{Region, RingWords};
 use baton_tables::NO_SLOT;
 use baton_tcp::{Events, Instant};
 use baton_wire::Endpoint;
+use core::ops::RangeInclusive;
 use core::sync::atomic::{Ordering, fence};
 use std::sync::Arc;
 
@@ -437,7 +438,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 let (address, length) = (message.address as usize, message.length as usize);
                 let inside = address >= session::HEAP && length > 0 && length <= MAX_SEND && address + length <= memory;
                 let seq = offloaded.tcp.snd_end();
-                inside && offloaded.tcp.queue(message.length) && {
+                inside && offloaded.has_room_to_send(message.length) && offloaded.tcp.queue(message.length) && {
                     let room = offloaded.add_pair(message.address, message.length, seq);
                     if !room {
                         // More pairs than were ever advertised: the program has broken the interface, and loses the connection.
@@ -707,8 +708,11 @@ fn send_rare_events(
 fn control(offloaded: &mut crate::offloaded::Offloaded, message: &Message, now: Instant) -> Option<Events> {
     /// Bit of the address field of [`Control::KeepAlive`].
     const KEEPALIVE_ON: u32 = 1 << 31;
+    /// What Linux accepts for TCP_KEEPIDLE and TCP_KEEPINTVL, and for TCP_KEEPCNT.
+    const KEEPALIVE_SECONDS: RangeInclusive<u32> = 1..=32_767;
+    const KEEPALIVE_COUNT: RangeInclusive<u32> = 1..=127;
     if offloaded.fetches {
-        // What was queued before this command is sent before it takes effect.
+        // What was queued before this command is sent before it takes effect. A program that claims more than fits harms only itself.
         offloaded.take_queued();
     }
     let tcp = &mut offloaded.tcp;
@@ -717,10 +721,14 @@ fn control(offloaded: &mut crate::offloaded::Offloaded, message: &Message, now: 
         Control::Abort => return Some(tcp.abort()),
         Control::NoDelay => tcp.set_nodelay(message.address != 0),
         Control::Cork => tcp.set_cork(message.address != 0),
-        Control::UserTimeout => tcp.set_user_timeout(message.address),
+        Control::UserTimeout if message.address <= i32::MAX as u32 => tcp.set_user_timeout(message.address),
         Control::KeepAlive => {
             let (on, idle) = (message.address & KEEPALIVE_ON != 0, message.address & !KEEPALIVE_ON);
-            tcp.set_keepalive(on, idle, message.length & 0xffff, message.length >> 16, now);
+            let (interval, count) = (message.length & 0xffff, message.length >> 16);
+            if ![idle, interval].iter().all(|seconds| KEEPALIVE_SECONDS.contains(seconds)) || !KEEPALIVE_COUNT.contains(&count) {
+                return None;
+            }
+            tcp.set_keepalive(on, idle, interval, count, now);
         }
         _ => return None,
     }

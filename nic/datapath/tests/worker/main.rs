@@ -2,6 +2,7 @@
 //! on without a wrong byte. Also forwarded frames, and ICMP.
 
 mod ahead;
+mod bounds;
 mod doorbells;
 mod dormant;
 mod stage;

@@ -1,10 +1,13 @@
 //! A program that breaks every rule, run as `nobody` beside an honest one: the test's own binary, started again.
 
+mod descriptors;
+
 use baton_abi::layout::{RING_WORDS, session as at};
 use baton_lab::testbed::{Testbed, address_b};
 use baton_linux::control::Channel;
 use baton_linux::namespace::Namespace;
-use baton_protocol::program::{Answer, Ask, Flip, Opening, Place, Reply, Request, Until};
+use baton_linux::socket;
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Rings, Until};
 use baton_shm::Region;
 use baton_sim::Rng;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -21,6 +24,8 @@ const SOCKET: &str = "HOSTILE_SOCKET";
 const PEER: &str = "HOSTILE_PEER";
 const NOBODY: u32 = 65534;
 
+pub use descriptors::setting;
+
 /// Duration of attacks that do not end by themselves.
 const LONG: Duration = Duration::from_secs(3);
 
@@ -30,21 +35,15 @@ pub struct Hostile(Child, BufReader<std::process::ChildStdout>);
 impl Hostile {
     /// Starts it on host A, with a peer on host B that echoes.
     pub fn start(bed: &Testbed, attack: &str) -> Hostile {
-        let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
-        let peer = listener.local_addr().expect("its address");
-        std::thread::spawn(move || {
-            for stream in listener.incoming().flatten() {
-                std::thread::spawn(move || std::io::copy(&mut &stream, &mut &stream));
-            }
-        });
-        Self::start_at(&bed.host_a, &bed.socket(), &peer.to_string(), attack)
+        Self::start_at(&bed.host_a, &bed.socket(), &echo_server(bed).to_string(), attack)
     }
 
     /// Starts it in a namespace, with the path of an agent.
     pub fn start_at(namespace: &Namespace, socket: &Path, peer: &str, attack: &str) -> Hostile {
         // Not by its path, which may be inside a directory that only some users can read.
         let mut command = Command::new("/proc/self/exe");
-        command.args(["--exact", "hostile::hostile_program", "--nocapture", "--test-threads=1"]);
+        // Its first argument is an agent's; as a name of tests it matches none.
+        command.args(["agent-process", "--exact", "hostile::hostile_program", "--nocapture", "--test-threads=1"]);
         command.env(ATTACK, attack).env(SOCKET, socket).env(PEER, peer).stdout(Stdio::piped());
         std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
         let mut child = namespace.run(|| command.spawn()).expect("the hostile program");
@@ -191,6 +190,10 @@ pub fn run() -> bool {
         "deaf" => never_read(socket, say),
         "bells" => stop_doorbells(socket, say),
         "many" => take_all_sessions(socket),
+        "descriptors" => descriptors::run(socket, say),
+        "attacher" => claim_connections(socket, say),
+        "impostor" => pretend(socket, say, false),
+        "liar" => pretend(socket, say, true),
         other => panic!("no attack {other:?}"),
     }
     true
@@ -320,6 +323,153 @@ fn take_all_sessions(socket: &Path) {
     println!("attacking with {} sessions: {refused}", kept.len());
     let _ = std::io::stdout().flush();
     std::thread::sleep(Duration::from_secs(60));
+}
+
+/// Calls itself an attacher, and claims others' connections and its own without a socket.
+fn claim_connections(socket: &Path, begun: impl Fn()) {
+    let client = Client::open(socket, Opening { attacher: true, ..alone() }).expect("a session");
+    let peer: SocketAddr = std::env::var(PEER).expect("a peer").parse().expect("an address");
+    let stream = TcpStream::connect(peer).expect("a connection to the peer");
+    let local = stream.local_addr().expect("an address");
+    let register = |process| ask_on(&client.channel, Ask::Register { inherited: false, process }, &[stream.as_fd()]);
+    match register(Some(1)) {
+        Some((Reply::Stayed { reason, .. }, _)) => assert!(reason.contains("only that user and root may attach"), "{reason}"),
+        other => panic!("another user's process: {other:?}"),
+    }
+    let Some((Reply::Registered { connection }, _)) = register(Some(std::process::id())) else { panic!("it is not registered") };
+    let deadline = Instant::now() + Duration::from_secs(10);
+    loop {
+        match ask_on(&client.channel, Ask::Move { connection, to: Place::Nic }, &[stream.as_fd()]) {
+            Some((Reply::Done, _)) => break,
+            Some((Reply::Stayed { transient: true, .. }, _)) if Instant::now() < deadline => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    begun();
+    // It says nothing of this.
+    drop(stream);
+    let deadline = Instant::now() + Duration::from_secs(30);
+    let next = loop {
+        match connect_from(local, peer, Duration::from_secs(1)) {
+            Ok(next) => break next,
+            Err(error) => assert!(Instant::now() < deadline, "the port is of no use to anybody: {error}"),
+        }
+    };
+    echo(&next);
+}
+
+/// A connection from a local address and port.
+pub fn connect_from(local: SocketAddr, peer: SocketAddr, limit: Duration) -> std::io::Result<TcpStream> {
+    let fd = socket::stream(false, 0)?;
+    socket::set(fd.as_fd(), libc::SOL_SOCKET, libc::SO_REUSEADDR, 1)?;
+    socket::bind(fd.as_fd(), local)?;
+    let limit = libc::timeval { tv_sec: limit.as_secs() as i64, tv_usec: limit.subsec_micros().into() };
+    let bytes = [limit.tv_sec.to_ne_bytes(), limit.tv_usec.to_ne_bytes()].concat();
+    socket::set_bytes(fd.as_fd(), libc::SOL_SOCKET, libc::SO_SNDTIMEO, &bytes)?;
+    socket::connect(fd.as_fd(), peer)?;
+    Ok(fd.into())
+}
+
+/// Bytes there and back.
+pub fn echo(mut stream: &TcpStream) {
+    stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a time-out");
+    stream.write_all(b"still here").expect("sent");
+    let mut echo = [0; 10];
+    stream.read_exact(&mut echo).expect("an echo");
+    assert_eq!(&echo, b"still here");
+}
+
+/// Listens where an agent would, and answers nothing, or that it has connections without end, whose texts are for a terminal.
+fn pretend(socket: &Path, begun: impl Fn(), lies: bool) {
+    std::fs::create_dir_all(socket.parent().expect("a directory")).expect("a directory");
+    let listener = baton_linux::control::Listener::bind(socket).expect("a listener");
+    begun();
+    let until = Instant::now() + Duration::from_secs(60);
+    let mut kept = Vec::new();
+    while Instant::now() < until {
+        let Ok(channel) = listener.accept() else { return };
+        let mut from = 0;
+        while lies && let Ok((Request { tag, body }, _)) = channel.receive::<Request>() {
+            let body = match body {
+                Ask::List { .. } => {
+                    from += 1;
+                    Reply::Connections(vec![lie(from)])
+                }
+                _ => Reply::Failed { reason: "\u{1b}[2J".into() },
+            };
+            if channel.send(&Answer { tag, body }, &[]).is_err() {
+                break;
+            }
+        }
+        kept.push(channel);
+    }
+}
+
+fn lie(session: u32) -> ConnectionInfo {
+    let text = || String::from("\u{1b}]0;owned\u{7}");
+    ConnectionInfo {
+        session,
+        connection: 0,
+        process: std::process::id(),
+        program: text(),
+        local: text(),
+        peer: text(),
+        place: Place::Kernel,
+        nic: None,
+        made_by: Place::Kernel,
+        moves: 0,
+        lent: None,
+        dormant: false,
+        for_us: 0,
+        detail: Detail::default(),
+        reason: text(),
+    }
+}
+
+/// Registers a connection, disconnects its socket, has it connected elsewhere, and asks for the move while somebody else has the
+/// connection's addresses and ports. What the agent answers, and the other's connection.
+pub fn swap(bed: &Testbed, elsewhere: bool) -> (Reply, TcpStream) {
+    let client = Client::open(&bed.socket(), alone()).expect("a session");
+    let [peer, other] = [(); 2].map(|()| echo_server(bed));
+    let stream = bed.host_a.run(|| TcpStream::connect(peer)).expect("a connection");
+    let local = stream.local_addr().expect("its address");
+    let ask = Ask::Register { inherited: false, process: None };
+    let Some((Reply::Registered { connection }, _)) = ask_on(&client.channel, ask, &[stream.as_fd()]) else { panic!("no") };
+    socket::disconnect(stream.as_fd()).expect("disconnected");
+    let victim = bed.host_a.run(|| connect_from(local, peer, Duration::from_secs(10))).expect("the victim's connection");
+    if elsewhere {
+        socket::connect(stream.as_fd(), other).expect("connected elsewhere");
+    }
+    echo(&victim);
+    (client.ask(Ask::Move { connection, to: Place::Nic }).expect("an answer"), victim)
+}
+
+/// A server on host B that sends back what it gets.
+pub fn echo_server(bed: &Testbed) -> SocketAddr {
+    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
+    let peer = listener.local_addr().expect("its address");
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            std::thread::spawn(move || std::io::copy(&mut &stream, &mut &stream));
+        }
+    });
+    peer
+}
+
+/// Has the NIC serve a listening socket of host A.
+pub fn listen(bed: &Testbed, listener: &TcpListener) -> (impl Sized + use<>, Reply) {
+    let client = Client::open(&bed.socket(), alone()).expect("a session");
+    let (reply, _) = ask_on(&client.channel, Ask::Listen, &[listener.as_fd()]).expect("an answer");
+    (client, reply)
+}
+
+/// Has the NIC serve a UDP socket of host A.
+pub fn take_datagrams(bed: &Testbed, udp: &std::net::UdpSocket) -> (impl Sized + use<>, Reply) {
+    let client = Client::open(&bed.socket(), alone()).expect("a session");
+    let (bell, theirs) = baton_linux::bell::SessionBell::pair().expect("a doorbell");
+    let rings = Rings { base: at::heap_end(client.memory.len()) as u32, receive: 4096, send: 4096 };
+    let (reply, _) = ask_on(&client.channel, Ask::Datagrams { rings }, &[udp.as_fd(), theirs.as_fd()]).expect("an answer");
+    ((client, bell), reply)
 }
 
 /// Makes doorbells block whoever rings or clears them.

@@ -1,0 +1,201 @@
+//! Who is believed: sockets are what they were when they were registered, and an agent is root's or one's own.
+
+use crate::common::{Scene, connect, hosts};
+use crate::hostile_client::{Hostile, echo, listen, swap, take_datagrams};
+use crate::scratch::{Scratch, text};
+use baton_client::Session;
+use baton_lab::container::Container;
+use baton_lab::testbed::{TestbedSettings, address_a, address_b};
+use baton_linux::control::Channel;
+use baton_linux::netlink::{self, Netlink};
+use baton_linux::{diagnosis, process, socket};
+use baton_protocol::program::{Place, Reply};
+use baton_wire::Flow;
+use std::io::{self, BufRead, BufReader, Read};
+use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longer than any of it takes on a loaded machine.
+const LONG: Duration = Duration::from_secs(30);
+
+#[test]
+fn a_socket_with_another_connection_moves_nobody_elses() {
+    for elsewhere in [true, false] {
+        for beside in [false, true] {
+            let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+            let (reply, victim) = swap(&bed, elsewhere);
+            let Reply::Stayed { reason, .. } = reply else { panic!("{reply:?}") };
+            assert!(!elsewhere || reason.contains("does not have the connection any more"), "{reason}");
+            echo(&victim);
+        }
+    }
+}
+
+/// A program that disconnects its socket past the library while the NIC has the connection: the 4-tuple is free again.
+#[test]
+fn a_disconnected_sockets_connection_ends() {
+    let (mut scene, duplicate) = scene_with_duplicate(false);
+    socket::disconnect(duplicate.as_fd()).expect("disconnected");
+    expect_abort(&mut scene);
+}
+
+/// A connection on the NIC, and a duplicate of its program's descriptor.
+fn scene_with_duplicate(beside: bool) -> (Scene, TcpStream) {
+    let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+    let (server, peer) = connect(&bed, false, 8080);
+    let duplicate = server.try_clone().expect("a duplicate");
+    let mut session = Session::connect(&bed.socket()).expect("a session");
+    let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+    let mut scene = Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] };
+    scene.move_to(Place::Nic);
+    (scene, duplicate)
+}
+
+/// `ss --kill` has its usual effect: the program gets ECONNABORTED, the peer a RST.
+#[test]
+fn an_administrators_cut_counts() {
+    for beside in [false, true] {
+        let (mut scene, duplicate) = scene_with_duplicate(beside);
+        scene.exchange(10_000, Place::Nic);
+        let ends = [duplicate.local_addr(), duplicate.peer_addr()];
+        let [local, remote] = ends.map(|address| address.expect("an address").into());
+        let flow = Flow { local, remote };
+        let netlink = scene.bed.host_a.run(|| Netlink::open(netlink::SOCK_DIAG)).expect("netlink");
+        diagnosis::destroy(&netlink, &flow, None).expect("destroyed");
+        expect_abort(&mut scene);
+    }
+}
+
+fn expect_abort(scene: &mut Scene) {
+    let deadline = Instant::now() + LONG;
+    let error = loop {
+        scene.session.poll(Some(Duration::from_millis(10)), &mut Vec::new()).expect("a poll");
+        match scene.session.receive(scene.id, &mut [0; 100]) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => assert!(Instant::now() < deadline, "no error"),
+            Err(error) => break error,
+            Ok(count) => panic!("{count} bytes"),
+        }
+    };
+    assert_eq!(error.raw_os_error(), Some(libc::ECONNABORTED), "{error}");
+    scene.peer.set_nonblocking(false).expect("a flag");
+    scene.peer.set_read_timeout(Some(LONG)).expect("a time-out");
+    let reset = scene.peer.read(&mut [0; 100]).expect_err("a reset");
+    assert_eq!(reset.raw_os_error(), Some(libc::ECONNRESET), "{reset}");
+}
+
+#[test]
+fn an_attacher_holds_no_addresses_without_a_socket() {
+    let bed = hosts(TestbedSettings::default());
+    Hostile::start(&bed, "attacher").expect_success();
+}
+
+/// A listener that its program has closed without a word: the next one at its port gets its clients.
+#[test]
+fn a_closed_listeners_port_is_the_next_ones() {
+    let bed = hosts(TestbedSettings::default());
+    let address = SocketAddr::new(address_a(false), 8081);
+    let listener = bed.host_a.run(|| TcpListener::bind(address)).expect("a listener");
+    let (_client, reply) = listen(&bed, &listener);
+    assert!(matches!(reply, Reply::Listening { .. }), "{reply:?}");
+    drop(listener);
+    let next = bed.host_a.run(|| TcpListener::bind(address)).expect("the next listener");
+    next.set_nonblocking(true).expect("a flag");
+    let deadline = Instant::now() + LONG;
+    loop {
+        let client = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(2)));
+        if client.is_ok() && next.accept().is_ok() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "clients do not reach it");
+    }
+}
+
+/// A UDP socket that has lost the port which the kernel had chosen for it: the next one gets its datagrams.
+#[test]
+fn a_disconnected_udp_sockets_port_is_the_next_ones() {
+    let bed = hosts(TestbedSettings::default());
+    let far = bed.host_b.run(|| UdpSocket::bind((address_b(false), 0))).expect("a socket");
+    let udp = bed.host_a.run(|| UdpSocket::bind((address_a(false), 0))).expect("a socket");
+    let address = udp.local_addr().expect("its address");
+    let (_client, reply) = take_datagrams(&bed, &udp);
+    assert!(matches!(reply, Reply::Datagrams { .. }), "{reply:?}");
+    socket::disconnect(udp.as_fd()).expect("disconnected");
+    let next = bed.host_a.run(|| UdpSocket::bind(address)).expect("its port is free");
+    next.set_read_timeout(Some(Duration::from_millis(100))).expect("a time-out");
+    let deadline = Instant::now() + LONG;
+    loop {
+        far.send_to(b"hello", address).expect("sent");
+        if next.recv(&mut [0; 10]).is_ok() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "datagrams do not reach it");
+    }
+}
+
+fn baton(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(arguments).env_remove("BATON_SOCKET");
+    command
+}
+
+/// What another user listens at is no agent: neither library nor tool sends it anything, and a list does not wait for it.
+#[test]
+fn a_listener_of_another_user_is_not_believed() {
+    let bed = hosts(TestbedSettings::default());
+    let place = std::env::temp_dir().join(format!("baton-impostor-{}", std::process::id()));
+    let path = place.join("agent.sock");
+    for attack in ["impostor", "liar"] {
+        let mut hostile = Hostile::start_at(&bed.host_a, &path, "", attack);
+        hostile.await_attack();
+        let refused = Channel::connect(&path).expect_err("another user's");
+        assert!(refused.to_string().contains("by user 65534"), "{refused}");
+        let socket = path.to_str().expect("a path");
+        let ran = baton(&["run", "--socket", socket, "--", "true"]).output().expect("baton");
+        assert!(!ran.status.success() && text(&ran.stderr).contains("by user 65534"), "{}", text(&ran.stderr));
+        // It runs as what calls itself an agent, too.
+        for arguments in [&["ls"][..], &["ls", "--json"], &["ls", "--socket", socket]] {
+            let began = Instant::now();
+            let listed = baton(arguments).output().expect("baton");
+            assert!(began.elapsed() < LONG, "it took {:?}", began.elapsed());
+            let all = [listed.stdout, listed.stderr].concat();
+            assert!(!all.contains(&0x1b) && !all.contains(&7), "{}", text(&all));
+            let all = text(&all);
+            let says = ["has not answered in time", "has no end", "\\u{1b}"].iter().any(|what| all.contains(what));
+            assert!(says, "{arguments:?}: {all}");
+        }
+        drop(hostile);
+        let _ = std::fs::remove_file(&path);
+    }
+    let _ = std::fs::remove_dir_all(&place);
+}
+
+/// In a container, whose users are all others outside: what the administrator has put where nobody inside can write is believed, what
+/// anybody can have put into a shared directory is not.
+#[test]
+fn in_a_container_the_path_decides() {
+    let container = Container::new().expect("a container (root is needed)");
+    let place = Path::new("/run").join(format!("baton-test-trust-{}", std::process::id()));
+    std::fs::create_dir_all(&place).expect("a directory that only root can write");
+    let scratch = Scratch::new("trust");
+    let shared = scratch.file("agent.sock");
+    for (path, believed) in [(place.join("agent.sock"), true), (Path::new(&shared).to_owned(), false)] {
+        let socket = path.to_str().expect("a path");
+        let host = baton_linux::namespace::Namespace::new().expect("a namespace");
+        let mut command = baton(&["up", "--socket", socket]);
+        let mut up = host.spawn(command.stderr(Stdio::piped())).expect("baton");
+        let mut messages = BufReader::new(up.stderr.take().expect("its messages"));
+        messages.read_line(&mut String::new()).expect("a line");
+        let mut inside = container.command(env!("CARGO_BIN_EXE_baton"));
+        let ran = inside.args(["run", "--socket", socket, "--", "true"]).output().expect("baton");
+        let said = text(&ran.stderr);
+        let refused = said.contains("is listened at by user 65534, who is neither root");
+        process::signal(up.id(), libc::SIGTERM).expect("our child");
+        let _ = up.wait();
+        assert_eq!(refused, !believed, "{}: {said}", path.display());
+        assert!(!believed || ran.status.success(), "{said}");
+    }
+    let _ = std::fs::remove_dir_all(&place);
+}

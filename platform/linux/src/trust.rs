@@ -1,0 +1,121 @@
+//! Whether the process that listens at a path may be believed: programs send it their descriptors, and use memory that it shares with
+//! them.
+//!
+//! It must be root's or this process's own user's: the kernel says whose it is (SO_PEERCRED), whatever the path and whoever could make
+//! it. In a user namespace the users outside of it, the host's root too, are all shown as one (65534, the overflow user). There the path
+//! decides: it must lead through directories that nobody in the namespace can write, or through a mount that only its root could make.
+
+use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Mode bits: others or the group may write; entries can be removed by their owners only.
+const OTHERS_WRITE: u32 = 0o022;
+const STICKY: u32 = 0o1000;
+
+/// What a component of a path says about who could put it there.
+#[derive(Clone, Copy, Debug)]
+struct Component {
+    owner: u32,
+    mode: u32,
+    /// Something is mounted there.
+    mount: bool,
+}
+
+/// Whether this process believes a peer of user `peer` wherever it listens.
+pub(crate) fn is_known(peer: u32) -> bool {
+    peer == 0 || peer == rustix::process::geteuid().as_raw()
+}
+
+/// The canonical path of a socket whose listener is of a user outside of this user namespace, if the path shows that whoever put it there
+/// may be believed. None if `peer` is not shown as such a user.
+///
+/// # Errors
+/// If the path cannot be read.
+pub(crate) fn named_from_outside(path: &Path, peer: u32) -> io::Result<Option<PathBuf>> {
+    let overflow = std::fs::read_to_string("/proc/sys/kernel/overflowuid")?;
+    let overflow = overflow.trim().parse::<u32>().map_err(io::Error::other)?;
+    if peer != overflow || !is_inside_of_another(&std::fs::read_to_string("/proc/self/uid_map")?) {
+        return Ok(None);
+    }
+    let path = path.canonicalize()?;
+    let components = path.ancestors().map(component).collect::<io::Result<Vec<_>>>()?;
+    let own = rustix::process::geteuid().as_raw();
+    Ok(leads_outside(components.into_iter().rev(), own, overflow).then_some(path))
+}
+
+fn component(path: &Path) -> io::Result<Component> {
+    let status = statx(CWD, path, AtFlags::SYMLINK_NOFOLLOW, StatxFlags::empty())?;
+    let mount = status.stx_attributes.contains(StatxAttributes::MOUNT_ROOT);
+    let metadata = std::fs::symlink_metadata(path)?;
+    Ok(Component { owner: metadata.uid(), mode: metadata.mode(), mount })
+}
+
+/// Whether a user namespace with this map is not the first one, in which every user is itself.
+fn is_inside_of_another(map: &str) -> bool {
+    map.split_whitespace().collect::<Vec<_>>() != ["0", "0", "4294967295"]
+}
+
+/// Whether the components of a path from the root to a socket can have been put there by somebody outside of the namespace only, or by its
+/// root or this user (`own`), who may name whom they like.
+fn leads_outside(components: impl Iterator<Item = Component>, own: u32, overflow: u32) -> bool {
+    // In a directory that everybody can write only what is root's, or our own, is not anybody's.
+    let mut shared = false;
+    let mut last = None;
+    for component in components {
+        let known = component.owner == 0 || component.owner == own && own != overflow;
+        let outside = component.owner == overflow && (component.mount || !shared);
+        if !known && !outside {
+            return false;
+        }
+        // A socket may be written by whoever is to connect.
+        if let Some(Component { mode, .. }) = last.replace(component)
+            && mode & OTHERS_WRITE != 0
+            && mode & STICKY == 0
+            && !component.mount
+        {
+            return false;
+        }
+        shared = component.mode & OTHERS_WRITE != 0;
+    }
+    last.is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OVERFLOW: u32 = 65_534;
+
+    fn leads(components: &[(u32, u32, bool)]) -> bool {
+        let components = components.iter().map(|(owner, mode, mount)| Component { owner: *owner, mode: *mode, mount: *mount });
+        leads_outside(components, 1000, OVERFLOW)
+    }
+
+    #[test]
+    fn only_what_nobody_inside_can_write_leads_outside() {
+        let (root, run, socket) = ((0, 0o755, true), (0, 0o755, false), (OVERFLOW, 0o666, false));
+        assert!(leads(&[root, run, (OVERFLOW, 0o711, true), socket]), "a mount in a directory of root's");
+        assert!(leads(&[(OVERFLOW, 0o755, true), (OVERFLOW, 0o755, false), socket]), "the host's own directories");
+        assert!(leads(&[root, (0, 0o1777, false), (OVERFLOW, 0o711, true), socket]), "a mount in /tmp");
+        assert!(!leads(&[root, (0, 0o1777, false), (OVERFLOW, 0o711, false), socket]), "anybody's directory in /tmp");
+        assert!(!leads(&[root, (OVERFLOW, 0o1777, false), (OVERFLOW, 0o711, false), socket]), "the same in the host's");
+        assert!(!leads(&[root, (0, 0o777, false), run, socket]), "what everybody can exchange");
+        assert!(!leads(&[root, (1001, 0o755, false), (OVERFLOW, 0o755, true), socket]), "another user's directory");
+        assert!(leads(&[root, (1000, 0o755, false), (OVERFLOW, 0o755, true), socket]), "our own");
+        assert!(!leads(&[root, (0, 0o1777, false), socket]), "anybody's socket");
+    }
+
+    #[test]
+    fn the_first_user_namespace_has_nobody_outside() {
+        assert!(!is_inside_of_another("         0          0 4294967295\n"));
+        assert!(is_inside_of_another("0 100000 65536\n") && is_inside_of_another("0 0 1\n") && is_inside_of_another(""));
+    }
+
+    #[test]
+    fn root_and_oneself_are_believed() {
+        assert!(is_known(0) && is_known(rustix::process::geteuid().as_raw()));
+        assert!(!is_known(u32::MAX - 1));
+    }
+}
