@@ -25,6 +25,10 @@ pub use nic::NicState;
 pub use short::MAX_SHORT;
 pub use stay::Stay;
 
+/// Microseconds after which TS.Recent proves no segment old: half of the round of a clock that ticks every microsecond, the fastest in
+/// use (Linux's TCP_PAWS_WRAP). RFC 7323 section 5.5 has 24 days, for clocks of a millisecond. No segment is on its way for so long.
+pub const TS_RECENT_LASTS: u64 = i32::MAX as u64;
+
 /// Version of the encoding; an image of another version is refused.
 pub const VERSION: u16 = 3;
 /// The first bytes of an encoded image.

@@ -137,10 +137,12 @@ fields!(Receiving {
 
 impl Receiving {
     /// Goes on after the kernel had the connection, which has acknowledged what it received up to `rcv_nxt`. An acknowledgement is due:
-    /// the kernel's last one may have been held back, and the peer learns our window.
+    /// the kernel's last one may have been held back, and the peer learns our window. What the kernel received brought timestamps that
+    /// it does not show: the NIC's last one would count as no older than those, and after weeks as newer.
     pub(crate) fn take_from_kernel(&mut self, received: bool, rcv_nxt: u32) {
         self.ack_due = true;
         if received {
+            self.ts_known = false;
             (self.unacked, self.last_ack, self.duplicate, self.silent_for) = (0, rcv_nxt, None, 0);
         }
     }

@@ -25,8 +25,8 @@ impl Stay {
     /// connection, `now` is in microseconds of the clock of [`Stay::new`].
     ///
     /// The congestion window and the round-trip times are the NIC's until the kernel has measured a round trip of its own: it begins
-    /// anew, as after a handshake. TS.Recent, which the kernel does not show, only ever grows: the NIC's is a lower bound, which is what
-    /// PAWS needs (RFC 7323 section 5.2).
+    /// anew, as after a handshake. TS.Recent, which the kernel does not show, is still the NIC's if nothing was received meanwhile, and so
+    /// much older; else PAWS begins anew (RFC 7323 section 5.2).
     pub fn complete(&self, exported: &mut Image, retransmitted: u32, now: u64) -> Option<NicState> {
         let kept = if retransmitted == 0 && self.sent_nothing(exported) { self.nic } else { None };
         if kept.is_some() || exported.srtt == 0 && self.image.srtt != 0 {

@@ -2,7 +2,7 @@
 
 use baton_abi::layout::{block, nic, scratch, session, slot};
 use baton_abi::{Cid, Record, record};
-use baton_image::{Image, ImageError, MAX_ENCODED, NicState, State};
+use baton_image::{Image, ImageError, MAX_ENCODED, NicState, State, TS_RECENT_LASTS};
 use baton_shm::Region;
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -132,6 +132,10 @@ pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &R
     let snd_end = if acked_all || !plausible { record.snd_end } else { queued };
     let data_end = record.rcv_nxt.wrapping_sub(u32::from(state.fin_received()));
     let unread = program.unread(data_end, data_end.wrapping_sub(record.rcv_read));
+    // A timestamp later than any that the NIC can have sent.
+    let ts_clock = handed.ts_clock.wrapping_add((elapsed / 1000) as u32 + 1);
+    // Whoever goes on takes TS.Recent for new.
+    let recent = u64::from(ts_clock.wrapping_sub(record.ts_clock)) * 1000 < TS_RECENT_LASTS;
     Some(Image {
         state,
         snd_una,
@@ -143,9 +147,8 @@ pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &R
         rcv_nxt: record.rcv_nxt,
         rcv_adv: record.rcv_adv,
         unread,
-        ts_recent: record.ts_recent,
-        // A timestamp later than any that the NIC can have sent.
-        ts_clock: handed.ts_clock.wrapping_add((elapsed / 1000) as u32 + 1),
+        ts_recent: if recent { record.ts_recent } else { 0 },
+        ts_clock,
         cwnd: record.cwnd,
         srtt: record.srtt,
         ..*handed
@@ -227,6 +230,22 @@ mod tests {
         let record = Record { state: State::Closed as u8, snd_una: 7, snd_nxt: 9, snd_end: 9, ..Record::default() };
         let program = Progress { flags: 0, queued: 9, read: 0 };
         assert_eq!(at_death(&record, &program).map(|image| image.state), Some(State::Closed));
+    }
+
+    /// The kernel counts what the replay brings as new. A peer that has not been heard of for weeks would be refused by its old timestamp.
+    #[test]
+    fn a_timestamp_of_long_ago_is_forgotten() {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        let handed = Image { ts_clock: u32::MAX - 5, ..Image::open(flow) };
+        let program = Progress { flags: 0, queued: 1, read: 1 };
+        let ends = Record { state: State::Established as u8, snd_una: 1, snd_nxt: 1, snd_end: 1, ..Record::default() };
+        const DAY: u64 = 86_400_000_000;
+        for (published_at, died_at, known) in [(0, 60_000_000, true), (0, 25 * DAY, false), (40 * DAY, 40 * DAY + 9, true)] {
+            let ts_clock = handed.ts_clock.wrapping_add((published_at / 1000) as u32);
+            let record = Record { ts_recent: 77, ts_clock, rcv_nxt: 1, rcv_adv: 9, rcv_read: 1, ..ends };
+            let image = image_at_death(&handed, 1 << 16, died_at, &record, &program).expect("an image");
+            assert_eq!(image.ts_recent == 77, known, "published at {published_at} µs, dead at {died_at}");
+        }
     }
 
     /// What the program says counts only as far as it can be true.

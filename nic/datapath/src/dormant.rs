@@ -106,6 +106,7 @@ mod tests {
         block: 3,
     };
     const PATIENCE: u64 = 2_000_000;
+    const DAY: u64 = 86_400_000_000;
 
     /// What a connection does before it sleeps.
     #[derive(Clone, Copy, Debug)]
@@ -226,7 +227,8 @@ mod tests {
     proptest! {
         #[test]
         fn a_connection_that_wakes_up_is_the_one_that_slept(
-            acts in acts(), later in acts(), keepalive in any::<bool>(), slept in 0..10_000_000u64, fetches in any::<bool>(),
+            acts in acts(), later in acts(), keepalive in any::<bool>(), fetches in any::<bool>(),
+            slept in prop_oneof![0..10_000_000u64, 0..100 * DAY],
         ) {
             let image = Image { keepalive, timestamps: true, snd_nxt: 1, ts_clock: 500, ..Image::open(flow()) };
             let regions = regions();
@@ -257,6 +259,32 @@ mod tests {
                 let mut at = now;
                 run(&mut awake, &later, &mut at);
                 run(&mut woken, &later, &mut now);
+            }
+        }
+    }
+
+    /// The peer's clock has gone so far that its timestamps compare as older than the last one (RFC 7323 section 5.5).
+    #[test]
+    fn weeks_of_sleep_keep_no_segment_out() {
+        let regions = regions();
+        for days in [1, 24, 25, 30, 49, 51, 90] {
+            let image = Image { timestamps: true, snd_nxt: 1, ts_clock: 500, ..Image::open(flow()) };
+            let mut now = Instant(1_000);
+            let mut idle = offloaded(&image, &regions);
+            idle.publish(now);
+            run(&mut idle, &[Act::Receive(100)], &mut now);
+            settle(&mut idle, &mut now);
+            let dormant = Dormant::of(&idle, PATIENCE, now).expect("it is idle");
+            now = now.after(days * DAY);
+            let mut woken = dormant.wake(flow(), place(&regions)).expect("it wakes up");
+            for nth in 0..3 {
+                let options =
+                    TcpOptions { timestamps: Some(((days * DAY / 1000) as u32 + 1000 + nth, 0)), ..TcpOptions::default() };
+                let (seq, ack) = (woken.tcp.rcv_nxt(), woken.tcp.snd_una());
+                let segment = Segment { seq, ack, flags: Flags::ACK, window: 5000, options, length: 10, ..Segment::default() };
+                assert_eq!(woken.tcp.input(&segment, now).delivered, 10, "segment {nth} after {days} days");
+                send_all(&mut woken, now);
+                now = now.after(10_000);
             }
         }
     }

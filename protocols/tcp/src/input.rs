@@ -7,10 +7,9 @@ use crate::seq::{at_or_before, before, earlier, later};
 use crate::time::Instant;
 use crate::timers::DELAYED_ACK;
 use baton_abi::record::pair;
+use baton_image::TS_RECENT_LASTS;
 use baton_wire::{Acknowledgement, Fields, Flags, Plain};
 
-/// After this long (24 days) a timestamp no longer proves a segment old (RFC 7323 section 5.5).
-const PAWS_IDLE: u64 = 24 * 24 * 3600 * 1_000_000;
 /// Microseconds for which a new gap may be reordering rather than a loss.
 const REORDERING: u64 = 50;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
@@ -215,7 +214,7 @@ impl Connection {
         match segment.options.timestamps {
             Some((value, _)) if self.agreed.timestamps && r.ts_known => {
                 before(value, r.ts_recent)
-                    && now.since(r.last_at) < PAWS_IDLE
+                    && now.since(r.last_at) < TS_RECENT_LASTS
                     && !segment.flags.contains(Flags::RST)
                     // A pure acknowledgement that was merely overtaken carries no data that could be wrong.
                     && !(segment.length == 0 && segment.seq == r.nxt && r.ts_recent.wrapping_sub(value) < 1000)
@@ -277,6 +276,10 @@ impl Connection {
     #[inline(always)]
     fn take_timestamp(&mut self, seq: u32, timestamps: Option<(u32, u32)>, now: Instant) {
         let r = &mut self.receive;
+        if now.since(r.last_at) >= TS_RECENT_LASTS {
+            // Also where this segment's own does not count: it overtook the one that is next.
+            (r.ts_recent, r.ts_known) = (0, false);
+        }
         r.last_at = now;
         if let Some((value, _)) = timestamps {
             // RFC 7323 section 4.3: from segments that cover the last acknowledgement sent.
@@ -285,6 +288,12 @@ impl Connection {
                 r.ts_known = value != 0;
             }
         }
+    }
+
+    /// TS.Recent for whoever has the connection next and does not learn how old it is; 0 if it is too old to be compared with.
+    pub(crate) fn recent_timestamp(&self, now: Instant) -> u32 {
+        let r = &self.receive;
+        if now.since(r.last_at) < TS_RECENT_LASTS { r.ts_recent } else { 0 }
     }
 
     fn note_ecn(&mut self, segment: &Segment) {

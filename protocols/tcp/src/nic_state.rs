@@ -7,8 +7,8 @@ use crate::scoreboard::Scoreboard;
 use crate::seq::{at_or_before, before, clamp};
 use crate::time::Instant;
 use crate::timers::{SendTimer, Timers};
-use baton_image::NicState;
 use baton_image::nic::{Flight, Receiving, Sending};
+use baton_image::{NicState, TS_RECENT_LASTS};
 
 /// Bytes that an image may count as received and not acknowledged, or acknowledged late: the largest window (RFC 7323 section 2.3).
 const MOST_UNACKED: u32 = 1 << 30;
@@ -129,7 +129,7 @@ impl Connection {
         r.unacked = unacked.min(MOST_UNACKED);
         r.last_ack = if r.nxt.wrapping_sub(last_ack) > MOST_UNACKED { r.nxt } else { last_ack };
         (r.quick_acks, r.last_at) = (quick_acks, now.ago(silent_for));
-        r.ts_known = ts_known && self.agreed.timestamps;
+        r.ts_known = ts_known && self.agreed.timestamps && silent_for < TS_RECENT_LASTS;
         let adv = r.adv;
         self.reassembly.duplicate =
             duplicate.filter(|(left, right)| self.agreed.sack && before(*left, *right) && at_or_before(*right, adv));

@@ -156,7 +156,7 @@ impl Connection {
             rcv_nxt: self.receive.nxt,
             rcv_adv: self.receive.adv,
             unread: self.readable(),
-            ts_recent: self.receive.ts_recent,
+            ts_recent: self.recent_timestamp(now),
             ts_clock: self.ts_now(now),
             cwnd: self.congestion.cwnd,
             ssthresh: self.congestion.ssthresh,
