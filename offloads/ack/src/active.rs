@@ -1,12 +1,13 @@
 //! The acknowledging of frames from the wire, and the rewriting of frames from the kernel.
 
+use crate::before;
 use crate::entry::{AckEntry, Peer};
 use crate::rewrite;
 use crate::store::{self, RING, Store};
 use alloc::vec::Vec;
 use baton_device::{Checksum, Frame};
 use baton_tables::{Lookup, Wheel};
-use baton_wire::frame::{ECN_CE, ECN_MASK, ETHERNET, Header, Link, MAX_HEADER, TCP_CHECKSUM, Template};
+use baton_wire::frame::{ECN_CE, ECN_MASK, ETHERNET, Header, Link, MAX_HEADER, TCP, TCP_CHECKSUM, Template};
 use baton_wire::offset::{ethernet, ipv4, ipv6};
 use baton_wire::{Flags, FlowKey, TcpFrame, TcpOptions};
 use core::mem;
@@ -43,13 +44,9 @@ pub struct Counters {
     pub raised: u64,
     /// Segments that were delivered to the kernel again.
     pub redelivered: u64,
-    /// Data segments left to the kernel to acknowledge: out of order, too many for the buffer or the window, or not plain data.
+    /// Data segments left to the kernel to acknowledge: unacceptable, out of order, too many for the buffer or the window, or not plain
+    /// data.
     pub left: u64,
-}
-
-/// Whether sequence number `a` comes before `b`.
-fn before(a: u32, b: u32) -> bool {
-    (a.wrapping_sub(b) as i32) < 0
 }
 
 /// The active acknowledgements of one worker's connections.
@@ -141,12 +138,19 @@ impl<S: Store> ActiveAck<S> {
         at
     }
 
+    /// Frees an entry that holds nothing; rather one that is not established, of which a flood of SYNs makes many.
     fn reclaim(&mut self) {
+        let mut free = None;
         for _ in 0..CANDIDATES {
             self.hand = (self.hand + 1) % self.entries.len().max(1);
-            if self.entries.get(self.hand).is_some_and(|entry| entry.as_ref().is_some_and(|entry| !entry.holds())) {
-                return self.forget(self.hand as u32);
+            match self.entries.get(self.hand) {
+                Some(Some(entry)) if !entry.established && !entry.holds() => return self.forget(self.hand as u32),
+                Some(Some(entry)) if !entry.holds() => free = free.or(Some(self.hand as u32)),
+                _ => {}
             }
+        }
+        if let Some(at) = free {
+            self.forget(at);
         }
     }
 
@@ -192,26 +196,30 @@ impl<S: Store> ActiveAck<S> {
         }
     }
 
-    /// Examines a frame from the wire, before it is changed by anything else. Acknowledgements go to `to_wire`.
+    /// Examines a frame from the wire, before it is changed by anything else. Acknowledgements go to `to_wire`. A segment that the
+    /// kernel will not accept changes nothing.
     pub fn from_wire(&mut self, frame: &Frame, now: u64, to_wire: &mut impl FnMut(&mut Frame)) {
         let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { return };
-        if parsed.flags.intersects(Flags::SYN) {
-            if self.on && self.is_intact(frame, &parsed) {
-                self.handshake(&parsed);
+        let Some(at) = self.find(&FlowKey::from(&parsed.flow)) else { return };
+        if !parsed.flags.contains(Flags::ACK) || !self.is_intact(frame, &parsed) {
+            return;
+        }
+        if parsed.flags.contains(Flags::SYN) {
+            return self.peers_handshake(at, &parsed, frame);
+        }
+        let Some(entry) = self.entries[at as usize].as_mut() else { return };
+        if !entry.accepts(&parsed) {
+            self.counters.left += u64::from(parsed.payload_length > 0);
+            return;
+        }
+        if parsed.flags.contains(Flags::RST) {
+            // The kernel takes none but that with the very next number (RFC 5961 section 3.2).
+            if !entry.holds() && parsed.seq == entry.next {
+                self.forget(at);
             }
             return;
         }
-        let Some(at) = self.find(&FlowKey::from(&parsed.flow)) else { return };
-        if !self.is_intact(frame, &parsed) {
-            return;
-        }
-        let Some(entry) = self.entries[at as usize].as_mut() else { return };
-        if !before(parsed.ack, entry.peer.ack) {
-            entry.peer = Peer { ack: parsed.ack, window: parsed.window, timestamps: parsed.options.timestamps };
-        }
-        if parsed.flags.contains(Flags::RST) && !entry.holds() {
-            return self.forget(at);
-        }
+        entry.note_peer(&parsed);
         if self.on && parsed.payload_length > 0 {
             self.on_data(at, frame, &parsed, now, to_wire);
         }
@@ -222,28 +230,40 @@ impl<S: Store> ActiveAck<S> {
         frame.checksum != Checksum::Unknown || parsed.checksum_holds(frame.bytes())
     }
 
-    /// Notes the peer's SYN or SYN-ACK.
-    fn handshake(&mut self, parsed: &TcpFrame) {
-        let Some(at) = self.track(parsed.flow) else { return };
+    /// Notes the peer's SYN-ACK. What it says is final with the kernel's next segment.
+    fn peers_handshake(&mut self, at: u32, parsed: &TcpFrame, frame: &Frame) {
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
-        if parsed.flags.contains(Flags::ACK) == entry.our_scale.is_some() {
-            entry.peer_scales = Some(parsed.options.window_scale.is_some());
+        if entry.synchronized || parsed.ack != entry.snd_nxt {
+            return;
         }
+        if has_other_options(frame.bytes(), parsed) {
+            return self.forget(at);
+        }
+        entry.peer_scales = Some(parsed.options.window_scale.is_some());
+        let timestamps = parsed.options.timestamps.filter(|_| entry.ts_value.is_some());
+        let (ack, window, window_seq) = (parsed.ack, parsed.window, parsed.seq);
+        entry.peer = Peer { ack, window, timestamps, window_seq };
+        entry.ts_recent = timestamps.map_or(0, |(value, _)| value);
     }
 
     /// Stores a data segment, and acknowledges it now or later, if it is plain and in order.
     fn on_data(&mut self, at: u32, frame: &Frame, parsed: &TcpFrame, now: u64, to_wire: &mut impl FnMut(&mut Frame)) {
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32);
-        let plain = !parsed.flags.intersects(LEFT_TO_KERNEL) && parsed.flags.contains(Flags::ACK) && parsed.ecn != ECN_CE;
+        // The kernel may refuse a segment without timestamps where both ends use them (RFC 7323 section 3.2).
+        let stamped = entry.peer.timestamps.is_none() || parsed.options.timestamps.is_some();
+        let plain = !parsed.flags.intersects(LEFT_TO_KERNEL)
+            && parsed.ecn != ECN_CE
+            && stamped
+            && !has_other_options(frame.bytes(), parsed);
         let room = end.wrapping_sub(entry.una) as usize <= RING && !before(entry.rcv_adv, end);
-        if !entry.synchronized || entry.scale().is_none() || !plain || parsed.seq != entry.next || !room {
+        if !entry.established || entry.scale().is_none() || !plain || parsed.seq != entry.next || !room {
             self.counters.left += 1;
             return;
         }
         store::write_data(&self.store, entry.buffer, parsed.seq, parsed.payload(frame.bytes()));
         if !before(entry.acked, parsed.seq)
-            && let Some((value, _)) = parsed.options.timestamps
+            && let Some((value, _)) = entry.peer.timestamps
         {
             entry.ts_recent = value;
         }
@@ -303,35 +323,55 @@ impl<S: Store> ActiveAck<S> {
         if released {
             store::store_range(&self.store, entry);
         }
-        let is_behind = entry.duplicate_acks >= DUPLICATES;
+        let is_behind = entry.duplicate_acks >= DUPLICATES && !entry.answered_duplicates;
         if before(parsed.ack, entry.acked) {
             rewrite::raise(frame, &parsed, entry);
             self.counters.raised += 1;
         }
         if is_behind {
+            entry.answered_duplicates = true;
             self.redeliver(at, now, to_kernel);
         }
         self.schedule(at);
     }
 
-    /// Notes the kernel's SYN or SYN-ACK.
+    /// Notes the kernel's SYN or SYN-ACK. A repeated one changes no more than the timestamp: the kernel repeats its SYN-ACK while its
+    /// accept queue is full, and for late SYNs.
     fn kernels_handshake(&mut self, flow: baton_wire::Flow, parsed: &TcpFrame, frame: &Frame) {
+        let key = FlowKey::from(&flow);
+        let answers = parsed.flags.contains(Flags::ACK);
+        let known = self.find(&key);
+        if let Some(entry) = known.and_then(|at| self.entries[at as usize].as_mut())
+            && entry.iss == parsed.seq
+            && (entry.synchronized || !answers)
+        {
+            if !entry.established {
+                entry.ts_value = parsed.options.timestamps.map(|(value, _)| value);
+            }
+            return;
+        }
+        // The SYN of a connection that the kernel makes says nothing yet of what both ends will use.
+        if answers && has_other_options(frame.bytes(), parsed) {
+            known.into_iter().for_each(|at| self.forget(at));
+            return;
+        }
         let Some(at) = self.track(flow) else { return };
         let Some(old) = self.entries[at as usize].as_ref() else { return };
-        // A new connection with this 4-tuple begins, unless this is the SYN-ACK to the peer's SYN.
-        let peer_scales = old.peer_scales.filter(|_| parsed.flags.contains(Flags::ACK));
         let mut entry = AckEntry::new(old.buffer, flow);
-        entry.peer_scales = peer_scales;
+        entry.iss = parsed.seq;
         entry.our_scale = Some(parsed.options.window_scale);
         entry.link = link_of(frame.bytes());
         entry.snd_nxt = parsed.seq.wrapping_add(1);
         // The peer has acknowledged nothing yet; the SYN will be the first that it acknowledges.
         entry.peer.ack = entry.snd_nxt;
         entry.ts_value = parsed.options.timestamps.map(|(value, _)| value);
-        if parsed.flags.contains(Flags::ACK) {
-            // A SYN's window is never scaled (RFC 7323 section 2.2).
+        if answers {
+            // It has the options that the SYN had (RFC 7323 section 2.2 and 3.2), and its window is not scaled.
+            entry.peer_scales = Some(parsed.options.window_scale.is_some());
             (entry.una, entry.next, entry.acked, entry.synchronized) = (parsed.ack, parsed.ack, parsed.ack, true);
             entry.rcv_adv = parsed.ack.wrapping_add(u32::from(parsed.window));
+            entry.peer.timestamps = parsed.options.timestamps.map(|(value, echo)| (echo, value));
+            entry.peer.window_seq = parsed.ack.wrapping_sub(1);
             entry.ts_recent = parsed.options.timestamps.map_or(0, |(_, echo)| echo);
         }
         entry.scheduled = old.scheduled;
@@ -346,9 +386,9 @@ impl<S: Store> ActiveAck<S> {
         entry.redelivery_due = if entry.holds() { now + entry.redelivery_interval } else { u64::MAX };
         entry.redelivery_interval = (2 * entry.redelivery_interval).clamp(MIN_REDELIVERY, MAX_REDELIVERY);
         let link = Link { source: entry.link.destination, destination: entry.link.source, ..entry.link };
-        let Peer { ack, window, timestamps } = entry.peer;
+        let Peer { ack, window, .. } = entry.peer;
         let template = Template::new(&entry.flow.reversed(), &link, false);
-        let options = TcpOptions { timestamps, ..TcpOptions::default() };
+        let options = TcpOptions { timestamps: entry.timestamps_again(), ..TcpOptions::default() };
         let (mut seq, buffer) = (entry.una, entry.buffer);
         while before(seq, entry.next) {
             let length = (entry.next.wrapping_sub(seq) as usize).min(PIECE);
@@ -410,6 +450,7 @@ fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, 
         (entry.rcv_adv, entry.synchronized, entry.snd_nxt) = (parsed.ack, true, end);
         entry.link = link_of(bytes);
     }
+    entry.established = true;
     if before(entry.snd_nxt, end) {
         entry.snd_nxt = end;
     }
@@ -427,7 +468,7 @@ fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, 
         if entry.acked == entry.next {
             (entry.segments_since_ack, entry.ack_due) = (0, u64::MAX);
         }
-        entry.duplicate_acks = 0;
+        (entry.duplicate_acks, entry.answered_duplicates) = (0, false);
         entry.redelivery_interval = MIN_REDELIVERY;
         entry.redelivery_due = if entry.holds() { now + MIN_REDELIVERY } else { u64::MAX };
     } else if repeats && !opened && parsed.ack == entry.una && entry.holds() {
@@ -436,9 +477,31 @@ fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, 
     if opened {
         entry.rcv_adv = edge;
     }
-    entry.ts_value = parsed.options.timestamps.map(|(value, _)| value);
+    if let Some((value, echo)) = parsed.options.timestamps {
+        entry.ts_value = Some(value);
+        // The echo is the kernel's TS.Recent; the NIC's own is newer only by what the kernel does not have.
+        if !entry.holds() || before(entry.ts_recent, echo) {
+            entry.ts_recent = echo;
+        }
+    }
     entry.ece = parsed.flags.contains(Flags::ECE);
     released
+}
+
+/// Whether a segment has options other than those of RFC 9293, RFC 7323 and RFC 2018: signatures (RFC 2385, RFC 5925), without which the
+/// ends refuse a segment, or mappings (RFC 8684), without which they cannot use its data. The NIC's own segments have none of them.
+fn has_other_options(bytes: &[u8], parsed: &TcpFrame) -> bool {
+    let mut area = &bytes[parsed.tcp_offset + TCP..parsed.payload_offset];
+    loop {
+        let length = match *area {
+            [] | [0, ..] => return false,
+            [1, ..] => 1,
+            [2..=5 | 8, length, ..] if length >= 2 => usize::from(length),
+            _ => return true,
+        };
+        let Some(rest) = area.get(length..) else { return true };
+        area = rest;
+    }
 }
 
 /// The link addresses, type of service and TTL of a frame of the kernel's.

@@ -1,14 +1,18 @@
 //! The state of one connection.
 
+use crate::before;
 use baton_wire::frame::Link;
-use baton_wire::{Flow, FlowKey};
+use baton_wire::{Flow, FlowKey, TcpFrame};
 
-/// Acknowledgement, window field and timestamps of the peer's last segment, for segments that are delivered to the kernel again.
+/// Acknowledgement, window field and timestamps of the peer's last acceptable segment, for segments that are delivered to the
+/// kernel again.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Peer {
     pub ack: u32,
     pub window: u16,
     pub timestamps: Option<(u32, u32)>,
+    /// Sequence number of the segment that the window is from (SND.WL1).
+    pub window_seq: u32,
 }
 
 /// A connection as seen between the kernel and the wire. It can be handed to another worker.
@@ -21,11 +25,16 @@ pub struct AckEntry {
     pub(crate) key: FlowKey,
     /// Link addresses, TTL and class of the kernel's frames, taken from one of them.
     pub(crate) link: Link,
-    /// Window scale that the kernel offered, and whether the peer offered one; None until the SYN was seen.
+    /// The kernel's initial sequence number, which tells a repeated SYN or SYN-ACK from that of another connection.
+    pub(crate) iss: u32,
+    /// Window scale that the kernel offered, and whether the peer offered one; None until it is known.
     pub(crate) our_scale: Option<Option<u8>>,
     pub(crate) peer_scales: Option<bool>,
     /// The kernel has acknowledged something, so that the sequence numbers below are valid.
     pub(crate) synchronized: bool,
+    /// The kernel has sent something after its SYN. Until then it may have no socket that keeps data: a listener whose queue is full
+    /// ignores all that completes a handshake.
+    pub(crate) established: bool,
     /// First sequence number that the kernel has not acknowledged.
     pub(crate) una: u32,
     /// First sequence number that is not held.
@@ -45,8 +54,10 @@ pub struct AckEntry {
     pub(crate) peer: Peer,
     /// Number of segments held since the last acknowledgement.
     pub(crate) segments_since_ack: u32,
-    /// Number of duplicate acknowledgements of the kernel's while bytes were held.
+    /// Number of duplicate acknowledgements of the kernel's while bytes were held, and whether they have brought a delivery since the
+    /// kernel last acknowledged more: refused segments are answered by duplicates, too.
     pub(crate) duplicate_acks: u32,
+    pub(crate) answered_duplicates: bool,
     /// When an acknowledgement is due, in microseconds; `u64::MAX` for never.
     pub(crate) ack_due: u64,
     /// When the kernel gets the bytes again that it has not acknowledged, in microseconds; `u64::MAX` for never.
@@ -64,9 +75,11 @@ impl AckEntry {
             flow,
             key: FlowKey::from(&flow),
             link: Link { ttl: 64, ..Link::default() },
+            iss: 0,
             our_scale: None,
             peer_scales: None,
             synchronized: false,
+            established: false,
             una: 0,
             next: 0,
             acked: 0,
@@ -78,6 +91,7 @@ impl AckEntry {
             peer: Peer::default(),
             segments_since_ack: 0,
             duplicate_acks: 0,
+            answered_duplicates: false,
             ack_due: u64::MAX,
             redelivery_due: u64::MAX,
             redelivery_interval: 0,
@@ -88,6 +102,39 @@ impl AckEntry {
     /// The 4-tuple as the kernel sees it.
     pub fn flow(&self) -> &Flow {
         &self.flow
+    }
+
+    /// Whether the kernel will accept a segment of the peer's (RFC 9293 section 3.10.7.4, RFC 7323 section 5.3, RFC 5961 section 5):
+    /// it is in the window, its timestamp is not old, and it acknowledges what the kernel has sent, and not less than before. What
+    /// it says may be used only then: anybody can send segments with this 4-tuple.
+    pub(crate) fn accepts(&self, parsed: &TcpFrame) -> bool {
+        let end = parsed.seq.wrapping_add(parsed.payload_length as u32);
+        let in_window = !before(self.rcv_adv, parsed.seq) && !before(end, self.una);
+        let acknowledges = !before(self.snd_nxt, parsed.ack) && !before(parsed.ack, self.peer.ack);
+        let old = match (self.peer.timestamps, parsed.options.timestamps) {
+            (Some(_), Some((value, _))) => before(value, self.ts_recent),
+            _ => false,
+        };
+        self.synchronized && in_window && acknowledges && !old
+    }
+
+    /// Notes what an acceptable segment of the peer's says. When the window is taken: RFC 9293 section 3.10.7.4.
+    pub(crate) fn note_peer(&mut self, parsed: &TcpFrame) {
+        let peer = &mut self.peer;
+        let same_but_wider = parsed.seq == peer.window_seq && parsed.window > peer.window;
+        if before(peer.ack, parsed.ack) || before(peer.window_seq, parsed.seq) || same_but_wider {
+            (peer.window, peer.window_seq) = (parsed.window, parsed.seq);
+        }
+        peer.ack = parsed.ack;
+        if peer.timestamps.is_some() && parsed.options.timestamps.is_some() {
+            peer.timestamps = parsed.options.timestamps;
+        }
+    }
+
+    /// The timestamps of a segment that is delivered to the kernel again: not older than the kernel's last echo.
+    pub(crate) fn timestamps_again(&self) -> Option<(u32, u32)> {
+        let newest = |value| if before(value, self.ts_recent) { self.ts_recent } else { value };
+        self.peer.timestamps.map(|(value, echo)| (newest(value), echo))
     }
 
     /// Whether bytes are held that the kernel has not acknowledged.

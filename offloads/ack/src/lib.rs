@@ -10,8 +10,9 @@
 //!   so that no window update, SACK block or ECE is lost, and none contradicts the acknowledgement;
 //! - the NIC's acknowledgements carry the kernel's last timestamp value, so that its next one is not older.
 //!
-//! Connections whose handshake was seen take part, with plain data that arrives in order: no FIN, no urgent data, no packet
-//! marked "congestion experienced", which the kernel has to echo. No I/O, clock or randomness.
+//! Connections whose handshake was seen take part once the kernel has sent something after it, with plain data that arrives in order:
+//! no FIN, no urgent data, no packet marked "congestion experienced", which the kernel has to echo, no options but timestamps and
+//! SACK. Segments that the kernel will not accept change nothing ([`AckEntry`]). No I/O, clock or randomness.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -23,6 +24,11 @@ mod active;
 mod entry;
 mod rewrite;
 mod store;
+
+/// Whether sequence number, or timestamp, `a` comes before `b`.
+fn before(a: u32, b: u32) -> bool {
+    (a.wrapping_sub(b) as i32) < 0
+}
 
 pub use active::{ActiveAck, Counters};
 pub use entry::AckEntry;

@@ -1,5 +1,6 @@
 //! Rewrites the kernel's segments so that they carry the NIC's acknowledgement.
 
+use crate::before;
 use crate::entry::AckEntry;
 use baton_device::{Checksum, Frame};
 use baton_wire::TcpFrame;
@@ -11,10 +12,6 @@ use baton_wire::offset::tcp;
 const NOP: u8 = 1;
 const END: u8 = 0;
 const SACK: u8 = 5;
-
-fn before(a: u32, b: u32) -> bool {
-    (a.wrapping_sub(b) as i32) < 0
-}
 
 /// Raises the acknowledgement of a frame of the kernel's that acknowledges less than the NIC has. The frame gets the NIC's
 /// acknowledgement and the window field that keeps its right edge, and loses the SACK blocks that the acknowledgement covers.

@@ -12,7 +12,7 @@ pub const ENTRY_BYTES: usize = RING + HEADER;
 const HEADER: usize = 4096;
 
 /// Offsets in the header: whether the buffer is used; the range of sequence numbers held; the 4-tuple; the link addresses; the
-/// peer's last acknowledgement, window and timestamps, with the window scale.
+/// peer's last acknowledgement, window and timestamps, with the window scale, the kernel's initial and next sequence number.
 const USED: usize = 0;
 const RANGE: usize = 8;
 const FLOW: usize = 64;
@@ -75,15 +75,17 @@ pub(crate) fn release(store: &impl Store, buffer: usize) {
 
 /// Publishes the range of sequence numbers held. To be called before anything of a longer range is acknowledged.
 pub(crate) fn store_range(store: &impl Store, entry: &AckEntry) {
-    let Peer { ack, window, timestamps } = entry.peer;
-    let (value, echo) = timestamps.unwrap_or_default();
-    let mut bytes = [0; 16];
+    let Peer { ack, window, timestamps, .. } = entry.peer;
+    let (value, echo) = entry.timestamps_again().unwrap_or_default();
+    let mut bytes = [0; 24];
     bytes[..4].copy_from_slice(&ack.to_le_bytes());
     bytes[4..6].copy_from_slice(&window.to_le_bytes());
     bytes[6] = u8::from(timestamps.is_some());
     bytes[7] = entry.scale().map_or(0, |scale| scale + 1);
     bytes[8..12].copy_from_slice(&value.to_le_bytes());
-    bytes[12..].copy_from_slice(&echo.to_le_bytes());
+    bytes[12..16].copy_from_slice(&echo.to_le_bytes());
+    bytes[16..20].copy_from_slice(&entry.iss.to_le_bytes());
+    bytes[20..].copy_from_slice(&entry.snd_nxt.to_le_bytes());
     store.write(entry.buffer, PEER, &bytes);
     store.publish(entry.buffer, RANGE, u64::from(entry.una) | u64::from(entry.next) << 32);
 }
@@ -100,7 +102,7 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     }
     let range = word(RANGE);
     let (una, next) = (range as u32, (range >> 32) as u32);
-    let (mut flow, mut macs, mut peer) = ([0; 36], [0; 12], [0; 16]);
+    let (mut flow, mut macs, mut peer) = ([0; 36], [0; 12], [0; 24]);
     store.read(buffer, FLOW, &mut flow);
     store.read(buffer, MACS, &mut macs);
     store.read(buffer, PEER, &mut peer);
@@ -115,11 +117,14 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
         ack: four(0),
         window: u16::from_le_bytes([peer[4], peer[5]]),
         timestamps: (peer[6] != 0).then(|| (four(8), four(12))),
+        window_seq: una,
     };
+    entry.ts_recent = four(8);
     // The peer may have got an acknowledgement of all of it. The right edge of the window comes with the kernel's next segment.
-    (entry.una, entry.next, entry.acked, entry.rcv_adv, entry.synchronized) = (una, next, next, next, true);
+    (entry.una, entry.next, entry.acked, entry.rcv_adv) = (una, next, next, next);
+    (entry.synchronized, entry.established) = (true, true);
     // At most what the kernel has sent, and close to it; its next segment gives the true number.
-    entry.snd_nxt = entry.peer.ack;
+    (entry.iss, entry.snd_nxt) = (four(16), four(20));
     (entry.our_scale, entry.peer_scales) = (Some(peer[7].checked_sub(1)), Some(true));
     Some(entry)
 }

@@ -1,95 +1,13 @@
 //! A sender that forgets acknowledged data, a kernel that refuses segments at random, a NIC that dies: every byte arrives, and
 //! the NIC sends nothing that the kernel has not promised.
 
-use baton_active_ack::{ActiveAck, ENTRY_BYTES, Store};
-use baton_device::{Checksum, Frame};
-use baton_wire::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
-use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
+mod common;
+
+use baton_active_ack::ActiveAck;
+use baton_device::Frame;
+use baton_wire::{Flags, TcpOptions};
+use common::{KEY, Memory, Segment, before, byte, flow, frame, parse};
 use proptest::prelude::*;
-use std::cell::RefCell;
-use std::rc::Rc;
-
-const BUFFERS: usize = 2;
-const KEY: [u64; 4] = [1, 2, 3, 4];
-const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
-const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
-
-#[derive(Clone)]
-struct Memory(Rc<RefCell<Vec<u8>>>);
-
-impl Memory {
-    fn new() -> Memory {
-        Memory(Rc::new(RefCell::new(vec![0; BUFFERS * ENTRY_BYTES])))
-    }
-}
-
-impl Store for Memory {
-    fn buffers(&self) -> usize {
-        BUFFERS
-    }
-
-    fn write(&self, buffer: usize, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= ENTRY_BYTES);
-        self.0.borrow_mut()[buffer * ENTRY_BYTES + at..][..bytes.len()].copy_from_slice(bytes);
-    }
-
-    fn read(&self, buffer: usize, at: usize, out: &mut [u8]) {
-        out.copy_from_slice(&self.0.borrow()[buffer * ENTRY_BYTES + at..][..out.len()]);
-    }
-
-    fn publish(&self, buffer: usize, at: usize, word: u64) {
-        self.write(buffer, at, &word.to_le_bytes());
-    }
-}
-
-/// The 4-tuple as the kernel sees it.
-fn flow(ipv6: bool) -> Flow {
-    if ipv6 {
-        Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 40_000) }
-    } else {
-        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000) }
-    }
-}
-
-fn byte(seq: u32) -> u8 {
-    (seq ^ seq >> 8 ^ seq >> 16) as u8
-}
-
-fn before(a: u32, b: u32) -> bool {
-    (a.wrapping_sub(b) as i32) < 0
-}
-
-#[derive(Clone, Copy, Default)]
-struct Segment {
-    seq: u32,
-    ack: u32,
-    flags: Flags,
-    window: u16,
-    options: TcpOptions,
-    ecn: u8,
-}
-
-fn frame(flow: &Flow, from_kernel: bool, said: &Segment, length: usize, whole_sum: bool) -> Frame {
-    let (source, destination) = if from_kernel { (OUR_MAC, PEER_MAC) } else { (PEER_MAC, OUR_MAC) };
-    let template = Template::new(flow, &Link { source, destination, ttl: 64, ..Link::default() }, false);
-    let Segment { seq, ack, flags, window, options, ecn } = *said;
-    let header = Header { seq, ack, flags, window, options: &options, ecn, ident: 0 };
-    let mut frame = Frame::with_capacity(MAX_HEADER + length);
-    frame.set_length(MAX_HEADER + length);
-    let headers = template.emit(&header, length, frame.bytes_mut());
-    frame.set_length(headers + length);
-    frame.bytes_mut()[headers..].iter_mut().enumerate().for_each(|(at, found)| *found = byte(seq.wrapping_add(at as u32)));
-    if whole_sum {
-        finish_checksum(frame.bytes_mut(), template.tcp_offset(), 16);
-    } else {
-        frame.checksum = Checksum::Partial { start: template.tcp_offset() as u16, offset: 16 };
-    }
-    frame
-}
-
-fn parse(frame: &Frame) -> TcpFrame {
-    TcpFrame::parse(frame.bytes()).expect("a segment")
-}
 
 /// Both ends and the NIC between them.
 struct World {
@@ -349,7 +267,7 @@ proptest! {
         }
         prop_assert_eq!(world.rcv_nxt, world.nxt);
         prop_assert_eq!(world.una, world.nxt);
-        prop_assert!(deaths > 0 || world.active.counters().sent > 0, "{:?}", world.active.counters());
+        prop_assert!(deaths > 0 || refuses > 0 || world.active.counters().sent > 0, "{:?}", world.active.counters());
     }
 }
 
@@ -392,6 +310,8 @@ fn only_plain_data_in_order_is_acknowledged() {
         ("a smaller window of the sender's", Segment { flags: Flags::ACK | Flags::CWR, ..plain }),
         ("congestion", Segment { ecn: 3, ..plain }),
         ("a gap", Segment { seq: 79, ..plain }),
+        ("an acknowledgement of what was never sent", Segment { ack: 3, ..plain }),
+        ("an acknowledgement that is older than the last one", Segment { ack: 1, ..plain }),
         ("what came before", Segment { seq: 70, ..plain }),
     ] {
         assert_eq!(single(said, 100).0, 0, "{what}");

@@ -3,15 +3,15 @@
 
 use crate::common::{connect, hosts};
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{Testbed, TestbedSettings, counter};
+use baton_lab::testbed::{Testbed, TestbedSettings, address_a, counter};
 use baton_linux::{process, socket};
 use baton_lro::{Mode, Push};
 use baton_offloads::Offloads;
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::{Ask, Reply};
 use baton_sim::stream;
-use std::io::{self, Read};
-use std::net::TcpStream;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -76,7 +76,7 @@ fn a_threshold_of_64_kb_and_a_slow_receiver_cause_no_retransmissions() {
 }
 
 fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(30);
     while !holds() {
         assert!(Instant::now() < deadline, "{what}");
         std::thread::sleep(Duration::from_micros(500));
@@ -108,6 +108,10 @@ fn survives(workers: usize) {
     let (mut server, client) = connect(&bed, false, 8080);
     server.set_nonblocking(false).expect("a blocking socket");
     server.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    // The NIC acknowledges once the kernel has sent something after the handshake.
+    assert_eq!(socket::send(client.as_fd(), &[1]).expect("a send"), 1);
+    server.read_exact(&mut [0]).expect("the first byte");
+    wait_until("the kernel does not acknowledge", || unacknowledged(&client) == 0);
     let mut sent = 0;
     for round in 0..5 {
         if workers > 1 {
@@ -146,4 +150,57 @@ fn survives(workers: usize) {
         });
         // The old NIC had seen that the connection's window is scaled; the next NIC must know that, too.
     }
+}
+
+/// A listener whose accept queue is full ignores the end of a handshake and repeats its SYN-ACK. Every request of its clients arrives
+/// once it accepts again.
+#[test]
+fn requests_to_a_listener_whose_queue_is_full_arrive() {
+    // The queue holds one more than this. A SYN is ignored while the queue is full, and so many handshakes may be under way.
+    const BACKLOG: usize = 4;
+    const BYTES: usize = 5000;
+    let bed = bed(Offloads { active_ack: true, ..Offloads::default() });
+    let address = SocketAddr::new(address_a(false), 8090);
+    let listener = bed.host_a.run(|| {
+        std::fs::write("/proc/sys/net/core/somaxconn", BACKLOG.to_string())?;
+        TcpListener::bind(address)
+    });
+    let listener = listener.expect("a listener");
+    listener.set_nonblocking(true).expect("non-blocking");
+    let byte = |client: usize, at: usize| (client * 31 + at) as u8;
+    let repeated = || counter(&bed.host_a, "snmp", "Tcp:", "RetransSegs").expect("a counter");
+    let before = repeated();
+    let first = (0..BACKLOG).map(|_| bed.host_b.run(|| TcpStream::connect(address)).expect("a connection"));
+    let mut clients: Vec<TcpStream> = first.collect();
+    // All SYNs of these are there before the first of them completes its handshake: one finds a place in the queue.
+    clients.extend((0..BACKLOG).map(|_| {
+        let socket = bed.host_b.run(|| socket::stream(false, libc::IPPROTO_TCP)).expect("a socket");
+        socket::begin_connecting(socket.as_fd(), address).expect("a SYN");
+        TcpStream::from(socket)
+    }));
+    for (number, client) in clients.iter_mut().enumerate() {
+        wait_until("a client is not connected", || client.peer_addr().is_ok());
+        client.set_nonblocking(false).expect("a blocking socket");
+        // Several segments, which are acknowledged together.
+        let bytes: Vec<u8> = [number as u8].into_iter().chain((0..BYTES).map(|at| byte(number, at))).collect();
+        client.write_all(&bytes).expect("a request");
+    }
+    wait_until("no SYN-ACK is repeated", || repeated() > before);
+    let mut seen = [false; 2 * BACKLOG];
+    for _ in 0..seen.len() {
+        let mut accepted = None;
+        wait_until("a connection is missing", || {
+            accepted = listener.accept().ok();
+            accepted.is_some()
+        });
+        let Some((mut server, _)) = accepted else { continue };
+        server.set_nonblocking(false).expect("a blocking socket");
+        server.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+        let mut bytes = vec![0; 1 + BYTES];
+        server.read_exact(&mut bytes).expect("the request arrives");
+        let number = usize::from(bytes[0]);
+        assert!(bytes[1..].iter().enumerate().all(|(at, found)| *found == byte(number, at)), "other bytes");
+        seen[number] = true;
+    }
+    assert_eq!(seen, [true; 2 * BACKLOG]);
 }
