@@ -2,7 +2,7 @@
 
 use baton_tcp::segment::{Segment, Transmit};
 use baton_tcp::{Config, Connection, Events, Instant, State};
-use baton_wire::Flags;
+use baton_wire::{Flags, TcpOptions};
 
 fn segment(transmit: &Transmit) -> Segment {
     Segment {
@@ -102,4 +102,46 @@ fn data_for_a_closed_window_is_probed_for() {
     assert!(due < now.after(2_000_000), "no probe is due");
     client.on_timeout(due);
     assert_eq!(send(&mut client, due).seq, 100, "a probe");
+}
+
+/// RFC 9293 section 3.10.7.4: in SYN-RECEIVED, too, a segment outside of the window is answered with an acknowledgement, and one that
+/// acknowledges what was never sent with a RST. Neither ends the handshake.
+#[test]
+fn a_handshake_answers_what_is_not_its_own_and_goes_on() {
+    let now = Instant(1_000_000);
+    let mut client = Connection::connect(Config::default(), 100, 1, now);
+    let syn = send(&mut client, now);
+    let mut server = Connection::accept(Config::default(), &syn, 900, 2, now).expect("a plain SYN");
+    let answer = send(&mut server, now);
+    let clock = answer.options.timestamps.map(|(clock, _)| (syn.options.timestamps.map_or(0, |(value, _)| value), clock));
+    let options = TcpOptions { timestamps: clock, ..TcpOptions::default() };
+    let right = Segment { seq: 101, ack: 901, flags: Flags::ACK, window: 500, options, ..Segment::default() };
+    let old_clock = TcpOptions { timestamps: clock.map(|(value, echo)| (value.wrapping_sub(5000), echo)), ..options };
+    for (nth, (what, segment)) in [
+        ("data far beyond the window", Segment { seq: 101 + (1 << 20), length: 10, ..right }),
+        ("an acknowledgement far beyond it", Segment { seq: 101 + (1 << 20), ..right }),
+        ("an old FIN", Segment { seq: 50, flags: Flags::ACK | Flags::FIN, ..right }),
+        ("an old timestamp", Segment { options: old_clock, length: 10, ..right }),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let now = now.after(nth as u64 * 600_000);
+        server.input(&segment, now);
+        let sent = server.poll_transmit(now, 0).unwrap_or_else(|| panic!("no answer to {what}"));
+        assert_eq!((sent.seq, sent.ack, sent.flags, sent.length), (901, 101, Flags::ACK, 0), "{what}");
+        assert!(server.poll_transmit(now, 0).is_none(), "one answer to {what}");
+        assert_eq!(server.state(), State::SynReceived, "{what}");
+    }
+    for ack in [0, 900, 902, 77_777] {
+        server.input(&Segment { ack, ..right }, now);
+        let reset = send(&mut server, now);
+        assert_eq!((reset.seq, reset.flags), (ack, Flags::RST));
+        assert_eq!(server.state(), State::SynReceived);
+    }
+    let data = Segment { length: 10, ..right };
+    let received = server.input(&data, now);
+    assert_eq!((received.events, received.delivered), (Events::ESTABLISHED, 10));
+    let due = server.poll_transmit(now, 0).expect("an acknowledgement");
+    assert_eq!((due.ack, due.flags), (111, Flags::ACK));
 }

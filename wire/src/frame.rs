@@ -408,6 +408,15 @@ impl Template {
         at + TCP + options
     }
 
+    /// Lets routers fragment what [`Template::emit`] writes from now on, over IPv4. Prepared acknowledgements are smaller than any MTU
+    /// (RFC 791 section 3.2: 68 bytes).
+    pub fn allow_fragments(&mut self) {
+        if self.tcp_offset() == ETHERNET + IPV4 {
+            self.bytes[ETHERNET + ipv4::FRAGMENT] = 0;
+            self.ip_sum = u32::from(Sum::new().bytes(&self.bytes[ETHERNET..ETHERNET + IPV4]).folded());
+        }
+    }
+
     /// Writes a pure acknowledgement and returns its length. The result is that of [`Template::emit`] with an IPv4 identification
     /// of 0, which RFC 6864 section 4.1 allows in packets that cannot be fragmented.
     #[inline(always)]

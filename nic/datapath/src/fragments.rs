@@ -90,6 +90,11 @@ impl Fragment {
     fn length(&self) -> usize {
         self.end - self.start
     }
+
+    /// Whether it is all of its datagram.
+    fn is_whole(&self) -> bool {
+        self.offset == 0 && !self.more
+    }
 }
 
 /// An incomplete datagram: its fragments in the order of their offsets, and when the first arrived.
@@ -119,6 +124,11 @@ pub(crate) struct Fragments {
 impl Fragments {
     /// Takes a fragment. `given_up` gets the frames of datagrams that have waited too long or must make room.
     pub fn take(&mut self, frame: &mut Frame, fragment: Fragment, now: Instant, mut given_up: impl FnMut(Frame)) -> Outcome {
+        if fragment.is_whole() {
+            // An IPv6 atomic fragment has nothing to do with others of the same identification (RFC 6946 section 4).
+            let alone = Datagram { key: fragment.key, since: now, fragments: vec![(fragment, frame.clone())] };
+            return if alone.write(frame) { Outcome::Whole } else { Outcome::Dropped };
+        }
         let mut give_up = |datagram: Datagram| datagram.fragments.into_iter().for_each(|(_, frame)| given_up(frame));
         // The datagrams are in order of age.
         while self.datagrams.first().is_some_and(|oldest| now.since(oldest.since) > TIMEOUT) {
@@ -323,6 +333,24 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// RFC 6946: what has a Fragment header and is no part of anything harms no datagram with its identification, nor the other way round.
+    #[test]
+    fn an_atomic_fragment_has_nothing_to_do_with_others() {
+        let whole = segment(true);
+        let end = whole.len() - 54;
+        for first in [0, 808] {
+            let mut bench = Bench::new();
+            let mut parts = [cut(&whole, 0, 808, 1), cut(&whole, 808, end, 1)];
+            parts.rotate_left(usize::from(first > 0));
+            assert_eq!(bench.take(&mut parts[0]), Outcome::Waits);
+            let mut atomic = cut(&whole, 0, end, 1);
+            assert_eq!(bench.take(&mut atomic), Outcome::Whole);
+            assert_eq!(atomic.bytes(), whole, "it is as if it had no Fragment header");
+            assert_eq!(bench.take(&mut parts[1]), Outcome::Whole);
+            assert_eq!(parts[1].bytes(), whole);
         }
     }
 

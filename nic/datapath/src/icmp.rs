@@ -67,15 +67,17 @@ const TIME_EXCEEDED_6: u8 = 3;
 const PARAMETER_PROBLEM_6: u8 = 4;
 const ERRORS_6: [u32; 7] = [ENETUNREACH, EACCES, EHOSTUNREACH, EHOSTUNREACH, ECONNREFUSED, EACCES, EACCES];
 
-/// Smallest path MTU in bytes that a message can set: Linux's net.ipv4.route.min_pmtu, and RFC 8201 section 4.
-const MIN_MTU: u32 = 552;
+/// Smallest path MTU in bytes that a message can set (Linux's net.ipv4.route.min_pmtu): one that says less, or 0 as routers do that are older
+/// than RFC 1191, stands for this. What is sent may be fragmented then ([`Offloaded::set_mtu`](crate::offloaded::Offloaded::set_mtu)).
+pub(crate) const MIN_MTU: u32 = 552;
+/// The same for IPv6, where a message that says less is dropped (RFC 8201 section 4).
 const MIN_MTU_6: u32 = 1280;
 
 fn be16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Reads a message about a TCP segment. None for any other frame, and for an MTU that is too small to be true.
+/// Reads a message about a TCP segment. None for any other frame, and over IPv6 for an MTU that is too small to be true.
 pub(crate) fn about(frame: &[u8]) -> Option<About> {
     match be16(frame, ethernet::TYPE)? {
         ETHERTYPE_IPV4 if *frame.get(ETHERNET + ipv4::PROTOCOL)? == PROTOCOL_ICMP => about_v4(frame),
@@ -88,7 +90,7 @@ fn about_v4(frame: &[u8]) -> Option<About> {
     let end = ETHERNET + usize::from(be16(frame, ETHERNET + ipv4::LENGTH)?);
     let icmp = frame.get(ETHERNET + usize::from(frame[ETHERNET] & 15) * 4..end)?;
     let report = match (*icmp.first()?, *icmp.get(1)?) {
-        (UNREACHABLE, FRAGMENTATION_NEEDED) => Report::TooBig(Some(be16(icmp, 6)?.into()).filter(|mtu| *mtu >= MIN_MTU)?),
+        (UNREACHABLE, FRAGMENTATION_NEEDED) => Report::TooBig(MIN_MTU.max(be16(icmp, 6)?.into())),
         (UNREACHABLE, code) => Report::Unreachable(*ERRORS.get(usize::from(code))?),
         (TIME_EXCEEDED, _) => Report::Unreachable(EHOSTUNREACH),
         (PARAMETER_PROBLEM, _) => Report::Unreachable(EPROTO),
@@ -179,7 +181,10 @@ mod tests {
             let About { flow, seq, report } = about(&message(v4, least)).expect("a message");
             assert_eq!((flow.local.port, flow.remote.port, seq, flow.is_v4()), (80, 40000, 0x0102_0304, v4));
             assert_eq!(report, Report::TooBig(least));
-            assert!(about(&message(v4, least - 1)).is_none());
+            for less in [0, 1, 68, 296, least - 1] {
+                let report = about(&message(v4, less)).map(|about| about.report);
+                assert_eq!(report, v4.then_some(Report::TooBig(MIN_MTU)), "an MTU of {less}");
+            }
             let mut damaged = message(v4, 1400);
             *damaged.last_mut().expect("a byte") ^= 1;
             assert!(about(&damaged).is_none());

@@ -166,7 +166,12 @@ impl Listeners {
         self.handshakes.get_mut(index as usize)?.as_mut()
     }
 
-    /// Remembers a handshake. None if the table is full: then its SYN-ACK is a SYN cookie.
+    /// Whether one more handshake can be remembered. If not, its SYN-ACK must be a SYN cookie.
+    pub fn has_room(&self) -> bool {
+        !self.free.is_empty() || self.handshakes.len() < MOST_HANDSHAKES
+    }
+
+    /// Remembers a handshake. None if the table is full.
     pub fn remember(&mut self, listener: u32, opening: Opening, now: Instant) -> Option<u32> {
         let index = match self.free.pop() {
             Some(index) => index,
@@ -237,8 +242,8 @@ mod tests {
     fn opening(listeners: &Listeners, port: u16, now: Instant) -> Opening {
         let flow = Flow { local: endpoint(1), remote: Endpoint::v4([10, 0, 0, 9], port) };
         let syn = Segment { seq: 7, flags: Flags::SYN, ..Segment::default() };
-        let numbers = listeners.secret.answer(&flow, &syn, now);
         let config = listeners.at(&endpoint(1)).expect("a listener").config(true);
+        let numbers = listeners.secret.answer(&flow, &syn, &config, now);
         let mut tcp = Connection::accept(config, &syn, numbers.isn, numbers.ts_offset, now).expect("a SYN");
         assert!(tcp.poll_transmit(now, 0).is_some_and(|answer| answer.flags.contains(Flags::SYN | Flags::ACK)));
         Opening { tcp, flow, link: Link::default() }

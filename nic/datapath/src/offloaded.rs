@@ -1,6 +1,7 @@
 //! An offloaded connection: its TCP, its memory, its recovery record.
 
 use crate::growth::Growth;
+use crate::icmp::MIN_MTU;
 use crate::partial::Path;
 use crate::posted::{Receive, Table};
 use baton_abi::layout::{self, slot as at};
@@ -228,7 +229,17 @@ impl Offloaded {
             ranges: 0,
         };
         offloaded.adopt_send_queue(image, memory);
+        offloaded.set_mtu(image.mtu);
         Some(offloaded)
+    }
+
+    /// Sets the path MTU of what is sent. The smallest one may be more than the path has: then routers may cut the packets, as those of a
+    /// Linux route whose MTU is locked.
+    pub fn set_mtu(&mut self, mtu: u32) {
+        self.image.mtu = mtu;
+        if mtu <= MIN_MTU {
+            self.template.allow_fragments();
+        }
     }
 
     /// Begins to load what a predicted segment uses of the connection's state into the cache.

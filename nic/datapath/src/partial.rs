@@ -145,6 +145,7 @@ impl Offloaded {
     pub fn go_on(&mut self, state: &State, arrived: Arriving, now: Instant) {
         self.tcp = Tcp::new(state.connection(arrived, now));
         self.image = state.image;
+        self.set_mtu(state.image.mtu);
         self.replace_send_queue(&state.image, state.memory);
         self.continue_record(state.ranges_table);
     }
@@ -152,6 +153,7 @@ impl Offloaded {
     /// Whether the connection is on its fast path, and lent when it leaves that.
     #[inline(always)]
     pub fn is_on_fast_path(&self) -> bool {
-        self.path == Path::Fast
+        // The host's TCP does not know which connections their programs have closed.
+        self.path == Path::Fast && !self.closing
     }
 }

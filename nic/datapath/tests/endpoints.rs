@@ -423,6 +423,30 @@ fn a_cookie_waits_for_a_slot() {
     assert!(next.nic.saw(Cid::new(0, 1), Control::Made));
 }
 
+/// RFC 9293 section 3.8.6.1: a peer that acknowledges and takes nothing more keeps neither slot nor memory of what the program has closed;
+/// the kernel's orphan ends after some minutes, too.
+#[test]
+fn a_peer_that_reads_nothing_does_not_keep_a_closed_connection() {
+    let mut pair = Pair::new();
+    let (cid, first) = pair.accepted();
+    for _ in 0..2 {
+        pair.nic.sent = 0;
+        pair.nic.send(cid, &[7; 40_000]);
+        pair.run(100_000);
+    }
+    pair.run(1_000_000);
+    assert_eq!(pair.peer().recv_queue(), BUFFER as usize, "its window is closed");
+    pair.nic.close(cid, first);
+    let closed_at = pair.now;
+    while !pair.nic.saw(cid, Control::Closed) {
+        assert!(pair.now.since(closed_at) < 10 * MINUTE, "it has not ended");
+        pair.run(100);
+        pair.now = pair.now.after(100_000);
+    }
+    assert!(pair.now.since(closed_at) > MINUTE, "the peer had a while");
+    pair.agent_vacates(cid);
+}
+
 /// The NIC closes first; the peer goes on sending nothing, and closes later: a half close.
 #[test]
 fn a_server_closes_first() {

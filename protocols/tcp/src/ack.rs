@@ -15,7 +15,7 @@ impl Connection {
         self.update_window(segment.seq, segment.ack, u32::from(segment.window) << scale);
         let advanced = before(self.send.una, segment.ack);
         if !advanced && self.scoreboard.is_empty() {
-            self.heard_of_peer();
+            self.peer_answers();
             return (0, Events::empty());
         }
         self.process_outstanding(segment, advanced, now)
@@ -26,7 +26,7 @@ impl Connection {
     pub(crate) fn process_plain_ack(&mut self, segment: &Plain, now: Instant) -> (u32, Events) {
         if self.send.una == self.send.nxt {
             self.update_window(segment.seq, segment.ack, u32::from(segment.window) << self.send.wscale);
-            self.heard_of_peer();
+            self.peer_answers();
             return (0, Events::empty());
         }
         self.process_general(*segment, now)
@@ -37,12 +37,15 @@ impl Connection {
         self.process_ack(&Segment::from(&segment), now)
     }
 
-    /// The peer has spoken while nothing was in flight.
+    /// A segment came while nothing was in flight. It answers probes; but while the peer's window is closed, answers neither shorten the
+    /// intervals between probes nor begin TCP_USER_TIMEOUT anew (RFC 9293 section 3.8.6.1, as in Linux).
     #[inline(always)]
-    fn heard_of_peer(&mut self) {
+    fn peer_answers(&mut self) {
         if self.timers.probes > 0 || self.rtt.backoff > 0 {
             self.timers.probes = 0;
-            self.peer_alive();
+            if self.send.wnd > 0 || !self.has_unsent() {
+                self.peer_alive();
+            }
         }
     }
 
@@ -139,12 +142,14 @@ impl Connection {
         }
     }
 
-    /// RFC 9293 section 3.10.7.4: the window moves with newer segments only.
+    /// RFC 9293 section 3.10.7.4: the window moves with newer segments only, and not with an acknowledgement that another one has
+    /// overtaken. Of two that acknowledge the same, the one with the larger window is the newer one, unless the other closes it (as in
+    /// Linux).
     #[inline(always)]
     pub(crate) fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
         let (send, wl1) = (&mut self.send, &mut self.receive.wl1);
-        let newer = before(send.una, ack) || before(*wl1, seq) || (*wl1 == seq && window > send.wnd);
-        if newer {
+        let newer = before(send.una, ack) || before(*wl1, seq) || (*wl1 == seq && (window > send.wnd || window == 0));
+        if newer && !before(ack, send.una) {
             *wl1 = seq;
             send.wnd = window;
             send.max_wnd = send.max_wnd.max(window);

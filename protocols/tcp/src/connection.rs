@@ -247,6 +247,8 @@ pub struct Connection {
     pub(crate) timers: Timers,
     pub(crate) reassembly: Reassembly,
     pub(crate) cork: bool,
+    /// See [`Connection::close`].
+    pub(crate) orphan: bool,
     pub(crate) end_reason: Option<EndReason>,
     pub(crate) scoreboard: Scoreboard,
     pub(crate) config: Config,
@@ -278,6 +280,7 @@ impl Connection {
             state: State::Closed,
             agreed,
             cork: false,
+            orphan: false,
             send: Send::default(),
             receive: Receive {
                 quick_acks: QUICK_ACKS,
@@ -468,6 +471,14 @@ impl Connection {
             self.stop_timers(Timers::default());
         }
         self.send.fin_queued = matches!(self.state, State::SynReceived | State::FinWait1 | State::LastAck);
+    }
+
+    /// The program closes the connection and has nothing more to do with it: [`Connection::shutdown`], and from now on there is an end to
+    /// what the peer can make it wait for (Linux's orphans, RFC 9293 section 3.8.6.1): acknowledgements, and an open window.
+    pub fn close(&mut self) {
+        self.set_cork(false);
+        self.orphan = true;
+        self.shutdown();
     }
 
     /// The program aborts: a RST goes out, the connection is gone.

@@ -12,6 +12,8 @@ use baton_wire::{Acknowledgement, Fields, Flags, Plain};
 
 /// Microseconds for which a new gap may be reordering rather than a loss.
 const REORDERING: u64 = 50;
+/// Bytes of payload from which on a segment counts as full if the one in front of it is as long: less than any usual path carries.
+const SMALL: u32 = 500;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
 pub(crate) const CHALLENGE_GAP: u64 = 500_000;
 
@@ -312,6 +314,10 @@ impl Connection {
     pub(crate) fn take_payload(&mut self, segment: &Segment, now: Instant, received: &mut Received) {
         if self.receive.fin || matches!(self.state, State::TimeWait) {
             self.due |= Due::ACK;
+            if self.state == State::TimeWait && segment.flags.contains(Flags::FIN) {
+                // The peer's FIN again (section 3.10.7.4, eighth check).
+                self.enter_time_wait(now);
+            }
             return;
         }
         let next = self.receive.nxt;
@@ -418,7 +424,8 @@ impl Connection {
         }
     }
 
-    /// Delayed acknowledgement (RFC 5681 section 4.2): every second full segment, or after 40 ms.
+    /// Delayed acknowledgement (RFC 5681 section 4.2): every second full segment, or after 40 ms. The peer's full segments may be smaller
+    /// than ours: then the second of the same size is one.
     #[inline(always)]
     fn schedule_ack(&mut self, length: u32, now: Instant) {
         let r = &mut self.receive;
@@ -426,7 +433,7 @@ impl Connection {
         if r.quick_acks > 0 {
             r.quick_acks -= u8::from(r.quick_acks != ALWAYS);
             self.due |= Due::ACK;
-        } else if r.unacked >= 2 * self.send.mss {
+        } else if r.unacked >= 2 * (if length < SMALL { self.send.mss } else { length.min(self.send.mss) }) {
             self.due |= Due::ACK;
         } else if self.timers.ack_at == Instant::NEVER {
             self.delay_ack(now);

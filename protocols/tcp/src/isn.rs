@@ -1,6 +1,7 @@
 //! Initial sequence numbers that are hard to guess (RFC 6528), and such numbers that stand for a SYN which nobody has stored (SYN
 //! cookies, RFC 4987 section 3.6).
 
+use crate::connection::Config;
 use crate::segment::Segment;
 use crate::time::Instant;
 use baton_wire::{Flags, Flow, TcpOptions};
@@ -9,6 +10,8 @@ use siphasher::sip::SipHasher24;
 
 /// MSS options that a cookie can stand for, ascending: those of common paths. A peer's option counts as the next lower one.
 const SEGMENT_SIZES: [u16; 8] = [216, 536, 1220, 1360, 1400, 1440, 1460, 8960];
+/// In place of the index of one of these: the number is no cookie.
+const NO_COOKIE: u32 = SEGMENT_SIZES.len() as u32;
 
 /// Microseconds for which the count in a cookie stays the same, as a power of two: 67 s.
 const COUNT_BITS: u32 = 26;
@@ -46,6 +49,28 @@ pub struct Numbers {
     pub ts_offset: u32,
 }
 
+impl Config {
+    /// The configuration with which a SYN is accepted whose answer is a cookie: the answer promises nothing that the peer's acknowledgement
+    /// does not bring back. Window scale, SACK and ECN lie in its timestamp, so without one there are none (as in Linux).
+    #[must_use]
+    pub fn of_cookie(self, syn: &Segment) -> Config {
+        let holds = self.timestamps && syn.options.timestamps.is_some();
+        let Config { window_scaling, sack, ecn, .. } = self;
+        Config { window_scaling: window_scaling && holds, sack: sack && holds, ecn: ecn && holds, ..self }
+    }
+
+    /// Whether a SYN that is accepted so is answered with no more than a cookie holds.
+    fn says_what_a_cookie_holds(&self, syn: &Segment) -> bool {
+        let cookie = self.of_cookie(syn);
+        let TcpOptions { window_scale, sack_permitted, .. } = syn.options;
+        let asks_ecn = syn.flags.contains(Flags::ECE | Flags::CWR);
+        let lost = |wanted: bool, here: bool, there: bool| wanted && here && !there;
+        !(lost(window_scale.is_some(), self.window_scaling, cookie.window_scaling)
+            || lost(sack_permitted, self.sack, cookie.sack)
+            || lost(asks_ecn, self.ecn, cookie.ecn))
+    }
+}
+
 impl Secret {
     /// Makes the key from random words.
     pub fn new(key: [u64; 2]) -> Secret {
@@ -67,12 +92,13 @@ impl Secret {
         Numbers { isn, ts_offset: self.hash(Purpose::Clock, flow, 0) }
     }
 
-    /// Numbers with which a SYN is answered. They suffice to make the connection from the peer's acknowledgement
-    /// ([`Secret::syn_of`]), so that the answer need not be remembered. Sequence numbers of a 4-tuple grow with the peer's and with
-    /// the time.
-    pub fn answer(&self, flow: &Flow, syn: &Segment, now: Instant) -> Numbers {
+    /// Numbers with which a SYN is answered. If `config`, with which it is accepted, agrees on nothing else than [`Config::of_cookie`]
+    /// allows they suffice to make the connection from the peer's acknowledgement ([`Secret::syn_of`]), so that the answer need not be
+    /// remembered; else they are no cookie. Sequence numbers of a 4-tuple grow with the peer's and with the time.
+    pub fn answer(&self, flow: &Flow, syn: &Segment, config: &Config, now: Instant) -> Numbers {
         let count = (now.0 >> COUNT_BITS) as u32;
         let size = SEGMENT_SIZES.iter().rposition(|size| *size <= syn.options.mss.unwrap_or(536)).unwrap_or(0) as u32;
+        let size = if config.says_what_a_cookie_holds(syn) { size } else { NO_COOKIE };
         let value = self.hash(Purpose::Cookie, flow, count).wrapping_add(size) & VALUE;
         let isn =
             self.hash(Purpose::Sequence, flow, 0).wrapping_add(syn.seq).wrapping_add(count << VALUE_BITS).wrapping_add(value);
@@ -87,8 +113,8 @@ impl Secret {
         Numbers { isn, ts_offset: marked.wrapping_sub(now.millis()) }
     }
 
-    /// The SYN whose answer a segment acknowledges, and the numbers of that answer. None if no answer of the last two minutes had
-    /// that number. Without timestamps the peer's window scale and SACK are lost.
+    /// The SYN whose answer a segment acknowledges, as far as it was agreed to, and the numbers of that answer. None if no cookie of the last
+    /// two minutes had that number. What the timestamps hold is not there without them, and was not promised then.
     pub fn syn_of(&self, flow: &Flow, acknowledgement: &Segment, now: Instant) -> Option<(Segment, Numbers)> {
         let (isn, peer_isn) = (acknowledgement.ack.wrapping_sub(1), acknowledgement.seq.wrapping_sub(1));
         let rest = isn.wrapping_sub(self.hash(Purpose::Sequence, flow, 0)).wrapping_sub(peer_isn);
@@ -118,6 +144,8 @@ impl Secret {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::connection::Connection;
+    use crate::segment::{Events, Transmit};
     use baton_wire::Endpoint;
 
     const SECRET: Secret = Secret([1, 2]);
@@ -157,7 +185,7 @@ mod tests {
             for (mss, scale, sack) in [(1460, Some(7), true), (8960, None, false), (536, Some(0), true), (1448, Some(14), false)]
             {
                 let (then, syn) = (Instant(at), syn(seq, mss, scale, sack));
-                let numbers = SECRET.answer(&flow(1), &syn, then);
+                let numbers = SECRET.answer(&flow(1), &syn, &Config::default(), then);
                 assert!(
                     numbers.ts_offset.wrapping_add(then.millis())
                         <= SECRET.numbers(&flow(1), then).ts_offset.wrapping_add(then.millis())
@@ -176,11 +204,75 @@ mod tests {
         }
     }
 
+    /// Every SYN that a client can send, answered with a cookie and with what is remembered: the SYN-ACK says only what the connection has that
+    /// is made from the client's acknowledgement; and what is no cookie makes none.
+    #[test]
+    fn a_cookie_promises_only_what_it_can_restore() {
+        let then = Instant(11 * MINUTE);
+        let flags = [Flags::SYN, Flags::SYN | Flags::ECE | Flags::CWR];
+        let (mut cookies, mut others) = (0, 0);
+        for bits in 0..4 * 4 * 2 * 2 * 2 * 32u32 {
+            let one_of = |shift: u32, count: u32| (bits >> shift) % count;
+            let options = TcpOptions {
+                mss: [None, Some(536), Some(1460), Some(8960)][one_of(0, 4) as usize],
+                window_scale: [None, Some(0), Some(7), Some(14)][one_of(2, 4) as usize],
+                sack_permitted: one_of(4, 2) == 1,
+                timestamps: (one_of(5, 2) == 1).then_some((77, 0)),
+                ..TcpOptions::default()
+            };
+            let on = |shift| one_of(shift, 2) == 1;
+            let config = Config {
+                ecn: on(7),
+                window_scaling: on(8),
+                sack: on(9),
+                timestamps: on(10),
+                receive_limit: if on(11) { 1 << 20 } else { 0 },
+                receive_buffer: 1 << 16,
+                ..Config::default()
+            };
+            let syn = Segment { seq: 900, flags: flags[one_of(6, 2) as usize], options, window: 400, ..Segment::default() };
+            for config in [config, config.of_cookie(&syn)] {
+                let numbers = SECRET.answer(&flow(1), &syn, &config, then);
+                let mut first = Connection::accept(config, &syn, numbers.isn, numbers.ts_offset, then).expect("a SYN");
+                let said = first.poll_transmit(then, 0).expect("an answer");
+                // The client's acknowledgement has timestamps if both ends have spoken of them.
+                let timestamps = said.options.timestamps.map(|(clock, _)| (78, clock));
+                let ack = Segment {
+                    seq: 901,
+                    ack: said.seq.wrapping_add(1),
+                    flags: Flags::ACK,
+                    window: 400,
+                    options: TcpOptions { timestamps, ..TcpOptions::default() },
+                    ..Segment::default()
+                };
+                let Some((again, numbers)) = SECRET.syn_of(&flow(1), &ack, then) else {
+                    assert_ne!(config, config.of_cookie(&syn), "{syn:?}");
+                    others += 1;
+                    continue;
+                };
+                cookies += 1;
+                let mut restored =
+                    Connection::accept(config.of_cookie(&again), &again, numbers.isn, numbers.ts_offset, then).expect("a SYN");
+                let repeated = restored.poll_transmit(then, 0).expect("an answer");
+                let says = |transmit: &Transmit| {
+                    let TcpOptions { window_scale, sack_permitted, timestamps, mss, .. } = transmit.options;
+                    (transmit.seq, transmit.flags, window_scale, sack_permitted, timestamps.is_some(), mss)
+                };
+                assert_eq!(says(&repeated), says(&said), "{syn:?} {config:?}");
+                assert_eq!(first.input(&ack, then).events, Events::ESTABLISHED);
+                assert_eq!(restored.input(&ack, then).events, Events::ESTABLISHED);
+                let has = |tcp: &Connection| (tcp.send.wscale, tcp.receive.wscale, tcp.send.wnd, tcp.agreed.sack, tcp.agreed.ecn);
+                assert_eq!(has(&restored), has(&first), "{syn:?} {config:?}");
+            }
+        }
+        assert!(cookies > 4000 && others > 500, "{cookies} {others}");
+    }
+
     /// Of the 2³² numbers that somebody who does not know the key may try, sixteen are accepted.
     #[test]
     fn hardly_any_number_is_accepted_by_chance() {
         let (then, syn) = (Instant(7 * MINUTE), syn(1000, 1460, None, false));
-        let ack = acknowledge(&syn, SECRET.answer(&flow(1), &syn, then), then);
+        let ack = acknowledge(&syn, SECRET.answer(&flow(1), &syn, &Config::default(), then), then);
         let accepted = (0..1_000_000u32)
             .filter(|n| {
                 let guess = Segment { ack: ack.ack.wrapping_add(n.wrapping_mul(4_294_967)), ..ack };

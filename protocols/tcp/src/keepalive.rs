@@ -40,13 +40,14 @@ impl Connection {
         // The timer is not moved by every segment; it is asked here when the last segment arrived.
         let idle = u64::from(self.config.keepalive_idle) * 1_000_000;
         let silent = now.since(self.receive.last_at);
+        if !self.scoreboard.is_empty() || self.has_unsent() {
+            // Retransmissions or window probes find out whether the peer is there, and the probes are theirs.
+            self.timers.keepalive_at = now.after(idle);
+            return Events::empty();
+        }
         if silent < idle {
             self.timers.probes = 0;
             self.timers.keepalive_at = self.receive.last_at.after(idle);
-            return Events::empty();
-        }
-        if !self.scoreboard.is_empty() || self.has_unsent() {
-            self.timers.keepalive_at = now.after(idle);
             return Events::empty();
         }
         let user_timeout = u64::from(self.config.user_timeout) * 1000;

@@ -17,7 +17,8 @@ impl Connection {
     /// Writes down what an image leaves out. Ranges received out of order go beside both ([`Connection::out_of_order`]).
     pub fn nic_state(&self, now: Instant) -> NicState {
         // No `..`, here and in the parts: a new field breaks the build until it is decided how it moves. What is left out is in the
-        // image, or the host's to set, or measured anew (`tuning`), or over when a connection can move (the rest of `opening`).
+        // image, or the host's to set, or measured anew (`tuning`), or over when a connection can move (the rest of `opening`); one that its
+        // program has closed moves to the kernel only.
         let Connection {
             agreed: Agreed { mss: _, sack: _, timestamps: _, ecn: _ },
             state,
@@ -26,6 +27,7 @@ impl Connection {
             receive,
             timers,
             cork: _,
+            orphan: _,
             end_reason: _,
             reassembly,
             scoreboard,

@@ -5,7 +5,7 @@ use crate::connection::{Agreed, Config, Connection, Due, EndReason, State};
 use crate::recovery::Phase;
 use crate::scoreboard::Sample;
 use crate::segment::{Events, Received, Segment, Transmit};
-use crate::seq::{at_or_before, before};
+use crate::seq::{at_or_before, before, later};
 use crate::time::Instant;
 use baton_wire::{Flags, TcpOptions};
 
@@ -212,7 +212,7 @@ impl Connection {
         // A SYN and the data in it count as one.
         self.recovery.delivered += sample.delivered.min(1);
         self.send.una = segment.ack;
-        self.send.small_end = crate::seq::later(self.send.small_end, segment.ack);
+        self.send.small_end = later(self.send.small_end, segment.ack);
         let shift = if segment.flags.contains(Flags::SYN) { 0 } else { self.send.wscale };
         self.send.wnd = u32::from(segment.window) << shift;
         self.send.max_wnd = self.send.max_wnd.max(self.send.wnd);
@@ -259,9 +259,10 @@ impl Connection {
             return Some(Transmit { length: data, ..self.emit_syn(isn, now) });
         }
         let lost = self.scoreboard.next_lost().is_some_and(|sent| sent.seq == isn);
-        self.due.remove(Due::ACK);
+        let acknowledges = self.due.take(Due::ACK);
         if !core::mem::take(&mut self.opening.resend) && !lost {
-            return None;
+            // What an unacceptable segment is answered with (section 3.10.7.4).
+            return (acknowledges && self.state == State::SynReceived).then(|| self.emit_ack(now));
         }
         self.scoreboard.retransmit(isn, now);
         self.opening.syn_retransmissions = self.opening.syn_retransmissions.saturating_add(u8::from(lost));
@@ -270,7 +271,7 @@ impl Connection {
 
     fn emit_syn(&mut self, isn: u32, now: Instant) -> Transmit {
         let answering = self.state == State::SynReceived;
-        let room = self.config.mtu - self.config.ip_header - 20;
+        let room = self.config.mtu.saturating_sub(self.config.ip_header + 20);
         let mss = if self.config.max_segment == 0 { room } else { room.min(self.config.max_segment) };
         let scale = if answering { self.receive.wscale > 0 || self.send.wscale > 0 } else { self.config.window_scaling };
         let window = self.receive.capacity.min(65535) as u16;
@@ -285,7 +286,7 @@ impl Connection {
         let mut flags = Flags::SYN;
         if answering {
             flags = flags | Flags::ACK;
-            self.receive.adv = self.receive.nxt.wrapping_add(u32::from(window));
+            self.receive.adv = later(self.receive.adv, self.receive.nxt.wrapping_add(u32::from(window)));
             if self.agreed.ecn {
                 flags = flags | Flags::ECE;
             }

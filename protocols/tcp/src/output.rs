@@ -162,15 +162,6 @@ impl Connection {
         Some(self.send_new(length, fin, last, now))
     }
 
-    /// Data waits for the window or for a cork to be drawn, and nothing is in flight whose acknowledgement would come: the persist timer runs
-    /// (RFC 9293 section 3.8.6.1).
-    #[cold]
-    fn watch_what_waits(&mut self, now: Instant) {
-        if self.timers.send == SendTimer::Off {
-            self.rearm_send_timer(now);
-        }
-    }
-
     /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and 3.8.6.2.1).
     fn worth_sending(&self, length: u32, unsent: u32, fin: bool, forced: bool) -> bool {
         let partial = !length.is_multiple_of(self.send.mss) || length == 0;
@@ -267,7 +258,7 @@ impl Connection {
         }
     }
 
-    fn emit_ack(&mut self, now: Instant) -> Transmit {
+    pub(crate) fn emit_ack(&mut self, now: Instant) -> Transmit {
         self.data(self.send.nxt, 0, Flags::ACK, now)
     }
 

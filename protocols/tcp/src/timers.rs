@@ -15,7 +15,15 @@ pub(crate) const DELAYED_ACK: u64 = 40_000;
 /// How long TIME-WAIT lasts (Linux's TCP_TIMEWAIT_LEN).
 pub(crate) const TIME_WAIT: u64 = 60_000_000;
 /// A corked partial segment goes out after this long, as in Linux.
-pub(crate) const CORK_LIMIT: u64 = 200_000;
+const CORK_LIMIT: u64 = 200_000;
+/// Longest wait for a window that has room for a whole segment: then what fits goes out (RFC 9293 section 3.8.6.2.1, between 0.1 and 1 s).
+/// Like Linux, less if the retransmission time-out is less.
+const OVERRIDE: u64 = 1_000_000;
+/// Milliseconds for which the data of a connection that its program has closed is sent again: as long as by Linux, eight times
+/// (tcp_orphan_retries).
+const ORPHAN_MILLIS: u32 = 100_000;
+/// Unanswered probes that end such a connection.
+const ORPHAN_PROBES: u8 = 8;
 
 #[derive(Clone, Debug)]
 #[repr(C)]
@@ -147,7 +155,10 @@ impl Connection {
             return Events::empty();
         }
         let opening = matches!(self.state, State::SynSent | State::SynReceived);
-        if self.gave_up(now, if opening { self.config.syn_retries } else { MAX_RETRIES }) {
+        let tried = self.rtt.backoff >= if opening { self.config.syn_retries } else { MAX_RETRIES };
+        // A peer that has taken its window back, and says so, is not dead: what is sent again are probes (as in Linux).
+        let answers = self.send.wnd == 0 && !opening && now.since(self.receive.last_at) <= 2 * RTO_MAX;
+        if self.gave_up(tried && !answers, now) {
             return self.end(EndReason::TimedOut);
         }
         self.enter_loss();
@@ -156,27 +167,40 @@ impl Connection {
         Events::empty()
     }
 
-    /// Whether this time-out exceeds the limit in number (RFC 9293 R2) or in time (RFC 5482).
-    fn gave_up(&mut self, now: Instant, retries: u8) -> bool {
+    /// Whether this time-out exceeds a limit: that in time (RFC 5482), which a connection that its program has closed always has, or, if
+    /// there is none, that in number (RFC 9293 R2), as `tried` says.
+    fn gave_up(&mut self, tried: bool, now: Instant) -> bool {
         if self.timers.silent_since == Instant::NEVER {
             self.timers.silent_since = now;
         }
-        let limit = u64::from(self.config.user_timeout) * 1000;
-        if limit > 0 { now.since(self.timers.silent_since) >= limit } else { self.rtt.backoff >= retries }
+        let limit = if self.orphan && self.config.user_timeout == 0 { ORPHAN_MILLIS } else { self.config.user_timeout };
+        let limit = u64::from(limit) * 1000;
+        if limit > 0 { now.since(self.timers.silent_since) >= limit } else { tried }
+    }
+
+    /// Whether the peer's closed window is probed no more. If nobody waits for the connection any longer, not even answers keep it when
+    /// the interval between probes has become as long as it can (Linux's tcp_probe_timer).
+    fn gave_up_probing(&mut self, now: Instant) -> bool {
+        let tried = self.timers.probes >= MAX_RETRIES;
+        if !self.orphan || self.config.user_timeout > 0 {
+            return self.gave_up(tried, now);
+        }
+        self.rtt.timeout() >= RTO_MAX || self.timers.probes >= ORPHAN_PROBES
     }
 
     fn on_persist_timeout(&mut self, now: Instant) -> Events {
         if !self.has_unsent() || !self.scoreboard.is_empty() {
             return Events::empty();
         }
-        if self.cork && self.send.wnd >= self.send.mss {
+        if self.send.wnd > 0 {
             self.due |= Due::FORCE;
             return Events::empty();
         }
-        if self.gave_up(now, MAX_RETRIES) {
+        if self.gave_up_probing(now) {
             return self.end(EndReason::TimedOut);
         }
         self.due |= Due::PROBE;
+        self.timers.probes = self.timers.probes.saturating_add(1);
         self.rtt.backoff = self.rtt.backoff.saturating_add(1);
         self.arm(SendTimer::Persist, now.after(self.rtt.timeout()));
         Events::empty()
@@ -194,8 +218,7 @@ impl Connection {
         if self.scoreboard.is_empty() {
             if self.has_unsent() && self.state_sends() {
                 if self.timers.send != SendTimer::Persist {
-                    let wait = if self.cork && self.send.wnd >= self.send.mss { CORK_LIMIT } else { self.rtt.timeout() };
-                    self.arm(SendTimer::Persist, now.after(wait));
+                    self.arm(SendTimer::Persist, now.after(self.longest_wait()));
                 }
             } else {
                 self.arm(SendTimer::Off, now);
@@ -205,6 +228,30 @@ impl Connection {
         match self.tail_loss_timeout() {
             Some(wait) => self.arm(SendTimer::TailLoss, now.after(wait)),
             None => self.arm(SendTimer::Retransmit, now.after(self.rtt.timeout())),
+        }
+    }
+
+    /// Data waits, and nothing is in flight whose acknowledgement would come: the persist timer runs (RFC 9293 section 3.8.6.1). It may
+    /// have been set when the window was closed, and run for longer than what waits for more room, or for a cork, should.
+    #[cold]
+    pub(crate) fn watch_what_waits(&mut self, now: Instant) {
+        match self.timers.send {
+            SendTimer::Off => self.rearm_send_timer(now),
+            SendTimer::Persist if self.send.wnd > 0 => {
+                self.timers.send_at = self.timers.send_at.min(now.after(self.longest_wait()));
+            }
+            _ => {}
+        }
+    }
+
+    /// Microseconds until data goes out that is held back, or until a closed window is probed.
+    fn longest_wait(&self) -> u64 {
+        if self.send.wnd == 0 {
+            self.rtt.timeout()
+        } else if self.cork && self.send.wnd >= self.send.mss {
+            CORK_LIMIT
+        } else {
+            self.rtt.base_timeout().min(OVERRIDE)
         }
     }
 

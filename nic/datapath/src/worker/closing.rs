@@ -12,12 +12,8 @@ use baton_abi::layout::Counter;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_shm::Pooled;
-use baton_tcp::{Connection, Events, Instant, Segment, State};
+use baton_tcp::{Config, Connection, Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
-
-/// Milliseconds after which a connection is given up whose peer does not acknowledge what a program has left behind: as long as
-/// Linux sends it again (tcp_orphan_retries).
-const ORPHAN_MILLIS: u32 = 100_000;
 
 impl<H: Device, W: Device> Worker<H, W> {
     /// Sends the FIN of a connection whose program has closed it, and has read the bytes before `read`. If more have been received
@@ -107,7 +103,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return true;
         }
         let segment = Segment::from(parsed);
-        let answer = self.listeners.secret.answer(&parsed.flow, &segment, now);
+        let answer = self.listeners.secret.answer(&parsed.flow, &segment, &Config::default(), now);
         let Some(rest) = self.closed.get_mut(index) else { return false };
         let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
         if is_syn && rest.tcp.admits_successor(&segment, answer.isn) {
@@ -155,9 +151,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 /// Queues the FIN of a connection of which everything has been read.
 fn close_in_order(tcp: &mut Connection) -> Events {
     let _ = tcp.consumed(tcp.readable());
-    tcp.set_cork(false);
-    tcp.set_user_timeout(ORPHAN_MILLIS);
-    tcp.shutdown();
+    tcp.close();
     // The program may have shut it down before.
     if closed::is_over(tcp.state()) { Events::FIN_ACKED } else { Events::empty() }
 }

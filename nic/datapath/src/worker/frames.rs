@@ -433,11 +433,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Custody::Active(offloaded) = &mut slot.custody {
             // Only a segment in flight can have been too big (RFC 5927 section 7.2), and the MTU is only lowered.
             let offloaded = &mut **offloaded;
-            let tcp = &mut offloaded.tcp;
+            let tcp = &offloaded.tcp;
             let plausible = at_or_before(tcp.snd_una(), seq) && before(seq, tcp.snd_nxt());
             if plausible && mtu < offloaded.image.mtu {
-                offloaded.image.mtu = mtu;
-                tcp.on_mtu_change(mtu, now);
+                offloaded.set_mtu(mtu);
+                offloaded.tcp.on_mtu_change(mtu, now);
                 self.output.send_all(offloaded, &self.counters, now);
                 self.follow_up(index, Events::empty());
             }

@@ -86,9 +86,11 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Answers a SYN.
     fn begin_handshake(&mut self, id: u32, syn: &Segment, parsed: &TcpFrame, now: Instant) {
+        let remembered = self.listeners.has_room();
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return };
         let (config, ttl) = (listener.config(parsed.flow.is_v4()), listener.settings.ttl);
-        let numbers = self.listeners.secret.answer(&parsed.flow, syn, now);
+        let config = if remembered { config } else { config.of_cookie(syn) };
+        let numbers = self.listeners.secret.answer(&parsed.flow, syn, &config, now);
         let Some(tcp) = Connection::accept(config, syn, numbers.isn, numbers.ts_offset, now) else { return };
         let mut opening = Opening { tcp, flow: parsed.flow, link: self.way_back(ttl) };
         self.output.send_handshake(&mut opening, &self.counters, now);
@@ -106,13 +108,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         Link { source: address(DESTINATION), destination: address(SOURCE), ttl, tos: 0, flow_label: 0, interface }
     }
 
-    /// Processes a segment of a handshake that is remembered. False, and the handshake is forgotten, if it acknowledges what the
-    /// NIC has not sent: the kernel may have a connection of this 4-tuple.
+    /// Processes a segment of a handshake that is remembered. False if it acknowledges what the NIC has not sent. The kernel may have a
+    /// connection of this 4-tuple; if it has none it answers with the RST of RFC 9293 section 3.10.7.4, for its socket listens. The
+    /// handshake goes on, for anybody can send such a segment.
     fn continue_handshake(&mut self, index: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(handshake) = self.listeners.handshake(index) else { return false };
         let tcp = &mut handshake.opening.tcp;
         if segment.flags.contains(Flags::ACK) && segment.ack != tcp.snd_nxt() {
-            self.listeners.forget(index);
             return false;
         }
         tcp.input(&without_data(segment), now);
@@ -145,7 +147,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.counters.add(Counter::AcceptQueueFull, 1);
             return true;
         }
-        let (config, ttl) = (listener.config(parsed.flow.is_v4()), listener.settings.ttl);
+        let (config, ttl) = (listener.config(parsed.flow.is_v4()).of_cookie(&syn), listener.settings.ttl);
         let Some(mut tcp) = Connection::accept(config, &syn, numbers.isn, numbers.ts_offset, now) else { return false };
         // The answer that was sent already.
         let _ = tcp.poll_transmit(now, 0);
