@@ -137,10 +137,7 @@ impl QueueShared {
             state.events.pop_front();
             taken += 1;
         }
-        if let Some(bell) = self.bell.as_ref().filter(|_| state.events.is_empty()) {
-            bell.clear();
-        }
-        self.count.store(state.events.len(), Ordering::Release);
+        self.note_taken(&state);
         if taken > 0 {
             self.in_series.store(true, Ordering::Relaxed);
         }
@@ -149,6 +146,23 @@ impl QueueShared {
             (0, Some(Event::Failed(_))) => -(errno::EAVAIL as isize),
             _ => taken as isize,
         }
+    }
+
+    /// Takes the error that is next, if one is.
+    fn take_error(&self) -> Option<CqErrEntry> {
+        let mut state = self.lock();
+        let Some(Event::Failed(entry)) = state.events.front().copied() else { return None };
+        state.events.pop_front();
+        self.note_taken(&state);
+        Some(entry)
+    }
+
+    /// After events were taken: an empty queue is not readable.
+    fn note_taken(&self, state: &State) {
+        if let Some(bell) = self.bell.as_ref().filter(|_| state.events.is_empty()) {
+            bell.clear();
+        }
+        self.count.store(state.events.len(), Ordering::Release);
     }
 
     /// Whether reads before this one have got events. Asked by a read that finds none.
@@ -269,15 +283,11 @@ unsafe extern "C" fn readfrom(cq: *mut FidCq, out: *mut c_void, count: usize, so
 }
 
 unsafe extern "C" fn readerr(cq: *mut FidCq, out: *mut CqErrEntry, _flags: u64) -> isize {
-    // SAFETY: C's pointer to a queue that is not closed, and room for an entry.
-    unsafe {
-        let (Some(queue), false) = (object::<Queue, _>(cq), out.is_null()) else { return -(errno::EINVAL as isize) };
-        let mut state = queue.shared.lock();
-        let Some(Event::Failed(entry)) = state.events.front() else { return -(errno::EAGAIN as isize) };
-        *out = *entry;
-        state.events.pop_front();
-        queue.shared.count.store(state.events.len(), Ordering::Release);
-    }
+    // SAFETY: C's pointer to a queue that is not closed.
+    let (Some(queue), false) = (unsafe { object::<Queue, _>(cq) }, out.is_null()) else { return -(errno::EINVAL as isize) };
+    let Some(entry) = queue.shared.take_error() else { return -(errno::EAGAIN as isize) };
+    // SAFETY: room for an entry, as the caller promises.
+    unsafe { *out = entry };
     1
 }
 
@@ -339,3 +349,52 @@ pub fn failed(entry: CqEntry, olen: usize, error: c_int, number: c_int) -> Event
 
 /// The sender of a message that came from no address in the vector.
 pub const NOBODY: u64 = ADDR_UNSPEC;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry() -> CqEntry {
+        CqEntry { op_context: std::ptr::null_mut(), flags: 0, len: 0, buf: std::ptr::null_mut(), data: 0, tag: 0 }
+    }
+
+    /// Whether a program that polls the queue's descriptor is woken.
+    fn is_readable(cq: *mut FidCq) -> bool {
+        let mut fd: c_int = -1;
+        // SAFETY: a queue that is not closed, and a place for an int.
+        assert_eq!(unsafe { control(cq.cast(), control::GETWAIT, (&raw mut fd).cast()) }, 0);
+        let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one live descriptor.
+        unsafe { libc::poll(&mut poll, 1, 0) == 1 }
+    }
+
+    /// Whichever call takes the last event: the descriptor is not readable afterwards, or the program would run in circles.
+    #[test]
+    fn an_empty_queue_is_not_readable() {
+        // SAFETY: attributes are plain data, for which zero is a value.
+        let mut attr: CqAttr = unsafe { std::mem::zeroed() };
+        attr.wait_obj = wait::FD;
+        let mut cq = std::ptr::null_mut();
+        // SAFETY: no domain is needed; attributes, and a place for the result.
+        assert_eq!(unsafe { open(std::ptr::null_mut(), &mut attr, &mut cq, std::ptr::null_mut()) }, 0);
+        // SAFETY: the queue made above.
+        let shared = &unsafe { object::<Queue, _>(cq) }.expect("a queue").shared;
+        let mut errors = [const { std::mem::MaybeUninit::<CqErrEntry>::uninit() }; 1];
+        let mut entries = [const { std::mem::MaybeUninit::<CqEntry>::uninit() }; 4];
+        // SAFETY: the queue made above, and room for what is read.
+        let mut read_error = || unsafe { readerr(cq, errors.as_mut_ptr().cast(), 0) };
+        // SAFETY: as above.
+        let mut read_four = || unsafe { read(cq, entries.as_mut_ptr().cast(), 4) };
+        assert!(!is_readable(cq));
+        shared.push(failed(entry(), 0, errno::EIO, 0));
+        assert!(is_readable(cq));
+        assert_eq!((read_error(), is_readable(cq)), (1, false));
+        shared.push(Event::Done(entry(), NOBODY));
+        shared.push(failed(entry(), 0, errno::EIO, 0));
+        assert_eq!((read_error(), read_four(), is_readable(cq)), (-(errno::EAGAIN as isize), 1, true));
+        assert_eq!((read_four(), read_error(), is_readable(cq)), (-(errno::EAVAIL as isize), 1, false));
+        shared.push(Event::Done(entry(), NOBODY));
+        assert_eq!((read_four(), is_readable(cq)), (1, false));
+        assert_eq!(read_error(), -(errno::EAGAIN as isize));
+    }
+}

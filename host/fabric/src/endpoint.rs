@@ -197,6 +197,7 @@ unsafe fn start(domain: &Domain, info: &Info) -> io::Result<EndpointShared> {
         endpoint: messages,
         addresses: None,
         peers: Vec::new(),
+        removals: 0,
         operations: Default::default(),
         next: 0,
         claims: Default::default(),

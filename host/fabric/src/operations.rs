@@ -58,8 +58,10 @@ impl Counters {
 pub struct State {
     pub endpoint: Endpoint<ProgramBuffer>,
     pub addresses: Option<Arc<Addresses>>,
-    /// Peers by their place in the address vector, as far as they were needed.
+    /// Peers by their place in the address vector, as far as they were needed since an address was last removed from it.
     pub peers: Vec<Option<PeerId>>,
+    /// Number of addresses that had been removed then.
+    pub removals: u64,
     pub operations: HashMap<Token, Operation, Keys>,
     pub next: Token,
     /// Claimed messages by the context with which they were claimed.
@@ -194,10 +196,17 @@ impl State {
     /// The peer at a place of the address vector.
     pub fn peer(&mut self, place: u64) -> Result<PeerId, c_int> {
         let at = usize::try_from(place).map_err(|_| errno::EINVAL)?;
+        let addresses = self.addresses.as_ref().ok_or(errno::EOPBADSTATE)?;
+        let removals = addresses.removals();
+        if removals != self.removals {
+            // A place may be another address's now.
+            self.peers.clear();
+            self.removals = removals;
+        }
         if let Some(Some(peer)) = self.peers.get(at) {
             return Ok(*peer);
         }
-        let address = self.addresses.as_ref().ok_or(errno::EOPBADSTATE)?.get(place).ok_or(errno::EINVAL)?;
+        let address = addresses.get(place).ok_or(errno::EINVAL)?;
         let peer = self.endpoint.peer(address).map_err(|_| errno::ENOMEM)?;
         if self.peers.len() <= at {
             self.peers.resize(at + 1, None);

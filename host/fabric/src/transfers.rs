@@ -310,15 +310,23 @@ fn peek(state: &mut State, selector: &Selector, operation: &Operation, flags: u6
 fn receive_claimed(state: &mut State, buffer: ProgramBuffer, operation: &Operation, flags: u64, now: u64) -> Result<(), c_int> {
     let claim = state.claims.remove(&(operation.context as usize)).ok_or(errno::EINVAL)?;
     if flags & flags::DISCARD != 0 {
-        state.endpoint.receive_claimed(claim, None, None, now).map_err(errno_of)?;
-        state.end_at_once(operation);
+        match state.endpoint.receive_claimed(claim, None, None, now) {
+            // What its sender took back is as good as discarded.
+            Ok(()) | Err(Limit::NoMessage) => state.end_at_once(operation),
+            Err(limit) => {
+                state.claims.insert(operation.context as usize, claim);
+                return Err(errno_of(limit));
+            }
+        }
         return Ok(());
     }
     let token = state.enter(*operation);
     state.endpoint.receive_claimed(claim, Some(buffer), Some(token), now).map_err(|limit| {
         state.operations.remove(&token);
-        // The program may try again.
-        state.claims.insert(operation.context as usize, claim);
+        if limit != Limit::NoMessage {
+            // The program may try again.
+            state.claims.insert(operation.context as usize, claim);
+        }
         errno_of(limit)
     })
 }

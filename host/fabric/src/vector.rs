@@ -6,22 +6,34 @@ use crate::object::{close, failure, hand_out, missing, no_bind, no_control, obje
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The addresses, as the vector and its endpoints share them.
 #[derive(Debug, Default)]
-pub struct Addresses(Mutex<Places>);
+pub struct Addresses {
+    places: Mutex<Places>,
+    /// Addresses that were removed so far. What an endpoint remembers of places holds as long as this stands still.
+    removals: AtomicU64,
+}
 
 #[derive(Debug, Default)]
 struct Places {
-    /// By fi_addr_t. A place is not used again, so endpoints may remember what they found there.
+    /// By fi_addr_t.
     places: Vec<Option<SocketAddr>>,
+    /// Places whose address was removed.
+    free: Vec<u64>,
     by_address: BTreeMap<SocketAddr, u64>,
 }
 
 impl Addresses {
     fn lock(&self) -> MutexGuard<'_, Places> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Number of addresses that were removed so far.
+    pub fn removals(&self) -> u64 {
+        self.removals.load(Ordering::Acquire)
     }
 
     /// The address at a place.
@@ -39,8 +51,11 @@ impl Addresses {
         if let Some(place) = places.by_address.get(&address) {
             return *place;
         }
-        let place = places.places.len() as u64;
-        places.places.push(Some(address));
+        let place = places.free.pop().unwrap_or(places.places.len() as u64);
+        match places.places.get_mut(place as usize) {
+            Some(free) => *free = Some(address),
+            None => places.places.push(Some(address)),
+        }
         places.by_address.insert(address, place);
         place
     }
@@ -48,7 +63,11 @@ impl Addresses {
     fn remove(&self, place: u64) -> bool {
         let mut places = self.lock();
         let removed = usize::try_from(place).ok().and_then(|place| places.places.get_mut(place)?.take());
-        removed.is_some_and(|address| places.by_address.remove(&address).is_some())
+        let Some(address) = removed else { return false };
+        places.by_address.remove(&address);
+        places.free.push(place);
+        self.removals.fetch_add(1, Ordering::Release);
+        true
     }
 }
 
@@ -87,22 +106,23 @@ pub unsafe extern "C" fn open(_: *mut FidDomain, attr: *mut AvAttr, out: *mut *m
 unsafe extern "C" fn insert(av: *mut FidAv, addr: *const c_void, count: usize, out: *mut u64, _: u64, _: *mut c_void) -> c_int {
     // SAFETY: C's pointer to a vector that is not closed.
     let Some(vector) = (unsafe { object::<Vector, _>(av) }) else { return failure(errno::EINVAL) };
-    let (mut at, mut inserted) = (addr.cast::<u8>(), 0);
+    let (mut at, mut length, mut inserted) = (addr.cast::<u8>(), None, 0);
     for place in 0..count {
-        // SAFETY: the caller gives `count` addresses of the endpoint's format one behind the other, and room for as many results.
-        let found = unsafe {
-            let address = addresses::read(at.cast(), LENGTH_V6);
+        // SAFETY: the caller gives `count` addresses of the endpoint's format one behind the other. Where one begins that follows one of
+        // no known family is not known, unless an earlier one had a length.
+        let address = if at.is_null() { None } else { unsafe { addresses::read(at.cast(), LENGTH_V6) } };
+        if let Some(address) = address {
+            length = Some(if address.is_ipv4() { LENGTH_V4 } else { LENGTH_V6 });
+            inserted += 1;
+        }
+        let found = address.map_or(ADDR_UNSPEC, |address| vector.addresses.insert(address));
+        // SAFETY: null, or room for `count` results.
+        unsafe {
             if !out.is_null() {
-                *out.add(place) = address.map_or(ADDR_UNSPEC, |address| vector.addresses.insert(address));
-            } else if let Some(address) = address {
-                vector.addresses.insert(address);
+                *out.add(place) = found;
             }
-            address
-        };
-        // Where the next one begins depends on this one's length.
-        let Some(address) = found else { break };
-        at = at.wrapping_add(if address.is_ipv4() { LENGTH_V4 } else { LENGTH_V6 });
-        inserted += 1;
+        }
+        at = length.map_or(std::ptr::null(), |length| at.wrapping_add(length));
     }
     inserted
 }
@@ -183,4 +203,59 @@ unsafe extern "C" fn straddr(_: *mut FidAv, addr: *const c_void, out: *mut c_cha
         *out.add(copied) = 0;
     }
     out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vector() -> *mut FidAv {
+        let mut av = std::ptr::null_mut();
+        // SAFETY: no domain and no attributes are asked for; there is a place for the result.
+        assert_eq!(unsafe { open(std::ptr::null_mut(), std::ptr::null_mut(), &mut av, std::ptr::null_mut()) }, 0);
+        av
+    }
+
+    fn addresses(ports: &[u16]) -> Vec<u8> {
+        let bytes = |port: &u16| to_bytes(SocketAddr::from(([10, 0, 0, 1], *port)));
+        ports.iter().flat_map(bytes).collect()
+    }
+
+    fn insert_all(av: *mut FidAv, bytes: &[u8], count: usize) -> (c_int, Vec<u64>) {
+        let mut out = vec![77; count];
+        // SAFETY: a vector that is not closed, `count` addresses, room for as many results.
+        let inserted = unsafe { insert(av, bytes.as_ptr().cast(), count, out.as_mut_ptr(), 0, std::ptr::null_mut()) };
+        (inserted, out)
+    }
+
+    /// fi_av(3): what cannot be inserted is FI_ADDR_NOTAVAIL, and the number of those that were is returned.
+    #[test]
+    fn addresses_behind_a_bad_one_are_inserted() {
+        let av = vector();
+        let mut bytes = addresses(&[1, 2, 3, 4]);
+        bytes[LENGTH_V4] = 99;
+        assert_eq!(insert_all(av, &bytes, 4), (3, vec![0, ADDR_UNSPEC, 1, 2]));
+        // Behind a first one of no known family nothing can be found.
+        bytes[0] = 99;
+        assert_eq!(insert_all(av, &bytes, 4), (0, vec![ADDR_UNSPEC; 4]));
+    }
+
+    /// A program whose peers come and go does not need more and more memory, and what it removed is not found again.
+    #[test]
+    fn places_are_used_again() {
+        let av = vector();
+        // SAFETY: the vector made above.
+        let known = &unsafe { object::<Vector, _>(av) }.expect("a vector").addresses;
+        for port in 1..1000 {
+            let removals = known.removals();
+            let (_, places) = insert_all(av, &addresses(&[port, port + 1000]), 2);
+            assert!(places.iter().all(|place| *place < 2), "{places:?}");
+            // SAFETY: the vector made above, and two places.
+            assert_eq!(unsafe { remove(av, places.clone().as_mut_ptr(), 2, 0) }, 0);
+            assert_eq!((known.get(places[0]), known.removals()), (None, removals + 2));
+        }
+        let (_, places) = insert_all(av, &addresses(&[1]), 1);
+        // SAFETY: as above; a place that is free is not removed.
+        assert_ne!(unsafe { remove(av, [1 - places[0]].as_mut_ptr(), 1, 0) }, 0);
+    }
 }

@@ -6,7 +6,7 @@ use crate::multiple::Multiple;
 use crate::opening::{self, Opened};
 use crate::rma::{self, Regions};
 use crate::settings::Settings;
-use crate::spill::{Spill, Taker};
+use crate::spill::{KeptId, Spill, Taker};
 use baton_linux::events::Poller;
 use baton_rmpp::data::first_bytes;
 use baton_rmpp::{Command, Delivered, Error, Event, Halves, Limit, PeerId, Policy, ReceiveId, Request, Side};
@@ -98,7 +98,7 @@ pub struct Claim(Keeper);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Keeper {
     Protocol(u32),
-    Spill(u32),
+    Spill(KeptId),
 }
 
 /// An unexpected message that was found.
@@ -190,7 +190,7 @@ pub struct Endpoint<B: Buffer> {
     /// When replies leave that nobody waits for, in microseconds.
     replies_due: u64,
     /// Until then there is nothing to do unless a packet comes, in microseconds; 0: that is not known.
-    idle_until: u64,
+    pub(crate) idle_until: u64,
     /// Messages of which a copy was sent that did not arrive.
     lost: u64,
 }
@@ -448,7 +448,7 @@ impl<B: Buffer> Endpoint<B> {
     pub fn probe(&mut self, selector: &Selector, claim: bool) -> Option<Found> {
         let Selector { peer, channel, tag, ignore } = *selector;
         let (keeper, found) = match self.spill.find(selector, claim) {
-            Some((handle, found)) => (Keeper::Spill(handle), found),
+            Some((kept, found)) => (Keeper::Spill(kept), found),
             None => {
                 let found = match claim {
                     true => self.policy.claim(peer, channel as u32, tag, ignore),
@@ -468,9 +468,9 @@ impl<B: Buffer> Endpoint<B> {
         let slot = self.arena.insert(buffer.map_or(Slot::Own(Vec::new()), Slot::Program));
         self.make_room(now);
         let begun = match claim.0 {
-            Keeper::Spill(handle) => {
+            Keeper::Spill(kept) => {
                 let taker = token.map_or(Taker::Nobody, |token| Taker::Receive { token, slot });
-                let given = self.give_spilled(handle, taker);
+                let given = self.give_spilled(kept, taker);
                 if given && token.is_some() {
                     return Ok(());
                 }

@@ -27,6 +27,8 @@ mod settings;
 mod spill;
 mod staging;
 mod streams;
+#[cfg(test)]
+mod testing;
 
 pub use arena::{Buffer, MAX_LENGTH};
 pub use baton_rmpp::{Delivered, Error, Limit, PeerId};

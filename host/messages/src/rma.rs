@@ -124,6 +124,8 @@ pub(crate) struct Rma<B> {
     regions: Box<dyn Regions<B>>,
     next: u64,
     pending: HashMap<u64, Pending, Keys>,
+    /// Receives for requests that could not be posted again yet.
+    unposted: usize,
     /// Requests of peers for which there was no room yet.
     pub waiting: VecDeque<(PeerId, Verbatim)>,
 }
@@ -133,7 +135,7 @@ pub(crate) type Verbatim = [u8; REQUEST];
 
 impl<B> Rma<B> {
     pub fn new(regions: Box<dyn Regions<B>>) -> Rma<B> {
-        Rma { regions, next: 1, pending: HashMap::default(), waiting: VecDeque::new() }
+        Rma { regions, next: 1, pending: HashMap::default(), unposted: 0, waiting: VecDeque::new() }
     }
 }
 
@@ -218,11 +220,19 @@ impl<B: Buffer> Endpoint<B> {
         }
     }
 
+    /// Posts the receives for requests that are missing, as far as there is room. To be tried again in each pass: without them peers' requests
+    /// would wait for ever.
+    pub(crate) fn post_missing_requests(&mut self, now: u64) {
+        while self.rma.unposted > 0 && self.post_request(now).is_ok() {
+            self.rma.unposted -= 1;
+        }
+    }
+
     pub(crate) fn finish_rma(&mut self, step: Step, slot: Slot<B>, result: Result<Delivered, Error>, now: u64) {
         match (step, result) {
             (Step::Request, result) => {
-                // The table of receives has had room for this one.
-                let _ = self.post_request(now);
+                self.rma.unposted += 1;
+                self.post_missing_requests(now);
                 if let (Ok(delivered), Slot::Own(bytes)) = (result, slot)
                     && let Ok(request) = Verbatim::try_from(bytes)
                     && delivered.placed == REQUEST as u64
@@ -249,6 +259,7 @@ impl<B: Buffer> Endpoint<B> {
     /// Answers the requests that have come, while there is room for the answers.
     pub(crate) fn answer_requests(&mut self, now: u64) -> bool {
         let mut any = false;
+        self.post_missing_requests(now);
         while self.has_room_for(2)
             && let Some((peer, bytes)) = self.rma.waiting.front().copied()
         {
@@ -320,5 +331,41 @@ impl<B: Buffer> Endpoint<B> {
                 self.collect(now);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::endpoint::Incoming;
+    use crate::testing::endpoint;
+    use baton_linux::events::monotonic_micros;
+
+    /// Receives for requests that cannot be posted again when they end, since the program's take all the room, are posted when there is
+    /// room: else a peer's reads and writes would wait for ever once all of them are lost.
+    #[test]
+    fn receives_for_requests_are_posted_when_there_is_room_again() {
+        let mut end = endpoint(RECEIVES as u16);
+        let now = monotonic_micros();
+        let receive = |token| Incoming {
+            selector: Selector { peer: None, channel: Channel::Plain, tag: 0, ignore: u64::MAX },
+            buffer: vec![0; 8],
+            token,
+        };
+        let numbers: Vec<u32> =
+            (0..RECEIVES as u64).map(|token| end.receive(receive(1 + token), now).expect("a receive")).collect();
+        for _ in 0..RECEIVES {
+            end.finish_rma(Step::Request, Slot::Own(vec![0; REQUEST]), Err(Error::PeerDead), now);
+        }
+        let posted = |end: &Endpoint<Vec<u8>>| end.policy.usage().2;
+        end.progress(now);
+        assert_eq!(posted(&end), RECEIVES, "the program's");
+        for (token, number) in (1..).zip(&numbers).take(3) {
+            assert!(end.cancel(*number, token, now));
+        }
+        // As when the next request comes.
+        end.idle_until = 0;
+        end.progress(now);
+        assert_eq!((posted(&end), end.rma.unposted), (RECEIVES, RECEIVES - 3));
     }
 }

@@ -33,8 +33,16 @@ pub(crate) enum Taker {
     Nobody,
 }
 
+/// A kept message, as a claim names it. Its number is used again once it is gone; its serial number is not.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct KeptId {
+    handle: u32,
+    serial: u64,
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Kept {
+    serial: u64,
     /// Its place in the matching.
     place: u32,
     /// Where it is kept.
@@ -54,6 +62,8 @@ pub(crate) struct Spill {
     matching: Matching,
     kept: Vec<Option<Kept>>,
     free: Vec<u32>,
+    /// Number of messages kept so far.
+    serials: u64,
     bytes: u64,
     /// Half of a sender's window is used.
     crowded: bool,
@@ -61,7 +71,8 @@ pub(crate) struct Spill {
 
 impl Spill {
     pub fn new(hash_key: [u64; 4]) -> Spill {
-        Spill { matching: Matching::new(1, MESSAGES, hash_key), kept: Vec::new(), free: Vec::new(), bytes: 0, crowded: false }
+        let matching = Matching::new(1, MESSAGES, hash_key);
+        Spill { matching, kept: Vec::new(), free: Vec::new(), serials: 0, bytes: 0, crowded: false }
     }
 
     /// Takes note of how far a sender is ahead, which every RTS says.
@@ -85,6 +96,8 @@ impl Spill {
     }
 
     fn insert(&mut self, kept: Kept) -> u32 {
+        self.serials += 1;
+        let kept = Kept { serial: self.serials, ..kept };
         match self.free.pop() {
             Some(handle) => {
                 self.kept[handle as usize] = Some(kept);
@@ -105,11 +118,11 @@ impl Spill {
     }
 
     /// Finds the oldest message that a receive would get, and with `claim` takes it.
-    pub fn find(&mut self, selector: &Selector, claim: bool) -> Option<(u32, Probed)> {
+    pub fn find(&mut self, selector: &Selector, claim: bool) -> Option<(KeptId, Probed)> {
         let criteria = Self::criteria(selector);
         let handle = if claim { self.matching.claim(&criteria) } else { self.matching.peek(&criteria) }?;
-        let Kept { peer, tag, data, length, .. } = (*self.kept.get(handle as usize)?)?;
-        Some((handle, Probed { message: handle, peer, tag, data, length }))
+        let Kept { serial, peer, tag, data, length, .. } = (*self.kept.get(handle as usize)?)?;
+        Some((KeptId { handle, serial }, Probed { message: handle, peer, tag, data, length }))
     }
 }
 
@@ -157,7 +170,7 @@ impl<B: Buffer> Endpoint<B> {
             self.arena.remove(slot);
             return false;
         }
-        let handle = self.spill.insert(Kept { place: 0, slot, peer, tag, data, length, complete: false, taker: None });
+        let handle = self.spill.insert(Kept { serial: 0, place: 0, slot, peer, tag, data, length, complete: false, taker: None });
         self.spill.bytes += length;
         // There is room: that was asked before.
         let arrival = self.spill.matching.arrive(Message { source: peer.0.into(), context, tag }, handle);
@@ -174,12 +187,15 @@ impl<B: Buffer> Endpoint<B> {
             return false;
         }
         let found = self.spill.find(selector, true);
-        found.is_some_and(|(handle, _)| self.give_spilled(handle, taker))
+        found.is_some_and(|(kept, _)| self.give_spilled(kept, taker))
     }
 
-    /// Gives a kept message to `taker`, now or when all of it has come. False if there is no such message.
-    pub(crate) fn give_spilled(&mut self, handle: u32, taker: Taker) -> bool {
+    /// Gives a kept message to `taker`, now or when all of it has come. False if there is no such message any more.
+    pub(crate) fn give_spilled(&mut self, KeptId { handle, serial }: KeptId, taker: Taker) -> bool {
         let Some(Some(kept)) = self.spill.kept.get_mut(handle as usize) else { return false };
+        if kept.serial != serial {
+            return false;
+        }
         kept.taker = Some(taker);
         if kept.complete {
             self.hand_over(handle, Ok(()));
@@ -227,5 +243,47 @@ impl<B: Buffer> Endpoint<B> {
             Taker::Part(slot) => self.finish_part(slot, result),
             Taker::Nobody => {}
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::endpoint::Channel;
+    use crate::testing::endpoint;
+    use baton_rmpp::Limit;
+
+    const SELECTOR: Selector = Selector { peer: None, channel: Channel::Tagged, tag: 0, ignore: u64::MAX };
+
+    /// Keeps a message of which not all has come.
+    fn keep(end: &mut Endpoint<Vec<u8>>, tag: u64) -> u32 {
+        let slot = end.arena.insert(Slot::Own(vec![tag as u8; 8]));
+        let kept = Kept { serial: 0, place: 0, slot, peer: PeerId(0), tag, data: 0, length: 8, complete: false, taker: None };
+        let handle = end.spill.insert(kept);
+        end.spill.bytes += kept.length;
+        let message = Message { source: 0, context: Channel::Tagged as u32, tag };
+        let Ok(Arrival::Unexpected(place)) = end.spill.matching.arrive(message, handle) else { panic!("nothing is posted") };
+        if let Some(Some(kept)) = end.spill.kept.get_mut(handle as usize) {
+            kept.place = place;
+        }
+        handle
+    }
+
+    /// A claimed message whose sender has ended is gone; another one that is kept in its place is not given for it.
+    #[test]
+    fn a_claim_is_of_one_message_only() {
+        let mut end = endpoint(100);
+        let first = keep(&mut end, 1);
+        let claim = end.probe(&SELECTOR, true).expect("a message").claim;
+        end.finish_spilled(first, Err(Error::PeerDead));
+        let second = keep(&mut end, 2);
+        assert_eq!(first, second, "its number is used again");
+        end.finish_spilled(second, Ok(Delivered { peer: PeerId(0), tag: 2, data: 0, length: 8, placed: 8 }));
+        assert_eq!(end.receive_claimed(claim, Some(vec![0; 8]), Some(5), 0), Err(Limit::NoMessage));
+        assert_eq!(end.receive_claimed(claim, None, None, 0), Err(Limit::NoMessage));
+        let found = end.probe(&SELECTOR, true).expect("the other one is still there");
+        assert_eq!((found.tag, end.receive_claimed(found.claim, Some(vec![0; 8]), Some(6), 0)), (2, Ok(())));
+        let completion = end.poll_completion().expect("it has come");
+        assert_eq!((completion.token, completion.result.expect("all of it").tag), (6, 2));
     }
 }

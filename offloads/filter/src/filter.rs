@@ -1,7 +1,7 @@
 //! The filter of one worker: a table applied to frames.
 
 use crate::flows::{Flows, Kind};
-use crate::packet::{Direction, Packet, Part};
+use crate::packet::{Direction, Packet, Part, Step};
 use crate::rule::{Action, State};
 use crate::table::{Table, flow_hash};
 use crate::words::{self, UNMATCHED, UNREADABLE};
@@ -68,7 +68,7 @@ impl Filter {
         }
         let hash = if packet.has_flow() { self.flow(direction, &packet) } else { 0 };
         let found = if hash != 0 { flows.find(hash, second) } else { None };
-        let answer = !packet.opens && found.is_some_and(|found| found.is_answer(direction));
+        let answer = packet.step != Step::Opens && found.is_some_and(|found| found.is_answer(direction));
         let state = (hash != 0).then_some(if answer { State::Established } else { State::New });
         let cached = found.filter(|_| answer).and_then(|found| flows.decided(&found, direction, generation));
         let rule = cached.unwrap_or_else(|| self.table.find(direction, &packet, state));
@@ -77,13 +77,13 @@ impl Filter {
         if matches!(verdict, Verdict::Pass | Verdict::Later(_)) {
             if hash != 0 {
                 let kind = if packet.protocol == Some(PROTOCOL_TCP) { Kind::Tcp } else { Kind::Udp };
-                let found = flows.accepted(hash, found, direction, packet.opens, kind, second);
+                let found = flows.accepted(hash, found, direction, packet.step, kind, second);
                 if answer && cached.is_none() {
                     flows.decide(&found, direction, generation, rule);
                 }
             }
             if let Some(hash) = datagram {
-                let found = flows.accepted(hash, flows.find(hash, second), direction, true, Kind::Datagram, second);
+                let found = flows.accepted(hash, flows.find(hash, second), direction, Step::Opens, Kind::Datagram, second);
                 flows.decide(&found, direction, generation, rule);
             }
         }

@@ -1,6 +1,9 @@
 //! The flows of TCP and UDP, and fragmented datagrams: in which directions frames of each have been accepted, and which rule decided
 //! last.
 //!
+//! A flow of TCP lasts as long as this host keeps sending: what comes from the wire anybody may have sent, so it neither keeps a flow
+//! nor ends one by an RST. It ends soon after FINs in both directions, or an RST of this host, unless this host goes on.
+//!
 //! A flow is found by a keyed hash of 64 bits of its addresses, protocol and ports. The hash stands for the flow: two flows with the
 //! same one are taken for one, which happens once in 2^45 new flows when the table is full, and which nobody who does not know the key
 //! can bring about. An entry is four words, written and read one at a time by any worker:
@@ -8,12 +11,12 @@
 //! | word | |
 //! |---|---|
 //! | 0 | the hash; 0 if the entry is free |
-//! | 1 | bits 0 and 1: accepted in, out; 2: TCP; 3 to 31: when last seen, seconds; 32 to 63: upper half of the hash |
+//! | 1 | bits 0 and 1: accepted in, out; 2: TCP; 3 and 4: FIN in, out; 5: RST out; 6 to 31: when last seen, seconds; 32 to 63: upper half of the hash |
 //! | 2, 3 | in, out: the rule that decided plus one (16 bits), the table's generation (24), lower bits of the hash (24) |
 //!
 //! Words 1 to 3 repeat bits of the hash, so that an entry which another worker replaces between two reads does not count.
 
-use crate::packet::Direction;
+use crate::packet::{Direction, Step};
 use crate::words::{FIRST_FLOW, FLOW, FLOWS};
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -22,9 +25,16 @@ const WAYS: usize = 8;
 /// Seconds after which a flow of UDP, or of TCP, that nothing has been seen of is forgotten.
 const UDP_IDLE: u32 = 180;
 const TCP_IDLE: u32 = 3 * 3600;
+/// The same after FINs in both directions (TIME-WAIT lasts 60 s), and after an RST of this host.
+const CLOSED_IDLE: u32 = 120;
+const RESET_IDLE: u32 = 10;
+const SEEN: u64 = 3;
 const TCP_BIT: u64 = 4;
-const SECONDS_AT: u32 = 3;
-const SECONDS_MASK: u64 = (1 << 29) - 1;
+const FINS_AT: u32 = 3;
+const FINS: u64 = 3 << FINS_AT;
+const RESET: u64 = 1 << 5;
+const SECONDS_AT: u32 = 6;
+const SECONDS_MASK: u64 = (1 << 26) - 1;
 
 /// What kind of flow.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -54,8 +64,18 @@ fn idle(state: u64, second: u32) -> u32 {
     second.wrapping_sub((state >> SECONDS_AT & SECONDS_MASK) as u32) & SECONDS_MASK as u32
 }
 
+/// Seconds of silence after which a flow is forgotten.
+fn patience(state: u64) -> u32 {
+    match state {
+        state if state & TCP_BIT == 0 => UDP_IDLE,
+        state if state & RESET != 0 => RESET_IDLE,
+        state if state & FINS == FINS => CLOSED_IDLE,
+        _ => TCP_IDLE,
+    }
+}
+
 fn is_over(state: u64, second: u32) -> bool {
-    idle(state, second) > if state & TCP_BIT != 0 { TCP_IDLE } else { UDP_IDLE }
+    idle(state, second) > patience(state)
 }
 
 impl Found {
@@ -98,12 +118,23 @@ impl Flows<'_> {
         self.word(found.at, 2 + direction as usize).store(word, Ordering::Relaxed);
     }
 
-    /// Notes that a frame has been accepted. `opens`: it is the first of a new flow, whatever was there before.
+    /// Notes that a frame has been accepted. One that opens is the first of a new flow, whatever was there before.
     #[inline]
-    pub fn accepted(&self, hash: u64, found: Option<Found>, direction: Direction, opens: bool, kind: Kind, second: u32) -> Found {
-        let seen = found.filter(|_| !opens).map_or(0, |found| found.state & 3) | bit(direction);
-        let tcp = if kind == Kind::Tcp { TCP_BIT } else { 0 };
-        let state = seen | tcp | (u64::from(second) & SECONDS_MASK) << SECONDS_AT | hash >> 32 << 32;
+    pub fn accepted(&self, hash: u64, found: Option<Found>, direction: Direction, step: Step, kind: Kind, second: u32) -> Found {
+        let now = (u64::from(second) & SECONDS_MASK) << SECONDS_AT;
+        let known = found.filter(|_| step != Step::Opens).map(|found| found.state);
+        let (ours, tcp) = (direction == Direction::Out, kind == Kind::Tcp);
+        let mut bits = known.unwrap_or(0) & (SEEN | FINS | RESET) | bit(direction) | if tcp { TCP_BIT } else { 0 };
+        match step {
+            Step::Closes => bits |= bit(direction) << FINS_AT,
+            Step::Resets if ours => bits |= RESET,
+            _ if ours => bits &= !RESET,
+            _ => {}
+        }
+        // The first RST begins the time that is left.
+        let keeps = !tcp || ours && (step != Step::Resets || known.is_none_or(|state| state & RESET == 0));
+        let seen = known.filter(|_| !keeps).map_or(now, |state| state & SECONDS_MASK << SECONDS_AT);
+        let state = bits | seen | hash >> 32 << 32;
         let Some(found) = found else { return self.insert(hash, state, second) };
         if found.state != state {
             // If another worker has replaced the entry since, it stays as it is.
@@ -121,7 +152,7 @@ impl Flows<'_> {
                 return (0, 0);
             }
             // Flows that were answered stay longest: a flood of forged first packets only displaces its like.
-            (1 + u32::from(state & 3 == 3), u32::MAX - idle(state, second))
+            (1 + u32::from(state & SEEN == SEEN && patience(state) != CLOSED_IDLE), u32::MAX - idle(state, second))
         };
         let at = (first..first + WAYS).min_by_key(need).unwrap_or(first);
         self.word(at, 1).store(0, Ordering::Relaxed);
@@ -148,10 +179,10 @@ mod tests {
         let words = words();
         let flows = Flows(&words);
         assert!(flows.find(77, 10).is_none());
-        flows.accepted(77, None, Direction::Out, true, Kind::Tcp, 10);
+        flows.accepted(77, None, Direction::Out, Step::Opens, Kind::Tcp, 10);
         let found = flows.find(77, 10).expect("entered");
         assert!(found.is_answer(Direction::In) && !found.is_answer(Direction::Out));
-        flows.accepted(77, Some(found), Direction::In, false, Kind::Tcp, 11);
+        flows.accepted(77, Some(found), Direction::In, Step::Continues, Kind::Tcp, 11);
         let found = flows.find(77, 11).expect("entered");
         assert!(found.is_answer(Direction::In) && found.is_answer(Direction::Out));
         assert_eq!(flows.decided(&found, Direction::In, 1), None);
@@ -161,9 +192,72 @@ mod tests {
         assert_eq!(flows.decided(&found, Direction::Out, 1), Some(None));
         assert_eq!(flows.decided(&found, Direction::In, 2), None, "another table");
         // Another SYN: a new flow.
-        flows.accepted(77, Some(found), Direction::In, true, Kind::Tcp, 12);
+        flows.accepted(77, Some(found), Direction::In, Step::Opens, Kind::Tcp, 12);
         assert!(!flows.find(77, 12).expect("entered").is_answer(Direction::In));
         assert!(flows.find(77, 12 + TCP_IDLE).is_some() && flows.find(77, 13 + TCP_IDLE).is_none());
+    }
+
+    struct Talk {
+        words: Vec<AtomicU64>,
+    }
+
+    impl Talk {
+        /// An established flow, last seen in second 1.
+        fn new() -> Talk {
+            let talk = Talk { words: words() };
+            talk.say(Direction::Out, Step::Opens, 1);
+            talk.say(Direction::In, Step::Continues, 1);
+            talk
+        }
+
+        fn say(&self, direction: Direction, step: Step, second: u32) {
+            let flows = Flows(&self.words);
+            flows.accepted(77, flows.find(77, second), direction, step, Kind::Tcp, second);
+        }
+
+        fn lives_at(&self, second: u32) -> bool {
+            Flows(&self.words).find(77, second).is_some_and(|found| found.is_answer(Direction::In))
+        }
+    }
+
+    #[test]
+    fn a_flow_lasts_as_long_as_this_host_sends() {
+        let talk = Talk::new();
+        (2..TCP_IDLE).step_by(100).for_each(|second| talk.say(Direction::In, Step::Continues, second));
+        assert!(talk.lives_at(1 + TCP_IDLE) && !talk.lives_at(2 + TCP_IDLE), "frames from the wire do not keep it");
+        let talk = Talk::new();
+        talk.say(Direction::Out, Step::Continues, TCP_IDLE);
+        assert!(talk.lives_at(2 * TCP_IDLE));
+    }
+
+    #[test]
+    fn fins_in_both_directions_and_a_reset_of_this_host_end_a_flow() {
+        use Direction::{In, Out};
+        let talk = Talk::new();
+        talk.say(In, Step::Resets, 2);
+        talk.say(In, Step::Closes, 2);
+        assert!(talk.lives_at(1 + TCP_IDLE), "anybody can send those");
+        talk.say(Out, Step::Closes, 10);
+        assert!(talk.lives_at(10 + CLOSED_IDLE) && !talk.lives_at(11 + CLOSED_IDLE));
+        let talk = Talk::new();
+        talk.say(Out, Step::Closes, 10);
+        assert!(talk.lives_at(10 + TCP_IDLE), "one half goes on");
+        talk.say(In, Step::Closes, 20);
+        talk.say(Out, Step::Continues, 100);
+        assert!(talk.lives_at(100 + CLOSED_IDLE), "this host goes on");
+
+        let talk = Talk::new();
+        talk.say(Out, Step::Resets, 10);
+        assert!(talk.lives_at(10 + RESET_IDLE) && !talk.lives_at(11 + RESET_IDLE));
+        let talk = Talk::new();
+        talk.say(Out, Step::Resets, 10);
+        talk.say(Out, Step::Resets, 15);
+        talk.say(In, Step::Continues, 16);
+        assert!(!talk.lives_at(11 + RESET_IDLE), "neither its resets nor what they answer keep it");
+        let talk = Talk::new();
+        talk.say(Out, Step::Resets, 10);
+        talk.say(Out, Step::Continues, 11);
+        assert!(talk.lives_at(11 + TCP_IDLE), "it has begun anew, or that was another's");
     }
 
     #[test]
@@ -172,10 +266,10 @@ mod tests {
         let flows = Flows(&words);
         let step = (FLOWS / WAYS) as u64;
         let established = 5 + (1 << 40);
-        let found = flows.accepted(established, None, Direction::Out, true, Kind::Tcp, 1);
-        flows.accepted(established, Some(found), Direction::In, false, Kind::Tcp, 1);
+        let found = flows.accepted(established, None, Direction::Out, Step::Opens, Kind::Tcp, 1);
+        flows.accepted(established, Some(found), Direction::In, Step::Continues, Kind::Tcp, 1);
         for number in 1..100 {
-            flows.accepted(5 + number * step, None, Direction::In, true, Kind::Tcp, 2 + number as u32);
+            flows.accepted(5 + number * step, None, Direction::In, Step::Opens, Kind::Tcp, 2 + number as u32);
         }
         assert!(flows.find(established, 110).is_some_and(|found| found.is_answer(Direction::In)));
         assert!(flows.find(5 + 99 * step, 110).is_some() && flows.find(5 + step, 110).is_none());

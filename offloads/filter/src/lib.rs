@@ -20,7 +20,7 @@ pub mod words;
 
 pub use filter::{Filter, Verdict};
 pub use limit::{Limit, Unit};
-pub use packet::{Direction, Packet, Part};
+pub use packet::{Direction, Packet, Part, Step};
 pub use rule::{Action, Class, Matches, Ports, Prefix, Rule, State};
 pub use table::{Installed, MAX_COUNT_RULES, MAX_ENTRIES, MAX_TUPLES, Refused, Table};
 pub use text::{ParseError, check, parse, parse_all};

@@ -26,24 +26,32 @@ pub struct Limit {
     pub unit: Unit,
     /// Bytes or packets per second; not 0.
     pub rate: u64,
-    /// Bytes or packets that may pass at once after a pause; not 0.
+    /// Bytes or packets that may pass at once after a pause; not less than come in a nanosecond.
     pub burst: u64,
 }
 
 /// Highest rate and largest burst: products with a billion must fit into 128 bits, times into 64.
 pub(crate) const MOST: u64 = 1 << 40;
 
+/// Nanoseconds of a second.
+const SECOND: u64 = 1_000_000_000;
+
 impl Limit {
+    /// Least burst for a rate: what comes in a nanosecond, the smallest time that a bucket knows.
+    pub(crate) fn least_burst(rate: u64) -> u64 {
+        rate.div_ceil(SECOND).max(1)
+    }
+
     /// Nanoseconds in which `amount` tokens come.
     fn nanos(&self, amount: u64) -> u64 {
-        (u128::from(amount) * 1_000_000_000 / u128::from(self.rate.max(1))).min(1 << 60) as u64
+        (u128::from(amount) * u128::from(SECOND) / u128::from(self.rate.max(1))).min(1 << 60) as u64
     }
 
     /// When a frame that comes at `now` passes, both in microseconds: now, or later if it `can_wait`. It takes its tokens. None if it is
     /// over the limit.
     pub fn admit(&self, bucket: &AtomicU64, packets: u64, bytes: u64, now: u64, can_wait: bool) -> Option<u64> {
         let amount = if self.unit == Unit::Bytes { bytes } else { packets };
-        let (nanos, cost, burst) = (now.saturating_mul(1000), self.nanos(amount), self.nanos(self.burst));
+        let (nanos, cost, burst) = (now.saturating_mul(1000), self.nanos(amount), self.nanos(self.burst).max(1));
         // There are no tokens while as much as the burst is lacking.
         let wait = |full_at: u64| (full_at.max(nanos) - nanos).checked_sub(burst);
         let take = |full_at: u64| {
@@ -96,6 +104,19 @@ mod tests {
                 assert!(passed <= most, "{passed} of {most} bytes after frame {frame}");
             }
             assert!(passed + 3000 >= limit.rate * 10 + limit.burst, "{passed}");
+        }
+    }
+
+    /// A bucket that is never full for a nanosecond still lets frames pass, one after the other.
+    #[test]
+    fn the_smallest_burst_lets_frames_pass() {
+        for (unit, rate) in [(Unit::Bytes, 1_250_000_000), (Unit::Bytes, MOST), (Unit::Packets, MOST), (Unit::Packets, 3)] {
+            let limit = Limit { unit, rate, burst: Limit::least_burst(rate) };
+            for can_wait in [false, true] {
+                let bucket = AtomicU64::new(0);
+                let passed = (1..10).filter(|at| limit.admit(&bucket, 1, 1500, at * 1_000_000, can_wait) == Some(at * 1_000_000));
+                assert_eq!(passed.count(), 9, "{limit}, {can_wait}");
+            }
         }
     }
 

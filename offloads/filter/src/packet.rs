@@ -27,6 +27,19 @@ pub enum Part {
     Later(u32),
 }
 
+/// What a TCP segment says about its connection; [`Step::Continues`] for everything else.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Step {
+    /// SYN without ACK: a new connection.
+    Opens,
+    /// Nothing that begins or ends one.
+    Continues,
+    /// FIN: its sender sends no more data.
+    Closes,
+    /// RST.
+    Resets,
+}
+
 /// The fields of a frame. Addresses are left-aligned in 128 bits, also IPv4's; what a frame does not have is zero.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Packet {
@@ -44,8 +57,8 @@ pub struct Packet {
     pub destination_port: u16,
     /// Whether it is a fragment.
     pub part: Part,
-    /// A TCP segment with SYN and without ACK.
-    pub opens: bool,
+    /// What a TCP segment says about its connection.
+    pub step: Step,
     /// Offset of the IP header in the frame.
     pub ip: usize,
     /// Offset of the transport header in the frame.
@@ -109,7 +122,7 @@ impl Packet {
             source_port: 0,
             destination_port: 0,
             part: Part::Whole,
-            opens: false,
+            step: Step::Continues,
             ip: 0,
             transport: 0,
             end: 0,
@@ -213,7 +226,15 @@ impl Packet {
         (self.source_port, self.destination_port) = (be16(frame, self.transport)?, be16(frame, self.transport + 2)?);
         if self.protocol == Some(PROTOCOL_TCP) {
             let flags = Flags(frame[self.transport + tcp::FLAGS]);
-            self.opens = flags.contains(Flags::SYN) && !flags.contains(Flags::ACK);
+            self.step = if flags.contains(Flags::RST) {
+                Step::Resets
+            } else if flags.contains(Flags::SYN) && !flags.contains(Flags::ACK) {
+                Step::Opens
+            } else if flags.contains(Flags::FIN) {
+                Step::Closes
+            } else {
+                Step::Continues
+            };
         }
         Ok(self)
     }

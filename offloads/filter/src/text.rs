@@ -6,7 +6,8 @@
 //! MATCH   [ip|ip6] saddr|daddr ADDRESS[/LENGTH]    sport|dport PORT[-PORT]    [ct] state new|established
 //! ACTION  accept   drop   reject   count   limit RATE [burst SIZE]
 //! RATE    10mbit (also bit, kbit, gbit)   500kb (bytes a second; also b, mb)   1000pps
-//! SIZE    64kb (also b, mb); for pps a number of packets. Default: what comes in a tenth of a second, at least 16 KB
+//! SIZE    64kb (also b, mb); for pps a number of packets. Default: what comes in a tenth of a second, at least 16 KB; least: what
+//!         comes in a nanosecond
 //! ```
 //!
 //! The order of matches does not matter. A file has a rule on each line, and comments that begin with `#`.
@@ -167,6 +168,11 @@ fn limit(words: &mut Words<'_>) -> Result<Limit, Wrong> {
         burst = quantity(word, units)
             .filter(|burst| (1..=MOST).contains(burst))
             .ok_or_else(|| (at, format!("{word:?} is no burst: write for example {example}")))?;
+        let least = Limit::least_burst(rate);
+        if burst < least {
+            let what = if unit == Unit::Bytes { format!("{least}b") } else { least.to_string() };
+            return Err((at, format!("{word:?} is less than this rate brings in a nanosecond: write at least {what}")));
+        }
     }
     Ok(Limit { unit, rate, burst })
 }
@@ -376,6 +382,9 @@ mod tests {
             ("limit 0mbit", 6, "no rate"),
             ("limit 10mbit burst 5", 19, "64kb"),
             ("limit 10pps burst 5kb", 18, "in packets"),
+            ("limit 10gbit burst 1b", 19, "at least 2b"),
+            ("limit 8000mb burst 7b", 19, "at least 8b"),
+            ("limit 1000000000001pps burst 1000", 29, "at least 1001"),
             ("limit", 5, "rate"),
             ("ct drop", 0, "state new"),
             ("limit 99999999999999999999gbit", 6, "no rate"),

@@ -2,7 +2,7 @@
 
 use baton_filter::words::{UNMATCHED, UNREADABLE, WORDS, counted};
 use baton_filter::{
-    Action, Class, Direction, Filter, Installed, Matches, Packet, Part, Ports, Prefix, Rule, State, Table, Verdict,
+    Action, Class, Direction, Filter, Installed, Matches, Packet, Part, Ports, Prefix, Rule, State, Step, Table, Verdict,
 };
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -98,7 +98,7 @@ fn packet() -> impl Strategy<Value = Packet> {
                 source_port: if with_ports { source_port } else { 0 },
                 destination_port: if with_ports { destination_port } else { 0 },
                 part: Part::Whole,
-                opens: false,
+                step: Step::Continues,
                 ip: 14,
                 transport: 34,
                 end: 54,
