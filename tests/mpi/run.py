@@ -279,6 +279,7 @@ def killed_nic(mpi, hosts, program, settings):
         """Each NIC, once a rank has used it for a while; until the program ends. However fast the machine, one is killed in time."""
         since = {}
         while process.poll() is None and len(kills) < 5:
+            # Waits: between two looks.
             time.sleep(0.02)
             nic = hosts.find_nic(process.pid)
             if nic is None or not sessions(nic):
@@ -319,6 +320,7 @@ def killed_with_nic(mpi, hosts, program):
                 seen.append(count)
             if seen and max(seen) > 0 and seen[-1] == 0 and (hosts.folder / "ended").exists():
                 (hosts.folder / "enough").touch()
+            # Waits: between two looks.
             time.sleep(0.005)
         ended.set()
 
@@ -382,6 +384,18 @@ def without_provider(mpi, hosts, program):
     return good
 
 
+def await_listener(process, port):
+    """Waits until a process of another network namespace, or one that it becomes, listens."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        for table in ("tcp", "tcp6"):
+            rows = [line.split() for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]]
+            if any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows):
+                return
+        # Waits: between two looks.
+        time.sleep(0.01)
+
+
 def tools(hosts):
     """libfabric's own tools: fi_info finds the provider, fi_pingpong talks over it."""
     environment = dict(os.environ) | {"FI_PROVIDER_PATH": str(PROVIDER)}
@@ -392,7 +406,7 @@ def tools(hosts):
     for sizes in (["-S", "64"], ["-S", "1048576"], []):
         command = ["fi_pingpong", "-p", "rmpp", "-e", "rdm", "-c", *sizes]
         server = subprocess.Popen([*inside(0), *command], env=environment, stdout=subprocess.DEVNULL)
-        time.sleep(0.5)
+        await_listener(server.pid, 47592)
         output, errors, result = run([*inside(1), *command, ADDRESSES[0]], environment, 60)
         try:
             fine = server.wait(10) == 0 and result == 0

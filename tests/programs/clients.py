@@ -131,6 +131,7 @@ def await_port(server):
             return
         if server.poll() is not None or time.monotonic() > end:
             raise RuntimeError("the server does not listen")
+        # Waits: between two looks.
         time.sleep(0.02)
 
 
@@ -162,6 +163,7 @@ def cell(serve, client, more, mode, seconds):
             left = Path(tempfile.gettempdir()) / f"baton-run-{server.pid}"
             end = time.monotonic() + 20
             while left.exists() and time.monotonic() < end:
+                # Waits: between two looks.
                 time.sleep(0.02)
         said = log.read_text() if log.exists() else ""
         if said:

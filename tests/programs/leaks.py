@@ -104,6 +104,7 @@ def idle(scene):
         for link in links:
             link.request("GET", "/f100")
             check(link.getresponse().read() == files["f100"], "an answer came wrong")
+        # Waits: the connections are idle meanwhile; no event ends that.
         time.sleep(1)
         for link in links:
             link.request("GET", "/f100")
@@ -149,6 +150,7 @@ def disturbed(disturb):
                     try:
                         for _ in range(count):
                             disturb(scene)
+                            # Waits: between two disturbances; the same must hold at any moment.
                             time.sleep(0.3)
                     finally:
                         ended.append(True)

@@ -185,6 +185,7 @@ class Trial:
         end = time.monotonic() + 20
         while not what():
             check(time.monotonic() < end, f"{name} does not come about")
+            # Waits: between two looks.
             time.sleep(0.01)
 
     def await_port(self, port, address=None):
@@ -508,6 +509,7 @@ def iperf3_server(trial):
     end = time.monotonic() + 20
     while (process := trial.start(client)).wait() != 0:
         check(time.monotonic() < end and server.poll() is None, "the client failed")
+        # Waits: between two looks.
         time.sleep(0.05)
     trial.finish(server)
     trial.work = 1
@@ -736,6 +738,7 @@ def namespace():
     holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     mine = os.stat("/proc/self/ns/net").st_ino
     while os.stat(f"/proc/{holder.pid}/ns/net").st_ino == mine:
+        # Waits: between two looks.
         time.sleep(0.001)
     return holder
 
@@ -746,6 +749,7 @@ class FirstHost:
     def __init__(self):
         place = Path(os.environ["BATON_PROGRAMS_HOST"])
         while not (place.exists() and place.read_text().strip()):
+            # Waits: between two looks.
             time.sleep(0.01)
         self.pid = int(place.read_text())
 

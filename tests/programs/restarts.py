@@ -87,6 +87,7 @@ def wait_for(what, holds, seconds=20):
     while not holds():
         if time.monotonic() > deadline:
             raise SystemExit(f"{what}: not within {seconds} seconds")
+        # Waits: between two looks.
         time.sleep(0.02)
 
 
@@ -117,6 +118,7 @@ def run(kind, rounds):
         loads = [Load(server, renews) for renews in [False] * 6 + [True] * 2]
         for number in range(rounds):
             wait_for(f"connections on NIC {number + 1}", lambda: on_nic(door) >= 6)
+            # Waits: the end comes at another moment of the moves each time, and at each the same must hold.
             time.sleep(0.05 * (number % 3))
             up.send_signal(signal.SIGTERM)
             if up.wait(20) != 0:

@@ -201,6 +201,7 @@ mod tests {
             (tokens, began.elapsed() >= limit)
         };
         const LONG: Duration = Duration::from_secs(60);
+        // Waits: this is a test of time-outs; nothing comes, however long it takes.
         assert_eq!(wait(Duration::from_millis(2)), (vec![], true));
         for (bell, tokens) in bells.iter().zip([vec![7], vec![], vec![]]) {
             bell.ring();

@@ -1,5 +1,6 @@
 //! `baton attach`: programs that run already, on the machine's own loopback device, in a namespace of their own.
 
+use crate::common::wait_until;
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::tool::Tool;
 use baton_linux::namespace::Namespace;
@@ -86,11 +87,7 @@ impl Server {
     }
 
     fn wait_for(&mut self, mut what: impl FnMut(&mut Server) -> bool) {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while !what(self) {
-            assert!(Instant::now() < deadline, "it does not come about: {:?}", self.connections());
-            std::thread::sleep(Duration::from_millis(2));
-        }
+        wait_until("it comes about", || what(self));
     }
 
     fn connections(&self) -> Vec<baton_protocol::program::ConnectionInfo> {

@@ -76,6 +76,7 @@ fn talk(network: &Network, count: usize) {
                 let connect = || TcpStream::connect_timeout(&([10, 87, 0, 1], 8080).into(), Duration::from_secs(10));
                 let mut stream = network.client.run(connect).expect("a connection to the published port");
                 stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a time-out");
+                // Waits: for no event; connections move meanwhile, on a busy machine less often.
                 let end = Instant::now() + Duration::from_secs(3);
                 let mut rng = baton_sim::Rng::new(number as u64);
                 let mut position = 0;

@@ -1,6 +1,6 @@
 //! Connections that are idle on the NIC are dormant there: their state takes a few hundred bytes. They wake up when anything happens.
 
-use crate::common::hosts;
+use crate::common::{hosts, wait_until};
 use crate::full::{connections, count, in_both_shapes, statistics};
 use baton_abi::layout::{Counter, nic};
 use baton_client::{ConnectionId, Session};
@@ -171,11 +171,7 @@ fn the_end_of_many_at_once_is_survived(beside: bool) {
     let Many { bed, session, all } = many;
     drop(all);
     drop(session);
-    let deadline = Instant::now() + LONG;
-    while statistics(&bed).counters[Counter::Connections as usize] > 0 {
-        assert!(Instant::now() < deadline, "connections are left");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("no connection is left", || statistics(&bed).counters[Counter::Connections as usize] == 0);
     let after = statistics(&bed);
     assert_eq!((after.agent_process, after.nic_process), (before.agent_process, before.nic_process));
 }

@@ -1,12 +1,12 @@
 //! `baton nic attach`: large receive in front of a device that the kernel keeps, on a veth between two hosts without Baton.
 
-use crate::common;
+use crate::common::{self, wait_until};
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b, counter, without_baton};
-use baton_linux::events::monotonic_micros;
 use baton_linux::interface::TapOptions;
 use baton_linux::namespace::{Namespace, mount_own_sysfs};
+use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{interface, process, rtnetlink};
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::Place;
@@ -15,10 +15,11 @@ use baton_steering::front::{Front, Path};
 use baton_wire::frame::{Header, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
 use baton_wire::{Endpoint, Flags, Flow, TcpOptions};
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, AsRawFd};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 const KEY: u64 = 77;
@@ -124,22 +125,25 @@ fn figure(host: &Namespace, name: &str) -> u64 {
 struct Progress {
     received: AtomicU64,
     stop: AtomicBool,
-    /// Longest time between two reads since it was last taken, in microseconds.
-    stall: AtomicU64,
+    sender: OnceLock<TcpStream>,
+    /// The sender's most time-outs one after the other that were seen since it was last taken.
+    timeouts: AtomicU8,
 }
 
 impl Progress {
     fn await_bytes(&self, more: u64) {
         let goal = self.received.load(Ordering::Relaxed) + more;
-        let deadline = Instant::now() + Duration::from_secs(60);
-        while self.received.load(Ordering::Relaxed) < goal {
-            assert!(Instant::now() < deadline, "the transfer stands still");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("the transfer goes on", || {
+            if let Some(sender) = self.sender.get() {
+                let waits = TcpInfo::read(sender.as_fd()).expect("TCP_INFO").retransmits;
+                self.timeouts.fetch_max(waits, Ordering::Relaxed);
+            }
+            self.received.load(Ordering::Relaxed) >= goal
+        });
     }
 
-    fn take_stall(&self) -> u64 {
-        self.stall.swap(0, Ordering::Relaxed)
+    fn take_timeouts(&self) -> u8 {
+        self.timeouts.swap(0, Ordering::Relaxed)
     }
 }
 
@@ -162,16 +166,13 @@ fn send(mut connection: TcpStream, most: u64, progress: &Progress) {
         connection.write_all(&piece).expect("the connection breaks");
         sent += PIECE as u64;
     }
+    connection.shutdown(Shutdown::Write).expect("the end of the stream");
 }
 
 fn receive(mut connection: TcpStream, progress: &Progress) {
     let mut buffer = vec![0; PIECE];
-    let mut last = monotonic_micros();
     loop {
         let got = connection.read(&mut buffer).expect("the connection breaks");
-        let now = monotonic_micros();
-        progress.stall.fetch_max(now - last, Ordering::Relaxed);
-        last = now;
         let received = progress.received.load(Ordering::Relaxed);
         assert_eq!(stream::mismatches(KEY, received, &buffer[..got]), 0, "wrong bytes after {received}");
         progress.received.store(received + got as u64, Ordering::Relaxed);
@@ -189,6 +190,7 @@ fn transfer([a, b]: [&Namespace; 2], address: IpAddr, most: u64, meanwhile: impl
     let (server, _) = listener.accept().expect("its other end");
     server.set_read_timeout(Some(Duration::from_secs(30))).expect("a limit");
     let progress = Progress::default();
+    progress.sender.set(client.try_clone().expect("a duplicate")).expect("the only sender");
     std::thread::scope(|scope| {
         scope.spawn(|| send(client, most, &progress));
         let receiver = scope.spawn(|| receive(server, &progress));
@@ -214,26 +216,23 @@ fn devices(host: &Namespace) -> usize {
 fn segments_are_merged_and_none_is_lost_or_reordered() {
     for path in PATHS {
         for (ipv6, mode) in [(false, "lro=in-order"), (true, "lro=in-order"), (false, "lro=reorder")] {
-            // A process that gets no processor for a while is passed by, which is another test's matter.
-            let judged = (0..TRIALS).any(|_| merges(ipv6, &[mode, path]));
-            assert!(judged, "the process was passed by, or the veth lost much, in each of {TRIALS} trials");
+            merges(ipv6, &[mode, path]);
         }
     }
 }
 
-/// Attempts at a transfer during which the attached process is never late.
-const TRIALS: usize = 5;
-
-/// Transfers 200 MB, and checks that they were merged, and nothing lost or overtaken. False if the process was passed by meanwhile, or
-/// if there are many gaps and the veth has dropped segments.
-fn merges(ipv6: bool, settings: &[&str]) -> bool {
+/// Transfers 200 MB, and checks that they were merged, and nothing lost or overtaken. The process goes before all others, since one
+/// that gets no processor for a while is passed by, which is another test's matter. And the sender has fewer segments in flight than
+/// the veth's queue takes while its receiver gets no processor.
+fn merges(ipv6: bool, settings: &[&str]) {
     const BYTES: u64 = 200 << 20;
     let hosts = hosts();
+    let limit = || std::fs::write("/proc/sys/net/ipv4/tcp_rmem", "4096 131072 262144");
+    hosts[0].run(limit).expect("small receive windows");
     let before = sent(&hosts[1]);
     let gaps = || counter(&hosts[0], "netstat", "TcpExt:", "TCPOFOQueue").expect("a counter");
     let gaps_before = gaps();
-    // Before other tests' processes.
-    let command = ["nice", "-n", "-20", env!("CARGO_BIN_EXE_baton"), "nic", "attach", INTERFACE_A];
+    let command = ["chrt", "--fifo", "1", env!("CARGO_BIN_EXE_baton"), "nic", "attach", INTERFACE_A];
     let attached = Attached::start(&hosts[0], Command::new(command[0]).args(&command[1..]).args(settings));
     let received = transfer(hosts.each_ref(), address_a(ipv6), BYTES, |_| ());
     assert_eq!(received, BYTES);
@@ -253,15 +252,11 @@ fn merges(ipv6: bool, settings: &[&str]) -> bool {
         "{settings:?} IPv6 {ipv6}: {segments} segments, {lost} lost on the wire, {again} again, {gaps} behind a gap; {figures}"
     );
     // What was lost or overtaken leaves a gap. A sender whose acknowledgements are late sends again what has arrived, up to a window
-    // of it: on a busy machine that says nothing. Nor do gaps when the veth has dropped segments, since its receiver got no processor.
-    let few_gaps = gaps < segments / 1000;
-    if lapses > 0 || (!few_gaps && lost > 0) {
-        return false;
-    }
+    // of it: on a busy machine that says nothing.
+    assert_eq!((lapses, lost), (0, 0), "the process was passed by, or the veth lost segments");
     assert!(taken * 10 > segments * 9, "of {segments} segments only {taken} were taken");
     assert!(given * 8 < taken && aggregates > 0, "{taken} in, {given} out");
-    assert!(few_gaps, "{gaps} of {segments} segments came behind a gap");
-    true
+    assert!(gaps < segments / 1000, "{gaps} of {segments} segments came behind a gap");
 }
 
 /// A small message and its answer do not wait for the process.
@@ -300,33 +295,30 @@ fn dies(path: &str) {
     let hosts = hosts();
     let before = devices(&hosts[0]);
     let mut attached = Attached::new(&hosts[0], &[path]);
-    let mut shortest = u64::MAX;
     transfer(hosts.each_ref(), address_a(false), u64::MAX, |progress| {
         for round in 0..4 {
             progress.await_bytes(30 << 20);
             let taken = figure(&hosts[0], "taken");
-            progress.take_stall();
+            progress.take_timeouts();
             attached.signal(libc::SIGSTOP);
             progress.await_bytes(60 << 20);
-            println!("{path}, round {round}: stopped, {} ms without a byte", progress.take_stall() / 1000);
+            println!("{path}, round {round}: stopped, {} time-outs", progress.take_timeouts());
             let error = refused(&hosts[0], &["nic", "attach", "--list"]);
             assert!(error.contains("does not answer"), "{error}");
             attached.signal(libc::SIGCONT);
             progress.await_bytes(60 << 20);
             assert!(figure(&hosts[0], "taken") > taken, "it takes nothing after it was stopped");
-            progress.take_stall();
+            progress.take_timeouts();
             attached.signal(libc::SIGKILL);
             progress.await_bytes(60 << 20);
-            let stall = progress.take_stall() / 1000;
-            println!("{path}, round {round}: killed, {stall} ms without a byte");
-            shortest = shortest.min(stall);
+            let timeouts = progress.take_timeouts();
+            println!("{path}, round {round}: killed, {timeouts} time-outs");
             // A sender that lost its last segments waits for a time-out. If frames went nowhere for long, it would wait for a third.
-            assert!(stall < 1000, "{stall} ms without a byte after it was killed");
+            assert!(timeouts < 3, "{timeouts} time-outs one after the other after it was killed");
             attached.process.wait().expect("its end");
             // In a driver there can be only one program: the last one's is gone.
             attached = Attached::new(&hosts[0], &[path]);
         }
-        assert!(shortest < 300, "at least {shortest} ms without a byte after it was killed");
         progress.stop.store(true, Ordering::Relaxed);
     });
     drop(attached);
@@ -365,16 +357,16 @@ fn changes(path: &str, mtus: &[u32]) {
             assert!(figure(&hosts[0], "taken") > taken, "it takes nothing with an MTU of {mtu}");
             let taken_at = answer(&hosts[0])["path"].to_string();
             assert_eq!(taken_at.contains("tc"), path == "path=tc" || mtu == LARGE_MTU, "{taken_at}");
-            progress.take_stall();
+            progress.take_timeouts();
             let output = baton(&hosts[0], &["nic", "detach", INTERFACE_A]);
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
             let (orderly, text) = attached.ended();
             assert!(orderly && text.contains("detached from"), "{text}");
             assert_eq!(devices(&hosts[0]), before, "a device was left behind");
             progress.await_bytes(30 << 20);
-            let stall = progress.take_stall() / 1000;
-            println!("{path}, MTU {mtu}: {stall} ms without a byte; {text}");
-            assert!(stall < 1000, "{stall} ms without a byte after the detach");
+            let timeouts = progress.take_timeouts();
+            println!("{path}, MTU {mtu}: {timeouts} time-outs; {text}");
+            assert!(timeouts < 3, "{timeouts} time-outs one after the other after the detach");
         }
         progress.stop.store(true, Ordering::Relaxed);
     });
@@ -586,7 +578,7 @@ fn a_detach_ends_no_stranger() {
     let tap = host.run(|| interface::open_tap("tap0", TapOptions::default())).expect("a TAP");
     run(&host, "ip", &format!("link set tap0 alias baton-nic-attach/{name}"));
     let (number, _holds_it) = listening(&host, 0, &[name]);
-    // Other tests start processes, too.
+    // Waits: until the kernel gives the number to this child; other tests start processes, too.
     let stranger = (0..1000).find_map(|_| {
         std::fs::write("/proc/sys/kernel/ns_last_pid", (number - 1).to_string()).expect("root");
         let child = Killed(Command::new("sleep").arg("60").spawn().expect("sleep"));

@@ -1,6 +1,7 @@
 //! `baton run --offload full`: the NIC makes the connections of unmodified programs.
 
 use crate::common::hosts;
+pub(crate) use crate::common::wait_until;
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
@@ -11,7 +12,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A program of host A's, which ends with this.
 pub(crate) struct Program(pub(crate) Child);
@@ -119,12 +120,8 @@ pub(crate) fn connect(bed: &Testbed, address: SocketAddr) -> std::io::Result<Tcp
 
 /// Waits until the NIC makes the connections of a server: a client's connection is one of them.
 fn wait_for_server(bed: &Testbed, address: SocketAddr) {
-    let deadline = Instant::now() + Duration::from_secs(20);
     let before = count(bed, Counter::Made);
-    while connect(bed, address).is_err() || count(bed, Counter::Made) == before {
-        assert!(Instant::now() < deadline, "the NIC makes no connections of {address}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("the NIC makes connections", || connect(bed, address).is_ok() && count(bed, Counter::Made) > before);
 }
 
 pub(crate) fn address(ipv6: bool, port: u16) -> SocketAddr {
@@ -216,15 +213,6 @@ fn try_exchange(mut client: &TcpStream, byte: u8) -> std::io::Result<()> {
     client.read_exact(&mut received)?;
     assert!(received == sent);
     Ok(())
-}
-
-/// Waits until a condition holds, twenty seconds at most.
-pub(crate) fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}: not within twenty seconds");
-        std::thread::sleep(Duration::from_millis(5));
-    }
 }
 
 /// NIC or agent is killed: connections go on, also one that waits to be accepted with data, and later ones are made by the next

@@ -121,10 +121,13 @@ fn invalid_requests_end_no_agent() {
     let _alone = alone();
     let mut honest = Honest::new(TestbedSettings::default());
     let mut hostile = Hostile::start(&honest.scene.bed, "requests");
-    while !hostile.ended() {
-        honest.goes_on();
-        honest.scene.bed.tool().expect("a tool").connections().expect("a list");
-    }
+    std::thread::scope(|scope| {
+        let all_sent = scope.spawn(|| hostile.await_attack());
+        while !all_sent.is_finished() {
+            honest.goes_on();
+        }
+    });
+    honest.scene.bed.tool().expect("a tool").connections().expect("a list");
     hostile.expect_success();
     honest.expect_no_failure();
 }

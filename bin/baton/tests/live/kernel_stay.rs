@@ -1,7 +1,7 @@
 //! What the real kernel shows of a connection that it has from a NIC, from which the next offload concludes whether the NIC's state holds
 //! (`baton_image::Stay`).
 
-use crate::common::{connect, hosts};
+use crate::common::{connect, hosts, sent_again, unacknowledged, wait_until};
 use crate::moves::nft;
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
@@ -9,7 +9,6 @@ use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
 use baton_lab::testbed::TestbedSettings;
 use baton_linux::socket::{self, Pieces};
-use baton_linux::tcp_info::TcpInfo;
 use baton_shm::Region;
 use baton_wire::frame::Link;
 use baton_wire::{Endpoint, Flow};
@@ -67,11 +66,7 @@ impl Moved<'_> {
     }
 
     fn await_retransmission(&self) {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while TcpInfo::read(self.server.as_fd()).expect("TCP_INFO").total_retrans == 0 {
-            assert!(Instant::now() < deadline, "nothing was sent again");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("data is sent again", || sent_again(self.server) > 0);
     }
 }
 
@@ -88,14 +83,15 @@ fn the_kernel_shows_what_it_sent_again_since_an_import() {
     assert_eq!(socket::send(server.as_fd(), &[7; IN_FLIGHT as usize]).expect("data"), IN_FLIGHT as usize);
     moved.await_retransmission();
 
+    let begun = Instant::now();
     let image = moved.through_nic();
-    let imported = Instant::now();
     assert_eq!(image.snd_nxt.wrapping_sub(image.snd_una), IN_FLIGHT);
     let (mut shown, retransmitted) = moved.shown();
     let numbers = |image: &Image| (image.state, image.snd_una, image.snd_nxt, image.snd_end, image.rcv_nxt);
     assert_eq!((numbers(&shown), retransmitted), (numbers(&image), 0), "counted from the import on");
     let ago = Duration::from_micros(shown.sent_ago.expect("it is shown").into());
-    assert!(ago <= imported.elapsed() + Duration::from_millis(10), "{ago:?}");
+    // Waits: the kernel counts in ticks of its clock, of 10 ms at most.
+    assert!(ago <= begun.elapsed() + Duration::from_millis(10), "{ago:?}");
     let stay = Stay::new(image, Some(NicState::default()), 0);
     assert!(stay.complete(&mut shown, retransmitted, 0).is_some(), "nothing has happened");
 
@@ -108,9 +104,5 @@ fn the_kernel_shows_what_it_sent_again_since_an_import() {
     let mut received = vec![0; 1 << 16];
     peer.set_nonblocking(false).expect("blocking");
     assert_eq!(socket::receive(peer.as_fd(), &mut received).expect("the data"), IN_FLIGHT as usize);
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while socket::queue_bytes(server.as_fd(), socket::SIOCOUTQ).expect("SIOCOUTQ") > 0 {
-        assert!(Instant::now() < deadline, "the acknowledgement never arrived");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("the acknowledgement arrives", || unacknowledged(&server) == 0);
 }

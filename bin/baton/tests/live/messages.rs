@@ -1,7 +1,7 @@
 //! Messages (RMPP): the data half on the NIC, in part there, or in the program; NICs that die, peers that start anew, programs that
 //! are refused or end.
 
-use crate::common::hosts;
+use crate::common::{hosts, wait_until};
 use baton_abi::layout::{Counter, session};
 use baton_client::messages::{Endpoint, Settings};
 use baton_lab::testbed::{self, TestbedSettings};
@@ -17,7 +17,6 @@ use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Instant;
 
 /// Runs this Baton; it must succeed. Returns the JSON objects that it printed.
 fn baton(arguments: &[&str]) -> Vec<serde_json::Value> {
@@ -112,11 +111,7 @@ fn an_endpoint_is_admitted_with_its_address_and_goes_with_its_program() {
     let endpoints: Vec<_> = (0..20).map(|_| bed.host_a.run(|| Endpoint::new(&good)).expect("an endpoint")).collect();
     assert_eq!(sessions(), before + 20);
     drop(endpoints);
-    let begin = std::time::Instant::now();
-    while sessions() != before {
-        assert!(begin.elapsed().as_secs() < 10, "sessions of programs that have ended are left");
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+    wait_until("no session of programs that have ended is left", || sessions() == before);
 }
 
 #[test]
@@ -339,14 +334,15 @@ impl Hostile {
 
     /// Sends a record once there is room, and rings nobody: the NIC looks by itself for as long as it is awake.
     fn send(&mut self, record: &baton_records::Record) {
-        let begin = Instant::now();
-        while baton_records::push(&mut self.commands, record).is_err() {
-            self.commands.publish();
-            while self.events.pop().is_some() {}
-            self.events.release();
-            assert!(begin.elapsed().as_secs() < 10, "the NIC takes no commands");
-            std::thread::yield_now();
-        }
+        wait_until("the NIC takes commands", || {
+            let taken = baton_records::push(&mut self.commands, record).is_ok();
+            if !taken {
+                self.commands.publish();
+                while self.events.pop().is_some() {}
+                self.events.release();
+            }
+            taken
+        });
         self.commands.publish();
     }
 }
@@ -375,10 +371,6 @@ fn a_program_that_writes_nonsense_harms_itself_only() {
     assert!(!other.channel.is_hung_up());
     other.commands.push([3, 0]).expect("room");
     other.commands.publish();
-    let begin = Instant::now();
-    while !other.channel.is_hung_up() {
-        assert!(begin.elapsed().as_secs() < 10, "a session with a torn record goes on");
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
+    wait_until("a session with a torn record ends", || other.channel.is_hung_up());
     assert_eq!(bed.tool().unwrap().statistics().unwrap().nic_starts, 1);
 }

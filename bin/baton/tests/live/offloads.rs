@@ -72,6 +72,7 @@ fn exchange(bed: &Testbed, ipv6: bool) {
             progress = Instant::now();
         } else {
             assert!(progress.elapsed() < Duration::from_secs(20), "nothing moves any more");
+            // Waits: between two looks.
             std::thread::sleep(Duration::from_micros(200));
         }
     }

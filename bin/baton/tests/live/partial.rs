@@ -1,6 +1,6 @@
 //! `baton run --offload fast-path`: the NIC keeps the fast path of unmodified programs' connections, the host's TCP has the rest.
 
-use crate::common::hosts;
+use crate::common::{hosts, wait_until};
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
@@ -8,7 +8,7 @@ use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::{Place, Statistics};
 use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// A program of host A's, which ends with this.
 struct Program(Child);
@@ -38,14 +38,6 @@ fn serve(bed: &Testbed, scratch: &Scratch) -> Program {
     let address = SocketAddr::new(address_a(false), 8000);
     wait_until("the server", || bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(5))).is_ok());
     program
-}
-
-fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !is_so() {
-        assert!(Instant::now() < deadline, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// curl on host B, for a file of the server's.

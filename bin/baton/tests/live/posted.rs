@@ -1,14 +1,16 @@
 //! Buffers that the NIC fills: every byte arrives once, in order, wherever the connection is, through a link with faults and
 //! across the NIC's death.
 
-use crate::common::{Scene, scene};
+use crate::common::{Scene, scene, wait_until};
 use baton_client::{Buffer, Filled};
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::tcp_info::TcpInfo;
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::Place;
 use baton_sim::{Rng, stream};
 use std::io;
 use std::net::Shutdown;
+use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
 /// State of the reader of the peer's stream.
@@ -143,8 +145,10 @@ fn what_lies_in_buffers_survives_the_nic() {
         reader.receive(300_000);
         reader.receive_placed(20_000);
         // Bytes are in buffers that have not been taken.
+        let acknowledged = |reader: &Reader| TcpInfo::read(reader.scene.peer.as_fd()).expect("TCP_INFO").bytes_acked;
+        let before = acknowledged(&reader);
         reader.scene.peer_sends(1 << 16);
-        std::thread::sleep(Duration::from_millis(5));
+        wait_until("the NIC takes bytes", || acknowledged(&reader) > before);
         let mut tool = reader.scene.bed.tool().expect("a tool");
         let before = tool.statistics().expect("statistics");
         baton_linux::process::signal(before.nic_process, libc::SIGKILL).expect("SIGKILL");

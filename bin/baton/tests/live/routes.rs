@@ -1,16 +1,15 @@
 //! Frames leave by the device that the kernel would use, and are received at each device at which it would accept them: several
 //! devices, policy routing, IPsec, MTUs.
 
-use crate::common::{Scene, connect, hosts, scene, scene_at};
+use crate::common::{Scene, connect, hosts, scene, scene_at, wait_until};
 use baton_client::Session;
 use baton_lab::testbed::{INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::{namespace::Namespace, rtnetlink, socket};
 use baton_protocol::program::Place;
-use std::io;
+use std::io::{self, Write};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 fn beside() -> TestbedSettings {
     TestbedSettings { beside: true, ..TestbedSettings::default() }
@@ -66,11 +65,7 @@ fn exchange(scene: &mut Scene, bytes: u64) {
 }
 
 fn wait_for(scene: &Scene, place: Place) -> String {
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while scene.session.place(scene.id) != Some(place) {
-        assert!(Instant::now() < deadline, "it is not at {place:?}");
-        std::thread::yield_now();
-    }
+    wait_until(&format!("it is at {place:?}"), || scene.session.place(scene.id) == Some(place));
     reason(&scene.bed)
 }
 
@@ -141,8 +136,15 @@ fn inline_a_connection_that_comes_by_another_device_returns() {
     second_link(&scene.bed);
     reverse_path_filter(&scene.bed.host_a, 0);
     scene.exchange(10_000, Place::Nic);
-    // No frames come elsewhere: it stays.
-    std::thread::sleep(Duration::from_millis(500));
+    // Of another connection frames come elsewhere: it returns, and this one, of which none do, stays.
+    let (server, mut other) = connect(&scene.bed, false, 9090);
+    let id = scene.session.adopt(OwnedFd::from(server)).expect("adoption");
+    scene.session.move_to(id, Place::Nic).expect("a move");
+    run(&scene.bed.host_b, "ip route add 10.77.0.1/32 dev second1 table 100");
+    run(&scene.bed.host_b, "ip rule add ipproto tcp dport 9090 lookup 100");
+    other.write_all(b"?").expect("a byte");
+    wait_until("the other is in the kernel", || scene.session.place(id) == Some(Place::Kernel));
+    scene.exchange(10_000, Place::Nic);
     assert_eq!(scene.settled_place(), Some(Place::Nic));
     run(&scene.bed.host_b, "ip route add 10.77.0.1/32 dev second1");
     scene.peer_sends(1000);
@@ -271,15 +273,16 @@ fn an_ipsec_policy_counts() {
             let mut scene = scene(TestbedSettings { beside: shape, ..TestbedSettings::default() });
             run(&scene.bed.host_a, "ip xfrm policy add dir out src 10.99.0.0/16 dst 0.0.0.0/0 action block");
             scene.exchange(10_000, Place::Nic);
-            let started = Instant::now();
             run(&scene.bed.host_a, &format!("ip xfrm policy add dir {direction} action block"));
-            while !reason(&scene.bed).contains("IPsec") {
-                assert!(started.elapsed() < Duration::from_secs(5), "the policy is not noticed: {}", reason(&scene.bed));
-            }
+            wait_until("the policy is noticed", || reason(&scene.bed).contains("IPsec"));
             assert_eq!(scene.settled_place(), Some(place));
+            // The NIC may still send until it has run its command.
+            if place == Place::Nic {
+                scene.until_silent();
+            }
             scene.send(1000);
-            scene.peer_sends(1000);
-            std::thread::sleep(Duration::from_millis(400));
+            // Whoever may not receive, or not send, acknowledges nothing.
+            scene.peer_repeats(1);
             let got = if place == Place::Nic { scene.peer_receives() } else { scene.receive() };
             assert_eq!(got, 0, "{direction}: the policy does not count");
             let elsewhere = if place == Place::Nic { Place::Kernel } else { Place::Nic };

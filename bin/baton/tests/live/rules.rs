@@ -49,8 +49,7 @@ fn a_set_that_packets_change_counts() {
     stays(&mut scene, "a set that packets");
     let knock = scene.bed.host_b.run(|| UdpSocket::bind("10.77.0.2:0")?.send_to(b"!", "10.77.0.1:7"));
     knock.expect("a datagram");
-    scene.peer_sends(1000);
-    std::thread::sleep(Duration::from_millis(300));
+    scene.peer_repeats(1);
     assert_eq!(scene.receive(), 0, "the set does not count");
 }
 

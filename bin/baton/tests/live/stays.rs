@@ -1,6 +1,6 @@
 //! Connections that cannot be moved stay where they are, with the reason in the error.
 
-use crate::common::{hosts, scene};
+use crate::common::{hosts, scene, unacknowledged, wait_until};
 use baton_lab::testbed::{TestbedSettings, address_a, address_b};
 use baton_linux::rtnetlink;
 use baton_protocol::program::Place;
@@ -12,7 +12,7 @@ use std::time::Duration;
 fn urgent_data_stays() {
     let mut scene = scene(TestbedSettings::default());
     baton_linux::socket::send_urgent(scene.peer.as_fd(), b'!').expect("urgent data");
-    std::thread::sleep(Duration::from_millis(50));
+    wait_until("the urgent byte arrives", || unacknowledged(&scene.peer) == 0);
     let error = scene.session.move_to(scene.id, Place::Nic).expect_err("urgent data");
     assert!(error.to_string().contains("urgent"), "{error}");
     assert_eq!(scene.settled_place(), Some(Place::Kernel));

@@ -53,9 +53,11 @@ import os, socket, sys
 at = (sys.argv[1], 7000)
 family = socket.AF_INET6 if ':' in at[0] else socket.AF_INET
 one = socket.socket(family, socket.SOCK_DGRAM)
+# Waits: datagrams may be lost, so one without an answer is sent again; who waits too short sends more.
 one.settimeout(0.3)
 def exchange(many):
     waiting = set(many)
+    # Waits: see above; forty are far more than are lost.
     for attempt in range(40):
         for data in waiting: one.sendto(data, at)
         try:
@@ -254,8 +256,10 @@ with open(sys.argv[3], 'w') as out: out.write(str(many))
 const SEND_BURST: &str = "
 import socket, sys
 one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+# Waits: the server may not be there yet.
 one.settimeout(0.3)
 one.connect((sys.argv[1], 7000))
+# Waits: until the server is there.
 for attempt in range(60):
     try:
         one.send(b'hello')

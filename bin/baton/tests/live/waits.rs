@@ -110,7 +110,7 @@ fn a_fin_after_a_full_queue_is_sent() {
     const PROGRAM: &str = "
 import socket, threading
 listener = socket.create_server(('127.0.0.1', 0))
-for attempt in range(10):
+for round in range(10):
     client = socket.create_connection(listener.getsockname())
     server, _ = listener.accept()
     for _ in range(20):

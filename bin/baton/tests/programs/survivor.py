@@ -3,8 +3,8 @@
 The server's side waits in one of several ways: block (a thread for each connection), poll, select, epoll, edge, spin (it does not wait,
 except for short sleeps). The client's side is driven by lines on the standard input, each answered with one line of JSON:
   echo    one round on every connection: how it ended on either side, the longest round, CPU seconds since the last answer
-  wait    waits until the server's side of every connection has ended by itself, a second at most
-  write   sends on every connection until a send fails, a second at most
+  wait    waits until the server's side of every connection has ended by itself, eight seconds at most
+  write   sends on every connection until a send fails, eight seconds at most
 """
 import errno, json, select, socket, sys, threading, time
 
@@ -50,6 +50,7 @@ def serve_events(connections):
         if way == "select":
             ready = select.select(list(by_fd), [], [])[0]
         elif way == "spin":
+            # Waits: this way to wait is to look now and then.
             time.sleep(0.002)
             ready = list(by_fd)
         else:
@@ -88,7 +89,7 @@ def one_round(client):
 
 
 def keep_writing(client):
-    client.settimeout(1)
+    client.settimeout(8)
     try:
         while True:
             client.send(bytes(65536))
@@ -117,7 +118,8 @@ spent = time.process_time()
 for line in sys.stdin:
     started, results, longest = time.monotonic(), [], 0
     if line.strip() == "wait":
-        while len(ends) < count and time.monotonic() < started + 1:
+        while len(ends) < count and time.monotonic() < started + 8:
+            # Waits: between two looks.
             time.sleep(0.01)
         longest = time.monotonic() - started
     else:

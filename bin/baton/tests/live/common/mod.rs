@@ -12,6 +12,40 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+/// Waits until a condition holds, a minute at most: a machine that is busy with other things is slow, but not so slow.
+pub fn wait_until(what: &str, holds: impl FnMut() -> bool) {
+    wait_for(Duration::from_secs(60), what, holds);
+}
+
+/// Waits until a condition holds that comes late by itself.
+pub fn wait_for(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + limit;
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}: not within {limit:?}");
+        // Waits: between two looks at the condition.
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Segments that a socket's kernel has sent again.
+pub fn sent_again(socket: impl AsFd) -> u32 {
+    TcpInfo::read(socket.as_fd()).expect("TCP_INFO").total_retrans
+}
+
+/// Waits for as long as host A's kernel needs to send a segment again so many times, to a peer that answers nothing. Whoever sends by
+/// the same time-outs has had its chances then, however busy the machine is.
+pub fn kernel_repeats(bed: &Testbed, port: u16, times: u32) {
+    let (server, peer) = connect(bed, false, port);
+    baton_handoff::shell::block_input(peer.as_fd()).expect("a deaf peer");
+    socket::send(server.as_fd(), b"?").expect("a byte");
+    wait_until("the kernel sends again", || sent_again(&server) >= times);
+}
+
+/// Bytes that a socket has sent and its peer has not acknowledged.
+pub fn unacknowledged(socket: impl AsFd) -> u32 {
+    socket::queue_bytes(socket.as_fd(), socket::SIOCOUTQ).expect("SIOCOUTQ")
+}
+
 /// Two hosts with Baton on the first. Without root (or a user namespace with /dev/net/tun) the test fails and says so.
 pub fn hosts(settings: TestbedSettings) -> Testbed {
     let program = Some(env!("CARGO_BIN_EXE_baton").into());
@@ -154,15 +188,37 @@ impl Scene {
     pub fn fill(&mut self, bytes: u64) {
         let goal = [self.sent[0] + bytes, self.sent[1] + bytes];
         let mut quiet = Instant::now();
+        // Waits: nothing tells that no more will fit. Who gives up early on a busy machine sends less.
         while quiet.elapsed() < Duration::from_millis(300) && (self.sent[0] < goal[0] || self.sent[1] < goal[1]) {
             let first = if self.sent[0] < goal[0] { self.send(16384) } else { 0 };
             let second = if self.sent[1] < goal[1] { self.peer_sends(16384) } else { 0 };
             if first + second > 0 {
                 quiet = Instant::now();
             } else {
+                // Waits: between two looks.
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
+    }
+
+    /// The peer sends, and nobody acknowledges: waits until its kernel has sent that again so many times.
+    pub fn peer_repeats(&mut self, times: u32) {
+        assert!(self.peer_sends(1000) > 0, "nothing fits");
+        let before = sent_again(&self.peer);
+        wait_until("the peer sends again", || sent_again(&self.peer) >= before + times);
+    }
+
+    /// Both sides send until nothing has come from the program's while the peer's kernel has sent again twice.
+    pub fn until_silent(&mut self) {
+        let mut mark = sent_again(&self.peer);
+        wait_until("nothing comes any more", || {
+            self.send(1);
+            self.peer_sends(1);
+            if self.peer_receives() > 0 {
+                mark = sent_again(&self.peer);
+            }
+            sent_again(&self.peer) >= mark + 2
+        });
     }
 
     /// One exchange with a move in the middle of it.
@@ -175,29 +231,19 @@ impl Scene {
 
     /// Waits until the program sees the end of the stream.
     pub fn expect_end(&mut self) {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        loop {
-            match self.session.receive(self.id, &mut [0; 16]) {
-                Ok(0) => return,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                other => panic!("no end of stream but {other:?}"),
-            }
-            assert!(Instant::now() < deadline, "the end of the stream never came");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("the end of the stream", || match self.session.receive(self.id, &mut [0; 16]) {
+            Ok(0) => true,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
+            other => panic!("no end of stream but {other:?}"),
+        });
     }
 
     /// Waits until the peer sees the end of the stream.
     pub fn expect_peer_end(&mut self) {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        loop {
-            match socket::receive(self.peer.as_fd(), &mut [0; 16]) {
-                Ok(0) => return,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                other => panic!("no end of stream but {other:?}"),
-            }
-            assert!(Instant::now() < deadline, "the end of the stream never came");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("the end of the stream", || match socket::receive(self.peer.as_fd(), &mut [0; 16]) {
+            Ok(0) => true,
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
+            other => panic!("no end of stream but {other:?}"),
+        });
     }
 }

@@ -27,6 +27,7 @@ const NOBODY: u32 = 65534;
 pub use descriptors::setting;
 
 /// Duration of attacks that do not end by themselves.
+// Waits: nothing but the end of this attack; a busy machine has fewer rounds of it.
 const LONG: Duration = Duration::from_secs(3);
 
 /// The hostile program, as the test that started it sees it.
@@ -44,7 +45,7 @@ impl Hostile {
         let mut command = Command::new("/proc/self/exe");
         // Its first argument is an agent's; as a name of tests it matches none.
         command.args(["agent-process", "--exact", "hostile::hostile_program", "--nocapture", "--test-threads=1"]);
-        command.env(ATTACK, attack).env(SOCKET, socket).env(PEER, peer).stdout(Stdio::piped());
+        command.env(ATTACK, attack).env(SOCKET, socket).env(PEER, peer).stdin(Stdio::piped()).stdout(Stdio::piped());
         std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
         let mut child = namespace.run(|| command.spawn()).expect("the hostile program");
         let output = BufReader::new(child.stdout.take().expect("its output"));
@@ -65,8 +66,9 @@ impl Hostile {
         self.0.try_wait().expect("our child").is_some()
     }
 
-    /// Waits for its end. Returns whether it reports success.
+    /// Lets it end, and waits for that. Returns whether it reports success.
     pub fn succeeds(mut self) -> bool {
+        drop(self.0.stdin.take());
         let mut rest = String::new();
         self.1.read_to_string(&mut rest).expect("its output");
         let success = self.0.wait().expect("our child").success();
@@ -148,9 +150,10 @@ impl Client {
 
     /// Waits until the agent has closed the session.
     fn is_cut_off(&self) -> bool {
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while Instant::now() < deadline {
             match self.channel.try_receive::<Answer>() {
+                // Waits: between two looks.
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => std::thread::sleep(Duration::from_millis(1)),
                 Ok(_) => {}
                 Err(_) => return true,
@@ -224,6 +227,7 @@ fn corrupt_for_long(socket: &Path, begun: impl Fn()) {
         // A NIC or an agent that was killed meanwhile closes the session; the next agent opens another.
         let Some(client) = Client::open(socket, alone()) else { continue };
         let Some(_connection) = client.offload() else { continue };
+        // Waits: each session is attacked for another while, and at each moment the same must hold.
         let until = Instant::now() + Duration::from_millis(1 + rng.below(200));
         while Instant::now() < until {
             let all = at::HEAP + at::MAX_CONNECTIONS;
@@ -244,10 +248,9 @@ fn corrupt_for_long(socket: &Path, begun: impl Fn()) {
     }
 }
 
-/// Sends requests with impossible numbers and strings, and bytes that are no request.
-fn send_nonsense(socket: &Path, begun: impl Fn()) {
+/// Sends requests with impossible numbers and strings, and bytes that are no request. Ends when it may.
+fn send_nonsense(socket: &Path, all_sent: impl Fn()) {
     let mut rng = Rng::new(4);
-    begun();
     for (min, max) in [(0, u64::MAX), (u64::MAX, u64::MAX), (1, u64::MAX), (9, 1), (0, 0)] {
         let channel = Channel::connect(socket).expect("the agent");
         let reply = ask_on(&channel, Ask::Group { flip: Some(Flip { min, max, seed: 1 }) }, &[]);
@@ -287,25 +290,31 @@ fn send_nonsense(socket: &Path, begun: impl Fn()) {
         write_once(client.channel.as_fd(), &bytes);
         while client.channel.try_receive::<Answer>().is_ok() {}
     }
-    // They must still be open while the test lists connections.
-    std::thread::sleep(Duration::from_millis(500));
+    // They are still open while the test lists connections.
+    all_sent();
+    let _ = std::io::stdin().read(&mut [0]);
 }
 
-/// Sends requests without end, and reads no answer.
+/// Sends requests without end, and reads no answer. It connects again whenever it is cut off.
 fn never_read(socket: &Path, begun: impl Fn()) {
-    let channels: Vec<Channel> = (0..4).map(|_| Channel::connect(socket).expect("the agent")).collect();
+    let mut channels: Vec<Channel> = (0..4).map(|_| Channel::connect(socket).expect("the agent")).collect();
     let attacher = Client::open(socket, Opening { attacher: true, ..alone() }).expect("a session");
-    let began = Instant::now();
-    let mut full = false;
+    let request = Request { tag: 9, body: Ask::Statistics };
+    let mut cut_off = 0;
     loop {
-        for channel in channels.iter().chain([&attacher.channel]) {
-            let _ = channel.try_send(&Request { tag: 9, body: Ask::Statistics }, &[]);
+        for channel in &mut channels {
+            if channel.try_send(&request, &[]).is_err_and(|error| error.kind() != std::io::ErrorKind::WouldBlock) {
+                // An answer has found no room.
+                cut_off += 1;
+                if cut_off == 4 {
+                    begun();
+                }
+                if let Ok(next) = Channel::connect(socket) {
+                    *channel = next;
+                }
+            }
         }
-        if !full && began.elapsed() > Duration::from_millis(300) {
-            // By now no answer finds room.
-            full = true;
-            begun();
-        }
+        let _ = attacher.channel.try_send(&request, &[]);
     }
 }
 
@@ -322,6 +331,7 @@ fn take_all_sessions(socket: &Path) {
     }
     println!("attacking with {} sessions: {refused}", kept.len());
     let _ = std::io::stdout().flush();
+    // Waits: to be killed.
     std::thread::sleep(Duration::from_secs(60));
 }
 
