@@ -39,6 +39,7 @@ mod scratch;
 mod segments;
 mod stays;
 mod stuck;
+mod supervision;
 mod tools;
 mod ttcp;
 mod udp;

@@ -384,7 +384,7 @@ impl Agent {
         let serial = self.serials;
         let Opening { attacher, .. } = session.opening;
         let process = process.filter(|_| attacher).unwrap_or(session.process);
-        let connection = Connection {
+        let mut connection = Connection {
             serial,
             inherited,
             process,
@@ -393,6 +393,7 @@ impl Agent {
             cgroup: self.cgroups.of(process),
             ..Connection::new(Some(fd), flow, local, peer, block)
         };
+        connection.want(false);
         session.connections.put(connection);
         if attacher {
             self.lent(number, place, None);
@@ -506,7 +507,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else {
             return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
         };
-        connection.wanted = to == Place::Nic;
+        connection.want(to == Place::Nic);
         match (connection.stage(), to) {
             (Stage::Kernel, Place::Kernel) | (Stage::Nic, Place::Nic) => return Some((Reply::Done, Vec::new())),
             (Stage::Ended, _) => {
@@ -595,7 +596,8 @@ impl Agent {
             Shape::Beside { devices, .. } => devices.of_nic(nic, &self.routes),
             Shape::Inline { .. } => Vec::new(),
         };
-        NicStatistics { process: self.nics[nic].process(), devices, counters: sums(&workers), workers }
+        let (starved, hung) = self.watch.counts(nic);
+        NicStatistics { process: self.nics[nic].process(), devices, counters: sums(&workers), workers, starved, hung }
     }
 }
 
