@@ -45,6 +45,7 @@ test: lint
 	$(CHECKED) soak --connections 32 --moves 600 --kill-nic 5 --kill-agent 5 --firewall --json
 	$(CHECKED) soak --connections 32 --moves 600 --workers 4 --kill-nic 3 --loss 1 --reorder 2 --json
 	$(CHECKED) soak --connections 32 --moves 600 --workers 3 --one-queue --kill-nic 3 --json
+	$(CHECKED) soak --beside --connections 16 --moves 200 --kill-nic 1 --stop-nic 1 --json
 
 lint:
 	scripts/edges
@@ -71,6 +72,9 @@ soak: build
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-nic 20 --json && \
 	  $(BATON) soak --connections 64 --moves 4000 $$family $$wall --kill-agent 20 --json || exit 1; done; done
 	$(BATON) soak --beside --nics 2 --connections 64 --moves 4000 --kill-nic 20 --kill-agent 10 --json
+	$(BATON) soak --beside --connections 64 --moves 4000 --kill-nic 20 --stop-nic 20 --json
+	$(BATON) soak --connections 64 --moves 1000 --kill-nic 5 --stop-nic 5 --kill-agent 5 --json
+	$(BATON) soak --connections 16 --poison --json
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
 	BATON_PORTS=10000 $(CARGO) test --profile checked --locked -p baton --test live full::ports

@@ -55,6 +55,8 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
             transitions: 0,
             kill_nic: 0,
             kill_agent: 0,
+            stop_nic: 0,
+            poison: false,
             bed: TestbedSettings { seed, ..TestbedSettings::default() },
             progress: true,
         };

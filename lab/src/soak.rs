@@ -1,5 +1,7 @@
 //! Moves under load: random connections at random moments, every byte checked on both sides.
 
+mod faults;
+
 use crate::probe;
 use crate::statistics::Percentiles;
 use crate::status::StatusLine;
@@ -43,6 +45,10 @@ pub struct SoakSettings {
     pub kill_nic: u32,
     /// Number of times to kill the agent, and with it the NIC.
     pub kill_agent: u32,
+    /// Number of times to stop the NIC for good. With any, all faults are 4 s apart, and what follows each is measured.
+    pub stop_nic: u32,
+    /// Instead of random moves: all connections are wanted on the NIC, which crashes whenever the first one is there.
+    pub poison: bool,
     /// The test bed, with its link.
     pub bed: TestbedSettings,
     /// Print progress to standard error.
@@ -81,12 +87,18 @@ pub struct SoakReport {
     pub spurious_retransmits_by_peer: u64,
     /// Times that the NIC was killed.
     pub kills: u32,
+    /// Faults (deaths and stops) that were 4 s apart.
+    pub faults: u32,
+    /// Of the connections whose last requested place is the NIC: the share that is there 3 s after a fault, or at the end.
+    pub back_on_nic: Option<f64>,
+    /// Whether the connection that kills the NIC stays in the kernel, with that as the reason.
+    pub poison_stays: Option<bool>,
     /// Connections that were on the NIC when it was killed, and went on in the kernel.
     pub connections_recovered: u64,
     /// Connections that were lost with the NIC.
     pub connections_lost: u64,
     /// Largest gap in the answers to a probe on a moving connection, minus the median gap of one that does not move;
-    /// microseconds.
+    /// microseconds. With faults that are 4 s apart: of the streams, after each fault.
     pub blackout_us: Percentiles,
     /// The gaps of the connection that does not move.
     pub unmoved_gap_us: Percentiles,
@@ -103,9 +115,25 @@ pub struct SoakReport {
 impl SoakReport {
     /// Whether nothing was lost, wrong or reset.
     pub fn is_clean(&self) -> bool {
-        self.mismatches == 0 && self.resets_seen_by_peer == 0 && self.failed_moves == 0 && self.connections_lost == 0
+        let carries = self.faults == 0 || {
+            let usual = self.unmoved_gap_us.max;
+            self.blackout_us.p99 <= usual + LONGEST_USUAL_BLACKOUT && self.blackout_us.max <= usual + LONGEST_BLACKOUT
+        };
+        let is_back = self.back_on_nic.is_none_or(|share| share >= LEAST_BACK) && self.poison_stays != Some(false);
+        carries
+            && is_back
+            && self.mismatches == 0
+            && self.resets_seen_by_peer == 0
+            && self.failed_moves == 0
+            && self.connections_lost == 0
     }
 }
+
+/// What may follow a fault: microseconds without progress for all but a hundredth of the connections, and for each of them, beyond those of
+/// connections that do not move; and the share of connections that are on the NIC again.
+const LONGEST_USUAL_BLACKOUT: f64 = 1e6;
+const LONGEST_BLACKOUT: f64 = 3e6;
+const LEAST_BACK: f64 = 0.9;
 
 /// Milliseconds between two turns of a program.
 const TURN: u64 = 2;
@@ -121,6 +149,9 @@ const BACKLOG: u64 = 6 * CHUNK as u64;
 struct Direction {
     written: AtomicU64,
     read: AtomicU64,
+    /// When something was read last, and the longest time without that; microseconds.
+    moved_at: AtomicU64,
+    gap: AtomicU64,
 }
 
 /// State that both programs share.
@@ -252,6 +283,11 @@ impl<'a> Streams<'a> {
         let wrong = stream::mismatches(self.keys.1 + at as u64, read, &self.buffer[..got]);
         self.shared.mismatches.fetch_add(wrong, Ordering::Relaxed);
         direction.read.store(read + got as u64, Ordering::Release);
+        let now = monotonic_micros();
+        let last = direction.moved_at.swap(now, Ordering::Relaxed);
+        if last != 0 {
+            direction.gap.fetch_max(now.saturating_sub(last), Ordering::Relaxed);
+        }
         Ok(())
     }
 
@@ -340,7 +376,8 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
             scope.spawn(move || run_program(&mut Plain { sockets: clients }, &mut Streams::new(&shared, false, seed)))
         };
         let mut tool = bed.tool()?;
-        let moved = Mover::new(settings, &shared, number, &ids).run(&mut tool, &mut report);
+        let mut observer = bed.tool()?;
+        let moved = Mover::new(settings, &shared, number, &ids).run(&mut tool, &mut observer, &mut report);
         let moved = moved.and_then(|()| await_transitions(settings, &mut tool, report.transitions));
         shared.stop.store(true, Ordering::Relaxed);
         let pipe = server.join().map_err(|_| anyhow::anyhow!("the server's thread panicked"))?;
@@ -371,7 +408,9 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
         // Bytes that never arrived count as wrong.
         report.mismatches += written.saturating_sub(read);
     }
-    measure_blackout(settings, &bed, &mut report)?;
+    if report.faults == 0 && !settings.poison {
+        measure_blackout(settings, &bed, &mut report)?;
+    }
     report.seconds = (monotonic_micros() - started) as f64 / 1e6;
     Ok(report)
 }
@@ -420,6 +459,8 @@ struct Mover<'a> {
     rng: Rng,
     places: Vec<Option<u32>>,
     moves: Vec<u64>,
+    /// Connections whose last requested place is the NIC.
+    wished: Vec<bool>,
     both_ways: u64,
     /// Requested moves: tag to connection and target.
     asked: HashMap<u32, (usize, Option<u32>)>,
@@ -435,14 +476,21 @@ impl<'a> Mover<'a> {
             rng: Rng::new(settings.seed),
             places: vec![None; ids.len()],
             moves: vec![0; ids.len()],
+            wished: vec![false; ids.len()],
             both_ways: 0,
             asked: HashMap::new(),
         }
     }
 
-    fn run(mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<()> {
+    fn run(mut self, tool: &mut Tool, observer: &mut Tool, report: &mut SoakReport) -> Result<()> {
         // Let the streams fill.
         std::thread::sleep(Duration::from_millis(200));
+        if self.settings.poison {
+            return self.run_poisoned(tool, report);
+        }
+        if self.settings.stop_nic > 0 {
+            return self.run_with_faults(tool, observer, report);
+        }
         report.load = busy_share(Duration::from_millis(300))?;
         let (agent, started) = (tool.statistics()?.agent_process, monotonic_micros());
         let agent_nanos = || process::cpu_nanos(agent).unwrap_or(0);
@@ -455,7 +503,7 @@ impl<'a> Mover<'a> {
         let mut done = 0;
         while done < target {
             while self.asked.len() < in_parallel && done + (self.asked.len() as u64) < target {
-                self.ask_one(tool)?;
+                self.ask_one(tool, self.ids.len())?;
             }
             done += u64::from(self.take_answer(tool, report)?);
             if done >= next_kill && u64::from(report.kills) < kills {
@@ -483,13 +531,15 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    fn ask_one(&mut self, tool: &mut Tool) -> Result<()> {
-        let mut at = self.rng.below(self.ids.len() as u64) as usize;
+    /// Asks for the move of one of the first `among` connections.
+    fn ask_one(&mut self, tool: &mut Tool, among: usize) -> Result<()> {
+        let mut at = self.rng.below(among as u64) as usize;
         while self.asked.values().any(|(busy, _)| *busy == at) {
-            at = (at + 1) % self.ids.len();
+            at = (at + 1) % among;
         }
         let nic = self.next_place(at);
         let to = if nic.is_some() { Place::Nic } else { Place::Kernel };
+        self.wished[at] = nic.is_some();
         let on_its_way =
             |direction: &Direction| direction.written.load(Ordering::Acquire) > direction.read.load(Ordering::Acquire);
         self.both_ways += u64::from(on_its_way(&self.shared.to_a[at]) && on_its_way(&self.shared.to_b[at]));

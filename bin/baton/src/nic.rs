@@ -169,9 +169,10 @@ fn workers_in_json(all: &[Vec<u64>]) -> Value {
 
 /// One NIC, as JSON.
 fn nic_in_json(number: usize, nic: &NicStatistics) -> Value {
-    let NicStatistics { process, devices, counters, workers } = nic;
+    let NicStatistics { process, devices, counters, workers, starved, hung } = nic;
     json!({
         "nic": number, "process": process, "devices": devices, "counters": figures(counters), "workers": workers_in_json(workers),
+        "starved": starved, "hung": hung,
     })
 }
 
@@ -204,6 +205,10 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     println!("{mean:>14.0}  bytes per aggregate, mean");
     let per_interrupt = count(counters, Counter::HostSent) as f64 / count(counters, Counter::Interrupts).max(1) as f64;
     println!("{per_interrupt:>14.1}  frames per interrupt, mean");
+    let nics = statistics.nics.iter().enumerate().filter(|(nic, _)| arguments.nic.is_none_or(|only| only as usize == *nic));
+    let [starved, hung] = nics.fold([0, 0], |[starved, hung], (_, nic)| [starved + nic.starved, hung + nic.hung]);
+    println!("{starved:>14}  times that a worker wanted to run and got no processor");
+    println!("{hung:>14}  NICs ended since they hung");
     if statistics.nics.len() > 1 {
         print_nics(&statistics, arguments.nic);
     } else if workers.len() > 1 {

@@ -23,6 +23,7 @@ use baton_protocol::address::OwnAddress;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Answer, Reply, Request, Until};
 use baton_shm::Region;
+use baton_supervision::SHORTEST_WAIT;
 use baton_wire::Flow;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -163,8 +164,9 @@ fn adopt(
     let block = Block::new(open.memory.clone(), number);
     let flow = Flow { local: local.into(), remote: peer.into() };
     let reason = "the agent died".into();
-    let connection =
+    let mut connection =
         Connection { reason, process, attached: session.opening.attacher, ..Connection::new(fd, flow, local, peer, block) };
+    connection.inherit_wish();
     session.connections.put(connection);
     session.connections.get_mut(number as usize)?.as_mut()
 }
@@ -204,7 +206,7 @@ impl Agent {
         self.shape.serve_no_more();
         for nic in 0..self.nics.len() {
             if any {
-                self.recover(nic)?;
+                self.replace_nic(nic)?;
             } else {
                 self.give_addresses_to_nic();
                 self.nics[nic].let_frames_flow()?;
@@ -216,6 +218,11 @@ impl Agent {
         settled.for_each(|connection| self.shape.unsteer(&connection.flow));
         self.forget_what_was_closing();
         self.let_programs_in();
+        for (session, number) in self.all_connections() {
+            if self.connection(session, number).is_some_and(|connection| connection.goes_by_itself(false)) {
+                self.look_again(session, number, SHORTEST_WAIT);
+            }
+        }
         self.clear_attended();
         Ok(())
     }

@@ -23,10 +23,12 @@ use crate::listening::Listeners;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
+use crate::recovery::KILLS_NIC;
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
 use crate::users::Users;
+use crate::watch::Watch;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
 use baton_abi::{Cid, Control, Message, Operation, RestoreCause};
@@ -39,8 +41,9 @@ use baton_moves::{Arrived, Event, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::{Descriptor, NicSettings};
 use baton_protocol::program::{Answer, Opening, Reply, Statistics};
-use baton_shm::Region;
+use baton_shm::{Pulse, Region};
 use baton_steering::{Steering, messages_flow};
+use baton_supervision::CrashLoop;
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -84,12 +87,17 @@ pub(crate) struct Agent {
     pub retries: Schedule,
     /// Time before which no random move is made, in microseconds of the monotonic clock.
     pub rests_until: u64,
+    /// Of each NIC.
+    pub crash_loops: Vec<CrashLoop>,
     pub serials: u64,
     pub watched: Watched,
     pub cgroups: Cgroups,
     pub guards: Guards,
     pub known: Known,
     pub looks: Looks,
+    pub watch: Watch,
+    /// Its sign of life, for the keeper.
+    pub pulse: Pulse,
     pub users: Users,
     pub listeners: Listeners,
     pub datagrams: Datagrams,
@@ -203,6 +211,8 @@ pub fn run() -> Result<()> {
     let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
     let users = Users::new(settings.limits);
     let (groups, schedule) = (Groups::default(), Schedule::default());
+    let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
+    let crash_loops = vec![CrashLoop::default(); nics.len()];
     let mut agent = Agent {
         settings,
         hardware,
@@ -215,12 +225,15 @@ pub fn run() -> Result<()> {
         schedule,
         retries: Schedule::default(),
         rests_until: 0,
+        crash_loops,
         serials: 0,
         watched,
         cgroups: Cgroups::default(),
         guards,
         known: Known::default(),
         looks: Looks::default(),
+        watch: Watch::default(),
+        pulse,
         cut_off: Vec::new(),
         leaving: Vec::new(),
         listeners: Listeners::default(),
@@ -302,9 +315,13 @@ impl Agent {
     fn main_loop(&mut self, listener: &Listener, signals: &OwnedFd) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
-            let limits = [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait(), self.addresses.wait()];
-            let limit = limits.into_iter().flatten().min();
-            self.poller.wait(limit, &mut tokens)?;
+            let waits = [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait(), self.addresses.wait()];
+            let limit = waits.into_iter().chain([self.watch.wait()]).flatten().min();
+            self.pulse.set_asleep(true);
+            let waited = self.poller.wait(limit, &mut tokens);
+            self.pulse.set_asleep(false);
+            self.pulse.beat();
+            waited?;
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
             if tokens.contains(&RESOLUTION) || self.addresses.wait() == Some(Duration::ZERO) {
@@ -351,6 +368,7 @@ impl Agent {
             self.end_what_is_cut_off();
             self.remove_sessions();
             self.recover_from_deaths()?;
+            self.watch_nics()?;
         }
     }
 
@@ -449,6 +467,8 @@ impl Agent {
 
     /// Borrows what a move needs of the agent, and session `session`. The NIC is the first until another one is chosen.
     pub(crate) fn split(&mut self, session: u32) -> Option<(Ground<'_>, &mut Session)> {
+        // Each connection that is worked on is progress: there may be very many in a round.
+        self.pulse.beat();
         let session = self.sessions.get_mut(session as usize)?.as_mut()?;
         let ground = Ground {
             nics: &mut self.nics,
@@ -495,7 +515,7 @@ impl Agent {
                 Ok(()) => {
                     connection.made += 1;
                     connection.since = monotonic_micros();
-                    let usual = if askers.is_empty() { "at random" } else { "asked to" };
+                    let usual = if askers.is_empty() && !connection.is_wanted() { "at random" } else { "asked to" };
                     connection.reason = connection.take_must_return().unwrap_or(usual).into();
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }
@@ -514,7 +534,7 @@ impl Agent {
     /// kernel, answers them.
     pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
         if let Some(connection) = self.connection(session, number) {
-            connection.reason = "the NIC died".into();
+            connection.reason = if connection.kills_nic { KILLS_NIC } else { "the NIC died" }.into();
         }
         if lost {
             self.statistics.lost += 1;
@@ -792,6 +812,13 @@ impl Agent {
 
     /// Starts a NIC, retrying with doubling pauses: a lack of memory or processes may be temporary.
     fn start_nic_patiently(&mut self, nic: usize) -> Result<NicProcess> {
+        self.pulse.set_asleep(true);
+        let started = self.keep_starting(nic);
+        self.pulse.set_asleep(false);
+        started
+    }
+
+    fn keep_starting(&self, nic: usize) -> Result<NicProcess> {
         let mut pause = Duration::from_millis(10);
         loop {
             match NicProcess::start(&self.hardware[nic], &self.shape, self.nics[nic].settings()) {

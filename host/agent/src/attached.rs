@@ -230,11 +230,13 @@ impl Agent {
         }
         // All attachers have the same deadline, so that many who do not answer take no longer than one.
         let deadline = monotonic_micros() + PATIENCE;
+        self.pulse.set_asleep(true);
         for (at, connections) in asked {
             if let Some(Some(session)) = self.sessions.get_mut(at) {
                 session.lends(&connections, deadline, &self.diagnosis);
             }
         }
+        self.pulse.set_asleep(false);
     }
 
     /// Gives borrowed descriptors back, so that attachers' programs may continue. See [`Session::take_back_descriptors`].

@@ -226,7 +226,8 @@ impl Agent {
         let several = self.nics.len() > 1;
         if let Some(connection) = self.connection(session, number).filter(|_| several && [ELSEWHERE, ANOTHER_NIC].contains(&why))
         {
-            (connection.wanted, connection.onward) = (true, true);
+            connection.want(true);
+            connection.onward = true;
         }
         self.return_soon(session, number, why);
     }

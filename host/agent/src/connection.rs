@@ -12,6 +12,7 @@ use baton_linux::{events, socket};
 use baton_moves::{Barrier, Custody, Goal, Move, Refusal, Step};
 use baton_protocol::program::{Place, Until};
 use baton_shm::Region;
+use baton_supervision::Retry;
 use baton_wire::Flow;
 use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
@@ -242,6 +243,10 @@ pub(crate) struct Extra {
     pub unproved: Option<(u64, u64)>,
     /// Why it has to leave the NIC as soon as possible, if it has to.
     pub must_return: Option<&'static str>,
+    /// When it is tried on the NIC again.
+    pub retry: Retry,
+    /// The NIC that died when it was there last, whose crash loop says when it may go back.
+    pub nic_that_died: u8,
     /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
     /// with the scope of link-local addresses, or otherwise.
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
@@ -257,23 +262,20 @@ impl Extra {
             handoff,
             carried,
             waiting,
-            wants: _,
             growing,
             fin,
             stay,
             unproved,
             must_return,
+            retry,
+            nic_that_died,
             addresses,
             unheld_since,
+            wants: _,
         } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
-        of_move
-            && fin.is_none()
-            && stay.is_none()
-            && unproved.is_none()
-            && must_return.is_none()
-            && addresses.is_none()
-            && unheld_since.is_none()
+        let of_stay = stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0;
+        of_move && of_stay && fin.is_none() && must_return.is_none() && addresses.is_none() && unheld_since.is_none()
     }
 }
 
@@ -320,10 +322,13 @@ pub(crate) struct Connection {
     pub inherited: bool,
     /// It stays in the kernel for good.
     pub stays: bool,
-    /// Its move to the NIC was requested, and is retried when possible.
+    /// It is wanted on the NIC, by a rule or a request, and goes there whenever that is possible. Changed by
+    /// [`Connection::want`] alone, which notes it for the next agent.
     pub wanted: bool,
     /// It could not be restored when it had to be.
     pub given_up: bool,
+    /// The NIC dies of it, time and again.
+    pub kills_nic: bool,
     /// Its program has closed it; a socket of the agent's stands in for it.
     pub closed: bool,
     /// Its program has ended, or is being ended: moves do not wait for it.
@@ -365,6 +370,7 @@ impl Connection {
             reason: Cow::default(),
             inherited: false,
             stays: false,
+            kills_nic: false,
             wanted: false,
             given_up: false,
             closed: false,
@@ -381,6 +387,27 @@ impl Connection {
     /// Its number in its session.
     pub fn number(&self) -> u32 {
         self.block.number
+    }
+
+    /// Whether it is wanted on the NIC: the last request or rule was for that.
+    pub fn is_wanted(&self) -> bool {
+        self.wanted
+    }
+
+    /// Notes whether it is wanted on the NIC. That outlives NIC and agent.
+    pub fn want(&mut self, wanted: bool) {
+        self.wanted = wanted;
+        self.block.note_wish(wanted);
+    }
+
+    /// Whether it may be moved to the NIC although nobody asks for that now. `flips`: its group has random moves.
+    pub fn goes_by_itself(&self, flips: bool) -> bool {
+        !self.stays && (flips || self.wanted)
+    }
+
+    /// Takes over what the last agent has noted.
+    pub fn inherit_wish(&mut self) {
+        self.wanted = self.block.wish();
     }
 
     /// Notes how its socket names the ends of its 4-tuple.
@@ -659,6 +686,27 @@ impl Block {
 
     pub fn store(&self, field: usize, value: u32) {
         self.word(field).store(value, Ordering::Release);
+    }
+
+    /// The connection's word of [`session::WISHES`], and its bit there.
+    fn wish_word(&self) -> (&AtomicU32, u32) {
+        (self.memory.word32(session::WISHES + (self.number / 32 * 4) as usize), 1 << (self.number % 32))
+    }
+
+    /// Notes for the next agent whether the connection is wanted on the NIC. A program that changes this in its memory is served as if it
+    /// had asked for it.
+    fn note_wish(&self, wanted: bool) {
+        let (word, bit) = self.wish_word();
+        if wanted {
+            word.fetch_or(bit, Ordering::AcqRel)
+        } else {
+            word.fetch_and(!bit, Ordering::AcqRel)
+        };
+    }
+
+    fn wish(&self) -> bool {
+        let (word, bit) = self.wish_word();
+        word.load(Ordering::Acquire) & bit != 0
     }
 
     /// Reads the number of changes, which somebody else may have written.

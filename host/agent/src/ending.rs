@@ -51,6 +51,7 @@ impl Agent {
         let deadline = monotonic_micros() + PATIENCE;
         let mut left = self.all_connections();
         while !left.is_empty() {
+            self.pulse.beat();
             left.retain(|(session, number)| {
                 match self.stage(*session, *number) {
                     Some(Stage::Offloading) => {

@@ -1,10 +1,13 @@
-//! Moves without a request: random moves of connections in groups that have them, and retries of failed moves.
+//! Moves without a request: random moves of connections in groups that have them, and tries of what did not move when it was to: what is
+//! wanted on the NIC goes there again as soon as it can, whatever has brought it to the kernel or kept it there.
 
 use crate::agent::Agent;
 use crate::connection::Stage;
 use crate::moves::SLICE;
 use baton_linux::events::monotonic_micros;
-use baton_protocol::program::{Opening, Place};
+use baton_moves::{Conclusion, Refusal};
+use baton_protocol::program::Place;
+use baton_supervision::{LONGEST_RETRY, Leave};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::time::Duration;
@@ -30,14 +33,18 @@ pub(crate) struct Schedule(BinaryHeap<Reverse<(u64, u32, u32, u64)>>);
 
 impl Schedule {
     pub fn add(&mut self, after: u64, session: u32, number: u32, serial: u64) {
-        self.0.push(Reverse((monotonic_micros().saturating_add(after), session, number, serial)));
+        self.add_at(monotonic_micros().saturating_add(after), session, number, serial);
     }
 
-    fn due(&mut self, now: u64) -> Option<(u32, u32, u64)> {
+    fn add_at(&mut self, at: u64, session: u32, number: u32, serial: u64) {
+        self.0.push(Reverse((at, session, number, serial)));
+    }
+
+    fn due(&mut self, now: u64) -> Option<(u64, (u32, u32, u64))> {
         let Reverse((at, session, number, serial)) = *self.0.peek()?;
         (at <= now).then(|| {
             self.0.pop();
-            (session, number, serial)
+            (at, (session, number, serial))
         })
     }
 
@@ -52,9 +59,9 @@ impl Agent {
     /// Makes the moves that are due.
     pub(crate) fn flip(&mut self) {
         let begun = monotonic_micros();
-        while let Some((session, number, serial)) = self.retries.due(begun) {
-            self.attend(session);
-            self.flip_one(session, number, serial, true);
+        while let Some((at, key)) = self.retries.due(begun) {
+            self.attend(key.0);
+            self.try_again(at, key);
             if monotonic_micros() >= begun + SLICE {
                 break;
             }
@@ -63,10 +70,10 @@ impl Agent {
             return;
         }
         let mut now = begun;
-        while let Some((session, number, serial)) = self.schedule.due(begun) {
+        while let Some((_, (session, number, serial))) = self.schedule.due(begun) {
             if now < begun + SLICE {
                 self.attend(session);
-                self.flip_one(session, number, serial, false);
+                self.flip_one(session, number, serial);
                 now = monotonic_micros();
             } else {
                 // Moves for which there is no time are skipped.
@@ -97,43 +104,68 @@ impl Agent {
         }
     }
 
-    fn flip_one(&mut self, session: u32, number: u32, serial: u64, retried: bool) {
-        let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
-        let Some(Some(entry)) = self.sessions.get(session as usize) else { return };
-        let Opening { group, attacher, .. } = entry.opening;
-        let Some(Some(connection)) = entry.connections.get(number as usize) else { return };
-        if connection.serial != serial {
+    /// Makes the random move that is due, and schedules the next one.
+    fn flip_one(&mut self, session: u32, number: u32, serial: u64) {
+        let Some(interval) = self.group_of(session).map(crate::group::Group::interval) else { return };
+        if self.connection(session, number).is_none_or(|connection| connection.serial != serial) {
             return;
         }
-        match connection.stage() {
-            Stage::Kernel if attacher && !connection.stays && (flips || connection.wanted) => {
-                self.want(session, number, Place::Nic);
-            }
-            Stage::Nic if attacher && (flips || connection.must_return().is_some()) => {
-                self.want(session, number, Place::Kernel);
-            }
-            Stage::Kernel if connection.stays || !flips && !connection.wanted => return,
-            // Its program was stuck inside an operation the last time.
-            Stage::Kernel | Stage::Nic if connection.is_put_off() => {
-                if retried {
-                    self.retries.add(LATER, session, number, serial);
-                }
-            }
-            Stage::Kernel => {
-                self.begin_offload(session, number, None);
-                // It is looked at again then, whether it has come there or not.
-                if !flips && self.stage(session, number) != Some(Stage::Nic) {
-                    self.retries.add(LATER, session, number, serial);
-                }
-            }
-            Stage::Nic if !flips && connection.must_return().is_none() => return,
-            Stage::Nic => self.begin_restore(session, number, None),
-            Stage::Offloading => {}
-            Stage::Ended => return,
-        }
-        if !retried && let Some(after) = self.groups.get(group).and_then(crate::group::Group::interval) {
+        self.begin_unasked(session, number, interval.is_some());
+        if let Some(after) = interval
+            && self.stage(session, number).is_some_and(|stage| stage != Stage::Ended)
+        {
             self.schedule.add(after, session, number, serial);
         }
+    }
+
+    /// Makes the try that was planned for this time, unless it was replaced by another one.
+    fn try_again(&mut self, at: u64, (session, number, serial): (u32, u32, u64)) {
+        let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
+        let attacher = self.is_attacher(session);
+        let Some(connection) = self.connection(session, number).filter(|connection| connection.serial == serial) else { return };
+        if connection.extra.as_mut().is_none_or(|extra| !extra.retry.take(at)) {
+            return;
+        }
+        connection.drop_empty_extra();
+        let (stage, may_go) = (connection.stage(), connection.goes_by_itself(flips));
+        if matches!(stage, Stage::Kernel | Stage::Nic) && connection.is_put_off() {
+            return self.look_again(session, number, LATER);
+        }
+        if stage == Stage::Kernel && may_go {
+            let now = monotonic_micros();
+            if let Leave::Wait(until) = self.leave_of(session, number, now) {
+                return self.look_again(session, number, until - now);
+            }
+        }
+        self.begin_unasked(session, number, flips);
+        // An attacher was asked for it, and may not do it.
+        if attacher && matches!(stage, Stage::Kernel) && may_go {
+            self.retry_later(session, number, LONGEST_RETRY);
+        }
+    }
+
+    /// Begins a move for which nobody has asked now, to wherever the connection is not and should be. A connection whose program was inside
+    /// an operation for too long the last time stays.
+    fn begin_unasked(&mut self, session: u32, number: u32, flips: bool) {
+        let attacher = self.is_attacher(session);
+        let Some(connection) = self.connection(session, number) else { return };
+        match connection.stage() {
+            Stage::Kernel if !connection.goes_by_itself(flips) => {}
+            Stage::Nic if !flips && connection.must_return().is_none() => {}
+            Stage::Kernel if attacher => self.want(session, number, Place::Nic),
+            Stage::Nic if attacher => self.want(session, number, Place::Kernel),
+            Stage::Kernel | Stage::Nic if connection.is_put_off() => {}
+            Stage::Kernel => self.begin_offload(session, number, None),
+            Stage::Nic => self.begin_restore(session, number, None),
+            Stage::Offloading | Stage::Ended => {}
+        }
+    }
+
+    /// Whether the crash loop of the NIC that a connection was on lets it go there now.
+    pub(crate) fn leave_of(&mut self, session: u32, number: u32, now: u64) -> Leave {
+        let Some(connection) = self.connection_ref(session, number) else { return Leave::Granted };
+        let (nic, serial) = (connection.extra.as_ref().map_or(0, |extra| extra.nic_that_died), connection.serial);
+        self.crash_loops.get_mut(usize::from(nic)).map_or(Leave::Granted, |crash_loop| crash_loop.ask(serial, now))
     }
 
     fn group_of(&mut self, session: u32) -> Option<&mut crate::group::Group> {
@@ -141,23 +173,71 @@ impl Agent {
         self.groups.get(name)
     }
 
-    /// Schedules a retry for a connection that has left the NIC although it was requested to be there.
+    /// Has a connection looked at again after this many microseconds, or earlier if that is planned already.
+    pub(crate) fn look_again(&mut self, session: u32, number: u32, after: u64) {
+        let at = monotonic_micros().saturating_add(after);
+        let Some(connection) = self.connection(session, number) else { return };
+        let serial = connection.serial;
+        if connection.extra().retry.plan(at) {
+            self.retries.add_at(at, session, number, serial);
+        }
+    }
+
+    /// Has a connection that is wanted on the NIC tried there again, each time after twice as many microseconds, at most `longest`.
+    fn retry_later(&mut self, session: u32, number: u32, longest: u64) {
+        let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
+        if let Some(connection) = self.connection(session, number)
+            && !flips
+            && connection.goes_by_itself(false)
+        {
+            let after = connection.extra().retry.refused(longest);
+            self.look_again(session, number, after);
+        }
+    }
+
+    /// Schedules a try for a connection that has left the NIC although it is wanted there.
     pub(crate) fn try_later(&mut self, session: u32, number: u32) {
-        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
-        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        if let Some(serial) = connection.filter(|connection| connection.wanted && !connection.stays).map(|found| found.serial) {
-            self.retries.add(LATER, session, number, serial);
+        if self.connection(session, number).is_some_and(|connection| connection.goes_by_itself(false)) {
+            self.look_again(session, number, LATER);
+        }
+    }
+
+    /// Schedules what follows the end of a move, for a connection that is wanted on the NIC and has not come there, or is there no more.
+    pub(crate) fn follow_conclusion(&mut self, session: u32, number: u32, conclusion: &Conclusion) {
+        let Some(connection) = self.connection(session, number) else { return };
+        match conclusion {
+            Conclusion::Moved if connection.stage() == Stage::Nic => {
+                if let Some(extra) = &mut connection.extra {
+                    extra.retry.clear();
+                    extra.nic_that_died = 0;
+                }
+            }
+            Conclusion::Recovered if connection.goes_by_itself(false) => {
+                let now = monotonic_micros();
+                let until = match self.leave_of(session, number, now) {
+                    Leave::Wait(until) => until,
+                    Leave::Granted => now,
+                };
+                self.look_again(session, number, until - now);
+            }
+            Conclusion::Stays(refusal)
+                if connection.stage() == Stage::Kernel && !refusal.is_for_good() && !refusal.is_overtaken() =>
+            {
+                // It may pass with the connection's next packet.
+                let longest = if *refusal == Refusal::Unproved { LATER } else { LONGEST_RETRY };
+                self.retry_later(session, number, longest);
+            }
+            _ => {}
         }
     }
 
     /// Schedules what follows the end of a move of a connection that had to leave the NIC.
     pub(crate) fn follow_return(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number) else { return };
-        let serial = connection.serial;
         if connection.stage() == Stage::Nic {
-            self.retries.add(AGAIN, session, number, serial);
+            self.look_again(session, number, AGAIN);
         } else if std::mem::take(&mut connection.onward) && !connection.stays {
-            self.retries.add(ONWARD, session, number, serial);
+            self.look_again(session, number, ONWARD);
         } else {
             self.try_later(session, number);
         }
@@ -168,10 +248,9 @@ impl Agent {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         connection.extra().must_return = Some(why);
-        let serial = connection.serial;
         if entry.opening.attacher {
             self.want(session, number, Place::Kernel);
-            self.retries.add(LATER, session, number, serial);
+            self.look_again(session, number, LATER);
             return;
         }
         self.begin_restore(session, number, None);

@@ -11,10 +11,11 @@ use baton_protocol::nic::{NicSettings, ToAgent, ToNic};
 use baton_shm::Region;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::process::{Child, Command};
+use std::sync::Arc;
 
 /// What the NIC and the host's TCP share.
 pub(crate) struct Shared {
-    memory: Region,
+    memory: Arc<Region>,
     bell: Doorbell,
 }
 
@@ -26,7 +27,7 @@ impl Shared {
     pub fn new(slots: usize) -> Result<Shared> {
         let bytes = host_tcp::bytes(slots).next_multiple_of(4096);
         let memory = Region::create("baton-host-tcp", bytes).context("the memory that NIC and host's TCP share")?;
-        Ok(Shared { memory, bell: Doorbell::new()? })
+        Ok(Shared { memory: Arc::new(memory), bell: Doorbell::new()? })
     }
 
     /// Descriptors of the memory and of the doorbell of the host's TCP.
@@ -40,6 +41,7 @@ pub(crate) struct HostTcp {
     child: Child,
     channel: Channel,
     bell: Doorbell,
+    memory: Arc<Region>,
 }
 
 impl HostTcp {
@@ -57,7 +59,7 @@ impl HostTcp {
         process::inherit(&mut command, &[nic_memory, memory, nic_bell.as_fd(), bell, theirs.as_fd()], true);
         let child = command.spawn().context("starting the host's TCP")?;
         drop(theirs);
-        let host_tcp = HostTcp { child, channel: ours, bell: shared.bell.try_clone()? };
+        let host_tcp = HostTcp { child, channel: ours, bell: shared.bell.try_clone()?, memory: shared.memory.clone() };
         match host_tcp.channel.receive::<ToAgent>() {
             Ok((ToAgent::Ready, _)) => Ok(host_tcp),
             Ok((other, _)) => bail!("the host's TCP answers {other:?} instead of being ready"),
@@ -90,6 +92,11 @@ impl HostTcp {
         Ok(())
     }
 
+    /// What it shares with the NIC.
+    pub fn memory(&self) -> &Region {
+        &self.memory
+    }
+
     pub fn process(&self) -> u32 {
         self.child.id()
     }
@@ -102,6 +109,11 @@ impl HostTcp {
     /// Whether the process has ended.
     pub fn is_dead(&mut self) -> bool {
         !matches!(self.child.try_wait(), Ok(None))
+    }
+
+    /// Whether somebody has killed it.
+    pub fn was_killed(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(Some(status)) if process::is_killed(status))
     }
 
     /// Ends the process, and waits until it is gone.

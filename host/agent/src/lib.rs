@@ -41,6 +41,7 @@ mod settings;
 mod slab;
 mod texts;
 mod users;
+mod watch;
 mod way;
 
 pub use agent::{STEERING, run};
@@ -48,3 +49,4 @@ pub use baton_moves::Step;
 pub use chaos::{Crash, Fault};
 pub use settings::AgentSettings;
 pub use users::Limits;
+pub use watch::Sampler;

@@ -376,14 +376,17 @@ impl Agent {
         let flow = Flow { local: local.into(), remote: peer.into() };
         let cgroup = self.cgroups.of(process);
         let made_by = Place::Nic;
-        Ok(Connection {
+        let mut connection = Connection {
             serial,
             process,
             cgroup,
             made_by,
             stays: draining,
             ..Connection::new(Some(fd), flow, local, peer, block)
-        })
+        };
+        // As if its rule had asked for it.
+        connection.want(true);
+        Ok(connection)
     }
 
     /// Prepares the handoff of a connection that the NIC has made and whose shell is there: its memory, its image, the journal.

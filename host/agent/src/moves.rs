@@ -12,8 +12,9 @@ use crate::perform::Performer;
 use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
-use baton_moves::{Barrier, Conclusion, Event, Refusal};
+use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Refusal};
 use baton_protocol::program::{Place, Reply, Until};
+use baton_supervision::Leave;
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -158,8 +159,10 @@ impl Agent {
             let Some(key) = self.moves.under_way.pop_front() else { return };
             if let Some(connection) = named(&mut self.sessions, key) {
                 connection.under_way = false;
+                let nic = connection.cid.filter(|_| connection.awaits_answer()).map(Cid::nic);
+                let excused = nic.is_some_and(|nic| self.watch.excuses(nic, monotonic_micros(), ANSWER_LIMIT));
                 self.attend(key.0);
-                self.drive(key.0, key.1, Event::Tick);
+                self.drive(key.0, key.1, if excused { Event::Excused } else { Event::Tick });
                 // A connection that stands still waits for no other's preparations.
                 self.handle_nic_messages();
             }
@@ -197,7 +200,7 @@ impl Agent {
     /// Queues a move to the NIC that a program suggested; it is made when the agent is idle or it is overdue.
     pub(crate) fn suggest(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number) else { return };
-        connection.wanted = true;
+        connection.want(true);
         if !std::mem::replace(&mut connection.suggested, true) {
             let key = (session, number, connection.serial);
             self.moves.suggested.push_back((key, monotonic_micros()));
@@ -216,9 +219,13 @@ impl Agent {
                 return;
             }
             self.moves.suggested.pop_front();
-            let wanted = |connection: &mut Connection| std::mem::take(&mut connection.suggested) && connection.wanted;
+            let wanted = |connection: &mut Connection| std::mem::take(&mut connection.suggested) && connection.is_wanted();
             if named(&mut self.sessions, key).is_some_and(wanted) {
                 let (session, number, _) = key;
+                if let Leave::Wait(until) = self.leave_of(session, number, now) {
+                    self.look_again(session, number, until - now);
+                    continue;
+                }
                 // Tag 0: no answer is sent.
                 let _ = self.request_move(session, number, Place::Nic, (session, 0));
             }
@@ -255,9 +262,11 @@ impl Agent {
         if conclusion == Conclusion::Moved {
             self.catch_up(session, number);
         }
-        self.answer_askers(session, number, conclusion);
+        self.answer_askers(session, number, conclusion.clone());
         if must_return {
             self.follow_return(session, number);
+        } else {
+            self.follow_conclusion(session, number, &conclusion);
         }
         self.return_descriptor(session, number);
     }

@@ -18,7 +18,7 @@ use baton_protocol::address::OwnAddress;
 use baton_protocol::nic::{Hop, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Opening;
 use baton_ring::{Consumer, Producer, must_ring};
-use baton_shm::{Region, RingWords};
+use baton_shm::{Pulse, Region, RingWords};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -147,6 +147,7 @@ impl NicProcess {
     pub fn start(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Result<NicProcess> {
         // Commands that the last NIC left unread were meant for that NIC only.
         Consumer::new(hardware.memory.ring(nic::COMMANDS)).skip_all();
+        (0..nic::MAX_WORKERS).for_each(|worker| Pulse::clear(&hardware.memory, nic::pulse(worker)));
         let (process, ours) = match settings.owned {
             true => OwnedNic::start(hardware, settings).map(|(nic, ours)| (Process::Owned(nic), ours))?,
             false => start_child(hardware, shape, settings).map(|(child, ours)| (Process::Child(child), ours))?,
@@ -200,6 +201,14 @@ impl NicProcess {
         }
     }
 
+    /// The process's number, if it means the same here.
+    pub fn visible_process(&self) -> Option<u32> {
+        match &self.process {
+            Process::Child(child) => Some(child.id()),
+            Process::Owned(nic) => nic.visible_process(),
+        }
+    }
+
     /// The control connection: readable when the process has died.
     pub fn channel_fd(&self) -> BorrowedFd<'_> {
         self.channel.as_fd()
@@ -212,6 +221,16 @@ impl NicProcess {
             Process::Owned(_) => self.channel.is_hung_up(),
         };
         nic_is_dead || self.host_tcp.as_mut().is_some_and(HostTcp::is_dead)
+    }
+
+    /// Whether it has died without anybody else's doing, or is to be ended since it does not do what it must. Of an owner's nobody knows.
+    pub fn died_by_itself(&mut self) -> bool {
+        let killed = |child: &mut Child| matches!(child.try_wait(), Ok(Some(status)) if process::is_killed(status));
+        let nic_was_killed = match &mut self.process {
+            Process::Child(child) => killed(child),
+            Process::Owned(_) => false,
+        };
+        !nic_was_killed && !self.host_tcp.as_mut().is_some_and(HostTcp::was_killed)
     }
 
     /// Ends the process and the host's TCP, and waits until they are gone.

@@ -4,6 +4,7 @@ use crate::nic::Hardware;
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_nanos;
+use baton_linux::tasks;
 use baton_protocol::filter::{AgentAnswer, FromOwner, ToOwner};
 use baton_protocol::nic::NicSettings;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,6 +13,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 pub(crate) struct OwnedNic {
     owner: Channel,
     process: u32,
+    /// The owner counts processes as this one does.
+    visible: bool,
 }
 
 /// Asks the owner for something, and waits for the answer.
@@ -38,7 +41,10 @@ impl OwnedNic {
         let descriptors = [memory, hardware.nic_bell.as_fd(), hardware.agent_bell.as_fd()];
         let (answer, mut descriptors) = ask(&owner, ToOwner::Start(Box::new(settings.clone())), &descriptors)?;
         match (answer, descriptors.pop()) {
-            (FromOwner::Started(process), Some(channel)) => Ok((OwnedNic { owner, process }, Channel::from_fd(channel))),
+            (FromOwner::Started(process), Some(channel)) => {
+                let visible = owner.peer_process().is_ok_and(tasks::shares_numbers);
+                Ok((OwnedNic { owner, process, visible }, Channel::from_fd(channel)))
+            }
             (FromOwner::Failed(reason), _) => bail!("the NIC's owner: {reason}"),
             (other, _) => bail!("the NIC's owner answers {other:?}"),
         }
@@ -47,6 +53,11 @@ impl OwnedNic {
     /// Its process, in the owner's PID namespace.
     pub fn process(&self) -> u32 {
         self.process
+    }
+
+    /// The same number, if it means the same here.
+    pub fn visible_process(&self) -> Option<u32> {
+        self.visible.then_some(self.process)
     }
 
     /// Ends the NIC, and waits until it has ended.

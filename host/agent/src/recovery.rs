@@ -6,13 +6,18 @@ use crate::connection::{Connection, Stage};
 use crate::ground::Shape;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
+use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_moves::Event;
+use baton_supervision::Cause;
 use baton_wire::{Flow, TcpFrame};
 use std::collections::HashSet;
 
 /// Bound on the stale frames that are read: more than a TAP's queue holds.
 const MOST_STALE_FRAMES: usize = 8192;
+
+/// Why a connection stays in the kernel that makes NICs die.
+pub(crate) const KILLS_NIC: &str = "the NIC died each time that it was there";
 
 impl Agent {
     /// Recovers from the death of each NIC that has died.
@@ -30,6 +35,12 @@ impl Agent {
     /// A connection whose program does not leave an operation is waited for by itself, without delaying the others. The
     /// connections of other NICs go on.
     pub(crate) fn recover(&mut self, nic: usize) -> anyhow::Result<()> {
+        self.note_death(nic);
+        self.replace_nic(nic)
+    }
+
+    /// The same of a NIC that this agent ends since the connections are the last agent's.
+    pub(crate) fn replace_nic(&mut self, nic: usize) -> anyhow::Result<()> {
         self.nics[nic].end();
         self.drive_all(nic, &Event::NicDied);
         for session in self.sessions.iter().flatten() {
@@ -59,6 +70,32 @@ impl Agent {
         Ok(())
     }
 
+    /// Notes a NIC's death, and what it had, in its crash loop.
+    fn note_death(&mut self, nic: usize) {
+        let ended = self.watch.cause(nic, self.nics[nic].process());
+        let by_itself = ended.map_or_else(|| self.nics[nic].died_by_itself(), Cause::is_its_own);
+        let mut present = Vec::new();
+        for (session, number) in self.all_connections() {
+            let moves = matches!(self.stage(session, number), Some(Stage::Nic | Stage::Offloading));
+            if moves
+                && self.nic_of(session, number) == Some(nic)
+                && let Some(connection) = self.connection(session, number)
+            {
+                connection.extra().nic_that_died = nic as u8;
+                present.push((connection.serial, (session, number)));
+            }
+        }
+        let serials = present.iter().map(|(serial, _)| *serial);
+        let Some(guilty) = self.crash_loops[nic].died(monotonic_micros(), by_itself, serials) else { return };
+        let Some((_, (session, number))) = present.into_iter().find(|(serial, _)| *serial == guilty) else { return };
+        if let Some(connection) = self.connection(session, number) {
+            report!("baton agent: {} stays in the kernel: {KILLS_NIC}", connection.flow);
+            connection.stays = true;
+            connection.kills_nic = true;
+            self.keep_connection(session, number);
+        }
+    }
+
     /// Waits until the next NIC of this number has answered its commands about those connections for which `of` is true. This is part
     /// of its start: before frames flow it has to hold those of the connections that the last one had.
     fn await_answers(&mut self, nic: usize, of: impl Fn(&Connection) -> bool) {
@@ -66,6 +103,7 @@ impl Agent {
             let its = |connection: &Connection| connection.cid.is_some_and(|cid| cid.nic() == nic);
             let due = |connection: &&mut Connection| its(connection) && of(connection) && connection.awaits_answer();
             while self.connection(session, number).filter(due).is_some() && !self.nics[nic].is_dead() {
+                self.pulse.beat();
                 self.handle_nic_messages();
                 self.drive(session, number, Event::Tick);
                 std::thread::yield_now();

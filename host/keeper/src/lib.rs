@@ -5,6 +5,7 @@
 mod blame;
 mod held;
 mod launch;
+mod watch;
 
 use crate::blame::{Blame, Withhold};
 use anyhow::{Context, Result, bail};
@@ -17,13 +18,14 @@ use baton_linux::report;
 use baton_protocol::keeper::Kept;
 use baton_protocol::{receive_settings, send_settings};
 use baton_shm::Region;
+use baton_supervision::Cause;
 use held::Held;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command};
 use std::sync::atomic::Ordering;
 
+use crate::watch::Watched;
 pub use launch::{BesideDevices, Devices, launch};
 
 /// Descriptors that a keeper inherits from the process that made the devices, numbered from 3 on.
@@ -85,12 +87,14 @@ pub fn run() -> Result<()> {
         let mut ready = false;
         // If the agent has died already, `watch` notices.
         let _ = hand_over(&ours, &held);
-        if watch(&mut agent, ours, &end, &mut held, &mut ready, &mut announced)? {
+        let mut watched = Watched::new(agent.id(), &memory);
+        if watch(&mut agent, ours, &end, &mut held, &mut ready, &mut announced, &mut watched)? {
             return Ok(());
         }
         let attended = memory.word32(nic::ATTENDED).swap(0, Ordering::AcqRel).checked_sub(1);
         // An agent that was killed by a signal from outside has not died of what it was given.
-        let by_itself = agent.wait()?.signal().is_none_or(|signal| signal != SIGKILL && signal != SIGTERM);
+        let killed = process::is_killed(agent.wait()?);
+        let by_itself = watched.cause().map_or(!killed, Cause::is_its_own);
         match blame.judge(ready, by_itself, attended) {
             Withhold::Nothing => {}
             Withhold::Groups => {
@@ -115,10 +119,6 @@ pub fn run() -> Result<()> {
         }
     }
 }
-
-/// Signals with which somebody ends an agent.
-const SIGKILL: i32 = 9;
-const SIGTERM: i32 = 15;
 
 /// What NICs beside the kernel need.
 struct Beside {
@@ -215,6 +215,7 @@ fn watch(
     held: &mut Held,
     ready: &mut bool,
     announced: &mut bool,
+    watched: &mut Watched<'_>,
 ) -> Result<bool> {
     let poller = baton_linux::events::Poller::new()?;
     poller.add(channel.as_fd(), 0, baton_linux::events::Trigger::Readable)?;
@@ -229,7 +230,10 @@ fn watch(
             agent.wait()?;
             return Ok(true);
         }
-        poller.wait(None, &mut tokens)?;
+        poller.wait(Some(watched.wait()), &mut tokens)?;
+        if watched.must_end(*ready) {
+            agent.kill()?;
+        }
         for token in tokens.drain(..) {
             if token == 1 {
                 over = true;

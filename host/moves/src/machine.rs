@@ -67,6 +67,8 @@ pub enum Event {
     Grow,
     /// Time has passed.
     Tick,
+    /// The same, in which the NIC had no chance to answer: it gets its time again.
+    Excused,
     /// A move to the NIC that has not reached the steal is given up, for this reason.
     CallOff(Refusal),
     /// It has ended on the NIC.
@@ -286,6 +288,7 @@ impl Move {
                 (self.goal, self.barrier, self.answer_by) = (Some(Goal::GiveUp), None, None);
             }
             Event::NicDied => self.nic_died(),
+            Event::Excused => self.answer_by = self.answer_by.map(|_| now + ANSWER_LIMIT),
             Event::NicStarted => self.pass(Barrier::Started),
             Event::FramesFlow => self.pass(Barrier::Flow),
             Event::Grow | Event::CallOff(_) | Event::Ended | Event::Forgotten | Event::GiveUp | Event::Tick => {}

@@ -173,6 +173,26 @@ impl Refusal {
         matches!(self, Refusal::NoRoute | Refusal::SourceGone(_) | Refusal::PolicyBlocks)
     }
 
+    /// Whether it stays true for the connection's life, so that trying again is of no use. Everything else may pass: a route, a rule, an
+    /// option, a lack of room.
+    pub fn is_for_good(&self) -> bool {
+        use Refusal::*;
+        matches!(
+            self,
+            NotTcp
+                | Mptcp
+                | Signed
+                | OtherNamespace
+                | ReceivingShut
+                | MicrosecondClock
+                | UpperLayer
+                | CannotOpen
+                | Ended
+                | Closed(_)
+                | Lost(..)
+        )
+    }
+
     /// Whether nothing is wrong with the connection: somebody else was faster.
     pub fn is_overtaken(&self) -> bool {
         matches!(self, Refusal::CalledOff | Refusal::Ended)
@@ -202,5 +222,15 @@ mod tests {
         for refusal in [Refusal::Mptcp, Refusal::Unproved, Refusal::CalledOff, Refusal::Ended, Refusal::NoRoute] {
             assert!(!refusal.is_transient() && !refusal.to_string().contains("try again"), "{refusal}");
         }
+    }
+
+    #[test]
+    fn what_may_pass_is_not_for_good() {
+        for refusal in
+            [Refusal::NoRoom, Refusal::Busy, Refusal::NoNeighbour, Refusal::NoRoute, Refusal::Unproved, Refusal::Shared]
+        {
+            assert!(!refusal.is_for_good(), "{refusal}");
+        }
+        assert!(Refusal::Mptcp.is_for_good() && Refusal::Lost("connect", "refused".into()).is_for_good());
     }
 }

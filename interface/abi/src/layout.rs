@@ -24,8 +24,10 @@ pub mod nic {
     /// 4-byte word: incremented by the agent when it has sent a message on the control connection (a socket), so that a NIC that
     /// does not sleep looks there.
     pub const CHANNEL: usize = 32;
-    /// 8-byte word: time of the NIC's last round, in microseconds of its clock.
-    pub const HEARTBEAT: usize = 64;
+    /// The agent's sign of life ([`crate::layout::pulse`]), for the keeper.
+    pub const AGENT_PULSE: usize = ADDRESSES + 8 * crate::AddressEntry::WORDS * MOST_ADDRESSES;
+    /// The workers' signs of life, for the agent.
+    pub const PULSES: usize = AGENT_PULSE + super::pulse::BYTES;
     /// 4-byte word for tests: how many times the step has been made after which the NIC or the agent is to be killed.
     pub const CHAOS: usize = 96;
     /// 4-byte word, written by the agent: the number of slots, counted from the first, that have ever had a connection. The
@@ -48,7 +50,7 @@ pub mod nic {
     /// Largest number of NICs that one agent has; each has NIC memory of its own.
     pub const MAX_NICS: usize = 4;
     /// Ring of commands from the agent to the NIC.
-    pub const COMMANDS: usize = 8192;
+    pub const COMMANDS: usize = 12_288;
     /// Ring of messages from the NIC to the agent.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
     /// The slots, one per connection, in groups: first the slots of a group, close to each other, then a page of scratch for each.
@@ -88,6 +90,11 @@ pub mod nic {
         COUNTERS + worker * COUNTERS_BYTES
     }
 
+    /// Offset of a worker's sign of life.
+    pub const fn pulse(worker: usize) -> usize {
+        PULSES + worker * super::pulse::BYTES
+    }
+
     /// Offset of the entry of one of the NIC's own addresses.
     pub const fn address(entry: usize) -> usize {
         ADDRESSES + entry * crate::AddressEntry::WORDS * 8
@@ -106,6 +113,19 @@ pub mod nic {
     }
 }
 
+/// A sign of life, by which a supervisor sees whether a worker makes progress. Offsets are in bytes from its beginning; it has a cache line
+/// of its own.
+pub mod pulse {
+    /// 8-byte word: rounds that the worker, and those before it at this place, have made.
+    pub const ROUNDS: usize = 0;
+    /// 4-byte word: number of the worker's thread, 0 while there is none.
+    pub const THREAD: usize = 8;
+    /// 4-byte word: nonzero while the worker sleeps, or waits for something with a limit of its own.
+    pub const ASLEEP: usize = 12;
+    /// Bytes that it takes.
+    pub const BYTES: usize = 64;
+}
+
 /// Memory shared by the NIC and the host's TCP, to which the NIC lends connections that leave their fast path.
 pub mod host_tcp {
     use super::RING_BYTES;
@@ -114,6 +134,8 @@ pub mod host_tcp {
     pub const SLEEPING: usize = 0;
     /// 4-byte word, written by the NIC: the largest number of payload bytes in a frame that its wire accepts for segmentation.
     pub const SEGMENTATION: usize = 64;
+    /// Its sign of life ([`super::pulse`]), for the agent.
+    pub const PULSE: usize = 128;
     /// Ring of messages from the NIC: connections lent and recalled, and what their programs have sent.
     pub const COMMANDS: usize = 4096;
     /// Ring of messages to the NIC.
@@ -256,6 +278,9 @@ pub mod session {
     pub const COMMANDS: usize = 4096;
     /// In a NIC's area: ring of messages from the NIC to the program.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
+    /// 4-byte words in the second NIC's area, written by the agent: a bit for each connection, set while the connection is wanted on the
+    /// NIC. The next agent reads them.
+    pub const WISHES: usize = area(1) + 2048;
     /// Bytes of a NIC's area.
     pub const AREA_BYTES: usize = EVENTS + RING_BYTES;
     /// The connection blocks.
@@ -485,13 +510,14 @@ pub enum Counter {
 pub const COUNTERS: usize = 44;
 
 const _: () = {
-    assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::address(nic::MOST_ADDRESSES) <= nic::COMMANDS);
+    assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::pulse(nic::MAX_WORKERS) <= nic::COMMANDS);
+    assert!(nic::address(nic::MOST_ADDRESSES) <= nic::AGENT_PULSE && nic::PULSES.is_multiple_of(64));
     assert!(slot::PARAMETERS + 24 <= slot::NEXT_CID && slot::LIMITS + 8 <= slot::READ && slot::POSTED + 4 <= slot::RECORDS);
     assert!(slot::RECORDS.is_multiple_of(64) && slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::FLOW);
     assert!(slot::FLOW + 36 <= slot::GROWN && slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::JOURNAL);
     assert!(nic::SLOT_BYTES.is_multiple_of(64), "records lie in cache lines of their own");
     assert!(scratch::POSTS + scratch::POSTS_BYTES <= nic::SCRATCH_BYTES);
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());
-    assert!(session::HEAP.is_multiple_of(4096));
+    assert!(session::HEAP.is_multiple_of(4096) && 2048 + session::MAX_CONNECTIONS / 8 <= session::COMMANDS);
     assert!(block::QUIET_ABOVE + 4 <= session::BLOCK_BYTES);
 };

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -565,6 +565,10 @@ pub struct NicStatistics {
     pub counters: Vec<u64>,
     /// The same counters of each of its workers.
     pub workers: Vec<Vec<u64>>,
+    /// Times that one of its workers wanted to run and got no processor.
+    pub starved: u64,
+    /// Times that the agent has ended one of this number since it hung.
+    pub hung: u64,
 }
 
 /// Counters of agent and NICs.

@@ -4,12 +4,13 @@
 use crate::nic::take_number;
 use crate::sandbox;
 use anyhow::{Context, Result};
+use baton_abi::layout::host_tcp;
 use baton_datapath::{HostWire, NoKernel, Worker, WorkerSettings};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::process;
 use baton_protocol::nic::{HostTcpDescriptor, NicSettings, ToAgent, ToNic};
-use baton_shm::Region;
+use baton_shm::{Pulse, Region};
 use baton_tcp::Instant;
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
@@ -32,6 +33,7 @@ struct HostTcp {
     nic_bell: Doorbell,
     bell: Doorbell,
     poller: Poller,
+    pulse: Pulse,
 }
 
 /// Runs the process until the agent ends.
@@ -54,10 +56,11 @@ pub fn run() -> Result<()> {
     sandbox::drop_rights()?;
     let NicSettings { number: nic, slots, hash_key, .. } = settings;
     let worker_settings = WorkerSettings { nic, slots, hash_key, ..WorkerSettings::default() };
+    let pulse = Pulse::begin(shared.clone(), host_tcp::PULSE, process::thread());
     let worker = Worker::host_tcp(memory, shared, worker_settings, Instant(monotonic_micros()));
     sandbox::restrict_system_calls()?;
     channel.send(&ToAgent::Ready, &[])?;
-    HostTcp { worker, channel, nic_bell, bell, poller }.main_loop()
+    HostTcp { worker, channel, nic_bell, bell, poller, pulse }.main_loop()
 }
 
 impl HostTcp {
@@ -66,6 +69,7 @@ impl HostTcp {
         let (mut idle_since, mut rounds) = (monotonic_micros(), 0);
         loop {
             let now = Instant(monotonic_micros());
+            self.pulse.beat();
             if self.worker.poll_lent(now) {
                 anyhow::ensure!(!self.worker.is_broken(), "the NIC has lent a connection that cannot be taken");
                 if self.worker.must_wake_nic() {
@@ -85,7 +89,9 @@ impl HostTcp {
     /// Sleeps until a timer is due, or something has been sent.
     fn sleep(&mut self, now: Instant) -> Result<()> {
         let due = self.worker.next_timeout().map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000);
+        self.pulse.set_asleep(true);
         let waited = self.poller.wait(Some(Duration::from_micros(due)), &mut Vec::new());
+        self.pulse.set_asleep(false);
         self.worker.end_sleep_lent();
         self.bell.clear();
         waited?;

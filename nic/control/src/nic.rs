@@ -26,7 +26,7 @@ use baton_protocol::nic as protocol;
 use baton_protocol::nic::{DatagramSocket, Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
 use baton_rmpp::{DataConfig, Halves, MatchConfig};
-use baton_shm::Region;
+use baton_shm::{Pulse, Region};
 use baton_tcp::Instant;
 use baton_wire::Endpoint;
 use baton_wire::frame::Link;
@@ -49,6 +49,8 @@ struct Runner {
     /// What it does without work.
     rest: Rest,
     memory: Arc<Region>,
+    /// Its sign of life, once it runs.
+    pulse: Option<Pulse>,
     poller: Poller,
     /// Descriptors of the devices, if this worker receives from them.
     devices: Option<[OwnedFd; 2]>,
@@ -365,6 +367,7 @@ impl Runner {
             several,
             rest: Rest::new(settings.spin, now.0),
             memory: memory.clone(),
+            pulse: None,
             poller,
             devices,
             bells: bells.clone(),
@@ -385,6 +388,7 @@ impl Runner {
     fn main_loop(&mut self) -> Result<()> {
         let mut worked = false;
         let mut last = monotonic_nanos();
+        self.pulse = Some(Pulse::begin(self.memory.clone(), nic::pulse(self.me), process::thread()));
         loop {
             let started = monotonic_nanos();
             if worked {
@@ -400,8 +404,10 @@ impl Runner {
             self.worker.wire().tick(now.0);
             worked = if self.several { self.worker.poll_with_peers(now) } else { self.worker.poll(now) };
             self.ring_doorbells(now);
+            if let Some(pulse) = &mut self.pulse {
+                pulse.beat();
+            }
             if self.front.is_some() {
-                self.memory.words(nic::HEARTBEAT, 1)[0].store(now.0, Ordering::Relaxed);
                 self.serve_new_messages()?;
             }
             self.take_new_bells()?;
@@ -441,10 +447,12 @@ impl Runner {
         self.trim_heap();
         let mut tokens = Vec::new();
         let limit = Some(Duration::from_micros(self.until_due(now)));
+        self.show_asleep(true);
         let waited = match &self.devices {
             Some([host, wire]) => self.poller.wait_or([host.as_fd(), wire.as_fd()], limit, &mut tokens),
             None => self.poller.wait(limit, &mut tokens),
         };
+        self.show_asleep(false);
         self.worker.end_sleep();
         self.bells[self.me].clear();
         waited?;
@@ -457,6 +465,10 @@ impl Runner {
         }
         self.rest.worked(monotonic_micros());
         Ok(())
+    }
+
+    fn show_asleep(&self, asleep: bool) {
+        self.pulse.iter().for_each(|pulse| pulse.set_asleep(asleep));
     }
 
     /// Rings the doorbells of the programs, the agent and the other workers that sleep and have messages.

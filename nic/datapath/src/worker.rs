@@ -31,7 +31,7 @@ use crate::peers::Call;
 use crate::transmit::Output;
 use agent::AgentLink;
 use ahead::Ahead;
-use baton_abi::layout::{Counter, nic, session};
+use baton_abi::layout::{Counter, nic, pulse, session};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_lro::Mode;
 use baton_moderation::Moderator;
@@ -181,7 +181,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         counters.set(Counter::Connections, 0);
         counters.set(Counter::Dormant, 0);
         let gate = if settings.closed { Gate::Closed } else { Gate::Open };
-        let succeeds = nic_memory.words(nic::HEARTBEAT, 1)[0].load(Ordering::Relaxed) != 0;
+        let succeeds = nic_memory.words(nic::pulse(0) + pulse::ROUNDS, 1)[0].load(Ordering::Relaxed) != 0;
         Worker {
             connections: Connections::new(settings.slots, settings.hash_key, now.0),
             to_kernel: ToKernel::new(host, settings.lro, settings.moderation, now.0),

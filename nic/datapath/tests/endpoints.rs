@@ -1,7 +1,7 @@
 //! Connections that the worker makes and closes, with smoltcp as the peer, in virtual time: handshakes, half close, both ends at once,
 //! TIME-WAIT.
 
-use baton_abi::layout::{RING_MESSAGES, nic, scratch, session, slot};
+use baton_abi::layout::{RING_MESSAGES, nic, pulse, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{ListenerSettings, Worker, WorkerSettings};
@@ -62,7 +62,7 @@ impl Nic {
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
-        nic_memory.words(nic::HEARTBEAT, 1)[0].store(u64::from(succeeds), Ordering::Relaxed);
+        nic_memory.words(nic::pulse(0) + pulse::ROUNDS, 1)[0].store(u64::from(succeeds), Ordering::Relaxed);
         let settings = WorkerSettings { slots: SLOTS, hash_key: [1, 2, 3, 4], frame_bytes: FRAME, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);

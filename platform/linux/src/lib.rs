@@ -34,6 +34,7 @@ pub mod route;
 pub mod rtnetlink;
 pub mod socket;
 pub mod stream;
+pub mod tasks;
 pub mod tcp_info;
 pub mod topology;
 mod trust;

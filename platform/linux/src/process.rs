@@ -252,6 +252,17 @@ pub fn cpu_nanos(process: u32) -> Option<u64> {
     Some(total)
 }
 
+/// Number of the calling thread.
+pub fn thread() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
+}
+
+/// Whether a process was ended from outside, by a signal that no process sends itself when it fails: SIGKILL, SIGTERM, SIGINT, SIGHUP.
+pub fn is_killed(status: std::process::ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    matches!(status.signal(), Some(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP))
+}
+
 /// How often the threads of a process have slept and were woken (`voluntary_ctxt_switches`). None if it has ended.
 pub fn wakeups(process: u32) -> Option<u64> {
     let mut total = 0;

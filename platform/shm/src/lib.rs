@@ -4,12 +4,14 @@
 mod copy;
 mod lines;
 mod pool;
+mod pulse;
 mod region;
 mod thin;
 mod wide;
 
 pub use lines::{advise_huge, prefetch};
 pub use pool::{Pool, Pooled, Shared};
+pub use pulse::{Pulse, Reading};
 pub use region::{Circle, MovableCircle, MovableParts, OutOfRegion, Region, RingWords, WordArray, node_mask};
 pub use thin::ThinBytes;
 pub use wide::Wide;

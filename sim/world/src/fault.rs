@@ -9,8 +9,8 @@ pub enum Fault {
     KillNic,
     /// The NIC is killed before or after it sends its next frames: after this many such points.
     LightFuse(u32),
-    /// The NIC's process is stopped for this long, microseconds, and goes on then: in the meantime it answers nothing.
-    StopNic(u64),
+    /// The NIC's process does nothing useful for this long, microseconds, and goes on then, unless it has been ended.
+    HaltNic(Halt, u64),
     /// The agent is killed, and its NIC dies with it.
     KillAgent,
     /// The agent is killed after this many further actions.
@@ -33,6 +33,17 @@ pub enum Fault {
     Mtu(u16),
     /// The connections are spread anew over the NIC's workers: eight digits of an indirection table.
     Spread(u32),
+}
+
+/// Why a NIC's process answers nothing.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Halt {
+    /// It is stopped.
+    Stopped,
+    /// It is in an endless loop.
+    Spins,
+    /// It gets no processor: nobody may end it for that.
+    Starved,
 }
 
 /// A fault of a host at a time in microseconds.
@@ -58,7 +69,8 @@ fn draw(rng: &mut Rng, ipv6: bool) -> Fault {
         // Some for so long that the agent ends it.
         20 => {
             let longest = [2_000, 50_000, 3_000_000][rng.below(3) as usize];
-            Fault::StopNic(rng.below(longest))
+            let time = rng.below(longest);
+            Fault::HaltNic([Halt::Stopped, Halt::Spins, Halt::Starved][time as usize % 3], time)
         }
         0..2 => Fault::KillNic,
         2..6 => Fault::LightFuse(rng.below(40) as u32),

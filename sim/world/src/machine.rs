@@ -1,5 +1,6 @@
 //! What a host has besides its agent: kernel, devices, NIC, and the memory that survives NIC and agent.
 
+use crate::fault::Halt;
 use crate::journal::{Entry, Journal};
 use crate::kernel::Kernel;
 use crate::nic::{End, Nic, SLOTS};
@@ -123,9 +124,14 @@ impl Machine {
         }
     }
 
-    /// Whether the NIC's process was ever stopped: it may be late with its answers.
-    pub fn nic_has_been_stopped(&self) -> bool {
-        self.card.as_ref().and_then(|card| card.nic.as_ref()).is_some_and(Nic::has_been_stopped)
+    /// Whether the NIC's process has ever done nothing useful: it may be late with its answers.
+    pub fn nic_has_been_halted(&self) -> bool {
+        self.card.as_ref().and_then(|card| card.nic.as_ref()).is_some_and(Nic::has_been_halted)
+    }
+
+    /// Why the NIC's process does nothing useful now, and since when.
+    pub fn nic_halted(&self) -> Option<(Halt, u64)> {
+        self.card.as_ref()?.nic.as_ref()?.halted(self.now.0)
     }
 
     pub fn has_nic(&self) -> bool {

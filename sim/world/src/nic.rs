@@ -1,6 +1,7 @@
 //! The NIC process: real workers of the datapath, and with partial offload the host's TCP, which die together, between two rounds or in
 //! the middle of one.
 
+use crate::fault::Halt;
 use crate::port::{Killed, Port};
 use crate::scenario::Offloads;
 use baton_abi::layout;
@@ -33,8 +34,9 @@ pub(crate) struct Nic {
     flows: bool,
     /// When a timer is due next. Finding out takes the workers longer than a round, and it changes only in rounds that find work.
     due: u64,
-    /// Until when the process is stopped, microseconds; 0 if it never was.
-    stopped_until: u64,
+    /// Until when the process does nothing useful, microseconds; 0 if that never was. And why, and since when.
+    halted_until: u64,
+    halted: Option<(Halt, u64)>,
 }
 
 impl Nic {
@@ -50,7 +52,7 @@ impl Nic {
         let settings = settings(&offloads);
         let mut workers = workers(host, wire, memory, &settings, offloads.workers.max(1), now);
         let host_tcp = offloads.fast_path.then(|| host_tcp(&mut workers[0], memory, &settings, now));
-        let mut nic = Nic { workers, host_tcp, flows: false, due: 0, stopped_until: 0 };
+        let mut nic = Nic { workers, host_tcp, flows: false, due: 0, halted_until: 0, halted: None };
         for (number, session) in sessions.iter().enumerate() {
             nic.workers[0].attach(number as u32, session.clone());
             if let Some(host_tcp) = &mut nic.host_tcp {
@@ -78,22 +80,30 @@ impl Nic {
 
     /// Whether frames flow at this time.
     pub fn flows(&self, now: Instant) -> bool {
-        self.flows && self.stopped_until <= now.0
+        self.flows && self.halted_until <= now.0
     }
 
-    /// Stops the process until `time`, microseconds: it does nothing, and does not die of it.
-    pub fn stop(&mut self, time: u64) {
-        self.stopped_until = self.stopped_until.max(time);
+    /// From `now` to `until`, microseconds, the process does nothing useful, and does not die of it. If it does so already it goes on in
+    /// that way.
+    pub fn halt(&mut self, halt: Halt, now: u64, until: u64) {
+        let (halt, since) = self.halted(now).unwrap_or((halt, now));
+        self.halted = Some((halt, since));
+        self.halted_until = self.halted_until.max(until);
     }
 
-    /// Whether the process was ever stopped.
-    pub fn has_been_stopped(&self) -> bool {
-        self.stopped_until > 0
+    /// Why the process does nothing useful now, and since when.
+    pub fn halted(&self, now: u64) -> Option<(Halt, u64)> {
+        self.halted.filter(|_| now < self.halted_until)
+    }
+
+    /// Whether that was ever so.
+    pub fn has_been_halted(&self) -> bool {
+        self.halted_until > 0
     }
 
     /// Runs rounds until there is nothing to do.
     pub fn run(&mut self, now: Instant) -> Result<(), End> {
-        if self.stopped_until > now.0 {
+        if self.halted_until > now.0 {
             return Ok(());
         }
         let mut worked = self.due <= now.0;
@@ -129,7 +139,7 @@ impl Nic {
     }
 
     pub fn next_timeout(&self) -> u64 {
-        self.due.max(self.stopped_until)
+        self.due.max(self.halted_until)
     }
 }
 

@@ -229,9 +229,9 @@ impl World {
         match fault {
             Fault::KillNic => host.machine.kill_nic(&mut self.trace),
             Fault::LightFuse(points) => host.machine.card().fuse.light(points),
-            Fault::StopNic(time) => {
+            Fault::HaltNic(halt, time) => {
                 if let Some(nic) = &mut host.machine.card().nic {
-                    nic.stop(self.now + time);
+                    nic.halt(halt, self.now, self.now + time);
                 }
             }
             Fault::KillAgent => self.kill_agent(at),

@@ -44,6 +44,13 @@ pub struct SoakArguments {
     /// Kill the agent, and with it the NIC, this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_agent: u32,
+    /// Stop the NIC for good (SIGSTOP) this many times, at random moments. All faults are 4 s apart then, and the report says how long
+    /// connections carried nothing, and how many of those that are wanted on the NIC are there 3 s later.
+    #[arg(long, default_value_t = 0, conflicts_with = "rmpp")]
+    stop_nic: u32,
+    /// Instead of random moves: all connections are wanted on the NIC, which crashes whenever the first one is there.
+    #[arg(long, conflicts_with_all = ["rmpp", "stop_nic", "kill_nic", "kill_agent", "nics"])]
+    poison: bool,
     /// MTU of the link, 576 to 9000.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
@@ -180,6 +187,8 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         transitions: arguments.transitions,
         kill_nic: arguments.kill_nic,
         kill_agent: arguments.kill_agent,
+        stop_nic: arguments.stop_nic,
+        poison: arguments.poison,
         bed,
         progress: !arguments.json,
     };

@@ -40,6 +40,7 @@ mod scratch;
 mod segments;
 mod stays;
 mod stuck;
+mod supervision;
 mod tools;
 mod trust;
 mod ttcp;

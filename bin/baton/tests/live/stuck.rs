@@ -4,6 +4,7 @@ use crate::common::{connect, hosts};
 use baton_abi::layout::{block, session};
 use baton_client::{Connection, Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_linux::freeze::Frozen;
 use baton_linux::process;
 use baton_protocol::program::{Opening, Place};
 use baton_shm::Region;
@@ -98,7 +99,6 @@ fn a_close_is_not_delayed_for_ever() {
 }
 
 const SIGSTOP: i32 = 19;
-const SIGCONT: i32 = 18;
 
 /// A program with a session and a connection in the kernel.
 fn registered(bed: &Testbed, port: u16) -> (Shared, Arc<Connection>, [TcpStream; 2]) {
@@ -112,7 +112,7 @@ fn nic_process(bed: &Testbed) -> u32 {
     bed.tool().expect("a tool").statistics().expect("statistics").nic_process
 }
 
-/// While the NIC is stopped, and moves wait for its answers, other programs register connections and close them, and tools list them.
+/// While a debugger has stopped the NIC, and moves wait for its answers, other programs register connections and close them, and tools list them.
 /// The moves go on when the NIC does.
 #[test]
 fn a_nic_that_is_stopped_delays_only_what_needs_it() {
@@ -122,7 +122,7 @@ fn a_nic_that_is_stopped_delays_only_what_needs_it() {
     // Made now: their packets pass the NIC.
     let later: Vec<_> = (0..5).map(|at| connect(&bed, false, 9000 + at)).collect();
     let nic = nic_process(&bed);
-    process::signal(nic, SIGSTOP).expect("a signal");
+    let debugger = Frozen::freeze(&[nic]).expect("a tracer");
     std::thread::scope(|scope| {
         let moves = moving.iter().map(|(shared, connection, _)| scope.spawn(|| shared.move_to(connection.number(), Place::Nic)));
         let moves: Vec<_> = moves.collect();
@@ -133,13 +133,13 @@ fn a_nic_that_is_stopped_delays_only_what_needs_it() {
             other.forget(&connection, 1).expect("forgotten");
         }
         assert!(moves.iter().all(|waits| !waits.is_finished()), "a move has not waited for the NIC");
-        process::signal(nic, SIGCONT).expect("a signal");
+        drop(debugger);
         moves.into_iter().for_each(|moved| moved.join().expect("no panic").expect("a move"));
     });
     assert_eq!(nic_process(&bed), nic);
 }
 
-/// A NIC that does not answer for two seconds is ended, and what it had goes on in the kernel.
+/// A NIC that somebody has stopped is ended, and what it had goes on in the kernel.
 #[test]
 fn a_nic_that_stays_stopped_is_ended() {
     let bed = hosts(TestbedSettings::default());

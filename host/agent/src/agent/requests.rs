@@ -401,7 +401,7 @@ impl Agent {
         block.set_owner(Owner::Kernel);
         self.serials += 1;
         let serial = self.serials;
-        let connection = Connection {
+        let mut connection = Connection {
             serial,
             inherited,
             process,
@@ -411,6 +411,7 @@ impl Agent {
             ..Connection::new(Some(fd), flow, local, peer, block)
         };
         let cookie = connection.cookie;
+        connection.want(false);
         session.connections.put(connection);
         if attacher {
             self.lent(number, place, None);
@@ -524,7 +525,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else {
             return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
         };
-        connection.wanted = to == Place::Nic;
+        connection.want(to == Place::Nic);
         match (connection.stage(), to) {
             (Stage::Kernel, Place::Kernel) | (Stage::Nic, Place::Nic) => return Some((Reply::Done, Vec::new())),
             (Stage::Ended, _) => {
@@ -613,7 +614,8 @@ impl Agent {
             Shape::Beside { devices, .. } => devices.of_nic(nic, &self.routes),
             Shape::Inline { .. } => Vec::new(),
         };
-        NicStatistics { process: self.nics[nic].process(), devices, counters: sums(&workers), workers }
+        let (starved, hung) = self.watch.counts(nic);
+        NicStatistics { process: self.nics[nic].process(), devices, counters: sums(&workers), workers, starved, hung }
     }
 }
 

@@ -4,6 +4,7 @@
 mod connection;
 mod link;
 mod perform;
+mod watch;
 
 use crate::block::Block;
 use crate::heap::Heap;
@@ -22,6 +23,7 @@ use connection::{Connection, Stage, Wish};
 use link::NicLink;
 use perform::Performer;
 use std::collections::{BTreeMap, VecDeque};
+use watch::Watch;
 
 /// Time between two checks of moves that wait, microseconds.
 const LOOK: u64 = 100;
@@ -98,6 +100,7 @@ pub(crate) struct Agent {
     announced: bool,
     pub answers: Vec<(u32, Answer)>,
     due: u64,
+    watch: Watch,
     rng: Rng,
     /// Actions performed so far, by the agents before, too; and after which of them a move was concluded.
     pub actions: u64,
@@ -125,6 +128,7 @@ impl Agent {
             announced: false,
             answers: Vec::new(),
             due: machine.now.0,
+            watch: Watch::new(machine.now.0),
             rng: Rng::new(seed),
             actions: 0,
             concluded: Vec::new(),
@@ -254,7 +258,7 @@ impl Agent {
             waits && connection.machine.answer_due().is_none()
         };
         let ticks = self.connections.values().any(works).then_some(self.due.max(machine.now.0));
-        retries.chain(ticks).chain(answers).min().unwrap_or(u64::MAX)
+        retries.chain(ticks).chain(answers).chain(self.watch.due(machine)).min().unwrap_or(u64::MAX)
     }
 
     /// Whether the NIC has not answered a command.
@@ -279,6 +283,9 @@ impl Agent {
         if !machine.has_nic() {
             return self.schedule_recovery();
         }
+        if self.sees_hang(machine) {
+            return self.schedule_recovery();
+        }
         self.nic.receive();
         match self.nic.inbox.pop() {
             Some(Arrived::Answer(cid, answer)) => return self.answered(cid, answer, machine, trace),
@@ -298,15 +305,16 @@ impl Agent {
         let now = machine.now.0;
         let late = |connection: &&Connection| connection.machine.answer_due().is_some_and(|due| due <= now);
         if let Some(number) = self.connections.values().find(late).map(|connection| connection.number) {
-            self.drive(number, Event::Tick, machine);
+            self.drive(number, self.tick(now), machine);
         }
     }
 
     /// Lets the moves that wait go on, and restores what must return.
     fn look(&mut self, now: u64) {
+        let tick = self.tick(now);
         for (number, connection) in &mut self.connections {
             if connection.machine.waits() && connection.machine.answer_due().is_none_or(|due| due <= now) {
-                self.tasks.push_back(Task::Drive(*number, Event::Tick));
+                self.tasks.push_back(Task::Drive(*number, tick.clone()));
             } else if connection.must_return.is_some_and(|at| at <= now) {
                 match connection.stage() {
                     Stage::Nic => {
@@ -342,6 +350,7 @@ impl Agent {
             Task::AwaitAnswers => {}
             Task::StartNic => {
                 machine.start_nic(trace);
+                self.watch = Watch::new(machine.now.0);
                 self.nic.restarted();
                 self.due += self.rng.below(NIC_START);
             }
@@ -382,7 +391,7 @@ impl Agent {
     fn drive(&mut self, number: u32, event: Event, machine: &mut Machine) {
         let Some(connection) = self.connections.get_mut(&number) else { return };
         let late = connection.machine.answer_due().is_some_and(|due| due <= machine.now.0);
-        if late && machine.has_nic() && !machine.nic_has_been_stopped() {
+        if late && machine.has_nic() && !machine.nic_has_been_halted() {
             let awaited = connection.machine.awaits();
             machine.failure = Some(format!("the NIC of host {} does not answer {awaited:?}", machine.number));
         }
