@@ -205,7 +205,7 @@ impl Agent {
                 self.recover(nic)?;
             } else {
                 self.give_addresses_to_nic();
-                self.nics[nic].let_frames_flow()?;
+                self.nics[nic].let_frames_flow();
             }
         }
         // A move that had come no further than mirroring leaves no entry.

@@ -38,6 +38,7 @@ mod run;
 mod scratch;
 mod segments;
 mod stays;
+mod stopped;
 mod stuck;
 mod tools;
 mod ttcp;
