@@ -221,12 +221,12 @@ impl Agent {
         }
         let usable = self.addresses.own.iter().filter(|own| own.refused.is_none());
         let usable: Vec<IpAddr> = usable.map(|own| own.wanted.address).collect();
-        let given = rtnetlink::link_at(&self.routes, interface).map_err(anyhow::Error::from).and_then(|link| {
-            self.addresses.mac = link.address;
-            self.nics[0].set_addresses(link.address, usable)
-        });
-        if let Err(error) = given {
-            report!("baton agent: the NIC does not have its addresses: {error:#}");
+        match rtnetlink::link_at(&self.routes, interface) {
+            Ok(link) => {
+                self.addresses.mac = link.address;
+                self.nics[0].set_addresses(link.address, usable);
+            }
+            Err(error) => report!("baton agent: the NIC does not have its addresses: {error}"),
         }
     }
 

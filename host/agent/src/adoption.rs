@@ -209,7 +209,7 @@ impl Agent {
                 self.replace_nic(nic)?;
             } else {
                 self.give_addresses_to_nic();
-                self.nics[nic].let_frames_flow()?;
+                self.nics[nic].let_frames_flow();
             }
         }
         // A move that had come no further than mirroring leaves no entry.

@@ -1,6 +1,7 @@
 //! The agent's event loop: serves requests of programs and tools, handles the NIC's messages and advances moves.
 
 mod messages;
+mod opening;
 mod requests;
 
 use crate::addresses::Addresses;
@@ -316,7 +317,7 @@ impl Agent {
         let mut tokens = Vec::new();
         loop {
             let waits = [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait(), self.addresses.wait()];
-            let limit = waits.into_iter().chain([self.watch.wait()]).flatten().min();
+            let limit = waits.into_iter().chain([self.watch.wait(), self.answers_wait()]).flatten().min();
             self.pulse.set_asleep(true);
             let waited = self.poller.wait(limit, &mut tokens);
             self.pulse.set_asleep(false);
@@ -361,6 +362,7 @@ impl Agent {
                 }
             }
             self.handle_nic_messages();
+            self.settle_answers();
             self.programs_changed();
             self.look();
             self.work_on_moves();
@@ -675,7 +677,7 @@ impl Agent {
         }
         self.end_connections(number, ending);
         self.stop_listening(number, None);
-        self.end_datagrams(number, None, false);
+        let _ = self.end_datagrams(number, None, false, None);
         self.forget_address_asker(number);
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
         if !std::mem::replace(&mut session.ends, true) {
@@ -690,7 +692,8 @@ impl Agent {
     pub(crate) fn remove_sessions(&mut self) {
         for number in std::mem::take(&mut self.leaving) {
             let Some(Some(session)) = self.sessions.get(number as usize) else { continue };
-            let (idle, opened) = (session.connections.iter().flatten().next().is_none(), session.open.is_some());
+            let idle = session.begun.is_none() && session.connections.iter().flatten().next().is_none();
+            let opened = session.open.is_some();
             if !idle || !self.ask_to_forget(number) {
                 self.leaving.push(number);
             } else if !opened {
@@ -710,7 +713,8 @@ impl Agent {
         let Some(open) = &session.open else { return true };
         for nic in self.nics.iter_mut() {
             let bit = 1 << nic.number();
-            if open.nics() & bit & !session.asked_to_forget != 0 && nic.detach(number).is_ok() {
+            let due = open.nics() & bit & !session.asked_to_forget != 0 && !nic.is_attaching(number);
+            if due && nic.detach(number).is_ok() {
                 session.asked_to_forget |= bit;
             }
         }
@@ -787,9 +791,9 @@ impl Agent {
                 // The program asks the next NIC for its hosts again.
                 open.hosts.clear();
             }
-            if let Some(Session { open: Some(open), opening, ends: false, .. }) = session
+            if let Some(Session { name, open: Some(open), opening, ends: false, .. }) = session
                 && served(open)
-                && let Err(error) = next.attach(number as u32, open, opening)
+                && let Err(error) = next.attach((number as u32, *name), open, opening)
             {
                 // Its connections are restored to the kernel nevertheless, and stay there.
                 report!("baton agent: the NIC cannot have session {number}: {error:#}");

@@ -5,8 +5,10 @@
 //! goes back to the kernel by no more than the NIC's ceasing to take its datagrams.
 
 use crate::agent::Agent;
+use crate::answers::{After, Caller};
 use crate::connecting::source_for;
 use crate::ground::Shape;
+use crate::nic_requests::Answered;
 use baton_abi::layout::{datagrams, session as layout};
 use baton_handoff::examine::system;
 use baton_linux::bell::SessionBell;
@@ -14,9 +16,11 @@ use baton_linux::{rtnetlink, socket};
 use baton_moves::Refusal;
 use baton_protocol::nic::{DatagramSocket, DatagramWay, ToNic};
 use baton_protocol::program::{Reply, Rings};
+use baton_shm::Region;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// Most hosts that one socket sends to by the NIC; the NIC has room for as many.
@@ -62,6 +66,23 @@ struct Socket {
     local: Option<SocketAddr>,
     /// The ways that the program has asked for; None while there is none.
     ways: BTreeMap<IpAddr, Option<DatagramWay>>,
+    /// Requests to serve it that the NIC has not answered.
+    unanswered: u32,
+}
+
+/// Where a program sees whether the NIC has a socket's datagrams.
+pub(crate) struct Place {
+    memory: Arc<Region>,
+    base: usize,
+}
+
+impl Place {
+    /// Shows whether the NIC has them, and that their ways may have changed.
+    pub fn publish(&self, on_nic: bool) {
+        let word = |offset: usize| self.memory.word32(self.base + offset);
+        word(datagrams::ON_NIC).store(u32::from(on_nic), Ordering::Release);
+        word(datagrams::WAYS).fetch_add(1, Ordering::AcqRel);
+    }
 }
 
 /// The UDP sockets by number.
@@ -108,17 +129,15 @@ fn examine(fd: BorrowedFd<'_>) -> Result<SocketAddr, Refusal> {
 
 impl Agent {
     /// Makes the NIC have a UDP socket's datagrams, or serves it anew when its peer or its options have changed.
-    pub(crate) fn take_datagrams(&mut self, session: u32, rings: Rings, descriptors: Vec<OwnedFd>) -> Reply {
+    /// None if the answer comes when the NIC has them.
+    pub(crate) fn take_datagrams(&mut self, session: u32, tag: u32, rings: Rings, descriptors: Vec<OwnedFd>) -> Option<Reply> {
         let Ok([fd, bell]) = <[OwnedFd; 2]>::try_from(descriptors) else {
-            return Reply::Failed { reason: "a UDP socket and its doorbell are two descriptors".into() };
+            return Some(Reply::Failed { reason: "a UDP socket and its doorbell are two descriptors".into() });
         };
-        match self.begin_datagrams(session, rings, fd, bell) {
-            Ok(socket) => Reply::Datagrams { socket },
-            Err(refusal) => stayed(&refusal),
-        }
+        self.begin_datagrams(session, tag, rings, fd, bell).err().map(|refusal| stayed(&refusal))
     }
 
-    fn begin_datagrams(&mut self, session: u32, rings: Rings, fd: OwnedFd, bell: OwnedFd) -> Result<u32, Refusal> {
+    fn begin_datagrams(&mut self, session: u32, tag: u32, rings: Rings, fd: OwnedFd, bell: OwnedFd) -> Result<(), Refusal> {
         let cookie = socket::cookie(fd.as_fd()).map_err(|error| system("SO_COOKIE", &error))?;
         let known = self.datagrams.by_id.iter().find(|(_, socket)| socket.cookie == cookie);
         let id = match known.map(|(id, socket)| (*id, socket.session)) {
@@ -134,16 +153,35 @@ impl Agent {
                 examine(fd.as_fd())?;
                 self.datagrams.next += 1;
                 let (bell, ways) = (SessionBell::from_fd(bell), BTreeMap::new());
-                let socket = Socket { session, fd, cookie, rings, bell, local: None, ways };
+                let socket = Socket { session, fd, cookie, rings, bell, local: None, ways, unanswered: 0 };
                 self.datagrams.by_id.insert(self.datagrams.next, socket);
                 self.datagrams.next
             }
         };
-        let served = self.serve_datagrams(id);
-        if served.is_err() {
-            self.end_datagrams(session, Some(id), false);
+        let caller = self.caller(session, tag);
+        self.serve_datagrams(id, caller).inspect_err(|_| _ = self.end_datagrams(session, Some(id), false, None))
+    }
+
+    /// Handles the NIC's answer to the request to serve a socket.
+    pub(crate) fn datagrams_answered(&mut self, id: u32, caller: Caller, answer: Answered) {
+        let known = self.datagrams.by_id.get_mut(&id).map(|socket| {
+            socket.unanswered = socket.unanswered.saturating_sub(1);
+            (socket.session, socket.unanswered == 0)
+        });
+        match (known, answer) {
+            (Some(_), Ok(())) => {
+                self.publish_datagrams(id, true);
+                self.answer_caller(caller, Reply::Datagrams { socket: id }, &[]);
+            }
+            (Some((session, _)), Err(_)) if caller.is_some() => {
+                let _ = self.end_datagrams(session, Some(id), false, None);
+                self.answer_caller(caller, stayed(&Refusal::NicGone), &[]);
+            }
+            (Some((_, true)), Err(_)) => self.return_datagrams(id),
+            // The next NIC has been asked.
+            (Some(_), Err(_)) => {}
+            (None, _) => self.answer_caller(caller, stayed(&Refusal::Ended), &[]),
         }
-        served.map(|()| id)
     }
 
     /// Whether rings lie in the part of session memory of which the agent gives out nothing.
@@ -159,16 +197,35 @@ impl Agent {
 
     /// Shows a socket's program whether the NIC has its datagrams, and that the ways of these may have changed.
     fn publish_datagrams(&self, id: u32, on_nic: bool) {
-        let Some(socket) = self.datagrams.by_id.get(&id) else { return };
-        let open = self.sessions.get(socket.session as usize).and_then(Option::as_ref).and_then(|entry| entry.open.as_ref());
-        let Some(memory) = open.map(|open| &open.memory) else { return };
-        let word = |offset: usize| memory.word32(socket.rings.base as usize + offset);
-        word(datagrams::ON_NIC).store(u32::from(on_nic), Ordering::Release);
-        word(datagrams::WAYS).fetch_add(1, Ordering::AcqRel);
+        if let Some(place) = self.place_of_datagrams(id) {
+            place.publish(on_nic);
+        }
     }
 
-    /// Describes a socket to the NIC.
-    fn serve_datagrams(&mut self, id: u32) -> Result<(), Refusal> {
+    fn place_of_datagrams(&self, id: u32) -> Option<Place> {
+        let socket = self.datagrams.by_id.get(&id)?;
+        let memory = self.sessions.get(socket.session as usize)?.as_ref()?.open.as_ref()?.memory.clone();
+        Some(Place { memory, base: socket.rings.base as usize })
+    }
+
+    /// Makes the NIC leave a socket's datagrams to the kernel, and then shows that to the program. With `replay` the kernel gets what is
+    /// unread as well.
+    fn ask_to_end_datagrams(&mut self, id: u32, replay: bool, caller: Caller) {
+        let after = match self.place_of_datagrams(id) {
+            Some(place) => After::EndDatagrams(place, caller),
+            None => After::Report("the end of a UDP socket"),
+        };
+        self.nics[0].request(ToNic::EndDatagrams { id, replay }, &[], Some(after));
+    }
+
+    /// Gives a socket to the kernel until the NIC can have it.
+    fn return_datagrams(&mut self, id: u32) {
+        self.datagrams.by_id.entry(id).and_modify(|socket| socket.local = None);
+        self.ask_to_end_datagrams(id, false, None);
+    }
+
+    /// Describes a socket to the NIC. Its program is shown that the NIC has it when that has answered.
+    fn serve_datagrams(&mut self, id: u32, caller: Caller) -> Result<(), Refusal> {
         self.can_open()?;
         let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
         let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
@@ -198,13 +255,13 @@ impl Agent {
             peer: socket::peer_address(socket.fd.as_fd()).ok(),
             host: link.address,
         };
-        let served = self.nics[0].serve_datagrams(&ToNic::Datagrams(description), Some(socket.bell.as_fd()));
-        served.map_err(|_| Refusal::NicGone)?;
-        if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
+        let (message, after) = (ToNic::Datagrams(description), After::Datagrams(id, caller));
+        self.nics[0].request(message, &[socket.bell.as_fd()], Some(after));
+        self.datagrams.by_id.entry(id).and_modify(|socket| {
+            socket.unanswered += 1;
             socket.local = Some(local);
-        }
+        });
         self.looks.begin_sockets();
-        self.publish_datagrams(id, true);
         Ok(())
     }
 
@@ -215,39 +272,45 @@ impl Agent {
         let turn: Vec<(u32, bool)> =
             self.datagrams.by_id.range(from..).take(most).map(|(id, socket)| (*id, is_other(socket))).collect();
         for (id, _) in turn.iter().filter(|(_, is_other)| *is_other) {
-            if self.serve_datagrams(*id).is_err() {
-                self.leave_to_kernel(*id);
+            if self.serve_datagrams(*id, None).is_err() {
+                self.return_datagrams(*id);
             }
         }
         let next = turn.last().filter(|_| turn.len() == most).map_or(0, |(id, _)| id + 1);
         (next, self.datagrams.by_id.values().any(|socket| socket.local.is_some()))
     }
 
-    /// Makes the NIC take a socket's datagrams no longer.
-    fn leave_to_kernel(&mut self, id: u32) {
-        let _ = self.nics[0].serve_datagrams(&ToNic::EndDatagrams { id, replay: false }, None);
-        if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
-            socket.local = None;
-        }
-        self.publish_datagrams(id, false);
-    }
-
-    /// Looks up the way of a socket's datagrams to a host, for its program.
-    pub(crate) fn find_datagram_way(&mut self, session: u32, id: u32, host: IpAddr) -> Reply {
+    /// Looks up the way of a socket's datagrams to a host, for its program. None if the answer comes when the NIC knows it.
+    pub(crate) fn find_datagram_way(&mut self, session: u32, tag: u32, id: u32, host: IpAddr) -> Option<Reply> {
         let Some(socket) = self.datagrams.by_id.get(&id).filter(|socket| socket.session == session) else {
-            return Reply::Failed { reason: format!("there is no UDP socket {id}") };
+            return Some(Reply::Failed { reason: format!("there is no UDP socket {id}") });
         };
         if socket.ways.len() >= MAX_HOSTS && !socket.ways.contains_key(&host) {
-            return stayed(&Refusal::NoRoom);
+            return Some(stayed(&Refusal::NoRoom));
         }
-        match self.follow_datagram_way(id, host) {
-            Ok(way) => Reply::Way { mtu: way.mtu },
-            Err(refusal) => stayed(&refusal),
+        let (before, caller) = (socket.ways.get(&host).copied().flatten(), self.caller(session, tag));
+        match self.follow_datagram_way(id, host, caller) {
+            Ok(way) if Some(way) == before => Some(Reply::Way { mtu: way.mtu }),
+            Ok(_) => None,
+            Err(refusal) => Some(stayed(&refusal)),
         }
+    }
+
+    /// Handles the NIC's answer to a way that it was given, with this MTU.
+    pub(crate) fn datagram_way_answered(&mut self, id: u32, mtu: u32, caller: Caller, answer: Answered) {
+        let reply = match answer {
+            Ok(()) => Reply::Way { mtu },
+            Err(_) => stayed(&Refusal::NicGone),
+        };
+        if let (Reply::Stayed { .. }, Some(socket)) = (&reply, self.datagrams.by_id.get_mut(&id)) {
+            // The program asks again.
+            socket.ways.clear();
+        }
+        self.answer_caller(caller, reply, &[]);
     }
 
     /// Looks up the way of a socket's datagrams to a host, and gives it to the NIC if it is another one than before.
-    fn follow_datagram_way(&mut self, id: u32, host: IpAddr) -> Result<DatagramWay, Refusal> {
+    fn follow_datagram_way(&mut self, id: u32, host: IpAddr, caller: Caller) -> Result<DatagramWay, Refusal> {
         let Some(socket) = self.datagrams.by_id.get(&id) else { return Err(Refusal::Ended) };
         let (session, fd) = (socket.session, socket.fd.try_clone().map_err(|error| system("dup", &error))?);
         let found = self.way_of_datagrams(session, fd.as_fd(), host.to_canonical());
@@ -256,7 +319,8 @@ impl Agent {
         if way != before {
             socket.ways.insert(host, way);
             let host = host.to_canonical();
-            self.nics[0].serve_datagrams(&ToNic::DatagramWay { id, host, way }, None).map_err(|_| Refusal::NicGone)?;
+            let after = After::DatagramWay(id, way.map_or(0, |way| way.mtu), caller.filter(|_| way.is_some()));
+            self.nics[0].request(ToNic::DatagramWay { id, host, way }, &[], Some(after));
         }
         found
     }
@@ -279,7 +343,8 @@ impl Agent {
     pub(crate) fn follow_datagram_ways(&mut self) {
         for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
             let ways = self.datagrams.by_id.get(&id).map(|socket| socket.ways.clone()).unwrap_or_default();
-            let changed = ways.into_iter().filter(|(host, before)| self.follow_datagram_way(id, *host).ok() != *before).count();
+            let changed =
+                ways.into_iter().filter(|(host, before)| self.follow_datagram_way(id, *host, None).ok() != *before).count();
             if changed > 0 {
                 self.publish_datagrams(id, true);
             }
@@ -290,8 +355,8 @@ impl Agent {
     /// the NIC cannot have are the kernel's until it can.
     pub(crate) fn follow_datagrams(&mut self) {
         for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
-            if self.serve_datagrams(id).is_err() {
-                self.leave_to_kernel(id);
+            if self.serve_datagrams(id, None).is_err() {
+                self.return_datagrams(id);
             }
             if let Some(socket) = self.datagrams.by_id.get_mut(&id) {
                 // The program asks for those that it still uses.
@@ -300,14 +365,16 @@ impl Agent {
         }
     }
 
-    /// Gives one of a session's sockets, or all of them, to the kernel.
-    pub(crate) fn end_datagrams(&mut self, session: u32, only: Option<u32>, replay: bool) {
+    /// Gives one of a session's sockets, or all of them, to the kernel. None if the answer to the request with that tag comes when that is
+    /// done.
+    pub(crate) fn end_datagrams(&mut self, session: u32, only: Option<u32>, replay: bool, tag: Option<u32>) -> Option<Reply> {
+        let mut caller = tag.and_then(|tag| self.caller(session, tag));
         let its = |socket: &Socket, id: u32| socket.session == session && only.is_none_or(|only| only == id);
         let ids: Vec<u32> = self.datagrams.by_id.iter().filter(|(id, socket)| its(socket, **id)).map(|(id, _)| *id).collect();
         for id in ids {
-            let _ = self.nics[0].serve_datagrams(&ToNic::EndDatagrams { id, replay }, None);
-            self.publish_datagrams(id, false);
+            self.ask_to_end_datagrams(id, replay, caller.take());
             self.datagrams.by_id.remove(&id);
         }
+        (tag.is_none() || caller.is_some()).then_some(Reply::Done)
     }
 }

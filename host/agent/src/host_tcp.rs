@@ -1,14 +1,17 @@
 //! The host's TCP as the agent sees it: the process that goes on with connections of partial offload when they leave their fast path
 //! (docs/inic.md). It is started for the first session that asks for that, and ends with its NIC.
 
+use crate::answers::After;
+use crate::nic_requests::{Answered, Requests};
 use crate::session::OpenSession;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use baton_abi::layout::host_tcp;
 use baton_linux::control::Channel;
 use baton_linux::events::Doorbell;
 use baton_linux::process;
-use baton_protocol::nic::{NicSettings, ToAgent, ToNic};
+use baton_protocol::nic::{NicSettings, ToNic};
 use baton_shm::Region;
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::process::{Child, Command};
 use std::sync::Arc;
@@ -39,16 +42,18 @@ impl Shared {
 /// The process.
 pub(crate) struct HostTcp {
     child: Child,
-    channel: Channel,
+    requests: Requests<After>,
     bell: Doorbell,
     memory: Arc<Region>,
+    /// It has said that it has started.
+    ready: bool,
 }
 
 impl HostTcp {
-    /// Starts the process, after the NIC has been given what both share.
+    /// Starts the process, after the NIC has been given what both share. Nobody waits until it is ready: its first answer says so.
     ///
     /// # Errors
-    /// If it cannot be started, or does not become ready.
+    /// If it cannot be started.
     pub fn start(shared: &Shared, nic_memory: &Region, nic_bell: &Doorbell, settings: &NicSettings) -> Result<HostTcp> {
         let (ours, theirs) = Channel::pair()?;
         baton_protocol::send_settings(&ours, settings)?;
@@ -59,37 +64,61 @@ impl HostTcp {
         process::inherit(&mut command, &[nic_memory, memory, nic_bell.as_fd(), bell, theirs.as_fd()], true);
         let child = command.spawn().context("starting the host's TCP")?;
         drop(theirs);
-        let host_tcp = HostTcp { child, channel: ours, bell: shared.bell.try_clone()?, memory: shared.memory.clone() };
-        match host_tcp.channel.receive::<ToAgent>() {
-            Ok((ToAgent::Ready, _)) => Ok(host_tcp),
-            Ok((other, _)) => bail!("the host's TCP answers {other:?} instead of being ready"),
-            Err(error) => bail!("the host's TCP did not start ({error})"),
-        }
+        let mut requests = Requests::new(ours);
+        requests.expect(After::HostTcpReady);
+        Ok(HostTcp { child, requests, bell: shared.bell.try_clone()?, memory: shared.memory.clone(), ready: false })
     }
 
     /// Gives it a session.
     ///
     /// # Errors
-    /// Why it cannot have it, or that it has died.
-    pub fn attach(&self, session: u32, open: &OpenSession) -> Result<()> {
+    /// If the session lacks something.
+    pub fn attach(&mut self, (session, name): (u32, u64), open: &OpenSession) -> Result<()> {
         let memory = open.memory.fd().context("session memory is shared memory")?;
-        self.send(&ToNic::Attach { session, messages: None }, &[memory])?;
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Attached => Ok(()),
-            other => bail!("the host's TCP did not attach the session: {other:?}"),
-        }
+        self.send(ToNic::Attach { session, messages: None }, &[memory], Some(After::Lent { session, name }));
+        Ok(())
     }
 
     /// Ends a session.
-    pub fn detach(&self, session: u32) {
-        // If it has died, the session is gone with it.
-        let _ = self.send(&ToNic::Detach(session), &[]);
+    pub fn detach(&mut self, session: u32) {
+        self.send(ToNic::Detach(session), &[], None);
     }
 
-    fn send(&self, message: &ToNic, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        self.channel.send(message, descriptors)?;
-        self.bell.ring();
-        Ok(())
+    /// If it has died, that is noticed, and what it was asked fails.
+    fn send(&mut self, message: ToNic, descriptors: &[BorrowedFd<'_>], after: Option<After>) {
+        match self.requests.send(message, descriptors, after) {
+            Ok(true) => self.bell.ring(),
+            Ok(false) => {}
+            Err(after) => after.into_iter().for_each(|after| self.requests.expect(after)),
+        }
+    }
+
+    /// Reads the answers that are there, and sends what has waited for them.
+    pub fn receive_answers(&mut self, answered: &mut VecDeque<(After, Answered)>) {
+        while let Some((after, answer)) = self.requests.receive() {
+            match after {
+                After::HostTcpReady => self.ready = true,
+                after => answered.push_back((after, answer)),
+            }
+        }
+        if self.requests.flush() {
+            self.bell.ring();
+        }
+    }
+
+    /// See [`Requests::late_at`].
+    pub fn late_at(&self) -> Option<u64> {
+        self.requests.late_at()
+    }
+
+    /// See [`Requests::become_late`].
+    pub fn become_late(&mut self, now: u64) -> impl Iterator<Item = &mut After> {
+        self.requests.become_late(now)
+    }
+
+    /// See [`Requests::awaits`].
+    pub fn awaits(&self, of: impl Fn(&After) -> bool) -> bool {
+        self.requests.awaits(of)
     }
 
     /// What it shares with the NIC.
@@ -103,7 +132,7 @@ impl HostTcp {
 
     /// The control connection: readable when the process has died.
     pub fn channel_fd(&self) -> BorrowedFd<'_> {
-        self.channel.as_fd()
+        self.requests.channel().as_fd()
     }
 
     /// Whether the process has ended.
@@ -116,9 +145,15 @@ impl HostTcp {
         matches!(self.child.try_wait(), Ok(Some(status)) if process::is_killed(status))
     }
 
-    /// Ends the process, and waits until it is gone.
-    pub fn end(&mut self) {
+    /// Whether the process has ended before it was ready: the NIC goes on without it.
+    pub fn has_failed_to_start(&mut self) -> bool {
+        !self.ready && self.is_dead()
+    }
+
+    /// Ends the process, and waits until it is gone. Returns what it has not answered.
+    pub fn end(mut self) -> Vec<After> {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        self.requests.take_all()
     }
 }

@@ -5,6 +5,7 @@
 mod addresses;
 mod adoption;
 mod agent;
+mod answers;
 mod attached;
 mod cgroups;
 mod changes;
@@ -32,6 +33,7 @@ mod looks;
 mod memory;
 mod moves;
 mod nic;
+mod nic_requests;
 mod owned;
 mod perform;
 mod record;

@@ -6,12 +6,14 @@
 //! processes may share a listener, and its queue.
 
 use crate::agent::Agent;
+use crate::answers::{After, Caller, NO_ANSWER};
 use crate::connection::{Block, Connection, Exported, Handoff, OnNic};
 use crate::ground::Ground;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;
 use crate::memory::{self, Limits};
 use crate::nic::NicProcess;
+use crate::nic_requests::Answered;
 use crate::record::{read_image, unpublish};
 use crate::session::Session;
 use crate::way::Way;
@@ -26,7 +28,7 @@ use baton_linux::report;
 use baton_linux::{diagnosis, rtnetlink};
 use baton_moves::{Event, Move, Phase, Refusal};
 use baton_protocol::keeper::Kept;
-use baton_protocol::nic::Listen;
+use baton_protocol::nic::{Listen, ToNic};
 use baton_protocol::program::{Place, Reply, Until};
 use baton_steering::Steer;
 use baton_wire::Flow;
@@ -63,10 +65,51 @@ struct Listener {
     /// Slots in which the NIC may make connections.
     granted: Vec<Cid>,
     waiting: VecDeque<Waiting>,
-    /// The NICs that serve it.
+    /// The NICs that are to serve it, and those that do.
+    wanted: BTreeSet<usize>,
     served: BTreeSet<usize>,
-    /// Where, and by which NIC.
+    /// Requests about it that each NIC has not answered.
+    unanswered: BTreeMap<usize, u32>,
+    /// Programs that wait until it is served.
+    callers: Vec<Caller>,
+    /// Where, and by which NIC; and where it is to be as soon as the NICs have answered.
     steered: Steered,
+    next_steered: Steered,
+}
+
+impl Listener {
+    fn new(listening: Listening, limits: Limits, ours: UnixStream, theirs: OwnedFd) -> Listener {
+        Listener {
+            listening,
+            limits,
+            ours,
+            theirs,
+            sessions: BTreeSet::new(),
+            granted: Vec::new(),
+            waiting: VecDeque::new(),
+            wanted: BTreeSet::new(),
+            served: BTreeSet::new(),
+            unanswered: BTreeMap::new(),
+            callers: Vec::new(),
+            steered: Steered::new(),
+            next_steered: Steered::new(),
+        }
+    }
+
+    /// Whether a NIC has answered all requests about it.
+    fn has_answer(&self, nic: usize) -> bool {
+        self.unanswered.get(&nic).is_none_or(|count| *count == 0)
+    }
+
+    /// Counts a request.
+    fn asks(&mut self, nic: usize) {
+        *self.unanswered.entry(nic).or_default() += 1;
+    }
+
+    /// Counts an answer.
+    fn hears(&mut self, nic: usize) {
+        self.unanswered.entry(nic).and_modify(|count| *count = count.saturating_sub(1));
+    }
 }
 
 /// The listeners by number.
@@ -74,23 +117,25 @@ struct Listener {
 pub(crate) struct Listeners {
     by_id: BTreeMap<u32, Listener>,
     next: u32,
+    /// Slots that were granted to a NIC which has been asked to serve a listener no longer, and has not answered.
+    revoked: BTreeSet<u32>,
+}
+
+fn stayed(refusal: &Refusal) -> Reply {
+    Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }
 }
 
 impl Agent {
-    /// Makes the NIC serve a listening socket for a session's program.
-    pub(crate) fn listen(&mut self, session: u32, fd: BorrowedFd<'_>) -> (Reply, Vec<OwnedFd>) {
-        let listened = self.begin_listening(session, fd);
-        if let Err(refusal) = &listened {
-            let program = self.sessions.get(session as usize).and_then(Option::as_ref).map_or("", |entry| &entry.opening.program);
-            let what = format!("the kernel makes the connections of a listener of {program}: {refusal}");
-            self.say_now_and_then(&what);
-        }
-        listened.unwrap_or_else(|refusal| {
-            (Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }, Vec::new())
-        })
+    /// Makes the NIC serve a listening socket for a session's program. None if the answer comes when it does.
+    pub(crate) fn listen(&mut self, session: u32, tag: u32, fd: BorrowedFd<'_>) -> Option<Reply> {
+        let refusal = self.begin_listening(session, tag, fd).err()?;
+        let program = self.sessions.get(session as usize).and_then(Option::as_ref).map_or("", |entry| &entry.opening.program);
+        let what = format!("the kernel makes the connections of a listener of {program}: {refusal}");
+        self.say_now_and_then(&what);
+        Some(stayed(&refusal))
     }
 
-    fn begin_listening(&mut self, session: u32, fd: BorrowedFd<'_>) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
+    fn begin_listening(&mut self, session: u32, tag: u32, fd: BorrowedFd<'_>) -> Result<(), Refusal> {
         let listening = Listening::read(fd)?;
         self.can_open()?;
         let limits = Limits::of(fd, &mut self.known);
@@ -101,17 +146,7 @@ impl Agent {
                 let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
                 ours.set_nonblocking(true).map_err(|error| system("fcntl", &error))?;
                 self.listeners.next += 1;
-                let listener = Listener {
-                    listening: listening.clone(),
-                    limits,
-                    ours,
-                    theirs: theirs.into(),
-                    sessions: BTreeSet::new(),
-                    granted: Vec::new(),
-                    waiting: VecDeque::new(),
-                    served: BTreeSet::new(),
-                    steered: Steered::new(),
-                };
+                let listener = Listener::new(listening.clone(), limits, ours, theirs.into());
                 self.listeners.by_id.insert(self.listeners.next, listener);
                 self.listeners.next
             }
@@ -119,10 +154,66 @@ impl Agent {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
         (listener.listening, listener.limits) = (listening, limits);
         listener.sessions.insert(session);
-        let theirs = listener.theirs.try_clone().map_err(|error| system("dup", &error))?;
         self.keep_listener(id);
         self.serve_listener(id)?;
-        Ok((Reply::Listening { listener: id }, vec![theirs]))
+        let caller = self.caller(session, tag);
+        self.listeners.by_id.entry(id).and_modify(|listener| listener.callers.push(caller));
+        Ok(())
+    }
+
+    /// Handles a NIC's answer to the request to serve a listener; None when it is late. When all have answered, clients come to the NICs,
+    /// and the programs that wait for that are answered.
+    pub(crate) fn listener_answered(&mut self, id: u32, nic: usize, answer: Option<Answered>) {
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
+        let Some(answer) = answer else {
+            for caller in std::mem::take(&mut listener.callers) {
+                if let Some((session, ..)) = caller {
+                    self.stop_listening(session, Some(id));
+                }
+                self.answer_caller(caller, Reply::Stayed { reason: NO_ANSWER.into(), transient: true }, &[]);
+            }
+            return;
+        };
+        listener.hears(nic);
+        // A later request decides: the next NIC has got one, or the listener was taken from this one.
+        if !listener.has_answer(nic) || !listener.wanted.contains(&nic) {
+            return;
+        }
+        if answer.is_err() {
+            return self.withdraw(id);
+        }
+        listener.served.insert(nic);
+        if !listener.wanted.iter().all(|nic| listener.has_answer(*nic)) {
+            return;
+        }
+        let next = listener.next_steered.clone();
+        if let Err(refusal) = self.shape.serve(&self.routes, &self.keeper, &listener.steered, &next) {
+            self.say_now_and_then(&format!("the kernel makes the connections of a listener: {refusal}"));
+            return self.withdraw(id);
+        }
+        listener.steered = next;
+        let (callers, theirs) = (std::mem::take(&mut listener.callers), listener.theirs.try_clone());
+        self.grant(id);
+        for caller in callers {
+            match &theirs {
+                Ok(theirs) => self.answer_caller(caller, Reply::Listening { listener: id }, &[theirs.as_fd()]),
+                Err(error) => self.answer_caller(caller, stayed(&system("dup", error)), &[]),
+            }
+        }
+    }
+
+    /// Handles a NIC's answer to the request to serve a listener no longer: it makes no more connections in these slots.
+    pub(crate) fn stopped_listening(&mut self, id: u32, nic: usize, slots: Vec<Cid>) {
+        if let Some(listener) = self.listeners.by_id.get_mut(&id) {
+            listener.hears(nic);
+        }
+        // Those that it has made before may be in the ring still.
+        self.handle_nic_messages();
+        for cid in slots {
+            if self.listeners.revoked.remove(&cid.0) {
+                self.nics[nic].give_slot(cid);
+            }
+        }
     }
 
     /// Has the keeper hold a listener for the next agent, as it is now.
@@ -142,18 +233,7 @@ impl Agent {
         let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
         let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
         self.listeners.next = self.listeners.next.max(id);
-        let (granted, waiting) = (Vec::new(), VecDeque::new());
-        let listener = Listener {
-            listening,
-            limits,
-            ours: ours.into(),
-            theirs,
-            sessions,
-            granted,
-            waiting,
-            served: BTreeSet::new(),
-            steered: Steered::new(),
-        };
+        let listener = Listener { sessions, ..Listener::new(listening, limits, ours.into(), theirs) };
         self.listeners.by_id.insert(id, listener);
         Some(())
     }
@@ -166,7 +246,7 @@ impl Agent {
         self.guards.pass_openings()
     }
 
-    /// Describes a listener to the NICs, each of which serves the addresses of its devices, and grants them slots.
+    /// Describes a listener to the NICs, each of which serves the addresses of its devices from its answer on.
     fn serve_listener(&mut self, id: u32) -> Result<(), Refusal> {
         let mtu = self.shape.mtu_of_listeners(&self.routes)?;
         let own = rtnetlink::addresses_of_links(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
@@ -187,13 +267,12 @@ impl Agent {
                 continue;
             }
             let listen = Listen { id, addresses, receive_limit, mtu, ttl: TTL };
-            self.nics[nic].listen(listen).map_err(|_| Refusal::NicGone)?;
-            self.listeners.by_id.entry(id).and_modify(|listener| _ = listener.served.insert(nic));
+            self.nics[nic].request(ToNic::Listen(listen), &[], Some(After::Listen(id)));
+            let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
+            listener.asks(nic);
+            listener.wanted.insert(nic);
         }
-        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
-        self.shape.serve(&self.routes, &self.keeper, &listener.steered, &now)?;
-        listener.steered = now;
-        self.grant(id);
+        self.listeners.by_id.entry(id).and_modify(|listener| listener.next_steered = now);
         self.looks.begin_sockets();
         Ok(())
     }
@@ -221,12 +300,13 @@ impl Agent {
         sessions.into_iter().for_each(|session| self.stop_listening(session, Some(id)));
     }
 
-    /// Grants each NIC as many slots as a listener's accept queue has room for.
+    /// Grants each NIC that has answered as many slots as a listener's accept queue has room for.
     fn grant(&mut self, id: u32) {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         // Linux accepts one more than the backlog says.
         let room = (listener.listening.backlog as usize + 1).min(MOST_WAITING);
-        for at in listener.served.clone() {
+        let served: Vec<usize> = listener.served.iter().copied().filter(|nic| listener.has_answer(*nic)).collect();
+        for at in served {
             let nic = &mut self.nics[at];
             while listener.granted.iter().filter(|cid| cid.nic() == at).count() + listener.waiting.len() < room {
                 let Some(cid) = nic.take_slot() else { break };
@@ -243,6 +323,9 @@ impl Agent {
 
     /// Handles the NIC's refusal of a slot for a listener.
     pub(crate) fn not_granted(&mut self, cid: Cid) {
+        if self.listeners.revoked.remove(&cid.0) {
+            return self.nics[cid.nic()].give_slot(cid);
+        }
         for listener in self.listeners.by_id.values_mut() {
             if let Some(at) = listener.granted.iter().position(|granted| *granted == cid) {
                 listener.granted.swap_remove(at);
@@ -253,6 +336,7 @@ impl Agent {
 
     /// Handles the NIC's message that it has made a connection.
     pub(crate) fn made(&mut self, cid: Cid, id: u32, by_cookie: bool) {
+        self.listeners.revoked.remove(&cid.0);
         let image = read_image(&self.hardware[cid.nic()].memory, cid);
         let listener = self.listeners.by_id.get_mut(&id);
         let Some((listener, image)) = listener.zip(image.ok()) else { return self.drop_made(cid) };
@@ -469,13 +553,13 @@ impl Agent {
 
     /// Makes a NIC serve a listener no longer. Connections that have been made can still be accepted.
     fn stop_serving(&mut self, id: u32, nic: usize) {
-        if !self.listeners.by_id.get_mut(&id).is_some_and(|listener| listener.served.remove(&nic)) {
-            return;
-        }
-        let _ = self.nics[nic].stop_listening(id);
-        self.handle_nic_messages();
-        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
-        listener.granted.extract_if(.., |cid| cid.nic() == nic).for_each(|cid| self.nics[nic].give_slot(cid));
+        let Some(listener) = self.listeners.by_id.get_mut(&id).filter(|listener| listener.wanted.contains(&nic)) else { return };
+        listener.wanted.remove(&nic);
+        listener.served.remove(&nic);
+        let slots: Vec<Cid> = listener.granted.extract_if(.., |cid| cid.nic() == nic).collect();
+        listener.asks(nic);
+        self.listeners.revoked.extend(slots.iter().map(|cid| cid.0));
+        self.nics[nic].request(ToNic::StopListening(id), &[], Some(After::StopListening(id, slots)));
     }
 
     /// Takes a listener from the NICs: the kernel gets its clients. Connections that have been made can still be accepted.
@@ -484,13 +568,15 @@ impl Agent {
             self.stop_serving(id, nic);
         }
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
-        let steered = std::mem::take(&mut listener.steered);
+        let (steered, callers) = (std::mem::take(&mut listener.steered), std::mem::take(&mut listener.callers));
+        listener.next_steered.clear();
         if let Err(refusal) = self.shape.serve(&self.routes, &self.keeper, &steered, &Steered::new()) {
             report!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
         }
         if self.listeners.by_id.values().all(|listener| listener.steered.is_empty()) {
             self.shape.serve_none();
         }
+        callers.into_iter().for_each(|caller| self.answer_caller(caller, stayed(&Refusal::NicGone), &[]));
     }
 
     /// Takes all listeners from the NICs.
@@ -516,6 +602,7 @@ impl Agent {
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
             listener.served.remove(&nic);
+            listener.wanted.remove(&nic);
             listener.granted.extract_if(.., |cid| cid.nic() == nic).for_each(|cid| self.nics[nic].give_slot(cid));
             let mut held = VecDeque::new();
             for one in std::mem::take(&mut listener.waiting) {

@@ -1,8 +1,10 @@
 //! The NIC process as the agent sees it: its start, its commands, its notifications and its end.
 
+use crate::answers::After;
 use crate::ground::Shape;
 use crate::host_tcp::{HostTcp, Shared};
 use crate::journal;
+use crate::nic_requests::{Answered, Requests};
 use crate::owned::OwnedNic;
 use crate::session::OpenSession;
 use anyhow::{Context, Result, bail};
@@ -11,11 +13,10 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::process;
-use baton_linux::report;
 use baton_moves::{Inbox, Refusal};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
-use baton_protocol::nic::{Hop, Listen, NicSettings, ToAgent, ToNic};
+use baton_protocol::nic::{NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Opening;
 use baton_ring::{Consumer, Producer, must_ring};
 use baton_shm::{Pulse, Region, RingWords};
@@ -25,6 +26,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+/// Time that a NIC may take to start.
+pub(crate) const START_LIMIT: Duration = Duration::from_secs(10);
+
+/// Why a request to a NIC that has ended fails.
+const GONE: &str = "the NIC has died";
 
 /// Time for which the answer to a command is looked for before its move goes on in a later round, in microseconds: a NIC that has
 /// nothing else to do answers sooner.
@@ -59,7 +67,9 @@ enum Process {
 
 pub(crate) struct NicProcess {
     process: Process,
-    channel: Channel,
+    requests: Requests<After>,
+    /// Answers to requests, with what is to be done with them.
+    answered: VecDeque<(After, Answered)>,
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
     memory: Arc<Region>,
@@ -117,6 +127,35 @@ impl FreeSlots {
     }
 }
 
+impl Process {
+    /// Ends it, and waits until it is gone.
+    fn end(&mut self) {
+        match self {
+            Process::Child(child) => {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            Process::Owned(nic) => nic.end(),
+        }
+    }
+}
+
+/// Waits until a NIC process is ready. Returns the addresses of its own, and microseconds between two probes for one.
+fn await_start(channel: &Channel) -> Result<(Vec<OwnAddress>, u64)> {
+    let receive = || match channel.receive_within::<ToAgent>(START_LIMIT) {
+        Ok((message, _)) => Ok(message),
+        Err(error) => bail!("the NIC process did not start ({error})"),
+    };
+    let own = match receive()? {
+        ToAgent::OwnAddresses { addresses, between_probes } => (addresses, between_probes),
+        other => bail!("the NIC process says {other:?} instead of its addresses"),
+    };
+    match receive()? {
+        ToAgent::Ready => Ok(own),
+        other => bail!("the NIC process says {other:?} instead of being ready"),
+    }
+}
+
 /// Starts a NIC process as a child, and returns it and its control connection.
 fn start_child(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Result<(Child, Channel)> {
     let (ours, theirs) = Channel::pair()?;
@@ -152,20 +191,13 @@ impl NicProcess {
             true => OwnedNic::start(hardware, settings).map(|(nic, ours)| (Process::Owned(nic), ours))?,
             false => start_child(hardware, shape, settings).map(|(child, ours)| (Process::Child(child), ours))?,
         };
-        let (own_addresses, between_probes) = match ours.receive::<ToAgent>() {
-            Ok((ToAgent::OwnAddresses { addresses, between_probes }, _)) => (addresses, between_probes),
-            Ok((other, _)) => bail!("the NIC process says {other:?} instead of its addresses"),
-            Err(error) => bail!("the NIC process did not start ({error})"),
-        };
-        match ours.receive::<ToAgent>() {
-            Ok((ToAgent::Ready, _)) => {}
-            Ok((other, _)) => bail!("the NIC process says {other:?} instead of being ready"),
-            Err(error) => bail!("the NIC process did not start ({error})"),
-        }
+        let mut process = process;
+        let (own_addresses, between_probes) = await_start(&ours).inspect_err(|_| process.end())?;
         let slots = settings.slots as u32;
         Ok(NicProcess {
             process,
-            channel: ours,
+            requests: Requests::new(ours),
+            answered: VecDeque::new(),
             commands: Producer::new(hardware.memory.ring(nic::COMMANDS)),
             events: Consumer::new(hardware.memory.ring(nic::EVENTS)),
             memory: hardware.memory.clone(),
@@ -211,15 +243,19 @@ impl NicProcess {
 
     /// The control connection: readable when the process has died.
     pub fn channel_fd(&self) -> BorrowedFd<'_> {
-        self.channel.as_fd()
+        self.requests.channel().as_fd()
     }
 
     /// Whether the process has ended, or the host's TCP, without which a NIC is of no use that has lent it connections.
     pub fn is_dead(&mut self) -> bool {
         let nic_is_dead = match &mut self.process {
             Process::Child(child) => !matches!(child.try_wait(), Ok(None)),
-            Process::Owned(_) => self.channel.is_hung_up(),
+            Process::Owned(_) => self.requests.channel().is_hung_up(),
         };
+        if let Some(host_tcp) = self.host_tcp.take_if(|host_tcp| host_tcp.has_failed_to_start()) {
+            let failed = |after| (after, Err("the host's TCP did not start".into()));
+            self.answered.extend(host_tcp.end().into_iter().map(failed));
+        }
         nic_is_dead || self.host_tcp.as_mut().is_some_and(HostTcp::is_dead)
     }
 
@@ -241,16 +277,11 @@ impl NicProcess {
         for cid in std::mem::take(&mut self.dropping).into_keys() {
             self.give_slot(Cid(cid));
         }
-        if let Some(host_tcp) = &mut self.host_tcp {
-            host_tcp.end();
-        }
-        match &mut self.process {
-            Process::Child(child) => {
-                let _ = child.kill();
-                let _ = child.wait();
-            }
-            Process::Owned(nic) => nic.end(),
-        }
+        self.process.end();
+        self.receive_answers();
+        let lent = self.host_tcp.take().map(HostTcp::end).unwrap_or_default();
+        let unanswered = self.requests.take_all().into_iter().chain(lent);
+        self.answered.extend(unanswered.map(|after| (after, Err(GONE.into()))));
     }
 
     /// Takes a free slot, if the NIC advertised room, and returns its cid.
@@ -273,6 +304,7 @@ impl NicProcess {
     pub fn inherit_slots(&mut self, last: &mut NicProcess) {
         self.free = std::mem::take(&mut last.free);
         self.detached = std::mem::take(&mut last.detached);
+        self.answered = std::mem::take(&mut last.answered);
     }
 
     /// Makes the NIC drop a connection that it has made; its frames are the kernel's. Its slot is free once that is done.
@@ -303,7 +335,7 @@ impl NicProcess {
             Err(refusal) => return Err(refusal),
             Ok(()) => self.detaching.push_back(session),
         }
-        if let Some(host_tcp) = &self.host_tcp {
+        if let Some(host_tcp) = &mut self.host_tcp {
             host_tcp.detach(session);
         }
         Ok(())
@@ -330,95 +362,116 @@ impl NicProcess {
     }
 
     /// Makes these addresses the NIC's own, at this MAC address.
-    ///
-    /// # Errors
-    /// That it has died.
-    pub fn set_addresses(&mut self, mac: [u8; 6], addresses: Vec<IpAddr>) -> Result<()> {
-        self.send(&ToNic::Addresses { mac, addresses }, &[])?;
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Set => Ok(()),
-            other => bail!("the NIC did not take its addresses: {other:?}"),
-        }
+    pub fn set_addresses(&mut self, mac: [u8; 6], addresses: Vec<IpAddr>) {
+        let after = After::Report("the NIC does not have its addresses");
+        self.request(ToNic::Addresses { mac, addresses }, &[], Some(after));
     }
 
     /// Starts forwarding frames.
-    pub fn let_frames_flow(&mut self) -> Result<()> {
-        self.send(&ToNic::Start, &[])
+    pub fn let_frames_flow(&mut self) {
+        self.request(ToNic::Start, &[], None);
     }
 
-    /// Sets the offloads for the kernel's connections. Waits until they are in force, so that repeated calls do not outrun the
-    /// NIC.
-    pub fn set_offloads(&mut self, offloads: &Offloads) -> Result<()> {
-        self.send(&ToNic::Offloads(Box::new(*offloads)), &[])?;
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Set => {
-                self.settings.offloads = *offloads;
-                Ok(())
-            }
-            other => bail!("the NIC did not change its offloads: {other:?}"),
+    /// Records that these offloads are in force.
+    pub fn has_set(&mut self, offloads: &Offloads) {
+        self.settings.offloads = *offloads;
+    }
+
+    /// Sends a request on the control connection. What follows the answer, if there is one, is done when it is there.
+    pub fn request(&mut self, message: ToNic, descriptors: &[BorrowedFd<'_>], after: Option<After>) {
+        if self.ended {
+            return self.answered.extend(after.map(|after| (after, Err(GONE.into()))));
+        }
+        match self.requests.send(message, descriptors, after) {
+            Ok(true) => self.wake(),
+            Ok(false) => {}
+            Err(after) => self.answered.extend(after.map(|after| (after, Err(GONE.into())))),
         }
     }
 
-    fn send(&mut self, message: &ToNic, descriptors: &[BorrowedFd<'_>]) -> Result<()> {
-        self.channel.send(message, descriptors)?;
+    /// Makes the NIC look at its control connection.
+    fn wake(&self) {
         self.memory.word32(nic::CHANNEL).fetch_add(1, Ordering::AcqRel);
         self.bell.ring();
-        Ok(())
     }
 
-    /// Gives a session to the NIC: its memory, and its endpoint if it is for messages.
-    pub fn attach(&mut self, session: u32, open: &OpenSession, opening: &Opening) -> Result<()> {
+    /// Whether it has so many requests to answer that it gets no more from programs and tools.
+    pub fn is_behind(&self) -> bool {
+        self.requests.is_full()
+    }
+
+    /// Reads the answers that are there, and sends what has waited for them.
+    fn receive_answers(&mut self) {
+        while let Some(answered) = self.requests.receive() {
+            self.answered.push_back(answered);
+        }
+        if self.requests.flush() {
+            self.wake();
+        }
+        if let Some(host_tcp) = &mut self.host_tcp {
+            host_tcp.receive_answers(&mut self.answered);
+        }
+    }
+
+    /// Takes the next answer to a request, with what is to be done with it.
+    pub fn take_answered(&mut self) -> Option<(After, Answered)> {
+        self.answered.pop_front()
+    }
+
+    /// When the next request is late, in microseconds of the monotonic clock.
+    pub fn late_at(&self) -> Option<u64> {
+        [self.requests.late_at(), self.host_tcp.as_ref().and_then(HostTcp::late_at)].into_iter().flatten().min()
+    }
+
+    /// What is to be done with answers that have become late.
+    pub fn become_late(&mut self, now: u64) -> impl Iterator<Item = &mut After> {
+        let of_host_tcp = self.host_tcp.iter_mut().flat_map(move |host_tcp| host_tcp.become_late(now));
+        self.requests.become_late(now).chain(of_host_tcp)
+    }
+
+    /// Whether it has still to answer a request about a session, so that it is not asked to forget that yet.
+    pub fn is_attaching(&self, session: u32) -> bool {
+        let of_session = |after: &After| after.session() == Some(session);
+        self.requests.awaits(of_session) || self.host_tcp.as_ref().is_some_and(|host_tcp| host_tcp.awaits(of_session))
+    }
+
+    /// Gives a session to the NIC: its memory, and its endpoint if it is for messages. `name` is the session's.
+    ///
+    /// # Errors
+    /// If the session lacks something.
+    pub fn attach(&mut self, (session, name): (u32, u64), open: &OpenSession, opening: &Opening) -> Result<()> {
         let memory = open.memory.fd().context("session memory is shared memory")?;
-        let starts = open.memory.word32(session_layout::NIC_STARTS);
         // The program can write this word, too, and harms only itself.
-        let next = starts.load(Ordering::Acquire).wrapping_add(1);
+        let next = open.memory.word32(session_layout::NIC_STARTS).load(Ordering::Acquire).wrapping_add(1);
         let messages = opening.messages.clone().map(|messages| (messages, next));
         let further = self.number().checked_sub(1).map(|at| open.further.get(at).context("the session has no doorbell for it"));
         let further = further.transpose()?.map(AsFd::as_fd);
         let descriptors: Vec<BorrowedFd<'_>> = [memory, open.bell.as_fd()].into_iter().chain(further).collect();
-        self.send(&ToNic::Attach { session, messages }, &descriptors)?;
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Attached if opening.messages.is_none() => {
-                if opening.fast_path
-                    && let Err(error) = self.keep_fast_path(session, open)
-                {
-                    report!("baton agent: the NIC has all of session {session}'s connections: {error:#}");
-                }
-                Ok(())
-            }
-            ToAgent::Attached => {
-                starts.store(next, Ordering::Release);
-                open.bell.ring();
-                Ok(())
-            }
-            other => bail!("the NIC did not attach the session: {other:?}"),
-        }
+        let after = After::Attach { session, name, starts: messages.is_some().then_some(next) };
+        self.request(ToNic::Attach { session, messages }, &descriptors, Some(after));
+        Ok(())
     }
 
-    /// Makes the NIC keep only the fast path of a session's connections. Starts the host's TCP if there is none.
-    fn keep_fast_path(&mut self, session: u32, open: &OpenSession) -> Result<()> {
+    /// Begins to make the NIC keep only the fast path of a session's connections: gives the session to the host's TCP, which is started
+    /// if there is none.
+    ///
+    /// # Errors
+    /// Why the NIC cannot.
+    pub fn lend(&mut self, session: (u32, u64), open: &OpenSession) -> Result<()> {
         if let Some(why) = self.lacks_fast_path() {
             bail!("{why}");
         }
         if self.host_tcp.is_none() {
             let shared = Shared::new(self.settings.slots)?;
-            self.send(&ToNic::HostTcp, &shared.descriptors()?)?;
-            self.await_attached()?;
+            self.request(ToNic::HostTcp, &shared.descriptors()?, Some(After::Report("the NIC has no host's TCP")));
             self.host_tcp = Some(HostTcp::start(&shared, &self.memory, &self.bell, &self.settings)?);
         }
-        if let Some(host_tcp) = &self.host_tcp {
-            host_tcp.attach(session, open)?;
-        }
-        self.send(&ToNic::FastPath(session), &[])?;
-        self.await_attached()
+        self.host_tcp.as_mut().map_or(Ok(()), |host_tcp| host_tcp.attach(session, open))
     }
 
-    fn await_attached(&mut self) -> Result<()> {
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Attached => Ok(()),
-            ToAgent::Failed(reason) => bail!("{reason}"),
-            other => bail!("unexpected answer from the NIC: {other:?}"),
-        }
+    /// Makes the NIC keep only the fast path of a session's connections, which the host's TCP has.
+    pub fn keep_fast_path(&mut self, (session, name): (u32, u64)) {
+        self.request(ToNic::FastPath(session), &[], Some(After::FastPath { session, name }));
     }
 
     /// Why the NIC cannot keep only the fast path of connections, if it cannot.
@@ -429,56 +482,6 @@ impl NicProcess {
     /// The host's TCP, if there is one.
     pub fn host_tcp(&self) -> Option<&HostTcp> {
         self.host_tcp.as_ref()
-    }
-
-    /// Sets the way of a session for messages to a host; None while there is none.
-    ///
-    /// # Errors
-    /// Why the NIC refuses, or that it has died.
-    pub fn reach(&mut self, session: u32, host: IpAddr, hop: Option<Hop>) -> Result<()> {
-        self.send(&ToNic::Reach { session, host, hop }, &[])?;
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Reached => Ok(()),
-            ToAgent::Failed(reason) => bail!("{reason}"),
-            other => bail!("the NIC did not take the way to {host}: {other:?}"),
-        }
-    }
-
-    /// Makes the NIC serve a listener.
-    ///
-    /// # Errors
-    /// That it has died.
-    pub fn listen(&mut self, listen: Listen) -> Result<()> {
-        self.send_and_wait(&ToNic::Listen(listen))
-    }
-
-    /// Makes the NIC serve a listener no longer.
-    ///
-    /// # Errors
-    /// That it has died.
-    pub fn stop_listening(&mut self, id: u32) -> Result<()> {
-        self.send_and_wait(&ToNic::StopListening(id))
-    }
-
-    /// Makes the NIC serve a UDP socket, in this way from now on; `bell` is the doorbell that it rings for the program.
-    ///
-    /// # Errors
-    /// Why it does not, or that it has died.
-    pub fn serve_datagrams(&mut self, message: &ToNic, bell: Option<BorrowedFd<'_>>) -> Result<()> {
-        self.send(message, bell.as_slice())?;
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Served => Ok(()),
-            ToAgent::Failed(reason) => bail!("{reason}"),
-            other => bail!("unexpected answer from the NIC: {other:?}"),
-        }
-    }
-
-    fn send_and_wait(&mut self, message: &ToNic) -> Result<()> {
-        self.send(message, &[])?;
-        match self.channel.receive::<ToAgent>()?.0 {
-            ToAgent::Listening => Ok(()),
-            other => bail!("unexpected answer from the NIC: {other:?}"),
-        }
     }
 
     /// Sends a command without waiting for its answer, which is among the notifications.
@@ -561,6 +564,7 @@ impl NicProcess {
             let Some(message) = self.next_event() else { break };
             self.inbox.add(message);
         }
+        self.receive_answers();
         if self.dropping.values().any(|asked| !asked) {
             self.ask_to_drop();
         }

@@ -1,6 +1,6 @@
 //! A NIC that has an owner: the agent asks that for it.
 
-use crate::nic::Hardware;
+use crate::nic::{Hardware, START_LIMIT};
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_nanos;
@@ -17,12 +17,13 @@ pub(crate) struct OwnedNic {
     visible: bool,
 }
 
-/// Asks the owner for something, and waits for the answer.
+/// Asks the owner for something, and waits for the answer, but not for ever.
 fn ask(owner: &Channel, what: ToOwner, descriptors: &[BorrowedFd<'_>]) -> Result<(FromOwner, Vec<OwnedFd>)> {
     let tag = monotonic_nanos();
     owner.send(&(tag, what), descriptors).context("the NIC's owner has ended")?;
     loop {
-        let ((answers, answer), descriptors) = owner.receive::<AgentAnswer>().context("the NIC's owner has ended")?;
+        let ((answers, answer), descriptors) =
+            owner.receive_within::<AgentAnswer>(START_LIMIT).context("the NIC's owner does not answer")?;
         // Others are for an agent that has died.
         if answers == tag {
             return Ok((answer, descriptors));

@@ -60,7 +60,7 @@ impl Agent {
             report!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
         }
         self.give_addresses_to_nic();
-        self.nics[nic].let_frames_flow()?;
+        self.nics[nic].let_frames_flow();
         self.fetch_what_was_on(Some(nic));
         self.drive_all(nic, &Event::FramesFlow);
         // Their programs stand still until then.

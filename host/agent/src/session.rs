@@ -15,9 +15,14 @@ use std::io;
 use std::net::IpAddr;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The last session's name.
+static NAMES: AtomicU64 = AtomicU64::new(0);
 
 pub(crate) struct Session {
+    /// No other session has it, while numbers are used again.
+    pub name: u64,
     pub channel: Channel,
     pub process: u32,
     pub user: u32,
@@ -25,12 +30,29 @@ pub(crate) struct Session {
     pub opening: Opening,
     /// None until the program has opened its session (a tool never does).
     pub open: Option<OpenSession>,
+    /// It is being opened: the NICs have been asked to serve it.
+    pub begun: Option<Box<Begun>>,
     pub connections: Connections,
     /// Its program is gone or cut off: it is removed when its connections are in the kernel and the NIC has forgotten it.
     pub ends: bool,
     /// When it ends: the NICs that have been asked to forget it, and those that have, a bit each.
     pub asked_to_forget: u8,
     pub forgotten: u8,
+}
+
+/// A session that is being opened.
+pub(crate) struct Begun {
+    pub open: OpenSession,
+    /// The program's ends of the doorbells.
+    pub theirs: Vec<SessionBell>,
+    pub opening: Opening,
+    /// Tag of the request; None when the program has been told that there is no answer.
+    pub tag: Option<u32>,
+    /// The NICs that have not answered, and those that have the session, a bit each.
+    pub awaited: u8,
+    pub attached: u8,
+    /// Why it cannot be opened.
+    pub failed: Option<String>,
 }
 
 /// Reason for ending a session whose program does not read its answers.
@@ -62,11 +84,13 @@ impl Session {
         let (first, second) = key.split_at(8);
         let key = [first, second].map(|half| half.iter().fold(0, |word, byte| word << 8 | u64::from(*byte)));
         Ok(Session {
+            name: NAMES.fetch_add(1, Ordering::Relaxed),
             channel,
             process,
             user,
             opening: Opening::alone(),
             open: None,
+            begun: None,
             connections: Connections::new(key),
             ends: false,
             asked_to_forget: 0,

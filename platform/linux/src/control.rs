@@ -1,6 +1,7 @@
 //! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep message
 //! boundaries. They are used in programs with signals of their own: calls that a signal interrupts are repeated.
 
+use crate::events::monotonic_micros;
 use crate::trust;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, retry_on_intr};
@@ -187,6 +188,32 @@ impl Channel {
     /// See there.
     pub fn try_receive<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<OwnedFd>)> {
         self.receive_with(RecvFlags::DONTWAIT)
+    }
+
+    /// As [`Channel::receive`], but `TimedOut` if none has come after this time.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn receive_within<T: DeserializeOwned>(&self, limit: Duration) -> io::Result<(T, Vec<OwnedFd>)> {
+        let deadline = monotonic_micros().saturating_add(limit.as_micros() as u64);
+        loop {
+            match self.try_receive() {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::IN, deadline)?,
+                received => return received,
+            }
+        }
+    }
+
+    /// Waits until the other end has sent something or ended (`IN`), or there is room to send (`OUT`).
+    fn wait(&self, what: PollFlags, deadline: u64) -> io::Result<()> {
+        let left = Duration::from_micros(deadline.saturating_sub(monotonic_micros()));
+        let left = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let mut ends = [PollFd::new(&self.fd, what)];
+        match rustix::event::poll(&mut ends, Some(&left)) {
+            Ok(0) => Err(io::ErrorKind::TimedOut.into()),
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn receive_with<T: DeserializeOwned>(&self, flags: RecvFlags) -> io::Result<(T, Vec<OwnedFd>)> {

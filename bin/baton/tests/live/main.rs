@@ -39,6 +39,7 @@ mod run;
 mod scratch;
 mod segments;
 mod stays;
+mod stopped;
 mod stuck;
 mod supervision;
 mod tools;

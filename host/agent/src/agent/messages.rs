@@ -1,12 +1,14 @@
 //! Sessions for messages (RMPP): admission of their endpoints, and the ways to the hosts that they send to.
 
 use super::Agent;
+use crate::answers::{After, Caller};
 use crate::ground::{Ground, Shape};
-use crate::session::{Host, OpenSession};
+use crate::session::{Host, OpenSession, Session};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::session;
 use baton_linux::{frames, rtnetlink, socket};
 use baton_moves::Refusal;
+use baton_protocol::nic::ToNic;
 use baton_protocol::program::{Messages, Opening, Reply};
 use baton_steering::{FURTHER, Path, Steer, messages_flow};
 use baton_wire::rmpp::envelope::{ETHERTYPE_RMPP, ethernet_address};
@@ -33,7 +35,10 @@ impl Agent {
         let socket = socket.context("a session for messages needs a UDP socket")?.as_fd();
         self.has_room_for(socket, 0).map_err(anyhow::Error::new)?;
         let address = if asked.ethernet { self.ethernet_address(socket)? } else { udp_address(socket)? };
-        let used = self.sessions.iter().flatten().filter_map(|session| session.opening.messages.as_ref());
+        let opening = |session: &Session| {
+            session.begun.as_ref().map_or(session.opening.messages.clone(), |begun| begun.opening.messages.clone())
+        };
+        let used = self.sessions.iter().flatten().filter_map(opening);
         if used.into_iter().any(|other| other.address == address) {
             bail!("another session has the messages for {address}");
         }
@@ -86,22 +91,23 @@ impl Agent {
     }
 
     /// Lets a session for messages send to a host.
-    pub(super) fn reach(&mut self, number: u32, host: IpAddr) -> Reply {
-        let Some((mut ground, session)) = self.split(number) else {
-            return Reply::Failed { reason: "open the session first".into() };
-        };
+    /// None if the answer comes when the NIC knows the way.
+    pub(super) fn reach(&mut self, number: u32, tag: u32, host: IpAddr) -> Option<Reply> {
+        let failed = |reason: String| Some(Reply::Failed { reason });
+        let caller = self.caller(number, tag);
+        let Some((mut ground, session)) = self.split(number) else { return failed("open the session first".into()) };
         let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else {
-            return Reply::Failed { reason: "this session is not for messages".into() };
+            return failed("this session is not for messages".into());
         };
         if messages.ethernet {
-            return Reply::Failed { reason: "raw Ethernet needs no way to a host".into() };
+            return failed("raw Ethernet needs no way to a host".into());
         }
         if open.hosts.len() >= MAX_HOSTS && !open.hosts.contains_key(&host) {
-            return Reply::Failed { reason: format!("the session sends to {MAX_HOSTS} hosts already") };
+            return failed(format!("the session sends to {MAX_HOSTS} hosts already"));
         }
-        match ground.find_host(number, messages.address, open, host) {
-            Ok(()) => Reply::Done,
-            Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
+        match ground.find_host(number, messages.address, open, host, caller) {
+            Ok(asked) => (!asked).then_some(Reply::Done),
+            Err(refusal) => Some(Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }),
         }
     }
 
@@ -127,7 +133,7 @@ impl Agent {
             for host in due {
                 open.hosts.entry(host).and_modify(|host| host.stale = false);
                 // Why there is no way is not kept: a request for this host asks the kernel again, and its answer says why.
-                let _ = ground.find_host(number, messages.address, open, host);
+                let _ = ground.find_host(number, messages.address, open, host, None);
             }
         }
         left == 0
@@ -135,25 +141,34 @@ impl Agent {
 }
 
 impl Ground<'_> {
-    /// Looks up the way to a host and gives it to the NIC, if it is another one than before.
-    fn find_host(&mut self, number: u32, local: SocketAddr, open: &mut OpenSession, host: IpAddr) -> Result<(), Refusal> {
+    /// Looks up the way to a host and gives it to the NIC, if it is another one than before. Returns whether the NIC's answer is awaited.
+    fn find_host(
+        &mut self,
+        number: u32,
+        local: SocketAddr,
+        open: &mut OpenSession,
+        host: IpAddr,
+        caller: Caller,
+    ) -> Result<bool, Refusal> {
         let Some(socket) = open.socket.as_ref() else { return Err(Refusal::NoRoute) };
         let found = self.way_to(socket.as_fd(), local, host);
         let before = open.hosts.get(&host).copied();
         if before.is_none() && found.is_err() {
-            return found.map(drop);
+            return found.map(|_| false);
         }
         let (way, next) = match &found {
             Ok((hop, next)) => (Some(*hop), *next),
             Err(_) => (None, before.map_or(host, |before| before.next)),
         };
         open.hosts.insert(host, Host { way, next, stale: false });
-        if before.and_then(|before| before.way) != way {
+        let asks = before.and_then(|before| before.way) != way;
+        if asks {
             if way.is_some() {
                 let steered = path_of(open).and_then(|path| self.shape.steer(&messages_flow(local.into()), &path, Steer::Steal));
                 steered.inspect_err(|_| _ = open.hosts.insert(host, Host { way: None, next, stale: false }))?;
             }
-            self.nic().reach(number, host, way).map_err(|_| Refusal::NicGone)?;
+            let message = ToNic::Reach { session: number, host, hop: way };
+            self.nic().request(message, &[], Some(After::Reach(host, caller.filter(|_| way.is_some()))));
         }
         if matches!(found, Err(Refusal::NoNeighbour))
             && let Some(socket) = open.socket.as_ref()
@@ -161,7 +176,7 @@ impl Ground<'_> {
             // The kernel looks for the neighbour, and reports it when it has an answer. Whatever becomes of it, nobody waits.
             let _ = socket::send_empty(socket.as_fd(), SocketAddr::new(host, local.port()));
         }
-        found.map(drop)
+        found.map(|_| asks)
     }
 }
 

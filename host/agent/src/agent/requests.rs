@@ -1,18 +1,19 @@
 //! Handles the requests of programs, attachers and tools.
 
 use super::Agent;
+use crate::answers::{After, NO_ANSWER};
 use crate::connection::{Asker, Block, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::host_tcp::HostTcp;
+use crate::nic::NicProcess;
 use crate::record::read_record;
-use crate::session::{NOT_READING, OpenSession, Sent, Session};
+use crate::session::{NOT_READING, Sent, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
 use baton_abi::Cid;
 use baton_abi::layout::{COUNTERS, Owner, block, nic, slot};
 use baton_handoff::examine;
-use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
@@ -21,6 +22,7 @@ use baton_linux::{diagnosis, files, interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
+use baton_protocol::nic::ToNic;
 use baton_protocol::program::{
     Answer, Ask, ConnectionInfo, Detail, Flip, NicStatistics, Opening, Place, Reply, Request, Statistics, Until, VERSION,
 };
@@ -110,8 +112,8 @@ impl Agent {
             Ask::Open(Opening { version, .. }) if version != VERSION => {
                 failed(format!("this agent speaks version {VERSION}, the program version {version}"))
             }
-            Ask::Open(opening) => match self.open(number, &opening, descriptors.pop()) {
-                Ok(given) => Some((Reply::Opened { session: number }, given)),
+            Ask::Open(opening) => match self.begin_session(number, tag, &opening, descriptors.pop()) {
+                Ok(()) => None,
                 Err(error) => failed(format!("{error:#}")),
             },
             Ask::Admit => match descriptors.pop().map(|fd| self.admit_another(number, Channel::from_fd(fd))) {
@@ -164,8 +166,13 @@ impl Agent {
                 },
                 Vec::new(),
             )),
+            Ask::Listen | Ask::Datagrams { .. } | Ask::Way { .. } | Ask::Reach { .. }
+                if self.nics.iter().any(NicProcess::is_behind) =>
+            {
+                Some((Reply::Stayed { reason: NO_ANSWER.into(), transient: true }, Vec::new()))
+            }
             Ask::Listen => match descriptors.pop() {
-                Some(fd) => Some(self.listen(number, fd.as_fd())),
+                Some(fd) => self.listen(number, tag, fd.as_fd()).map(|reply| (reply, Vec::new())),
                 None => failed("which socket? its descriptor is missing".into()),
             },
             Ask::Accept { listener } => Some(self.accept_made(number, listener)),
@@ -177,13 +184,12 @@ impl Agent {
                 self.stop_listening(number, Some(listener));
                 Some((Reply::Done, Vec::new()))
             }
-            Ask::Datagrams { rings } => Some((self.take_datagrams(number, rings, descriptors), Vec::new())),
-            Ask::Way { socket, host } => Some((self.find_datagram_way(number, socket, host), Vec::new())),
+            Ask::Datagrams { rings } => self.take_datagrams(number, tag, rings, descriptors).map(|reply| (reply, Vec::new())),
+            Ask::Way { socket, host } => self.find_datagram_way(number, tag, socket, host).map(|reply| (reply, Vec::new())),
             Ask::EndDatagrams { socket, replay } => {
-                self.end_datagrams(number, Some(socket), replay);
-                Some((Reply::Done, Vec::new()))
+                self.end_datagrams(number, Some(socket), replay, Some(tag)).map(|reply| (reply, Vec::new()))
             }
-            Ask::Reach { host } => Some((self.reach(number, host), Vec::new())),
+            Ask::Reach { host } => self.reach(number, tag, host).map(|reply| (reply, Vec::new())),
             Ask::Attachers => Some((Reply::Attachers(self.attachers()), Vec::new())),
             Ask::MoveAny { nic: Some(nic), .. } if nic as usize >= self.nics.len() => failed(self.no_such_nic(nic)),
             Ask::MoveAny { session, connection, to, nic } => {
@@ -220,8 +226,8 @@ impl Agent {
                 None => failed(self.no_such_nic(nic)),
             },
             Ask::Addresses { settled } => self.ask_for_addresses((number, tag), settled).map(|reply| (reply, Vec::new())),
-            Ask::SetOffloads { nic, offloads } => match self.set_offloads(number, nic, *offloads) {
-                Ok(()) => Some((Reply::Done, Vec::new())),
+            Ask::SetOffloads { nic, offloads } => match self.set_offloads(number, tag, nic, *offloads) {
+                Ok(()) => None,
                 Err(error) => failed(format!("{error:#}")),
             },
         }
@@ -234,7 +240,8 @@ impl Agent {
         }
     }
 
-    fn set_offloads(&mut self, number: u32, nic: u32, offloads: Offloads) -> Result<()> {
+    /// Sets a NIC's offloads. The answer comes when they are in force, so that repeated requests do not outrun the NIC.
+    fn set_offloads(&mut self, number: u32, tag: u32, nic: u32, offloads: Offloads) -> Result<()> {
         self.only_ours(number, "change what the NIC does for the kernel")?;
         offloads.check().map_err(anyhow::Error::msg)?;
         let Some(now) = self.nics.get(nic as usize).map(|nic| nic.settings().offloads) else {
@@ -257,8 +264,8 @@ impl Agent {
         if matches!(self.shape, Shape::Inline { .. }) {
             interface::set_large_sends(self.hardware[0].host.as_fd(), large).context("the interface's large sends")?;
         }
-        self.nics[nic as usize].set_offloads(&offloads)?;
-        self.keep(&Kept::Offloads(nic as usize, Box::new(offloads)), &[]);
+        let (offloads, caller) = (Box::new(offloads), self.caller(number, tag));
+        self.nics[nic as usize].request(ToNic::Offloads(offloads.clone()), &[], Some(After::Offloads(offloads, caller)));
         Ok(())
     }
 
@@ -289,69 +296,6 @@ impl Agent {
         }
         self.groups.add(name, group);
         Reply::Grouped { group: name }
-    }
-
-    fn open(&mut self, number: u32, opening: &Opening, socket: Option<OwnedFd>) -> Result<Vec<OwnedFd>> {
-        let bytes = self.settings.session_bytes;
-        if self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| session.open.is_some()) {
-            anyhow::bail!("the session is open already");
-        }
-        let Some(user) = self.sessions[number as usize].as_ref().map(|session| session.user) else { anyhow::bail!("no session") };
-        let messages = self.examine_messages(opening, socket.as_ref())?;
-        let opening = &Opening { messages, ..opening.clone() };
-        self.users.opens(user).map_err(anyhow::Error::msg)?;
-        let opened = self.open_anew(number, bytes, opening, socket);
-        let (open, theirs) = opened.inspect_err(|_| self.users.fails_to_open(user))?;
-        // Groups of an agent before this one's keeper was started do not exist any more.
-        let group = if self.groups.has(opening.group) { opening.group } else { 0 };
-        self.groups.joined(group);
-        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { anyhow::bail!("no session") };
-        let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
-        let given: Vec<OwnedFd> = [memory].into_iter().chain(theirs.into_iter().map(OwnedFd::from)).collect();
-        let opening = Opening { group, program: shortened(&opening.program), ..opening.clone() };
-        let bell = open.bell.try_clone()?;
-        let socket = open.socket.as_ref().map(OwnedFd::try_clone).transpose()?;
-        let further = open.further.iter().map(SessionBell::try_clone).collect::<io::Result<Vec<_>>>()?;
-        session.open = Some(open);
-        session.opening.clone_from(&opening);
-        let kept = [given[0].as_fd(), bell.as_fd()].into_iter().chain(socket.as_ref().map(AsFd::as_fd));
-        let kept: Vec<_> = kept.chain(further.iter().map(AsFd::as_fd)).collect();
-        self.keep(&Kept::Memory(number, opening), &kept);
-        Ok(given)
-    }
-
-    /// Makes memory and doorbells of a session, and attaches them to the NICs; those of a session for messages to the first one only.
-    fn open_anew(
-        &mut self,
-        number: u32,
-        bytes: usize,
-        opening: &Opening,
-        socket: Option<OwnedFd>,
-    ) -> Result<(OpenSession, Vec<SessionBell>)> {
-        let nics = if opening.messages.is_some() { 1 } else { self.nics.len() };
-        let (mut open, theirs) = OpenSession::new(bytes, nics)?;
-        self.has_room_for(open.further.last().unwrap_or(&open.bell).as_fd(), 0).map_err(anyhow::Error::new)?;
-        open.socket = socket.filter(|_| opening.messages.is_some());
-        if self.nics.iter().any(|nic| nic.is_detaching(number)) {
-            anyhow::bail!("the NIC has not let go of this session's last memory; try again");
-        }
-        for at in 0..nics {
-            if let Err(error) = self.nics[at].attach(number, &open, opening) {
-                self.nics[..at].iter_mut().for_each(|nic| _ = nic.detach(number));
-                return Err(error);
-            }
-        }
-        self.watch_host_tcp();
-        if opening.messages.is_some() {
-            self.looks.begin_sockets();
-        }
-        if let Some(messages) = &opening.messages
-            && let Err(refusal) = self.steal_messages(messages.address, &open)
-        {
-            let _ = self.nics[0].detach(number);
-            anyhow::bail!("the NIC cannot receive messages beside the kernel: {refusal}");
-        }
-        Ok((open, theirs))
     }
 
     fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {

@@ -1,0 +1,136 @@
+//! A NIC or an agent that is stopped: it holds up nobody who does not need it, and whoever needs it only for a while.
+
+use crate::common::{connect, hosts};
+use baton_client::{Connection, Listener, Shared};
+use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
+use baton_linux::process;
+use baton_protocol::program::{Ask, Opening, Place, Reply};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+const SIGSTOP: i32 = 19;
+const SIGCONT: i32 = 18;
+
+/// Longest time that anything here may take. What waits for the stopped process takes for ever.
+const LIMIT: Duration = Duration::from_secs(20);
+
+/// A process that is stopped while this exists.
+struct Stopped(u32);
+
+impl Stopped {
+    fn new(process: u32) -> Stopped {
+        process::signal(process, SIGSTOP).expect("a signal");
+        Stopped(process)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let _ = process::signal(self.0, SIGCONT);
+    }
+}
+
+/// Does something in a thread; fails if it takes too long.
+fn in_time<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static) -> T {
+    let (done, is_done) = channel();
+    std::thread::spawn(move || done.send(act()));
+    match is_done.recv_timeout(LIMIT) {
+        Ok(result) => result,
+        Err(RecvTimeoutError::Timeout) => panic!("{what} is held up"),
+        Err(RecvTimeoutError::Disconnected) => panic!("{what} has failed"),
+    }
+}
+
+fn session(bed: &Testbed) -> std::io::Result<Shared> {
+    Shared::connect(&bed.socket(), Opening::alone(), Listener(Box::new(|_| ())))
+}
+
+/// A program with a session and a connection in the kernel.
+fn registered(bed: &Testbed, port: u16) -> (Arc<Shared>, Arc<Connection>, [TcpStream; 2]) {
+    let (server, peer) = connect(bed, false, port);
+    let shared = session(bed).expect("a session");
+    let connection = shared.register(server.as_fd(), false).expect("a registration");
+    (Arc::new(shared), connection, [server, peer])
+}
+
+/// The connections that a tool lists.
+fn listed(bed: &Testbed) -> usize {
+    let socket = bed.socket();
+    in_time("a list", move || {
+        let mut tool = baton_client::tool::Tool::connect(&socket).expect("a tool");
+        tool.connections().expect("a list").len()
+    })
+}
+
+fn nic_process(bed: &Testbed) -> u32 {
+    bed.tool().expect("a tool").statistics().expect("statistics").nic_process
+}
+
+/// While the NIC is stopped a program that opens a session waits for it, and nobody else does.
+#[test]
+fn opening_a_session_at_a_stopped_nic_holds_up_no_other() {
+    let bed = hosts(TestbedSettings::default());
+    let (other, connection, _streams) = registered(&bed, 8000);
+    let nic = Stopped::new(nic_process(&bed));
+    let (opened, opens) = channel();
+    let socket = bed.socket();
+    std::thread::spawn(move || {
+        let shared = Shared::connect(&socket, Opening::alone(), Listener(Box::new(|_| ())));
+        opened.send(shared.map(|_| ()).map_err(|error| error.to_string()))
+    });
+    // The agent has its request by now, or gets it between two of these.
+    for _ in 0..20 {
+        assert_eq!(listed(&bed), 1);
+    }
+    in_time("a close", move || other.forget(&connection, 1)).expect("forgotten");
+    drop(nic);
+    match opens.recv_timeout(LIMIT).expect("an answer") {
+        Ok(()) => {}
+        Err(reason) => assert!(reason.contains("the NIC does not answer"), "{reason}"),
+    }
+    session(&bed).expect("a session");
+}
+
+/// Requests that need a stopped NIC are refused after a while, and served again when it goes on.
+#[test]
+fn what_needs_a_stopped_nic_is_refused_after_a_while() {
+    let bed = hosts(TestbedSettings::default());
+    let (other, connection, _streams) = registered(&bed, 8000);
+    let process = nic_process(&bed);
+    let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(false), 9000))).expect("a listener");
+    let listener = Arc::new(listener);
+    let Reply::Offloads(offloads) = bed.tool().expect("a tool").ask(Ask::Offloads { nic: 0 }).expect("an answer") else {
+        panic!("there are offloads");
+    };
+    let nic = Stopped::new(process);
+    let refused = |reason: String| assert!(reason.contains("the NIC does not answer"), "{reason}");
+    let socket = bed.socket();
+    let opens = in_time("a session", move || {
+        Shared::connect(&socket, Opening::alone(), Listener(Box::new(|_| ()))).map(|_| ()).expect_err("no NIC has it")
+    });
+    refused(opens.to_string());
+    let (shared, of) = (other.clone(), listener.clone());
+    refused(in_time("a listener", move || shared.listen(of.as_fd()).map(|_| ()).expect_err("no NIC has it").to_string()));
+    let (socket, set) = (bed.socket(), offloads.clone());
+    let reply = in_time("offloads", move || {
+        let mut tool = baton_client::tool::Tool::connect(&socket).expect("a tool");
+        tool.ask(Ask::SetOffloads { nic: 0, offloads: set }).expect("an answer")
+    });
+    let Reply::Stayed { reason, .. } = reply else { panic!("{reply:?}") };
+    refused(reason);
+    assert_eq!(listed(&bed), 1);
+    drop(nic);
+    // What was refused has not been forgotten half-way: all of it works now.
+    session(&bed).expect("a session");
+    in_time("a listener", move || other.listen(listener.as_fd()).map(|_| other))
+        .map(|other| {
+            other.move_to(connection.number(), Place::Nic).expect("a move");
+        })
+        .expect("the NIC has it");
+    let reply = bed.tool().expect("a tool").ask(Ask::SetOffloads { nic: 0, offloads }).expect("an answer");
+    assert!(matches!(reply, Reply::Done), "{reply:?}");
+    assert_eq!(nic_process(&bed), process);
+}
