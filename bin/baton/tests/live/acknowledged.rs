@@ -1,7 +1,7 @@
 //! Active acknowledgements between two kernels: large receive waits for 64 KB, and neither side retransmits; acknowledged data
 //! arrives although the NIC that holds it dies.
 
-use crate::common::{connect, hosts, unacknowledged, wait_until};
+use crate::common::{before_others, connect, hosts, unacknowledged, wait_until};
 use crate::full::on_b;
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{INTERFACE_B, Testbed, TestbedSettings, address_a, counter};
@@ -130,12 +130,16 @@ fn survives(workers: usize) {
         // Whole segments: a shorter one would end the aggregate.
         let mut piece = vec![0; 14 * 1448];
         stream::fill(9, sent, &mut piece);
-        assert_eq!(socket::send(client.as_fd(), &piece).expect("a send"), piece.len());
-        wait_until("the NIC's acknowledgement", || unacknowledged(&client) == 0);
-        // The sender has dropped all of it from its queue; large receive waits for more.
-        let waiting = socket::queue_bytes(server.as_fd(), socket::SIOCINQ).expect("SIOCINQ");
         let nic = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").nic_process;
-        process::signal(nic, 9).expect("a signal");
+        // Large receive waits for a tenth of a second only: the NIC has to die before.
+        let waiting = before_others(|| {
+            assert_eq!(socket::send(client.as_fd(), &piece).expect("a send"), piece.len());
+            wait_until("the NIC's acknowledgement", || unacknowledged(&client) == 0);
+            // The sender has dropped all of it from its queue; large receive waits for more.
+            let waiting = socket::queue_bytes(server.as_fd(), socket::SIOCINQ).expect("SIOCINQ");
+            process::signal(nic, 9).expect("a signal");
+            waiting
+        });
         assert!((waiting as usize) < piece.len(), "the kernel had {waiting} bytes of the {} from {sent} on already", piece.len());
         let mut found = vec![0; piece.len()];
         server.read_exact(&mut found).expect("what was acknowledged arrives");

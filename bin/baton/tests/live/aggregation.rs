@@ -1,7 +1,7 @@
 //! Which segments are merged, which end an aggregate, which pass unchanged: one table of cases, run through the NIC's large
 //! receive by GRO's rules and, through a TAP, through Linux's GRO. Where the two differ, the case says why.
 
-use crate::common::wait_until;
+use crate::common::{before_others, wait_until};
 use baton_backends::VnetDevice;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
 use baton_linux::interface::{self, TapOptions};
@@ -10,7 +10,6 @@ use baton_linux::{process, rtnetlink};
 use baton_lro::{Lro, LroSettings, Mode};
 use baton_wire::TcpFrame;
 use baton_wire::checksum::{Sum, pseudo_header};
-use std::process::Command;
 
 const ACK: u16 = 0x10;
 const PSH: u16 = 0x08;
@@ -444,7 +443,7 @@ fn ours(case: &Case) -> String {
 
 /// A TAP whose frames GRO sees all at once, and a socket that receives from it. GRO releases what it holds at the end of a round of the
 /// kernel's, or after a tick of its clock; so the kernel's thread that runs the rounds has the writer's processor, and runs only when the
-/// writer, which goes before it, waits.
+/// writer, which goes before all others, waits.
 struct Gro {
     _host: Namespace,
     tap: VnetDevice,
@@ -452,7 +451,7 @@ struct Gro {
 }
 
 impl Gro {
-    /// The calling thread is the writer from now on.
+    /// The calling thread, which goes before all others, is the writer.
     fn new() -> Gro {
         let host = Namespace::new().expect("a namespace (root is needed)");
         let name = format!("g{}", std::process::id());
@@ -474,10 +473,6 @@ impl Gro {
         for thread in [0, rounds[0] as i32] {
             assert!(process::pin(thread, processor), "one processor for writer and kernel");
         }
-        let this = std::fs::read_link("/proc/thread-self").expect("this thread");
-        let this = this.file_name().expect("its number").to_owned();
-        let set = Command::new("chrt").args(["--fifo", "--pid", "1"]).arg(this).status().expect("chrt (util-linux)");
-        assert!(set.success(), "this thread's priority");
         Gro { _host: host, tap: VnetDevice::new(tap, false), listener: VnetDevice::new(listener, true) }
     }
 
@@ -508,22 +503,19 @@ fn aggregates_are_those_of_linux() {
     let cases = cases();
     assert!(cases.len() >= 60, "{} cases", cases.len());
     let mut wrong = Vec::new();
-    // The thread's priority ends with it.
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let mut gro = Gro::new();
-            for case in &cases {
-                let got = ours(case);
-                if got != case.ours {
-                    wrong.push(format!("{}: ours gives {got}, not {}", case.name, case.ours));
-                }
-                let expected = case.gro.map_or(case.ours, |(gro, _)| gro);
-                let got = gro.run(case);
-                if !expected.split('|').any(|expected| got == expected) {
-                    wrong.push(format!("{}: GRO gives {got}, not {expected}", case.name));
-                }
+    before_others(|| {
+        let mut gro = Gro::new();
+        for case in &cases {
+            let got = ours(case);
+            if got != case.ours {
+                wrong.push(format!("{}: ours gives {got}, not {}", case.name, case.ours));
             }
-        });
+            let expected = case.gro.map_or(case.ours, |(gro, _)| gro);
+            let got = gro.run(case);
+            if !expected.split('|').any(|expected| got == expected) {
+                wrong.push(format!("{}: GRO gives {got}, not {expected}", case.name));
+            }
+        }
     });
     assert!(wrong.is_empty(), "{} of {} cases:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
 }

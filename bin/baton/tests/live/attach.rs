@@ -1,6 +1,6 @@
 //! `baton attach`: programs that run already, on the machine's own loopback device, in a namespace of their own.
 
-use crate::common::wait_until;
+use crate::common::{until_moved, wait_until};
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::tool::Tool;
 use baton_linux::namespace::Namespace;
@@ -36,10 +36,12 @@ fn running_programs_do_not_notice() {
             let scratch = Scratch::new(&format!("attach-{way}{family}"));
             let host = Namespace::new().expect("a namespace");
             let mut program = Command::new("python3");
-            program.args([&script("itself.py"), "2", family, way]).stderr(Stdio::piped());
-            let program = host.spawn(&mut program).expect("python3");
+            program.args([&script("itself.py"), "-", family, way]).stdin(Stdio::piped()).stderr(Stdio::piped());
+            let mut program = host.spawn(&mut program).expect("python3");
             let report = scratch.file("report");
             let attacher = attach(&host, &scratch, &["--flip", "5..50", "--flip-report", &report, &program.id().to_string()]);
+            until_moved(|| agent_socket(&scratch), 6, 10);
+            drop(program.stdin.take());
             let ended = program.wait_with_output().expect("the program");
             assert!(ended.status.success(), "{way}{family}: {}", text(&ended.stderr));
             let summary = summary(attacher, &scratch);

@@ -121,7 +121,11 @@ pub(crate) fn connect(bed: &Testbed, address: SocketAddr) -> std::io::Result<Tcp
 /// Waits until the NIC makes the connections of a server: a client's connection is one of them.
 fn wait_for_server(bed: &Testbed, address: SocketAddr) {
     let before = count(bed, Counter::Made);
-    wait_until("the NIC makes connections", || connect(bed, address).is_ok() && count(bed, Counter::Made) > before);
+    wait_until("the NIC makes connections", || {
+        // Waits: between two connections, since those that the kernel makes meanwhile fill the server's queue.
+        std::thread::sleep(Duration::from_millis(20));
+        connect(bed, address).is_ok() && count(bed, Counter::Made) > before
+    });
 }
 
 pub(crate) fn address(ipv6: bool, port: u16) -> SocketAddr {

@@ -1,6 +1,7 @@
 """A program that exchanges bytes with itself over loopback, in every way that Python has: blocking sockets in threads, select, poll, epoll, asyncio.
 
-Every byte that comes back is compared. Usage: itself.py SECONDS FAMILY WAY
+Every byte that comes back is compared. Usage: itself.py SECONDS FAMILY WAY; with "-" for
+the seconds it goes on until its standard input ends.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 
-seconds, family, way = float(sys.argv[1]), sys.argv[2], sys.argv[3]
+seconds, family, way = sys.argv[1:4]
 address = ("127.0.0.1", 0) if family == "4" else ("::1", 0)
 kind = socket.AF_INET if family == "4" else socket.AF_INET6
 PAIRS = 3
@@ -32,10 +33,10 @@ def listener():
     return sock
 
 
-def ask(sock, until):
+def ask(sock, over):
     rounds = 0
     for length in lengths():
-        if time.monotonic() > until:
+        if over.is_set():
             break
         data = os.urandom(length)
         sock.sendall(data)
@@ -53,12 +54,21 @@ def ask(sock, until):
 
 
 def clients(port_of):
-    until = time.monotonic() + seconds
-    failed = []
+    over, failed = threading.Event(), []
+
+    def end():
+        if seconds == "-":
+            sys.stdin.read()
+        else:
+            # Waits: as long as it was asked to go on.
+            time.sleep(float(seconds))
+        over.set()
+
+    threading.Thread(target=end, daemon=True).start()
 
     def one():
         try:
-            ask(socket.create_connection(port_of.getsockname()[:2]), until)
+            ask(socket.create_connection(port_of.getsockname()[:2]), over)
         except BaseException as error:
             failed.append(error)
 

@@ -1,6 +1,7 @@
 //! Helpers of the tests against the real kernel: two hosts, a program with one connection that can move, its peer.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
 use baton_linux::socket;
@@ -10,6 +11,8 @@ use baton_sim::stream;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Waits until a condition holds, a minute at most: a machine that is busy with other things is slow, but not so slow.
@@ -25,6 +28,31 @@ pub fn wait_for(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
         // Waits: between two looks at the condition.
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// The calling thread goes before all others from now on (SCHED_FIFO): a busy machine does not let it wait.
+pub fn go_before_others() {
+    let this = std::fs::read_link("/proc/thread-self").expect("this thread");
+    let mut command = Command::new("chrt");
+    command.args(["--fifo", "--pid", "1"]).arg(this.file_name().expect("its number"));
+    assert!(command.status().expect("chrt (Debian's package util-linux)").success(), "this thread's priority");
+}
+
+/// Runs this in a thread of its own that goes before all others.
+pub fn before_others<R: Send>(run: impl FnOnce() -> R + Send) -> R {
+    let first = || {
+        go_before_others();
+        run()
+    };
+    std::thread::scope(|scope| scope.spawn(first).join().expect("no panic"))
+}
+
+/// Waits until so many connections of a Baton have each moved so often.
+pub fn until_moved(socket: impl Fn() -> Option<PathBuf>, connections: usize, moves: u32) {
+    let list = || Tool::connect(&socket()?).ok()?.connections().ok();
+    wait_until(&format!("{moves} moves of each of {connections} connections"), || {
+        list().is_some_and(|list| list.iter().filter(|one| one.moves >= moves).count() == connections)
+    });
 }
 
 /// Segments that a socket's kernel has sent again.
