@@ -4,7 +4,7 @@ use crate::connection::Memory;
 use crate::known::Known;
 use crate::session::OpenSession;
 use baton_abi::Cid;
-use baton_abi::layout::{nic, slot};
+use baton_abi::layout::{block, nic, slot};
 use baton_client::heap::Heap;
 use baton_image::Image;
 use baton_linux::socket;
@@ -56,6 +56,12 @@ impl Limits {
         Limits { receive: load(0).min(MOST), send: load(1).min(MOST) }
     }
 
+    /// What [`block::REPORT_SHIFT`] says of how often the program must tell what it has read: after an eighth of the window, which may be much
+    /// smaller than its memory.
+    pub fn report_bits(self) -> u32 {
+        (self.receive / 8).max(2).ilog2() << block::REPORT_SHIFT
+    }
+
     /// Writes the limits into the slot, for the NIC, before a handoff.
     pub fn write(self, nic_memory: &Region, cid: Cid) {
         for (at, value) in [self.receive, self.send].into_iter().enumerate() {
@@ -68,7 +74,8 @@ impl Limits {
 /// for as much in flight as its path holds; at least the initial size, and at most its limits.
 pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> Option<Memory> {
     let window = image.rcv_adv.wrapping_sub(image.rcv_nxt);
-    let received = image.unread.checked_add(window)?.checked_add(1 << image.rcv_wscale)?;
+    // One unit of the window is left free for rounding, and one there must be for a window.
+    let received = image.unread.checked_add(window)?.checked_add(2 << image.rcv_wscale)?;
     let in_flight = image.cwnd.saturating_mul(u32::from(image.mss)).saturating_mul(2);
     let scarce = session.heap.free_bytes() < session.heap.bytes() / 2;
     let beginning = if scarce { BEGINNING_LATE } else { BEGINNING };

@@ -7,13 +7,13 @@ use baton_linux::events;
 use baton_ring::Token;
 use baton_shm::{MovableCircle, MovableParts, Region};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
 const ALIVE: u32 = u32::MAX;
-/// Bytes that a program may read before the NIC gets a message about it: an eighth of the largest window without scaling. The
-/// NIC's window updates assume this value.
+/// Bytes that a program may read before the NIC gets a message about it: an eighth of the largest window without scaling, less if the
+/// window is kept smaller ([`block::REPORT_SHIFT`]). The NIC's window updates assume this value.
 const REPORT_EVERY: u32 = 1 << 13;
 /// Input or output error: the agent has described memory that is not in the session.
 const EIO: u32 = 5;
@@ -59,6 +59,8 @@ pub struct Connection {
     asked_at: AtomicU16,
     /// Whoever waits for room waits until it is writable, so acknowledgements that free less wake nobody.
     patient: bool,
+    /// log2 of the bytes that the program may read before the NIC gets a message about it.
+    report_shift: AtomicU8,
 }
 
 // With the counts of its `Arc` and the allocator's 8 bytes it takes 128.
@@ -163,6 +165,7 @@ impl Connection {
             error: AtomicU32::new(ALIVE),
             asked_at: AtomicU16::new(0),
             patient,
+            report_shift: AtomicU8::new(0),
         }
     }
 
@@ -324,6 +327,9 @@ impl Connection {
             self.set_ended(EIO);
         }
         copy(&self.read, block::READ_SEQ);
+        let usual = (self.receive_memory().length() / 8).clamp(1, REPORT_EVERY).ilog2();
+        let set = flags >> block::REPORT_SHIFT;
+        self.report_shift.store(if set == 0 { usual } else { set.min(usual) } as u8, RELAXED);
         self.note_reported(self.load(block::READ_SEQ));
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
@@ -444,7 +450,7 @@ impl Connection {
     /// Records that the NIC has a message that the program has read up to `read`.
     pub(crate) fn note_reported(&self, read: u32) {
         self.reported_read.store(read, RELAXED);
-        self.report_at.store(read.wrapping_add((self.receive_memory().length() / 8).min(REPORT_EVERY)), RELAXED);
+        self.report_at.store(read.wrapping_add(1 << self.report_shift.load(RELAXED)), RELAXED);
     }
 
     /// Records that the program has queued up to `queued`.

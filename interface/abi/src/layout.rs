@@ -336,7 +336,8 @@ pub mod block {
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
     /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`], [`FLAG_CLOSED`] and
-    /// [`FLAG_NODELAY`]. Written by the agent at a handoff, then by the program, and by the agent once that has closed the connection.
+    /// [`FLAG_NODELAY`], and from [`REPORT_SHIFT`] on a number. Written by the agent at a handoff, then by the program, and by the agent once
+    /// that has closed the connection.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
     /// by the NIC.
@@ -362,6 +363,9 @@ pub mod block {
     pub const FLAG_CLOSED: u32 = 1 << 5;
     /// Bit of [`FLAGS`]: TCP_NODELAY is on.
     pub const FLAG_NODELAY: u32 = 1 << 6;
+    /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may have read before the NIC has a message about it, if
+    /// that is less than usual since SO_RCVBUF makes the window small; else 0.
+    pub const REPORT_SHIFT: u32 = 24;
 }
 
 /// The page of words in front of a UDP socket's rings, in session memory. Offsets are those of 4-byte words.

@@ -123,7 +123,8 @@ impl Connection {
         let shift = self.receive.wscale;
         // One unit is left free, so that a window can be rounded up; without a scale nothing is rounded.
         let unit = if shift == 0 { 0 } else { 1 << shift };
-        self.receive.capacity = self.receive.memory.saturating_sub(unit).min(65535 << shift).min(most);
+        // Less than a unit could not be advertised at all.
+        self.receive.capacity = self.receive.memory.saturating_sub(unit).min(65535 << shift).min(most.max(unit));
         self.set_window_step();
     }
 }

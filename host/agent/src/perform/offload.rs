@@ -331,7 +331,8 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
         (block::FLAG_CORK, saved.cork()),
         (block::FLAG_NODELAY, image.nodelay),
     ];
-    b.store(block::FLAGS, flags.into_iter().filter(|(_, on)| *on).fold(0, |all, (flag, _)| all | flag));
+    let report = Limits::read(nic_memory, cid).report_bits();
+    b.store(block::FLAGS, flags.into_iter().filter(|(_, on)| *on).fold(report, |all, (flag, _)| all | flag));
     // Written before the NIC runs, since its notifications make the program look for the connection.
     b.note_moves();
     Ok(())
