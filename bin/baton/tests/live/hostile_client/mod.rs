@@ -394,10 +394,10 @@ fn pretend(socket: &Path, begun: impl Fn(), lies: bool) {
     std::fs::create_dir_all(socket.parent().expect("a directory")).expect("a directory");
     let listener = baton_linux::control::Listener::bind(socket).expect("a listener");
     begun();
-    let until = Instant::now() + Duration::from_secs(60);
     let mut kept = Vec::new();
-    while Instant::now() < until {
-        let Ok(channel) = listener.accept() else { return };
+    // Ends with the test: then its output has nobody who reads it.
+    while let Ok(channel) = listener.accept() {
+        println!("a client");
         let mut from = 0;
         while lies && let Ok((Request { tag, body }, _)) = channel.receive::<Request>() {
             let body = match body {
