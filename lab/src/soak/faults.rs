@@ -106,6 +106,7 @@ impl Mover<'_> {
         status.clear();
         done += self.make_moves(tool, report, settings.moves.saturating_sub(done))?;
         report.moves = done;
+        report.in_flight_share = self.both_ways as f64 / done.max(1) as f64;
         report.min_moves_per_connection = self.moves[..self.movable()].iter().copied().min().unwrap_or(0);
         let usual = quantile(&mut gaps.unmoved, 0.5);
         report.unmoved_gap_us = Percentiles::of(gaps.unmoved);

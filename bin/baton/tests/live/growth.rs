@@ -188,7 +188,9 @@ fn deaths_while_memory_grows_lose_nothing() {
         transfer(&mut scene, 8 << 20);
         let after = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
         assert_ne!((after.nic_process, after.agent_process), (before.nic_process, before.agent_process), "nobody died");
-        assert_eq!((after.agent_process != before.agent_process, after.recovered, after.lost), (agent, 1, 0));
+        assert_eq!((after.agent_process != before.agent_process, after.lost), (agent, 0));
+        // It goes back, and grows again.
+        assert!(after.recovered >= 1);
         scene.exchange(300_000, Place::Nic);
         transfer(&mut scene, 4 << 20);
     }
