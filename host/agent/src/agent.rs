@@ -26,6 +26,7 @@ use crate::nic::{Hardware, NicProcess, cut_off};
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
+use crate::tracker::Tracker;
 use crate::users::Users;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
@@ -41,7 +42,7 @@ use baton_protocol::nic::{Descriptor, NicSettings};
 use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::Region;
 use baton_steering::{Steering, messages_flow};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -89,6 +90,7 @@ pub(crate) struct Agent {
     pub cgroups: Cgroups,
     pub guards: Guards,
     pub known: Known,
+    pub tracker: Tracker,
     pub looks: Looks,
     pub users: Users,
     pub listeners: Listeners,
@@ -165,6 +167,7 @@ pub fn run() -> Result<()> {
                 mirrors: mirrors(&hardware).context("the packet sockets for what the kernel sends")?,
                 devices: Box::new(devices(&hardware, inherited.devices(), index, &settings, &routes)?),
                 injector,
+                claimed: HashSet::new(),
                 _injector_link: injector_link,
             }
         }
@@ -220,6 +223,7 @@ pub fn run() -> Result<()> {
         cgroups: Cgroups::default(),
         guards,
         known: Known::default(),
+        tracker: Tracker::default(),
         looks: Looks::default(),
         cut_off: Vec::new(),
         leaving: Vec::new(),
@@ -302,8 +306,9 @@ impl Agent {
     fn main_loop(&mut self, listener: &Listener, signals: &OwnedFd) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
-            let limits = [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait(), self.addresses.wait()];
-            let limit = limits.into_iter().flatten().min();
+            let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait()];
+            let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait()];
+            let limit = limits.into_iter().chain(polls).flatten().min();
             self.poller.wait(limit, &mut tokens)?;
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
@@ -346,6 +351,7 @@ impl Agent {
             self.handle_nic_messages();
             self.programs_changed();
             self.look();
+            self.renew_tracked();
             self.work_on_moves();
             self.clear_attended();
             self.end_what_is_cut_off();
@@ -463,6 +469,8 @@ impl Agent {
             diagnosis: &self.diagnosis,
             guards: &mut self.guards,
             known: &mut self.known,
+            tracker: &mut self.tracker,
+            cgroups: &mut self.cgroups,
             changes: &self.watched.routes,
             latest: self.serials,
             alone: self.moves.is_quiet(),

@@ -22,6 +22,13 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 /// Times that a program's busy word is read in a row: most operations end within a microsecond.
 const GLANCES: u32 = 200;
 
+/// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any more: the
+/// connection is lost then. Shortest and longest pause in between. All in microseconds.
+const AGAIN_LIMIT: u64 = 60_000_000;
+const AGAIN_WITHOUT_PROGRAM: u64 = 2_000_000;
+const AGAIN_FIRST: u64 = 1_000;
+const AGAIN_MOST: u64 = 200_000;
+
 /// A request for a move that waits for its answer: session of the asker, and tag.
 pub(crate) type Asker = (u32, u32);
 
@@ -242,6 +249,8 @@ pub(crate) struct Extra {
     pub unproved: Option<(u64, u64)>,
     /// Why it has to leave the NIC as soon as possible, if it has to.
     pub must_return: Option<&'static str>,
+    /// The kernel has refused to take it back: since when, and when it is asked again, microseconds of the monotonic clock.
+    pub refused: Option<(u64, u64)>,
     /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
     /// with the scope of link-local addresses, or otherwise.
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
@@ -250,9 +259,16 @@ pub(crate) struct Extra {
 impl Extra {
     /// Whether there is nothing that has to be kept. What a growth wants is set just before it begins.
     fn is_empty(&self) -> bool {
-        let Extra { machine, handoff, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, addresses } = self;
+        let Extra { machine, handoff, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, refused, addresses } =
+            self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
-        of_move && fin.is_none() && stay.is_none() && unproved.is_none() && must_return.is_none() && addresses.is_none()
+        of_move
+            && fin.is_none()
+            && stay.is_none()
+            && unproved.is_none()
+            && must_return.is_none()
+            && refused.is_none()
+            && addresses.is_none()
     }
 }
 
@@ -367,6 +383,30 @@ impl Connection {
         } else if let Some(extra) = &mut self.extra {
             extra.addresses = None;
         }
+    }
+
+    /// Whether the kernel has refused to take it back, and is not to be asked again yet.
+    pub fn was_refused_just_now(&self, now: u64) -> bool {
+        self.extra.as_ref().and_then(|extra| extra.refused).is_some_and(|(_, again_at)| now < again_at)
+    }
+
+    /// Notes that the kernel has not refused to take it back, or is not asked again.
+    pub fn was_taken_back(&mut self) {
+        if let Some(extra) = &mut self.extra {
+            extra.refused = None;
+        }
+    }
+
+    /// Notes that the kernel has refused to take it back. Returns whether it is asked again, a moment later: what is held of the
+    /// connection waits, and its program, too.
+    pub fn tries_again(&mut self, why: &str, now: u64) -> bool {
+        let (since, _) = self.extra().refused.unwrap_or((now, now));
+        let patience = if self.closed || self.abandoned || self.outlives_agent { AGAIN_WITHOUT_PROGRAM } else { AGAIN_LIMIT };
+        let again = now.saturating_sub(since) < patience;
+        let pause = (now.saturating_sub(since)).clamp(AGAIN_FIRST, AGAIN_MOST);
+        self.extra().refused = again.then_some((since, now + pause));
+        self.reason = format!("the kernel refuses to take it back, and is asked again: {why}").into();
+        again
     }
 
     /// The local address and the peer's, as its socket names them.

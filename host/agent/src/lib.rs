@@ -40,6 +40,7 @@ mod session;
 mod settings;
 mod slab;
 mod texts;
+mod tracker;
 mod users;
 mod way;
 

@@ -65,6 +65,8 @@ struct Listener {
     waiting: VecDeque<Waiting>,
     /// The NICs that serve it.
     served: BTreeSet<usize>,
+    /// The control groups of its programs.
+    groups: Vec<crate::cgroups::Name>,
     /// Where, and by which NIC.
     steered: Steered,
 }
@@ -110,6 +112,7 @@ impl Agent {
                     granted: Vec::new(),
                     waiting: VecDeque::new(),
                     served: BTreeSet::new(),
+                    groups: Vec::new(),
                     steered: Steered::new(),
                 };
                 self.listeners.by_id.insert(self.listeners.next, listener);
@@ -152,6 +155,7 @@ impl Agent {
             granted,
             waiting,
             served: BTreeSet::new(),
+            groups: Vec::new(),
             steered: Steered::new(),
         };
         self.listeners.by_id.insert(id, listener);
@@ -171,6 +175,9 @@ impl Agent {
         let mtu = self.shape.mtu_of_listeners(&self.routes)?;
         let own = rtnetlink::addresses_of_links(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
+        let programs = listener.sessions.iter().filter_map(|session| self.sessions.get(*session as usize)?.as_ref());
+        listener.groups = programs.filter_map(|program| self.cgroups.of(program.process)).collect();
+        listener.groups.iter().try_for_each(|group| self.cgroups.let_listen(group))?;
         let (listening, port) = (&listener.listening, listener.listening.local.port());
         let own = own.into_iter().filter(|(_, address)| listening.accepts(*address));
         let now: Steered =

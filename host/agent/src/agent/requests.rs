@@ -367,8 +367,14 @@ impl Agent {
             return Reply::Failed { reason: "this session is for messages, open another one for connections".into() };
         }
         let flow = Flow { local: local.into(), remote: peer.into() };
-        // A repeated request, since the first one's agent died: one connection has one entry.
-        if let Some(known) = session.connections.with_flow(&flow) {
+        // A repeated request, since the first one's agent died: one connection has one entry. Another connection may have the same
+        // addresses and ports by another device.
+        let cookie = socket::cookie(fd.as_fd()).ok();
+        let is_same = |known: &&Connection| match known.fd() {
+            Ok(known) => socket::cookie(known).ok() == cookie,
+            Err(_) => (known.local(), known.peer()) == (local, peer),
+        };
+        if let Some(known) = session.connections.with_flow(&flow).find(is_same) {
             return Reply::Registered { connection: known.number() };
         }
         let place = session.connections.vacant();
