@@ -28,6 +28,7 @@ use crate::recovery::KILLS_NIC;
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
+use crate::tracker::Tracker;
 use crate::users::Users;
 use crate::watch::Watch;
 use anyhow::{Context, Result};
@@ -45,7 +46,7 @@ use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::{Pulse, Region};
 use baton_steering::{Steering, messages_flow};
 use baton_supervision::CrashLoop;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -95,6 +96,7 @@ pub(crate) struct Agent {
     pub cgroups: Cgroups,
     pub guards: Guards,
     pub known: Known,
+    pub tracker: Tracker,
     pub looks: Looks,
     pub watch: Watch,
     /// Its sign of life, for the keeper.
@@ -174,6 +176,7 @@ pub fn run() -> Result<()> {
                 mirrors: mirrors(&hardware).context("the packet sockets for what the kernel sends")?,
                 devices: Box::new(devices(&hardware, inherited.devices(), index, &settings, &routes)?),
                 injector,
+                claimed: HashSet::new(),
                 _injector_link: injector_link,
             }
         }
@@ -232,6 +235,7 @@ pub fn run() -> Result<()> {
         cgroups: Cgroups::default(),
         guards,
         known: Known::default(),
+        tracker: Tracker::default(),
         looks: Looks::default(),
         watch: Watch::default(),
         pulse,
@@ -316,8 +320,9 @@ impl Agent {
     fn main_loop(&mut self, listener: &Listener, signals: &OwnedFd) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
-            let waits = [self.moves.wait(), self.flips_wait(), self.cgroups.wait(), self.looks.wait(), self.addresses.wait()];
-            let limit = waits.into_iter().chain([self.watch.wait(), self.answers_wait()]).flatten().min();
+            let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait(), self.watch.wait(), self.answers_wait()];
+            let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait()];
+            let limit = limits.into_iter().chain(polls).flatten().min();
             self.pulse.set_asleep(true);
             let waited = self.poller.wait(limit, &mut tokens);
             self.pulse.set_asleep(false);
@@ -365,6 +370,7 @@ impl Agent {
             self.settle_answers();
             self.programs_changed();
             self.look();
+            self.renew_tracked();
             self.work_on_moves();
             self.clear_attended();
             self.end_what_is_cut_off();
@@ -485,6 +491,8 @@ impl Agent {
             diagnosis: &self.diagnosis,
             guards: &mut self.guards,
             known: &mut self.known,
+            tracker: &mut self.tracker,
+            cgroups: &mut self.cgroups,
             changes: &self.watched.routes,
             latest: self.serials,
             alone: self.moves.is_quiet(),

@@ -1,17 +1,23 @@
-//! BPF programs attached to control groups, which filter what the groups' sockets send and receive. The kernel does not notify of
-//! attaching or detaching, so the groups are polled as long as the agent has connections of theirs.
+//! BPF programs attached to control groups, which judge what the groups' sockets send and receive, and what is done with them. The
+//! kernel does not notify of attaching or detaching, so the groups are polled as long as the agent has connections of theirs.
 
+use baton_handoff::shell;
 use baton_linux::events::monotonic_micros;
-use baton_linux::process;
+use baton_linux::{cgroup_socket, process};
+use baton_moves::Refusal;
+use baton_steering::{Group as Programs, programs_of};
 use std::collections::HashMap;
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Polling period, in microseconds.
 const PERIOD: u64 = 50_000;
+/// Age up to which an answer is used by a move, in microseconds: as long as one takes, and less than a poll's.
+const FRESH: u64 = 10_000;
 
 /// A control group's path from the root of the unified hierarchy.
 pub(crate) type Name = Arc<String>;
@@ -19,8 +25,46 @@ pub(crate) type Name = Arc<String>;
 /// A control group that connections belong to.
 struct Group {
     directory: File,
-    /// Ids of the BPF programs that its packets pass, including those of its ancestors.
-    programs: Vec<u32>,
+    /// The BPF programs of its sockets, including those of its ancestors.
+    programs: Programs,
+    /// Why its connections have to stay in the kernel, if they have to.
+    keeps: Option<&'static str>,
+    /// Why they would have to, and whether a connect(2) is judged, if that has changed since the last poll; and when that was found out,
+    /// in microseconds of the monotonic clock.
+    latest: Option<(Option<&'static str>, bool)>,
+    asked: u64,
+    /// Sockets that belong to it, IPv4 and IPv6, by which its programs are asked.
+    probes: [Option<OwnedFd>; 2],
+}
+
+impl Group {
+    /// Why its connections have to stay in the kernel, if they have to, and whether a connect(2) is judged: as it was [`FRESH`] ago or
+    /// later. A change is left to the next poll, too, which has the connections on the NIC return.
+    fn judges(&mut self) -> (Option<&'static str>, bool) {
+        let now = monotonic_micros();
+        if now.saturating_sub(self.asked) > FRESH {
+            self.asked = now;
+            // A removed group cannot be queried any more; its sockets keep the programs they had.
+            let changed = programs_of(self.directory.as_fd()).ok().filter(|programs| *programs != self.programs);
+            self.latest = changed.map(|programs| (programs.keeps(), !programs.connects.is_empty()));
+        }
+        self.latest.unwrap_or((self.keeps, !self.programs.connects.is_empty()))
+    }
+
+    /// Asks the programs that judge a connect(2) about one to this peer.
+    fn may_connect(&mut self, peer: SocketAddr) -> Result<(), Refusal> {
+        let place = &mut self.probes[usize::from(peer.is_ipv6())];
+        let probe = match place {
+            Some(probe) => probe,
+            None => {
+                let made = cgroup_socket::make(self.directory.as_fd(), peer.is_ipv6());
+                place
+                    .insert(made.map_err(|error| Refusal::Group(format!("that could not be asked about a connect(2): {error}")))?)
+            }
+        };
+        shell::try_connecting(probe.as_fd(), peer)
+            .map_err(|error| Refusal::Group(format!("that refuse a connect(2), as a move makes one: {error}")))
+    }
 }
 
 /// The control groups of all connections.
@@ -46,15 +90,51 @@ impl Cgroups {
             return Some(name.clone());
         }
         let directory = File::open(mount()?.join(path.trim_start_matches('/'))).ok()?;
-        let programs = baton_steering::cgroup_programs(directory.as_fd()).ok()?;
+        let programs = programs_of(directory.as_fd()).ok()?;
         let name: Name = path.into();
-        self.groups.insert(name.clone(), Group { directory, programs });
+        let keeps = programs.keeps();
+        self.groups.insert(name.clone(), Group { directory, programs, keeps, latest: None, asked: 0, probes: [None, None] });
         Some(name)
     }
 
     /// Time until the next poll. None if there are no groups.
     pub fn wait(&self) -> Option<Duration> {
         (!self.groups.is_empty()).then(|| Duration::from_micros(self.due.saturating_sub(monotonic_micros())))
+    }
+
+    /// Checks that a group's programs let a connection go to the NIC and come back: what they judge is judged there, too.
+    ///
+    /// # Errors
+    /// Which programs keep it in the kernel.
+    pub fn let_go(&mut self, name: Option<&Name>, peer: SocketAddr) -> Result<(), Refusal> {
+        let Some(group) = name.and_then(|name| self.groups.get_mut(name)) else { return Ok(()) };
+        match group.judges() {
+            (Some(why), _) => Err(Refusal::Group(why.into())),
+            (None, true) => group.may_connect(peer),
+            (None, false) => Ok(()),
+        }
+    }
+
+    /// Checks that a group's programs let a connection come back to the kernel, whose socket is connected for that.
+    ///
+    /// # Errors
+    /// If they do not.
+    pub fn let_back(&mut self, name: Option<&Name>, peer: SocketAddr) -> Result<(), Refusal> {
+        let Some(group) = name.and_then(|name| self.groups.get_mut(name)) else { return Ok(()) };
+        if group.judges().1 { group.may_connect(peer) } else { Ok(()) }
+    }
+
+    /// Checks that a group's programs let a NIC make the connections of its listeners, whose peers are not known yet.
+    ///
+    /// # Errors
+    /// Which programs do not.
+    pub fn let_listen(&self, name: &Name) -> Result<(), Refusal> {
+        let Some(group) = self.groups.get(name) else { return Ok(()) };
+        match group.keeps {
+            Some(why) => Err(Refusal::Group(why.into())),
+            None if group.programs.connects.is_empty() => Ok(()),
+            None => Err(Refusal::Group("that judge a connect(2)".into())),
+        }
     }
 
     /// Returns groups whose programs have changed since the last poll; empty if the next poll is not due yet.
@@ -69,9 +149,10 @@ impl Cgroups {
         let mut changed = Vec::new();
         for (name, group) in &mut self.groups {
             // A removed group cannot be queried any more; its sockets keep the programs they had.
-            if let Ok(programs) = baton_steering::cgroup_programs(group.directory.as_fd())
+            if let Ok(programs) = programs_of(group.directory.as_fd())
                 && programs != group.programs
             {
+                (group.keeps, group.latest) = (programs.keeps(), None);
                 group.programs = programs;
                 changed.push(name.clone());
             }

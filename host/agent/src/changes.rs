@@ -282,6 +282,7 @@ impl Agent {
             }
         }
         self.known.discard();
+        self.follow_listeners();
         let all = self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten());
         all.filter(|connection| touches(connection)).for_each(doubt);
     }
@@ -296,7 +297,7 @@ impl Agent {
     }
 
     /// Session and number of the connections on the NIC, from these on.
-    fn on_nic_from(&self, (first, number): (u32, u32)) -> impl Iterator<Item = (u32, u32)> {
+    pub(crate) fn on_nic_from(&self, (first, number): (u32, u32)) -> impl Iterator<Item = (u32, u32)> {
         let sessions = self.sessions.iter().enumerate().skip(first as usize);
         sessions.filter_map(|(at, session)| Some((at as u32, session.as_ref()?))).flat_map(move |(at, session)| {
             let skipped = if at == first { number as usize } else { 0 };

@@ -54,6 +54,7 @@ impl Agent {
         let bound = socket::local_address(fd.as_fd()).map_err(|error| system("getsockname", &error))?;
         let address = if bound.ip().is_unspecified() { source_for(peer).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
         let mut connection = self.new_connection(session, fd, SocketAddr::new(address, bound.port()), peer)?;
+        self.cgroups.let_go(connection.cgroup.as_ref(), peer)?;
         let way = self.split(session).ok_or(Refusal::NoRoom)?.0.way_of(&connection)?;
         // From here on the port is this connection's.
         if bound.port() == 0 {
@@ -66,6 +67,11 @@ impl Agent {
             return Err(Refusal::Option("a port without an address"));
         }
         let nic = way.path.nic as usize;
+        if !self.shape.claim(&connection.flow) {
+            return Err(Refusal::Twin);
+        }
+        // Steered at once.
+        self.shape.give_up_claim(&connection.flow);
         let cid = self.nics.get_mut(nic).and_then(NicProcess::take_slot).ok_or(Refusal::NoRoom)?;
         if let Err(refusal) = self.shape.steer(&connection.flow, &way.path, Steer::Steal) {
             self.nics[nic].give_slot(cid);

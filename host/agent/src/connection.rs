@@ -23,6 +23,13 @@ use std::sync::atomic::{AtomicU32, Ordering, fence};
 /// Times that a program's busy word is read in a row: most operations end within a microsecond.
 const GLANCES: u32 = 200;
 
+/// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any more: the
+/// connection is lost then. Shortest and longest pause in between. All in microseconds.
+const AGAIN_LIMIT: u64 = 60_000_000;
+const AGAIN_WITHOUT_PROGRAM: u64 = 2_000_000;
+const AGAIN_FIRST: u64 = 1_000;
+const AGAIN_MOST: u64 = 200_000;
+
 /// A request for a move that waits for its answer: session of the asker, and tag.
 pub(crate) type Asker = (u32, u32);
 
@@ -247,6 +254,8 @@ pub(crate) struct Extra {
     pub retry: Retry,
     /// The NIC that died when it was there last, whose crash loop says when it may go back.
     pub nic_that_died: u8,
+    /// The kernel has refused to take it back: since when, and when it is asked again, microseconds of the monotonic clock.
+    pub refused: Option<(u64, u64)>,
     /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
     /// with the scope of link-local addresses, or otherwise.
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
@@ -269,13 +278,15 @@ impl Extra {
             must_return,
             retry,
             nic_that_died,
+            refused,
             addresses,
             unheld_since,
             wants: _,
         } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
         let of_stay = stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0;
-        of_move && of_stay && fin.is_none() && must_return.is_none() && addresses.is_none() && unheld_since.is_none()
+        let of_return = fin.is_none() && must_return.is_none() && refused.is_none();
+        of_move && of_stay && of_return && addresses.is_none() && unheld_since.is_none()
     }
 }
 
@@ -419,6 +430,30 @@ impl Connection {
         } else if let Some(extra) = &mut self.extra {
             extra.addresses = None;
         }
+    }
+
+    /// Whether the kernel has refused to take it back, and is not to be asked again yet.
+    pub fn was_refused_just_now(&self, now: u64) -> bool {
+        self.extra.as_ref().and_then(|extra| extra.refused).is_some_and(|(_, again_at)| now < again_at)
+    }
+
+    /// Notes that the kernel has not refused to take it back, or is not asked again.
+    pub fn was_taken_back(&mut self) {
+        if let Some(extra) = &mut self.extra {
+            extra.refused = None;
+        }
+    }
+
+    /// Notes that the kernel has refused to take it back. Returns whether it is asked again, a moment later: what is held of the
+    /// connection waits, and its program, too.
+    pub fn tries_again(&mut self, why: &str, now: u64) -> bool {
+        let (since, _) = self.extra().refused.unwrap_or((now, now));
+        let patience = if self.closed || self.abandoned || self.outlives_agent { AGAIN_WITHOUT_PROGRAM } else { AGAIN_LIMIT };
+        let again = now.saturating_sub(since) < patience;
+        let pause = (now.saturating_sub(since)).clamp(AGAIN_FIRST, AGAIN_MOST);
+        self.extra().refused = again.then_some((since, now + pause));
+        self.reason = format!("the kernel refuses to take it back, and is asked again: {why}").into();
+        again
     }
 
     /// The local address and the peer's, as its socket names them.

@@ -41,12 +41,12 @@ impl Connections {
         Some(connection)
     }
 
-    /// Returns the connection with a 4-tuple.
-    pub fn with_flow(&self, flow: &Flow) -> Option<&Connection> {
+    /// Returns the connections with a 4-tuple: one, unless devices tell them apart.
+    pub fn with_flow(&self, flow: &Flow) -> impl Iterator<Item = &Connection> {
         let hash = self.hash(flow);
         let with_hash = self.by_flow.range((hash, 0)..=(hash, u32::MAX));
-        let mut with_flow = with_hash.filter_map(|(_, number)| self.places.get(*number as usize)?.as_ref());
-        with_flow.find(|connection| connection.flow == *flow)
+        let with_hash = with_hash.filter_map(|(_, number)| self.places.get(*number as usize)?.as_ref());
+        with_hash.filter(move |connection| connection.flow == *flow)
     }
 
     fn hash(&self, flow: &Flow) -> u32 {
@@ -101,16 +101,16 @@ mod tests {
             // As if all had this one's hash.
             let hash = all.hash(&flow(port));
             all.by_flow = (0..100).map(|number| (hash, number)).collect();
-            assert_eq!(all.with_flow(&flow(port)).map(|found| found.number()), Some(port.into()));
+            assert_eq!(all.with_flow(&flow(port)).map(|found| found.number()).collect::<Vec<_>>(), [port.into()]);
         }
-        assert!(all.with_flow(&flow(100)).is_none());
+        assert!(all.with_flow(&flow(100)).next().is_none());
     }
 
     #[test]
     fn a_connection_that_is_gone_is_not_found() {
         let mut all = connections(0..3);
         assert!(all.remove(1).is_some() && all.remove(1).is_none());
-        assert_eq!([0, 1, 2].map(|port| all.with_flow(&flow(port)).is_some()), [true, false, true]);
+        assert_eq!([0, 1, 2].map(|port| all.with_flow(&flow(port)).next().is_some()), [true, false, true]);
     }
 
     #[test]

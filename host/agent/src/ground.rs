@@ -1,11 +1,13 @@
 //! What a move needs besides the connection: the NIC, the steering beside the kernel, routes and links.
 
+use crate::cgroups::Cgroups;
 use crate::chaos::Chaos;
 use crate::connection::Connection;
 use crate::devices::Devices;
 use crate::guards::Guards;
 use crate::known::Known;
 use crate::nic::{Hardware, NicProcess};
+use crate::tracker::Tracker;
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
@@ -34,6 +36,8 @@ pub(crate) enum Shape {
         mirrors: Vec<Mirrors>,
         devices: Box<Devices>,
         injector: OwnedFd,
+        /// 4-tuples of connections that are to go to a NIC and are not steered yet.
+        claimed: HashSet<Flow>,
         /// Keeps the injector's BPF program attached.
         _injector_link: OwnedFd,
     },
@@ -50,6 +54,23 @@ impl Shape {
                 Kernel::Beside(BesideKernel::new(host, injector.try_clone()?, baton_steering::INJECT))
             }
         })
+    }
+
+    /// Claims a 4-tuple for a connection that goes to a NIC. Returns false if another connection has it there: the kernel tells
+    /// connections with the same addresses and ports apart by their devices, a NIC does not.
+    #[must_use]
+    pub fn claim(&mut self, flow: &Flow) -> bool {
+        match self {
+            Shape::Inline { .. } => true,
+            Shape::Beside { steering, claimed, .. } => !steering.has(flow) && claimed.insert(*flow),
+        }
+    }
+
+    /// Gives up a claim, if it is not steered yet.
+    pub fn give_up_claim(&mut self, flow: &Flow) {
+        if let Shape::Beside { claimed, .. } = self {
+            claimed.remove(flow);
+        }
     }
 
     /// Sets what the steering does with a connection's frames, beside the kernel.
@@ -135,6 +156,8 @@ pub(crate) struct Ground<'a> {
     pub diagnosis: &'a Netlink,
     pub guards: &'a mut Guards,
     pub known: &'a mut Known,
+    pub tracker: &'a mut Tracker,
+    pub cgroups: &'a mut Cgroups,
     /// Notifications about routes, addresses, devices and neighbours.
     pub changes: &'a Changes,
     /// Serial number of the connection that was registered last.

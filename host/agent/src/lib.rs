@@ -42,6 +42,7 @@ mod session;
 mod settings;
 mod slab;
 mod texts;
+mod tracker;
 mod users;
 mod watch;
 mod way;

@@ -68,6 +68,8 @@ struct Listener {
     /// The NICs that are to serve it, and those that do.
     wanted: BTreeSet<usize>,
     served: BTreeSet<usize>,
+    /// The control groups of its programs.
+    groups: Vec<crate::cgroups::Name>,
     /// Requests about it that each NIC has not answered.
     unanswered: BTreeMap<usize, u32>,
     /// Programs that wait until it is served.
@@ -91,6 +93,7 @@ impl Listener {
             served: BTreeSet::new(),
             unanswered: BTreeMap::new(),
             callers: Vec::new(),
+            groups: Vec::new(),
             steered: Steered::new(),
             next_steered: Steered::new(),
         }
@@ -251,6 +254,9 @@ impl Agent {
         let mtu = self.shape.mtu_of_listeners(&self.routes)?;
         let own = rtnetlink::addresses_of_links(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
+        let programs = listener.sessions.iter().filter_map(|session| self.sessions.get(*session as usize)?.as_ref());
+        listener.groups = programs.filter_map(|program| self.cgroups.of(program.process)).collect();
+        listener.groups.iter().try_for_each(|group| self.cgroups.let_listen(group))?;
         let (listening, port) = (&listener.listening, listener.listening.local.port());
         let own = own.into_iter().filter(|(_, address)| listening.accepts(*address));
         let now: Steered =

@@ -40,6 +40,19 @@ impl Way {
     }
 }
 
+/// The flow label of a connection's packets (RFC 6437): the one that its program has chosen, or one made from its addresses and ports,
+/// which differs from the kernel's own and is as constant.
+fn flow_label(routing: &Routing, flow: &Flow) -> u32 {
+    const LABEL: u32 = 0xf_ffff;
+    let chosen = routing.flow_label & LABEL;
+    if chosen != 0 || !routing.labels_itself {
+        return chosen;
+    }
+    // FNV-1a, folded to 20 bits; 0 would be no label.
+    let hash = flow.to_bytes().iter().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
+    ((hash >> 20 ^ hash) & LABEL).max(1)
+}
+
 impl Ground<'_> {
     /// Returns the route that the kernel would choose now for the connection's socket.
     ///
@@ -106,17 +119,20 @@ impl Ground<'_> {
             self.known.neighbour(self.routes, route.interface, hop).ok_or(Refusal::NoNeighbour)?
         };
         let v4 = connection.flow.is_v4();
-        let (ttl, tos) = match (&connection.fd, &connection.on_nic) {
+        let (ttl, tos, flow_label) = match (&connection.fd, &connection.on_nic) {
             (None, Some(_)) => {
                 let link = connection.exported(self.nic_memory).ok_or(Refusal::NicGone)?.image.link;
-                (link.ttl, link.tos)
+                (link.ttl, link.tos, link.flow_label)
             }
-            _ => export::link_settings(connection.fd()?, v4).map_err(|error| system("getsockopt", &error))?,
+            _ => {
+                let (ttl, tos) = export::link_settings(connection.fd()?, v4).map_err(|error| system("getsockopt", &error))?;
+                (ttl, tos, flow_label(&routing, &connection.flow))
+            }
         };
         let of_device = if v4 || interface.mtu6 == 0 { interface.mtu } else { interface.mtu6 };
         let mtu = route.mtu.unwrap_or(of_device).clamp(68, 65535);
         let path = self.path_of(connection, &routing, &interface)?;
-        let link = Link { source: interface.address, destination: neighbour, ttl, tos, flow_label: 0, interface: path.leaves_by };
+        let link = Link { source: interface.address, destination: neighbour, ttl, tos, flow_label, interface: path.leaves_by };
         Ok(Way { link, path, hop, mtu, routing, as_of })
     }
 

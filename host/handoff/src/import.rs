@@ -14,6 +14,9 @@ const TCP_TIMESTAMP: i32 = 24;
 const TCP_REPAIR_WINDOW: i32 = 29;
 const SO_BUF_LOCK: i32 = 72;
 
+/// The step of an import that a policy of the host's may refuse: bind(2) and connect(2). It may be tried again.
+pub const RECONNECT: &str = "reconnect";
+
 /// A failed step of an import.
 #[derive(Debug, thiserror::Error)]
 #[error("{step}: {error}")]
@@ -72,7 +75,7 @@ impl Importer {
         // An IPv6 socket works out its segment size when it connects, and cannot be set later.
         let mss = (!image.flow.is_v4()).then_some(image.mss);
         let beginning = Beginning { snd: snd_start, rcv: first_unread, scaled: is_scaled(image) };
-        shell::reassociate(fd, local, peer, beginning, mss).step("reconnect")?;
+        shell::reassociate(fd, local, peer, beginning, mss).step(RECONNECT)?;
         write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;
         make_room(fd, unread.length(), libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, 2).step("SO_RCVBUFFORCE")?;
         make_room(fd, unacknowledged.length(), libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 1).step("SO_SNDBUFFORCE")?;

@@ -308,6 +308,21 @@ pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
     repair(fd, false)
 }
 
+/// Tries the connect(2) that a move makes, on a socket that is good for nothing else: nothing is sent, and it is unconnected again
+/// afterwards.
+///
+/// # Errors
+/// The failed system call's; `EACCES` if a BPF program has the socket connect to somebody else.
+pub fn try_connecting(probe: BorrowedFd<'_>, peer: SocketAddr) -> io::Result<()> {
+    repair(probe, true)?;
+    let connected = socket::connect(probe, peer).and_then(|()| match socket::peer_address(probe)? == peer {
+        true => Ok(()),
+        false => Err(io::Error::from_raw_os_error(libc::EACCES)),
+    });
+    socket::disconnect(probe)?;
+    connected
+}
+
 fn dissolve(fd: BorrowedFd<'_>, beginning: Beginning) -> io::Result<()> {
     socket::disconnect(fd)?;
     if !beginning.scaled {

@@ -10,9 +10,13 @@ const TCP_CONGESTION: i32 = 13;
 /// does.
 const FOLLOWS_PATH_MTU: [i32; 2] = [1, 2];
 
-/// Options of which some values keep a connection in the kernel, by level and number: SO_MAX_PACING_RATE, IP_MTU_DISCOVER, IP_MINTTL,
-/// IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION.
-const OPTIONS: [(i32, i32); 6] = [(1, SO_MAX_PACING_RATE), (0, 10), (0, 21), (41, 23), (41, 73), (6, TCP_CONGESTION)];
+/// Options of which some values keep a connection in the kernel, by level and number: SO_PRIORITY, SO_MAX_PACING_RATE, IP_MTU_DISCOVER,
+/// IP_MINTTL, IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION.
+const OPTIONS: [(i32, i32); 7] =
+    [(1, libc::SO_PRIORITY), (1, SO_MAX_PACING_RATE), (0, 10), (0, 21), (41, 23), (41, 73), (6, TCP_CONGESTION)];
+
+/// The priority that IP_TOS sets (the kernel's `ip_tos2prio`), by the four bits of the type of service.
+const PRIORITIES: [i32; 16] = [0, 0, 0, 0, 2, 2, 2, 2, 6, 6, 6, 6, 4, 4, 4, 4];
 
 /// Whether some values of an option keep a connection in the kernel. Such an option is only set after the connection is
 /// restored.
@@ -30,6 +34,12 @@ pub fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
         .is_ok_and(|length| rate[..length.min(8)].iter().any(|byte| *byte != 0xff));
     if paced {
         return Err(Refusal::Option("SO_MAX_PACING_RATE"));
+    }
+    // Queueing disciplines and VLANs go by the priority of the kernel's packets. Of what IP_TOS makes it, its bits say the same.
+    let of_class = socket::get(fd, libc::IPPROTO_IP, libc::IP_TOS).map_or(0, |class| PRIORITIES[(class as usize >> 1) & 15]);
+    let priority = socket::get(fd, libc::SOL_SOCKET, libc::SO_PRIORITY).unwrap_or(0);
+    if priority != 0 && priority != of_class {
+        return Err(Refusal::Option("SO_PRIORITY"));
     }
     // For an IPv6 socket with a mapped peer address the IPv4 options count, too.
     let get = |level, option| socket::get(fd, level, option).ok();

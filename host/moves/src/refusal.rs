@@ -56,6 +56,9 @@ pub enum Refusal {
     /// It is bound to a device, and its route leads through another.
     #[error("it is bound to interface {0} (SO_BINDTODEVICE), and its route leads through interface {1}")]
     Bound(u32, u32),
+    /// A connection of another device has the same addresses and ports, and is on a NIC.
+    #[error("a connection by another interface, with the same addresses and ports, is on a NIC")]
+    Twin,
     /// It belongs to a VRF.
     #[error("it belongs to a VRF (interface {0}), whose rules only the kernel follows")]
     Vrf(u32),
@@ -71,6 +74,9 @@ pub enum Refusal {
          lets it move"
     )]
     Rules(String),
+    /// BPF programs of its control group judge it, and would not see what the NIC does, or refuse what a move does.
+    #[error("its control group has BPF programs {0} (bpftool cgroup tree, systemctl show)")]
+    Group(String),
     /// There are rules whose changes cannot be observed.
     #[error(
         "there are rules of iptables-legacy, of whose changes nothing tells; use iptables-nft (update-alternatives --config iptables)"

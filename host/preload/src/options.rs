@@ -8,6 +8,8 @@ use baton_protocol::program::Until;
 use libc::{c_int, c_ulong, c_void, socklen_t};
 use std::os::fd::BorrowedFd;
 
+const TCP_ZEROCOPY_RECEIVE: c_int = 35;
+
 /// How an option is set on a connection that may be on the NIC.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Meaning {
@@ -25,9 +27,9 @@ enum Meaning {
 fn meaning(level: c_int, option: c_int) -> Meaning {
     match (level, option) {
         (1, 9) | (6, 3) => Meaning::NicOnly,
-        // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG,
+        // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, IPV6_AUTOFLOWLABEL, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG,
         // SO_BINDTODEVICE, SO_BINDTOIFINDEX, SO_MARK, SO_DONTROUTE.
-        (1, 2 | 25 | 62 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
+        (1, 2 | 25 | 62 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67 | 70) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
         _ if baton_handoff::unenforced::may_keep_in_kernel(level, option) => Meaning::ReadAtHandoff,
         (6, 31) => Meaning::Never("TCP_ULP"),
         (6, 14 | 32 | 38..=42) => Meaning::Never("signed segments"),
@@ -145,6 +147,10 @@ pub(crate) unsafe fn get(
 ) -> c_int {
     if (level, option) == (libc::IPPROTO_TCP, libc::TCP_INFO) {
         tcp.leave_if_over();
+    }
+    if (level, option) == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE) {
+        // It maps pages of the kernel's receive queue; of a shell's it would say for ever that nothing has come.
+        tcp.give_back("TCP_ZEROCOPY_RECEIVE", Until::Never);
     }
     // During a move some options have values that the agent has set.
     let (done, owner) = tcp.undisturbed(|owner| {

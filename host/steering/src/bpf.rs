@@ -4,12 +4,12 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 const MAP_CREATE: i32 = 0;
+const MAP_LOOKUP: i32 = 1;
 const MAP_UPDATE: i32 = 2;
 const MAP_DELETE: i32 = 3;
 const MAP_NEXT_KEY: i32 = 4;
 const PROGRAM_LOAD: i32 = 5;
 const PROGRAM_ATTACH: i32 = 8;
-const PROGRAM_QUERY: i32 = 16;
 const RAW_TRACEPOINT_OPEN: i32 = 17;
 const LINK_CREATE: i32 = 28;
 /// BPF_SK_MSG_VERDICT.
@@ -56,13 +56,13 @@ pub(crate) enum Hook {
 }
 
 /// Calls bpf(2) with attributes that were written as words of 4 bytes.
-fn bpf(command: i32, attributes: &mut [u32; 32]) -> io::Result<i32> {
+pub(crate) fn bpf(command: i32, attributes: &mut [u32; 32]) -> io::Result<i32> {
     // SAFETY: the attributes are 128 bytes; every pointer in them was made from a borrow that outlives this call.
     let result = unsafe { libc::syscall(libc::SYS_bpf, command, attributes.as_mut_ptr(), size_of_val(attributes)) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as i32) }
 }
 
-fn owned(raw: i32) -> OwnedFd {
+pub(crate) fn owned(raw: i32) -> OwnedFd {
     // SAFETY: the kernel has just made this descriptor for this process, and nothing else owns it.
     unsafe { OwnedFd::from_raw_fd(raw) }
 }
@@ -114,6 +114,17 @@ pub(crate) fn update(map: BorrowedFd<'_>, key: &[u8], value: &[u8]) -> io::Resul
     point(&mut attributes, 2, key);
     point(&mut attributes, 4, value);
     bpf(MAP_UPDATE, &mut attributes).map(|_| ())
+}
+
+/// Whether a map has a key. `value` is the number of bytes of its values.
+pub(crate) fn has(map: BorrowedFd<'_>, key: &[u8], value: usize) -> bool {
+    let mut found = vec![0u8; value];
+    let mut attributes = [0; 32];
+    attributes[0] = map.as_raw_fd() as u32;
+    point(&mut attributes, 2, key);
+    let address = found.as_mut_ptr() as u64;
+    (attributes[4], attributes[5]) = (address as u32, (address >> 32) as u32);
+    bpf(MAP_LOOKUP, &mut attributes).is_ok()
 }
 
 pub(crate) fn delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<()> {
@@ -268,30 +279,6 @@ pub(crate) fn attach_to_map(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> io:
     let mut attributes = [0; 32];
     attributes[..3].copy_from_slice(&[map.as_raw_fd() as u32, program.as_raw_fd() as u32, MESSAGE_VERDICT]);
     bpf(PROGRAM_ATTACH, &mut attributes).map(|_| ())
-}
-
-/// Most programs that are read of a control group.
-const MOST_PROGRAMS: usize = 64;
-
-/// Ids of the programs that packets of a control group's sockets pass, its ancestors' included: on the way in
-/// (BPF_CGROUP_INET_INGRESS), then on the way out.
-///
-/// # Errors
-/// The failed system call's; `ENOSPC` if there are more than 64.
-pub fn cgroup_programs(group: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
-    const EFFECTIVE: u32 = 1;
-    let mut programs = Vec::new();
-    for attach in 0..2 {
-        let mut numbers = [0u32; MOST_PROGRAMS];
-        let mut attributes = [0; 32];
-        attributes[..3].copy_from_slice(&[group.as_raw_fd() as u32, attach, EFFECTIVE]);
-        let address = numbers.as_mut_ptr() as u64;
-        (attributes[4], attributes[5], attributes[6]) = (address as u32, (address >> 32) as u32, MOST_PROGRAMS as u32);
-        bpf(PROGRAM_QUERY, &mut attributes)?;
-        programs.extend(&numbers[..(attributes[6] as usize).min(MOST_PROGRAMS)]);
-        programs.push(0);
-    }
-    Ok(programs)
 }
 
 /// Loads a program and attaches it to a tracepoint, by its type id, until the returned descriptor is closed.

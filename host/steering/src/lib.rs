@@ -10,6 +10,7 @@ mod assembler;
 mod bpf;
 mod btf;
 mod bypass;
+mod cgroups;
 pub mod front;
 mod programs;
 mod ring_buffer;
@@ -19,8 +20,9 @@ use baton_wire::{Endpoint, Flow};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-pub use bpf::{cgroup_programs, supported};
+pub use bpf::supported;
 pub use bypass::{READ_EVERY, SocketBypass, SocketEvent};
+pub use cgroups::{Group, programs_of};
 
 /// What happens to a connection's frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -262,6 +264,11 @@ impl Steering {
         bpf::delete(self.handshakes.as_fd(), &key(flow))
     }
 
+    /// Whether a flow is steered.
+    pub fn has(&self, flow: &Flow) -> bool {
+        bpf::has(self.flows.as_fd(), &key(flow), programs::VALUE_BYTES)
+    }
+
     /// Number of flows that are steered.
     pub fn count(&self) -> usize {
         bpf::count(self.flows.as_fd(), programs::KEY_BYTES)
@@ -307,8 +314,10 @@ mod tests {
         steering.accept_at(7, Accepts { v4: true, v6: true }, [2; 6]).unwrap();
         steering.forget_device(7).unwrap();
         assert_eq!(steering.count(), 2);
+        assert!(steering.has(&flow));
         steering.remove(&flow).unwrap();
         steering.remove(&flow).unwrap();
+        assert!(!steering.has(&flow) && steering.has(&flow.reversed()));
         assert_eq!(steering.count(), 1);
         steering.set_listening(true).unwrap();
         steering.forget_handshake(&flow).unwrap();

@@ -293,12 +293,15 @@ pub(crate) fn ingress(maps: Maps<'_>) -> Vec<u8> {
     a.finish()
 }
 
-/// Program at a device's egress: the kernel sends nothing for the NIC's connections, by any device.
+/// Program at a device's egress: the kernel sends nothing for the NIC's connections, by any device; of one that is bound to a device, by
+/// that one: by another device another connection may have the same addresses and ports.
 pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours");
     a.jump_if(R::R2, ROUTED as i32, "other").jump_if(R::R2, INJECTED as i32, "other");
     find(&mut a, Way::Outgoing, flows, None);
+    a.load(Size::Word, R::R1, R::R0, ANYWHERE).jump_unless(R::R1, 0, "theirs");
+    leaves_here(&mut a);
     a.jump("theirs");
     // The kernel drops frames that come in at the loopback device without a route as martians, so the NIC's frames get the route
     // that the kernel's own have.

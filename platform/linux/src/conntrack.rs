@@ -1,6 +1,6 @@
 //! Connection tracking. An offloaded connection's segments bypass the host's tracker, whose window check would then drop the
 //! segments after a restore as invalid. So the connection's entry is set to be liberal about windows; the system-wide setting is
-//! not changed.
+//! not changed. Nor do those segments renew the entry, which would run out: that is done here, in their place.
 
 use crate::netlink::{ACK, Netlink, Request, attributes};
 use baton_wire::Flow;
@@ -11,6 +11,8 @@ const IPCTNL_MSG_CT_GET: u16 = 1 << 8 | 1;
 const IPCTNL_MSG_CT_GET_STATS: u16 = 1 << 8 | 5;
 /// Bytes of `struct nfgenmsg`.
 const HEADER: usize = 4;
+const CTA_PROTOINFO: u16 = 4;
+const CTA_TIMEOUT: u16 = 7;
 /// IP_CT_TCP_FLAG_BE_LIBERAL.
 const BE_LIBERAL: u8 = 0x08;
 
@@ -33,34 +35,134 @@ pub fn entries(netlink: &Netlink) -> io::Result<u32> {
     }
 }
 
-/// Makes the tracker's entry of a connection liberal in both directions. Returns whether there was an entry.
-///
-/// # Errors
-/// The failed system call's. A missing tracker or entry is no error.
-pub fn be_liberal(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
-    // The entry's key is its original direction, and it is not known who opened the connection.
-    Ok(update(netlink, flow)? || update(netlink, &flow.reversed())?)
+/// What the tracker knows of a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Entry {
+    /// This host translates the connection's addresses (NAT): then the wire's addresses are not the socket's.
+    pub translated: bool,
+    /// Seconds until the entry runs out.
+    pub left: u32,
 }
 
-/// Whether this host translates the connection's addresses (NAT): then the wire's addresses are not the socket's.
+/// Makes the tracker's entry of a connection liberal in both directions, and lets it run out in `seconds`. Returns whether there was an
+/// entry.
 ///
 /// # Errors
 /// The failed system call's. A missing tracker or entry is no error.
-pub fn is_translated(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
+pub fn be_liberal(netlink: &Netlink, flow: &Flow, seconds: u32) -> io::Result<bool> {
+    let flags = [BE_LIBERAL, BE_LIBERAL];
+    let request = request_of(IPCTNL_MSG_CT_NEW, ACK, flow)
+        .attribute(CTA_TIMEOUT, &seconds.to_be_bytes())
+        .nested(CTA_PROTOINFO, |info| info.nested(1, |tcp| tcp.attribute(4, &flags).attribute(5, &flags)));
+    match netlink.ask(request, |_| {}) {
+        Ok(()) => Ok(true),
+        Err(error) if is_absence(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Finds the tracker's entry of a connection.
+///
+/// # Errors
+/// The failed system call's. A missing tracker or entry is no error.
+pub fn find(netlink: &Netlink, flow: &Flow) -> io::Result<Option<Entry>> {
     /// IPS_SRC_NAT and IPS_DST_NAT.
     const TRANSLATED: u32 = 1 << 4 | 1 << 5;
     const CTA_STATUS: u16 = 3;
-    let mut translated = false;
+    let mut entry = Entry::default();
     // An entry is found by either of its directions, and one of them is the socket's.
     let found = netlink.ask(request_of(IPCTNL_MSG_CT_GET, 0, flow), |body| {
-        let status = attributes(body, HEADER).find(|(kind, value)| *kind == CTA_STATUS && value.len() == 4);
-        translated =
-            status.is_some_and(|(_, value)| u32::from_be_bytes([value[0], value[1], value[2], value[3]]) & TRANSLATED != 0);
+        let number = |wanted| {
+            let found = attributes(body, HEADER).find(|(kind, value)| *kind == wanted && value.len() == 4);
+            found.map_or(0, |(_, value)| u32::from_be_bytes([value[0], value[1], value[2], value[3]]))
+        };
+        entry = Entry { translated: number(CTA_STATUS) & TRANSLATED != 0, left: number(CTA_TIMEOUT) };
     });
     match found {
-        Ok(()) => Ok(translated),
-        Err(error) if is_absence(&error) => Ok(false),
+        Ok(()) => Ok(Some(entry)),
+        Err(error) if is_absence(&error) => Ok(None),
         Err(error) => Err(error),
+    }
+}
+
+/// The time-outs of TCP connections that are in force in this thread's network namespace, in seconds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Timeouts {
+    /// By the state's number in TCP_INFO; 0 for those in which no connection is on a NIC.
+    of_state: [u32; 12],
+}
+
+impl Timeouts {
+    /// Reads them. None without a tracker.
+    pub fn read() -> Option<Timeouts> {
+        let read = |name| {
+            let path = format!("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_{name}");
+            std::fs::read_to_string(path).ok()?.trim().parse().ok()
+        };
+        let mut of_state = [0; 12];
+        of_state[1] = read("established")?;
+        of_state[4] = read("fin_wait")?;
+        of_state[5] = of_state[4];
+        of_state[6] = read("time_wait")?;
+        of_state[8] = read("close_wait")?;
+        of_state[9] = read("last_ack")?;
+        // Both ends have sent a FIN: the tracker has no such state of its own.
+        of_state[11] = of_state[9];
+        Some(Timeouts { of_state })
+    }
+
+    /// That of a state, by its number in TCP_INFO.
+    pub fn of(&self, state: u8) -> u32 {
+        match self.of_state.get(usize::from(state)) {
+            Some(0) | None => self.of_state[1],
+            Some(seconds) => *seconds,
+        }
+    }
+
+    /// The shortest of those in force while a connection is on a NIC.
+    pub fn shortest(&self) -> u32 {
+        self.of_state.iter().copied().filter(|seconds| *seconds != 0).min().unwrap_or(1)
+    }
+
+    /// How long an entry is kept after its connection's end.
+    pub fn after_end(&self) -> u32 {
+        self.of_state[6]
+    }
+}
+
+/// Most entries that are renewed by one call: their refusals have to fit into a socket's buffer.
+pub const MOST_RENEWED: usize = 64;
+
+/// Lets the entries of connections run out in so many seconds from now, unless there are none. Passes the place of each that has no
+/// entry. At most [`MOST_RENEWED`] at once.
+///
+/// # Errors
+/// The failed system call's.
+pub fn renew(netlink: &Netlink, entries: &[(Flow, u32)], missing: impl FnMut(usize)) -> io::Result<()> {
+    let mut missing = missing;
+    let request =
+        |(flow, seconds): &(Flow, u32)| request_of(IPCTNL_MSG_CT_NEW, 0, flow).attribute(CTA_TIMEOUT, &seconds.to_be_bytes());
+    let requests: Vec<Request> = entries.iter().map(request).collect();
+    netlink.ask_all(&requests, |place, error| {
+        if is_absence(error) {
+            missing(place);
+        }
+    })
+}
+
+/// Notes the end of a connection, of which the tracker has seen nothing: its entry runs out in so many seconds, and a new connection
+/// of the same addresses and ports may begin before.
+///
+/// # Errors
+/// The failed system call's. A missing entry is no error.
+pub fn end(netlink: &Netlink, flow: &Flow, seconds: u32) -> io::Result<()> {
+    const TIME_WAIT: u8 = 7;
+    let request = request_of(IPCTNL_MSG_CT_NEW, ACK, flow)
+        .attribute(CTA_TIMEOUT, &seconds.to_be_bytes())
+        .nested(CTA_PROTOINFO, |info| info.nested(1, |tcp| tcp.attribute(1, &[TIME_WAIT])));
+    match netlink.ask(request, |_| {}) {
+        Err(error) if !is_absence(&error) => Err(error),
+        _ => Ok(()),
     }
 }
 
@@ -83,15 +185,4 @@ fn request_of(kind: u16, flags: u16, original: &Flow) -> Request {
                 .attribute(3, &original.remote.port.to_be_bytes())
         })
     })
-}
-
-fn update(netlink: &Netlink, original: &Flow) -> io::Result<bool> {
-    let flags = [BE_LIBERAL, BE_LIBERAL];
-    let request = request_of(IPCTNL_MSG_CT_NEW, ACK, original)
-        .nested(4, |info| info.nested(1, |tcp| tcp.attribute(4, &flags).attribute(5, &flags)));
-    match netlink.ask(request, |_| {}) {
-        Ok(()) => Ok(true),
-        Err(error) if is_absence(&error) => Ok(false),
-        Err(error) => Err(error),
-    }
 }

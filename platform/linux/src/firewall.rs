@@ -57,6 +57,8 @@ enum Step {
     Never,
     /// Matches or not, and can change from packet to packet or without a notification.
     Changing(&'static str),
+    /// Sets the zone in which the connection tracker has the connection's entry.
+    Zone,
     /// Changes the packet's mark, or another property that its route depends on.
     Marks,
     /// Always matches, and does nothing that counts here.
@@ -376,6 +378,8 @@ impl Firewall {
                 Step::Never => return Ok((Match::No, None)),
                 Step::Changing(why) => changing = changing.or(Some(why)),
                 Step::Marks if reroutes => return Err("a route by mark (a chain of type route)"),
+                // An entry in a zone is not found by the connection's addresses and ports alone, and could not be renewed.
+                Step::Zone => return Err("a zone of the connection tracker (ct zone, -j CT --zone)"),
                 Step::Marks | Step::Nothing => {}
             }
         }

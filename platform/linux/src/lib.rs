@@ -11,6 +11,7 @@ macro_rules! report {
 }
 
 pub mod bell;
+pub mod cgroup_socket;
 pub mod conntrack;
 pub mod control;
 pub mod datagrams;

@@ -138,6 +138,50 @@ impl Netlink {
     }
 }
 
+impl Netlink {
+    /// Sends several requests at once, in one system call, and passes the place and the error of each that the kernel refused. The
+    /// requests have no answers but that.
+    ///
+    /// # Errors
+    /// The system's; then it is not known which requests were carried out.
+    pub fn ask_all(&self, requests: &[Request], mut refused: impl FnMut(usize, &io::Error)) -> io::Result<()> {
+        let Some(last) = requests.len().checked_sub(1) else { return Ok(()) };
+        let mut bytes = Vec::with_capacity(requests.iter().map(|request| request.bytes.len()).sum());
+        for (place, request) in requests.iter().enumerate() {
+            let start = bytes.len();
+            bytes.extend_from_slice(&request.bytes);
+            bytes[start..start + 4].copy_from_slice(&(request.bytes.len() as u32).to_ne_bytes());
+            bytes[start + 8..start + 12].copy_from_slice(&(place as u32).to_ne_bytes());
+            if place == last {
+                // One acknowledgement, behind the refusals of the others.
+                let flags = u16::from_ne_bytes([bytes[start + 6], bytes[start + 7]]) | ACK;
+                bytes[start + 6..start + 8].copy_from_slice(&flags.to_ne_bytes());
+            }
+        }
+        rustix::net::send(&self.fd, &bytes, SendFlags::empty())?;
+        let mut buffer = Vec::with_capacity(ANSWER_BYTES);
+        loop {
+            buffer.clear();
+            rustix::net::recv(&self.fd, rustix::buffer::spare_capacity(&mut buffer), RecvFlags::empty())?;
+            let mut rest = &buffer[..];
+            while rest.len() >= 20 {
+                let word = |at: usize| u32::from_ne_bytes([rest[at], rest[at + 1], rest[at + 2], rest[at + 3]]);
+                let (length, place, code) = (word(0) as usize, word(8) as usize, word(16) as i32);
+                if length < 20 || length > rest.len() || rest[4..6] != ERROR.to_ne_bytes() {
+                    return Err(io::ErrorKind::InvalidData.into());
+                }
+                if code != 0 {
+                    refused(place, &io::Error::from_raw_os_error(-code));
+                }
+                if place == last {
+                    return Ok(());
+                }
+                rest = &rest[length.next_multiple_of(4).min(rest.len())..];
+            }
+        }
+    }
+}
+
 /// Route groups that report changes of links, neighbours, addresses, routes and rules, IPv4 and IPv6, and of links' settings
 /// (rp_filter).
 pub const ROUTE_CHANGES: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18 | 1 << 23;

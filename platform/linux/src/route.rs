@@ -46,6 +46,8 @@ pub struct Routing {
     pub class: u8,
     /// IPv6 flow label, with the class bits in front, as a number in network order.
     pub flow_label: u32,
+    /// IPV6_AUTOFLOWLABEL: without a label of its own the connection has one that is made from its addresses and ports.
+    pub labels_itself: bool,
     /// SO_DONTROUTE: only peers on the link can be reached.
     pub on_link: bool,
 }
@@ -58,6 +60,7 @@ impl Routing {
     pub fn of(fd: BorrowedFd<'_>, v4: bool, peer: SocketAddr) -> io::Result<Routing> {
         const SO_MARK: i32 = 36;
         const SO_BINDTOIFINDEX: i32 = 62;
+        const IPV6_AUTOFLOWLABEL: i32 = 70;
         let of_socket = |option| socket::get(fd, libc::SOL_SOCKET, option);
         let class = if v4 {
             socket::get(fd, libc::IPPROTO_IP, libc::IP_TOS)?
@@ -74,6 +77,7 @@ impl Routing {
             user: socket::owner(fd)?,
             class: class.max(0) as u8,
             flow_label,
+            labels_itself: !v4 && socket::get(fd, libc::IPPROTO_IPV6, IPV6_AUTOFLOWLABEL).unwrap_or(0) != 0,
             on_link: of_socket(libc::SO_DONTROUTE)? != 0,
         })
     }

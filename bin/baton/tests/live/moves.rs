@@ -1,6 +1,6 @@
 //! Moves of real kernel connections in every state and condition.
 
-use crate::common::{KEYS, Scene, connect, hosts, kernel_repeats, scene, scene_at, unacknowledged, wait_for, wait_until};
+use crate::common::{KEYS, Scene, connect, hosts, scene, scene_at, unacknowledged, wait_for, wait_until};
 use baton_agent::{Crash, Fault, Step};
 use baton_client::{ConnectionId, Session};
 use baton_lab::testbed::{self, TestbedSettings, address_b};

@@ -1,10 +1,13 @@
 //! Firewall rules whose verdict changes from packet to packet, and rules whose changes cannot be observed: connections that they
 //! may judge stay in the kernel, others move.
 
-use crate::common::{Scene, scene};
+use crate::common::{Scene, scene, scene_at};
 use baton_lab::testbed::TestbedSettings;
+use baton_linux::conntrack::{self, Entry};
 use baton_linux::namespace::Namespace;
+use baton_linux::netlink::{NETFILTER, Netlink};
 use baton_protocol::program::Place;
+use baton_wire::Flow;
 use std::net::UdpSocket;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -146,6 +149,104 @@ fn iptables_matches_are_known() {
             None => scene.exchange(10_000, Place::Nic),
         }
     }
+}
+
+/// What is established passes, a SYN may begin, and nothing else: a connection that the tracker has forgotten is dead.
+const STATEFUL: &str = "table inet t {
+  chain input { type filter hook input priority 0; policy drop; meta l4proto icmpv6 accept;
+    ct state established accept; tcp flags & (fin | syn | rst | ack) == syn ct state new accept; }
+  chain output { type filter hook output priority 0; policy drop; meta l4proto icmpv6 accept;
+    ct state established accept; tcp flags & (fin | syn | rst | ack) == syn ct state new accept; }
+}";
+
+/// A connection on a host with [`STATEFUL`] rules, whose tracker forgets what is idle for so many seconds.
+fn tracked(beside: bool, ipv6: bool, seconds: u32) -> Scene {
+    let settings = TestbedSettings { beside, firewall: Some(STATEFUL.into()), ..TestbedSettings::default() };
+    let scene = scene_at(settings, ipv6, 8080);
+    let set = || std::fs::write("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established", seconds.to_string());
+    scene.bed.host_a.run(set).expect("the time-out");
+    scene
+}
+
+/// The 4-tuple of a scene's connection.
+fn flow(scene: &Scene) -> Flow {
+    let local = scene.peer.peer_addr().expect("the server's address");
+    Flow { local: local.into(), remote: scene.peer.local_addr().expect("the peer's").into() }
+}
+
+/// The tracker's entry of a connection on host A.
+fn entry(scene: &Scene, flow: &Flow) -> Option<Entry> {
+    scene.bed.host_a.run(|| conntrack::find(&Netlink::open(NETFILTER)?, flow)).expect("the tracker")
+}
+
+/// Exchanges bytes on the NIC for twice the tracker's time-out.
+fn stay_on_nic(scene: &mut Scene, seconds: u64) {
+    scene.exchange(10_000, Place::Kernel);
+    let end = Instant::now() + Duration::from_secs(2 * seconds + 1);
+    while Instant::now() < end {
+        scene.exchange(100, Place::Nic);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn the_tracker_knows_a_connection_that_comes_back() {
+    for (beside, ipv6) in [(true, false), (false, true)] {
+        let mut scene = tracked(beside, ipv6, 3);
+        stay_on_nic(&mut scene, 3);
+        scene.exchange(10_000, Place::Kernel);
+    }
+}
+
+#[test]
+fn the_tracker_knows_a_connection_whose_nic_has_died() {
+    let mut scene = tracked(true, false, 3);
+    stay_on_nic(&mut scene, 3);
+    let nic = crate::full::statistics(&scene.bed).nic_process;
+    baton_linux::process::signal(nic, libc::SIGKILL).expect("the NIC");
+    scene.drain();
+    scene.exchange(10_000, Place::Kernel);
+}
+
+/// An idle connection is forgotten, as it would be without Baton.
+#[test]
+fn the_tracker_forgets_an_idle_connection_on_the_nic() {
+    let mut scene = tracked(true, false, 1);
+    scene.exchange(10_000, Place::Nic);
+    let flow = flow(&scene);
+    assert!(entry(&scene, &flow).is_some());
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while entry(&scene, &flow).is_some() {
+        assert!(Instant::now() < deadline, "it has an entry still");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+/// The tracker has not seen the FINs of a connection that ended on the NIC; its entry goes nevertheless.
+#[test]
+fn the_tracker_is_told_of_an_end_on_the_nic() {
+    let mut scene = tracked(true, false, 100_000);
+    scene.exchange(10_000, Place::Nic);
+    let flow = flow(&scene);
+    assert!(entry(&scene, &flow).expect("an entry").left > 1000);
+    scene.peer.shutdown(std::net::Shutdown::Write).expect("the peer's FIN");
+    scene.session.shutdown(scene.id).expect("our FIN");
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while entry(&scene, &flow).is_some_and(|entry| entry.left > 1000) {
+        assert!(Instant::now() < deadline, "it stays: {:?}", entry(&scene, &flow));
+        scene.session.poll(Some(Duration::from_millis(20)), &mut Vec::new()).expect("poll");
+    }
+}
+
+/// An entry in a zone of its own could not be renewed.
+#[test]
+fn zones_of_the_tracker_keep_connections() {
+    let rules = "table inet t {
+      chain incoming { type filter hook prerouting priority -300; tcp dport 8080 ct zone set 7; }
+      chain outgoing { type filter hook output priority -300; tcp sport 8080 ct zone set 7; }
+    }";
+    let mut scene = scene(beside(Some(rules)));
+    stays(&mut scene, "a zone of the connection tracker");
 }
 
 /// The NIC's packets pass neither rules of iptables-legacy nor filters at a device's ingress, so these keep a connection in the kernel.

@@ -116,6 +116,50 @@ fn programs_at_control_groups_count() {
     assert_eq!(there, "2", "connections on the NIC");
 }
 
+/// Runs a program in a control group with BPF programs, and checks that neither policy nor connections were harmed.
+fn policy_holds(case: &str) {
+    let scratch = Scratch::new(&case.replace(' ', "-"));
+    let program = ["--rule", "established", "--", "python3", &script("policies.py"), case, env!("CARGO_BIN_EXE_baton")];
+    let ran = baton_run(&scratch, &program);
+    let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+    assert!(ran.status.success(), "{}{}{log}", text(&ran.stdout), text(&ran.stderr));
+    assert_eq!(text(&ran.stdout).trim(), "ok", "{}{log}", text(&ran.stderr));
+}
+
+/// A group whose programs refuse a connect(2) keeps its connections in the kernel: a move would be refused half-way.
+#[test]
+fn a_group_that_refuses_a_connect_keeps_its_connections() {
+    policy_holds("refused");
+}
+
+#[test]
+fn a_group_that_allows_a_connect_lets_its_connections_go() {
+    policy_holds("allowed");
+}
+
+/// Connections that a group's programs would not let come back go on on the NIC, and come back when they may.
+#[test]
+fn connections_that_may_not_come_back_wait_on_the_nic() {
+    policy_holds("refused later");
+}
+
+/// A filter that judges by a map keeps its group's connections in the kernel: the map can change at any time.
+#[test]
+fn a_filter_with_a_map_judges_every_packet() {
+    policy_holds("map");
+}
+
+#[test]
+fn a_filter_with_a_map_that_cannot_change_keeps_nothing() {
+    policy_holds("fixed map");
+}
+
+/// A program that is told of connections' states keeps them in the kernel: each move would look like a new connection.
+#[test]
+fn a_program_that_follows_states_keeps_its_connections() {
+    policy_holds("states");
+}
+
 /// Process id, exit status, signals and standard streams are the program's own.
 #[test]
 fn the_process_is_the_program() {

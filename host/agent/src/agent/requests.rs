@@ -326,13 +326,10 @@ impl Agent {
         }
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
         let Some(open) = &session.open else { return stays(Refusal::NoRoom) };
-        // A repeated request, since the first one's agent died: one connection has one entry.
-        if let Some(known) = session.connections.with_flow(&flow) {
-            return match known.check_socket(fd.as_fd()) {
-                Ok(()) => Reply::Registered { connection: known.number() },
-                // An earlier one of the 4-tuple, which its program has not taken back yet.
-                Err(refusal) => Reply::Stayed { reason: refusal.to_string(), transient: true },
-            };
+        // A repeated request, since the first one's agent died: one connection has one entry. Another connection may have the same
+        // addresses and ports by another device.
+        if let Some(known) = session.connections.with_flow(&flow).find(|known| known.check_socket(fd.as_fd()).is_ok()) {
+            return Reply::Registered { connection: known.number() };
         }
         let place = session.connections.vacant();
         if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {

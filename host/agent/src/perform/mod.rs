@@ -16,7 +16,7 @@ use crate::way::Way;
 use baton_abi::layout::Owner;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::export::Exporter;
-use baton_handoff::import::Importer;
+use baton_handoff::import::{self, Importer};
 use baton_handoff::shell;
 use baton_image::Image;
 use baton_linux::diagnosis;
@@ -192,11 +192,16 @@ impl<'a> Performer<'a> {
     fn give_slot(&mut self) {
         if let Some(cid) = self.connection.cid.take() {
             self.ground.nic().give_slot(cid);
+            self.ground.shape.give_up_claim(&self.connection.flow);
         }
     }
 
     /// Releases a connection that has ended on the NIC, which has dropped it; its memory stays until the program has read it.
     fn end(&mut self) {
+        if let Some(cid) = self.connection.cid {
+            let netfilter = self.ground.guards.netfilter();
+            self.ground.tracker.end(netfilter, cid, self.connection.serial, &self.connection.flow);
+        }
         self.clear();
         self.give_slot();
         let _ = match self.connection.fd() {
@@ -350,11 +355,20 @@ impl Performer<'_> {
     }
 
     fn import(&mut self, source: Source) -> Outcome {
+        if self.connection.was_refused_just_now(monotonic_micros()) {
+            return Outcome::NotYet;
+        }
         let imported = match source {
             Source::Exported => self.import_exported(),
             Source::Rested => self.import_rested(),
             Source::Record => self.import_record(),
         };
+        if let Err(Refusal::Lost(import::RECONNECT, why)) = &imported
+            && self.connection.tries_again(why, monotonic_micros())
+        {
+            return Outcome::NotYet;
+        }
+        self.connection.was_taken_back();
         self.expect_fin();
         match imported {
             // The image of an undone export has not changed since it was read.

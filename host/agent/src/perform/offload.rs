@@ -30,12 +30,21 @@ const SO_MEMINFO: i32 = 55;
 impl Performer<'_> {
     /// Checks whether the connection may move, and by which device; then takes a slot.
     pub(super) fn reserve(&mut self) -> Result<(), Refusal> {
-        self.may_move()?;
+        let tracked = self.may_move()?;
         let way = self.ground.way_of(self.connection)?;
         self.way = Some(way);
         self.ground.choose(way.path.nic as usize);
-        let cid = self.ground.nic().take_slot().ok_or(Refusal::NoRoom)?;
+        if !self.ground.shape.claim(&self.connection.flow) {
+            return Err(Refusal::Twin);
+        }
+        let Some(cid) = self.ground.nic().take_slot() else {
+            self.ground.shape.give_up_claim(&self.connection.flow);
+            return Err(Refusal::NoRoom);
+        };
         self.connection.cid = Some(cid);
+        if let Some(entry) = tracked {
+            self.ground.tracker.note(cid, self.connection.serial, entry);
+        }
         let base = nic::slot(cid.slot());
         let _ = self.ground.nic_memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
         // By these the NIC's answers find the connection.
@@ -48,7 +57,8 @@ impl Performer<'_> {
         Ok(())
     }
 
-    fn may_move(&mut self) -> Result<(), Refusal> {
+    /// Checks whether the connection may move. Returns the connection tracker's entry of it, if there is one.
+    fn may_move(&mut self) -> Result<Option<conntrack::Entry>, Refusal> {
         let connection = &mut *self.connection;
         let namespace = self.ground.known.namespace().map_err(|error| system("SO_NETNS_COOKIE", &error))?;
         let info = examine::examine(connection.fd()?, namespace)?;
@@ -65,18 +75,19 @@ impl Performer<'_> {
             }
             connection.extra().unproved = None;
         }
+        self.ground.cgroups.let_go(connection.cgroup.as_ref(), connection.peer())?;
         if connection.inherited && self.ground.others_hold(connection) {
             return Err(Refusal::Shared);
         }
         if diagnosis::has_md5_key(self.ground.diagnosis, &connection.flow).unwrap_or(false) {
             return Err(Refusal::Signed);
         }
-        if let Some(netfilter) = self.ground.tracker_of(connection.serial)
-            && conntrack::is_translated(netfilter, &connection.flow).unwrap_or(false)
-        {
+        let netfilter = self.ground.tracker_of(connection.serial);
+        let tracked = netfilter.and_then(|netfilter| conntrack::find(netfilter, &connection.flow).ok().flatten());
+        if tracked.is_some_and(|entry| entry.translated) {
             return Err(Refusal::Translated);
         }
-        Ok(())
+        Ok(tracked)
     }
 
     /// Makes the NIC copy the connection's frames; its flow is in the slot.
@@ -99,9 +110,11 @@ impl Performer<'_> {
             self.cancel(false);
             return Err(refusal);
         }
+        self.ground.shape.give_up_claim(&self.connection.flow);
         // Its segments will bypass the host's connection tracker.
-        if let Some(netfilter) = self.ground.tracker_of(self.connection.serial) {
-            let _ = conntrack::be_liberal(netfilter, &self.connection.flow);
+        if let (Some(netfilter), Some(cid)) = (self.ground.guards.netfilter(), self.connection.cid) {
+            let state = TcpInfo::read(self.connection.fd()?).map_or(0, |info| info.state);
+            self.ground.tracker.enter(netfilter, cid, self.connection.serial, &self.connection.flow, state);
         }
         Ok(())
     }
@@ -160,6 +173,7 @@ impl Performer<'_> {
         if self.connection.unproved().is_some() {
             return Err(Refusal::Unproved);
         }
+        self.ground.cgroups.let_go(self.connection.cgroup.as_ref(), self.connection.peer())?;
         let way = self.ground.way_of(self.connection)?;
         if way.path.nic as usize != self.cid()?.nic() {
             return Err(Refusal::AnotherNic);

@@ -34,7 +34,7 @@ impl Performer<'_> {
         // The connection stands still soon, and needs the route once more then.
         self.ground.known.renew(self.ground.changes);
         self.route = Some(self.ground.route_of(self.connection)?);
-        Ok(())
+        self.ground.cgroups.let_back(self.connection.cgroup.as_ref(), self.connection.peer())
     }
 
     /// Makes the NIC stop the connection, write its image and hold the frames that arrive.

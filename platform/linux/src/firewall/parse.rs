@@ -64,7 +64,11 @@ pub(super) fn read(netlink: &Netlink) -> io::Result<Firewall> {
     })?;
     let sets = &all.sets;
     let changes = |table: &Table, step: &Step| match step {
-        Step::Changing(_) | Step::Marks | Step::Verdict(Verdict::Queue) | Step::Load { what: Load::Changing(_), .. } => true,
+        Step::Changing(_)
+        | Step::Zone
+        | Step::Marks
+        | Step::Verdict(Verdict::Queue)
+        | Step::Load { what: Load::Changing(_), .. } => true,
         Step::Lookup { set, .. } => sets.get(&(table.clone(), set.clone())).is_some_and(|set| set.changes),
         _ => false,
     };
@@ -159,6 +163,8 @@ fn step(name: &str, data: &[u8]) -> Step {
             }
         }
         "ct" => match (register(2), number_of(data, 1)) {
+            // NFT_CT_ZONE.
+            (17, None) => Step::Zone,
             (_, None) => Step::Nothing,
             (0, Some(to)) => Step::Load { to, what: Load::State },
             (5 | 14..=16, Some(to)) => Step::Load { to, what: Load::Changing("a count of packets or bytes (ct)") },
@@ -190,7 +196,7 @@ fn step(name: &str, data: &[u8]) -> Step {
         "reject" => Step::Verdict(Verdict::Drop),
         "counter" | "log" | "last" | "notrack" | "objref" | "flow_offload" => Step::Nothing,
         "match" => of_xtables(&of(data, 1).map(text).unwrap_or_default(), of(data, 3).unwrap_or_default()),
-        "target" => target(&of(data, 1).map(text).unwrap_or_default()),
+        "target" => target(&of(data, 1).map(text).unwrap_or_default(), of(data, 3).unwrap_or_default()),
         // What writes into a register that is compared later.
         "fib" | "rt" | "socket" | "osf" | "hash" | "exthdr" | "tunnel" | "xfrm" => {
             Step::Load { to: register(1), what: Load::Unknown }
@@ -233,8 +239,10 @@ fn of_xtables(name: &str, info: &[u8]) -> Step {
 }
 
 /// A target of iptables'.
-fn target(name: &str) -> Step {
+fn target(name: &str, info: &[u8]) -> Step {
     match name {
+        // struct xt_ct_target_info: flags, the zone.
+        "CT" if info.get(2..4).is_some_and(|zone| zone != [0; 2]) => Step::Zone,
         "NFQUEUE" => Step::Verdict(Verdict::Queue),
         "MARK" | "CONNMARK" | "TOS" | "DSCP" => Step::Marks,
         "LOG" | "NFLOG" | "TCPMSS" | "CLASSIFY" | "CT" | "NOTRACK" | "CHECKSUM" | "TRACE" | "AUDIT" | "SET" | "TTL" | "HL" => {

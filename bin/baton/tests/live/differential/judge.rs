@@ -12,7 +12,6 @@ struct Difference<'a> {
     /// The step's number.
     at: usize,
     kernel: &'a Outcome,
-    nic: &'a Outcome,
     /// Names of the parts that differ.
     parts: String,
 }
@@ -151,7 +150,7 @@ impl Tally {
                 continue;
             }
             let step = script.steps.get(at);
-            let difference = Difference { script, at, kernel: one, nic, parts: parts(one, nic) };
+            let difference = Difference { script, at, kernel: one, parts: parts(one, nic) };
             if let Some(meant) = MEANT.iter().find(|meant| (meant.holds)(&difference)) {
                 *self.meant.entry(meant.name).or_default() += 1;
                 return;

@@ -118,7 +118,16 @@ impl Stage {
         let listeners = [listen(false), listen(true)];
         listeners.iter().for_each(|listener| listener.set_nonblocking(true).expect("non-blocking"));
         let (device, frame) = (VnetDevice::new(raw, false), Frame::with_capacity(MAX_FRAME));
-        Stage { session, listeners, device, frame, lanes: Vec::new(), first_port: FIRST_PORT, verbose: setting("BATON_SCRIPTS", 0) == 1, bed }
+        Stage {
+            session,
+            listeners,
+            device,
+            frame,
+            lanes: Vec::new(),
+            first_port: FIRST_PORT,
+            verbose: setting("BATON_SCRIPTS", 0) == 1,
+            bed,
+        }
     }
 
     /// Reads all frames that are there. Returns whether there were any of the connections'.
