@@ -182,9 +182,11 @@ fn entry(scene: &Scene, flow: &Flow) -> Option<Entry> {
 /// Exchanges bytes on the NIC for twice the tracker's time-out.
 fn stay_on_nic(scene: &mut Scene, seconds: u64) {
     scene.exchange(10_000, Place::Kernel);
+    // Waits: the tracker's time-out has to pass, which the kernel counts in seconds.
     let end = Instant::now() + Duration::from_secs(2 * seconds + 1);
     while Instant::now() < end {
         scene.exchange(100, Place::Nic);
+        // Waits: between two of many looks or exchanges; how long they take decides nothing.
         std::thread::sleep(Duration::from_millis(100));
     }
 }
@@ -218,6 +220,7 @@ fn the_tracker_forgets_an_idle_connection_on_the_nic() {
     let deadline = Instant::now() + Duration::from_secs(30);
     while entry(&scene, &flow).is_some() {
         assert!(Instant::now() < deadline, "it has an entry still");
+        // Waits: between two of many looks or exchanges; how long they take decides nothing.
         std::thread::sleep(Duration::from_millis(100));
     }
 }

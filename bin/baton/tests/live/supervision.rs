@@ -106,6 +106,7 @@ fn eventually(deadline: Instant, mut call: impl FnMut() -> io::Result<usize>) ->
             Err(error) => panic!("the connection broke: {error}"),
         }
         assert!(Instant::now() < deadline, "nothing comes any more");
+        // Waits: between two looks; the deadline is far away.
         std::thread::sleep(Duration::from_micros(200));
     }
 }
@@ -184,6 +185,7 @@ fn a_hosts_tcp_that_is_stopped_is_ended_and_its_connections_go_back() {
     let deadline = Instant::now() + PATIENCE;
     while scene.statistics().host_tcp_process == stopped {
         assert!(Instant::now() < deadline, "it is not ended");
+        // Waits: between two looks; the deadline is far away.
         std::thread::sleep(Duration::from_millis(5));
     }
     scene.until_back();
@@ -191,6 +193,7 @@ fn a_hosts_tcp_that_is_stopped_is_ended_and_its_connections_go_back() {
 }
 
 /// Longer than the agent waits for a NIC's answer.
+// Waits: nothing is to happen in it, and nothing shows that it does not.
 const LONG: Duration = Duration::from_millis(2500);
 
 /// A debugger holds the NIC while a move waits for its answer: it goes on as before, and so does the move.
@@ -202,6 +205,7 @@ fn a_nic_that_is_traced_is_not_ended() {
     let debugger = Frozen::freeze(&[before.nic_process]).expect("a tracer");
     let mut tool = scene.bed.tool().expect("a tool");
     let tag = tool.send(Ask::MoveAny { session, connection, to: Place::Kernel, nic: None }).expect("a request");
+    // Waits: see LONG.
     std::thread::sleep(LONG);
     assert_eq!(scene.statistics().nic_process, before.nic_process);
     drop(debugger);
@@ -242,6 +246,7 @@ fn a_nic_that_gets_no_processor_is_counted_and_not_ended() {
             let mut tool = scene.bed.tool().expect("a tool");
             tool.send(Ask::MoveAny { session, connection, to, nic: None }).expect("a request");
             to = if to == Place::Kernel { Place::Nic } else { Place::Kernel };
+            // Waits: between two requests; the loop ends when the NIC was seen starved.
             std::thread::sleep(Duration::from_millis(50));
         }
         over.store(true, Ordering::Relaxed);
@@ -301,6 +306,7 @@ fn agent_and_nic_that_are_stopped_together_for_a_second_are_not_ended() {
     for _ in 0..3 {
         let both = [before.agent_process, before.nic_process];
         both.iter().for_each(|one| process::signal(*one, libc::SIGSTOP).expect("SIGSTOP"));
+        // Waits: both processes are stopped for as long; a busy machine makes it longer, which ends nothing either.
         std::thread::sleep(Duration::from_secs(1));
         both.iter().rev().for_each(|one| process::signal(*one, libc::SIGCONT).expect("SIGCONT"));
         scene.carry();

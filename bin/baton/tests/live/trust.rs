@@ -105,10 +105,12 @@ fn a_closed_listeners_port_is_the_next_ones() {
     next.set_nonblocking(true).expect("a flag");
     // Fewer than the first listener's queue has room for: then the kernel would get them in any case.
     for _ in 0..100 {
+        // Waits: one try of a hundred.
         let client = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(2)));
         if client.is_ok() && next.accept().is_ok() {
             return;
         }
+        // Waits: between two of a hundred tries.
         std::thread::sleep(Duration::from_millis(200));
     }
     panic!("clients do not reach it");
@@ -125,6 +127,7 @@ fn a_disconnected_udp_sockets_port_is_the_next_ones() {
     assert!(matches!(reply, Reply::Datagrams { .. }), "{reply:?}");
     socket::disconnect(udp.as_fd()).expect("disconnected");
     let next = bed.host_a.run(|| UdpSocket::bind(address)).expect("its port is free");
+    // Waits: one look of many; the loop has a deadline of its own.
     next.set_read_timeout(Some(Duration::from_millis(100))).expect("a time-out");
     let deadline = Instant::now() + LONG;
     loop {

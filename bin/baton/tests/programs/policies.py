@@ -166,10 +166,12 @@ try:
         one, other = next(steps)
         stays("by a map")
         put(numbers, 0)
+        # Waits: nothing is to arrive, and nothing shows that it does not.
         other.settimeout(0.5)
         # Its sender is the accepted end: the other one was made outside of the group.
         one, other = other, one
         one.sendall(b"five!")
+        # Waits: nothing is to arrive, and nothing shows that it does not.
         other.settimeout(0.5)
         try:
             raise AssertionError(f"{other.recv(5)} passes")

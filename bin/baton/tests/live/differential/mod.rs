@@ -38,6 +38,7 @@ const BURST: usize = 100;
 /// Waits: an acknowledgement may be delayed by 200 ms.
 const STEP: Duration = Duration::from_millis(260);
 /// A step is over when nothing has come for so long, too.
+// Waits: the answers of the peers of a step have no end that could be awaited; the kernel's two lanes show when it was too short.
 const QUIET: Duration = Duration::from_millis(60);
 
 /// The address of the peers, which is nobody's: host B's kernel does not answer in their place.

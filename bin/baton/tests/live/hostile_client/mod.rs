@@ -360,6 +360,7 @@ fn claim_connections(socket: &Path, begun: impl Fn()) {
     drop(stream);
     let deadline = Instant::now() + Duration::from_secs(30);
     let next = loop {
+        // Waits: one try of many; the loop has 30 s.
         match connect_from(local, peer, Duration::from_secs(1)) {
             Ok(next) => break next,
             Err(error) => assert!(Instant::now() < deadline, "the port is of no use to anybody: {error}"),
