@@ -87,33 +87,6 @@ fn buffers_that_the_program_has_set_do_not_grow() {
     scene.drain();
 }
 
-/// The smallest receive buffers that a program can set make a window of some segments, of which an eighth is told as read: an upload takes
-/// no pause for want of a window update.
-#[test]
-fn an_upload_into_a_small_receive_buffer_goes_on() {
-    for buffer in [1, 2304, 3000, 20_000] {
-        let mut scene = scene(TestbedSettings::default());
-        scene.session.set_option(scene.id, libc::SOL_SOCKET, libc::SO_RCVBUF, buffer).expect("a receive buffer");
-        scene.move_to(Place::Nic);
-        let goal = scene.received[0] + 200_000;
-        // The kernel does it in less than a second.
-        let deadline = Instant::now() + Duration::from_secs(60);
-        let mut ready = Vec::new();
-        while scene.received[0] < goal {
-            assert!(
-                Instant::now() < deadline,
-                "stuck: of {goal} bytes {} have come into a buffer of {buffer}",
-                scene.received[0]
-            );
-            let rest = goal.saturating_sub(scene.sent[1]).min(1 << 16) as usize;
-            if scene.peer_sends(rest) + scene.receive() == 0 {
-                scene.session.poll(Some(Duration::from_millis(1)), &mut ready).expect("poll");
-            }
-        }
-        scene.exchange(100_000, Place::Kernel);
-    }
-}
-
 /// SO_SNDBUF on a connection that the NIC has limits what the program may queue at once, as in the kernel, and no longer does when it is
 /// set to more, there or in the kernel.
 #[test]

@@ -69,6 +69,46 @@ fn tools_in_a_program_ask_its_own_baton() {
     assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
 }
 
+/// A server that sets a small receive buffer on a connection before the NIC has it, and is sent 200,000 bytes then.
+const UPLOAD: &str = "
+import os, socket, subprocess, sys, threading, time
+size, baton = int(sys.argv[1]), sys.argv[2]
+outside = {name: value for name, value in os.environ.items() if name != 'LD_PRELOAD'}
+listener = socket.socket()
+listener.bind(('127.0.0.1', 0))
+listener.listen()
+def upload():
+    client = socket.create_connection(listener.getsockname())
+    client.recv(1)
+    client.sendall(bytes(200000))
+    client.shutdown(socket.SHUT_WR)
+    client.recv(1)
+threading.Thread(target=upload, daemon=True).start()
+server = listener.accept()[0]
+server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+until = time.monotonic() + 30
+while '\"place\":\"nic\"' not in subprocess.run([baton, 'ls', '--json'], capture_output=True, text=True, env=outside).stdout:
+    assert time.monotonic() < until, 'the NIC does not get the connection'
+server.sendall(b'!')
+server.settimeout(15)
+received = 0
+while piece := server.recv(65536):
+    received += len(piece)
+print(received)
+";
+
+/// Programs tell the NIC what they have read after a part of the window, however small SO_RCVBUF makes it: the peer's data goes on. Whoever
+/// waits for a window that nobody opens probes it ever less often, and after 15 seconds here the upload counts as stuck.
+#[test]
+fn an_upload_into_a_small_receive_buffer_goes_on() {
+    for size in ["1", "2304", "3000", "20000"] {
+        let scratch = Scratch::new("small-buffer");
+        let ran = baton_run(&scratch, &["--rule", "accepted", "--", "python3", "-c", UPLOAD, size, env!("CARGO_BIN_EXE_baton")]);
+        assert!(ran.status.success(), "a buffer of {size}: {}{}", text(&ran.stdout), text(&ran.stderr));
+        assert_eq!(text(&ran.stdout).trim(), "200000", "a buffer of {size}");
+    }
+}
+
 /// What one call sends leaves as one piece, whether it is in several buffers or wraps around the end of send memory: nothing
 /// waits for an acknowledgement that the peer's kernel delays. A program that gets no processor for 40 ms lets its kernel send one, too,
 /// with Baton or without.
