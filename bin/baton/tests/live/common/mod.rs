@@ -1,6 +1,7 @@
 //! Helpers of the tests against the real kernel: two hosts, a program with one connection that can move, its peer.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
 use baton_linux::socket;
@@ -16,6 +17,18 @@ use std::time::{Duration, Instant};
 pub fn hosts(settings: TestbedSettings) -> Testbed {
     let program = Some(env!("CARGO_BIN_EXE_baton").into());
     Testbed::new(&TestbedSettings { program, ..settings }).expect("two test hosts (root is needed)")
+}
+
+/// What an agent answers. For a moment there may be none: one has died, and the next one is about to listen.
+pub fn answered<T>(bed: &Testbed, ask: impl Fn(&mut Tool) -> anyhow::Result<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match bed.tool().and_then(|mut tool| ask(&mut tool)) {
+            Ok(answer) => return answer,
+            Err(error) => assert!(Instant::now() < deadline, "no agent answers: {error:#}"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// A program on host A with one accepted connection, and its peer on host B.
