@@ -1,7 +1,8 @@
 //! Moves of real kernel connections in every state and condition.
 
-use crate::common::{KEYS, Scene, connect, hosts, scene, scene_at, unacknowledged, wait_for, wait_until};
+use crate::common::{KEYS, Scene, answered, connect, hosts, scene, scene_at, unacknowledged, wait_for, wait_until};
 use baton_agent::{Crash, Fault, Step};
+use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_lab::testbed::{self, TestbedSettings, address_b};
 use baton_linux::namespace::Namespace;
@@ -323,7 +324,7 @@ fn die_after(step: Step, agent: bool) {
         let crash = Some(Crash { after: step, fault: if agent { Fault::AgentDies } else { Fault::NicDies } });
         let mut scene = scene(TestbedSettings { crash, link, ..TestbedSettings::default() });
         let process = |scene: &Scene| {
-            let statistics = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
+            let statistics = answered(&scene.bed, Tool::statistics);
             assert_eq!((statistics.lost, statistics.failed_moves), (0, 0), "after {step:?}");
             if agent { statistics.agent_process } else { statistics.nic_process }
         };

@@ -1,6 +1,6 @@
 //! Several NICs at once: each serves the connections that leave by its devices, and dies alone.
 
-use crate::common::{KEYS, hosts};
+use crate::common::{KEYS, answered, hosts};
 use crate::full::{ECHO, exchange};
 use crate::lifecycle::wait_for;
 use crate::scratch::{Scratch, agent_socket, text};
@@ -200,7 +200,7 @@ impl Scene {
     }
 
     fn all(&self) -> Vec<ConnectionInfo> {
-        self.bed.tool().and_then(|mut tool| tool.connections()).expect("the connections")
+        answered(&self.bed, Tool::connections)
     }
 
     fn info(&self, at: usize) -> ConnectionInfo {
@@ -214,7 +214,7 @@ impl Scene {
     }
 
     fn statistics(&self) -> Statistics {
-        self.bed.tool().and_then(|mut tool| tool.statistics()).expect("the statistics")
+        answered(&self.bed, Tool::statistics)
     }
 
     /// Segments of its connections that each NIC has received.

@@ -80,6 +80,18 @@ pub fn hosts(settings: TestbedSettings) -> Testbed {
     Testbed::new(&TestbedSettings { program, ..settings }).expect("two test hosts (root is needed)")
 }
 
+/// What an agent answers. For a moment there may be none: one has died, and the next one is about to listen.
+pub fn answered<T>(bed: &Testbed, ask: impl Fn(&mut Tool) -> anyhow::Result<T>) -> T {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match bed.tool().and_then(|mut tool| ask(&mut tool)) {
+            Ok(answer) => return answer,
+            Err(error) => assert!(Instant::now() < deadline, "no agent answers: {error:#}"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// A program on host A with one accepted connection, and its peer on host B.
 pub struct Scene {
     pub session: Session,
