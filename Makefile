@@ -93,6 +93,7 @@ programs: build
 	tests/programs/loads.py
 	tests/programs/leaks.py
 	tests/programs/clients.py
+	BATON_ATTACH_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live -- attach::a_proxy attach::a_blocking_client
 
 # Baton is ended and started again under nginx and redis.
 restarts: build

@@ -65,6 +65,11 @@ pub(crate) struct Stopped {
 }
 
 impl Work {
+    /// Has a connection restored for a cause, unless that is going to happen anyway.
+    pub fn postpone(&mut self, number: u32, (reason, until): (&str, Until)) {
+        self.postponed.entry(number).or_insert_with(|| Some((reason.to_owned(), until)));
+    }
+
     fn waits_for_pause(&self) -> bool {
         !(self.found.is_empty() && self.changed.is_empty() && self.postponed.is_empty() && self.wanted.is_empty())
     }
@@ -90,7 +95,7 @@ impl Attacher {
         let late = freeze::any_late().then(|| monotonic_micros() + AGAIN);
         let pause = self.work.waits_for_pause().then_some(self.work.next_pause);
         let look = (!self.work.processes.is_empty()).then_some(self.work.next_search);
-        let due = [late, pause, look].into_iter().flatten().min()?;
+        let due = [late, pause, look, self.next_look()].into_iter().flatten().min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 

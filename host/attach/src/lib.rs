@@ -10,6 +10,7 @@ mod batches;
 mod moves;
 mod relay;
 mod target;
+mod unfit;
 
 use anyhow::{Context, Result};
 use batches::{Stopped, Work};
@@ -88,6 +89,10 @@ pub struct Attacher {
     processes: BTreeMap<u32, OwnedFd>,
     /// Inodes of sockets that are registered, or are known not to be selected.
     inodes: BTreeSet<u64>,
+    /// Processes that read sockets by splice(2).
+    splicing: BTreeSet<u32>,
+    /// How far sockets' modes have been looked at.
+    looks: unfit::Looks,
     /// What waits until its process can be stopped.
     work: Work,
     /// The processes that stand still now.
@@ -164,6 +169,8 @@ impl Attacher {
             by_cookie: BTreeMap::new(),
             processes: BTreeMap::new(),
             inodes: BTreeSet::new(),
+            splicing: BTreeSet::new(),
+            looks: unfit::Looks::default(),
             work: Work::default(),
             frozen: None,
             pauses: Vec::new(),
@@ -230,6 +237,7 @@ impl Attacher {
         for number in due {
             self.carry(number)?;
         }
+        self.look_at_modes();
         self.run_batch()
     }
 
@@ -242,6 +250,7 @@ impl Attacher {
                     self.work.changed.extend(self.by_cookie.get(&cookie));
                 }
                 SocketEvent::Unwatched(_, process) => drop(unwatched.insert(process)),
+                SocketEvent::Spliced(cookie) => self.note_splice(cookie),
             }
         }
         unwatched.retain(|process| self.settings.target.covers(*process));

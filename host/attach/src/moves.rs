@@ -1,6 +1,7 @@
 //! Moves while programs stand still, messages from the agent, and sockets that appear and disappear.
 
 use crate::relay::{self, Joined, Next};
+use crate::unfit::Unfit;
 use crate::{Attacher, ME, stays};
 use anyhow::{Result, bail};
 use baton_abi::layout::Owner;
@@ -170,7 +171,7 @@ impl Attacher {
         let unread = socket::queue_bytes(fd.as_fd(), socket::SIOCINQ).ok();
         entry.settle(&self.shared, &self.bypass, &mut self.piece, unread)?;
         if let Some(joined) = entry.joined.take() {
-            self.bypass.part(&entry.flow, &joined.engine_flow);
+            self.bypass.part(entry.cookie, &entry.flow, &joined.engine_flow);
             let _ = self.poller.remove(joined.engine.as_fd());
         }
         Ok(Some(fd))
@@ -211,7 +212,12 @@ impl Attacher {
         if entry.joined.is_some() {
             return Ok(());
         }
-        if let Err(error) = self.stop_users(entry.process) {
+        let process = entry.process;
+        // Its program need not stand still for this.
+        if let Some(unfit) = self.unfit(number) {
+            return self.decline(number, unfit);
+        }
+        if let Err(error) = self.stop_users(process) {
             self.note_stay(&format!("{error:#}"));
             if self.settings.flip.is_none() {
                 // The agent does not ask again.
@@ -223,6 +229,9 @@ impl Attacher {
         if TcpInfo::read(fd.as_fd()).map_or(0, |info| info.state) != ESTABLISHED {
             return Ok(());
         }
+        if socket::is_blocking(fd.as_fd())? {
+            return self.decline(number, Unfit::Blocking);
+        }
         let reply = self.ask(&Ask::Move { connection: number, to: Place::Nic }, Some(fd.as_fd()))?;
         self.shared.catch_up(ME);
         if let Some(reason) = stays(&reply) {
@@ -230,6 +239,9 @@ impl Attacher {
             return Ok(());
         }
         self.summary.moves += 1;
+        if let Some(entry) = self.entries.get_mut(&number) {
+            entry.declined = None;
+        }
         if let Err(error) = self.join(number, fd.as_fd()) {
             self.note_stay(&format!("the map of sockets: {error}"));
             self.give_back(number, fd.as_fd(), Some(("sockmap", Until::Never)))?;
@@ -283,10 +295,6 @@ impl Attacher {
         }
     }
 
-    fn postpone(&mut self, number: u32, reason: &str, until: Until) {
-        self.work.postponed.entry(number).or_insert_with(|| Some((reason.to_owned(), until)));
-    }
-
     /// Copies a connection's bytes, and handles the result.
     pub(crate) fn carry(&mut self, number: u32) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
@@ -297,8 +305,8 @@ impl Attacher {
         match next {
             Next::GoesOn => return Ok(()),
             _ if entry.closed.is_some() => return Ok(()),
-            Next::AtEnd => self.postpone(number, "end of stream", Until::Never),
-            Next::TooMuch => self.postpone(number, "backlog", Until::Again),
+            Next::AtEnd => self.work.postpone(number, ("end of stream", Until::Never)),
+            Next::TooMuch => self.work.postpone(number, ("backlog", Until::Again)),
             Next::Ended => self.forget(number)?,
         }
         Ok(())
@@ -370,7 +378,7 @@ impl Attacher {
     fn drop_entry(&mut self, number: u32) {
         let Some(entry) = self.entries.remove(&number) else { return };
         if let Some(joined) = &entry.joined {
-            self.bypass.part(&entry.flow, &joined.engine_flow);
+            self.bypass.part(entry.cookie, &entry.flow, &joined.engine_flow);
         }
         self.bypass.forget(entry.cookie);
         self.by_cookie.remove(&entry.cookie);
@@ -414,8 +422,9 @@ impl Attacher {
         let flow = Flow { local: local.into(), remote: peer.into() };
         self.bypass.watch(cookie)?;
         self.by_cookie.insert(cookie, number);
-        let (joined, stash, shut, closed) = (None, Vec::new(), false, None);
-        self.entries.insert(number, relay::Entry { connection, process, fd, inode, cookie, flow, joined, stash, shut, closed });
+        let (joined, stash, declined, shut, closed) = (None, Vec::new(), None, false, None);
+        let entry = relay::Entry { connection, process, fd, inode, cookie, flow, joined, stash, declined, shut, closed };
+        self.entries.insert(number, entry);
         self.summary.connections += 1;
         if self.settings.flip.is_none() {
             self.work.wanted.insert(number, Place::Nic);

@@ -1,6 +1,7 @@
 //! Copies the bytes of one connection between the program's socket and the NIC.
 
 use crate::ME;
+use crate::unfit::Unfit;
 use baton_abi::layout::Owner;
 use baton_client::{Connection, Shared};
 use baton_linux::socket;
@@ -33,6 +34,8 @@ pub(crate) struct Entry {
     pub joined: Option<Joined>,
     /// Bytes that the program has sent and for which the NIC had no room.
     pub stash: Vec<u8>,
+    /// Why it was left in the kernel, if the agent knows it by now.
+    pub declined: Option<Unfit>,
     /// The program has shut down its sending side.
     pub shut: bool,
     /// The program has closed it; true if the kernel had reset it by then.

@@ -4,7 +4,8 @@
 //!
 //! One map holds both: its key is a socket's own addresses, its value the socket that gets what is sent there. Three programs at
 //! tracepoints report what else is needed: how much a program has read (nothing else limits what is put into its queue), when it
-//! closes a socket, and when an unwatched socket has carried a given number of bytes.
+//! closes a socket, and when an unwatched socket has carried a given number of bytes. A fourth one reports that a program reads a socket
+//! by splice(2), which does not find what was put into the queue.
 
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::bpf::{self, MapKind, ProgramKind};
@@ -34,11 +35,14 @@ pub enum SocketEvent {
     State(u64, u8),
     /// An unwatched socket has carried the given number of bytes; the second number is the process id that used it.
     Unwatched(u64, u32),
+    /// Its program has tried to read it by splice(2), for the first time since [`SocketBypass::join`].
+    Spliced(u64),
 }
 
 const READ: i32 = 1;
 const STATE: i32 = 2;
 const UNWATCHED: i32 = 3;
+const SPLICED: i32 = 4;
 
 /// The maps and programs. Dropping this removes them.
 #[derive(Debug)]
@@ -79,6 +83,7 @@ impl SocketBypass {
             ("sock_recv_length", transferred(&maps, unwatched_after, true)),
             ("sock_send_length", transferred(&maps, unwatched_after, false)),
             ("inet_sock_set_state", changed_state(&maps)),
+            ("tcp_rcv_space_adjust", looked(&maps)),
         ]
         .map(|(name, program)| bpf::attach_to_tracepoint(btf::tracepoint(name)?, &program));
         let links = links.into_iter().collect::<io::Result<Vec<_>>>()?;
@@ -92,14 +97,16 @@ impl SocketBypass {
     /// The failed system call's.
     pub fn join(&mut self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
         self.watch(cookie)?;
+        self.known.set_joined(cookie, true)?;
         let put =
             |at: &Flow, to: BorrowedFd<'_>| bpf::update(self.sockets.as_fd(), &key(at), &(to.as_raw_fd() as u64).to_ne_bytes());
         // The engine first, so that the program's bytes have a destination at every moment.
-        put(program.0, engine.1).and_then(|()| put(engine.0, program.1)).inspect_err(|_| self.part(program.0, engine.0))
+        put(program.0, engine.1).and_then(|()| put(engine.0, program.1)).inspect_err(|_| self.part(cookie, program.0, engine.0))
     }
 
     /// Undoes [`SocketBypass::join`]. Bytes in the program's queue that it has not read are dropped.
-    pub fn part(&self, program: &Flow, engine: &Flow) {
+    pub fn part(&self, cookie: u64, program: &Flow, engine: &Flow) {
+        let _ = self.known.set_joined(cookie, false);
         for at in [engine, program] {
             // A closed socket is not in the map any more.
             let _ = bpf::delete(self.sockets.as_fd(), &key(at));
@@ -134,6 +141,7 @@ impl SocketBypass {
                 READ => return Some(SocketEvent::Read(cookie)),
                 STATE => return Some(SocketEvent::State(cookie, value as u8)),
                 UNWATCHED => return Some(SocketEvent::Unwatched(cookie, value)),
+                SPLICED => return Some(SocketEvent::Spliced(cookie)),
                 _ => {}
             }
         }
@@ -153,10 +161,18 @@ struct Known {
     /// An array of the numbers, which is mapped.
     read: OwnedFd,
     mapped: Region,
-    /// The same as in `places`.
+    /// The same as in `places`, where a socket's place is the lower half of its entry.
     place_of: HashMap<u64, u32>,
     /// The one that has been free for longest is taken first, since a call that is just ending may still add to it.
     free: VecDeque<u32>,
+}
+
+/// The entry of a socket with this place, and whether it is joined ([`JOINED`]).
+fn entry(place: u32, joined: bool) -> [u8; 8] {
+    let mut entry = [0; 8];
+    entry[..JOINED as usize].copy_from_slice(&place.to_ne_bytes());
+    entry[JOINED as usize..].copy_from_slice(&u32::from(joined).to_ne_bytes());
+    entry
 }
 
 /// Bytes of a number, and from one to the next.
@@ -182,12 +198,18 @@ impl Known {
         }
         let place = self.free.pop_front().ok_or(io::Error::from_raw_os_error(libc::E2BIG))?;
         self.count(place).store(0, Ordering::Relaxed);
-        let added = bpf::update(self.places.as_fd(), &cookie.to_ne_bytes(), &u64::from(place).to_ne_bytes());
+        let added = bpf::update(self.places.as_fd(), &cookie.to_ne_bytes(), &entry(place, false));
         match added {
             Ok(()) => drop(self.place_of.insert(cookie, place)),
             Err(_) => self.free.push_front(place),
         }
         added
+    }
+
+    /// Notes whether a socket is joined.
+    fn set_joined(&self, cookie: u64, joined: bool) -> io::Result<()> {
+        let Some(place) = self.place_of.get(&cookie) else { return Ok(()) };
+        bpf::update(self.places.as_fd(), &cookie.to_ne_bytes(), &entry(*place, joined))
     }
 
     fn remove(&mut self, cookie: u64) {
@@ -278,7 +300,7 @@ fn transferred(maps: &Maps<'_>, unwatched_after: u32, receive: bool) -> Vec<u8> 
     }
     look_up(&mut a, maps.known, "stranger");
     if receive {
-        a.load(Size::Double, R::R1, R::R0, 0).store(Size::Word, R::R10, COUNT, R::R1);
+        a.load(Size::Word, R::R1, R::R0, 0).store(Size::Word, R::R10, COUNT, R::R1);
         look_up_at(&mut a, maps.read, COUNT, "done");
         a.load(Size::Double, R::R1, R::R0, 0).atomic_add(R::R0, 0, R::R7);
         // Whether a multiple lies between. Two calls at once may each miss it; the next multiple is seen.
@@ -298,6 +320,23 @@ fn transferred(maps: &Maps<'_>, unwatched_after: u32, receive: bool) -> Vec<u8> 
     a.jump_if_below(R::R7, unwatched_after as i32, "done");
     a.label("submit").call(Helper::CurrentProcess).shift_right(R::R0, 32).store(Size::Word, R::R10, VALUE, R::R0);
     submit(&mut a, maps, UNWATCHED);
+    a.label("done").set(R::R0, 0).exit();
+    a.finish()
+}
+
+/// Offset, in a watched socket's entry, of the word that says whether it is joined: 1 until a splice has been reported, then 2.
+const JOINED: i16 = 4;
+
+/// Program at the end of a look into TCP's own receive queue, whose argument is the socket. The queue of a joined socket is empty, and
+/// receives that find what was put into the other one do not come here: this one reads by splice(2). Each is reported once, since a proxy
+/// makes many such calls.
+fn looked(maps: &Maps<'_>) -> Vec<u8> {
+    let mut a = Assembler::default();
+    note_cookie(&mut a);
+    look_up(&mut a, maps.known, "done");
+    a.load(Size::Word, R::R1, R::R0, JOINED).jump_unless(R::R1, 1, "done").store_word(R::R0, JOINED, 2);
+    a.store_word(R::R10, VALUE, 0);
+    submit(&mut a, maps, SPLICED);
     a.label("done").set(R::R0, 0).exit();
     a.finish()
 }
@@ -365,6 +404,62 @@ mod tests {
         assert_eq!(bypass.read_by(known + 2), 0, "a forgotten socket's reads count for nobody");
     }
 
+    /// Reads what there is, at most 100 bytes, by splice(2). The error's number if that fails.
+    fn splice(socket: &TcpStream, pipe: &OwnedFd) -> Result<usize, Option<i32>> {
+        // SAFETY: live descriptors, no offsets.
+        let moved = unsafe {
+            libc::splice(
+                socket.as_raw_fd(),
+                std::ptr::null_mut(),
+                pipe.as_raw_fd(),
+                std::ptr::null_mut(),
+                100,
+                libc::SPLICE_F_NONBLOCK,
+            )
+        };
+        usize::try_from(moved).map_err(|_| io::Error::last_os_error().raw_os_error())
+    }
+
+    /// Needs the right to load BPF programs. splice(2) does not find what is in the queue, which is why it is reported.
+    #[test]
+    fn splices_of_joined_sockets_are_reported_once() {
+        if let Err(error) = crate::supported() {
+            eprintln!("skipped: {error}");
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+            return;
+        }
+        let mut bypass = SocketBypass::new(8, 100).unwrap();
+        let (mut program, mut peer) = pair("127.0.0.1:0");
+        let (mut engine, _sink) = pair("127.0.0.1:0");
+        program.set_nonblocking(true).unwrap();
+        let known = cookie(&program);
+        let (_read, pipe) = std::io::pipe().unwrap();
+        let pipe = OwnedFd::from(pipe);
+        let reported = |bypass: &mut SocketBypass| {
+            std::iter::from_fn(|| bypass.next_event()).filter(|event| *event == SocketEvent::Spliced(known)).count()
+        };
+        peer.write_all(b"seen").unwrap();
+        assert_eq!(splice(&program, &pipe), Ok(4));
+        bypass.watch(known).unwrap();
+        peer.write_all(b"seen").unwrap();
+        assert_eq!(program.read(&mut [0; 16]).unwrap(), 4);
+        assert_eq!(reported(&mut bypass), 0, "it is not joined");
+        bypass.join(known, (&flow(&program), program.as_fd()), (&flow(&engine), engine.as_fd())).unwrap();
+        engine.write_all(b"hidden").unwrap();
+        assert_eq!(splice(&program, &pipe), Err(Some(libc::EAGAIN)));
+        assert_eq!(splice(&program, &pipe), Err(Some(libc::EAGAIN)));
+        assert_eq!(reported(&mut bypass), 1);
+        assert_eq!(program.read(&mut [0; 16]).unwrap(), 6);
+        assert_eq!(bypass.read_by(known), 6);
+        // A receive, also one that finds nothing, is no splice.
+        bypass.part(known, &flow(&program), &flow(&engine));
+        bypass.join(known, (&flow(&program), program.as_fd()), (&flow(&engine), engine.as_fd())).unwrap();
+        engine.write_all(b"found").unwrap();
+        assert_eq!(program.read(&mut [0; 16]).unwrap(), 5);
+        assert_eq!(program.read(&mut [0; 16]).unwrap_err().kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(reported(&mut bypass), 0);
+    }
+
     /// Needs the right to load BPF programs.
     #[test]
     fn bytes_bypass_tcp_and_events_are_reported() {
@@ -398,7 +493,7 @@ mod tests {
             assert!(events_of(&mut bypass).contains(&SocketEvent::Read(known)));
             bypass.watch(known).unwrap();
             assert_eq!(bypass.read_by(known), 0, "it begins anew");
-            bypass.part(&flow(&program), &flow(&engine));
+            bypass.part(known, &flow(&program), &flow(&engine));
             program.write_all(b"to the peer").unwrap();
             assert_eq!(peer.read(&mut buffer).unwrap(), 11);
             bypass.join(known, (&flow(&program), program.as_fd()), (&flow(&engine), engine.as_fd())).unwrap();

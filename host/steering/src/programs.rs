@@ -72,6 +72,9 @@ const TCP: i32 = 6;
 const UDP: i32 = 17;
 const ICMP: i32 = 1;
 const ICMPV6: i32 = 58;
+/// IPv6's header of hop-by-hop options; and one in front of TCP with nothing but a jumbo option (RFC 2675), up to the length.
+const HOP_BY_HOP: i32 = 0;
+const JUMBO: [u8; 4] = [TCP as u8, 0, 0xc2, 4];
 /// IPv6's fragment header; [`find`] returns it for IPv4 fragments of TCP, too.
 const FRAGMENT: i32 = 44;
 
@@ -214,10 +217,16 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>, opening: Option<(Ope
     a.label("v6").set(R::R2, ETHERNET);
     load_bytes(a, HEADER, 40);
     a.load(Size::Byte, R::R7, R::R10, HEADER + 6);
-    judge(a, way, ["segment v6", "datagram v6"]);
     for (from, to) in [(8, source), (16, source + 8), (24, destination), (32, destination + 8)] {
         a.load(Size::Double, R::R1, R::R10, HEADER + from).store(Size::Double, R::R10, to, R::R1);
     }
+    // A frame of more than 64 KB has its length in an option.
+    a.jump_unless(R::R7, HOP_BY_HOP, "without options").set(R::R2, ETHERNET + 40);
+    load_bytes(a, HEADER, 4);
+    a.load(Size::Word, R::R1, R::R10, HEADER).jump_unless(R::R1, i32::from_ne_bytes(JUMBO), "other");
+    a.set(R::R2, ETHERNET + 40 + 8).jump("ports");
+    a.label("without options");
+    judge(a, way, ["segment v6", "datagram v6"]);
     a.set(R::R2, ETHERNET + 40);
 
     a.label("ports").store(Size::Double, R::R10, SMALL, R::R2);

@@ -1,5 +1,6 @@
 //! Devices: memory, TAP and packet sockets.
 
+mod large;
 pub mod memory;
 pub mod packet;
 mod ring;

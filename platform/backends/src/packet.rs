@@ -1,12 +1,14 @@
 //! Devices of a NIC beside the kernel: a packet socket that receives and sends on every network device, and the path to the
 //! kernel.
 
+use crate::large::Large;
 use crate::ring::{self, MAX_SENT, Next, ReceiveRing, SendRing};
 use crate::vnet::{self, MAX_GSO, VNET_HEADER, VnetDevice};
 use baton_device::{Arrival, BEGINNING, Capabilities, Device, Frame, HEADROOM, Payload};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
+use std::sync::atomic::AtomicU8;
 
 /// A packet socket that is bound to no network device: each frame carries the index of the device that it came from or goes to.
 /// The descriptor must be non-blocking.
@@ -24,12 +26,14 @@ pub struct PacketDevice {
     gathered_for: u32,
     /// Gathered frames that were lost since the last flush.
     lost: u64,
+    large: Large,
 }
 
 impl PacketDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        PacketDevice { fd, segmentation, takes_datagrams: true, received: None, to_send: None, gathered_for: 0, lost: 0 }
+        let (received, to_send, large) = (None, None, Large::new());
+        PacketDevice { fd, segmentation, takes_datagrams: true, received, to_send, gathered_for: 0, lost: 0, large }
     }
 
     /// Receives through the socket's ring, if it has one. Only one process may do that at a time.
@@ -74,32 +78,43 @@ impl PacketDevice {
     /// Receives the large frame that the ring has shown, whole. False if it is lost.
     fn receive_shown(&mut self, frame: &mut Frame) -> bool {
         let length = frame.length();
-        let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + length];
-        self.take_queued(front, [&[], &[]]) == Some(VNET_HEADER + length)
+        self.receive_whole(frame, length)
     }
 
-    /// Takes the frame that the ring has shown from the socket's queue: its virtio header and beginning into `front`, the rest into
-    /// `payload`. Returns the bytes that were received, fewer or more than there is room for if it is not as the ring has shown it.
-    ///
-    /// A process that ended before it gave back the slot of a frame that it had received leaves a slot without a frame. So frames that
-    /// do not begin as the ring has shown are lost, until ring and queue are empty.
-    fn take_queued(&mut self, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
-        let ring = self.received.as_mut()?;
-        let got = loop {
-            let got = receive_parts(&self.fd, front, payload);
-            let beginning = &front[VNET_HEADER..];
-            if got.is_none() || ring.is_shown(&beginning[..BEGINNING.min(beginning.len())]) {
-                break got;
-            }
-        };
-        ring.release();
-        got
+    /// Receives the frame of so many bytes that the ring has shown, or the first part of one that is longer than others. False if it is
+    /// lost.
+    fn receive_whole(&mut self, frame: &mut Frame, length: usize) -> bool {
+        let (here, beyond) = (frame.length(), length - frame.length());
+        let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + here];
+        let rest = self.large.shared_rest();
+        // What does not fit even there is cut off, and lost.
+        let rest = &rest[..beyond.min(rest.len())];
+        let got = take_queued(&self.fd, &mut self.received, front, [rest, &[]]);
+        got == Some(VNET_HEADER + length) && (!Large::concerns(length) || self.large.begin(frame, beyond))
     }
 
     /// The descriptor, to be polled for frames.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
+}
+
+/// Takes the frame that the ring has shown from the socket's queue: its virtio header and beginning into `front`, the rest into
+/// `payload`. Returns the bytes that were received, fewer or more than there is room for if it is not as the ring has shown it.
+///
+/// A process that ended before it gave back the slot of a frame that it had received leaves a slot without a frame. So frames that
+/// do not begin as the ring has shown are lost, until ring and queue are empty.
+fn take_queued(fd: &OwnedFd, received: &mut Option<ReceiveRing>, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
+    let ring = received.as_mut()?;
+    let got = loop {
+        let got = receive_parts(fd, front, payload);
+        let beginning = &front[VNET_HEADER..];
+        if got.is_none() || ring.is_shown(&beginning[..BEGINNING.min(beginning.len())]) {
+            break got;
+        }
+    };
+    ring.release();
+    got
 }
 
 /// Index of the loopback device in every network namespace.
@@ -114,24 +129,24 @@ fn link_address(interface: u32) -> libc::sockaddr_ll {
     address
 }
 
-/// Receives the next frame of a socket's queue. False if none waits.
-fn receive_queued(fd: &OwnedFd, frame: &mut Frame) -> bool {
+/// Receives the next frame of a socket's queue; what it has no room for goes to `rest`. Returns the bytes there; None if no frame
+/// waits.
+fn receive_queued(fd: &OwnedFd, frame: &mut Frame, rest: &[AtomicU8]) -> Option<usize> {
     let mut from = link_address(0);
-    let mut length = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
     let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
-    // SAFETY: recvfrom(2) writes at most `room.len()` bytes at `room`, borrowed mutably from the frame, and at most `length`
-    // bytes of address at `from`, which is a `sockaddr_ll` of that size.
-    let got =
-        unsafe { libc::recvfrom(fd.as_raw_fd(), room.as_mut_ptr().cast(), room.len(), 0, (&raw mut from).cast(), &mut length) };
-    if got < VNET_HEADER as isize {
-        return false;
-    }
+    let most = room.len();
+    let (mut parts, _) = vnet::parts(room, [rest, &[]]);
+    let mut message = message(&raw mut from, &mut parts);
+    // SAFETY: recvmsg(2) writes an address to `from`, which is a `sockaddr_ll` of the size that the message says, and into `parts`: the
+    // frame is borrowed mutably, and the bytes of `rest` are atomics.
+    let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
+    let got = usize::try_from(got).ok().filter(|got| *got >= VNET_HEADER)?;
     let mut header = [0u8; VNET_HEADER];
-    header.copy_from_slice(&room[..VNET_HEADER]);
-    frame.set_length(got as usize - VNET_HEADER);
+    header.copy_from_slice(&frame.room()[HEADROOM - VNET_HEADER..HEADROOM]);
+    frame.set_length(got.min(most) - VNET_HEADER);
     vnet::decode(&header, frame);
     frame.interface = from.sll_ifindex as u32;
-    true
+    Some(got.saturating_sub(most))
 }
 
 impl Device for PacketDevice {
@@ -157,15 +172,23 @@ impl Device for PacketDevice {
 
     #[inline]
     fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
-        let Some(ring) = &mut self.received else {
-            return if receive_queued(&self.fd, frame) { Arrival::Frame } else { Arrival::Nothing };
-        };
+        if self.large.has_left() && self.large.next(frame) {
+            return Arrival::Frame;
+        }
         loop {
+            let Some(ring) = &mut self.received else {
+                let Some(beyond) = receive_queued(&self.fd, frame, self.large.shared_rest()) else { return Arrival::Nothing };
+                if !Large::concerns(frame.length()) || self.large.begin(frame, beyond) {
+                    return Arrival::Frame;
+                }
+                continue;
+            };
             match ring.receive(frame) {
                 Next::Nothing => return Arrival::Nothing,
                 Next::Frame => return Arrival::Frame,
-                Next::Queued => return Arrival::Large,
-                Next::Lost => {}
+                Next::Queued(length) if !Large::concerns(length) => return Arrival::Large,
+                Next::Queued(length) if self.receive_whole(frame, length) => return Arrival::Frame,
+                Next::Queued(_) | Next::Lost => {}
             }
         }
     }
@@ -173,7 +196,8 @@ impl Device for PacketDevice {
     fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
         let mut front = [0u8; VNET_HEADER + BEGINNING];
         let front = &mut front[..VNET_HEADER + headers];
-        self.take_queued(front, payload) == Some(front.len() + payload[0].len() + payload[1].len())
+        let got = take_queued(&self.fd, &mut self.received, front, payload);
+        got == Some(front.len() + payload[0].len() + payload[1].len())
     }
 
     fn transmits_apart(&self) -> bool {

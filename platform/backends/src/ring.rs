@@ -35,8 +35,9 @@ pub(crate) enum Next {
     Nothing,
     /// A frame, which was copied.
     Frame,
-    /// The frame is in the socket's queue. Its beginning was copied, and it has the slot until [`ReceiveRing::release`].
-    Queued,
+    /// The frame, of so many bytes, is in the socket's queue. Its beginning was copied, and it has the slot until
+    /// [`ReceiveRing::release`].
+    Queued(usize),
     /// A frame that was cut off, for which the socket's queue had no room.
     Lost,
 }
@@ -76,7 +77,7 @@ impl ReceiveRing {
             return Next::Nothing;
         }
         let next = self.take(slot, status, frame);
-        if next != Next::Queued {
+        if !matches!(next, Next::Queued(_)) {
             self.release();
         }
         next
@@ -120,10 +121,9 @@ impl ReceiveRing {
         vnet::decode(&offloads, frame);
         frame.interface = word(INTERFACE);
         if queued {
-            // A longer one is cut off when it is received, and lost.
             let capacity = frame.capacity();
             frame.set_length(length.min(capacity));
-            return Next::Queued;
+            return Next::Queued(length);
         }
         Next::Frame
     }
@@ -264,7 +264,7 @@ mod tests {
         let mut ring = ring();
         let mut frame = Frame::with_capacity(1000);
         fill(&ring, 0, FILLED | QUEUED, 60_000, 1900, 96);
-        assert_eq!(ring.receive(&mut frame), Next::Queued);
+        assert_eq!(ring.receive(&mut frame), Next::Queued(60_000));
         assert_eq!((frame.length(), frame.interface), (1000, 7));
         ring.release();
         let wrong = [(60, 50, 96), (60, 60, 61), (60, 60, 2000), (60, u32::MAX, 96), (60, 60, u16::MAX), (1500, 1500, 96)];

@@ -1,8 +1,10 @@
 //! Devices over descriptors that carry frames behind a `virtio_net_hdr`: a TAP with `IFF_VNET_HDR`, a packet socket with
 //! `PACKET_VNET_HDR`. The header describes partial checksums, and frames of up to 64 KB that stand for several segments (Linux,
-//! `include/uapi/linux/virtio_net.h`).
+//! `include/uapi/linux/virtio_net.h`). Larger ones are cut when they are received (`large.rs`).
 
+use crate::large::Large;
 use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, NOWHERE, Payload, Segmentation};
+use std::io::IoSliceMut;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::AtomicU8;
 
@@ -38,12 +40,13 @@ pub struct VnetDevice {
     takes_datagrams: bool,
     /// Whether frames are received from the descriptor.
     receives: bool,
+    large: Large,
 }
 
 impl VnetDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        VnetDevice { fd, segmentation, takes_datagrams: true, receives: true }
+        VnetDevice { fd, segmentation, takes_datagrams: true, receives: true, large: Large::new() }
     }
 
     /// Makes it a device that receives nothing: another device receives from the same descriptor.
@@ -121,13 +124,23 @@ impl Device for VnetDevice {
         if !self.receives {
             return false;
         }
-        let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
-        let Ok(got @ VNET_HEADER..) = rustix::io::read(&self.fd, &mut *room) else { return false };
-        let mut header = [0u8; VNET_HEADER];
-        header.copy_from_slice(&room[..VNET_HEADER]);
-        frame.set_length(got - VNET_HEADER);
-        decode(&header, frame);
-        true
+        loop {
+            if self.large.has_left() && self.large.next(frame) {
+                return true;
+            }
+            let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
+            let most = room.len();
+            let mut parts = [IoSliceMut::new(room), IoSliceMut::new(self.large.rest())];
+            let Ok(got @ VNET_HEADER..) = rustix::io::readv(&self.fd, &mut parts) else { return false };
+            let (here, beyond) = (got.min(most), got.saturating_sub(most));
+            let mut header = [0u8; VNET_HEADER];
+            header.copy_from_slice(&frame.room()[HEADROOM - VNET_HEADER..HEADROOM]);
+            frame.set_length(here - VNET_HEADER);
+            decode(&header, frame);
+            if !Large::concerns(here - VNET_HEADER) || self.large.begin(frame, beyond) {
+                return true;
+            }
+        }
     }
 
     fn transmit(&mut self, frame: &mut Frame) -> bool {

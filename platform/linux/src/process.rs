@@ -420,6 +420,18 @@ pub fn sockets_of(process: u32) -> Vec<(i32, u64)> {
     entries.flatten().filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, inode(&entry)?))).collect()
 }
 
+/// Whether a process has a socket, by its inode, at this number, and in blocking mode. None if it does not have it there.
+pub fn blocks(process: u32, number: i32, inode: u64) -> Option<bool> {
+    let target = std::fs::read_link(format!("/proc/{process}/fd/{number}")).ok()?;
+    if target.to_str()? != format!("socket:[{inode}]") {
+        return None;
+    }
+    let about = std::fs::read_to_string(format!("/proc/{process}/fdinfo/{number}")).ok()?;
+    let flags = about.lines().find_map(|line| line.strip_prefix("flags:"))?;
+    let flags = i32::from_str_radix(flags.trim(), 8).ok()?;
+    Some(flags & libc::O_NONBLOCK == 0)
+}
+
 /// Whether a process has not ended yet.
 pub fn lives(process: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));

@@ -305,6 +305,14 @@ pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
     set_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic")
 }
 
+/// Whether a socket is in blocking mode.
+///
+/// # Errors
+/// The failed system call's.
+pub fn is_blocking(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    Ok(!rustix::fs::fcntl_getfl(fd)?.contains(rustix::fs::OFlags::NONBLOCK))
+}
+
 /// Begins to connect, without waiting for the end of that.
 ///
 /// # Errors

@@ -8,7 +8,8 @@ use baton_linux::process;
 use baton_protocol::program::Place;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -28,7 +29,7 @@ fn summary(attacher: Child, scratch: &Scratch) -> Value {
     serde_json::from_slice(&ended.stdout).expect("JSON")
 }
 
-/// Both ends of connections move while every byte is compared, in every way to wait for a socket.
+/// Both ends of connections move while every byte is compared, in every way to wait for a socket. Those of blocking sockets stay.
 #[test]
 fn running_programs_do_not_notice() {
     for way in ["threads", "select", "poll", "epoll", "edge", "asyncio"] {
@@ -46,6 +47,10 @@ fn running_programs_do_not_notice() {
             assert!(ended.status.success(), "{way}{family}: {}", text(&ended.stderr));
             let summary = summary(attacher, &scratch);
             assert_eq!(summary["connections"], 6, "{way}{family}: {summary}");
+            if way == "threads" {
+                assert_eq!((&summary["moves"], &summary["stayed"]["blocking socket"]), (&0.into(), &6.into()), "{summary}");
+                continue;
+            }
             let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
             let least =
                 report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse::<u32>().ok());
@@ -255,6 +260,7 @@ fn refusals_are_explained() {
 
 /// A program that has set the least receive buffer there is, and reads in small pieces without ever answering.
 const READER: &str = "
+import select
 import socket
 listener = socket.socket()
 listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -262,9 +268,15 @@ listener.bind(('127.0.0.1', 0))
 listener.listen()
 print(listener.getsockname()[1], flush=True)
 connection = listener.accept()[0]
+connection.setblocking(False)
 read = 0
-while piece := connection.recv(100):
-    read += len(piece)
+piece = b'begin'
+while piece:
+    try:
+        piece = connection.recv(100)
+        read += len(piece)
+    except BlockingIOError:
+        select.select([connection], [], [])
 print(read, flush=True)
 ";
 
@@ -299,6 +311,190 @@ fn small_reads_open_a_small_window() {
     assert_eq!(lines.next().as_deref(), Some(sent.to_string().as_str()));
     assert!(program.0.wait().expect("the program").success());
     assert_eq!(summary(attacher, &scratch)["connections"], 1);
+}
+
+/// How long programs run attached, in seconds: BATON_ATTACH_SECONDS, for a long comparison.
+fn seconds() -> u64 {
+    std::env::var("BATON_ATTACH_SECONDS").ok().and_then(|text| text.parse().ok()).unwrap_or(3)
+}
+
+/// A server that sends back what it gets, to so many clients. Returns its port; it ends with its clients.
+fn echo(host: &Namespace, clients: usize) -> u16 {
+    let listener = host.run(|| TcpListener::bind("127.0.0.1:0")).expect("a listener");
+    let port = listener.local_addr().expect("its address").port();
+    std::thread::spawn(move || {
+        for socket in listener.incoming().take(clients).flatten() {
+            std::thread::spawn(move || std::io::copy(&mut &socket, &mut &socket));
+        }
+    });
+    port
+}
+
+/// What `baton ls` says of the connections.
+fn listed(scratch: &Scratch) -> Vec<baton_protocol::program::ConnectionInfo> {
+    let connect = || Tool::connect(&agent_socket(scratch)?).ok();
+    connect().and_then(|mut tool| tool.connections().ok()).unwrap_or_default()
+}
+
+fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !holds() {
+        assert!(Instant::now() < deadline, "{what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Asks over a connection, in pieces of all sizes, until the end; every byte that comes back is compared. Returns the number of questions.
+fn ask_until(end: Instant, client: &TcpStream, seed: u64) -> u64 {
+    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
+    let (mut questions, mut at) = (0, 0);
+    while questions < 3 || Instant::now() < end {
+        let mut piece = vec![0; 1 + (questions * 7919 % 200_000) as usize];
+        baton_sim::stream::fill(seed, at, &mut piece);
+        let mut back = vec![0; piece.len()];
+        std::thread::scope(|scope| {
+            scope.spawn(|| (&mut &*client).write_all(&piece).expect("sent"));
+            (&mut &*client).read_exact(&mut back).expect("all of it comes back");
+        });
+        assert!(back == piece, "other bytes in question {questions}");
+        at += piece.len() as u64;
+        questions += 1;
+    }
+    questions
+}
+
+/// Go copies between connections by splice(2), which does not find what comes by the map of sockets: its connections go back, and stay.
+#[test]
+fn a_proxy_that_splices_is_left_in_the_kernel() {
+    const CLIENTS: usize = 3;
+    let scratch = Scratch::new("attach-splice");
+    let host = Namespace::new().expect("a namespace");
+    let binary = scratch.file("proxy");
+    let mut compiler = Command::new("go");
+    compiler.args(["build", "-o", &binary, &script("proxy.go")]).env("GOCACHE", scratch.file("cache")).env("GOFLAGS", "-mod=mod");
+    let compiled = match compiler.output() {
+        Ok(compiled) => compiled,
+        Err(error) => {
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+            return eprintln!("skipped: go: {error}");
+        }
+    };
+    assert!(compiled.status.success(), "{}", text(&compiled.stderr));
+    let backend = echo(&host, CLIENTS);
+    let mut program = Command::new(&binary);
+    program.arg(format!("127.0.0.1:{backend}")).stdout(Stdio::piped());
+    let mut program = Killed(host.spawn(&mut program).expect("the proxy"));
+    let mut line = String::new();
+    BufReader::new(program.0.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    let port: u16 = line.trim().parse().expect("a port");
+    let clients: Vec<TcpStream> =
+        (0..CLIENTS).map(|_| host.run(move || TcpStream::connect(("127.0.0.1", port))).expect("a connection")).collect();
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.0.id().to_string()]);
+    let process = program.0.id();
+    let of_it = || listed(&scratch).into_iter().filter(|info| info.process == process).collect::<Vec<_>>();
+    wait_until("nothing is attached", || of_it().len() == 2 * CLIENTS);
+    let end = Instant::now() + Duration::from_secs(seconds());
+    std::thread::scope(|scope| {
+        for (number, client) in clients.iter().enumerate() {
+            scope.spawn(move || ask_until(end, client, number as u64));
+        }
+    });
+    let stay = |info: &baton_protocol::program::ConnectionInfo| info.place == Place::Kernel && info.reason == "splice";
+    wait_until("they do not stay for their reason", || of_it().len() == 2 * CLIENTS && of_it().iter().all(stay));
+    drop(clients);
+    drop(program);
+    let summary = summary(attacher, &scratch);
+    assert_eq!(summary["connections"], 2 * CLIENTS, "{summary}");
+}
+
+/// A client in C that waits in recv while its children end and timers expire, with SA_RESTART: as in the kernel no call fails.
+#[test]
+fn a_blocking_client_with_signals_does_not_notice() {
+    let scratch = Scratch::new("attach-signals");
+    let host = Namespace::new().expect("a namespace");
+    let binary = scratch.file("signals");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/signals.c");
+    let status = Command::new("cc").args(["-O1", "-Wall", "-Werror", "-o", &binary]).arg(source).status();
+    assert!(status.expect("a C compiler").success());
+    let backend = echo(&host, 1);
+    let mut program = Command::new(&binary);
+    program.arg(backend.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut program = host.spawn(&mut program).expect("the client");
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.id().to_string()]);
+    wait_until("it does not say why it stays", || listed(&scratch).iter().any(|info| info.reason == "blocking socket"));
+    let mut input = program.stdin.take().expect("its input");
+    input.write_all(format!("{}\n", seconds()).as_bytes()).expect("written");
+    // As a shell's Ctrl-Z and fg.
+    process::signal(program.id(), libc::SIGSTOP).expect("our child");
+    process::signal(program.id(), libc::SIGCONT).expect("our child");
+    let ended = program.wait_with_output().expect("the client");
+    assert!(ended.status.success(), "{}", text(&ended.stderr));
+    let figures: Vec<u64> = text(&ended.stdout).split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    assert!(matches!(figures[..], [rounds, alarms, children] if rounds > 10 && alarms > 10 && children > 10), "{figures:?}");
+    let summary = summary(attacher, &scratch);
+    assert_eq!((&summary["moves"], &summary["stayed"]["blocking socket"]), (&0.into(), &1.into()), "{summary}");
+}
+
+/// A program that answers, and changes its socket's mode when it is told to.
+const MODES: &str = "
+import select
+import socket
+import sys
+import threading
+listener = socket.socket()
+listener.bind(('127.0.0.1', 0))
+listener.listen()
+print(listener.getsockname()[1], flush=True)
+connection = listener.accept()[0]
+connection.setblocking(False)
+def obey():
+    for line in sys.stdin:
+        connection.setblocking(line == 'blocking\\n')
+threading.Thread(target=obey, daemon=True).start()
+while True:
+    select.select([connection], [], [])
+    try:
+        piece = connection.recv(100)
+    except BlockingIOError:
+        continue
+    if not piece:
+        break
+    connection.sendall(piece)
+";
+
+/// A connection leaves the NIC when its socket becomes blocking, and comes back when it is not any more.
+#[test]
+fn a_connection_follows_the_mode_of_its_socket() {
+    let scratch = Scratch::new("attach-modes");
+    let host = Namespace::new().expect("a namespace");
+    let mut program = Command::new("python3");
+    program.args(["-c", MODES]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut program = Killed(host.spawn(&mut program).expect("python3"));
+    let mut input = program.0.stdin.take().expect("its input");
+    let mut line = String::new();
+    BufReader::new(program.0.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    let port: u16 = line.trim().parse().expect("a port");
+    let mut client = host.run(move || TcpStream::connect(("127.0.0.1", port))).expect("a connection");
+    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.0.id().to_string()]);
+    let mut expect = |place: Place| {
+        let mut echoed = [0; 5];
+        wait_until(&format!("it is not at {place:?}"), || {
+            client.write_all(b"hello").expect("sent");
+            client.read_exact(&mut echoed).expect("an echo");
+            listed(&scratch).iter().any(|info| info.place == place && (place == Place::Nic || info.reason == "blocking socket"))
+        });
+    };
+    expect(Place::Nic);
+    for _ in 0..3 {
+        input.write_all(b"blocking\n").expect("written");
+        expect(Place::Kernel);
+        input.write_all(b"not\n").expect("written");
+        expect(Place::Nic);
+    }
+    drop(client);
+    assert!(program.0.wait().expect("the program").success());
+    summary(attacher, &scratch);
 }
 
 /// A program that is killed when the test ends; its attacher ends with it.

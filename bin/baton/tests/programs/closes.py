@@ -9,6 +9,13 @@ import socket
 import struct
 import sys
 
+
+def send_all(sock, data):
+    while data:
+        select.select([], [sock], [])
+        data = data[sock.send(data) :]
+
+
 listener = socket.socket()
 listener.bind(("127.0.0.1", 0))
 listener.listen(16)
@@ -21,13 +28,18 @@ while True:
     for fd, events in epoll.poll():
         if fd == listener.fileno():
             sock, _ = listener.accept()
+            # A blocking socket's connection would stay in the kernel.
+            sock.setblocking(False)
             open_ones[sock.fileno()] = sock
             epoll.register(sock, select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET)
             continue
         if fd not in open_ones:
             sys.exit(f"an event of a socket that was closed: {events:#x}")
         sock = open_ones[fd]
-        line = sock.recv(4096)
+        try:
+            line = sock.recv(4096)
+        except BlockingIOError:
+            continue
         what = line.split(b"\n")[-2].decode() if b"\n" in line else ""
         if what == "unread":
             # Bytes that arrive now are not read.
@@ -36,18 +48,18 @@ while True:
         elif what == "linger":
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         elif what in ("shutdown", "late"):
-            sock.sendall(b"x" * 100000)
+            send_all(sock, b"x" * 100000)
             sock.shutdown(socket.SHUT_WR)
             if what == "late":
                 sys.stdin.readline()
             continue
         elif what == "exit":
-            sock.sendall(b"x" * 100000)
+            send_all(sock, b"x" * 100000)
             os._exit(0)
         elif what == "close":
-            sock.sendall(b"x" * 100000)
+            send_all(sock, b"x" * 100000)
         elif line:
-            sock.sendall(line)
+            send_all(sock, line)
             continue
         del open_ones[fd]
         sock.close()

@@ -68,7 +68,10 @@ def clients(port_of):
 
     def one():
         try:
-            ask(socket.create_connection(port_of.getsockname()[:2]), over)
+            sock = socket.create_connection(port_of.getsockname()[:2])
+            # Not in blocking mode, except where that is the point: with a time-out Python waits in poll.
+            sock.settimeout(None if way == "threads" else 60)
+            ask(sock, over)
         except BaseException as error:
             failed.append(error)
 

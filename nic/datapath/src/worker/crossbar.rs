@@ -248,11 +248,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             };
             if !empty {
                 taken += 1;
-                let passes = from == From::Host
-                    || self.output.wire.admits(&mut self.frame)
-                        && (self.programs.message_ports.is_empty() || !self.dispatch_packet(now));
-                if passes {
+                if from == From::Host {
                     self.dispatch_frame(from, now);
+                } else if self.output.wire.admits(&mut self.frame) {
+                    self.dispatch_admitted(now);
                 }
             }
         }
@@ -266,8 +265,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         taken > 0
     }
 
+    /// Processes the frame from the wire in the worker's buffer, which the gate has let pass, here, or dispatches it: to the worker of its
+    /// session for messages, or of its bucket.
+    pub(super) fn dispatch_admitted(&mut self, now: Instant) {
+        if self.programs.message_ports.is_empty() || !self.dispatch_packet(now) {
+            self.dispatch_frame(From::Wire, now);
+        }
+    }
+
     /// Processes the frame in the worker's buffer here, or dispatches it.
-    pub(super) fn dispatch_frame(&mut self, from: From, now: Instant) {
+    fn dispatch_frame(&mut self, from: From, now: Instant) {
         let Some(crossbar) = &self.crossbar else { return };
         let bucket = bucket_of(&crossbar.peers, self.frame.bytes(), from);
         if crossbar.peers.owner(bucket) == BucketOwner::Mine {

@@ -9,7 +9,6 @@ use crate::worker::programs::Unannounced;
 use baton_abi::layout::{Counter, nic, slot as at};
 use baton_abi::{Message, Operation, RestoreCause};
 use baton_device::{Arrival, Checksum, Device};
-use baton_rss::From;
 use baton_tcp::seq::{at_or_before, before};
 use baton_tcp::{Events, Instant, Segment, State};
 use baton_wire::{Flags, FlowKey, Plain, TcpFrame, Usual};
@@ -125,7 +124,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.output.wire.set_time(now.0);
         while self.output.wire.pass_held(&mut self.frame, &self.counters) {
             if self.crossbar.is_some() {
-                self.dispatch_frame(From::Wire, now);
+                self.dispatch_admitted(now);
             } else {
                 self.on_wire_frame(now);
             }
@@ -458,7 +457,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.fragments = fragments;
         if outcome == Outcome::Whole {
             if self.crossbar.is_some() {
-                self.dispatch_frame(From::Wire, now);
+                self.dispatch_admitted(now);
             } else {
                 self.on_wire_frame_slow(now);
             }

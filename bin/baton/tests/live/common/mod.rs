@@ -108,7 +108,11 @@ pub fn scene(settings: TestbedSettings) -> Scene {
 }
 
 pub fn scene_at(settings: TestbedSettings, ipv6: bool, port: u16) -> Scene {
-    let bed = hosts(settings);
+    scene_in(hosts(settings), ipv6, port)
+}
+
+/// The same with hosts that are there.
+pub fn scene_in(bed: Testbed, ipv6: bool, port: u16) -> Scene {
     let (server, peer) = connect(&bed, ipv6, port);
     let mut session = Session::connect(&bed.socket()).expect("a session");
     let id = session.adopt(OwnedFd::from(server)).expect("adoption");

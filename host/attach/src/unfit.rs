@@ -1,0 +1,118 @@
+//! Connections that the map of sockets is not for, and that stay in the kernel.
+//!
+//! In the kernel's receive for sockets of a map a signal, of whatever kind, ends a wait with EAGAIN, which no program expects of a socket
+//! in blocking mode. And splice(2) does not find what was put into the queue: a program that reads so would wait for ever.
+
+use crate::Attacher;
+use anyhow::Result;
+use baton_linux::events::monotonic_micros;
+use baton_linux::process;
+use baton_protocol::program::{Ask, Place, Until};
+
+/// Microseconds from one look at connections' modes to the next, and connections of a look.
+const LOOK: u64 = 100_000;
+const LOOKS: usize = 256;
+
+/// Why a connection stays in the kernel.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Unfit {
+    /// Its socket is in blocking mode, which may change.
+    Blocking,
+    /// Its process reads sockets by splice(2).
+    Spliced,
+}
+
+impl Unfit {
+    /// For the list of connections, and when it may move again.
+    pub fn cause(self) -> (&'static str, Until) {
+        match self {
+            Unfit::Blocking => ("blocking socket", Until::Again),
+            Unfit::Spliced => ("splice", Until::Never),
+        }
+    }
+}
+
+impl Attacher {
+    /// Why a connection must not be on the NIC, as far as can be seen while its program runs.
+    pub(crate) fn unfit(&self, number: u32) -> Option<Unfit> {
+        let entry = self.entries.get(&number)?;
+        if self.splicing.contains(&entry.process) {
+            return Some(Unfit::Spliced);
+        }
+        (process::blocks(entry.process, entry.fd, entry.inode) == Some(true)).then_some(Unfit::Blocking)
+    }
+
+    /// Leaves a connection in the kernel, and says why once.
+    pub(crate) fn decline(&mut self, number: u32, unfit: Unfit) -> Result<()> {
+        let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
+        if entry.declined == Some(unfit) {
+            return Ok(());
+        }
+        entry.declined = Some(unfit);
+        let (reason, until) = unfit.cause();
+        self.note_stay(reason);
+        self.ask(&Ask::GiveBack { connection: number, reason: reason.into(), until }, None)?;
+        Ok(())
+    }
+
+    /// A process reads one of its sockets by splice(2): all its connections leave the NIC for good.
+    pub(crate) fn note_splice(&mut self, cookie: u64) {
+        let Some(process) = self.by_cookie.get(&cookie).and_then(|number| self.entries.get(number)).map(|entry| entry.process)
+        else {
+            return;
+        };
+        self.splicing.insert(process);
+        let of_it = self.entries.iter().filter(|(_, entry)| entry.process == process);
+        for (number, entry) in of_it {
+            if entry.joined.is_some() {
+                self.work.postpone(*number, Unfit::Spliced.cause());
+            } else {
+                // It is declined when its turn comes.
+                self.work.wanted.insert(*number, Place::Nic);
+            }
+        }
+    }
+
+    /// When modes are looked at next, in microseconds; None if no connection's matters.
+    pub(crate) fn next_look(&self) -> Option<u64> {
+        (!self.entries.is_empty()).then_some(self.looks.due)
+    }
+
+    /// Follows the modes of sockets, of some at a time: one that has become blocking leaves the NIC, and one that is not blocking any more
+    /// may move there.
+    pub(crate) fn look_at_modes(&mut self) {
+        let now = monotonic_micros();
+        if now < self.looks.due {
+            return;
+        }
+        let mut looked = 0;
+        for (number, entry) in self.entries.range_mut(self.looks.next..) {
+            self.looks.next = number.wrapping_add(1);
+            looked += 1;
+            match (process::blocks(entry.process, entry.fd, entry.inode), entry.joined.is_some()) {
+                (Some(true), true) => {
+                    entry.declined = Some(Unfit::Blocking);
+                    self.work.postpone(*number, Unfit::Blocking.cause());
+                }
+                (Some(false), false) if entry.declined == Some(Unfit::Blocking) && self.settings.flip.is_none() => {
+                    self.work.wanted.insert(*number, Place::Nic);
+                }
+                _ => {}
+            }
+            if looked == LOOKS {
+                break;
+            }
+        }
+        if looked < LOOKS {
+            self.looks.next = 0;
+        }
+        self.looks.due = monotonic_micros() + LOOK;
+    }
+}
+
+/// Whose mode is looked at next, and when.
+#[derive(Default)]
+pub(crate) struct Looks {
+    next: u32,
+    due: u64,
+}
