@@ -13,7 +13,7 @@ use crate::connection::{Asker, Connection, Wants};
 use crate::datagrams::Datagrams;
 use crate::dealing::Dealing;
 use crate::devices::Devices;
-use crate::flips::Schedule;
+use crate::flips::{Schedule, Share};
 use crate::ground::{Ground, Mirrors, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
@@ -82,8 +82,8 @@ pub(crate) struct Agent {
     pub schedule: Schedule,
     /// Times at which failed moves are retried.
     pub retries: Schedule,
-    /// Time before which no random move is made, in microseconds of the monotonic clock.
-    pub rests_until: u64,
+    /// What it may use of a processor for random moves.
+    pub share: Share,
     pub serials: u64,
     pub watched: Watched,
     pub cgroups: Cgroups,
@@ -125,6 +125,9 @@ pub fn run() -> Result<()> {
     if let Some(core) = settings.core {
         process::pin(0, core);
     }
+    // A program waits for the agent while its connection moves, or is registered: with many threads that have the same right to the
+    // processors that would be for seconds.
+    process::raise_priority();
     let descriptors = process::raise_descriptor_limit();
     // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
     // blocked signals; it ends with its agent.
@@ -214,7 +217,7 @@ pub fn run() -> Result<()> {
         groups,
         schedule,
         retries: Schedule::default(),
-        rests_until: 0,
+        share: Share::default(),
         serials: 0,
         watched,
         cgroups: Cgroups::default(),

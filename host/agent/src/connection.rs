@@ -242,6 +242,8 @@ pub(crate) struct Extra {
     pub unproved: Option<(u64, u64)>,
     /// Why it has to leave the NIC as soon as possible, if it has to.
     pub must_return: Option<&'static str>,
+    /// When the move that is under way was due at random, in microseconds of the monotonic clock, if it was.
+    pub drawn: Option<u64>,
     /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
     /// with the scope of link-local addresses, or otherwise.
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
@@ -250,8 +252,14 @@ pub(crate) struct Extra {
 impl Extra {
     /// Whether there is nothing that has to be kept. What a growth wants is set just before it begins.
     fn is_empty(&self) -> bool {
-        let Extra { machine, handoff, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, addresses } = self;
-        let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
+        let Extra { machine, handoff, carried, waiting, wants: _, growing, fin, stay, unproved, must_return, drawn, addresses } =
+            self;
+        let of_move = machine.is_none()
+            && drawn.is_none()
+            && handoff.is_none()
+            && carried.is_none()
+            && waiting.is_empty()
+            && growing.is_none();
         of_move && fin.is_none() && stay.is_none() && unproved.is_none() && must_return.is_none() && addresses.is_none()
     }
 }
