@@ -42,7 +42,7 @@ pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> 
         if !concerns(fds, count) {
             return real::poll(fds, count, limit);
         }
-        let limit = (limit >= 0).then_some(limit as u64 * 1000);
+        let limit = (limit >= 0).then(|| limit as u64 * 1000);
         polling::poll(entries(fds, count), limit, std::ptr::null())
     }
 }
@@ -195,7 +195,7 @@ unsafe fn wait(set: c_int, events: *mut epoll_event, most: c_int, limit: Option<
 }
 
 fn millis(limit: c_int) -> Option<u64> {
-    (limit >= 0).then_some(limit as u64 * 1000)
+    (limit >= 0).then(|| limit as u64 * 1000)
 }
 
 /// Intercepts the C library's `epoll_wait`.
