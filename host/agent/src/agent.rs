@@ -397,18 +397,9 @@ impl Agent {
         Ok(())
     }
 
-    /// Fails unless session `number` belongs to root or to this agent's user. `what` names the refused request.
-    fn only_ours(&self, number: u32, what: &str) -> Result<()> {
-        let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
-        if asker != 0 && asker != process::user() {
-            anyhow::bail!("only this agent's user and root may {what}");
-        }
-        Ok(())
-    }
-
     /// Admits a client whose control connection another process received and passes on.
     fn admit_another(&mut self, number: u32, channel: Channel) -> Result<()> {
-        self.only_ours(number, "bring others")?;
+        requests::only_ours(self.rights_of(number), "bring others")?;
         self.admit(channel)
     }
 
