@@ -39,6 +39,8 @@ test: lint
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
 	tests/programs/restarts.py --rounds 2
+	tests/programs/both_ways.py --rounds 8 --seconds 0.3 --connections 32
+	tests/programs/both_ways.py --rounds 2 --seconds 0.3 --connections 256
 	$(CHECKED) bench tail --smoke
 	$(CHECKED) soak --connections 64 --moves 2000 --json
 	$(CHECKED) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
@@ -75,6 +77,7 @@ soak: build
 	$(BATON) soak --beside --connections 64 --moves 4000 --kill-nic 20 --stop-nic 20 --json
 	$(BATON) soak --connections 64 --moves 1000 --kill-nic 5 --stop-nic 5 --kill-agent 5 --json
 	$(BATON) soak --connections 16 --poison --json
+	tests/programs/both_ways.py --rounds 100 --seconds 5
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
 	BATON_PORTS=10000 $(CARGO) test --profile checked --locked -p baton --test live full::ports

@@ -52,6 +52,7 @@ EXPECTED = {
     "redis": (60, 150, {"fork"}),
     "memcached": (60, 0, set()),
     "haproxy": (400, 0, set()),
+    "haproxy confined": (400, 0, set()),
     "python asyncio": (200, 0, set()),
     "python selectors": (200, 0, set()),
     "python ssl": (200, 0, set()),
@@ -72,12 +73,12 @@ EXPECTED = {
     "go client": (0, 100, set()),
 }
 # The least number of connections that the NIC makes in full offload: of clients, and of servers, whose load waits for the first one.
-MADE = {"haproxy": 4, "curl": 1, "iperf3 client": 5, "rsync client": 1, "ssh": 1, "iperf3 server": 2, "rsync daemon": 2, "sshd": 2}
+MADE = {"haproxy": 4, "haproxy confined": 4, "curl": 1, "iperf3 client": 5, "rsync client": 1, "ssh": 1, "iperf3 server": 2, "rsync daemon": 2, "sshd": 2}
 # The control connection.
 MADE |= {"iperf3 udp server": 1, "iperf3 udp client": 1}
 MADE_BY_SERVERS = 7
 # Their listeners stay with the kernel: SO_REUSEPORT.
-LISTEN_IN_KERNEL = {"haproxy"}
+LISTEN_IN_KERNEL = {"haproxy", "haproxy confined"}
 
 
 # Networks, with the addresses at which a tried program listens, at which it is reached, and at which this script's own servers are:
@@ -405,10 +406,21 @@ def memcached(trial):
     together(6, use)
 
 
-def haproxy(trial):
+def haproxy_confined(trial):
+    """As distributions configure it: in an empty root directory, and as another user."""
+    (trial.directory / "root").mkdir()
+    haproxy(trial, f"""
+global
+    chroot {trial.directory / "root"}
+    uid 65534
+    gid 65534
+""")
+
+
+def haproxy(trial, settings=""):
     files, port = make_files(trial.directory / "www"), free_port()
     with web_server(files, trial.directory / "www") as backend:
-        (trial.directory / "haproxy.cfg").write_text(f"""
+        (trial.directory / "haproxy.cfg").write_text(settings + f"""
 defaults
     mode http
     timeout connect 10s
@@ -604,6 +616,7 @@ PROGRAMS = {
     "redis": redis,
     "memcached": memcached,
     "haproxy": haproxy,
+    "haproxy confined": haproxy_confined,
     "python asyncio": python_server("asyncio"),
     "python selectors": python_server("selectors"),
     "python ssl": python_ssl,

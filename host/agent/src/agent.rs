@@ -14,7 +14,7 @@ use crate::connection::{Asker, Connection, Wants};
 use crate::datagrams::Datagrams;
 use crate::dealing::Dealing;
 use crate::devices::Devices;
-use crate::flips::Schedule;
+use crate::flips::{Schedule, Share};
 use crate::ground::{Ground, Mirrors, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
@@ -87,8 +87,8 @@ pub(crate) struct Agent {
     pub schedule: Schedule,
     /// Times at which failed moves are retried.
     pub retries: Schedule,
-    /// Time before which no random move is made, in microseconds of the monotonic clock.
-    pub rests_until: u64,
+    /// What it may use of a processor for random moves.
+    pub share: Share,
     /// Of each NIC.
     pub crash_loops: Vec<CrashLoop>,
     pub serials: u64,
@@ -136,6 +136,9 @@ pub fn run() -> Result<()> {
     if let Some(core) = settings.core {
         process::pin(0, core);
     }
+    // A program waits for the agent while its connection moves, or is registered: with many threads that have the same right to the
+    // processors that would be for seconds.
+    process::raise_priority();
     let descriptors = process::raise_descriptor_limit();
     // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
     // blocked signals; it ends with its agent.
@@ -228,7 +231,7 @@ pub fn run() -> Result<()> {
         groups,
         schedule,
         retries: Schedule::default(),
-        rests_until: 0,
+        share: Share::default(),
         crash_loops,
         serials: 0,
         watched,
@@ -420,18 +423,9 @@ impl Agent {
         Ok(())
     }
 
-    /// Fails unless session `number` belongs to root or to this agent's user. `what` names the refused request.
-    fn only_ours(&self, number: u32, what: &str) -> Result<()> {
-        let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
-        if asker != 0 && asker != process::user() {
-            anyhow::bail!("only this agent's user and root may {what}");
-        }
-        Ok(())
-    }
-
     /// Admits a client whose control connection another process received and passes on.
     fn admit_another(&mut self, number: u32, channel: Channel) -> Result<()> {
-        self.only_ours(number, "bring others")?;
+        requests::only_ours(self.rights_of(number), "bring others")?;
         self.admit(channel)
     }
 

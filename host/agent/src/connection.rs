@@ -256,6 +256,8 @@ pub(crate) struct Extra {
     pub nic_that_died: u8,
     /// The kernel has refused to take it back: since when, and when it is asked again, microseconds of the monotonic clock.
     pub refused: Option<(u64, u64)>,
+    /// When the move that is under way was due at random, in microseconds of the monotonic clock, if it was.
+    pub drawn: Option<u64>,
     /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
     /// with the scope of link-local addresses, or otherwise.
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
@@ -279,12 +281,13 @@ impl Extra {
             retry,
             nic_that_died,
             refused,
+            drawn,
             addresses,
             unheld_since,
             wants: _,
         } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
-        let of_stay = stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0;
+        let of_stay = stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none();
         let of_return = fin.is_none() && must_return.is_none() && refused.is_none();
         of_move && of_stay && of_return && addresses.is_none() && unheld_since.is_none()
     }

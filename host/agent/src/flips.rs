@@ -4,7 +4,7 @@
 use crate::agent::Agent;
 use crate::connection::Stage;
 use crate::moves::SLICE;
-use baton_linux::events::monotonic_micros;
+use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
 use baton_protocol::program::Place;
 use baton_supervision::{LONGEST_RETRY, Leave};
@@ -22,6 +22,13 @@ pub(crate) const LATER: u64 = 1_000_000;
 /// Time after which a connection is offloaded again that has left a NIC for another one, in microseconds: the kernel may have to find
 /// the link address of the next hop.
 const ONWARD: u64 = 20_000;
+
+/// Random moves that are under way at the same time at most. Each keeps its program out for as long as all of them together take.
+const AT_ONCE: usize = 16;
+
+/// A connection that was moved at random is not moved so again before this many times as long as that took: with less, a program whose
+/// threads seldom get a processor would find it moving each time.
+const REST: u64 = 2;
 
 /// Why a connection was not moved when its time had come. It is drawn again like any other, so it may be skipped more than once.
 const NO_TIME: &str = "more connections were to move than the agent has time for";
@@ -48,11 +55,50 @@ impl Schedule {
         })
     }
 
+    fn is_due(&self, now: u64) -> bool {
+        self.0.peek().is_some_and(|Reverse((at, ..))| *at <= now)
+    }
+
     /// Time until the next is due.
     pub fn wait(&self) -> Option<Duration> {
         let Reverse((at, ..)) = self.0.peek()?;
         Some(Duration::from_micros(at.saturating_sub(monotonic_micros())))
     }
+}
+
+/// What part of a processor the agent may use with moves at random: one part of this. It goes before programs, which need the rest.
+const PART: u64 = 5;
+
+/// Microseconds of a processor that it may save up while it does nothing.
+const MOST_SAVED: i64 = 5_000;
+
+/// The agent's share of a processor for moves at random. What it does otherwise is counted, too, and always done.
+#[derive(Default)]
+pub(crate) struct Share {
+    /// Microseconds of processor time that are left; below 0: that were used too much.
+    saved: i64,
+    /// The last look: time, and processor time used by then, in microseconds.
+    looked: (u64, u64),
+}
+
+impl Share {
+    /// Returns for how many microseconds no move at random may begin, at a time `now` by which `used` microseconds of processor time were
+    /// used.
+    fn wait(&mut self, now: u64, used: u64) -> u64 {
+        let (then, before) = std::mem::replace(&mut self.looked, (now, used));
+        let earned = (now.saturating_sub(then) / PART) as i64;
+        self.saved = self.saved.saturating_add(earned).saturating_sub(used.saturating_sub(before) as i64).min(MOST_SAVED);
+        self.left()
+    }
+
+    /// The same, as of the last look.
+    fn left(&self) -> u64 {
+        self.saved.min(0).unsigned_abs() * PART
+    }
+}
+
+fn thread_micros() -> u64 {
+    thread_nanos() / 1000
 }
 
 impl Agent {
@@ -66,12 +112,12 @@ impl Agent {
                 break;
             }
         }
-        if begun < self.rests_until {
+        if !self.schedule.is_due(begun) || self.share.wait(begun, thread_micros()) > 0 {
             return;
         }
         let mut now = begun;
         while let Some((_, (session, number, serial))) = self.schedule.due(begun) {
-            if now < begun + SLICE {
+            if now < begun + SLICE && self.moves.under_way() < AT_ONCE {
                 self.attend(session);
                 self.flip_one(session, number, serial);
                 now = monotonic_micros();
@@ -80,13 +126,11 @@ impl Agent {
                 self.flip_later(session, number, serial);
             }
         }
-        // Leaves requests and other moves as much time as this took, up to one slice.
-        self.rests_until = now + SLICE.min(now - begun);
     }
 
     /// Time that the loop may sleep as far as random moves and retries are concerned.
     pub(crate) fn flips_wait(&self) -> Option<Duration> {
-        let rest = Duration::from_micros(self.rests_until.saturating_sub(monotonic_micros()));
+        let rest = Duration::from_micros(self.share.left());
         let flips = self.schedule.wait().map(|wait| wait.max(rest));
         [flips, self.retries.wait()].into_iter().flatten().min()
     }
@@ -104,17 +148,35 @@ impl Agent {
         }
     }
 
-    /// Makes the random move that is due, and schedules the next one.
+    /// Makes the random move that is due. The next one is drawn when it has ended.
     fn flip_one(&mut self, session: u32, number: u32, serial: u64) {
-        let Some(interval) = self.group_of(session).map(crate::group::Group::interval) else { return };
+        let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
         if self.connection(session, number).is_none_or(|connection| connection.serial != serial) {
             return;
         }
-        self.begin_unasked(session, number, interval.is_some());
-        if let Some(after) = interval
-            && self.stage(session, number).is_some_and(|stage| stage != Stage::Ended)
-        {
-            self.schedule.add(after, session, number, serial);
+        let (begun, attacher) = (monotonic_micros(), self.is_attacher(session));
+        self.begin_unasked(session, number, flips);
+        match self.connection(session, number) {
+            Some(connection) if connection.stage() == Stage::Ended => {}
+            Some(connection) if connection.goal().is_some() && !attacher => connection.extra().drawn = Some(begun),
+            _ => self.draw(session, number, 0),
+        }
+    }
+
+    /// Draws when a connection is moved at random next, if it is: in `rest` microseconds at the earliest.
+    fn draw(&mut self, session: u32, number: u32, rest: u64) {
+        let Some(Some(entry)) = self.sessions.get(session as usize) else { return };
+        let Some(Some(connection)) = entry.connections.get(number as usize) else { return };
+        if let Some(after) = self.groups.get(entry.opening.group).and_then(crate::group::Group::interval) {
+            self.schedule.add(after.max(rest), session, number, connection.serial);
+        }
+    }
+
+    /// Draws again for a connection whose move has ended, if that was due at random.
+    pub(crate) fn draw_again(&mut self, session: u32, number: u32) {
+        let drawn = self.connection(session, number).and_then(|connection| connection.extra.as_mut()?.drawn.take());
+        if let Some(begun) = drawn {
+            self.draw(session, number, REST * monotonic_micros().saturating_sub(begun));
         }
     }
 
@@ -254,5 +316,33 @@ impl Agent {
             return;
         }
         self.begin_restore(session, number, None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn moves_at_random_leave_programs_most_of_a_processor() {
+        let mut share = Share::default();
+        assert_eq!(share.wait(1_000_000, 0), 0, "it has saved some");
+        // A round of moves that take a millisecond each, one after another, whenever it may.
+        let (mut now, mut used, mut made) = (1_000_000, 0, 0);
+        while now < 3_000_000 {
+            match share.wait(now, used) {
+                0 => (now, used, made) = (now + 1_000, used + 1_000, made + 1),
+                wait => now += wait.min(1_000),
+            }
+        }
+        assert!((380..=410).contains(&made), "{made} moves of a millisecond in two seconds, of which it may have a fifth");
+    }
+
+    #[test]
+    fn what_was_not_used_is_not_saved_for_ever() {
+        let mut share = Share::default();
+        share.wait(0, 0);
+        assert_eq!(share.wait(3_600_000_000, 0), 0);
+        assert!(share.wait(3_600_006_000, 6_000 + 1_200) > 0);
     }
 }

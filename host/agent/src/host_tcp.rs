@@ -62,6 +62,7 @@ impl HostTcp {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg("host-tcp-process");
         process::inherit(&mut command, &[nic_memory, memory, nic_bell.as_fd(), bell, theirs.as_fd()], true);
+        process::with_sharing_priority(&mut command);
         let child = command.spawn().context("starting the host's TCP")?;
         drop(theirs);
         let mut requests = Requests::new(ours);

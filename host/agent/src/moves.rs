@@ -60,6 +60,11 @@ impl Moves {
         self.under_way.len() <= 1 && self.returning.is_empty() && self.suggested.is_empty()
     }
 
+    /// Number of moves that have begun and wait for something.
+    pub fn under_way(&self) -> usize {
+        self.under_way.len()
+    }
+
     /// Time that the loop may sleep as far as moves are concerned. None without a limit.
     pub fn wait(&self) -> Option<Duration> {
         let micros = match () {
@@ -262,6 +267,7 @@ impl Agent {
         if conclusion == Conclusion::Moved {
             self.catch_up(session, number);
         }
+        self.draw_again(session, number);
         self.answer_askers(session, number, conclusion.clone());
         if must_return {
             self.follow_return(session, number);

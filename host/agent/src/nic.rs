@@ -176,6 +176,7 @@ fn start_child(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Re
     }
     descriptors.extend(hardware.card.iter().map(AsFd::as_fd));
     process::inherit(&mut command, &descriptors, true);
+    process::with_sharing_priority(&mut command);
     let child = command.spawn().context("starting the NIC process")?;
     drop(theirs);
     Ok((child, ours))

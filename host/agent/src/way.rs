@@ -116,7 +116,10 @@ impl Ground<'_> {
         let neighbour = if interface.kind == rtnetlink::LOOPBACK {
             [0; 6]
         } else {
-            self.known.neighbour(self.routes, route.interface, hop).ok_or(Refusal::NoNeighbour)?
+            // Without a carrier the kernel forgets its neighbours. It could not send either, and a connection that moved to it now would have
+            // its time-outs anew.
+            let unknown = if interface.carrier { Refusal::NoNeighbour } else { Refusal::NoCarrier };
+            self.known.neighbour(self.routes, route.interface, hop).ok_or(unknown)?
         };
         let v4 = connection.flow.is_v4();
         let (ttl, tos, flow_label) = match (&connection.fd, &connection.on_nic) {

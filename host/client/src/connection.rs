@@ -303,9 +303,9 @@ impl Connection {
         block.wake_mover();
     }
 
-    /// Waits until no move is under way, for a millisecond at most.
-    pub fn wait_until_settled(&self) {
-        events::wait_while(self.word(block::OWNER), Owner::Moving as u32, Duration::from_millis(1));
+    /// Waits until no move is under way, or until `limit` has passed. The end of a move ends it at once.
+    pub fn wait_until_settled(&self, limit: Duration) {
+        events::wait_while(self.word(block::OWNER), Owner::Moving as u32, limit);
     }
 
     #[inline(always)]

@@ -49,9 +49,6 @@ const MARGIN: u64 = 200_000;
 /// Frames that wait for this process at most: at 2.5 Gb/s, some 70 ms of segments of 1500 bytes.
 const QUEUE: u16 = 16_384;
 
-/// Nice value: others run before this process only if they are as urgent.
-const PRIORITY: i32 = -15;
-
 /// Longest time for what is in the queue at the end, in nanoseconds.
 const DRAINING: u64 = 50_000_000;
 
@@ -148,7 +145,7 @@ impl Attached {
         // Time-outs of large receive are tens of microseconds.
         process::wake_in_time();
         // Whoever uses the device waits for this process as for an interrupt.
-        process::raise_priority(PRIORITY);
+        process::raise_priority();
         self.publish(monotonic_nanos());
         let (mut worked, mut looked) = (self.beat, self.beat);
         loop {

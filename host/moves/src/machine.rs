@@ -406,7 +406,7 @@ impl Move {
             Goal::End => Some(match self.step {
                 Step::Ended => Action::Conclude(Conclusion::Stays(Refusal::Ended)),
                 // Its program is to see the end.
-                Step::Leaving => Action::LetIn(Owner::Nic),
+                Step::Leaving | Step::Left => Action::LetIn(Owner::Nic),
                 _ => Action::End,
             }),
             Goal::GiveUp => Some(match self.step {
@@ -560,6 +560,8 @@ impl Move {
                 self.step = Step::HandedOff;
                 return self.end_nic();
             }
+            // Its program has closed it, and wants no more events: for those that have no room nobody would ever make any.
+            Action::Rest if self.forced && refusal == Refusal::Ended => self.goal = Some(Goal::End),
             Action::Rest if self.goal == Some(Goal::Grow) => self.goal = Some(Goal::Stay),
             Action::Rest | Action::Check => self.turn_around(refusal),
             Action::Import(source) => (self.lost, self.release) = (Some(refusal), releases(*source)),

@@ -97,6 +97,9 @@ pub enum Refusal {
     /// The link address of its next hop is unknown.
     #[error("the link address of its next hop is not known yet")]
     NoNeighbour,
+    /// The link address of its next hop is unknown, and nobody can ask for it.
+    #[error("its device has no carrier")]
+    NoCarrier,
     /// The kernel holds data out of order that the NIC's copy does not cover yet.
     #[error("it holds data out of order that has not been copied in time; try again")]
     OutOfOrder,
@@ -171,12 +174,15 @@ impl Refusal {
     /// Whether trying again a moment later may work without anybody changing anything.
     pub fn is_transient(&self) -> bool {
         use Refusal::*;
-        matches!(self, OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | NoNeighbour | NoRoom | NicGone | AnotherNic)
+        matches!(
+            self,
+            OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | NoNeighbour | NoCarrier | NoRoom | NicGone | AnotherNic
+        )
     }
 
     /// Whether the kernel could not send the connection's segments either.
     pub fn is_unreachable(&self) -> bool {
-        matches!(self, Refusal::NoRoute | Refusal::SourceGone(_) | Refusal::PolicyBlocks)
+        matches!(self, Refusal::NoRoute | Refusal::NoCarrier | Refusal::SourceGone(_) | Refusal::PolicyBlocks)
     }
 
     /// Whether it stays true for the connection's life, so that trying again is of no use. Everything else may pass: a route, a rule, an

@@ -169,6 +169,18 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     }
 }
 
+/// Opens the session of a program that has a TCP socket, before it changes what it can reach or who it is: afterwards the agent may be out
+/// of reach, or take it for another user. A program without TCP sockets gets none.
+#[cold]
+pub(crate) fn ask_while_possible() {
+    let errno = thread::errno();
+    let has_tcp = || table::known(0, u32::MAX).any(|(_, file)| matches!(file, table::File::Tcp(_)));
+    if session().is_none() && is_mine() && has_tcp() {
+        open_session();
+    }
+    thread::set_errno(errno);
+}
+
 /// Whether no connection may be offloaded now.
 pub(crate) fn is_closed() -> bool {
     CLOSED.load(Ordering::SeqCst)

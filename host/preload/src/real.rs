@@ -89,6 +89,13 @@ real! {
     posix_spawnp = c"posix_spawnp": fn(process: *mut pid_t, file: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
     system = c"system": fn(command: *const c_char) -> c_int;
     popen = c"popen": fn(command: *const c_char, mode: *const c_char) -> *mut libc::FILE;
+    chroot = c"chroot": fn(path: *const c_char) -> c_int;
+    unshare = c"unshare": fn(flags: c_int) -> c_int;
+    setns = c"setns": fn(fd: c_int, kind: c_int) -> c_int;
+    setuid = c"setuid": fn(user: libc::uid_t) -> c_int;
+    seteuid = c"seteuid": fn(user: libc::uid_t) -> c_int;
+    setreuid = c"setreuid": fn(real: libc::uid_t, effective: libc::uid_t) -> c_int;
+    setresuid = c"setresuid": fn(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t) -> c_int;
     prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
 }

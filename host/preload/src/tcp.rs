@@ -18,6 +18,7 @@ use libc::c_int;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
 
@@ -29,6 +30,13 @@ const UNPLANNED: u64 = u64::MAX - 1;
 /// How often the agent is asked to restore a connection. Each time it waits 20 ms for the program's threads to leave their
 /// operations.
 const ATTEMPTS: u32 = 20;
+
+/// Longest sleep until the end of a move, which is seen at once; then the agent's own end is looked for. Much shorter, and the threads that
+/// wait for many moves would take the processors from the agent, which makes them.
+const MOVES: Duration = Duration::from_millis(10);
+
+/// The same for a thread that waits for other connections, too.
+const A_LITTLE: Duration = Duration::from_millis(1);
 
 /// Reason for restoring connections while the process forks. They may move again afterwards.
 pub(crate) const FORK: &str = "fork";
@@ -392,6 +400,11 @@ impl Tcp {
     #[cold]
     fn hand_over(&'static self, fd: c_int) {
         let Some(session) = process::open_session() else { return };
+        // Where hundreds of threads share few processors each would wait for the others' turns. Its connection works meanwhile, and its
+        // next operation tries again.
+        if session.shared.is_asking() && !thread::is_alone() {
+            return;
+        }
         let attempt = self.attempts.fetch_add(1, RELAXED);
         // After failures it is tried again ever more rarely.
         if attempt > 2 && !attempt.is_power_of_two() {
@@ -618,7 +631,7 @@ impl Tcp {
         loop {
             match connection.owner() {
                 Owner::Moving => {
-                    connection.wait_until_settled();
+                    connection.wait_until_settled(MOVES);
                     session.shared.notice_end_sometimes(thread::token());
                 }
                 owner => return Some(owner),
@@ -654,7 +667,7 @@ impl Tcp {
     /// Waits until no move is under way, for a millisecond at most.
     pub fn wait_a_little(&self) {
         if let Some((connection, session)) = self.managed() {
-            connection.wait_until_settled();
+            connection.wait_until_settled(A_LITTLE);
             session.shared.notice_end_sometimes(thread::token());
         }
     }

@@ -232,6 +232,9 @@ pub enum RestoreCause {
 /// Reason of a refusal after which the same command may succeed a moment later.
 pub const NOT_YET: u32 = 8;
 
+/// Reason of a refusal: the connection has ended, which is reported when there is room for its last events in its program's ring.
+pub const ENDED: u32 = 9;
+
 /// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN cookie a moment
 /// ago, which the agent is about to drop.
 pub const ALREADY_HERE: u32 = 6;

@@ -29,6 +29,8 @@ pub enum Refusal {
     BadCommand = 7,
     /// The kernel has not acknowledged all data that the NIC has acknowledged for it.
     NotYet = baton_abi::NOT_YET,
+    /// The connection has ended, so there is nothing to restore.
+    Ended = baton_abi::ENDED,
 }
 
 /// The owner of a connection.

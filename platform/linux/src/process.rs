@@ -8,6 +8,7 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
+use std::sync::OnceLock;
 
 /// The first descriptor that [`inherit`] gives to a child.
 pub const FIRST_DESCRIPTOR: i32 = 3;
@@ -160,9 +161,33 @@ pub fn wake_in_time() {
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
 }
 
-/// Sets the nice value of the calling thread, if it has the right to. Returns whether it worked.
-pub fn raise_priority(nice: i32) -> bool {
-    rustix::process::setpriority_process(None, nice).is_ok()
+/// Nice value of processes for which programs wait as for the kernel's own work: others run before them only if they are as urgent.
+const URGENT: i32 = -15;
+
+/// The nice value that this process had before [`raise_priority`].
+static USUAL: OnceLock<i32> = OnceLock::new();
+
+/// Makes the calling process, which has one thread, as urgent as the kernel's own work, if it has the right to. Returns whether it worked.
+pub fn raise_priority() -> bool {
+    let before = rustix::process::getpriority_process(None);
+    let raised = rustix::process::setpriority_process(None, URGENT).is_ok();
+    if let (true, Ok(before)) = (raised, before) {
+        let _ = USUAL.set(before);
+    }
+    raised
+}
+
+/// How much more urgent than programs a process is that shares the processors with those for which it works, as a nice value: as urgent
+/// as all of them would do nothing but that work, and less would keep all waiting for it.
+const SHARING: i32 = -5;
+
+/// Makes a command's process a little more urgent than this one was before [`raise_priority`].
+pub fn with_sharing_priority(command: &mut Command) {
+    let Some(usual) = USUAL.get().copied() else { return };
+    // A process that stays as urgent as this one works nevertheless.
+    let work = move || Ok(_ = rustix::process::setpriority_process(None, usual + SHARING));
+    // SAFETY: between fork and exec the closure makes one system call only.
+    unsafe { command.pre_exec(work) };
 }
 
 /// Makes the calling thread run only when no other wants the processor (SCHED_IDLE). Returns whether it worked.

@@ -79,6 +79,8 @@ pub struct LinkInfo {
     pub kind: u16,
     /// Whether it is up.
     pub up: bool,
+    /// Whether the other end is there, too: a cable is plugged in, or a veth's peer is up.
+    pub carrier: bool,
     /// The device above it (its master).
     pub master: Master,
     /// It is a VRF device (or another that has a routing table of its own).
@@ -86,6 +88,9 @@ pub struct LinkInfo {
     /// What is at the other end, if that is software.
     pub wire: Wire,
 }
+
+/// Linux's flag of a link that has a carrier (`libc` has no name for it).
+const IFF_LOWER_UP: u32 = 1 << 16;
 
 /// What is at the other end of a link. From software frames come as it has made them: large ones uncut, and without checksums.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -235,6 +240,7 @@ fn parse_link(body: &[u8]) -> Option<LinkInfo> {
         mtu6: 0,
         kind: u16::from_ne_bytes([body[2], body[3]]),
         up: flags & libc::IFF_UP as u32 != 0,
+        carrier: flags & IFF_LOWER_UP != 0,
         master: Master::None,
         vrf: false,
         wire: Wire::Other,

@@ -163,7 +163,7 @@ impl Connection {
         }
         self.enter_loss();
         self.rtt.backoff = self.rtt.backoff.saturating_add(1);
-        self.arm(SendTimer::Retransmit, now.after(self.rtt.timeout()));
+        self.arm(SendTimer::Retransmit, now.after(self.within_user_timeout(now)));
         Events::empty()
     }
 
@@ -202,8 +202,17 @@ impl Connection {
         self.due |= Due::PROBE;
         self.timers.probes = self.timers.probes.saturating_add(1);
         self.rtt.backoff = self.rtt.backoff.saturating_add(1);
-        self.arm(SendTimer::Persist, now.after(self.rtt.timeout()));
+        self.arm(SendTimer::Persist, now.after(self.within_user_timeout(now)));
         Events::empty()
+    }
+
+    /// The time-out after one that got no answer, in microseconds, but no more than is left of TCP_USER_TIMEOUT: the connection ends when
+    /// that has passed, and not at the first time-out after it (as in Linux, tcp_clamp_rto_to_user_timeout).
+    fn within_user_timeout(&self, now: Instant) -> u64 {
+        match u64::from(self.config.user_timeout) * 1000 {
+            0 => self.rtt.timeout(),
+            limit => self.rtt.timeout().min(limit.saturating_sub(now.since(self.timers.silent_since)).max(1)),
+        }
     }
 
     /// The peer answered: time-outs start anew.

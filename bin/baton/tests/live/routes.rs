@@ -457,3 +457,42 @@ fn packets_have_a_flow_label_on_the_nic_too() {
     scene.exchange(10_000, Place::Kernel);
     scene.exchange(10_000, Place::Nic);
 }
+
+/// The link's other end goes down with data under way: the kernel forgets its neighbour and could not send either, so the connection stays
+/// on the NIC, whose TCP_USER_TIMEOUT runs on, and ends as in the kernel: ETIMEDOUT, not EHOSTUNREACH after the time-outs of two stacks.
+#[test]
+fn a_user_timeout_runs_on_without_a_carrier() {
+    const TIMEOUT: Duration = Duration::from_secs(2);
+    let mut scene = scene(beside());
+    for (host, peer, device) in
+        [(&scene.bed.host_a, address_b(false), INTERFACE_A), (&scene.bed.host_b, address_a(false), INTERFACE_B)]
+    {
+        // A neighbour that was found, and not one that the administrator has set, which stays.
+        run(host, &format!("ip neigh del {peer} dev {device}"));
+    }
+    scene
+        .session
+        .set_option(scene.id, libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, TIMEOUT.as_millis() as i32)
+        .expect("the option");
+    scene.fill(1000);
+    scene.drain();
+    scene.move_to(Place::Nic);
+    scene.fill(1000);
+    scene.drain();
+    run(&scene.bed.host_b, &format!("ip link set {INTERFACE_B} down"));
+    let begun = Instant::now();
+    assert!(scene.send(1000) > 0);
+    let error = loop {
+        match scene.session.receive(scene.id, &mut [0; 16]) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                scene.session.poll(Some(Duration::from_millis(50)), &mut Vec::new()).expect("poll")
+            }
+            other => break other.expect_err("no stream ends here"),
+        }
+        assert!(begun.elapsed() < 30 * TIMEOUT, "it does not end");
+    };
+    assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT), "after {:?}", begun.elapsed());
+    // By then the kernel would have had no time for a second time-out of the whole length.
+    assert!((TIMEOUT..2 * TIMEOUT).contains(&begun.elapsed()), "after {:?}", begun.elapsed());
+    assert_eq!(scene.session.place(scene.id), Some(Place::Nic));
+}

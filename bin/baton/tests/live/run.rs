@@ -344,3 +344,20 @@ fn nothing_is_left() {
     // The keeper notices the program's end; it is a child of init, so this test cannot wait for it.
     wait_until(&format!("{directory} is removed"), gone);
 }
+
+/// A server that leaves the agent's reach before its first connection: its root directory is another one, and its user, too. The library
+/// has asked for Baton before.
+#[test]
+fn programs_that_confine_themselves_are_offloaded() {
+    let scratch = Scratch::new("confined");
+    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/confined.c");
+    let (program, empty) = (scratch.file("confined"), scratch.file("empty"));
+    let compiled = Command::new("cc").args(["-O1", "-Wall", "-Wextra", "-Werror", "-o", &program]).arg(source).status();
+    assert!(compiled.expect("a C compiler").success());
+    std::fs::create_dir(&empty).expect("an empty directory");
+    for (name, words) in [("chroot", &[&program[..], &empty][..]), ("setuid", &[&program, &empty, "65534"])] {
+        let report = flip(name, words);
+        assert_eq!(report["connections"], 2, "{name}: {report}");
+        assert!(least_moves(&report) >= Some(1), "{name}: {report}");
+    }
+}

@@ -2,7 +2,8 @@
 
 use crate::common::{hosts, scene};
 use baton_lab::testbed::TestbedSettings;
-use baton_protocol::program::Place;
+use baton_linux::control::Channel;
+use baton_protocol::program::{Answer, Ask, Opening, Place, Reply, Request};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 
@@ -105,4 +106,31 @@ fn a_command_on_a_host_ends_with_who_started_it() {
         scope.spawn(|| bed.host_a.spawn(Command::new("sleep").arg("1000")).expect("sleep")).join().expect("a child")
     });
     assert_eq!(child.wait().expect("its end").signal(), Some(libc::SIGTERM));
+}
+
+/// A tool of root's may move any connection. A program that has opened a session may not, whoever it was then: it may have changed its user
+/// or its root directory since, and keeps the session.
+#[test]
+fn a_programs_session_has_no_rights_over_others() {
+    let scene = scene(TestbedSettings::default());
+    let channel = Channel::connect(&scene.bed.socket()).expect("the agent");
+    let ask = |body| {
+        channel.send(&Request { tag: 7, body }, &[]).expect("a request");
+        loop {
+            let answer = channel.receive::<Answer>().expect("an answer").0;
+            if answer.tag == 7 {
+                return answer.body;
+            }
+        }
+    };
+    let any = |to| Ask::MoveAny { session: scene.session.number(), connection: scene.id, to, nic: None };
+    let moved = ask(any(Place::Nic));
+    assert_eq!(scene.settled_place(), Some(Place::Nic), "{moved:?}");
+    let opened = ask(Ask::Open(Opening::alone()));
+    assert!(!matches!(opened, Reply::Failed { .. }), "{opened:?}");
+    let refused = ask(any(Place::Kernel));
+    assert!(matches!(&refused, Reply::Failed { reason } if reason.contains("belongs to another")), "{refused:?}");
+    assert_eq!(scene.settled_place(), Some(Place::Nic));
+    let refused = ask(Ask::SetOffloads { nic: 0, offloads: Box::default() });
+    assert!(matches!(&refused, Reply::Failed { reason } if reason.contains("only this agent's user and root")), "{refused:?}");
 }

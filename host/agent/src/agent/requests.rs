@@ -66,6 +66,14 @@ fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail>
     })
 }
 
+/// Fails unless a client has the rights of root or of this agent's user. `what` names the refused request.
+pub(super) fn only_ours(rights: Option<u32>, what: &str) -> Result<()> {
+    if rights != Some(0) && rights != Some(process::user()) {
+        anyhow::bail!("only this agent's user and root may {what}");
+    }
+    Ok(())
+}
+
 impl Agent {
     /// Serves one request of a session, or ends the session if its program is gone.
     pub(super) fn serve(&mut self, number: u32) {
@@ -194,15 +202,12 @@ impl Agent {
             Ask::MoveAny { nic: Some(nic), .. } if nic as usize >= self.nics.len() => failed(self.no_such_nic(nic)),
             Ask::MoveAny { session, connection, to, nic } => {
                 let attached = self.is_attacher(session);
-                let asker = self.sessions[number as usize].as_ref().map_or(u32::MAX, |session| session.user);
+                let asker = self.rights_of(number);
                 let owner = self.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.user);
+                let may = |owner| session == number || asker == Some(0) || asker == Some(owner);
                 match owner {
-                    Some(owner) if (asker == 0 || asker == owner) && attached => {
-                        Some((self.want_at(session, connection, to, nic), Vec::new()))
-                    }
-                    Some(owner) if asker == 0 || asker == owner => {
-                        self.request_move_to(session, connection, to, nic, (number, tag))
-                    }
+                    Some(owner) if may(owner) && attached => Some((self.want_at(session, connection, to, nic), Vec::new())),
+                    Some(owner) if may(owner) => self.request_move_to(session, connection, to, nic, (number, tag)),
                     Some(_) => failed("that connection belongs to another user".into()),
                     None => failed(format!("there is no session {session}")),
                 }
@@ -233,6 +238,13 @@ impl Agent {
         }
     }
 
+    /// The user with whose rights a client asks for what concerns others. None: it has only a program's rights, over its own session. A program
+    /// keeps its session when it changes its user or its root directory, and nobody is to find more there than the program has.
+    pub(crate) fn rights_of(&self, number: u32) -> Option<u32> {
+        let session = self.sessions.get(number as usize)?.as_ref()?;
+        (session.open.is_none() || session.opening.attacher).then_some(session.user)
+    }
+
     fn no_such_nic(&self, nic: u32) -> String {
         match self.nics.len() {
             1 => format!("there is no NIC {nic}, only NIC 0 (`--nics` of `baton up` or `baton run` makes more)"),
@@ -242,7 +254,7 @@ impl Agent {
 
     /// Sets a NIC's offloads. The answer comes when they are in force, so that repeated requests do not outrun the NIC.
     fn set_offloads(&mut self, number: u32, tag: u32, nic: u32, offloads: Offloads) -> Result<()> {
-        self.only_ours(number, "change what the NIC does for the kernel")?;
+        only_ours(self.rights_of(number), "change what the NIC does for the kernel")?;
         offloads.check().map_err(anyhow::Error::msg)?;
         let Some(now) = self.nics.get(nic as usize).map(|nic| nic.settings().offloads) else {
             anyhow::bail!(self.no_such_nic(nic))

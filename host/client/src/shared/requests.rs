@@ -13,7 +13,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, TryLockError};
 
 pub(super) fn protocol_error(what: &str) -> io::Error {
     io::Error::new(
@@ -48,6 +48,11 @@ impl Shared {
                 return Ok(answered);
             }
         }
+    }
+
+    /// Whether another thread waits for the agent's answer now, after which the next one can ask. Only a hint.
+    pub fn is_asking(&self) -> bool {
+        matches!(self.channel.try_lock(), Err(TryLockError::WouldBlock))
     }
 
     /// Registers a connected TCP socket with the agent; it stays in the kernel until it is moved. `inherited`: other processes

@@ -444,6 +444,28 @@ fn what_ends_on_the_nic_is_the_programs_until_it_forgets_it() {
     }
 }
 
+/// A connection has ended on the NIC, which has no room to say so since its program does not read its events any more: when that has
+/// closed it, it ends, and is not given up with a reset. A program that is there is to read its last events first.
+#[test]
+fn what_its_program_has_closed_ends_although_the_nic_cannot_report_it() {
+    for forced in [false, true] {
+        let mut rig = Rig::new(&[], &[]);
+        rig.go(OFFLOAD);
+        let mut next = rig.machine.on(Event::Restore { forced }, rig.now);
+        while let Some(action) = next {
+            let outcome = match action {
+                Action::Rest => Outcome::Refused(Refusal::Ended),
+                // The streams have no holder any more: performed without the model's checks.
+                action => rig.world.perform(&action),
+            };
+            next = rig.machine.on(Event::Outcome(outcome), rig.now);
+        }
+        let end = if forced { Step::Ended } else { Step::Nic };
+        assert_eq!((rig.machine.step(), rig.world.owner, rig.world.slot_is_taken), (end, Owner::Nic, !forced));
+        assert_eq!(rig.world.done.last(), Some(&Action::Conclude(Conclusion::Stays(Refusal::Ended))));
+    }
+}
+
 /// The kernel refuses an import although everything had been checked: the connection is lost, and nothing is left behind.
 #[test]
 fn a_lost_connection_leaves_nothing_behind() {

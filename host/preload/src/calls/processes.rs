@@ -39,6 +39,31 @@ macro_rules! executes {
     )*};
 }
 
+macro_rules! confines {
+    ($($name:ident($($argument:ident: $type:ty),*);)*) => {$(
+        /// Intercepts the C library's function of this name, after which the agent may be out of reach.
+        ///
+        /// # Safety
+        /// As for the C library's function.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+            process::ask_while_possible();
+            // SAFETY: the program's own arguments (`# Safety`).
+            unsafe { real::$name($($argument),*) }
+        }
+    )*};
+}
+
+confines! {
+    chroot(path: *const c_char);
+    unshare(flags: c_int);
+    setns(fd: c_int, kind: c_int);
+    setuid(user: libc::uid_t);
+    seteuid(user: libc::uid_t);
+    setreuid(real: libc::uid_t, effective: libc::uid_t);
+    setresuid(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t);
+}
+
 type Strings = *const *const c_char;
 
 executes! {

@@ -253,8 +253,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// slot.
     fn restore(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let session = match &self.occupant(cid)?.custody {
-            // A connection that has ended has no image; its end has been reported to the agent.
-            Custody::Active(offloaded) if offloaded.tcp.state() != State::Closed => offloaded.session as usize,
+            // A connection that has ended has no image. Its end is reported to the agent when its program has been sent its last events.
+            Custody::Active(offloaded) if offloaded.tcp.state() == State::Closed => return Err(Refusal::Ended),
+            Custody::Active(offloaded) => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
         };
         let index = cid.slot();

@@ -8,7 +8,7 @@ mod dormant;
 mod stage;
 
 use baton_abi::layout::{nic, scratch, session, slot};
-use baton_abi::{Cid, Control, MORE, Message, Operation, RestoreCause};
+use baton_abi::{Cid, Control, ENDED, MORE, Message, Operation, RestoreCause};
 use baton_datapath::WorkerSettings;
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED, NicState};
@@ -438,6 +438,50 @@ fn a_slow_agent_loses_no_message() {
         stage.worker.poll(stage.now);
     }
     assert_eq!((answers, returns), (4096, 1));
+}
+
+/// A connection has ended whose program does not read its events: its end is reported only after the last of them, but an agent that
+/// restores it learns that it has ended.
+#[test]
+fn an_end_that_cannot_be_reported_is_why_a_restore_is_refused() {
+    let (mut stage, cid) = (Stage::new(), Cid::new(0, 1));
+    // More segments than the program's ring has room for, each in a round of its own.
+    for _ in 0..5000 {
+        stage.send_to_victim(stage.seq, &[7]);
+        stage.seq += 1;
+        stage.worker.poll(stage.now);
+        while stage.far.receive(&mut stage.frame) {}
+    }
+    let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+    let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+    let (flags, seq) = (Flags::FIN | Flags::ACK, stage.seq);
+    stage.frame.set_length(MAX_HEADER);
+    let header = Header { seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+    let headers = template.emit(&header, 0, stage.frame.bytes_mut());
+    stage.frame.set_length(headers);
+    stage.frame.checksum = Checksum::Verified;
+    stage.far.transmit(&mut stage.frame);
+    stage.worker.poll(stage.now);
+    let commands = &mut stage.programs[0].commands;
+    commands.push(Message::control(Operation::NicControl, Control::Shutdown, cid, 0, 0).to_words()).unwrap();
+    commands.publish();
+    stage.worker.poll(stage.now);
+    stage.send_segment(seq + 1, 2, &[]);
+    stage.worker.poll(stage.now);
+    let said = |stage: &mut Stage| {
+        stage.worker.poll(stage.now);
+        let all: Vec<_> = std::iter::from_fn(|| stage.events.pop()).filter_map(Message::from_words).collect();
+        stage.events.release();
+        let about = all.iter().filter(|message| message.operation == Operation::OsControl);
+        about.map(|message| (message.cid, Control::from_number(message.kind), message.address)).collect::<Vec<_>>()
+    };
+    assert_eq!(said(&mut stage), [], "its program's ring is full");
+    stage.agent.push(Message::new(Operation::NicRestore, cid, 0, 0).to_words()).unwrap();
+    stage.agent.publish();
+    assert_eq!(said(&mut stage), [(cid, Some(Control::Refused), ENDED)]);
+    while stage.programs[0].events.pop().is_some() {}
+    stage.programs[0].events.release();
+    assert_eq!(said(&mut stage), [(cid, Some(Control::Closed), 0)]);
 }
 
 /// As Linux does for an aggregate: one acknowledgement of the last byte, not one for every second segment.
