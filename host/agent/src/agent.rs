@@ -24,7 +24,6 @@ use crate::listening::Listeners;
 use crate::looks::Looks;
 use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess, cut_off};
-use crate::recovery::KILLS_NIC;
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
@@ -531,24 +530,6 @@ impl Agent {
         }
         for (asker, tag) in askers {
             self.answer(asker, tag, reply.clone(), &[]);
-        }
-    }
-
-    /// Counts a connection that was recovered after its NIC or agent died, or `lost`. If anybody `awaited` its move to the
-    /// kernel, answers them.
-    pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
-        if let Some(connection) = self.connection(session, number) {
-            connection.reason = if connection.kills_nic { KILLS_NIC } else { "the NIC died" }.into();
-        }
-        if lost {
-            self.statistics.lost += 1;
-            let name = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |entry| entry.opening.group);
-            self.groups.get(name).into_iter().for_each(|group| group.report.resets += 1);
-        } else {
-            self.statistics.recovered += 1;
-        }
-        if awaited || !askers.is_empty() {
-            self.note_end(session, number, Ok(()), askers);
         }
     }
 

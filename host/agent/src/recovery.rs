@@ -2,7 +2,7 @@
 //! memory.
 
 use crate::agent::Agent;
-use crate::connection::{Connection, Stage};
+use crate::connection::{Asker, Connection, Stage};
 use crate::ground::Shape;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
@@ -17,7 +17,7 @@ use std::collections::HashSet;
 const MOST_STALE_FRAMES: usize = 8192;
 
 /// Why a connection stays in the kernel that makes NICs die.
-pub(crate) const KILLS_NIC: &str = "the NIC died each time that it was there";
+const KILLS_NIC: &str = "the NIC died each time that it was there";
 
 impl Agent {
     /// Recovers from the death of each NIC that has died.
@@ -93,6 +93,24 @@ impl Agent {
             connection.stays = true;
             connection.kills_nic = true;
             self.keep_connection(session, number);
+        }
+    }
+
+    /// Counts a connection that was recovered after its NIC or agent died, or `lost`. If anybody `awaited` its move to the
+    /// kernel, answers them.
+    pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
+        if let Some(connection) = self.connection(session, number) {
+            connection.reason = if connection.kills_nic { KILLS_NIC } else { "the NIC died" }.into();
+        }
+        if lost {
+            self.statistics.lost += 1;
+            let name = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(0, |entry| entry.opening.group);
+            self.groups.get(name).into_iter().for_each(|group| group.report.resets += 1);
+        } else {
+            self.statistics.recovered += 1;
+        }
+        if awaited || !askers.is_empty() {
+            self.note_end(session, number, Ok(()), askers);
         }
     }
 

@@ -31,8 +31,8 @@ impl Sampler {
         Sampler { process, watchdog: Watchdog::new(limits), rounds: Vec::new() }
     }
 
-    /// Takes the sample that was due at `due`, of the workers whose signs of life are at these places. While they all make rounds that costs no
-    /// system call.
+    /// Takes the sample that was due at `due`, of the workers whose signs of life are at these places. While they all make rounds that
+    /// costs no system call.
     pub fn look(&mut self, memory: &Region, places: impl Iterator<Item = usize>, due: u64) -> Verdict {
         let readings: Vec<_> = places.map(|at| Pulse::read(memory, at)).collect();
         let goes_on = self.rounds.len() == readings.len()

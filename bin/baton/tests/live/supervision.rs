@@ -256,8 +256,8 @@ fn a_nic_that_gets_no_processor_is_counted_and_not_ended() {
     assert_eq!((after.nic_process, after.nics[0].hung, after.recovered), (before.nic_process, 0, 0));
 }
 
-/// The NIC crashes whenever one of four connections is there. That one stays in the kernel, with the reason in the list; the others go on on
-/// the NIC.
+/// The NIC crashes whenever one of four connections is there. That one stays in the kernel, with the reason in the list; the others go on
+/// on the NIC.
 #[test]
 fn a_connection_that_kills_the_nic_stays_in_the_kernel() {
     let mut scene = Scene::on_nic(TestbedSettings::default(), 4);
