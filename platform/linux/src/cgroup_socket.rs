@@ -119,7 +119,7 @@ fn take_socket(channel: &OwnedFd) -> io::Result<OwnedFd> {
     let got = check(unsafe {
         libc::recvmsg(channel.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT | libc::MSG_CMSG_CLOEXEC) as libc::c_int
     })?;
-    let has_one = got == 1 && message.msg_controllen as usize >= Control::USED && control.header.cmsg_type == libc::SCM_RIGHTS;
+    let has_one = got == 1 && message.msg_controllen >= Control::USED && control.header.cmsg_type == libc::SCM_RIGHTS;
     if !has_one {
         // The process could make none.
         return Err(io::Error::from_raw_os_error(libc::EMFILE));
