@@ -26,13 +26,13 @@ pub struct PacketDevice {
     gathered_for: u32,
     /// Gathered frames that were lost since the last flush.
     lost: u64,
-    large: Large,
+    large: Box<Large>,
 }
 
 impl PacketDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        let (received, to_send, large) = (None, None, Large::new());
+        let (received, to_send, large) = (None, None, Box::new(Large::new()));
         PacketDevice { fd, segmentation, takes_datagrams: true, received, to_send, gathered_for: 0, lost: 0, large }
     }
 

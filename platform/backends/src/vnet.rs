@@ -40,13 +40,13 @@ pub struct VnetDevice {
     takes_datagrams: bool,
     /// Whether frames are received from the descriptor.
     receives: bool,
-    large: Large,
+    large: Box<Large>,
 }
 
 impl VnetDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        VnetDevice { fd, segmentation, takes_datagrams: true, receives: true, large: Large::new() }
+        VnetDevice { fd, segmentation, takes_datagrams: true, receives: true, large: Box::new(Large::new()) }
     }
 
     /// Makes it a device that receives nothing: another device receives from the same descriptor.
