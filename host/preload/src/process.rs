@@ -316,6 +316,16 @@ pub(crate) fn close_for_good(reason: &str) {
     give_everything_back(reason, baton_protocol::program::Until::Never);
 }
 
+/// Restores everything for good, and leaves the session: a filter may kill the process for what this library asks of the agent, or of the
+/// kernel for its sake.
+pub(crate) fn leave_for_seccomp() {
+    close_for_good("seccomp");
+    if let Some(session) = session().filter(|_| is_mine()) {
+        let _ = session.shared.say_goodbye();
+        session.leave();
+    }
+}
+
 extern "C" fn before_fork() {
     if session().is_some() && is_mine() {
         CLOSED.store(true, Ordering::SeqCst);

@@ -150,7 +150,7 @@ pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
     if operation == libc::PR_SET_SECCOMP {
-        process::close_for_good("seccomp");
+        process::leave_for_seccomp();
     }
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::prctl(operation, a, b, c, d) }
@@ -170,7 +170,7 @@ fn is_harmless(number: c_long) -> bool {
 pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long {
     match number {
         libc::SYS_io_uring_setup => process::close_for_good("io_uring"),
-        libc::SYS_seccomp => process::close_for_good("seccomp"),
+        libc::SYS_seccomp => process::leave_for_seccomp(),
         libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => process::close_for_good("raw fork"),
         libc::SYS_execve | libc::SYS_execveat => before_exec(),
         // libuv closes this way, to have no cancellation point.
