@@ -336,14 +336,6 @@ fn listed(scratch: &Scratch) -> Vec<baton_protocol::program::ConnectionInfo> {
     connect().and_then(|mut tool| tool.connections().ok()).unwrap_or_default()
 }
 
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
-
 /// Asks over a connection, in pieces of all sizes, until the end; every byte that comes back is compared. Returns the number of questions.
 fn ask_until(end: Instant, client: &TcpStream, seed: u64) -> u64 {
     client.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
