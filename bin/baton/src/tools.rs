@@ -9,6 +9,7 @@ use serde::Serialize;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 #[derive(Args)]
 pub struct SocketArgument {
@@ -129,16 +130,20 @@ struct Listed {
     info: ConnectionInfo,
 }
 
+/// Time in which an agent has to answer `baton ls`.
+const LIST_LIMIT: Duration = Duration::from_secs(1);
+
 /// `baton ls`.
 pub fn list(arguments: &ListArguments) -> Result<bool> {
     let mut all = Vec::new();
     let sockets = arguments.socket.sockets();
     for socket in &sockets {
-        let listed = Tool::connect(socket).and_then(|mut tool| Ok((connections(&mut tool)?, tool.statistics()?.nics.len())));
+        let listed = Tool::connect_within(socket, LIST_LIMIT)
+            .and_then(|mut tool| Ok((connections(&mut tool)?, tool.statistics()?.nics.len())));
         match listed {
             Ok((list, nics)) => all.push((socket, list, nics)),
             // One of several may end just now.
-            Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
+            Err(error) if sockets.len() > 1 => eprintln!("baton: {}: {error:#}", socket.display()),
             Err(error) => return Err(error),
         }
     }

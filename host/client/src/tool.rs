@@ -3,13 +3,21 @@
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Reply, Request, Statistics};
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::time::Duration;
 
 /// A tool's connection to the agent.
 pub struct Tool {
     channel: Channel,
     tag: u32,
+    /// Time that an answer may take.
+    limit: Option<Duration>,
+}
+
+fn no_agent(path: &Path) -> String {
+    format!("no agent at {}: start Baton (baton up), or set BATON_SOCKET to the path of its socket", path.display())
 }
 
 impl Tool {
@@ -18,10 +26,27 @@ impl Tool {
     /// # Errors
     /// If no agent listens there.
     pub fn connect(path: &Path) -> Result<Tool> {
-        let channel = Channel::connect(path).with_context(|| {
-            format!("no agent at {}: start Baton (baton up), or set BATON_SOCKET to the path of its socket", path.display())
-        })?;
-        Ok(Tool { channel, tag: 0 })
+        Ok(Tool { channel: Channel::connect(path).with_context(|| no_agent(path))?, tag: 0, limit: None })
+    }
+
+    /// As [`Tool::connect`], for requests whose answers take no longer than this, unless the agent is stopped or overloaded.
+    ///
+    /// # Errors
+    /// If no agent listens there, or its queue of clients is full.
+    pub fn connect_within(path: &Path, limit: Duration) -> Result<Tool> {
+        let channel = Channel::connect_within(path, limit).with_context(|| no_agent(path))?;
+        Ok(Tool { channel, tag: 0, limit: Some(limit) })
+    }
+
+    fn next_answer(&self) -> Result<Answer> {
+        let Some(limit) = self.limit else { return Ok(self.channel.receive()?.0) };
+        match self.channel.receive_within(limit) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                let process = self.channel.peer_process().unwrap_or_default();
+                bail!("the agent (process {process}) has not answered for {} s: it is stopped or overloaded", limit.as_secs_f32())
+            }
+            received => Ok(received?.0),
+        }
     }
 
     /// Sends a request whose answer is read later. Returns its tag.
@@ -44,7 +69,7 @@ impl Tool {
     /// If the agent has ended.
     pub fn receive(&mut self) -> Result<Answer> {
         loop {
-            let answer = self.channel.receive::<Answer>()?.0;
+            let answer = self.next_answer()?;
             if !matches!(answer.body, Reply::Restarted { .. }) {
                 return Ok(answer);
             }
@@ -66,7 +91,7 @@ impl Tool {
     pub fn ask_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<Reply> {
         let mut tag = self.send_with(body.clone(), descriptors)?;
         loop {
-            let answer = self.channel.receive::<Answer>()?.0;
+            let answer = self.next_answer()?;
             match answer.body {
                 // The agent may have died with the request; a late answer to it is ignored.
                 Reply::Restarted { .. } => tag = self.send_with(body.clone(), descriptors)?,

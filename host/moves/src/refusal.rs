@@ -121,6 +121,9 @@ pub enum Refusal {
     /// Its descriptor is its program's alone.
     #[error("its program has its socket alone")]
     Elsewhere,
+    /// Other processes may hold its socket, and the host's processes have just been looked through, as often as the agent may.
+    #[error("whether another process holds its socket cannot be found out just now; try again")]
+    Unsearched,
     /// The NIC, or its session's memory, has no room.
     #[error("the NIC has no room for it")]
     NoRoom,
@@ -159,7 +162,10 @@ impl Refusal {
     /// Whether trying again a moment later may work without anybody changing anything.
     pub fn is_transient(&self) -> bool {
         use Refusal::*;
-        matches!(self, OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | NoNeighbour | NoRoom | NicGone | AnotherNic)
+        matches!(
+            self,
+            OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | Unsearched | NoNeighbour | NoRoom | NicGone | AnotherNic
+        )
     }
 
     /// Whether the kernel could not send the connection's segments either.

@@ -2,6 +2,7 @@
 //! boundaries. They are used in programs with signals of their own: calls that a signal interrupts are repeated.
 
 use crate::events::monotonic_micros;
+use crate::foreign::Foreign;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
@@ -67,6 +68,20 @@ impl Channel {
         Ok(Channel { fd })
     }
 
+    /// As [`Channel::connect`], but `WouldBlock` if the listener's queue is full for this time.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn connect_within(path: &Path, limit: Duration) -> io::Result<Channel> {
+        use rustix::net::sockopt::{Timeout, set_socket_timeout};
+        let fd = unix_socket()?;
+        let address = unix_address(path)?;
+        set_socket_timeout(&fd, Timeout::Send, Some(limit))?;
+        retry_on_intr(|| rustix::net::connect(&fd, &address))?;
+        set_socket_timeout(&fd, Timeout::Send, None)?;
+        Ok(Channel { fd })
+    }
+
     /// Connects to a listener of [`Listener::bind_name`].
     ///
     /// # Errors
@@ -124,6 +139,15 @@ impl Channel {
         self.receive_with(RecvFlags::empty())
     }
 
+    /// As [`Channel::try_receive`], from another user's process: descriptors that do not belong to a message are not closed by this thread
+    /// either, if that may wait.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn try_receive_foreign<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<Foreign>)> {
+        self.receive_with(RecvFlags::DONTWAIT)
+    }
+
     /// As [`Channel::receive`], but `WouldBlock` if none waits.
     ///
     /// # Errors
@@ -158,7 +182,7 @@ impl Channel {
         }
     }
 
-    fn receive_with<T: DeserializeOwned>(&self, flags: RecvFlags) -> io::Result<(T, Vec<OwnedFd>)> {
+    fn receive_with<T: DeserializeOwned, D: From<OwnedFd>>(&self, flags: RecvFlags) -> io::Result<(T, Vec<D>)> {
         let mut bytes = vec![0u8; MAX_MESSAGE];
         let mut room = [MaybeUninit::uninit(); ANCILLARY];
         let mut ancillary = RecvAncillaryBuffer::new(&mut room);
@@ -171,7 +195,7 @@ impl Channel {
             RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
             _ => Vec::new(),
         });
-        let descriptors = descriptors.collect();
+        let descriptors: Vec<D> = descriptors.map(D::from).collect();
         if got == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -14,6 +14,7 @@ mod copy;
 mod dormant;
 mod events;
 mod filter;
+mod foreign;
 mod front;
 mod full;
 mod growth;

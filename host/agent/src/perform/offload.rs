@@ -64,8 +64,8 @@ impl Performer<'_> {
             }
             connection.extra().unproved = None;
         }
-        if connection.inherited && self.ground.others_hold(connection) {
-            return Err(Refusal::Shared);
+        if connection.inherited {
+            self.ground.held_alone(connection)?;
         }
         if diagnosis::has_md5_key(self.ground.diagnosis, &connection.flow).unwrap_or(false) {
             return Err(Refusal::Signed);
