@@ -9,7 +9,7 @@ use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_client::tool::Tool;
 use baton_keeper::Devices;
 use baton_linux::control::Channel;
-use baton_linux::process;
+use baton_linux::{files, process};
 use baton_protocol::nic::{LinkSettings, NicSettings, STANDARD_PROBES};
 use baton_protocol::program::{Answer, Ask, Flip, Reply, Request};
 use clap::Args;
@@ -171,6 +171,10 @@ impl FlipArguments {
             Some(path) => Some(File::create(path).with_context(|| format!("making {}", path.display()))?),
             None => None,
         };
+        // The agent does not wait for the file, and so cannot tell.
+        if file.as_ref().is_some_and(|file| !files::is_plain(file.as_fd()).unwrap_or(false)) {
+            bail!("the report goes into a file on a disk or in memory, not into a pipe or the like");
+        }
         let descriptors: Vec<_> = file.iter().map(AsFd::as_fd).collect();
         channel.send(&Request { tag: 1, body: Ask::Group { flip: self.flip() } }, &descriptors)?;
         match channel.receive::<Answer>()?.0.body {

@@ -157,7 +157,7 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
         match listed.with_context(|| format!("looking at {}", socket.display())) {
             Ok((list, nics)) => all.push((socket, list, nics)),
             // One of several may end just now.
-            Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
+            Err(error) if sockets.len() > 1 => eprintln!("baton: {}: {error:#}", socket.display()),
             Err(error) => return Err(error),
         }
     }

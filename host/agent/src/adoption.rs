@@ -15,6 +15,7 @@ use baton_abi::layout::{Owner, block, nic, session};
 use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
+use baton_linux::foreign::Foreign;
 use baton_linux::report;
 use baton_linux::socket;
 use baton_moves::{Event, Move, Phase};
@@ -77,7 +78,7 @@ impl Inherited {
     pub fn take_groups(&mut self, groups: &mut Groups) {
         for (kept, descriptors) in &mut self.0 {
             if let Kept::Group(name, user, flip) = kept {
-                groups.add(*name, Group::new(*user, *flip, descriptors.pop()));
+                groups.add(*name, Group::new(*user, *flip, descriptors.pop().map(Foreign::from)));
             }
         }
     }
@@ -122,7 +123,7 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
         Kept::Memory(number, opening) => {
             let memory = Arc::new(Region::map(next()?)?);
             let bell = SessionBell::from_fd(next()?);
-            let socket = if opening.messages.is_some() { Some(next()?) } else { None };
+            let socket = if opening.messages.is_some() { Some(Foreign::from(next()?)) } else { None };
             let further = descriptors.map(SessionBell::from_fd).collect();
             if let Some(session) = sessions.get_mut(&number) {
                 session.open = Some(OpenSession { socket, further, ..OpenSession::with_memory(memory, bell) });
@@ -130,7 +131,7 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
             }
         }
         Kept::Connection(of, number, until) => {
-            let fd = next()?;
+            let fd = Foreign::from(next()?);
             let names = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd()));
             let (Some(session), Ok(local)) = (sessions.get_mut(&of), names.0) else { return Ok(()) };
             // A socket whose connection has ended on the NIC has no peer any more, and no frames of it are sent.
@@ -156,7 +157,7 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
 fn adopt(
     session: &mut Session,
     number: u32,
-    fd: Option<OwnedFd>,
+    fd: Option<Foreign>,
     process: u32,
     (local, peer): (SocketAddr, SocketAddr),
 ) -> Option<&mut Connection> {
@@ -293,7 +294,8 @@ impl Agent {
             // Programs repeat earlier requests. The bound keeps a program that goes on sending requests from being served before
             // others.
             for _ in 0..MOST_WAITING {
-                if session.channel.try_receive::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData) {
+                if session.channel.try_receive_foreign::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData)
+                {
                     break;
                 }
             }

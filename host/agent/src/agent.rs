@@ -35,6 +35,7 @@ use baton_abi::layout::{Owner, block, nic};
 use baton_abi::{Cid, Control, Message, Operation, RestoreCause};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
+use baton_linux::foreign;
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::{interface, netlink, process, rtnetlink};
@@ -67,6 +68,9 @@ const RESOLUTION: u64 = u64::MAX - 10;
 /// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some. A request
 /// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
+
+/// Time that the last reports of an agent that ends may take.
+const REPORT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Number of the first steering descriptor that an agent beside the kernel inherits. The steering's follow those of
 /// [`Descriptor`]; then comes the link of the injector's program, and for each further NIC the host's and the wire's socket, its memory
@@ -267,6 +271,8 @@ pub fn run() -> Result<()> {
     // From here on connecting to the socket fails.
     drop(listener);
     agent.give_everything_back();
+    // The last reports.
+    foreign::finish(REPORT_LIMIT);
     if agent.settings.lingers
         && let Some(directory) = agent.settings.socket.parent()
     {
@@ -411,6 +417,10 @@ impl Agent {
         if let Err(why) = self.has_room_for(session.channel.as_fd(), 0) {
             turn_away(why.to_string());
             return Err(why.into());
+        }
+        if foreign::is_stuck(session.user) {
+            turn_away("the files whose descriptors this user has sent do not close".into());
+            return Ok(());
         }
         if let Err(why) = self.users.connects(session.user) {
             turn_away(why);

@@ -3,6 +3,7 @@
 
 use crate::agent::Agent;
 use crate::datagrams::Place;
+use crate::nic::NicProcess;
 use crate::nic_requests::Answered;
 use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
@@ -84,8 +85,11 @@ impl Agent {
         }
     }
 
-    /// Time until a request is late.
+    /// Time until a request is late; none if there are answers that have been read.
     pub(crate) fn answers_wait(&self) -> Option<Duration> {
+        if self.nics.iter().any(NicProcess::has_answered) {
+            return Some(Duration::ZERO);
+        }
         let late = self.nics.iter().filter_map(|nic| nic.late_at()).min()?;
         Some(Duration::from_micros(late.saturating_sub(monotonic_micros())))
     }

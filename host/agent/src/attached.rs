@@ -8,6 +8,7 @@ use crate::session::{NOT_READING, Sent, Session};
 use baton_abi::Cid;
 use baton_handoff::examine;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
+use baton_linux::foreign::Foreign;
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::{diagnosis, process, socket};
@@ -16,7 +17,7 @@ use baton_protocol::program::{Answer, Ask, Place, Reply, Request};
 use baton_wire::Flow;
 use std::collections::{BTreeSet, HashSet};
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 /// Requests that are read from an attacher after its time is up, besides those that were waited for.
@@ -54,7 +55,7 @@ impl Session {
         while !missing.is_empty() && late > 0 {
             let now = monotonic_micros();
             late -= usize::from(now >= deadline);
-            match self.channel.try_receive::<Request>() {
+            match self.channel.try_receive_foreign::<Request>() {
                 Ok((Request { body: Ask::Lend { connection }, .. }, mut descriptors)) => {
                     self.note(connection, descriptors.pop());
                     missing.remove(&connection);
@@ -88,7 +89,7 @@ impl Session {
         }
     }
 
-    fn note(&mut self, number: u32, fd: Option<OwnedFd>) {
+    fn note(&mut self, number: u32, fd: Option<Foreign>) {
         if let Some(Some(connection)) = self.connections.get_mut(number as usize) {
             // A descriptor that is not this connection's socket is dropped.
             connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection));
@@ -101,8 +102,8 @@ fn is_socket_of(fd: BorrowedFd<'_>, connection: &Connection) -> bool {
 }
 
 /// Makes a socket in place of one that its program has closed.
-fn stand_in(connection: &Connection, abort: bool) -> io::Result<OwnedFd> {
-    let fd = socket::stream(connection.local().is_ipv6(), 0)?;
+fn stand_in(connection: &Connection, abort: bool) -> io::Result<Foreign> {
+    let fd = Foreign::from(socket::stream(connection.local().is_ipv6(), 0)?);
     if abort {
         socket::reset_on_close(fd.as_fd())?;
     }
@@ -145,7 +146,7 @@ impl Agent {
     }
 
     /// Stores a connection's descriptor while a move takes place; None drops it.
-    pub(crate) fn lent(&mut self, session: u32, number: u32, fd: Option<OwnedFd>) {
+    pub(crate) fn lent(&mut self, session: u32, number: u32, fd: Option<Foreign>) {
         if let Some(Some(session)) = self.sessions.get_mut(session as usize)
             && session.opening.attacher
         {
@@ -165,7 +166,7 @@ impl Agent {
     }
 
     /// Moves a connection while its program is stopped, which waits for the answer: the move takes place at once, or not at all.
-    pub(crate) fn move_attached(&mut self, session: u32, number: u32, to: Place, fd: Option<OwnedFd>, asker: Asker) {
+    pub(crate) fn move_attached(&mut self, session: u32, number: u32, to: Place, fd: Option<Foreign>, asker: Asker) {
         self.lent(session, number, fd);
         if let Some((reply, _)) = self.request_move(session, number, to, asker) {
             self.answer(asker.0, asker.1, reply, &[]);

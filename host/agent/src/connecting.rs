@@ -15,6 +15,7 @@ use baton_abi::{Control, Message, Operation};
 use baton_handoff::examine::system;
 use baton_handoff::listening;
 use baton_image::{Image, MAX_ENCODED};
+use baton_linux::foreign::Foreign;
 use baton_linux::report;
 use baton_linux::socket;
 use baton_moves::{Event, Refusal};
@@ -22,7 +23,7 @@ use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Place, Reply, Until};
 use baton_steering::Steer;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 
 /// Linux's error number of a connection that was given up (ECONNABORTED).
@@ -41,14 +42,14 @@ pub(crate) fn source_for(peer: SocketAddr) -> std::io::Result<IpAddr> {
 
 impl Agent {
     /// Makes the NIC open a connection of a session's program. The answer comes before the handshake is over.
-    pub(crate) fn connect(&mut self, session: u32, fd: OwnedFd, peer: SocketAddr) -> Reply {
+    pub(crate) fn connect(&mut self, session: u32, fd: Foreign, peer: SocketAddr) -> Reply {
         match self.begin_connecting(session, fd, peer) {
             Ok(connection) => Reply::Registered { connection },
             Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
         }
     }
 
-    fn begin_connecting(&mut self, session: u32, fd: OwnedFd, peer: SocketAddr) -> Result<u32, Refusal> {
+    fn begin_connecting(&mut self, session: u32, fd: Foreign, peer: SocketAddr) -> Result<u32, Refusal> {
         self.can_open()?;
         listening::check_unconnected(fd.as_fd())?;
         let bound = socket::local_address(fd.as_fd()).map_err(|error| system("getsockname", &error))?;

@@ -8,6 +8,7 @@ use baton_abi::layout::{Owner, block as layout, session};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
+use baton_linux::foreign::Foreign;
 use baton_linux::{events, socket};
 use baton_moves::{Barrier, Custody, Goal, Move, Refusal, Step};
 use baton_protocol::program::{Place, Until};
@@ -16,7 +17,7 @@ use baton_supervision::Retry;
 use baton_wire::Flow;
 use std::borrow::Cow;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 
@@ -296,7 +297,7 @@ impl Extra {
 /// State that the agent keeps of a connection. There may be very many: what few of them have is in [`Extra`].
 pub(crate) struct Connection {
     /// Its descriptor. None while an attacher's program has it alone.
-    pub fd: Option<OwnedFd>,
+    pub fd: Option<Foreign>,
     /// It belongs to an attacher: options that its program sets on the socket are not seen.
     pub attached: bool,
     /// Number of the process that has the connection.
@@ -359,7 +360,7 @@ const _: () = assert!(size_of::<Option<Connection>>() <= 168);
 
 impl Connection {
     /// Makes a connection that is in the kernel.
-    pub fn new(fd: Option<OwnedFd>, flow: Flow, local: SocketAddr, peer: SocketAddr, mut block: Block) -> Connection {
+    pub fn new(fd: Option<Foreign>, flow: Flow, local: SocketAddr, peer: SocketAddr, mut block: Block) -> Connection {
         block.read_moves();
         let cookie = fd.as_ref().and_then(|fd| socket::cookie(fd.as_fd()).ok()).unwrap_or_default();
         let mut connection = Connection {

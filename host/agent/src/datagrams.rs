@@ -12,6 +12,7 @@ use crate::nic_requests::Answered;
 use baton_abi::layout::{datagrams, session as layout};
 use baton_handoff::examine::system;
 use baton_linux::bell::SessionBell;
+use baton_linux::foreign::Foreign;
 use baton_linux::{rtnetlink, socket};
 use baton_moves::Refusal;
 use baton_protocol::nic::{DatagramSocket, DatagramWay, ToNic};
@@ -19,7 +20,7 @@ use baton_protocol::program::{Reply, Rings};
 use baton_shm::Region;
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -58,7 +59,7 @@ const V6ONLY: i32 = 26;
 /// A UDP socket of a program.
 struct Socket {
     session: u32,
-    fd: OwnedFd,
+    fd: Foreign,
     cookie: u64,
     rings: Rings,
     bell: SessionBell,
@@ -130,14 +131,14 @@ fn examine(fd: BorrowedFd<'_>) -> Result<SocketAddr, Refusal> {
 impl Agent {
     /// Makes the NIC have a UDP socket's datagrams, or serves it anew when its peer or its options have changed.
     /// None if the answer comes when the NIC has them.
-    pub(crate) fn take_datagrams(&mut self, session: u32, tag: u32, rings: Rings, descriptors: Vec<OwnedFd>) -> Option<Reply> {
-        let Ok([fd, bell]) = <[OwnedFd; 2]>::try_from(descriptors) else {
+    pub(crate) fn take_datagrams(&mut self, session: u32, tag: u32, rings: Rings, descriptors: Vec<Foreign>) -> Option<Reply> {
+        let Ok([fd, bell]) = <[Foreign; 2]>::try_from(descriptors) else {
             return Some(Reply::Failed { reason: "a UDP socket and its doorbell are two descriptors".into() });
         };
         self.begin_datagrams(session, tag, rings, fd, bell).err().map(|refusal| stayed(&refusal))
     }
 
-    fn begin_datagrams(&mut self, session: u32, tag: u32, rings: Rings, fd: OwnedFd, bell: OwnedFd) -> Result<(), Refusal> {
+    fn begin_datagrams(&mut self, session: u32, tag: u32, rings: Rings, fd: Foreign, bell: Foreign) -> Result<(), Refusal> {
         let cookie = socket::cookie(fd.as_fd()).map_err(|error| system("SO_COOKIE", &error))?;
         let known = self.datagrams.by_id.iter().find(|(_, socket)| socket.cookie == cookie);
         let id = match known.map(|(id, socket)| (*id, socket.session)) {
@@ -152,6 +153,7 @@ impl Agent {
                 }
                 examine(fd.as_fd())?;
                 self.datagrams.next += 1;
+                let bell = bell.into_unix().map_err(|_| Refusal::Option("a doorbell that is none"))?;
                 let (bell, ways) = (SessionBell::from_fd(bell), BTreeMap::new());
                 let socket = Socket { session, fd, cookie, rings, bell, local: None, ways, unanswered: 0 };
                 self.datagrams.by_id.insert(self.datagrams.next, socket);
@@ -312,7 +314,7 @@ impl Agent {
     /// Looks up the way of a socket's datagrams to a host, and gives it to the NIC if it is another one than before.
     fn follow_datagram_way(&mut self, id: u32, host: IpAddr, caller: Caller) -> Result<DatagramWay, Refusal> {
         let Some(socket) = self.datagrams.by_id.get(&id) else { return Err(Refusal::Ended) };
-        let (session, fd) = (socket.session, socket.fd.try_clone().map_err(|error| system("dup", &error))?);
+        let (session, fd) = (socket.session, socket.fd.as_fd().try_clone_to_owned().map_err(|error| system("dup", &error))?);
         let found = self.way_of_datagrams(session, fd.as_fd(), host.to_canonical());
         let Some(socket) = self.datagrams.by_id.get_mut(&id) else { return Err(Refusal::Ended) };
         let (way, before) = (found.as_ref().ok().copied(), socket.ways.get(&host).copied().flatten());

@@ -194,12 +194,17 @@ impl Ground<'_> {
         (!self.known.is_untracked(netfilter, serial, self.latest)).then_some(netfilter)
     }
 
-    /// Whether a process other than its program and Baton's own holds the connection's socket.
-    pub fn others_hold(&self, connection: &Connection) -> bool {
+    /// Checks that no process other than its program and Baton's own holds the connection's socket.
+    ///
+    /// # Errors
+    /// [`Refusal::Shared`], or that it cannot be found out now.
+    pub fn held_alone(&mut self, connection: &Connection) -> Result<(), Refusal> {
         let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
-        connection
-            .fd()
-            .and_then(|fd| socket::inode(fd).map_err(|error| system("fstat", &error)))
-            .is_ok_and(|inode| process::others_hold(inode, &ours))
+        let inode = socket::inode(connection.fd()?).map_err(|error| system("fstat", &error))?;
+        match self.known.search(|| process::others_hold(inode, &ours)) {
+            Some(false) => Ok(()),
+            Some(true) => Err(Refusal::Shared),
+            None => Err(Refusal::Unsearched),
+        }
     }
 }

@@ -3,13 +3,14 @@
 
 use crate::connection::Connection;
 use baton_linux::events::monotonic_micros;
+use baton_linux::files;
+use baton_linux::foreign::{self, Foreign};
 use baton_linux::report;
 use baton_moves::Refusal;
 use baton_protocol::program::{Flip, Report};
 use std::collections::{BTreeMap, HashMap};
-use std::fs::File;
-use std::io::{self, Seek, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Time for which a group without sessions is kept, in microseconds: a script's next command may come late.
 const UNUSED: u64 = 3_600_000_000;
@@ -25,12 +26,12 @@ pub(crate) struct Group {
     unused_since: u64,
     pub flip: Option<Flip>,
     pub report: Report,
-    file: Option<File>,
+    file: Option<Arc<ReportFile>>,
     random: u64,
 }
 
 impl Group {
-    pub fn new(user: u32, flip: Option<Flip>, file: Option<OwnedFd>) -> Group {
+    pub fn new(user: u32, flip: Option<Flip>, file: Option<Foreign>) -> Group {
         let random = flip.map_or(0, |flip| flip.seed);
         Group {
             user,
@@ -38,7 +39,7 @@ impl Group {
             unused_since: monotonic_micros(),
             flip,
             report: Report::default(),
-            file: file.map(File::from),
+            file: file.map(|fd| Arc::new(ReportFile { fd, next: Mutex::default() })),
             random,
         }
     }
@@ -76,15 +77,32 @@ impl Group {
         }
     }
 
-    /// Writes the report as one line into its file, in place of what is there.
-    pub fn write(&mut self) -> io::Result<()> {
-        let Some(file) = &mut self.file else { return Ok(()) };
-        let line = serde_json::to_string(&self.report)?;
-        file.rewind()?;
-        file.write_all(line.as_bytes())?;
-        file.write_all(b"\n")?;
-        let end = file.stream_position()?;
-        file.set_len(end)
+    /// Has the report written as one line into its file, in place of what is there. Nobody waits for that: the file may be one of a server
+    /// that does not answer.
+    pub fn write(&mut self) {
+        let Some(file) = &self.file else { return };
+        let Ok(line) = serde_json::to_string(&self.report) else { return };
+        let mut next = file.next.lock().unwrap_or_else(PoisonError::into_inner);
+        // If one waits to be written, the file's thread finds this one in its place.
+        if next.replace(line + "\n").is_none() {
+            let file = file.clone();
+            foreign::run_for(self.user, move || file.write());
+        }
+    }
+}
+
+/// The file of a report, and what is to be written into it next.
+struct ReportFile {
+    fd: Foreign,
+    next: Mutex<Option<String>>,
+}
+
+impl ReportFile {
+    fn write(&self) {
+        let Some(line) = self.next.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        if let Err(error) = files::replace(self.fd.as_fd(), line.as_bytes()) {
+            report!("baton agent: a report cannot be written: {error}");
+        }
     }
 }
 
@@ -164,9 +182,7 @@ impl Groups {
 
     /// Writes a group's report, after something of the group has ended.
     pub fn write(&mut self, name: u64) {
-        if let Some(Err(error)) = self.get(name).map(Group::write) {
-            report!("baton agent: the report cannot be written: {error}");
-        }
+        self.get(name).into_iter().for_each(Group::write);
     }
 }
 

@@ -24,6 +24,7 @@ use baton_handoff::listening::Listening;
 use baton_handoff::{export, shell};
 use baton_image::Image;
 use baton_linux::events::monotonic_micros;
+use baton_linux::foreign::Foreign;
 use baton_linux::report;
 use baton_linux::{diagnosis, rtnetlink};
 use baton_moves::{Event, Move, Phase, Refusal};
@@ -424,9 +425,9 @@ impl Agent {
         let image = waiting.image;
         let shown = |endpoint: baton_wire::Endpoint| listening.shown(endpoint.into());
         let (local, peer) = (shown(image.flow.local), shown(image.flow.remote));
-        let fd = listening.socket().map_err(|error| system("socket", &error))?;
+        let fd = Foreign::from(listening.socket().map_err(|error| system("socket", &error))?);
         let saved = self.make_shell(fd.as_fd(), local, peer, &image)?;
-        let theirs = fd.try_clone().map_err(|error| system("dup", &error))?;
+        let theirs = fd.as_fd().try_clone_to_owned().map_err(|error| system("dup", &error))?;
         let connection = self.new_connection(session, fd, local, peer)?;
         let (number, serial) = (connection.number(), connection.serial);
         let (_, entry) = self.split(session).ok_or(Refusal::NoRoom)?;
@@ -445,7 +446,7 @@ impl Agent {
     pub(crate) fn new_connection(
         &mut self,
         session: u32,
-        fd: OwnedFd,
+        fd: Foreign,
         local: SocketAddr,
         peer: SocketAddr,
     ) -> Result<Connection, Refusal> {

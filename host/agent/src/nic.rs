@@ -419,6 +419,11 @@ impl NicProcess {
         self.answered.pop_front()
     }
 
+    /// Whether there are answers for [`NicProcess::take_answered`].
+    pub fn has_answered(&self) -> bool {
+        !self.answered.is_empty()
+    }
+
     /// When the next request is late, in microseconds of the monotonic clock.
     pub fn late_at(&self) -> Option<u64> {
         [self.requests.late_at(), self.host_tcp.as_ref().and_then(HostTcp::late_at)].into_iter().flatten().min()

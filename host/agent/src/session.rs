@@ -6,14 +6,15 @@ use baton_abi::layout::session as at;
 use baton_client::heap::Heap;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
+use baton_linux::foreign::Foreign;
 use baton_protocol::nic::Hop;
-use baton_protocol::program::{Answer, Opening};
+use baton_protocol::program::{Answer, MAY_WITHDRAW, Opening};
 use baton_ring::Consumer;
 use baton_shm::Region;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -76,6 +77,12 @@ impl Session {
         }
     }
 
+    /// Takes up a request that its program can withdraw. Returns whether it has done so.
+    pub fn has_withdrawn(&self, tag: u32) -> bool {
+        let Some(open) = self.open.as_ref().filter(|_| tag & MAY_WITHDRAW != 0) else { return false };
+        open.memory.word32(at::ASKED).compare_exchange(tag, 0, Ordering::AcqRel, Ordering::Acquire).is_err()
+    }
+
     /// Makes a session that its program has not opened yet.
     pub fn new(channel: Channel) -> io::Result<Session> {
         let (process, user) = (channel.peer_process()?, channel.peer_user()?);
@@ -118,7 +125,7 @@ pub(crate) struct OpenSession {
     pub further: Vec<SessionBell>,
     pub heap: Heap,
     /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
-    pub socket: Option<OwnedFd>,
+    pub socket: Option<Foreign>,
     /// In a session for messages: the hosts that its program has asked this NIC to reach.
     pub hosts: BTreeMap<IpAddr, Host>,
     /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.

@@ -46,7 +46,10 @@ impl Limit {
             Limit::Until(at) => (Duration::from_micros(at.saturating_sub(monotonic_micros())), LIMIT),
         };
         match channel.await_message(left) {
-            Err(error) if error.kind() == io::ErrorKind::TimedOut => bail!("it has not answered in time ({} s)", most.as_secs()),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                let process = channel.peer_process().unwrap_or_default();
+                bail!("it (process {process}) has not answered in time ({} s): it is stopped or overloaded", most.as_secs())
+            }
             other => Ok(other?),
         }
     }

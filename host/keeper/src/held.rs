@@ -2,19 +2,19 @@
 //! much is held.
 
 use baton_abi::layout::session::MAX_CONNECTIONS;
+use baton_linux::foreign::{self, Foreign};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Until;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::net::IpAddr;
-use std::os::fd::OwnedFd;
 
 /// A message with something to hold, and its descriptors.
-type One = (Kept, Vec<OwnedFd>);
+type One = (Kept, Vec<Foreign>);
 
 /// Connections with one descriptor, by number. There may be very many: each takes 8 bytes.
-type Ours = Vec<Option<(OwnedFd, Until)>>;
-const _: () = assert!(size_of::<Option<(OwnedFd, Until)>>() == 8);
+type Ours = Vec<Option<(Foreign, Until)>>;
+const _: () = assert!(size_of::<Option<(Foreign, Until)>>() == 8);
 
 /// Everything that is held.
 #[derive(Default)]
@@ -36,7 +36,7 @@ struct Session {
 
 impl Session {
     /// What is held of the session with this number.
-    fn iter(&self, number: u32) -> impl Iterator<Item = (Cow<'_, Kept>, &[OwnedFd])> {
+    fn iter(&self, number: u32) -> impl Iterator<Item = (Cow<'_, Kept>, &[Foreign])> {
         let ours = (0..).zip(&self.ours).filter_map(move |(connection, held)| {
             let (fd, until) = held.as_ref()?;
             Some((Cow::Owned(Kept::Connection(number, connection, *until)), std::slice::from_ref(fd)))
@@ -45,13 +45,13 @@ impl Session {
     }
 
     /// Records a connection, in place of what is held of it.
-    fn note(&mut self, number: u32, kept: Kept, descriptors: Vec<OwnedFd>) {
+    fn note(&mut self, number: u32, kept: Kept, descriptors: Vec<Foreign>) {
         self.forget(number);
         let until = match kept {
             Kept::Connection(.., until) if (number as usize) < MAX_CONNECTIONS => Some(until),
             _ => None,
         };
-        match (until, <[OwnedFd; 1]>::try_from(descriptors)) {
+        match (until, <[Foreign; 1]>::try_from(descriptors)) {
             (Some(until), Ok([fd])) => {
                 if self.ours.len() <= number as usize {
                     self.ours.resize_with(number as usize + 1, || None);
@@ -69,7 +69,7 @@ impl Session {
     }
 }
 
-fn as_held((kept, descriptors): &One) -> (Cow<'_, Kept>, &[OwnedFd]) {
+fn as_held((kept, descriptors): &One) -> (Cow<'_, Kept>, &[Foreign]) {
     (Cow::Borrowed(kept), descriptors)
 }
 
@@ -83,7 +83,7 @@ fn is_address(kept: &Kept, address: IpAddr) -> bool {
 
 impl Held {
     /// Records a message from an agent.
-    pub fn note(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) {
+    pub fn note(&mut self, kept: Kept, descriptors: Vec<Foreign>) {
         match kept {
             Kept::Ready => {}
             Kept::Offloads(..) | Kept::Ending | Kept::Group(..) | Kept::Device(_) => {
@@ -118,7 +118,14 @@ impl Held {
                     session.forget(number);
                 }
             }
-            Kept::GroupEnded(name) => self.common.retain(|(held, _)| !matches!(held, Kept::Group(other, ..) if *other == name)),
+            Kept::GroupEnded(name) => {
+                let is_it = |(held, _): &mut One| matches!(held, Kept::Group(other, ..) if *other == name);
+                for (group, file) in self.common.extract_if(.., is_it) {
+                    let Kept::Group(_, user, _) = group else { continue };
+                    let _user = foreign::on_behalf_of(user);
+                    drop(file);
+                }
+            }
             Kept::Ended(session) => drop(self.sessions.remove(&session)),
         }
     }
@@ -144,7 +151,7 @@ impl Held {
     }
 
     /// Everything, in an order in which nothing comes before what it depends on.
-    pub fn iter(&self) -> impl Iterator<Item = (Cow<'_, Kept>, &[OwnedFd])> {
+    pub fn iter(&self) -> impl Iterator<Item = (Cow<'_, Kept>, &[Foreign])> {
         let sessions = self.sessions.iter().flat_map(|(number, session)| session.iter(*number));
         self.common.iter().map(as_held).chain(sessions)
     }

@@ -248,7 +248,7 @@ fn watch(
                 held.note(Kept::Ending, Vec::new());
                 continue;
             }
-            match channel.try_receive::<Kept>() {
+            match channel.try_receive_foreign::<Kept>() {
                 Ok((Kept::Ready, _)) => {
                     *ready = true;
                     if !std::mem::replace(announced, true) {

@@ -136,6 +136,9 @@ pub enum Refusal {
     /// Its descriptor is its program's alone.
     #[error("its program has its socket alone")]
     Elsewhere,
+    /// Other processes may hold its socket, and the host's processes have just been looked through, as often as the agent may.
+    #[error("whether another process holds its socket cannot be found out just now; try again")]
+    Unsearched,
     /// The NIC, or its session's memory, has no room.
     #[error("the NIC has no room for it")]
     NoRoom,
@@ -176,7 +179,17 @@ impl Refusal {
         use Refusal::*;
         matches!(
             self,
-            OutOfOrder | Acknowledged | StillThere | Busy | Unsettled | NoNeighbour | NoCarrier | NoRoom | NicGone | AnotherNic
+            OutOfOrder
+                | Acknowledged
+                | StillThere
+                | Busy
+                | Unsettled
+                | Unsearched
+                | NoNeighbour
+                | NoCarrier
+                | NoRoom
+                | NicGone
+                | AnotherNic
         )
     }
 

@@ -265,6 +265,9 @@ pub mod session {
     pub const ANY: u32 = u32::MAX;
     /// 4-byte word: number of times that an agent has taken the session over from one that died.
     pub const AGENT_STARTS: usize = 192;
+    /// 4-byte word: tag of the request that the program waits for and may still withdraw. The agent puts 0 in its place when it takes the
+    /// request up, the program when it withdraws it; whoever finds another value there is too late.
+    pub const ASKED: usize = 196;
     /// 4-byte word of a session for messages, written by the agent: how many NICs it has been given to.
     pub const NIC_STARTS: usize = 256;
     /// 8-byte words of a session for messages, written by the NIC: packets received and sent, data packets placed, packets refused

@@ -19,6 +19,10 @@ pub enum Place {
     Nic,
 }
 
+/// Bit of a tag: the program may withdraw the request as long as the agent has not taken it up (see
+/// `baton_abi::layout::session::ASKED`).
+pub const MAY_WITHDRAW: u32 = 1 << 31;
+
 /// A request; every answer carries its tag.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Request {

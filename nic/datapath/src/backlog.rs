@@ -1,14 +1,19 @@
 //! Messages to the agent that found its ring full. They wait here in order, and the NIC does not sleep until they are sent.
 
-use baton_abi::{Message, Operation};
+use baton_abi::{Control, FOR_AGENT, Message, Operation};
 use baton_ring::Producer;
 use baton_shm::RingWords;
 use std::collections::VecDeque;
 
-/// The waiting messages. Their number is bounded by the number of connections: each ends once and asks to be restored once, and
-/// the agent has one command outstanding at a time.
+/// The waiting messages. Their number is bounded, however long the agent does not read: by the answers to the commands that it has sent,
+/// and by what there is to tell of connections, sessions and addresses, each once.
 #[derive(Default)]
 pub(crate) struct Backlog(VecDeque<Message>);
+
+/// Whether a message answers a command: each command has its own answer.
+fn is_answer(message: &Message) -> bool {
+    matches!(Control::from_number(message.kind & !FOR_AGENT), Some(Control::Done | Control::Refused))
+}
 
 impl Backlog {
     #[inline]
@@ -16,7 +21,8 @@ impl Backlog {
         self.0.is_empty()
     }
 
-    /// Appends a message. A later `os_resource` replaces an earlier one, as a later `os_restore` of the same connection does.
+    /// Appends a message. A later `os_resource` replaces an earlier one, as a later `os_restore` of the same connection does; an event that
+    /// waits already is not repeated.
     #[cold]
     pub fn add(&mut self, message: Message) {
         let same = |other: &&mut Message| other.operation == message.operation && other.cid == message.cid;
@@ -25,6 +31,7 @@ impl Backlog {
                 Some(other) => *other = message,
                 None => self.0.push_back(message),
             },
+            Operation::OsControl if !is_answer(&message) && self.0.contains(&message) => {}
             _ => self.0.push_back(message),
         }
     }
@@ -40,5 +47,27 @@ impl Backlog {
             any = true;
         }
         any
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_abi::Cid;
+
+    /// However often an address's state changes or a session breaks the rules while the agent does not read: each is told once. Answers are
+    /// told one for one.
+    #[test]
+    fn events_that_repeat_take_no_more_room() {
+        let mut backlog = Backlog::default();
+        let event = |control, cid| Message::control(Operation::OsControl, control, Cid(cid), 0, 0);
+        for _ in 0..1000 {
+            backlog.add(event(Control::Addresses, 0));
+            backlog.add(event(Control::Detach, 0));
+            backlog.add(Message::new(Operation::OsRestore, Cid(7), 0, 0));
+        }
+        assert_eq!(backlog.0.len(), 3);
+        (0..10).for_each(|_| backlog.add(event(Control::Done, 7)));
+        assert_eq!(backlog.0.len(), 13);
     }
 }

@@ -2,6 +2,7 @@
 //! boundaries. They are used in programs with signals of their own: calls that a signal interrupts are repeated.
 
 use crate::events::monotonic_micros;
+use crate::foreign::Foreign;
 use crate::trust;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, retry_on_intr};
@@ -63,7 +64,19 @@ impl Channel {
     /// # Errors
     /// The failed system call's; `PermissionDenied` for a listener of another user.
     pub fn connect(path: &Path) -> io::Result<Channel> {
-        let channel = Channel::connect_to_anybody(path)?;
+        Channel::connect_if_trusted(path, None)
+    }
+
+    /// As [`Channel::connect`], but `WouldBlock` if the listener's queue is full for this time.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn connect_within(path: &Path, limit: Duration) -> io::Result<Channel> {
+        Channel::connect_if_trusted(path, Some(limit))
+    }
+
+    fn connect_if_trusted(path: &Path, limit: Option<Duration>) -> io::Result<Channel> {
+        let channel = Channel::connect_to_anybody(path, limit)?;
         let peer = channel.peer_user()?;
         if trust::is_known(peer) {
             return Ok(channel);
@@ -74,7 +87,7 @@ impl Channel {
         };
         let named = trust::named_from_outside(path, peer).ok().flatten().ok_or_else(refused)?;
         // What was found by the path as it was given may have been exchanged since.
-        let channel = Channel::connect_to_anybody(&named)?;
+        let channel = Channel::connect_to_anybody(&named, limit)?;
         if channel.peer_user()? == peer { Ok(channel) } else { Err(refused()) }
     }
 
@@ -101,10 +114,13 @@ impl Channel {
         Ok(Channel { fd })
     }
 
-    fn connect_to_anybody(path: &Path) -> io::Result<Channel> {
+    fn connect_to_anybody(path: &Path, limit: Option<Duration>) -> io::Result<Channel> {
+        use rustix::net::sockopt::{Timeout, set_socket_timeout};
         let fd = unix_socket()?;
         let address = unix_address(path)?;
+        set_socket_timeout(&fd, Timeout::Send, limit)?;
         retry_on_intr(|| rustix::net::connect(&fd, &address))?;
+        set_socket_timeout(&fd, Timeout::Send, None)?;
         Ok(Channel { fd })
     }
 
@@ -182,6 +198,15 @@ impl Channel {
         self.receive_with(RecvFlags::empty())
     }
 
+    /// As [`Channel::try_receive`], from another user's process: descriptors that do not belong to a message are not closed by this thread
+    /// either, if that may wait.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn try_receive_foreign<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<Foreign>)> {
+        self.receive_with(RecvFlags::DONTWAIT)
+    }
+
     /// As [`Channel::receive`], but `WouldBlock` if none waits.
     ///
     /// # Errors
@@ -216,7 +241,7 @@ impl Channel {
         }
     }
 
-    fn receive_with<T: DeserializeOwned>(&self, flags: RecvFlags) -> io::Result<(T, Vec<OwnedFd>)> {
+    fn receive_with<T: DeserializeOwned, D: From<OwnedFd>>(&self, flags: RecvFlags) -> io::Result<(T, Vec<D>)> {
         let mut bytes = vec![0u8; MAX_MESSAGE];
         let mut room = [MaybeUninit::uninit(); ANCILLARY];
         let mut ancillary = RecvAncillaryBuffer::new(&mut room);
@@ -229,7 +254,7 @@ impl Channel {
             RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
             _ => Vec::new(),
         });
-        let descriptors = descriptors.collect();
+        let descriptors: Vec<D> = descriptors.map(D::from).collect();
         if got == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -1,6 +1,6 @@
 //! Checks of files that other processes have opened.
 
-use rustix::fs::{FileType, fstat, fstatfs};
+use rustix::fs::{FileType, fstat, fstatfs, ftruncate};
 use std::io;
 use std::os::fd::BorrowedFd;
 
@@ -15,6 +15,24 @@ const FUSE: u64 = 0x6573_5546;
 pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(fd)?.st_mode);
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
+}
+
+/// Puts these bytes in place of what a file contains.
+///
+/// # Errors
+/// The failed system call's; `InvalidInput` for what is not on a disk or in memory.
+pub fn replace(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
+    if !is_plain(fd)? {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file on a disk or in memory"));
+    }
+    let mut at = 0;
+    while at < bytes.len() {
+        match rustix::io::pwrite(fd, &bytes[at..], at as u64)? {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            written => at += written,
+        }
+    }
+    Ok(ftruncate(fd, bytes.len() as u64)?)
 }
 
 #[cfg(test)]

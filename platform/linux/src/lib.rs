@@ -19,6 +19,7 @@ pub mod diagnosis;
 pub mod events;
 pub mod files;
 pub mod firewall;
+pub mod foreign;
 pub mod frames;
 pub mod freeze;
 pub mod icmp;

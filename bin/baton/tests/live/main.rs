@@ -15,6 +15,7 @@ mod differential;
 mod dormant;
 mod events;
 mod filter;
+mod foreign;
 mod front;
 mod full;
 mod growth;

@@ -2,11 +2,13 @@
 
 use crate::common::{connect, hosts};
 use baton_client::{Connection, Listener, Shared};
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
+use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::process;
 use baton_protocol::program::{Ask, Opening, Place, Reply};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -34,7 +36,7 @@ impl Drop for Stopped {
 }
 
 /// Does something in a thread; fails if it takes too long.
-fn in_time<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static) -> T {
+pub fn in_time<T: Send + 'static>(what: &str, act: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, is_done) = channel();
     std::thread::spawn(move || done.send(act()));
     match is_done.recv_timeout(LIMIT) {
@@ -49,7 +51,7 @@ fn session(bed: &Testbed) -> std::io::Result<Shared> {
 }
 
 /// A program with a session and a connection in the kernel.
-fn registered(bed: &Testbed, port: u16) -> (Arc<Shared>, Arc<Connection>, [TcpStream; 2]) {
+pub fn registered(bed: &Testbed, port: u16) -> (Arc<Shared>, Arc<Connection>, [TcpStream; 2]) {
     let (server, peer) = connect(bed, false, port);
     let shared = session(bed).expect("a session");
     let connection = shared.register(server.as_fd(), false).expect("a registration");
@@ -57,7 +59,7 @@ fn registered(bed: &Testbed, port: u16) -> (Arc<Shared>, Arc<Connection>, [TcpSt
 }
 
 /// The connections that a tool lists.
-fn listed(bed: &Testbed) -> usize {
+pub fn listed(bed: &Testbed) -> usize {
     let socket = bed.socket();
     in_time("a list", move || {
         let mut tool = baton_client::tool::Tool::connect(&socket).expect("a tool");
@@ -133,4 +135,91 @@ fn what_needs_a_stopped_nic_is_refused_after_a_while() {
     let reply = bed.tool().expect("a tool").ask(Ask::SetOffloads { nic: 0, offloads }).expect("an answer");
     assert!(matches!(reply, Reply::Done), "{reply:?}");
     assert_eq!(nic_process(&bed), process);
+}
+
+/// While the agent is stopped a program's closes return, its new connections stay in the kernel, and a tool says what does not answer. All
+/// that was asked for is done when the agent goes on.
+#[test]
+fn a_stopped_agent_holds_up_no_program_for_long() {
+    let bed = hosts(TestbedSettings::default());
+    let (shared, connection, _streams) = registered(&bed, 8000);
+    let more: Vec<_> = (0..100).map(|at| connect(&bed, false, 9000 + at)).collect();
+    let registered: Vec<_> = more.iter().map(|(ours, _)| shared.register(ours.as_fd(), false).expect("a registration")).collect();
+    let (late, _peer) = connect(&bed, false, 8001);
+    let agent = Stopped::new(bed.tool().expect("a tool").statistics().expect("statistics").agent_process);
+    let (closing, closed) = (shared.clone(), registered.len());
+    in_time("closes", move || registered.iter().for_each(|connection| closing.forget(connection, 1).expect("forgotten")));
+    let (registering, taken) = (shared.clone(), late.try_clone().expect("a descriptor"));
+    let refused = in_time("a registration", move || registering.register(taken.as_fd(), false).map(drop)).expect_err("no answer");
+    assert_eq!(refused.kind(), std::io::ErrorKind::TimedOut);
+    shared.suggest(connection.number(), Place::Nic).expect("it is only a suggestion");
+    let mut list = Command::new(env!("CARGO_BIN_EXE_baton"));
+    let socket = bed.socket();
+    let said = in_time("a list", move || list.args(["ls", "--socket"]).arg(socket).output().expect("baton ls"));
+    let text = String::from_utf8_lossy(&said.stderr);
+    assert!(!said.status.success() && text.contains("has not answered"), "{text}");
+    drop(agent);
+    // Until something comes from it, the agent counts as stopped.
+    let again = loop {
+        match shared.register(late.as_fd(), false) {
+            Ok(connection) => break connection,
+            Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::TimedOut),
+        }
+    };
+    let last = shared.clone();
+    // The agent has each request before this one.
+    in_time("what was asked for", move || last.forget(&again, 1)).expect("forgotten");
+    // One is left, and nothing of what was withdrawn.
+    let deadline = 200;
+    assert!((0..deadline).any(|_| listed(&bed) == 1), "{} are left, of {closed} closed ones", listed(&bed));
+}
+
+const CLIENT: &str = "
+import socket, sys
+one = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+one.sendall(b'x')
+one.recv(1)
+print('ready', flush=True)
+sys.stdin.readline()
+one.close()
+print('closed', flush=True)
+";
+
+/// An unmodified program closes a connection that the NIC has while the agent is stopped: close(2) returns, the program ends, and its peer gets
+/// the FIN when the agent goes on.
+#[test]
+fn a_program_closes_and_ends_while_the_agent_is_stopped() {
+    let bed = hosts(TestbedSettings::default());
+    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
+    let at = listener.local_addr().expect("its address");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.arg("run").arg("--socket").arg(bed.socket()).args([
+        "--rule",
+        "established",
+        "--eager",
+        "--",
+        "python3",
+        "-c",
+        CLIENT,
+    ]);
+    command.args([at.ip().to_string(), at.port().to_string()]).env_remove("BATON_RUN");
+    let mut program = bed.host_a.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("baton run");
+    let mut lines = BufReader::new(program.stdout.take().expect("its output")).lines();
+    let (mut peer, _) = listener.accept().expect("a connection");
+    let mut byte = [0];
+    peer.read_exact(&mut byte).expect("a byte");
+    peer.write_all(&byte).expect("an echo");
+    assert_eq!(lines.next().expect("a line").expect("text"), "ready");
+    let on_nic = || bed.tool().expect("a tool").connections().expect("a list").iter().any(|one| one.place == Place::Nic);
+    while !on_nic() {
+        std::thread::yield_now();
+    }
+    let agent = Stopped::new(bed.tool().expect("a tool").statistics().expect("statistics").agent_process);
+    program.stdin.take().expect("its input").write_all(b"\n").expect("a line");
+    let line = in_time("close(2)", move || lines.next());
+    assert_eq!(line.expect("a line").expect("text"), "closed");
+    assert!(in_time("the program's end", move || program.wait()).expect("its end").success());
+    drop(agent);
+    peer.set_read_timeout(Some(LIMIT)).expect("a time-out");
+    assert_eq!(peer.read(&mut byte).expect("the FIN"), 0);
 }

@@ -6,6 +6,7 @@ use crate::ground::{Ground, Shape};
 use crate::session::{Host, OpenSession, Session};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::session;
+use baton_linux::foreign::Foreign;
 use baton_linux::{frames, rtnetlink, socket};
 use baton_moves::Refusal;
 use baton_protocol::nic::ToNic;
@@ -14,7 +15,7 @@ use baton_steering::{FURTHER, Path, Steer, messages_flow};
 use baton_wire::rmpp::envelope::{ETHERTYPE_RMPP, ethernet_address};
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 /// Most hosts that a session may send to; the NIC has room for as many.
 const MAX_HOSTS: usize = 8192;
@@ -24,7 +25,7 @@ const HOSTS_AT_ONCE: usize = 64;
 impl Agent {
     /// Checks the endpoint that a session is to be opened with. The address is that of the socket: who can bind a port may have
     /// its packets, and nobody else.
-    pub(super) fn examine_messages(&self, opening: &Opening, socket: Option<&OwnedFd>) -> Result<Option<Messages>> {
+    pub(super) fn examine_messages(&self, opening: &Opening, socket: Option<&Foreign>) -> Result<Option<Messages>> {
         let Some(asked) = &opening.messages else { return Ok(None) };
         if opening.attacher {
             bail!("an attacher's session is for connections");

@@ -5,6 +5,7 @@ use crate::session::{Begun, OpenSession, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result, bail};
 use baton_linux::bell::SessionBell;
+use baton_linux::foreign::Foreign;
 use baton_linux::report;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Opening, Reply};
@@ -17,7 +18,7 @@ use baton_abi::layout::session as layout;
 impl Agent {
     /// Begins to open a session: makes its memory and doorbells, and gives them to the NICs; those of a session for messages to the first
     /// one only.
-    pub(super) fn begin_session(&mut self, number: u32, tag: u32, opening: &Opening, socket: Option<OwnedFd>) -> Result<()> {
+    pub(super) fn begin_session(&mut self, number: u32, tag: u32, opening: &Opening, socket: Option<Foreign>) -> Result<()> {
         let entry = self.sessions.get(number as usize).and_then(Option::as_ref);
         let entry = entry.filter(|session| session.open.is_none() && session.begun.is_none());
         let (user, name) = entry.map(|session| (session.user, session.name)).context("the session is open already")?;
@@ -31,7 +32,7 @@ impl Agent {
         Ok(())
     }
 
-    fn ask_nics(&mut self, session: (u32, u64), opening: Opening, socket: Option<OwnedFd>) -> Result<Begun> {
+    fn ask_nics(&mut self, session: (u32, u64), opening: Opening, socket: Option<Foreign>) -> Result<Begun> {
         let nics = if opening.messages.is_some() { 1 } else { self.nics.len() };
         let (mut open, theirs) = OpenSession::new(self.settings.session_bytes, nics)?;
         self.has_room_for(open.further.last().unwrap_or(&open.bell).as_fd(), 0).map_err(anyhow::Error::new)?;
@@ -162,7 +163,7 @@ impl Agent {
         let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
         let given: Vec<OwnedFd> = [memory].into_iter().chain(theirs.into_iter().map(OwnedFd::from)).collect();
         let bell = open.bell.try_clone()?;
-        let socket = open.socket.as_ref().map(OwnedFd::try_clone).transpose()?;
+        let socket = open.socket.as_ref().map(|socket| socket.as_fd().try_clone_to_owned()).transpose()?;
         let further = open.further.iter().map(SessionBell::try_clone).collect::<io::Result<Vec<_>>>()?;
         // Groups of an agent before this one's keeper was started do not exist any more.
         let group = if self.groups.has(opening.group) { opening.group } else { 0 };

@@ -16,9 +16,10 @@ use baton_abi::layout::{COUNTERS, Owner, block, nic, slot};
 use baton_handoff::examine;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
+use baton_linux::foreign::{self, Foreign};
 use baton_linux::netlink::Netlink;
 use baton_linux::tcp_info::TcpInfo;
-use baton_linux::{diagnosis, files, interface, process, socket};
+use baton_linux::{diagnosis, interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
@@ -39,6 +40,9 @@ const LISTED_IN_ALL: usize = 60_000;
 
 /// Bound above all process numbers (Linux, PID_MAX_LIMIT).
 const NO_PROCESS: u32 = 1 << 22;
+
+/// Why a session is ended whose user's descriptors cannot be closed.
+const STUCK: &str = "the files whose descriptors its user has sent do not close";
 
 /// File descriptors that registrations leave for clients, besides the agent's reserve.
 const FOR_CLIENTS: u64 = 16;
@@ -81,7 +85,16 @@ impl Agent {
         let Some(session) = self.sessions.get(number as usize).and_then(Option::as_ref).filter(|session| !session.ends) else {
             return;
         };
-        match session.channel.try_receive::<Request>() {
+        if foreign::is_stuck(session.user) {
+            // What it sends next is not received, so that it need not be closed either.
+            return self.cut_off.push((number, STUCK));
+        }
+        let _user = foreign::on_behalf_of(session.user);
+        match session.channel.try_receive_foreign::<Request>() {
+            Ok((request, _)) if session.has_withdrawn(request.tag) => {
+                // The program sees that the agent is there again.
+                self.answer(number, request.tag, Reply::Failed { reason: "it was withdrawn".into() }, &[]);
+            }
             Ok((request, descriptors)) => {
                 let reply = self.on_request(number, request.tag, request.body, descriptors);
                 self.moves.last_request = monotonic_micros();
@@ -114,7 +127,7 @@ impl Agent {
     }
 
     /// Runs a request. Returns the answer, or None if it comes later.
-    fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<OwnedFd>) -> Option<(Reply, Vec<OwnedFd>)> {
+    fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<Foreign>) -> Option<(Reply, Vec<OwnedFd>)> {
         let failed = |reason: String| Some((Reply::Failed { reason }, Vec::new()));
         match ask {
             Ask::Open(Opening { version, .. }) if version != VERSION => {
@@ -124,7 +137,11 @@ impl Agent {
                 Ok(()) => None,
                 Err(error) => failed(format!("{error:#}")),
             },
-            Ask::Admit => match descriptors.pop().map(|fd| self.admit_another(number, Channel::from_fd(fd))) {
+            Ask::Admit => match descriptors
+                .pop()
+                .and_then(|fd| fd.into_unix().ok())
+                .map(|fd| self.admit_another(number, Channel::from_fd(fd)))
+            {
                 Some(Ok(())) => Some((Reply::Done, Vec::new())),
                 Some(Err(error)) => failed(format!("{error:#}")),
                 None => failed("there is no control connection".into()),
@@ -281,14 +298,9 @@ impl Agent {
         Ok(())
     }
 
-    fn make_group(&mut self, number: u32, flip: Option<Flip>, file: Option<OwnedFd>) -> Reply {
+    fn make_group(&mut self, number: u32, flip: Option<Flip>, file: Option<Foreign>) -> Reply {
         if let Some(Err(reason)) = flip.map(|flip| flip.check()) {
             return Reply::Failed { reason };
-        }
-        if file.as_ref().is_some_and(|file| !files::is_plain(file.as_fd()).unwrap_or(false)) {
-            return Reply::Failed {
-                reason: "the report goes into a file on a disk or in memory, not into a pipe or the like".into(),
-            };
         }
         let mut name = [0u8; 8];
         if let Err(error) = process::random(&mut name) {
@@ -303,14 +315,12 @@ impl Agent {
         let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
         self.keep(&Kept::Group(name, user, flip), &kept);
         let mut group = Group::new(user, flip, file);
-        if let Err(error) = group.write() {
-            return Reply::Failed { reason: format!("the report's file cannot be written: {error}") };
-        }
+        group.write();
         self.groups.add(name, group);
         Reply::Grouped { group: name }
     }
 
-    fn register(&mut self, number: u32, fd: OwnedFd, inherited: bool, process: Option<u32>) -> Reply {
+    fn register(&mut self, number: u32, fd: Foreign, inherited: bool, process: Option<u32>) -> Reply {
         let stays = |refusal: Refusal| Reply::Stayed { reason: refusal.to_string(), transient: false };
         let namespace = self.known.namespace().map_err(|error| examine::system("SO_NETNS_COOKIE", &error));
         let examined = self.has_room_for(fd.as_fd(), FOR_CLIENTS).and(namespace);

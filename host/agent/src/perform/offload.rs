@@ -76,8 +76,8 @@ impl Performer<'_> {
             connection.extra().unproved = None;
         }
         self.ground.cgroups.let_go(connection.cgroup.as_ref(), connection.peer())?;
-        if connection.inherited && self.ground.others_hold(connection) {
-            return Err(Refusal::Shared);
+        if connection.inherited {
+            self.ground.held_alone(connection)?;
         }
         if diagnosis::has_md5_key(self.ground.diagnosis, &connection.flow).unwrap_or(false) {
             return Err(Refusal::Signed);

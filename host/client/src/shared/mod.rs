@@ -15,11 +15,13 @@ use baton_linux::process::current_cpu;
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
 use baton_ring::{Lock, Producer, Token, clear_rung, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
 use baton_shm::{MovableParts, Region, RingWords};
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
 
 mod events;
 mod receiving;
@@ -31,6 +33,9 @@ use requests::protocol_error;
 pub use sending::limits_queue;
 
 const RELAXED: Ordering = Ordering::Relaxed;
+
+/// Time in which the agent has to open a session for a program that can do nothing without.
+const OPEN_LIMIT: Duration = Duration::from_secs(20);
 
 /// Descriptors that a session has at most: see [`Shared::descriptors`].
 pub const DESCRIPTORS: usize = 2 + MAX_NICS;
@@ -55,6 +60,11 @@ pub struct Shared {
     pub(crate) events: Lock<Events>,
     pub(crate) connections: RwLock<Connections>,
     next_tag: AtomicU32,
+    /// Time (microseconds of the monotonic clock) before which the agent, which has not taken up a request in time, is not waited for unless
+    /// something comes from it.
+    silent_until: AtomicU64,
+    /// Requests without an answer for which there was no room.
+    unsent: Mutex<VecDeque<Request>>,
     moves_seen: AtomicU32,
     moves: MovableParts<1, 0>,
     /// A connection had moved before the program knew its number.
@@ -140,11 +150,11 @@ impl Shared {
     /// # Errors
     /// If no agent listens there, or it is of another version.
     pub fn connect(path: &Path, opening: Opening, listener: Listener) -> io::Result<Shared> {
-        Self::connect_with(path, opening, listener, Ok)
+        Self::open(path, opening, None, listener, OPEN_LIMIT, Ok)
     }
 
-    /// As [`Shared::connect`]; each of the session's descriptors is passed through `renumber`, in the order of
-    /// [`Shared::descriptors`].
+    /// As [`Shared::connect`], for a program that goes on without a session if the agent does not answer within a second (`TimedOut` or
+    /// `WouldBlock`). Each of the session's descriptors is passed through `renumber`, in the order of [`Shared::descriptors`].
     ///
     /// # Errors
     /// See there.
@@ -154,7 +164,7 @@ impl Shared {
         listener: Listener,
         renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
     ) -> io::Result<Shared> {
-        Self::open(path, opening, None, listener, renumber)
+        Self::open(path, opening, None, listener, requests::LIMIT, renumber)
     }
 
     /// Opens a session for messages, whose packets come to `socket`.
@@ -162,7 +172,7 @@ impl Shared {
     /// # Errors
     /// If no agent listens at `path`, or it refuses; with the reason.
     pub(crate) fn connect_for_messages(path: &Path, opening: Opening, socket: BorrowedFd<'_>) -> io::Result<Shared> {
-        Self::open(path, opening, Some(socket), Listener(Box::new(|_| {})), Ok)
+        Self::open(path, opening, Some(socket), Listener(Box::new(|_| {})), OPEN_LIMIT, Ok)
     }
 
     fn open(
@@ -170,9 +180,10 @@ impl Shared {
         opening: Opening,
         socket: Option<BorrowedFd<'_>>,
         listener: Listener,
+        limit: Duration,
         mut renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
     ) -> io::Result<Shared> {
-        let channel = Channel::connect(path).map_err(|error| {
+        let channel = Channel::connect_within(path, limit).map_err(|error| {
             io::Error::new(
                 error.kind(),
                 format!(
@@ -183,11 +194,11 @@ impl Shared {
         })?;
         let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
         let given: Vec<BorrowedFd<'_>> = socket.into_iter().collect();
-        let sent = channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &given);
+        let sent = channel.try_send(&Request { tag: 1, body: Ask::Open(opening) }, &given);
         // An agent that turns a client away sends the reason and closes the connection, perhaps before it has read the request:
         // then the first receive reports only the latter.
-        let received = channel.receive().or_else(|error| match error.kind() {
-            io::ErrorKind::ConnectionReset => channel.receive(),
+        let received = channel.receive_within(limit).or_else(|error| match error.kind() {
+            io::ErrorKind::ConnectionReset => channel.receive_within(limit),
             _ => Err(error),
         });
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = received.map_err(|error| sent.err().unwrap_or(error))?;
@@ -231,6 +242,8 @@ impl Shared {
             memory,
             connections: RwLock::default(),
             next_tag: AtomicU32::new(2),
+            silent_until: AtomicU64::new(0),
+            unsent: Mutex::default(),
             moves_seen: AtomicU32::new(0),
             early: AtomicBool::new(false),
             listener,

@@ -6,14 +6,37 @@ use crate::ending::ended;
 use baton_abi::layout::session as at;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::control::Channel;
+use baton_linux::events::monotonic_micros;
 use baton_linux::process::Undisturbed;
-use baton_protocol::program::{Answer, Ask, Detail, Place, Reply, Request, Rings, Until};
+use baton_protocol::program::{Answer, Ask, Detail, MAY_WITHDRAW, Place, Reply, Request, Rings, Until};
 use baton_ring::Token;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, TryLockError};
+use std::time::Duration;
+
+/// Time that a program waits for an agent that does not take up its request. What natively returns at once goes on without the agent then.
+pub(super) const LIMIT: Duration = Duration::from_secs(1);
+
+/// Microseconds after which an agent that has not answered is waited for again.
+const SILENCE: u64 = 5_000_000;
+
+/// How long a request's answer is waited for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Patience {
+    /// Until it comes: the program cannot go on without.
+    Endless,
+    /// If the agent has not taken up the request after [`LIMIT`] it is withdrawn: the error is `TimedOut`, and nothing has been done.
+    Withdraw,
+    /// After [`LIMIT`] the error is `TimedOut`, and the agent does what was asked for later.
+    Leave,
+}
+
+fn timed_out() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "the agent does not answer")
+}
 
 pub(super) fn protocol_error(what: &str) -> io::Error {
     io::Error::new(
@@ -25,26 +48,75 @@ pub(super) fn protocol_error(what: &str) -> io::Error {
 impl Shared {
     pub(super) fn tag(&self) -> u32 {
         // Tag 0 is for requests whose answer is ignored.
-        self.next_tag.fetch_add(1, RELAXED).max(1)
+        (self.next_tag.fetch_add(1, RELAXED) & !MAY_WITHDRAW).max(1)
     }
 
+    /// Asks the agent for something, and waits for the answer.
     pub(super) fn ask(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
-        self.ask_for_descriptors(body, descriptor.as_slice()).map(|(reply, _)| reply)
+        self.ask_for_descriptors(body, descriptor.as_slice(), Patience::Endless).map(|(reply, _)| reply)
+    }
+
+    /// As `ask`, for a request that a program can do without.
+    fn ask_or_withdraw(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+        self.ask_for_descriptors(body, descriptor.as_slice(), Patience::Withdraw).map(|(reply, _)| reply)
+    }
+
+    /// As `ask`, for a request that the agent may follow later.
+    fn ask_or_leave(&self, body: &Ask) -> io::Result<Reply> {
+        self.ask_for_descriptors(body, &[], Patience::Leave).map(|(reply, _)| reply)
     }
 
     /// As `ask`, for an answer that brings descriptors.
-    fn ask_for_descriptors(&self, body: &Ask, descriptors: &[BorrowedFd<'_>]) -> io::Result<(Reply, Vec<OwnedFd>)> {
+    fn ask_for_descriptors(
+        &self,
+        body: &Ask,
+        descriptors: &[BorrowedFd<'_>],
+        patience: Patience,
+    ) -> io::Result<(Reply, Vec<OwnedFd>)> {
         // A signal handler of the program's may close a socket, which asks the agent, too.
         let _undisturbed = Undisturbed::begin();
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = self.memory.word32(at::ASKED);
         loop {
             if self.has_ended() {
                 return Err(ended());
             }
-            let tag = self.tag();
+            self.send_unsent(&channel, patience)?;
+            if patience != Patience::Endless && self.is_silent(&channel) {
+                if patience == Patience::Leave {
+                    self.send_later(&channel, Request { tag: 0, body: body.clone() });
+                }
+                return Err(timed_out());
+            }
+            let withdraws = patience == Patience::Withdraw;
+            let tag = if withdraws { self.tag() | MAY_WITHDRAW } else { self.tag() };
+            asked.store(if withdraws { tag } else { 0 }, Ordering::Release);
             let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
-            channel.send(&Request { tag, body: body.clone() }, descriptors)?;
-            if let Some(answered) = await_answer(&channel, tag, known)? {
+            let request = Request { tag, body: body.clone() };
+            match patience {
+                Patience::Endless => channel.send(&request, descriptors)?,
+                _ => match channel.try_send(&request, descriptors) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        self.note_silence();
+                        continue;
+                    }
+                    sent => sent?,
+                },
+            }
+            let answered = match await_answer(&channel, tag, known, (patience != Patience::Endless).then_some(LIMIT)) {
+                Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                    let withdrawn = asked.compare_exchange(tag, 0, Ordering::AcqRel, Ordering::Acquire).is_ok();
+                    if withdrawn || patience == Patience::Leave {
+                        self.note_silence();
+                        return Err(error);
+                    }
+                    // The agent has taken it up.
+                    await_answer(&channel, tag, known, None)
+                }
+                answered => answered,
+            };
+            if let Some(answered) = answered? {
+                self.silent_until.store(0, Ordering::Release);
                 return Ok(answered);
             }
         }
@@ -53,6 +125,50 @@ impl Shared {
     /// Whether another thread waits for the agent's answer now, after which the next one can ask. Only a hint.
     pub fn is_asking(&self) -> bool {
         matches!(self.channel.try_lock(), Err(TryLockError::WouldBlock))
+    }
+
+    /// Whether the agent is silent still.
+    fn is_silent(&self, channel: &Channel) -> bool {
+        if monotonic_micros() >= self.silent_until.load(Ordering::Acquire) {
+            return false;
+        }
+        match channel.try_receive::<Answer>() {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => true,
+            // A late answer, or the agent's end.
+            _ => {
+                self.silent_until.store(0, Ordering::Release);
+                false
+            }
+        }
+    }
+
+    fn note_silence(&self) {
+        self.silent_until.store(monotonic_micros() + SILENCE, Ordering::Release);
+    }
+
+    /// Sends a request whose answer nobody waits for, now or before the next one.
+    fn send_later(&self, channel: &Channel, request: Request) {
+        let mut unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        if !unsent.is_empty() || channel.try_send(&request, &[]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
+            unsent.push_back(request);
+        }
+    }
+
+    /// Sends what found no room.
+    fn send_unsent(&self, channel: &Channel, patience: Patience) -> io::Result<()> {
+        let mut unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(request) = unsent.front() {
+            match patience {
+                Patience::Endless => channel.send(request, &[])?,
+                _ if channel.try_send(request, &[]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) => {
+                    self.note_silence();
+                    return Ok(());
+                }
+                _ => {}
+            }
+            unsent.pop_front();
+        }
+        Ok(())
     }
 
     /// Registers a connected TCP socket with the agent; it stays in the kernel until it is moved. `inherited`: other processes
@@ -78,7 +194,7 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<()> {
-        let number = match self.ask(&Ask::Register { inherited, process: None }, Some(fd))? {
+        let number = match self.ask_or_withdraw(&Ask::Register { inherited, process: None }, Some(fd))? {
             Reply::Registered { connection } => connection,
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
             _ => return Err(protocol_error("the connection was not registered")),
@@ -114,7 +230,7 @@ impl Shared {
     /// # Errors
     /// With the reason, if only the kernel can have it: `WouldBlock` if trying again later may help.
     pub fn take_datagrams(&self, fd: BorrowedFd<'_>, bell: BorrowedFd<'_>, rings: Rings) -> io::Result<u32> {
-        match self.ask_for_descriptors(&Ask::Datagrams { rings }, &[fd, bell])?.0 {
+        match self.ask_for_descriptors(&Ask::Datagrams { rings }, &[fd, bell], Patience::Withdraw)?.0 {
             Reply::Datagrams { socket } => Ok(socket),
             Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
@@ -127,7 +243,7 @@ impl Shared {
     /// # Errors
     /// With the reason, if only the kernel can send there: `WouldBlock` if that may soon change.
     pub fn datagram_way(&self, socket: u32, host: IpAddr) -> io::Result<u32> {
-        match self.ask(&Ask::Way { socket, host }, None)? {
+        match self.ask_or_withdraw(&Ask::Way { socket, host }, None)? {
             Reply::Way { mtu } => Ok(mtu),
             Reply::Stayed { reason, transient: true } => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
@@ -140,7 +256,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended.
     pub fn end_datagrams(&self, socket: u32, replay: bool) -> io::Result<()> {
-        self.ask(&Ask::EndDatagrams { socket, replay }, None).map(drop)
+        self.ask_or_leave(&Ask::EndDatagrams { socket, replay }).map(drop)
     }
 
     /// Notifies the NIC that a UDP socket has datagrams to send, or wants its doorbell rung.
@@ -165,7 +281,7 @@ impl Shared {
     /// # Errors
     /// With the reason, if only the kernel can make its connections now.
     pub fn listen(&self, fd: BorrowedFd<'_>) -> io::Result<(u32, OwnedFd)> {
-        match self.ask_for_descriptors(&Ask::Listen, &[fd])? {
+        match self.ask_for_descriptors(&Ask::Listen, &[fd], Patience::Withdraw)? {
             (Reply::Listening { listener }, mut queue) => {
                 queue.pop().map(|queue| (listener, queue)).ok_or_else(|| protocol_error("the listener's queue is missing"))
             }
@@ -193,7 +309,7 @@ impl Shared {
     }
 
     fn take_made(&self, listener: u32) -> io::Result<Option<(u32, OwnedFd)>> {
-        match self.ask_for_descriptors(&Ask::Accept { listener }, &[])? {
+        match self.ask_for_descriptors(&Ask::Accept { listener }, &[], Patience::Endless)? {
             (Reply::Accepted { connection }, mut descriptors) => {
                 descriptors.pop().map(|fd| Some((connection, fd))).ok_or_else(|| protocol_error("a descriptor is missing"))
             }
@@ -216,7 +332,7 @@ impl Shared {
         token: Token,
     ) -> io::Result<()> {
         self.begin_accepting(token);
-        let begun = match self.ask(&Ask::Connect { peer }, Some(fd)) {
+        let begun = match self.ask_or_withdraw(&Ask::Connect { peer }, Some(fd)) {
             Ok(Reply::Registered { connection: number }) => {
                 self.represent(connection, number);
                 Ok(())
@@ -234,7 +350,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended.
     pub fn stop_listening(&self, listener: u32) -> io::Result<()> {
-        self.ask(&Ask::StopListening { listener }, None).map(drop)
+        self.ask_or_leave(&Ask::StopListening { listener }).map(drop)
     }
 
     /// Moves a connection and waits until the move is done.
@@ -260,7 +376,11 @@ impl Shared {
         if self.has_ended() {
             return Err(ended());
         }
-        channel.send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[])
+        // It is only a suggestion.
+        match channel.try_send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[]) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
+            sent => sent,
+        }
     }
 
     /// Restores a connection to the kernel, with the reason, and when it may move again.
@@ -275,14 +395,15 @@ impl Shared {
         }
     }
 
-    /// Makes the agent forget a connection, which is then in the kernel and the program's alone.
+    /// Makes the agent forget a connection, which is then in the kernel and the program's alone. An agent that does not answer forgets it
+    /// later, and has the socket until then.
     ///
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
     pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
-        let reply = self.ask(&Ask::Forget { connection: connection.number() }, None);
+        let reply = self.ask_or_leave(&Ask::Forget { connection: connection.number() });
         self.let_go(connection, token);
-        if self.has_ended() {
+        if self.has_ended() || reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
             return Ok(());
         }
         match reply? {
@@ -325,26 +446,29 @@ impl Shared {
     /// # Errors
     /// If the agent has ended, or the connection is not on the NIC.
     pub fn detail(&self, connection: u32) -> io::Result<Detail> {
-        match self.ask(&Ask::Detail { connection }, None)? {
+        match self.ask_or_withdraw(&Ask::Detail { connection }, None)? {
             Reply::Detail(detail) => Ok(detail),
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
             _ => Err(protocol_error("the connection's state is missing")),
         }
     }
 
-    /// Reports to the agent that the program exits, and waits for the answer.
+    /// Reports to the agent that the program exits, and waits for the answer, a second at most.
     ///
     /// # Errors
     /// If the agent has ended.
     pub fn say_goodbye(&self) -> io::Result<()> {
-        self.ask(&Ask::Goodbye, None).map(|_| ())
+        self.ask_or_leave(&Ask::Goodbye).map(|_| ())
     }
 }
 
 /// Receives the answer; None if the agent has died with the request.
-fn await_answer(channel: &Channel, tag: u32, known: u32) -> io::Result<Option<(Reply, Vec<OwnedFd>)>> {
+fn await_answer(channel: &Channel, tag: u32, known: u32, limit: Option<Duration>) -> io::Result<Option<(Reply, Vec<OwnedFd>)>> {
     loop {
-        let (answer, descriptors): (Answer, _) = channel.receive()?;
+        let (answer, descriptors): (Answer, _) = match limit {
+            Some(limit) => channel.receive_within(limit)?,
+            None => channel.receive()?,
+        };
         match answer.body {
             Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
             // Reports an earlier death, or answers a request that was repeated since.

@@ -1,0 +1,346 @@
+//! Descriptors that came from another user's process. Of such a one nothing is known: closing it, or asking its file for anything, may take
+//! as long as that user likes.
+//!
+//! A TCP socket with SO_LINGER and unsent data waits for its peer, a file of FUSE or NFS for its server. So a [`Foreign`] is never closed by
+//! the thread that drops it unless it is known not to wait: then threads for its user close it. One that is stuck delays only what else
+//! comes from that user.
+
+use crate::socket;
+use rustix::io::Errno;
+use rustix::net::AddressFamily;
+use std::cell::Cell;
+use std::collections::{BTreeMap, VecDeque};
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+thread_local! {
+    /// The user on whose behalf this thread works.
+    static USER: Cell<u32> = const { Cell::new(u32::MAX) };
+}
+
+/// This thread works on behalf of a user: what it drops is that user's.
+#[derive(Debug)]
+pub struct OnBehalf(());
+
+/// Makes this thread work on behalf of a user until the result is dropped.
+#[must_use]
+pub fn on_behalf_of(user: u32) -> OnBehalf {
+    USER.set(user);
+    OnBehalf(())
+}
+
+impl Drop for OnBehalf {
+    fn drop(&mut self) {
+        USER.set(u32::MAX);
+    }
+}
+
+/// Most threads that close, for sockets and for other files each.
+const THREADS: usize = 8;
+/// Descriptors other than sockets that a user may have waiting to be closed before it is turned away.
+const MOST_STUCK: usize = 32;
+/// Time after which a close that lingers is interrupted, in nanoseconds.
+const PATIENCE: i64 = 2_000_000;
+
+/// A descriptor that came from another user's process.
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct Foreign(ManuallyDrop<OwnedFd>);
+
+/// What a descriptor is, as far as that can be told without asking its file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Kind {
+    /// Closing it does not wait.
+    Plain,
+    /// A socket that lingers.
+    Lingering,
+    /// Anything else: a file that may be on FUSE or NFS.
+    Other,
+}
+
+fn kind(fd: BorrowedFd<'_>) -> Kind {
+    // Asked of the socket layer: for what is no socket it is ENOTSOCK, and the file is not asked.
+    match rustix::net::sockopt::socket_domain(fd) {
+        // A Unix socket does not linger, and files in its queue are dropped without being flushed.
+        Ok(AddressFamily::UNIX) => Kind::Plain,
+        Ok(AddressFamily::INET | AddressFamily::INET6) => match rustix::net::sockopt::socket_linger(fd) {
+            Ok(Some(time)) if !time.is_zero() => Kind::Lingering,
+            _ => Kind::Plain,
+        },
+        // Only files in memory have seals.
+        Err(_) if rustix::fs::fcntl_get_seals(fd).is_ok() => Kind::Plain,
+        Ok(_) | Err(_) => Kind::Other,
+    }
+}
+
+impl Foreign {
+    /// Whether it is a socket.
+    pub fn is_socket(&self) -> bool {
+        rustix::net::sockopt::socket_type(self) != Err(Errno::NOTSOCK)
+    }
+
+    /// The descriptor itself, if it is a Unix socket: closing that waits for nobody.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it is something else.
+    pub fn into_unix(self) -> io::Result<OwnedFd> {
+        if rustix::net::sockopt::socket_domain(&self) != Ok(AddressFamily::UNIX) {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a Unix socket"));
+        }
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not dropped, so its descriptor is taken once.
+        Ok(unsafe { ManuallyDrop::take(&mut this.0) })
+    }
+}
+
+impl From<OwnedFd> for Foreign {
+    fn from(fd: OwnedFd) -> Foreign {
+        Foreign(ManuallyDrop::new(fd))
+    }
+}
+
+impl AsFd for Foreign {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Drop for Foreign {
+    fn drop(&mut self) {
+        // SAFETY: taken once, since `self` is used no more.
+        let fd = unsafe { ManuallyDrop::take(&mut self.0) };
+        match kind(fd.as_fd()) {
+            Kind::Plain => drop(fd),
+            // A socket is asked for its owner without waiting.
+            Kind::Lingering => do_elsewhere((Lane::Sockets, socket::owner(fd.as_fd()).unwrap_or(u32::MAX)), Job::Close(fd)),
+            Kind::Other => do_elsewhere((Lane::Files, USER.get()), Job::Close(fd)),
+        }
+    }
+}
+
+/// Sockets and other files are closed by different threads: what is stuck in one kind does not delay the other.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+enum Lane {
+    Sockets,
+    Files,
+}
+
+/// What a thread is to do.
+enum Job {
+    Close(OwnedFd),
+    Run(Box<dyn FnOnce() + Send>),
+}
+
+impl Job {
+    fn run(self) {
+        match self {
+            Job::Close(fd) => drop(fd),
+            Job::Run(act) => act(),
+        }
+    }
+}
+
+/// Has something done that uses a file of a user's, after what waits already for that user.
+pub fn run_for(user: u32, act: impl FnOnce() + Send + 'static) {
+    let act = move || {
+        let _user = on_behalf_of(user);
+        act();
+    };
+    do_elsewhere((Lane::Files, user), Job::Run(Box::new(act)));
+}
+
+/// Waits until all that was to be done is done, or for this time.
+pub fn finish(limit: Duration) {
+    let is_busy = |closing: &mut Closing| !closing.queues.is_empty();
+    drop(DONE.wait_timeout_while(closing(), limit, is_busy).unwrap_or_else(PoisonError::into_inner));
+}
+
+static DONE: Condvar = Condvar::new();
+
+/// What waits to be closed.
+struct Closing {
+    /// By kind and user. An entry without descriptors has a thread that closes the last one.
+    queues: BTreeMap<(Lane, u32), Queue>,
+    /// Threads of each kind.
+    threads: [usize; 2],
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Job>,
+    /// A thread is closing one of them. Never two, so that a user's stuck ones take one thread.
+    busy: bool,
+}
+
+static CLOSING: Mutex<Closing> = Mutex::new(Closing { queues: BTreeMap::new(), threads: [0; 2] });
+
+fn closing() -> std::sync::MutexGuard<'static, Closing> {
+    CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether so much of a user's waits to be closed that no more may come from it.
+pub fn is_stuck(user: u32) -> bool {
+    closing().queues.get(&(Lane::Files, user)).is_some_and(|queue| queue.waiting.len() >= MOST_STUCK)
+}
+
+fn do_elsewhere(at: (Lane, u32), job: Job) {
+    let mut closing = closing();
+    let queue = closing.queues.entry(at).or_default();
+    queue.waiting.push_back(job);
+    // Else a thread has been started for it, or does it after what it does now.
+    let is_new = !queue.busy && queue.waiting.len() == 1;
+    let threads = &mut closing.threads[at.0 as usize];
+    if *threads < THREADS && (is_new || *threads == 0) {
+        *threads += 1;
+        let started = std::thread::Builder::new().name("closer".into()).stack_size(64 << 10).spawn(move || close_all(at.0));
+        if started.is_err() {
+            // The next thread that there is closes it.
+            closing.threads[at.0 as usize] -= 1;
+        }
+    }
+}
+
+impl Closing {
+    /// Takes the next descriptor of a user for whom no thread is at work.
+    fn take(&mut self, lane: Lane) -> Option<((Lane, u32), Job)> {
+        let of_lane = self.queues.range_mut((lane, 0)..=(lane, u32::MAX));
+        let (at, queue) = of_lane.into_iter().find(|(_, queue)| !queue.busy && !queue.waiting.is_empty())?;
+        queue.busy = true;
+        Some((*at, queue.waiting.pop_front()?))
+    }
+
+    fn done(&mut self, at: (Lane, u32)) {
+        if let Some(queue) = self.queues.get_mut(&at) {
+            queue.busy = false;
+            if queue.waiting.is_empty() {
+                self.queues.remove(&at);
+                DONE.notify_all();
+            }
+        }
+    }
+}
+
+/// A thread: closes what no other one is stuck with, and ends when there is nothing left.
+fn close_all(lane: Lane) {
+    let alarm = (lane == Lane::Sockets).then(Alarm::new).flatten();
+    let mut guard = closing();
+    loop {
+        let Some((at, job)) = guard.take(lane) else {
+            guard.threads[lane as usize] -= 1;
+            return;
+        };
+        drop(guard);
+        if let Some(alarm) = &alarm {
+            alarm.set(PATIENCE);
+        }
+        job.run();
+        if let Some(alarm) = &alarm {
+            alarm.set(0);
+        }
+        guard = closing();
+        guard.done(at);
+    }
+}
+
+/// Interrupts this thread's system calls: a close that lingers has sent its FIN by then, and ends when a signal comes. The socket goes on
+/// without a descriptor, as after the end of its program.
+struct Alarm(libc::timer_t);
+
+extern "C" fn nothing(_: libc::c_int) {}
+
+impl Alarm {
+    fn new() -> Option<Alarm> {
+        let signal = libc::SIGRTMAX();
+        // SAFETY: all three structs may be zero; `nothing` may run in any thread at any time; the timer is this thread's own.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = nothing as *const () as usize;
+            if libc::sigaction(signal, &action, std::ptr::null_mut()) != 0 {
+                return None;
+            }
+            let mut set: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&mut set);
+            libc::sigaddset(&mut set, signal);
+            libc::pthread_sigmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut());
+            let mut event: libc::sigevent = std::mem::zeroed();
+            event.sigev_notify = libc::SIGEV_THREAD_ID;
+            event.sigev_signo = signal;
+            event.sigev_notify_thread_id = libc::gettid();
+            let mut timer: libc::timer_t = std::mem::zeroed();
+            (libc::timer_create(libc::CLOCK_MONOTONIC, &mut event, &mut timer) == 0).then_some(Alarm(timer))
+        }
+    }
+
+    /// Makes it ring every so many nanoseconds; never with 0.
+    fn set(&self, nanos: i64) {
+        let time = libc::timespec { tv_sec: 0, tv_nsec: nanos };
+        let setting = libc::itimerspec { it_interval: time, it_value: time };
+        // SAFETY: the timer exists until `self` is dropped.
+        unsafe { libc::timer_settime(self.0, 0, &setting, std::ptr::null_mut()) };
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        // SAFETY: it is deleted once.
+        unsafe { libc::timer_delete(self.0) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+    use std::time::Instant;
+
+    /// A connection with SO_LINGER whose peer does not read, with as much unsent data as there is room for.
+    fn lingering(listener: &TcpListener) -> (TcpStream, TcpStream) {
+        let ours = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+        let (theirs, _) = listener.accept().expect("a connection");
+        ours.set_nonblocking(true).expect("a socket");
+        while (&ours).write(&[7; 65536]).is_ok() {}
+        let linger = libc::linger { l_onoff: 1, l_linger: 1000 };
+        // SAFETY: a linger has no padding.
+        let bytes = unsafe { std::slice::from_raw_parts((&raw const linger).cast::<u8>(), size_of_val(&linger)) };
+        socket::set_bytes(ours.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, bytes).expect("SO_LINGER");
+        (ours, theirs)
+    }
+
+    /// Sockets that linger for a thousand seconds hold up neither who drops them nor each other: every peer gets everything and
+    /// the FIN.
+    #[test]
+    fn sockets_that_linger_hold_up_nobody() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let pairs: Vec<_> = (0..200).map(|_| lingering(&listener)).collect();
+        let (ours, theirs): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        #[expect(clippy::disallowed_methods, reason = "a test measures real time")]
+        let begun = Instant::now();
+        ours.into_iter().for_each(|ours| drop(Foreign::from(OwnedFd::from(ours))));
+        assert!(begun.elapsed() < Duration::from_secs(10), "dropping them took {:?}", begun.elapsed());
+        for mut peer in theirs {
+            peer.set_read_timeout(Some(Duration::from_secs(60))).expect("a time-out");
+            let mut bytes = Vec::new();
+            peer.read_to_end(&mut bytes).expect("everything, and the end");
+            assert!(bytes.len() >= 65536 && bytes.iter().all(|byte| *byte == 7));
+        }
+    }
+
+    #[test]
+    fn kinds_are_told_apart_without_asking_the_file() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let (ours, _theirs) = lingering(&listener);
+        let (unix, _) = std::os::unix::net::UnixStream::pair().expect("two sockets");
+        let file = std::fs::File::open("/dev/null").expect("a file");
+        assert_eq!(kind(ours.as_fd()), Kind::Lingering);
+        assert_eq!(kind(listener.as_fd()), Kind::Plain);
+        assert_eq!(kind(unix.as_fd()), Kind::Plain);
+        assert_eq!(kind(file.as_fd()), Kind::Other);
+        assert!(!Foreign::from(OwnedFd::from(file)).is_socket());
+        assert!(Foreign::from(OwnedFd::from(unix)).into_unix().is_ok());
+        assert!(Foreign::from(OwnedFd::from(listener)).into_unix().is_err());
+    }
+}
