@@ -101,7 +101,7 @@ mod tests {
             // As if all had this one's hash.
             let hash = all.hash(&flow(port));
             all.by_flow = (0..100).map(|number| (hash, number)).collect();
-            assert_eq!(all.with_flow(&flow(port)).map(|found| found.number()).collect::<Vec<_>>(), [port.into()]);
+            assert_eq!(all.with_flow(&flow(port)).map(|found| found.number()).collect::<Vec<_>>(), [u32::from(port)]);
         }
         assert!(all.with_flow(&flow(100)).next().is_none());
     }
