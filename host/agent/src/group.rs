@@ -11,6 +11,10 @@ use baton_protocol::program::{Flip, Report};
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// Time for which a report's file is waited for, once.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Time for which a group without sessions is kept, in microseconds: a script's next command may come late.
 const UNUSED: u64 = 3_600_000_000;
@@ -27,6 +31,8 @@ pub(crate) struct Group {
     pub flip: Option<Flip>,
     pub report: Report,
     file: Option<Arc<ReportFile>>,
+    /// Its file was waited for in vain.
+    slow: bool,
     random: u64,
 }
 
@@ -40,6 +46,7 @@ impl Group {
             flip,
             report: Report::default(),
             file: file.map(|fd| Arc::new(ReportFile { fd, next: Mutex::default() })),
+            slow: false,
             random,
         }
     }
@@ -77,8 +84,8 @@ impl Group {
         }
     }
 
-    /// Has the report written as one line into its file, in place of what is there. Nobody waits for that: the file may be one of a server
-    /// that does not answer.
+    /// Has the report written as one line into its file, in place of what is there. The file may be one of a server that does not answer: it
+    /// is waited for once, for a moment. On a disk or in memory the report is there when this returns.
     pub fn write(&mut self) {
         let Some(file) = &self.file else { return };
         let Ok(line) = serde_json::to_string(&self.report) else { return };
@@ -86,7 +93,13 @@ impl Group {
         // If one waits to be written, the file's thread finds this one in its place.
         if next.replace(line + "\n").is_none() {
             let file = file.clone();
-            foreign::run_for(self.user, move || file.write());
+            drop(next);
+            let write = move || file.write();
+            if self.slow {
+                foreign::run_for(self.user, write);
+            } else {
+                self.slow = !foreign::run_for_within(self.user, PATIENCE, write);
+            }
         }
     }
 }

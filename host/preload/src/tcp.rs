@@ -427,7 +427,7 @@ impl Tcp {
         let registered = if receives_more_than_bytes(fd) {
             Err(std::io::Error::other("options that only the kernel knows"))
         } else {
-            session.shared.register_as(connection, borrowed, self.inherited.load(RELAXED))
+            session.shared.register_as(connection, borrowed, self.inherited.load(RELAXED), thread::token())
         };
         match registered {
             Ok(()) => {

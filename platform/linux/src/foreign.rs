@@ -12,7 +12,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -80,6 +80,13 @@ impl Foreign {
     /// Whether it is a socket.
     pub fn is_socket(&self) -> bool {
         rustix::net::sockopt::socket_type(self) != Err(Errno::NOTSOCK)
+    }
+
+    /// Whether it is a file with a path, be its server ever so slow: no socket, pipe or anonymous one, which may hold other descriptors, the
+    /// other end of a control connection for example. The file itself is not asked.
+    pub fn has_path(&self) -> bool {
+        let link = format!("/proc/self/fd/{}", self.as_fd().as_raw_fd());
+        std::fs::read_link(link).is_ok_and(|target| target.is_absolute())
     }
 
     /// The descriptor itself, if it is a Unix socket: closing that waits for nobody.
@@ -150,6 +157,20 @@ pub fn run_for(user: u32, act: impl FnOnce() + Send + 'static) {
         act();
     };
     do_elsewhere((Lane::Files, user), Job::Run(Box::new(act)));
+}
+
+/// As [`run_for`]. If nothing else waits for that user, this waits until it is done, for this time at most. Returns false if that was in
+/// vain.
+pub fn run_for_within(user: u32, limit: Duration, act: impl FnOnce() + Send + 'static) -> bool {
+    let at = (Lane::Files, user);
+    let is_first = !closing().queues.contains_key(&at);
+    run_for(user, act);
+    if !is_first {
+        return true;
+    }
+    let is_busy = |closing: &mut Closing| closing.queues.contains_key(&at);
+    let (closing, _) = DONE.wait_timeout_while(closing(), limit, is_busy).unwrap_or_else(PoisonError::into_inner);
+    !closing.queues.contains_key(&at)
 }
 
 /// Waits until all that was to be done is done, or for this time.

@@ -41,7 +41,14 @@ fn running_programs_do_not_notice() {
             let mut program = host.spawn(&mut program).expect("python3");
             let report = scratch.file("report");
             let attacher = attach(&host, &scratch, &["--flip", "5..50", "--flip-report", &report, &program.id().to_string()]);
-            until_moved(|| agent_socket(&scratch), 6, 10);
+            if way == "threads" {
+                let stay = |list: Vec<baton_protocol::program::ConnectionInfo>| {
+                    list.len() == 6 && list.iter().all(|one| one.reason.contains("blocking"))
+                };
+                wait_until("connections in blocking mode stay", || stay(listed(&scratch)));
+            } else {
+                until_moved(|| agent_socket(&scratch), 6, 10);
+            }
             drop(program.stdin.take());
             let ended = program.wait_with_output().expect("the program");
             assert!(ended.status.success(), "{way}{family}: {}", text(&ended.stderr));

@@ -73,8 +73,12 @@ impl Honest {
         assert_eq!((now.agent_process, now.nic_process), (self.before.agent_process, self.before.nic_process));
         // The agent sees the hang-up of a program's control connection a moment later.
         let deadline = Instant::now() + Duration::from_secs(10);
-        while tool.connections().expect("a list").len() > 1 {
-            assert!(Instant::now() < deadline, "more than the honest program's is left");
+        loop {
+            let left = tool.connections().expect("a list");
+            if left.len() <= 1 {
+                break;
+            }
+            assert!(Instant::now() < deadline, "more than the honest program's is left: {left:?}");
         }
     }
 

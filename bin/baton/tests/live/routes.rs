@@ -462,6 +462,7 @@ fn packets_have_a_flow_label_on_the_nic_too() {
 /// on the NIC, whose TCP_USER_TIMEOUT runs on, and ends as in the kernel: ETIMEDOUT, not EHOSTUNREACH after the time-outs of two stacks.
 #[test]
 fn a_user_timeout_runs_on_without_a_carrier() {
+    // Waits: the time-out is what is tested, and the kernel would take twice as long.
     const TIMEOUT: Duration = Duration::from_secs(2);
     let mut scene = scene(beside());
     for (host, peer, device) in
@@ -489,6 +490,7 @@ fn a_user_timeout_runs_on_without_a_carrier() {
             }
             other => break other.expect_err("no stream ends here"),
         }
+        // Waits: a limit that is far away.
         assert!(begun.elapsed() < 30 * TIMEOUT, "it does not end");
     };
     assert_eq!(error.raw_os_error(), Some(libc::ETIMEDOUT), "after {:?}", begun.elapsed());

@@ -1,8 +1,9 @@
 //! A NIC or an agent that is stopped: it holds up nobody who does not need it, and whoever needs it only for a while.
 
-use crate::common::{connect, hosts};
+use crate::common::{connect, hosts, wait_until};
 use baton_client::{Connection, Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_linux::freeze::Frozen;
 use baton_linux::process;
 use baton_protocol::program::{Ask, Opening, Place, Reply};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -33,6 +34,11 @@ impl Drop for Stopped {
     fn drop(&mut self) {
         let _ = process::signal(self.0, SIGCONT);
     }
+}
+
+/// Stops the NIC as a debugger does: one that is stopped by a signal is ended soon.
+fn hold_nic(bed: &Testbed) -> Frozen {
+    Frozen::freeze(&[nic_process(bed)]).expect("a tracer")
 }
 
 /// Does something in a thread; fails if it takes too long.
@@ -76,7 +82,7 @@ fn nic_process(bed: &Testbed) -> u32 {
 fn opening_a_session_at_a_stopped_nic_holds_up_no_other() {
     let bed = hosts(TestbedSettings::default());
     let (other, connection, _streams) = registered(&bed, 8000);
-    let nic = Stopped::new(nic_process(&bed));
+    let nic = hold_nic(&bed);
     let (opened, opens) = channel();
     let socket = bed.socket();
     std::thread::spawn(move || {
@@ -107,7 +113,7 @@ fn what_needs_a_stopped_nic_is_refused_after_a_while() {
     let Reply::Offloads(offloads) = bed.tool().expect("a tool").ask(Ask::Offloads { nic: 0 }).expect("an answer") else {
         panic!("there are offloads");
     };
-    let nic = Stopped::new(process);
+    let nic = hold_nic(&bed);
     let refused = |reason: String| assert!(reason.contains("the NIC does not answer"), "{reason}");
     let socket = bed.socket();
     let opens = in_time("a session", move || {
@@ -170,8 +176,7 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     // The agent has each request before this one.
     in_time("what was asked for", move || last.forget(&again, 1)).expect("forgotten");
     // One is left, and nothing of what was withdrawn.
-    let deadline = 200;
-    assert!((0..deadline).any(|_| listed(&bed) == 1), "{} are left, of {closed} closed ones", listed(&bed));
+    wait_until(&format!("one is left of {closed} closed ones"), || listed(&bed) == 1);
 }
 
 const CLIENT: &str = "

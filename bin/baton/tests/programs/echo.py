@@ -14,7 +14,10 @@ while True:
         if key.fileobj is sys.stdin:
             sys.exit()
         if key.fileobj is listener:
-            selector.register(listener.accept()[0], selectors.EVENT_READ)
+            connection = listener.accept()[0]
+            # Not in blocking mode, in which an attached program's connections stay in the kernel; sendall waits nevertheless.
+            connection.settimeout(60)
+            selector.register(connection, selectors.EVENT_READ)
             continue
         data = key.fileobj.recv(65536)
         if data:

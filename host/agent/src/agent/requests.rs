@@ -302,6 +302,10 @@ impl Agent {
         if let Some(Err(reason)) = flip.map(|flip| flip.check()) {
             return Reply::Failed { reason };
         }
+        // Anything else could hold the other end of this session's connection, which would then never end.
+        if file.as_ref().is_some_and(|file| !file.has_path()) {
+            return Reply::Failed { reason: "a report's file is no file in a file system".into() };
+        }
         let mut name = [0u8; 8];
         if let Err(error) = process::random(&mut name) {
             return Reply::Failed { reason: format!("no random numbers: {error}") };

@@ -136,7 +136,8 @@ impl Shared {
         Some(connection.number())
     }
 
-    /// Begins to accept a connection that the NIC has made; [`Shared::end_accepting`] follows.
+    /// Begins to accept a connection that the NIC has made, or to register one; [`Shared::end_accepting`] follows. Until then events of
+    /// connections that are not known are kept.
     pub(super) fn begin_accepting(&self, token: Token) {
         if let Some(mut events) = self.events.lock(token) {
             events.accepting += 1;

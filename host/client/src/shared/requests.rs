@@ -179,7 +179,7 @@ impl Shared {
     /// With the reason, if this connection can never be moved.
     pub fn register(&self, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<Arc<Connection>> {
         let connection = self.unregistered();
-        self.register_as(&connection, fd, inherited)?;
+        self.register_as(&connection, fd, inherited, 1)?;
         Ok(connection)
     }
 
@@ -193,14 +193,20 @@ impl Shared {
     ///
     /// # Errors
     /// See there.
-    pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool) -> io::Result<()> {
-        let number = match self.ask_or_withdraw(&Ask::Register { inherited, process: None }, Some(fd))? {
-            Reply::Registered { connection } => connection,
-            Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
-            _ => return Err(protocol_error("the connection was not registered")),
+    pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool, token: Token) -> io::Result<()> {
+        // The agent may move it at once, and another thread may come across the NIC's first events of it before its number is known here.
+        self.begin_accepting(token);
+        let registered = match self.ask_or_withdraw(&Ask::Register { inherited, process: None }, Some(fd)) {
+            Ok(Reply::Registered { connection: number }) => {
+                self.take_charge(connection, number);
+                Ok(())
+            }
+            Ok(Reply::Stayed { reason, .. } | Reply::Failed { reason }) => Err(io::Error::other(reason)),
+            Ok(_) => Err(protocol_error("the connection was not registered")),
+            Err(error) => Err(error),
         };
-        self.take_charge(connection, number);
-        Ok(())
+        self.end_accepting(registered.is_ok().then_some(&**connection), token);
+        registered
     }
 
     /// Makes a connection from [`Shared::unregistered`] represent the one that was registered under this number.

@@ -88,6 +88,7 @@ pub fn answered<T>(bed: &Testbed, ask: impl Fn(&mut Tool) -> anyhow::Result<T>) 
             Ok(answer) => return answer,
             Err(error) => assert!(Instant::now() < deadline, "no agent answers: {error:#}"),
         }
+        // Waits: between two looks; the deadline is far away.
         std::thread::sleep(Duration::from_millis(1));
     }
 }
