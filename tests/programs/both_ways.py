@@ -73,6 +73,7 @@ class Round:
             if time.monotonic() - before > 60:
                 self.failures.append("a Baton has not ended a minute after its program")
                 break
+            # Waits: between two looks; the limit is a minute.
             time.sleep(0.01)
         return self.judge(mode, connections, *ends)
 
