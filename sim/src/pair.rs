@@ -39,7 +39,7 @@ pub struct End {
     pub mismatches: u64,
     /// Whether the program reads what arrives.
     pub reads: bool,
-    /// Bytes that it reads before the connection is told.
+    /// Bytes that it reads before it reports them to the connection.
     pub reports_every: u32,
     /// Bytes that it has read since then.
     unreported: u32,

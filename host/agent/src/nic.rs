@@ -260,7 +260,8 @@ impl NicProcess {
         nic_is_dead || self.host_tcp.as_mut().is_some_and(HostTcp::is_dead)
     }
 
-    /// Whether it has died without anybody else's doing, or is to be ended since it does not do what it must. Of an owner's nobody knows.
+    /// Whether its own fault has ended it, or the agent ends it since it does not do what it must. False for an owner's NIC, of which that is
+    /// not known.
     pub fn died_by_itself(&mut self) -> bool {
         let killed = |child: &mut Child| matches!(child.try_wait(), Ok(Some(status)) if process::is_killed(status));
         let nic_was_killed = match &mut self.process {

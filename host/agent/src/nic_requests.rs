@@ -13,7 +13,7 @@ const MOST_UNDER_WAY: usize = 64;
 /// Most requests of programs, tools and listeners that wait to be sent, or for their answers.
 const MOST: usize = 4096;
 
-/// Time after which whoever asked is told that there is no answer, in microseconds.
+/// Time after which a request without an answer is reported as such to its caller, in microseconds.
 pub(crate) const LIMIT: u64 = 2_000_000;
 
 /// A request that has not been answered.

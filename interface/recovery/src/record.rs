@@ -232,7 +232,7 @@ mod tests {
         assert_eq!(at_death(&record, &program).map(|image| image.state), Some(State::Closed));
     }
 
-    /// The kernel counts what the replay brings as new. A peer that has not been heard of for weeks would be refused by its old timestamp.
+    /// The kernel counts what the replay brings as new. A peer that has sent nothing for weeks would be refused by its old timestamp.
     #[test]
     fn a_timestamp_of_long_ago_is_forgotten() {
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };

@@ -55,8 +55,8 @@ mod tests {
     use super::*;
     use baton_abi::Cid;
 
-    /// However often an address's state changes or a session breaks the rules while the agent does not read: each is told once. Answers are
-    /// told one for one.
+    /// However often an address's state changes or a session breaks the rules while the agent does not read: there is one event of each. Each
+    /// answer is an event of its own.
     #[test]
     fn events_that_repeat_take_no_more_room() {
         let mut backlog = Backlog::default();

@@ -434,7 +434,7 @@ fn a_blocking_client_with_signals_does_not_notice() {
     assert_eq!((&summary["moves"], &summary["stayed"]["blocking socket"]), (&0.into(), &1.into()), "{summary}");
 }
 
-/// A program that answers, and changes its socket's mode when it is told to.
+/// A program that answers, and changes its socket's mode on request.
 const MODES: &str = "
 import select
 import socket

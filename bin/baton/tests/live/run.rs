@@ -14,7 +14,7 @@ fn baton_run(scratch: &Scratch, arguments: &[&str]) -> Output {
     Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output")
 }
 
-/// Runs a program under random moves, until each of its six connections has moved ten times and it is told to end. Returns its report,
+/// Runs a program under random moves, until each of its connections has moved so often, and then ends it. Returns its report,
 /// after it has ended with success.
 fn flip(name: &str, program: &[&str], connections: usize, moves: u32) -> Value {
     let scratch = Scratch::new(name);
@@ -194,7 +194,7 @@ fn a_filter_with_a_map_that_cannot_change_keeps_nothing() {
     policy_holds("fixed map");
 }
 
-/// A program that is told of connections' states keeps them in the kernel: each move would look like a new connection.
+/// A BPF program that follows connections' states keeps them in the kernel: each move would look like a new connection.
 #[test]
 fn a_program_that_follows_states_keeps_its_connections() {
     policy_holds("states");
