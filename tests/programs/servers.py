@@ -72,6 +72,8 @@ def many_server():
         for fd, _ in events.poll():
             if fd == listener.fileno():
                 link, _ = listener.accept()
+                # With a time-out it is not in blocking mode, in which an attached program's connections stay in the kernel.
+                link.settimeout(60)
                 links[link.fileno()] = link
                 events.register(link, select.EPOLLIN)
             elif data := links[fd].recv(65536):
