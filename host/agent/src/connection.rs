@@ -452,7 +452,8 @@ impl Connection {
     /// connection waits, and its program, too.
     pub fn tries_again(&mut self, why: &str, now: u64) -> bool {
         let (since, _) = self.extra().refused.unwrap_or((now, now));
-        let patience = if self.closed || self.abandoned || self.outlives_agent { AGAIN_WITHOUT_PROGRAM } else { AGAIN_LIMIT };
+        let is_over = self.closed || self.abandoned || self.outlives_agent || self.is_to_be_forgotten();
+        let patience = if is_over { AGAIN_WITHOUT_PROGRAM } else { AGAIN_LIMIT };
         let again = now.saturating_sub(since) < patience;
         let pause = (now.saturating_sub(since)).clamp(AGAIN_FIRST, AGAIN_MOST);
         self.extra().refused = again.then_some((since, now + pause));
@@ -547,6 +548,11 @@ impl Connection {
     /// Takes the requests that wait for the end of its move.
     pub fn take_waiting(&mut self) -> Waiting {
         self.extra.as_mut().map(|extra| std::mem::take(&mut extra.waiting)).unwrap_or_default()
+    }
+
+    /// Whether its program has closed it, and it is removed after its move.
+    fn is_to_be_forgotten(&self) -> bool {
+        self.extra.as_ref().is_some_and(|extra| extra.waiting.then.iter().any(|(then, _)| matches!(then, Then::Forget(_))))
     }
 
     /// Whether an operation is to be done after its move.

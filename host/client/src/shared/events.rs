@@ -109,7 +109,11 @@ impl Shared {
             connection = events.search(connections, message.cid);
         }
         let Some(connection) = connection else {
-            if events.accepting > 0 && events.unclaimed.len() < MOST_UNCLAIMED {
+            if events.accepting > 0 {
+                // The older ones are more likely to be of connections that have left the NIC.
+                if events.unclaimed.len() >= MOST_UNCLAIMED {
+                    events.unclaimed.drain(..MOST_UNCLAIMED / 2);
+                }
                 events.unclaimed.push(*message);
             }
             return None;

@@ -432,6 +432,29 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1110);
     }
 
+    /// While connections are registered all the time, events of others that have left the NIC come, too: more than are kept. A new
+    /// connection's own events count.
+    #[test]
+    fn events_of_connections_that_have_left_displace_no_new_ones() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        let shared = Shared::on(memory.clone());
+        let mut receive = |cid| {
+            nic.push(Message::new(Operation::OsRecv, cid, 0, 1).to_words()).unwrap();
+            nic.publish();
+            shared.catch_up(2);
+        };
+        let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
+        shared.begin_accepting(1);
+        (0..30_000).for_each(|other| receive(Cid::new(6 + other % 100, 1)));
+        receive(cid);
+        memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
+        memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
+        shared.represent(&connection, 3);
+        shared.end_accepting(Some(&connection), 1);
+        assert_eq!(connection.received.load(RELAXED), 1);
+    }
+
     /// Buffers to post and rings for datagrams come from the same part of session memory: none gets what another has.
     #[test]
     fn buffers_and_datagrams_share_their_memory() {

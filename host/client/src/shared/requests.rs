@@ -194,19 +194,24 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool, token: Token) -> io::Result<()> {
-        // The agent may move it at once, and another thread may come across the NIC's first events of it before its number is known here.
+        self.take_on(connection, &Ask::Register { inherited, process: None }, fd, token)
+    }
+
+    /// Asks the agent to take a connection on, and makes `connection` represent it then. The agent may move it at once, and another thread
+    /// may come across the NIC's first events of it before its number is known here: they count nevertheless.
+    fn take_on(&self, connection: &Arc<Connection>, ask: &Ask, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
         self.begin_accepting(token);
-        let registered = match self.ask_or_withdraw(&Ask::Register { inherited, process: None }, Some(fd)) {
+        let taken = match self.ask_or_withdraw(ask, Some(fd)) {
             Ok(Reply::Registered { connection: number }) => {
                 self.take_charge(connection, number);
                 Ok(())
             }
             Ok(Reply::Stayed { reason, .. } | Reply::Failed { reason }) => Err(io::Error::other(reason)),
-            Ok(_) => Err(protocol_error("the connection was not registered")),
+            Ok(_) => Err(protocol_error("the agent did not take the connection on")),
             Err(error) => Err(error),
         };
-        self.end_accepting(registered.is_ok().then_some(&**connection), token);
-        registered
+        self.end_accepting(taken.is_ok().then_some(&**connection), token);
+        taken
     }
 
     /// Makes a connection from [`Shared::unregistered`] represent the one that was registered under this number.
@@ -337,18 +342,7 @@ impl Shared {
         peer: SocketAddr,
         token: Token,
     ) -> io::Result<()> {
-        self.begin_accepting(token);
-        let begun = match self.ask_or_withdraw(&Ask::Connect { peer }, Some(fd)) {
-            Ok(Reply::Registered { connection: number }) => {
-                self.represent(connection, number);
-                Ok(())
-            }
-            Ok(Reply::Stayed { reason, .. } | Reply::Failed { reason }) => Err(io::Error::other(reason)),
-            Ok(_) => Err(protocol_error("the connection was not opened")),
-            Err(error) => Err(error),
-        };
-        self.end_accepting(begun.is_ok().then_some(&**connection), token);
-        begun
+        self.take_on(connection, &Ask::Connect { peer }, fd, token)
     }
 
     /// Ends this session's part in a listener.
