@@ -15,8 +15,11 @@ const LIMIT: Duration = Duration::from_secs(1);
 /// Time that another user's agent gets for what root asks it to do.
 const FOREIGN: Duration = Duration::from_secs(10);
 
-/// Pause before an agent that has no room for another client is tried again.
+/// Pause before an agent that has no room for another client, or does not listen yet, is tried again.
 const AGAIN: Duration = Duration::from_millis(10);
+
+/// How often an agent is asked, and the next one that its keeper starts.
+const MOST_ASKED: u32 = 5;
 
 /// Most connections in the lists of one agent: more than its sessions can have.
 const MOST_LISTED: usize = 1 << 20;
@@ -39,32 +42,39 @@ enum Limit {
 }
 
 impl Limit {
-    fn wait(self, channel: &Channel) -> Result<()> {
+    fn receive(self, channel: &Channel) -> Result<Answer> {
         let (left, most) = match self {
-            Limit::None => return Ok(()),
+            Limit::None => return Ok(channel.receive()?.0),
             Limit::Each(limit) => (limit, limit),
             Limit::Until(at) => (Duration::from_micros(at.saturating_sub(monotonic_micros())), LIMIT),
         };
-        match channel.await_message(left) {
+        match channel.receive_within(left) {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 let process = channel.peer_process().unwrap_or_default();
                 bail!("it (process {process}) has not answered in time ({} s): it is stopped or overloaded", most.as_secs())
             }
-            other => Ok(other?),
+            received => Ok(received?.0),
         }
     }
 }
 
 impl Tool {
-    /// Connects to the agent at a path. Root may ask other users' agents: nothing that a tool sends or is sent gives them anything.
+    /// Connects to the agent at a path. Root may ask other users' agents: nothing that a tool sends or is sent gives them anything. An
+    /// agent that has just died gets a second to be started again by its keeper.
     ///
     /// # Errors
     /// If no agent listens there, or one of another user.
     pub fn connect(path: &Path) -> Result<Tool> {
+        let deadline = monotonic_micros() + LIMIT.as_micros() as u64;
         let of_another = |error: &io::Error| error.kind() == io::ErrorKind::PermissionDenied && baton_linux::process::user() == 0;
-        let (channel, limit) = match Channel::connect(path) {
-            Err(error) if of_another(&error) => (Channel::try_connect_to_anybody(path), Limit::Each(FOREIGN)),
-            connected => (connected, Limit::None),
+        let (channel, limit) = loop {
+            match Channel::connect(path) {
+                Err(error) if of_another(&error) => break (Channel::try_connect_to_anybody(path), Limit::Each(FOREIGN)),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused && monotonic_micros() < deadline => {
+                    std::thread::sleep(AGAIN);
+                }
+                connected => break (connected, Limit::None),
+            }
         };
         let channel = channel.with_context(|| {
             format!("no agent at {}: start Baton (baton up), or set BATON_SOCKET to the path of its socket", path.display())
@@ -124,8 +134,7 @@ impl Tool {
     }
 
     fn next(&self) -> Result<Answer> {
-        self.limit.wait(&self.channel)?;
-        let Answer { tag, body } = self.channel.receive::<Answer>()?.0;
+        let Answer { tag, body } = self.limit.receive(&self.channel)?;
         Ok(Answer { tag, body: body.with_plain_texts() })
     }
 
@@ -153,18 +162,21 @@ impl Tool {
     /// As [`Tool::ask`], with descriptors that come along.
     ///
     /// # Errors
-    /// If the agent has ended.
+    /// If the agent has ended, or agents die of the request.
     pub fn ask_with(&mut self, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Result<Reply> {
-        let mut tag = self.send_with(body.clone(), descriptors)?;
-        loop {
-            let answer = self.next()?;
-            match answer.body {
-                // The agent may have died with the request; a late answer to it is ignored.
-                Reply::Restarted { .. } => tag = self.send_with(body.clone(), descriptors)?,
-                body if answer.tag == tag => return Ok(body),
-                _ => {}
+        for _ in 0..MOST_ASKED {
+            let tag = self.send_with(body.clone(), descriptors)?;
+            loop {
+                let answer = self.next()?;
+                match answer.body {
+                    // The agent may have died with the request; a late answer to it is ignored.
+                    Reply::Restarted { .. } => break,
+                    body if answer.tag == tag => return Ok(body),
+                    _ => {}
+                }
             }
         }
+        bail!("{MOST_ASKED} agents have died, one after the other, before they answered")
     }
 
     /// All connections that the agent knows.

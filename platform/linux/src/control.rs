@@ -124,23 +124,6 @@ impl Channel {
         Ok(Channel { fd })
     }
 
-    /// Waits until a message can be received, or the other end is gone, at most this long.
-    ///
-    /// # Errors
-    /// `TimedOut`, else the system's.
-    pub fn await_message(&self, limit: Duration) -> io::Result<()> {
-        let deadline = crate::events::monotonic_micros() + limit.as_micros() as u64;
-        loop {
-            let left = Duration::from_micros(deadline.saturating_sub(crate::events::monotonic_micros()));
-            let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
-            match rustix::event::poll(&mut [PollFd::new(&self.fd, PollFlags::IN)], Some(&time)) {
-                Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
-                Err(Errno::INTR) => {}
-                other => return Ok(other.map(drop)?),
-            }
-        }
-    }
-
     /// Connects to a listener of [`Listener::bind_name`].
     ///
     /// # Errors

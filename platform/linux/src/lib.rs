@@ -1,13 +1,12 @@
 //! Linux: system calls on sockets, netlink and its families, namespaces and interfaces, processes, descriptors over Unix sockets.
 
-/// Writes a line to standard error, as `eprintln!` does. A line that cannot be written is lost: whoever reads the log may have ended,
-/// or its disk be full, and that must end no process.
+/// Writes a line to standard error, as `eprintln!` does, but waits for nothing. A line that cannot be written is lost: whoever reads the
+/// log may have ended, or stopped, or its disk be full, and that must neither end nor hold up a process of ours.
 #[macro_export]
 macro_rules! report {
-    ($($text:tt)*) => {{
-        use std::io::Write;
-        let _ = writeln!(std::io::stderr(), $($text)*);
-    }};
+    ($($text:tt)*) => {
+        $crate::report::line(format_args!($($text)*))
+    };
 }
 
 pub mod bell;
@@ -30,6 +29,7 @@ pub mod packet_ring;
 mod partner;
 pub mod process;
 mod raw_address;
+pub mod report;
 pub mod resolution;
 pub mod rights;
 pub mod route;

@@ -1,0 +1,81 @@
+//! Lines on standard error. Whoever reads them can neither hold a process up nor, by what it does, have it write without end.
+
+use crate::events::monotonic_micros;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::fmt::Arguments;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::sync::Mutex;
+
+/// What a pipe with room for anything takes at once: PIPE_BUF of pipe(7), bytes.
+const AT_ONCE: usize = 4096;
+
+/// Lines that may be written one after the other.
+const BURST: u64 = 200;
+
+/// Time after which one more may be, microseconds.
+const PER_LINE: u64 = 50_000;
+
+/// How many lines may be written, and how many were not.
+struct Allowance {
+    /// When all of the burst is there again, microseconds of the monotonic clock.
+    full_at: u64,
+    left_out: u64,
+}
+
+impl Allowance {
+    /// Whether a line may be written at this time, and how many were left out before it.
+    fn take(&mut self, now: u64) -> Option<u64> {
+        let full_at = self.full_at.max(now) + PER_LINE;
+        if full_at > now + BURST * PER_LINE {
+            self.left_out += 1;
+            return None;
+        }
+        self.full_at = full_at;
+        Some(std::mem::take(&mut self.left_out))
+    }
+}
+
+/// Writes a line to standard error ([`crate::report!`]).
+pub fn line(text: Arguments<'_>) {
+    static ALLOWANCE: Mutex<Allowance> = Mutex::new(Allowance { full_at: 0, left_out: 0 });
+    let mut allowance = ALLOWANCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    let Some(left_out) = allowance.take(monotonic_micros()) else { return };
+    let before = if left_out > 0 { format!("({left_out} lines were left out)\n") } else { String::new() };
+    write(io::stderr(), format!("{before}{text}\n").as_bytes());
+}
+
+/// Writes as far as that does not wait.
+fn write(mut to: impl Write + AsFd, text: &[u8]) {
+    for part in text.chunks(AT_ONCE) {
+        let ready = poll(&mut [PollFd::new(&to, PollFlags::OUT)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
+        if ready != Ok(1) || to.write_all(part).is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A pipe that nobody reads does not hold the writer up.
+    #[test]
+    fn a_full_pipe_holds_nobody_up() {
+        let (_reader, writer) = io::pipe().expect("a pipe");
+        (0..1000).for_each(|_| write(&writer, &[b'x'; 3 * AT_ONCE]));
+    }
+
+    #[test]
+    fn a_flood_is_left_out_and_counted() {
+        let mut allowance = Allowance { full_at: 0, left_out: 0 };
+        let now = 1_000_000;
+        let written = (0..100_000).filter(|_| allowance.take(now).is_some()).count() as u64;
+        assert_eq!(written, BURST);
+        assert_eq!(allowance.take(now + PER_LINE), Some(100_000 - BURST));
+        assert_eq!(allowance.take(now + PER_LINE), None);
+        let later = now + 2 * BURST * PER_LINE;
+        assert_eq!(allowance.take(later), Some(1));
+        assert_eq!((0..BURST).filter(|_| allowance.take(later).is_some()).count() as u64, BURST - 1);
+    }
+}
