@@ -49,8 +49,8 @@ impl TryFrom<(u8, Fault)> for Crash {
     }
 }
 
-/// Makes the fault happen after a step, every second time that the step is made, so that the recovery can make it. The count
-/// is in NIC memory, where the next agent finds it.
+/// Makes the fault happen after a step, every third time that the step is made, so that the recovery can make it, also for two
+/// connections that go back to the NIC by themselves. The count is in NIC memory, where the next agent finds it.
 #[derive(Clone, Debug)]
 pub(crate) struct Chaos {
     crash: Option<Crash>,
@@ -65,7 +65,7 @@ impl Chaos {
     /// Whether the NIC is to be killed now. If it is to stop, or the agent to die, this does it.
     pub fn strikes(&self, step: Step, process_of_nic: u32) -> bool {
         let Some(crash) = self.crash.filter(|crash| crash.after == step) else { return false };
-        if !self.nic_memory.word32(nic::CHAOS).fetch_add(1, Ordering::AcqRel).is_multiple_of(2) {
+        if !self.nic_memory.word32(nic::CHAOS).fetch_add(1, Ordering::AcqRel).is_multiple_of(3) {
             return false;
         }
         let signalled = match crash.fault {

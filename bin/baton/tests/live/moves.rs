@@ -316,7 +316,7 @@ fn close_on_the_nic_is_close() {
     }
 }
 
-/// Moves there and back with data in flight and out of order, while a process dies after every second time that the step is
+/// Moves there and back with data in flight and out of order, while a process dies after every third time that the step is
 /// made.
 fn die_after(step: Step, agent: bool) {
     for link in [LinkSettings::default(), lossy()] {

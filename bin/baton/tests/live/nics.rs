@@ -5,6 +5,7 @@ use crate::full::{ECHO, exchange};
 use crate::lifecycle::wait_for;
 use crate::scratch::{Scratch, agent_socket, text};
 use crate::{full, messages};
+use anyhow::Context;
 use baton_abi::layout::{Counter, session};
 use baton_agent::{Crash, Fault, Step};
 use baton_client::tool::Tool;
@@ -205,7 +206,8 @@ impl Scene {
 
     fn info(&self, at: usize) -> ConnectionInfo {
         let id = self.pairs[at].id;
-        self.all().into_iter().find(|info| info.connection == id).expect("it is listed")
+        let listed = |list: Vec<ConnectionInfo>| list.into_iter().find(|info| info.connection == id);
+        answered(&self.bed, |tool| listed(tool.connections()?).context("it is not listed"))
     }
 
     /// The NIC that has a connection.
@@ -222,18 +224,18 @@ impl Scene {
         self.statistics().nics.iter().map(|nic| nic.counters[Counter::Segments as usize]).collect()
     }
 
-    /// Moves a connection as a tool does, to a NIC.
+    /// Moves a connection as a tool does, to a NIC. The agent may die meanwhile: the next one has other numbers.
     fn ask_for_nic(&mut self, at: usize, nic: u32) {
-        let info = self.info(at);
-        let ask = Ask::MoveAny { session: info.session, connection: info.connection, to: Place::Nic, nic: Some(nic) };
-        let mut tool = self.bed.tool().expect("a tool");
         let deadline = Instant::now() + Duration::from_secs(20);
         loop {
-            match tool.ask(ask.clone()).expect("an answer") {
+            let info = self.info(at);
+            let ask = Ask::MoveAny { session: info.session, connection: info.connection, to: Place::Nic, nic: Some(nic) };
+            match answered(&self.bed, |tool| tool.ask(ask.clone())) {
                 Reply::Done => break,
                 Reply::Stayed { transient: true, .. } if Instant::now() < deadline => {}
                 // It was on its way back to its NIC by itself.
                 Reply::Stayed { reason, .. } if reason.contains("before it had moved") && Instant::now() < deadline => {}
+                Reply::Failed { reason } if reason.contains("has no connection") && Instant::now() < deadline => {}
                 other => panic!("{other:?}"),
             }
         }
@@ -663,7 +665,8 @@ fn messages_are_the_first_nics() {
         let before = received(&scene);
         let packets = messages::exchange_between(&scene.bed, here, peer, there);
         let after = received(&scene);
-        assert!(packets > 5 && after[0] > before[0] + 5, "{packets} packets; {before:?} {after:?}");
+        // The connections' peers may acknowledge something late.
+        assert!(packets > 5 && after[0] > before[0] + 3, "{packets} packets; {before:?} {after:?}");
         assert!(after[1] <= before[1] + 3, "the second NIC has received them: {before:?} {after:?}");
     }
     scene.carry_both(500_000);
