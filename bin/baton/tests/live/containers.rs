@@ -1,16 +1,22 @@
 //! Baton in a container: its connections come through a published port, which another namespace translates, and pass a firewall
 //! that drops invalid packets.
 
-use crate::scratch::{Scratch, script};
+use crate::common::until_moved;
+use crate::scratch::{Scratch, agent_socket, script};
 use baton_linux::namespace::Namespace;
-use baton_linux::rtnetlink;
+use baton_linux::{rtnetlink, socket};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
+
+/// How often each connection moves while it is used.
+const MOVES: u32 = 10;
 
 /// Each of these tests keeps both cores of a small machine busy, so they run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -68,19 +74,26 @@ impl Network {
     }
 }
 
-/// Exchanges bytes for a while over `count` connections to the published port; every byte is compared.
-fn talk(network: &Network, count: usize) {
+/// Exchanges bytes over `count` connections to the published port until each has moved often enough; every byte is compared.
+fn talk(network: &Network, count: usize, socket: impl Fn() -> Option<PathBuf>) {
+    struct Ends<'a>(&'a AtomicBool);
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let over = Ends(&over);
         for number in 0..count {
+            let over = over.0;
             scope.spawn(move || {
                 let connect = || TcpStream::connect_timeout(&([10, 87, 0, 1], 8080).into(), Duration::from_secs(10));
                 let mut stream = network.client.run(connect).expect("a connection to the published port");
                 stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a time-out");
-                // Waits: for no event; connections move meanwhile, on a busy machine less often.
-                let end = Instant::now() + Duration::from_secs(3);
                 let mut rng = baton_sim::Rng::new(number as u64);
                 let mut position = 0;
-                while Instant::now() < end {
+                while !over.load(Ordering::Relaxed) {
                     let mut sent = vec![0; 1 + rng.below(20_000) as usize];
                     baton_sim::stream::fill(number as u64, position, &mut sent);
                     position += sent.len() as u64;
@@ -91,6 +104,7 @@ fn talk(network: &Network, count: usize) {
                 }
             });
         }
+        until_moved(socket, count, MOVES);
     });
 }
 
@@ -120,7 +134,7 @@ fn end(server: &mut Child) {
 }
 
 fn expect_moves(report: &Value, network: &Network) {
-    assert!(report["moves"].as_u64() >= Some(40), "{report}");
+    assert!(report["moves"].as_u64() >= Some(2 * u64::from(MOVES)), "{report}");
     assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{report}");
     assert_eq!(network.invalid(), 0, "the firewall has dropped frames");
 }
@@ -130,7 +144,7 @@ fn a_published_port_leads_to_moving_connections() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let (network, scratch) = (Network::new(), Scratch::new("published"));
     let mut server = run(&network, &scratch, &["--flip-report", &scratch.file("report")]);
-    talk(&network, 4);
+    talk(&network, 4, || agent_socket(&scratch));
     end(&mut server);
     expect_moves(&report(&scratch.file("report")), &network);
 }
@@ -147,7 +161,7 @@ fn a_published_port_leads_to_attached_connections() {
     command.args(["attach", "--flip", "5..20", "--flip-report", &scratch.file("report"), &server.id().to_string()]);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stderr(Stdio::piped());
     let mut attacher = network.container.spawn(&mut command).expect("baton");
-    talk(&network, 4);
+    talk(&network, 4, || agent_socket(&scratch));
     end(&mut server);
     let mut said = String::new();
     attacher.stderr.take().expect("its messages").read_to_string(&mut said).expect("text");
@@ -193,11 +207,17 @@ fn one_baton_serves_two_containers() {
     messages.read_line(&mut said).expect("a line");
     assert!(said.contains("is up"), "{said}");
     let reports = ["report0", "report1"].map(|name| scratch.file(name));
+    // The agent of a network namespace.
+    let agent = |at: usize| {
+        let made = networks[at].container.run(|| socket::namespace(TcpListener::bind("127.0.0.1:0")?.as_fd()));
+        PathBuf::from(format!("{socket}.{}", made.expect("its number")))
+    };
     let start = |at: usize| run(&networks[at], &scratch, &["--socket", &socket, "--flip-report", &reports[at]]);
     let mut servers = [start(0), start(1)];
     std::thread::scope(|scope| {
-        for network in &networks {
-            scope.spawn(|| talk(network, 2));
+        for (at, network) in networks.iter().enumerate() {
+            let agent = agent(at);
+            scope.spawn(move || talk(network, 2, || Some(agent.clone())));
         }
     });
     servers.iter_mut().for_each(end);

