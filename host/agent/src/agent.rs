@@ -744,7 +744,11 @@ impl Agent {
     pub(crate) fn end_what_is_cut_off(&mut self) {
         while let Some((number, why)) = self.cut_off.pop() {
             if let Some(Some(session)) = self.sessions.get(number as usize) {
-                report!("baton agent: process {} of user {} is cut off: {why}", session.process, session.user);
+                // A program may connect again and again.
+                let line = format!("process {} of user {} is cut off: {why}", session.process, session.user);
+                if self.complaints.admit(&line, monotonic_micros()) {
+                    report!("baton agent: {line}");
+                }
                 self.end_session(number, false);
             }
         }
