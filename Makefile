@@ -6,7 +6,9 @@ COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null |
 
 .PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp differential packetdrill-adapter packetdrill clean
 
-demo: build
+# The demonstration compiles what it runs, which is a part of the workspace.
+demo: dependencies
+	$(CARGO) build --release --locked -p baton -p baton-preload
 	$(BATON) demo
 
 build: dependencies
