@@ -57,13 +57,15 @@ impl Then {
 pub(crate) struct Waiting {
     /// Receive the move's result.
     pub askers: Vec<Asker>,
+    /// Have asked for the NIC while it was on its way to the kernel: it goes there again.
+    pub again: Vec<Asker>,
     /// Operations to do afterwards, each with the number of attempts to restore the connection for it.
     pub then: Vec<(Then, u8)>,
 }
 
 impl Waiting {
     fn is_empty(&self) -> bool {
-        self.askers.is_empty() && self.then.is_empty()
+        self.askers.is_empty() && self.again.is_empty() && self.then.is_empty()
     }
 }
 
@@ -523,6 +525,11 @@ impl Connection {
 
     pub fn goal(&self) -> Option<Goal> {
         self.moving().and_then(Move::goal)
+    }
+
+    /// Whether it is on its way to the kernel, or goes there next.
+    pub fn is_leaving(&self) -> bool {
+        self.moving().is_some_and(Move::is_leaving)
     }
 
     /// Whether its move waits for something.

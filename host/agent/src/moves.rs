@@ -280,7 +280,7 @@ impl Agent {
     fn answer_askers(&mut self, session: u32, number: u32, conclusion: Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
         let (waiting, flow) = (connection.take_waiting(), connection.flow);
-        let Waiting { askers, then } = waiting;
+        let Waiting { askers, again, then } = waiting;
         match conclusion {
             // No request waits for a growth; those that arrived meanwhile wait for the next move.
             Conclusion::Grown if askers.is_empty() => {}
@@ -303,10 +303,21 @@ impl Agent {
             Conclusion::Stays(refusal) => {
                 let busy = refusal == Refusal::Busy;
                 self.note_end(session, number, Err(refusal), askers);
-                return self.go_on(session, number, then, !busy);
+                self.go_on(session, number, then, !busy);
+                return self.ask_again(session, number, again);
             }
         }
         self.go_on(session, number, then, true);
+        self.ask_again(session, number, again);
+    }
+
+    /// Moves a connection to the NIC for those who asked for that while it was on its way to the kernel.
+    fn ask_again(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
+        for (asker, tag) in askers {
+            if let Some((reply, _)) = self.request_move(session, number, Place::Nic, (asker, tag)) {
+                self.answer(asker, tag, reply, &[]);
+            }
+        }
     }
 
     /// Does what waited for the end of a move. `again`: if the connection is not in the kernel, restoring it is tried once more.

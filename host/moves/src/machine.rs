@@ -212,6 +212,11 @@ impl Move {
         self.goal
     }
 
+    /// Whether it is on its way to the kernel, or goes there next.
+    pub fn is_leaving(&self) -> bool {
+        self.then_restore || matches!(self.goal, Some(Goal::Check | Goal::Kernel))
+    }
+
     /// Whether a move is under way that goes on by itself: [`Event::Tick`] is due from time to time.
     pub fn waits(&self) -> bool {
         self.goal.is_some() && self.barrier.is_none()

@@ -108,6 +108,25 @@ fn a_command_on_a_host_ends_with_who_started_it() {
     assert_eq!(child.wait().expect("its end").signal(), Some(libc::SIGTERM));
 }
 
+/// Who asks for the NIC while a move there is being called off gets what it asked for, and not the answer to the wish before.
+#[test]
+fn a_wish_counts_that_comes_while_a_move_is_called_off() {
+    let mut scene = scene(TestbedSettings::default());
+    let mut tool = scene.bed.tool().expect("a tool");
+    for round in 0..200 {
+        let wishes = [Place::Nic, Place::Kernel, Place::Nic];
+        let tags = wishes.map(|to| {
+            let ask = Ask::MoveAny { session: scene.session.number(), connection: scene.id, to, nic: None };
+            tool.send(ask).expect("a request")
+        });
+        let mut answers: Vec<_> = tags.iter().map(|_| tool.receive().expect("an answer")).collect();
+        answers.sort_by_key(|answer| tags.iter().position(|tag| *tag == answer.tag));
+        assert!(matches!(answers[2].body, Reply::Done), "round {round}: {answers:?}");
+        assert_eq!(scene.settled_place(), Some(Place::Nic), "round {round}");
+        scene.move_to(Place::Kernel);
+    }
+}
+
 /// A tool of root's may move any connection. A program that has opened a session may not, whoever it was then: it may have changed its user
 /// or its root directory since, and keeps the session.
 #[test]

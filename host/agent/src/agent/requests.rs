@@ -494,6 +494,10 @@ impl Agent {
         };
         connection.want(to == Place::Nic);
         match (connection.stage(), to) {
+            // A mere suggestion does not outweigh the reason for which it leaves.
+            (Stage::Nic | Stage::Offloading, Place::Nic) if connection.is_leaving() && asker.1 != 0 => {
+                connection.extra().waiting.again.push(asker);
+            }
             (Stage::Kernel, Place::Kernel) | (Stage::Nic, Place::Nic) => return Some((Reply::Done, Vec::new())),
             (Stage::Ended, _) => {
                 return Some((Reply::Stayed { reason: Refusal::Ended.to_string(), transient: false }, Vec::new()));
