@@ -292,7 +292,8 @@ impl Set {
 
     /// Prepares the set for a socket that may go to the NIC from now on.
     pub fn prepare_for_nic(&self) {
-        if let Some(epfd) = locked(&self.fds).first().copied() {
+        let epfd = locked(&self.fds).first().copied();
+        if let Some(epfd) = epfd {
             self.join_bell(&mut locked(&self.inner), epfd);
             // A thread that has slept in it since before the session was opened is not counted as a sleeper.
             wait::signal(self.eventfd());

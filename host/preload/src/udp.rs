@@ -258,7 +258,8 @@ impl Udp {
 
     /// Drops the rings. Their memory and descriptors are free when no thread uses them any more.
     fn drop_rings(&self) {
-        if let Some(taken) = locked(&self.taken).take() {
+        let taken = locked(&self.taken).take();
+        if let Some(taken) = taken {
             let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
             locked(&OURS).retain(|fd| !gone.contains(fd));
         }

@@ -57,7 +57,8 @@ pub(crate) fn reports_now(fd: c_int, event: i16) -> bool {
 
 impl Waiter {
     fn take() -> Arc<Waiter> {
-        if let Some(waiter) = POOL.lock().unwrap_or_else(PoisonError::into_inner).pop() {
+        let pooled = POOL.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        if let Some(waiter) = pooled {
             return waiter;
         }
         let fd = eventfd();

@@ -1,0 +1,55 @@
+//! The preloaded library in whole programs in C: each case succeeds natively, and under `baton run` before its connection has moved and
+//! after.
+
+use crate::scratch::{Scratch, text};
+use crate::waits::compile;
+use baton_linux::namespace::Namespace;
+use std::process::{Command, Output, Stdio};
+
+fn finish(namespace: &Namespace, mut command: Command) -> Output {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    namespace.spawn(&mut command).expect("a program").wait_with_output().expect("its output")
+}
+
+/// Runs a case natively, then under `baton run`, where its connections move at once or never come to it. Returns what each run printed.
+fn as_natively(program: &str, case: &str) -> [String; 3] {
+    let scratch = Scratch::new(program);
+    let compiled = compile(program, &scratch);
+    let run = |how: &[&str], moved: bool| {
+        let namespace = Namespace::new().expect("a namespace");
+        let mut command = if how.is_empty() {
+            namespace.run(|| baton_linux::rtnetlink::set_up(&baton_linux::rtnetlink::open()?, 1, None, None)).expect("loopback");
+            Command::new(&compiled)
+        } else {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+            command.args(["run", "--eager", "--log", &scratch.file("log")]).args(how).arg("--").arg(&compiled);
+            command
+        };
+        command.arg(case).args(moved.then_some("moved")).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        let ran = finish(&namespace, command);
+        let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+        assert!(
+            ran.status.success() && log.is_empty(),
+            "{program}, {case}, {how:?}: {} {}{}{log}",
+            ran.status,
+            text(&ran.stdout),
+            text(&ran.stderr)
+        );
+        text(&ran.stdout)
+    };
+    [run(&[], false), run(&["--rule", "bytes:1000000"], false), run(&["--rule", "established"], true)]
+}
+
+/// stdio on a connection: the C library reads and writes without the preloaded library.
+#[test]
+fn a_stream_of_the_c_library_is_a_connection() {
+    for case in ["stream", "streams"] {
+        as_natively("stdio", case);
+    }
+}
+
+/// A set keeps what is registered under a descriptor that is closed while a copy of it is open.
+#[test]
+fn a_closed_number_stays_in_its_set() {
+    as_natively("stdio", "closed number");
+}
