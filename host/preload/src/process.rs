@@ -31,8 +31,10 @@ static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
 static SESSION: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Process id to which memory and session belong: a child of vfork shares both but must not use them.
 static OWNER: AtomicU32 = AtomicU32::new(0);
-/// No connection may be offloaded now: the process is forking, or has entered seccomp.
+/// No connection may be offloaded any more: the process has entered seccomp, or does what this library cannot follow.
 static CLOSED: AtomicBool = AtomicBool::new(false);
+/// Number of forks that are under way: no connection may be offloaded meanwhile.
+static FORKING: AtomicU32 = AtomicU32::new(0);
 static OPENING: Mutex<()> = Mutex::new(());
 /// The last session that ended. The next one reuses its descriptors' numbers: none of them is ever free while a late thread may
 /// still use it.
@@ -95,7 +97,7 @@ pub(crate) fn session() -> Option<&'static Session> {
 
 /// The session; opens one if there is none.
 pub(crate) fn open_session() -> Option<&'static Session> {
-    if CLOSED.load(Ordering::Acquire) {
+    if is_closed() {
         return None;
     }
     if let Some(session) = session() {
@@ -183,7 +185,7 @@ pub(crate) fn ask_while_possible() {
 
 /// Whether no connection may be offloaded now.
 pub(crate) fn is_closed() -> bool {
-    CLOSED.load(Ordering::SeqCst)
+    CLOSED.load(Ordering::SeqCst) || FORKING.load(Ordering::SeqCst) > 0
 }
 
 /// The last session that ended, unless another one has been opened since.
@@ -328,7 +330,7 @@ pub(crate) fn leave_for_seccomp() {
 
 extern "C" fn before_fork() {
     if session().is_some() && is_mine() {
-        CLOSED.store(true, Ordering::SeqCst);
+        FORKING.fetch_add(1, Ordering::SeqCst);
         give_everything_back(tcp::FORK, baton_protocol::program::Until::Never);
     }
 }
@@ -338,16 +340,17 @@ extern "C" fn parent_after_fork() {
         for tcp in session.sockets() {
             tcp.allow_again();
         }
-        CLOSED.store(false, Ordering::Release);
+        FORKING.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 extern "C" fn child_after_fork() {
     OWNER.store(identity(), Ordering::Release);
+    // What has closed its parent for good holds for the child, too: filters and rings are inherited.
+    FORKING.store(0, Ordering::Release);
     if let Some(left) = session().or_else(left) {
         SESSION.store(std::ptr::null_mut(), Ordering::Release);
         LEFT.store(std::ptr::null_mut(), Ordering::Release);
-        CLOSED.store(false, Ordering::Release);
         for fd in left.fds.into_iter().filter(|fd| *fd >= 0) {
             // SAFETY: this copy of the descriptor is the child's own.
             unsafe { real::close(fd) };

@@ -11,8 +11,8 @@ fn finish(namespace: &Namespace, mut command: Command) -> Output {
     namespace.spawn(&mut command).expect("a program").wait_with_output().expect("its output")
 }
 
-/// Runs a case natively, then under `baton run`, where its connections move at once or never come to it. Returns what each run printed.
-fn as_natively(program: &str, case: &str) -> [String; 3] {
+/// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved before it begins.
+fn as_natively(program: &str, case: &str) {
     let scratch = Scratch::new(program);
     let compiled = compile(program, &scratch);
     let run = |how: &[&str], moved: bool| {
@@ -35,9 +35,10 @@ fn as_natively(program: &str, case: &str) -> [String; 3] {
             text(&ran.stdout),
             text(&ran.stderr)
         );
-        text(&ran.stdout)
     };
-    [run(&[], false), run(&["--rule", "bytes:1000000"], false), run(&["--rule", "established"], true)]
+    run(&[], false);
+    run(&["--rule", "bytes:65536"], false);
+    run(&["--rule", "established"], true);
 }
 
 /// stdio on a connection: the C library reads and writes without the preloaded library.
@@ -52,4 +53,12 @@ fn a_stream_of_the_c_library_is_a_connection() {
 #[test]
 fn a_closed_number_stays_in_its_set() {
     as_natively("stdio", "closed number");
+}
+
+/// What has closed a process for good, for itself and its children, holds after a fork, too.
+#[test]
+fn a_fork_does_not_reopen_what_is_closed_for_good() {
+    for case in ["io_uring for good", "raw fork for good", "seccomp for good"] {
+        as_natively("processes", case);
+    }
 }
