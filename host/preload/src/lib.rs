@@ -12,6 +12,7 @@
 mod calls;
 mod connecting;
 mod epoll;
+mod forks;
 mod handover;
 mod interest;
 mod io;

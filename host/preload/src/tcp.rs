@@ -5,7 +5,7 @@ mod lifecycle;
 mod plan;
 mod watchers;
 
-pub(crate) use lifecycle::{forget_pool, inherited, new};
+pub(crate) use lifecycle::{forget_pool, hold, inherited, new};
 
 use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
@@ -281,7 +281,7 @@ impl Tcp {
         let registered = if plan::receives_more_than_bytes(fd) {
             Err(std::io::Error::other("options that only the kernel knows"))
         } else {
-            session.shared.register_as(connection, borrowed, self.inherited.load(RELAXED), thread::token())
+            session.shared.register_as(connection, borrowed, self.inherited.load(Ordering::SeqCst), thread::token())
         };
         match registered {
             Ok(()) => {
@@ -351,14 +351,15 @@ impl Tcp {
             self.pinned.store(true, RELAXED);
             self.handover.refuse();
         }
+        // Before a hand-over that has begun is waited for: a later one sees it.
+        if until == Until::Alone || reason == FORK {
+            self.note_shared();
+        }
         self.settle();
         let Some((connection, session)) = self.managed() else { return };
         let errno = thread::errno();
         if connection.is_inside(thread::token()) {
             return;
-        }
-        if until == Until::Alone || reason == FORK {
-            self.inherited.store(true, RELAXED);
         }
         // The agent refuses while another thread is inside an operation, which may have been preempted there. If all attempts
         // fail, the program's call finds the connection on the NIC.

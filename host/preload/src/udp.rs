@@ -5,6 +5,7 @@
 //! the socket, with the program's own data. The NIC is asked to take a socket when the process first waits for it, receives or
 //! sends, once it has a port.
 
+use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::{connecting, io, real, thread, wait};
 use baton_client::Datagrams;
@@ -154,6 +155,16 @@ pub(crate) fn leave_session() {
         udp.is_taken.store(false, Ordering::Release);
         udp.drop_rings();
     }
+}
+
+/// Takes the locks of what is kept, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&POOL), forks::hold(&OURS)]
+}
+
+/// Stops tracking all sockets, in a child that may take no lock.
+pub(crate) fn forget_all() {
+    all().for_each(|(fd, _)| put(fd, None));
 }
 
 /// Whether a descriptor is a doorbell of a socket's.

@@ -3,13 +3,14 @@
 //! A thread that waits for a socket has an eventfd (a [`Waiter`]), which is written when something happens to the socket. The
 //! thread that is woken by the session's doorbell first reads the NIC's events and passes them on to the other waiters.
 
+use crate::forks::{self, Held};
 use crate::process::Session;
 use crate::tcp::Tcp;
 use crate::{process, real, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The eventfd of a waiting thread.
@@ -17,10 +18,39 @@ pub(crate) struct Waiter {
     eventfd: c_int,
     /// It may have been written.
     signalled: AtomicBool,
+    /// [`FORKS`] when it was made.
+    forks: u32,
 }
 
 static POOL: Mutex<Vec<Arc<Waiter>>> = Mutex::new(Vec::new());
 static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+
+/// Number of forks between the program's start and this process: an eventfd of another one's is not pooled here.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+/// Takes the locks of what is kept, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&POOL), forks::hold(&OURS)]
+}
+
+/// Closes the parent's eventfds in a child of fork: a wake-up that one of the two reads would be lost for the other.
+pub(crate) fn forget_inherited() {
+    FORKS.fetch_add(1, Ordering::AcqRel);
+    if let Ok(mut pool) = POOL.try_lock() {
+        pool.clear();
+    }
+    close_all(&OURS);
+}
+
+/// Closes descriptors that a child of fork has inherited of this library's.
+pub(crate) fn close_all(ours: &Mutex<Vec<c_int>>) {
+    // Locked still if a signal handler has forked that interrupted its holder.
+    let Ok(mut ours) = ours.try_lock() else { return };
+    for fd in std::mem::take(&mut *ours) {
+        // SAFETY: this copy of the descriptor is the child's own.
+        unsafe { real::close(fd) };
+    }
+}
 
 /// Whether a descriptor is a waiter's eventfd.
 pub(crate) fn is_ours(fd: c_int) -> bool {
@@ -63,10 +93,13 @@ impl Waiter {
         }
         let fd = eventfd();
         OURS.lock().unwrap_or_else(PoisonError::into_inner).push(fd);
-        Arc::new(Waiter { eventfd: fd, signalled: AtomicBool::new(false) })
+        Arc::new(Waiter { eventfd: fd, signalled: AtomicBool::new(false), forks: FORKS.load(Ordering::Acquire) })
     }
 
     fn give(self: Arc<Waiter>) {
+        if self.forks != FORKS.load(Ordering::Acquire) {
+            return;
+        }
         if self.signalled.swap(false, Ordering::AcqRel) {
             clear(self.eventfd);
         }

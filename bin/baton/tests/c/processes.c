@@ -3,6 +3,7 @@
  * With "moved" the connections are on the NIC before a case begins. Prints nothing, and succeeds, if everything is as natively. */
 
 #include "sockets.h"
+#include <dirent.h>
 #include <linux/filter.h>
 #include <linux/io_uring.h>
 #include <linux/seccomp.h>
@@ -289,6 +290,47 @@ static void fork_while_churning(void)
         CHECK(pthread_join(threads[at], NULL) == 0);
 }
 
+/* Number of this process's eventfds. */
+static int eventfds(void)
+{
+    char path[300], what[40];
+    int found = 0;
+    DIR *all = opendir("/proc/self/fd");
+    CHECK(all);
+    for (struct dirent *entry; (entry = readdir(all));) {
+        snprintf(path, sizeof path, "/proc/self/fd/%s", entry->d_name);
+        ssize_t length = readlink(path, what, sizeof what);
+        found += length == 20 && memcmp(what, "anon_inode:[eventfd]", 20) == 0;
+    }
+    closedir(all);
+    return found;
+}
+
+static void *receive_line(void *unused)
+{
+    char line[10];
+    CHECK(read(ends.server, line, sizeof line) == 5);
+    return unused;
+}
+
+/* What wakes the parent's threads is not the child's. (The program itself makes no eventfd.) */
+static void share_no_eventfds(void)
+{
+    pthread_t sleeper;
+    int set = epoll_create1(0);
+    struct epoll_event event = {.events = EPOLLIN}, got;
+    CHECK(epoll_ctl(set, EPOLL_CTL_ADD, ends.client, &event) == 0);
+    CHECK(pthread_create(&sleeper, NULL, receive_line, NULL) == 0);
+    CHECK(write(ends.client, "line\n", 5) == 5);
+    CHECK(pthread_join(sleeper, NULL) == 0);
+    CHECK(write(ends.server, "line\n", 5) == 5);
+    CHECK(epoll_wait(set, &got, 1, -1) == 1);
+    pid_t child = fork();
+    if (child == 0)
+        _exit(eventfds());
+    ended_well(child);
+}
+
 int main(int count, char **arguments)
 {
     CHECK(count >= 2);
@@ -306,7 +348,7 @@ int main(int count, char **arguments)
     static const struct {
         const char *name;
         void (*run)(void);
-    } others[] = {{"popen", by_popen}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}};
+    } others[] = {{"popen", by_popen}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"eventfds", share_no_eventfds}};
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

@@ -4,7 +4,12 @@
 use crate::scratch::{Scratch, text};
 use crate::waits::compile;
 use baton_linux::namespace::Namespace;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
+
+fn set_up_loopback(namespace: &Namespace) {
+    namespace.run(|| baton_linux::rtnetlink::set_up(&baton_linux::rtnetlink::open()?, 1, None, None)).expect("loopback");
+}
 
 fn finish(namespace: &Namespace, mut command: Command) -> Output {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -18,7 +23,7 @@ fn as_natively(program: &str, case: &str) {
     let run = |how: &[&str], moved: bool| {
         let namespace = Namespace::new().expect("a namespace");
         let mut command = if how.is_empty() {
-            namespace.run(|| baton_linux::rtnetlink::set_up(&baton_linux::rtnetlink::open()?, 1, None, None)).expect("loopback");
+            set_up_loopback(&namespace);
             Command::new(&compiled)
         } else {
             let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
@@ -60,5 +65,44 @@ fn a_closed_number_stays_in_its_set() {
 fn a_fork_does_not_reopen_what_is_closed_for_good() {
     for case in ["io_uring for good", "raw fork for good", "seccomp for good"] {
         as_natively("processes", case);
+    }
+}
+
+/// Parent and child, whichever way it was made, use one connection together: what one sends and the other receives is complete, whether
+/// the connection has moved before or is due to move after.
+#[test]
+fn two_processes_share_a_connection() {
+    for case in ["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "popen"] {
+        as_natively("processes", case);
+    }
+}
+
+/// A child of fork finds the library's locks free, and has eventfds of its own.
+#[test]
+fn a_child_does_not_depend_on_its_parents_threads() {
+    for case in ["churn", "eventfds"] {
+        as_natively("processes", case);
+    }
+}
+
+/// A child that is forked while another thread asks for a session, of a Baton that never answers.
+#[test]
+fn a_fork_while_a_session_is_opened() {
+    let scratch = Scratch::new("opening");
+    let compiled = compile("processes", &scratch);
+    let socket = scratch.file("mute");
+    let library = Path::new(env!("CARGO_BIN_EXE_baton")).with_file_name("libbaton_preload.so");
+    let run = serde_json::json!({ "socket": socket, "group": 1, "rules": [{ "when": "established" }], "eager": true });
+    for preloaded in [false, true] {
+        let namespace = Namespace::new().expect("a namespace");
+        set_up_loopback(&namespace);
+        let mut command = Command::new(&compiled);
+        command.args(["opening", &socket]);
+        if preloaded {
+            command.env("LD_PRELOAD", &library).env("BATON_RUN", run.to_string());
+        }
+        let ran = finish(&namespace, command);
+        assert!(ran.status.success(), "{preloaded}: {} {}{}", ran.status, text(&ran.stdout), text(&ran.stderr));
+        std::fs::remove_file(&socket).expect("a socket");
     }
 }

@@ -1,6 +1,7 @@
 //! From when a socket is tracked until its last descriptor is closed; forks and ends of sessions in between.
 
 use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
+use crate::forks::{self, Held};
 use crate::handover::{HandOver, State};
 use crate::waiting::Waiting;
 use crate::worth::{self, Worth};
@@ -8,7 +9,7 @@ use crate::{listening, options, real, table, thread};
 use baton_protocol::program::Until;
 use libc::c_int;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// Tracks a socket that this process has just made.
 pub(crate) fn new(fd: c_int) -> &'static Tcp {
@@ -85,6 +86,11 @@ pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
     tcp
 }
 
+/// Takes the pool's lock, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&POOL)]
+}
+
 /// Empties the pool after a fork: its entries are linked to the parent's session.
 pub(crate) fn forget_pool() {
     if let Ok(mut pool) = POOL.try_lock() {
@@ -104,6 +110,16 @@ fn reset(fd: c_int) {
 }
 
 impl Tcp {
+    /// Notes that another process has its descriptor, too: it moves when the agent finds that this one alone has it.
+    pub fn note_shared(&self) {
+        self.inherited.store(true, Ordering::SeqCst);
+    }
+
+    /// Its descriptors; none if another thread is about to change them.
+    pub fn descriptors(&self) -> Vec<c_int> {
+        self.fds.try_lock().map(|fds| fds.clone()).unwrap_or_default()
+    }
+
     /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the kernel
     /// reports its events to the sets that it is in.
     pub fn forget_connection(&'static self) {
