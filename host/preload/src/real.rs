@@ -79,6 +79,8 @@ real! {
     epoll_wait = c"epoll_wait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int) -> c_int;
     epoll_pwait = c"epoll_pwait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int, mask: *const libc::sigset_t) -> c_int;
     fdopen = c"fdopen": fn(fd: c_int, mode: *const c_char) -> *mut libc::FILE;
+    vdprintf = c"vdprintf": fn(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int;
+    vdprintf_checked = c"__vdprintf_chk": fn(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int;
     close_range = c"close_range": fn(first: c_uint, last: c_uint, flags: c_int) -> c_int;
     execve = c"execve": fn(path: *const c_char, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
     execv = c"execv": fn(path: *const c_char, arguments: *const *const c_char) -> c_int;

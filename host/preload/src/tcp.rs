@@ -253,6 +253,9 @@ impl Tcp {
     /// Registers the socket with the agent.
     #[cold]
     fn hand_over(&'static self, fd: c_int) {
+        if self.is_standard() {
+            return;
+        }
         let Some(session) = process::open_session() else { return };
         // Where hundreds of threads share few processors each would wait for the others' turns. Its connection works meanwhile, and its
         // next operation tries again.
@@ -270,7 +273,7 @@ impl Tcp {
         if !locked(&self.fds).contains(&fd) || !self.handover.begin(!thread::is_alone()) {
             return thread::set_errno(errno);
         }
-        if process::is_closed() {
+        if process::is_closed() || self.is_standard() {
             // Closed since the first check: for example, another thread is about to fork.
             return self.handover.put(State::Candidate);
         }
@@ -316,7 +319,7 @@ impl Tcp {
         if !locked(&self.fds).contains(&fd) || !self.handover.begin(!thread::is_alone()) {
             return false;
         }
-        if process::is_closed() {
+        if process::is_closed() || self.is_standard() {
             self.handover.put(State::Candidate);
             return false;
         }

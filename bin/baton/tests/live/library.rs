@@ -106,3 +106,11 @@ fn a_fork_while_a_session_is_opened() {
         std::fs::remove_file(&socket).expect("a socket");
     }
 }
+
+/// The C library's own input and output on a connection: printf to its descriptor, and standard input and output.
+#[test]
+fn the_c_library_reads_and_writes_connections() {
+    for case in ["print", "output", "input", "super-server"] {
+        as_natively("stdio", case);
+    }
+}

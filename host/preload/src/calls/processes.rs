@@ -297,44 +297,14 @@ uses_io_uring! {
 
 #[cfg(target_arch = "x86_64")]
 mod jumps {
-    //! Functions that cannot be called from here: they return twice, or take a variable number of arguments. After the
-    //! connections are restored, control jumps to the C library's function, with stack and registers unchanged.
+    //! Functions that return twice, or take a variable number of arguments.
 
     use super::before_exec;
-    use crate::real;
-    use std::sync::atomic::AtomicUsize;
 
-    macro_rules! jumps {
-        ($($name:ident = $symbol:literal, $at:ident, $prepare:ident;)*) => {$(
-            static $at: AtomicUsize = AtomicUsize::new(0);
-
-            extern "C" fn $prepare() {
-                before_exec();
-                $at.store(real::address($symbol), std::sync::atomic::Ordering::Relaxed);
-            }
-
-            /// Intercepts the C library's function of this name.
-            #[unsafe(no_mangle)]
-            #[unsafe(naked)]
-            pub extern "C" fn $name() {
-                // Saves six argument registers, and al, which says how many vector registers are used; then the stack is as it
-                // was.
-                std::arch::naked_asm!(
-                    "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
-                    "call {prepare}",
-                    "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi", "pop rax",
-                    "jmp qword ptr [rip + {at}]",
-                    prepare = sym $prepare,
-                    at = sym $at,
-                )
-            }
-        )*};
-    }
-
-    jumps! {
-        vfork = c"vfork", VFORK, prepare_vfork;
-        execl = c"execl", EXECL, prepare_execl;
-        execlp = c"execlp", EXECLP, prepare_execlp;
-        execle = c"execle", EXECLE, prepare_execle;
+    crate::calls::jumps! {
+        vfork = c"vfork", VFORK, prepare_vfork(), before_exec();
+        execl = c"execl", EXECL, prepare_execl(), before_exec();
+        execlp = c"execlp", EXECLP, prepare_execlp(), before_exec();
+        execle = c"execle", EXECLE, prepare_execle(), before_exec();
     }
 }

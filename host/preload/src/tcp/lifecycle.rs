@@ -115,6 +115,11 @@ impl Tcp {
         self.inherited.store(true, Ordering::SeqCst);
     }
 
+    /// Whether it is standard input, output or error, which the C library reads and writes by itself.
+    pub(super) fn is_standard(&self) -> bool {
+        locked(&self.fds).iter().copied().any(crate::calls::is_standard)
+    }
+
     /// Its descriptors; none if another thread is about to change them.
     pub fn descriptors(&self) -> Vec<c_int> {
         self.fds.try_lock().map(|fds| fds.clone()).unwrap_or_default()
