@@ -8,7 +8,7 @@
 //! - A child of clone(2), `_Fork` or a raw system call may run at a moment at which another thread has any lock, malloc's too. It takes
 //!   none, and leaves everything to the kernel: [`after_unprepared`].
 
-use crate::{epoll, listening, process, real, table, tcp, udp, wait};
+use crate::{epoll, listening, process, real, table, tcp, udp, wait, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::any::Any;
@@ -71,7 +71,7 @@ pub(crate) extern "C" fn before() {
     if !process::is_closed_for_good() {
         process::give_everything_back(tcp::FORK, Until::Never);
     }
-    let locks = [tcp::hold(), wait::hold(), epoll::hold(), listening::hold(), udp::hold()];
+    let locks = [tcp::hold(), waiter::hold(), epoll::hold(), listening::hold(), udp::hold()];
     let short = locks.into_iter().flatten().collect();
     // SAFETY: this thread holds the lock for opening a session.
     unsafe { *LOCKS.0.get() = Locks { short, opening: Some(opening), undisturbed: Some(undisturbed) } };
@@ -118,7 +118,7 @@ pub(crate) extern "C" fn after_in_child() {
     // The sets that are noted at pooled sockets are the parent's.
     tcp::forget_pool();
     listening::forget_inherited();
-    wait::forget_inherited();
+    waiter::forget_inherited();
     epoll::forget_inherited();
     for (fd, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(_) = file {

@@ -27,6 +27,7 @@ mod tcp;
 mod thread;
 mod udp;
 mod wait;
+mod waiter;
 mod waiting;
 mod worth;
 

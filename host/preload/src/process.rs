@@ -259,7 +259,7 @@ pub(crate) fn is_mine() -> bool {
 /// Whether a descriptor is this library's own.
 pub(crate) fn is_ours(fd: c_int) -> bool {
     fd >= 0 && session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
-        || crate::wait::is_ours(fd)
+        || crate::waiter::is_ours(fd)
         || crate::listening::is_ours(fd)
         || crate::udp::is_ours(fd)
         || crate::epoll::is_ours(fd)

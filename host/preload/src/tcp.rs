@@ -11,7 +11,7 @@ use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
 use crate::listening::Queue;
 use crate::process::{self, Session};
-use crate::wait::Waiter;
+use crate::waiter::Waiter;
 use crate::waiting::{Fact, Waiting};
 use crate::worth::{Moment, Worth};
 use crate::{options, thread};

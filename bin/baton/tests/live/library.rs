@@ -114,3 +114,9 @@ fn the_c_library_reads_and_writes_connections() {
         as_natively("stdio", case);
     }
 }
+
+/// A server with a thread for each of its connections, and little more than a descriptor for each.
+#[test]
+fn sleeping_threads_need_no_descriptor_each() {
+    as_natively("threads", "few");
+}

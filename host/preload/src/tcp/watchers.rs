@@ -2,7 +2,7 @@
 
 use super::{Tcp, locked};
 use crate::epoll::Set;
-use crate::wait::Waiter;
+use crate::waiter::Waiter;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
@@ -38,7 +38,12 @@ impl Tcp {
 
     /// Undoes [`Tcp::add_waiter`].
     pub fn remove_waiter(&self, waiter: &Arc<Waiter>) {
-        self.remove_watchers(&self.waiters, |other| Arc::ptr_eq(other, waiter));
+        let mut waiters = locked(&self.waiters);
+        // One entry only: another thread may sleep on the same one for this socket.
+        if let Some(at) = waiters.iter().position(|other| Arc::ptr_eq(other, waiter)) {
+            waiters.swap_remove(at);
+            self.watchers.fetch_sub(1, Ordering::AcqRel);
+        }
     }
 
     /// Adds an epoll set that it is in, and its slot there.
