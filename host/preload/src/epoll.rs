@@ -9,6 +9,7 @@
 //!
 //! Locks are taken in this order: a set's `inner`, the session's events, a socket's list of sets, a set's `marked`.
 
+use crate::forks::{self, Held};
 use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::tcp::Tcp;
@@ -90,6 +91,19 @@ static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes the locks of what is kept, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&POOL), forks::hold(&OURS)]
+}
+
+/// Forgets the parent's sets that are not in use, and closes its sets' eventfds, in a child of fork.
+pub(crate) fn forget_inherited() {
+    if let Ok(mut pool) = POOL.try_lock() {
+        pool.clear();
+    }
+    wait::close_all(&OURS);
 }
 
 /// Whether a descriptor is a set's eventfd.
@@ -233,6 +247,11 @@ fn position(tcp: &Tcp, fd: c_int) -> u32 {
 }
 
 impl Set {
+    /// Notes that it is the parent's, in a child.
+    pub fn inherit(&self) {
+        self.inherited.store(true, Ordering::Relaxed);
+    }
+
     fn is_inherited(&self) -> bool {
         self.inherited.load(Ordering::Relaxed)
     }
@@ -292,7 +311,8 @@ impl Set {
 
     /// Prepares the set for a socket that may go to the NIC from now on.
     pub fn prepare_for_nic(&self) {
-        if let Some(epfd) = locked(&self.fds).first().copied() {
+        let epfd = locked(&self.fds).first().copied();
+        if let Some(epfd) = epfd {
             self.join_bell(&mut locked(&self.inner), epfd);
             // A thread that has slept in it since before the session was opened is not counted as a sleeper.
             wait::signal(self.eventfd());
@@ -354,15 +374,21 @@ impl Set {
 
     /// Adds another descriptor of the same set.
     pub fn add_fd(&self, fd: c_int) {
-        locked(&self.fds).push(fd);
+        if !self.is_inherited() {
+            locked(&self.fds).push(fd);
+        }
     }
 
     /// Handles the closing of a descriptor of the set, before it is closed.
     pub fn remove_fd(&'static self, fd: c_int) {
         table::put(fd, None);
+        if self.is_inherited() {
+            // A thread of the parent may have held the lock during the fork.
+            return;
+        }
         let mut fds = locked(&self.fds);
         fds.retain(|other| *other != fd);
-        if !fds.is_empty() || self.is_inherited() {
+        if !fds.is_empty() {
             return;
         }
         drop(fds);
@@ -569,18 +595,15 @@ fn ask(epfd: c_int, out: &mut [epoll_event], deadline: Option<u64>, mask: *const
 pub(crate) fn leave_inherited() {
     for (_, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };
-        set.inherited.store(true, Ordering::Relaxed);
+        set.inherit();
         // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of the set.
         if let Ok(inner) = set.inner.try_lock() {
             for (_, file) in inner.interest.files() {
-                if let File::Tcp(tcp) = file {
-                    tcp.stay();
+                if let File::Tcp(parents) = file {
+                    parents.descriptors().into_iter().filter_map(table::tcp).for_each(Tcp::stay);
                 }
             }
         }
-    }
-    if let Ok(mut pool) = POOL.try_lock() {
-        pool.clear();
     }
 }
 

@@ -6,12 +6,13 @@
 //! that is on the NIC are served here, without a system call where possible; what only the kernel can do is done by the kernel,
 //! after the connection has been restored.
 //!
-//! Not intercepted: what the C library does internally (stdio on a socket: `fdopen` restores the connection first), and system
-//! calls that a program makes with instructions of its own.
+//! Not intercepted: what the C library does internally (stdio on a socket: see `calls/stdio.rs`), and system calls that a program
+//! makes with instructions of its own.
 
 mod calls;
 mod connecting;
 mod epoll;
+mod forks;
 mod handover;
 mod interest;
 mod io;
@@ -26,6 +27,7 @@ mod tcp;
 mod thread;
 mod udp;
 mod wait;
+mod waiter;
 mod waiting;
 mod worth;
 

@@ -5,6 +5,7 @@
 //! program's own data, and accept(2) looks there first. The agent is asked for the queue when the process first waits for the
 //! listener: a process that only passes it on to others never gets one, and the NIC makes no connections for it.
 
+use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::tcp::{self, Tcp};
 use crate::{real, table, thread, wait};
@@ -110,14 +111,14 @@ pub(crate) fn leave() {
     listeners().filter_map(|tcp| tcp.set_queue(None)).for_each(drop_queue);
 }
 
+/// Takes the lock of the queues, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&OURS)]
+}
+
 /// Drops the parent's queues in a child of fork: the child has a session of its own.
 pub(crate) fn forget_inherited() {
-    // If a thread of the parent held this lock during the fork, it is never released here.
-    let Ok(mut ours) = OURS.try_lock() else { return };
-    for fd in std::mem::take(&mut *ours) {
-        // SAFETY: this copy of the descriptor is the child's own.
-        unsafe { real::close(fd) };
-    }
+    wait::close_all(&OURS);
 }
 
 /// Whether a byte was read from a queue, so that a connection waits.

@@ -1,16 +1,17 @@
 //! This process: its configuration, its session with the agent, and what happens to both when it forks.
 
 use crate::tcp::Tcp;
-use crate::{real, table, tcp, thread, wait};
+use crate::{forks, real, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
+use baton_linux::process::Undisturbed;
 use baton_linux::report;
 use baton_protocol::program::Opening;
 use libc::c_int;
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// The configuration that the program was started with.
 pub(crate) struct Plan {
@@ -31,8 +32,10 @@ static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
 static SESSION: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Process id to which memory and session belong: a child of vfork shares both but must not use them.
 static OWNER: AtomicU32 = AtomicU32::new(0);
-/// No connection may be offloaded now: the process is forking, or has entered seccomp.
+/// No connection may be offloaded any more: the process has entered seccomp, or does what this library cannot follow.
 static CLOSED: AtomicBool = AtomicBool::new(false);
+/// This process was made without its parent's knowledge, or by a call after which it may take no lock and no memory: it has no plan.
+static UNPREPARED: AtomicBool = AtomicBool::new(false);
 static OPENING: Mutex<()> = Mutex::new(());
 /// The last session that ended. The next one reuses its descriptors' numbers: none of them is ever free while a late thread may
 /// still use it.
@@ -49,6 +52,9 @@ fn identity() -> u32 {
 
 /// Reads the configuration once; None if the program does not run under Baton.
 pub(crate) fn plan() -> Option<&'static Plan> {
+    if UNPREPARED.load(Ordering::Relaxed) {
+        return None;
+    }
     PLAN.get_or_init(|| {
         let text = std::env::var(RUN_VARIABLE).ok()?;
         let run: Run = match serde_json::from_str(&text) {
@@ -95,7 +101,7 @@ pub(crate) fn session() -> Option<&'static Session> {
 
 /// The session; opens one if there is none.
 pub(crate) fn open_session() -> Option<&'static Session> {
-    if CLOSED.load(Ordering::Acquire) {
+    if is_closed() {
         return None;
     }
     if let Some(session) = session() {
@@ -111,7 +117,9 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
-    let _one = OPENING.lock().unwrap_or_else(PoisonError::into_inner);
+    // A signal handler that forks here would wait for ever.
+    let _undisturbed = Undisturbed::begin();
+    let _one = hold_opening();
     if let Some(session) = session() {
         return Some(session);
     }
@@ -169,6 +177,30 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     }
 }
 
+/// Keeps other threads from opening or leaving a session. The caller blocks signals, or is about to fork.
+pub(crate) fn hold_opening() -> MutexGuard<'static, ()> {
+    OPENING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Makes this process, a child, the owner of its copy of the memory. Its parent's session is not its own: the descriptors are closed. Takes
+/// no lock and no memory.
+pub(crate) fn become_owner() {
+    OWNER.store(identity(), Ordering::Release);
+    let parents = session().or_else(left);
+    SESSION.store(std::ptr::null_mut(), Ordering::Release);
+    LEFT.store(std::ptr::null_mut(), Ordering::Release);
+    for fd in parents.into_iter().flat_map(|session| session.fds).filter(|fd| *fd >= 0) {
+        // SAFETY: this copy of the descriptor is the child's own.
+        unsafe { real::close(fd) };
+    }
+}
+
+/// Leaves all that this process opens to the kernel. Takes no lock and no memory.
+pub(crate) fn give_up_plan() {
+    UNPREPARED.store(true, Ordering::SeqCst);
+    CLOSED.store(true, Ordering::SeqCst);
+}
+
 /// Opens the session of a program that has a TCP socket, before it changes what it can reach or who it is: afterwards the agent may be out
 /// of reach, or take it for another user. A program without TCP sockets gets none.
 #[cold]
@@ -181,9 +213,14 @@ pub(crate) fn ask_while_possible() {
     thread::set_errno(errno);
 }
 
+/// Whether no connection may be offloaded any more.
+pub(crate) fn is_closed_for_good() -> bool {
+    CLOSED.load(Ordering::SeqCst)
+}
+
 /// Whether no connection may be offloaded now.
 pub(crate) fn is_closed() -> bool {
-    CLOSED.load(Ordering::SeqCst)
+    is_closed_for_good() || forks::are_under_way()
 }
 
 /// The last session that ended, unless another one has been opened since.
@@ -222,7 +259,7 @@ pub(crate) fn is_mine() -> bool {
 /// Whether a descriptor is this library's own.
 pub(crate) fn is_ours(fd: c_int) -> bool {
     fd >= 0 && session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
-        || crate::wait::is_ours(fd)
+        || crate::waiter::is_ours(fd)
         || crate::listening::is_ours(fd)
         || crate::udp::is_ours(fd)
         || crate::epoll::is_ours(fd)
@@ -268,6 +305,7 @@ impl Session {
     pub fn leave(&'static self) {
         let this = std::ptr::from_ref(self).cast_mut();
         {
+            let _undisturbed = Undisturbed::begin();
             // Its holder opens a session, or abandons this one.
             let Ok(_one) = OPENING.try_lock() else { return };
             if SESSION.load(Ordering::Acquire) != this {
@@ -296,18 +334,31 @@ impl Session {
 
 /// Restores every connection to the kernel.
 pub(crate) fn give_everything_back(reason: &str, until: baton_protocol::program::Until) {
-    let Some(session) = session().filter(|_| is_mine()) else { return };
+    if !is_mine() {
+        return;
+    }
     // Hand-overs that other threads have begun count, too.
     for (_, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(tcp) = file {
+            if until != baton_protocol::program::Until::Never {
+                tcp.note_shared();
+            }
             tcp.settle();
         }
     }
+    let Some(session) = session() else { return };
     for tcp in session.sockets() {
         tcp.give_back(reason, until);
     }
     crate::udp::give_everything_back();
     crate::epoll::settle();
+}
+
+/// Lets connections that were restored for a fork move again, once no other process has them.
+pub(crate) fn allow_again() {
+    if let Some(session) = session() {
+        session.sockets().into_iter().for_each(Tcp::allow_again);
+    }
 }
 
 /// Restores everything for good: the process enters seccomp, or does something that this library cannot follow.
@@ -326,44 +377,6 @@ pub(crate) fn leave_for_seccomp() {
     }
 }
 
-extern "C" fn before_fork() {
-    if session().is_some() && is_mine() {
-        CLOSED.store(true, Ordering::SeqCst);
-        give_everything_back(tcp::FORK, baton_protocol::program::Until::Never);
-    }
-}
-
-extern "C" fn parent_after_fork() {
-    if let Some(session) = session().filter(|_| is_mine()) {
-        for tcp in session.sockets() {
-            tcp.allow_again();
-        }
-        CLOSED.store(false, Ordering::Release);
-    }
-}
-
-extern "C" fn child_after_fork() {
-    OWNER.store(identity(), Ordering::Release);
-    if let Some(left) = session().or_else(left) {
-        SESSION.store(std::ptr::null_mut(), Ordering::Release);
-        LEFT.store(std::ptr::null_mut(), Ordering::Release);
-        CLOSED.store(false, Ordering::Release);
-        for fd in left.fds.into_iter().filter(|fd| *fd >= 0) {
-            // SAFETY: this copy of the descriptor is the child's own.
-            unsafe { real::close(fd) };
-        }
-    }
-    // Also without a session: the sets that are noted at pooled sockets are the parent's.
-    tcp::forget_pool();
-    crate::listening::forget_inherited();
-    for (fd, file) in table::known(0, u32::MAX) {
-        if let table::File::Tcp(_) = file {
-            table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
-        }
-    }
-    crate::epoll::leave_inherited();
-}
-
 /// Tracks the sockets that the program has when it starts, opened by whoever started it.
 fn take_inherited() {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
@@ -379,7 +392,7 @@ extern "C" fn at_start() {
     if plan().is_some() {
         OWNER.store(identity(), Ordering::Release);
         // SAFETY: three functions that live as long as the process.
-        unsafe { libc::pthread_atfork(Some(before_fork), Some(parent_after_fork), Some(child_after_fork)) };
+        unsafe { libc::pthread_atfork(Some(forks::before), Some(forks::after_in_parent), Some(forks::after_in_child)) };
         take_inherited();
     }
 }

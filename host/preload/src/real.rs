@@ -79,6 +79,8 @@ real! {
     epoll_wait = c"epoll_wait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int) -> c_int;
     epoll_pwait = c"epoll_pwait": fn(set: c_int, events: *mut libc::epoll_event, most: c_int, limit: c_int, mask: *const libc::sigset_t) -> c_int;
     fdopen = c"fdopen": fn(fd: c_int, mode: *const c_char) -> *mut libc::FILE;
+    vdprintf = c"vdprintf": fn(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int;
+    vdprintf_checked = c"__vdprintf_chk": fn(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int;
     close_range = c"close_range": fn(first: c_uint, last: c_uint, flags: c_int) -> c_int;
     execve = c"execve": fn(path: *const c_char, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
     execv = c"execv": fn(path: *const c_char, arguments: *const *const c_char) -> c_int;
@@ -96,6 +98,8 @@ real! {
     seteuid = c"seteuid": fn(user: libc::uid_t) -> c_int;
     setreuid = c"setreuid": fn(real: libc::uid_t, effective: libc::uid_t) -> c_int;
     setresuid = c"setresuid": fn(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t) -> c_int;
+    clone = c"clone": fn(function: extern "C" fn(*mut c_void) -> c_int, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, storage: *mut c_void, child: *mut c_void) -> c_int;
+    fork_without_handlers = c"_Fork": fn() -> pid_t;
     prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
 }

@@ -1,17 +1,22 @@
 //! A TCP socket of the program's. At first it is left to the kernel and its traffic is counted; once its rule matches, the agent
 //! manages it, and it can move.
 
+mod lifecycle;
+mod plan;
+mod watchers;
+
+pub(crate) use lifecycle::{forget_pool, hold, inherited, new};
+
 use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
-use crate::listening::{self, Queue};
+use crate::listening::Queue;
 use crate::process::{self, Session};
-use crate::wait::Waiter;
+use crate::waiter::Waiter;
 use crate::waiting::{Fact, Waiting};
-use crate::worth::{self, Moment, Worth};
-use crate::{options, real, table, thread};
+use crate::worth::{Moment, Worth};
+use crate::{options, thread};
 use baton_abi::layout::Owner;
 use baton_client::Connection;
-use baton_client::rules::When;
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::{Place, Until};
 use libc::c_int;
@@ -110,103 +115,10 @@ fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Resets a socket whose connection is lost, and its peer. Further calls fail with ECONNRESET, as after a reset by the peer.
-fn reset(fd: c_int) {
-    let nowhere = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
-    // SAFETY: a live sockaddr of the given length. The descriptor is open, since the list of its socket's descriptors is locked.
-    // The second call shuts both directions although the socket has no peer any more.
-    unsafe {
-        real::connect(fd, &nowhere, size_of::<libc::sockaddr>() as libc::socklen_t);
-        real::shutdown(fd, libc::SHUT_RDWR);
-    }
-}
-
 /// Whether a descriptor is a TCP socket's.
 pub(crate) fn is_tcp(fd: c_int) -> bool {
     const SO_PROTOCOL: c_int = 38;
     options::kernels(fd, libc::SOL_SOCKET, SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
-}
-
-/// Tracks a socket that this process has just made.
-pub(crate) fn new(fd: c_int) -> &'static Tcp {
-    let reused = locked(&POOL).pop();
-    let tcp = reused.unwrap_or_else(|| {
-        Box::leak(Box::new(Tcp {
-            handover: HandOver::default(),
-            generation: AtomicU32::new(0),
-            link: AtomicPtr::new(std::ptr::null_mut()),
-            managed: AtomicPtr::new(std::ptr::null_mut()),
-            plain: AtomicPtr::new(std::ptr::null_mut()),
-            lowat: AtomicU32::new(1),
-            taken: AtomicU32::new(0),
-            stuck: AtomicU32::new(0),
-            rearms: AtomicU32::new(0),
-            plan: AtomicU64::new(UNPLANNED),
-            bytes: AtomicU64::new(0),
-            requests: AtomicU32::new(0),
-            receiving: AtomicBool::new(false),
-            worth: Worth::default(),
-            accepted: AtomicBool::new(false),
-            inherited: AtomicBool::new(false),
-            pinned: AtomicBool::new(false),
-            nonblocking: AtomicBool::new(false),
-            waiting: Waiting::default(),
-            attempts: AtomicU32::new(0),
-            listens: AtomicBool::new(false),
-            queue: AtomicPtr::new(std::ptr::null_mut()),
-            fds: Mutex::default(),
-            watchers: AtomicU32::new(0),
-            waiters: Mutex::default(),
-            sets: Mutex::default(),
-        }))
-    });
-    tcp.generation.fetch_add(1, RELAXED);
-    tcp.put_into(State::Candidate);
-    tcp.set_lowat(1);
-    tcp.nonblocking.store(false, RELAXED);
-    tcp.waiting.forget();
-    tcp.taken.store(0, RELAXED);
-    tcp.stuck.store(0, RELAXED);
-    tcp.plan.store(UNPLANNED, RELAXED);
-    tcp.bytes.store(0, RELAXED);
-    tcp.requests.store(0, RELAXED);
-    tcp.receiving.store(false, RELAXED);
-    tcp.worth.clear();
-    tcp.accepted.store(false, RELAXED);
-    tcp.inherited.store(false, RELAXED);
-    tcp.pinned.store(false, RELAXED);
-    tcp.attempts.store(0, RELAXED);
-    tcp.listens.store(false, RELAXED);
-    tcp.queue.store(std::ptr::null_mut(), RELAXED);
-    *locked(&tcp.fds) = vec![fd];
-    tcp
-}
-
-/// Tracks a socket that other processes may hold, too.
-pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
-    // Two descriptors of one socket get one entry.
-    let inode = |fd| crate::fd_inode(fd);
-    let same = table::known(0, u32::MAX).find_map(|(other, file)| match file {
-        table::File::Tcp(tcp) if other < fd && tcp.inherited.load(RELAXED) && inode(other) == inode(fd) => Some(tcp),
-        _ => None,
-    });
-    if let Some(tcp) = same {
-        locked(&tcp.fds).push(fd);
-        return tcp;
-    }
-    // Not from the pool, whose entries are linked to this process's own session.
-    let tcp = new(fd);
-    tcp.inherited.store(true, RELAXED);
-    tcp.listens.store(options::kernels(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN) == Some(1), RELAXED);
-    options::note_lowat(tcp, fd);
-    tcp
-}
-
-/// Empties the pool after a fork: its entries are linked to the parent's session.
-pub(crate) fn forget_pool() {
-    if let Ok(mut pool) = POOL.try_lock() {
-        pool.clear();
-    }
 }
 
 impl Tcp {
@@ -313,7 +225,7 @@ impl Tcp {
             self.note_origin(origin);
         }
         if self.plan.load(RELAXED) == UNPLANNED {
-            self.plan.store(planned(fd, self.origin()), RELAXED);
+            self.plan.store(plan::planned(fd, self.origin()), RELAXED);
         }
         self.consider(fd, Moment::Made);
     }
@@ -322,64 +234,6 @@ impl Tcp {
     pub fn note_origin(&self, origin: Origin) {
         self.accepted.store(origin == Origin::Accepted, RELAXED);
         self.plan.store(UNPLANNED, RELAXED);
-    }
-
-    /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the kernel
-    /// reports its events to the sets that it is in.
-    pub fn forget_connection(&'static self) {
-        for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
-            set.release(slot, self);
-        }
-        for fd in locked(&self.fds).clone() {
-            self.remove_fd(fd);
-        }
-    }
-
-    /// Counts bytes that have gone through the kernel, and state the connection over if that makes it due.
-    pub fn count(&'static self, fd: c_int, bytes: isize, sending: bool) {
-        if bytes <= 0 {
-            if bytes < 0 && sending && thread::errno() == libc::EAGAIN {
-                self.stuck.fetch_add(1, Ordering::AcqRel);
-            }
-            return;
-        }
-        if !sending {
-            // Edges are found by the position in the stream, whoever had the connection when it was read. (Peeked bytes count,
-            // too: that can cause an edge too many, never one too few.)
-            self.took(bytes as usize);
-        }
-        if self.handover.state() != State::Candidate {
-            return;
-        }
-        self.bytes.fetch_add(bytes as u64, RELAXED);
-        if self.receiving.swap(!sending, RELAXED) && sending {
-            self.requests.fetch_add(1, RELAXED);
-        }
-        if self.plan.load(RELAXED) == UNPLANNED {
-            self.plan.store(planned(fd, self.origin()), RELAXED);
-        }
-        self.consider(fd, if sending { Moment::Sent } else { Moment::Received });
-    }
-
-    fn origin(&self) -> Origin {
-        if self.accepted.load(RELAXED) { Origin::Accepted } else { Origin::Connected }
-    }
-
-    fn consider(&'static self, fd: c_int, moment: Moment) {
-        let plan = self.plan.load(RELAXED);
-        let due = match plan {
-            NEVER | UNPLANNED => false,
-            requests if requests & REQUESTS != 0 => u64::from(self.requests.load(RELAXED)) >= requests & !REQUESTS,
-            bytes => self.bytes.load(RELAXED) >= bytes,
-        };
-        let ripe = || {
-            process::plan().is_some_and(process::Plan::is_eager)
-                || self.worth.is_ripe(self.origin(), moment, self.requests.load(RELAXED), self.bytes.load(RELAXED))
-        };
-        if due && ripe() {
-            let _turn = worth::Turn::begin();
-            self.hand_over(fd);
-        }
     }
 
     /// The link to a session; makes one for each session that the socket enters. Links are never freed.
@@ -399,6 +253,9 @@ impl Tcp {
     /// Registers the socket with the agent.
     #[cold]
     fn hand_over(&'static self, fd: c_int) {
+        if self.is_standard() {
+            return;
+        }
         let Some(session) = process::open_session() else { return };
         // Where hundreds of threads share few processors each would wait for the others' turns. Its connection works meanwhile, and its
         // next operation tries again.
@@ -416,7 +273,7 @@ impl Tcp {
         if !locked(&self.fds).contains(&fd) || !self.handover.begin(!thread::is_alone()) {
             return thread::set_errno(errno);
         }
-        if process::is_closed() {
+        if process::is_closed() || self.is_standard() {
             // Closed since the first check: for example, another thread is about to fork.
             return self.handover.put(State::Candidate);
         }
@@ -424,10 +281,10 @@ impl Tcp {
         // SAFETY: the program's descriptor, open during its own call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         options::note_lowat(self, fd);
-        let registered = if receives_more_than_bytes(fd) {
+        let registered = if plan::receives_more_than_bytes(fd) {
             Err(std::io::Error::other("options that only the kernel knows"))
         } else {
-            session.shared.register_as(connection, borrowed, self.inherited.load(RELAXED), thread::token())
+            session.shared.register_as(connection, borrowed, self.inherited.load(Ordering::SeqCst), thread::token())
         };
         match registered {
             Ok(()) => {
@@ -462,7 +319,7 @@ impl Tcp {
         if !locked(&self.fds).contains(&fd) || !self.handover.begin(!thread::is_alone()) {
             return false;
         }
-        if process::is_closed() {
+        if process::is_closed() || self.is_standard() {
             self.handover.put(State::Candidate);
             return false;
         }
@@ -497,14 +354,15 @@ impl Tcp {
             self.pinned.store(true, RELAXED);
             self.handover.refuse();
         }
+        // Before a hand-over that has begun is waited for: a later one sees it.
+        if until == Until::Alone || reason == FORK {
+            self.note_shared();
+        }
         self.settle();
         let Some((connection, session)) = self.managed() else { return };
         let errno = thread::errno();
         if connection.is_inside(thread::token()) {
             return;
-        }
-        if until == Until::Alone || reason == FORK {
-            self.inherited.store(true, RELAXED);
         }
         // The agent refuses while another thread is inside an operation, which may have been preempted there. If all attempts
         // fail, the program's call finds the connection on the NIC.
@@ -516,24 +374,6 @@ impl Tcp {
         }
         session.shared.catch_up(thread::token());
         thread::fail(errno);
-    }
-
-    /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that the NIC
-    /// had is lost: its peer is reset, and what it had received can still be read. Returns whether it is lost.
-    pub fn leave_session(&self) -> bool {
-        let Some((connection, session)) = self.managed() else { return false };
-        let lost = session.shared.has_lost(connection);
-        if lost {
-            // A thread that closes a descriptor takes this lock first.
-            if let Some(fd) = locked(&self.fds).first() {
-                reset(*fd);
-            }
-        } else {
-            self.attempts.store(0, RELAXED);
-            self.put_into(if self.pinned.load(RELAXED) { State::Refused } else { State::Candidate });
-        }
-        self.changed();
-        lost
     }
 
     /// Restores the connection if both directions have ended: the kernel reports the rest.
@@ -594,15 +434,6 @@ impl Tcp {
     /// Keeps it in the kernel for good; it is never registered with the agent.
     pub fn stay(&self) {
         self.handover.refuse();
-    }
-
-    /// Lets it move again after a fork, once no other process holds it.
-    pub fn allow_again(&self) {
-        if let Some((connection, session)) = self.managed()
-            && !self.pinned.load(RELAXED)
-        {
-            let _ = session.shared.give_back(connection.number(), "", Until::Alone);
-        }
     }
 
     /// Whether its connection has just been found to be lost. For calls that would not wait.
@@ -672,159 +503,9 @@ impl Tcp {
         }
     }
 
-    /// Notifies waiters and sets that something has happened to it. The caller holds the lock of the session's events.
-    #[inline]
-    pub fn changed(&self) {
-        if self.watchers.load(Ordering::SeqCst) > 0 {
-            self.notify_watchers();
-        }
-    }
-
-    fn notify_watchers(&self) {
-        for waiter in locked(&self.waiters).iter() {
-            waiter.wake();
-        }
-        for (set, slot) in locked(&self.sets).iter() {
-            set.mark(*slot);
-        }
-    }
-
-    /// Makes all that the socket is ready for count as new, so that edge-triggered registrations report it again.
-    pub fn rearm(&self) {
-        self.rearms.fetch_add(1, Ordering::AcqRel);
-        self.changed();
-    }
-
     /// Counts bytes that the program has received.
     #[inline(always)]
     pub fn took(&self, bytes: usize) {
         self.taken.store(self.taken.load(RELAXED).wrapping_add(bytes as u32), RELAXED);
     }
-
-    /// Adds a waiter, which is woken at each event.
-    pub fn add_waiter(&self, waiter: &Arc<Waiter>) {
-        locked(&self.waiters).push(waiter.clone());
-        self.watchers.fetch_add(1, Ordering::SeqCst);
-    }
-
-    /// Undoes [`Tcp::add_waiter`].
-    pub fn remove_waiter(&self, waiter: &Arc<Waiter>) {
-        self.remove_watchers(&self.waiters, |other| Arc::ptr_eq(other, waiter));
-    }
-
-    /// Adds an epoll set that it is in, and its slot there.
-    pub fn add_set(&self, set: &'static Set, slot: u32) {
-        locked(&self.sets).push((set, slot));
-        self.watchers.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// Undoes [`Tcp::add_set`].
-    pub fn remove_set(&self, set: &'static Set, slot: u32) {
-        self.remove_watchers(&self.sets, |(other, at)| std::ptr::eq(*other, set) && *at == slot);
-    }
-
-    fn remove_watchers<T>(&self, list: &Mutex<Vec<T>>, which: impl Fn(&T) -> bool) -> Vec<T> {
-        let removed: Vec<T> = locked(list).extract_if(.., |watcher| which(watcher)).collect();
-        self.watchers.fetch_sub(removed.len() as u32, Ordering::AcqRel);
-        removed
-    }
-
-    /// Adds another descriptor of the same socket.
-    pub fn add_fd(&self, fd: c_int) {
-        locked(&self.fds).push(fd);
-    }
-
-    /// Handles the closing of one of several descriptors. What is registered under it stays in its set, as in the kernel: nobody
-    /// can modify it any more, and only the kernel can go on reporting it.
-    fn remove_number(&'static self, fd: c_int) {
-        for (set, slot) in locked(&self.sets).clone() {
-            if set.has_number(slot, fd, self) {
-                self.give_back("closed descriptor in an epoll set", Until::Never);
-                set.remove_number(slot, fd);
-            }
-        }
-    }
-
-    /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and given up by
-    /// the agent, so that closing it means what it always meant.
-    pub fn remove_fd(&'static self, fd: c_int) {
-        let last = {
-            let mut fds = locked(&self.fds);
-            fds.retain(|other| *other != fd);
-            fds.is_empty()
-        };
-        table::put(fd, None);
-        if !last {
-            self.remove_number(fd);
-            return;
-        }
-        listening::close(self);
-        self.settle();
-        self.generation.fetch_add(1, RELAXED);
-        for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
-            set.forget(slot, self);
-        }
-        if let Some((connection, session)) = self.managed() {
-            let _turn = worth::Turn::begin();
-            session.note_socket(connection.number(), None);
-            let _ = session.shared.forget(connection, thread::token());
-        }
-        self.worth.end();
-        self.put_into(State::Refused);
-        for waiter in self.remove_watchers(&self.waiters, |_| true) {
-            waiter.wake();
-        }
-        locked(&POOL).push(self);
-    }
-}
-
-/// When a connection is to be handed over: see [`NEVER`].
-fn planned(fd: c_int, origin: Origin) -> u64 {
-    let Some(plan) = process::plan() else { return NEVER };
-    // SAFETY: the program's descriptor, open during its own call.
-    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-    let needed = plan.rules.iter().any(baton_client::rules::Rule::needs_addresses);
-    let addresses = if needed {
-        let local = baton_linux::socket::local_address(borrowed);
-        let Ok(peer) = baton_linux::socket::peer_address(borrowed) else { return UNPLANNED };
-        local.ok().map(|local| (local, peer))
-    } else {
-        None
-    };
-    let fits = |rule: &&baton_client::rules::Rule| addresses.is_none_or(|(local, peer)| rule.fits(local, peer));
-    match plan.rules.iter().find(fits).map(|rule| rule.when) {
-        None | Some(When::Never) => NEVER,
-        Some(When::Established) => 0,
-        Some(When::Accepted) => {
-            if origin == Origin::Accepted {
-                0
-            } else {
-                NEVER
-            }
-        }
-        Some(When::Connected) => {
-            if origin == Origin::Connected {
-                0
-            } else {
-                NEVER
-            }
-        }
-        Some(When::Bytes(count)) => count & !REQUESTS,
-        Some(When::Requests(count)) => count | REQUESTS,
-    }
-}
-
-/// Whether options are set by which receiving returns more than bytes (TCP_INQ, the time-stamping family), which only the kernel
-/// can do.
-fn receives_more_than_bytes(fd: c_int) -> bool {
-    let value = |level, option| options::kernels(fd, level, option);
-    let set = |level, option| value(level, option).is_some_and(|value| value != 0);
-    set(6, 36)
-        || set(1, 29)
-        || set(1, 35)
-        || set(1, 37)
-        || set(1, 63)
-        || set(1, 64)
-        || set(1, 65)
-        || value(1, 42).is_some_and(|offset| offset >= 0)
 }

@@ -5,6 +5,7 @@
 //! the socket, with the program's own data. The NIC is asked to take a socket when the process first waits for it, receives or
 //! sends, once it has a port.
 
+use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::{connecting, io, real, thread, wait};
 use baton_client::Datagrams;
@@ -156,6 +157,16 @@ pub(crate) fn leave_session() {
     }
 }
 
+/// Takes the locks of what is kept, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&POOL), forks::hold(&OURS)]
+}
+
+/// Stops tracking all sockets, in a child that may take no lock.
+pub(crate) fn forget_all() {
+    all().for_each(|(fd, _)| put(fd, None));
+}
+
 /// Whether a descriptor is a doorbell of a socket's.
 pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
@@ -258,7 +269,8 @@ impl Udp {
 
     /// Drops the rings. Their memory and descriptors are free when no thread uses them any more.
     fn drop_rings(&self) {
-        if let Some(taken) = locked(&self.taken).take() {
+        let taken = locked(&self.taken).take();
+        if let Some(taken) = taken {
             let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
             locked(&OURS).retain(|fd| !gone.contains(fd));
         }

@@ -1,30 +1,29 @@
 //! Waiting for the kernel and the NIC at once.
 //!
-//! A thread that waits for a socket has an eventfd (a [`Waiter`]), which is written when something happens to the socket. The
+//! A thread that waits for a socket has an eventfd, perhaps together with others (a [`Waiter`]), which is written when something happens to the socket. The
 //! thread that is woken by the session's doorbell first reads the NIC's events and passes them on to the other waiters.
 
 use crate::process::Session;
 use crate::tcp::Tcp;
+use crate::waiter::Waiter;
 use crate::{process, real, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Mutex;
+use std::sync::atomic::{Ordering, fence};
 
-/// The eventfd of a waiting thread.
-pub(crate) struct Waiter {
-    eventfd: c_int,
-    /// It may have been written.
-    signalled: AtomicBool,
-}
+/// Microseconds for which a thread sleeps at most if there is no descriptor to wake it by.
+const WITHOUT_DESCRIPTOR: u64 = 10_000;
 
-static POOL: Mutex<Vec<Arc<Waiter>>> = Mutex::new(Vec::new());
-static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
-
-/// Whether a descriptor is a waiter's eventfd.
-pub(crate) fn is_ours(fd: c_int) -> bool {
-    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+/// Closes descriptors that a child of fork has inherited of this library's.
+pub(crate) fn close_all(ours: &Mutex<Vec<c_int>>) {
+    // Locked still if a signal handler has forked that interrupted its holder.
+    let Ok(mut ours) = ours.try_lock() else { return };
+    for fd in std::mem::take(&mut *ours) {
+        // SAFETY: this copy of the descriptor is the child's own.
+        unsafe { real::close(fd) };
+    }
 }
 
 /// A new eventfd, numbered out of the program's way.
@@ -53,30 +52,6 @@ pub(crate) fn reports_now(fd: c_int, event: i16) -> bool {
     let mut poll = pollfd { fd, events: event, revents: 0 };
     // SAFETY: one live pollfd.
     unsafe { real::poll(&mut poll, 1, 0) == 1 && poll.revents & event != 0 }
-}
-
-impl Waiter {
-    fn take() -> Arc<Waiter> {
-        if let Some(waiter) = POOL.lock().unwrap_or_else(PoisonError::into_inner).pop() {
-            return waiter;
-        }
-        let fd = eventfd();
-        OURS.lock().unwrap_or_else(PoisonError::into_inner).push(fd);
-        Arc::new(Waiter { eventfd: fd, signalled: AtomicBool::new(false) })
-    }
-
-    fn give(self: Arc<Waiter>) {
-        if self.signalled.swap(false, Ordering::AcqRel) {
-            clear(self.eventfd);
-        }
-        POOL.lock().unwrap_or_else(PoisonError::into_inner).push(self);
-    }
-
-    /// Wakes its thread.
-    pub fn wake(&self) {
-        self.signalled.store(true, Ordering::Release);
-        signal(self.eventfd);
-    }
 }
 
 /// Microseconds of the monotonic clock.
@@ -118,7 +93,8 @@ pub(crate) fn sleep(
     let result = if ready() {
         Ok(0)
     } else {
-        let limit = deadline.map(|deadline| {
+        let look = (waiter.eventfd < 0).then(|| now() + WITHOUT_DESCRIPTOR);
+        let limit = deadline.into_iter().chain(look).min().map(|deadline| {
             let left = deadline.saturating_sub(now());
             libc::timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 }
         });

@@ -23,6 +23,7 @@ mod hostile;
 mod hostile_client;
 mod kernel_stay;
 mod large_frames;
+mod library;
 mod lifecycle;
 mod messages;
 mod moves;

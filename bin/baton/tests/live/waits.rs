@@ -7,7 +7,8 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-fn compile(name: &str, scratch: &Scratch) -> PathBuf {
+/// Compiles a C program of these tests.
+pub fn compile(name: &str, scratch: &Scratch) -> PathBuf {
     let program = scratch.0.join(name);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(name).with_extension("c");
     let status = Command::new("cc")

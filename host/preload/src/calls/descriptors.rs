@@ -1,5 +1,6 @@
 //! Functions that make, name, duplicate and close descriptors, and those for options.
 
+use super::stdio;
 use crate::connecting;
 use crate::listening::{self, Accepted};
 use crate::table::{self, File};
@@ -7,7 +8,7 @@ use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
 use crate::{options, process, real, udp, worth};
 use baton_protocol::program::Until;
-use libc::{c_char, c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
+use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 
 fn note_new(fd: c_int) -> Option<&'static Tcp> {
     process::plan()?;
@@ -81,6 +82,9 @@ unsafe fn accept_from(listener: c_int, address: *mut sockaddr, length: *mut sock
             Some((_, session)) => {
                 tcp.note_origin(Origin::Accepted);
                 tcp.made(session);
+                if stdio::is_standard(fd) {
+                    stdio::take_over(tcp);
+                }
                 // SAFETY: the program's own arguments (`# Safety`); the descriptor is new, and the flags are its own.
                 unsafe { listening::finish(fd, address, length, flags) };
             }
@@ -255,6 +259,9 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
         Some(File::Tcp(tcp)) => {
             tcp.add_fd(copy);
             table::put(copy, Some(File::Tcp(tcp)));
+            if stdio::is_standard(copy) {
+                stdio::take_over(tcp);
+            }
         }
         Some(File::Set(set)) if !foreign => {
             set.add_fd(copy);
@@ -482,19 +489,4 @@ pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
     }
     tcp.leave_if_over();
     options::shutdown(tcp, fd, how)
-}
-
-/// Intercepts the C library's `fdopen`: stdio reads and writes without this library, so the connection stays in the kernel.
-///
-/// # Safety
-/// As for the C library's function.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FILE {
-    if let Some(tcp) = table::tcp(fd) {
-        tcp.give_back("stdio", Until::Never);
-        // fclose, too, is not intercepted.
-        tcp.forget_connection();
-    }
-    // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::fdopen(fd, mode) }
 }

@@ -1,23 +1,13 @@
 //! Functions that start programs or enter seccomp: the connections are restored first.
 
-use crate::table::{self, File};
-use crate::{process, real};
+use crate::forks::{self, Start};
+use crate::{process, real, table};
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 
 /// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
 fn give_back_what_stays_open(reason: &str) {
-    if process::session().is_none() {
-        return;
-    }
-    for (fd, file) in table::known(0, u32::MAX) {
-        if let File::Tcp(tcp) = file
-            // SAFETY: F_GETFD takes no pointer.
-            && unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC == 0
-        {
-            tcp.give_back(reason, Until::Alone);
-        }
-    }
+    forks::stay_open().for_each(|tcp| tcp.give_back(reason, Until::Alone));
 }
 
 extern "C" fn before_exec() {
@@ -96,6 +86,7 @@ pub unsafe extern "C" fn posix_spawn(
     arguments: *const *mut c_char,
     environment: *const *mut c_char,
 ) -> c_int {
+    let _start = Start::begin();
     before_spawn(actions);
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::posix_spawn(process, path, actions, attributes, arguments, environment) }
@@ -114,6 +105,7 @@ pub unsafe extern "C" fn posix_spawnp(
     arguments: *const *mut c_char,
     environment: *const *mut c_char,
 ) -> c_int {
+    let _start = Start::begin();
     before_spawn(actions);
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::posix_spawnp(process, file, actions, attributes, arguments, environment) }
@@ -138,6 +130,7 @@ pub unsafe extern "C" fn system(command: *const c_char) -> c_int {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+    let _start = Start::begin();
     before_spawn(std::ptr::null());
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::popen(command, mode) }
@@ -162,6 +155,80 @@ fn is_harmless(number: c_long) -> bool {
     matches!(number, libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_gettid | libc::SYS_getrandom | libc::SYS_fstat)
 }
 
+/// Whether a child that this system call makes has memory of its own.
+fn has_own_memory(number: c_long, argument: c_long) -> bool {
+    let flags = match number {
+        libc::SYS_fork => 0,
+        libc::SYS_clone => argument as c_int,
+        _ => libc::CLONE_VM,
+    };
+    flags & libc::CLONE_VM == 0
+}
+
+/// What a child of clone(2) is to run.
+struct Started {
+    function: extern "C" fn(*mut c_void) -> c_int,
+    argument: *mut c_void,
+}
+
+extern "C" fn start(started: *mut c_void) -> c_int {
+    forks::after_unprepared();
+    // SAFETY: `clone` passes one of its own, of which this process has a copy: it shares no memory with its parent.
+    let started = unsafe { &*started.cast::<Started>() };
+    (started.function)(started.argument)
+}
+
+/// Intercepts the C library's `clone`. A variadic argument is passed like a named one, as in `fcntl`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clone(
+    function: extern "C" fn(*mut c_void) -> c_int,
+    stack: *mut c_void,
+    flags: c_int,
+    argument: *mut c_void,
+    parent: *mut c_void,
+    storage: *mut c_void,
+    child: *mut c_void,
+) -> c_int {
+    if flags & libc::CLONE_VM != 0 {
+        if flags & libc::CLONE_THREAD == 0 {
+            // As vfork: the child has copies of the descriptors, which a program that it executes gets.
+            before_exec();
+        }
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::clone(function, stack, flags, argument, parent, storage, child) };
+    }
+    if flags & libc::CLONE_FILES != 0 {
+        process::close_for_good("raw fork");
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::clone(function, stack, flags, argument, parent, storage, child) };
+    }
+    let mut started = Started { function, argument };
+    forks::before();
+    // SAFETY: the program's own arguments (`# Safety`), but for the function: `started` lives as long as the child's copy of this stack.
+    let made = unsafe { real::clone(start, stack, flags, (&raw mut started).cast(), parent, storage, child) };
+    forks::after_in_parent();
+    made
+}
+
+/// Intercepts the C library's `_Fork`, which calls no handlers.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn _Fork() -> pid_t {
+    forks::before();
+    // SAFETY: no arguments.
+    let child = unsafe { real::fork_without_handlers() };
+    match child {
+        0 => forks::after_unprepared(),
+        _ => forks::after_in_parent(),
+    }
+    child
+}
+
 /// Intercepts the C library's `syscall`: a system call on a socket without the function for it.
 ///
 /// # Safety
@@ -171,7 +238,15 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
     match number {
         libc::SYS_io_uring_setup => process::close_for_good("io_uring"),
         libc::SYS_seccomp => process::leave_for_seccomp(),
-        libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => process::close_for_good("raw fork"),
+        libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => {
+            process::close_for_good("raw fork");
+            // SAFETY: the program's own arguments (`# Safety`).
+            let child = unsafe { real::syscall(number, a, b, c, d, e, f) };
+            if child == 0 && has_own_memory(number, a) {
+                forks::after_unprepared();
+            }
+            return child;
+        }
         libc::SYS_execve | libc::SYS_execveat => before_exec(),
         // libuv closes this way, to have no cancellation point.
         // SAFETY: the program's own arguments (`# Safety`).
@@ -222,44 +297,14 @@ uses_io_uring! {
 
 #[cfg(target_arch = "x86_64")]
 mod jumps {
-    //! Functions that cannot be called from here: they return twice, or take a variable number of arguments. After the
-    //! connections are restored, control jumps to the C library's function, with stack and registers unchanged.
+    //! Functions that return twice, or take a variable number of arguments.
 
     use super::before_exec;
-    use crate::real;
-    use std::sync::atomic::AtomicUsize;
 
-    macro_rules! jumps {
-        ($($name:ident = $symbol:literal, $at:ident, $prepare:ident;)*) => {$(
-            static $at: AtomicUsize = AtomicUsize::new(0);
-
-            extern "C" fn $prepare() {
-                before_exec();
-                $at.store(real::address($symbol), std::sync::atomic::Ordering::Relaxed);
-            }
-
-            /// Intercepts the C library's function of this name.
-            #[unsafe(no_mangle)]
-            #[unsafe(naked)]
-            pub extern "C" fn $name() {
-                // Saves six argument registers, and al, which says how many vector registers are used; then the stack is as it
-                // was.
-                std::arch::naked_asm!(
-                    "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
-                    "call {prepare}",
-                    "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi", "pop rax",
-                    "jmp qword ptr [rip + {at}]",
-                    prepare = sym $prepare,
-                    at = sym $at,
-                )
-            }
-        )*};
-    }
-
-    jumps! {
-        vfork = c"vfork", VFORK, prepare_vfork;
-        execl = c"execl", EXECL, prepare_execl;
-        execlp = c"execlp", EXECLP, prepare_execlp;
-        execle = c"execle", EXECLE, prepare_execle;
+    crate::calls::jumps! {
+        vfork = c"vfork", VFORK, prepare_vfork(), before_exec();
+        execl = c"execl", EXECL, prepare_execl(), before_exec();
+        execlp = c"execlp", EXECLP, prepare_execlp(), before_exec();
+        execle = c"execle", EXECLE, prepare_execle(), before_exec();
     }
 }

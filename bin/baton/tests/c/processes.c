@@ -1,0 +1,364 @@
+/* Processes that share connections, or start others. Usage: processes CASE [moved]
+ *
+ * With "moved" the connections are on the NIC before a case begins. Prints nothing, and succeeds, if everything is as natively. */
+
+#include "sockets.h"
+#include <dirent.h>
+#include <linux/filter.h>
+#include <linux/io_uring.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <spawn.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+
+#define TOTAL (2 << 20)
+
+extern char **environ;
+static struct pair ends;
+static int moved;
+
+static void ended_well(pid_t child)
+{
+    int status;
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    if (WIFSIGNALED(status))
+        fprintf(stderr, "the child ended by signal %d\n", WTERMSIG(status));
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+static unsigned char byte_at(size_t at)
+{
+    return at % 251;
+}
+
+/* Receives a stream until it has all bytes. */
+static void receive_all(int fd)
+{
+    unsigned char piece[8192];
+    for (size_t have = 0; have < TOTAL;) {
+        ssize_t got = read(fd, piece, sizeof piece);
+        CHECK(got > 0);
+        for (ssize_t at = 0; at < got; at++)
+            CHECK(piece[at] == byte_at(have + at));
+        have += got;
+    }
+}
+
+static void send_all(int fd)
+{
+    unsigned char piece[8192];
+    for (size_t have = 0; have < TOTAL;) {
+        for (size_t at = 0; at < sizeof piece; at++)
+            piece[at] = byte_at(have + at);
+        ssize_t sent = write(fd, piece, TOTAL - have < sizeof piece ? TOTAL - have : sizeof piece);
+        CHECK(sent > 0);
+        have += sent;
+    }
+}
+
+/* The peer: sends back what it receives. */
+static void *echo(void *unused)
+{
+    unsigned char piece[8192];
+    for (size_t have = 0; have < TOTAL;) {
+        ssize_t got = read(ends.client, piece, sizeof piece), sent = 0;
+        CHECK(got > 0);
+        for (have += got; sent < got;) {
+            ssize_t more = write(ends.client, piece + sent, got - sent);
+            CHECK(more > 0);
+            sent += more;
+        }
+    }
+    return unused;
+}
+
+static int reader(void *unused)
+{
+    receive_all(ends.server);
+    _exit(unused != NULL);
+}
+
+/* A child receives on a connection while its parent sends on it. */
+static void share(pid_t (*start)(void))
+{
+    pthread_t peer;
+    pid_t child = start();
+    CHECK(pthread_create(&peer, NULL, echo, NULL) == 0);
+    send_all(ends.server);
+    ended_well(child);
+    CHECK(pthread_join(peer, NULL) == 0);
+}
+
+static pid_t by_fork(void)
+{
+    pid_t child = fork();
+    return child == 0 ? reader(NULL) : child;
+}
+
+static pid_t by_fork_alone(void)
+{
+    pid_t (*function)(void) = _Fork;
+    pid_t child = function();
+    return child == 0 ? reader(NULL) : child;
+}
+
+static pid_t by_clone(void)
+{
+    static char stack[1 << 18] __attribute__((aligned(16)));
+    return clone(reader, stack + sizeof stack, SIGCHLD, NULL);
+}
+
+static pid_t by_raw_fork(void)
+{
+    pid_t child = syscall(SYS_fork);
+    return child == 0 ? reader(NULL) : child;
+}
+
+static char *reader_arguments(char *number)
+{
+    sprintf(number, "%d", ends.server);
+    return number;
+}
+
+static pid_t by_spawn(void)
+{
+    char number[16], *arguments[] = {"processes", "reader", reader_arguments(number), NULL};
+    pid_t child;
+    CHECK(posix_spawn(&child, "/proc/self/exe", NULL, NULL, arguments, environ) == 0);
+    return child;
+}
+
+static pid_t by_vfork(void)
+{
+    char number[16], *arguments[] = {"processes", "reader", reader_arguments(number), NULL};
+    pid_t child = vfork();
+    if (child == 0) {
+        execv("/proc/self/exe", arguments);
+        _exit(127);
+    }
+    return child;
+}
+
+/* As `share`, with a program that a shell starts. */
+static void by_popen(void)
+{
+    char self[400], command[500];
+    pthread_t peer;
+    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+    CHECK(length > 0);
+    self[length] = 0;
+    snprintf(command, sizeof command, "%s reader %d", self, ends.server);
+    FILE *child = popen(command, "r");
+    CHECK(child && pthread_create(&peer, NULL, echo, NULL) == 0);
+    send_all(ends.server);
+    CHECK(pclose(child) == 0 && pthread_join(peer, NULL) == 0);
+}
+
+/* Its connections stay in the kernel for good. */
+static void never_moves(void)
+{
+    struct pair pair = connect_pair();
+    for (int round = 0; round < 4000; round++) {
+        exchange(pair.client, pair.server, "there\n");
+        exchange(pair.server, pair.client, "and back\n");
+        CHECK(!is_on_nic(pair.client) && !is_on_nic(pair.server));
+    }
+    close(pair.client);
+    close(pair.server);
+}
+
+static void fork_and_go_on(void (*child_does)(void))
+{
+    pid_t child = fork();
+    if (child == 0) {
+        if (child_does)
+            child_does();
+        _exit(0);
+    }
+    ended_well(child);
+    never_moves();
+}
+
+static void use_io_uring(void)
+{
+    struct io_uring_params parameters = {0};
+    syscall(SYS_io_uring_setup, 1, &parameters);
+    fork_and_go_on(never_moves);
+}
+
+static void confine(void)
+{
+    struct sock_filter code[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_socket, 0, 3),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[0])),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AF_UNIX, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = {sizeof code / sizeof *code, code};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0) == 0);
+    fork_and_go_on(never_moves);
+}
+
+static void fork_raw(void)
+{
+    pid_t child = syscall(SYS_fork);
+    if (child == 0)
+        _exit(0);
+    ended_well(child);
+    fork_and_go_on(NULL);
+}
+
+/* A child uses connections of its own. */
+static void use_connections(void)
+{
+    struct pair pair = connect_pair();
+    for (int round = 0; round < 3; round++) {
+        exchange(pair.client, pair.server, "there\n");
+        exchange(pair.server, pair.client, "and back\n");
+    }
+    close(pair.client);
+    close(pair.server);
+}
+
+static void *open_session(void *unused)
+{
+    use_connections();
+    return unused;
+}
+
+/* Another thread asks for a session, of a Baton that does not answer, while this one forks. Its socket is the program's second argument. */
+static void fork_while_opening(const char *path)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    pthread_t opener;
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET, 0), agent = -1;
+    strncpy(address.sun_path, path, sizeof address.sun_path - 1);
+    CHECK(bind(listener, (struct sockaddr *)&address, sizeof address) == 0 && listen(listener, 16) == 0);
+    CHECK(pthread_create(&opener, NULL, open_session, NULL) == 0);
+    if (getenv("BATON_RUN"))
+        CHECK((agent = accept(listener, NULL, NULL)) >= 0);
+    pid_t child = fork();
+    if (child == 0) {
+        use_connections();
+        _exit(0);
+    }
+    ended_well(child);
+    CHECK(pthread_join(opener, NULL) == 0);
+    close(agent);
+}
+
+static atomic_int over;
+
+/* Makes and closes sockets, and sleeps on one: each takes what the library keeps for its next use, and returns it. */
+static void *churn(void *unused)
+{
+    while (!over) {
+        close(socket(AF_INET, SOCK_STREAM, 0));
+        close(epoll_create1(0));
+    }
+    return unused;
+}
+
+/* A child finds what the library keeps free, whatever other threads have done at the fork. */
+static void fork_while_churning(void)
+{
+    pthread_t threads[3];
+    for (int at = 0; at < 3; at++)
+        CHECK(pthread_create(&threads[at], NULL, churn, NULL) == 0);
+    for (int round = 0; round < 300; round++) {
+        pid_t child = fork();
+        if (child == 0) {
+            alarm(10);
+            close(socket(AF_INET, SOCK_STREAM, 0));
+            close(epoll_create1(0));
+            _exit(0);
+        }
+        ended_well(child);
+    }
+    over = 1;
+    for (int at = 0; at < 3; at++)
+        CHECK(pthread_join(threads[at], NULL) == 0);
+}
+
+/* Number of this process's eventfds. */
+static int eventfds(void)
+{
+    char path[300], what[40];
+    int found = 0;
+    DIR *all = opendir("/proc/self/fd");
+    CHECK(all);
+    for (struct dirent *entry; (entry = readdir(all));) {
+        snprintf(path, sizeof path, "/proc/self/fd/%s", entry->d_name);
+        ssize_t length = readlink(path, what, sizeof what);
+        found += length == 20 && memcmp(what, "anon_inode:[eventfd]", 20) == 0;
+    }
+    closedir(all);
+    return found;
+}
+
+static void *receive_line(void *unused)
+{
+    char line[10];
+    CHECK(read(ends.server, line, sizeof line) == 5);
+    return unused;
+}
+
+/* What wakes the parent's threads is not the child's. (The program itself makes no eventfd.) */
+static void share_no_eventfds(void)
+{
+    pthread_t sleeper;
+    int set = epoll_create1(0);
+    struct epoll_event event = {.events = EPOLLIN}, got;
+    CHECK(epoll_ctl(set, EPOLL_CTL_ADD, ends.client, &event) == 0);
+    CHECK(pthread_create(&sleeper, NULL, receive_line, NULL) == 0);
+    CHECK(write(ends.client, "line\n", 5) == 5);
+    CHECK(pthread_join(sleeper, NULL) == 0);
+    CHECK(write(ends.server, "line\n", 5) == 5);
+    CHECK(epoll_wait(set, &got, 1, -1) == 1);
+    pid_t child = fork();
+    if (child == 0)
+        _exit(eventfds());
+    ended_well(child);
+}
+
+int main(int count, char **arguments)
+{
+    CHECK(count >= 2);
+    const char *name = arguments[1];
+    alarm(20);
+    if (strcmp(name, "reader") == 0)
+        return receive_all(atoi(arguments[2])), 0;
+    if (strcmp(name, "opening") == 0)
+        return fork_while_opening(arguments[2]), 0;
+    moved = count > 2;
+    static const struct {
+        const char *name;
+        pid_t (*start)(void);
+    } ways[] = {{"fork", by_fork}, {"_Fork", by_fork_alone}, {"clone", by_clone}, {"raw fork", by_raw_fork}, {"spawn", by_spawn}, {"vfork", by_vfork}};
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } others[] = {{"popen", by_popen}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"eventfds", share_no_eventfds}};
+    ends = connect_pair();
+    exchange(ends.client, ends.server, "hello\n");
+    exchange(ends.server, ends.client, "hello\n");
+    if (moved)
+        until_on_nic(ends.server);
+    for (size_t at = 0; at < sizeof ways / sizeof *ways; at++)
+        if (strcmp(ways[at].name, name) == 0)
+            return share(ways[at].start), 0;
+    for (size_t at = 0; at < sizeof others / sizeof *others; at++)
+        if (strcmp(others[at].name, name) == 0)
+            return others[at].run(), 0;
+    return 2;
+}

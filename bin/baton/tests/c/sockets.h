@@ -1,0 +1,80 @@
+/* What the programs of these tests share: connections over loopback, and a way to wait until the NIC has one.
+ *
+ * A program that stands still is ended by SIGALRM. With "moved" as its last argument it waits until its connection is on the NIC. */
+
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define CHECK(what) \
+    do { \
+        if (!(what)) { \
+            int number = errno; \
+            char line[200]; \
+            int length = snprintf(line, sizeof line, "%s:%d: %s (%s)\n", __FILE__, __LINE__, #what, strerror(number)); \
+            syscall(SYS_write, 2, line, length); \
+            _exit(1); \
+        } \
+    } while (0)
+
+/* Ends of connections: accepted, connected. */
+struct pair {
+    int server, client;
+};
+
+static inline struct pair connect_pair(void)
+{
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof address;
+    int listener = socket(AF_INET, SOCK_STREAM, 0);
+    CHECK(bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, 16) == 0);
+    CHECK(getsockname(listener, (struct sockaddr *)&address, &length) == 0);
+    struct pair made = {-1, socket(AF_INET, SOCK_STREAM, 0)};
+    CHECK(connect(made.client, (struct sockaddr *)&address, length) == 0);
+    CHECK((made.server = accept(listener, NULL, NULL)) >= 0);
+    close(listener);
+    return made;
+}
+
+/* Whether the kernel's socket is only the shell of a connection on the NIC: it is in repair mode then. The system call is made here, since
+ * the library answers getsockopt itself. */
+static inline int is_on_nic(int fd)
+{
+    int repair = 0;
+    socklen_t length = sizeof repair;
+    long done;
+    register long level __asm__("r10") = (long)&repair;
+    register long size __asm__("r8") = (long)&length;
+    __asm__ volatile("syscall" : "=a"(done) : "a"(SYS_getsockopt), "D"((long)fd), "S"(6L), "d"((long)TCP_REPAIR), "r"(level), "r"(size)
+                     : "rcx", "r11", "memory");
+    return done == 0 && repair == 1;
+}
+
+static inline void until_on_nic(int fd)
+{
+    while (!is_on_nic(fd))
+        sched_yield();
+}
+
+/* Sends a line and receives it at the other end. */
+static inline void exchange(int from, int to, const char *line)
+{
+    char got[200];
+    size_t length = strlen(line), have = 0;
+    CHECK(write(from, line, length) == (ssize_t)length);
+    while (have < length) {
+        ssize_t more = read(to, got + have, length - have);
+        CHECK(more > 0);
+        have += more;
+    }
+    CHECK(memcmp(got, line, length) == 0);
+}

@@ -1,0 +1,163 @@
+/* The C library's own input and output on connections, and copies of their descriptors. Usage: stdio CASE [moved]
+ *
+ * Prints nothing, and succeeds, if everything is as on any connection. */
+
+#include "sockets.h"
+#include <fcntl.h>
+#include <stdarg.h>
+#include <sys/epoll.h>
+#include <sys/wait.h>
+
+static struct pair ends;
+
+/* A stream on the accepted end: both directions, then its end. */
+static void stream(void)
+{
+    char line[100];
+    FILE *file = fdopen(ends.server, "r+");
+    CHECK(file);
+    CHECK(write(ends.client, "one\ntwo\n", 8) == 8);
+    CHECK(fgets(line, sizeof line, file) && strcmp(line, "one\n") == 0);
+    CHECK(fgets(line, sizeof line, file) && strcmp(line, "two\n") == 0);
+    CHECK(fprintf(file, "three\n") == 6 && fflush(file) == 0);
+    CHECK(read(ends.client, line, sizeof line) == 6 && memcmp(line, "three\n", 6) == 0);
+    CHECK(fclose(file) == 0);
+    CHECK(read(ends.client, line, sizeof line) == 0);
+}
+
+/* Two streams, one for each direction, as servers that are written with stdio have them. */
+static void streams(void)
+{
+    char line[100];
+    FILE *in = fdopen(ends.server, "r"), *out = fdopen(dup(ends.server), "w");
+    CHECK(in && out);
+    CHECK(write(ends.client, "one\n", 4) == 4);
+    CHECK(fgets(line, sizeof line, in) && strcmp(line, "one\n") == 0);
+    CHECK(fputs("two\n", out) >= 0 && fflush(out) == 0);
+    CHECK(read(ends.client, line, sizeof line) == 4 && memcmp(line, "two\n", 4) == 0);
+    CHECK(fclose(in) == 0 && fclose(out) == 0);
+    CHECK(read(ends.client, line, sizeof line) == 0);
+}
+
+/* A set keeps what was registered under a descriptor that is closed while another one of its socket is open. */
+static void closed_number(void)
+{
+    int set = epoll_create1(0), copy;
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = 7}, got;
+    CHECK(epoll_ctl(set, EPOLL_CTL_ADD, ends.server, &event) == 0);
+    CHECK((copy = dup(ends.server)) >= 0);
+    CHECK(close(ends.server) == 0);
+    CHECK(write(ends.client, "one\n", 4) == 4);
+    CHECK(epoll_wait(set, &got, 1, -1) == 1 && got.data.u64 == 7 && got.events == EPOLLIN);
+    exchange(copy, ends.client, "two\n");
+    CHECK(close(copy) == 0);
+    CHECK(epoll_wait(set, &got, 1, 0) == 0);
+}
+
+static void expect_at(int fd, const char *line)
+{
+    char got[100];
+    size_t length = strlen(line), have = 0;
+    while (have < length) {
+        ssize_t more = read(fd, got + have, length - have);
+        CHECK(more > 0);
+        have += more;
+    }
+    CHECK(memcmp(got, line, length) == 0);
+}
+
+static int print_list(const char *format, ...)
+{
+    va_list list;
+    va_start(list, format);
+    int printed = vdprintf(ends.server, format, list);
+    va_end(list);
+    return printed;
+}
+
+/* printf to a descriptor. */
+static void print(void)
+{
+    CHECK(dprintf(ends.server, "%s %d %.1f\n", "one", 1, 1.5) == 10);
+    expect_at(ends.client, "one 1 1.5\n");
+    CHECK(print_list("%s %d %.1f\n", "two", 2, 2.5) == 10);
+    expect_at(ends.client, "two 2 2.5\n");
+    exchange(ends.client, ends.server, "three\n");
+}
+
+/* The connection becomes standard output, by dup2 or by its number being the lowest. */
+static void output(void)
+{
+    CHECK(dup2(ends.server, 1) == 1);
+    CHECK(puts("one") >= 0 && fflush(stdout) == 0);
+    expect_at(ends.client, "one\n");
+    CHECK(write(ends.server, "two\n", 4) == 4);
+    expect_at(ends.client, "two\n");
+    CHECK(close(0) == 0 && dup(ends.server) == 0 && close(1) == 0 && fcntl(ends.server, F_DUPFD, 0) == 1);
+    CHECK(puts("three") >= 0 && fflush(stdout) == 0);
+    expect_at(ends.client, "three\n");
+}
+
+/* The connection becomes standard input. */
+static void input(void)
+{
+    char line[100];
+    CHECK(dup2(ends.server, 0) == 0);
+    CHECK(write(ends.client, "one\ntwo\n", 8) == 8);
+    CHECK(fgets(line, sizeof line, stdin) && strcmp(line, "one\n") == 0);
+    CHECK(fgets(line, sizeof line, stdin) && strcmp(line, "two\n") == 0);
+}
+
+/* A program of a super-server: its connection is standard input and output, which it reads and writes by system call and by stdio. */
+static int serve(void)
+{
+    char line[100];
+    for (;;) {
+        ssize_t got = read(0, line, 6);
+        if (got == 0)
+            return 0;
+        CHECK(got == 6 && write(1, line, got) == got);
+        CHECK(fgets(line, sizeof line, stdin) && fputs(line, stdout) >= 0 && fflush(stdout) == 0);
+    }
+}
+
+static void super_server(void)
+{
+    char *arguments[] = {"stdio", "serve", NULL};
+    int status;
+    pid_t child = fork();
+    if (child == 0) {
+        CHECK(dup2(ends.server, 0) == 0 && dup2(ends.server, 1) == 1);
+        CHECK(close(ends.server) == 0 && close(ends.client) == 0);
+        execv("/proc/self/exe", arguments);
+        _exit(127);
+    }
+    CHECK(close(ends.server) == 0);
+    for (int round = 0; round < 500; round++) {
+        CHECK(write(ends.client, "round\n", 6) == 6);
+        expect_at(ends.client, "round\n");
+    }
+    CHECK(shutdown(ends.client, SHUT_WR) == 0);
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+}
+
+int main(int count, char **arguments)
+{
+    CHECK(count >= 2);
+    static const struct {
+        const char *name;
+        void (*run)(void);
+    } cases[] = {{"stream", stream}, {"streams", streams}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
+    alarm(20);
+    if (strcmp(arguments[1], "serve") == 0)
+        return serve();
+    ends = connect_pair();
+    exchange(ends.client, ends.server, "hello\n");
+    exchange(ends.server, ends.client, "hello\n");
+    if (count > 2)
+        until_on_nic(ends.server);
+    for (size_t at = 0; at < sizeof cases / sizeof *cases; at++)
+        if (strcmp(cases[at].name, arguments[1]) == 0)
+            return cases[at].run(), 0;
+    return 2;
+}

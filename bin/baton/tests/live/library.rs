@@ -1,0 +1,122 @@
+//! The preloaded library in whole programs in C: each case succeeds natively, and under `baton run` before its connection has moved and
+//! after.
+
+use crate::scratch::{Scratch, text};
+use crate::waits::compile;
+use baton_linux::namespace::Namespace;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+fn set_up_loopback(namespace: &Namespace) {
+    namespace.run(|| baton_linux::rtnetlink::set_up(&baton_linux::rtnetlink::open()?, 1, None, None)).expect("loopback");
+}
+
+fn finish(namespace: &Namespace, mut command: Command) -> Output {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    namespace.spawn(&mut command).expect("a program").wait_with_output().expect("its output")
+}
+
+/// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved before it begins.
+fn as_natively(program: &str, case: &str) {
+    let scratch = Scratch::new(program);
+    let compiled = compile(program, &scratch);
+    let run = |how: &[&str], moved: bool| {
+        let namespace = Namespace::new().expect("a namespace");
+        let mut command = if how.is_empty() {
+            set_up_loopback(&namespace);
+            Command::new(&compiled)
+        } else {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+            command.args(["run", "--eager", "--log", &scratch.file("log")]).args(how).arg("--").arg(&compiled);
+            command
+        };
+        command.arg(case).args(moved.then_some("moved")).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        let ran = finish(&namespace, command);
+        let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+        assert!(
+            ran.status.success() && log.is_empty(),
+            "{program}, {case}, {how:?}: {} {}{}{log}",
+            ran.status,
+            text(&ran.stdout),
+            text(&ran.stderr)
+        );
+    };
+    run(&[], false);
+    run(&["--rule", "bytes:65536"], false);
+    run(&["--rule", "established"], true);
+}
+
+/// stdio on a connection: the C library reads and writes without the preloaded library.
+#[test]
+fn a_stream_of_the_c_library_is_a_connection() {
+    for case in ["stream", "streams"] {
+        as_natively("stdio", case);
+    }
+}
+
+/// A set keeps what is registered under a descriptor that is closed while a copy of it is open.
+#[test]
+fn a_closed_number_stays_in_its_set() {
+    as_natively("stdio", "closed number");
+}
+
+/// What has closed a process for good, for itself and its children, holds after a fork, too.
+#[test]
+fn a_fork_does_not_reopen_what_is_closed_for_good() {
+    for case in ["io_uring for good", "raw fork for good", "seccomp for good"] {
+        as_natively("processes", case);
+    }
+}
+
+/// Parent and child, whichever way it was made, use one connection together: what one sends and the other receives is complete, whether
+/// the connection has moved before or is due to move after.
+#[test]
+fn two_processes_share_a_connection() {
+    for case in ["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "popen"] {
+        as_natively("processes", case);
+    }
+}
+
+/// A child of fork finds the library's locks free, and has eventfds of its own.
+#[test]
+fn a_child_does_not_depend_on_its_parents_threads() {
+    for case in ["churn", "eventfds"] {
+        as_natively("processes", case);
+    }
+}
+
+/// A child that is forked while another thread asks for a session, of a Baton that never answers.
+#[test]
+fn a_fork_while_a_session_is_opened() {
+    let scratch = Scratch::new("opening");
+    let compiled = compile("processes", &scratch);
+    let socket = scratch.file("mute");
+    let library = Path::new(env!("CARGO_BIN_EXE_baton")).with_file_name("libbaton_preload.so");
+    let run = serde_json::json!({ "socket": socket, "group": 1, "rules": [{ "when": "established" }], "eager": true });
+    for preloaded in [false, true] {
+        let namespace = Namespace::new().expect("a namespace");
+        set_up_loopback(&namespace);
+        let mut command = Command::new(&compiled);
+        command.args(["opening", &socket]);
+        if preloaded {
+            command.env("LD_PRELOAD", &library).env("BATON_RUN", run.to_string());
+        }
+        let ran = finish(&namespace, command);
+        assert!(ran.status.success(), "{preloaded}: {} {}{}", ran.status, text(&ran.stdout), text(&ran.stderr));
+        std::fs::remove_file(&socket).expect("a socket");
+    }
+}
+
+/// The C library's own input and output on a connection: printf to its descriptor, and standard input and output.
+#[test]
+fn the_c_library_reads_and_writes_connections() {
+    for case in ["print", "output", "input", "super-server"] {
+        as_natively("stdio", case);
+    }
+}
+
+/// A server with a thread for each of its connections, and little more than a descriptor for each.
+#[test]
+fn sleeping_threads_need_no_descriptor_each() {
+    as_natively("threads", "few");
+}

@@ -1,0 +1,79 @@
+//! The C library's own input and output on sockets. It reads and writes without this library, so the connection is restored first, and
+//! stays in the kernel: one of a stream or of dprintf for good, one that is standard input, output or error as long as it is.
+
+use crate::tcp::Tcp;
+use crate::{real, table};
+use baton_protocol::program::Until;
+use libc::{c_char, c_int, c_void};
+
+/// The cause in lists.
+const STDIO: &str = "stdio";
+
+/// Whether the C library has a stream on this descriptor without being asked.
+pub(crate) fn is_standard(fd: c_int) -> bool {
+    (0..=libc::STDERR_FILENO).contains(&fd)
+}
+
+/// Restores a connection that has become standard input, output or error. (One that is not handed over yet stays so: see
+/// `Tcp::is_standard`.)
+pub(super) fn take_over(tcp: &Tcp) {
+    tcp.settle();
+    if tcp.is_managed() {
+        tcp.give_back(STDIO, Until::Never);
+    }
+}
+
+fn leave_to_library(fd: c_int) {
+    if let Some(tcp) = table::tcp(fd) {
+        tcp.give_back(STDIO, Until::Never);
+    }
+}
+
+/// Intercepts the C library's `fdopen`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FILE {
+    if let Some(tcp) = table::tcp(fd) {
+        leave_to_library(fd);
+        // fclose, too, is not intercepted.
+        tcp.forget_connection();
+    }
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { real::fdopen(fd, mode) }
+}
+
+/// Intercepts the C library's `vdprintf`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn vdprintf(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
+    leave_to_library(fd);
+    // SAFETY: the program's own arguments (`# Safety`). A va_list is passed as a pointer.
+    unsafe { real::vdprintf(fd, format, list) }
+}
+
+/// Intercepts the C library's `vdprintf` as compilers call it with _FORTIFY_SOURCE.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn __vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
+    leave_to_library(fd);
+    // SAFETY: as above.
+    unsafe { real::vdprintf_checked(fd, flag, format, list) }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod jumps {
+    //! Functions with a variable number of arguments.
+
+    use super::leave_to_library;
+
+    crate::calls::jumps! {
+        dprintf = c"dprintf", DPRINTF, prepare_dprintf(fd: libc::c_int), leave_to_library(fd);
+        __dprintf_chk = c"__dprintf_chk", DPRINTF_CHECKED, prepare_dprintf_checked(fd: libc::c_int), leave_to_library(fd);
+    }
+}

@@ -1,0 +1,172 @@
+//! What a fork does to this library.
+//!
+//! - Before it every connection is restored, and nothing is handed over until it is done. Both processes have the sockets then: a
+//!   connection may move when the agent finds that its process alone has it ([`Tcp::note_shared`](crate::tcp::Tcp::note_shared)).
+//! - The forking thread holds the locks of what the library keeps for its next use, and the one for opening a session. So the child finds
+//!   them free, and what they guard whole.
+//! - The child has a session and eventfds of its own. What it has inherited of its parent's is closed.
+//! - A child of clone(2), `_Fork` or a raw system call may run at a moment at which another thread has any lock, malloc's too. It takes
+//!   none, and leaves everything to the kernel: [`after_unprepared`].
+
+use crate::{epoll, listening, process, real, table, tcp, udp, wait, waiter};
+use baton_linux::process::Undisturbed;
+use baton_protocol::program::Until;
+use std::any::Any;
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+/// Number of forks and starts of programs that are under way: no connection may be handed over meanwhile.
+static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+
+/// Microseconds for which a fork waits for one of the library's short locks. Its holder may be this very thread, interrupted by a signal
+/// whose handler forks.
+const PATIENCE: u64 = 100_000;
+
+/// A lock that is held.
+pub(crate) type Held = Option<Box<dyn Any>>;
+
+/// The locks that are held during a fork.
+#[derive(Default)]
+struct Locks {
+    short: Vec<Held>,
+    opening: Option<MutexGuard<'static, ()>>,
+    /// A signal handler that forks too would wait for these locks for ever.
+    undisturbed: Option<Undisturbed>,
+}
+
+struct Place(UnsafeCell<Locks>);
+
+// SAFETY: only the thread that holds the lock for opening a session uses it, and that lock is a part of it.
+unsafe impl Sync for Place {}
+
+static LOCKS: Place = Place(UnsafeCell::new(Locks { short: Vec::new(), opening: None, undisturbed: None }));
+
+/// Whether the process forks now, or starts a program.
+pub(crate) fn are_under_way() -> bool {
+    UNDER_WAY.load(Ordering::SeqCst) > 0
+}
+
+/// Takes a lock that is never held for long. None if its holder may be the calling thread.
+pub(crate) fn hold<T>(mutex: &'static Mutex<T>) -> Held {
+    let limit = wait::now() + PATIENCE;
+    loop {
+        match mutex.try_lock() {
+            Ok(guard) => return Some(Box::new(guard)),
+            Err(TryLockError::Poisoned(guard)) => return Some(Box::new(guard.into_inner())),
+            Err(TryLockError::WouldBlock) if wait::now() >= limit => return None,
+            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+        }
+    }
+}
+
+/// Prepares for a fork.
+pub(crate) extern "C" fn before() {
+    if !process::is_mine() {
+        return;
+    }
+    let undisturbed = Undisturbed::begin();
+    UNDER_WAY.fetch_add(1, Ordering::SeqCst);
+    let opening = process::hold_opening();
+    if !process::is_closed_for_good() {
+        process::give_everything_back(tcp::FORK, Until::Never);
+    }
+    let locks = [tcp::hold(), waiter::hold(), epoll::hold(), listening::hold(), udp::hold()];
+    let short = locks.into_iter().flatten().collect();
+    // SAFETY: this thread holds the lock for opening a session.
+    unsafe { *LOCKS.0.get() = Locks { short, opening: Some(opening), undisturbed: Some(undisturbed) } };
+}
+
+/// Releases what [`before`] has taken.
+fn release() {
+    // SAFETY: `before` has taken the lock for opening a session, in this thread. Nothing of it is left there when it is released.
+    let Locks { short, opening, undisturbed } = unsafe { std::mem::take(&mut *LOCKS.0.get()) };
+    drop(short);
+    drop(opening);
+    drop(undisturbed);
+}
+
+/// Notes that another process has the sockets, too.
+fn note_shared() {
+    for (_, file) in table::known(0, u32::MAX) {
+        if let table::File::Tcp(tcp) = file {
+            tcp.note_shared();
+        }
+    }
+}
+
+/// Goes on in the parent.
+pub(crate) extern "C" fn after_in_parent() {
+    if !process::is_mine() {
+        return;
+    }
+    // Also what other threads have made since.
+    note_shared();
+    if !process::is_closed_for_good() {
+        process::allow_again();
+    }
+    release();
+    UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
+}
+
+/// Goes on in a child of fork.
+pub(crate) extern "C" fn after_in_child() {
+    process::become_owner();
+    // What has closed its parent for good holds for the child, too: filters and rings are inherited.
+    UNDER_WAY.store(0, Ordering::SeqCst);
+    release();
+    // The sets that are noted at pooled sockets are the parent's.
+    tcp::forget_pool();
+    listening::forget_inherited();
+    waiter::forget_inherited();
+    epoll::forget_inherited();
+    for (fd, file) in table::known(0, u32::MAX) {
+        if let table::File::Tcp(_) = file {
+            table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
+        }
+    }
+    epoll::leave_inherited();
+}
+
+/// Goes on in a child that was made otherwise: everything is the kernel's. Takes no lock and no memory.
+pub(crate) fn after_unprepared() {
+    process::become_owner();
+    process::give_up_plan();
+    // SAFETY: this process has one thread.
+    let undisturbed = unsafe { (*LOCKS.0.get()).undisturbed.take() };
+    for (fd, file) in table::known(0, u32::MAX) {
+        match file {
+            table::File::Tcp(_) => table::put(fd, None),
+            table::File::Set(set) => set.inherit(),
+        }
+    }
+    udp::forget_all();
+    drop(undisturbed);
+}
+
+/// The tracked sockets that a program inherits: those without FD_CLOEXEC.
+pub(crate) fn stay_open() -> impl Iterator<Item = &'static tcp::Tcp> {
+    table::known(0, u32::MAX).filter_map(|(fd, file)| match file {
+        // SAFETY: F_GETFD takes no pointer.
+        table::File::Tcp(tcp) if unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC == 0 => Some(tcp),
+        _ => None,
+    })
+}
+
+/// While this lives nothing is handed over: a program is being started, which inherits descriptors.
+pub(crate) struct Start;
+
+impl Start {
+    pub fn begin() -> Start {
+        UNDER_WAY.fetch_add(1, Ordering::SeqCst);
+        Start
+    }
+}
+
+impl Drop for Start {
+    fn drop(&mut self) {
+        // Also what other threads have made since.
+        stay_open().for_each(tcp::Tcp::note_shared);
+        UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
+    }
+}

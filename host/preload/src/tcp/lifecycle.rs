@@ -1,0 +1,215 @@
+//! From when a socket is tracked until its last descriptor is closed; forks and ends of sessions in between.
+
+use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
+use crate::forks::{self, Held};
+use crate::handover::{HandOver, State};
+use crate::waiting::Waiting;
+use crate::worth::{self, Worth};
+use crate::{listening, options, real, table, thread};
+use baton_protocol::program::Until;
+use libc::c_int;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+/// Tracks a socket that this process has just made.
+pub(crate) fn new(fd: c_int) -> &'static Tcp {
+    let reused = locked(&POOL).pop();
+    let tcp = reused.unwrap_or_else(|| {
+        Box::leak(Box::new(Tcp {
+            handover: HandOver::default(),
+            generation: AtomicU32::new(0),
+            link: AtomicPtr::new(std::ptr::null_mut()),
+            managed: AtomicPtr::new(std::ptr::null_mut()),
+            plain: AtomicPtr::new(std::ptr::null_mut()),
+            lowat: AtomicU32::new(1),
+            taken: AtomicU32::new(0),
+            stuck: AtomicU32::new(0),
+            rearms: AtomicU32::new(0),
+            plan: AtomicU64::new(UNPLANNED),
+            bytes: AtomicU64::new(0),
+            requests: AtomicU32::new(0),
+            receiving: AtomicBool::new(false),
+            worth: Worth::default(),
+            accepted: AtomicBool::new(false),
+            inherited: AtomicBool::new(false),
+            pinned: AtomicBool::new(false),
+            nonblocking: AtomicBool::new(false),
+            waiting: Waiting::default(),
+            attempts: AtomicU32::new(0),
+            listens: AtomicBool::new(false),
+            queue: AtomicPtr::new(std::ptr::null_mut()),
+            fds: Mutex::default(),
+            watchers: AtomicU32::new(0),
+            waiters: Mutex::default(),
+            sets: Mutex::default(),
+        }))
+    });
+    tcp.generation.fetch_add(1, RELAXED);
+    tcp.put_into(State::Candidate);
+    tcp.set_lowat(1);
+    tcp.nonblocking.store(false, RELAXED);
+    tcp.waiting.forget();
+    tcp.taken.store(0, RELAXED);
+    tcp.stuck.store(0, RELAXED);
+    tcp.plan.store(UNPLANNED, RELAXED);
+    tcp.bytes.store(0, RELAXED);
+    tcp.requests.store(0, RELAXED);
+    tcp.receiving.store(false, RELAXED);
+    tcp.worth.clear();
+    tcp.accepted.store(false, RELAXED);
+    tcp.inherited.store(false, RELAXED);
+    tcp.pinned.store(false, RELAXED);
+    tcp.attempts.store(0, RELAXED);
+    tcp.listens.store(false, RELAXED);
+    tcp.queue.store(std::ptr::null_mut(), RELAXED);
+    *locked(&tcp.fds) = vec![fd];
+    tcp
+}
+
+/// Tracks a socket that other processes may hold, too.
+pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
+    // Two descriptors of one socket get one entry.
+    let inode = |fd| crate::fd_inode(fd);
+    let same = table::known(0, u32::MAX).find_map(|(other, file)| match file {
+        table::File::Tcp(tcp) if other < fd && tcp.inherited.load(RELAXED) && inode(other) == inode(fd) => Some(tcp),
+        _ => None,
+    });
+    if let Some(tcp) = same {
+        locked(&tcp.fds).push(fd);
+        return tcp;
+    }
+    // Not from the pool, whose entries are linked to this process's own session.
+    let tcp = new(fd);
+    tcp.inherited.store(true, RELAXED);
+    tcp.listens.store(options::kernels(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN) == Some(1), RELAXED);
+    options::note_lowat(tcp, fd);
+    tcp
+}
+
+/// Takes the pool's lock, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&POOL)]
+}
+
+/// Empties the pool after a fork: its entries are linked to the parent's session.
+pub(crate) fn forget_pool() {
+    if let Ok(mut pool) = POOL.try_lock() {
+        pool.clear();
+    }
+}
+
+/// Resets a socket whose connection is lost, and its peer. Further calls fail with ECONNRESET, as after a reset by the peer.
+fn reset(fd: c_int) {
+    let nowhere = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
+    // SAFETY: a live sockaddr of the given length. The descriptor is open, since the list of its socket's descriptors is locked.
+    // The second call shuts both directions although the socket has no peer any more.
+    unsafe {
+        real::connect(fd, &nowhere, size_of::<libc::sockaddr>() as libc::socklen_t);
+        real::shutdown(fd, libc::SHUT_RDWR);
+    }
+}
+
+impl Tcp {
+    /// Notes that another process has its descriptor, too: it moves when the agent finds that this one alone has it.
+    pub fn note_shared(&self) {
+        self.inherited.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether it is standard input, output or error, which the C library reads and writes by itself.
+    pub(super) fn is_standard(&self) -> bool {
+        locked(&self.fds).iter().copied().any(crate::calls::is_standard)
+    }
+
+    /// Its descriptors; none if another thread is about to change them.
+    pub fn descriptors(&self) -> Vec<c_int> {
+        self.fds.try_lock().map(|fds| fds.clone()).unwrap_or_default()
+    }
+
+    /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the kernel
+    /// reports its events to the sets that it is in.
+    pub fn forget_connection(&'static self) {
+        for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
+            set.release(slot, self);
+        }
+        // Not with the list locked: removing takes that lock.
+        let fds = locked(&self.fds).clone();
+        fds.into_iter().for_each(|fd| self.remove_fd(fd));
+    }
+
+    /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that the NIC
+    /// had is lost: its peer is reset, and what it had received can still be read. Returns whether it is lost.
+    pub fn leave_session(&self) -> bool {
+        let Some((connection, session)) = self.managed() else { return false };
+        let lost = session.shared.has_lost(connection);
+        if lost {
+            // A thread that closes a descriptor takes this lock first.
+            if let Some(fd) = locked(&self.fds).first() {
+                reset(*fd);
+            }
+        } else {
+            self.attempts.store(0, RELAXED);
+            self.put_into(if self.pinned.load(RELAXED) { State::Refused } else { State::Candidate });
+        }
+        self.changed();
+        lost
+    }
+
+    /// Lets it move again after a fork, once no other process holds it.
+    pub fn allow_again(&self) {
+        if let Some((connection, session)) = self.managed()
+            && !self.pinned.load(RELAXED)
+        {
+            let _ = session.shared.give_back(connection.number(), "", Until::Alone);
+        }
+    }
+
+    /// Adds another descriptor of the same socket.
+    pub fn add_fd(&self, fd: c_int) {
+        locked(&self.fds).push(fd);
+    }
+
+    /// Handles the closing of one of several descriptors. What is registered under it stays in its set, as in the kernel: nobody
+    /// can modify it any more, and only the kernel can go on reporting it.
+    pub(super) fn remove_number(&'static self, fd: c_int) {
+        // Not with the list locked: the lock order is set first, then list.
+        let sets = locked(&self.sets).clone();
+        for (set, slot) in sets {
+            if set.has_number(slot, fd, self) {
+                self.give_back("closed descriptor in an epoll set", Until::Never);
+                set.remove_number(slot, fd);
+            }
+        }
+    }
+
+    /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and given up by
+    /// the agent, so that closing it means what it always meant.
+    pub fn remove_fd(&'static self, fd: c_int) {
+        let last = {
+            let mut fds = locked(&self.fds);
+            fds.retain(|other| *other != fd);
+            fds.is_empty()
+        };
+        table::put(fd, None);
+        if !last {
+            self.remove_number(fd);
+            return;
+        }
+        listening::close(self);
+        self.settle();
+        self.generation.fetch_add(1, RELAXED);
+        for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
+            set.forget(slot, self);
+        }
+        if let Some((connection, session)) = self.managed() {
+            let _turn = worth::Turn::begin();
+            session.note_socket(connection.number(), None);
+            let _ = session.shared.forget(connection, thread::token());
+        }
+        self.worth.end();
+        self.put_into(State::Refused);
+        for waiter in self.remove_watchers(&self.waiters, |_| true) {
+            waiter.wake();
+        }
+        locked(&POOL).push(self);
+    }
+}

@@ -1,0 +1,110 @@
+//! When a socket is due to be handed over to the agent.
+
+use super::{NEVER, Origin, RELAXED, REQUESTS, Tcp, UNPLANNED};
+use crate::handover::State;
+use crate::worth::{self, Moment};
+use crate::{options, process, thread};
+use baton_client::rules::When;
+use libc::c_int;
+use std::os::fd::BorrowedFd;
+use std::sync::atomic::Ordering;
+
+impl Tcp {
+    /// Counts bytes that have gone through the kernel, and hands the connection over if that makes it due.
+    pub fn count(&'static self, fd: c_int, bytes: isize, sending: bool) {
+        if bytes <= 0 {
+            if bytes < 0 && sending && thread::errno() == libc::EAGAIN {
+                self.stuck.fetch_add(1, Ordering::AcqRel);
+            }
+            return;
+        }
+        if !sending {
+            // Edges are found by the position in the stream, whoever had the connection when it was read. (Peeked bytes count,
+            // too: that can cause an edge too many, never one too few.)
+            self.took(bytes as usize);
+        }
+        if self.handover.state() != State::Candidate {
+            return;
+        }
+        self.bytes.fetch_add(bytes as u64, RELAXED);
+        if self.receiving.swap(!sending, RELAXED) && sending {
+            self.requests.fetch_add(1, RELAXED);
+        }
+        if self.plan.load(RELAXED) == UNPLANNED {
+            self.plan.store(planned(fd, self.origin()), RELAXED);
+        }
+        self.consider(fd, if sending { Moment::Sent } else { Moment::Received });
+    }
+
+    pub(super) fn origin(&self) -> Origin {
+        if self.accepted.load(RELAXED) { Origin::Accepted } else { Origin::Connected }
+    }
+
+    pub(super) fn consider(&'static self, fd: c_int, moment: Moment) {
+        let plan = self.plan.load(RELAXED);
+        let due = match plan {
+            NEVER | UNPLANNED => false,
+            requests if requests & REQUESTS != 0 => u64::from(self.requests.load(RELAXED)) >= requests & !REQUESTS,
+            bytes => self.bytes.load(RELAXED) >= bytes,
+        };
+        let ripe = || {
+            process::plan().is_some_and(process::Plan::is_eager)
+                || self.worth.is_ripe(self.origin(), moment, self.requests.load(RELAXED), self.bytes.load(RELAXED))
+        };
+        if due && ripe() {
+            let _turn = worth::Turn::begin();
+            self.hand_over(fd);
+        }
+    }
+}
+
+/// When a connection is to be handed over: see [`NEVER`].
+pub(super) fn planned(fd: c_int, origin: Origin) -> u64 {
+    let Some(plan) = process::plan() else { return NEVER };
+    // SAFETY: the program's descriptor, open during its own call.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    let needed = plan.rules.iter().any(baton_client::rules::Rule::needs_addresses);
+    let addresses = if needed {
+        let local = baton_linux::socket::local_address(borrowed);
+        let Ok(peer) = baton_linux::socket::peer_address(borrowed) else { return UNPLANNED };
+        local.ok().map(|local| (local, peer))
+    } else {
+        None
+    };
+    let fits = |rule: &&baton_client::rules::Rule| addresses.is_none_or(|(local, peer)| rule.fits(local, peer));
+    match plan.rules.iter().find(fits).map(|rule| rule.when) {
+        None | Some(When::Never) => NEVER,
+        Some(When::Established) => 0,
+        Some(When::Accepted) => {
+            if origin == Origin::Accepted {
+                0
+            } else {
+                NEVER
+            }
+        }
+        Some(When::Connected) => {
+            if origin == Origin::Connected {
+                0
+            } else {
+                NEVER
+            }
+        }
+        Some(When::Bytes(count)) => count & !REQUESTS,
+        Some(When::Requests(count)) => count | REQUESTS,
+    }
+}
+
+/// Whether options are set by which receiving returns more than bytes (TCP_INQ, the time-stamping family), which only the kernel
+/// can do.
+pub(super) fn receives_more_than_bytes(fd: c_int) -> bool {
+    let value = |level, option| options::kernels(fd, level, option);
+    let set = |level, option| value(level, option).is_some_and(|value| value != 0);
+    set(6, 36)
+        || set(1, 29)
+        || set(1, 35)
+        || set(1, 37)
+        || set(1, 63)
+        || set(1, 64)
+        || set(1, 65)
+        || value(1, 42).is_some_and(|offset| offset >= 0)
+}

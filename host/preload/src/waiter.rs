@@ -1,0 +1,184 @@
+//! What wakes threads that sleep for sockets: eventfds, which are kept for the next sleep.
+//!
+//! Descriptors are the program's, which may have few. So there are at most [`most`] eventfds, and threads that find none free share: an
+//! event for one of them wakes all, and those that it does not concern sleep again. A shared eventfd that was written is not given to
+//! further threads until each of those that slept on it has left, and it is made unreadable then: none of them can miss the event.
+
+use crate::forks::{self, Held};
+use crate::wait::{clear, close_all, eventfd, signal};
+use libc::c_int;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// An eventfd and the threads that sleep on it.
+pub(crate) struct Waiter {
+    /// -1 if the program has no descriptor left: a thread looks by itself from time to time then.
+    pub eventfd: c_int,
+    /// It may have been written.
+    signalled: AtomicBool,
+    /// Threads that sleep on it, changed under the pool's lock.
+    sleepers: AtomicU32,
+    /// [`FORKS`] when it was made.
+    forks: u32,
+}
+
+/// The waiters: those that nobody sleeps on, and all.
+struct Pool {
+    free: Vec<Arc<Waiter>>,
+    all: Vec<Arc<Waiter>>,
+    /// Where the next thread that shares begins to look.
+    next: usize,
+}
+
+static POOL: Mutex<Pool> = Mutex::new(Pool { free: Vec::new(), all: Vec::new(), next: 0 });
+static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+
+/// Number of forks between the program's start and this process: an eventfd of another one's is not used here.
+static FORKS: AtomicU32 = AtomicU32::new(0);
+
+fn pool() -> MutexGuard<'static, Pool> {
+    POOL.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes the locks of what is kept, for a fork.
+pub(crate) fn hold() -> Vec<Held> {
+    vec![forks::hold(&POOL), forks::hold(&OURS)]
+}
+
+/// Closes the parent's eventfds in a child of fork: a wake-up that one of the two reads would be lost for the other.
+pub(crate) fn forget_inherited() {
+    FORKS.fetch_add(1, Ordering::AcqRel);
+    if let Ok(mut pool) = POOL.try_lock() {
+        pool.free.clear();
+        pool.all.clear();
+    }
+    close_all(&OURS);
+}
+
+/// Whether a descriptor is a waiter's eventfd.
+pub(crate) fn is_ours(fd: c_int) -> bool {
+    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+}
+
+/// Most eventfds, unless threads would have to wait for one another: a sixteenth of the descriptors that the program may have.
+fn most() -> usize {
+    let mut limit = libc::rlimit { rlim_cur: 1024, rlim_max: 1024 };
+    // SAFETY: `limit` is live and has room for one rlimit.
+    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
+    (limit.rlim_cur / 16).clamp(4, 4096) as usize
+}
+
+impl Pool {
+    /// One to share, which has not been written since its threads fell asleep.
+    fn shared(&mut self) -> Option<Arc<Waiter>> {
+        self.next = self.next.wrapping_add(1);
+        let (before, after) = self.all.split_at(self.next.checked_rem(self.all.len()).unwrap_or(0));
+        let unwritten =
+            |waiter: &&Arc<Waiter>| waiter.sleepers.load(Ordering::Relaxed) > 0 && !waiter.signalled.load(Ordering::Acquire);
+        after.iter().chain(before).find(unwritten).cloned()
+    }
+
+    fn add(&mut self, eventfd: c_int) -> Arc<Waiter> {
+        let forks = FORKS.load(Ordering::Acquire);
+        let made = Arc::new(Waiter { eventfd, signalled: AtomicBool::new(false), sleepers: AtomicU32::new(0), forks });
+        if eventfd >= 0 {
+            self.all.push(made.clone());
+        }
+        made
+    }
+
+    /// A waiter for one more thread; `make` makes an eventfd if there may be one more, or if nothing else is left.
+    fn take(&mut self, most: impl Fn() -> usize, make: impl Fn() -> c_int) -> Arc<Waiter> {
+        let waiter = match self.free.pop() {
+            Some(free) => free,
+            None if self.all.is_empty() || self.all.len() < most() => {
+                let made = make();
+                let instead = if made < 0 { self.shared() } else { None };
+                instead.unwrap_or_else(|| self.add(made))
+            }
+            None => match self.shared() {
+                Some(shared) => shared,
+                None => self.add(make()),
+            },
+        };
+        waiter.sleepers.fetch_add(1, Ordering::Relaxed);
+        waiter
+    }
+
+    /// Undoes `take`. Returns it if nobody sleeps on it any more and it has to be made unreadable.
+    fn leave(&mut self, waiter: Arc<Waiter>) -> Option<Arc<Waiter>> {
+        if waiter.sleepers.fetch_sub(1, Ordering::Relaxed) > 1 || waiter.eventfd < 0 {
+            return None;
+        }
+        if waiter.signalled.load(Ordering::Acquire) {
+            return Some(waiter);
+        }
+        self.free.push(waiter);
+        None
+    }
+}
+
+impl Waiter {
+    pub fn take() -> Arc<Waiter> {
+        let make = || {
+            let fd = eventfd();
+            if fd >= 0 {
+                OURS.lock().unwrap_or_else(PoisonError::into_inner).push(fd);
+            }
+            fd
+        };
+        pool().take(most, make)
+    }
+
+    pub fn give(self: Arc<Waiter>) {
+        if self.forks != FORKS.load(Ordering::Acquire) {
+            return;
+        }
+        let written = pool().leave(self);
+        if let Some(waiter) = written {
+            // Nobody else has it: it is not free yet, and nobody shares what nobody sleeps on.
+            clear(waiter.eventfd);
+            waiter.signalled.store(false, Ordering::Release);
+            pool().free.push(waiter);
+        }
+    }
+
+    /// Wakes its threads.
+    pub fn wake(&self) {
+        self.signalled.store(true, Ordering::Release);
+        signal(self.eventfd);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Threads share when there may be no further eventfd, but none joins those that are being woken; what all have left is free again.
+    #[test]
+    fn those_that_are_woken_leave_before_others_join() {
+        let mut pool = Pool { free: Vec::new(), all: Vec::new(), next: 0 };
+        let numbers = std::cell::Cell::new(100);
+        let make = || numbers.replace(numbers.get() + 1);
+        let (one, two, three) = (pool.take(|| 2, make), pool.take(|| 2, make), pool.take(|| 2, make));
+        assert!(one.eventfd == 100 && two.eventfd == 101 && [100, 101].contains(&three.eventfd));
+        one.signalled.store(true, Ordering::Release);
+        two.signalled.store(true, Ordering::Release);
+        let four = pool.take(|| 2, make);
+        assert_eq!(four.eventfd, 102, "nobody joins those that are being woken");
+        assert_eq!(pool.take(|| 2, || -1).eventfd, 102);
+        let shared = three.eventfd;
+        assert!(pool.leave(three).is_none(), "another one sleeps on it");
+        let last = if shared == 100 { one } else { two };
+        assert!(pool.leave(last).is_some_and(|waiter| waiter.eventfd == shared));
+        assert!(pool.free.is_empty(), "it is readable still");
+    }
+
+    /// Without a descriptor there is a waiter nevertheless, which is not kept.
+    #[test]
+    fn without_descriptors_nothing_is_kept() {
+        let mut pool = Pool { free: Vec::new(), all: Vec::new(), next: 0 };
+        let none = pool.take(|| 2, || -1);
+        assert!(none.eventfd == -1 && pool.leave(none).is_none() && pool.free.is_empty() && pool.all.is_empty());
+    }
+}
