@@ -2,6 +2,7 @@
 //! the journal, and restores every connection to the kernel. The NIC has died with its agent.
 
 use crate::agent::Agent;
+use crate::calls::outsider;
 use crate::connecting::ABORTED;
 use crate::connection::{Block, Carried, Connection, Memory, Stage};
 use crate::group::{Group, Groups};
@@ -15,9 +16,9 @@ use baton_abi::layout::{Owner, block, nic, session};
 use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
-use baton_linux::foreign::Foreign;
+use baton_linux::foreign::{self, Foreign};
 use baton_linux::report;
-use baton_linux::socket;
+use baton_linux::{diagnosis, socket};
 use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
@@ -26,10 +27,11 @@ use baton_protocol::program::{Answer, Reply, Request, Until};
 use baton_shm::Region;
 use baton_supervision::SHORTEST_WAIT;
 use baton_wire::Flow;
+use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -100,10 +102,10 @@ impl Inherited {
 
     /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left out.
     fn sessions(self) -> BTreeMap<u32, Session> {
-        let mut sessions = BTreeMap::new();
+        let (mut sessions, ends) = (BTreeMap::new(), OnceCell::new());
         for (kept, descriptors) in self.0 {
             let name = kept.clone();
-            if let Err(error) = take_in(&mut sessions, kept, descriptors) {
+            if let Err(error) = take_in(&mut sessions, kept, descriptors, &ends) {
                 report!("baton agent: {name:?} of the last agent is lost: {error:#}");
             }
         }
@@ -111,8 +113,24 @@ impl Inherited {
     }
 }
 
+/// The ends of all connections of the host, by their sockets' cookies; looked up when they are needed.
+type Ends = OnceCell<HashMap<u64, (SocketAddr, SocketAddr)>>;
+
+/// The address of a socket and its peer's, as far as it has them. Of one whose lock others may hold they are asked for without it.
+fn ends_of(fd: BorrowedFd<'_>, session: Option<&Session>, ends: &Ends) -> (Option<SocketAddr>, Option<SocketAddr>) {
+    let held = session.is_some_and(|session| outsider(session.user, session.process, Some(fd)).is_some());
+    if !held {
+        return (socket::local_address(fd).ok(), socket::peer_address(fd).ok());
+    }
+    let all = ends.get_or_init(|| diagnosis::with_own(diagnosis::all_ends).unwrap_or_default());
+    let found = socket::cookie(fd).ok().and_then(|cookie| all.get(&cookie));
+    // One that has no connection any more needs no address.
+    let local = found.map_or(SocketAddr::from(([0; 4], 0)), |(local, _)| *local);
+    (Some(local), found.map(|(_, peer)| *peer))
+}
+
 /// Adds one of the things that the keeper holds to the sessions.
-fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<OwnedFd>) -> Result<()> {
+fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<OwnedFd>, ends: &Ends) -> Result<()> {
     let mut descriptors = descriptors.into_iter();
     let mut next = || descriptors.next().context("the keeper lost its descriptor");
     match kept {
@@ -132,10 +150,10 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
         }
         Kept::Connection(of, number, until) => {
             let fd = Foreign::from(next()?);
-            let names = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd()));
-            let (Some(session), Ok(local)) = (sessions.get_mut(&of), names.0) else { return Ok(()) };
+            let names = ends_of(fd.as_fd(), sessions.get(&of), ends);
+            let (Some(session), Some(local)) = (sessions.get_mut(&of), names.0) else { return Ok(()) };
             // A socket whose connection has ended on the NIC has no peer any more, and no frames of it are sent.
-            let Some(peer) = names.1.ok().or_else(|| session.has_ended(number).then_some(local)) else { return Ok(()) };
+            let Some(peer) = names.1.or_else(|| session.has_ended(number).then_some(local)) else { return Ok(()) };
             let process = session.process;
             let connection = adopt(session, number, Some(fd), process, (local, peer));
             if let Some(connection) = connection {
@@ -354,7 +372,14 @@ impl Session {
             }
             connection.set_machine(Move::ended());
             if let Some(fd) = &connection.fd {
-                let _ = shell::end(fd.as_fd());
+                match outsider(self.user, self.process, Some(fd.as_fd())) {
+                    None => _ = shell::end(fd.as_fd()),
+                    Some(user) => {
+                        if let Ok(fd) = fd.as_fd().try_clone_to_owned().map(Foreign::from) {
+                            foreign::call_for(user, move || _ = shell::end(fd.as_fd()));
+                        }
+                    }
+                }
             }
         }
     }

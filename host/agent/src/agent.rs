@@ -1,21 +1,22 @@
 //! The agent's event loop: serves requests of programs and tools, handles the NIC's messages and advances moves.
 
+mod hardware;
 mod messages;
 mod opening;
 mod requests;
 
+use self::hardware::{devices, inherited_as, mirrors, of_further_nics};
 use crate::addresses::Addresses;
 use crate::adoption::Inherited;
+use crate::calls::Calls;
 use crate::cgroups::Cgroups;
 use crate::changes::{ELSEWHERE, Watched};
 use crate::chaos::Chaos;
 use crate::complaints::Complaints;
 use crate::connection::{Asker, Connection, Wants};
 use crate::datagrams::Datagrams;
-use crate::dealing::Dealing;
-use crate::devices::Devices;
 use crate::flips::{Schedule, Share};
-use crate::ground::{Ground, Mirrors, Shape};
+use crate::ground::{Ground, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
 use crate::journal;
@@ -46,7 +47,7 @@ use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::{Pulse, Region};
 use baton_steering::{Steering, messages_flow};
 use baton_supervision::CrashLoop;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -64,6 +65,7 @@ const TOO_BIG: u64 = u64::MAX - 7;
 const TRAFFIC: u64 = u64::MAX - 8;
 const SIGNALS: u64 = u64::MAX - 9;
 const RESOLUTION: u64 = u64::MAX - 10;
+const CALLS: u64 = u64::MAX - 11;
 
 /// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some. A request
 /// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
@@ -105,6 +107,7 @@ pub(crate) struct Agent {
     /// Its sign of life, for the keeper.
     pub pulse: Pulse,
     pub users: Users,
+    pub calls: Calls,
     pub listeners: Listeners,
     pub datagrams: Datagrams,
     pub addresses: Addresses,
@@ -124,17 +127,12 @@ pub(crate) struct Agent {
     poller: Poller,
 }
 
-fn take(descriptor: Descriptor) -> Result<OwnedFd> {
-    process::inherited(descriptor as i32)
-        .with_context(|| format!("descriptor {descriptor:?}; the keeper starts this process, not a person"))
-}
-
 /// Runs an agent until the keeper closes its channel.
 ///
 /// # Errors
 /// If something that it needs is missing; the error names it.
 pub fn run() -> Result<()> {
-    let keeper = Channel::from_fd(take(Descriptor::Channel)?);
+    let keeper = Channel::from_fd(inherited_as(Descriptor::Channel)?);
     let settings = baton_protocol::receive_settings::<AgentSettings>(&keeper).context("settings, which the keeper sends")?;
     if let Some(core) = settings.core {
         process::pin(0, core);
@@ -147,14 +145,14 @@ pub fn run() -> Result<()> {
     // blocked signals; it ends with its agent.
     let signals = process::signal_descriptor(&process::ENDING)?;
     let first = Hardware {
-        host: take(Descriptor::Host)?,
-        wire: take(Descriptor::Wire)?,
+        host: inherited_as(Descriptor::Host)?,
+        wire: inherited_as(Descriptor::Wire)?,
         card: (0..settings.nic.card_descriptors() as i32)
             .map(|at| process::inherited(Descriptor::Injector as i32 + at).context("a descriptor of the card"))
             .collect::<Result<_>>()?,
-        memory: Arc::new(Region::map(take(Descriptor::Memory)?)?),
-        nic_bell: Doorbell::from_fd(take(Descriptor::NicBell)?),
-        agent_bell: Doorbell::from_fd(take(Descriptor::AgentBell)?),
+        memory: Arc::new(Region::map(inherited_as(Descriptor::Memory)?)?),
+        nic_bell: Doorbell::from_fd(inherited_as(Descriptor::NicBell)?),
+        agent_bell: Doorbell::from_fd(inherited_as(Descriptor::AgentBell)?),
     };
     let routes = rtnetlink::open()?;
     let diagnosis = Netlink::open(netlink::SOCK_DIAG)?;
@@ -171,7 +169,7 @@ pub fn run() -> Result<()> {
         }
         None => {
             let steering_at = |at| process::inherited(STEERING + at).context("a descriptor of the steering");
-            let injector = take(Descriptor::Injector)?;
+            let injector = inherited_as(Descriptor::Injector)?;
             let steering = (0..baton_steering::DESCRIPTORS as i32).map(steering_at).collect::<Result<Vec<_>>>()?;
             let steering = Steering::from_fds(steering.try_into().ok().context("the descriptors of the steering")?);
             let name = interface::tap_name(injector.as_fd()).context("the injector's name")?;
@@ -202,6 +200,8 @@ pub fn run() -> Result<()> {
         poller.add(nic.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
     }
     poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
+    let calls = Calls::new()?;
+    poller.add(calls.bell(), CALLS, Trigger::Readable)?;
     poller.add(watched.routes.as_fd(), ROUTES, Trigger::Readable)?;
     if let Some(rules) = &watched.rules {
         poller.add(rules.as_fd(), RULES, Trigger::Readable)?;
@@ -251,6 +251,7 @@ pub fn run() -> Result<()> {
         datagrams: Datagrams::default(),
         addresses: Addresses::default(),
         users,
+        calls,
         shape,
         draining: inherited.draining(),
         descriptors,
@@ -280,44 +281,6 @@ pub fn run() -> Result<()> {
         let _ = std::fs::remove_dir(directory);
     }
     Ok(())
-}
-
-/// Adds what the NICs after the first one have. They share the agent's doorbell.
-fn of_further_nics(first: Hardware, nics: usize) -> Result<Vec<Hardware>> {
-    let mut numbers = STEERING + baton_steering::DESCRIPTORS as i32 + 1..;
-    let mut next = || process::inherited(numbers.next().unwrap_or_default()).context("a descriptor of a further NIC");
-    let mut all = vec![first];
-    for _ in 1..nics {
-        all.push(Hardware {
-            host: next()?,
-            wire: next()?,
-            card: Vec::new(),
-            memory: Arc::new(Region::map(next()?)?),
-            nic_bell: Doorbell::from_fd(next()?),
-            agent_bell: all[0].agent_bell.try_clone()?,
-        });
-    }
-    Ok(all)
-}
-
-fn mirrors(hardware: &[Hardware]) -> io::Result<Vec<Mirrors>> {
-    hardware.iter().map(|hardware| Mirrors::new(hardware.host.try_clone()?)).collect()
-}
-
-/// The devices, those that an earlier agent has attached to among them, each with its NIC.
-fn devices(
-    hardware: &[Hardware],
-    attached: HashMap<u32, Vec<OwnedFd>>,
-    injector: u32,
-    settings: &AgentSettings,
-    routes: &Netlink,
-) -> Result<Devices> {
-    let sockets = hardware.iter().flat_map(|hardware| [&hardware.host, &hardware.wire]);
-    let sockets = sockets.map(OwnedFd::try_clone).collect::<io::Result<Vec<_>>>()?;
-    let dealing = Dealing::new(settings.nics, settings.devices.clone());
-    let mut devices = Devices::inherited(attached, injector, sockets, dealing);
-    devices.deal(routes).context("the NICs' devices")?;
-    Ok(devices)
 }
 
 impl Agent {
@@ -366,6 +329,7 @@ impl Agent {
                     TOO_BIG => self.packets_were_too_big(),
                     // Its frames were read above.
                     RESOLUTION => {}
+                    CALLS => self.finish_calls(),
                     session => {
                         self.serve(session as u32);
                         self.clear_attended();
@@ -500,6 +464,8 @@ impl Agent {
             latest: self.serials,
             alone: self.moves.is_quiet(),
             process: session.process,
+            user: session.user,
+            calls: &self.calls,
         };
         Some((ground, session))
     }

@@ -2,6 +2,7 @@
 //! it is moved and the program is stopped, so that closing a socket has its usual effect.
 
 use crate::agent::Agent;
+use crate::calls::{self, check_unlocked, outsider};
 use crate::connection::{Asker, Connection, Stage};
 use crate::journal;
 use crate::session::{NOT_READING, Sent, Session};
@@ -64,7 +65,7 @@ impl Session {
                 // restored into it.
                 Ok((Request { tag, body: Ask::Closed { connection, abort } }, _)) if missing.contains(&connection) => {
                     if let Some(Some(entry)) = self.connections.get_mut(connection as usize) {
-                        let _ = diagnosis::destroy(netlink, &entry.flow, Some(entry.cookie));
+                        calls::destroy(outsider(self.user, entry.process, None), entry, netlink);
                         entry.fd = stand_in(entry, abort).ok();
                         entry.closed = true;
                     }
@@ -92,13 +93,19 @@ impl Session {
     fn note(&mut self, number: u32, fd: Option<Foreign>) {
         if let Some(Some(connection)) = self.connections.get_mut(number as usize) {
             // A descriptor that is not this connection's socket is dropped.
-            connection.fd = fd.filter(|fd| is_socket_of(fd.as_fd(), connection));
+            let user = outsider(self.user, connection.process, fd.as_ref().map(AsFd::as_fd));
+            connection.fd = fd.filter(|fd| is_socket_of(user.is_some(), fd.as_fd(), connection));
         }
     }
 }
 
-fn is_socket_of(fd: BorrowedFd<'_>, connection: &Connection) -> bool {
-    connection.check_socket(fd).is_ok() && socket::is_of_this_namespace(fd).unwrap_or(false)
+/// Whether a descriptor is that of a connection's socket, whose lock may be `held`.
+fn is_socket_of(held: bool, fd: BorrowedFd<'_>, connection: &Connection) -> bool {
+    let its = || match held {
+        false => connection.check_socket(fd).is_ok(),
+        true => diagnosis::with_own(|netlink| Ok(check_unlocked(connection, fd, netlink).is_ok())).unwrap_or(false),
+    };
+    its() && socket::is_of_this_namespace(fd).unwrap_or(false)
 }
 
 /// Makes a socket in place of one that its program has closed.
@@ -181,7 +188,7 @@ impl Agent {
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Some(Reply::Done) };
         if connection.stage() == Stage::Nic {
             // The program's orphaned socket sends nothing: the NIC still has the connection's frames.
-            let _ = diagnosis::destroy(&self.diagnosis, &connection.flow, Some(connection.cookie));
+            calls::destroy(outsider(entry.user, connection.process, None), connection, &self.diagnosis);
             match stand_in(connection, abort) {
                 Ok(fd) => connection.fd = Some(fd),
                 Err(error) => return Some(Reply::Failed { reason: format!("no socket to close it in: {error}") }),

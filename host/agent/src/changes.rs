@@ -3,11 +3,14 @@
 //! applies it.
 
 use crate::agent::Agent;
+use crate::calls::{Calls, Completion, outsider};
 use crate::connection::{Connection, OnNic, Stage};
 use crate::ground::{Ground, Shape};
+use crate::moves::named;
 use crate::session::Host;
 use baton_abi::{Control, Message, Operation};
 use baton_device::NOWHERE;
+use baton_linux::foreign::Foreign;
 use baton_linux::icmp::TooBig;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
 use baton_linux::report;
@@ -18,6 +21,7 @@ use baton_steering::Steer;
 use std::collections::HashMap;
 use std::io;
 use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd};
 
 /// Netlink and ICMP sockets on which the agent receives notifications of changes.
 pub(crate) struct Watched {
@@ -101,10 +105,23 @@ impl RouteChanges {
 pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
 
 /// Records the bytes acknowledged and received so far. The connection may leave the kernel again only after these have grown,
-/// which shows that the new rules let its packets pass.
-fn doubt(connection: &mut Connection) {
-    let counted = |fd| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
-    connection.extra().unproved = Some(connection.fd().map_or(UNKNOWN, counted));
+/// which shows that the new rules let its packets pass. Of a socket whose lock others may hold they are read elsewhere. `user` has opened its session, which is the one `at` this number.
+fn doubt(user: u32, at: u32, connection: &mut Connection, calls: &Calls) {
+    let counted = |fd: BorrowedFd<'_>| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
+    let Some(user) = outsider(user, connection.process, connection.fd.as_ref().map(AsFd::as_fd)) else {
+        connection.extra().unproved = Some(connection.fd().map_or(UNKNOWN, counted));
+        return;
+    };
+    connection.extra().unproved = Some(UNKNOWN);
+    let key = (at, connection.number(), connection.serial);
+    let Some(fd) = connection.fd().ok().and_then(|fd| fd.try_clone_to_owned().ok()).map(Foreign::from) else { return };
+    calls.make(user, move || -> Completion {
+        let counted = counted(fd.as_fd());
+        Box::new(move |agent| {
+            let connection = named(&mut agent.sessions, key).filter(|connection| connection.unproved() == Some(UNKNOWN));
+            connection.into_iter().for_each(|connection| connection.extra().unproved = Some(counted));
+        })
+    });
 }
 
 /// Why a connection is restored whose frames would go another way now.
@@ -259,9 +276,7 @@ impl Agent {
         for (session, number) in self.on_nic() {
             self.must_return(session, number, "the firewall has changed");
         }
-        for session in self.sessions.iter_mut().flatten() {
-            session.connections.iter_mut().flatten().for_each(doubt);
-        }
+        self.doubt_all(|_| true);
         self.follow_hosts(|_| true);
         self.follow_datagram_ways();
     }
@@ -283,8 +298,16 @@ impl Agent {
         }
         self.known.discard();
         self.follow_listeners();
-        let all = self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten());
-        all.filter(|connection| touches(connection)).for_each(doubt);
+        self.doubt_all(touches);
+    }
+
+    /// Doubts that packets of those connections pass for which `of` is true.
+    fn doubt_all(&mut self, of: impl Fn(&Connection) -> bool) {
+        for (at, session) in self.sessions.iter_mut().enumerate() {
+            let Some(session) = session else { continue };
+            let doubtful = session.connections.iter_mut().flatten().filter(|connection| of(connection));
+            doubtful.for_each(|connection| doubt(session.user, at as u32, connection, &self.calls));
+        }
     }
 
     pub(crate) fn on_nic(&self) -> Vec<(u32, u32)> {

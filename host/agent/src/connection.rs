@@ -1,10 +1,13 @@
 //! State that the agent keeps of a connection, shared by both directions of a move.
 
+use crate::calls::Call;
+use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block as layout, session};
+use baton_handoff::export::Exporter;
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
@@ -16,7 +19,7 @@ use baton_shm::Region;
 use baton_supervision::Retry;
 use baton_wire::Flow;
 use std::borrow::Cow;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
@@ -129,6 +132,10 @@ pub(crate) struct Carried {
     /// An import into the kernel's socket that is not finished, and the image of which it is made.
     pub importer: Option<Importer>,
     pub image: Option<Image>,
+    /// An export from the kernel's socket that is not finished.
+    pub exporter: Option<Exporter>,
+    /// Who may hold the socket's lock, once that has been looked up for this move: see [`crate::calls::outsider`].
+    pub outsider: Option<Option<u32>>,
 }
 
 /// What is needed again when a connection leaves the NIC.
@@ -180,14 +187,6 @@ impl OnNic {
     #[must_use]
     pub fn move_to(&mut self, memory: Memory) -> bool {
         PackedMemory::new(memory).map(|packed| self.memory = packed).is_some()
-    }
-}
-
-/// The address as a socket of IPv6 names it.
-fn mapped(address: SocketAddr) -> SocketAddr {
-    match address.ip() {
-        IpAddr::V4(ip) => SocketAddr::new(ip.to_ipv6_mapped().into(), address.port()),
-        IpAddr::V6(_) => address,
     }
 }
 
@@ -266,6 +265,8 @@ pub(crate) struct Extra {
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
     /// Of an attacher: since when no program is known to have its socket, in microseconds of the monotonic clock.
     pub unheld_since: Option<u64>,
+    /// The call that is made on its socket for its move. Its descriptor is away meanwhile.
+    pub call: Option<Box<Call>>,
 }
 
 impl Extra {
@@ -287,12 +288,13 @@ impl Extra {
             drawn,
             addresses,
             unheld_since,
+            call,
             wants: _,
         } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
         let of_stay = stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none();
         let of_return = fin.is_none() && must_return.is_none() && refused.is_none();
-        of_move && of_stay && of_return && addresses.is_none() && unheld_since.is_none()
+        of_move && of_stay && of_return && addresses.is_none() && unheld_since.is_none() && call.is_none()
     }
 }
 
@@ -572,6 +574,11 @@ impl Connection {
         self.closed || self.is_waited_for() || self.goal().is_some()
     }
 
+    /// The call that is made on its socket for its move.
+    pub fn call(&self) -> Option<&Call> {
+        self.extra.as_ref()?.call.as_deref()
+    }
+
     pub fn wants(&self) -> Wants {
         self.extra.as_ref().map(|extra| extra.wants).unwrap_or_default()
     }
@@ -624,16 +631,12 @@ impl Connection {
     /// # Errors
     /// [`Refusal::Swapped`], or [`Refusal::Closed`] if the socket has no connection at all.
     pub fn check_socket(&self, fd: BorrowedFd<'_>) -> Result<(), Refusal> {
-        // Scope and flow label are left out: options of the socket change them.
-        let plain = |address: SocketAddr| (address.ip().to_canonical(), address.port());
-        if socket::cookie(fd).ok() != Some(self.cookie) {
-            return Err(Refusal::Swapped);
-        }
-        let peer = socket::peer_address(fd).map_err(|_| Refusal::Closed("getpeername"))?;
-        let local = socket::local_address(fd).map_err(|_| Refusal::Closed("getsockname"))?;
-        let (registered, its) = (self.ends(), (local, peer));
-        let same = (plain(registered.0), plain(registered.1)) == (plain(its.0), plain(its.1));
-        same.then_some(()).ok_or(Refusal::Swapped)
+        self.identity().check(fd)
+    }
+
+    /// By what its socket is known.
+    pub fn identity(&self) -> Identity {
+        Identity { cookie: self.cookie, ends: self.ends() }
     }
 
     /// Its descriptor, if that still is its socket's ([`Connection::check_socket`]). Asked for right before anything is done by 4-tuple
@@ -644,11 +647,6 @@ impl Connection {
     pub fn own_fd(&self) -> Result<BorrowedFd<'_>, Refusal> {
         let fd = self.fd()?;
         self.check_socket(fd).map(|()| fd)
-    }
-
-    /// Whether its descriptor has another connection now, which is to be left alone.
-    pub fn is_swapped(&self) -> bool {
-        self.fd().and_then(|fd| self.check_socket(fd)) == Err(Refusal::Swapped)
     }
 
     /// Whether a move waits for the program to leave an operation. An attacher is in none while it asks for a move.

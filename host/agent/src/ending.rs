@@ -64,7 +64,9 @@ impl Agent {
                     Some(Stage::Kernel | Stage::Ended) | None => {}
                 }
                 self.handle_nic_messages();
-                self.is_on_nic(*session, *number) || self.awaits_nic(*session, *number)
+                self.finish_calls();
+                let waits = self.awaits_nic(*session, *number) || self.is_called(*session, *number);
+                waits || self.is_on_nic(*session, *number)
             });
             // A NIC that does not answer is ended, and its connections are recovered.
             if monotonic_micros() >= deadline && !left.iter().any(|(session, number)| self.awaits_nic(*session, *number)) {

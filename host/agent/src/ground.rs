@@ -1,5 +1,6 @@
 //! What a move needs besides the connection: the NIC, the steering beside the kernel, routes and links.
 
+use crate::calls::Calls;
 use crate::cgroups::Cgroups;
 use crate::chaos::Chaos;
 use crate::connection::Connection;
@@ -164,8 +165,10 @@ pub(crate) struct Ground<'a> {
     pub latest: u64,
     /// No other move is under way: nothing waits while this one's answer is looked for.
     pub alone: bool,
-    /// Number of the process whose connection is moved.
+    /// Number of the process whose connection is moved, and the user that has opened its session.
     pub process: u32,
+    pub user: u32,
+    pub calls: &'a Calls,
 }
 
 impl Ground<'_> {

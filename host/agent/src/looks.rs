@@ -3,6 +3,7 @@
 //! sockets that have lost what the NIC does for them, and route exceptions, which ICMP messages of too big packets create.
 
 use crate::agent::Agent;
+use crate::calls::{check_unlocked, outsider};
 use crate::connection::{Connection, OnNic, Wants};
 use crate::ground::Shape;
 use baton_abi::{Cid, Control, Message, Operation};
@@ -10,7 +11,7 @@ use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
 use baton_linux::{route::Routing, rtnetlink, socket};
-use baton_moves::Event;
+use baton_moves::{Event, Refusal};
 use std::collections::HashSet;
 use std::io;
 use std::net::IpAddr;
@@ -106,8 +107,16 @@ struct Shown {
     dropped: u32,
 }
 
-fn find(connection: &mut Connection, netlink: &Netlink, now: u64) -> Found {
+/// `user` has opened the connection's session.
+fn find(user: u32, connection: &mut Connection, netlink: &Netlink, now: u64) -> Found {
     let Some(fd) = &connection.fd else { return find_attached(connection, netlink, now) };
+    if outsider(user, connection.process, Some(fd.as_fd())).is_some() {
+        return match check_unlocked(connection, fd.as_fd(), netlink) {
+            Ok(found) => Found::Shown(Shown { routing: found.routing, dropped: found.drops }),
+            Err(Refusal::Swapped | Refusal::Closed(_)) => Found::Lost,
+            Err(_) => Found::Nothing,
+        };
+    }
     if connection.check_socket(fd.as_fd()).is_err() {
         return Found::Lost;
     }
@@ -220,11 +229,12 @@ impl Agent {
     /// Polls one connection.
     fn look_at(&mut self, session: u32, number: u32) {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return };
+        let user = entry.user;
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
         if connection.running().is_none() || connection.is_being_closed() {
             return;
         }
-        let shown = match find(connection, &self.diagnosis, monotonic_micros()) {
+        let shown = match find(user, connection, &self.diagnosis, monotonic_micros()) {
             Found::Shown(shown) => shown,
             Found::Lost => return self.cut(session, number),
             Found::Nothing => return,

@@ -12,7 +12,7 @@ use crate::perform::Performer;
 use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
-use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Refusal};
+use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Move, Refusal};
 use baton_protocol::program::{Place, Reply, Until};
 use baton_supervision::Leave;
 use std::collections::VecDeque;
@@ -94,14 +94,21 @@ impl Agent {
 
     /// Passes an event to a connection's state machine and performs its actions until it has to wait for something.
     pub(crate) fn drive(&mut self, session: u32, number: u32, event: Event) {
+        if let Some(call) = self.connection(session, number).and_then(|connection| connection.extra.as_mut()?.call.as_mut()) {
+            return call.put_off(event);
+        }
+        self.run_machine(session, number, |machine, performer| machine.run(event, performer));
+    }
+
+    /// Runs something with a connection's state machine and what performs its actions.
+    pub(crate) fn run_machine(&mut self, session: u32, number: u32, run: impl FnOnce(&mut Move, &mut Performer<'_>)) {
         let Some((ground, entry)) = self.split(session) else { return };
         let (Some(open), Some(Some(connection))) = (entry.open.as_mut(), entry.connections.get_mut(number as usize)) else {
             return;
         };
-        let region = open.memory.clone();
         let mut machine = connection.machine();
-        let mut performer = Performer::new(ground, open, session, connection, &region);
-        machine.run(event, &mut performer);
+        let mut performer = Performer::new(ground, open, session, connection);
+        run(&mut machine, &mut performer);
         let concluded = performer.concluded.take();
         if machine.goal().is_some() {
             performer.pause();
@@ -109,7 +116,8 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return };
         connection.set_machine(machine);
         let key = (session, number, connection.serial);
-        let waits = connection.waits();
+        // What a call is made for goes on when that has returned.
+        let waits = connection.waits() && connection.call().is_none();
         // A NIC that must not continue counts as dead: the connection waits for the recovery of what that NIC had.
         let must_recover = connection.cid.filter(|_| connection.barrier() == Some(Barrier::Dead)).map(Cid::nic);
         if waits && !std::mem::replace(&mut connection.under_way, true) {
@@ -357,6 +365,13 @@ impl Agent {
     }
 
     fn settle_now(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
+        if attempts >= ATTEMPTS
+            && self.is_called(session, number)
+            && let Some(connection) = self.connection(session, number)
+        {
+            connection.extra().waiting.then.push((then, attempts));
+            return None;
+        }
         self.open_in_kernel_for(session, number, &then);
         match self.stage(session, number) {
             None | Some(Stage::Kernel) => {}

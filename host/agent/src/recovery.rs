@@ -16,6 +16,9 @@ use std::collections::HashSet;
 /// Bound on the stale frames that are read: more than a TAP's queue holds.
 const MOST_STALE_FRAMES: usize = 8192;
 
+/// Time that calls on the sockets of attachers' programs may take, in microseconds: one of these may hold its socket.
+const MOST_CALLING: u64 = 200_000;
+
 /// Why a connection stays in the kernel that makes NICs die.
 const KILLS_NIC: &str = "the NIC died each time that it was there";
 
@@ -115,14 +118,19 @@ impl Agent {
     }
 
     /// Waits until the next NIC of this number has answered its commands about those connections for which `of` is true. This is part
-    /// of its start: before frames flow it has to hold those of the connections that the last one had.
+    /// of its start: before frames flow it has to hold those of the connections that the last one had. Calls on the sockets of attachers'
+    /// programs, which stand still, are waited for, too, but not for long.
     fn await_answers(&mut self, nic: usize, of: impl Fn(&Connection) -> bool) {
+        let until = monotonic_micros() + MOST_CALLING;
         for (session, number) in self.all_connections() {
             let its = |connection: &Connection| connection.cid.is_some_and(|cid| cid.nic() == nic);
-            let due = |connection: &&mut Connection| its(connection) && of(connection) && connection.awaits_answer();
+            let called = |connection: &Connection| connection.attached && connection.call().is_some();
+            let awaits = |connection: &Connection| connection.awaits_answer() || called(connection) && monotonic_micros() < until;
+            let due = |connection: &&mut Connection| its(connection) && of(connection) && awaits(connection);
             while self.connection(session, number).filter(due).is_some() && !self.nics[nic].is_dead() {
                 self.pulse.beat();
                 self.handle_nic_messages();
+                self.finish_calls();
                 self.drive(session, number, Event::Tick);
                 std::thread::yield_now();
             }

@@ -24,6 +24,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command};
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use crate::watch::Watched;
 pub use launch::{BesideDevices, Devices, launch};
@@ -93,7 +94,7 @@ pub fn run() -> Result<()> {
         }
         let attended = memory.word32(nic::ATTENDED).swap(0, Ordering::AcqRel).checked_sub(1);
         // An agent that was killed by a signal from outside has not died of what it was given.
-        let killed = process::is_killed(agent.wait()?);
+        let killed = reap(agent, settings)?;
         let by_itself = watched.cause().map_or(!killed, Cause::is_its_own);
         match blame.judge(ready, by_itself, attended) {
             Withhold::Nothing => {}
@@ -118,6 +119,28 @@ pub fn run() -> Result<()> {
             Withhold::GiveUp => bail!("agents still die before they are ready; see their messages above"),
         }
     }
+}
+
+/// Waits for the end of an agent, but not for a thread of its that waits in the kernel for something that a program holds.
+fn await_end(agent: &mut Child) -> io::Result<()> {
+    const PAUSE: Duration = Duration::from_millis(2);
+    while agent.try_wait()?.is_none() && process::lives(agent.id()) {
+        std::thread::sleep(PAUSE);
+    }
+    Ok(())
+}
+
+/// Takes the status of an agent that has ended. Returns whether a signal from outside has ended it. A thread of its may still wait in the
+/// kernel for something that a program holds: its process goes when that has come, and is not waited for.
+fn reap(mut agent: Child, settings: &AgentSettings) -> Result<bool> {
+    if !process::lives(agent.id()) && agent.try_wait()?.is_none() {
+        report!("baton keeper: a thread of the agent that has ended (process {}) waits in the kernel", agent.id());
+        // It has the socket open, on which nobody answers.
+        let _ = std::fs::remove_file(&settings.socket);
+        std::thread::spawn(move || agent.wait());
+        return Ok(true);
+    }
+    Ok(process::is_killed(agent.wait()?))
 }
 
 /// What NICs beside the kernel need.
@@ -227,12 +250,15 @@ fn watch(
         // Programs that the watched process has started, and that outlive it, keep their connections.
         if over && !(end.process.is_some() && held.has_sessions()) {
             drop(channel);
-            agent.wait()?;
+            await_end(agent)?;
             return Ok(true);
         }
         poller.wait(Some(watched.wait()), &mut tokens)?;
         if watched.must_end(*ready) {
             agent.kill()?;
+        }
+        if watched.has_ended() {
+            return Ok(false);
         }
         for token in tokens.drain(..) {
             if token == 1 {

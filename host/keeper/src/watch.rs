@@ -3,7 +3,7 @@
 use baton_abi::layout::nic;
 use baton_agent::Sampler;
 use baton_linux::events::monotonic_micros;
-use baton_linux::{report, tasks};
+use baton_linux::{process, report, tasks};
 use baton_shm::{Pulse, Region};
 use baton_supervision::{Cause, Limits, Verdict};
 use std::time::Duration;
@@ -22,13 +22,22 @@ pub(crate) struct Watched<'a> {
     sampler: Sampler,
     due: u64,
     cause: Option<Cause>,
+    /// Its main thread was seen to have ended, once and twice.
+    ended: [bool; 2],
 }
 
 impl Watched<'_> {
     /// Of an agent that has just been started.
     pub fn new(process: u32, memory: &Region) -> Watched<'_> {
         Pulse::clear(memory, nic::AGENT_PULSE);
-        Watched { process, memory, sampler: Sampler::new(process, LIMITS), due: monotonic_micros() + PACE, cause: None }
+        Watched {
+            process,
+            memory,
+            sampler: Sampler::new(process, LIMITS),
+            due: monotonic_micros() + PACE,
+            cause: None,
+            ended: [false; 2],
+        }
     }
 
     /// Time until the next look.
@@ -41,14 +50,23 @@ impl Watched<'_> {
         self.cause
     }
 
+    /// Whether the agent has ended, as its channel does not show while one of its threads waits in the kernel.
+    pub fn has_ended(&self) -> bool {
+        self.ended == [true; 2]
+    }
+
     /// Looks at the agent, if it is time. Returns whether it is to be ended now. One that is not ready yet takes over all connections of
     /// the last one, which may take as long as it likes; it counts as hung only when it is stopped.
     pub fn must_end(&mut self, ready: bool) -> bool {
         let now = monotonic_micros();
-        if now < self.due || self.cause.is_some() {
+        if now < self.due {
             return false;
         }
         let due = std::mem::replace(&mut self.due, now + PACE);
+        self.ended = [!process::lives(self.process), self.ended[0]];
+        if self.cause.is_some() || self.ended[0] {
+            return false;
+        }
         let places = std::iter::once(nic::AGENT_PULSE).filter(|_| ready);
         if let Verdict::Hung(cause) = self.sampler.look(self.memory, places, due) {
             report!(

@@ -121,6 +121,9 @@ pub enum Outcome {
     NotYet,
     /// The NIC has been sent a command. [`crate::Event::Answered`] says what has come of it.
     Sent,
+    /// It is performed elsewhere, since it may take as long as the program likes: [`crate::Move::complete`] goes on when it is done, and
+    /// no event comes before.
+    Later,
     /// It cannot be done.
     Refused(Refusal),
 }
@@ -136,7 +139,7 @@ impl From<Result<(), Refusal>> for Outcome {
 
 /// Kernel, NIC, program, agent and journal, as one connection's move sees them.
 pub trait World {
-    /// Performs an action of the connection.
+    /// Performs an action of the connection. One whose outcome was [`Outcome::Later`] is performed again when what it waits for is done.
     fn perform(&mut self, action: &Action) -> Outcome;
 
     /// Completes an action whose outcome was [`Outcome::Sent`], now that the NIC has answered.

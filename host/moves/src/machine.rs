@@ -258,6 +258,22 @@ impl Move {
         }
     }
 
+    /// Goes on after [`Outcome::Later`]: the action is performed once more, and finds what was done for it elsewhere. `meanwhile` is what has
+    /// happened first since then; it is taken before the next action is performed, unless this one has the same outcome again.
+    pub fn complete(&mut self, meanwhile: &mut Option<Event>, world: &mut impl World) {
+        let Some(action) = self.pending.clone() else { return };
+        let outcome = world.perform(&action);
+        let again = outcome == Outcome::Later;
+        let mut next = self.take_outcome(outcome, world);
+        if !again && let Some(event) = meanwhile.take() {
+            next = self.on(event, world.now());
+        }
+        while let Some(action) = next {
+            let outcome = world.perform(&action);
+            next = self.take_outcome(outcome, world);
+        }
+    }
+
     fn take_outcome(&mut self, outcome: Outcome, world: &mut impl World) -> Option<Action> {
         let before = self.step;
         let next = self.on(Event::Outcome(outcome), world.now());
@@ -274,6 +290,10 @@ impl Move {
             Event::Answered(_) => return None,
             Event::Outcome(Outcome::Sent) => {
                 self.answer_by = Some(now + ANSWER_LIMIT);
+                return None;
+            }
+            Event::Outcome(Outcome::Later) => {
+                self.answer_by = None;
                 return None;
             }
             Event::Outcome(outcome) => {
@@ -367,6 +387,10 @@ impl Move {
             // It may be on its way back already, for another reason.
             Reserved | Mirrored | Covered | Quiescing | Quiesced if self.goal == Some(Goal::Kernel) => {}
             Reserved | Mirrored | Covered | Quiescing | Quiesced => self.turn_around(Refusal::NicGone),
+            // It has come so far while calls were made elsewhere: the next NIC knows nothing of it.
+            Stolen | Reading | Read | Copied | Recorded | Purged if self.goal == Some(Goal::Nic) => {
+                self.turn_around(Refusal::NicGone);
+            }
             HandedOff | Nic | Leaving | Left | Rested | Grown | Orphaned | Barred | Retaken | Vacated => {
                 (self.step, self.goal, self.barrier) = (Orphaned, Some(Goal::Kernel), None);
                 (self.because, self.lost, self.recovering, self.fin_first) = (None, None, true, false);
@@ -483,8 +507,8 @@ impl Move {
             }
             Outcome::NotYet => self.not_yet(&action, now),
             Outcome::Refused(refusal) => self.refused(&action, refusal),
-            // Taken in before: the answer is the outcome.
-            Outcome::Sent => false,
+            // Taken in before: the answer is the outcome, or what is done elsewhere.
+            Outcome::Sent | Outcome::Later => false,
         }
     }
 

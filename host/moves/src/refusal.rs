@@ -133,6 +133,9 @@ pub enum Refusal {
     /// It belongs to another user than the attacher; to which.
     #[error("it belongs to user {0}: only that user and root may attach to it")]
     Foreign(u32),
+    /// Calls on its socket wait for the socket's lock.
+    #[error("its socket does not answer: its program holds it")]
+    Held,
     /// Its descriptor is its program's alone.
     #[error("its program has its socket alone")]
     Elsewhere,

@@ -265,8 +265,8 @@ impl Step {
                 Some(Phase::Copied) => Fate::Recovered,
                 Some(Phase::Sending) => Fate::Continued,
             },
-            // Before the steal the NIC's death is noticed in time. Between steal and handoff nothing checks for it, and a handoff that is
-            // not answered may have taken place.
+            // Before the steal the NIC's death is noticed in time. Between steal and handoff nothing checks for it, unless calls are made
+            // elsewhere, and then it is undone; and a handoff that is not answered may have taken place.
             (Death::Nic, Kernel | Reserved | Mirrored | Covered | Quiescing | Quiesced) => Fate::Undone,
             (Death::Nic, Stolen | Reading | Read | Copied | Recorded | Purged) => Fate::Recovered,
             (Death::Nic, HandedOff | Nic | Leaving | Left | Grown | Orphaned | Barred | Retaken | Vacated) => Fate::Recovered,

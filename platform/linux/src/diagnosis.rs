@@ -4,6 +4,7 @@ use crate::netlink::{ACK, DUMP, Netlink, Request, attributes};
 use crate::route::Routing;
 use crate::tcp_info::TcpInfo;
 use baton_wire::{Endpoint, Flow};
+use std::collections::HashMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 
@@ -14,7 +15,7 @@ const ANY_COOKIE: [u8; 8] = [0xff; 8];
 /// Bytes of `struct inet_diag_msg`.
 const ANSWER: usize = 72;
 const INET_DIAG_MD5SIG: u16 = 18;
-/// The kernel sends the keys only together with TCP_INFO.
+/// The kernel sends the keys only together with TCP_INFO, for which it waits for the socket's lock.
 const INET_DIAG_INFO_BIT: u8 = 1 << 1;
 const INET_DIAG_TOS: u16 = 5;
 const INET_DIAG_TCLASS: u16 = 6;
@@ -22,13 +23,32 @@ const INET_DIAG_SKMEMINFO: u16 = 7;
 /// Extension bits for these three.
 const INET_DIAG_FURTHER_BITS: u8 = 1 << 4 | 1 << 5 | 1 << 6;
 
+thread_local! {
+    /// This thread's socket for diagnosis.
+    static OWN: std::cell::OnceCell<Netlink> = const { std::cell::OnceCell::new() };
+}
+
+/// Runs something with a netlink socket of family [`crate::netlink::SOCK_DIAG`] that this thread keeps.
+///
+/// # Errors
+/// The failed system call's, and those of what is run.
+pub fn with_own<T>(run: impl FnOnce(&Netlink) -> io::Result<T>) -> io::Result<T> {
+    OWN.with(|own| match own.get() {
+        Some(netlink) => run(netlink),
+        None => {
+            let netlink = Netlink::open(crate::netlink::SOCK_DIAG)?;
+            run(own.get_or_init(|| netlink))
+        }
+    })
+}
+
 /// Whether a TCP MD5 key (RFC 2385) is set on a connection's socket. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
 /// The failed system call's; `ENOENT` if there is no such connection here.
 pub fn has_md5_key(netlink: &Netlink, flow: &Flow) -> io::Result<bool> {
     let mut found = false;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, ANY_COOKIE)), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_with_info(flow, ANY_COOKIE)), |body| {
         found = attributes(body, ANSWER).any(|(kind, value)| kind == INET_DIAG_MD5SIG && !value.is_empty());
     })?;
     Ok(found)
@@ -113,7 +133,7 @@ fn find(netlink: &Netlink, flow: &Flow, cookie: Option<u64>) -> io::Result<(TcpI
     const INET_DIAG_INFO: u16 = 2;
     const COOKIE: usize = 4 + 40;
     let mut found = None;
-    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(flow, cookie_bytes(cookie))), |body| {
+    netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_with_info(flow, cookie_bytes(cookie))), |body| {
         let raw = attributes(body, ANSWER).find(|(kind, _)| *kind == INET_DIAG_INFO);
         let cookie = body.get(COOKIE..COOKIE + 8).and_then(|bytes| bytes.try_into().ok());
         found = raw.map(|(_, value)| TcpInfo::parse(value)).zip(cookie);
@@ -121,6 +141,38 @@ fn find(netlink: &Netlink, flow: &Flow, cookie: Option<u64>) -> io::Result<(TcpI
     // Where there is no connection the kernel answers with the listener.
     let found = found.filter(|(info, _)| info.state != LISTEN);
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
+}
+
+/// Both ends of every TCP connection of this network namespace, by their sockets' cookies, as the sockets name them. No socket's lock is
+/// waited for. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+///
+/// # Errors
+/// The failed system call's.
+pub fn all_ends(netlink: &Netlink) -> io::Result<HashMap<u64, (SocketAddr, SocketAddr)>> {
+    let mut all = HashMap::new();
+    for family in [libc::AF_INET, libc::AF_INET6] {
+        let mut header = vec![family as u8, 6, 0, 0];
+        header.extend_from_slice(&(!(1u32 << LISTEN)).to_ne_bytes());
+        header.extend_from_slice(&[0; 48]);
+        netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, DUMP, &header), |body| all.extend(ends_of(body)))?;
+    }
+    Ok(all)
+}
+
+/// Cookie and ends of the connection that a `struct inet_diag_msg` is about.
+fn ends_of(body: &[u8]) -> Option<(u64, (SocketAddr, SocketAddr))> {
+    const PORTS: usize = 4;
+    const ADDRESSES: usize = 8;
+    const COOKIE: usize = 4 + 40;
+    let is_v4 = *body.first()? == libc::AF_INET as u8;
+    let end = |at: usize| {
+        let port = u16::from_be_bytes(*body.get(PORTS + 2 * at..)?.first_chunk()?);
+        let address = body.get(ADDRESSES + 16 * at..)?;
+        let ip = if is_v4 { IpAddr::from(*address.first_chunk::<4>()?) } else { IpAddr::from(*address.first_chunk::<16>()?) };
+        Some(SocketAddr::new(ip, port))
+    };
+    let word = |at: usize| Some(u64::from(u32::from_ne_bytes(*body.get(at..)?.first_chunk()?)));
+    Some((word(COOKIE)? | word(COOKIE + 4)? << 32, (end(0)?, end(1)?)))
 }
 
 /// What socket diagnosis says about a connection's socket.
@@ -132,15 +184,24 @@ pub struct Described {
     pub drops: u32,
     /// Whether a process has it.
     pub held: bool,
+    /// Linux's number of the connection's state.
+    pub state: u8,
+    /// Bytes that its program has not read.
+    pub unread: u32,
+    /// Bytes that its peer has not acknowledged.
+    pub unacknowledged: u32,
 }
 
-/// Describes a connection's socket. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+/// Describes a connection's socket, without waiting for its lock. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
 /// The failed system call's; `ENOENT` if there is no such connection here, `ESTALE` if it is another socket's than the one with this cookie.
 pub fn describe(netlink: &Netlink, flow: &Flow, cookie: u64) -> io::Result<Described> {
     const DROPS: usize = 4 * 8;
+    const STATE: usize = 1;
     const INTERFACE: usize = 4 + 36;
+    const RECEIVE_QUEUE: usize = 56;
+    const SEND_QUEUE: usize = 60;
     const USER: usize = 64;
     const INODE: usize = 68;
     const INET_DIAG_MARK: u16 = 15;
@@ -156,7 +217,9 @@ pub fn describe(netlink: &Netlink, flow: &Flow, cookie: u64) -> io::Result<Descr
         let drops = memory.and_then(|drops| drops.try_into().ok()).map_or(0, u32::from_ne_bytes);
         let (Some(device), Some(user), Some(inode)) = (native(INTERFACE), native(USER), native(INODE)) else { return };
         let routing = Routing { mark, device, user, class, ..Routing::default() };
-        found = Some(Described { routing, drops, held: inode != 0 });
+        let (unread, unacknowledged) = (native(RECEIVE_QUEUE).unwrap_or(0), native(SEND_QUEUE).unwrap_or(0));
+        let state = body.get(STATE).copied().unwrap_or(0);
+        found = Some(Described { routing, drops, held: inode != 0, state, unread, unacknowledged });
     })?;
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
@@ -196,11 +259,18 @@ pub fn destroy(netlink: &Netlink, flow: &Flow, cookie: Option<u64>) -> io::Resul
     netlink.ask(Request::new(SOCK_DESTROY, ACK, &request_header(flow, cookie)), |_| {})
 }
 
+/// As [`request_header`], for TCP_INFO.
+fn request_with_info(flow: &Flow, cookie: [u8; 8]) -> Vec<u8> {
+    const EXTENSIONS: usize = 2;
+    let mut header = request_header(flow, cookie);
+    header[EXTENSIONS] |= INET_DIAG_INFO_BIT;
+    header
+}
+
 /// A request's header (`struct inet_diag_req_v2`) for one connection.
 fn request_header(flow: &Flow, cookie: [u8; 8]) -> Vec<u8> {
     let v4 = flow.is_v4();
-    let mut header =
-        vec![if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8, 6, INET_DIAG_INFO_BIT | INET_DIAG_FURTHER_BITS, 0];
+    let mut header = vec![if v4 { libc::AF_INET } else { libc::AF_INET6 } as u8, 6, INET_DIAG_FURTHER_BITS, 0];
     header.extend_from_slice(&u32::MAX.to_ne_bytes());
     header.extend_from_slice(&flow.local.port.to_be_bytes());
     header.extend_from_slice(&flow.remote.port.to_be_bytes());

@@ -38,8 +38,12 @@ impl Drop for OnBehalf {
     }
 }
 
-/// Most threads that close, for sockets and for other files each.
-const THREADS: usize = 8;
+/// Most threads of each kind: that close sockets, that close other files, that make calls on sockets.
+const THREADS: [usize; 3] = [8, 8, 64];
+/// Calls on sockets that a user may have waiting before it is turned away.
+const MOST_CALLS: usize = 256;
+/// Time after which a thread that makes calls on sockets, and has none to make, ends.
+const LINGERS: Duration = Duration::from_secs(2);
 /// Descriptors other than sockets that a user may have waiting to be closed before it is turned away.
 const MOST_STUCK: usize = 32;
 /// Time after which a close that lingers is interrupted, in nanoseconds.
@@ -128,11 +132,13 @@ impl Drop for Foreign {
     }
 }
 
-/// Sockets and other files are closed by different threads: what is stuck in one kind does not delay the other.
+/// Sockets and other files are closed by different threads: what is stuck in one kind does not delay the other. Calls on sockets wait for
+/// the socket's lock, which its program can hold as long as it likes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Lane {
     Sockets,
     Files,
+    Calls,
 }
 
 /// What a thread is to do.
@@ -173,6 +179,20 @@ pub fn run_for_within(user: u32, limit: Duration, act: impl FnOnce() + Send + 's
     !closing.queues.contains_key(&at)
 }
 
+/// Has calls made on a socket of a user's, after what waits already for that user. A stuck one delays only that user's.
+pub fn call_for(user: u32, act: impl FnOnce() + Send + 'static) {
+    let act = move || {
+        let _user = on_behalf_of(user);
+        act();
+    };
+    do_elsewhere((Lane::Calls, user), Job::Run(Box::new(act)));
+}
+
+/// Whether so many calls on a user's sockets wait that no more are to be made for it.
+pub fn has_many_calls(user: u32) -> bool {
+    closing().queues.get(&(Lane::Calls, user)).is_some_and(|queue| queue.waiting.len() >= MOST_CALLS)
+}
+
 /// Waits until all that was to be done is done, or for this time.
 pub fn finish(limit: Duration) {
     let is_busy = |closing: &mut Closing| !closing.queues.is_empty();
@@ -180,13 +200,17 @@ pub fn finish(limit: Duration) {
 }
 
 static DONE: Condvar = Condvar::new();
+/// There is a call to make.
+static WORK: Condvar = Condvar::new();
 
 /// What waits to be closed.
 struct Closing {
     /// By kind and user. An entry without descriptors has a thread that closes the last one.
     queues: BTreeMap<(Lane, u32), Queue>,
     /// Threads of each kind.
-    threads: [usize; 2],
+    threads: [usize; 3],
+    /// Those for calls that have none to make.
+    idle: usize,
 }
 
 #[derive(Default)]
@@ -196,7 +220,7 @@ struct Queue {
     busy: bool,
 }
 
-static CLOSING: Mutex<Closing> = Mutex::new(Closing { queues: BTreeMap::new(), threads: [0; 2] });
+static CLOSING: Mutex<Closing> = Mutex::new(Closing { queues: BTreeMap::new(), threads: [0; 3], idle: 0 });
 
 fn closing() -> std::sync::MutexGuard<'static, Closing> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
@@ -213,10 +237,15 @@ fn do_elsewhere(at: (Lane, u32), job: Job) {
     queue.waiting.push_back(job);
     // Else a thread has been started for it, or does it after what it does now.
     let is_new = !queue.busy && queue.waiting.len() == 1;
+    if at.0 == Lane::Calls && closing.ready() <= closing.idle {
+        WORK.notify_one();
+        return;
+    }
     let threads = &mut closing.threads[at.0 as usize];
-    if *threads < THREADS && (is_new || *threads == 0) {
+    if *threads < THREADS[at.0 as usize] && (is_new || *threads == 0) {
         *threads += 1;
-        let started = std::thread::Builder::new().name("closer".into()).stack_size(64 << 10).spawn(move || close_all(at.0));
+        let (name, stack) = if at.0 == Lane::Calls { ("caller", 256 << 10) } else { ("closer", 64 << 10) };
+        let started = std::thread::Builder::new().name(name.into()).stack_size(stack).spawn(move || close_all(at.0));
         if started.is_err() {
             // The next thread that there is closes it.
             closing.threads[at.0 as usize] -= 1;
@@ -225,6 +254,11 @@ fn do_elsewhere(at: (Lane, u32), job: Job) {
 }
 
 impl Closing {
+    /// Users that have calls to make, and no thread that makes one.
+    fn ready(&self) -> usize {
+        self.queues.range((Lane::Calls, 0)..).filter(|(_, queue)| !queue.busy && !queue.waiting.is_empty()).count()
+    }
+
     /// Takes the next descriptor of a user for whom no thread is at work.
     fn take(&mut self, lane: Lane) -> Option<((Lane, u32), Job)> {
         let of_lane = self.queues.range_mut((lane, 0)..=(lane, u32::MAX));
@@ -246,10 +280,21 @@ impl Closing {
 
 /// A thread: closes what no other one is stuck with, and ends when there is nothing left.
 fn close_all(lane: Lane) {
+    // A lock of a socket is waited for whatever signal comes.
     let alarm = (lane == Lane::Sockets).then(Alarm::new).flatten();
     let mut guard = closing();
     loop {
         let Some((at, job)) = guard.take(lane) else {
+            if lane == Lane::Calls {
+                guard.idle += 1;
+                let rests = |closing: &mut Closing| closing.ready() == 0;
+                let (woken, _) = WORK.wait_timeout_while(guard, LINGERS, rests).unwrap_or_else(PoisonError::into_inner);
+                guard = woken;
+                guard.idle -= 1;
+                if guard.ready() > 0 {
+                    continue;
+                }
+            }
             guard.threads[lane as usize] -= 1;
             return;
         };

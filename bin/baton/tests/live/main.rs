@@ -19,6 +19,7 @@ mod foreign;
 mod front;
 mod full;
 mod growth;
+mod held;
 mod hostile;
 mod hostile_client;
 mod kernel_stay;

@@ -2,10 +2,12 @@
 
 use super::Agent;
 use crate::answers::{After, NO_ANSWER};
+use crate::calls::{Completion, outsider};
 use crate::connection::{Asker, Block, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::host_tcp::HostTcp;
+use crate::identity::Identity;
 use crate::nic::NicProcess;
 use crate::record::read_record;
 use crate::session::{NOT_READING, Sent, Session};
@@ -29,6 +31,7 @@ use baton_protocol::program::{
 };
 use baton_wire::Flow;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
@@ -47,9 +50,16 @@ const STUCK: &str = "the files whose descriptors its user has sent do not close"
 /// File descriptors that registrations leave for clients, besides the agent's reserve.
 const FOR_CLIENTS: u64 = 16;
 
-/// Returns the TCP state of a connection that the kernel has.
-fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
+/// Returns the TCP state of a connection that the kernel has. `user` has opened its session. Of a socket whose lock others may hold only
+/// what can be told without it.
+fn kernel_detail(user: u32, connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
     let fd = connection.fd.as_ref().map(AsFd::as_fd);
+    if connection.call().is_some() || outsider(user, connection.process, fd).is_some() {
+        let found = diagnosis::describe(diagnosis, &connection.flow, connection.cookie).ok()?;
+        let unsent = fd.and_then(|fd| socket::queue_bytes(fd, socket::SIOCOUTQNSD).ok()).unwrap_or(0);
+        let in_flight = found.unacknowledged.saturating_sub(unsent);
+        return Some(Detail { state: found.state, in_flight, unsent, unread: found.unread, ..Detail::default() });
+    }
     let info = match fd {
         Some(fd) => TcpInfo::read(fd),
         None => diagnosis::information(diagnosis, &connection.flow, connection.cookie),
@@ -68,6 +78,28 @@ fn kernel_detail(connection: &Connection, diagnosis: &Netlink) -> Option<Detail>
         retransmitted: info.total_retrans,
         mss: info.snd_mss,
     })
+}
+
+/// What a registration says of a connection.
+#[derive(Clone, Copy)]
+struct Registration {
+    /// Other processes may hold its socket.
+    inherited: bool,
+    /// The process that has it, of an attacher.
+    process: Option<u32>,
+}
+
+/// Examines a socket that is to be registered. Returns the ends of its connection.
+fn look_at(fd: BorrowedFd<'_>, namespace: u64) -> Result<(SocketAddr, SocketAddr), Refusal> {
+    examine::examine(fd, namespace)?;
+    match (socket::local_address(fd), socket::peer_address(fd)) {
+        (Ok(local), Ok(peer)) => Ok((local, peer)),
+        _ => Err(Refusal::NotTcp),
+    }
+}
+
+fn stayed(refusal: &Refusal) -> Reply {
+    Reply::Stayed { reason: refusal.to_string(), transient: false }
 }
 
 /// Fails unless a client has the rights of root or of this agent's user. `what` names the refused request.
@@ -149,7 +181,9 @@ impl Agent {
             Ask::Group { flip } => Some((self.make_group(number, flip, descriptors.pop()), Vec::new())),
             Ask::Register { process: Some(0 | NO_PROCESS..), .. } => failed("that is no process number".into()),
             Ask::Register { inherited, process } => match descriptors.pop() {
-                Some(fd) => Some((self.register(number, fd, inherited, process), Vec::new())),
+                Some(fd) => {
+                    self.register((number, tag), fd, Registration { inherited, process }).map(|reply| (reply, Vec::new()))
+                }
                 None => failed("a registration needs a descriptor".into()),
             },
             Ask::Move { connection, to } if self.is_attacher(number) => {
@@ -324,15 +358,50 @@ impl Agent {
         Reply::Grouped { group: name }
     }
 
-    fn register(&mut self, number: u32, fd: Foreign, inherited: bool, process: Option<u32>) -> Reply {
-        let stays = |refusal: Refusal| Reply::Stayed { reason: refusal.to_string(), transient: false };
+    /// Registers a connection. Returns the answer, or None if it comes later: when its socket has been looked at.
+    fn register(&mut self, (number, tag): Asker, fd: Foreign, registration: Registration) -> Option<Reply> {
+        let stays = |refusal: Refusal| Some(stayed(&refusal));
         let namespace = self.known.namespace().map_err(|error| examine::system("SO_NETNS_COOKIE", &error));
-        let examined = self.has_room_for(fd.as_fd(), FOR_CLIENTS).and(namespace);
-        if let Err(stay) = examined.and_then(|namespace| examine::examine(fd.as_fd(), namespace)) {
-            return stays(stay);
+        let namespace = match self.has_room_for(fd.as_fd(), FOR_CLIENTS).and(namespace) {
+            Ok(namespace) => namespace,
+            Err(refusal) => return stays(refusal),
+        };
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return stays(Refusal::NoRoom) };
+        let (user, name) = (session.user, session.name);
+        let process = registration.process.filter(|_| session.opening.attacher).unwrap_or(session.process);
+        let Some(user) = outsider(user, process, Some(fd.as_fd())) else {
+            let looked = look_at(fd.as_fd(), namespace);
+            return Some(self.enter(number, fd, looked, registration));
+        };
+        if foreign::has_many_calls(user) {
+            return stays(Refusal::Held);
         }
-        let (Ok(local), Ok(peer)) = (socket::local_address(fd.as_fd()), socket::peer_address(fd.as_fd())) else {
-            return stays(Refusal::NotTcp);
+        self.calls.make(user, move || -> Completion {
+            let looked = look_at(fd.as_fd(), namespace);
+            Box::new(move |agent| {
+                let same = |session: &&Session| session.name == name && !session.ends;
+                if agent.sessions.get(number as usize).and_then(Option::as_ref).filter(same).is_some() {
+                    agent.attend(number);
+                    let reply = agent.enter(number, fd, looked, registration);
+                    agent.answer(number, tag, reply, &[]);
+                }
+            })
+        });
+        None
+    }
+
+    /// Enters a connection into its session, whose socket has been looked at.
+    fn enter(
+        &mut self,
+        number: u32,
+        fd: Foreign,
+        looked: Result<(SocketAddr, SocketAddr), Refusal>,
+        Registration { inherited, process }: Registration,
+    ) -> Reply {
+        let stays = |refusal: Refusal| stayed(&refusal);
+        let (local, peer) = match looked {
+            Ok(ends) => ends,
+            Err(refusal) => return stays(refusal),
         };
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
         if session.open.is_none() {
@@ -354,7 +423,8 @@ impl Agent {
         let Some(open) = &session.open else { return stays(Refusal::NoRoom) };
         // A repeated request, since the first one's agent died: one connection has one entry. Another connection may have the same
         // addresses and ports by another device.
-        if let Some(known) = session.connections.with_flow(&flow).find(|known| known.check_socket(fd.as_fd()).is_ok()) {
+        let identity = Identity { cookie: socket::cookie(fd.as_fd()).unwrap_or_default(), ends: (local, peer) };
+        if let Some(known) = session.connections.with_flow(&flow).find(|known| known.identity().is(&identity)) {
             return Reply::Registered { connection: known.number() };
         }
         let place = session.connections.vacant();
@@ -424,15 +494,16 @@ impl Agent {
     fn detail(&self, session: u32, number: u32) -> Reply {
         let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        match connection.and_then(|connection| self.detail_of(connection)) {
+        let user = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user);
+        match connection.and_then(|connection| self.detail_of(user, connection)) {
             Some(detail) => Reply::Detail(detail),
             None => Reply::Failed { reason: "it is not on the NIC".into() },
         }
     }
 
-    fn detail_of(&self, connection: &Connection) -> Option<Detail> {
+    fn detail_of(&self, user: u32, connection: &Connection) -> Option<Detail> {
         let (Some(cid), Some(_)) = (connection.cid, &connection.on_nic) else {
-            return kernel_detail(connection, &self.diagnosis);
+            return kernel_detail(user, connection, &self.diagnosis);
         };
         let memory = &self.hardware.get(cid.nic())?.memory;
         let record = read_record(memory, nic::slot(cid.slot()))?;
@@ -521,6 +592,7 @@ impl Agent {
     fn list(&self, from: (u32, u32)) -> Vec<ConnectionInfo> {
         let (mut list, mut bytes) = (Vec::new(), 0);
         let (first, mut number) = from;
+        let now = monotonic_micros();
         for (at, session) in self.sessions.iter().enumerate().skip(first as usize) {
             let begin = std::mem::take(&mut number) as usize;
             let Some(session) = session else { continue };
@@ -542,9 +614,9 @@ impl Agent {
                     moves: connection.made,
                     lent: connection.cid.filter(|_| session.opening.fast_path).map(|cid| self.times_lent(cid)),
                     dormant: connection.cid.is_some_and(|cid| self.slot_word(cid, slot::DORMANT) != 0),
-                    for_us: monotonic_micros() - connection.since,
-                    detail: self.detail_of(connection).unwrap_or_default(),
-                    reason: connection.reason.to_string(),
+                    for_us: now.saturating_sub(connection.since),
+                    detail: self.detail_of(session.user, connection).unwrap_or_default(),
+                    reason: connection.call().and_then(|call| call.trouble(now)).unwrap_or(&connection.reason).to_string(),
                 });
             }
         }

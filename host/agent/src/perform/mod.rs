@@ -5,7 +5,9 @@ mod growth;
 mod offload;
 mod recovery;
 mod restore;
+mod sockets;
 
+use crate::calls::{Stop, outcome};
 use crate::connection::{Carried, Connection};
 use crate::ground::Ground;
 use crate::journal::{self, Entry};
@@ -17,14 +19,12 @@ use baton_abi::layout::Owner;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::export::Exporter;
 use baton_handoff::import::{self, Importer};
-use baton_handoff::shell;
 use baton_image::Image;
-use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_linux::route::{Route, Routing};
 use baton_moves::{Action, Conclusion, Outcome, Phase, Refusal, Source, Step, World};
-use baton_shm::Region;
+use std::any::Any;
 use std::os::fd::BorrowedFd;
 
 /// State of a connection's move while its machine runs, until it has to wait for something.
@@ -39,7 +39,6 @@ pub(crate) struct Performer<'a> {
     pub concluded: Option<Conclusion>,
     /// The action that failed last, and why.
     refused: Option<(Action, Refusal)>,
-    region: &'a Region,
     way: Option<Way>,
     /// The route by which the kernel sends, looked up in this turn.
     route: Option<(Routing, Route)>,
@@ -48,23 +47,20 @@ pub(crate) struct Performer<'a> {
     importer: Option<Importer>,
     /// The image from which the kernel's socket is restored.
     image: Option<Image>,
+    /// What a call on the program's socket has returned for the action that is performed once more.
+    result: Option<Box<dyn Any + Send>>,
+    outsider: Option<Option<u32>>,
 }
 
 impl<'a> Performer<'a> {
-    /// Makes the performer of one move. `region` is the memory of the connection's session.
-    pub fn new(
-        ground: Ground<'a>,
-        open: &'a mut OpenSession,
-        session: u32,
-        connection: &'a mut Connection,
-        region: &'a Region,
-    ) -> Performer<'a> {
+    /// Makes the performer of one move.
+    pub fn new(ground: Ground<'a>, open: &'a mut OpenSession, session: u32, connection: &'a mut Connection) -> Performer<'a> {
         let mut ground = ground;
         if let Some(cid) = connection.cid {
             ground.choose(cid.nic());
         }
         let step = connection.step();
-        let Carried { way, entry, importer, image } = connection.take_carried();
+        let Carried { way, entry, importer, image, exporter, outsider } = connection.take_carried();
         // Set for a connection that was in the kernel again when its agent died.
         let image = image.or_else(|| read_image(ground.nic_memory, Cid(entry.as_ref()?.cid)).ok());
         Performer {
@@ -75,20 +71,21 @@ impl<'a> Performer<'a> {
             step,
             concluded: None,
             refused: None,
-            region,
             way,
             route: None,
             entry,
-            exporter: None,
+            exporter,
             importer,
             image,
+            result: None,
+            outsider,
         }
     }
 
     /// Leaves with the connection what its move goes on with once it need not wait any more.
     pub fn pause(self) {
-        let Performer { connection, way, entry, importer, image, .. } = self;
-        connection.extra().carried = Some(Box::new(Carried { way, entry, importer, image }));
+        let Performer { connection, way, entry, importer, image, exporter, outsider, .. } = self;
+        connection.extra().carried = Some(Box::new(Carried { way, entry, importer, image, exporter, outsider }));
     }
 
     /// Sends the NIC the command of an action, and looks for the answer for a moment if no other move waits meanwhile.
@@ -121,12 +118,12 @@ impl<'a> Performer<'a> {
         self.connection.cid.ok_or(Refusal::NoRoom)
     }
 
-    fn note(&mut self, phase: Phase) -> Result<(), Refusal> {
+    fn note(&mut self, phase: Phase) -> Result<(), Stop> {
         let cid = self.cid()?;
         match phase {
             Phase::Reading if self.step == Step::Recorded => journal::reading(self.ground.nic_memory, cid),
             Phase::Reading => return self.note_reading(cid),
-            Phase::Copied => return self.note_copied(),
+            Phase::Copied => return Ok(self.note_copied()?),
             Phase::Sending => {
                 let image = self.image.as_ref().ok_or(Refusal::NoRoom)?;
                 journal::sending(self.ground.nic_memory, cid, image);
@@ -204,11 +201,11 @@ impl<'a> Performer<'a> {
         }
         self.clear();
         self.give_slot();
-        let _ = match self.connection.fd() {
-            Ok(_) if self.connection.is_swapped() => Ok(()),
-            Ok(fd) => shell::end(fd),
-            Err(_) => diagnosis::destroy(self.ground.diagnosis, &self.connection.flow, Some(self.connection.cookie)),
-        };
+        if self.connection.fd().is_ok() {
+            self.end_shell();
+        } else {
+            self.destroy();
+        }
         if let Some(memory) = self.connection.leave_nic() {
             self.open.ended.insert(self.connection.number(), memory);
         }
@@ -226,11 +223,7 @@ impl<'a> Performer<'a> {
             self.connection.leave_nic();
             return;
         }
-        if let Ok(fd) = self.fd()
-            && !self.connection.is_swapped()
-        {
-            let _ = shell::end(fd);
-        }
+        self.end_shell();
         self.give_memory();
     }
 }
@@ -238,13 +231,14 @@ impl<'a> Performer<'a> {
 impl World for Performer<'_> {
     fn perform(&mut self, action: &Action) -> Outcome {
         // An action that could send only some of its commands would be repeated.
-        if action.asks_nic() && !self.ground.nic().has_room() {
+        if action.asks_nic() && self.result.is_none() && !self.ground.nic().has_room() {
             return Outcome::NotYet;
         }
         let outcome = match action {
             Action::Mirror => self.mirror(),
-            Action::Cover => done_if(self.is_covered()),
-            Action::Acknowledge => done_if(self.acknowledge()),
+            Action::HandOff if self.result.is_some() => outcome(self.handed_off()),
+            Action::Cover => self.cover(),
+            Action::Acknowledge => self.acknowledge(),
             Action::Leave => done_if(self.has_left()),
             Action::Steal => self.steal(),
             Action::HandOff => self.hand_off(),
@@ -267,7 +261,7 @@ impl World for Performer<'_> {
                 self.concluded = Some(conclusion.clone());
                 Outcome::Done
             }
-            other => self.perform_on_host(other).into(),
+            other => outcome(self.perform_on_host(other)),
         };
         if let Outcome::Refused(refusal) = &outcome {
             self.refused = Some((action.clone(), refusal.clone()));
@@ -276,9 +270,9 @@ impl World for Performer<'_> {
     }
 
     fn answered(&mut self, action: &Action, answer: Result<(), Refusal>) -> Outcome {
-        let result = match (action, answer) {
-            (Action::Mirror, Ok(())) => self.mirrored(),
-            (Action::Steal, Ok(())) => self.stolen(),
+        let result: Result<(), Stop> = match (action, answer) {
+            (Action::Mirror, Ok(())) => self.mirrored().map_err(Stop::from),
+            (Action::Steal, Ok(())) => self.stolen().map_err(Stop::from),
             (Action::HandOff, Ok(())) => self.handed_off(),
             (Action::Resume, Ok(())) => {
                 self.shrink();
@@ -291,12 +285,12 @@ impl World for Performer<'_> {
             // Whatever the answer, the NIC has nothing of the connection any more.
             (Action::Release, Err(refusal)) if refusal != Refusal::NicGone => Ok(()),
             (Action::Cancel | Action::Replay | Action::StealAgain, _) => Ok(()),
-            (_, answer) => answer,
+            (_, answer) => answer.map_err(Stop::from),
         };
-        if let Err(refusal) = &result {
+        if let Err(Stop::Refused(refusal)) = &result {
             self.refused = Some((action.clone(), refusal.clone()));
         }
-        result.into()
+        outcome(result)
     }
 
     fn now(&self) -> u64 {
@@ -311,7 +305,7 @@ impl World for Performer<'_> {
 
 impl Performer<'_> {
     /// Performs the actions that ask nothing of the NIC and are not repeated.
-    fn perform_on_host(&mut self, action: &Action) -> Result<(), Refusal> {
+    fn perform_on_host(&mut self, action: &Action) -> Result<(), Stop> {
         match action {
             Action::Reserve => return self.reserve(),
             Action::KeepOut => self.keep_out(),
@@ -320,12 +314,12 @@ impl Performer<'_> {
             Action::Copy => return self.copy(),
             Action::Purge => return self.purge(),
             Action::LetIn(owner) => self.let_in(*owner),
-            Action::Check => return self.check(),
+            Action::Check => return Ok(self.check()?),
             Action::Finish => return self.finish(),
             Action::FinishAnew => return self.finish_anew(),
             Action::Abandon => return self.abandon(),
-            Action::Enlarge => return self.enlarge(),
-            Action::Grow => return self.grow(),
+            Action::Enlarge => return Ok(self.enlarge()?),
+            Action::Grow => return Ok(self.grow()?),
             other => self.give_back(other),
         }
         Ok(())
@@ -355,13 +349,19 @@ impl Performer<'_> {
     }
 
     fn import(&mut self, source: Source) -> Outcome {
-        if self.connection.was_refused_just_now(monotonic_micros()) {
+        if self.result.is_none() && self.connection.was_refused_just_now(monotonic_micros()) {
             return Outcome::NotYet;
         }
         let imported = match source {
+            _ if self.result.is_some() => self.imported(),
             Source::Exported => self.import_exported(),
             Source::Rested => self.import_rested(),
             Source::Record => self.import_record(),
+        };
+        let imported = match imported {
+            Err(Stop::Later) => return Outcome::Later,
+            Err(Stop::Refused(refusal)) => Err(refusal),
+            Ok(()) => Ok(()),
         };
         if let Err(Refusal::Lost(import::RECONNECT, why)) = &imported
             && self.connection.tries_again(why, monotonic_micros())

@@ -1,6 +1,7 @@
 //! Actions of a move to the NIC.
 
 use super::{Performer, hand_to_kernel};
+use crate::calls::Stop;
 use crate::changes::UNKNOWN;
 use crate::connection::{Connection, Exported, Handoff, Memory, OnNic};
 use crate::journal::{self, Entry};
@@ -11,7 +12,6 @@ use baton_abi::layout::{block, nic, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::examine::{self, system};
 use baton_handoff::export::{self, Exporter};
-use baton_handoff::import::Importer;
 use baton_handoff::shell::{self, Saved};
 use baton_handoff::unenforced;
 use baton_image::{Image, Stay};
@@ -22,6 +22,8 @@ use baton_linux::{conntrack, diagnosis};
 use baton_moves::{Action, Outcome, Phase, Refusal};
 use baton_shm::Region;
 use baton_steering::Steer;
+use baton_wire::Flow;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 
 const SOL_SOCKET: i32 = 1;
@@ -29,17 +31,17 @@ const SO_MEMINFO: i32 = 55;
 
 impl Performer<'_> {
     /// Checks whether the connection may move, and by which device; then takes a slot.
-    pub(super) fn reserve(&mut self) -> Result<(), Refusal> {
+    pub(super) fn reserve(&mut self) -> Result<(), Stop> {
         let tracked = self.may_move()?;
         let way = self.ground.way_of(self.connection)?;
         self.way = Some(way);
         self.ground.choose(way.path.nic as usize);
         if !self.ground.shape.claim(&self.connection.flow) {
-            return Err(Refusal::Twin);
+            return Err(Refusal::Twin.into());
         }
         let Some(cid) = self.ground.nic().take_slot() else {
             self.ground.shape.give_up_claim(&self.connection.flow);
-            return Err(Refusal::NoRoom);
+            return Err(Refusal::NoRoom.into());
         };
         self.connection.cid = Some(cid);
         if let Some(entry) = tracked {
@@ -58,12 +60,12 @@ impl Performer<'_> {
     }
 
     /// Checks whether the connection may move. Returns the connection tracker's entry of it, if there is one.
-    fn may_move(&mut self) -> Result<Option<conntrack::Entry>, Refusal> {
-        let connection = &mut *self.connection;
+    fn may_move(&mut self) -> Result<Option<conntrack::Entry>, Stop> {
         let namespace = self.ground.known.namespace().map_err(|error| system("SO_NETNS_COOKIE", &error))?;
-        let info = examine::examine(connection.fd()?, namespace)?;
-        connection.own_fd()?;
-        unenforced::check(connection.fd()?)?;
+        let flow = self.connection.flow;
+        let info = self.on_socket(move |fd| look_through(fd, namespace, &flow))??;
+        self.own()?;
+        let connection = &mut *self.connection;
         if connection.unproved() == Some(UNKNOWN) {
             connection.extra().unproved = Some((info.bytes_acked, info.bytes_received));
         }
@@ -71,7 +73,7 @@ impl Performer<'_> {
             // Received bytes show that packets may come in; acknowledged bytes show that packets may go out as well.
             let passes = info.bytes_acked != acked || info.bytes_received != received && info.retransmits == 0;
             if !passes {
-                return Err(Refusal::Unproved);
+                return Err(Refusal::Unproved.into());
             }
             connection.extra().unproved = None;
         }
@@ -79,13 +81,10 @@ impl Performer<'_> {
         if connection.inherited {
             self.ground.held_alone(connection)?;
         }
-        if diagnosis::has_md5_key(self.ground.diagnosis, &connection.flow).unwrap_or(false) {
-            return Err(Refusal::Signed);
-        }
         let netfilter = self.ground.tracker_of(connection.serial);
         let tracked = netfilter.and_then(|netfilter| conntrack::find(netfilter, &connection.flow).ok().flatten());
         if tracked.is_some_and(|entry| entry.translated) {
-            return Err(Refusal::Translated);
+            return Err(Refusal::Translated.into());
         }
         Ok(tracked)
     }
@@ -95,7 +94,7 @@ impl Performer<'_> {
         if self.way.is_none() {
             return Outcome::Refused(Refusal::NoRoute);
         }
-        if let Err(refusal) = self.connection.own_fd() {
+        if let Err(refusal) = self.own() {
             return Outcome::Refused(refusal);
         }
         self.ask(Action::Mirror, Control::Mirror, 0)
@@ -103,49 +102,51 @@ impl Performer<'_> {
 
     /// The NIC copies what it is given of the connection.
     pub(super) fn mirrored(&mut self) -> Result<(), Refusal> {
+        let owned = self.own();
         let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
-        let steered = self.connection.own_fd().map(drop);
-        let steered = steered.and_then(|()| self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Mirror));
+        let steered = owned.and_then(|()| self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Mirror));
         if let Err(refusal) = steered {
             self.cancel(false);
             return Err(refusal);
         }
         self.ground.shape.give_up_claim(&self.connection.flow);
         // Its segments will bypass the host's connection tracker.
+        let state = self.state().unwrap_or(0);
         if let (Some(netfilter), Some(cid)) = (self.ground.guards.netfilter(), self.connection.cid) {
-            let state = TcpInfo::read(self.connection.fd()?).map_or(0, |info| info.state);
             self.ground.tracker.enter(netfilter, cid, self.connection.serial, &self.connection.flow, state);
         }
         Ok(())
     }
 
     /// Whether the NIC's copy covers all data that the kernel may hold out of order.
-    pub(super) fn is_covered(&self) -> bool {
-        let (Ok(fd), Ok(cid)) = (self.fd(), self.cid()) else { return false };
-        let Ok(info) = TcpInfo::read(fd) else { return false };
-        // Nothing arrived out of order since the socket was (re)connected, or nothing that arrived could have been SACKed.
-        if info.options & OPTION_SACK == 0 || info.rcv_ooopack == 0 {
-            return true;
+    pub(super) fn cover(&mut self) -> Outcome {
+        let needs = match self.on_socket(needs_cover) {
+            Ok(needs) => needs,
+            Err(Stop::Later) => return Outcome::Later,
+            Err(Stop::Refused(_)) => None,
+        };
+        let covered =
+            |cid: Cid| self.ground.nic_memory.word32(nic::slot(cid.slot()) + slot::COVERED).load(Ordering::Acquire) == 1;
+        match (needs, self.cid()) {
+            (Some(false), Ok(_)) => Outcome::Done,
+            (Some(true), Ok(cid)) if covered(cid) => Outcome::Done,
+            _ => Outcome::NotYet,
         }
-        // Receive memory beyond the receive queue's is the out-of-order queue's.
-        let mut memory = [0u8; 36];
-        let unread = socket::queue_bytes(fd, socket::SIOCINQ).unwrap_or(u32::MAX);
-        if unread == 0 && socket::get_bytes(fd, SOL_SOCKET, SO_MEMINFO, &mut memory).is_ok() && memory[..4] == [0; 4] {
-            return true;
-        }
-        self.ground.nic_memory.word32(nic::slot(cid.slot()) + slot::COVERED).load(Ordering::Acquire) == 1
     }
 
     /// Makes the kernel send an acknowledgement: an idle connection sends none, and only its SACK blocks show what the kernel
-    /// holds out of order. Returns false if its program is inside an operation.
-    pub(super) fn acknowledge(&mut self) -> bool {
-        let Ok(fd) = self.fd() else { return false };
-        let left = self.connection.block.keep_out();
-        if left {
-            let _ = shell::acknowledge(fd);
+    /// holds out of order. Not yet while its program is inside an operation.
+    pub(super) fn acknowledge(&mut self) -> Outcome {
+        if self.fd().is_err() {
+            return Outcome::NotYet;
+        }
+        // It is kept out while the calls are made.
+        let left = self.result.is_some() || self.connection.block.keep_out();
+        if left && let Err(Stop::Later) = self.on_socket(shell::acknowledge) {
+            return Outcome::Later;
         }
         hand_to_kernel(self.open, self.connection);
-        left
+        super::done_if(left)
     }
 
     /// The connection stands still soon: asks the kernel for what is needed meanwhile, unless it has answered lately.
@@ -164,40 +165,40 @@ impl Performer<'_> {
                 self.way = Some(way);
                 self.ask(Action::Steal, Control::Steal, 0)
             }
-            Err(refusal) => Outcome::Refused(refusal),
+            Err(stop) => stop.into(),
         }
     }
 
-    fn may_steal(&mut self) -> Result<Way, Refusal> {
+    fn may_steal(&mut self) -> Result<Way, Stop> {
         // Firewall, route or socket options may have changed since the move began.
         if self.connection.unproved().is_some() {
-            return Err(Refusal::Unproved);
+            return Err(Refusal::Unproved.into());
         }
         self.ground.cgroups.let_go(self.connection.cgroup.as_ref(), self.connection.peer())?;
         let way = self.ground.way_of(self.connection)?;
         if way.path.nic as usize != self.cid()?.nic() {
-            return Err(Refusal::AnotherNic);
+            return Err(Refusal::AnotherNic.into());
         }
-        let fd = self.connection.own_fd()?;
-        examine::check_receiving(fd).and_then(|()| unenforced::check(fd))?;
+        self.on_socket(|fd| examine::check_receiving(fd).and_then(|()| unenforced::check(fd)))??;
+        self.own()?;
         Ok(way)
     }
 
     /// The NIC holds what it is given of the connection.
     pub(super) fn stolen(&mut self) -> Result<(), Refusal> {
+        self.own()?;
         let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
-        self.connection.own_fd()?;
         self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Steal)?;
         // Somebody else's connection may have the 4-tuple if the socket was disconnected meanwhile: its frames are stolen no longer then.
-        self.connection.own_fd().map(drop)
+        self.own()
     }
 
     /// Saves the socket's settings that the move changes, and writes them to the journal.
-    pub(super) fn note_reading(&mut self, cid: Cid) -> Result<(), Refusal> {
-        let saved = Saved::read(self.fd()?).map_err(|_| Refusal::Filter)?;
+    pub(super) fn note_reading(&mut self, cid: Cid) -> Result<(), Stop> {
+        let saved = self.on_socket(Saved::read)?.map_err(|_| Refusal::Filter)?;
         let entry = Entry::new(self.session, self.connection.number(), cid, saved);
         self.entry = Some(entry);
-        self.write(Phase::Reading)
+        Ok(self.write(Phase::Reading)?)
     }
 
     /// Writes the journal entry. One that is too long has a socket filter that is too long to be kept.
@@ -206,26 +207,50 @@ impl Performer<'_> {
         journal::write(self.ground.nic_memory, phase, entry).then_some(()).ok_or(Refusal::Filter)
     }
 
-    pub(super) fn export(&mut self) -> Result<(), Refusal> {
-        let (Some(entry), Some(way)) = (&self.entry, &self.way) else { return Err(Refusal::NoRoute) };
-        let exporter = Exporter::begin(self.connection.own_fd()?, self.connection.flow, way.link, &entry.saved)?;
-        self.exporter = Some(exporter);
+    pub(super) fn export(&mut self) -> Result<(), Stop> {
+        if self.result.is_none() {
+            self.own()?;
+        }
+        let (Some(entry), Some(way)) = (&self.entry, &self.way) else { return Err(Refusal::NoRoute.into()) };
+        let (flow, link, saved) = (self.connection.flow, way.link, entry.saved.clone());
+        self.exporter = Some(self.on_socket(move |fd| Exporter::begin(fd, flow, link, &saved))??);
         Ok(())
     }
 
     /// Undoes the export: the connection continues in the kernel.
-    pub(super) fn abandon(&mut self) -> Result<(), Refusal> {
-        let undone = match (self.exporter.take(), &self.entry) {
-            (Some(exporter), _) => exporter.abandon(self.fd()?),
+    pub(super) fn abandon(&mut self) -> Result<(), Stop> {
+        let (exporter, saved) = (self.exporter.take(), self.entry.as_ref().map(|entry| entry.saved.clone()));
+        let undone = self.on_socket(move |fd| match (exporter, saved) {
+            (Some(exporter), _) => exporter.abandon(fd),
             // The exporter was lost with an earlier agent.
-            (None, Some(entry)) => export::undo(self.fd()?, &entry.saved),
+            (None, Some(saved)) => export::undo(fd, &saved),
             (None, None) => Ok(()),
-        };
-        undone.map_err(|error| baton_handoff::examine::system("TCP_REPAIR", &error))
+        });
+        Ok(undone?.map_err(|error| system("TCP_REPAIR", &error))?)
     }
 
     /// Copies the bytes of both queues into session memory.
-    pub(super) fn copy(&mut self) -> Result<(), Refusal> {
+    pub(super) fn copy(&mut self) -> Result<(), Stop> {
+        let memory = if self.result.is_none() { Some(self.prepare_copy()?) } else { None };
+        let (exporter, region) = (self.exporter.take(), self.open.memory.clone());
+        let (exporter, copied) = self.on_socket(move |fd| {
+            let copied = match (&exporter, memory) {
+                (Some(exporter), Some((memory, image))) => queues(&region, memory, &image)
+                    .ok_or(Refusal::NoRoom)
+                    .and_then(|(unread, unacknowledged)| exporter.copy_queues(fd, &unread, &unacknowledged)),
+                _ => Err(Refusal::NoRoom),
+            };
+            (exporter, copied)
+        })?;
+        self.exporter = exporter;
+        if copied.is_err() {
+            self.give_memory();
+        }
+        Ok(copied?)
+    }
+
+    /// Takes memory for the queues' bytes. Returns it, and the image that says how many they are.
+    fn prepare_copy(&mut self) -> Result<(Memory, Image), Refusal> {
         let (Some(exporter), Some(entry)) = (&self.exporter, &self.entry) else { return Err(Refusal::NoRoom) };
         let mut image = *exporter.image();
         if self.connection.attached {
@@ -243,12 +268,7 @@ impl Performer<'_> {
         let way = self.way.map(|way| self.ground.known.shared(way));
         let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
         self.connection.enter_nic(on_nic, Handoff { exported, nic });
-        let (unread, unacknowledged) = queues(self.region, memory, &image).ok_or(Refusal::NoRoom)?;
-        let copied = exporter.copy_queues(self.fd()?, &unread, &unacknowledged);
-        if copied.is_err() {
-            self.give_memory();
-        }
-        copied
+        Ok((memory, image))
     }
 
     pub(super) fn note_copied(&mut self) -> Result<(), Refusal> {
@@ -260,16 +280,17 @@ impl Performer<'_> {
         self.write(Phase::Copied)
     }
 
-    pub(super) fn purge(&mut self) -> Result<(), Refusal> {
-        let exporter = self.exporter.take().ok_or(Refusal::NoRoom)?;
-        let (saved, purged) = match exporter.purge(self.fd()?) {
+    pub(super) fn purge(&mut self) -> Result<(), Stop> {
+        let exporter = self.exporter.take();
+        let purged = self.on_socket(move |fd| exporter.map(|exporter| exporter.purge(fd)))?;
+        let (saved, purged) = match purged.ok_or(Refusal::NoRoom)? {
             Ok(saved) => (saved, Ok(())),
             Err((saved, stay)) => (saved, Err(stay)),
         };
         if let Some(handoff) = self.connection.extra().handoff.as_deref_mut() {
             handoff.exported.saved = saved;
         }
-        purged
+        Ok(purged?)
     }
 
     pub(super) fn hand_off(&mut self) -> Outcome {
@@ -292,9 +313,9 @@ impl Performer<'_> {
     }
 
     /// The NIC has the connection.
-    pub(super) fn handed_off(&mut self) -> Result<(), Refusal> {
+    pub(super) fn handed_off(&mut self) -> Result<(), Stop> {
         if self.connection.attached {
-            let _ = shell::show_closing(self.fd()?);
+            let _ = self.on_socket(shell::show_closing)?;
         }
         // From now on the journal has it.
         let nic_memory = self.ground.nic_memory;
@@ -307,17 +328,38 @@ impl Performer<'_> {
     }
 
     /// Restores the connection from the exported image: after the purge the only way to undo the move.
-    pub(super) fn import_exported(&mut self) -> Result<(), Refusal> {
+    pub(super) fn import_exported(&mut self) -> Result<(), Stop> {
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
+        let memory = on_nic.memory();
         let Exported { image, saved, .. } = self.connection.exported(self.ground.nic_memory).ok_or(Refusal::NoRoom)?;
-        let (unread, unacknowledged) = queues(self.region, on_nic.memory(), &image).ok_or(Refusal::NoRoom)?;
-        let (local, peer) = (self.connection.local(), self.connection.peer());
         self.image = Some(image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
-        let imported = Importer::begin(self.fd()?, &image, local, peer, &unread, &unacknowledged, &saved);
-        self.importer = Some(imported.map_err(Refusal::from)?);
-        Ok(())
+        self.import_with(memory, image, saved)
     }
+}
+
+/// Looks through a socket's state and options: whether its connection may move.
+fn look_through(fd: BorrowedFd<'_>, namespace: u64, flow: &Flow) -> Result<TcpInfo, Refusal> {
+    let info = examine::examine(fd, namespace)?;
+    unenforced::check(fd)?;
+    match diagnosis::with_own(|netlink| diagnosis::has_md5_key(netlink, flow)) {
+        Ok(true) => Err(Refusal::Signed),
+        _ => Ok(info),
+    }
+}
+
+/// Whether the kernel may hold data of a socket's out of order. None if that cannot be told.
+fn needs_cover(fd: BorrowedFd<'_>) -> Option<bool> {
+    let info = TcpInfo::read(fd).ok()?;
+    // Nothing arrived out of order since the socket was (re)connected, or nothing that arrived could have been SACKed.
+    if info.options & OPTION_SACK == 0 || info.rcv_ooopack == 0 {
+        return Some(false);
+    }
+    // Receive memory beyond the receive queue's is the out-of-order queue's.
+    let mut memory = [0u8; 36];
+    let unread = socket::queue_bytes(fd, socket::SIOCINQ).unwrap_or(u32::MAX);
+    let empty = unread == 0 && socket::get_bytes(fd, SOL_SOCKET, SO_MEMINFO, &mut memory).is_ok() && memory[..4] == [0; 4];
+    Some(!empty)
 }
 
 /// Writes image and parameters into the connection's slot, for the NIC, and its memory and sequence numbers into its block, for

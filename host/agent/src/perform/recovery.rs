@@ -2,10 +2,11 @@
 
 use super::Performer;
 use super::restore::damaged;
+use crate::calls::Stop;
 use crate::record::{image_at_death, read_record};
 use baton_abi::layout::nic;
 use baton_abi::{Control, Message, Operation};
-use baton_moves::{Action, Outcome, Refusal};
+use baton_moves::{Action, Outcome};
 use baton_recovery::{gather, posts_of};
 use baton_steering::Path;
 
@@ -29,7 +30,7 @@ impl Performer<'_> {
     }
 
     /// Restores the connection from record, block and memory; or, if its NIC never ran it, from the image that was handed off.
-    pub(super) fn import_record(&mut self) -> Result<(), Refusal> {
+    pub(super) fn import_record(&mut self) -> Result<(), Stop> {
         let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("journal"))?;
         let handed_off = self.connection.exported(self.ground.nic_memory).ok_or_else(|| damaged("journal"))?;

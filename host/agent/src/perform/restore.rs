@@ -1,16 +1,17 @@
 //! Actions of a move back to the kernel.
 
 use super::Performer;
-use crate::connection::ReplayedFin;
+use crate::calls::Stop;
+use crate::connection::{Memory, ReplayedFin};
 use crate::ground::Shape;
 use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
 use baton_abi::{Control, Message, Operation};
 use baton_handoff::import::{self, ImportError, Importer};
+use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
-use baton_linux::tcp_info::TcpInfo;
 use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::Replay;
 use std::io;
@@ -55,13 +56,13 @@ impl Performer<'_> {
         self.send(&Action::Rest, Message::new(Operation::NicRestore, cid, 0, 0))
     }
 
-    pub(super) fn import_rested(&mut self) -> Result<(), Refusal> {
+    pub(super) fn import_rested(&mut self) -> Result<(), Stop> {
         let (image, nic) = match read_image_with(self.ground.nic_memory, self.cid()?) {
             Ok(rested) => rested,
             Err(error) => {
                 // A NIC that writes an invalid image must not continue.
                 report!("baton agent: the NIC's image of {} cannot be used: {error}", self.connection.flow);
-                return Err(Refusal::NicGone);
+                return Err(Refusal::NicGone.into());
             }
         };
         let unread = unread_by_program(self.connection, image.read_seq().wrapping_add(image.unread), image.unread);
@@ -69,17 +70,36 @@ impl Performer<'_> {
     }
 
     /// Makes the shell a connection again, from the NIC's image or from its record. `nic` is what only the NIC knows, which is kept.
-    pub(super) fn begin_import(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Refusal> {
+    pub(super) fn begin_import(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Stop> {
         self.image = Some(image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
-        let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?;
-        let (unread, unacknowledged) = queues(self.region, on_nic.memory(), &image).ok_or_else(|| damaged("queues"))?;
+        let memory = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?.memory();
         let flags = self.connection.block.load(block::FLAGS);
         let saved = self.connection.exported(self.ground.nic_memory).ok_or_else(|| damaged("journal"))?.saved;
         let saved = saved.with_programs(flags & block::FLAG_KEEPALIVE != 0, flags & block::FLAG_CORK != 0);
         let gone = |_| Refusal::from(ImportError { step: "its program's descriptor", error: io::ErrorKind::NotFound.into() });
-        let (local, peer) = (self.connection.local(), self.connection.peer());
-        let imported = Importer::begin(self.fd().map_err(gone)?, &image, local, peer, &unread, &unacknowledged, &saved);
+        self.fd().map_err(gone)?;
+        self.import_with(memory, image, saved)
+    }
+
+    /// Imports an image, and the bytes that lie in this memory, into the kernel's socket.
+    pub(super) fn import_with(&mut self, memory: Memory, image: Image, saved: Saved) -> Result<(), Stop> {
+        let (region, local, peer) = (self.open.memory.clone(), self.connection.local(), self.connection.peer());
+        let imported = self.on_socket(move |fd| {
+            let (unread, unacknowledged) = queues(&region, memory, &image)
+                .ok_or_else(|| ImportError { step: "queues", error: io::ErrorKind::InvalidData.into() })?;
+            Importer::begin(fd, &image, local, peer, &unread, &unacknowledged, &saved)
+        })?;
+        self.keep_importer(imported)
+    }
+
+    /// Goes on when the calls of an import have returned.
+    pub(super) fn imported(&mut self) -> Result<(), Stop> {
+        let imported = self.on_socket(|_| Err(ImportError { step: "import", error: io::ErrorKind::InvalidData.into() }))?;
+        self.keep_importer(imported)
+    }
+
+    fn keep_importer(&mut self, imported: Result<Importer, ImportError>) -> Result<(), Stop> {
         self.importer = Some(imported.map_err(Refusal::from)?);
         Ok(())
     }
@@ -144,8 +164,7 @@ impl Performer<'_> {
     pub(super) fn has_end_of_stream(&mut self) -> bool {
         let Some(&ReplayedFin { image, again_at, until }) = self.connection.fin() else { return true };
         let now = monotonic_micros();
-        let info = self.fd().ok().and_then(|fd| TcpInfo::read(fd).ok());
-        if info.is_none_or(|info| !WITHOUT_FIN.contains(&info.state)) || now >= until {
+        if self.state().is_none_or(|state| !WITHOUT_FIN.contains(&state)) || now >= until {
             self.connection.expect_fin(None);
             return true;
         }
@@ -165,17 +184,25 @@ impl Performer<'_> {
     }
 
     /// Finishes the import: from here on the kernel sends for the connection.
-    pub(super) fn finish(&mut self) -> Result<(), Refusal> {
-        let importer = self.importer.take().ok_or_else(|| damaged("import"))?;
-        let (Some(image), Some(on_nic)) = (&self.image, &self.connection.on_nic) else { return Err(damaged("import")) };
-        let (_, unacknowledged) = queues(self.region, on_nic.memory(), image).ok_or_else(|| damaged("queues"))?;
-        importer.finish(self.fd()?, &unacknowledged).map_err(Refusal::from)
+    pub(super) fn finish(&mut self) -> Result<(), Stop> {
+        let (Some(image), Some(on_nic)) = (self.image, &self.connection.on_nic) else { return Err(damaged("import").into()) };
+        let (memory, region, importer) = (on_nic.memory(), self.open.memory.clone(), self.importer.take());
+        let finished = self.on_socket(move |fd| {
+            let importer = importer.ok_or_else(|| damaged("import"))?;
+            let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
+            importer.finish(fd, &unacknowledged).map_err(Refusal::from)
+        });
+        Ok(finished??)
     }
 
     /// Finishes the import of a connection that an earlier agent had restored; unsent bytes may be missing in the kernel.
-    pub(super) fn finish_anew(&mut self) -> Result<(), Refusal> {
-        let (Some(image), Some(entry)) = (&self.image, &self.entry) else { return Err(damaged("journal")) };
-        let (_, unacknowledged) = queues(self.region, entry.memory(), image).ok_or_else(|| damaged("queues"))?;
-        import::resume_sending(self.fd()?, image, &unacknowledged, &entry.saved).map_err(Refusal::from)
+    pub(super) fn finish_anew(&mut self) -> Result<(), Stop> {
+        let (Some(image), Some(entry)) = (self.image, &self.entry) else { return Err(damaged("journal").into()) };
+        let (memory, region, saved) = (entry.memory(), self.open.memory.clone(), entry.saved.clone());
+        let finished = self.on_socket(move |fd| {
+            let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
+            import::resume_sending(fd, &image, &unacknowledged, &saved).map_err(Refusal::from)
+        });
+        Ok(finished??)
     }
 }

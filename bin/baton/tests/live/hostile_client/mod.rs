@@ -62,6 +62,18 @@ impl Hostile {
         line
     }
 
+    /// Gives it a line to read.
+    pub fn tell(&mut self, line: &str) {
+        writeln!(self.0.stdin.as_mut().expect("its input"), "{line}").expect("it reads");
+    }
+
+    /// The next line that it prints.
+    pub fn hear(&mut self) -> String {
+        let mut line = String::new();
+        assert!(self.1.read_line(&mut line).expect("a line") > 0, "the hostile program has ended");
+        line.trim_end().to_owned()
+    }
+
     pub fn ended(&mut self) -> bool {
         self.0.try_wait().expect("our child").is_some()
     }
@@ -192,6 +204,7 @@ pub fn run() -> bool {
         "requests" => send_nonsense(socket, say),
         "deaf" => never_read(socket, say),
         "bells" => stop_doorbells(socket, say),
+        "held" => move_when_told(socket),
         "many" => take_all_sessions(socket),
         "descriptors" => descriptors::run(socket, say),
         "attacher" => claim_connections(socket, say),
@@ -217,6 +230,28 @@ fn corrupt_once(socket: &Path, begun: impl Fn()) {
     let mut echo = [0; 10];
     stream.read_exact(&mut echo).expect("an echo");
     assert_eq!(&echo, b"still here");
+}
+
+/// Registers a connection, and moves it as the lines that it reads say. Says its process, and the number of the socket's descriptor.
+fn move_when_told(socket: &Path) {
+    let client = Client::open(socket, alone()).expect("a session");
+    let peer: SocketAddr = std::env::var(PEER).expect("a peer").parse().expect("an address");
+    let stream = TcpStream::connect(peer).expect("a connection to the peer");
+    let register = || ask_on(&client.channel, Ask::Register { inherited: false, process: None }, &[stream.as_fd()]);
+    let Some((Reply::Registered { connection }, _)) = register() else { panic!("it is not registered") };
+    println!("attacking {} {}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&stream));
+    let _ = std::io::stdout().flush();
+    for line in std::io::stdin().lines() {
+        let reply = match line.expect("a line").as_str() {
+            "nic" => client.ask(Ask::Move { connection, to: Place::Nic }),
+            "register" => register().map(|(reply, _)| reply),
+            _ => client.ask(Ask::Move { connection, to: Place::Kernel }),
+        };
+        // The agent has died: its session goes on.
+        println!("{}", reply.map_or("none".into(), |reply| format!("{reply:?}")));
+        let _ = std::io::stdout().flush();
+    }
+    echo(&stream);
 }
 
 /// Writes random words all over its session, again and again, while its connections are on the NIC.

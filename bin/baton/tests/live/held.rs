@@ -1,0 +1,201 @@
+//! A program whose socket's lock is held, by a system call that waits for memory which does not come: the agent waits for it, and nobody
+//! waits for the agent.
+
+use crate::common::{Scene, answered, scene, wait_until};
+use crate::hostile_client::Hostile;
+use baton_lab::testbed::TestbedSettings;
+use baton_linux::process;
+use baton_protocol::program::{ConnectionInfo, Place};
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Makes another thread wait inside setsockopt(2) with the socket's lock: its filter is in memory that userfaultfd does not deliver. Lets go
+/// when its input ends.
+const HOLDER: &str = r"
+import ctypes, fcntl, mmap, os, struct, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+process, number = int(sys.argv[1]), int(sys.argv[2])
+socket = libc.syscall(438, libc.syscall(434, process, 0), number, 0)
+uffd = libc.syscall(323, os.O_CLOEXEC)
+assert socket >= 0 and uffd >= 0, ctypes.get_errno()
+fcntl.ioctl(uffd, 0xc018aa3f, struct.pack('QQQ', 0xaa, 0, 0))
+memory = mmap.mmap(-1, 4096)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+fcntl.ioctl(uffd, 0xc020aa00, struct.pack('QQQQ', address, 4096, 1, 0))
+program = ctypes.create_string_buffer(struct.pack('HxxxxxxQ', 1, address))
+held = threading.Thread(target=lambda: libc.setsockopt(socket, 1, 26, program, 16))
+held.start()
+# The fault is reported while the lock is held.
+os.read(uffd, 32)
+print('held', flush=True)
+sys.stdin.read()
+fcntl.ioctl(uffd, 0xc020aa04, struct.pack('QQQq', address, 4096, 0, 0))
+held.join()
+";
+
+/// Holds a socket's lock while it exists.
+struct Holder(Child);
+
+impl Holder {
+    fn new(process: &str, number: &str) -> Holder {
+        let mut command = Command::new("python3");
+        command.args(["-c", HOLDER, process, number]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("python3");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+        assert_eq!(line, "held\n");
+        Holder(child)
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+/// An honest program of root's, and one of nobody's with a connection.
+struct Both {
+    scene: Scene,
+    hostile: Hostile,
+    process: String,
+    number: String,
+}
+
+impl Both {
+    fn new() -> Both {
+        let scene = scene(TestbedSettings::default());
+        let mut hostile = Hostile::start(&scene.bed, "held");
+        let line = hostile.await_attack();
+        let mut words = line.split_whitespace().rev();
+        let mut word = || words.next().expect("process and descriptor").to_owned();
+        let (number, process) = (word(), word());
+        Both { scene, hostile, process, number }
+    }
+
+    fn hold(&self) -> Holder {
+        Holder::new(&self.process, &self.number)
+    }
+
+    /// What a tool is told of the hostile program's connection.
+    fn held(&self) -> ConnectionInfo {
+        let all = answered(&self.scene.bed, |tool| tool.connections());
+        all.into_iter().find(|info| info.process.to_string() == self.process).expect("its connection")
+    }
+
+    /// Moves of the honest program and lists, each within a second.
+    fn goes_on(&mut self) {
+        for at in 0..10 {
+            let begun = Instant::now();
+            self.scene.exchange(10_000, if at % 2 == 0 { Place::Nic } else { Place::Kernel });
+            assert!(answered(&self.scene.bed, |tool| tool.connections()).len() >= 2);
+            // Waits: this is what is promised; it takes some milliseconds.
+            assert!(begun.elapsed() < Duration::from_secs(1), "a move and a list take {:?}", begun.elapsed());
+        }
+    }
+
+    /// Asks for a move, again if the agent has died meanwhile.
+    fn ask(&mut self, to: Place) -> String {
+        loop {
+            self.hostile.tell(if to == Place::Nic { "nic" } else { "kernel" });
+            let answer = self.hostile.hear();
+            if answer != "none" {
+                return answer;
+            }
+        }
+    }
+
+    /// Begins the hostile program's move to there, while its socket's lock is held.
+    fn begin_held(&mut self, to: Place) -> Holder {
+        if to == Place::Kernel {
+            assert_eq!(self.ask(Place::Nic), "Done");
+        }
+        let holder = self.hold();
+        self.hostile.tell(if to == Place::Nic { "nic" } else { "kernel" });
+        self.is_shown_as_held();
+        holder
+    }
+
+    /// Its connection moves, and its bytes arrive.
+    fn ends_well(mut self) {
+        wait_until("a move to the NIC", || self.ask(Place::Nic) == "Done");
+        wait_until("a move to the kernel", || self.ask(Place::Kernel) == "Done");
+        self.hostile.expect_success();
+    }
+
+    fn is_shown_as_held(&self) {
+        wait_until("the reason", || self.held().reason.contains("its program holds it"));
+    }
+
+    fn processes(&self) -> (u32, u32) {
+        let now = answered(&self.scene.bed, |tool| tool.statistics());
+        (now.agent_process, now.nic_process)
+    }
+}
+
+/// A registration, too, waits for the lock of its socket.
+#[test]
+fn a_registration_that_waits_for_a_sockets_lock_holds_up_no_other() {
+    let mut both = Both::new();
+    let holder = both.hold();
+    both.hostile.tell("register");
+    both.goes_on();
+    drop(holder);
+    let answer = both.hostile.hear();
+    assert!(answer.starts_with("Registered"), "{answer}");
+    both.hostile.expect_success();
+}
+
+/// The NIC dies while a move waits for a socket's lock. Everybody else goes on at once, and that connection when the lock is let go.
+#[test]
+fn a_nic_dies_while_a_sockets_lock_is_held() {
+    for to in [Place::Nic, Place::Kernel] {
+        let mut both = Both::new();
+        let holder = both.begin_held(to);
+        process::signal(both.processes().1, libc::SIGKILL).expect("the NIC");
+        both.goes_on();
+        both.is_shown_as_held();
+        drop(holder);
+        println!("the move has ended: {}", both.hostile.hear());
+        both.ends_well();
+    }
+}
+
+/// The agent dies while a move waits for a socket's lock: a thread of its goes on waiting. The next agent serves everybody else, and that
+/// connection when the lock is let go.
+#[test]
+fn an_agent_dies_while_a_sockets_lock_is_held() {
+    for to in [Place::Nic, Place::Kernel] {
+        let mut both = Both::new();
+        let holder = both.begin_held(to);
+        let agent = both.processes().0;
+        process::signal(agent, libc::SIGKILL).expect("the agent");
+        both.scene.exchange(10_000, Place::Kernel);
+        assert_ne!(both.processes().0, agent);
+        both.goes_on();
+        drop(holder);
+        println!("the move has ended: {}", both.hostile.hear());
+        both.ends_well();
+    }
+}
+
+/// Both ways: the move waits, everybody else goes on, and it ends well when the lock is let go.
+#[test]
+fn a_move_that_waits_for_a_sockets_lock_holds_up_no_other() {
+    let mut both = Both::new();
+    let before = both.processes();
+    for to in [Place::Nic, Place::Kernel, Place::Nic, Place::Kernel] {
+        let holder = both.hold();
+        both.hostile.tell(if to == Place::Nic { "nic" } else { "kernel" });
+        both.goes_on();
+        both.is_shown_as_held();
+        drop(holder);
+        assert_eq!(both.hostile.hear(), "Done");
+        assert_eq!(both.held().place, to);
+    }
+    assert_eq!(both.processes(), before);
+    // Its bytes, too.
+    both.hostile.expect_success();
+}

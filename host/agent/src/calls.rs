@@ -1,0 +1,217 @@
+//! Calls on programs' sockets that wait for the socket's lock. A program holds it as long as it likes: by a system call on the socket that
+//! waits for memory which a FUSE server or userfaultfd does not deliver, say. So these calls are made by threads of their own, one for a
+//! user ([`foreign::call_for`]), and the loop goes on when they have returned.
+//!
+//! A connection's descriptor is away while a call is made on its socket, and nothing happens to the connection meanwhile: events of its
+//! move wait. Root's programs and those of the agent's own user are trusted: calls on their sockets are made by the loop, which is faster.
+
+use crate::agent::Agent;
+use crate::connection::Connection;
+use crate::moves::{Key, named};
+use baton_handoff::examine::system;
+use baton_linux::events::{Doorbell, monotonic_micros};
+use baton_linux::foreign::{self, Foreign};
+use baton_linux::netlink::Netlink;
+use baton_linux::{diagnosis, process, socket};
+use baton_moves::{Event, Outcome, Refusal};
+use std::any::Any;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Time after which a call is reported as stuck, in microseconds.
+const SLOW: u64 = 100_000;
+
+/// What the loop does when a call has returned.
+pub(crate) type Completion = Box<dyn FnOnce(&mut Agent) + Send>;
+
+/// Calls that are made elsewhere.
+#[derive(Clone)]
+pub(crate) struct Calls {
+    returned: Arc<Mutex<Vec<Completion>>>,
+    bell: Arc<Doorbell>,
+}
+
+impl Calls {
+    /// None is made yet.
+    pub fn new() -> io::Result<Calls> {
+        Ok(Calls { returned: Arc::default(), bell: Arc::new(Doorbell::new()?) })
+    }
+
+    /// Readable when a call has returned.
+    pub fn bell(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+
+    /// Has calls made on a socket that a user's program may hold.
+    pub fn make(&self, user: u32, act: impl FnOnce() -> Completion + Send + 'static) {
+        let this = self.clone();
+        foreign::call_for(user, move || {
+            let completion = act();
+            this.returned.lock().unwrap_or_else(PoisonError::into_inner).push(completion);
+            this.bell.ring();
+        });
+    }
+
+    fn take(&self) -> Vec<Completion> {
+        self.bell.clear();
+        std::mem::take(&mut *self.returned.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A call that is made for a connection's move.
+pub(crate) struct Call {
+    since: u64,
+    begun: Arc<AtomicBool>,
+    /// What has happened to the connection meanwhile.
+    put_off: VecDeque<Event>,
+}
+
+impl Call {
+    /// A call, and what is set when it begins.
+    pub fn new() -> (Call, Arc<AtomicBool>) {
+        let begun = Arc::new(AtomicBool::new(false));
+        (Call { since: monotonic_micros(), begun: begun.clone(), put_off: VecDeque::new() }, begun)
+    }
+
+    /// Keeps an event until the call has returned. That time passes means nothing to a move that waits for it.
+    pub fn put_off(&mut self, event: Event) {
+        if !matches!(event, Event::Tick | Event::Excused) {
+            self.put_off.push_back(event);
+        }
+    }
+
+    /// Why its connection's move does not go on, if it takes long.
+    pub fn trouble(&self, now: u64) -> Option<&'static str> {
+        if now.saturating_sub(self.since) < SLOW {
+            return None;
+        }
+        Some(match self.begun.load(Ordering::Relaxed) {
+            true => "its socket does not answer: its program holds it",
+            false => "it waits for another socket of its user's, which does not answer",
+        })
+    }
+}
+
+/// Why an action has not been performed.
+pub(crate) enum Stop {
+    /// It is performed elsewhere.
+    Later,
+    Refused(Refusal),
+}
+
+impl From<Refusal> for Stop {
+    fn from(refusal: Refusal) -> Stop {
+        Stop::Refused(refusal)
+    }
+}
+
+impl From<Stop> for Outcome {
+    fn from(stop: Stop) -> Outcome {
+        match stop {
+            Stop::Later => Outcome::Later,
+            Stop::Refused(refusal) => Outcome::Refused(refusal),
+        }
+    }
+}
+
+/// The outcome of an action.
+pub(crate) fn outcome(result: Result<(), Stop>) -> Outcome {
+    result.map_or_else(Outcome::from, |()| Outcome::Done)
+}
+
+/// The user whose programs may hold a socket's lock against the agent; None if that can only be those that may end it, too. `session` is the
+/// user who opened the session, `process` the one that has the socket: it may have given up its rights since.
+pub(crate) fn outsider(session: u32, process: u32, socket: Option<BorrowedFd<'_>>) -> Option<u32> {
+    let ours = |user: u32| user == 0 || user == process::user();
+    if !ours(session) {
+        return Some(session);
+    }
+    match process::user_of(process) {
+        Ok(user) => Some(user).filter(|user| !ours(*user)),
+        // It has ended. Others may have its sockets.
+        Err(_) => Some(socket.and_then(|socket| socket::owner(socket).ok()).unwrap_or(session)),
+    }
+}
+
+/// Checks as [`Connection::check_socket`], without waiting for the socket's lock.
+///
+/// # Errors
+/// The same.
+pub(crate) fn check_unlocked(
+    connection: &Connection,
+    fd: BorrowedFd<'_>,
+    netlink: &Netlink,
+) -> Result<diagnosis::Described, Refusal> {
+    if socket::cookie(fd).ok() != Some(connection.cookie) {
+        return Err(Refusal::Swapped);
+    }
+    diagnosis::describe(netlink, &connection.flow, connection.cookie).map_err(|error| match error.raw_os_error() {
+        Some(ESTALE) => Refusal::Swapped,
+        Some(ENOENT) => Refusal::Closed("socket diagnosis"),
+        _ => system("socket diagnosis", &error),
+    })
+}
+
+/// Linux's error numbers for a socket that is not there, and for another one in its place.
+const ENOENT: i32 = 2;
+const ESTALE: i32 = 116;
+
+/// Destroys a connection in the kernel, whoever has its socket: that waits for the lock, too.
+pub(crate) fn destroy(outsider: Option<u32>, connection: &Connection, netlink: &Netlink) {
+    let (flow, cookie) = (connection.flow, Some(connection.cookie));
+    match outsider {
+        None => _ = diagnosis::destroy(netlink, &flow, cookie),
+        Some(user) => foreign::call_for(user, move || {
+            let _ = diagnosis::with_own(|netlink| diagnosis::destroy(netlink, &flow, cookie));
+        }),
+    }
+}
+
+impl Agent {
+    /// Goes on with what waited for calls that have returned.
+    pub(crate) fn finish_calls(&mut self) {
+        for completion in self.calls.take() {
+            completion(self);
+            self.clear_attended();
+            self.handle_nic_messages();
+        }
+    }
+
+    /// Goes on with a connection's move.
+    pub(crate) fn called(&mut self, key: Key, fd: Foreign, result: Box<dyn Any + Send>) {
+        let Some(connection) = named(&mut self.sessions, key) else { return };
+        connection.fd = Some(fd);
+        let Some(call) = connection.extra().call.take() else { return };
+        let (session, number, _) = key;
+        self.attend(session);
+        let mut put_off = call.put_off;
+        let mut first = put_off.pop_front();
+        self.run_machine(session, number, |machine, performer| {
+            performer.returns(result);
+            machine.complete(&mut first, performer);
+        });
+        for event in first.into_iter().chain(put_off) {
+            if named(&mut self.sessions, key).is_some() {
+                self.drive(session, number, event);
+            }
+        }
+    }
+
+    /// Gives a connection its descriptor back, after a call that nothing waits for.
+    pub(crate) fn called_last(&mut self, key: Key, fd: Foreign) {
+        if let Some(connection) = named(&mut self.sessions, key)
+            && connection.fd.is_none()
+            && !(connection.attached && connection.goal().is_none())
+        {
+            connection.fd = Some(fd);
+        }
+    }
+
+    /// Whether nothing may happen to a connection, since a call is made on its socket.
+    pub(crate) fn is_called(&mut self, session: u32, number: u32) -> bool {
+        self.connection(session, number).is_some_and(|connection| connection.call().is_some())
+    }
+}
