@@ -250,3 +250,66 @@ fn a_timestamp_of_zero_keeps_no_later_one_out() {
         assert_eq!(answer(&mut connection, &stamped(seq, value), NOW).0.delivered, delivered, "timestamp {value:#x}");
     }
 }
+
+/// RFC 2883 section 4: a report of a duplicate is about data alone, which lies before RCV.NXT. A SYN or FIN is none; and of what lies far
+/// ahead, where the sequence space wraps, nothing was received.
+#[test]
+fn a_duplicate_report_names_old_data_alone() {
+    let data = Flags::ACK | Flags::PSH;
+    let (old, half) = (1u32.wrapping_sub(100), 1u32 << 31);
+    for (what, segment, reported) in [
+        ("old data", segment(old, 10, data), Some((old, old.wrapping_add(10)))),
+        ("old data with a FIN", segment(old, 10, data | Flags::FIN), Some((old, old.wrapping_add(10)))),
+        ("an old FIN", segment(old, 0, Flags::ACK | Flags::FIN), None),
+        ("an old SYN with data", segment(old, 10, Flags::SYN), None),
+        ("data half the sequence space ahead", segment(half - 500, 1400, data), None),
+        ("data and a FIN half the sequence space ahead", segment(half - 500, 1400, data | Flags::FIN), None),
+    ] {
+        let mut connection = connection(&image(), BUFFER);
+        let (_, sent) = answer(&mut connection, &segment, NOW);
+        let sent = sent.unwrap_or_else(|| panic!("no answer to {what}"));
+        assert_eq!(sent.options.sack.as_slice().first().copied(), reported, "{what}");
+    }
+}
+
+/// RFC 5961 section 4.2: a SYN is challenged whatever its sequence number and its data; section 7: not too often.
+#[test]
+fn a_syn_is_challenged_wherever_it_is() {
+    for seq in [1, 10, 1u32.wrapping_sub(1000), 1 << 20, 1 << 31] {
+        for flags in [Flags::SYN, Flags::SYN | Flags::ACK, Flags::SYN | Flags::ACK | Flags::FIN] {
+            let mut connection = connection(&image(), BUFFER);
+            let answers = (0..10).filter(|_| answer(&mut connection, &segment(seq, 10, flags), NOW).1.is_some()).count();
+            assert_eq!(answers, 1, "{flags:?} at {seq}");
+        }
+    }
+}
+
+/// RFC 7323 section 5.3, R1: what has an old timestamp is dropped and answered. Only an acknowledgement that says nothing new may have been
+/// overtaken within the last round trips (as in Linux).
+#[test]
+fn an_old_timestamp_is_answered_unless_the_segment_was_overtaken() {
+    let stamped = |value, segment: Segment| {
+        let options = TcpOptions { timestamps: Some((value, 1)), ..TcpOptions::default() };
+        Segment { options, ..segment }
+    };
+    let plain = Segment { window: 400, ..segment(1, 0, Flags::ACK) };
+    for (what, segment, is_answered) in [
+        ("an acknowledgement that was overtaken", stamped(4_900, plain), false),
+        ("one of long ago", stamped(4_000, plain), true),
+        ("one that opens the window", stamped(4_900, Segment { window: 600, ..plain }), true),
+        ("one that closes the window", stamped(4_900, Segment { window: 0, ..plain }), true),
+        ("a FIN", stamped(4_900, segment(1, 0, Flags::ACK | Flags::FIN)), true),
+        ("data", stamped(4_900, segment(1, 1, Flags::ACK)), true),
+        ("a SYN", stamped(4_900, segment(1, 0, Flags::SYN)), true),
+    ] {
+        let image = Image { srtt: 1000, rttvar: 500, snd_wnd: 500 << 7, snd_wscale: 7, snd_wl1: 1, ..image() };
+        let mut connection = connection(&image, BUFFER);
+        let (_, sent) = answer(&mut connection, &stamped(5_000, self::segment(1, 0, Flags::ACK)), NOW);
+        assert!(sent.is_none());
+        let before = connection.info().snd_wnd;
+        let (received, sent) = answer(&mut connection, &segment, NOW);
+        assert_eq!((received.events, received.delivered), (Events::empty(), 0), "{what}");
+        assert_eq!((sent.is_some(), connection.info().snd_wnd), (is_answered, before), "{what}");
+        assert_eq!(connection.state(), State::Established, "{what}");
+    }
+}

@@ -158,7 +158,10 @@ impl Connection {
             _ => {}
         }
         if self.too_old(segment, now) || !self.acceptable(segment) {
-            if !segment.flags.contains(Flags::RST) {
+            if segment.flags.contains(Flags::SYN) && !segment.flags.contains(Flags::RST) {
+                // RFC 5961 section 4.2: whatever its sequence number.
+                self.challenge(now);
+            } else if !segment.flags.contains(Flags::RST) {
                 self.refuse(segment, now);
             }
             return Received::default();
@@ -218,11 +221,22 @@ impl Connection {
                 before(value, r.ts_recent)
                     && now.since(r.last_at) < TS_RECENT_LASTS
                     && !segment.flags.contains(Flags::RST)
-                    // A pure acknowledgement that was merely overtaken carries no data that could be wrong.
-                    && !(segment.length == 0 && segment.seq == r.nxt && r.ts_recent.wrapping_sub(value) < 1000)
+                    && !self.was_overtaken(segment, r.ts_recent.wrapping_sub(value))
             }
             _ => false,
         }
+    }
+
+    /// Whether a segment whose timestamp is this many milliseconds too old is an acknowledgement that was overtaken on the way: it says
+    /// nothing new, so that nothing in it can be wrong (as in Linux, tcp_disordered_ack_check).
+    fn was_overtaken(&self, segment: &Segment, age: u32) -> bool {
+        let plain = segment.length == 0 && segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
+        plain
+            && segment.seq == self.receive.nxt
+            && segment.ack == self.send.una
+            && !self.is_newer(segment.seq, segment.ack, u32::from(segment.window) << self.send.wscale)
+            // A time-out and a fifth.
+            && u64::from(age) * 1000 <= self.rtt.timeout() / 5 * 6
     }
 
     /// The four cases of RFC 9293 table 6, in the lenient form that also lets retransmissions of old data be answered.
@@ -235,8 +249,12 @@ impl Connection {
     /// Answers an unacceptable segment with our state (section 3.10.7.4): at once if it carries data, else not too often.
     fn refuse(&mut self, segment: &Segment, now: Instant) {
         if segment.length > 0 || segment.flags.contains(Flags::FIN) {
-            // Only what is here is a duplicate: a report of more would be taken for an acknowledgement of it.
-            self.report_duplicate(segment.seq, earlier(segment.end(), self.receive.nxt));
+            // Only data that is here is a duplicate: a report of more would be taken for an acknowledgement of it. Before RCV.NXT also
+            // where the sequence space wraps.
+            let (left, next) = (segment.seq, self.receive.nxt);
+            if before(left, next) {
+                self.report_duplicate(left, earlier(left.wrapping_add(segment.length), next));
+            }
             self.due |= Due::ACK;
             if self.state == State::TimeWait {
                 self.enter_time_wait(now);
@@ -323,7 +341,7 @@ impl Connection {
         let next = self.receive.nxt;
         let skip = if before(segment.seq, next) { next.wrapping_sub(segment.seq) } else { 0 };
         if skip > 0 {
-            self.report_duplicate(segment.seq, earlier(next, segment.end()));
+            self.report_duplicate(segment.seq, earlier(next, segment.seq.wrapping_add(segment.length)));
             self.due |= Due::ACK;
         }
         let seq = segment.seq.wrapping_add(skip);
