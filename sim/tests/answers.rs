@@ -313,3 +313,59 @@ fn an_old_timestamp_is_answered_unless_the_segment_was_overtaken() {
         assert_eq!(connection.state(), State::Established, "{what}");
     }
 }
+
+/// Nothing can follow a FIN: data that claims to is dropped, and does not hide it (as in Linux).
+#[test]
+fn what_lies_behind_a_fin_is_dropped() {
+    for (held, length) in [(501, 0), (501, 10), (5, 10), (11, 10)] {
+        let mut connection = connection(&image(), BUFFER);
+        answer(&mut connection, &segment(held, 100, Flags::ACK), NOW);
+        let (received, sent) = answer(&mut connection, &segment(1, length, Flags::ACK | Flags::FIN), NOW);
+        assert!(received.events.contains(Events::FIN), "data at {held}, FIN at {}", 1 + length);
+        assert_eq!((received.delivered, sent.map(|sent| sent.ack)), (length, Some(2 + length)));
+        assert_eq!((connection.state(), connection.out_of_order().count()), (State::CloseWait, 0));
+    }
+    // Nor does what comes after a FIN that waits behind a hole hide it.
+    let mut connection = connection(&image(), BUFFER);
+    answer(&mut connection, &segment(101, 10, Flags::ACK | Flags::FIN), NOW);
+    answer(&mut connection, &segment(101, 500, Flags::ACK), NOW);
+    let (received, sent) = answer(&mut connection, &segment(1, 100, Flags::ACK), NOW);
+    assert!(received.events.contains(Events::FIN));
+    assert_eq!((received.delivered, sent.map(|sent| sent.ack)), (110, Some(112)));
+}
+
+/// A connection that was reset has nothing more to report.
+#[test]
+fn a_reset_forgets_what_came_out_of_order() {
+    let mut connection = connection(&image(), BUFFER);
+    answer(&mut connection, &segment(101, 100, Flags::ACK), NOW);
+    let (received, _) = answer(&mut connection, &segment(1, 0, Flags::RST), NOW);
+    assert!(received.events.contains(Events::ABORTED));
+    assert_eq!(connection.out_of_order().count(), 0);
+}
+
+/// RFC 2883 section 4: of a segment that is a duplicate in part, that part is reported, in front of the block that it has become a part of;
+/// of two parts the first.
+#[test]
+fn a_partial_duplicate_is_reported() {
+    for (what, seq, length, blocks) in [
+        ("the beginning of what is held again", 50, 100, &[(101, 150), (50, 201)][..]),
+        ("its end", 150, 100, &[(150, 201), (101, 250)]),
+        ("all of it and more", 50, 300, &[(101, 201), (50, 350)]),
+        ("a part of it", 120, 20, &[(120, 140), (101, 201)]),
+        ("what adjoins it", 201, 100, &[(101, 301)]),
+    ] {
+        let mut connection = connection(&image(), BUFFER);
+        answer(&mut connection, &segment(101, 100, Flags::ACK), NOW);
+        wait(&mut connection, 50).expect("a report of the gap");
+        let (_, sent) = answer(&mut connection, &segment(seq, length, Flags::ACK), NOW.after(100));
+        assert_eq!(sent.expect("an answer").options.sack.as_slice(), blocks, "{what}");
+    }
+    // What was received in order, and what was held behind it: two parts.
+    let mut connection = connection(&image(), BUFFER);
+    answer(&mut connection, &segment(1, 100, Flags::ACK), NOW);
+    answer(&mut connection, &segment(201, 100, Flags::ACK), NOW);
+    let (_, sent) = answer(&mut connection, &segment(51, 400, Flags::ACK), NOW);
+    let sent = sent.expect("an answer");
+    assert_eq!((sent.ack, sent.options.sack.as_slice()), (451, &[(51, 101)][..]));
+}

@@ -359,27 +359,24 @@ impl Connection {
             self.take_out_of_order(seq, seq.wrapping_add(length), fin, now, received);
             return;
         }
+        if fin {
+            self.reassembly.insert_fin(whole_end);
+        }
         if length > 0 {
             let in_order = self.receive.nxt.wrapping_add(length);
-            let held = self.reassembly.ranges().next();
-            if let Some((left, right)) = held.filter(|(left, _)| before(*left, in_order)) {
+            if let Some((left, right)) = self.reassembly.overlap(next, in_order) {
                 // RFC 2883 section 4: the segment brings again what was held behind the hole that it fills.
-                self.report_duplicate(left, earlier(right, in_order));
+                self.report_duplicate_too(left, right);
             }
             let reached = self.reassembly.advance(in_order);
-            let filled = self.take_pending_fin(reached);
             received.delivered = reached.wrapping_sub(next);
             self.receive.nxt = reached;
             if reached != in_order || !self.reassembly.is_empty() {
                 self.due |= Due::ACK;
             }
             self.schedule_ack(length, now);
-            if filled {
-                self.take_fin(now, received);
-                return;
-            }
         }
-        if fin && self.receive.nxt == whole_end {
+        if self.reassembly.fin_at() == Some(self.receive.nxt) {
             self.take_fin(now, received);
         }
     }
@@ -393,8 +390,12 @@ impl Connection {
             received.place = 0;
             return;
         }
-        if self.reassembly.covers(seq, end) {
-            self.report_duplicate(seq, end);
+        let overlap = self.reassembly.overlap(seq, end);
+        if let Some((left, right)) = overlap {
+            // Also of a segment that brings something new (RFC 2883 section 4).
+            self.report_duplicate(left, right);
+        }
+        if overlap == Some((seq, end)) {
             received.place = 0;
         } else if !self.reassembly.insert(seq, end, most_ranges(self.receive.capacity)) {
             received.place = 0;
@@ -412,13 +413,11 @@ impl Connection {
         }
     }
 
-    fn take_pending_fin(&mut self, reached: u32) -> bool {
-        self.reassembly.fin_at() == Some(reached)
-    }
-
     /// The peer's FIN is next in order (section 3.10.7.4, eighth check).
     fn take_fin(&mut self, now: Instant, received: &mut Received) {
         self.receive.fin = true;
+        // Nothing follows it: what claims to is no part of the stream (as in Linux).
+        self.reassembly.clear();
         self.receive.nxt = self.receive.nxt.wrapping_add(1);
         // A FIN is taken even where the window ends.
         self.receive.adv = later(self.receive.adv, self.receive.nxt);
@@ -439,6 +438,13 @@ impl Connection {
         if self.agreed.sack && before(left, right) {
             self.reassembly.duplicate = Some((left, right));
             self.due |= Due::DUPLICATE;
+        }
+    }
+
+    /// [`Connection::report_duplicate`], unless another part of the same segment is reported.
+    fn report_duplicate_too(&mut self, left: u32, right: u32) {
+        if self.reassembly.duplicate.is_none() {
+            self.report_duplicate(left, right);
         }
     }
 
