@@ -369,3 +369,29 @@ fn a_partial_duplicate_is_reported() {
     let sent = sent.expect("an answer");
     assert_eq!((sent.ack, sent.options.sack.as_slice()), (451, &[(51, 101)][..]));
 }
+
+/// What is owed because of a gap is not paid by data that happens to leave first: beside data there are no SACK blocks, and a segment with
+/// data is no duplicate acknowledgement (RFC 2018 section 4, RFC 5681 section 2).
+#[test]
+fn a_gap_is_reported_though_data_leaves_first() {
+    for sack in [false, true] {
+        let mut connection = connection(&Image { sack, max_window: 60_000, ..image() }, BUFFER);
+        connection.input(&segment(101, 100, Flags::ACK), NOW);
+        connection.queue(10);
+        let data = connection.poll_transmit(NOW, 0).expect("data");
+        assert_eq!((data.length, data.options.sack.as_slice().len()), (10, 0));
+        let report = connection.poll_transmit(NOW, 0).or_else(|| wait(&mut connection, 50)).expect("a report");
+        let blocks: &[_] = if sack { &[(101, 201)] } else { &[] };
+        assert_eq!((report.ack, report.length, report.options.sack.as_slice()), (1, 0, blocks));
+        assert_eq!(wait(&mut connection, 100), None, "it is reported once");
+    }
+    // An old segment comes again while data waits.
+    let mut connection = connection(&image(), BUFFER);
+    connection.input(&segment(1, 100, Flags::ACK), NOW);
+    while connection.poll_transmit(NOW, 0).is_some() {}
+    connection.input(&segment(1, 100, Flags::ACK), NOW);
+    connection.queue(10);
+    assert_eq!(connection.poll_transmit(NOW, 0).map(|data| data.length), Some(10));
+    let report = connection.poll_transmit(NOW, 0).expect("a report");
+    assert_eq!(report.options.sack.as_slice(), [(1, 101)]);
+}

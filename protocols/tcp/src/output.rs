@@ -282,10 +282,23 @@ impl Connection {
         let mut options = TcpOptions { timestamps, ..TcpOptions::default() };
         if self.due.contains(Due::DUPLICATE) || !self.reassembly.is_empty() {
             options.sack = self.sack_blocks(length);
+            self.acknowledged_beside_gap(length);
+        } else {
+            self.acknowledged();
         }
-        self.acknowledged();
         let flags = if self.due.contains(Due::ECHO) { flags | Flags::ECE } else { flags };
         Transmit { seq, ack: self.receive.nxt, flags, window, options, length, segment_size: 0, ecn: 0 }
+    }
+
+    /// The same while there is a gap or a duplicate to report. A segment with data says nothing of these, and is no duplicate
+    /// acknowledgement either (RFC 5681 section 2): what is owed stays so.
+    fn acknowledged_beside_gap(&mut self, length: u32) {
+        let (is_due, ack_at) = (self.due.contains(Due::ACK), self.timers.ack_at);
+        self.acknowledged();
+        if length > 0 {
+            self.timers.ack_at = ack_at;
+            self.due |= if is_due { Due::ACK } else { Due::empty() };
+        }
     }
 
     /// SACK blocks (RFC 2018), a duplicate report first (RFC 2883). None beside data: full segments leave no room.
