@@ -395,9 +395,7 @@ impl Connection {
             // Also of a segment that brings something new (RFC 2883 section 4).
             self.report_duplicate(left, right);
         }
-        if overlap == Some((seq, end)) {
-            received.place = 0;
-        } else if !self.reassembly.insert(seq, end, most_ranges(self.receive.capacity)) {
+        if overlap == Some((seq, end)) || !self.reassembly.insert(seq, end, most_ranges(self.receive.capacity)) {
             received.place = 0;
         }
     }
