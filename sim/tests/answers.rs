@@ -284,8 +284,8 @@ fn a_syn_is_challenged_wherever_it_is() {
     }
 }
 
-/// RFC 7323 section 5.3, R1: what has an old timestamp is dropped and answered. Only an acknowledgement that says nothing new may have been
-/// overtaken within the last round trips (as in Linux).
+/// RFC 7323 section 5.3, R1: what has an old timestamp is dropped and answered. Only a bare acknowledgement may have been overtaken within
+/// the last round trips.
 #[test]
 fn an_old_timestamp_is_answered_unless_the_segment_was_overtaken() {
     let stamped = |value, segment: Segment| {
@@ -296,8 +296,7 @@ fn an_old_timestamp_is_answered_unless_the_segment_was_overtaken() {
     for (what, segment, is_answered) in [
         ("an acknowledgement that was overtaken", stamped(4_900, plain), false),
         ("one of long ago", stamped(4_000, plain), true),
-        ("one that opens the window", stamped(4_900, Segment { window: 600, ..plain }), true),
-        ("one that closes the window", stamped(4_900, Segment { window: 0, ..plain }), true),
+        ("one of before the last time-out", stamped(4_600, plain), true),
         ("a FIN", stamped(4_900, segment(1, 0, Flags::ACK | Flags::FIN)), true),
         ("data", stamped(4_900, segment(1, 1, Flags::ACK)), true),
         ("a SYN", stamped(4_900, segment(1, 0, Flags::SYN)), true),

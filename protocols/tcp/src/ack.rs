@@ -143,21 +143,16 @@ impl Connection {
     }
 
     /// RFC 9293 section 3.10.7.4: the window moves with newer segments only, and not with an acknowledgement that another one has
-    /// overtaken.
+    /// overtaken. Of two that acknowledge the same, the one with the larger window is the newer one, unless the other closes it (as in
+    /// Linux).
     #[inline(always)]
     pub(crate) fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
-        if self.is_newer(seq, ack, window) && !before(ack, self.send.una) {
-            self.receive.wl1 = seq;
-            self.send.wnd = window;
-            self.send.max_wnd = self.send.max_wnd.max(window);
+        let (send, wl1) = (&mut self.send, &mut self.receive.wl1);
+        let newer = before(send.una, ack) || before(*wl1, seq) || (*wl1 == seq && (window > send.wnd || window == 0));
+        if newer && !before(ack, send.una) {
+            *wl1 = seq;
+            send.wnd = window;
+            send.max_wnd = send.max_wnd.max(window);
         }
-    }
-
-    /// Whether the window of such a segment counts. Of two that acknowledge the same, the one with the larger window is the newer one,
-    /// unless the other closes it (as in Linux).
-    #[inline(always)]
-    pub(crate) fn is_newer(&self, seq: u32, ack: u32, window: u32) -> bool {
-        let (send, wl1) = (&self.send, self.receive.wl1);
-        before(send.una, ack) || before(wl1, seq) || (wl1 == seq && (window > send.wnd || window == 0))
     }
 }

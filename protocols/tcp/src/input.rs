@@ -227,14 +227,13 @@ impl Connection {
         }
     }
 
-    /// Whether a segment whose timestamp is this many milliseconds too old is an acknowledgement that was overtaken on the way: it says
-    /// nothing new, so that nothing in it can be wrong (as in Linux, tcp_disordered_ack_check).
+    /// Whether a segment whose timestamp is this many milliseconds too old is an acknowledgement that was overtaken on the way: it has no
+    /// data that could be wrong, and what its SACK blocks say counts. (Linux, tcp_disordered_ack_check, takes only those that say nothing
+    /// new; a path that reorders and duplicates was slower by a tenth so.)
     fn was_overtaken(&self, segment: &Segment, age: u32) -> bool {
         let plain = segment.length == 0 && segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
         plain
             && segment.seq == self.receive.nxt
-            && segment.ack == self.send.una
-            && !self.is_newer(segment.seq, segment.ack, u32::from(segment.window) << self.send.wscale)
             // A time-out and a fifth.
             && u64::from(age) * 1000 <= self.rtt.timeout() / 5 * 6
     }
