@@ -250,3 +250,147 @@ fn a_timestamp_of_zero_keeps_no_later_one_out() {
         assert_eq!(answer(&mut connection, &stamped(seq, value), NOW).0.delivered, delivered, "timestamp {value:#x}");
     }
 }
+
+/// RFC 2883 section 4: a report of a duplicate is about data alone, which lies before RCV.NXT. A SYN or FIN is none; and of what lies far
+/// ahead, where the sequence space wraps, nothing was received.
+#[test]
+fn a_duplicate_report_names_old_data_alone() {
+    let data = Flags::ACK | Flags::PSH;
+    let (old, half) = (1u32.wrapping_sub(100), 1u32 << 31);
+    for (what, segment, reported) in [
+        ("old data", segment(old, 10, data), Some((old, old.wrapping_add(10)))),
+        ("old data with a FIN", segment(old, 10, data | Flags::FIN), Some((old, old.wrapping_add(10)))),
+        ("an old FIN", segment(old, 0, Flags::ACK | Flags::FIN), None),
+        ("an old SYN with data", segment(old, 10, Flags::SYN), None),
+        ("data half the sequence space ahead", segment(half - 500, 1400, data), None),
+        ("data and a FIN half the sequence space ahead", segment(half - 500, 1400, data | Flags::FIN), None),
+    ] {
+        let mut connection = connection(&image(), BUFFER);
+        let (_, sent) = answer(&mut connection, &segment, NOW);
+        let sent = sent.unwrap_or_else(|| panic!("no answer to {what}"));
+        assert_eq!(sent.options.sack.as_slice().first().copied(), reported, "{what}");
+    }
+}
+
+/// RFC 5961 section 4.2: a SYN is challenged whatever its sequence number and its data; section 7: not too often.
+#[test]
+fn a_syn_is_challenged_wherever_it_is() {
+    for seq in [1, 10, 1u32.wrapping_sub(1000), 1 << 20, 1 << 31] {
+        for flags in [Flags::SYN, Flags::SYN | Flags::ACK, Flags::SYN | Flags::ACK | Flags::FIN] {
+            let mut connection = connection(&image(), BUFFER);
+            let answers = (0..10).filter(|_| answer(&mut connection, &segment(seq, 10, flags), NOW).1.is_some()).count();
+            assert_eq!(answers, 1, "{flags:?} at {seq}");
+        }
+    }
+}
+
+/// RFC 7323 section 5.3, R1: what has an old timestamp is dropped and answered. Only a bare acknowledgement may have been overtaken within
+/// the last round trips.
+#[test]
+fn an_old_timestamp_is_answered_unless_the_segment_was_overtaken() {
+    let stamped = |value, segment: Segment| {
+        let options = TcpOptions { timestamps: Some((value, 1)), ..TcpOptions::default() };
+        Segment { options, ..segment }
+    };
+    let plain = Segment { window: 400, ..segment(1, 0, Flags::ACK) };
+    for (what, segment, is_answered) in [
+        ("an acknowledgement that was overtaken", stamped(4_900, plain), false),
+        ("one of long ago", stamped(4_000, plain), true),
+        ("one of before the last time-out", stamped(4_600, plain), true),
+        ("a FIN", stamped(4_900, segment(1, 0, Flags::ACK | Flags::FIN)), true),
+        ("data", stamped(4_900, segment(1, 1, Flags::ACK)), true),
+        ("a SYN", stamped(4_900, segment(1, 0, Flags::SYN)), true),
+    ] {
+        let image = Image { srtt: 1000, rttvar: 500, snd_wnd: 500 << 7, snd_wscale: 7, snd_wl1: 1, ..image() };
+        let mut connection = connection(&image, BUFFER);
+        let (_, sent) = answer(&mut connection, &stamped(5_000, self::segment(1, 0, Flags::ACK)), NOW);
+        assert!(sent.is_none());
+        let before = connection.info().snd_wnd;
+        let (received, sent) = answer(&mut connection, &segment, NOW);
+        assert_eq!((received.events, received.delivered), (Events::empty(), 0), "{what}");
+        assert_eq!((sent.is_some(), connection.info().snd_wnd), (is_answered, before), "{what}");
+        assert_eq!(connection.state(), State::Established, "{what}");
+    }
+}
+
+/// Nothing can follow a FIN: data that claims to is dropped, and does not hide it (as in Linux).
+#[test]
+fn what_lies_behind_a_fin_is_dropped() {
+    for (held, length) in [(501, 0), (501, 10), (5, 10), (11, 10)] {
+        let mut connection = connection(&image(), BUFFER);
+        answer(&mut connection, &segment(held, 100, Flags::ACK), NOW);
+        let (received, sent) = answer(&mut connection, &segment(1, length, Flags::ACK | Flags::FIN), NOW);
+        assert!(received.events.contains(Events::FIN), "data at {held}, FIN at {}", 1 + length);
+        assert_eq!((received.delivered, sent.map(|sent| sent.ack)), (length, Some(2 + length)));
+        assert_eq!((connection.state(), connection.out_of_order().count()), (State::CloseWait, 0));
+    }
+    // Nor does what comes after a FIN that waits behind a hole hide it.
+    let mut connection = connection(&image(), BUFFER);
+    answer(&mut connection, &segment(101, 10, Flags::ACK | Flags::FIN), NOW);
+    answer(&mut connection, &segment(101, 500, Flags::ACK), NOW);
+    let (received, sent) = answer(&mut connection, &segment(1, 100, Flags::ACK), NOW);
+    assert!(received.events.contains(Events::FIN));
+    assert_eq!((received.delivered, sent.map(|sent| sent.ack)), (110, Some(112)));
+}
+
+/// A connection that was reset has nothing more to report.
+#[test]
+fn a_reset_forgets_what_came_out_of_order() {
+    let mut connection = connection(&image(), BUFFER);
+    answer(&mut connection, &segment(101, 100, Flags::ACK), NOW);
+    let (received, _) = answer(&mut connection, &segment(1, 0, Flags::RST), NOW);
+    assert!(received.events.contains(Events::ABORTED));
+    assert_eq!(connection.out_of_order().count(), 0);
+}
+
+/// RFC 2883 section 4: of a segment that is a duplicate in part, that part is reported, in front of the block that it has become a part of;
+/// of two parts the first.
+#[test]
+fn a_partial_duplicate_is_reported() {
+    for (what, seq, length, blocks) in [
+        ("the beginning of what is held again", 50, 100, &[(101, 150), (50, 201)][..]),
+        ("its end", 150, 100, &[(150, 201), (101, 250)]),
+        ("all of it and more", 50, 300, &[(101, 201), (50, 350)]),
+        ("a part of it", 120, 20, &[(120, 140), (101, 201)]),
+        ("what adjoins it", 201, 100, &[(101, 301)]),
+    ] {
+        let mut connection = connection(&image(), BUFFER);
+        answer(&mut connection, &segment(101, 100, Flags::ACK), NOW);
+        wait(&mut connection, 50).expect("a report of the gap");
+        let (_, sent) = answer(&mut connection, &segment(seq, length, Flags::ACK), NOW.after(100));
+        assert_eq!(sent.expect("an answer").options.sack.as_slice(), blocks, "{what}");
+    }
+    // What was received in order, and what was held behind it: two parts.
+    let mut connection = connection(&image(), BUFFER);
+    answer(&mut connection, &segment(1, 100, Flags::ACK), NOW);
+    answer(&mut connection, &segment(201, 100, Flags::ACK), NOW);
+    let (_, sent) = answer(&mut connection, &segment(51, 400, Flags::ACK), NOW);
+    let sent = sent.expect("an answer");
+    assert_eq!((sent.ack, sent.options.sack.as_slice()), (451, &[(51, 101)][..]));
+}
+
+/// What is owed because of a gap is not paid by data that happens to leave first: beside data there are no SACK blocks, and a segment with
+/// data is no duplicate acknowledgement (RFC 2018 section 4, RFC 5681 section 2).
+#[test]
+fn a_gap_is_reported_though_data_leaves_first() {
+    for sack in [false, true] {
+        let mut connection = connection(&Image { sack, max_window: 60_000, ..image() }, BUFFER);
+        connection.input(&segment(101, 100, Flags::ACK), NOW);
+        connection.queue(10);
+        let data = connection.poll_transmit(NOW, 0).expect("data");
+        assert_eq!((data.length, data.options.sack.as_slice().len()), (10, 0));
+        let report = connection.poll_transmit(NOW, 0).or_else(|| wait(&mut connection, 50)).expect("a report");
+        let blocks: &[_] = if sack { &[(101, 201)] } else { &[] };
+        assert_eq!((report.ack, report.length, report.options.sack.as_slice()), (1, 0, blocks));
+        assert_eq!(wait(&mut connection, 100), None, "it is reported once");
+    }
+    // An old segment comes again while data waits.
+    let mut connection = connection(&image(), BUFFER);
+    connection.input(&segment(1, 100, Flags::ACK), NOW);
+    while connection.poll_transmit(NOW, 0).is_some() {}
+    connection.input(&segment(1, 100, Flags::ACK), NOW);
+    connection.queue(10);
+    assert_eq!(connection.poll_transmit(NOW, 0).map(|data| data.length), Some(10));
+    let report = connection.poll_transmit(NOW, 0).expect("a report");
+    assert_eq!(report.options.sack.as_slice(), [(1, 101)]);
+}

@@ -275,3 +275,40 @@ fn a_round_trip_of_hours_overflows_nothing() {
         }
     }
 }
+
+/// A FIN has a sequence number, and so needs room in the peer's window (RFC 9293 section 3.10.7.4: SND.UNA + SND.WND bounds what is sent):
+/// a closed window is probed until it opens. Data in front of the FIN does not wait for room for both.
+#[test]
+fn a_fin_waits_for_the_window() {
+    for bytes in [0, 100] {
+        let mut tcp = connection(bytes);
+        tcp.queue(bytes);
+        tcp.shutdown();
+        let data = tcp.poll_transmit(NOW, 0);
+        assert_eq!(
+            data.map(|sent| (sent.seq, sent.length, sent.flags.contains(Flags::FIN))),
+            (bytes > 0).then_some((1, bytes, false))
+        );
+        assert_eq!(tcp.poll_transmit(NOW, 0), None, "behind {bytes} bytes");
+        let end = 1 + bytes;
+        for _ in 0..2 {
+            let full = acknowledgement(&tcp, end, 0);
+            tcp.input(&full, NOW);
+        }
+        let mut now = NOW;
+        for _ in 0..5 {
+            now = tcp.next_timeout();
+            assert!(now < NOW.after(MINUTE), "the window is not probed");
+            tcp.on_timeout(now);
+            while let Some(sent) = tcp.poll_transmit(now, 0) {
+                assert!(!sent.flags.contains(Flags::FIN) && sent.length == 0, "{sent:?}");
+                let full = acknowledgement(&tcp, end, 0);
+                tcp.input(&full, now);
+            }
+        }
+        let opens = acknowledgement(&tcp, end, 1);
+        tcp.input(&opens, now);
+        let fin = tcp.poll_transmit(now, 0).expect("the FIN");
+        assert_eq!((fin.seq, fin.length, fin.flags.contains(Flags::FIN)), (end, 0, true));
+    }
+}

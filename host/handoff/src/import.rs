@@ -175,7 +175,9 @@ fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
 
 fn write_window(fd: BorrowedFd<'_>, image: &Image, rcv_nxt: u32) -> io::Result<()> {
     let edge = image.rcv_adv.wrapping_sub(rcv_nxt);
-    let words = [image.snd_wl1, image.snd_wnd, image.max_window.max(image.snd_wnd), edge, rcv_nxt];
+    // A FIN that was acknowledged is sent again: the window begins one earlier, and has room for it also where the peer has closed it.
+    let send = image.snd_wnd.saturating_add(u32::from(image.state.fin_acknowledged()));
+    let words = [image.snd_wl1, send, image.max_window.max(send), edge, rcv_nxt];
     let raw: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
     socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &raw)
 }

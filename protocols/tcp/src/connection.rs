@@ -550,6 +550,7 @@ impl Connection {
         self.end_reason = Some(reason);
         self.stop_timers(Timers::default());
         self.scoreboard.clear();
+        self.reassembly.clear();
         Events::ABORTED
     }
 

@@ -144,13 +144,13 @@ impl Connection {
         let batch = (most / send.mss).clamp(1, slots) * send.mss;
         let length = unsent.min(open).min(batch);
         let last = length == unsent;
-        // A FIN takes no window of its own in practice (Linux sends it into a closed window, too, when all data is out).
-        let fin = send.fin_queued && last;
+        // A FIN has a sequence number, which the window must have room for; until then a closed window is probed.
+        let fin = send.fin_queued && last && length < open;
         if length == 0 && !fin {
             self.watch_what_waits(now);
             return None;
         }
-        if !self.worth_sending(length, unsent, fin, forced) {
+        if !self.worth_sending(length, unsent, send.fin_queued && last, forced) {
             // What is full goes; the partial tail waits.
             let full = length - length % self.send.mss;
             if full == 0 || full == length {
@@ -163,9 +163,9 @@ impl Connection {
     }
 
     /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and 3.8.6.2.1).
-    fn worth_sending(&self, length: u32, unsent: u32, fin: bool, forced: bool) -> bool {
+    fn worth_sending(&self, length: u32, unsent: u32, ends: bool, forced: bool) -> bool {
         let partial = !length.is_multiple_of(self.send.mss) || length == 0;
-        if !partial || fin || forced {
+        if !partial || ends || forced {
             return true;
         }
         if length < unsent {
@@ -282,10 +282,23 @@ impl Connection {
         let mut options = TcpOptions { timestamps, ..TcpOptions::default() };
         if self.due.contains(Due::DUPLICATE) || !self.reassembly.is_empty() {
             options.sack = self.sack_blocks(length);
+            self.acknowledged_beside_gap(length);
+        } else {
+            self.acknowledged();
         }
-        self.acknowledged();
         let flags = if self.due.contains(Due::ECHO) { flags | Flags::ECE } else { flags };
         Transmit { seq, ack: self.receive.nxt, flags, window, options, length, segment_size: 0, ecn: 0 }
+    }
+
+    /// The same while there is a gap or a duplicate to report. A segment with data says nothing of these, and is no duplicate
+    /// acknowledgement either (RFC 5681 section 2): what is owed stays so.
+    fn acknowledged_beside_gap(&mut self, length: u32) {
+        let (is_due, ack_at) = (self.due.contains(Due::ACK), self.timers.ack_at);
+        self.acknowledged();
+        if length > 0 {
+            self.timers.ack_at = ack_at;
+            self.due |= if is_due { Due::ACK } else { Due::empty() };
+        }
     }
 
     /// SACK blocks (RFC 2018), a duplicate report first (RFC 2883). None beside data: full segments leave no room.

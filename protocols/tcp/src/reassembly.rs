@@ -52,9 +52,9 @@ impl Reassembly {
         self.fin_at
     }
 
-    /// A FIN came behind a hole: it has this sequence number.
+    /// A FIN came behind a hole: it has this sequence number. Of several the first one counts.
     pub fn insert_fin(&mut self, at: u32) {
-        self.fin_at = Some(at);
+        self.fin_at = Some(self.fin_at.map_or(at, |held| earlier(held, at)));
         self.count();
     }
 
@@ -96,9 +96,18 @@ impl Reassembly {
         true
     }
 
-    /// Whether all of a range is held already.
-    pub fn covers(&self, left: u32, right: u32) -> bool {
-        self.range_at(left).is_some_and(|at| at_or_before(right, self.ranges[at].1))
+    /// The first part of a range that is held already.
+    pub fn overlap(&self, left: u32, right: u32) -> Option<(u32, u32)> {
+        let at = self.ranges.partition_point(|range| at_or_before(range.1, left));
+        let held = self.ranges.get(at).filter(|held| before(held.0, right))?;
+        Some((later(held.0, left), earlier(held.1, right)))
+    }
+
+    /// Forgets what waits.
+    pub(crate) fn clear(&mut self) {
+        self.ranges.clear();
+        self.fin_at = None;
+        self.count();
     }
 
     /// Index of the range that contains a sequence number.
@@ -107,7 +116,7 @@ impl Reassembly {
         self.ranges.get(at).is_some_and(|range| at_or_before(range.0, seq)).then_some(at)
     }
 
-    /// `rcv_nxt` has moved: drops what it passed, and returns where it goes on to.
+    /// `rcv_nxt` has moved: drops what it passed, and returns where it goes on to, which is not beyond a FIN.
     pub fn advance(&mut self, mut next: u32) -> u32 {
         let mut passed = 0;
         for range in &self.ranges {
@@ -119,7 +128,7 @@ impl Reassembly {
         }
         self.ranges.drain(..passed);
         self.count();
-        next
+        self.fin_at.map_or(next, |fin| earlier(fin, next))
     }
 
     /// The ranges as SACK blocks: first the one that grew last, then the others by age.
@@ -158,7 +167,16 @@ mod tests {
         assert!(r.ranges().eq([(u32::MAX - 5, 2), (10, 20), (30, 40)]));
         assert!(r.insert(20, 30, 64));
         assert!(r.ranges().eq([(u32::MAX - 5, 2), (10, 40)]));
-        assert!(r.covers(12, 40) && !r.covers(12, 41) && !r.covers(5, 12));
+        for (left, right, overlap) in [
+            (12, 40, Some((12, 40))),
+            (12, 41, Some((12, 40))),
+            (5, 12, Some((10, 12))),
+            (2, 10, None),
+            (40, 50, None),
+            (u32::MAX - 9, 20, Some((u32::MAX - 5, 2))),
+        ] {
+            assert_eq!(r.overlap(left, right), overlap, "{left}..{right}");
+        }
         assert_eq!(r.sack_blocks(3).as_slice(), [(10, 40), (u32::MAX - 5, 2)]);
         assert_eq!(r.advance(u32::MAX - 5), 2);
         assert_eq!(r.advance(12), 40);

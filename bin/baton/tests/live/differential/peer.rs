@@ -1,8 +1,9 @@
 //! One peer of one connection, as a script plays it, and what is seen of the connection's answers.
 
 use super::script::{Offer, Segment};
+use super::{CLOSED, FENCE, endpoint, peers};
 use baton_device::{Checksum, Frame};
-use baton_lab::testbed::{MAC_A, MAC_B};
+use baton_lab::testbed::{MAC_A, MAC_B, address_a};
 use baton_sim::stream;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Flags, Flow, TcpFrame, TcpOptions};
@@ -42,8 +43,40 @@ pub struct Peer {
     /// The connection's last timestamp.
     echo: u32,
     scale: u8,
-    edge: Option<u32>,
+    right: Option<u32>,
+    /// The connection has sent data again.
+    pub resent: bool,
+    /// It has done so since the last step.
+    pub resent_now: bool,
     pub seen: Seen,
+}
+
+fn link() -> Link {
+    Link { source: MAC_B, destination: MAC_A, ttl: 64, ..Link::default() }
+}
+
+/// Writes a segment to a closed port, which is answered with a reset of this sequence number.
+pub fn fence(number: u32, frame: &mut Frame) {
+    let flow = Flow { local: endpoint(peers(false), FENCE), remote: endpoint(address_a(false), CLOSED) };
+    let template = Template::new(&flow, &link(), false);
+    let options = TcpOptions::default();
+    write(
+        &template,
+        frame,
+        &Header { seq: 0, ack: number, flags: Flags::ACK, window: 0, options: &options, ecn: 0, ident: 1 },
+        0,
+        0,
+    );
+}
+
+fn write(template: &Template, frame: &mut Frame, header: &Header<'_>, position: u64, length: usize) {
+    frame.set_length(MAX_HEADER + 40 + length);
+    let headers = template.emit(header, length, frame.bytes_mut());
+    frame.set_length(headers + length);
+    stream::fill(KEY, position, &mut frame.bytes_mut()[headers..]);
+    baton_wire::frame::finish_checksum(frame.bytes_mut(), template.tcp_offset(), 16);
+    frame.checksum = Checksum::Unknown;
+    frame.segmentation = None;
 }
 
 fn signed(number: u32) -> i32 {
@@ -53,8 +86,7 @@ fn signed(number: u32) -> i32 {
 impl Peer {
     /// `flow` as the peer sees it.
     pub fn new(flow: &Flow, offer: Offer, first: u32) -> Peer {
-        let link = Link { source: MAC_B, destination: MAC_A, ttl: 64, ..Link::default() };
-        let template = Template::new(flow, &link, false);
+        let template = Template::new(flow, &link(), false);
         Peer {
             template,
             offer,
@@ -64,7 +96,9 @@ impl Peer {
             clock: first ^ 0x5555,
             echo: 0,
             scale: 0,
-            edge: None,
+            right: None,
+            resent: false,
+            resent_now: false,
             seen: Seen::default(),
         }
     }
@@ -75,13 +109,7 @@ impl Peer {
     }
 
     fn write(&self, frame: &mut Frame, header: &Header<'_>, position: u64, length: usize) {
-        frame.set_length(MAX_HEADER + 40 + length);
-        let headers = self.template.emit(header, length, frame.bytes_mut());
-        frame.set_length(headers + length);
-        stream::fill(KEY, position, &mut frame.bytes_mut()[headers..]);
-        baton_wire::frame::finish_checksum(frame.bytes_mut(), self.template.tcp_offset(), 16);
-        frame.checksum = Checksum::Unknown;
-        frame.segmentation = None;
+        write(&self.template, frame, header, position, length);
     }
 
     /// Writes the SYN.
@@ -126,11 +154,17 @@ impl Peer {
         self.write(frame, &Header { seq, ack: 0, flags: Flags::RST, window: 0, options: &options, ecn: 0, ident: 1 }, 0, 0);
     }
 
+    /// The right edge of the connection's window, relative to the first byte.
+    pub fn edge(&self) -> i32 {
+        self.right.map_or(i32::MAX, |edge| signed(edge.wrapping_sub(self.first.wrapping_add(1))))
+    }
+
     /// Begins a step.
     pub fn begin(&mut self) {
         self.seen.answered = false;
         self.seen.reset = None;
         self.seen.shrunk = false;
+        self.resent_now = false;
     }
 
     /// Takes a segment of the connection's.
@@ -157,18 +191,24 @@ impl Peer {
         let end = relative(parsed.seq) + parsed.payload_length as i32 + i32::from(fin);
         let (is_new, is_old) = (end > self.seen.sent, relative(parsed.seq) < self.seen.sent);
         self.seen.answered |= is_new || !is_old;
+        self.resent_now |= is_old && (parsed.payload_length > 0 || fin);
+        self.resent |= self.resent_now;
         self.seen.sent = self.seen.sent.max(end);
         self.seen.fin |= fin;
         if has_ack {
-            self.seen.acknowledged = mine(parsed.ack);
-            // The NIC's segments with data have no SACK blocks: each has gone out with an acknowledgement already.
-            if parsed.payload_length == 0 {
-                self.seen.sacked =
-                    parsed.options.sack.as_slice().iter().map(|&(left, right)| (mine(left), mine(right))).collect();
+            // Whoever restores a connection acknowledges once more what it had before the peer's FIN.
+            self.seen.answered |= mine(parsed.ack) > self.seen.acknowledged;
+            self.seen.acknowledged = self.seen.acknowledged.max(mine(parsed.ack));
+            // The NIC's segments with data have no SACK blocks: an acknowledgement with them goes out as well. The kernel's may have the
+            // same once more. Probes have none, nor has a FIN that goes out by itself.
+            let sacked: Vec<_> = parsed.options.sack.as_slice().iter().map(|&(left, right)| (mine(left), mine(right))).collect();
+            let says_something = sacked.iter().any(|block| !self.seen.sacked.contains(block));
+            if says_something || parsed.payload_length == 0 && !is_old && !fin {
+                self.seen.sacked = sacked;
             }
             self.seen.open = parsed.window != 0;
             let edge = parsed.ack.wrapping_add(u32::from(parsed.window) << self.scale);
-            let last = self.edge.replace(edge).unwrap_or(edge);
+            let last = self.right.replace(edge).unwrap_or(edge);
             // An edge that a scaled window cannot express is rounded.
             self.seen.shrunk |= signed(last.wrapping_sub(edge)) >= 1 << self.scale;
         }
