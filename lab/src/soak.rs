@@ -21,7 +21,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Settings of a soak.
@@ -157,6 +157,8 @@ struct Direction {
 /// State that both programs share.
 struct Shared {
     stop: AtomicBool,
+    /// Programs that may still write.
+    writing: AtomicU32,
     to_b: Vec<Direction>,
     to_a: Vec<Direction>,
     mismatches: AtomicU64,
@@ -168,6 +170,7 @@ impl Shared {
         let directions = || (0..connections).map(|_| Direction::default()).collect();
         Shared {
             stop: AtomicBool::new(false),
+            writing: AtomicU32::new(2),
             to_b: directions(),
             to_a: directions(),
             mismatches: AtomicU64::new(0),
@@ -291,11 +294,12 @@ impl<'a> Streams<'a> {
         Ok(())
     }
 
-    /// Whether everything that was written to this end has been read.
+    /// Whether everything that was written to this end has been read, and no more comes.
     fn drained(&self) -> bool {
-        self.incoming.iter().zip(&self.alive).all(|(direction, alive)| {
-            !alive || direction.read.load(Ordering::Acquire) >= direction.written.load(Ordering::Acquire)
-        })
+        self.shared.writing.load(Ordering::Acquire) == 0
+            && self.incoming.iter().zip(&self.alive).all(|(direction, alive)| {
+                !alive || direction.read.load(Ordering::Acquire) >= direction.written.load(Ordering::Acquire)
+            })
     }
 }
 
@@ -307,7 +311,10 @@ fn run_program(pipe: &mut impl Pipe, streams: &mut Streams<'_>) {
     loop {
         let draining = streams.shared.stopped();
         if draining {
-            let limit = *deadline.get_or_insert(monotonic_micros() + 30_000_000);
+            let limit = *deadline.get_or_insert_with(|| {
+                streams.shared.writing.fetch_sub(1, Ordering::AcqRel);
+                monotonic_micros() + 30_000_000
+            });
             if streams.drained() || monotonic_micros() > limit {
                 return;
             }
