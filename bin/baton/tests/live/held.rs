@@ -79,7 +79,7 @@ impl Both {
         Holder::new(&self.process, &self.number)
     }
 
-    /// What a tool is told of the hostile program's connection.
+    /// What a tool sees of the hostile program's connection.
     fn held(&self) -> ConnectionInfo {
         let all = answered(&self.scene.bed, |tool| tool.connections());
         all.into_iter().find(|info| info.process.to_string() == self.process).expect("its connection")

@@ -1,4 +1,4 @@
-//! Who is told that something has happened to a socket: threads that wait for it, and epoll sets that it is in.
+//! What is woken when something has happened to a socket: threads that wait for it, and epoll sets that it is in.
 
 use super::{Tcp, locked};
 use crate::epoll::Set;
