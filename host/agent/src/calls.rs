@@ -76,9 +76,10 @@ impl Call {
         (Call { since: monotonic_micros(), begun: begun.clone(), put_off: VecDeque::new() }, begun)
     }
 
-    /// Keeps an event until the call has returned. That time passes means nothing to a move that waits for it.
+    /// Keeps an event until the call has returned. That time passes means nothing to a move that waits for it; nor does it that the program
+    /// asks for the same again.
     pub fn put_off(&mut self, event: Event) {
-        if !matches!(event, Event::Tick | Event::Excused) {
+        if !matches!(event, Event::Tick | Event::Excused) && self.put_off.back() != Some(&event) {
             self.put_off.push_back(event);
         }
     }

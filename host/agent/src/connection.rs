@@ -66,7 +66,15 @@ pub(crate) struct Waiting {
     pub then: Vec<(Then, u8)>,
 }
 
+/// Most requests that wait for the end of one move: programs and tools ask one at a time.
+const MOST_WAITING: usize = 256;
+
 impl Waiting {
+    /// Whether so many wait that whoever asks once more breaks a rule.
+    pub fn is_full(&self) -> bool {
+        self.askers.len() + self.again.len() + self.then.len() >= MOST_WAITING
+    }
+
     fn is_empty(&self) -> bool {
         self.askers.is_empty() && self.again.is_empty() && self.then.is_empty()
     }
@@ -560,7 +568,7 @@ impl Connection {
     }
 
     /// Whether its program has closed it, and it is removed after its move.
-    fn is_to_be_forgotten(&self) -> bool {
+    pub fn is_to_be_forgotten(&self) -> bool {
         self.extra.as_ref().is_some_and(|extra| extra.waiting.then.iter().any(|(then, _)| matches!(then, Then::Forget(_))))
     }
 

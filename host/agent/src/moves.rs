@@ -31,6 +31,9 @@ const OVERDUE: u64 = 10_000;
 /// Attempts to restore a connection for an operation that only the kernel can do.
 const ATTEMPTS: u8 = 2;
 
+/// Why a request is refused that would wait with too many others.
+pub(crate) const MANY_WAITING: &str = "too many requests wait for its move";
+
 /// Key of a connection: session, number, and serial number, since session and number are reused.
 pub(crate) type Key = (u32, u32, u64);
 
@@ -319,6 +322,12 @@ impl Agent {
         self.ask_again(session, number, again);
     }
 
+    /// Whether so many requests wait for a connection's move, which may take as long as its program likes, that no more may.
+    pub(crate) fn has_many_waiting(&self, session: u32, number: u32) -> bool {
+        let extra = self.connection_ref(session, number).and_then(|connection| connection.extra.as_ref());
+        extra.is_some_and(|extra| extra.waiting.is_full())
+    }
+
     /// Moves a connection to the NIC for those who asked for that while it was on its way to the kernel.
     fn ask_again(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
         for (asker, tag) in askers {
@@ -447,6 +456,9 @@ impl Agent {
         if let Some(group) = self.groups.get(group).filter(|_| !reason.is_empty()) {
             group.gave_back(&reason);
         }
+        if self.has_many_waiting(session, number) {
+            return Some(Reply::Failed { reason: MANY_WAITING.into() });
+        }
         self.settle(session, number, Then::GiveBack { asker, reason, until }, 0)
     }
 
@@ -473,6 +485,12 @@ impl Agent {
 
     /// Restores a connection if need be, and removes it. Returns the answer, or None if it comes later or was sent.
     pub(crate) fn forget(&mut self, session: u32, number: u32, asker: Asker) -> Option<Reply> {
+        // It is removed already, by the first request of these.
+        if self.has_many_waiting(session, number)
+            && self.connection_ref(session, number).is_some_and(Connection::is_to_be_forgotten)
+        {
+            return Some(Reply::Done);
+        }
         self.settle(session, number, Then::Forget(asker), 0)
     }
 

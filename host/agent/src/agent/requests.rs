@@ -8,6 +8,7 @@ use crate::ground::Shape;
 use crate::group::Group;
 use crate::host_tcp::HostTcp;
 use crate::identity::Identity;
+use crate::moves::MANY_WAITING;
 use crate::nic::NicProcess;
 use crate::record::read_record;
 use crate::session::{NOT_READING, Sent, Session};
@@ -559,6 +560,9 @@ impl Agent {
     pub(crate) fn request_move(&mut self, session: u32, number: u32, to: Place, asker: Asker) -> Option<(Reply, Vec<OwnedFd>)> {
         if self.sessions.get(session as usize).is_none_or(Option::is_none) {
             return Some((Reply::Failed { reason: format!("there is no session {session}") }, Vec::new()));
+        }
+        if self.has_many_waiting(session, number) {
+            return Some((Reply::Stayed { reason: MANY_WAITING.into(), transient: true }, Vec::new()));
         }
         let Some(connection) = self.connection(session, number) else {
             return Some((Reply::Failed { reason: format!("session {session} has no connection {number}") }, Vec::new()));
