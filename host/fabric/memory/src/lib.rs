@@ -182,47 +182,56 @@ mod tests {
     use super::*;
     use baton_shm::Region;
     use std::hint::black_box;
-    use std::sync::LazyLock;
+    use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 
     const MEGABYTE: usize = 1 << 20;
 
-    /// Memory that was lent, and where it lies. All tests share it: a process is lent memory once.
-    static MEMORY: LazyLock<Region> = LazyLock::new(|| {
+    /// Memory that was lent, and where it lies. A process is lent memory once, so the tests share it, and one has it at a time: what
+    /// one of them takes, another does not find free.
+    static MEMORY: LazyLock<Mutex<Region>> = LazyLock::new(|| {
         let memory = Region::create("test", 64 * MEGABYTE).unwrap();
         let (start, fd) = (memory.span(0, memory.len()).unwrap(), memory.fd().unwrap());
         // SAFETY: the region lives as long as the process, and nobody else writes to it.
         let lend = || unsafe { rmpp_memory_lend(start.as_ptr().cast(), memory.len(), std::os::fd::AsRawFd::as_raw_fd(&fd), 0) };
         assert!(lend() && !lend(), "a process is lent memory once");
-        memory
+        Mutex::new(memory)
     });
 
-    fn is_lent(block: *const c_void) -> bool {
-        let start = MEMORY.span(0, 0).unwrap().addr().get();
-        (start..start + MEMORY.len()).contains(&block.addr())
+    struct Memory(MutexGuard<'static, Region>);
+
+    impl Memory {
+        fn alone() -> Self {
+            Self(MEMORY.lock().unwrap_or_else(PoisonError::into_inner))
+        }
+
+        fn holds(&self, block: *const c_void) -> bool {
+            let start = self.0.span(0, 0).unwrap().addr().get();
+            (start..start + self.0.len()).contains(&block.addr())
+        }
     }
 
     #[test]
     fn large_blocks_lie_in_lent_memory() {
-        LazyLock::force(&MEMORY);
+        let memory = Memory::alone();
         // SAFETY: blocks are used inside their sizes, and freed once.
         unsafe {
             let (large, small) = (malloc(MEGABYTE), malloc(100));
-            assert!(is_lent(large) && !is_lent(small));
+            assert!(memory.holds(large) && !memory.holds(small));
             assert_eq!(malloc_usable_size(large), MEGABYTE);
             assert!(malloc_usable_size(small) >= 100);
             large.cast::<u8>().write_bytes(7, MEGABYTE);
             let grown = realloc(large, 3 * MEGABYTE);
-            assert!(is_lent(grown) && grown != large);
+            assert!(memory.holds(grown) && grown != large);
             assert!(std::slice::from_raw_parts(grown.cast::<u8>(), MEGABYTE).iter().all(|byte| *byte == 7));
             let shrunk = realloc(grown, 200);
-            assert!(!is_lent(shrunk) && *shrunk.cast::<u8>() == 7);
+            assert!(!memory.holds(shrunk) && *shrunk.cast::<u8>() == 7);
             free(shrunk);
             free(small);
             assert!(black_box(realloc(black_box(malloc(MEGABYTE)), 0)).is_null());
             let (mut aligned, mut far) = (std::ptr::null_mut(), std::ptr::null_mut());
             assert_eq!(posix_memalign(&mut aligned, 4096, MEGABYTE), 0);
             assert_eq!(posix_memalign(&mut far, 1 << 21, MEGABYTE), 0);
-            assert!(is_lent(aligned) && aligned.addr() % 4096 == 0 && far.addr() % (1 << 21) == 0);
+            assert!(memory.holds(aligned) && aligned.addr() % 4096 == 0 && far.addr() % (1 << 21) == 0);
             assert_eq!(posix_memalign(&mut far.clone(), 24, MEGABYTE), libc::EINVAL);
             free(aligned);
             free(far);
@@ -231,7 +240,7 @@ mod tests {
 
     #[test]
     fn cleared_blocks_are_zero_wherever_they_lay() {
-        LazyLock::force(&MEMORY);
+        let memory = Memory::alone();
         for size in [MEGABYTE, 8 * MEGABYTE] {
             // SAFETY: as above.
             unsafe {
@@ -239,7 +248,7 @@ mod tests {
                 block.cast::<u8>().write_bytes(9, size);
                 free(block);
                 let block = calloc(size / 8, 8);
-                assert!(is_lent(block));
+                assert!(memory.holds(block));
                 assert!(std::slice::from_raw_parts(block.cast::<u8>(), size).iter().all(|byte| *byte == 0), "{size}");
                 free(block);
                 // The compiler knows calloc, and may leave one out whose block nobody uses.
@@ -250,11 +259,11 @@ mod tests {
 
     #[test]
     fn a_full_part_sends_programs_to_the_c_library() {
-        LazyLock::force(&MEMORY);
+        let memory = Memory::alone();
         // SAFETY: as above.
         unsafe {
             let blocks: Vec<_> = (0..5).map(|_| malloc(16 * MEGABYTE)).collect();
-            assert!(blocks.iter().all(|block| !block.is_null()) && !blocks.iter().all(|block| is_lent(*block)));
+            assert!(blocks.iter().all(|block| !block.is_null()) && !blocks.iter().all(|block| memory.holds(*block)));
             blocks.into_iter().for_each(|block| free(block));
         }
     }
@@ -262,12 +271,12 @@ mod tests {
     #[test]
     fn a_child_has_its_own_copy() {
         const SIZE: usize = 8 * MEGABYTE;
-        LazyLock::force(&MEMORY);
+        let memory = Memory::alone();
         // SAFETY: blocks as above. The child calls only what is allowed after a fork of a process with threads, and ends.
         unsafe {
             // Its second half has no pages yet.
             let block = calloc(SIZE, 1).cast::<u8>();
-            assert!(is_lent(block.cast()));
+            assert!(memory.holds(block.cast()));
             block.write_bytes(1, SIZE / 2);
             let (mut to_child, mut to_parent) = ([0; 2], [0; 2]);
             assert_eq!((libc::pipe(to_child.as_mut_ptr()), libc::pipe(to_parent.as_mut_ptr())), (0, 0));
