@@ -26,6 +26,7 @@ mod kernel_stay;
 mod large_frames;
 mod library;
 mod lifecycle;
+mod listening_again;
 mod messages;
 mod moves;
 mod nics;
