@@ -39,6 +39,7 @@ mod routes;
 mod rss;
 mod rules;
 mod run;
+mod sandbox;
 mod scratch;
 mod segments;
 mod stays;
