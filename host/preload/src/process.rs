@@ -2,7 +2,7 @@
 
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{forks, real, table, tcp, thread, wait};
+use crate::{filters, forks, real, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
@@ -68,6 +68,9 @@ pub(crate) fn plan() -> Option<&'static Plan> {
                 return None;
             }
         };
+        if filters::withdraw_if_confined(&run) {
+            return None;
+        }
         let program = std::fs::read_link("/proc/self/exe").ok();
         let program = program.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned())).unwrap_or_default();
         let cgroup = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -79,6 +82,11 @@ pub(crate) fn plan() -> Option<&'static Plan> {
 }
 
 impl Plan {
+    /// What `baton run` has said.
+    pub fn run(&self) -> &Run {
+        &self.run
+    }
+
     /// Whether the agent moves connections at random.
     pub fn flips(&self) -> bool {
         self.run.flips
@@ -376,7 +384,7 @@ pub(crate) fn close_for_good(reason: &str) {
 /// Ends the session, and closes all descriptors of this library's: it withdraws, and no other thread is inside.
 pub(crate) fn end() {
     if let Some(session) = session() {
-        let _ = session.shared.say_goodbye();
+        let _ = session.shared.withdraw("seccomp: it filters its system calls");
         session.leave();
     }
     let fds = left().into_iter().flat_map(|left| left.fds).filter(|fd| *fd >= 0);

@@ -1,10 +1,13 @@
 /* Servers that confine themselves: they take connections, filter their system calls (seccomp) down to those which they make themselves,
  * and go on serving. Any other call ends them, as SIGSYS.
  *
- *     sandbox CASE [moved] */
+ *     sandbox CASE [moved]
+ *     sandbox under LIST PROGRAM [ARGUMENT...] */
 
+#include "profiles.h"
 #include "sockets.h"
 #include <fcntl.h>
+#include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <poll.h>
@@ -19,7 +22,7 @@
 #include <sys/uio.h>
 #include <sys/wait.h>
 
-#define MOST 32
+#define MOST 400
 #define PIECE 900
 #define ROUNDS 60
 
@@ -39,17 +42,33 @@ static void explain(int signal, siginfo_t *info, void *context)
 }
 
 /* How a filter is set. */
-enum way { BY_PRCTL, BY_SECCOMP, FOR_ALL_THREADS };
+enum way { BY_PRCTL, BY_SECCOMP, FOR_ALL_THREADS, UNSEEN };
+
+/* seccomp(2) by an instruction of this program's own. */
+static long seccomp_unseen(struct sock_fprog *program)
+{
+    long done;
+    __asm__ volatile("syscall" : "=a"(done) : "a"(SYS_seccomp), "D"((long)SECCOMP_SET_MODE_FILTER), "S"(0L), "d"(program) : "rcx", "r11", "memory");
+    return done;
+}
 
 /* Lets only these system calls through; the list ends with -1. */
 static void confine(enum way way, const int *allowed)
 {
-    struct sock_filter code[MOST * 2 + 2] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr))};
-    unsigned short count = 1;
+    static struct sock_filter code[MOST * 2 + 8] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, arch)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, AUDIT_ARCH_X86_64, 1, 0),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+    };
+    unsigned short count = 4;
     for (; *allowed >= 0; allowed++) {
         code[count++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (unsigned)*allowed, 0, 1);
         code[count++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW);
     }
+    /* The C library does without. */
+    code[count++] = (struct sock_filter)BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_clone3, 0, 1);
+    code[count++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | ENOSYS);
     unsigned otherwise = getenv("EXPLAIN") ? SECCOMP_RET_TRAP : SECCOMP_RET_KILL_PROCESS;
     code[count++] = (struct sock_filter)BPF_STMT(BPF_RET | BPF_K, otherwise);
     struct sock_fprog program = {count, code};
@@ -58,11 +77,13 @@ static void confine(enum way way, const int *allowed)
     CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
     if (way == BY_PRCTL)
         CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0) == 0);
+    else if (way == UNSEEN)
+        CHECK(seccomp_unseen(&program) == 0);
     else
         CHECK(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, way == FOR_ALL_THREADS ? SECCOMP_FILTER_FLAG_TSYNC : 0, &program) == 0);
 }
 
-#define ONLY(way, ...) confine(way, (const int[]){__VA_ARGS__, SYS_exit_group, -1})
+#define ONLY(way, ...) confine(way, (const int[]){__VA_ARGS__, SYS_exit_group, SYS_restart_syscall, -1})
 
 static unsigned char byte_at(size_t at)
 {
@@ -357,7 +378,7 @@ static void threads(enum way way)
     receive(main, &got, 1);
     for (int at = 0; at < THREADS && moved; at++)
         until_on_nic(ends[at]);
-    ONLY(way, SYS_read, SYS_write, SYS_recvfrom, SYS_recvmsg, SYS_poll, SYS_select, SYS_pselect6, SYS_epoll_wait, SYS_wait4, SYS_restart_syscall);
+    ONLY(way, SYS_read, SYS_write, SYS_recvfrom, SYS_recvmsg, SYS_poll, SYS_select, SYS_pselect6, SYS_epoll_wait, SYS_wait4);
     CHECK(write(main, "", 1) == 1);
     for (int at = 0; at < THREADS; at++)
         receive(done[0], &got, 1);
@@ -476,14 +497,81 @@ static void forks(void)
     ended_well(child);
 }
 
+/* Has a connection, and a filter, until its standard input ends. */
+static void stays(void)
+{
+    client(ask_one);
+    int fd = begin();
+    ONLY(BY_PRCTL, SYS_read, SYS_write);
+    char got;
+    CHECK(write(STDOUT_FILENO, "ready\n", 6) == 6 && read(STDIN_FILENO, &got, 1) == 0);
+    for (unsigned round = 0; round < ROUNDS; round++)
+        answer(fd);
+}
+
+/* Serves without a filter of its own. */
+static void served(void)
+{
+    pid_t child = client(ask_two);
+    serve_by_poll(begin());
+    ended_well(child);
+}
+
+/* What `served` needs, and its start. */
+#define FEWER \
+    SYS_execve, SYS_brk, SYS_mmap, SYS_munmap, SYS_mprotect, SYS_openat, SYS_newfstatat, SYS_fstat, SYS_read, SYS_pread64, SYS_close, SYS_access, \
+    SYS_arch_prctl, SYS_set_tid_address, SYS_set_robust_list, SYS_rseq, SYS_prlimit64, SYS_getrandom, SYS_alarm, SYS_socket, SYS_bind, \
+    SYS_listen, SYS_getsockname, SYS_getsockopt, SYS_clone, SYS_connect, SYS_accept, SYS_poll, SYS_write, SYS_wait4, SYS_sched_yield
+
+/* All system calls that the library makes for itself, as its documentation has them. */
+#define LIBRARY \
+    SYS_statx, SYS_lseek, SYS_getdents64, SYS_readlink, SYS_readlinkat, SYS_fallocate, SYS_madvise, SYS_fcntl, SYS_dup3, SYS_socketpair, \
+    SYS_getpeername, SYS_setsockopt, SYS_sendto, SYS_recvfrom, SYS_sendmsg, SYS_recvmsg, SYS_shutdown, SYS_ioctl, SYS_accept4, SYS_ppoll, \
+    SYS_epoll_ctl, SYS_epoll_wait, SYS_epoll_pwait, SYS_eventfd2, SYS_futex, SYS_clock_nanosleep, SYS_clock_gettime, SYS_getpid, SYS_gettid, \
+    SYS_geteuid, SYS_tgkill, SYS_rt_sigprocmask, SYS_rt_sigaction, SYS_sched_getaffinity
+
+/* Executes a program under a filter: under LIST COMMAND... */
+static void execute_under(char **arguments)
+{
+    static const int docker[] = {DOCKER, -1}, podman[] = {PODMAN, -1}, service[] = {SYSTEM_SERVICE, -1}, fewer[] = {FEWER, SYS_exit_group, -1},
+                     enough[] = {FEWER, LIBRARY, SYS_exit_group, SYS_restart_syscall, -1};
+    static int without[MOST];
+    const char *list = arguments[0];
+    if (strcmp(list, "docker") == 0)
+        confine(BY_SECCOMP, docker);
+    else if (strcmp(list, "podman") == 0)
+        confine(BY_SECCOMP, podman);
+    else if (strcmp(list, "system-service") == 0)
+        confine(BY_PRCTL, service);
+    else if (strcmp(list, "fewer") == 0)
+        confine(BY_SECCOMP, fewer);
+    else if (strcmp(list, "enough") == 0)
+        confine(BY_SECCOMP, enough);
+    else if (strcmp(list, "fewer, unseen") == 0)
+        confine(UNSEEN, fewer);
+    else if (strcmp(list, "no eventfd") == 0) {
+        int count = 0;
+        for (const int *call = docker; *call >= 0; call++)
+            if (*call != SYS_eventfd2)
+                without[count++] = *call;
+        without[count] = -1;
+        confine(BY_PRCTL, without);
+    } else
+        CHECK(!list);
+    execv(arguments[1], arguments + 1);
+    CHECK(!"execv");
+}
+
 int main(int count, char **arguments)
 {
     static const struct {
         const char *name;
         void (*run)(void);
-    } cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}};
+    } cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"stays", stays}, {"served", served}};
     alarm(60);
     CHECK(count >= 2);
+    if (count > 3 && strcmp(arguments[1], "under") == 0)
+        execute_under(arguments + 2);
     moved = count > 2 && strcmp(arguments[2], "moved") == 0;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     CHECK((listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) >= 0);

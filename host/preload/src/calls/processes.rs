@@ -144,13 +144,14 @@ pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
-    // Without a filter the call only asks whether there are any.
-    let strict = a == libc::SECCOMP_MODE_STRICT as c_ulong;
-    if operation == libc::PR_SET_SECCOMP && (strict || a == libc::SECCOMP_MODE_FILTER as c_ulong && b != 0) {
-        filters::withdraw();
-    }
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::prctl(operation, a, b, c, d) }
+    let call = || unsafe { real::prctl(operation, a, b, c, d) };
+    match (operation, a as u32) {
+        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT) => filters::set(std::ptr::null(), || call().into()) as c_int,
+        // Libraries ask by a call without a filter whether there may be one.
+        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER) if b != 0 => filters::set(b as *const _, || call().into()) as c_int,
+        _ => call(),
+    }
 }
 
 /// Whether a system call's first argument is no descriptor, or one that the call only reads or that this library itself passes
@@ -248,13 +249,16 @@ pub unsafe extern "C" fn _Fork() -> pid_t {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long {
-    if sections::is_withdrawn() && !matches!(number, libc::SYS_epoll_wait | libc::SYS_epoll_pwait) {
+    if sections::is_withdrawn() && !matches!(number, libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_seccomp) {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::syscall(number, a, b, c, d, e, f) };
     }
     match number {
         libc::SYS_io_uring_setup => process::close_for_good("io_uring"),
-        libc::SYS_seccomp if sets_filter(a, b, c) => filters::withdraw(),
+        libc::SYS_seccomp if sets_filter(a, b, c) => {
+            // SAFETY: the program's own arguments (`# Safety`).
+            return filters::set(c as *const _, || unsafe { real::syscall(number, a, b, c, d, e, f) });
+        }
         libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => {
             process::close_for_good("raw fork");
             // SAFETY: the program's own arguments (`# Safety`).
