@@ -312,8 +312,8 @@ impl Session {
         }
     }
 
-    /// Abandons a session that has ended: its sockets are the kernel's until another session is opened, and connections that
-    /// were on the NIC are lost. The caller must not hold the lock of a set or a socket.
+    /// Abandons a session that has ended, or that the program leaves: its sockets are the kernel's until another session is opened, and
+    /// connections that were on the NIC are lost. The caller must not hold the lock of a set or a socket.
     #[cold]
     pub fn leave(&'static self) {
         let this = std::ptr::from_ref(self).cast_mut();
@@ -334,7 +334,8 @@ impl Session {
         for tcp in self.sockets() {
             lost |= tcp.leave_session();
         }
-        if !lost {
+        // Otherwise agent and NIC may still read there: the program has left them.
+        if !lost && self.shared.has_ended() {
             self.shared.discard_memory();
         }
         crate::epoll::settle();
@@ -384,6 +385,7 @@ pub(crate) fn close_for_good(reason: &str) {
 /// Ends the session, and closes all descriptors of this library's: it withdraws, and no other thread is inside.
 pub(crate) fn end() {
     if let Some(session) = session() {
+        session.sockets().into_iter().for_each(Tcp::end_care);
         let _ = session.shared.withdraw("seccomp: it filters its system calls");
         session.leave();
     }
