@@ -224,7 +224,7 @@ fn run(filter: &[Instruction], data: &[u32; 16]) -> Option<u32> {
         let operand = if code & 0x08 != 0 { x } else { k };
         match code {
             // BPF_LD and BPF_LDX: of the data, constants, memory, and the data's length.
-            0x20 => a = *data.get(slot / 4).filter(|_| slot % 4 == 0)?,
+            0x20 => a = *data.get(slot / 4).filter(|_| slot.is_multiple_of(4))?,
             0x00 => a = k,
             0x01 => x = k,
             0x60 => a = *memory.get(slot)?,
