@@ -40,6 +40,7 @@ mod routes;
 mod rss;
 mod rules;
 mod run;
+mod sandbox;
 mod scratch;
 mod segments;
 mod stays;

@@ -460,6 +460,14 @@ impl Shared {
     pub fn say_goodbye(&self) -> io::Result<()> {
         self.ask_or_leave(&Ask::Goodbye).map(|_| ())
     }
+
+    /// Reports to the agent that the program runs on without Baton, and why; waits for the answer, a second at most.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn withdraw(&self, reason: &str) -> io::Result<()> {
+        self.ask_or_leave(&Ask::Withdraw { reason: reason.into() }).map(|_| ())
+    }
 }
 
 /// Receives the answer; None if the agent has died with the request.
