@@ -280,12 +280,15 @@ fn flood(channel: &Channel, connection: u32) -> String {
         };
         let request = Request { tag: 2 + number, body };
         while channel.try_send(&request, &[]).is_err() {
+            // Waits: for room, or an answer.
             read(&mut answers, Duration::from_millis(1));
         }
         read(&mut answers, Duration::ZERO);
     }
+    // Waits: for what is never answered, without the bound.
     let deadline = Instant::now() + Duration::from_secs(10);
     while answers.len() < (REQUESTS - WAITING) as usize && Instant::now() < deadline {
+        // Waits: for the next answer; the deadline is above.
         read(&mut answers, Duration::from_millis(100));
     }
     format!("{} answered, the last with {:?}", answers.len(), answers.last())
