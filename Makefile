@@ -43,7 +43,7 @@ test: lint
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
 	tests/programs/restarts.py --rounds 2
 	tests/programs/both_ways.py --rounds 8 --seconds 0.3 --connections 32
-	tests/programs/both_ways.py --rounds 2 --seconds 0.3 --connections 256 --longer 2
+	tests/programs/both_ways.py --rounds 2 --seconds 0.3 --connections 256 --longer 5
 	$(CHECKED) bench tail --smoke
 	$(CHECKED) soak --connections 64 --moves 2000 --json
 	$(CHECKED) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
