@@ -386,7 +386,7 @@ pub(crate) fn close_for_good(reason: &str) {
 pub(crate) fn end() {
     if let Some(session) = session() {
         session.sockets().into_iter().for_each(Tcp::end_care);
-        let _ = session.shared.withdraw("seccomp: it filters its system calls");
+        let _ = session.shared.report_withdrawal("seccomp: it filters its system calls");
         session.leave();
     }
     let fds = left().into_iter().flat_map(|left| left.fds).filter(|fd| *fd >= 0);

@@ -478,7 +478,7 @@ impl Shared {
     ///
     /// # Errors
     /// If the agent has ended.
-    pub fn withdraw(&self, reason: &str) -> io::Result<()> {
+    pub fn report_withdrawal(&self, reason: &str) -> io::Result<()> {
         self.ask_or_leave(&Ask::Withdraw { reason: reason.into() }).map(|_| ())
     }
 }
