@@ -46,7 +46,7 @@ pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c
     let errno = thread::errno();
     let judged = if filter.is_null() { Some(Judged::Lacks("every call but four")) } else { judge(filter) };
     let Some(judged) = judged else {
-        // Libraries ask so what the kernel knows.
+        // The kernel will refuse it. Libraries make such calls to find out which filters it supports.
         thread::set_errno(errno);
         return call();
     };
@@ -107,17 +107,17 @@ fn tell_programs(variable: *mut c_char) {
     }
 }
 
-/// What becomes of a look at the program's memory.
+/// Result of reading the program's memory.
 enum Look<T> {
     Seen(Vec<T>),
-    /// Its pointer leads nowhere: the kernel cannot read there either.
+    /// The pointer is invalid: the kernel cannot read there either (EFAULT).
     Nowhere,
-    /// It is not known what is there.
+    /// The kernel refused the read for another reason.
     Refused,
 }
 
-/// Judges the program's filter, wherever its pointers lead: which call of the library's it does not let through, if that is known. None if
-/// the kernel cannot read it, or it is too long.
+/// Runs the program's filter on each system call that the library needs. None if the filter cannot be read or is too long, so that the
+/// kernel will refuse it.
 fn judge(filter: *const sock_fprog) -> Option<Judged> {
     let program: sock_fprog = match look(filter, 1) {
         Look::Seen(mut found) => found.pop()?,
@@ -139,8 +139,8 @@ fn judge(filter: *const sock_fprog) -> Option<Judged> {
     })
 }
 
-/// Copies values from where the program says, by a call that fails where that leads nowhere. It needs no descriptor: a program that confines
-/// itself may have none left.
+/// Copies `count` values from an unchecked pointer. process_vm_readv(2) returns EFAULT where a load would raise SIGSEGV, and needs no
+/// descriptor: a program that confines itself may be at its limit.
 fn look<T: Copy>(from: *const T, count: usize) -> Look<T> {
     let bytes = count * size_of::<T>();
     let mut values: Vec<T> = Vec::with_capacity(count);
