@@ -30,7 +30,7 @@ test: lint
 	@scripts/dependencies tests
 	tests/setup/locks.py
 	$(CARGO) build --profile checked --locked --workspace --lib --bins --tests --examples
-	timeout --foreground 1200 $(CARGO) test --profile checked --locked --workspace --tests --examples
+	timeout --foreground 1200 scripts/tests --profile checked --locked --workspace --tests --examples
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
 	$(CHECKED) sim --seeds 0..30 --json
 	$(CHECKED) sim --exhaustive --stride 31 --json

@@ -1,5 +1,5 @@
-//! What a match costs with few and with many posted receives. Measured, so ignored unless asked for:
-//! `cargo test --profile checked -p baton-matching --test cost -- --ignored --nocapture`
+//! What a match costs with few and with many posted receives. `--nocapture` shows it:
+//! `cargo test --profile checked -p baton-matching --test cost -- --nocapture`
 
 use baton_matching::{Arrival, Criteria, Matching, Message};
 use baton_netem::Rng;
@@ -29,6 +29,7 @@ fn nanoseconds(posted: u64) -> f64 {
         assert_eq!(matching.arrive(message(*value), 0), Ok(Arrival::Matched(*value)));
         matching.post(criteria(*value), *value).unwrap();
     }
+    // Waits: nothing; compared below, with room for a disturbed machine.
     begin.elapsed().as_nanos() as f64 / f64::from(ROUNDS)
 }
 
@@ -43,5 +44,6 @@ fn ten_thousand_posted_receives_cost_what_ten_do() {
     ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (ratio, few, many) = ratios[4];
     println!("match and post: {few:.0} ns with 10 posted, {many:.0} ns with 10,000: {ratio:.2} times (median of nine pairs)");
-    assert!(ratio <= 2.0);
+    // 1.1 to 1.6 with the caches of this processor to itself. A search along a list would take a thousand times as long.
+    assert!(ratio <= 10.0);
 }

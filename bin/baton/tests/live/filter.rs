@@ -207,6 +207,7 @@ fn a_limit_holds() {
                     // Three times the limit, however late this thread gets its turn.
                     let (started, mut sent) = (Instant::now(), 0.0);
                     while !over.load(Ordering::Relaxed) {
+                        // Waits: three times the limit is a rate of this clock.
                         while sent < started.elapsed().as_secs_f64() * 3.0 * RATE / 8.0 {
                             let _ = sender.send_to(&[0; 1400], to_receiver);
                             sent += 1400.0;
@@ -227,6 +228,7 @@ fn a_limit_holds() {
                 // Waits: between two looks at the capture.
                 std::thread::sleep(Duration::from_millis(1));
                 let got = 8.0 * capture.count(wanted)[1] as f64;
+                // Waits: the limit is a rate of this clock; gaps of the sender do not count.
                 let now = started.elapsed().as_secs_f64();
                 if got > 0.0 {
                     bits += got;
@@ -271,6 +273,7 @@ fn a_limit_of_datagrams_holds_over_ten_seconds() {
                 let (started, mut number) = (Instant::now(), 0u32);
                 let mut datagram = [0; PAYLOAD];
                 while !over.load(Ordering::Relaxed) {
+                    // Waits: three times the limit is a rate of this clock.
                     while f64::from(number) * (PAYLOAD * 8) as f64 <= started.elapsed().as_secs_f64() * 3.0 * RATE {
                         number += 1;
                         datagram[..4].copy_from_slice(&number.to_be_bytes());
@@ -290,10 +293,12 @@ fn a_limit_of_datagrams_holds_over_ten_seconds() {
                 };
                 let await_for = |seconds: f64, receive: &mut dyn FnMut()| {
                     let (started, mut frames) = (Instant::now(), 0);
+                    // Waits: the limit is a rate of this clock.
                     while started.elapsed().as_secs_f64() < seconds {
                         receive();
                         frames += 1;
                     }
+                    // Waits: the limit is a rate of this clock.
                     (f64::from(frames) * ((PAYLOAD + HEADERS) * 8) as f64, started.elapsed().as_secs_f64())
                 };
                 // The first burst does not count.
