@@ -98,6 +98,7 @@ class Round:
             if text:
                 moves += json.loads(text)["moves"]
         links = client + server
+        self.slowest = sorted(([side, *link.values()] for side, links in (("client", client), ("server", server)) for link in links), key=lambda link: -link[4])
         return {
             "mode": mode,
             "connections": connections,
@@ -144,7 +145,7 @@ def main():
                 for mode in given.modes:
                     row = trial.run(mode, connections) | {"round": number, "native_longest_ms": native["longest_ms"]}
                     if row["longest_ms"] > native["longest_ms"] + given.longer * 1000:
-                        row["failures"].append(f"a connection stood still for {row['longest_ms']} ms, natively for {native['longest_ms']} ms")
+                        row["failures"].append(f"a connection stood still for {row['longest_ms']} ms, natively for {native['longest_ms']} ms: {trial.slowest[:4]}")
                     failed |= bool(row["failures"])
                     print(json.dumps(row), flush=True)
                     if row["failures"] and given.stop:

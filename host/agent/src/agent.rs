@@ -139,7 +139,7 @@ pub fn run() -> Result<()> {
     }
     // A program waits for the agent while its connection moves, or is registered: with many threads that have the same right to the
     // processors that would be for seconds.
-    process::raise_priority();
+    process::raise_priority_in_own_session();
     let descriptors = process::raise_descriptor_limit();
     // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
     // blocked signals; it ends with its agent.

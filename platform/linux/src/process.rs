@@ -1,6 +1,7 @@
 //! Processes: starting one with descriptors, giving up rights, processors, CPU time.
 
 use crate::socket::check;
+use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
@@ -177,16 +178,42 @@ pub fn raise_priority() -> bool {
     raised
 }
 
+/// As [`raise_priority`], for a process that its parent ends, not a terminal: in a session of its own.
+pub fn raise_priority_in_own_session() -> bool {
+    let raised = raise_priority();
+    let _ = in_own_session(URGENT.to_string().as_bytes());
+    raised
+}
+
+/// Puts the calling process into a session of its own that has a nice value, given as text. Linux deals out the processors among
+/// sessions first (autogroups, sched(7)); a process's own nice value counts only within its session, so one that is among those of a
+/// busy terminal, or of a NIC with several workers, has to share what that session gets. Async-signal-safe.
+///
+/// # Errors
+/// The failed system call's: this process leads a session or a group already, has no right to the nice value, or the kernel has
+/// no autogroups.
+fn in_own_session(nice: &[u8]) -> io::Result<()> {
+    rustix::process::setsid()?;
+    let file = rustix::fs::open(c"/proc/self/autogroup", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::io::write(&file, nice)?;
+    Ok(())
+}
+
 /// How much more urgent than programs a process is that shares the processors with those for which it works, as a nice value: as urgent
 /// as all of them would do nothing but that work, and less would keep all waiting for it.
 const SHARING: i32 = -5;
 
-/// Makes a command's process a little more urgent than this one was before [`raise_priority`].
+/// Makes a command's process, in a session of its own, a little more urgent than this one was before [`raise_priority`].
 pub fn with_sharing_priority(command: &mut Command) {
     let Some(usual) = USUAL.get().copied() else { return };
+    let text = (usual + SHARING).to_string();
     // A process that stays as urgent as this one works nevertheless.
-    let work = move || Ok(_ = rustix::process::setpriority_process(None, usual + SHARING));
-    // SAFETY: between fork and exec the closure makes one system call only.
+    let work = move || {
+        let _ = in_own_session(text.as_bytes());
+        let _ = rustix::process::setpriority_process(None, usual + SHARING);
+        Ok(())
+    };
+    // SAFETY: between fork and exec the closure only makes system calls: no allocation, no locks.
     unsafe { command.pre_exec(work) };
 }
 
