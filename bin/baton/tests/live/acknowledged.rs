@@ -3,6 +3,7 @@
 
 use crate::common::{before_others, connect, hosts, unacknowledged, wait_until};
 use crate::full::on_b;
+use crate::moves::nft;
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{INTERFACE_B, Testbed, TestbedSettings, address_a, counter};
 use baton_linux::{process, socket};
@@ -169,15 +170,23 @@ fn requests_to_a_listener_whose_queue_is_full_arrive() {
     listener.set_nonblocking(true).expect("non-blocking");
     let byte = |client: usize, at: usize| (client * 31 + at) as u8;
     let repeated = || counter(&bed.host_a, "snmp", "Tcp:", "RetransSegs").expect("a counter");
-    let before = repeated();
     let first = (0..BACKLOG).map(|_| bed.host_b.run(|| TcpStream::connect(address)).expect("a connection"));
     let mut clients: Vec<TcpStream> = first.collect();
-    // All SYNs of these are there before the first of them completes its handshake: one finds a place in the queue.
+    // All SYNs of these are there before the first of them completes its handshake, since their answers are dropped until then: one
+    // finds a place in the queue.
+    let deaf = "add table ip deaf; add chain ip deaf input { type filter hook input priority 0; }; add rule ip deaf input tcp sport 8090 drop";
+    nft(&bed.host_b, &[deaf]);
     clients.extend((0..BACKLOG).map(|_| {
         let socket = bed.host_b.run(|| socket::stream(false, libc::IPPROTO_TCP)).expect("a socket");
         socket::begin_connecting(socket.as_fd(), address).expect("a SYN");
         TcpStream::from(socket)
     }));
+    wait_until("a SYN is missing", || {
+        let sockets = bed.host_a.run(|| std::fs::read_to_string("/proc/thread-self/net/tcp")).expect("the sockets");
+        // Port 8090, SYN-RECEIVED.
+        sockets.lines().filter(|line| line.contains(":1F9A ") && line.contains(" 03 ")).count() == BACKLOG
+    });
+    nft(&bed.host_b, &["delete", "table", "ip", "deaf"]);
     for (number, client) in clients.iter_mut().enumerate() {
         wait_until("a client is not connected", || client.peer_addr().is_ok());
         client.set_nonblocking(false).expect("a blocking socket");
@@ -185,6 +194,7 @@ fn requests_to_a_listener_whose_queue_is_full_arrive() {
         let bytes: Vec<u8> = [number as u8].into_iter().chain((0..BYTES).map(|at| byte(number, at))).collect();
         client.write_all(&bytes).expect("a request");
     }
+    let before = repeated();
     wait_until("no SYN-ACK is repeated", || repeated() > before);
     let mut seen = [false; 2 * BACKLOG];
     for _ in 0..seen.len() {
