@@ -34,6 +34,7 @@ mod options;
 mod partial;
 mod placement;
 mod posted;
+mod pressure;
 mod rights;
 mod routes;
 mod rss;
