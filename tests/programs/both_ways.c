@@ -36,6 +36,10 @@ struct link {
 
 static double seconds, patience;
 
+/* No connection talks before all are made: one that has to wait until this program's first thread gets a processor, to connect or accept
+ * it, would seem to stand still. */
+static pthread_barrier_t all_made;
+
 static double now(void) {
     struct timespec at;
     clock_gettime(CLOCK_MONOTONIC, &at);
@@ -91,6 +95,7 @@ static void *talk(void *given) {
     struct link *link = given;
     static const double turn = 0.25;
     char *out = malloc(PIECE + 16), *in = malloc(PIECE);
+    pthread_barrier_wait(&all_made);
     double begin = now(), last = begin;
     int sending = 1, receiving = 1;
     if (out == NULL || in == NULL) fail("malloc");
@@ -157,9 +162,7 @@ static void *talk(void *given) {
     return NULL;
 }
 
-static void start(struct link *link, long number, int fd) {
-    link->fd = fd;
-    link->number = number;
+static void start(struct link *link) {
     pthread_attr_t small;
     pthread_attr_init(&small);
     pthread_attr_setstacksize(&small, 256 << 10);
@@ -199,14 +202,18 @@ int main(int count, char **arguments) {
         if (host == NULL) {
             int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
             if (fd < 0) fail("accept");
-            start(&links[number], -1, fd);
+            links[number].fd = fd;
+            links[number].number = -1;
         } else {
             int fd = socket(where->ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
             if (fd < 0) fail("socket");
             if (connect(fd, where->ai_addr, where->ai_addrlen) != 0 && errno != EINPROGRESS) fail("connect");
-            start(&links[number], number, fd);
+            links[number].fd = fd;
+            links[number].number = number;
         }
     }
+    pthread_barrier_init(&all_made, NULL, (unsigned)connections);
+    for (long number = 0; number < connections; number++) start(&links[number]);
     for (long number = 0; number < connections; number++) {
         struct link *link = &links[number];
         pthread_join(link->thread, NULL);

@@ -135,6 +135,16 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     }
     let rules = rules(arguments)?;
     let library = find_library()?;
+    let filters = match baton_linux::seccomp::filters().unwrap_or_default() {
+        0 => 0,
+        filters => match baton_linux::seccomp::try_calls() {
+            Ok(()) => filters,
+            Err(call) => {
+                eprintln!("baton: this program runs without Baton: the seccomp filter here does not allow {call}");
+                become_program(&mut program(arguments))
+            }
+        },
+    };
     let (socket, channel) = arguments.start.agent(arguments.place)?;
     let group = arguments.flip.make_group(&channel)?;
     let offload = match arguments.offload {
@@ -158,17 +168,39 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     }
     // For tools that the program calls, `baton ls` in a shell for example.
     let named = socket.clone();
-    let run = Run { socket, group, rules, flips: arguments.flip.is_on(), eager: arguments.eager, offload, interface, nagle };
+    let run = Run {
+        socket,
+        group,
+        rules,
+        flips: arguments.flip.is_on(),
+        eager: arguments.eager,
+        offload,
+        interface,
+        nagle,
+        filters,
+        refused: None,
+    };
     let mut preload = OsString::from(&library);
     if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
         preload.push(":");
         preload.push(others);
     }
-    let mut command = Command::new(&arguments.command[0]);
-    command.args(&arguments.command[1..]).env("LD_PRELOAD", preload).env("BATON_SOCKET", named);
+    let mut command = program(arguments);
+    command.env("LD_PRELOAD", preload).env("BATON_SOCKET", named);
     command.env(RUN_VARIABLE, serde_json::to_string(&run)?);
+    become_program(&mut command)
+}
+
+fn program(arguments: &RunArguments) -> Command {
+    let mut command = Command::new(&arguments.command[0]);
+    command.args(&arguments.command[1..]);
+    command
+}
+
+/// Returns only on an error.
+fn become_program(command: &mut Command) -> ! {
     let error = command.exec();
-    eprintln!("baton: {}: {error}", arguments.command[0].display());
+    eprintln!("baton: {}: {error}", command.get_program().display());
     std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });
 }
 

@@ -3,10 +3,11 @@
 use anyhow::{Context, Result, bail};
 use baton_client::discovery::{self, Agent};
 use baton_client::tool::Tool;
-use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
+use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics, Withdrawn};
 use baton_protocol::texts::plain;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use std::collections::VecDeque;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -120,10 +121,10 @@ fn connections(tool: &mut Tool) -> Result<Vec<ConnectionInfo>> {
 /// Agents that are looked at at the same time.
 const LOOKS: usize = 64;
 
-/// An agent's connections, and how many NICs it has.
-fn look(socket: &Path, process: Option<u32>) -> Result<(Vec<ConnectionInfo>, usize)> {
+/// An agent's connections, and its counters.
+fn look(socket: &Path, process: Option<u32>) -> Result<(Vec<ConnectionInfo>, Statistics)> {
     let mut tool = Tool::look(socket, process)?;
-    Ok((connections(&mut tool)?, tool.statistics()?.nics.len()))
+    Ok((connections(&mut tool)?, tool.statistics()?))
 }
 
 /// The name of a process, if it can be read.
@@ -155,7 +156,7 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
     for (socket, listed) in looks {
         let listed = listed.unwrap_or_else(|_| bail!("no thread to look at it"));
         match listed.with_context(|| format!("looking at {}", socket.display())) {
-            Ok((list, nics)) => all.push((socket, list, nics)),
+            Ok((list, statistics)) => all.push((socket, list, statistics)),
             // One of several may end just now.
             Err(error) if sockets.len() > 1 => eprintln!("baton: {}: {error:#}", socket.display()),
             Err(error) => return Err(error),
@@ -170,13 +171,23 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
     if sockets.is_empty() {
         println!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one");
     }
-    for (number, (socket, list, nics)) in all.iter().enumerate() {
+    for (number, (socket, list, statistics)) in all.iter().enumerate() {
         if all.len() > 1 {
             println!("{}{}", if number > 0 { "\n" } else { "" }, socket.display());
         }
-        print_connections(list, *nics);
+        print_connections(list, statistics.nics.len());
+        print_withdrawn(&statistics.withdrawn);
     }
     Ok(true)
+}
+
+/// Prints the programs that run on without Baton.
+fn print_withdrawn(programs: &VecDeque<Withdrawn>) {
+    for Withdrawn { process, started, program, reason } in programs {
+        if baton_linux::process::started(*process) == Some(*started) {
+            println!("{program}/{process} runs without Baton: {reason}");
+        }
+    }
 }
 
 /// Prints the connections of an agent with this many NICs. Where there are several, a NIC has its number behind it.

@@ -23,7 +23,7 @@ use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::keeper::Kept;
-use baton_protocol::program::{Answer, Reply, Request, Until};
+use baton_protocol::program::{Request, Until};
 use baton_shm::Region;
 use baton_supervision::SHORTEST_WAIT;
 use baton_wire::Flow;
@@ -327,7 +327,7 @@ impl Agent {
                 starts = open.memory.word32(session::AGENT_STARTS).fetch_add(1, Ordering::AcqRel) + 1;
                 open.announce_move(session::ANY);
             }
-            if session.send(&Answer { tag: 0, body: Reply::Restarted { starts } }, &[]) == Sent::Full {
+            if session.report_restart(starts) == Sent::Full {
                 self.cut_off.push((number as u32, NOT_READING));
             }
         }

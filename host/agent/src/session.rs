@@ -7,14 +7,15 @@ use baton_client::heap::Heap;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::foreign::Foreign;
+use baton_linux::socket;
 use baton_protocol::nic::Hop;
-use baton_protocol::program::{Answer, MAY_WITHDRAW, Opening};
+use baton_protocol::program::{Answer, MAY_WITHDRAW, Opening, Reply};
 use baton_ring::Consumer;
 use baton_shm::Region;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -75,6 +76,17 @@ impl Session {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Sent::Full,
             _ => Sent::Done,
         }
+    }
+
+    /// Notifies the program that an agent has taken the session over for the `starts`th time: unanswered requests must be repeated. A
+    /// program looks at its session's memory, too, at each message that it reads (`AGENT_STARTS` in the layout). So nothing is sent while
+    /// one is unread: a program that asks for nothing reads none, however often agents die.
+    pub fn report_restart(&self, starts: u32) -> Sent {
+        let counts = self.open.is_some() && !self.opening.attacher;
+        if counts && socket::queue_bytes(self.channel.as_fd(), socket::SIOCOUTQ).is_ok_and(|unread| unread > 0) {
+            return Sent::Done;
+        }
+        self.send(&Answer { tag: 0, body: Reply::Restarted { starts } }, &[])
     }
 
     /// Takes up a request that its program can withdraw. Returns whether it has done so.
@@ -175,5 +187,26 @@ impl OpenSession {
     /// Drops commands that the program sent to a NIC that has died: their content is in the connections' blocks as well.
     pub fn forget_commands(&self, nic: usize) {
         Consumer::new(self.memory.ring(at::area(nic) + at::COMMANDS)).skip_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program that asks for nothing reads nothing: it is not cut off, however often agents die, and learns of the last death.
+    #[test]
+    fn a_program_that_does_not_ask_outlives_any_number_of_agents() {
+        let (ours, theirs) = Channel::pair().expect("a channel");
+        let mut session = Session::new(ours).expect("a session");
+        session.open = Some(OpenSession::new(at::HEAP + (1 << 20), 1).expect("memory").0);
+        for starts in 1..10_000 {
+            assert_eq!(session.report_restart(starts), Sent::Done, "cut off after {starts} deaths");
+        }
+        let read = || theirs.try_receive::<Answer>().map(|(answer, _)| answer.body);
+        assert!(matches!(read(), Ok(Reply::Restarted { starts: 1 })));
+        assert!(read().is_err(), "there is no need for a second one");
+        assert_eq!(session.report_restart(10_000), Sent::Done);
+        assert!(matches!(read(), Ok(Reply::Restarted { starts: 10_000 })));
     }
 }

@@ -93,7 +93,7 @@ impl Attacher {
     /// How long there is nothing to do.
     pub(crate) fn until_next_batch(&self) -> Option<Duration> {
         let late = freeze::any_late().then(|| monotonic_micros() + AGAIN);
-        let pause = self.work.waits_for_pause().then_some(self.work.next_pause);
+        let pause = (self.work.waits_for_pause() && !self.silent).then_some(self.work.next_pause);
         let look = (!self.work.processes.is_empty()).then_some(self.work.next_search);
         let due = [late, pause, look, self.next_look()].into_iter().flatten().min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
@@ -103,7 +103,7 @@ impl Attacher {
     pub(crate) fn run_batch(&mut self) -> Result<()> {
         freeze::release_late();
         self.look_for_sockets();
-        if !self.work.waits_for_pause() || monotonic_micros() < self.work.next_pause {
+        if self.silent || !self.work.waits_for_pause() || monotonic_micros() < self.work.next_pause {
             return Ok(());
         }
         while !self.work.wanted.is_empty() && self.work.engines.len() < SPARE {
@@ -120,7 +120,7 @@ impl Attacher {
         let mut wanted = self.work.wanted.len();
         // Until its threads have stopped, the program runs.
         let stopped = |attacher: &Attacher| attacher.frozen.as_ref().map_or(begun, |stopped| stopped.stopped);
-        while monotonic_micros() < stopped(self) + PAUSE && self.work.failures == failures {
+        while monotonic_micros() < stopped(self) + PAUSE && self.work.failures == failures && !self.silent {
             let work = &mut self.work;
             if let Some(number) = work.changed.pop_first() {
                 self.state_changed(number)?;

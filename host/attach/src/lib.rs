@@ -101,6 +101,8 @@ pub struct Attacher {
     next_tag: u32,
     /// Answers that arrived while another one was waited for.
     early_answers: Vec<Answer>,
+    /// The agent has not taken up a request in time, and nothing has come from it since: no program stands still for it.
+    silent: bool,
     /// A signal has asked for the end, or the program has ended.
     ends: bool,
     /// Buffer for copies.
@@ -176,6 +178,7 @@ impl Attacher {
             pauses: Vec::new(),
             next_tag: 2,
             early_answers: Vec::new(),
+            silent: false,
             ends: false,
             piece: vec![0; relay::PIECE],
             summary: Summary::default(),

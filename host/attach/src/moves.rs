@@ -5,6 +5,7 @@ use crate::unfit::Unfit;
 use crate::{Attacher, ME, stays};
 use anyhow::{Result, bail};
 use baton_abi::layout::Owner;
+use baton_client::LIMIT;
 use baton_linux::control::Channel;
 use baton_linux::events::Trigger;
 use baton_linux::freeze::take_descriptor;
@@ -16,6 +17,10 @@ use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::PoisonError;
+use std::time::Duration;
+
+/// Why a connection is not moved whose agent does not take up the request.
+const SILENT: &str = "the agent does not answer";
 
 const ESTABLISHED: u8 = 1;
 const CLOSE: u8 = 7;
@@ -27,7 +32,10 @@ impl Attacher {
         let channel = shared.channel().lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             match channel.try_receive::<Answer>() {
-                Ok((answer, _)) => self.on_message(&channel, answer.body)?,
+                Ok((answer, _)) => {
+                    self.silent = false;
+                    self.on_message(&channel, answer.body)?
+                }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) => bail!("the agent has ended ({error})"),
             };
@@ -51,22 +59,50 @@ impl Attacher {
     }
 
     pub(crate) fn ask(&mut self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> Result<Reply> {
+        Ok(self.ask_within(body, descriptor, None)?.unwrap_or(Reply::Done))
+    }
+
+    /// As `ask`, while programs stand still. None if the agent does not take the request up in time: it is withdrawn then.
+    fn ask_or_withdraw(&mut self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> Result<Option<Reply>> {
+        self.ask_within(body, descriptor, Some(LIMIT))
+    }
+
+    fn ask_within(&mut self, body: &Ask, descriptor: Option<BorrowedFd<'_>>, limit: Option<Duration>) -> Result<Option<Reply>> {
         let shared = self.shared.clone();
         let channel = shared.channel().lock().unwrap_or_else(PoisonError::into_inner);
         let descriptors: Vec<_> = descriptor.into_iter().collect();
         loop {
-            self.next_tag += 1;
-            let tag = self.next_tag;
+            let tag = match limit {
+                Some(_) => shared.begin_withdrawable(),
+                None => {
+                    self.next_tag += 1;
+                    self.next_tag
+                }
+            };
             channel.send(&Request { tag, body: body.clone() }, &descriptors)?;
+            let mut left = limit;
             loop {
                 let early = self.early_answers.iter().position(|answer| answer.tag == tag);
-                let answer = match early {
-                    Some(at) => self.early_answers.swap_remove(at),
-                    None => channel.receive::<Answer>()?.0,
+                let answer = match (early, left) {
+                    (Some(at), _) => self.early_answers.swap_remove(at),
+                    (None, None) => channel.receive::<Answer>()?.0,
+                    (None, Some(limit)) => match channel.receive_within::<Answer>(limit) {
+                        Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                            if shared.withdraw(tag) {
+                                self.silent = true;
+                                return Ok(None);
+                            }
+                            // The agent has taken it up.
+                            left = None;
+                            continue;
+                        }
+                        received => received?.0,
+                    },
                 };
+                self.silent = false;
                 if answer.tag == tag {
                     self.early_answers.clear();
-                    return Ok(answer.body);
+                    return Ok(Some(answer.body));
                 }
                 if self.on_message(&channel, answer.body)? {
                     break;
@@ -232,7 +268,10 @@ impl Attacher {
         if socket::is_blocking(fd.as_fd())? {
             return self.decline(number, Unfit::Blocking);
         }
-        let reply = self.ask(&Ask::Move { connection: number, to: Place::Nic }, Some(fd.as_fd()))?;
+        let Some(reply) = self.ask_or_withdraw(&Ask::Move { connection: number, to: Place::Nic }, Some(fd.as_fd()))? else {
+            self.work.wanted.insert(number, Place::Nic);
+            return Ok(());
+        };
         self.shared.catch_up(ME);
         if let Some(reason) = stays(&reply) {
             self.note_stay(reason);
@@ -271,7 +310,7 @@ impl Attacher {
             None => Ask::Move { connection: number, to: Place::Kernel },
             Some((reason, until)) => Ask::GiveBack { connection: number, reason: reason.into(), until },
         };
-        let reply = self.ask(&ask, Some(fd))?;
+        let reply = self.ask_or_withdraw(&ask, Some(fd))?.unwrap_or(Reply::Stayed { reason: SILENT.into(), transient: true });
         self.shared.catch_up(ME);
         let on_nic = self.entries.get(&number).is_some_and(|entry| entry.connection.owner() == Owner::Nic);
         match stays(&reply) {
@@ -287,8 +326,8 @@ impl Attacher {
                 if let Err(error) = self.join(number, fd) {
                     bail!("a connection that cannot leave the NIC ({reason}) cannot stay there: {error}");
                 }
-                if let Some((reason, until)) = cause {
-                    self.work.postponed.insert(number, Some((reason.to_owned(), until)));
+                if cause.is_some() || self.silent {
+                    self.work.postponed.insert(number, cause.map(|(reason, until)| (reason.to_owned(), until)));
                 }
                 Ok(())
             }
@@ -409,9 +448,14 @@ impl Attacher {
         if !self.settings.target.fits(local.port()) {
             return Ok(());
         }
-        let number = match self.ask(&Ask::Register { inherited: false, process: Some(process) }, Some(copy))? {
-            Reply::Registered { connection } => connection,
-            other => {
+        let number = match self.ask_or_withdraw(&Ask::Register { inherited: false, process: Some(process) }, Some(copy))? {
+            Some(Reply::Registered { connection }) => connection,
+            None => {
+                self.inodes.remove(&inode);
+                self.work.processes.insert(process);
+                return Ok(());
+            }
+            Some(other) => {
                 self.note_stay(stays(&other).unwrap_or("unexpected answer from the agent"));
                 return Ok(());
             }

@@ -358,6 +358,12 @@ pub struct Run {
     /// Where Nagle's rule keeps its small sends back.
     #[serde(default)]
     pub nagle: Nagle,
+    /// Number of filters of its system calls (seccomp) that are known to let through what the library needs.
+    #[serde(default)]
+    pub filters: u32,
+    /// A system call that a further filter does not let through.
+    #[serde(default)]
+    pub refused: Option<String>,
 }
 
 /// The environment variable that contains a [`Run`], as JSON.

@@ -2,7 +2,7 @@
 
 use crate::examine::system;
 use crate::import::is_scaled;
-use crate::shell::{self, Beginning, Queue, Saved};
+use crate::shell::{self, Beginning, Leave, Queue, Saved};
 use baton_image::{Image, State};
 use baton_linux::socket::{self, Pieces};
 use baton_linux::tcp_info::{self, TcpInfo};
@@ -90,7 +90,7 @@ impl Exporter {
     fn read(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter, Refusal> {
         // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of them.
         shell::block_input(fd).step("SO_ATTACH_FILTER")?;
-        shell::repair(fd, true).step("TCP_REPAIR")?;
+        shell::repair(fd).step("TCP_REPAIR")?;
         let first = Numbers::read(fd)?;
         let (image, numbers, retransmitted) = read_image(fd, flow, link, saved)?;
         if numbers != first {
@@ -196,8 +196,9 @@ pub fn take_options(fd: BorrowedFd<'_>, saved: &Saved, image: &mut Image) -> io:
 /// The failed system call's.
 pub fn undo(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()> {
     shell::unblock_input(fd, saved)?;
-    shell::repair(fd, false)?;
-    saved.write(fd)
+    // What is in flight may have been acknowledged while the input was blocked.
+    let waits = socket::queue_bytes(fd, socket::SIOCOUTQ).map_or(true, |bytes| bytes > 0);
+    saved.leave_repair(fd, if waits { Leave::Probing } else { Leave::Silently })
 }
 
 /// Sequence numbers and queues of a socket in repair mode.

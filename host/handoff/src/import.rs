@@ -1,6 +1,6 @@
 //! Imports a connection into the kernel, on the same descriptor.
 
-use crate::shell::{self, Beginning, Queue, Saved};
+use crate::shell::{self, Beginning, Leave, Queue, Saved};
 use baton_image::Image;
 use baton_linux::buffers::{Buffer, Side};
 use baton_linux::socket::{self, Pieces};
@@ -69,7 +69,7 @@ impl Importer {
         saved: &Saved,
     ) -> Result<Importer, ImportError> {
         let saved = &saved.with_reuse_of_shell(fd);
-        shell::repair(fd, true).step("TCP_REPAIR")?;
+        shell::repair(fd).step("TCP_REPAIR")?;
         // FINs are not imported: the peer's is replayed to the kernel, ours is sent again by shutdown.
         let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         let snd_start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
@@ -101,13 +101,13 @@ impl Importer {
     }
 
     /// Leaves repair mode, sends what was unsent, and shuts down what was shut down. `unacknowledged` is the send queue as it was
-    /// when the import began.
+    /// when the import began. An `idle` connection ([`baton_image::Stay::is_idle`]) says nothing to its peer; any other sends an acknowledgement.
     ///
     /// # Errors
     /// The step that the kernel refused.
-    pub fn finish(self, fd: BorrowedFd<'_>, unacknowledged: &Pieces<'_>) -> Result<(), ImportError> {
-        shell::repair(fd, false).step("TCP_REPAIR")?;
-        self.saved.write(fd).step("SO_REUSEADDR")?;
+    pub fn finish(self, fd: BorrowedFd<'_>, unacknowledged: &Pieces<'_>, idle: bool) -> Result<(), ImportError> {
+        let leave = if idle { Leave::Silently } else { Leave::Probing };
+        self.saved.leave_repair(fd, leave).step("TCP_REPAIR")?;
         let mut unsent = unacknowledged.skip(self.given);
         while unsent.length() > 0 && !is_reset(fd) {
             let sent = match socket::send_pieces(fd, &unsent, libc::MSG_DONTWAIT) {
@@ -145,12 +145,12 @@ fn is_reset(fd: BorrowedFd<'_>) -> bool {
 /// # Errors
 /// The step that the kernel refused.
 pub fn resume_sending(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces<'_>, saved: &Saved) -> Result<(), ImportError> {
-    shell::repair(fd, true).step("TCP_REPAIR")?;
+    shell::repair(fd).step("TCP_REPAIR")?;
     shell::select(fd, Queue::Send).step("TCP_REPAIR_QUEUE")?;
     let written = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
     shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
     let given = (written.wrapping_sub(image.snd_una) as usize).min(unacknowledged.length());
-    Importer { image: *image, given, saved: saved.clone(), send: None }.finish(fd, unacknowledged)
+    Importer { image: *image, given, saved: saved.clone(), send: None }.finish(fd, unacknowledged, false)
 }
 
 pub(crate) fn is_scaled(image: &Image) -> bool {

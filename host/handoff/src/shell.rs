@@ -21,8 +21,32 @@ pub(crate) enum Queue {
     Send = 2,
 }
 
-pub(crate) fn repair(fd: BorrowedFd<'_>, on: bool) -> io::Result<()> {
-    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, i32::from(on))
+pub(crate) fn repair(fd: BorrowedFd<'_>) -> io::Result<()> {
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, 1)
+}
+
+/// How repair mode is left.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Leave {
+    /// The kernel probes the peer's window, if the connection is established: the peer gets an acknowledgement and sends one.
+    Probing,
+    Silently,
+}
+
+/// Leaves repair mode, and puts SO_REUSEADDR back, which that takes away. Between the two nobody can listen on the connection's port, and
+/// the kernel sends a probe, all the way to a peer on this machine, before it returns: an idle connection needs none.
+pub(crate) fn leave_repair(fd: BorrowedFd<'_>, how: Leave, reuse: i32) -> io::Result<()> {
+    let value = match how {
+        Leave::Probing => 0,
+        Leave::Silently => -1,
+    };
+    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, value)?;
+    socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)
+}
+
+/// SO_REUSEADDR as its program has it. Repair mode's own value is no program's.
+fn reuse_of(fd: BorrowedFd<'_>) -> io::Result<i32> {
+    socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR).map(|reuse| reuse.min(1))
 }
 
 pub(crate) fn select(fd: BorrowedFd<'_>, queue: Queue) -> io::Result<()> {
@@ -122,12 +146,12 @@ impl Saved {
         socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, self.reuse)
     }
 
-    /// Puts the settings back, except the filter, which [`unblock_input`] puts back.
+    /// Leaves repair mode and puts the settings back, except the filter, which [`unblock_input`] puts back.
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn write(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
-        self.write_reuse(fd)?;
+    pub(crate) fn leave_repair(&self, fd: BorrowedFd<'_>, how: Leave) -> io::Result<()> {
+        leave_repair(fd, how, self.reuse)?;
         if socket::get(fd, libc::IPPROTO_TCP, libc::TCP_CORK)? != self.cork {
             socket::set(fd, libc::IPPROTO_TCP, libc::TCP_CORK, self.cork)?;
         }
@@ -213,7 +237,7 @@ pub fn make(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, r
         socket::set(fd, libc::SOL_SOCKET, libc::SO_KEEPALIVE, 0)?;
     }
     block_input(fd)?;
-    repair(fd, true)?;
+    repair(fd)?;
     set_queue_seq(fd, Queue::Send, snd)?;
     set_queue_seq(fd, Queue::Receive, rcv)?;
     if socket::local_address(fd)? != local {
@@ -281,10 +305,9 @@ pub(crate) fn reassociate(
 /// # Errors
 /// The failed system call's.
 pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let reuse = socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR)?;
-    repair(fd, true)?;
-    repair(fd, false)?;
-    socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)
+    let reuse = reuse_of(fd)?;
+    repair(fd)?;
+    leave_repair(fd, Leave::Probing, reuse)
 }
 
 /// Takes a shell out of repair mode, in which a close leaves no trace. An observer of its state can then see whether it was
@@ -293,8 +316,7 @@ pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn show_closing(fd: BorrowedFd<'_>) -> io::Result<()> {
-    const WITHOUT_PROBE: i32 = -1;
-    socket::set(fd, libc::IPPROTO_TCP, TCP_REPAIR, WITHOUT_PROBE)
+    leave_repair(fd, Leave::Silently, reuse_of(fd)?)
 }
 
 /// Closes the shell of a connection that has ended on the NIC, without sending anything: nothing is sent either when its
@@ -303,9 +325,10 @@ pub fn show_closing(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
-    repair(fd, true)?;
+    let reuse = reuse_of(fd)?;
+    repair(fd)?;
     socket::disconnect(fd)?;
-    repair(fd, false)
+    leave_repair(fd, Leave::Silently, reuse)
 }
 
 /// Tries the connect(2) that a move makes, on a socket that is good for nothing else: nothing is sent, and it is unconnected again
@@ -314,7 +337,7 @@ pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// # Errors
 /// The failed system call's; `EACCES` if a BPF program has the socket connect to somebody else.
 pub fn try_connecting(probe: BorrowedFd<'_>, peer: SocketAddr) -> io::Result<()> {
-    repair(probe, true)?;
+    repair(probe)?;
     let connected = socket::connect(probe, peer).and_then(|()| match socket::peer_address(probe)? == peer {
         true => Ok(()),
         false => Err(io::Error::from_raw_os_error(libc::EACCES)),

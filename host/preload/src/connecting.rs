@@ -6,7 +6,7 @@
 use crate::process;
 use crate::tcp::Tcp;
 use crate::wait::{self, Want};
-use crate::{real, thread};
+use crate::{real, sections, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, sockaddr, socklen_t};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
@@ -71,6 +71,11 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
         return Some(thread::fail(libc::EINPROGRESS) as c_int);
     }
     Some(match finish(tcp, fd) {
+        // SAFETY: this function's `# Safety` is connect(2)'s.
+        Err(libc::EINTR) if sections::is_withdrawn() => match unsafe { real::connect(fd, address, length) } {
+            -1 if thread::errno() == libc::EISCONN => 0,
+            done => done,
+        },
         Ok(()) => {
             thread::set_errno(errno);
             0
@@ -83,6 +88,10 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
 fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
     let deadline = crate::io::deadline(fd, libc::SO_SNDTIMEO);
     loop {
+        if sections::is_withdrawn() {
+            // The kernel goes on with it.
+            return Err(libc::EINTR);
+        }
         let Some(owner) = tcp.settled_owner() else { return Err(libc::ECONNABORTED) };
         let Some((connection, session)) = tcp.managed() else { continue };
         session.shared.catch_up(thread::token());

@@ -12,6 +12,7 @@
 use crate::forks::{self, Held};
 use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
+use crate::sections::Section;
 use crate::tcp::Tcp;
 use crate::{process, readiness, real, table, thread, wait};
 use baton_abi::layout::Owner;
@@ -42,6 +43,9 @@ fn is_own(data: u64) -> bool {
 fn end_data() -> u64 {
     std::ptr::from_ref(&END) as u64
 }
+
+/// The program's own call, which writes events there, with a limit in microseconds.
+type Native<'a> = &'a dyn Fn(&mut [epoll_event], Option<u64>) -> c_int;
 
 /// How often an epoll_wait without a time limit waits, a millisecond each, for moves to end.
 const SETTLING_ROUNDS: u32 = 50;
@@ -434,10 +438,12 @@ impl Set {
         out: &mut [epoll_event],
         limit: Option<u64>,
         mask: *const libc::sigset_t,
+        native: Native<'_>,
     ) -> c_int {
         if self.is_inherited() {
-            return self.wait_inherited(epfd, out, limit, mask);
+            return self.wait_inherited(out, limit, native);
         }
+        let Some(mut section) = Section::enter() else { return native(out, limit) };
         let deadline = limit.map(|limit| wait::now() + limit);
         let mut rounds = 0;
         loop {
@@ -454,7 +460,16 @@ impl Set {
             if count == 0 {
                 drop(inner);
                 let until = if moving.is_some() { Some(0) } else { deadline };
-                let got = self.ask_kernel(session, epfd, out, until, mask);
+                let got = if until == Some(0) || limit == Some(0) {
+                    ask(epfd, out, Some(0), mask)
+                } else {
+                    let got = self.sleep(section, session, out, native, deadline);
+                    match Section::enter() {
+                        Some(again) => section = again,
+                        None => return only_programs(out, got, deadline, native),
+                    }
+                    got
+                };
                 if got < 0 {
                     return got;
                 }
@@ -490,18 +505,15 @@ impl Set {
         }
     }
 
-    /// Sleeps in the kernel's set.
-    fn ask_kernel(
+    /// Sleeps in the kernel's set, in the program's own call.
+    fn sleep(
         &self,
+        section: Section,
         session: Option<&Session>,
-        epfd: c_int,
         out: &mut [epoll_event],
+        native: Native<'_>,
         deadline: Option<u64>,
-        mask: *const libc::sigset_t,
     ) -> c_int {
-        if deadline == Some(0) {
-            return ask(epfd, out, deadline, mask);
-        }
         // A thread that marks a socket, or adds one that has moved already, reads this count; also if there was no session when
         // this thread fell asleep.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -510,7 +522,9 @@ impl Set {
         }
         let pending =
             self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_events(thread::token()));
-        let got = ask(epfd, out, if pending { Some(0) } else { deadline }, mask);
+        let left = if pending { Some(0) } else { left_until(deadline) };
+        drop(section);
+        let got = native(out, left);
         let errno = thread::errno();
         if let Some(session) = session {
             session.shared.uncount_sleeper();
@@ -521,33 +535,26 @@ impl Set {
     }
 
     /// epoll_wait in a child of fork: the kernel's set is its parent's, too.
-    fn wait_inherited(&self, epfd: c_int, out: &mut [epoll_event], limit: Option<u64>, mask: *const libc::sigset_t) -> c_int {
-        let deadline = limit.map(|limit| wait::now() + limit);
+    fn wait_inherited(&self, out: &mut [epoll_event], limit: Option<u64>, native: Native<'_>) -> c_int {
+        let deadline = limit.filter(|limit| *limit > 0).map(|limit| wait::now() + limit);
         loop {
-            let got = ask(epfd, out, deadline, mask);
+            let got = native(out, if limit == Some(0) { limit } else { left_until(deadline) });
             if got <= 0 {
                 return got;
             }
             // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of the
             // set.
             let inner = self.inner.try_lock();
-            let mut kept = 0;
-            for at in 0..got as usize {
-                let event = out[at];
-                let data = event.u64;
-                let data = match data {
-                    own if is_own(own) => continue,
-                    token if interest::is_token(token) => {
-                        let Some(data) = inner.as_ref().ok().and_then(|inner| inner.interest.translate(token)) else { continue };
-                        data
-                    }
-                    data => data,
-                };
-                out[kept] = epoll_event { events: event.events, u64: data };
-                kept += 1;
-            }
-            if kept > 0 || deadline.is_some_and(|deadline| wait::now() >= deadline) {
-                return kept as c_int;
+            let data_of = |data| {
+                if interest::is_token(data) {
+                    inner.as_ref().ok().and_then(|inner| inner.interest.translate(data))
+                } else {
+                    (!is_own(data)).then_some(data)
+                }
+            };
+            let kept = keep(out, got, data_of);
+            if kept > 0 || limit == Some(0) || deadline.is_some_and(|deadline| wait::now() >= deadline) {
+                return kept;
             }
         }
     }
@@ -577,6 +584,37 @@ impl Set {
     pub fn watch(&self) {
         self.watched.store(true, Ordering::SeqCst);
     }
+}
+
+/// Keeps the first `got` events whose data `data_of` knows, with the program's data. Returns their number.
+fn keep(out: &mut [epoll_event], got: c_int, data_of: impl Fn(u64) -> Option<u64>) -> c_int {
+    let mut kept = 0;
+    for at in 0..got.max(0) as usize {
+        let event = out[at];
+        if let Some(data) = data_of(event.u64) {
+            out[kept] = epoll_event { events: event.events, u64: data };
+            kept += 1;
+        }
+    }
+    kept as c_int
+}
+
+/// Goes on with an epoll_wait that slept while the library withdrew. Events of this library's registrations are dropped: each was replaced
+/// by the program's own since, and the kernel has looked then whether it is ready.
+#[cold]
+fn only_programs(out: &mut [epoll_event], mut got: c_int, deadline: Option<u64>, native: Native<'_>) -> c_int {
+    loop {
+        let kept = keep(out, got, |data| (!is_own(data) && !interest::is_token(data)).then_some(data));
+        if got <= 0 || kept > 0 {
+            return if got < 0 { got } else { kept };
+        }
+        got = native(out, left_until(deadline));
+    }
+}
+
+/// Microseconds until a deadline.
+fn left_until(deadline: Option<u64>) -> Option<u64> {
+    deadline.map(|deadline| deadline.saturating_sub(wait::now()))
 }
 
 /// epoll_pwait(2) until `deadline` (microseconds of the monotonic clock; 0 is in the past).
@@ -622,6 +660,24 @@ pub(crate) fn settle() {
             });
         }
     }
+}
+
+/// Makes the kernel's registrations the program's own, of every set that is this process's, and takes this library's out: it withdraws. The
+/// caller is the only thread inside.
+pub(crate) fn release_all() {
+    for (epfd, file) in table::known(0, u32::MAX) {
+        let table::File::Set(set) = file else { continue };
+        if set.is_inherited() {
+            continue;
+        }
+        locked(&set.inner).interest.release_all(&mut Kernel(epfd));
+        if let Some(wake) = set.wake.get() {
+            // SAFETY: EPOLL_CTL_DEL does not read the event.
+            unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, *wake, std::ptr::null_mut()) };
+        }
+        table::put(epfd, None);
+    }
+    wait::close_all(&OURS);
 }
 
 /// Removes a session that has ended from every set.

@@ -5,10 +5,12 @@
 //! - The forking thread holds the locks of what the library keeps for its next use, and the one for opening a session. So the child finds
 //!   them free, and what they guard whole.
 //! - The child has a session and eventfds of its own. What it has inherited of its parent's is closed.
+//! - Once the library has withdrawn ([`sections`]) it does nothing of this.
 //! - A child of clone(2), `_Fork` or a raw system call may run at a moment at which another thread has any lock, malloc's too. It takes
 //!   none, and leaves everything to the kernel: [`after_unprepared`].
 
-use crate::{epoll, listening, process, real, table, tcp, udp, wait, waiter};
+use crate::sections::{self, Section};
+use crate::{epoll, listening, process, real, table, tcp, thread, udp, wait, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::any::Any;
@@ -33,6 +35,7 @@ struct Locks {
     opening: Option<MutexGuard<'static, ()>>,
     /// A signal handler that forks too would wait for these locks for ever.
     undisturbed: Option<Undisturbed>,
+    section: Option<Section>,
 }
 
 struct Place(UnsafeCell<Locks>);
@@ -40,7 +43,15 @@ struct Place(UnsafeCell<Locks>);
 // SAFETY: only the thread that holds the lock for opening a session uses it, and that lock is a part of it.
 unsafe impl Sync for Place {}
 
-static LOCKS: Place = Place(UnsafeCell::new(Locks { short: Vec::new(), opening: None, undisturbed: None }));
+static LOCKS: Place = Place(UnsafeCell::new(Locks { short: Vec::new(), opening: None, undisturbed: None, section: None }));
+
+/// The thread that has been through [`before`] and forks now; 0 if there is none.
+static FORKING: AtomicU32 = AtomicU32::new(0);
+
+/// Whether this thread has been through [`before`]. So has a child's.
+fn is_prepared() -> bool {
+    FORKING.load(Ordering::SeqCst) == thread::token()
+}
 
 /// Whether the process forks now, or starts a program.
 pub(crate) fn are_under_way() -> bool {
@@ -62,28 +73,32 @@ pub(crate) fn hold<T>(mutex: &'static Mutex<T>) -> Held {
 
 /// Prepares for a fork.
 pub(crate) extern "C" fn before() {
+    let Some(section) = Section::enter() else { return };
     if !process::is_mine() {
         return;
     }
     let undisturbed = Undisturbed::begin();
     UNDER_WAY.fetch_add(1, Ordering::SeqCst);
     let opening = process::hold_opening();
+    FORKING.store(thread::token(), Ordering::SeqCst);
     if !process::is_closed_for_good() {
         process::give_everything_back(tcp::FORK, Until::Never);
     }
     let locks = [tcp::hold(), waiter::hold(), epoll::hold(), listening::hold(), udp::hold()];
     let short = locks.into_iter().flatten().collect();
     // SAFETY: this thread holds the lock for opening a session.
-    unsafe { *LOCKS.0.get() = Locks { short, opening: Some(opening), undisturbed: Some(undisturbed) } };
+    unsafe { *LOCKS.0.get() = Locks { short, opening: Some(opening), undisturbed: Some(undisturbed), section: Some(section) } };
 }
 
 /// Releases what [`before`] has taken.
 fn release() {
     // SAFETY: `before` has taken the lock for opening a session, in this thread. Nothing of it is left there when it is released.
-    let Locks { short, opening, undisturbed } = unsafe { std::mem::take(&mut *LOCKS.0.get()) };
+    let Locks { short, opening, undisturbed, section } = unsafe { std::mem::take(&mut *LOCKS.0.get()) };
+    FORKING.store(0, Ordering::SeqCst);
     drop(short);
     drop(opening);
     drop(undisturbed);
+    drop(section);
 }
 
 /// Notes that another process has the sockets, too.
@@ -97,7 +112,7 @@ fn note_shared() {
 
 /// Goes on in the parent.
 pub(crate) extern "C" fn after_in_parent() {
-    if !process::is_mine() {
+    if !is_prepared() || !process::is_mine() {
         return;
     }
     // Also what other threads have made since.
@@ -105,15 +120,20 @@ pub(crate) extern "C" fn after_in_parent() {
     if !process::is_closed_for_good() {
         process::allow_again();
     }
-    release();
     UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
+    release();
 }
 
 /// Goes on in a child of fork.
 pub(crate) extern "C" fn after_in_child() {
+    if !is_prepared() {
+        return;
+    }
     process::become_owner();
     // What has closed its parent for good holds for the child, too: filters and rings are inherited.
     UNDER_WAY.store(0, Ordering::SeqCst);
+    // Of `before`, which `release` leaves.
+    sections::forget_inherited(1);
     release();
     // The sets that are noted at pooled sockets are the parent's.
     tcp::forget_pool();
@@ -130,10 +150,19 @@ pub(crate) extern "C" fn after_in_child() {
 
 /// Goes on in a child that was made otherwise: everything is the kernel's. Takes no lock and no memory.
 pub(crate) fn after_unprepared() {
+    // A parent that withdraws now has not set its filter yet.
+    if sections::is_withdrawn() && !is_prepared() {
+        return;
+    }
     process::become_owner();
     process::give_up_plan();
+    // Without it the system call was made by `syscall`.
+    let prepared = is_prepared();
+    FORKING.store(0, Ordering::SeqCst);
+    sections::forget_inherited(prepared.into());
     // SAFETY: this process has one thread.
-    let undisturbed = unsafe { (*LOCKS.0.get()).undisturbed.take() };
+    let locks = unsafe { &mut *LOCKS.0.get() };
+    let (undisturbed, section) = if prepared { (locks.undisturbed.take(), locks.section.take()) } else { (None, None) };
     for (fd, file) in table::known(0, u32::MAX) {
         match file {
             table::File::Tcp(_) => table::put(fd, None),
@@ -142,6 +171,7 @@ pub(crate) fn after_unprepared() {
     }
     udp::forget_all();
     drop(undisturbed);
+    drop(section);
 }
 
 /// The tracked sockets that a program inherits: those without FD_CLOEXEC.
@@ -166,7 +196,9 @@ impl Start {
 impl Drop for Start {
     fn drop(&mut self) {
         // Also what other threads have made since.
-        stay_open().for_each(tcp::Tcp::note_shared);
+        if let Some(_section) = Section::enter() {
+            stay_open().for_each(tcp::Tcp::note_shared);
+        }
         UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
     }
 }

@@ -278,6 +278,14 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
     }
 
+    /// Gives the kernel the program's own registration of every file.
+    pub fn release_all<W: World<File = F>>(&mut self, world: &mut W) {
+        let files: Vec<(u32, F)> = self.files().collect();
+        for (slot, file) in files {
+            self.release(world, slot, file);
+        }
+    }
+
     /// Handles the closing of one of several descriptors of a file. Returns whether something is registered under it. That stays
     /// in the set as long as the file is open, as in the kernel, but nobody can modify it any more.
     pub fn remove_number(&mut self, slot: u32, fd: c_int) -> bool {

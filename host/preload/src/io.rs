@@ -3,7 +3,10 @@
 //! Each call first tries the fast path (`send_at_once`, `receive_at_once`): the connection is on the NIC and the whole request
 //! can be served now. Otherwise the slow path waits where the call would wait.
 
+use crate::call::{Call, sum};
+use crate::handover::Inside;
 use crate::real;
+use crate::sections::{self, Section};
 use crate::table;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
@@ -61,50 +64,51 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
     session.shared.send_at_once(connection, token(), unsafe { bytes(start, length) })
 }
 
-/// Makes the program's own call, if its socket is in the kernel and the call may sleep there. A process that has filtered its system
-/// calls (seccomp) may be killed for another one that does the same.
-pub(crate) fn as_called(tcp: &'static Tcp, fd: c_int, sends: bool, call: impl FnOnce() -> ssize_t) -> Option<ssize_t> {
-    let inside = tcp.enter_kernel()?;
-    if !tcp.may_sleep(&inside, 0) {
-        return None;
-    }
-    let result = call();
-    drop(inside);
-    tcp.count(fd, result, sends);
-    Some(result)
+/// A message with one vector.
+fn message_of(vector: &mut iovec) -> msghdr {
+    let mut message = empty_message();
+    message.msg_iov = vector;
+    message.msg_iovlen = 1;
+    message
 }
 
-/// Slow path of send(2) of one buffer.
+/// Slow path of write(2) and send(2), of one buffer.
 ///
 /// # Safety
 /// As send(2).
 #[inline(never)]
-pub(crate) unsafe fn send(tcp: &'static Tcp, fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> ssize_t {
-    let mut tried = None;
-    if flags & !PLAIN_SEND == 0
-        && length > 0
-        && let Some(inside) = tcp.enter_kernel()
-    {
-        let sleeps = tcp.may_sleep(&inside, flags);
-        // SAFETY: this function's `# Safety` is send(2)'s.
-        let sent = unsafe { real::send(fd, start, length, if sleeps { flags } else { flags | libc::MSG_DONTWAIT }) };
+pub(crate) unsafe fn send(
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    start: *const c_void,
+    length: size_t,
+    flags: c_int,
+) -> ssize_t {
+    let mut vector = iovec { iov_base: start.cast_mut(), iov_len: length };
+    let message = message_of(&mut vector);
+    let Some(section) = Section::enter() else {
+        // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`).
+        return unsafe { call.send(fd, &message, flags) };
+    };
+    if flags & !PLAIN_SEND != 0 {
+        // SAFETY: as above.
+        return unsafe { send_inside(section, call, tcp, fd, &message, flags) };
+    }
+    let inside = tcp.enter_kernel();
+    if length > 0 && inside.as_ref().is_some_and(|inside| !tcp.may_sleep(inside, flags)) {
+        // SAFETY: as above.
+        let sent = unsafe { real::send(fd, start, length, flags | libc::MSG_DONTWAIT) };
         drop(inside);
         tcp.count(fd, sent, true);
-        if sleeps || sent == length as ssize_t || sent < 0 && thread::errno() != libc::EAGAIN {
+        if sent == length as ssize_t || sent < 0 && thread::errno() != libc::EAGAIN {
             return sent;
         }
-        tried = Some(sent.max(0) as usize);
-    }
-    let mut vector = iovec { iov_base: start.cast_mut(), iov_len: length };
-    let mut message = empty_message();
-    message.msg_iov = &mut vector;
-    message.msg_iovlen = 1;
-    match tried {
-        // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`).
-        Some(done) => unsafe { send_rest(tcp, fd, &message, flags, done, true) },
         // SAFETY: as above.
-        None => unsafe { send_message(tcp, fd, &message, flags) },
+        return unsafe { send_rest(section, call, tcp, fd, &message, flags, (sent.max(0) as usize, true)) };
     }
+    // SAFETY: as above.
+    unsafe { send_as_it_is(section, inside, call, tcp, fd, &message, flags) }
 }
 
 #[cold]
@@ -198,28 +202,57 @@ pub(crate) fn native(result: ssize_t) -> Attempt {
     if result < 0 { Attempt::Failed(thread::errno()) } else { Attempt::Done(result as usize) }
 }
 
-/// Slow path of sendmsg(2).
+/// Slow path of writev(2) and sendmsg(2).
 ///
 /// # Safety
 /// As sendmsg(2).
 #[inline(never)]
-pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+pub(crate) unsafe fn send_message(call: Call, tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+    match Section::enter() {
+        // SAFETY: this function's `# Safety` is sendmsg(2)'s.
+        Some(section) => unsafe { send_inside(section, call, tcp, fd, message, flags) },
+        // SAFETY: as above.
+        None => unsafe { call.send(fd, message, flags) },
+    }
+}
+
+/// # Safety
+/// As sendmsg(2).
+unsafe fn send_inside(section: Section, call: Call, tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
     if flags & !PLAIN_SEND != 0 {
         tcp.give_back(unusual_send(flags), Until::Never);
     } else if message.msg_controllen > 0 {
         tcp.give_back("control message", Until::Again);
     }
-    if let Some(inside) = tcp.enter_kernel()
-        && (tcp.may_sleep(&inside, flags) || flags & !PLAIN_SEND != 0)
-    {
+    let inside = tcp.enter_kernel();
+    // SAFETY: this function's `# Safety` is sendmsg(2)'s.
+    unsafe { send_as_it_is(section, inside, call, tcp, fd, message, flags) }
+}
+
+/// Makes the program's own call if it may sleep in the kernel, else waits here.
+///
+/// # Safety
+/// As sendmsg(2).
+unsafe fn send_as_it_is(
+    section: Section,
+    inside: Option<Inside<'_>>,
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    message: &msghdr,
+    flags: c_int,
+) -> ssize_t {
+    if inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags) || flags & !PLAIN_SEND != 0) {
+        drop(section);
         // SAFETY: this function's `# Safety` is sendmsg(2)'s.
-        let sent = unsafe { real::sendmsg(fd, message, flags) };
+        let sent = unsafe { call.send(fd, message, flags) };
         drop(inside);
         tcp.count(fd, sent, true);
         return sent;
     }
+    drop(inside);
     // SAFETY: as above.
-    unsafe { send_rest(tcp, fd, message, flags, 0, false) }
+    unsafe { send_rest(section, call, tcp, fd, message, flags, (0, false)) }
 }
 
 /// sendmsg(2) of what lies after the first `done` bytes, without waiting inside the kernel. `stuck`: there was no room for it
@@ -227,12 +260,26 @@ pub(crate) unsafe fn send_message(tcp: &'static Tcp, fd: c_int, message: &msghdr
 ///
 /// # Safety
 /// As sendmsg(2).
-unsafe fn send_rest(tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int, mut done: usize, mut stuck: bool) -> ssize_t {
+unsafe fn send_rest(
+    section: Section,
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    message: &msghdr,
+    flags: c_int,
+    (mut done, mut stuck): (usize, bool),
+) -> ssize_t {
     let wanted = total(message);
     let (mut limit, generation) = (None, tcp.generation());
     loop {
         if tcp.generation() != generation {
             return fail(libc::EBADF);
+        }
+        if sections::is_withdrawn() {
+            let (rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
+            drop(section);
+            // SAFETY: this function's `# Safety` is sendmsg(2)'s.
+            return sum(done, unsafe { call.send(fd, &rest, flags) });
         }
         let attempt = if std::mem::take(&mut stuck) {
             Attempt::Failed(libc::EAGAIN)
@@ -355,70 +402,116 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     Some(received as ssize_t)
 }
 
-/// Slow path of recv(2) into one buffer.
+/// Slow path of read(2) and recv(2), into one buffer.
 ///
 /// # Safety
 /// As recv(2).
 #[inline(never)]
-pub(crate) unsafe fn receive(tcp: &'static Tcp, fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> ssize_t {
-    let mut tried = false;
-    if flags & !PLAIN_RECEIVE == 0
-        && let Some(inside) = tcp.enter_kernel()
-        && (tcp.may_sleep(&inside, flags) || flags & libc::MSG_WAITALL == 0 && tcp.lowat() == 1)
-    {
-        let sleeps = tcp.may_sleep(&inside, flags);
-        // SAFETY: this function's `# Safety` is recv(2)'s.
-        let received = unsafe { real::recv(fd, start, length, if sleeps { flags } else { flags | libc::MSG_DONTWAIT }) };
+pub(crate) unsafe fn receive(
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    start: *mut c_void,
+    length: size_t,
+    flags: c_int,
+) -> ssize_t {
+    let mut vector = iovec { iov_base: start, iov_len: length };
+    let mut message = message_of(&mut vector);
+    let Some(section) = Section::enter() else {
+        // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
+        return unsafe { call.receive(fd, &mut message, flags) };
+    };
+    if flags & !PLAIN_RECEIVE != 0 {
+        // SAFETY: as above.
+        return unsafe { receive_inside(section, call, tcp, fd, &mut message, flags) };
+    }
+    let inside = tcp.enter_kernel();
+    if flags & libc::MSG_WAITALL == 0 && tcp.lowat() == 1 && inside.as_ref().is_some_and(|inside| !tcp.may_sleep(inside, flags)) {
+        // SAFETY: as above.
+        let received = unsafe { real::recv(fd, start, length, flags | libc::MSG_DONTWAIT) };
         drop(inside);
         tcp.count(fd, received, false);
-        if sleeps || received >= 0 || thread::errno() != libc::EAGAIN {
+        if received >= 0 || thread::errno() != libc::EAGAIN {
             return received;
         }
-        tried = true;
-    }
-    let mut vector = iovec { iov_base: start, iov_len: length };
-    let mut message = empty_message();
-    message.msg_iov = &mut vector;
-    message.msg_iovlen = 1;
-    match tried {
-        // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
-        true => unsafe { receive_rest(tcp, fd, &mut message, flags, true) },
         // SAFETY: as above.
-        false => unsafe { receive_message(tcp, fd, &mut message, flags) },
+        return unsafe { receive_rest(section, call, tcp, fd, &mut message, flags, true) };
     }
+    // SAFETY: as above.
+    unsafe { receive_as_it_is(section, inside, call, tcp, fd, &mut message, flags) }
 }
 
-/// Slow path of recvmsg(2).
+/// Slow path of readv(2) and recvmsg(2).
 ///
 /// # Safety
 /// As recvmsg(2).
 #[inline(never)]
-pub(crate) unsafe fn receive_message(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
-    if flags & libc::MSG_ERRQUEUE != 0 {
+pub(crate) unsafe fn receive_message(call: Call, tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
+    match Section::enter() {
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-        return unsafe { real::recvmsg(fd, message, flags) };
+        Some(section) if flags & libc::MSG_ERRQUEUE == 0 => unsafe { receive_inside(section, call, tcp, fd, message, flags) },
+        // SAFETY: as above.
+        _ => unsafe { call.receive(fd, message, flags) },
     }
+}
+
+/// # Safety
+/// As recvmsg(2).
+unsafe fn receive_inside(
+    section: Section,
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    message: &mut msghdr,
+    flags: c_int,
+) -> ssize_t {
     if flags & !PLAIN_RECEIVE != 0 {
         tcp.give_back(if flags & libc::MSG_OOB != 0 { "MSG_OOB" } else { "unknown receive flag" }, Until::Never);
     }
     let inside = tcp.enter_kernel();
+    // SAFETY: this function's `# Safety` is recvmsg(2)'s.
+    unsafe { receive_as_it_is(section, inside, call, tcp, fd, message, flags) }
+}
+
+/// Makes the program's own call if it may sleep in the kernel, else waits here.
+///
+/// # Safety
+/// As recvmsg(2).
+unsafe fn receive_as_it_is(
+    section: Section,
+    inside: Option<Inside<'_>>,
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    message: &mut msghdr,
+    flags: c_int,
+) -> ssize_t {
     if flags & !PLAIN_RECEIVE != 0 || inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags)) {
-        // SAFETY: as above.
-        let received = unsafe { real::recvmsg(fd, message, flags) };
+        drop(section);
+        // SAFETY: this function's `# Safety` is recvmsg(2)'s.
+        let received = unsafe { call.receive(fd, message, flags) };
         drop(inside);
         tcp.count(fd, received, false);
         return received;
     }
     drop(inside);
     // SAFETY: as above.
-    unsafe { receive_rest(tcp, fd, message, flags, false) }
+    unsafe { receive_rest(section, call, tcp, fd, message, flags, false) }
 }
 
 /// recvmsg(2), without waiting inside the kernel. `nothing`: no data waited just now.
 ///
 /// # Safety
 /// As recvmsg(2).
-unsafe fn receive_rest(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int, mut nothing: bool) -> ssize_t {
+unsafe fn receive_rest(
+    section: Section,
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    message: &mut msghdr,
+    flags: c_int,
+    mut nothing: bool,
+) -> ssize_t {
     let room = total(message);
     let lowat = tcp.lowat() as usize;
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
@@ -426,6 +519,16 @@ unsafe fn receive_rest(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags
     loop {
         if tcp.generation() != generation {
             return fail(libc::EBADF);
+        }
+        if sections::is_withdrawn() {
+            done = if flags & libc::MSG_PEEK != 0 { 0 } else { done };
+            let (mut rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
+            drop(section);
+            // SAFETY: this function's `# Safety` is recvmsg(2)'s.
+            let received = unsafe { call.receive(fd, &mut rest, flags) };
+            (message.msg_namelen, message.msg_controllen, message.msg_flags) =
+                (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
+            return sum(done, received);
         }
         let attempt = if std::mem::take(&mut nothing) {
             Attempt::Failed(libc::EAGAIN)

@@ -9,9 +9,11 @@
 //! Not intercepted: what the C library does internally (stdio on a socket: see `calls/stdio.rs`), and system calls that a program
 //! makes with instructions of its own.
 
+mod call;
 mod calls;
 mod connecting;
 mod epoll;
+mod filters;
 mod forks;
 mod handover;
 mod interest;
@@ -22,6 +24,7 @@ mod poll;
 mod process;
 mod readiness;
 mod real;
+mod sections;
 mod table;
 mod tcp;
 mod thread;

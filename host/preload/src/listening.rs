@@ -7,6 +7,7 @@
 
 use crate::forks::{self, Held};
 use crate::process::{self, Session};
+use crate::sections::Section;
 use crate::tcp::{self, Tcp};
 use crate::{real, table, thread, wait};
 use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
@@ -24,8 +25,8 @@ pub(crate) struct Queue {
 pub(crate) enum Accepted {
     /// The kernel's: a descriptor, or -1 with errno.
     Kernel(c_int),
-    /// One that the NIC has made: its descriptor and its socket, which is in this session.
-    Nic(c_int, &'static Tcp, &'static Session),
+    /// One that the NIC has made: its descriptor and its socket, which is in this session; and the section in which it was taken.
+    Nic(c_int, &'static Tcp, &'static Session, Section),
 }
 
 /// Descriptors of queues.
@@ -73,7 +74,9 @@ fn ask(tcp: &Tcp, fd: c_int) -> Option<&'static Queue> {
 
 /// Reports changed options of a listener, which its connections inherit, to the agent.
 pub(crate) fn refresh(tcp: &Tcp, fd: c_int) {
-    if let Some(queue) = tcp.queue() {
+    if let Some(queue) = tcp.queue()
+        && let Some(_section) = Section::enter()
+    {
         let errno = thread::errno();
         // SAFETY: the program's descriptor, open during its own call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -131,7 +134,7 @@ fn take_byte(queue: &Queue) -> bool {
     got == 1
 }
 
-fn take(queue: &'static Queue) -> Option<Accepted> {
+fn take(queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
     if process::is_closed() || !take_byte(queue) {
         return None;
     }
@@ -140,7 +143,7 @@ fn take(queue: &'static Queue) -> Option<Accepted> {
     let accepted = queue.session.shared.accept(queue.listener, thread::token(), |fd| {
         let fd = fd.into_raw_fd();
         let tcp = tcp::new(fd);
-        made = Some(Accepted::Nic(fd, tcp, queue.session));
+        made = Some((fd, tcp));
         tcp.connection_of(queue.session)
     });
     thread::set_errno(errno);
@@ -150,33 +153,42 @@ fn take(queue: &'static Queue) -> Option<Accepted> {
 /// accept(2) from a listener: a connection that the NIC has made, or what `native` gets from the kernel. None if the NIC makes none
 /// for it.
 pub(crate) fn accept(tcp: &Tcp, fd: c_int, native: impl Fn() -> c_int) -> Option<Accepted> {
+    if !process::plan().is_some_and(process::Plan::is_full) {
+        return None;
+    }
+    let mut section = Section::enter()?;
     // SAFETY: F_GETFL takes no pointer.
     let blocks = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK == 0;
     // One that does not block is waited for elsewhere: the queue is asked for there.
     let queue = if blocks { queue_of(tcp, fd) } else { tcp.queue() }?;
     let deadline = crate::io::deadline(fd, libc::SO_RCVTIMEO);
     loop {
-        if let Some(accepted) = take(queue) {
-            return Some(accepted);
+        if let Some((fd, tcp)) = take(queue) {
+            return Some(Accepted::Nic(fd, tcp, queue.session, section));
         }
         if !blocks || wait::reports_now(fd, libc::POLLIN) {
+            drop(section);
             return Some(Accepted::Kernel(native()));
         }
-        if let Err(errno) = sleep(queue, fd, deadline) {
-            return Some(Accepted::Kernel(thread::fail(errno) as c_int));
+        match sleep(section, queue, fd, deadline) {
+            Some((again, Ok(()))) => section = again,
+            Some((_, Err(errno))) => return Some(Accepted::Kernel(thread::fail(errno) as c_int)),
+            None => return Some(Accepted::Kernel(native())),
         }
     }
 }
 
 /// Waits until kernel or NIC has a connection. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does
-/// not restart calls.
-fn sleep(queue: &Queue, fd: c_int, deadline: Option<u64>) -> Result<(), c_int> {
+/// not restart calls. None if the library has withdrawn meanwhile.
+fn sleep(section: Section, queue: &Queue, fd: c_int, deadline: Option<u64>) -> Option<(Section, Result<(), c_int>)> {
     let mut fds = [fd, queue.fd].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
     let left =
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
+    drop(section);
     // SAFETY: two live entries.
     let got = unsafe { real::poll(fds.as_mut_ptr(), 2, left) };
-    match got {
+    let section = Section::enter()?;
+    let slept = match got {
         0 => Err(libc::EAGAIN),
         -1 if thread::errno() == libc::EINTR && deadline.is_none() && wait::handlers_restart() => Ok(()),
         -1 => Err(thread::errno()),
@@ -186,7 +198,8 @@ fn sleep(queue: &Queue, fd: c_int, deadline: Option<u64>) -> Result<(), c_int> {
             }
             Ok(())
         }
-    }
+    };
+    Some((section, slept))
 }
 
 /// Completes accept4(2) for a connection that the NIC has made: the descriptor's flags, and the peer's address.

@@ -1,6 +1,7 @@
 //! poll(2), select(2) and their variants, for sockets that may be on the NIC.
 
 use crate::epoll::Set;
+use crate::sections::{self, Section};
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
 use crate::{listening, process, readiness, real, table, thread, udp, wait};
@@ -94,21 +95,31 @@ impl Watched {
     }
 }
 
+/// The result of a poll.
+pub(crate) enum Polled {
+    /// The call's result.
+    Done(c_int),
+    /// The kernel alone knows: the program's own call is to be made, with this limit in microseconds.
+    Kernel(Option<u64>),
+}
+
 /// ppoll(2) with a limit in microseconds. Listeners are ready, too, when the NIC has made a connection for them.
-pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> c_int {
+pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> Polled {
+    let Some(_section) = Section::enter() else { return Polled::Kernel(limit) };
     let mut queues = listening::queues(fds);
     queues.extend(udp::bells(fds));
     if queues.is_empty() {
-        return poll_sockets(fds, limit, mask);
+        let watched = Watched::among(fds);
+        return if watched.is_empty() { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, limit, mask) };
     }
     const READABLE: i16 = libc::POLLIN | libc::POLLRDNORM;
     let deadline = limit.map(|limit| wait::now() + limit);
     let mut all = fds.to_vec();
     all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
-    let got = poll_sockets(&mut all, limit, mask);
-    if got < 0 {
-        return got;
-    }
+    let got = match poll_sockets(&Watched::among(&all), &mut all, limit, mask) {
+        Polled::Done(got) if got >= 0 => got,
+        over => return over,
+    };
     let (own, of_queues) = all.split_at(fds.len());
     fds.copy_from_slice(own);
     for ((at, _), queue) in queues.iter().zip(of_queues) {
@@ -116,31 +127,31 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
     }
     let ready = fds.iter().filter(|entry| entry.revents != 0).count();
     if ready > 0 || got == 0 {
-        return ready as c_int;
+        return Polled::Done(ready as c_int);
     }
     // A queue has hung up, since the agent has ended: the kernel alone makes connections now.
     if let Some(session) = process::session() {
         session.leave_if_over();
     }
-    poll_sockets(fds, deadline.map(|deadline| deadline.saturating_sub(wait::now())), mask)
+    poll_sockets(&Watched::among(fds), fds, left_until(deadline), mask)
+}
+
+/// Microseconds until a deadline.
+fn left_until(deadline: Option<u64>) -> Option<u64> {
+    deadline.map(|deadline| deadline.saturating_sub(wait::now()))
 }
 
 /// ppoll(2) for sockets that may be on the NIC.
-fn poll_sockets(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> c_int {
-    let watched = Watched::among(fds);
-    if watched.is_empty() {
-        let limit =
-            limit.map(|limit| libc::timespec { tv_sec: (limit / 1_000_000) as i64, tv_nsec: (limit % 1_000_000 * 1000) as i64 });
-        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: `fds` is a live slice of that length; `mask` is the program's own, or null.
-        return unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
-    }
+fn poll_sockets(watched: &Watched, fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> Polled {
     let deadline = limit.map(|limit| wait::now() + limit);
     let sockets: Vec<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
     watched.sets.iter().for_each(|(_, set)| set.watch());
     let mut asked: Vec<pollfd> = fds.to_vec();
     let generations: Vec<u32> = sockets.iter().map(|tcp| tcp.generation()).collect();
     loop {
+        if sections::is_withdrawn() {
+            return Polled::Kernel(left_until(deadline));
+        }
         let session = process::session();
         if let Some(session) = session {
             session.shared.catch_up(thread::token());
@@ -159,7 +170,8 @@ fn poll_sockets(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -
             }
         } else {
             let changed = || {
-                watched.versions() != versions
+                sections::is_withdrawn()
+                    || watched.versions() != versions
                     || watched.sockets.iter().any(|(at, tcp)| {
                         let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
                         asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
@@ -171,16 +183,16 @@ fn poll_sockets(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -
             }
         };
         if got < 0 && ready == 0 {
-            return got;
+            return Polled::Done(got);
         }
         let errno = errno();
         let total = watched.merge(fds, &asked, &versions);
         fail(errno);
         if total > 0 {
-            return total as c_int;
+            return Polled::Done(total as c_int);
         }
         if limit == Some(0) || deadline.is_some_and(|deadline| wait::now() >= deadline) {
-            return 0;
+            return Polled::Done(0);
         }
     }
 }
@@ -190,7 +202,7 @@ fn asked_of_nic(tcp: &Tcp) -> bool {
 }
 
 /// Whether any of these sets contains a descriptor that this library tracks.
-fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
+pub(crate) fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
     sets.iter().filter(|set| !set.is_null()).any(|set| {
         // SAFETY: `select`'s `# Safety`: non-null sets have `count` bits.
         (0..count).any(|fd| unsafe { is_set(*set, fd) } && (table::get(fd).is_some() || udp::of(fd).is_some()))
@@ -229,14 +241,13 @@ const SELECT: [(i16, i16); 3] = [
     (libc::POLLPRI, libc::POLLPRI),
 ];
 
-/// pselect(2) with a limit in microseconds. None if no tracked descriptor is in the sets, so that the kernel can be asked
-/// directly.
+/// pselect(2) with a limit in microseconds.
 ///
 /// # Safety
 /// The sets must have `count` bits, or be null.
-pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<u64>, mask: *const sigset_t) -> Option<c_int> {
+pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<u64>, mask: *const sigset_t) -> Polled {
     if count < 0 || !concerns(count, &sets) {
-        return None;
+        return Polled::Kernel(limit);
     }
     let mut fds = Vec::new();
     for fd in 0..count {
@@ -251,12 +262,12 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
             fds.push(pollfd { fd, events, revents: 0 });
         }
     }
-    let got = poll(&mut fds, limit, mask);
-    if got < 0 {
-        return Some(got);
+    match poll(&mut fds, limit, mask) {
+        Polled::Done(got) if got >= 0 => {}
+        over => return over,
     }
     if fds.iter().any(|entry| entry.revents & libc::POLLNVAL != 0) {
-        return Some(fail(libc::EBADF) as c_int);
+        return Polled::Done(fail(libc::EBADF) as c_int);
     }
     let mut total = 0;
     for entry in &fds {
@@ -270,5 +281,5 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
             }
         }
     }
-    Some(total)
+    Polled::Done(total)
 }

@@ -1,12 +1,13 @@
 //! This process: its configuration, its session with the agent, and what happens to both when it forks.
 
+use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{forks, real, table, tcp, thread, wait};
+use crate::{filters, forks, real, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
 use baton_linux::report;
-use baton_protocol::program::Opening;
+use baton_protocol::program::{Opening, Until};
 use libc::c_int;
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
@@ -32,7 +33,7 @@ static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
 static SESSION: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Process id to which memory and session belong: a child of vfork shares both but must not use them.
 static OWNER: AtomicU32 = AtomicU32::new(0);
-/// No connection may be offloaded any more: the process has entered seccomp, or does what this library cannot follow.
+/// No connection may be offloaded any more: the process filters its system calls, or does what this library cannot follow.
 static CLOSED: AtomicBool = AtomicBool::new(false);
 /// This process was made without its parent's knowledge, or by a call after which it may take no lock and no memory: it has no plan.
 static UNPREPARED: AtomicBool = AtomicBool::new(false);
@@ -43,6 +44,9 @@ static LEFT: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Time (microseconds of the monotonic clock) before which no attempt is made to reach the agent.
 static NOT_BEFORE: AtomicU64 = AtomicU64::new(0);
 
+/// The cause for restoring connections before a process filters its system calls.
+pub(crate) const SECCOMP: &str = "seccomp";
+
 /// Microseconds between attempts to reach the agent.
 const AGAIN: u64 = 1_000_000;
 
@@ -52,7 +56,7 @@ fn identity() -> u32 {
 
 /// Reads the configuration once; None if the program does not run under Baton.
 pub(crate) fn plan() -> Option<&'static Plan> {
-    if UNPREPARED.load(Ordering::Relaxed) {
+    if UNPREPARED.load(Ordering::Relaxed) || sections::is_withdrawn() {
         return None;
     }
     PLAN.get_or_init(|| {
@@ -64,6 +68,9 @@ pub(crate) fn plan() -> Option<&'static Plan> {
                 return None;
             }
         };
+        if filters::withdraw_if_confined(&run) {
+            return None;
+        }
         let program = std::fs::read_link("/proc/self/exe").ok();
         let program = program.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned())).unwrap_or_default();
         let cgroup = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -75,6 +82,11 @@ pub(crate) fn plan() -> Option<&'static Plan> {
 }
 
 impl Plan {
+    /// What `baton run` has said.
+    pub fn run(&self) -> &Run {
+        &self.run
+    }
+
     /// Whether the agent moves connections at random.
     pub fn flips(&self) -> bool {
         self.run.flips
@@ -205,6 +217,7 @@ pub(crate) fn give_up_plan() {
 /// of reach, or take it for another user. A program without TCP sockets gets none.
 #[cold]
 pub(crate) fn ask_while_possible() {
+    let Some(_section) = Section::enter() else { return };
     let errno = thread::errno();
     let has_tcp = || table::known(0, u32::MAX).any(|(_, file)| matches!(file, table::File::Tcp(_)));
     if session().is_none() && is_mine() && has_tcp() {
@@ -299,8 +312,8 @@ impl Session {
         }
     }
 
-    /// Abandons a session that has ended: its sockets are the kernel's until another session is opened, and connections that
-    /// were on the NIC are lost. The caller must not hold the lock of a set or a socket.
+    /// Abandons a session that has ended, or that the program leaves: its sockets are the kernel's until another session is opened, and
+    /// connections that were on the NIC are lost. The caller must not hold the lock of a set or a socket.
     #[cold]
     pub fn leave(&'static self) {
         let this = std::ptr::from_ref(self).cast_mut();
@@ -321,7 +334,8 @@ impl Session {
         for tcp in self.sockets() {
             lost |= tcp.leave_session();
         }
-        if !lost {
+        // Otherwise agent and NIC may still read there: the program has left them.
+        if !lost && self.shared.has_ended() {
             self.shared.discard_memory();
         }
         crate::epoll::settle();
@@ -333,14 +347,14 @@ impl Session {
 }
 
 /// Restores every connection to the kernel.
-pub(crate) fn give_everything_back(reason: &str, until: baton_protocol::program::Until) {
+pub(crate) fn give_everything_back(reason: &str, until: Until) {
     if !is_mine() {
         return;
     }
     // Hand-overs that other threads have begun count, too.
     for (_, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(tcp) = file {
-            if until != baton_protocol::program::Until::Never {
+            if until != Until::Never {
                 tcp.note_shared();
             }
             tcp.settle();
@@ -361,19 +375,25 @@ pub(crate) fn allow_again() {
     }
 }
 
-/// Restores everything for good: the process enters seccomp, or does something that this library cannot follow.
+/// Restores everything for good: the process does something that this library cannot follow.
 pub(crate) fn close_for_good(reason: &str) {
+    let Some(_section) = Section::enter() else { return };
     CLOSED.store(true, Ordering::SeqCst);
-    give_everything_back(reason, baton_protocol::program::Until::Never);
+    give_everything_back(reason, Until::Never);
 }
 
-/// Restores everything for good, and leaves the session: a filter may kill the process for what this library asks of the agent, or of the
-/// kernel for its sake.
-pub(crate) fn leave_for_seccomp() {
-    close_for_good("seccomp");
-    if let Some(session) = session().filter(|_| is_mine()) {
-        let _ = session.shared.say_goodbye();
+/// Ends the session, and closes all descriptors of this library's: it withdraws, and no other thread is inside.
+pub(crate) fn end() {
+    if let Some(session) = session() {
+        session.sockets().into_iter().for_each(Tcp::end_care);
+        let _ = session.shared.report_withdrawal("seccomp: it filters its system calls");
         session.leave();
+    }
+    let fds = left().into_iter().flat_map(|left| left.fds).filter(|fd| *fd >= 0);
+    LEFT.store(std::ptr::null_mut(), Ordering::Release);
+    for fd in fds {
+        // SAFETY: the session has ended, and nobody uses its descriptors any more.
+        unsafe { real::close(fd) };
     }
 }
 
@@ -398,6 +418,7 @@ extern "C" fn at_start() {
 }
 
 extern "C" fn at_exit() {
+    let Some(_section) = Section::enter() else { return };
     if let Some(session) = session().filter(|_| is_mine()) {
         CLOSED.store(true, Ordering::Release);
         let _ = session.shared.say_goodbye();

@@ -39,6 +39,7 @@ macro_rules! real {
 
 real! {
     socket = c"socket": fn(domain: c_int, kind: c_int, protocol: c_int) -> c_int;
+    accept = c"accept": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     accept4 = c"accept4": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int;
     connect = c"connect": fn(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int;
     listen = c"listen": fn(fd: c_int, most: c_int) -> c_int;
@@ -82,6 +83,7 @@ real! {
     vdprintf = c"vdprintf": fn(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int;
     vdprintf_checked = c"__vdprintf_chk": fn(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int;
     close_range = c"close_range": fn(first: c_uint, last: c_uint, flags: c_int) -> c_int;
+    closefrom = c"closefrom": fn(first: c_int) -> ();
     execve = c"execve": fn(path: *const c_char, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
     execv = c"execv": fn(path: *const c_char, arguments: *const *const c_char) -> c_int;
     execvp = c"execvp": fn(file: *const c_char, arguments: *const *const c_char) -> c_int;

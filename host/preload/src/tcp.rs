@@ -11,6 +11,7 @@ use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
 use crate::listening::Queue;
 use crate::process::{self, Session};
+use crate::sections::Section;
 use crate::waiter::Waiter;
 use crate::waiting::{Fact, Waiting};
 use crate::worth::{Moment, Worth};
@@ -221,6 +222,7 @@ impl Tcp {
 
     /// Notes that it is connected, and hands it over if its rule says so.
     pub fn established(&'static self, fd: c_int, origin: Option<Origin>) {
+        let Some(_section) = Section::enter() else { return };
         if let Some(origin) = origin {
             self.note_origin(origin);
         }
@@ -253,6 +255,7 @@ impl Tcp {
     /// Registers the socket with the agent.
     #[cold]
     fn hand_over(&'static self, fd: c_int) {
+        let Some(_section) = Section::enter() else { return };
         if self.is_standard() {
             return;
         }

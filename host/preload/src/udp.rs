@@ -5,8 +5,10 @@
 //! the socket, with the program's own data. The NIC is asked to take a socket when the process first waits for it, receives or
 //! sends, once it has a port.
 
+use crate::call::Call;
 use crate::forks::{self, Held};
 use crate::process::{self, Session};
+use crate::sections::Section;
 use crate::{connecting, io, real, thread, wait};
 use baton_client::Datagrams;
 use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
@@ -111,7 +113,7 @@ pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
 /// Tracks another descriptor of the same socket.
 pub(crate) fn copied(fd: c_int, copy: c_int) {
     if copy >= 0 && copy != fd {
-        let udp = of(fd).filter(|_| process::is_mine());
+        let udp = of(fd).filter(|_| Section::enter().is_some_and(|_section| process::is_mine()));
         if let Some(udp) = udp {
             udp.descriptors.fetch_add(1, Ordering::AcqRel);
         }
@@ -121,7 +123,10 @@ pub(crate) fn copied(fd: c_int, copy: c_int) {
 
 /// Handles the closing of a descriptor, before it is closed.
 pub(crate) fn close(fd: c_int) {
-    let Some(udp) = of(fd).filter(|_| process::is_mine()) else { return };
+    let (Some(udp), Some(_section)) = (of(fd), Section::enter()) else { return };
+    if !process::is_mine() {
+        return;
+    }
     put(fd, None);
     if udp.descriptors.fetch_sub(1, Ordering::AcqRel) == 1 {
         udp.leave(false, u64::MAX);
@@ -160,6 +165,11 @@ pub(crate) fn leave_session() {
 /// Takes the locks of what is kept, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
     vec![forks::hold(&POOL), forks::hold(&OURS)]
+}
+
+/// Closes what is left of doorbells. No thread may use them any more.
+pub(crate) fn close_all() {
+    wait::close_all(&OURS);
 }
 
 /// Stops tracking all sockets, in a child that may take no lock.
@@ -296,7 +306,9 @@ impl Udp {
 
 /// Handles a changed option or peer of a socket.
 pub(crate) fn changed(fd: c_int) {
-    if let Some(udp) = of(fd) {
+    if let Some(udp) = of(fd)
+        && let Some(_section) = Section::enter()
+    {
         udp.refresh(fd);
     }
 }
@@ -310,11 +322,13 @@ fn blocks(fd: c_int, flags: c_int) -> bool {
 ///
 /// # Safety
 /// As recvmsg(2).
-pub(crate) unsafe fn receive_message(udp: &Udp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
+pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
     let special = flags & (libc::MSG_ERRQUEUE | libc::MSG_OOB) != 0;
-    let Some(taken) = udp.taken(fd).filter(|_| !special) else {
+    let section = Section::enter();
+    let taken = if section.is_some() { udp.taken(fd).filter(|_| !special) } else { None };
+    let (Some(mut section), Some(taken)) = (section, taken) else {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { real::recvmsg(fd, message, flags) };
+        return unsafe { call.receive(fd, message, flags) };
     };
     let deadline = io::deadline(fd, libc::SO_RCVTIMEO);
     loop {
@@ -341,24 +355,39 @@ pub(crate) unsafe fn receive_message(udp: &Udp, fd: c_int, message: &mut msghdr,
         if !blocks(fd, flags) {
             return thread::fail(libc::EAGAIN);
         }
-        if let Err(errno) = sleep(&taken, fd, deadline) {
-            return thread::fail(errno);
+        match sleep(section, &taken, fd, deadline) {
+            Some((again, slept)) => {
+                section = again;
+                if let Err(errno) = slept {
+                    return thread::fail(errno);
+                }
+            }
+            None => {
+                // Dropping them may close descriptors.
+                std::mem::forget(taken);
+                // SAFETY: the program's own arguments (`# Safety`).
+                return unsafe { call.receive(fd, message, flags) };
+            }
         }
     }
 }
 
-/// Waits until kernel or NIC has a datagram. Err with errno.
-fn sleep(taken: &Taken, fd: c_int, deadline: Option<u64>) -> Result<(), c_int> {
+/// Waits until kernel or NIC has a datagram: Ok, or Err with errno. None if the library has withdrawn meanwhile.
+fn sleep(section: Section, taken: &Taken, fd: c_int, deadline: Option<u64>) -> Option<(Section, Result<(), c_int>)> {
     let mut fds = [fd, taken.bell()].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
     let left =
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
+    drop(section);
     // SAFETY: two live entries.
-    match unsafe { real::poll(fds.as_mut_ptr(), 2, left) } {
+    let got = unsafe { real::poll(fds.as_mut_ptr(), 2, left) };
+    let section = Section::enter()?;
+    let slept = match got {
         0 => Err(libc::EAGAIN),
         -1 if thread::errno() == libc::EINTR && deadline.is_none() && wait::handlers_restart() => Ok(()),
         -1 => Err(thread::errno()),
         _ => Ok(()),
-    }
+    };
+    Some((section, slept))
 }
 
 /// Takes the next datagram from the ring. None if there is none.
@@ -429,11 +458,11 @@ unsafe fn write_address(address: SocketAddr, v6: bool, to: *mut c_void, room: so
 ///
 /// # Safety
 /// As sendmsg(2).
-pub(crate) unsafe fn send_message(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+pub(crate) unsafe fn send_message(call: Call, udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
-    let by_nic = unsafe { send_by_nic(udp, fd, message, flags) };
+    let by_nic = Section::enter().and_then(|_section| unsafe { send_by_nic(udp, fd, message, flags) });
     // SAFETY: as above.
-    by_nic.unwrap_or_else(|| unsafe { real::sendmsg(fd, message, flags) })
+    by_nic.unwrap_or_else(|| unsafe { call.send(fd, message, flags) })
 }
 
 /// Sends a datagram by the NIC. None if the kernel has to do it.
@@ -502,7 +531,9 @@ fn error_waits(udp: &Udp, fd: c_int) -> bool {
 
 /// Bytes of the next datagram in the ring (FIONREAD). None if the kernel is to be asked.
 pub(crate) fn next_length(fd: c_int) -> Option<c_int> {
-    let taken = of(fd)?.taken(fd)?;
+    let udp = of(fd)?;
+    let _section = Section::enter()?;
+    let taken = udp.taken(fd)?;
     taken.datagrams.next_length().map(|length| length as c_int)
 }
 

@@ -6,7 +6,7 @@
 use crate::process::Session;
 use crate::tcp::Tcp;
 use crate::waiter::Waiter;
-use crate::{process, real, thread};
+use crate::{process, real, sections, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
@@ -159,7 +159,12 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
         let events = if want == Want::Send { libc::POLLOUT } else { libc::POLLIN };
         fds.push(pollfd { fd, events, revents: 0 });
     }
-    let ready = || tcp.moves() != known || tcp.generation() != generation || tcp.is_managed() && satisfied(tcp, want);
+    let ready = || {
+        tcp.moves() != known
+            || tcp.generation() != generation
+            || tcp.is_managed() && satisfied(tcp, want)
+            || sections::is_withdrawn()
+    };
     loop {
         let slept = sleep(process::session(), &[tcp], &mut fds, deadline, std::ptr::null(), ready);
         if tcp.generation() != generation {

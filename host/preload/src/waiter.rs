@@ -5,7 +5,7 @@
 //! further threads until each of those that slept on it has left, and it is made unreadable then: none of them can miss the event.
 
 use crate::forks::{self, Held};
-use crate::wait::{clear, close_all, eventfd, signal};
+use crate::wait::{self, clear, eventfd, signal};
 use libc::c_int;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -52,7 +52,19 @@ pub(crate) fn forget_inherited() {
         pool.free.clear();
         pool.all.clear();
     }
-    close_all(&OURS);
+    close_all();
+}
+
+/// Wakes all threads that sleep.
+pub(crate) fn wake_all() {
+    // Not with the list locked: what wakes may need it.
+    let all = pool().all.clone();
+    all.iter().filter(|waiter| waiter.sleepers.load(Ordering::Relaxed) > 0).for_each(|waiter| waiter.wake());
+}
+
+/// Closes all eventfds. Nobody may sleep any more.
+pub(crate) fn close_all() {
+    wait::close_all(&OURS);
 }
 
 /// Whether a descriptor is a waiter's eventfd.

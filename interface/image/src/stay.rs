@@ -2,7 +2,8 @@
 //! what is known of the segments in flight. So the agent keeps what the NIC wrote when it gave the connection up, and completes the
 //! kernel's image with as much of it as still holds.
 
-use crate::{Image, NicState};
+use crate::nic::Receiving;
+use crate::{Image, NicState, State};
 
 /// What a NIC knew of a connection that was restored.
 #[derive(Clone, Copy, Debug)]
@@ -18,6 +19,17 @@ impl Stay {
     /// Begins a stay at `since` (microseconds). `nic` is `None` if the NIC died: its record has less.
     pub fn new(image: Image, nic: Option<NicState>, since: u64) -> Stay {
         Stay { image, nic, since }
+    }
+
+    /// Whether the kernel has nothing to tell the peer at the beginning of the stay, nor to ask: all that was sent is acknowledged, all that
+    /// was received too, and the program has read it, so that the window is as it was said.
+    pub fn is_idle(&self) -> bool {
+        let image = &self.image;
+        let told = self.nic.is_some_and(|NicState { receiving, sending, .. }| {
+            let Receiving { unacked, last_ack, ack_due, duplicate, .. } = receiving;
+            !ack_due && !sending.probe_due && unacked == 0 && duplicate.is_none() && last_ack == image.rcv_nxt
+        });
+        told && image.state == State::Established && image.snd_una == image.snd_end && image.unread == 0
     }
 
     /// Completes an image that was `exported` from the kernel, and returns what only the NIC knew, if that still holds: nothing was sent
@@ -59,8 +71,8 @@ impl Stay {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::State;
-    use crate::nic::{Congestion, EVER, Flight, Newest, Receiving, Recovery, SendTimer, Timers};
+
+    use crate::nic::{Congestion, EVER, Flight, Newest, Recovery, SendTimer, Sending, Timers};
     use crate::tests::sample;
 
     fn rested() -> (Image, NicState) {
@@ -102,6 +114,33 @@ mod tests {
         assert_eq!(kept.check(&shown), Ok(()));
         let late = Stay::new(image, Some(state), 1000).complete(&mut exported(&image), 0, 9999).expect("it holds");
         assert_eq!(late.timers.send_in, Some(0), "a time-out that has passed is due");
+    }
+
+    #[test]
+    fn an_idle_connection_has_nothing_to_say() {
+        let image = Image { snd_nxt: 7, snd_una: 7, snd_end: 7, unread: 0, ..sample() };
+        let (_, state) = rested();
+        let receiving = Receiving { unacked: 0, last_ack: image.rcv_nxt, duplicate: None, ack_due: false, ..state.receiving };
+        let state = NicState { receiving, sending: Sending::default(), ..state };
+        let is_idle = |image: Image, receiving: Receiving| Stay::new(image, Some(NicState { receiving, ..state }), 0).is_idle();
+        assert!(is_idle(image, receiving));
+        for busy in [
+            Image { snd_end: 8, ..image },
+            Image { snd_una: 6, ..image },
+            Image { unread: 1, ..image },
+            Image { rcv_nxt: image.rcv_nxt.wrapping_add(1), ..image },
+            Image { state: State::FinWait1, ..image },
+        ] {
+            assert!(!is_idle(busy, receiving), "{busy:?}");
+        }
+        for owing in [
+            Receiving { unacked: 1, ..receiving },
+            Receiving { ack_due: true, ..receiving },
+            Receiving { duplicate: Some((1, 2)), ..receiving },
+        ] {
+            assert!(!is_idle(image, owing), "{owing:?}");
+        }
+        assert!(!Stay::new(image, None, 0).is_idle(), "nobody knows what a NIC that died has said");
     }
 
     #[test]

@@ -4,10 +4,11 @@ use crate::address::AddressInfo;
 use crate::texts::plain;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 12;
+pub const VERSION: u32 = 13;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -135,6 +136,11 @@ pub enum Ask {
     Attachers,
     /// The program exits. The answer comes after its activity is in its group's report.
     Goodbye,
+    /// As [`Ask::Goodbye`], but the program runs on without Baton, for this reason.
+    Withdraw {
+        /// Why.
+        reason: String,
+    },
     /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent forgets it.
     Forget {
         /// The connection.
@@ -469,6 +475,9 @@ impl Reply {
             }
             Reply::Statistics(statistics) => {
                 statistics.nics.iter_mut().flat_map(|nic| &mut nic.devices).for_each(|device| *device = plain(device));
+                for Withdrawn { program, reason, .. } in &mut statistics.withdrawn {
+                    (*program, *reason) = (plain(program), plain(reason));
+                }
             }
             _ => {}
         }
@@ -575,6 +584,19 @@ pub struct NicStatistics {
     pub hung: u64,
 }
 
+/// A program that runs on without Baton.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Withdrawn {
+    /// Its process id.
+    pub process: u32,
+    /// When that process was started (`baton_linux::process::started`): the id may be another one's by now.
+    pub started: u64,
+    /// Its name.
+    pub program: String,
+    /// Why.
+    pub reason: String,
+}
+
 /// Counters of agent and NICs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Statistics {
@@ -588,6 +610,8 @@ pub struct Statistics {
     pub nic_starts: u32,
     /// Control connections, this one included.
     pub sessions: u32,
+    /// The programs that left last, and run on without Baton.
+    pub withdrawn: VecDeque<Withdrawn>,
     /// Moves done.
     pub moves: u64,
     /// Moves that failed and lost the connection: must stay 0.

@@ -18,7 +18,7 @@ use std::time::Duration;
 
 /// Seconds before each measurement: connections are made, and moved.
 const WARMING: f64 = 1.0;
-/// Most seconds that the connections have for their moves before it: moves are not what is measured.
+/// Seconds before it after which no further connection is expected to move: moves are not what is measured.
 const MOVING: f64 = 15.0;
 
 /// A part of the CPU time: whose, and how much.
@@ -201,10 +201,17 @@ impl Parties {
         Ok(tool.connections()?.iter().filter(|info| info.place == Place::Nic).count())
     }
 
-    /// Waits until so many connections are on the NIC, or no more time is left for that.
+    /// Waits until so many connections are on the NIC, or none has come for a while.
     fn await_moves(&mut self, connections: usize) -> Result<()> {
-        let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
-        while self.tool.is_some() && self.count_on_nic()? < connections && monotonic_micros() < deadline {
+        let (mut most, mut since) = (0, monotonic_micros());
+        while self.tool.is_some() {
+            let now = self.count_on_nic()?;
+            if now > most {
+                (most, since) = (now, monotonic_micros());
+            }
+            if now >= connections || monotonic_micros() - since > (MOVING * 1e6) as u64 {
+                break;
+            }
             if let Some(attacher) = &mut self.attacher {
                 attacher.check().context("baton attach")?;
             }

@@ -35,6 +35,7 @@ pub mod resolution;
 pub mod rights;
 pub mod route;
 pub mod rtnetlink;
+pub mod seccomp;
 pub mod socket;
 pub mod stream;
 pub mod tasks;

@@ -469,6 +469,13 @@ pub fn parent(process: u32) -> Option<u32> {
     stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
 }
 
+/// When a process was started, in ticks since the system was; None if it has ended. It tells the process from a later one with its number.
+pub fn started(process: u32) -> Option<u64> {
+    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+    // Field 22 of proc_pid_stat(5); what follows the name begins with field 3.
+    stat.rsplit_once(") ")?.1.split(' ').nth(19)?.parse().ok()
+}
+
 /// The children of a process.
 pub fn children(process: u32) -> Vec<u32> {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else { return Vec::new() };

@@ -3,6 +3,7 @@
 use crate::common::{until_moved, wait_until};
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_client::tool::Tool;
+use baton_linux::freeze::Frozen;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::Place;
@@ -435,6 +436,72 @@ fn a_blocking_client_with_signals_does_not_notice() {
 }
 
 /// A program that answers, and changes its socket's mode on request.
+
+/// Connects when it is told to, and answers other lines at once.
+const ANSWERS: &str = "
+import socket, sys
+kept = []
+for line in sys.stdin:
+    if line == 'connect\\n':
+        kept.append(socket.create_connection(('127.0.0.1', int(sys.argv[1]))))
+        kept[-1].sendall(b'x')
+        kept[-1].recv(1)
+        kept[-1].setblocking(False)
+    print(line, end='', flush=True)
+";
+
+/// A program opens a connection while a debugger holds the agent, which would register it: the program stands still for it, but not for
+/// long, and the connection goes to the NIC when the agent goes on.
+#[test]
+fn an_agent_that_is_held_does_not_stop_an_attached_program() {
+    let scratch = Scratch::new("attach-held");
+    let host = Namespace::new().expect("a namespace");
+    let port = echo(&host, 2);
+    let mut command = Command::new("python3");
+    command.args(["-c", ANSWERS, &port.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut program = host.spawn(&mut command).expect("python3");
+    let mut input = program.stdin.take().expect("its input");
+    let mut output = BufReader::new(program.stdout.take().expect("its output"));
+    let mut tell = |line: &str| {
+        let begun = Instant::now();
+        writeln!(input, "{line}").expect("it reads");
+        let mut answer = String::new();
+        output.read_line(&mut answer).expect("its answer");
+        assert_eq!(answer.trim_end(), line);
+        begun.elapsed()
+    };
+    tell("connect");
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.id().to_string()]);
+    let on_nic = || match agent_socket(&scratch) {
+        Some(_) => listed(&scratch).iter().filter(|one| one.place == Place::Nic).count(),
+        None => 0,
+    };
+    wait_until("its connection is on the NIC", || on_nic() == 1);
+    let socket = agent_socket(&scratch).expect("an agent");
+    let agent = Tool::connect(&socket).expect("a tool").statistics().expect("statistics").agent_process;
+    let (held, is_held) = std::sync::mpsc::channel();
+    let debugger = std::thread::spawn(move || {
+        let frozen = Frozen::freeze(&[agent]).expect("a tracer");
+        held.send(()).expect("it waits");
+        // Waits: for long enough that a program which stands still until the agent goes on is seen to.
+        std::thread::sleep(Duration::from_secs(5));
+        drop(frozen);
+    });
+    is_held.recv().expect("it is held");
+    let mut longest = tell("connect");
+    while !debugger.is_finished() {
+        longest = longest.max(tell("go on"));
+    }
+    debugger.join().expect("no panic");
+    println!("it stood still for {longest:?}");
+    // Waits: 0.8 s for the agent.
+    assert!(longest < Duration::from_secs(3), "it stood still for {longest:?}");
+    wait_until("its connections are on the NIC", || on_nic() == 2);
+    drop(input);
+    assert!(program.wait().expect("the program").success());
+    println!("{}", summary(attacher, &scratch));
+}
+
 const MODES: &str = "
 import select
 import socket

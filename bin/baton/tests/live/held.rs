@@ -181,6 +181,24 @@ fn an_agent_dies_while_a_sockets_lock_is_held() {
     }
 }
 
+/// A program that asks again and again for a move that waits keeps no more of its requests in the agent than some: the others are refused at
+/// once, and everybody else goes on.
+#[test]
+fn a_program_keeps_only_so_many_requests_waiting_for_a_move() {
+    let mut both = Both::new();
+    let before = both.processes();
+    let holder = both.hold();
+    both.hostile.tell("flood");
+    both.goes_on();
+    let answer = both.hostile.hear();
+    assert!(answer.contains("too many requests wait"), "{answer}");
+    both.goes_on();
+    both.is_shown_as_held();
+    drop(holder);
+    assert_eq!(both.processes(), before);
+    both.ends_well();
+}
+
 /// Both ways: the move waits, everybody else goes on, and it ends well when the lock is let go.
 #[test]
 fn a_move_that_waits_for_a_sockets_lock_holds_up_no_other() {

@@ -28,6 +28,11 @@ fn endpoint(address: SocketAddr) -> Endpoint {
     }
 }
 
+/// The flow of a connection between the hosts.
+pub fn flow(local: SocketAddr, peer: SocketAddr) -> Flow {
+    Flow { local: endpoint(local), remote: endpoint(peer) }
+}
+
 /// A connection of the kernel's that goes through a NIC, of which only the handoff is there.
 struct Moved<'a> {
     server: &'a TcpStream,
@@ -51,7 +56,7 @@ impl Moved<'_> {
         let saved = exporter.purge(fd).map_err(|(_, refusal)| refusal).expect("a shell");
         let (local, peer) = (self.server.local_addr().expect("local"), self.server.peer_addr().expect("peer"));
         let importer = Importer::begin(fd, &image, local, peer, &unread, &unacknowledged, &saved).expect("an import");
-        importer.finish(fd, &unacknowledged).expect("its end");
+        importer.finish(fd, &unacknowledged, false).expect("its end");
         image
     }
 
@@ -78,7 +83,7 @@ fn the_kernel_shows_what_it_sent_again_since_an_import() {
     let (server, peer) = connect(&bed, false, PORT);
     let rules = "table inet stay { chain input { type filter hook input priority 0; tcp dport 8080 drop; }; }";
     nft(&bed.host_a, &[rules]);
-    let flow = Flow { local: endpoint(server.local_addr().expect("local")), remote: endpoint(server.peer_addr().expect("peer")) };
+    let flow = flow(server.local_addr().expect("local"), server.peer_addr().expect("peer"));
     let moved = Moved { server: &server, flow, memory: Region::private(2 * MEMORY as usize).expect("memory") };
     assert_eq!(socket::send(server.as_fd(), &[7; IN_FLIGHT as usize]).expect("data"), IN_FLIGHT as usize);
     moved.await_retransmission();

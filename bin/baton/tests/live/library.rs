@@ -7,11 +7,11 @@ use baton_linux::namespace::Namespace;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-fn set_up_loopback(namespace: &Namespace) {
+pub fn set_up_loopback(namespace: &Namespace) {
     namespace.run(|| baton_linux::rtnetlink::set_up(&baton_linux::rtnetlink::open()?, 1, None, None)).expect("loopback");
 }
 
-fn finish(namespace: &Namespace, mut command: Command) -> Output {
+pub fn finish(namespace: &Namespace, mut command: Command) -> Output {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     namespace.spawn(&mut command).expect("a program").wait_with_output().expect("its output")
 }

@@ -109,7 +109,7 @@ fn buffers_are_filled_wherever_the_connection_is() {
         for round in 0..40 {
             reader.scene.try_to_move(if round % 2 == 0 { Place::Nic } else { Place::Kernel });
             reader.receive(100_000);
-            if reader.scene.session.place(reader.scene.id).expect("a place") == Place::Nic {
+            if reader.scene.settled_place() == Some(Place::Nic) {
                 reader.receive_placed(20_000);
             }
         }

@@ -29,12 +29,16 @@ use baton_protocol::keeper::Kept;
 use baton_protocol::nic::ToNic;
 use baton_protocol::program::{
     Answer, Ask, ConnectionInfo, Detail, Flip, NicStatistics, Opening, Place, Reply, Request, Statistics, Until, VERSION,
+    Withdrawn,
 };
 use baton_wire::Flow;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
+
+/// Programs that run on without Baton of which lists say why: those that left last.
+const WITHDRAWN: usize = 16;
 
 /// Most connections listed in one answer.
 const LISTED: usize = 128;
@@ -270,6 +274,11 @@ impl Agent {
                 let reply = self.give_back(number, connection, shortened(&reason), until, (number, tag));
                 self.return_descriptor(number, connection);
                 reply.map(|reply| (reply, Vec::new()))
+            }
+            Ask::Withdraw { reason } => {
+                self.note_withdrawn(number, &reason);
+                self.end_connections(number, false);
+                Some((Reply::Done, Vec::new()))
             }
             Ask::Goodbye => {
                 self.end_connections(number, false);
@@ -625,6 +634,22 @@ impl Agent {
             }
         }
         list
+    }
+
+    /// Notes for lists that a program runs on without Baton.
+    fn note_withdrawn(&mut self, number: u32, reason: &str) {
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
+        let left = Withdrawn {
+            process: session.process,
+            started: process::started(session.process).unwrap_or_default(),
+            program: shortened(&session.opening.program),
+            reason: shortened(reason),
+        };
+        let withdrawn = &mut self.statistics.withdrawn;
+        if withdrawn.len() >= WITHDRAWN {
+            withdrawn.pop_front();
+        }
+        withdrawn.push_back(left);
     }
 
     /// How often the NIC has lent a connection to the host's TCP, and whether it has now.

@@ -187,10 +187,11 @@ impl Performer<'_> {
     pub(super) fn finish(&mut self) -> Result<(), Stop> {
         let (Some(image), Some(on_nic)) = (self.image, &self.connection.on_nic) else { return Err(damaged("import").into()) };
         let (memory, region, importer) = (on_nic.memory(), self.open.memory.clone(), self.importer.take());
+        let idle = self.connection.extra.as_ref().and_then(|extra| extra.stay.as_ref()).is_some_and(|stay| stay.is_idle());
         let finished = self.on_socket(move |fd| {
             let importer = importer.ok_or_else(|| damaged("import"))?;
             let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
-            importer.finish(fd, &unacknowledged).map_err(Refusal::from)
+            importer.finish(fd, &unacknowledged, idle).map_err(Refusal::from)
         });
         Ok(finished??)
     }

@@ -29,6 +29,7 @@ mod requests;
 mod sending;
 
 pub(crate) use events::{Events, refresh};
+pub use requests::LIMIT;
 use requests::protocol_error;
 pub use sending::limits_queue;
 
@@ -297,7 +298,7 @@ impl Shared {
     }
 
     /// The control connection, for a session whose agent sends messages without a request. No other thread may send requests
-    /// then.
+    /// then; tags are from [`Shared::begin_withdrawable`] or below those.
     pub fn channel(&self) -> &Mutex<Arc<Channel>> {
         &self.channel
     }

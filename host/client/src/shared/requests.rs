@@ -18,7 +18,7 @@ use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
 
 /// Time that a program waits for an agent that does not take up its request. What natively returns at once goes on without the agent then.
-pub(super) const LIMIT: Duration = Duration::from_secs(1);
+pub const LIMIT: Duration = Duration::from_millis(800);
 
 /// Microseconds after which an agent that has not answered is waited for again.
 const SILENCE: u64 = 5_000_000;
@@ -103,15 +103,15 @@ impl Shared {
                     sent => sent?,
                 },
             }
-            let answered = match await_answer(&channel, tag, known, (patience != Patience::Endless).then_some(LIMIT)) {
+            let is_lost = || self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire).wrapping_sub(known) as i32 > 0;
+            let answered = match await_answer(&channel, tag, is_lost, (patience != Patience::Endless).then_some(LIMIT)) {
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => {
-                    let withdrawn = asked.compare_exchange(tag, 0, Ordering::AcqRel, Ordering::Acquire).is_ok();
-                    if withdrawn || patience == Patience::Leave {
+                    if self.withdraw(tag) || patience == Patience::Leave {
                         self.note_silence();
                         return Err(error);
                     }
                     // The agent has taken it up.
-                    await_answer(&channel, tag, known, None)
+                    await_answer(&channel, tag, is_lost, None)
                 }
                 answered => answered,
             };
@@ -140,6 +140,19 @@ impl Shared {
                 false
             }
         }
+    }
+
+    /// A tag for a request of whoever has this session's channel to itself ([`Shared::channel`]), which may be withdrawn. One request at a
+    /// time.
+    pub fn begin_withdrawable(&self) -> u32 {
+        let tag = self.tag() | MAY_WITHDRAW;
+        self.memory.word32(at::ASKED).store(tag, Ordering::Release);
+        tag
+    }
+
+    /// Withdraws a request, unless the agent has taken it up. Returns whether it is withdrawn: nothing will be done then.
+    pub fn withdraw(&self, tag: u32) -> bool {
+        self.memory.word32(at::ASKED).compare_exchange(tag, 0, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
     fn note_silence(&self) {
@@ -460,21 +473,56 @@ impl Shared {
     pub fn say_goodbye(&self) -> io::Result<()> {
         self.ask_or_leave(&Ask::Goodbye).map(|_| ())
     }
+
+    /// Reports to the agent that the program runs on without Baton, and why; waits for the answer, a second at most.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn report_withdrawal(&self, reason: &str) -> io::Result<()> {
+        self.ask_or_leave(&Ask::Withdraw { reason: reason.into() }).map(|_| ())
+    }
 }
 
-/// Receives the answer; None if the agent has died with the request.
-fn await_answer(channel: &Channel, tag: u32, known: u32, limit: Option<Duration>) -> io::Result<Option<(Reply, Vec<OwnedFd>)>> {
+/// Receives the answer; None if the agent has died with the request: `is_lost` says so, by the session's memory, when any message has come.
+/// The next agent sends one if none is on its way already.
+fn await_answer(
+    channel: &Channel,
+    tag: u32,
+    is_lost: impl Fn() -> bool,
+    limit: Option<Duration>,
+) -> io::Result<Option<(Reply, Vec<OwnedFd>)>> {
     loop {
         let (answer, descriptors): (Answer, _) = match limit {
             Some(limit) => channel.receive_within(limit)?,
             None => channel.receive()?,
         };
-        match answer.body {
-            Reply::Restarted { starts } if starts.wrapping_sub(known) as i32 > 0 => return Ok(None),
-            // Reports an earlier death, or answers a request that was repeated since.
-            Reply::Restarted { .. } => {}
-            body if answer.tag == tag => return Ok(Some((body, descriptors))),
-            _ => {}
+        if answer.tag == tag {
+            return Ok(Some((answer.body, descriptors)));
         }
+        // Otherwise it reports an earlier death, or answers a request that was repeated since.
+        if is_lost() {
+            return Ok(None);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// While the report of an agent's death is unread the next agents send none. A program that reads it looks whether more have died.
+    #[test]
+    fn any_message_shows_that_an_agent_has_died_with_a_request() {
+        let (program, agent) = Channel::pair().expect("a channel");
+        let send = |tag, body| agent.send(&Answer { tag, body }, &[]).expect("sent");
+        let answered = |lost: bool| await_answer(&program, 7, || lost, Some(Duration::ZERO)).map(|answer| answer.is_some());
+        send(0, Reply::Restarted { starts: 1 });
+        assert_eq!(answered(false).expect_err("it waits on").kind(), io::ErrorKind::TimedOut);
+        send(0, Reply::Restarted { starts: 1 });
+        assert!(!answered(true).expect("the end of the wait"));
+        send(6, Reply::Done);
+        assert!(!answered(true).expect("the end of the wait"));
+        send(7, Reply::Done);
+        assert!(answered(true).expect("the answer"));
     }
 }

@@ -3,6 +3,7 @@
 use super::stdio;
 use crate::connecting;
 use crate::listening::{self, Accepted};
+use crate::sections::{self, Section};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
@@ -26,7 +27,9 @@ pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
     // SAFETY: the program's own arguments (`# Safety`).
     let fd = unsafe { real::socket(domain, kind, protocol) };
     let stream = kind & 0xf == libc::SOCK_STREAM && (protocol == 0 || protocol == libc::IPPROTO_TCP);
-    if fd >= 0 {
+    if fd >= 0
+        && let Some(_section) = Section::enter()
+    {
         forget_stale(fd);
         udp::created(fd, domain, kind, protocol);
         if stream
@@ -46,28 +49,36 @@ fn forget_stale(fd: c_int) {
     }
 }
 
-/// accept4(2): of what the NIC has made for the listener, then of what the kernel has.
+/// accept(2) and accept4(2): of what the NIC has made for the listener, then of what the kernel has, by `native`, the program's own call.
 ///
 /// # Safety
 /// As for the C library's function.
-unsafe fn accept_from(listener: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
-    // SAFETY: the program's own arguments (`# Safety`).
-    let native = || unsafe { real::accept4(listener, address, length, flags) };
+unsafe fn accept_from(
+    listener: c_int,
+    address: *mut sockaddr,
+    length: *mut socklen_t,
+    flags: c_int,
+    native: impl Fn() -> c_int,
+) -> c_int {
     let known = table::tcp(listener).filter(|tcp| tcp.listens());
-    let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, native)) {
+    let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, &native)) {
         None => (native(), None),
         Some(Accepted::Kernel(fd)) => (fd, None),
-        Some(Accepted::Nic(fd, tcp, session)) => (fd, Some((tcp, session))),
+        Some(Accepted::Nic(fd, tcp, session, section)) => (fd, Some((tcp, session, section))),
     };
     if fd < 0 {
         return fd;
     }
+    let section = Section::enter();
+    if section.is_none() && made.is_none() {
+        return fd;
+    }
     forget_stale(fd);
     let listener = table::tcp(listener);
-    let tcp = match made {
-        Some((tcp, _)) => {
+    let tcp = match &made {
+        Some((tcp, ..)) => {
             table::put(fd, Some(File::Tcp(tcp)));
-            Some(tcp)
+            Some(*tcp)
         }
         None if listener.is_some() || tcp::is_tcp(fd) => note_new(fd),
         None => None,
@@ -79,11 +90,15 @@ unsafe fn accept_from(listener: c_int, address: *mut sockaddr, length: *mut sock
         tcp.worth.begin(worth::of_listener(listener));
         match made {
             None => tcp.established(fd, Some(Origin::Accepted)),
-            Some((_, session)) => {
+            Some((_, session, _section)) => {
                 tcp.note_origin(Origin::Accepted);
                 tcp.made(session);
                 if stdio::is_standard(fd) {
                     stdio::take_over(tcp);
+                }
+                if process::is_closed_for_good() {
+                    // Closed since it was taken.
+                    tcp.give_back(process::SECCOMP, Until::Never);
                 }
                 // SAFETY: the program's own arguments (`# Safety`); the descriptor is new, and the flags are its own.
                 unsafe { listening::finish(fd, address, length, flags) };
@@ -100,7 +115,7 @@ unsafe fn accept_from(listener: c_int, address: *mut sockaddr, length: *mut sock
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { accept_from(fd, address, length, 0) }
+    unsafe { accept_from(fd, address, length, 0, || real::accept(fd, address, length)) }
 }
 
 /// Intercepts the C library's `accept4`.
@@ -110,7 +125,7 @@ pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut 
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { accept_from(fd, address, length, flags) }
+    unsafe { accept_from(fd, address, length, flags, || real::accept4(fd, address, length, flags)) }
 }
 
 /// Intercepts the C library's `connect`.
@@ -125,6 +140,10 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
         udp::changed(fd);
         return done;
     };
+    let Some(section) = Section::enter() else {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::connect(fd, address, length) };
+    };
     // SAFETY: the program's own arguments (`# Safety`).
     if let Some(result) = unsafe { connecting::connect(tcp, fd, address, length) } {
         return result;
@@ -132,9 +151,11 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
     // A connected socket may be connected anew, or disconnected.
     tcp.give_back("connect", Until::Again);
     let inside = tcp.enter_kernel();
+    drop(section);
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { real::connect(fd, address, length) };
     drop(inside);
+    let Some(_section) = Section::enter() else { return done };
     if done == 0 || crate::thread::errno() == libc::EINPROGRESS {
         // The kernel has read this many bytes of it.
         let shown = (length as usize).min(size_of::<libc::sockaddr_in6>());
@@ -159,6 +180,7 @@ pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
     let done = unsafe { real::listen(fd, most) };
     if done == 0
         && let Some(tcp) = table::tcp(fd)
+        && let Some(_section) = Section::enter()
     {
         tcp.begin_listening();
         listening::refresh(tcp, fd);
@@ -168,6 +190,7 @@ pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
 
 /// Handles the closing of a descriptor, before it is closed.
 fn leave(fd: c_int) {
+    let Some(_section) = Section::enter() else { return };
     udp::close(fd);
     match table::get(fd) {
         // A child of vfork closes its own copies only.
@@ -242,6 +265,10 @@ pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) 
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn closefrom(first: c_int) {
+    if sections::is_withdrawn() {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::closefrom(first) };
+    }
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { close_all(first.max(0) as c_uint, c_uint::MAX, 0) };
 }
@@ -252,6 +279,10 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
         return copy;
     }
     udp::copied(fd, copy);
+    if table::get(fd).is_none() {
+        return copy;
+    }
+    let Some(_section) = Section::enter() else { return copy };
     let foreign = !process::is_mine();
     match table::get(fd) {
         // A child of vfork duplicates it for the program that it executes.
@@ -288,7 +319,7 @@ pub unsafe extern "C" fn dup(fd: c_int) -> c_int {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
-    if fd != to && is_open(fd) {
+    if fd != to && is_tracked(to) && is_open(fd) {
         leave(to);
     }
     // SAFETY: the program's own arguments (`# Safety`).
@@ -301,16 +332,21 @@ pub unsafe extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
-    if fd != to && is_open(fd) && flags & !libc::O_CLOEXEC == 0 {
+    if fd != to && flags & !libc::O_CLOEXEC == 0 && is_tracked(to) && is_open(fd) {
         leave(to);
     }
     // SAFETY: the program's own arguments (`# Safety`).
     copied(fd, unsafe { real::dup3(fd, to, flags) })
 }
 
+fn is_tracked(fd: c_int) -> bool {
+    table::get(fd).is_some() || udp::of(fd).is_some()
+}
+
+/// Whether a descriptor is open; false if that cannot be asked any more.
 fn is_open(fd: c_int) -> bool {
     // SAFETY: F_GETFD takes no pointer.
-    unsafe { real::fcntl(fd, libc::F_GETFD, 0) >= 0 }
+    Section::enter().is_some_and(|_section| unsafe { real::fcntl(fd, libc::F_GETFD, 0) >= 0 })
 }
 
 /// fcntl(2).
@@ -321,6 +357,7 @@ unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     if command == libc::F_SETFL
         && argument as c_int & libc::O_ASYNC != 0
         && let Some(tcp) = table::tcp(fd)
+        && let Some(_section) = Section::enter()
     {
         tcp.give_back("O_ASYNC", Until::Never);
     }
@@ -374,6 +411,10 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::ioctl(fd, request, argument) };
     };
+    let Some(_section) = Section::enter() else {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::ioctl(fd, request, argument) };
+    };
     let done = match tcp.enter_kernel() {
         // SAFETY: the program's own arguments (`# Safety`).
         Some(_inside) => unsafe { real::ioctl(fd, request, argument) },
@@ -398,6 +439,10 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
         let done = unsafe { real::setsockopt(fd, level, option, value, length) };
         udp::changed(fd);
         return done;
+    };
+    let Some(_section) = Section::enter() else {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::setsockopt(fd, level, option, value, length) };
     };
     let Some(inside) = tcp.enter_kernel() else {
         // SAFETY: the program's own arguments (`# Safety`).
@@ -424,7 +469,7 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, value: *mut c_void, length: *mut socklen_t) -> c_int {
-    let Some(tcp) = table::tcp(fd) else {
+    let (Some(tcp), Some(_section)) = (table::tcp(fd), Section::enter()) else {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::getsockopt(fd, level, option, value, length) };
     };
@@ -450,7 +495,9 @@ pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, valu
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn getpeername(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
-    if let Some(tcp) = table::tcp(fd) {
+    if let Some(tcp) = table::tcp(fd)
+        && let Some(_section) = Section::enter()
+    {
         tcp.leave_if_over();
     }
     // SAFETY: the program's own arguments (`# Safety`).
@@ -469,9 +516,9 @@ pub unsafe extern "C" fn getsockname(fd: c_int, address: *mut sockaddr, length: 
 
 /// Makes a call that does not wait at a time when no move is under way: during a move the socket has no address for a moment.
 fn undisturbed(fd: c_int, call: impl Fn() -> c_int) -> c_int {
-    match table::tcp(fd) {
-        None => call(),
-        Some(tcp) => tcp.undisturbed(|_| call()),
+    match (table::tcp(fd), Section::enter()) {
+        (Some(tcp), Some(_section)) => tcp.undisturbed(|_| call()),
+        _ => call(),
     }
 }
 
@@ -483,7 +530,7 @@ fn undisturbed(fd: c_int, call: impl Fn() -> c_int) -> c_int {
 pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
     // SAFETY: no pointers are involved.
     let native = || unsafe { real::shutdown(fd, how) };
-    let Some(tcp) = table::tcp(fd) else { return native() };
+    let (Some(tcp), Some(_section)) = (table::tcp(fd), Section::enter()) else { return native() };
     if let Some(_inside) = tcp.enter_kernel() {
         return native();
     }

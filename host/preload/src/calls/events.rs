@@ -1,7 +1,9 @@
 //! Functions that wait for events.
 
+use crate::poll::{self as polling, Polled};
+use crate::sections::Section;
 use crate::thread::fail;
-use crate::{epoll, listening, poll as polling, real, table, udp};
+use crate::{epoll, listening, real, table, udp};
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 /// The program's array for poll as a slice.
@@ -26,6 +28,21 @@ unsafe fn concerns(fds: *mut pollfd, count: nfds_t) -> bool {
         && unsafe { entries(fds, count) }.iter().any(|entry| table::get(entry.fd).is_some() || udp::of(entry.fd).is_some())
 }
 
+/// A time limit for poll: microseconds, rounded up to milliseconds.
+fn to_millis(limit: Option<u64>) -> c_int {
+    limit.map_or(-1, |limit| limit.div_ceil(1000).min(c_int::MAX as u64) as c_int)
+}
+
+fn timeval_of(micros: u64) -> timeval {
+    timeval { tv_sec: (micros / 1_000_000) as i64, tv_usec: (micros % 1_000_000) as i64 }
+}
+
+/// Makes a call with a time limit in microseconds.
+fn with_timespec<T>(limit: Option<u64>, call: impl FnOnce(*const timespec) -> T) -> T {
+    let limit = limit.map(|limit| timespec { tv_sec: (limit / 1_000_000) as i64, tv_nsec: (limit % 1_000_000 * 1000) as i64 });
+    call(limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref))
+}
+
 fn micros(limit: &timespec) -> Option<u64> {
     let valid = limit.tv_sec >= 0 && (0..1_000_000_000).contains(&limit.tv_nsec);
     valid.then(|| (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add((limit.tv_nsec as u64).div_ceil(1000)))
@@ -42,8 +59,10 @@ pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> 
         if !concerns(fds, count) {
             return real::poll(fds, count, limit);
         }
-        let limit = (limit >= 0).then(|| limit as u64 * 1000);
-        polling::poll(entries(fds, count), limit, std::ptr::null())
+        match polling::poll(entries(fds, count), millis(limit), std::ptr::null()) {
+            Polled::Done(result) => result,
+            Polled::Kernel(left) => real::poll(fds, count, to_millis(left)),
+        }
     }
 }
 
@@ -70,7 +89,11 @@ pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const ti
         }
         match limit.as_ref().map(micros) {
             Some(None) => fail(libc::EINVAL) as c_int,
-            limit => polling::poll(entries(fds, count), limit.flatten(), mask),
+            asked => match polling::poll(entries(fds, count), asked.flatten(), mask) {
+                Polled::Done(result) => result,
+                Polled::Kernel(left) if left == asked.flatten() => real::ppoll(fds, count, limit, mask),
+                Polled::Kernel(left) => with_timespec(left, |limit| real::ppoll(fds, count, limit, mask)),
+            },
         }
     }
 }
@@ -110,15 +133,27 @@ pub unsafe extern "C" fn select(
             Some(limit) if limit.tv_sec < 0 || limit.tv_usec < 0 => return fail(libc::EINVAL) as c_int,
             Some(limit) => Some((limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_usec as u64)),
         };
-        let started = crate::wait::now();
-        let Some(result) = polling::select(count, [read, write, except], micros, std::ptr::null()) else {
+        let asked = micros;
+        if !polling::concerns(count, &[read, write, except]) {
             return real::select(count, read, write, except, limit);
+        }
+        let started = asked.map(|_| crate::wait::now());
+        let result = match polling::select(count, [read, write, except], micros, std::ptr::null()) {
+            Polled::Done(result) => result,
+            // Linux writes back the time that is left.
+            Polled::Kernel(left) if left == asked => return real::select(count, read, write, except, limit),
+            Polled::Kernel(left) => {
+                let mut rest = left.map(timeval_of);
+                let result =
+                    real::select(count, read, write, except, rest.as_mut().map_or(std::ptr::null_mut(), std::ptr::from_mut));
+                if let (Some(limit), Some(rest)) = (limit.as_mut(), rest) {
+                    *limit = rest;
+                }
+                return result;
+            }
         };
-        // Linux writes back the time that is left.
-        if let (Some(limit), Some(micros)) = (limit.as_mut(), micros) {
-            let left = micros.saturating_sub(crate::wait::now() - started);
-            limit.tv_sec = (left / 1_000_000) as i64;
-            limit.tv_usec = (left % 1_000_000) as i64;
+        if let (Some(limit), Some(asked), Some(started)) = (limit.as_mut(), asked, started) {
+            *limit = timeval_of(asked.saturating_sub(crate::wait::now() - started));
         }
         result
     }
@@ -143,8 +178,11 @@ pub unsafe extern "C" fn pselect(
             Some(None) => return fail(libc::EINVAL) as c_int,
             limit => limit.flatten(),
         };
-        polling::select(count, [read, write, except], micros, mask)
-            .unwrap_or_else(|| real::pselect(count, read, write, except, limit, mask))
+        match polling::select(count, [read, write, except], micros, mask) {
+            Polled::Done(result) => result,
+            Polled::Kernel(left) if left == micros => real::pselect(count, read, write, except, limit, mask),
+            Polled::Kernel(left) => with_timespec(left, |limit| real::pselect(count, read, write, except, limit, mask)),
+        }
     }
 }
 
@@ -168,6 +206,10 @@ pub extern "C" fn epoll_create1(flags: c_int) -> c_int {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
+    let Some(_section) = Section::enter() else {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::epoll_ctl(set, operation, fd, event) };
+    };
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { epoll::control(set, operation, fd, event) };
     if done == 0 {
@@ -180,18 +222,26 @@ pub unsafe extern "C" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, even
     done
 }
 
-/// The variants of epoll_wait, for a set that this library tracks; else None. `limit` is in microseconds.
+/// The variants of epoll_wait, for a set that this library tracks; else None. `limit` is in microseconds, and so is the one with which
+/// `native` makes the program's own call.
 ///
 /// # Safety
 /// `events` must be null, or have room for `most` events.
-unsafe fn wait(set: c_int, events: *mut epoll_event, most: c_int, limit: Option<u64>, mask: *const sigset_t) -> Option<c_int> {
+unsafe fn wait(
+    set: c_int,
+    events: *mut epoll_event,
+    most: c_int,
+    limit: Option<u64>,
+    mask: *const sigset_t,
+    native: impl Fn(&mut [epoll_event], Option<u64>) -> c_int,
+) -> Option<c_int> {
     let known = table::set_of(set)?;
     if most <= 0 || events.is_null() {
         return None;
     }
     // SAFETY: the program's own arguments (`# Safety`).
     let events = unsafe { std::slice::from_raw_parts_mut(events, most as usize) };
-    Some(known.wait(set, events, limit, mask))
+    Some(known.wait(set, events, limit, mask, &native))
 }
 
 fn millis(limit: c_int) -> Option<u64> {
@@ -204,9 +254,12 @@ fn millis(limit: c_int) -> Option<u64> {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn epoll_wait(set: c_int, events: *mut epoll_event, most: c_int, limit: c_int) -> c_int {
-    // SAFETY: the program's own arguments (`# Safety`).
+    // SAFETY: the program's own arguments (`# Safety`); the events are those that it gave.
     unsafe {
-        wait(set, events, most, millis(limit), std::ptr::null()).unwrap_or_else(|| real::epoll_wait(set, events, most, limit))
+        wait(set, events, most, millis(limit), std::ptr::null(), |events, left| {
+            real::epoll_wait(set, events.as_mut_ptr(), most, to_millis(left))
+        })
+        .unwrap_or_else(|| real::epoll_wait(set, events, most, limit))
     }
 }
 
@@ -222,8 +275,13 @@ pub unsafe extern "C" fn epoll_pwait(
     limit: c_int,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { wait(set, events, most, millis(limit), mask).unwrap_or_else(|| real::epoll_pwait(set, events, most, limit, mask)) }
+    // SAFETY: as above.
+    unsafe {
+        wait(set, events, most, millis(limit), mask, |events, left| {
+            real::epoll_pwait(set, events.as_mut_ptr(), most, to_millis(left), mask)
+        })
+        .unwrap_or_else(|| real::epoll_pwait(set, events, most, limit, mask))
+    }
 }
 
 /// Intercepts the C library's `epoll_pwait2`.
@@ -238,16 +296,22 @@ pub unsafe extern "C" fn epoll_pwait2(
     limit: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: the program's own arguments (`# Safety`).
+    let call = |events: *mut epoll_event, limit: *const timespec| {
+        let [set, most] = [set, most].map(libc::c_long::from);
+        let mask_bytes = 8;
+        // SAFETY: the program's own arguments (`# Safety`).
+        unsafe { real::syscall(libc::SYS_epoll_pwait2, set, events as _, most, limit as _, mask as _, mask_bytes) as c_int }
+    };
+    // SAFETY: as above.
     unsafe {
         let time = match limit.as_ref().map(micros) {
             Some(None) => return fail(libc::EINVAL) as c_int,
             time => time.flatten(),
         };
-        wait(set, events, most, time, mask).unwrap_or_else(|| {
-            let [set, most] = [set, most].map(libc::c_long::from);
-            let mask_bytes = 8;
-            real::syscall(libc::SYS_epoll_pwait2, set, events as _, most, limit as _, mask as _, mask_bytes) as c_int
-        })
+        let native = |events: &mut [epoll_event], left| match left == time {
+            true => call(events.as_mut_ptr(), limit),
+            false => with_timespec(left, |left| call(events.as_mut_ptr(), left)),
+        };
+        wait(set, events, most, time, mask, native).unwrap_or_else(|| call(events, limit))
     }
 }

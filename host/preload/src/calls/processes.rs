@@ -1,12 +1,14 @@
 //! Functions that start programs or enter seccomp: the connections are restored first.
 
 use crate::forks::{self, Start};
-use crate::{process, real, table};
+use crate::sections::{self, Section};
+use crate::{filters, process, real, table};
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 
 /// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
 fn give_back_what_stays_open(reason: &str) {
+    let Some(_section) = Section::enter() else { return };
     forks::stay_open().for_each(|tcp| tcp.give_back(reason, Until::Alone));
 }
 
@@ -68,7 +70,7 @@ executes! {
 fn before_spawn(actions: *const c_void) {
     if actions.is_null() {
         give_back_what_stays_open("spawn");
-    } else {
+    } else if let Some(_section) = Section::enter() {
         process::give_everything_back("spawn", Until::Alone);
     }
 }
@@ -142,17 +144,29 @@ pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
-    if operation == libc::PR_SET_SECCOMP {
-        process::leave_for_seccomp();
-    }
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::prctl(operation, a, b, c, d) }
+    let call = || unsafe { real::prctl(operation, a, b, c, d) };
+    match (operation, a as u32) {
+        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT) => filters::set(std::ptr::null(), || call().into()) as c_int,
+        // Libraries ask by a call without a filter whether there may be one.
+        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER) if b != 0 => filters::set(b as *const _, || call().into()) as c_int,
+        _ => call(),
+    }
 }
 
 /// Whether a system call's first argument is no descriptor, or one that the call only reads or that this library itself passes
 /// on.
 fn is_harmless(number: c_long) -> bool {
     matches!(number, libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_gettid | libc::SYS_getrandom | libc::SYS_fstat)
+}
+
+/// Whether seccomp(2) with these arguments filters system calls. Libraries ask by it which filters there are, without one.
+fn sets_filter(operation: c_long, flags: c_long, filter: c_long) -> bool {
+    match operation as u32 {
+        libc::SECCOMP_SET_MODE_STRICT => flags == 0 && filter == 0,
+        libc::SECCOMP_SET_MODE_FILTER => filter != 0,
+        _ => false,
+    }
 }
 
 /// Whether a child that this system call makes has memory of its own.
@@ -235,9 +249,16 @@ pub unsafe extern "C" fn _Fork() -> pid_t {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long {
+    if sections::is_withdrawn() && !matches!(number, libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_seccomp) {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::syscall(number, a, b, c, d, e, f) };
+    }
     match number {
         libc::SYS_io_uring_setup => process::close_for_good("io_uring"),
-        libc::SYS_seccomp => process::leave_for_seccomp(),
+        libc::SYS_seccomp if sets_filter(a, b, c) => {
+            // SAFETY: the program's own arguments (`# Safety`).
+            return filters::set(c as *const _, || unsafe { real::syscall(number, a, b, c, d, e, f) });
+        }
         libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => {
             process::close_for_good("raw fork");
             // SAFETY: the program's own arguments (`# Safety`).
@@ -262,6 +283,7 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
         _ => {
             if let Ok(fd) = c_int::try_from(a)
                 && let Some(tcp) = table::tcp(fd)
+                && let Some(_section) = Section::enter()
             {
                 tcp.give_back("raw system call", Until::Never);
             }

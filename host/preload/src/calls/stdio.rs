@@ -1,6 +1,7 @@
 //! The C library's own input and output on sockets. It reads and writes without this library, so the connection is restored first, and
 //! stays in the kernel: one of a stream or of dprintf for good, one that is standard input, output or error as long as it is.
 
+use crate::sections::Section;
 use crate::tcp::Tcp;
 use crate::{real, table};
 use baton_protocol::program::Until;
@@ -24,7 +25,9 @@ pub(super) fn take_over(tcp: &Tcp) {
 }
 
 fn leave_to_library(fd: c_int) {
-    if let Some(tcp) = table::tcp(fd) {
+    if let Some(tcp) = table::tcp(fd)
+        && let Some(_section) = Section::enter()
+    {
         tcp.give_back(STDIO, Until::Never);
     }
 }
@@ -35,8 +38,10 @@ fn leave_to_library(fd: c_int) {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FILE {
-    if let Some(tcp) = table::tcp(fd) {
-        leave_to_library(fd);
+    if let Some(tcp) = table::tcp(fd)
+        && let Some(_section) = Section::enter()
+    {
+        tcp.give_back(STDIO, Until::Never);
         // fclose, too, is not intercepted.
         tcp.forget_connection();
     }

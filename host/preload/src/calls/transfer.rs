@@ -1,5 +1,7 @@
 //! Functions that receive and send.
 
+use crate::call::{Call, sum};
+use crate::sections::{self, Section};
 use crate::{io, real, table, thread, udp};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
@@ -10,22 +12,17 @@ use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socka
 /// As recv(2).
 #[inline(never)]
 unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
+    let call = if flags.is_some() { Call::Flagged } else { Call::Plain };
     if let Some(udp) = udp::of(fd).filter(|_| flags.is_some() || length > 0) {
         let vector = iovec { iov_base: buffer, iov_len: length };
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::receive_message(udp, fd, &mut message_of(&vector, 1), flags.unwrap_or(0)) };
+        return unsafe { udp::receive_message(call, udp, fd, &mut message_of(&vector, 1), flags.unwrap_or(0)) };
     }
     match (table::tcp(fd), flags) {
-        // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), Some(flags)) => unsafe { io::receive(tcp, fd, buffer, length, flags) },
         // read(2) of nothing returns 0, without waiting.
         (Some(_), None) if length == 0 => 0,
-        (Some(tcp), None) => {
-            // SAFETY: the program's own arguments (`# Safety`).
-            let as_called = io::as_called(tcp, fd, false, || unsafe { real::read(fd, buffer, length) });
-            // SAFETY: as above.
-            as_called.unwrap_or_else(|| unsafe { io::receive(tcp, fd, buffer, length, 0) })
-        }
+        // SAFETY: the program's own arguments (`# Safety`).
+        (Some(tcp), _) => unsafe { io::receive(call, tcp, fd, buffer, length, flags.unwrap_or(0)) },
         // SAFETY: the program's own arguments (`# Safety`).
         (None, Some(flags)) => unsafe { real::recv(fd, buffer, length, flags) },
         // SAFETY: the program's own arguments (`# Safety`).
@@ -39,20 +36,15 @@ unsafe fn receive(fd: c_int, buffer: *mut c_void, length: size_t, flags: Option<
 /// As send(2).
 #[inline(never)]
 unsafe fn transmit(fd: c_int, buffer: *const c_void, length: size_t, flags: Option<c_int>) -> ssize_t {
+    let call = if flags.is_some() { Call::Flagged } else { Call::Plain };
     if let Some(udp) = udp::of(fd) {
         let vector = iovec { iov_base: buffer.cast_mut(), iov_len: length };
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::send_message(udp, fd, &message_of(&vector, 1), flags.unwrap_or(0)) };
+        return unsafe { udp::send_message(call, udp, fd, &message_of(&vector, 1), flags.unwrap_or(0)) };
     }
     match (table::tcp(fd), flags) {
         // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), Some(flags)) => unsafe { io::send(tcp, fd, buffer, length, flags) },
-        (Some(tcp), None) => {
-            // SAFETY: the program's own arguments (`# Safety`).
-            let as_called = io::as_called(tcp, fd, true, || unsafe { real::write(fd, buffer, length) });
-            // SAFETY: as above.
-            as_called.unwrap_or_else(|| unsafe { io::send(tcp, fd, buffer, length, 0) })
-        }
+        (Some(tcp), _) => unsafe { io::send(call, tcp, fd, buffer, length, flags.unwrap_or(0)) },
         // SAFETY: the program's own arguments (`# Safety`).
         (None, Some(flags)) => unsafe { real::send(fd, buffer, length, flags) },
         // SAFETY: the program's own arguments (`# Safety`).
@@ -125,7 +117,7 @@ pub unsafe extern "C" fn recvfrom(
         // SAFETY: the program's own arguments (`# Safety`).
         message.msg_namelen = unsafe { size.as_ref() }.map_or(0, |size| *size);
         // SAFETY: the program's own arguments (`# Safety`).
-        let received = unsafe { udp::receive_message(udp, fd, &mut message, flags) };
+        let received = unsafe { udp::receive_message(Call::Flagged, udp, fd, &mut message, flags) };
         // SAFETY: the program's own arguments (`# Safety`).
         if let Some(size) = unsafe { size.as_mut() }.filter(|_| received >= 0 && !address.is_null()) {
             *size = message.msg_namelen;
@@ -139,7 +131,7 @@ pub unsafe extern "C" fn recvfrom(
     // SAFETY: the program's own arguments (`# Safety`).
     let at_once = unsafe { io::receive_at_once(fd, buffer, length, flags) };
     // SAFETY: the program's own arguments (`# Safety`).
-    let received = at_once.unwrap_or_else(|| unsafe { io::receive(tcp, fd, buffer, length, flags) });
+    let received = at_once.unwrap_or_else(|| unsafe { io::receive(Call::Flagged, tcp, fd, buffer, length, flags) });
     if received >= 0 && !address.is_null() && !size.is_null() {
         // A connected stream has no sender's address.
         // SAFETY: the program's own arguments (`# Safety`).
@@ -181,17 +173,24 @@ fn message_of(vectors: *const iovec, count: usize) -> msghdr {
 pub unsafe extern "C" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     if let Some(udp) = udp::of(fd).filter(|_| (1..=1024).contains(&count)) {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::receive_message(udp, fd, &mut message_of(vectors, count as usize), 0) };
+        return unsafe { udp::receive_message(Call::Vector, udp, fd, &mut message_of(vectors, count as usize), 0) };
     }
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the program's own arguments (`# Safety`).
-            let as_called = io::as_called(tcp, fd, false, || unsafe { real::readv(fd, vectors, count) });
-            // SAFETY: as above.
-            as_called.unwrap_or_else(|| unsafe { io::receive_message(tcp, fd, &mut message_of(vectors, count as usize), 0) })
+            unsafe { io::receive_message(Call::Vector, tcp, fd, &mut message_of(vectors, count as usize), 0) }
         }
         // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::readv(fd, vectors, count) },
+    }
+}
+
+/// Restores a connection for good.
+fn leave_to_kernel(fd: c_int, reason: &str) {
+    if let Some(tcp) = table::tcp(fd)
+        && let Some(_section) = Section::enter()
+    {
+        tcp.give_back(reason, Until::Never);
     }
 }
 
@@ -201,9 +200,7 @@ pub unsafe extern "C" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn preadv2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
-    if let Some(tcp) = table::tcp(fd) {
-        tcp.give_back("preadv2", Until::Never);
-    }
+    leave_to_kernel(fd, "preadv2");
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::preadv2(fd, vectors, count, offset, flags) }
 }
@@ -214,9 +211,7 @@ pub unsafe extern "C" fn preadv2(fd: c_int, vectors: *const iovec, count: c_int,
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pwritev2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
-    if let Some(tcp) = table::tcp(fd) {
-        tcp.give_back("pwritev2", Until::Never);
-    }
+    leave_to_kernel(fd, "pwritev2");
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::pwritev2(fd, vectors, count, offset, flags) }
 }
@@ -229,11 +224,11 @@ pub unsafe extern "C" fn pwritev2(fd: c_int, vectors: *const iovec, count: c_int
 pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
     if let Some(udp) = udp::of(fd).filter(|_| !message.is_null()) {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::receive_message(udp, fd, &mut *message, flags) };
+        return unsafe { udp::receive_message(Call::Message, udp, fd, &mut *message, flags) };
     }
     match (table::tcp(fd), message.is_null()) {
         // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), false) => unsafe { io::receive_message(tcp, fd, &mut *message, flags) },
+        (Some(tcp), false) => unsafe { io::receive_message(Call::Message, tcp, fd, &mut *message, flags) },
         // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::recvmsg(fd, message, flags) },
     }
@@ -265,9 +260,9 @@ pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
         let entry = unsafe { &mut *messages.add(at as usize) };
         let received = match (tcp, udp) {
             // SAFETY: the program's own arguments (`# Safety`).
-            (Some(tcp), _) => unsafe { io::receive_message(tcp, fd, &mut entry.msg_hdr, flags) },
+            (Some(tcp), _) => unsafe { io::receive_message(Call::Several, tcp, fd, &mut entry.msg_hdr, flags) },
             // SAFETY: as above.
-            (None, Some(udp)) => unsafe { udp::receive_message(udp, fd, &mut entry.msg_hdr, flags) },
+            (None, Some(udp)) => unsafe { udp::receive_message(Call::Several, udp, fd, &mut entry.msg_hdr, flags) },
             (None, None) => return at as c_int,
         };
         if received < 0 {
@@ -328,13 +323,13 @@ pub unsafe extern "C" fn sendto(
         let mut message = message_of(&vector, 1);
         (message.msg_name, message.msg_namelen) = (address.cast_mut().cast(), size);
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::send_message(udp, fd, &message, flags) };
+        return unsafe { udp::send_message(Call::Flagged, udp, fd, &message, flags) };
     }
     match table::tcp(fd) {
         // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores the address.
-        Some(tcp) if address.is_null() || tcp.is_managed() => unsafe { io::send(tcp, fd, buffer, length, flags) },
+        Some(tcp) if address.is_null() || tcp.is_managed() => unsafe { io::send(Call::Flagged, tcp, fd, buffer, length, flags) },
         Some(tcp) => {
-            let inside = tcp.enter_kernel();
+            let inside = Section::enter().and_then(|_section| tcp.enter_kernel());
             // SAFETY: the program's own arguments (`# Safety`).
             let sent = unsafe { real::sendto(fd, buffer, length, flags, address, size) };
             drop(inside);
@@ -354,14 +349,12 @@ pub unsafe extern "C" fn sendto(
 pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     if let Some(udp) = udp::of(fd).filter(|_| (1..=1024).contains(&count)) {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::send_message(udp, fd, &message_of(vectors, count as usize), 0) };
+        return unsafe { udp::send_message(Call::Vector, udp, fd, &message_of(vectors, count as usize), 0) };
     }
     match table::tcp(fd) {
         Some(tcp) if (1..=1024).contains(&count) => {
             // SAFETY: the program's own arguments (`# Safety`).
-            let as_called = io::as_called(tcp, fd, true, || unsafe { real::writev(fd, vectors, count) });
-            // SAFETY: as above.
-            as_called.unwrap_or_else(|| unsafe { io::send_message(tcp, fd, &message_of(vectors, count as usize), 0) })
+            unsafe { io::send_message(Call::Vector, tcp, fd, &message_of(vectors, count as usize), 0) }
         }
         // SAFETY: the program's own arguments (`# Safety`).
         _ => unsafe { real::writev(fd, vectors, count) },
@@ -373,6 +366,7 @@ pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) 
 /// # Safety
 /// As sendmsg(2).
 unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
+    let Some(_section) = Section::enter() else { return };
     if message.is_null() || crate::process::is_ours(fd) {
         return;
     }
@@ -406,11 +400,11 @@ unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
     if let Some(udp) = udp::of(fd).filter(|_| !message.is_null()) {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::send_message(udp, fd, &*message, flags) };
+        return unsafe { udp::send_message(Call::Message, udp, fd, &*message, flags) };
     }
     match (table::tcp(fd), message.is_null()) {
         // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), false) => unsafe { io::send_message(tcp, fd, &*message, flags) },
+        (Some(tcp), false) => unsafe { io::send_message(Call::Message, tcp, fd, &*message, flags) },
         _ => {
             // SAFETY: the program's own arguments (`# Safety`).
             unsafe { give_back_passed(fd, message) };
@@ -440,9 +434,9 @@ pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
         let entry = unsafe { &mut *messages.add(at as usize) };
         let sent = match (tcp, udp) {
             // SAFETY: the program's own arguments (`# Safety`).
-            (Some(tcp), _) => unsafe { io::send_message(tcp, fd, &entry.msg_hdr, flags) },
+            (Some(tcp), _) => unsafe { io::send_message(Call::Several, tcp, fd, &entry.msg_hdr, flags) },
             // SAFETY: as above.
-            (None, Some(udp)) => unsafe { udp::send_message(udp, fd, &entry.msg_hdr, flags) },
+            (None, Some(udp)) => unsafe { udp::send_message(Call::Several, udp, fd, &entry.msg_hdr, flags) },
             (None, None) => return at as c_int,
         };
         if sent < 0 {
@@ -458,14 +452,13 @@ pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
 /// # Safety
 /// As sendfile(2).
 unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
-    if let Some(from) = table::tcp(from) {
-        from.give_back("sendfile from a socket", Until::Never);
-    }
-    let Some(tcp) = table::tcp(out) else {
+    leave_to_kernel(from, "sendfile from a socket");
+    let (Some(tcp), Some(section)) = (table::tcp(out), Section::enter()) else {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sendfile(out, from, offset, count) };
     };
     if let Some(inside) = tcp.enter_kernel() {
+        drop(section);
         // SAFETY: the program's own arguments (`# Safety`).
         let sent = unsafe { real::sendfile(out, from, offset, count) };
         drop(inside);
@@ -475,6 +468,11 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
     let mut buffer = vec![0u8; count.min(1 << 16)];
     let mut done = 0usize;
     while done < count {
+        if sections::is_withdrawn() {
+            drop(section);
+            // SAFETY: the program's own arguments (`# Safety`).
+            return sum(done, unsafe { real::sendfile(out, from, offset, count - done) });
+        }
         let most = buffer.len().min(count - done);
         // SAFETY: `offset` is null or the program's valid offset (`# Safety`).
         let at = if offset.is_null() { unsafe { libc::lseek64(from, 0, libc::SEEK_CUR) } } else { unsafe { *offset } };
@@ -487,7 +485,7 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
             return if done > 0 || got == 0 { done as ssize_t } else { -1 };
         }
         // SAFETY: pread has just written `got` bytes to the buffer.
-        let sent = unsafe { io::send(tcp, out, buffer.as_ptr().cast(), got as usize, libc::MSG_NOSIGNAL) };
+        let sent = unsafe { io::send(Call::Flagged, tcp, out, buffer.as_ptr().cast(), got as usize, libc::MSG_NOSIGNAL) };
         if sent < 0 {
             if done > 0 {
                 return done as ssize_t;
@@ -548,9 +546,7 @@ pub unsafe extern "C" fn splice(
     flags: c_uint,
 ) -> ssize_t {
     for fd in [from, to] {
-        if let Some(tcp) = table::tcp(fd) {
-            tcp.give_back("splice", Until::Never);
-        }
+        leave_to_kernel(fd, "splice");
     }
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::splice(from, from_at, to, to_at, length, flags) }

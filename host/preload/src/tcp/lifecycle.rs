@@ -154,6 +154,13 @@ impl Tcp {
         lost
     }
 
+    /// Has the agent forget the connection, which stays in the kernel. Afterwards the agent has no copy of its descriptor.
+    pub fn end_care(&self) {
+        if let Some((connection, session)) = self.managed() {
+            let _ = session.shared.forget(connection, thread::token());
+        }
+    }
+
     /// Lets it move again after a fork, once no other process holds it.
     pub fn allow_again(&self) {
         if let Some((connection, session)) = self.managed()

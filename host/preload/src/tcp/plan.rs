@@ -2,6 +2,7 @@
 
 use super::{NEVER, Origin, RELAXED, REQUESTS, Tcp, UNPLANNED};
 use crate::handover::State;
+use crate::sections::Section;
 use crate::worth::{self, Moment};
 use crate::{options, process, thread};
 use baton_client::rules::When;
@@ -26,6 +27,7 @@ impl Tcp {
         if self.handover.state() != State::Candidate {
             return;
         }
+        let Some(_section) = Section::enter() else { return };
         self.bytes.fetch_add(bytes as u64, RELAXED);
         if self.receiving.swap(!sending, RELAXED) && sending {
             self.requests.fetch_add(1, RELAXED);

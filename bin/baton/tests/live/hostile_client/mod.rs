@@ -242,7 +242,13 @@ fn move_when_told(socket: &Path) {
     println!("attacking {} {}", std::process::id(), std::os::fd::AsRawFd::as_raw_fd(&stream));
     let _ = std::io::stdout().flush();
     for line in std::io::stdin().lines() {
-        let reply = match line.expect("a line").as_str() {
+        let line = line.expect("a line");
+        if line == "flood" {
+            println!("{}", flood(&client.channel, connection));
+            let _ = std::io::stdout().flush();
+            continue;
+        }
+        let reply = match line.as_str() {
             "nic" => client.ask(Ask::Move { connection, to: Place::Nic }),
             "register" => register().map(|(reply, _)| reply),
             _ => client.ask(Ask::Move { connection, to: Place::Kernel }),
@@ -252,6 +258,40 @@ fn move_when_told(socket: &Path) {
         let _ = std::io::stdout().flush();
     }
     echo(&stream);
+}
+
+/// Requests of [`flood`], and those of them that the agent may keep waiting.
+const REQUESTS: u32 = 10_000;
+const WAITING: u32 = 256;
+
+/// Asks for moves of a connection whose move is held up, both ways, and reads the answers. Says how many it got and what the last one was;
+/// those that the agent keeps waiting are answered when that move ends.
+fn flood(channel: &Channel, connection: u32) -> String {
+    let mut answers = Vec::new();
+    let read = |answers: &mut Vec<Reply>, limit| match channel.receive_within::<Answer>(limit) {
+        Ok((answer, _)) => answers.push(answer.body),
+        Err(error) => assert_eq!(error.kind(), std::io::ErrorKind::TimedOut),
+    };
+    for number in 0..REQUESTS {
+        let body = match number % 3 {
+            0 => Ask::Move { connection, to: Place::Nic },
+            1 => Ask::Move { connection, to: Place::Kernel },
+            _ => Ask::GiveBack { connection, reason: "flood".into(), until: Until::Again },
+        };
+        let request = Request { tag: 2 + number, body };
+        while channel.try_send(&request, &[]).is_err() {
+            // Waits: for room, or an answer.
+            read(&mut answers, Duration::from_millis(1));
+        }
+        read(&mut answers, Duration::ZERO);
+    }
+    // Waits: for what is never answered, without the bound.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while answers.len() < (REQUESTS - WAITING) as usize && Instant::now() < deadline {
+        // Waits: for the next answer; the deadline is above.
+        read(&mut answers, Duration::from_millis(100));
+    }
+    format!("{} answered, the last with {:?}", answers.len(), answers.last())
 }
 
 /// Writes random words all over its session, again and again, while its connections are on the NIC.

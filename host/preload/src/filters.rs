@@ -1,0 +1,181 @@
+//! Filters of system calls (seccomp).
+//!
+//! Before the process sets one, every connection is restored and the library withdraws: see [`sections`](crate::sections).
+//!
+//! A program may also be started under filters. If they let through what the library needs
+//! ([`seccomp`](baton_linux::seccomp)) it goes on as usual, otherwise it is withdrawn from the start. It cannot ask: a filter may kill for
+//! the question. So what filters let through is known beforehand, and stands in [`RUN_VARIABLE`], with their number: `baton run` has tried
+//! those that it was started under, and a process that sets one judges it, for the programs that it executes.
+
+use crate::{epoll, process, sections, table, thread, udp, waiter};
+use baton_client::rules::{RUN_VARIABLE, Run};
+use baton_linux::process::Undisturbed;
+use baton_linux::seccomp::{self, Instruction};
+use baton_protocol::program::Until;
+use libc::{c_char, c_int, c_long, sock_filter, sock_fprog};
+use std::ffi::CString;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+/// Microseconds for which threads that are inside the library are waited for. Those that sleep there are woken.
+const PATIENCE: u64 = 5_000_000;
+
+/// Most instructions of a filter (Linux, BPF_MAXINSNS).
+const MOST: usize = 4096;
+
+/// What [`RUN_VARIABLE`] is to say in programs that are executed after a second filter, of which nothing is known. Null before the first.
+static UNKNOWN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
+
+unsafe extern "C" {
+    /// The C library's list of environment variables, ended by null.
+    static mut environ: *mut *mut c_char;
+}
+
+/// Sets a filter, by the program's own call, after the library has withdrawn. `filter` is null for the strict mode.
+#[cold]
+pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c_long {
+    let plan = process::plan();
+    if sections::is_withdrawn() {
+        let done = call();
+        if done >= 0 {
+            tell_programs(UNKNOWN.load(Ordering::Acquire));
+        }
+        return done;
+    }
+    // The memory of a child of vfork is its parent's.
+    let Some(plan) = plan.filter(|_| process::is_mine()) else { return call() };
+    let errno = thread::errno();
+    let judged =
+        if filter.is_null() { Some(Err("every call but four")) } else { read(filter).map(|filter| seccomp::judge(&filter)) };
+    let Some(judged) = judged else {
+        // The kernel cannot read it either: libraries ask so what it knows.
+        thread::set_errno(errno);
+        return call();
+    };
+    let next = variable(&after(plan.run(), judged));
+    UNKNOWN.store(variable(&Run { filters: 0, refused: None, ..plan.run().clone() }), Ordering::Release);
+    withdraw();
+    thread::set_errno(errno);
+    let done = call();
+    if done >= 0 {
+        tell_programs(next);
+    }
+    done
+}
+
+/// What a program is to know that is executed under one more filter.
+fn after(run: &Run, judged: Result<(), &'static str>) -> Run {
+    // Other threads may have other filters: their number counts only if all are known.
+    let known = seccomp::filters() == Some(run.filters);
+    match judged {
+        Ok(()) if known => Run { filters: run.filters + 1, ..run.clone() },
+        Ok(()) => run.clone(),
+        Err(refused) => Run { refused: Some(refused.into()), ..run.clone() },
+    }
+}
+
+/// The environment variable, in memory that stays.
+fn variable(run: &Run) -> *mut c_char {
+    let text = serde_json::to_string(run).ok().and_then(|text| CString::new(format!("{RUN_VARIABLE}={text}")).ok());
+    text.map_or(std::ptr::null_mut(), CString::into_raw)
+}
+
+/// Puts the variable in place of the one that is there. Makes no system call.
+fn tell_programs(variable: *mut c_char) {
+    if variable.is_null() {
+        return;
+    }
+    // SAFETY: the list ends with null, and each entry is a string. A thread that reads the entry meanwhile gets the old one or the new one,
+    // which are never freed.
+    unsafe {
+        let mut at = environ;
+        while !at.is_null() && !(*at).is_null() {
+            let text = std::ffi::CStr::from_ptr(*at).to_bytes();
+            if text.strip_prefix(RUN_VARIABLE.as_bytes()).is_some_and(|rest| rest.starts_with(b"=")) {
+                (*AtomicPtr::from_ptr(at)).store(variable, Ordering::Release);
+                return;
+            }
+            at = at.add(1);
+        }
+    }
+}
+
+/// Reads the program's filter, wherever its pointers lead. None if they lead nowhere, or it is too long.
+fn read(filter: *const sock_fprog) -> Option<Vec<Instruction>> {
+    let program: sock_fprog = copy(filter, 1)?.pop()?;
+    let length = usize::from(program.len);
+    let copied: Vec<sock_filter> = if length <= MOST { copy(program.filter, length)? } else { return None };
+    let instruction = |one: sock_filter| Instruction { code: one.code, jt: one.jt, jf: one.jf, k: one.k };
+    Some(copied.into_iter().map(instruction).collect())
+}
+
+/// Copies values from where the program says, through a pipe: that fails instead of ending the process.
+fn copy<T: Copy>(from: *const T, count: usize) -> Option<Vec<T>> {
+    let bytes = count * size_of::<T>();
+    let mut ends = [0 as c_int; 2];
+    let mut values: Vec<T> = Vec::with_capacity(count);
+    // SAFETY: `ends` has room for two descriptors, and `values` for `count` values: structures of the kernel's, of any bytes. The kernel
+    // checks the program's pointer.
+    unsafe {
+        if libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) < 0 {
+            return None;
+        }
+        let whole = crate::real::write(ends[1], from.cast(), bytes) == bytes as isize
+            && crate::real::read(ends[0], values.as_mut_ptr().cast(), bytes) == bytes as isize;
+        for end in ends {
+            crate::real::close(end);
+        }
+        if whole {
+            values.set_len(count);
+        }
+        whole.then_some(values)
+    }
+}
+
+/// Withdraws.
+fn withdraw() {
+    // A handler that uses a socket would wait for what it interrupts.
+    let _undisturbed = Undisturbed::begin();
+    // So that the agent learns why nothing moves.
+    process::ask_while_possible();
+    process::close_for_good(process::SECCOMP);
+    sections::withdraw();
+    let alone = sections::await_none(PATIENCE, waiter::wake_all);
+    // What other threads were about to make when everything was restored.
+    process::give_everything_back(process::SECCOMP, Until::Never);
+    if alone {
+        leave();
+    }
+}
+
+/// Leaves nothing of the library's in the process. No thread is inside.
+fn leave() {
+    process::end();
+    epoll::release_all();
+    for (fd, file) in table::known(0, u32::MAX) {
+        if matches!(file, table::File::Tcp(_)) {
+            table::put(fd, None);
+        }
+    }
+    udp::forget_all();
+    udp::close_all();
+    waiter::close_all();
+}
+
+/// Withdraws from the start if the program was started under filters that do not let through what the library needs, as far as known, and
+/// says so. Makes no other system calls than the dynamic linker until that is known.
+pub(crate) fn withdraw_if_confined(run: &Run) -> bool {
+    let confined = seccomp::filters().is_some_and(|filters| filters > run.filters);
+    if confined {
+        sections::withdraw();
+        let why = match run.refused.as_deref() {
+            // Then nothing can be said.
+            Some("write") => return true,
+            Some(call) => format!("does not allow {call}"),
+            None => "is not known to allow what Baton needs".into(),
+        };
+        let line = format!("baton: this program runs without Baton: it was started under a seccomp filter that {why}\n");
+        // SAFETY: the text is live. What cannot be written is lost.
+        unsafe { crate::real::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+    }
+    confined
+}
