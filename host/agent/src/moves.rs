@@ -485,7 +485,7 @@ impl Agent {
 
     /// Restores a connection if need be, and removes it. Returns the answer, or None if it comes later or was sent.
     pub(crate) fn forget(&mut self, session: u32, number: u32, asker: Asker) -> Option<Reply> {
-        // It is removed already, by the first request of these.
+        // An earlier one of these requests has removed it.
         if self.has_many_waiting(session, number)
             && self.connection_ref(session, number).is_some_and(Connection::is_to_be_forgotten)
         {

@@ -101,7 +101,7 @@ pub struct Attacher {
     next_tag: u32,
     /// Answers that arrived while another one was waited for.
     early_answers: Vec<Answer>,
-    /// The agent has not taken up a request in time, and nothing has come from it since: no program stands still for it.
+    /// The agent did not accept a request in time, and has sent nothing since. Until it does, no program is stopped for a move.
     silent: bool,
     /// A signal has asked for the end, or the program has ended.
     ends: bool,

@@ -19,7 +19,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::PoisonError;
 use std::time::Duration;
 
-/// Why a connection is not moved whose agent does not take up the request.
+/// Reason of a move that was put off because the agent did not accept the request in time.
 const SILENT: &str = "the agent does not answer";
 
 const ESTABLISHED: u8 = 1;
@@ -62,7 +62,7 @@ impl Attacher {
         Ok(self.ask_within(body, descriptor, None)?.unwrap_or(Reply::Done))
     }
 
-    /// As `ask`, while programs stand still. None if the agent does not take the request up in time: it is withdrawn then.
+    /// As `ask`, for requests made while a program is stopped. None if the agent did not accept the request in time; it is withdrawn then.
     fn ask_or_withdraw(&mut self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> Result<Option<Reply>> {
         self.ask_within(body, descriptor, Some(LIMIT))
     }

@@ -33,8 +33,9 @@ pub(crate) enum Leave {
     Silently,
 }
 
-/// Leaves repair mode, and puts SO_REUSEADDR back, which that takes away. Between the two nobody can listen on the connection's port, and
-/// the kernel sends a probe, all the way to a peer on this machine, before it returns: an idle connection needs none.
+/// Leaves repair mode and restores SO_REUSEADDR, which the kernel clears then. Until it is restored nobody can listen on the connection's port.
+/// With [`Leave::Probing`] that lasts longer: the call returns after the window probe has been sent, and received if the peer is on this
+/// machine.
 pub(crate) fn leave_repair(fd: BorrowedFd<'_>, how: Leave, reuse: i32) -> io::Result<()> {
     let value = match how {
         Leave::Probing => 0,
@@ -44,7 +45,7 @@ pub(crate) fn leave_repair(fd: BorrowedFd<'_>, how: Leave, reuse: i32) -> io::Re
     socket::set(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR, reuse)
 }
 
-/// SO_REUSEADDR as its program has it. Repair mode's own value is no program's.
+/// The program's SO_REUSEADDR, 0 or 1. In repair mode the kernel shows 2.
 fn reuse_of(fd: BorrowedFd<'_>) -> io::Result<i32> {
     socket::get(fd, libc::SOL_SOCKET, libc::SO_REUSEADDR).map(|reuse| reuse.min(1))
 }

@@ -3,8 +3,8 @@
 use crate::real;
 use libc::{c_int, msghdr, ssize_t};
 
-/// The system call that the program has asked for. Where the kernel serves it as it is, it gets this one and no other that does the same: a
-/// process that has filtered its system calls (seccomp) may be killed for another one.
+/// The system call that the program made. A call that is passed on to the kernel must have the same number: a process under a seccomp filter
+/// may be killed for an equivalent one, such as recvmsg(2) for read(2).
 #[derive(Clone, Copy)]
 pub(crate) enum Call {
     /// read(2), write(2): one buffer, no flags.

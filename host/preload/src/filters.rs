@@ -12,7 +12,7 @@ use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_linux::process::Undisturbed;
 use baton_linux::seccomp::{self, Instruction};
 use baton_protocol::program::Until;
-use libc::{c_char, c_int, c_long, sock_filter, sock_fprog};
+use libc::{c_char, c_long, iovec, sock_filter, sock_fprog};
 use std::ffi::CString;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -44,10 +44,9 @@ pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c
     // The memory of a child of vfork is its parent's.
     let Some(plan) = plan.filter(|_| process::is_mine()) else { return call() };
     let errno = thread::errno();
-    let judged =
-        if filter.is_null() { Some(Err("every call but four")) } else { read(filter).map(|filter| seccomp::judge(&filter)) };
+    let judged = if filter.is_null() { Some(Judged::Lacks("every call but four")) } else { judge(filter) };
     let Some(judged) = judged else {
-        // The kernel cannot read it either: libraries ask so what it knows.
+        // The kernel will refuse it. Libraries make such calls to find out which filters it supports.
         thread::set_errno(errno);
         return call();
     };
@@ -62,14 +61,23 @@ pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c
     done
 }
 
+/// What a filter that the process sets means for this library in the programs that it executes.
+#[derive(Clone, Copy)]
+enum Judged {
+    Enough,
+    /// It does not let this call through.
+    Lacks(&'static str),
+    Unknown,
+}
+
 /// What a program is to know that is executed under one more filter.
-fn after(run: &Run, judged: Result<(), &'static str>) -> Run {
+fn after(run: &Run, judged: Judged) -> Run {
     // Other threads may have other filters: their number counts only if all are known.
     let known = seccomp::filters() == Some(run.filters);
     match judged {
-        Ok(()) if known => Run { filters: run.filters + 1, ..run.clone() },
-        Ok(()) => run.clone(),
-        Err(refused) => Run { refused: Some(refused.into()), ..run.clone() },
+        Judged::Enough if known => Run { filters: run.filters + 1, ..run.clone() },
+        Judged::Enough | Judged::Unknown => run.clone(),
+        Judged::Lacks(call) => Run { refused: Some(call.into()), ..run.clone() },
     }
 }
 
@@ -99,35 +107,54 @@ fn tell_programs(variable: *mut c_char) {
     }
 }
 
-/// Reads the program's filter, wherever its pointers lead. None if they lead nowhere, or it is too long.
-fn read(filter: *const sock_fprog) -> Option<Vec<Instruction>> {
-    let program: sock_fprog = copy(filter, 1)?.pop()?;
-    let length = usize::from(program.len);
-    let copied: Vec<sock_filter> = if length <= MOST { copy(program.filter, length)? } else { return None };
-    let instruction = |one: sock_filter| Instruction { code: one.code, jt: one.jt, jf: one.jf, k: one.k };
-    Some(copied.into_iter().map(instruction).collect())
+/// Result of reading the program's memory.
+enum Look<T> {
+    Seen(Vec<T>),
+    /// The pointer is invalid: the kernel cannot read there either (EFAULT).
+    Nowhere,
+    /// The kernel refused the read for another reason.
+    Refused,
 }
 
-/// Copies values from where the program says, through a pipe: that fails instead of ending the process.
-fn copy<T: Copy>(from: *const T, count: usize) -> Option<Vec<T>> {
+/// Runs the program's filter on each system call that the library needs. None if the filter cannot be read or is too long, so that the
+/// kernel will refuse it.
+fn judge(filter: *const sock_fprog) -> Option<Judged> {
+    let program: sock_fprog = match look(filter, 1) {
+        Look::Seen(mut found) => found.pop()?,
+        Look::Nowhere => return None,
+        Look::Refused => return Some(Judged::Unknown),
+    };
+    let length = usize::from(program.len);
+    if length > MOST {
+        return None;
+    }
+    let instruction = |one: sock_filter| Instruction { code: one.code, jt: one.jt, jf: one.jf, k: one.k };
+    Some(match look::<sock_filter>(program.filter, length) {
+        Look::Seen(found) => match seccomp::judge(&found.into_iter().map(instruction).collect::<Vec<_>>()) {
+            Ok(()) => Judged::Enough,
+            Err(call) => Judged::Lacks(call),
+        },
+        Look::Nowhere => return None,
+        Look::Refused => Judged::Unknown,
+    })
+}
+
+/// Copies `count` values from an unchecked pointer. process_vm_readv(2) returns EFAULT where a load would raise SIGSEGV, and needs no
+/// descriptor: a program that confines itself may be at its limit.
+fn look<T: Copy>(from: *const T, count: usize) -> Look<T> {
     let bytes = count * size_of::<T>();
-    let mut ends = [0 as c_int; 2];
     let mut values: Vec<T> = Vec::with_capacity(count);
-    // SAFETY: `ends` has room for two descriptors, and `values` for `count` values: structures of the kernel's, of any bytes. The kernel
-    // checks the program's pointer.
+    let ours = iovec { iov_base: values.as_mut_ptr().cast(), iov_len: bytes };
+    let theirs = iovec { iov_base: from.cast_mut().cast(), iov_len: bytes };
+    // SAFETY: `ours` has room for `count` values: structures of the kernel's, of any bytes. The kernel checks the program's pointer.
     unsafe {
-        if libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC | libc::O_NONBLOCK) < 0 {
-            return None;
-        }
-        let whole = crate::real::write(ends[1], from.cast(), bytes) == bytes as isize
-            && crate::real::read(ends[0], values.as_mut_ptr().cast(), bytes) == bytes as isize;
-        for end in ends {
-            crate::real::close(end);
-        }
-        if whole {
+        let copied = libc::process_vm_readv(libc::getpid(), &ours, 1, &theirs, 1, 0);
+        if copied == bytes as isize {
             values.set_len(count);
+            return Look::Seen(values);
         }
-        whole.then_some(values)
+        let fault = copied >= 0 || thread::errno() == libc::EFAULT;
+        if fault { Look::Nowhere } else { Look::Refused }
     }
 }
 

@@ -21,8 +21,8 @@ impl Stay {
         Stay { image, nic, since }
     }
 
-    /// Whether the kernel has nothing to tell the peer at the beginning of the stay, nor to ask: all that was sent is acknowledged, all that
-    /// was received too, and the program has read it, so that the window is as it was said.
+    /// Whether the kernel need not send anything when the stay begins: everything sent is acknowledged, everything received is acknowledged
+    /// and read, and the advertised window still holds.
     pub fn is_idle(&self) -> bool {
         let image = &self.image;
         let told = self.nic.is_some_and(|NicState { receiving, sending, .. }| {

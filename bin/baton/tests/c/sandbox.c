@@ -17,6 +17,7 @@
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/select.h>
 #include <sys/sendfile.h>
 #include <sys/uio.h>
@@ -52,6 +53,9 @@ static long seccomp_unseen(struct sock_fprog *program)
     return done;
 }
 
+/* Whether it takes all it can from itself before the filter, as OpenSSH does: no further descriptor, no file, no process. */
+static int poor;
+
 /* Lets only these system calls through; the list ends with -1. */
 static void confine(enum way way, const int *allowed)
 {
@@ -75,6 +79,9 @@ static void confine(enum way way, const int *allowed)
     struct sigaction handler = {.sa_sigaction = explain, .sa_flags = SA_SIGINFO};
     CHECK(sigaction(SIGSYS, &handler, NULL) == 0);
     CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    if (poor)
+        for (int of = 0; of < 3; of++)
+            CHECK(setrlimit((int[]){RLIMIT_NOFILE, RLIMIT_FSIZE, RLIMIT_NPROC}[of], &(struct rlimit){of == 0, of == 0}) == 0);
     if (way == BY_PRCTL)
         CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0) == 0);
     else if (way == UNSEEN)
@@ -511,6 +518,18 @@ static void stays(void)
         answer(fd);
 }
 
+/* Serves the connection that it has, and can get no other. */
+static void limited(void)
+{
+    pid_t child = client(ask_one);
+    int fd = begin();
+    poor = 1;
+    ONLY(BY_PRCTL, SYS_read, SYS_write, SYS_wait4);
+    for (unsigned round = 0; round < ROUNDS; round++)
+        answer(fd);
+    ended_well(child);
+}
+
 /* Serves without a filter of its own. */
 static void served(void)
 {
@@ -569,7 +588,7 @@ int main(int count, char **arguments)
     static const struct {
         const char *name;
         void (*run)(void);
-    } cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"stays", stays}, {"served", served}};
+    } cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"limited", limited}, {"stays", stays}, {"served", served}};
     alarm(60);
     CHECK(count >= 2);
     if (count > 3 && strcmp(arguments[1], "under") == 0)

@@ -435,9 +435,8 @@ fn a_blocking_client_with_signals_does_not_notice() {
     assert_eq!((&summary["moves"], &summary["stayed"]["blocking socket"]), (&0.into(), &1.into()), "{summary}");
 }
 
-/// A program that answers, and changes its socket's mode on request.
-
-/// Connects when it is told to, and answers other lines at once.
+/// A Python program that echoes each line of its standard input. On the line "connect" it first opens a connection to the port in its
+/// first argument, exchanges a byte, and makes the socket non-blocking.
 const ANSWERS: &str = "
 import socket, sys
 kept = []
@@ -450,8 +449,8 @@ for line in sys.stdin:
     print(line, end='', flush=True)
 ";
 
-/// A program opens a connection while a debugger holds the agent, which would register it: the program stands still for it, but not for
-/// long, and the connection goes to the NIC when the agent goes on.
+/// A debugger stops the agent, then an attached program opens a connection. The attacher stops the program to register the connection; it
+/// lets the program run again after 0.8 s without an answer, and the connection moves to the NIC once the agent runs again.
 #[test]
 fn an_agent_that_is_held_does_not_stop_an_attached_program() {
     let scratch = Scratch::new("attach-held");
@@ -483,7 +482,7 @@ fn an_agent_that_is_held_does_not_stop_an_attached_program() {
     let debugger = std::thread::spawn(move || {
         let frozen = Frozen::freeze(&[agent]).expect("a tracer");
         held.send(()).expect("it waits");
-        // Waits: for long enough that a program which stands still until the agent goes on is seen to.
+        // Waits: much longer than the limit of 0.8 s, so that a program that waits for the agent exceeds the bound below.
         std::thread::sleep(Duration::from_secs(5));
         drop(frozen);
     });
@@ -502,6 +501,7 @@ fn an_agent_that_is_held_does_not_stop_an_attached_program() {
     println!("{}", summary(attacher, &scratch));
 }
 
+/// A Python program that echoes lines, and sets its socket to blocking or non-blocking mode on request.
 const MODES: &str = "
 import select
 import socket

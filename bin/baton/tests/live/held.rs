@@ -181,8 +181,8 @@ fn an_agent_dies_while_a_sockets_lock_is_held() {
     }
 }
 
-/// A program that asks again and again for a move that waits keeps no more of its requests in the agent than some: the others are refused at
-/// once, and everybody else goes on.
+/// A program sends thousands of requests to move a connection whose move is held up. The agent keeps a bounded number of them and refuses
+/// the others at once; other programs go on.
 #[test]
 fn a_program_keeps_only_so_many_requests_waiting_for_a_move() {
     let mut both = Both::new();

@@ -1,5 +1,5 @@
-//! A server that ends leaves connections behind, in other processes or closing, and its next run listens on the same port at once, with
-//! SO_REUSEADDR. That works natively, so it works wherever those connections are, and an idle one is back in the kernel at once.
+//! A server is started again with SO_REUSEADDR while connections of its last run still exist. listen(2) succeeds natively, so it must
+//! succeed wherever those connections are.
 
 use crate::common::{connect, hosts, scene_at};
 use baton_handoff::export::{self, Exporter};
@@ -21,7 +21,7 @@ fn listen(bed: &Testbed, when: &str) {
     bed.host_a.run(|| TcpListener::bind(address)).unwrap_or_else(|error| panic!("{when}: {error}"));
 }
 
-/// Each state that a move leaves the program's socket in for longer than it takes to set an option.
+/// Every state of the program's socket that outlasts a single step of a move.
 #[test]
 fn whatever_has_become_of_a_socket() {
     let bed = hosts(TestbedSettings::default());
@@ -62,7 +62,8 @@ fn segments(fd: BorrowedFd<'_>) -> u32 {
     u32::from_ne_bytes(info[AT..].try_into().expect("four bytes"))
 }
 
-/// The NIC says that it is there. The kernel has nothing to add: while it sends, nobody can listen on the port.
+/// An idle connection: the NIC sends one acknowledgement at each offload, and the kernel sends no window probe at a restore. While that probe
+/// is sent, SO_REUSEADDR is off and nobody can listen on the port.
 #[test]
 fn an_idle_connection_returns_in_silence() {
     const ROUNDS: u32 = 20;

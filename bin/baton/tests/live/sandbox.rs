@@ -45,6 +45,12 @@ fn a_server_filters_its_calls() {
     }
 }
 
+/// A program may have taken everything else from itself before, as OpenSSH does: it gets no descriptor any more.
+#[test]
+fn a_server_has_nothing_left_when_it_filters_its_calls() {
+    as_natively("limited");
+}
+
 /// The filter is there before the first connection.
 #[test]
 fn a_server_filters_its_calls_before_its_first_connection() {

@@ -278,8 +278,8 @@ fn echoes(bed: &Testbed) -> SocketAddr {
     at
 }
 
-/// The milliseconds of each call of [`CALLS`]. With Baton, a debugger holds the agent meanwhile, which nobody ends: until the program forks,
-/// for which its connections have to come to the kernel.
+/// Runs [`CALLS`] and returns the milliseconds of each call. Under Baton a debugger stops the agent until the program forks, because fork
+/// restores the program's connections, which the agent does.
 fn times_of_calls(bed: &Testbed, at: SocketAddr, with_baton: bool) -> Vec<(String, u64)> {
     let mut command = Command::new(if with_baton { env!("CARGO_BIN_EXE_baton") } else { "python3" });
     if with_baton {
@@ -312,8 +312,8 @@ fn times_of_calls(bed: &Testbed, at: SocketAddr, with_baton: bool) -> Vec<(Strin
     times
 }
 
-/// While the agent is held no call of a program's that does without it takes much longer than natively, and all of them together neither:
-/// it is waited for once. Nothing is lost.
+/// While the agent is stopped, calls that do not need it take at most a second longer than natively, all together: the library waits for the
+/// agent once. No data is lost.
 #[test]
 fn a_programs_calls_do_without_an_agent_that_is_held() {
     let bed = hosts(TestbedSettings::default());

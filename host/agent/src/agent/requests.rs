@@ -37,7 +37,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 
-/// Programs that run on without Baton of which lists say why: those that left last.
+/// Most programs that have withdrawn from Baton which a list names; the oldest is dropped.
 const WITHDRAWN: usize = 16;
 
 /// Most connections listed in one answer.
@@ -636,7 +636,7 @@ impl Agent {
         list
     }
 
-    /// Notes for lists that a program runs on without Baton.
+    /// Records that a program has withdrawn from Baton, and why, for `baton ls`.
     fn note_withdrawn(&mut self, number: u32, reason: &str) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         let left = Withdrawn {

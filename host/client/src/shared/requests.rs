@@ -483,8 +483,8 @@ impl Shared {
     }
 }
 
-/// Receives the answer; None if the agent has died with the request: `is_lost` says so, by the session's memory, when any message has come.
-/// The next agent sends one if none is on its way already.
+/// Receives the answer to request `tag`. None if the agent died before it answered: `is_lost` reads that from session memory, and is called
+/// after each message. The next agent sends a message if no other one is unread.
 fn await_answer(
     channel: &Channel,
     tag: u32,

@@ -264,8 +264,8 @@ fn move_when_told(socket: &Path) {
 const REQUESTS: u32 = 10_000;
 const WAITING: u32 = 256;
 
-/// Asks for moves of a connection whose move is held up, both ways, and reads the answers. Says how many it got and what the last one was;
-/// those that the agent keeps waiting are answered when that move ends.
+/// Requests moves, both ways, of a connection whose move is held up, and reads the answers. Prints how many answers came and the last one.
+/// Requests that the agent keeps are answered when the move ends.
 fn flood(channel: &Channel, connection: u32) -> String {
     let mut answers = Vec::new();
     let read = |answers: &mut Vec<Reply>, limit| match channel.receive_within::<Answer>(limit) {
