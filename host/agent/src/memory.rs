@@ -47,7 +47,7 @@ impl Limits {
     pub fn first_window(self, fd: Option<BorrowedFd<'_>>, image: &Image) -> u32 {
         let buffer = fd.and_then(|fd| Buffer::read(fd, Side::Receive).ok()).filter(|buffer| !buffer.fixed);
         let advertised = image.rcv_adv.wrapping_sub(image.read_seq());
-        buffer.map_or(self.receive, |buffer| buffer.size.max(advertised).min(self.receive))
+        buffer.map_or(self.receive, |buffer| window_of(buffer.size).max(advertised).min(self.receive))
     }
 
     /// Writes the limits into the slot, for the NIC, before a handoff or a resumption: `window` is the largest that it may advertise.
@@ -57,6 +57,17 @@ impl Limits {
             nic_memory.word32(nic::slot(cid.slot()) + slot::LIMITS + 4 * at).store(value, Ordering::Release);
         }
     }
+}
+
+/// The largest window that the kernel advertises with a receive buffer of `size` bytes, of which about an eighth is for its bookkeeping if
+/// segments are large.
+fn window_of(size: u32) -> u32 {
+    size - size / 8
+}
+
+/// The receive buffer that [`window_of`] needs for a window.
+pub(crate) fn buffer_for(window: u32) -> u32 {
+    window.saturating_add(window.div_ceil(7))
 }
 
 /// The largest window that a connection on the NIC may advertise.
@@ -149,9 +160,11 @@ pub(crate) fn give(session: &mut OpenSession, memory: Memory) {
 
 /// Frees one block.
 pub(crate) fn give_block(session: &mut OpenSession, (offset, size): (u32, u32)) {
-    // Pages of ordinary buffers are soon used again; those of large ones are returned to the system.
+    // Pages of ordinary buffers are soon used again; those of large ones are returned to the system at once.
     if size > 1 << 21 {
         session.memory.discard(offset as usize, size as usize);
+    } else {
+        session.released.note((offset, size));
     }
     session.heap.give(offset, size);
 }
@@ -171,6 +184,14 @@ mod tests {
         let begun = std::iter::from_fn(|| take_between(&mut heap, 1000, BEGINNING)).count();
         assert!(begun >= 128, "{begun} connections begin");
         assert_eq!(heap.free_bytes(), 0, "the last ones with less");
+    }
+
+    #[test]
+    fn a_window_fits_the_buffer_made_for_it() {
+        assert_eq!(window_of(131_072), 114_688);
+        for window in [0, 1, 65_535, 262_144, 2_096_896, 1 << 30] {
+            assert!((window..=window + 1).contains(&window_of(buffer_for(window))), "{window}");
+        }
     }
 
     #[test]

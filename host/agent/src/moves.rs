@@ -116,6 +116,9 @@ impl Agent {
         if machine.goal().is_some() {
             performer.pause();
         }
+        if !open.released.is_empty() {
+            self.looks.returns.note(session);
+        }
         let Some(connection) = self.connection(session, number) else { return };
         connection.set_machine(machine);
         let key = (session, number, connection.serial);
@@ -432,6 +435,7 @@ impl Agent {
             && let Some(memory) = open.ended.remove(&number)
         {
             memory::give(open, memory);
+            self.looks.returns.note(session);
         }
     }
 

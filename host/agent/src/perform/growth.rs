@@ -118,9 +118,10 @@ impl Performer<'_> {
             window = window.max(new.receive.1.min(limits.receive));
             if let Ok(buffer) = Buffer::read(fd, Side::Receive)
                 && !buffer.fixed
-                && buffer.size < window
+                && let size = memory::buffer_for(window).min(limits.receive)
+                && buffer.size < size
             {
-                let _ = buffer.resize(fd, window);
+                let _ = buffer.resize(fd, size);
             }
             flags = flags & !(u32::MAX << block::REPORT_SHIFT) | memory::report_bits(window);
         }
