@@ -398,6 +398,12 @@ impl Agent {
             Some(Stage::Ended) if !matches!(then, Then::Forget(_)) => {}
             Some(Stage::Ended) => self.forget_what_ended(session, number),
             Some(Stage::Nic) if attempts >= ATTEMPTS => {}
+            Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.closes_when_grown(session, number) => {
+                if let Some(connection) = self.connection(session, number) {
+                    connection.extra().waiting.then.push((then, attempts));
+                }
+                return None;
+            }
             Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.close_on_nic(session, number) => {
                 return Some(Reply::Done);
             }
