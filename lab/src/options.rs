@@ -205,7 +205,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("TCP_REPAIR_OPTIONS", 6, 22, NoMeaning, None),
     row("TCP_FASTOPEN", 6, 23, NoMeaning, None),
     row("TCP_TIMESTAMP", 6, 24, NoMeaning, None),
-    row("TCP_NOTSENT_LOWAT", 6, 25, Kept, Some(12_345)),
+    row("TCP_NOTSENT_LOWAT", 6, 25, Stays, Some(12_345)),
     row("TCP_CC_INFO", 6, 26, NoMeaning, None),
     row("TCP_SAVE_SYN", 6, 27, NoMeaning, None),
     row("TCP_SAVED_SYN", 6, 28, NoMeaning, None),

@@ -10,19 +10,35 @@ use crate::connection::{Connection, Stage, Then};
 use baton_abi::layout::block;
 use baton_abi::{Control, Message, Operation};
 use baton_linux::socket;
-use baton_moves::Step;
+use baton_moves::{Goal, Step};
 use baton_protocol::program::Place;
 
 impl Connection {
+    /// Whether the NIC may close it when it is not moving.
+    fn is_closed_by_nic(&self) -> bool {
+        let plain = self.made_by == Place::Nic && !self.attached && !self.abandoned && self.must_return().is_none();
+        plain && !self.is_waited_for() && self.fd().is_ok_and(|fd| socket::lingers(fd).is_ok_and(|lingers| !lingers))
+    }
+
     /// Whether the NIC may close it.
     fn may_close_on_nic(&self) -> bool {
-        let plain = self.made_by == Place::Nic && !self.attached && !self.abandoned && self.must_return().is_none();
-        let idle = self.step() == Step::Nic && self.goal().is_none() && !self.is_waited_for();
-        plain && idle && self.fd().is_ok_and(|fd| socket::lingers(fd).is_ok_and(|lingers| !lingers))
+        self.step() == Step::Nic && self.goal().is_none() && self.is_closed_by_nic()
+    }
+
+    /// Whether the NIC may close it as soon as its memory has grown.
+    fn may_close_when_grown(&self) -> bool {
+        let grows = matches!(self.goal(), Some(Goal::Enlarge | Goal::Grow | Goal::Stay));
+        grows && !self.is_leaving() && self.is_closed_by_nic()
     }
 }
 
 impl Agent {
+    /// Whether a connection that its program has closed is getting other memory, and the NIC may close it then: a program that has just
+    /// filled its send memory often closes at once.
+    pub(crate) fn closes_when_grown(&self, session: u32, number: u32) -> bool {
+        !self.draining && self.connection_ref(session, number).is_some_and(Connection::may_close_when_grown)
+    }
+
     /// Makes the NIC close a connection that its program has closed. Returns whether it does: then the connection is forgotten when
     /// the peer has acknowledged the FIN, or when it is in the kernel after all.
     pub(crate) fn close_on_nic(&mut self, session: u32, number: u32) -> bool {

@@ -112,7 +112,7 @@ impl Agent {
         for (at, value) in [(0, session), (5, connection.number())] {
             memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
         }
-        limits.write(memory, cid);
+        limits.write(limits.receive, memory, cid);
         let b = &connection.block;
         for field in [block::RECEIVE_SIZE, block::SEND_SIZE, block::READ_SEQ, block::RECEIVE_SEQ] {
             b.store(field, 0);

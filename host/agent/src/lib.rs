@@ -40,6 +40,7 @@ mod owned;
 mod perform;
 mod record;
 mod recovery;
+mod released;
 mod session;
 mod settings;
 mod slab;

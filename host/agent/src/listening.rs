@@ -514,7 +514,8 @@ impl Agent {
         connection.block.set_owner(Owner::Moving);
         connection.set_machine(Move::made(way.is_ok() && !draining));
         let way = way.ok().map(|way| ground.known.shared(way));
-        limits.write(ground.nic_memory, cid);
+        let window = limits.first_window(connection.fd().ok(), &image);
+        limits.write(window, ground.nic_memory, cid);
         let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
         connection.enter_nic(on_nic, Handoff { exported: Exported { image, handed_off_at, saved }, nic: None });
         Ok(())

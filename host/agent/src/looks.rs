@@ -6,6 +6,7 @@ use crate::agent::Agent;
 use crate::calls::{check_unlocked, outsider};
 use crate::connection::{Connection, OnNic, Wants};
 use crate::ground::Shape;
+use crate::released::Returns;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
@@ -23,7 +24,7 @@ const ENOENT: i32 = 2;
 const ESTALE: i32 = 116;
 
 /// Polling period, in microseconds.
-const PERIOD: u64 = 200_000;
+pub(crate) const PERIOD: u64 = 200_000;
 /// Connections polled at a time; the others follow in the next period. And connections of which it is found out whether they are idle,
 /// which needs no system call.
 const MOST: usize = 256;
@@ -56,15 +57,17 @@ pub(crate) struct Looks {
     /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket at which it begins.
     sockets_due: u64,
     sockets_from: u32,
+    /// Pages to be returned that no connection has any more.
+    pub returns: Returns,
 }
 
 impl Looks {
-    /// Time until the next poll. None if nothing is on the NIC.
+    /// Time until the next poll. None if nothing is on the NIC, and nothing is to be returned.
     pub fn wait(&self) -> Option<Duration> {
         if self.hosts {
             return Some(Duration::ZERO);
         }
-        let due = [self.due, self.routes_due, self.sockets_due].into_iter().filter(|due| *due != 0).min()?;
+        let due = [self.due, self.routes_due, self.sockets_due, self.returns.due].into_iter().filter(|due| *due != 0).min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
@@ -187,6 +190,9 @@ impl Agent {
             self.looks.sockets_from = next;
             let any = self.look_at_listeners() | self.look_at_messages() | any;
             self.looks.sockets_due = if any { now + PERIOD } else { 0 };
+        }
+        if self.looks.returns.due != 0 && now >= self.looks.returns.due {
+            self.return_released_pages(now);
         }
         if self.looks.due == 0 || now < self.looks.due {
             return;

@@ -6,8 +6,9 @@ use crate::session::OpenSession;
 use baton_abi::Cid;
 use baton_abi::layout::{block, nic, slot};
 use baton_client::heap::Heap;
+use baton_handoff::send_buffer::queue_limit;
 use baton_image::Image;
-use baton_linux::socket;
+use baton_linux::buffers::{Buffer, Side};
 use baton_shm::Region;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
@@ -22,12 +23,6 @@ const LEAST: u32 = 1 << 14;
 const MOST: u32 = 1 << 26;
 /// Divisor: one growth gets at most the bytes left for growth divided by this.
 const SHARE: u64 = 4;
-const SOL_SOCKET: i32 = 1;
-const SO_SNDBUF: i32 = 7;
-const SO_RCVBUF: i32 = 8;
-const SO_BUF_LOCK: i32 = 72;
-const SEND_LOCKED: i32 = 1;
-const RECEIVE_LOCKED: i32 = 2;
 
 /// Most bytes of receive and of send memory that a connection may have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -40,34 +35,59 @@ impl Limits {
     /// Returns the maxima of the host's tcp_rmem and tcp_wmem, or what the program has set by SO_RCVBUF and SO_SNDBUF, as in the
     /// kernel.
     pub fn of(fd: BorrowedFd<'_>, known: &mut Known) -> Limits {
-        let get = |option| socket::get(fd, SOL_SOCKET, option).ok();
-        let locks = get(SO_BUF_LOCK).unwrap_or(0);
-        let limit = |lock, option, greatest: Option<u32>| {
-            let locked = (locks & lock != 0).then(|| get(option)).flatten().and_then(|bytes| u32::try_from(bytes).ok());
-            locked.or(greatest).unwrap_or(BEGINNING).clamp(1 << 12, MOST)
-        };
+        let fixed = |side| Buffer::read(fd, side).ok().filter(|buffer| buffer.fixed).map(|buffer| buffer.size);
         let [receive, send] = known.buffers();
-        Limits { receive: limit(RECEIVE_LOCKED, SO_RCVBUF, receive), send: limit(SEND_LOCKED, SO_SNDBUF, send) }
+        let receive = fixed(Side::Receive).or(receive).unwrap_or(BEGINNING);
+        let send = fixed(Side::Send).map(queue_limit).or(send).unwrap_or(BEGINNING);
+        Limits { receive: receive.clamp(1 << 12, MOST), send: send.clamp(1 << 12, MOST) }
     }
 
-    /// Reads the limits from the slot of a connection that is on the NIC.
-    pub fn read(nic_memory: &Region, cid: Cid) -> Limits {
-        let load = |at: usize| nic_memory.word32(nic::slot(cid.slot()) + slot::LIMITS + 4 * at).load(Ordering::Acquire);
-        Limits { receive: load(0).min(MOST), send: load(1).min(MOST) }
+    /// The largest window that a connection may begin with on the NIC: what the kernel's receive buffer would hold, and at least what it
+    /// has advertised and not read yet.
+    pub fn first_window(self, fd: Option<BorrowedFd<'_>>, image: &Image) -> u32 {
+        let buffer = fd.and_then(|fd| Buffer::read(fd, Side::Receive).ok()).filter(|buffer| !buffer.fixed);
+        let advertised = image.rcv_adv.wrapping_sub(image.read_seq());
+        buffer.map_or(self.receive, |buffer| window_of(buffer.size).max(advertised).min(self.receive))
     }
 
-    /// What [`block::REPORT_SHIFT`] says of how often the program must tell what it has read: after an eighth of the window, which may be much
-    /// smaller than its memory.
-    pub fn report_bits(self) -> u32 {
-        (self.receive / 8).max(2).ilog2() << block::REPORT_SHIFT
-    }
-
-    /// Writes the limits into the slot, for the NIC, before a handoff.
-    pub fn write(self, nic_memory: &Region, cid: Cid) {
-        for (at, value) in [self.receive, self.send].into_iter().enumerate() {
+    /// Writes the limits into the slot, for the NIC, before a handoff or a resumption: `window` is the largest that it may advertise.
+    pub fn write(self, window: u32, nic_memory: &Region, cid: Cid) {
+        let grows = if window < self.receive { slot::MAY_GROW } else { 0 };
+        for (at, value) in [window | grows, self.send].into_iter().enumerate() {
             nic_memory.word32(nic::slot(cid.slot()) + slot::LIMITS + 4 * at).store(value, Ordering::Release);
         }
     }
+}
+
+/// The largest window that the kernel advertises with a receive buffer of `size` bytes, of which about an eighth is for its bookkeeping if
+/// segments are large.
+fn window_of(size: u32) -> u32 {
+    size - size / 8
+}
+
+/// The receive buffer that [`window_of`] needs for a window.
+pub(crate) fn buffer_for(window: u32) -> u32 {
+    window.saturating_add(window.div_ceil(7))
+}
+
+/// The largest window that a connection on the NIC may advertise.
+pub(crate) fn largest_window(nic_memory: &Region, cid: Cid) -> u32 {
+    let word = nic_memory.word32(nic::slot(cid.slot()) + slot::LIMITS).load(Ordering::Acquire);
+    (word & !slot::MAY_GROW).min(MOST)
+}
+
+/// What [`block::REPORT_SHIFT`] says of how often the program must tell what it has read: after an eighth of the window, which may be much
+/// smaller than its memory.
+pub(crate) fn report_bits(window: u32) -> u32 {
+    (window / 8).max(2).ilog2() << block::REPORT_SHIFT
+}
+
+/// The most bytes that the program may queue on the NIC: what the kernel would accept with the send buffer that the shell has. The initial
+/// send memory may be used in any case, unless the program has fixed the buffer: a connection that has just begun would fill less within
+/// a round trip.
+pub(crate) fn most_queued(buffer: &Buffer) -> u32 {
+    let most = queue_limit(buffer.size);
+    if buffer.fixed { most } else { most.max(BEGINNING) }
 }
 
 /// Allocates memory for the queues of a connection that moves to the NIC: enough for their bytes, for the advertised window, and
@@ -140,9 +160,11 @@ pub(crate) fn give(session: &mut OpenSession, memory: Memory) {
 
 /// Frees one block.
 pub(crate) fn give_block(session: &mut OpenSession, (offset, size): (u32, u32)) {
-    // Pages of ordinary buffers are soon used again; those of large ones are returned to the system.
+    // Pages of ordinary buffers are soon used again; those of large ones are returned to the system at once.
     if size > 1 << 21 {
         session.memory.discard(offset as usize, size as usize);
+    } else {
+        session.released.note((offset, size));
     }
     session.heap.give(offset, size);
 }
@@ -162,6 +184,14 @@ mod tests {
         let begun = std::iter::from_fn(|| take_between(&mut heap, 1000, BEGINNING)).count();
         assert!(begun >= 128, "{begun} connections begin");
         assert_eq!(heap.free_bytes(), 0, "the last ones with less");
+    }
+
+    #[test]
+    fn a_window_fits_the_buffer_made_for_it() {
+        assert_eq!(window_of(131_072), 114_688);
+        for window in [0, 1, 65_535, 262_144, 2_096_896, 1 << 30] {
+            assert!((window..=window + 1).contains(&window_of(buffer_for(window))), "{window}");
+        }
     }
 
     #[test]

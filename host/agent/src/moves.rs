@@ -116,6 +116,9 @@ impl Agent {
         if machine.goal().is_some() {
             performer.pause();
         }
+        if !open.released.is_empty() {
+            self.looks.returns.note(session);
+        }
         let Some(connection) = self.connection(session, number) else { return };
         connection.set_machine(machine);
         let key = (session, number, connection.serial);
@@ -395,6 +398,12 @@ impl Agent {
             Some(Stage::Ended) if !matches!(then, Then::Forget(_)) => {}
             Some(Stage::Ended) => self.forget_what_ended(session, number),
             Some(Stage::Nic) if attempts >= ATTEMPTS => {}
+            Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.closes_when_grown(session, number) => {
+                if let Some(connection) = self.connection(session, number) {
+                    connection.extra().waiting.then.push((then, attempts));
+                }
+                return None;
+            }
             Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.close_on_nic(session, number) => {
                 return Some(Reply::Done);
             }
@@ -432,6 +441,7 @@ impl Agent {
             && let Some(memory) = open.ended.remove(&number)
         {
             memory::give(open, memory);
+            self.looks.returns.note(session);
         }
     }
 

@@ -2,6 +2,7 @@
 
 use crate::connection::Memory;
 use crate::connections::Connections;
+use crate::released::Released;
 use baton_abi::layout::session as at;
 use baton_client::heap::Heap;
 use baton_linux::bell::SessionBell;
@@ -136,6 +137,8 @@ pub(crate) struct OpenSession {
     /// The ends by which the program wakes the further NICs.
     pub further: Vec<SessionBell>,
     pub heap: Heap,
+    /// Blocks of the heap that were freed, and may still have pages.
+    pub released: Released,
     /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
     pub socket: Option<Foreign>,
     /// In a session for messages: the hosts that its program has asked this NIC to reach.
@@ -162,7 +165,16 @@ impl OpenSession {
     pub fn with_memory(memory: Arc<Region>, bell: SessionBell) -> OpenSession {
         let heap = Heap::new(at::HEAP, at::heap_end(memory.len()));
         let further = Vec::new();
-        OpenSession { heap, memory, bell, further, socket: None, hosts: BTreeMap::new(), ended: BTreeMap::new() }
+        OpenSession {
+            heap,
+            released: Released::default(),
+            memory,
+            bell,
+            further,
+            socket: None,
+            hosts: BTreeMap::new(),
+            ended: BTreeMap::new(),
+        }
     }
 
     /// The NICs that serve it, a bit each.

@@ -10,7 +10,7 @@ use baton_linux::control::Channel;
 use baton_linux::events::Trigger;
 use baton_linux::freeze::take_descriptor;
 use baton_linux::tcp_info::TcpInfo;
-use baton_linux::{diagnosis, process, socket};
+use baton_linux::{buffers, diagnosis, process, socket};
 use baton_protocol::program::{Answer, Ask, Place, Reply, Request, Until};
 use baton_wire::Flow;
 use std::collections::btree_map::Entry;
@@ -232,7 +232,7 @@ impl Attacher {
     fn returned(&mut self, number: u32, fd: BorrowedFd<'_>) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let stash = std::mem::take(&mut entry.stash);
-        match socket::send_beyond_limit(fd, &stash) {
+        match buffers::send_beyond_limit(fd, &stash) {
             // The peer has reset it; the socket reports that to the program.
             Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
             other => other?,

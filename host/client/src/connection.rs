@@ -41,7 +41,7 @@ pub struct Connection {
     /// of send memory.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
-    /// Most bytes that may be queued, if the program has set SO_SNDBUF while the NIC had the connection, else [`u32::MAX`].
+    /// Most bytes that may be queued, [`u32::MAX`] if only the size of send memory limits them.
     most_queued: AtomicU32,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
@@ -334,6 +334,7 @@ impl Connection {
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
+        self.most_queued.store(block::most_queued(flags), RELAXED);
         self.apply_most_queued();
         self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
         let error = self.load(block::ERROR);
@@ -345,10 +346,12 @@ impl Connection {
         self.moves.store(moves, Ordering::Release);
     }
 
-    /// Limits the bytes that may be queued from now on, as SO_SNDBUF does on an open connection: its send memory keeps its size. Without
-    /// a limit that size is it, for which the agent reads SO_SNDBUF when the connection moves to the NIC. The caller has entered.
-    pub fn limit_queue(&self, most: Option<u32>) {
-        self.most_queued.store(most.unwrap_or(u32::MAX), RELAXED);
+    /// Limits the bytes that may be queued from now on, as SO_SNDBUF does on an open connection. The NIC sees the limit, too, and asks for
+    /// more memory when the program has filled what there is. The caller has entered.
+    pub fn limit_queue(&self, most: u32) {
+        let flags = self.load(block::FLAGS) & !(block::QUEUE_MASK << block::QUEUE_SHIFT) | block::queue_bits(most);
+        self.store(block::FLAGS, flags);
+        self.most_queued.store(block::most_queued(flags), RELAXED);
         self.apply_most_queued();
     }
 

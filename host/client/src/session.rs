@@ -315,7 +315,6 @@ impl Session {
             socket::set(fd.as_fd(), level, option, value)?;
         }
         if !on_nic {
-            self.shared.option_was_set_in_kernel(connection, (level, option));
             return Ok(());
         }
         self.shared.option_was_set(connection, ME, fd.as_fd(), (level, option), value)

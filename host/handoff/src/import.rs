@@ -2,6 +2,7 @@
 
 use crate::shell::{self, Beginning, Leave, Queue, Saved};
 use baton_image::Image;
+use baton_linux::buffers::{Buffer, Side};
 use baton_linux::socket::{self, Pieces};
 use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
@@ -12,7 +13,6 @@ use std::os::fd::BorrowedFd;
 const TCP_REPAIR_OPTIONS: i32 = 22;
 const TCP_TIMESTAMP: i32 = 24;
 const TCP_REPAIR_WINDOW: i32 = 29;
-const SO_BUF_LOCK: i32 = 72;
 
 /// The step of an import that a policy of the host's may refuse: bind(2) and connect(2). It may be tried again.
 pub const RECONNECT: &str = "reconnect";
@@ -49,6 +49,8 @@ pub struct Importer {
     /// Bytes at the front of the send queue that the kernel has already.
     given: usize,
     saved: Saved,
+    /// The size of the socket's send buffer, if it was too small for the queue's bytes: it gets that back.
+    send: Option<Buffer>,
 }
 
 impl Importer {
@@ -77,9 +79,13 @@ impl Importer {
         let beginning = Beginning { snd: snd_start, rcv: first_unread, scaled: is_scaled(image) };
         shell::reassociate(fd, local, peer, beginning, mss).step(RECONNECT)?;
         write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;
-        make_room(fd, unread.length(), libc::SO_RCVBUF, libc::SO_RCVBUFFORCE, 2).step("SO_RCVBUFFORCE")?;
-        make_room(fd, unacknowledged.length(), libc::SO_SNDBUF, libc::SO_SNDBUFFORCE, 1).step("SO_SNDBUFFORCE")?;
+        let receive = Buffer::make_room(fd, Side::Receive, unread.length(), 2).step("SO_RCVBUFFORCE")?;
+        let send = Buffer::make_room(fd, Side::Send, unacknowledged.length(), 1).step("SO_SNDBUFFORCE")?;
         refill(fd, Queue::Receive, unread).step("receive queue")?;
+        if let Some(receive) = receive {
+            // Before the kernel sends anything: with the larger buffer it would advertise a larger window.
+            receive.put_back(fd).step("SO_RCVBUFFORCE")?;
+        }
         let sent = image.snd_nxt.wrapping_sub(snd_start).min(unacknowledged.length() as u32) as usize;
         refill(fd, Queue::Send, &unacknowledged.front(sent)).step("send queue")?;
         count_as_sent(fd).step("send queue")?;
@@ -91,7 +97,7 @@ impl Importer {
         }
         saved.remember(fd);
         shell::unblock_input(fd, saved).step("SO_DETACH_FILTER")?;
-        Ok(Importer { image: *image, given: sent, saved: saved.clone() })
+        Ok(Importer { image: *image, given: sent, saved: saved.clone(), send })
     }
 
     /// Leaves repair mode, sends what was unsent, and shuts down what was shut down. `unacknowledged` is the send queue as it was
@@ -111,6 +117,9 @@ impl Importer {
                 Err(error) => return Err(ImportError { step: "unsent data", error }),
             };
             unsent = unsent.skip(sent);
+        }
+        if let Some(send) = self.send {
+            send.put_back(fd).step("SO_SNDBUFFORCE")?;
         }
         if self.image.state.fin_queued() {
             match socket::shutdown_write(fd) {
@@ -141,7 +150,7 @@ pub fn resume_sending(fd: BorrowedFd<'_>, image: &Image, unacknowledged: &Pieces
     let written = shell::queue_seq(fd).step("TCP_QUEUE_SEQ")?;
     shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
     let given = (written.wrapping_sub(image.snd_una) as usize).min(unacknowledged.length());
-    Importer { image: *image, given, saved: saved.clone() }.finish(fd, unacknowledged, false)
+    Importer { image: *image, given, saved: saved.clone(), send: None }.finish(fd, unacknowledged, false)
 }
 
 pub(crate) fn is_scaled(image: &Image) -> bool {
@@ -180,20 +189,6 @@ fn write_window(fd: BorrowedFd<'_>, image: &Image, rcv_nxt: u32) -> io::Result<(
     let words = [image.snd_wl1, send, image.max_window.max(send), edge, rcv_nxt];
     let raw: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
     socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &raw)
-}
-
-/// Enlarges a buffer that is too small for what has to go in, and leaves its lock as it was. `factor`: bytes of buffer that a
-/// byte may cost.
-fn make_room(fd: BorrowedFd<'_>, bytes: usize, option: i32, force: i32, factor: usize) -> io::Result<()> {
-    let size = socket::get(fd, libc::SOL_SOCKET, option)?.max(0) as usize;
-    // A queue's bookkeeping counts against the buffer, too.
-    let wanted = bytes * factor + bytes / 2 + 4096;
-    if bytes == 0 || wanted <= size / 2 {
-        return Ok(());
-    }
-    let lock = socket::get(fd, libc::SOL_SOCKET, SO_BUF_LOCK)?;
-    socket::set(fd, libc::SOL_SOCKET, force, wanted as i32)?;
-    socket::set(fd, libc::SOL_SOCKET, SO_BUF_LOCK, lock)
 }
 
 /// Everything in the send queue was sent before, and must count so: an acknowledgement of more than the kernel knows to be sent would

@@ -5,5 +5,6 @@ pub mod examine;
 pub mod export;
 pub mod import;
 pub mod listening;
+pub mod send_buffer;
 pub mod shell;
 pub mod unenforced;

@@ -6,14 +6,23 @@ use std::os::fd::BorrowedFd;
 
 const SO_MAX_PACING_RATE: i32 = 47;
 const TCP_CONGESTION: i32 = 13;
+const TCP_NOTSENT_LOWAT: i32 = 25;
 /// Values of IP_MTU_DISCOVER and IPV6_MTU_DISCOVER (WANT, DO) that mean "never fragment, and follow the path MTU", as the NIC
 /// does.
 const FOLLOWS_PATH_MTU: [i32; 2] = [1, 2];
 
 /// Options of which some values keep a connection in the kernel, by level and number: SO_PRIORITY, SO_MAX_PACING_RATE, IP_MTU_DISCOVER,
-/// IP_MINTTL, IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION.
-const OPTIONS: [(i32, i32); 7] =
-    [(1, libc::SO_PRIORITY), (1, SO_MAX_PACING_RATE), (0, 10), (0, 21), (41, 23), (41, 73), (6, TCP_CONGESTION)];
+/// IP_MINTTL, IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION, TCP_NOTSENT_LOWAT.
+const OPTIONS: [(i32, i32); 8] = [
+    (1, libc::SO_PRIORITY),
+    (1, SO_MAX_PACING_RATE),
+    (0, 10),
+    (0, 21),
+    (41, 23),
+    (41, 73),
+    (6, TCP_CONGESTION),
+    (6, TCP_NOTSENT_LOWAT),
+];
 
 /// The priority that IP_TOS sets (the kernel's `ip_tos2prio`), by the four bits of the type of service.
 const PRIORITIES: [i32; 16] = [0, 0, 0, 0, 2, 2, 2, 2, 6, 6, 6, 6, 4, 4, 4, 4];
@@ -52,6 +61,10 @@ pub fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
         if get(level, option).is_some_and(|value| value > 0) {
             return Err(Refusal::Option(name));
         }
+    }
+    // 0 and -1 limit nothing. The program's side does not see how much the NIC has sent.
+    if get(libc::IPPROTO_TCP, TCP_NOTSENT_LOWAT).is_some_and(|lowat| !matches!(lowat, 0 | -1)) {
+        return Err(Refusal::Option("TCP_NOTSENT_LOWAT"));
     }
     let mut raw = [0u8; 16];
     let length = socket::get_bytes(fd, libc::IPPROTO_TCP, TCP_CONGESTION, &mut raw).unwrap_or(0).min(raw.len());

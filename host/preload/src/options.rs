@@ -79,7 +79,6 @@ pub(crate) unsafe fn set(
             continue;
         };
         if entered.owner != Owner::Nic {
-            session.shared.option_was_set_in_kernel(connection, (level, option));
             break native();
         }
         let done = if meaning == Meaning::NicOnly && given.is_some() { 0 } else { native() };
@@ -198,8 +197,8 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
         let state = session.shared.readiness(connection, token());
         let count = match request {
             libc::FIONREAD => state.unread,
-            // The NIC does not report how much of it has been sent.
-            SIOCOUTQNSD => 0,
+            // The NIC publishes how much of it has been sent in its record, which the agent reads.
+            SIOCOUTQNSD => session.shared.detail(connection.number()).map_or(0, |detail| detail.unsent.min(state.queued)),
             _ => state.queued,
         };
         // SAFETY: these requests take a pointer to an int (this function's `# Safety`).

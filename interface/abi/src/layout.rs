@@ -174,9 +174,11 @@ pub mod slot {
     pub const NEXT_CID: usize = 32;
     /// 4-byte word: the mirroring NIC sets it to 1 while its copy covers what the kernel holds out of order, else to 0.
     pub const COVERED: usize = 36;
-    /// Parameters of a handoff, continued: the most bytes of receive memory, then of send memory, that the connection may grow
-    /// to; 0 if it may not grow.
+    /// Parameters of a handoff, continued: the largest window in bytes that it may advertise, 0 for all of its receive memory, plus
+    /// [`MAY_GROW`]; then the most bytes of send memory that it may grow to.
     pub const LIMITS: usize = 40;
+    /// Bit of the first of [`LIMITS`]: the connection may get more receive memory, and a larger window, if it could use them.
+    pub const MAY_GROW: u32 = 1 << 31;
     /// 4-byte word: sequence number of the first byte that the program has not read, at the time of [`crate::Control::Resume`].
     pub const READ: usize = 48;
     /// 4-byte word, written by the NIC: of a connection of which it keeps only the fast path, twice the number of times that it was
@@ -339,7 +341,7 @@ pub mod block {
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
     /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`], [`FLAG_CLOSED`] and
-    /// [`FLAG_NODELAY`], and from [`REPORT_SHIFT`] on a number. Written by the agent at a handoff, then by the program, and by the agent once
+    /// [`FLAG_NODELAY`], and from [`QUEUE_SHIFT`] and [`REPORT_SHIFT`] on a number. Written by the agent at a handoff, then by the program, and by the agent once
     /// that has closed the connection.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
@@ -366,9 +368,28 @@ pub mod block {
     pub const FLAG_CLOSED: u32 = 1 << 5;
     /// Bit of [`FLAGS`]: TCP_NODELAY is on.
     pub const FLAG_NODELAY: u32 = 1 << 6;
+    /// The bits of [`FLAGS`] from this one on: the most bytes that the program may queue, in units of 1024, [`QUEUE_MASK`] of them; 0 if
+    /// that is all of its send memory. The program changes it when it sets SO_SNDBUF.
+    pub const QUEUE_SHIFT: u32 = 7;
+    /// Greatest value of these bits.
+    pub const QUEUE_MASK: u32 = (1 << 17) - 1;
     /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may have read before the NIC has a message about it, if
     /// that is less than usual since SO_RCVBUF makes the window small; else 0.
     pub const REPORT_SHIFT: u32 = 24;
+
+    /// What [`FLAGS`] has for a program that may queue `bytes`.
+    pub const fn queue_bits(bytes: u32) -> u32 {
+        let units = bytes.div_ceil(1024);
+        (if units > QUEUE_MASK { QUEUE_MASK } else { units }) << QUEUE_SHIFT
+    }
+
+    /// The most bytes that a program with these [`FLAGS`] may queue, [`u32::MAX`] if only its send memory limits them.
+    pub const fn most_queued(flags: u32) -> u32 {
+        match flags >> QUEUE_SHIFT & QUEUE_MASK {
+            0 => u32::MAX,
+            units => units * 1024,
+        }
+    }
 }
 
 /// The page of words in front of a UDP socket's rings, in session memory. Offsets are those of 4-byte words.
@@ -527,4 +548,5 @@ const _: () = {
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());
     assert!(session::HEAP.is_multiple_of(4096) && 2048 + session::MAX_CONNECTIONS / 8 <= session::COMMANDS);
     assert!(block::QUIET_ABOVE + 4 <= session::BLOCK_BYTES);
+    assert!(block::FLAG_NODELAY < 1 << block::QUEUE_SHIFT && block::QUEUE_MASK << block::QUEUE_SHIFT < 1 << block::REPORT_SHIFT);
 };

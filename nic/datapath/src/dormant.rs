@@ -4,7 +4,7 @@
 //! slot when the connection wakes up. Both owners are the same NIC, with one clock: a moment that the image holds as an age is
 //! exactly the same moment afterwards.
 
-use crate::growth::Growth;
+use crate::growth::{Growth, largest_window};
 use crate::offloaded::{Memory, Offloaded};
 use crate::partial::Path;
 use baton_image::{Image, MAX_SHORT};
@@ -70,10 +70,10 @@ impl Dormant {
         let slept_at = Instant(u64::from_le_bytes(*time));
         let tcp = Connection::from_image(&image, Some(&nic?), memory.receive_size, slept_at);
         let mut offloaded = Offloaded::new(tcp, &image, memory, session, session_memory, nic_memory, slot)?;
-        if limits[0] > 0 {
-            offloaded.tcp.limit_window(limits[0]);
+        if let Some(most) = largest_window(limits) {
+            offloaded.tcp.limit_window(most);
         }
-        offloaded.growth = Growth::new(memory, limits);
+        offloaded.growth = Growth::new(memory, limits, offloaded.flags_of_block());
         offloaded.continue_record(u32::from(flags & TABLE != 0));
         offloaded.ident = u16::from_le_bytes(*ident);
         offloaded.fetches = flags & FETCHES != 0;
@@ -137,7 +137,7 @@ mod tests {
         let tcp = Connection::from_image(image, None, MEMORY.receive_size, Instant(1_000));
         let mut offloaded = Offloaded::new(tcp, image, MEMORY, 7, session_memory.clone(), nic_memory.clone(), 2).unwrap();
         offloaded.tcp.limit_window(1 << 17);
-        offloaded.growth = Growth::new(MEMORY, [1 << 17, 1 << 20]);
+        offloaded.growth = Growth::new(MEMORY, [1 << 17, 1 << 20], 0);
         offloaded
     }
 

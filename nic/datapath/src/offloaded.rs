@@ -274,6 +274,11 @@ impl Offloaded {
         self.session_memory.word32(busy).load(Ordering::Relaxed) != 0
     }
 
+    /// The flags of the connection's block, which the program may write.
+    pub fn flags_of_block(&self) -> u32 {
+        self.session_memory.word32(layout::session::block(self.memory.block) + layout::block::FLAGS).load(Ordering::Acquire)
+    }
+
     /// Whether acknowledgements so far free less send memory than a sleeping program is worth waking for: what it waits for (see
     /// [`layout::block::QUIET_ABOVE`]), and on a short path most of the memory, as long as another acknowledgement must come. There the
     /// rest lasts longer than the program needs to wake up; on a long path the memory may be what limits the rate.

@@ -2,6 +2,7 @@
 //! which goes on with it and gives it back when it is quiet. Both are workers over the same slots and the same session memory; only
 //! the state of the protocol changes hands, through memory that the two share.
 
+use crate::growth::largest_window;
 use crate::offloaded::{Memory, Offloaded, Tcp};
 use baton_abi::layout::host_tcp;
 use baton_abi::{Control, Message};
@@ -96,8 +97,8 @@ impl State {
     pub fn connection(&self, arrived: Arriving, now: Instant) -> Connection {
         let mut tcp = Connection::from_image(&self.image, Some(&self.nic), self.memory.receive_size, now);
         tcp.hold(arrived.ranges.into_iter(), arrived.fin);
-        if self.limits[0] > 0 {
-            tcp.limit_window(self.limits[0]);
+        if let Some(most) = largest_window(self.limits) {
+            tcp.limit_window(most);
         }
         tcp
     }

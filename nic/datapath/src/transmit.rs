@@ -124,7 +124,7 @@ impl<W: Device> Output<W> {
         if cfg!(feature = "sabotage-drop-send-memory") {
             offloaded.drop_send_memory(fresh);
         }
-        offloaded.growth.consider(&mut offloaded.tcp, now);
+        offloaded.consider_growth(now);
         if !published {
             offloaded.publish(now);
         } else if offloaded.tcp.retransmissions() != before {

@@ -10,6 +10,7 @@ macro_rules! report {
 }
 
 pub mod bell;
+pub mod buffers;
 pub mod cgroup_socket;
 pub mod conntrack;
 pub mod control;

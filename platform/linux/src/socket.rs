@@ -428,22 +428,3 @@ pub fn reset_on_close(fd: BorrowedFd<'_>) -> io::Result<()> {
     let on_for_no_time = [1i32.to_ne_bytes(), 0i32.to_ne_bytes()].concat();
     set_bytes(fd, libc::SOL_SOCKET, libc::SO_LINGER, &on_for_no_time)
 }
-
-/// Queues bytes that the program has sent already, even more than the socket's buffer would take.
-///
-/// # Errors
-/// The failed system call's.
-pub fn send_beyond_limit(fd: BorrowedFd<'_>, mut bytes: &[u8]) -> io::Result<()> {
-    const SO_BUF_LOCK: i32 = 72;
-    if bytes.is_empty() {
-        return Ok(());
-    }
-    let lock = get(fd, libc::SOL_SOCKET, SO_BUF_LOCK)?;
-    let queued = queue_bytes(fd, SIOCOUTQ)? as usize;
-    let wanted = (queued + bytes.len()) * 2 + 65536;
-    set(fd, libc::SOL_SOCKET, libc::SO_SNDBUFFORCE, wanted.min(1 << 30) as i32)?;
-    while !bytes.is_empty() {
-        bytes = &bytes[send(fd, bytes)?..];
-    }
-    set(fd, libc::SOL_SOCKET, SO_BUF_LOCK, lock)
-}

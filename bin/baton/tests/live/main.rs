@@ -35,6 +35,7 @@ mod options;
 mod partial;
 mod placement;
 mod posted;
+mod pressure;
 mod rights;
 mod routes;
 mod rss;

@@ -97,7 +97,7 @@ fn options_that_the_nic_does_not_act_on_stay() {
             seen += 1;
         }
     }
-    assert_eq!(seen, 12);
+    assert_eq!(seen, 14);
     // A congestion control that the program has set; the host's default does not count as that.
     for (wanted, default, moves) in
         [("bbr", "cubic", false), ("reno", "cubic", true), ("cubic", "bbr", true), ("bbr", "bbr", true)]

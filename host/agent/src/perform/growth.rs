@@ -10,7 +10,9 @@ use crate::memory;
 use crate::record::{read_image, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic, scratch, slot};
 use baton_abi::{Cid, Control, Message, Operation};
+use baton_handoff::send_buffer;
 use baton_image::Image;
+use baton_linux::buffers::{Buffer, Side};
 use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::empty_memory;
 use baton_shm::{Circle, Region};
@@ -24,15 +26,19 @@ impl Performer<'_> {
     pub(super) fn enlarge(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
-        let (old, limits) = (on_nic.memory(), memory::Limits::read(self.ground.nic_memory, cid));
+        let old = on_nic.memory();
         let Wants::Larger(receive, send) = self.connection.wants() else {
             self.connection.extra().growing = Some(Growing { cid, unused: [None; 2], larger: old, copied: None });
             return Ok(());
         };
+        let limits = memory::Limits::of(self.connection.fd()?, self.ground.known);
         let larger_receive = memory::enlarge(&mut self.open.heap, old.receive.1, receive, limits.receive);
         let larger_send = memory::enlarge(&mut self.open.heap, old.send.1, send, limits.send);
         let unused = [larger_receive, larger_send];
-        if unused == [None; 2] {
+        // With as much memory as before there may be more that it may use.
+        let window = memory::largest_window(self.ground.nic_memory, cid);
+        let uses_more = receive > 0 && window < old.receive.1.min(limits.receive) || (1..=old.send.1).contains(&send);
+        if unused == [None; 2] && !uses_more {
             return Err(Refusal::NoRoom);
         }
         let larger = Memory { receive: larger_receive.unwrap_or(old.receive), send: larger_send.unwrap_or(old.send) };
@@ -72,7 +78,8 @@ impl Performer<'_> {
         let image = read_image(nic_memory, cid).map_err(|_| Refusal::NicGone)?;
         let (old, new, next) = (on_nic.memory(), growing.larger, cid.next_generation());
         let replaced = [(old.receive != new.receive).then_some(old.receive), (old.send != new.send).then_some(old.send)];
-        if new == old {
+        let returns = matches!(self.connection.wants(), Wants::NoPages);
+        if returns {
             self.return_pages(cid, &image, old);
         }
         self.copy_over(cid, &image, old, growing).ok_or(Refusal::NicGone)?;
@@ -85,14 +92,56 @@ impl Performer<'_> {
             if !on_nic.move_to(new) {
                 return Err(Refusal::NicGone);
             }
-            if new == old {
+            if returns {
                 on_nic.idleness.note_returned(&image);
             }
         }
         // Queued messages with the old cid are about the same connection: they get the new one.
         self.ground.nic().inbox.rename(cid, next);
+        if let Wants::Larger(receive, send) = self.connection.wants() {
+            self.use_more(&image, old, new, [receive > 0, send > 0], send);
+        }
         self.write_location(base, &image, new, next);
         Ok(())
+    }
+
+    /// Lets the connection use what it has got. The shell's buffers grow as they would if the kernel ran the connection: it goes on with
+    /// them after a restore, and tells their sizes to the program. `wants`: receive memory, send memory; `wanted` is how much of the
+    /// latter.
+    fn use_more(&mut self, image: &Image, old: Memory, new: Memory, wants: [bool; 2], wanted: u32) {
+        let (Some(cid), Ok(fd)) = (self.connection.cid, self.connection.fd()) else { return };
+        let limits = memory::Limits::of(fd, self.ground.known);
+        let b = &self.connection.block;
+        let mut flags = b.load(block::FLAGS);
+        let mut window = memory::largest_window(self.ground.nic_memory, cid);
+        if wants[0] {
+            window = window.max(new.receive.1.min(limits.receive));
+            if let Ok(buffer) = Buffer::read(fd, Side::Receive)
+                && !buffer.fixed
+                && let size = memory::buffer_for(window).min(limits.receive)
+                && buffer.size < size
+            {
+                let _ = buffer.resize(fd, size);
+            }
+            flags = flags & !(u32::MAX << block::REPORT_SHIFT) | memory::report_bits(window);
+        }
+        limits.write(window, self.ground.nic_memory, cid);
+        if wants[1]
+            && let Ok(buffer) = send_buffer::of(fd)
+        {
+            let before = block::most_queued(flags);
+            let expanded = send_buffer::expanded(fd, &buffer, image.cwnd, image.mss, limits.send);
+            let buffer = match expanded.map(|size| buffer.resize(fd, size)) {
+                Some(Ok(())) => send_buffer::of(fd).unwrap_or(buffer),
+                _ => buffer,
+            };
+            let most = memory::most_queued(&buffer);
+            // More memory than that is for a connection whose data flows, so that its program is woken less often.
+            let flows = !buffer.fixed && wanted > before.max(old.send.1);
+            let most = if flows { most.max(new.send.1) } else { most };
+            flags = flags & !(block::QUEUE_MASK << block::QUEUE_SHIFT) | block::queue_bits(most);
+        }
+        b.store(block::FLAGS, flags);
     }
 
     /// Returns the pages of a resting connection's empty memory, and of its slot's scratch, to the system. Nobody can write there

@@ -13,7 +13,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::examine::{self, system};
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::shell::{self, Saved};
-use baton_handoff::unenforced;
+use baton_handoff::{send_buffer, unenforced};
 use baton_image::{Image, Stay};
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
@@ -263,7 +263,8 @@ impl Performer<'_> {
         let nic = stay.and_then(|stay| stay.complete(&mut image, retransmitted, monotonic_micros()));
         let limits = Limits::of(self.connection.fd()?, self.ground.known);
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
-        limits.write(self.ground.nic_memory, self.cid()?);
+        let window = limits.first_window(self.connection.fd().ok(), &image);
+        limits.write(window, self.ground.nic_memory, self.cid()?);
         let exported = Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() };
         let way = self.way.map(|way| self.ground.known.shared(way));
         let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
@@ -369,8 +370,7 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
     let Some(Handoff { exported: Exported { image, saved, .. }, nic }) = connection.handoff() else {
         return Err(Refusal::NoRoom);
     };
-    let memory = on_nic.memory();
-    let Memory { receive, send } = memory;
+    let (place, Memory { receive, send }) = (on_nic.memory(), on_nic.memory());
     let parameters = [session, receive.0, receive.1, send.0, send.1, connection.number()];
     for (at, value) in parameters.into_iter().enumerate() {
         nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
@@ -379,7 +379,7 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
     let b = &connection.block;
     b.store(block::PROCESSOR, 0);
     b.store(block::READ_SEQ, image.read_seq());
-    write_block(connection, image, memory, cid);
+    write_block(connection, image, place, cid);
     let flags = [
         (block::FLAG_FIN_RECEIVED, image.state.fin_received()),
         (block::FLAG_SHUT_DOWN, image.state.fin_queued()),
@@ -387,8 +387,10 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
         (block::FLAG_CORK, saved.cork()),
         (block::FLAG_NODELAY, image.nodelay),
     ];
-    let report = Limits::read(nic_memory, cid).report_bits();
-    b.store(block::FLAGS, flags.into_iter().filter(|(_, on)| *on).fold(report, |all, (flag, _)| all | flag));
+    let report = memory::report_bits(memory::largest_window(nic_memory, cid));
+    let buffer = connection.fd().ok().and_then(|fd| send_buffer::of(fd).ok());
+    let numbers = report | buffer.map_or(0, |buffer| block::queue_bits(memory::most_queued(&buffer)));
+    b.store(block::FLAGS, flags.into_iter().filter(|(_, on)| *on).fold(numbers, |all, (flag, _)| all | flag));
     // Written before the NIC runs, since its notifications make the program look for the connection.
     b.note_moves();
     Ok(())

@@ -5,6 +5,7 @@ use crate::connection::{Connection, Inside};
 use crate::rules::{Interface, Nagle};
 use baton_abi::layout::{ANSWERED, block};
 use baton_abi::{ANSWER, Control, FETCH, MORE, Message, Operation};
+use baton_handoff::send_buffer::queue_limit;
 use baton_linux::process;
 use baton_ring::{Producer, Token};
 use baton_shm::RingWords;
@@ -321,18 +322,10 @@ impl Shared {
             _ if limits_queue(level, option) => {
                 // What the kernel has made of it.
                 let most = baton_linux::socket::get(fd, 1, 7)?;
-                connection.limit_queue(u32::try_from(most).ok());
+                connection.limit_queue(queue_limit(most.max(0) as u32));
                 Ok(())
             }
             _ => Ok(()),
-        }
-    }
-
-    /// Notes that a socket option has been set on the descriptor of a connection that the kernel has. The caller has entered it.
-    pub fn option_was_set_in_kernel(&self, connection: &Connection, (level, option): (i32, i32)) {
-        if limits_queue(level, option) {
-            // The agent reads it when the connection moves.
-            connection.limit_queue(None);
         }
     }
 }

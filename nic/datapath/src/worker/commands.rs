@@ -3,7 +3,7 @@
 use super::Worker;
 use super::frames::needs_kernel;
 use crate::custody::{Custody, Refusal, Slot};
-use crate::growth::Growth;
+use crate::growth::{Growth, largest_window};
 use crate::offloaded::{Memory, Offloaded};
 use crate::partial::Path;
 use baton_abi::layout::{Counter, RING_MESSAGES, nic, scratch, slot as at};
@@ -196,9 +196,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         let offloaded = Offloaded::new(tcp, &image, memory, session, session_memory, nic_memory, index);
         let mut offloaded = offloaded.ok_or(Refusal::BadMemory)?;
         offloaded.tcp.set_quick_ack(quick_ack);
-        offloaded.growth = Growth::new(memory, most);
-        if most[0] > 0 {
-            offloaded.tcp.limit_window(most[0]);
+        offloaded.growth = Growth::new(memory, most, offloaded.flags_of_block());
+        if let Some(most) = largest_window(most) {
+            offloaded.tcp.limit_window(most);
         }
         offloaded.publish(now);
         offloaded.publish_processor(processor);

@@ -199,7 +199,7 @@ impl Worker<NoKernel, HostWire> {
         let (image, nic_memory) = (*state.image(), self.nic_memory.clone());
         let tcp = state.connection(arrived, now);
         let mut offloaded = Offloaded::new(tcp, &image, state.memory, state.session, session_memory, nic_memory, index)?;
-        offloaded.growth = Growth::new(state.memory, state.limits);
+        offloaded.growth = Growth::new(state.memory, state.limits, offloaded.flags_of_block());
         offloaded.continue_record(state.ranges_table);
         let key = FlowKey::from(&image.flow);
         self.connections.slots[index as usize] = Some(Slot::new(key, cid, Custody::Active(Pooled::new(offloaded))));

@@ -252,7 +252,7 @@ impl Performer<'_> {
         self.connection.moves += 1;
         let on_nic = self.connection.on_nic.clone().ok_or(Refusal::NoRoom)?;
         let (base, memory) = (nic::slot(cid.slot()), self.machine.card().memory.clone());
-        for (at, most) in [MOST, MOST].into_iter().enumerate() {
+        for (at, most) in [MOST | slot::MAY_GROW, MOST].into_iter().enumerate() {
             memory.word32(base + slot::LIMITS + 4 * at).store(most, Ordering::Release);
         }
         self.write_parameters(on_nic.memory, base);
