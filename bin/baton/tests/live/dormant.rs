@@ -225,7 +225,8 @@ fn idle_connections_that_have_to_leave_lose_nothing(beside: bool) {
             many.poll(2);
             returned = used.saturating_sub(nic_bytes(&many.bed)) / nic::SCRATCH_BYTES as u64;
         }
-        assert!(returned < SOME as u64 / 2, "{returned} connections had their pages returned in one period");
+        // More than one period's may have been returned before this thread could look.
+        assert!(returned < SOME as u64, "all pages were returned before any was seen to be");
         let dormant = count(&many.bed, Counter::Dormant);
         assert!(bytes > 2_000 || dormant > SOME as u64 / 2, "only {dormant} are dormant");
         mark(5);
