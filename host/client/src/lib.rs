@@ -14,6 +14,7 @@ pub mod discovery;
 mod ending;
 pub mod heap;
 pub mod messages;
+pub mod preload;
 pub mod rules;
 mod session;
 mod shared;

@@ -2,7 +2,7 @@
 
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{filters, forks, real, table, tcp, thread, wait};
+use crate::{filters, forks, real, starts, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
@@ -424,6 +424,7 @@ fn take_inherited() {
 }
 
 extern "C" fn at_start() {
+    starts::restore();
     if plan().is_some() {
         OWNER.store(identity(), Ordering::Release);
         // SAFETY: three functions that live as long as the process.
