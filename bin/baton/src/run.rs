@@ -3,13 +3,16 @@
 use crate::placement::Where;
 use crate::start::{FlipArguments, StartArguments};
 use anyhow::{Context, Result, bail};
+use baton_client::preload;
 use baton_client::rules::{Interface, Nagle, Offload, RUN_VARIABLE, Rule, Run, When};
 use baton_client::tool::Tool;
 use baton_linux::control::Channel;
+use baton_linux::executable::{self, Start};
 use baton_protocol::program::{Answer, Ask, Reply, Request};
 use clap::Args;
 use serde::Deserialize;
-use std::ffi::OsString;
+use std::ffi::{CString, OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -180,15 +183,42 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         filters,
         refused: None,
     };
-    let mut preload = OsString::from(&library);
-    if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
-        preload.push(":");
-        preload.push(others);
-    }
     let mut command = program(arguments);
-    command.env("LD_PRELOAD", preload).env("BATON_SOCKET", named);
-    command.env(RUN_VARIABLE, serde_json::to_string(&run)?);
+    command.env("BATON_SOCKET", named).env(RUN_VARIABLE, serde_json::to_string(&run)?);
+    let mut libraries = preload::value(std::env::var_os(preload::VARIABLE).as_deref(), &library);
+    if let Some(first) = how_it_starts(&arguments.command[0])
+        && !preload::names(libraries.as_bytes(), first.as_bytes())
+    {
+        let mut kept = OsString::from(preload::VARIABLE);
+        kept.push("=");
+        kept.push(&libraries);
+        command.env(preload::RESTORED, kept);
+        let mut all = first;
+        all.push(":");
+        all.push(libraries);
+        libraries = all;
+    }
+    command.env(preload::VARIABLE, libraries);
     become_program(&mut command)
+}
+
+/// Says if a program runs natively. Returns the library that has to come before Baton's, if there is one.
+fn how_it_starts(program: &OsStr) -> Option<OsString> {
+    let name = CString::new(program.as_bytes()).ok()?;
+    let path = std::env::var_os("PATH");
+    let found = executable::search(&name, path.as_deref().map(OsStr::as_bytes))?;
+    let (script, start) = executable::of_path(None, found.as_c_str());
+    let name = OsStr::from_bytes(script.as_ref().unwrap_or(&found).as_bytes());
+    let why = match start {
+        Start::Musl(linker) => {
+            format!("it is linked with musl ({}{}", OsStr::from_bytes(linker.as_bytes()).display(), preload::MUSL)
+        }
+        Start::Static => preload::STATIC.into(),
+        Start::Sanitized(first) => return Some(OsStr::from_bytes(first.as_bytes()).to_owned()),
+        Start::Glibc | Start::Unknown => return None,
+    };
+    eprintln!("baton: {} runs without Baton: {why}", name.display());
+    None
 }
 
 fn program(arguments: &RunArguments) -> Command {
@@ -240,7 +270,7 @@ fn partial_offload(channel: &Channel) -> Result<Offload> {
 
 /// Finds the library to preload: next to this program, or where it is installed.
 pub fn find_library() -> Result<PathBuf> {
-    const NAME: &str = "libbaton_preload.so";
+    const NAME: &str = preload::LIBRARY;
     let program = std::env::current_exe().context("finding this program's own path")?;
     let directory = program.parent().unwrap_or(Path::new("/"));
     let places = [directory.join(NAME), directory.join("../lib/baton").join(NAME)];

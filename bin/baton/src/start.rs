@@ -14,6 +14,7 @@ use baton_protocol::nic::{LinkSettings, NicSettings, STANDARD_PROBES};
 use baton_protocol::program::{Answer, Ask, Flip, Reply, Request};
 use clap::Args;
 use std::fs::File;
+use std::io::ErrorKind::{ConnectionRefused, NotADirectory, NotFound};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -21,8 +22,9 @@ use std::process::{Command, Stdio};
 
 #[derive(Args)]
 pub struct StartArguments {
-    /// Path of the socket of an agent that runs already.
-    #[arg(long, env = "BATON_SOCKET", value_name = "PATH")]
+    /// Path of the socket of an agent that runs already. Without it: the one at BATON_SOCKET, or at /run/baton/agent.sock, if there
+    /// is one.
+    #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// If a Baton is started: microseconds that its NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
@@ -89,8 +91,20 @@ impl StartArguments {
             let channel = Channel::connect(path).with_context(|| format!("no agent at {}", path.display()))?;
             return Ok(Some((path.clone(), channel)));
         }
+        let named = baton_client::named_socket();
+        if let Some(path) = &named {
+            match Channel::connect(path) {
+                Ok(channel) => return Ok(Some((path.clone(), channel))),
+                // Whoever listened there has ended.
+                Err(error) if matches!(error.kind(), NotFound | ConnectionRefused | NotADirectory) => {}
+                Err(error) => bail!("the agent at {}, which BATON_SOCKET names: {error}", path.display()),
+            }
+        }
         if let Some(outer) = Self::outer() {
             return Ok(Some(outer));
+        }
+        if named.is_some() {
+            return Ok(None);
         }
         let path = PathBuf::from(baton_client::DEFAULT_SOCKET);
         Ok(Channel::connect(&path).ok().map(|channel| (path, channel)))

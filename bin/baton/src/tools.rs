@@ -14,16 +14,17 @@ use std::str::FromStr;
 
 #[derive(Args)]
 pub struct SocketArgument {
-    /// Where the agent listens. Without it: every Baton on this machine for `ls`, else the only one that runs.
-    #[arg(long, env = "BATON_SOCKET", value_name = "PATH")]
+    /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls`, else the only one that
+    /// runs.
+    #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }
 
 impl SocketArgument {
     /// The sockets of all agents that are meant, and the processes that are to listen there where they are known.
     fn sockets(&self) -> Vec<(PathBuf, Option<u32>)> {
-        match &self.socket {
-            Some(path) => vec![(path.clone(), None)],
+        match self.socket.clone().or_else(baton_client::named_socket) {
+            Some(path) => vec![(path, None)],
             None => discovery::agents().into_iter().map(|Agent { socket, process }| (socket, Some(process))).collect(),
         }
     }

@@ -44,8 +44,8 @@ const SIGNALS: u64 = 1;
 
 #[derive(Args)]
 pub struct UpArguments {
-    /// Path at which programs find it.
-    #[arg(long, env = "BATON_SOCKET", default_value = baton_client::DEFAULT_SOCKET, value_name = "PATH")]
+    /// Path at which programs find it. The default is what BATON_SOCKET says, if anything.
+    #[arg(long, default_value_os_t = baton_client::agent_socket(), value_name = "PATH")]
     socket: PathBuf,
     /// Microseconds that a NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]

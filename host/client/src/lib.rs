@@ -14,6 +14,7 @@ pub mod discovery;
 mod ending;
 pub mod heap;
 pub mod messages;
+pub mod preload;
 pub mod rules;
 mod session;
 mod shared;
@@ -30,5 +31,10 @@ pub const DEFAULT_SOCKET: &str = "/run/baton/agent.sock";
 
 /// The path of the agent's socket: BATON_SOCKET, or [`DEFAULT_SOCKET`].
 pub fn agent_socket() -> std::path::PathBuf {
-    std::env::var_os("BATON_SOCKET").unwrap_or_else(|| DEFAULT_SOCKET.into()).into()
+    named_socket().unwrap_or_else(|| DEFAULT_SOCKET.into())
+}
+
+/// The path that BATON_SOCKET names. An empty value names none.
+pub fn named_socket() -> Option<std::path::PathBuf> {
+    std::env::var_os("BATON_SOCKET").filter(|path| !path.is_empty()).map(Into::into)
 }

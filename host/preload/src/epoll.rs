@@ -115,6 +115,11 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
 }
 
+/// The lowest of them from `first` on.
+pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
+    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+}
+
 /// Handles a set that has just been made.
 pub(crate) fn created(epfd: c_int) -> c_int {
     if epfd >= 0 && process::plan().is_some() {

@@ -7,13 +7,15 @@
 //! the question. So what filters let through is known beforehand, and stands in [`RUN_VARIABLE`], with their number: `baton run` has tried
 //! those that it was started under, and a process that sets one judges it, for the programs that it executes.
 
-use crate::{epoll, process, sections, table, thread, udp, waiter};
+use crate::{epoll, process, sections, starts, table, thread, udp, waiter};
+use baton_client::preload;
 use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_linux::process::Undisturbed;
 use baton_linux::seccomp::{self, Instruction};
 use baton_protocol::program::Until;
 use libc::{c_char, c_long, iovec, sock_filter, sock_fprog};
 use std::ffi::CString;
+use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// Microseconds for which threads that are inside the library are waited for. Those that sleep there are woken.
@@ -25,10 +27,9 @@ const MOST: usize = 4096;
 /// What [`RUN_VARIABLE`] is to say in programs that are executed after a second filter, of which nothing is known. Null before the first.
 static UNKNOWN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
-unsafe extern "C" {
-    /// The C library's list of environment variables, ended by null.
-    static mut environ: *mut *mut c_char;
-}
+/// LD_PRELOAD for programs that are executed under filters which may not let through readlink(2): the dynamic linker needs that for what
+/// only glibc understands in the library's path. Null before the first filter, and if there is no such thing.
+static PLAIN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Sets a filter, by the program's own call, after the library has withdrawn. `filter` is null for the strict mode.
 #[cold]
@@ -37,7 +38,7 @@ pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c
     if sections::is_withdrawn() {
         let done = call();
         if done >= 0 {
-            tell_programs(UNKNOWN.load(Ordering::Acquire));
+            tell_programs(UNKNOWN.load(Ordering::Acquire), false);
         }
         return done;
     }
@@ -52,11 +53,15 @@ pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c
     };
     let next = variable(&after(plan.run(), judged));
     UNKNOWN.store(variable(&Run { filters: 0, refused: None, ..plan.run().clone() }), Ordering::Release);
+    let libraries = std::env::var_os(preload::VARIABLE).unwrap_or_default();
+    if let Some((before, after)) = preload::around_token(libraries.as_bytes()) {
+        PLAIN.store(kept(preload::VARIABLE, &[before, after].concat()), Ordering::Release);
+    }
     withdraw();
     thread::set_errno(errno);
     let done = call();
     if done >= 0 {
-        tell_programs(next);
+        tell_programs(next, matches!(judged, Judged::Enough));
     }
     done
 }
@@ -81,29 +86,21 @@ fn after(run: &Run, judged: Judged) -> Run {
     }
 }
 
-/// The environment variable, in memory that stays.
+/// [`RUN_VARIABLE`], in memory that stays.
 fn variable(run: &Run) -> *mut c_char {
-    let text = serde_json::to_string(run).ok().and_then(|text| CString::new(format!("{RUN_VARIABLE}={text}")).ok());
-    text.map_or(std::ptr::null_mut(), CString::into_raw)
+    serde_json::to_string(run).map_or(std::ptr::null_mut(), |text| kept(RUN_VARIABLE, text.as_bytes()))
 }
 
-/// Puts the variable in place of the one that is there. Makes no system call.
-fn tell_programs(variable: *mut c_char) {
-    if variable.is_null() {
-        return;
-    }
-    // SAFETY: the list ends with null, and each entry is a string. A thread that reads the entry meanwhile gets the old one or the new one,
-    // which are never freed.
-    unsafe {
-        let mut at = environ;
-        while !at.is_null() && !(*at).is_null() {
-            let text = std::ffi::CStr::from_ptr(*at).to_bytes();
-            if text.strip_prefix(RUN_VARIABLE.as_bytes()).is_some_and(|rest| rest.starts_with(b"=")) {
-                (*AtomicPtr::from_ptr(at)).store(variable, Ordering::Release);
-                return;
-            }
-            at = at.add(1);
-        }
+/// An environment variable, in memory that stays.
+fn kept(name: &str, value: &[u8]) -> *mut c_char {
+    CString::new([name.as_bytes(), b"=", value].concat()).map_or(std::ptr::null_mut(), CString::into_raw)
+}
+
+/// Puts the variables for a program into the environment. Makes no system call.
+fn tell_programs(next: *mut c_char, is_known: bool) {
+    starts::replace(RUN_VARIABLE, next);
+    if !is_known {
+        starts::replace(preload::VARIABLE, PLAIN.load(Ordering::Acquire));
     }
 }
 
@@ -186,6 +183,11 @@ fn leave() {
     udp::forget_all();
     udp::close_all();
     waiter::close_all();
+}
+
+/// Whether there are filters of which it is not known what they let through: the program has set them by instructions of its own.
+pub(crate) fn are_unknown() -> bool {
+    process::plan().is_some_and(|plan| seccomp::filters().is_some_and(|filters| filters > plan.run().filters))
 }
 
 /// Withdraws from the start if the program was started under filters that do not let through what the library needs, as far as known, and

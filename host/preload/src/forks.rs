@@ -10,7 +10,7 @@
 //!   none, and leaves everything to the kernel: [`after_unprepared`].
 
 use crate::sections::{self, Section};
-use crate::{epoll, listening, process, real, table, tcp, thread, udp, wait, waiter};
+use crate::{epoll, listening, process, real, starts, table, tcp, thread, udp, wait, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::any::Any;
@@ -77,6 +77,7 @@ pub(crate) extern "C" fn before() {
     if !process::is_mine() {
         return;
     }
+    starts::share();
     let undisturbed = Undisturbed::begin();
     UNDER_WAY.fetch_add(1, Ordering::SeqCst);
     let opening = process::hold_opening();

@@ -25,6 +25,7 @@ mod process;
 mod readiness;
 mod real;
 mod sections;
+mod starts;
 mod table;
 mod tcp;
 mod thread;

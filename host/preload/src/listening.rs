@@ -37,6 +37,11 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
 }
 
+/// The lowest of them from `first` on.
+pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
+    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+}
+
 fn ours() -> std::sync::MutexGuard<'static, Vec<c_int>> {
     OURS.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -108,15 +108,16 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
     let Some(_section) = Section::enter() else { return Polled::Kernel(limit) };
     let mut queues = listening::queues(fds);
     queues.extend(udp::bells(fds));
+    let given = fds.len();
     if queues.is_empty() {
         let watched = Watched::among(fds);
-        return if watched.is_empty() { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, limit, mask) };
+        return if watched.is_empty() { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, given, limit, mask) };
     }
     const READABLE: i16 = libc::POLLIN | libc::POLLRDNORM;
     let deadline = limit.map(|limit| wait::now() + limit);
     let mut all = fds.to_vec();
     all.extend(queues.iter().map(|(at, queue)| pollfd { fd: *queue, events: fds[*at].events & READABLE, revents: 0 }));
-    let got = match poll_sockets(&Watched::among(&all), &mut all, limit, mask) {
+    let got = match poll_sockets(&Watched::among(&all), &mut all, given, limit, mask) {
         Polled::Done(got) if got >= 0 => got,
         over => return over,
     };
@@ -133,7 +134,7 @@ pub(crate) fn poll(fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t
     if let Some(session) = process::session() {
         session.leave_if_over();
     }
-    poll_sockets(&Watched::among(fds), fds, left_until(deadline), mask)
+    poll_sockets(&Watched::among(fds), fds, given, left_until(deadline), mask)
 }
 
 /// Microseconds until a deadline.
@@ -141,8 +142,8 @@ fn left_until(deadline: Option<u64>) -> Option<u64> {
     deadline.map(|deadline| deadline.saturating_sub(wait::now()))
 }
 
-/// ppoll(2) for sockets that may be on the NIC.
-fn poll_sockets(watched: &Watched, fds: &mut [pollfd], limit: Option<u64>, mask: *const sigset_t) -> Polled {
+/// ppoll(2) for sockets that may be on the NIC. The program's own call has `given` entries.
+fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Option<u64>, mask: *const sigset_t) -> Polled {
     let deadline = limit.map(|limit| wait::now() + limit);
     let sockets: Vec<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
     watched.sets.iter().for_each(|(_, set)| set.watch());
@@ -164,10 +165,7 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], limit: Option<u64>, mask:
             watched.versions().into_iter().zip(&generations).map(|((_, moves), generation)| (*generation, moves)).collect();
         let ready = watched.answer(fds, &mut asked);
         let got = if ready > 0 || limit == Some(0) {
-            // SAFETY: `asked` is a live slice of that length; `mask` is the program's own, or null.
-            unsafe {
-                real::ppoll(asked.as_mut_ptr(), asked.len() as libc::nfds_t, &libc::timespec { tv_sec: 0, tv_nsec: 0 }, mask)
-            }
+            wait::ask_kernel(&mut asked, given, Some(&libc::timespec { tv_sec: 0, tv_nsec: 0 }), mask)
         } else {
             let changed = || {
                 sections::is_withdrawn()
@@ -177,12 +175,13 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], limit: Option<u64>, mask:
                         asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
                     })
             };
-            match wait::sleep(session, &sockets, &mut asked, deadline, mask, changed) {
+            match wait::sleep(session, &sockets, (&mut asked, given), deadline, mask, changed) {
                 Ok(got) => got,
                 Err(number) => fail(number) as c_int,
             }
         };
-        if got < 0 && ready == 0 {
+        // Too many entries: the kernel says so before it looks at any.
+        if got < 0 && (ready == 0 || errno() == libc::EINVAL) {
             return Polled::Done(got);
         }
         let errno = errno();
@@ -201,12 +200,26 @@ fn asked_of_nic(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.owner() == Owner::Nic)
 }
 
-/// Whether any of these sets contains a descriptor that this library tracks.
+/// Whether any of these sets contains a descriptor that this library tracks. The kernel reads all bits that are read here.
 pub(crate) fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
+    let end = table::end().max(udp::end()).min(count.max(0) as usize) as c_int;
     sets.iter().filter(|set| !set.is_null()).any(|set| {
-        // SAFETY: `select`'s `# Safety`: non-null sets have `count` bits.
-        (0..count).any(|fd| unsafe { is_set(*set, fd) } && (table::get(fd).is_some() || udp::of(fd).is_some()))
+        // SAFETY: `select`'s `# Safety`: non-null sets have `count` bits, or as many as there are descriptors.
+        (0..end).any(|fd| unsafe { is_set(*set, fd) } && (table::get(fd).is_some() || udp::of(fd).is_some()))
     })
+}
+
+/// Number of bits that the kernel looks at: not more than its table of descriptors has entries. Programs say more, such as
+/// getdtablesize(3), and their sets may end before.
+fn looked_at(count: c_int) -> c_int {
+    const USUAL: c_int = libc::FD_SETSIZE as c_int;
+    if count <= USUAL {
+        return count;
+    }
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let size = status.lines().find_map(|line| line.strip_prefix("FDSize:")?.trim().parse().ok());
+    // Where that cannot be read it has at least these.
+    count.min(size.unwrap_or(USUAL.max(table::end() as c_int)))
 }
 
 const BITS: usize = usize::BITS as usize;
@@ -244,16 +257,16 @@ const SELECT: [(i16, i16); 3] = [
 /// pselect(2) with a limit in microseconds.
 ///
 /// # Safety
-/// The sets must have `count` bits, or be null.
+/// The sets must have `count` bits, or as many as the kernel's table of descriptors has entries, or be null.
 pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<u64>, mask: *const sigset_t) -> Polled {
     if count < 0 || !concerns(count, &sets) {
         return Polled::Kernel(limit);
     }
     let mut fds = Vec::new();
-    for fd in 0..count {
+    for fd in 0..looked_at(count) {
         let mut events = 0;
         for (set, (wanted, _)) in sets.iter().zip(SELECT) {
-            // SAFETY: this function's `# Safety`: a non-null set has `count` bits.
+            // SAFETY: this function's `# Safety`: a non-null set has these bits.
             if !set.is_null() && unsafe { is_set(*set, fd) } {
                 events |= wanted;
             }

@@ -2,7 +2,7 @@
 
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{filters, forks, real, table, tcp, thread, wait};
+use crate::{filters, forks, real, starts, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
@@ -243,12 +243,19 @@ fn left() -> Option<&'static Session> {
     if left.is_null() { None } else { Some(unsafe { &*left }) }
 }
 
-/// The lowest number for this library's descriptors: programs expect to get low numbers themselves.
+/// The lowest number for this library's descriptors. Programs expect to get low numbers themselves; but the kernel's table of descriptors
+/// is as long as the highest number makes it, and select(2), fork(2) and close_range(2) look at all of it. An `fd_set` has no bits for
+/// numbers from FD_SETSIZE on.
 fn lowest_descriptor() -> c_int {
+    (most_descriptors().min(libc::FD_SETSIZE as u64) as c_int - 96).max(3)
+}
+
+/// How many descriptors the program may have.
+pub(crate) fn most_descriptors() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: 1024, rlim_max: 1024 };
     // SAFETY: `limit` is live and has room for one rlimit.
     unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
-    (limit.rlim_cur.min(1 << 20) as c_int - 96).max(3)
+    limit.rlim_cur
 }
 
 /// Moves a descriptor of this library's to a high number.
@@ -276,6 +283,14 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
         || crate::listening::is_ours(fd)
         || crate::udp::is_ours(fd)
         || crate::epoll::is_ours(fd)
+}
+
+/// The lowest of this library's descriptors from `first` on.
+pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
+    let of_session = session().or_else(left).into_iter().flat_map(|session| session.fds).filter(|fd| *fd >= first).min();
+    let others =
+        [crate::waiter::next_of_ours, crate::listening::next_of_ours, crate::udp::next_of_ours, crate::epoll::next_of_ours];
+    others.into_iter().filter_map(|next| next(first)).chain(of_session).min()
 }
 
 impl Session {
@@ -409,6 +424,7 @@ fn take_inherited() {
 }
 
 extern "C" fn at_start() {
+    starts::restore();
     if plan().is_some() {
         OWNER.store(identity(), Ordering::Release);
         // SAFETY: three functions that live as long as the process.

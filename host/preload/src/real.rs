@@ -85,10 +85,9 @@ real! {
     close_range = c"close_range": fn(first: c_uint, last: c_uint, flags: c_int) -> c_int;
     closefrom = c"closefrom": fn(first: c_int) -> ();
     execve = c"execve": fn(path: *const c_char, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
-    execv = c"execv": fn(path: *const c_char, arguments: *const *const c_char) -> c_int;
-    execvp = c"execvp": fn(file: *const c_char, arguments: *const *const c_char) -> c_int;
     execvpe = c"execvpe": fn(file: *const c_char, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
     fexecve = c"fexecve": fn(fd: c_int, arguments: *const *const c_char, environment: *const *const c_char) -> c_int;
+    execveat = c"execveat": fn(fd: c_int, path: *const c_char, arguments: *const *const c_char, environment: *const *const c_char, flags: c_int) -> c_int;
     posix_spawn = c"posix_spawn": fn(process: *mut pid_t, path: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
     posix_spawnp = c"posix_spawnp": fn(process: *mut pid_t, file: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
     system = c"system": fn(command: *const c_char) -> c_int;

@@ -94,6 +94,11 @@ pub(crate) fn put(fd: c_int, file: Option<File>) {
     }
 }
 
+/// One more than the highest descriptor ever tracked.
+pub(crate) fn end() -> usize {
+    END.load(Ordering::Relaxed)
+}
+
 /// All tracked descriptors from `first` to `last`.
 pub(crate) fn known(first: u32, last: u32) -> impl Iterator<Item = (c_int, File)> {
     let end = END.load(Ordering::Acquire).min(last as usize + 1);

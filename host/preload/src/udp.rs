@@ -32,6 +32,11 @@ static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
 /// One more than the highest descriptor ever tracked.
 static END: AtomicU32 = AtomicU32::new(0);
 
+/// One more than the highest descriptor ever tracked.
+pub(crate) fn end() -> usize {
+    END.load(Ordering::Relaxed) as usize
+}
+
 /// Datagrams from the ring after which the kernel's socket is looked at, so that those of the same host get their turn.
 const TURN: u32 = 64;
 
@@ -180,6 +185,11 @@ pub(crate) fn forget_all() {
 /// Whether a descriptor is a doorbell of a socket's.
 pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+}
+
+/// The lowest of them from `first` on.
+pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
+    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
 impl Taken {

@@ -61,11 +61,11 @@ pub(crate) fn now() -> u64 {
 
 /// Waits until the kernel has an event for `fds`, or something has happened to one of `sockets`. `ready` is checked once more
 /// before sleeping. Results are in `fds` as by ppoll(2); errno if that fails. Without a session nothing is on the NIC yet: a
-/// thread that hands one of `sockets` over wakes this one.
+/// thread that hands one of `sockets` over wakes this one. The program's own call is for so many entries as the number beside `fds` says.
 pub(crate) fn sleep(
     session: Option<&'static Session>,
     sockets: &[&Tcp],
-    fds: &mut Vec<pollfd>,
+    (fds, given): (&mut Vec<pollfd>, usize),
     deadline: Option<u64>,
     mask: *const libc::sigset_t,
     ready: impl Fn() -> bool,
@@ -98,9 +98,7 @@ pub(crate) fn sleep(
             let left = deadline.saturating_sub(now());
             libc::timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 }
         });
-        let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-        // SAFETY: `fds` is a live slice of that length; `mask` is the program's own, or null.
-        let got = unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
+        let got = ask_kernel(fds, given, limit.as_ref(), mask);
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
     for socket in sockets {
@@ -119,6 +117,35 @@ pub(crate) fn sleep(
     }
     fds.truncate(programs);
     result
+}
+
+/// ppoll(2) for these entries, of which the program's own call has `given`. The kernel takes no more than the program may have descriptors:
+/// where this library's entries are too many it is asked for each descriptor once, and not for what is none.
+pub(crate) fn ask_kernel(fds: &mut [pollfd], given: usize, limit: Option<&libc::timespec>, mask: *const libc::sigset_t) -> c_int {
+    let limit = limit.map_or(std::ptr::null(), std::ptr::from_ref);
+    // SAFETY: a live slice of that length; `mask` is the program's own, or null.
+    let ask = |fds: &mut [pollfd]| unsafe { real::ppoll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, limit, mask) };
+    let got = ask(fds);
+    if got >= 0 || thread::errno() != libc::EINVAL || given == fds.len() || given as u64 > process::most_descriptors() {
+        return got;
+    }
+    let mut once: Vec<pollfd> = fds.iter().filter(|entry| entry.fd >= 0).copied().collect();
+    once.sort_by_key(|entry| entry.fd);
+    once.dedup_by(|other, kept| {
+        let same = other.fd == kept.fd;
+        kept.events |= if same { other.events } else { 0 };
+        same
+    });
+    let got = ask(&mut once);
+    if got < 0 {
+        return got;
+    }
+    const ALWAYS: i16 = libc::POLLERR | libc::POLLHUP | libc::POLLNVAL;
+    for entry in &mut *fds {
+        let answer = once.binary_search_by_key(&entry.fd, |answer| answer.fd).map_or(0, |at| once[at].revents);
+        entry.revents = answer & (entry.events | ALWAYS);
+    }
+    fds.iter().filter(|entry| entry.revents != 0).count() as c_int
 }
 
 /// What a call waits for.
@@ -166,7 +193,7 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
             || sections::is_withdrawn()
     };
     loop {
-        let slept = sleep(process::session(), &[tcp], &mut fds, deadline, std::ptr::null(), ready);
+        let slept = sleep(process::session(), &[tcp], (&mut fds, 1), deadline, std::ptr::null(), ready);
         if tcp.generation() != generation {
             return Err(libc::EBADF);
         }

@@ -5,6 +5,7 @@
 //! further threads until each of those that slept on it has left, and it is made unreadable then: none of them can miss the event.
 
 use crate::forks::{self, Held};
+use crate::process;
 use crate::wait::{self, clear, eventfd, signal};
 use libc::c_int;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -72,12 +73,14 @@ pub(crate) fn is_ours(fd: c_int) -> bool {
     OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
 }
 
+/// The lowest of them from `first` on.
+pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
+    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+}
+
 /// Most eventfds, unless threads would have to wait for one another: a sixteenth of the descriptors that the program may have.
 fn most() -> usize {
-    let mut limit = libc::rlimit { rlim_cur: 1024, rlim_max: 1024 };
-    // SAFETY: `limit` is live and has room for one rlimit.
-    unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) };
-    (limit.rlim_cur / 16).clamp(4, 4096) as usize
+    (process::most_descriptors() / 16).clamp(4, 4096) as usize
 }
 
 impl Pool {

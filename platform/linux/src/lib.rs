@@ -17,6 +17,7 @@ pub mod control;
 pub mod datagrams;
 pub mod diagnosis;
 pub mod events;
+pub mod executable;
 pub mod files;
 pub mod firewall;
 pub mod foreign;

@@ -60,7 +60,7 @@ pub struct How {
     #[arg(long)]
     nic: bool,
     /// Path of that agent's socket.
-    #[arg(long, env = "BATON_SOCKET", default_value = baton_client::DEFAULT_SOCKET, value_name = "PATH")]
+    #[arg(long, default_value_os_t = baton_client::agent_socket(), value_name = "PATH")]
     socket: PathBuf,
     /// Print one JSON object.
     #[arg(long)]

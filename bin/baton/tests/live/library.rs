@@ -120,3 +120,24 @@ fn the_c_library_reads_and_writes_connections() {
 fn sleeping_threads_need_no_descriptor_each() {
     as_natively("threads", "few");
 }
+
+/// Threads sleep, and are woken, when the program has no descriptor left at all.
+#[test]
+fn sleeping_threads_need_no_descriptor() {
+    as_natively("limits", "none left");
+}
+
+/// A program that may have many descriptors: select for all of them looks no further than the kernel natively does, and what closes all
+/// of them takes no longer.
+#[test]
+fn large_tables_of_descriptors_cost_nothing() {
+    for case in ["select", "closefrom"] {
+        as_natively("limits", case);
+    }
+}
+
+/// poll takes as many entries as the program may have descriptors, and no more.
+#[test]
+fn poll_takes_as_many_entries_as_natively() {
+    as_natively("limits", "poll");
+}

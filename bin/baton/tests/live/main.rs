@@ -44,6 +44,7 @@ mod run;
 mod sandbox;
 mod scratch;
 mod segments;
+mod starts;
 mod stays;
 mod stopped;
 mod stuck;

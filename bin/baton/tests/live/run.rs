@@ -361,3 +361,31 @@ fn programs_that_confine_themselves_are_offloaded() {
         assert!(least_moves(&report) >= Some(1), "{name}: {report}");
     }
 }
+
+/// BATON_SOCKET names a Baton, or none: where nobody listens one is started, and an empty value names none.
+#[test]
+fn a_socket_without_an_agent_is_no_obstacle() {
+    let scratch = Scratch::new("nobody");
+    let ended = scratch.file("ended.sock");
+    drop(std::os::unix::net::UnixListener::bind(&ended).expect("a socket"));
+    let run = |socket: &str| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.args(["run", "--log", &scratch.file("log"), "--", env!("CARGO_BIN_EXE_baton"), "nic", "show"]);
+        command.env("TMPDIR", &scratch.0).env("BATON_SOCKET", socket).stdout(Stdio::piped()).stderr(Stdio::piped());
+        Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output")
+    };
+    for socket in ["/nowhere/agent.sock", &ended, ""] {
+        let ran = run(socket);
+        assert!(ran.status.success(), "{socket:?}: {}", text(&ran.stderr));
+    }
+    let ran = Command::new(env!("CARGO_BIN_EXE_baton")).args(["ls"]).env("BATON_SOCKET", "").output().expect("baton");
+    assert!(ran.status.success() || !text(&ran.stderr).contains("a value is required"), "{}", text(&ran.stderr));
+    let named = scratch.file("named.sock");
+    let ran = Command::new(env!("CARGO_BIN_EXE_baton"))
+        .args(["run", "--socket", &named, "--", "true"])
+        .env("BATON_SOCKET", "")
+        .output()
+        .expect("baton");
+    assert_eq!(ran.status.code(), Some(2), "one that is asked for by name has to be there");
+    assert!(text(&ran.stderr).contains(&format!("no agent at {named}")), "{}", text(&ran.stderr));
+}

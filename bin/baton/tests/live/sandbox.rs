@@ -163,6 +163,7 @@ fn the_library_stays_out_under_narrow_filters() {
         ("fewer", "does not allow statx"),
         ("fewer, unseen", "is not known to allow what Baton needs"),
         ("no eventfd", "does not allow eventfd2"),
+        ("no readlink", "does not allow readlink"),
     ] {
         let said = under(list, &[WAYS[0], WAYS[1]]);
         let line = format!("baton: this program runs without Baton: it was started under a seccomp filter that {why}\n");

@@ -233,8 +233,9 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
         return unsafe { real::close_range(first, last, flags) };
     }
     let mut from = first;
-    let mine = process::is_mine();
-    for ours in (first..=last.min(1 << 20)).filter(|fd| mine && process::is_ours(*fd as c_int)) {
+    // A child of vfork closes its own copies of them, too.
+    let next = |from: c_uint| c_int::try_from(from).ok().filter(|_| process::is_mine()).and_then(process::next_of_ours);
+    while let Some(ours) = next(from).map(|fd| fd as c_uint).filter(|ours| *ours <= last) {
         if ours > from {
             // SAFETY: the program's own arguments (`# Safety`).
             unsafe { real::close_range(from, ours - 1, flags) };

@@ -2,6 +2,7 @@
 
 use crate::forks::{self, Start};
 use crate::sections::{self, Section};
+use crate::starts::{self, Strings, Target};
 use crate::{filters, process, real, table};
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
@@ -14,21 +15,6 @@ fn give_back_what_stays_open(reason: &str) {
 
 extern "C" fn before_exec() {
     give_back_what_stays_open("exec");
-}
-
-macro_rules! executes {
-    ($($name:ident($($argument:ident: $type:ty),*);)*) => {$(
-        /// Intercepts the C library's function of this name.
-        ///
-        /// # Safety
-        /// As for the C library's function.
-        #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
-            before_exec();
-            // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { real::$name($($argument),*) }
-        }
-    )*};
 }
 
 macro_rules! confines {
@@ -56,14 +42,82 @@ confines! {
     setresuid(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t);
 }
 
-type Strings = *const *const c_char;
+/// Becomes another program, by `call` with the environment that this one needs.
+///
+/// # Safety
+/// `target` and `environment` are as the call needs them.
+unsafe fn execute(target: Target, environment: Strings, call: impl FnOnce(Strings) -> c_int) -> c_int {
+    before_exec();
+    // SAFETY: `# Safety`.
+    unsafe { starts::execute(target, environment, call) }
+}
 
-executes! {
-    execve(path: *const c_char, arguments: Strings, environment: Strings);
-    execv(path: *const c_char, arguments: Strings);
-    execvp(file: *const c_char, arguments: Strings);
-    execvpe(file: *const c_char, arguments: Strings, environment: Strings);
-    fexecve(fd: c_int, arguments: Strings, environment: Strings);
+/// Intercepts the C library's `execve`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { execute(Target::Path(path), environment, |environment| real::execve(path, arguments, environment)) }
+}
+
+/// Intercepts the C library's `execv`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn execv(path: *const c_char, arguments: Strings) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { execve(path, arguments, starts::environment()) }
+}
+
+/// Intercepts the C library's `execvpe`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn execvpe(file: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { execute(Target::Name(file), environment, |environment| real::execvpe(file, arguments, environment)) }
+}
+
+/// Intercepts the C library's `execvp`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn execvp(file: *const c_char, arguments: Strings) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { execvpe(file, arguments, starts::environment()) }
+}
+
+/// Intercepts the C library's `fexecve`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn fexecve(fd: c_int, arguments: Strings, environment: Strings) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { execute(Target::File(fd), environment, |environment| real::fexecve(fd, arguments, environment)) }
+}
+
+/// Intercepts the C library's `execveat`.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn execveat(
+    fd: c_int,
+    path: *const c_char,
+    arguments: Strings,
+    environment: Strings,
+    flags: c_int,
+) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe {
+        execute(Target::At(fd, path, flags), environment, |environment| real::execveat(fd, path, arguments, environment, flags))
+    }
 }
 
 /// Restores connections that a new process may inherit: with file actions, any descriptor can be among them.
@@ -91,7 +145,11 @@ pub unsafe extern "C" fn posix_spawn(
     let _start = Start::begin();
     before_spawn(actions);
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::posix_spawn(process, path, actions, attributes, arguments, environment) }
+    unsafe {
+        starts::execute(Target::Path(path), environment.cast(), |environment| {
+            real::posix_spawn(process, path, actions, attributes, arguments, environment.cast())
+        })
+    }
 }
 
 /// Intercepts the C library's `posix_spawnp`.
@@ -110,7 +168,11 @@ pub unsafe extern "C" fn posix_spawnp(
     let _start = Start::begin();
     before_spawn(actions);
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::posix_spawnp(process, file, actions, attributes, arguments, environment) }
+    unsafe {
+        starts::execute(Target::Name(file), environment.cast(), |environment| {
+            real::posix_spawnp(process, file, actions, attributes, arguments, environment.cast())
+        })
+    }
 }
 
 /// Intercepts the C library's `system`, whose own spawn is not intercepted.
@@ -268,7 +330,18 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
             }
             return child;
         }
-        libc::SYS_execve | libc::SYS_execveat => before_exec(),
+        libc::SYS_execve => {
+            // SAFETY: the program's own arguments (`# Safety`).
+            let call = |environment: Strings| unsafe { real::syscall(number, a, b, environment as _, d, e, f) as c_int };
+            // SAFETY: as above.
+            return unsafe { execute(Target::Path(a as _), c as _, call) }.into();
+        }
+        libc::SYS_execveat => {
+            // SAFETY: the program's own arguments (`# Safety`).
+            let call = |environment: Strings| unsafe { real::syscall(number, a, b, c, environment as _, e, f) as c_int };
+            // SAFETY: as above.
+            return unsafe { execute(Target::At(a as _, b as _, e as _), d as _, call) }.into();
+        }
         // libuv closes this way, to have no cancellation point.
         // SAFETY: the program's own arguments (`# Safety`).
         libc::SYS_close => return unsafe { super::descriptors::close(a as c_int) }.into(),
@@ -318,15 +391,64 @@ uses_io_uring! {
 }
 
 #[cfg(target_arch = "x86_64")]
-mod jumps {
+mod variadic {
     //! Functions that return twice, or take a variable number of arguments.
 
-    use super::before_exec;
+    use super::{Strings, before_exec, execve, execvpe, starts};
+    use libc::{c_char, c_int};
 
     crate::calls::jumps! {
         vfork = c"vfork", VFORK, prepare_vfork(), before_exec();
-        execl = c"execl", EXECL, prepare_execl(), before_exec();
-        execlp = c"execlp", EXECLP, prepare_execlp(), before_exec();
-        execle = c"execle", EXECLE, prepare_execle(), before_exec();
+    }
+
+    extern "C" fn list(path: *const c_char, arguments: Strings) -> c_int {
+        // SAFETY: the program's own arguments, as for `execl`.
+        unsafe { execve(path, arguments, starts::environment()) }
+    }
+
+    extern "C" fn list_searched(file: *const c_char, arguments: Strings) -> c_int {
+        // SAFETY: the program's own arguments, as for `execlp`.
+        unsafe { execvpe(file, arguments, starts::environment()) }
+    }
+
+    extern "C" fn list_with_environment(path: *const c_char, arguments: Strings) -> c_int {
+        // SAFETY: the program's own arguments, as for `execle`: the environment follows the null that ends the list.
+        unsafe {
+            let mut end = arguments;
+            while !(*end).is_null() {
+                end = end.add(1);
+            }
+            execve(path, arguments, (*end.add(1)).cast())
+        }
+    }
+
+    /// Functions whose arguments behind the first are a list that null ends. Those in registers are put before those on the stack, in
+    /// place of the return address, which goes before them for as long as the call lasts.
+    macro_rules! lists {
+        ($($name:ident = $with:ident;)*) => {$(
+            /// Intercepts the C library's function of this name.
+            #[unsafe(no_mangle)]
+            #[unsafe(naked)]
+            pub extern "C" fn $name() {
+                std::arch::naked_asm!(
+                    "pop rax",
+                    "push r9", "push r8", "push rcx", "push rdx", "push rsi",
+                    "mov rsi, rsp",
+                    "push rax",
+                    "call {with}",
+                    "pop rdx",
+                    "add rsp, 40",
+                    "push rdx",
+                    "ret",
+                    with = sym $with,
+                )
+            }
+        )*};
+    }
+
+    lists! {
+        execl = list;
+        execlp = list_searched;
+        execle = list_with_environment;
     }
 }

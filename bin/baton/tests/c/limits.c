@@ -1,0 +1,177 @@
+/* Calls that depend on how many descriptors a program may have, or on how large the kernel's table of them is.
+ *
+ *     limits CASE [moved] */
+
+#include "sockets.h"
+#include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/select.h>
+#include <sys/wait.h>
+#include <time.h>
+
+static void limit(rlim_t descriptors)
+{
+    struct rlimit most = {descriptors, descriptors};
+    CHECK(setrlimit(RLIMIT_NOFILE, &most) == 0);
+}
+
+/* As many descriptors as the system allows: 2^20, or fewer in a container. */
+static void limit_highest(void)
+{
+    struct rlimit most = {1 << 20, 1 << 20};
+    if (setrlimit(RLIMIT_NOFILE, &most) < 0) {
+        CHECK(getrlimit(RLIMIT_NOFILE, &most) == 0);
+        limit(most.rlim_max);
+    }
+}
+
+/* A connection, on the NIC if it is to move. */
+static struct pair connected(int moved)
+{
+    struct pair pair = connect_pair();
+    exchange(pair.client, pair.server, "the first\n");
+    if (moved) {
+        until_on_nic(pair.client);
+        until_on_nic(pair.server);
+    }
+    return pair;
+}
+
+/* Memory that ends with a set, so that whoever reads on is ended. */
+static fd_set *last_set(void)
+{
+    size_t page = sysconf(_SC_PAGESIZE);
+    char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(memory != MAP_FAILED && mprotect(memory + page, page, PROT_NONE) == 0);
+    return (fd_set *)(memory + page - sizeof(fd_set));
+}
+
+/* select with as many descriptors as there may be, as old servers call it: on sockets, and without any. */
+static void whole_table(int moved)
+{
+    limit_highest();
+    struct pair pair = connected(moved);
+    int ends[2];
+    fd_set *set = last_set();
+    CHECK(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
+    CHECK(write(pair.client, "x", 1) == 1);
+    for (int sockets = 0; sockets < 2; sockets++) {
+        struct timeval patience = {20, 0};
+        int ready = 0;
+        while (ready < sockets + 1) {
+            FD_ZERO(set);
+            FD_SET(ends[0], set);
+            if (sockets)
+                FD_SET(pair.server, set);
+            CHECK((ready = select(getdtablesize(), set, NULL, NULL, &patience)) > 0);
+        }
+        CHECK(FD_ISSET(ends[0], set) && !FD_ISSET(pair.server, set) == !sockets);
+    }
+}
+
+/* Entries of the kernel's table of this process's descriptors, each of 8 bytes. */
+static int table(void)
+{
+    char line[200];
+    int size = 0;
+    FILE *status = fopen("/proc/self/status", "r");
+    CHECK(status);
+    while (fgets(line, sizeof line, status))
+        sscanf(line, "FDSize: %d", &size);
+    fclose(status);
+    return size;
+}
+
+/* Everything from some number on is closed, a thousand times. */
+static void close_from(int moved)
+{
+    limit_highest();
+    struct pair pair = connected(moved);
+    for (int round = 0; round < 1000; round++) {
+        if (round % 100 == 0)
+            CHECK(dup2(pair.server, 100) == 100 && dup2(0, 300) == 300);
+        closefrom(50);
+    }
+    CHECK(fcntl(100, F_GETFD) < 0 && errno == EBADF && fcntl(300, F_GETFD) < 0 && errno == EBADF);
+    /* Numbers up to 300 need a table of 512. */
+    CHECK(table() <= 1024);
+    exchange(pair.client, pair.server, "the last\n");
+}
+
+/* poll with as many entries as there may be descriptors. */
+static void whole_poll(int moved)
+{
+    enum { MOST = 256 };
+    limit(MOST);
+    struct pair pair = connected(moved);
+    static struct pollfd entries[MOST + 1];
+    for (int at = 0; at <= MOST; at++)
+        entries[at].fd = -1;
+    entries[7] = entries[MOST - 1] = (struct pollfd){.fd = pair.server, .events = POLLIN};
+    entries[9] = (struct pollfd){.fd = pair.server, .events = POLLPRI};
+    CHECK(poll(entries, MOST, 30) == 0);
+    CHECK(ppoll(entries, MOST, &(struct timespec){0, 30000000}, NULL) == 0);
+    CHECK(write(pair.client, "x", 1) == 1);
+    CHECK(poll(entries, MOST, 20000) == 2);
+    CHECK(entries[7].revents == POLLIN && entries[MOST - 1].revents == POLLIN && entries[9].revents == 0 && entries[8].revents == 0);
+    CHECK(poll(entries, MOST + 1, 0) == -1 && errno == EINVAL);
+    char byte;
+    CHECK(read(pair.server, &byte, 1) == 1);
+    CHECK(poll(entries, MOST + 1, 30) == -1 && errno == EINVAL);
+}
+
+static void *answer(void *end)
+{
+    char line[5];
+    int fd = (long)end;
+    while (recv(fd, line, sizeof line, MSG_WAITALL) == sizeof line)
+        CHECK(send(fd, line, sizeof line, 0) == sizeof line);
+    return NULL;
+}
+
+/* Threads sleep when the program has no descriptor left. */
+static void none_left(int moved)
+{
+    enum { PAIRS = 20 };
+    struct pair pairs[PAIRS];
+    pthread_t threads[PAIRS];
+    limit(128);
+    for (int at = 0; at < PAIRS; at++)
+        pairs[at] = connected(moved);
+    while (dup(0) >= 0)
+        ;
+    CHECK(errno == EMFILE);
+    for (int at = 0; at < PAIRS; at++)
+        CHECK(pthread_create(&threads[at], NULL, answer, (void *)(long)pairs[at].server) == 0);
+    for (int round = 0; round < 50; round++) {
+        char line[5];
+        for (int at = 0; at < PAIRS; at++)
+            CHECK(send(pairs[at].client, "line\n", 5, 0) == 5);
+        for (int at = 0; at < PAIRS; at++)
+            CHECK(recv(pairs[at].client, line, 5, MSG_WAITALL) == 5 && memcmp(line, "line\n", 5) == 0);
+    }
+    for (int at = 0; at < PAIRS; at++)
+        CHECK(shutdown(pairs[at].client, SHUT_WR) == 0 && pthread_join(threads[at], NULL) == 0);
+}
+
+int main(int count, char **words)
+{
+    static const struct {
+        const char *name;
+        void (*run)(int);
+    } cases[] = {
+        {"select", whole_table}, {"closefrom", close_from}, {"poll", whole_poll}, {"none left", none_left},
+    };
+    alarm(40);
+    CHECK(count > 1);
+    for (unsigned at = 0; at < sizeof cases / sizeof *cases; at++) {
+        if (strcmp(cases[at].name, words[1]) == 0) {
+            cases[at].run(count > 2 && strcmp(words[2], "moved") == 0);
+            return 0;
+        }
+    }
+    CHECK(!"such a case");
+}

@@ -1,0 +1,191 @@
+//! Programs that the preloaded library cannot be in, or that want to be before it, in C (`c/starts.c`): linked with musl, statically
+//! linked, with AddressSanitizer, with a library of their own in LD_PRELOAD. Each succeeds natively.
+
+use crate::library::{finish, set_up_loopback};
+use crate::scratch::{Scratch, text};
+use baton_linux::namespace::Namespace;
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// Every way in which `starts exec` becomes another program.
+const BECOMES: [&str; 11] = [
+    "execve",
+    "execv",
+    "execvp",
+    "execvpe",
+    "fexecve",
+    "execl",
+    "execlp",
+    "execle",
+    "execveat",
+    "execveat of the C library",
+    "syscall",
+];
+
+/// Every way in which it starts another one.
+const STARTS: [&str; 4] = ["posix_spawn", "posix_spawnp", "vfork", "fork twice"];
+
+/// Every way in which a shell starts it.
+const SHELLS: [&str; 2] = ["system", "popen"];
+
+fn build(scratch: &Scratch, compiler: &str, name: &str, source: &str, options: &[&str]) -> String {
+    let program = scratch.file(name);
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
+    let mut command = Command::new(compiler);
+    command.args(["-O1", "-Wall", "-Wextra", "-std=gnu11", "-o", &program]).arg(source).args(options);
+    let built = command.output().expect("a C compiler (scripts/dependencies tests installs musl-tools)");
+    assert!(built.status.success(), "{name}: {}", text(&built.stderr));
+    program
+}
+
+fn glibc(scratch: &Scratch) -> String {
+    build(scratch, "cc", "glibc", "starts.c", &[])
+}
+
+fn musl(scratch: &Scratch) -> String {
+    build(scratch, "musl-gcc", "musl", "starts.c", &[])
+}
+
+/// Where a command runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum How {
+    Natively,
+    Run,
+}
+
+fn run_with(scratch: &Scratch, how: How, words: &[&str], environment: &[(&str, &str)]) -> Output {
+    let namespace = Namespace::new().expect("a namespace");
+    let mut command = if how == How::Natively {
+        set_up_loopback(&namespace);
+        Command::new(words[0])
+    } else {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.args(["run", "--eager", "--rule", "established", "--log", &scratch.file("log"), "--", words[0]]);
+        command
+    };
+    command.args(&words[1..]).envs(environment.iter().copied());
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+    finish(&namespace, command)
+}
+
+/// Runs a command that succeeds. Returns what it has written to standard error.
+fn succeeds(scratch: &Scratch, how: How, words: &[&str]) -> String {
+    let ran = run_with(scratch, how, words, &[]);
+    assert!(ran.status.success(), "{words:?}: {} {}{}", ran.status, text(&ran.stdout), text(&ran.stderr));
+    text(&ran.stderr)
+}
+
+fn without(name: &str, why: &str) -> String {
+    format!("baton: {name} runs without Baton: {why}\n")
+}
+
+const MUSL: &str = "it is linked with musl (/lib/ld-musl-x86_64.so.1), and the library that it would need is one for glibc";
+const STATIC: &str = "it is statically linked, and no library can be loaded into it; `baton attach` moves its connections";
+
+/// A program that is linked with musl, or statically, runs natively, and `baton run` says so.
+#[test]
+fn programs_without_glibc_run_natively() {
+    let scratch = Scratch::new("starts");
+    let fixed = build(&scratch, "cc", "static", "starts.c", &["-static"]);
+    let movable = build(&scratch, "cc", "static-pie", "starts.c", &["-static-pie"]);
+    let script = scratch.file("script");
+    let musl = musl(&scratch);
+    std::fs::write(&script, format!("#! {musl} serve\n")).expect("a script");
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).expect("a script");
+    let cases = [
+        (&[&musl[..], "serve"][..], without(&musl, MUSL)),
+        (&[&fixed, "serve"], without(&fixed, STATIC)),
+        (&[&movable, "serve"], without(&movable, STATIC)),
+        (&[&script[..]], without(&musl, MUSL)),
+    ];
+    for (words, said) in cases {
+        assert_eq!(succeeds(&scratch, How::Natively, words), "", "{words:?}");
+        assert_eq!(succeeds(&scratch, How::Run, words), said, "{words:?}");
+    }
+}
+
+/// A program under Baton starts one that is linked with musl, whichever way: it runs natively, which is said once.
+#[test]
+fn programs_start_programs_of_musl() {
+    let scratch = Scratch::new("starts");
+    let (glibc, musl) = (glibc(&scratch), musl(&scratch));
+    for way in BECOMES.iter().chain(&STARTS) {
+        let words = [&glibc[..], "exec", way, &musl, "serve"];
+        assert_eq!(succeeds(&scratch, How::Natively, &words), "", "{way}");
+        let name = if *way == "fexecve" { "a program" } else { &musl };
+        assert_eq!(succeeds(&scratch, How::Run, &words), without(name, MUSL), "{way}");
+    }
+    // A shell is started, which starts the program.
+    for way in SHELLS {
+        assert_eq!(succeeds(&scratch, How::Run, &[&glibc, "exec", way, &musl, "serve"]), without(&musl, MUSL), "{way}");
+    }
+}
+
+/// A program that is linked with glibc is served, also if one that is not has started it.
+#[test]
+fn programs_of_musl_start_programs_of_glibc() {
+    let scratch = Scratch::new("starts");
+    let (glibc, musl) = (glibc(&scratch), musl(&scratch));
+    for way in ["execve", "execvp", "posix_spawn", "vfork", "system"] {
+        assert_eq!(succeeds(&scratch, How::Natively, &[&musl, "exec", way, &glibc, "serve"]), "", "{way}");
+        let said = succeeds(&scratch, How::Run, &[&musl, "exec", way, &glibc, "serve", "moved"]);
+        assert_eq!(said, without(&musl, MUSL), "{way}");
+    }
+}
+
+/// A program with AddressSanitizer is served, however it is started and however that is linked.
+#[test]
+fn programs_with_address_sanitizer_are_served() {
+    let scratch = Scratch::new("starts");
+    let glibc = glibc(&scratch);
+    let shared = build(&scratch, "cc", "sanitized", "starts.c", &["-fsanitize=address"]);
+    let inside = build(&scratch, "cc", "sanitized-inside", "starts.c", &["-fsanitize=address", "-static-libasan"]);
+    let threads = build(&scratch, "cc", "threads", "starts.c", &["-fsanitize=thread"]);
+    for program in [&shared, &inside, &threads] {
+        assert_eq!(succeeds(&scratch, How::Natively, &[program, "serve"]), "", "{program}");
+        assert_eq!(succeeds(&scratch, How::Run, &[program, "serve", "moved"]), "", "{program}");
+    }
+    for way in BECOMES.iter().chain(&STARTS).chain(&SHELLS) {
+        assert_eq!(succeeds(&scratch, How::Run, &[&glibc, "exec", way, &shared, "serve", "moved"]), "", "{way}");
+    }
+}
+
+/// AddressSanitizer goes on to find what it is for: in a call on a connection that the NIC has, too.
+#[test]
+fn address_sanitizer_finds_errors_in_calls_on_the_nic() {
+    let scratch = Scratch::new("starts");
+    let program = build(&scratch, "cc", "sanitized", "starts.c", &["-fsanitize=address"]);
+    let ran = run_with(&scratch, How::Run, &[&program, "overflow"], &[]);
+    let said = text(&ran.stderr);
+    assert!(!ran.status.success() && said.contains("AddressSanitizer: heap-buffer-overflow"), "{} {said}", ran.status);
+}
+
+/// What a program with AddressSanitizer starts has the environment of any other program's children.
+#[test]
+fn the_sanitizer_stays_out_of_other_programs() {
+    let scratch = Scratch::new("starts");
+    let (glibc, shared) = (glibc(&scratch), build(&scratch, "cc", "sanitized", "starts.c", &["-fsanitize=address"]));
+    let environment = |program: &str| {
+        let ran = run_with(&scratch, How::Run, &[program, "exec", "execve", "/usr/bin/env"], &[]);
+        assert!(ran.status.success(), "{}", text(&ran.stderr));
+        let mut lines: Vec<String> = text(&ran.stdout).lines().map(str::to_owned).collect();
+        lines.retain(|line| !line.starts_with("BATON_RUN=") && !line.starts_with("BATON_SOCKET="));
+        lines.sort();
+        lines
+    };
+    assert_eq!(environment(&shared), environment(&glibc));
+}
+
+/// A program's own library in LD_PRELOAD sees each of the program's calls, and no others, on the NIC, too.
+#[test]
+fn a_programs_own_library_sees_its_calls() {
+    let scratch = Scratch::new("starts");
+    let glibc = glibc(&scratch);
+    let shim = build(&scratch, "cc", "shim.so", "shim.c", &["-shared", "-fPIC", "-ldl"]);
+    let seen = |how, case| {
+        let ran = run_with(&scratch, how, &[&glibc, "serve", case], &[("LD_PRELOAD", &shim)]);
+        assert!(ran.status.success(), "{case}: {} {}{}", ran.status, text(&ran.stdout), text(&ran.stderr));
+        text(&ran.stdout)
+    };
+    assert_eq!(seen(How::Run, "moved"), seen(How::Natively, "kernel"));
+}

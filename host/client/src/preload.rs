@@ -1,0 +1,95 @@
+//! How LD_PRELOAD names the library for unmodified programs.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// The variable with the libraries that the dynamic linker loads first.
+pub const VARIABLE: &str = "LD_PRELOAD";
+
+/// The variable that keeps [`VARIABLE`] with its value, in a program for which a sanitizer's library was put in front.
+pub const RESTORED: &str = "BATON_PRELOAD";
+
+/// File name of the library.
+pub const LIBRARY: &str = "libbaton_preload.so";
+
+/// Why a program of musl runs natively; after its dynamic linker's path.
+pub const MUSL: &str = "), and the library that it would need is one for glibc";
+
+/// Why a statically linked program runs natively.
+pub const STATIC: &str = "it is statically linked, and no library can be loaded into it; `baton attach` moves its connections";
+
+/// The libraries of a value of [`VARIABLE`].
+fn entries(libraries: &[u8]) -> impl Iterator<Item = &[u8]> {
+    libraries.split(|byte| matches!(byte, b':' | b' ')).filter(|entry| !entry.is_empty())
+}
+
+fn file_name(entry: &[u8]) -> &[u8] {
+    entry.rsplit(|byte| *byte == b'/').next().unwrap_or_default()
+}
+
+/// Whether a library of this file name is among them.
+pub fn names(libraries: &[u8], name: &[u8]) -> bool {
+    entries(libraries).any(|entry| file_name(entry) == name)
+}
+
+/// Whether Baton's library is among them.
+pub fn contains(libraries: &[u8]) -> bool {
+    names(libraries, LIBRARY.as_bytes())
+}
+
+/// What precedes the library's path. The dynamic linker of glibc replaces `$LIB` by the name of its folder of libraries, which is in the
+/// root or in a few folders from there. That of musl finds nothing under such a path and goes on; it could not load the library, and would
+/// end the program.
+const FOR_GLIBC: &str = "/$LIB/../../../../../../../..";
+
+/// The library's path such that only glibc finds it.
+fn for_glibc(library: &Path) -> OsString {
+    let mut path = OsString::new();
+    // Systems without this folder have their libraries elsewhere.
+    if Path::new("/lib").is_dir() {
+        path.push(FOR_GLIBC);
+    }
+    path.push(library);
+    path
+}
+
+/// The parts of a value of [`VARIABLE`] before and after what only glibc understands; together they name the library's path as it is.
+pub fn around_token(libraries: &[u8]) -> Option<(&[u8], &[u8])> {
+    let at = libraries.windows(FOR_GLIBC.len()).position(|part| part == FOR_GLIBC.as_bytes())?;
+    Some((&libraries[..at], &libraries[at + FOR_GLIBC.len()..]))
+}
+
+/// The value for a program: what it has already comes first, so that its own libraries see its calls.
+pub fn value(before: Option<&OsStr>, library: &Path) -> OsString {
+    let before = before.unwrap_or_default().as_bytes();
+    let mut value = OsString::new();
+    for entry in entries(before).filter(|entry| file_name(entry) != LIBRARY.as_bytes()) {
+        value.push(OsStr::from_bytes(entry));
+        value.push(":");
+    }
+    value.push(for_glibc(library));
+    value
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_there_comes_first() {
+        let library = Path::new("/usr/lib/baton/libbaton_preload.so");
+        let ours = for_glibc(library);
+        let ours = ours.to_str().expect("a text");
+        let value = |before: &str| value(Some(OsStr::new(before)), library).into_string().expect("a text");
+        assert_eq!(value(""), ours);
+        assert_eq!(value("/a/shim.so libother.so"), format!("/a/shim.so:libother.so:{ours}"));
+        assert_eq!(value(&format!("shim.so:{ours}")), format!("shim.so:{ours}"), "once");
+        if let Some((before, after)) = around_token(value("shim.so").as_bytes()) {
+            assert_eq!([before, after].concat(), b"shim.so:/usr/lib/baton/libbaton_preload.so");
+        }
+        assert!(
+            contains(ours.as_bytes()) && names(b"shim.so:/x/libasan.so.8", b"libasan.so.8") && !names(b"libasan.so", b"asan")
+        );
+    }
+}
