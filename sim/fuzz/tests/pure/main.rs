@@ -1,0 +1,12 @@
+//! What needs no kernel, under random scripts. Each file says what a step of its fuzzer is.
+
+mod tcp_pair;
+mod tcp_peer;
+
+/// The fuzzer of a name, with its corpus.
+macro_rules! fuzzer {
+    ($name:literal) => {
+        baton_fuzz::Fuzzer { name: $name, corpus: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/", $name, ".txt")) }
+    };
+}
+pub(crate) use fuzzer;
