@@ -31,6 +31,8 @@ struct Play {
     furthest: u32,
     /// Our right edge when it was last advertised.
     edge: Option<u32>,
+    /// Behind the last byte that the peer has sent into our window.
+    peers_end: u32,
     /// The program has closed, or time passed that may end the connection.
     may_end: bool,
 }
@@ -115,7 +117,8 @@ impl Play {
         let furthest = ack.wrapping_add(u32::from(last.window) << scales[0]);
         note!("{config:?}");
         let last = rng.clone();
-        Play { rng, last, tcp, now, tick, clock, timestamps, scales, furthest, edge: None, may_end: false }
+        let peers_end = tcp.rcv_nxt();
+        Play { rng, last, tcp, now, tick, clock, timestamps, scales, furthest, edge: None, peers_end, may_end: false }
     }
 
     fn chance(&mut self, one_in: u64) -> bool {
@@ -138,6 +141,9 @@ impl Play {
     fn input(&mut self, segment: &Segment) -> Received {
         let una = self.tcp.snd_una();
         let valid = !before(segment.ack, una) && !before(self.tcp.snd_nxt(), segment.ack);
+        if !before(segment.seq, self.tcp.rcv_nxt()) && !before(self.tcp.rcv_adv(), segment.seq) {
+            self.peers_end = later(self.peers_end, segment.end());
+        }
         let received = self.tcp.input(segment, self.now);
         if valid {
             self.furthest = later(self.furthest, segment.ack.wrapping_add(u32::from(segment.window) << self.scales[0]));
@@ -308,9 +314,10 @@ impl Play {
             self.now = Instant(self.now.0.max(next.0));
             let due: Vec<_> = answers.extract_if(.., |(at, _)| *at <= self.now).collect();
             for (_, ack) in due {
-                // The peer's own data comes along.
+                // The peer's own data comes along, first what it has sent before: only a newer segment says how large its window is now.
                 let room = self.tcp.rcv_adv().wrapping_sub(self.tcp.rcv_nxt());
-                let segment = Segment { ack, window: field, length: room.min(10), ..self.segment() };
+                let again = if before(self.tcp.rcv_nxt(), self.peers_end) { self.peers_end.wrapping_sub(self.tcp.rcv_nxt()) } else { 0 };
+                let segment = Segment { ack, window: field, length: room.min(again.max(10)), ..self.segment() };
                 let received = self.input(&segment);
                 assert!(received.delivered >= segment.length, "{segment:?} is not taken: {:?}", self.tcp);
             }

@@ -80,7 +80,10 @@ impl End {
 
     /// Feeds a segment that the other end has sent, `fast` by header prediction if that is possible.
     pub fn receive(&mut self, segment: &Segment, fast: bool, now: Instant) -> Option<Transmit> {
-        self.heard_at = now;
+        // An old sequence number, as the other end's own probes have, is no answer.
+        if !before(segment.end(), self.tcp.rcv_nxt()) {
+            self.heard_at = now;
+        }
         self.input(segment, fast, now)
     }
 
