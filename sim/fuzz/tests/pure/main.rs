@@ -1,5 +1,7 @@
 //! What needs no kernel, under random scripts. Each file says what a step of its fuzzer is.
 
+mod active_ack;
+mod end;
 mod tcp_pair;
 mod tcp_peer;
 

@@ -4,12 +4,10 @@
 //! A step is a segment that arrives, is lost, repeated or forged; a call of a program's; a move; or a time that passes with all that
 //! becomes due in it.
 
-mod end;
-
+use crate::end::{End, segment_of};
 use baton_fuzz::{Choice, World, note};
 use baton_tcp::{Config, Connection, EndReason, Instant, Segment, State, Transmit};
 use baton_wire::{Flags, TcpOptions};
-use end::End;
 use std::collections::VecDeque;
 
 const SECOND: u64 = 1_000_000;
@@ -54,11 +52,6 @@ fn config(choice: &mut Choice) -> Config {
     }
 }
 
-fn segment_of(transmit: &Transmit) -> Segment {
-    let Transmit { seq, ack, flags, window, options, length, .. } = *transmit;
-    Segment { seq, ack, flags, window, options, length, congestion_experienced: false }
-}
-
 impl Pair {
     /// Sends what an end has to send, and cuts what is larger than a segment.
     fn transmit(&mut self, at: usize) {
@@ -69,8 +62,7 @@ impl Pair {
 
     fn note_scales(&mut self) {
         let [first, second] = &mut self.ends;
-        let scales = first.offered.zip(second.offered);
-        (first.shifts, second.shifts) = scales.map_or(([0; 2], [0; 2]), |(first, second)| ([second, first], [first, second]));
+        End::note_scales(first, second);
     }
 
     /// Lets the `nth` segment on the way from an end arrive at the other.
@@ -93,7 +85,7 @@ impl Pair {
         if self.ends[at].is_closed() {
             return self.reset(at, segment);
         }
-        if let Some(acknowledgement) = self.ends[at].receive(segment, fast, self.now) {
+        if let Some(acknowledgement) = self.ends[at].receive(segment, None, fast, self.now) {
             self.ends[at].check_sent(&acknowledgement);
             put(&mut self.ways[at], &acknowledgement);
         }
@@ -199,7 +191,7 @@ impl Pair {
         }
         let before = (self.ends[at].tcp.state(), self.ends[at].tcp.snd_una(), self.ends[at].tcp.rcv_nxt());
         let window = self.ends[at].tcp.info().snd_wnd;
-        self.ends[at].input(&segment, choice.one_in(2), self.now);
+        self.ends[at].input(&segment, None, choice.one_in(2), self.now);
         let tcp = &self.ends[at].tcp;
         assert_eq!((tcp.state(), tcp.snd_una(), tcp.rcv_nxt()), before, "a blind segment counts: {segment:?}");
         assert_eq!(tcp.info().snd_wnd, window, "the window of a blind segment counts: {segment:?}");

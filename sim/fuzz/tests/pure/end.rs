@@ -1,4 +1,4 @@
-//! One end: a connection, its memory, and a program that checks what it reads.
+//! One end of a connection in a world: the connection, its memory, and a program that checks what it reads.
 
 use baton_fuzz::{Choice, note};
 use baton_image::{Image, MAX_ENCODED};
@@ -14,19 +14,26 @@ pub fn before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
 }
 
-pub fn later(a: u32, b: u32) -> u32 {
+fn later(a: u32, b: u32) -> u32 {
     if before(a, b) { b } else { a }
 }
 
 /// The byte at a sequence number of the stream with this key.
-fn byte(key: u8, seq: u32) -> u8 {
+pub fn byte(key: u8, seq: u32) -> u8 {
     (seq.wrapping_mul(0x9e37_79b1) >> 24) as u8 ^ key
+}
+
+/// A segment as it leaves.
+pub fn segment_of(transmit: &Transmit) -> Segment {
+    let Transmit { seq, ack, flags, window, options, length, .. } = *transmit;
+    Segment { seq, ack, flags, window, options, length, congestion_experienced: false }
 }
 
 pub struct End {
     pub tcp: Connection,
     memory: Vec<u8>,
-    keys: [u8; 2],
+    /// Keys of the stream that is sent and of the one that comes.
+    pub keys: [u8; 2],
     /// Bytes that the program has read and not reported.
     unreported: u32,
     /// Bytes that the program has queued and read.
@@ -38,7 +45,7 @@ pub struct End {
     /// The other end's right edge as far as it was ever advertised.
     furthest: Option<u32>,
     /// Our right edge as far as it was ever advertised.
-    edge: Option<u32>,
+    pub edge: Option<u32>,
     /// The program has closed, and does not wait for the end.
     pub orphan: bool,
     /// The program or an option may end the connection before all has arrived.
@@ -68,6 +75,12 @@ impl End {
         }
     }
 
+    /// Lets two ends know the shifts of their windows, as far as both have offered a scale.
+    pub fn note_scales(first: &mut End, second: &mut End) {
+        let scales = first.offered.zip(second.offered);
+        (first.shifts, second.shifts) = scales.map_or(([0; 2], [0; 2]), |(first, second)| ([second, first], [first, second]));
+    }
+
     pub fn is_closed(&self) -> bool {
         self.tcp.state() == State::Closed
     }
@@ -79,16 +92,16 @@ impl End {
     }
 
     /// Feeds a segment that the other end has sent, `fast` by header prediction if that is possible.
-    pub fn receive(&mut self, segment: &Segment, fast: bool, now: Instant) -> Option<Transmit> {
+    pub fn receive(&mut self, segment: &Segment, payload: Option<&[u8]>, fast: bool, now: Instant) -> Option<Transmit> {
         // An old sequence number, as the other end's own probes have, is no answer.
         if !before(segment.end(), self.tcp.rcv_nxt()) {
             self.heard_at = now;
         }
-        self.input(segment, fast, now)
+        self.input(segment, payload, fast, now)
     }
 
-    /// Feeds any segment. Returns the acknowledgement that header prediction has made.
-    pub fn input(&mut self, segment: &Segment, fast: bool, now: Instant) -> Option<Transmit> {
+    /// Feeds any segment. Without payload it has that of the other end's stream. Returns the acknowledgement that header prediction has made.
+    pub fn input(&mut self, segment: &Segment, payload: Option<&[u8]>, fast: bool, now: Instant) -> Option<Transmit> {
         let opening = matches!(self.tcp.state(), State::SynSent | State::SynReceived);
         let (una, nxt) = (self.tcp.snd_una(), self.tcp.snd_nxt());
         let valid = segment.flags.contains(Flags::ACK) && !before(segment.ack, una) && !before(nxt, segment.ack);
@@ -98,7 +111,7 @@ impl End {
         if valid {
             self.furthest = Some(self.furthest.map_or(right, |furthest| later(furthest, right)));
         }
-        self.place(segment, &received);
+        self.place(segment, payload, &received);
         self.check(now);
         acknowledgement
     }
@@ -143,7 +156,7 @@ impl End {
         (all, Some(transmit))
     }
 
-    fn place(&mut self, segment: &Segment, received: &Received) {
+    fn place(&mut self, segment: &Segment, payload: Option<&[u8]>, received: &Received) {
         if received.place == 0 {
             return;
         }
@@ -153,7 +166,11 @@ impl End {
         let (from, mask) = (segment.seq.wrapping_add(received.skip), self.memory.len() - 1);
         // The data of a SYN lies behind its sequence number; none has any here.
         for at in 0..received.place {
-            self.memory[received.place_seq.wrapping_add(at) as usize & mask] = byte(self.keys[1], from.wrapping_add(at));
+            let value = match payload {
+                Some(payload) => payload[(received.skip + at) as usize],
+                None => byte(self.keys[1], from.wrapping_add(at)),
+            };
+            self.memory[received.place_seq.wrapping_add(at) as usize & mask] = value;
         }
     }
 
