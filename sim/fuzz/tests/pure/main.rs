@@ -2,6 +2,8 @@
 
 mod active_ack;
 mod end;
+mod filter;
+mod lro;
 mod tcp_pair;
 mod tcp_peer;
 
