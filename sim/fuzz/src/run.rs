@@ -31,7 +31,8 @@ pub fn setting(name: &str, otherwise: u64) -> u64 {
 pub struct Fuzzer {
     /// Its name, that of its corpus.
     pub name: &'static str,
-    /// The text of its corpus: scripts of hexadecimal words, one a line, and comments behind `#`.
+    /// The text of its corpus, one script a line: its words in hexadecimal, or `seed` and the seed that it is drawn from. Behind `#` are
+    /// comments.
     pub corpus: &'static str,
 }
 
@@ -44,11 +45,11 @@ impl Fuzzer {
     pub fn run<W: World>(&self) {
         if let Ok(script) = std::env::var("BATON_FUZZ_SCRIPT") {
             TOLD.set(true);
-            play::<W>(&parse(&script));
+            play::<W>(&parse::<W>(&script));
             return;
         }
         for line in self.corpus.lines().map(|line| line.split('#').next().unwrap_or_default()) {
-            let script = parse(line);
+            let script = parse::<W>(line);
             if !script.is_empty() {
                 self.judge::<W>(&script, "a script of the corpus");
             }
@@ -76,7 +77,7 @@ impl Fuzzer {
         };
         let words: Vec<String> = failed.iter().map(|word| format!("{word:x}")).collect();
         eprintln!("{}, {origin}: a script of {} steps fails, of which these are enough.", self.name, script.len() - 1);
-        eprintln!("It belongs into the corpus; BATON_FUZZ_SCRIPT plays it:\n{}", words.join(" "));
+        eprintln!("They belong into the corpus (or, if they are many, the seed); BATON_FUZZ_SCRIPT plays them:\n{}", words.join(" "));
         TOLD.set(true);
         play::<W>(&failed);
         panic!("the script failed once, and not again: the world depends on something else");
@@ -108,7 +109,12 @@ fn draw<W: World>(seed: u64, script: &mut Vec<u64>) {
     script.extend((0..=length).map(|_| choice.word()));
 }
 
-fn parse(line: &str) -> Vec<u64> {
+fn parse<W: World>(line: &str) -> Vec<u64> {
+    if let Some(seed) = line.strip_prefix("seed ") {
+        let mut script = Vec::new();
+        draw::<W>(seed.trim().parse().unwrap_or_else(|_| panic!("{seed} is no seed")), &mut script);
+        return script;
+    }
     line.split_whitespace().map(|word| u64::from_str_radix(word, 16).unwrap_or_else(|_| panic!("{word} is no word"))).collect()
 }
 

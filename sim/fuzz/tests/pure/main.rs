@@ -4,6 +4,11 @@ mod active_ack;
 mod end;
 mod filter;
 mod lro;
+mod rmpp;
+#[path = "../../../tests/rmpp_schedule/mod.rs"]
+mod rmpp_schedule;
+#[path = "../../../tests/rmpp_worlds/mod.rs"]
+mod rmpp_worlds;
 mod tcp_pair;
 mod tcp_peer;
 
