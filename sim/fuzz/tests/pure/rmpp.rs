@@ -46,6 +46,7 @@ impl Pair {
         let frame = world.frame(at, 1 - at, &packet);
         world.nodes[1 - at].receive(&frame);
         world.settle();
+        self.0.collect();
     }
 }
 
