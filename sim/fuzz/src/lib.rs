@@ -23,6 +23,9 @@ pub trait World: Sized {
     /// Words of the longest script.
     const LONGEST: u64;
 
+    /// Times that scripts are played in search of a smaller one that fails.
+    const PLAYS: usize = 4000;
+
     /// The world that the first word of a script makes.
     fn new(word: u64) -> Self;
 

@@ -15,7 +15,9 @@ impl Pair {
         let at = choice.below(2) as usize;
         let incarnation = |at: usize| self.0.configs[at].incarnation;
         let kind = choice.of(&Kind::ALL);
-        let from = incarnation(at).wrapping_add(choice.of(&[1, u32::MAX, 1 + choice.clone().magnitude(31)]));
+        // Further from it than any that the endpoint will have.
+        let far = 1 << 20 | choice.number();
+        let from = if choice.one_in(2) { incarnation(at).wrapping_sub(far >> 1) } else { incarnation(at).wrapping_add(far >> 1) };
         let to = if choice.one_in(4) { choice.number() } else { incarnation(1 - at) };
         let mut header = Header::new(kind, [at as u16, 1 - at as u16], [from, if kind == Kind::Hello { 0 } else { to }]);
         let handle = choice.of(&[0, 0x1_0000, 0x1_0001, 0x2_0000, choice.clone().number()]);
