@@ -77,7 +77,10 @@ impl Fuzzer {
         };
         let words: Vec<String> = failed.iter().map(|word| format!("{word:x}")).collect();
         eprintln!("{}, {origin}: a script of {} steps fails, of which these are enough.", self.name, script.len() - 1);
-        eprintln!("They belong into the corpus (or, if they are many, the seed); BATON_FUZZ_SCRIPT plays them:\n{}", words.join(" "));
+        eprintln!(
+            "They belong into the corpus (or, if they are many, the seed); BATON_FUZZ_SCRIPT plays them:\n{}",
+            words.join(" ")
+        );
         TOLD.set(true);
         play::<W>(&failed);
         panic!("the script failed once, and not again: the world depends on something else");

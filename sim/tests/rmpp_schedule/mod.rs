@@ -271,7 +271,13 @@ impl Schedule {
             }
         }
         let left = [0, 1].map(|at| self.world.nodes[at].leftovers());
-        assert!(self.sending.iter().all(BTreeMap::is_empty), "sends that never ended: {:?}, left: {left:?}, {:?}, {:?}", self.sending, self.receiving, self.configs);
+        assert!(
+            self.sending.iter().all(BTreeMap::is_empty),
+            "sends that never ended: {:?}, left: {left:?}, {:?}, {:?}",
+            self.sending,
+            self.receiving,
+            self.configs
+        );
         // Messages whose sender restarted may still be coming: the receives that wait for nothing are taken back last.
         self.world.run_until(20_000_000, |world| world.nodes.iter().all(|node| node.leftovers()[1] == 0));
         self.collect();

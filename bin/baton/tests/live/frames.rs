@@ -42,11 +42,22 @@ thread_local! {
 impl Stage {
     fn new() -> Stage {
         let lro = baton_lro::LroSettings { mode: Mode::Reorder, push: Push::Bulk, ..Default::default() };
-        let rules = ["in icmp count", "in udp limit 8gbit burst 1mb", "in tcp dport 9 reject", "in tcp state established accept", "accept"];
-        let control_point =
-            Some(ControlPoint { key: vec![7; 32], rules: rules.map(str::to_string).to_vec(), contained: false });
+        let rules = [
+            "in icmp count",
+            "in udp limit 8gbit burst 1mb",
+            "in tcp dport 9 reject",
+            "in tcp state established accept",
+            "accept",
+        ];
+        let control_point = Some(ControlPoint { key: vec![7; 32], rules: rules.map(str::to_string).to_vec(), contained: false });
         let bed = hosts(TestbedSettings {
-            offloads: Offloads { large_sends: true, lro, active_ack: true, moderation: Moderation::Adaptive, ..Offloads::default() },
+            offloads: Offloads {
+                large_sends: true,
+                lro,
+                active_ack: true,
+                moderation: Moderation::Adaptive,
+                ..Offloads::default()
+            },
             workers: 2,
             copy_engine: true,
             control_point,
@@ -110,7 +121,8 @@ fn bytes(choice: &mut Choice, length: usize) -> Vec<u8> {
 fn segment(stage: &Stage, choice: &mut Choice) -> Vec<u8> {
     let ipv6 = choice.one_in(3);
     let own = !ipv6 && choice.one_in(3);
-    let (port, from) = if own { (PORT, stage.peer_port) } else { (choice.of(&[PORT, 9, 22, 40_000]), 1 + choice.magnitude(4) as u16) };
+    let (port, from) =
+        if own { (PORT, stage.peer_port) } else { (choice.of(&[PORT, 9, 22, 40_000]), 1 + choice.magnitude(4) as u16) };
     let flow = Flow { local: endpoint(address_b(ipv6), from), remote: endpoint(address_a(ipv6), port) };
     let flags = Flags(choice.of(&[16, 16, 16, 24, 2, 18, 17, 4, 20, 0, 0xff, choice.clone().number() as u8]));
     let mut options = TcpOptions {
@@ -135,7 +147,8 @@ fn segment(stage: &Stage, choice: &mut Choice) -> Vec<u8> {
         ident: choice.number() as u16,
     };
     let length = choice.of(&[0, 1, 100, 1400]);
-    let template = Template::new(&flow, &Link { source: MAC_B, destination: MAC_A, ttl: 64, ..Link::default() }, choice.one_in(2));
+    let template =
+        Template::new(&flow, &Link { source: MAC_B, destination: MAC_A, ttl: 64, ..Link::default() }, choice.one_in(2));
     let mut frame = vec![0; MAX_HEADER + 40 + length];
     let headers = template.emit(&header, length, &mut frame);
     frame.truncate(headers + length);

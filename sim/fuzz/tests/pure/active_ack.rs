@@ -305,10 +305,18 @@ impl Nics {
     /// A segment of somebody who does not know the numbers, or has a copy of an old one's timestamp.
     fn forge(&mut self, number: usize, choice: &mut Choice) {
         let Both { flow, kernel, echoed, .. } = &self.connections[number];
-        let far = |from: u32, choice: &mut Choice| from.wrapping_add(1 << 21).wrapping_add(choice.below((1 << 32) - (1 << 22)) as u32);
+        let far =
+            |from: u32, choice: &mut Choice| from.wrapping_add(1 << 21).wrapping_add(choice.below((1 << 32) - (1 << 22)) as u32);
         let opening = matches!(kernel.tcp.state(), State::SynSent | State::SynReceived);
         let tcp = &kernel.tcp;
-        let flags = choice.of(&[Flags::ACK, Flags::ACK, Flags::ACK | Flags::FIN, Flags::RST, Flags::RST | Flags::ACK, Flags::SYN | Flags::ACK]);
+        let flags = choice.of(&[
+            Flags::ACK,
+            Flags::ACK,
+            Flags::ACK | Flags::FIN,
+            Flags::RST,
+            Flags::RST | Flags::ACK,
+            Flags::SYN | Flags::ACK,
+        ]);
         let options = TcpOptions {
             timestamps: choice.one_in(2).then(|| (choice.number(), choice.number())),
             window_scale: choice.one_in(8).then(|| choice.below(15) as u8),

@@ -107,7 +107,8 @@ impl End {
         let valid = segment.flags.contains(Flags::ACK) && !before(segment.ack, una) && !before(nxt, segment.ack);
         let shift = if segment.flags.contains(Flags::SYN) { 0 } else { self.shifts[0] };
         let right = segment.ack.wrapping_add(u32::from(segment.window) << shift);
-        let (received, acknowledgement) = if fast && !opening { self.predict(segment, now) } else { (self.tcp.input(segment, now), None) };
+        let (received, acknowledgement) =
+            if fast && !opening { self.predict(segment, now) } else { (self.tcp.input(segment, now), None) };
         if valid {
             self.furthest = Some(self.furthest.map_or(right, |furthest| later(furthest, right)));
         }

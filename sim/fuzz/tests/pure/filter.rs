@@ -5,8 +5,8 @@
 
 use baton_filter::words::{SLOTS, UNMATCHED, UNREADABLE, WORDS, clear, counted};
 use baton_filter::{
-    Action, Class, Direction, Filter, Installed, Limit, MAX_COUNT_RULES, Matches, Packet, Part, Ports, Prefix, Rule, State, Step, Table,
-    Unit, Verdict, parse,
+    Action, Class, Direction, Filter, Installed, Limit, MAX_COUNT_RULES, Matches, Packet, Part, Ports, Prefix, Rule, State, Step,
+    Table, Unit, Verdict, parse,
 };
 use baton_fuzz::{Choice, World, note};
 use std::collections::HashMap;
@@ -82,7 +82,8 @@ fn rule(choice: &mut Choice) -> Rule {
     let rate = choice.of(&[1, 10, 1000, 1 << 20, 1 << 33]);
     let unit = choice.of(&[Unit::Bytes, Unit::Packets]);
     let limit = Limit { unit, rate, burst: choice.of(&[1, 100, 10_000]).max(rate.div_ceil(1_000_000_000)) };
-    let actions = [Action::Accept, Action::Accept, Action::Accept, Action::Drop, Action::Reject, Action::Count, Action::Limit(limit)];
+    let actions =
+        [Action::Accept, Action::Accept, Action::Accept, Action::Drop, Action::Reject, Action::Count, Action::Limit(limit)];
     let matches = Matches { direction, class, protocol, source, destination, source_ports, destination_ports, state };
     Rule { matches, action: choice.of(&actions) }
 }
@@ -229,7 +230,8 @@ fn frame(choice: &mut Choice) -> (Vec<u8>, Direction, Packet) {
     };
     let protocol = choice.of(&[6, 6, 6, 17, 17, 47]);
     // This host has two addresses, and there are four others.
-    let (ours, theirs) = ((address(v6, choice.below(2)), choice.below(3) as u16), (address(v6, 2 + choice.below(4)), choice.below(3) as u16));
+    let (ours, theirs) =
+        ((address(v6, choice.below(2)), choice.below(3) as u16), (address(v6, 2 + choice.below(4)), choice.below(3) as u16));
     let (from, to) = if direction == Direction::In { (theirs, ours) } else { (ours, theirs) };
     (packet.protocol, packet.source, packet.destination) = (Some(protocol), from.0, to.0);
     let ident = choice.below(4) as u32;
@@ -344,15 +346,9 @@ impl World for Both {
         // The seconds of some wrap in the words.
         let now = choice.of(&[SECOND, (1 << 26) * SECOND - 100 * SECOND, 1 << 50]) + choice.below(200 * SECOND);
         let table = Table::new(Vec::new(), 1, KEY).expect("no rules");
-        let plain = Plain {
-            rules: Vec::new(),
-            generation: 1,
-            flows: HashMap::new(),
-            datagrams: HashMap::new(),
-            counts: HashMap::new(),
-        };
-        let mut both =
-            Both { filter: Filter::new(Arc::new(table), KEY), words: words(), plain, now, scrap: words() };
+        let plain =
+            Plain { rules: Vec::new(), generation: 1, flows: HashMap::new(), datagrams: HashMap::new(), counts: HashMap::new() };
+        let mut both = Both { filter: Filter::new(Arc::new(table), KEY), words: words(), plain, now, scrap: words() };
         both.set_rules(&mut choice);
         both
     }

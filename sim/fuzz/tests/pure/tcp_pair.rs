@@ -145,9 +145,11 @@ impl Pair {
     /// A segment of somebody who does not know the numbers: it changes nothing but what is answered.
     fn forge(&mut self, at: usize, choice: &mut Choice) {
         let tcp = &self.ends[at].tcp;
-        let far = |from: u32, choice: &mut Choice| from.wrapping_add(1 << 21).wrapping_add(choice.below((1 << 32) - (1 << 22)) as u32);
+        let far =
+            |from: u32, choice: &mut Choice| from.wrapping_add(1 << 21).wrapping_add(choice.below((1 << 32) - (1 << 22)) as u32);
         let opening = matches!(tcp.state(), State::SynSent | State::SynReceived);
-        let flags = [Flags::ACK, Flags::ACK | Flags::PSH, Flags::ACK | Flags::FIN, Flags::RST, Flags::SYN, Flags::SYN | Flags::ACK];
+        let flags =
+            [Flags::ACK, Flags::ACK | Flags::PSH, Flags::ACK | Flags::FIN, Flags::RST, Flags::SYN, Flags::SYN | Flags::ACK];
         let flags = choice.of(&flags) | choice.of(&[Flags::default(), Flags::default(), Flags::ECE, Flags::CWR, Flags::URG]);
         let room = tcp.rcv_adv().wrapping_sub(tcp.rcv_nxt());
         let mut segment = Segment {
@@ -274,7 +276,6 @@ fn put(way: &mut VecDeque<Segment>, transmit: &Transmit) {
         way.pop_front();
     }
 }
-
 
 fn options(choice: &mut Choice) -> TcpOptions {
     let mut options = TcpOptions {

@@ -316,7 +316,8 @@ impl Play {
             for (_, ack) in due {
                 // The peer's own data comes along, first what it has sent before: only a newer segment says how large its window is now.
                 let room = self.tcp.rcv_adv().wrapping_sub(self.tcp.rcv_nxt());
-                let again = if before(self.tcp.rcv_nxt(), self.peers_end) { self.peers_end.wrapping_sub(self.tcp.rcv_nxt()) } else { 0 };
+                let again =
+                    if before(self.tcp.rcv_nxt(), self.peers_end) { self.peers_end.wrapping_sub(self.tcp.rcv_nxt()) } else { 0 };
                 let segment = Segment { ack, window: field, length: room.min(again.max(10)), ..self.segment() };
                 let received = self.input(&segment);
                 assert!(received.delivered >= segment.length, "{segment:?} is not taken: {:?}", self.tcp);
