@@ -154,8 +154,8 @@ impl Nics {
         End::note_scales(kernel, peer);
         peer.send(0, now, |transmit| from_peer.push(segment_of(transmit)));
         End::note_scales(kernel, peer);
-        let echoes = from_kernel.iter().filter_map(|segment| segment.options.timestamps);
-        *echoed = echoes.last().map_or(*echoed, |(_, echo)| echo);
+        let mut echoes = from_kernel.iter().filter_map(|segment| segment.options.timestamps);
+        *echoed = echoes.next_back().map_or(*echoed, |(_, echo)| echo);
         let (keys, flow, worker) = ([kernel.keys[0], peer.keys[0]], *flow, *worker);
         for segment in from_peer {
             self.to_nic.push_back((number, frame(&flow.reversed(), false, &segment, keys[1], true)));
@@ -169,13 +169,13 @@ impl Nics {
                 let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
                 assert!(parsed.checksum_holds(frame.bytes()), "the checksum is wrong after a change");
             }
-            self.to_the_peer(number, frame);
+            self.send_to_peer(number, frame);
         }
         self.note_ends(number);
     }
 
     /// What the NIC lets out says nothing that the kernel would not stand for.
-    fn to_the_peer(&mut self, number: usize, frame: Frame) {
+    fn send_to_peer(&mut self, number: usize, frame: Frame) {
         let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
         let Both { kernel, peer, .. } = &self.connections[number];
         let open = !matches!(peer.tcp.state(), State::SynSent | State::SynReceived | State::Closed);
@@ -208,7 +208,7 @@ impl Nics {
         let worker = self.connections[number].worker;
         self.workers[worker].from_wire(&frame, now, &mut |ack| acknowledgements.push(ack.clone()));
         for acknowledgement in acknowledgements {
-            self.to_the_peer(number, acknowledgement);
+            self.send_to_peer(number, acknowledgement);
         }
         self.to_kernel.push_back((number, frame));
         if self.to_kernel.len() > 200 {
@@ -274,7 +274,7 @@ impl Nics {
             let (to_wire, to_kernel) = (&mut acknowledgements, &mut again);
             self.workers[worker].expire(now.0, &mut |ack| to_wire.push(ack.clone()), &mut |frame| to_kernel.push(frame.clone()));
             for acknowledgement in acknowledgements {
-                self.to_the_peer(self.number(&acknowledgement, true), acknowledgement);
+                self.send_to_peer(self.number(&acknowledgement, true), acknowledgement);
             }
             for frame in again {
                 self.to_kernel.push_back((self.number(&frame, false), frame));
@@ -381,7 +381,7 @@ impl Nics {
     }
 
     /// A connection's bucket goes to the other worker.
-    fn to_other_worker(&mut self, number: usize) {
+    fn change_worker(&mut self, number: usize) {
         let Both { flow, worker, .. } = &mut self.connections[number];
         let taken = self.workers[*worker].take(|entry| entry.flow() == flow);
         *worker = 1 - *worker;
@@ -446,7 +446,7 @@ impl World for Nics {
             46..56 => self.program(number, &mut choice),
             56..60 => self.wait(u64::from(choice.magnitude(19))),
             60 => self.wait(choice.of(&[SECOND, 5 * SECOND, 20 * SECOND])),
-            61 => self.to_other_worker(number),
+            61 => self.change_worker(number),
             62 if choice.one_in(2) => self.nic_dies(&mut choice),
             62 => {
                 let on = choice.one_in(2);
@@ -493,7 +493,7 @@ impl World for Nics {
             let expiry = self.next_expiry();
             let Some(next) = arrival.into_iter().chain(expiry).min() else { break };
             self.now = self.now.max(next);
-            match due.pop_front_if(|(at, ..)| *at <= next) {
+            match due.front().is_some_and(|(at, ..)| *at <= next).then(|| due.pop_front()).flatten() {
                 Some((_, true, number, frame)) => self.at_nic(number, frame),
                 Some((_, false, number, frame)) => self.at_end(number, &frame, false),
                 None => self.expire(),

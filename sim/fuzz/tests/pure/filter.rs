@@ -292,7 +292,7 @@ fn frame(choice: &mut Choice) -> (Vec<u8>, Direction, Packet) {
         frame.extend([0x45 + (options / 4) as u8, 0]);
         frame.extend(((20 + options + transport.len()) as u16).to_be_bytes());
         frame.extend((ident as u16).to_be_bytes());
-        frame.extend((offset / 8 | if more { 0x2000 } else { 0x4000 * u16::from(part == Part::Whole) }).to_be_bytes());
+        frame.extend(((offset / 8) | if more { 0x2000 } else { 0x4000 * u16::from(part == Part::Whole) }).to_be_bytes());
         frame.extend([64, protocol, 0, 0]);
         frame.extend(((from.0 >> 96) as u32).to_be_bytes());
         frame.extend(((to.0 >> 96) as u32).to_be_bytes());

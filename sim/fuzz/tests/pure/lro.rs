@@ -49,7 +49,7 @@ struct Model {
 
 fn flow(number: usize) -> Flow {
     let port = 1000 + number as u16;
-    if number % 2 == 0 {
+    if number.is_multiple_of(2) {
         Flow { local: Endpoint::v4([10, 0, 0, 2], port), remote: Endpoint::v4([10, 0, 0, 1], 80) }
     } else {
         Flow { local: Endpoint::v6([0xfe; 16], port), remote: Endpoint::v6([0xfd; 16], 443) }
