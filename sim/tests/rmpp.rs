@@ -146,6 +146,50 @@ fn close_finishes_what_was_sent_and_leaves_nothing() {
     assert_eq!(world.nodes[1].leftovers(), [0, 0, 1, 0, 0, 0, 0]);
 }
 
+/// A peer that is closed while messages from it are unfinished takes a while to go. What its program sends to it then is refused, or
+/// completes.
+#[test]
+fn what_is_sent_to_a_peer_that_is_being_closed_is_refused_or_completes() {
+    let mut taken = 0;
+    for seed in 0..50 {
+        let slow = Impairments { rate: 1_000_000_000, delay: 50, ..CLEAN };
+        let mut world = world(2, Carrier::Ethernet, slow, seed, |_| ());
+        world.nodes[0].lag = Some(Rng::new(seed));
+        let addresses = [0, 1].map(|at| world.address(at));
+        let (now, region) = (world.now, Region { offset: 0, length: 60_000 });
+        for at in 0..2 {
+            let node = &mut world.nodes[at];
+            let request = Request { source: None, context: 0, tag: 0, ignore: u64::MAX, region, token: 100 };
+            node.policy.post(request, now, &mut node.memory[..]).unwrap();
+        }
+        let peer = world.nodes[1].policy.open(addresses[0], 0).unwrap();
+        world.nodes[1].policy.send(Outgoing { peer, context: 0, tag: 1, data: 0, region, token: 1 }, now).unwrap();
+        world.run_until(100_000, |world| world.nodes[0].policy.usage().1 == 1);
+        let (now, mut sent) = (world.now, 0);
+        let peer = world.nodes[0].policy.open(addresses[1], 1).unwrap();
+        world.nodes[0].policy.close(peer, now);
+        for _ in 0..200 {
+            let now = world.now;
+            let policy = &mut world.nodes[0].policy;
+            let peer = policy.open(addresses[1], 1).unwrap();
+            let region = Region { offset: 0, length: 10 };
+            sent += usize::from(policy.send(Outgoing { peer, context: 0, tag: 1, data: 0, region, token: 7 }, now).is_ok());
+            world.step();
+        }
+        for _ in 0..sent {
+            let (now, node) = (world.now, &mut world.nodes[1]);
+            let request = Request { source: None, context: 0, tag: 0, ignore: u64::MAX, region, token: 100 };
+            let _ = node.policy.post(request, now, &mut node.memory[..]);
+        }
+        let completed = |world: &baton_sim::rmpp::World| {
+            world.nodes[0].completions.iter().filter(|completion| completion.side == Side::Send).count()
+        };
+        assert!(world.run_until(60_000_000, |world| completed(world) == sent), "{} of {sent}, seed {seed}", completed(&world));
+        taken += sent;
+    }
+    assert!(taken > 0, "nothing was taken");
+}
+
 /// A receive is cancelled once, and completes with that.
 #[test]
 fn a_cancelled_receive_completes_as_cancelled() {

@@ -16,6 +16,7 @@ mod dormant;
 mod events;
 mod filter;
 mod foreign;
+mod frames;
 mod front;
 mod full;
 mod growth;

@@ -245,6 +245,8 @@ impl Message {
                 self.island = (0, 0);
             }
         }
+        // When a stream ends less is cleared again than was before; what had come as packets may reach beyond it.
+        self.limit = self.limit.max(self.base);
     }
 
     /// Whether a stream has brought all packets up to this one.
@@ -541,5 +543,44 @@ impl Data {
         if from > 0 || !self.take_unasked(handle) {
             self.send_cts(handle, &known, from, end - from);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The stream that brought a message has ended, so less is cleared again than had been cleared before: what had come as packets reaches
+    /// beyond that. Once the first missing packet is there, the next ones are cleared from there on, and not from where clearing had begun.
+    #[test]
+    fn what_had_come_before_a_stream_ended_counts_as_cleared() {
+        let mut message = Message {
+            handle: 0x1_0000,
+            peer: 0,
+            number: 1,
+            sender: 0x1_0000,
+            region: Region { offset: 0, length: 1000 },
+            rest: 1000,
+            fragment: 100,
+            packets: 10,
+            base: 0,
+            // Packets 1 to 4.
+            placed: 0b11110,
+            limit: 2,
+            until: 10,
+            step: 2,
+            alone: false,
+            grant: 1,
+            more_reported: false,
+            reported: 0,
+            gap_reported: false,
+            stream: 0,
+            takes_unasked: false,
+            island: (0, 0),
+            streamed: 0,
+            stalled: 0,
+        };
+        message.place(0, &[0; 100], &mut [0; 1000][..]).expect("it was cleared");
+        assert_eq!((message.base, message.limit, message.further()), (5, 5, 2));
     }
 }

@@ -120,6 +120,11 @@ impl Peer {
         matches!(self.state, PeerState::Open | PeerState::Closing)
     }
 
+    /// Whether the program has closed it.
+    pub fn is_closed(&self) -> bool {
+        self.closed
+    }
+
     /// Whether a message of either direction is unfinished, or one is waited for.
     pub fn is_busy(&self) -> bool {
         self.sends > 0 || self.incoming > 0 || self.awaited > 0

@@ -22,8 +22,8 @@ impl Policy {
             return Err(Limit::Memory);
         }
         let at = usize::from(outgoing.peer.0);
-        let state = self.peers.get(at).map_or(PeerState::Free, |peer| peer.state);
-        if matches!(state, PeerState::Free | PeerState::Closing) {
+        // Of one that has been closed everything goes when its association has ended, in whatever state it is until then.
+        if self.peers.get(at).is_none_or(|peer| peer.state == PeerState::Free || peer.is_closed()) {
             return Err(Limit::NoPeer);
         }
         let first = outgoing.region.length.min(first_bytes(self.config.packet).into()) as u16;

@@ -1,10 +1,10 @@
 //! A peer that does anything it can, in virtual time: segments that are valid, odd or forged, windows that open, shrink and close, weeks of
 //! silence; while the connection moves, its path MTU changes and its program does what it wants. Then either the peer answers as it should,
 //! and all that is queued gets through; or the program closes, and the connection ends, whatever the peer does.
-//! `BATON_FUZZ_CASES` says how many scripts are played.
+//! A step is a segment of the peer's, a call of the program's, a move, or a time that passes with all that becomes due in it.
 
+use baton_fuzz::{Choice, World, note};
 use baton_image::Image;
-use baton_sim::Rng;
 use baton_tcp::{Config, Connection, Instant, Received, Secret, Segment, State, Transmit};
 use baton_wire::{Endpoint, Flags, Flow, SackBlocks, TcpOptions};
 
@@ -16,9 +16,10 @@ const PATIENCE: u64 = 6 * LONGEST;
 const SECRET: [u64; 2] = [3, 5];
 
 struct Play {
-    rng: Rng,
+    rng: Choice,
+    /// Decides how it ends.
+    last: Choice,
     tcp: Connection,
-    config: Config,
     now: Instant,
     /// Microseconds of a tick of the peer's timestamp clock, and its count at time 0.
     tick: u64,
@@ -30,9 +31,10 @@ struct Play {
     furthest: u32,
     /// Our right edge when it was last advertised.
     edge: Option<u32>,
+    /// Behind the last byte that the peer has sent into our window.
+    peers_end: u32,
     /// The program has closed, or time passed that may end the connection.
     may_end: bool,
-    log: Vec<String>,
 }
 
 fn flow() -> Flow {
@@ -49,8 +51,8 @@ fn later(a: u32, b: u32) -> u32 {
 
 impl Play {
     /// A connection whose handshake the peer could not disturb, and which, if its SYN-ACK was a cookie, was made from the last segment.
-    fn new(seed: u64) -> Play {
-        let mut rng = Rng::new(seed);
+    fn open(word: u64) -> Play {
+        let mut rng = Choice::new(word);
         let now = Instant([1, 4_294_967_000_000, 5 * DAY, 1 << 50, rng.below(1 << 45)][rng.below(5) as usize] + SECOND);
         let config = Config {
             receive_buffer: 1 << (12 + rng.below(7)),
@@ -63,7 +65,7 @@ impl Play {
             nodelay: rng.below(2) == 0,
             ..Config::default()
         };
-        let (tick, clock) = ([1, 1000, 10_000][rng.below(3) as usize], rng.next_u64() as u32);
+        let (tick, clock) = ([1, 1000, 10_000][rng.below(3) as usize], rng.word() as u32);
         let value = |now: Instant| ((now.0 / tick) as u32).wrapping_add(clock);
         let options = TcpOptions {
             mss: [None, Some(200), Some(536), Some(1460), Some(8960)][rng.below(5) as usize],
@@ -73,7 +75,7 @@ impl Play {
             ..TcpOptions::default()
         };
         let flags = if rng.below(2) == 0 { Flags::SYN } else { Flags::SYN | Flags::ECE | Flags::CWR };
-        let syn = Segment { seq: rng.next_u64() as u32, flags, window: rng.next_u64() as u16, options, ..Segment::default() };
+        let syn = Segment { seq: rng.word() as u32, flags, window: rng.word() as u16, options, ..Segment::default() };
         let cookie = rng.below(2) == 0;
         let secret = Secret::new(SECRET);
         let with = if cookie { config.of_cookie(&syn) } else { config };
@@ -87,8 +89,8 @@ impl Play {
         let timestamps = offers.timestamps.is_some();
         for _ in 0..rng.below(6) {
             let blind = Segment {
-                seq: syn.seq.wrapping_add(rng.next_u64() as u32 >> rng.below(32)),
-                ack: said.seq.wrapping_add(2 + (rng.next_u64() as u32 >> rng.below(31))),
+                seq: syn.seq.wrapping_add(rng.word() as u32 >> rng.below(32)),
+                ack: said.seq.wrapping_add(2 + (rng.word() as u32 >> rng.below(31))),
                 flags: [Flags::ACK, Flags::ACK | Flags::FIN, Flags::ACK | Flags::PSH][rng.below(3) as usize],
                 length: rng.below(3) as u32,
                 ..Segment::default()
@@ -100,7 +102,7 @@ impl Play {
         let echo = timestamps.then(|| (value(now), offers.timestamps.map_or(0, |(clock, _)| clock)));
         let (seq, ack) = (syn.seq.wrapping_add(1), said.seq.wrapping_add(1));
         let last = TcpOptions { timestamps: echo, ..TcpOptions::default() };
-        let last = Segment { seq, ack, flags: Flags::ACK, window: rng.next_u64() as u16, options: last, ..Segment::default() };
+        let last = Segment { seq, ack, flags: Flags::ACK, window: rng.word() as u16, options: last, ..Segment::default() };
         if cookie {
             let (again, numbers) = secret.syn_of(&flow(), &last, now).expect("a cookie");
             let with = config.of_cookie(&again);
@@ -113,16 +115,18 @@ impl Play {
         assert_eq!(tcp.state(), State::Established);
         let scales = offers.window_scale.map_or([0, 0], |ours| [options.window_scale.unwrap_or(0), ours]);
         let furthest = ack.wrapping_add(u32::from(last.window) << scales[0]);
-        let log = Vec::new();
-        Play { rng, tcp, config, now, tick, clock, timestamps, scales, furthest, edge: None, may_end: false, log }
+        note!("{config:?}");
+        let last = rng.clone();
+        let peers_end = tcp.rcv_nxt();
+        Play { rng, last, tcp, now, tick, clock, timestamps, scales, furthest, edge: None, peers_end, may_end: false }
     }
 
     fn chance(&mut self, one_in: u64) -> bool {
-        self.rng.below(one_in) == 0
+        self.rng.one_in(one_in)
     }
 
     fn one_of<T: Copy>(&mut self, values: &[T]) -> T {
-        values[self.rng.below(values.len() as u64) as usize]
+        self.rng.of(values)
     }
 
     /// The peer's next segment as it should be, with nothing in it.
@@ -137,6 +141,9 @@ impl Play {
     fn input(&mut self, segment: &Segment) -> Received {
         let una = self.tcp.snd_una();
         let valid = !before(segment.ack, una) && !before(self.tcp.snd_nxt(), segment.ack);
+        if !before(segment.seq, self.tcp.rcv_nxt()) && !before(self.tcp.rcv_adv(), segment.seq) {
+            self.peers_end = later(self.peers_end, segment.end());
+        }
         let received = self.tcp.input(segment, self.now);
         if valid {
             self.furthest = later(self.furthest, segment.ack.wrapping_add(u32::from(segment.window) << self.scales[0]));
@@ -205,7 +212,7 @@ impl Play {
         segment.ack = match self.rng.below(12) {
             0 => una.wrapping_sub(self.rng.below(70_000) as u32),
             1 => nxt.wrapping_add(self.rng.below(70_000) as u32),
-            2 => self.rng.next_u64() as u32,
+            2 => self.rng.word() as u32,
             3..6 => una,
             6 => nxt,
             _ => una.wrapping_add(self.rng.below(out) as u32),
@@ -236,10 +243,10 @@ impl Play {
         segment.options.timestamps = segment.options.timestamps.and_then(|(value, _)| match self.rng.below(10) {
             0 => None,
             1 => Some((0, 0)),
-            2 => Some((value.wrapping_sub(self.rng.below(1 << 30) as u32), self.rng.next_u64() as u32)),
+            2 => Some((value.wrapping_sub(self.rng.below(1 << 30) as u32), self.rng.word() as u32)),
             _ => Some((value, self.now.millis().wrapping_sub(self.rng.below(1000) as u32))),
         });
-        self.log.push(format!("{:?} {segment:?}", self.now));
+        note!("{:?} {segment:?}", self.now);
         self.input(&segment);
     }
 
@@ -279,36 +286,6 @@ impl Play {
         self.check();
     }
 
-    /// The hostile part. Returns whether the connection is still open.
-    fn be_hostile(&mut self) -> bool {
-        for _ in 0..20 + self.rng.below(150) {
-            match self.rng.below(20) {
-                0..9 => self.peer_acts(),
-                9..14 => self.program_acts(),
-                14 => self.moves(),
-                15 => {
-                    if self.tcp.snd_una() != self.tcp.snd_end() && !self.chance(20) {
-                        self.get_through(60_000);
-                    }
-                    // Silence of minutes may end what has something to send.
-                    let micros = self.one_of(&[SECOND, 40 * SECOND, 3000 * SECOND, DAY, 26 * DAY, 45 * DAY]);
-                    self.may_end |= self.tcp.snd_una() != self.tcp.snd_end();
-                    self.wait(micros);
-                    self.may_end &= self.tcp.state() == State::Closed;
-                }
-                _ => {
-                    let micros = 1 << self.rng.below(20);
-                    self.wait(micros);
-                }
-            }
-            self.sent();
-            if self.tcp.state() == State::Closed {
-                return false;
-            }
-        }
-        true
-    }
-
     /// From now on the peer acknowledges what it gets after a round trip, has `window` bytes of room, and sends what it should.
     fn get_through(&mut self, window: u32) {
         let unit = 1 << self.scales[0];
@@ -337,9 +314,11 @@ impl Play {
             self.now = Instant(self.now.0.max(next.0));
             let due: Vec<_> = answers.extract_if(.., |(at, _)| *at <= self.now).collect();
             for (_, ack) in due {
-                // The peer's own data comes along.
+                // The peer's own data comes along, first what it has sent before: only a newer segment says how large its window is now.
                 let room = self.tcp.rcv_adv().wrapping_sub(self.tcp.rcv_nxt());
-                let segment = Segment { ack, window: field, length: room.min(10), ..self.segment() };
+                let again =
+                    if before(self.tcp.rcv_nxt(), self.peers_end) { self.peers_end.wrapping_sub(self.tcp.rcv_nxt()) } else { 0 };
+                let segment = Segment { ack, window: field, length: room.min(again.max(10)), ..self.segment() };
                 let received = self.input(&segment);
                 assert!(received.delivered >= segment.length, "{segment:?} is not taken: {:?}", self.tcp);
             }
@@ -359,7 +338,7 @@ impl Play {
     }
 
     /// The program closes. The peer answers with a closed window, or not at all.
-    fn end(&mut self, answers: bool) {
+    fn closes(&mut self, answers: bool) {
         self.may_end = true;
         let readable = self.tcp.readable();
         assert!(self.tcp.consumed(readable));
@@ -382,34 +361,54 @@ impl Play {
     }
 }
 
-/// Plays a script. Returns whether its hostile part left the connection open.
-fn play(seed: u64) -> bool {
-    let mut play = Play::new(seed);
-    let described = format!("{:?}", play.config);
-    let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        if !play.be_hostile() {
-            return false;
+impl World for Play {
+    const LONGEST: u64 = 600;
+
+    fn new(word: u64) -> Play {
+        Play::open(word)
+    }
+
+    fn step(&mut self, word: u64) -> bool {
+        self.rng = Choice::new(word);
+        match self.rng.below(20) {
+            0..9 => self.peer_acts(),
+            9..14 => self.program_acts(),
+            14 => self.moves(),
+            15 => {
+                if self.tcp.snd_una() != self.tcp.snd_end() && !self.chance(20) {
+                    self.get_through(60_000);
+                }
+                // Silence of minutes may end what has something to send.
+                let micros = self.one_of(&[SECOND, 40 * SECOND, 3000 * SECOND, DAY, 26 * DAY, 45 * DAY]);
+                note!("{:?} silence of {micros}", self.now);
+                self.may_end |= self.tcp.snd_una() != self.tcp.snd_end();
+                self.wait(micros);
+                self.may_end &= self.tcp.state() == State::Closed;
+            }
+            _ => {
+                let micros = 1 << self.rng.below(20);
+                self.wait(micros);
+            }
         }
-        play.may_end = false;
-        if play.chance(2) {
-            let window = play.one_of(&[1, 7, 100, 700, 1447, 1448, 5000, 60_000, 1 << 20]);
-            play.get_through(window);
+        self.sent();
+        self.tcp.state() != State::Closed
+    }
+
+    fn end(mut self) {
+        self.rng = self.last.clone();
+        self.may_end = false;
+        if self.chance(2) {
+            let window = self.one_of(&[1, 7, 100, 700, 1447, 1448, 5000, 60_000, 1 << 20]);
+            self.get_through(window);
         }
-        if play.tcp.state() != State::Closed {
-            let answers = play.chance(2);
-            play.end(answers);
+        if self.tcp.state() != State::Closed {
+            let answers = self.chance(2);
+            self.closes(answers);
         }
-        true
-    }));
-    outcome.unwrap_or_else(|panic| {
-        eprintln!("seed {seed}, {described}\n{}", play.log.join("\n"));
-        std::panic::resume_unwind(panic);
-    })
+    }
 }
 
 #[test]
 fn whatever_a_peer_does_a_connection_goes_on_or_ends() {
-    let scripts = std::env::var("BATON_FUZZ_CASES").ok().and_then(|number| number.parse().ok()).unwrap_or(2000u64);
-    let open = (0..scripts).filter(|seed| play(*seed)).count() as u64;
-    assert!(open > scripts / 2, "of {scripts} connections {open} were open at the end of the hostile part");
+    crate::fuzzer!("tcp_peer").run::<Play>();
 }

@@ -1,0 +1,21 @@
+//! What needs no kernel, under random scripts. Each file says what a step of its fuzzer is.
+
+mod active_ack;
+mod end;
+mod filter;
+mod lro;
+mod rmpp;
+#[path = "../../../tests/rmpp_schedule/mod.rs"]
+mod rmpp_schedule;
+#[path = "../../../tests/rmpp_worlds/mod.rs"]
+mod rmpp_worlds;
+mod tcp_pair;
+mod tcp_peer;
+
+/// The fuzzer of a name, with its corpus.
+macro_rules! fuzzer {
+    ($name:literal) => {
+        baton_fuzz::Fuzzer { name: $name, corpus: include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/corpus/", $name, ".txt")) }
+    };
+}
+pub(crate) use fuzzer;
