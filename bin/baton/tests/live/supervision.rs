@@ -1,6 +1,6 @@
 //! What is wanted on the NIC goes there again after a death, a hang or a refusal; and what counts as a hang.
 
-use crate::common::{connect, hosts};
+use crate::common::{connect, hosts, session};
 use baton_client::{ConnectionId, Session};
 use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_linux::freeze::Frozen;
@@ -27,7 +27,7 @@ struct Scene {
 impl Scene {
     fn new(settings: TestbedSettings, connections: u16) -> Scene {
         let bed = hosts(settings);
-        let mut session = Session::connect(&bed.socket()).expect("a session");
+        let mut session = session(&bed);
         let (mut ids, mut peers) = (Vec::new(), Vec::new());
         for at in 0..connections {
             let (server, peer) = connect(&bed, false, 8000 + at);

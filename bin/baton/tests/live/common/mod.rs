@@ -112,17 +112,38 @@ pub fn scene_at(settings: TestbedSettings, ipv6: bool, port: u16) -> Scene {
     scene_in(hosts(settings), ipv6, port)
 }
 
+/// A session. There is none while the NIC gets no processor, for two seconds.
+pub fn session(bed: &Testbed) -> Session {
+    let (mut made, mut why) = (None, None);
+    wait_until("a session", || {
+        match Session::connect(&bed.socket()) {
+            Ok(session) => made = Some(session),
+            Err(error) => why = Some(error),
+        }
+        made.is_some() || !why.as_ref().is_some_and(|why| why.to_string().contains("does not answer"))
+    });
+    made.unwrap_or_else(|| panic!("a session: {why:?}"))
+}
+
 /// The same with hosts that are there.
 pub fn scene_in(bed: Testbed, ipv6: bool, port: u16) -> Scene {
     let (server, peer) = connect(&bed, ipv6, port);
-    let mut session = Session::connect(&bed.socket()).expect("a session");
+    let mut session = session(&bed);
     let id = session.adopt(OwnedFd::from(server)).expect("adoption");
     Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] }
 }
 
 /// A connection from host B to a listener on host A: the accepted socket, the connecting one.
 pub fn connect(bed: &Testbed, ipv6: bool, port: u16) -> (TcpStream, TcpStream) {
-    let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(ipv6), port))).expect("a listener");
+    // A process that another test starts holds the listener of the connection before until it executes its program.
+    let mut listener = None;
+    wait_until("a listener", || {
+        let made = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(ipv6), port)));
+        assert!(made.as_ref().err().is_none_or(|error| error.kind() == io::ErrorKind::AddrInUse), "{made:?}");
+        listener = made.ok();
+        listener.is_some()
+    });
+    let listener = listener.expect("it is there");
     let address = listener.local_addr().expect("its address");
     let peer = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(10))).expect("a connection");
     let (server, _) = listener.accept().expect("its other end");
