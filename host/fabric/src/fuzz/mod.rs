@@ -11,16 +11,17 @@ mod side;
 use crate::abi::{ADDR_UNSPEC, caps, errno, flags};
 use crate::info::{INJECT, PARTS};
 use baton_fuzz::{Choice, Fuzzer, World, note};
+use baton_linux::events::monotonic_micros;
 use baton_messages::MAX_LENGTH;
 use model::{CLASS, Model, Selector, UNTOUCHED, What, byte, context};
 use side::{Side, Target, call};
 use std::net::UdpSocket;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Longest message, in bits of its length.
 const LONGEST: u64 = 17;
-/// How long what must end may take. It takes microseconds.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long what must end may take, in microseconds.
+const PATIENCE: u64 = 10_000_000;
 /// Flags that mean something to a receive.
 const RECEIVING: u64 = flags::PEEK | flags::CLAIM | flags::DISCARD | caps::MULTI_RECV;
 
@@ -300,11 +301,11 @@ impl Calls {
 
     /// Reads until something holds.
     fn settle(&mut self, what: &str, mut holds: impl FnMut(&mut Calls) -> bool) {
-        let begun = Instant::now();
+        let until = monotonic_micros() + PATIENCE;
         let mut choice = Choice::new(0);
         while !holds(self) {
             (0..2).for_each(|at| self.read(at, &mut choice));
-            assert!(begun.elapsed() < PATIENCE, "{what}: {}", self.left());
+            assert!(monotonic_micros() < until, "{what}: {}", self.left());
         }
     }
 

@@ -11,6 +11,9 @@ use std::ffi::{c_int, c_void};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::ptr::null_mut;
 
+/// An entry of a queue, its sender, and if it failed its error and the bytes that had no room.
+pub type Ended = (CqEntry, u64, Option<(c_int, usize)>);
+
 /// Calls a function of an object's tables, as libfabric's header does.
 macro_rules! call {
     ($object:expr, $($table:ident).+ => $function:ident($($argument:expr),* $(,)?)) => {{
@@ -193,7 +196,7 @@ impl Side {
     }
 
     /// Takes what has ended: entries with their senders, or an error.
-    pub fn read(&self, choice: &mut Choice) -> Vec<(CqEntry, u64, Option<(c_int, usize)>)> {
+    pub fn read(&self, choice: &mut Choice) -> Vec<Ended> {
         const NONE: CqEntry = CqEntry { op_context: null_mut(), flags: 0, len: 0, buf: null_mut(), data: 0, tag: 0 };
         let (mut entries, mut sources) = ([NONE; 8], [ADDR_UNSPEC; 8]);
         let (out, count) = (entries.as_mut_ptr().cast(), choice.below(9) as usize);
@@ -211,7 +214,6 @@ impl Side {
         let mut error = CqErrEntry { entry: NONE, olen: 0, err: 0, prov_errno: 0, err_data: null_mut(), err_data_size: 0 };
         let failed = got == -(crate::abi::errno::EAVAIL as isize);
         if failed || choice.one_in(16) {
-            let failed = failed || got <= 0;
             let read = call!(self.cq, ops => readerr(&mut error, 0));
             if read == 1 {
                 let text = call!(self.cq, ops => strerror(error.prov_errno, null_mut(), null_mut(), 0));
@@ -220,7 +222,7 @@ impl Side {
                 all.push((error.entry, ADDR_UNSPEC, Some((error.err, error.olen))));
                 return all;
             }
-            assert!(read == -(libc::EAGAIN as isize) && (got != -(crate::abi::errno::EAVAIL as isize)), "{read}, {failed}");
+            assert!(read == -(libc::EAGAIN as isize) && !failed, "fi_cq_readerr: {read}");
         }
         let nothing = [-(libc::EAGAIN as isize), -(libc::ENOSYS as isize), -(crate::abi::errno::EAVAIL as isize)];
         assert!((0..=count as isize).contains(&got) || nothing.contains(&got), "fi_cq_read: {got}");
