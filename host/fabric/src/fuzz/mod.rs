@@ -431,7 +431,8 @@ impl World for Calls {
             self.cancel(operation);
         }
         self.settle("receives", |calls| !calls.model.operations.iter().any(|operation| calls.is_due(operation)));
-        (0..2).for_each(|at| self.read(at, &mut choice));
+        // Nothing more comes.
+        (0..64).for_each(|read| self.read(read % 2, &mut choice));
         if !self.model.is_broken {
             self.model.check_order();
         }
