@@ -60,8 +60,9 @@ lint:
 	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
 
 # Random scripts for all that others can do to Baton: TCP, active acknowledgements, large receive, the filter and RMPP in virtual time, with
-# checks of every overflow; frames at a live NIC; what a program can write and send. `make fuzz SECONDS=3600 SEED=7`. A failure names its
-# seed, or prints a small script that belongs into sim/fuzz/corpus.
+# checks of every overflow; frames at a live NIC; what a program can write and send, and what it can call of libfabric.
+# `make fuzz SECONDS=3600 SEED=7`. A failure names its seed, or prints a small script that belongs into the corpus: sim/fuzz/corpus,
+# host/fabric/src/fuzz/corpus.txt.
 fuzz: SECONDS := 3600
 fuzz: SEED := $(COMMIT_SEED)
 fuzz: export BATON_FUZZ_SECONDS = $(SECONDS)
@@ -70,6 +71,7 @@ fuzz:
 	CARGO_PROFILE_CHECKED_OVERFLOW_CHECKS=true CARGO_PROFILE_CHECKED_DEBUG_ASSERTIONS=true \
 	  $(CARGO) test --profile checked --locked -p baton-fuzz --target-dir target/fuzz -- --nocapture
 	$(CARGO) test --profile checked --locked -p baton-datapath --test worker bounds
+	$(CARGO) test --profile checked --locked -p baton-fabric --lib -- --nocapture fuzz
 	$(CARGO) test --profile checked --locked -p baton --test live -- --nocapture hostile::no_descriptor frames::no_frame
 
 # The long form of what `make test` runs for a short while.

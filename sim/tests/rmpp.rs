@@ -3,7 +3,7 @@
 mod rmpp_worlds;
 
 use baton_rmpp::{Error, Outgoing, Region, Request, Side};
-use baton_sim::rmpp::Carrier;
+use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
 use baton_sim::stream;
 use baton_sim::{Impairments, Rng};
 use rmpp_worlds::{clean, config, world};
@@ -188,6 +188,53 @@ fn what_is_sent_to_a_peer_that_is_being_closed_is_refused_or_completes() {
         taken += sent;
     }
     assert!(taken > 0, "nothing was taken");
+}
+
+/// A receive for a peer that the program has closed, or is closing, is refused or ends with it: its number may soon be another peer's.
+#[test]
+fn a_receive_for_a_closed_peer_gets_no_message_of_another() {
+    for (seed, early) in (0..20).flat_map(|seed| [(seed, true), (seed, false)]) {
+        let slow = Impairments { rate: 1_000_000_000, delay: 50, ..CLEAN };
+        let node = |at| Node::new(config(at), halves_on_nic(2), Carrier::Ethernet.address(at.into()));
+        let mut world = World::new((0..3).map(node).collect(), Carrier::Ethernet, slow, seed);
+        world.nodes[0].lag = Some(Rng::new(seed));
+        let addresses = [0, 1].map(|at| world.address(at));
+        let (now, region) = (world.now, Region { offset: 0, length: 60_000 });
+        // A message is coming from the peer, which keeps its number for a while when it is closed.
+        let request = |source, token| Request { source, context: 0, tag: 0, ignore: u64::MAX, region, token };
+        let node = &mut world.nodes[0];
+        node.policy.post(request(None, 100), now, &mut node.memory[..]).unwrap();
+        let back = world.nodes[1].policy.open(addresses[0], 0).unwrap();
+        let outgoing = Outgoing { peer: back, context: 0, tag: 1, data: 0, region, token: 1 };
+        world.nodes[1].policy.send(outgoing, now).unwrap();
+        world.run_until(100_000, |world| world.nodes[0].policy.usage().1 == 1);
+        let now = world.now;
+        let peer = world.nodes[0].policy.open(addresses[1], 1).unwrap();
+        world.nodes[0].policy.close(peer, now);
+        let gone = |world: &mut World| world.nodes[0].policy.peers() == 0;
+        let post = |world: &mut World, token| {
+            let (now, node) = (world.now, &mut world.nodes[0]);
+            node.policy.post(request(Some(peer), token), now, &mut node.memory[..]).is_ok()
+        };
+        let mut posted = 0;
+        while early && !gone(&mut world) && posted < 100 {
+            posted += u64::from(post(&mut world, 200 + posted));
+            world.step();
+        }
+        assert!(world.run_until(60_000_000, gone), "seed {seed}");
+        if !early {
+            posted += u64::from(post(&mut world, 200));
+        }
+        // Whoever comes now gets the number.
+        let (now, back) = (world.now, world.nodes[2].policy.open(addresses[0], 0).unwrap());
+        world.nodes[2].policy.send(Outgoing { peer: back, context: 0, tag: 1, data: 0, region, token: 2 }, now).unwrap();
+        world.run_until(1_000_000, |_| false);
+        let other = world.nodes[0].policy.peer_address(peer).map(|(_, endpoint)| endpoint);
+        assert_eq!(other, Some(2), "seed {seed}");
+        let late: Vec<_> = world.nodes[0].completions.iter().filter(|completion| completion.token >= 200).collect();
+        assert!(late.iter().all(|completion| completion.result.is_err()), "seed {seed}, {early}: {late:?}");
+        assert_eq!((late.len() as u64, world.nodes[0].policy.usage().2), (posted, 0), "seed {seed}, {early}: ended, left");
+    }
 }
 
 /// A receive is cancelled once, and completes with that.

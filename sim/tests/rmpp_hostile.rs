@@ -359,3 +359,56 @@ fn damaged_packets_are_counted_and_change_nothing() {
     }
     assert!(world.nodes[1].memory == memory);
 }
+
+/// Somebody who guesses the receiver's incarnation claims to be a newer one of its peer. That ends the association, as a restart does, and
+/// once the true peer has noticed, messages go both ways again.
+#[test]
+fn a_false_newer_incarnation_does_not_shut_out_the_true_peer() {
+    // What endpoint 1 does with the association that it believes in: nothing, send, or wait for a message.
+    for (seed, busy) in (0..3).flat_map(|step| [0, 1, 2].map(|busy| (step, busy))) {
+        let mut world = world(seed as u8, Carrier::Udp4, clean(), seed, |_| ());
+        let peers = [0, 1].map(|at| {
+            let address = world.address(1 - at);
+            world.nodes[at].policy.open(address, 1 - at as u16).unwrap()
+        });
+        let region = Region { offset: 0, length: 20_000 };
+        let send = |world: &mut World, at: usize, token| {
+            let outgoing = Outgoing { peer: peers[at], context: 0, tag: 0, data: 0, region, token };
+            let now = world.now;
+            world.nodes[at].policy.send(outgoing, now).unwrap();
+        };
+        let receive = |world: &mut World, at: usize, source, token| {
+            let (now, node) = (world.now, &mut world.nodes[at]);
+            let request = Request { source, context: 0, tag: 0, ignore: u64::MAX, region, token };
+            node.policy.post(request, now, &mut node.memory[..]).unwrap();
+        };
+        let end = |world: &mut World, at: usize, token| {
+            let of = |world: &World| world.nodes[at].completions.iter().find(|completion| completion.token == token).copied();
+            assert!(world.run_until(60_000_000, |world| of(world).is_some()), "step {seed}, {busy}: {token} does not end");
+            of(world).unwrap().result.map(|_| ())
+        };
+        (0..20).for_each(|token| receive(&mut world, 1, None, 100 + token));
+        send(&mut world, 0, 1);
+        assert_eq!(end(&mut world, 0, 1), Ok(()));
+        for _ in 0..2 {
+            let header = Header { from: INCARNATIONS[0] + (1 << 20), ..header(0, Kind::Ping) };
+            let false_one = packet(&world, 0, header, Body::Empty, &[]);
+            forge(&mut world, 0, &false_one);
+        }
+        match busy {
+            1 => send(&mut world, 1, 2),
+            2 => receive(&mut world, 1, Some(peers[1]), 2),
+            _ => {}
+        }
+        // The true peer notices when this does not get on.
+        send(&mut world, 0, 3);
+        let _ = end(&mut world, 0, 3);
+        for token in 4..8 {
+            send(&mut world, 0, token);
+            assert_eq!(end(&mut world, 0, token), Ok(()), "step {seed}, {busy}: to the deceived");
+        }
+        (0..20).for_each(|token| receive(&mut world, 0, None, 100 + token));
+        send(&mut world, 1, 9);
+        assert_eq!(end(&mut world, 1, 9), Ok(()), "step {seed}, {busy}: from the deceived");
+    }
+}

@@ -16,6 +16,7 @@
 //! | `endpoint.rs`, `operations.rs` | an endpoint, its operations and their completions |
 //! | `transfers.rs` | send, receive, read and write |
 //! | `message_calls.rs`, `tagged_calls.rs`, `rma_calls.rs` | their many forms in C |
+//! | `fuzz/` | random calls, with a model of what must come of them |
 
 mod abi;
 mod addresses;
@@ -26,6 +27,8 @@ mod domain;
 mod endpoint;
 mod event_queue;
 mod fabric;
+#[cfg(test)]
+mod fuzz;
 mod info;
 mod lending;
 mod libfabric;

@@ -7,7 +7,7 @@ use crate::endpoint::{Endpoint, EndpointShared};
 use crate::info::{INJECT, PARTS};
 use crate::object::object;
 use crate::operations::{HAS_DATA, Operation, State};
-use baton_messages::{Buffer, Channel, Found, Incoming, Limit, Outgoing, Payload, Remote, Selector, Transfer};
+use baton_messages::{Buffer, Channel, Found, Incoming, Limit, MAX_LENGTH, Outgoing, Payload, Remote, Selector, Transfer};
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::Ordering;
 
@@ -175,9 +175,7 @@ impl EndpointShared {
     pub fn send(&self, send: Send) -> Result<(), c_int> {
         let Send { buffer, destination, tag, data, context, flags } = send;
         let injected = context.is_none() || flags & flags::INJECT != 0;
-        if injected && buffer.length() > INJECT as u64 {
-            return Err(errno::EMSGSIZE);
-        }
+        check_length(&buffer, injected)?;
         // A copy that fits into one packet needs its receiver for nothing: the program may go on at once. Whoever wants to know
         // that the receiver has it says so.
         let strict = flags & (flags::DELIVERY_COMPLETE | flags::MATCH_COMPLETE) != 0;
@@ -212,6 +210,7 @@ impl EndpointShared {
     /// Posts a receive, or looks for a message that has come.
     pub fn receive(&self, receive: Receive) -> Result<(), c_int> {
         let Receive { buffer, source, tag, context, flags } = receive;
+        check_length(&buffer, false)?;
         let directed = source != ADDR_UNSPEC && self.caps & caps::DIRECTED_RECV != 0;
         let (channel, kind) = if tag.is_some() { (Channel::Tagged, caps::TAGGED) } else { (Channel::Plain, caps::MSG) };
         let (tag, ignore) = tag.unwrap_or((0, u64::MAX));
@@ -276,6 +275,12 @@ impl EndpointShared {
             })
         })
     }
+}
+
+/// Whether there is a message as long as a buffer (fi_ep_attr: max_msg_size, fi_tx_attr: inject_size).
+fn check_length(buffer: &ProgramBuffer, injected: bool) -> Result<(), c_int> {
+    let most = if injected { INJECT as u64 } else { MAX_LENGTH };
+    if buffer.length() > most { Err(errno::EMSGSIZE) } else { Ok(()) }
 }
 
 /// FI_PEEK: reports whether a message has come, with FI_CLAIM takes it for its context, with FI_DISCARD drops it.

@@ -73,7 +73,12 @@ impl Fuzzer {
     fn judge<W: World>(&self, script: &[u64], origin: &str) -> u64 {
         let failed = match quietly(|| play::<W>(script)) {
             Ok(steps) => return steps,
-            Err(_) => minimize(script.to_vec(), W::PLAYS, |script| quietly(|| play::<W>(script)).is_err()),
+            Err(failure) => {
+                // A world with threads may not fail again.
+                let text = failure.downcast_ref::<String>().map(String::as_str).or(failure.downcast_ref::<&str>().copied());
+                eprintln!("{}, {origin}: {}", self.name, text.unwrap_or("a failure without a text"));
+                minimize(script.to_vec(), W::PLAYS, |script| quietly(|| play::<W>(script)).is_err())
+            }
         };
         let words: Vec<String> = failed.iter().map(|word| format!("{word:x}")).collect();
         eprintln!("{}, {origin}: a script of {} steps fails, of which these are enough.", self.name, script.len() - 1);

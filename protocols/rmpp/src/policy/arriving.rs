@@ -17,8 +17,11 @@ impl Policy {
     pub fn post(&mut self, request: Request, now: u64, memory: &mut (impl Memory + ?Sized)) -> Result<ReceiveId, Limit> {
         self.check_room()?;
         self.check_region(&request.region)?;
-        let source =
-            request.source.map(|peer| peer.0).filter(|_| request.source.and_then(|peer| self.peer_address(peer)).is_some());
+        let source = request.source.map(|peer| peer.0);
+        // Its number is about to be free, or is already, and then another peer's.
+        if source.is_some_and(|peer| self.is_leaving(peer.into())) {
+            return Err(Limit::NoPeer);
+        }
         let entry = Receive { token: request.token, region: request.region, source, ..Receive::default() };
         let receive = self.receives.insert(entry).ok_or(Limit::Receives)?;
         let criteria = Self::criteria(request.source, request.context, request.tag, request.ignore);

@@ -38,7 +38,7 @@ pub(super) struct Peer {
     pub endpoint: u16,
     /// Our incarnation towards it.
     pub local: u32,
-    /// Its latest known incarnation, 0 if none.
+    /// The latest incarnation of it that `local` is known to, 0 if none.
     pub remote: u32,
     /// The incarnation whose association with `local` has ended, 0 if none.
     ended: u32,
@@ -120,11 +120,6 @@ impl Peer {
         matches!(self.state, PeerState::Open | PeerState::Closing)
     }
 
-    /// Whether the program has closed it.
-    pub fn is_closed(&self) -> bool {
-        self.closed
-    }
-
     /// Whether a message of either direction is unfinished, or one is waited for.
     pub fn is_busy(&self) -> bool {
         self.sends > 0 || self.incoming > 0 || self.awaited > 0
@@ -183,6 +178,12 @@ impl Policy {
         Some((peer.address, peer.endpoint))
     }
 
+    /// Whether nothing may begin with a peer: there is none of this number, or the program has closed it. Then everything of it goes when
+    /// its association has ended, in whatever state it is until then.
+    pub(super) fn is_leaving(&self, at: usize) -> bool {
+        self.peers.get(at).is_none_or(|peer| peer.state == PeerState::Free || peer.closed)
+    }
+
     /// Peers in the table.
     pub fn peers(&self) -> usize {
         self.addresses.len()
@@ -229,6 +230,7 @@ impl Policy {
             return Err(Drop::WrongIncarnation);
         }
         if peer.remote != 0 && before(header.from, peer.remote) || header.from == peer.ended {
+            self.doubt(at, header.kind);
             return Err(Drop::Stale);
         }
         if !peer.is_open() {
@@ -239,6 +241,16 @@ impl Policy {
         }
         self.peers[at].heard = now;
         Ok(at)
+    }
+
+    /// A packet of an incarnation that we believe to be gone. Whoever claimed to be a newer one may have lied: that is asked for, and the
+    /// true peer answers that it is not the one.
+    fn doubt(&mut self, at: usize, kind: Kind) {
+        let peer = &self.peers[at];
+        if peer.is_open() && matches!(kind, Kind::Rts | Kind::End | Kind::Ping | Kind::Bye) {
+            let floor = peer.floor;
+            self.control(at, Kind::Ping, |header| header.packet = floor);
+        }
     }
 
     fn admit_unknown(&mut self, from: &Endpoint, header: &Header, now: u64) -> Result<usize, Drop> {
@@ -442,10 +454,16 @@ impl Policy {
         if self.peers[at].closed {
             return self.forget_peer(at);
         }
-        let local = if self.peers[at].keep_local { self.peers[at].local } else { self.next_incarnation() };
+        if self.peers[at].keep_local {
+            self.peers[at].ended = self.peers[at].remote;
+        } else {
+            // Whoever names the new incarnation is the peer that there is now, whatever another one claimed before.
+            let local = self.next_incarnation();
+            let peer = &mut self.peers[at];
+            (peer.local, peer.remote, peer.ended) = (local, 0, 0);
+        }
         let peer = &mut self.peers[at];
-        peer.ended = if peer.keep_local { peer.remote } else { 0 };
-        (peer.state, peer.local) = (PeerState::Idle, local);
+        peer.state = PeerState::Idle;
         peer.reset_numbers();
         if peer.first_waiting != 0 {
             self.greet(at, now);

@@ -1,7 +1,6 @@
 //! Messages to send: numbers and the window, RTS and its time-out, ACK and CLEANUP.
 
 use super::messages::{Outgoings, SendState};
-use super::peers::PeerState;
 use super::{Completion, Delivered, Error, Limit, Outgoing, Policy, Side};
 use crate::counters::Drop;
 use crate::data::{first_bytes, fragment};
@@ -22,8 +21,7 @@ impl Policy {
             return Err(Limit::Memory);
         }
         let at = usize::from(outgoing.peer.0);
-        // Of one that has been closed everything goes when its association has ended, in whatever state it is until then.
-        if self.peers.get(at).is_none_or(|peer| peer.state == PeerState::Free || peer.is_closed()) {
+        if self.is_leaving(at) {
             return Err(Limit::NoPeer);
         }
         let first = outgoing.region.length.min(first_bytes(self.config.packet).into()) as u16;
