@@ -315,3 +315,21 @@ fn agent_and_nic_that_are_stopped_together_for_a_second_are_not_ended() {
     assert_eq!((after.agent_process, after.nic_process), (before.agent_process, before.nic_process));
     assert_eq!((after.nics[0].hung, after.recovered), (0, 0));
 }
+
+/// The kernel deals out the processors among sessions first: agent and NIC have one each, as urgent as they are.
+#[test]
+fn agent_and_nic_are_urgent_among_sessions() {
+    if !std::path::Path::new("/proc/self/autogroup").exists() {
+        eprintln!("skipped: this kernel has no autogroups");
+        return;
+    }
+    let bed = hosts(TestbedSettings::default());
+    let statistics = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
+    let group = |process: u32| std::fs::read_to_string(format!("/proc/{process}/autogroup")).expect("its group");
+    let groups = [std::process::id(), statistics.agent_process, statistics.nic_process].map(group);
+    let [ours, agent, nic] = groups.each_ref().map(|text| text.split_once(" nice ").expect("a group and its nice value"));
+    assert!(ours.0 != agent.0 && ours.0 != nic.0 && agent.0 != nic.0, "{groups:?}");
+    let nice = |text: &str| text.trim().parse::<i32>().expect("a nice value");
+    assert_eq!(nice(agent.1), -15);
+    assert!(nice(nic.1) < nice(ours.1), "{groups:?}");
+}
