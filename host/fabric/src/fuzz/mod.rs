@@ -115,7 +115,7 @@ impl Calls {
         if result == 0 {
             self.model.messages.push(message);
         }
-        // Of a copy nobody hears any more.
+        // A copied message (inject) has no completion of its own.
         self.model.operations[operation].ended = result != 0 || silent;
     }
 

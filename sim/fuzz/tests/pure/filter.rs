@@ -47,7 +47,7 @@ struct Both {
     words: Vec<AtomicU64>,
     plain: Plain,
     now: u64,
-    /// For frames of which nobody knows what they say.
+    /// Counters for damaged frames, of which the plain model says nothing.
     scrap: Vec<AtomicU64>,
 }
 
