@@ -9,7 +9,7 @@ use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 /// How long something may take on a machine with much else to do.
@@ -217,7 +217,25 @@ fn a_nic_that_is_traced_is_not_ended() {
     assert_eq!(places(&scene.list()), (1, 1));
 }
 
-/// Two programs use up the processor to which the NIC is bound, and it gets only what they leave. That is counted.
+/// A program that uses up the first processor, until this goes.
+struct Hog(Child);
+
+impl Hog {
+    /// It runs before all that has no priority of real time: the kernel leaves those a twentieth of each second.
+    fn on_first_processor() -> Hog {
+        let words = ["-c", "0", "chrt", "--fifo", "1", "sh", "-c", "while :; do :; done"];
+        Hog(Command::new("taskset").args(words).spawn().expect("taskset and chrt (Debian's package util-linux)"))
+    }
+}
+
+impl Drop for Hog {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A program uses up the processor to which the NIC is bound, which gets only what that leaves. That is counted.
 #[test]
 fn a_nic_that_gets_no_processor_is_counted_and_not_ended() {
     let mut scene = Scene::on_nic(TestbedSettings::default(), 2);
@@ -225,32 +243,22 @@ fn a_nic_that_gets_no_processor_is_counted_and_not_ended() {
     let threads = std::fs::read_dir(format!("/proc/{}/task", before.nic_process)).expect("its threads");
     for thread in threads.flatten().filter_map(|entry| entry.file_name().into_string().ok()) {
         assert!(process::pin(thread.parse().expect("a number"), 0), "pinning the NIC");
-        let idle = std::process::Command::new("chrt").args(["-i", "-p", "0", &thread]).status().expect("chrt");
+        let idle = Command::new("chrt").args(["-i", "-p", "0", &thread]).status().expect("chrt");
         assert!(idle.success(), "the NIC is to run last");
     }
-    let over = AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        for _ in 0..2 {
-            scope.spawn(|| {
-                process::pin(0, 0);
-                while !over.load(Ordering::Relaxed) {
-                    std::hint::spin_loop();
-                }
-            });
-        }
-        let begun = Instant::now();
-        let (session, connection) = (scene.session.number(), scene.ids[1]);
-        let mut to = Place::Kernel;
-        while begun.elapsed() < LONG || scene.statistics().nics[0].starved == 0 {
-            assert!(begun.elapsed() < PATIENCE, "it is never starved");
-            let mut tool = scene.bed.tool().expect("a tool");
-            tool.send(Ask::MoveAny { session, connection, to, nic: None }).expect("a request");
-            to = if to == Place::Kernel { Place::Nic } else { Place::Kernel };
-            // Waits: between two requests; the loop ends when the NIC was seen starved.
-            std::thread::sleep(Duration::from_millis(50));
-        }
-        over.store(true, Ordering::Relaxed);
-    });
+    let hog = Hog::on_first_processor();
+    let begun = Instant::now();
+    let (session, connection) = (scene.session.number(), scene.ids[1]);
+    let mut to = Place::Kernel;
+    while begun.elapsed() < LONG || scene.statistics().nics[0].starved == 0 {
+        assert!(begun.elapsed() < PATIENCE, "it is never starved");
+        let mut tool = scene.bed.tool().expect("a tool");
+        tool.send(Ask::MoveAny { session, connection, to, nic: None }).expect("a request");
+        to = if to == Place::Kernel { Place::Nic } else { Place::Kernel };
+        // Waits: between two requests; the loop ends when the NIC was seen starved.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    drop(hog);
     scene.carry();
     let after = scene.statistics();
     assert_eq!((after.nic_process, after.nics[0].hung, after.recovered), (before.nic_process, 0, 0));
