@@ -91,7 +91,7 @@ impl Stage {
 
     /// With nothing to do the NIC does nothing.
     fn rests(&self) {
-        let Some(nic) = Some(self.before.nic_process).filter(|nic| *nic != 0) else { return };
+        let nic = self.before.nic_process;
         wait_until("the NIC rests", || {
             let before = process::cpu_nanos(nic).expect("the NIC");
             // Waits: how much it does in a time is what is asked.
@@ -135,7 +135,7 @@ fn segment(stage: &Stage, choice: &mut Choice) -> Vec<u8> {
     if choice.one_in(4) {
         options.sack.push(choice.number(), choice.number());
     }
-    // One chance in four thousand million to hit the connection's own window is small enough, so its reset is not among these.
+    // Numbers drawn at random hit the connection's window too seldom to matter; a reset that did would rightly end it.
     let flags = if own { Flags(flags.0 & !Flags::RST.0) } else { flags };
     let header = Header {
         seq: choice.number(),
