@@ -4,9 +4,9 @@ mod rmpp_worlds;
 
 use baton_rmpp::{Drop, Error, Outgoing, Region, Request};
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
-use baton_sim::{Rng, stream};
+use baton_sim::{Impairments, Rng, stream};
 use baton_wire::rmpp::{Body, Cts, Header, Kind, Packet, PacketFlags, Rts, append_data, emit};
-use rmpp_worlds::{clean, config, world};
+use rmpp_worlds::{clean, config, readable, world};
 
 /// Incarnations of the endpoints of a world, as [`config`] sets them.
 const INCARNATIONS: [u32; 2] = [100, 101];
@@ -237,7 +237,9 @@ fn random_packets_do_no_harm() {
     let mut errors = 0;
     for seed in 0..300 {
         let mut rng = Rng::new(seed);
-        let mut world = world((seed % 4) as u8, Carrier::Udp4, clean(), seed, |config| config.dead = 2_000_000);
+        // The message takes about as long as the packets come, 12 ms.
+        let slow = Impairments { rate: 40_000_000, ..clean() };
+        let mut world = world((seed % 4) as u8, Carrier::Udp4, slow, seed, |config| config.dead = 2_000_000);
         let address = world.address(1);
         let peer = world.nodes[0].policy.open(address, 1).unwrap();
         let region = Region { offset: 0, length: 50_000 };
@@ -270,6 +272,7 @@ fn random_packets_do_no_harm() {
                 _ => Body::Empty,
             };
             let bytes = if matches!(kind, Kind::Rts | Kind::Data) { vec![1; rng.below(length + 1) as usize] } else { Vec::new() };
+            let header = if rng.chance(900_000) { readable(header) } else { header };
             let bad = packet(&world, from, header, body, &bytes);
             forge(&mut world, from, &bad);
             let pause = rng.below(400);
@@ -410,5 +413,37 @@ fn a_false_newer_incarnation_does_not_shut_out_the_true_peer() {
         (0..20).for_each(|token| receive(&mut world, 0, None, 100 + token));
         send(&mut world, 1, 9);
         assert_eq!(end(&mut world, 1, 9), Ok(()), "step {seed}, {busy}: from the deceived");
+    }
+}
+
+/// An answer begins no association: nothing has been sent that it could be for. Whoever names an incarnation that the peer does not have
+/// ends no message so, neither well nor badly.
+#[test]
+fn an_answer_before_the_association_is_dropped() {
+    use Kind::*;
+    let answers = [Kind::Cts, Data, Ack, Cleanup, Hold, Pong, Reset, ByeAck];
+    for (step, kind) in (0..4).flat_map(|step| answers.map(|kind| (step, kind))) {
+        let mut world = world(step, Carrier::Udp4, clean(), 1, |_| ());
+        let address = world.address(1);
+        let peer = world.nodes[0].policy.open(address, 1).unwrap();
+        let region = Region { offset: 0, length: 100 };
+        let now = world.now;
+        world.nodes[0].policy.send(Outgoing { peer, context: 0, tag: 0, data: 0, region, token: 1 }, now).unwrap();
+        // It names the first message, by number and by handle.
+        let from = INCARNATIONS[1] + (1 << 20);
+        let header = Header { from, message: 1, handle: 0x1_0000, packet: 1, ..header(1, kind) };
+        let body = match kind {
+            Kind::Cts => Body::Cts(baton_wire::rmpp::Cts { handle: 0x1_0000, ..Default::default() }),
+            Data => Body::Data(&[]),
+            _ => Body::Empty,
+        };
+        let forged = packet(&world, 1, header, body, &[]);
+        forge(&mut world, 1, &forged);
+        assert!(world.nodes[0].completions.is_empty(), "step {step}, {kind:?}: {:?}", world.nodes[0].completions);
+        let (now, node) = (world.now, &mut world.nodes[1]);
+        let request = Request { source: None, context: 0, tag: 0, ignore: u64::MAX, region, token: 2 };
+        node.policy.post(request, now, &mut node.memory[..]).unwrap();
+        assert!(world.run_until(60_000_000, |world| !world.nodes[0].completions.is_empty()), "step {step}, {kind:?}");
+        assert!(world.nodes[0].completions[0].result.is_ok(), "step {step}, {kind:?}: {:?}", world.nodes[0].completions[0]);
     }
 }

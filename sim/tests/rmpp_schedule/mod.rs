@@ -14,11 +14,15 @@ const PLACE: u64 = 1 << 16;
 /// Places for sending, and as many behind them for receiving.
 const PLACES: u64 = 8;
 
+/// What a forged message says it is. It is delivered like any other if its sender knew the receiver's incarnation and came before the peer.
+pub const FORGED: u64 = 1 << 40;
+
 /// What a schedule has shown, so that the test can say that it saw what it is for.
 #[derive(Default, Debug)]
 pub struct Seen {
     pub delivered: u64,
     pub truncated: u64,
+    pub forged: u64,
     pub errors: BTreeMap<String, u64>,
     pub nic_deaths: u64,
     pub restarts: u64,
@@ -173,6 +177,10 @@ impl Schedule {
     fn received(&mut self, at: usize, completion: &Completion) {
         let (room, _) = self.receiving[at].remove(&completion.token).expect("a receive completes once");
         let Ok(delivered) = completion.result else { return };
+        if delivered.data == FORGED {
+            self.seen.forged += 1;
+            return;
+        }
         let length = self.lengths[delivered.data as usize];
         assert_eq!((delivered.length, delivered.placed), (length, length.min(room)));
         let memory = &self.world.nodes[at].memory[(completion.token * PLACE) as usize..];

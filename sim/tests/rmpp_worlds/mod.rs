@@ -4,6 +4,7 @@
 use baton_rmpp::Config;
 use baton_sim::Impairments;
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
+use baton_wire::rmpp::{Header, Kind, MAX_CLEARED, PacketFlags};
 
 /// Bytes of a node's memory for messages; the buffers for RTS packets lie behind it.
 pub const MESSAGES: u64 = 1 << 20;
@@ -27,4 +28,21 @@ pub fn world(step: u8, carrier: Carrier, impairments: Impairments, seed: u64, ch
 /// A link without faults.
 pub const fn clean() -> Impairments {
     Impairments { rate: 0, delay: 0, buffer: 0, loss: 0, reorder: 0, hold: 0, duplicate: 0, corrupt: 0 }
+}
+
+/// The header with each field in the range of its kind, so that the packet is not refused at once.
+pub fn readable(mut header: Header) -> Header {
+    use Kind::*;
+    let kind = header.kind;
+    let least = |value: u32, has: bool| if has { value.max(1) } else { 0 };
+    header.message = least(header.message, matches!(kind, Rts | Cts | Data | End | Ack | Cleanup | Hold));
+    header.handle = least(header.handle, matches!(kind, Cts | Data | End | Ack | Hold));
+    header.count = match kind {
+        Cts => header.count.clamp(1, MAX_CLEARED),
+        Ack | Hold => header.count % 3,
+        _ => 0,
+    };
+    header.grant = if matches!(kind, Cts | Data | End) { header.grant } else { 0 };
+    header.flags = if kind == Data { header.flags } else { PacketFlags::empty() };
+    header
 }

@@ -138,6 +138,11 @@ impl Peer {
     }
 }
 
+/// Whether whoever sends this waits for an answer: all others answer something themselves.
+fn wants_answer(kind: Kind) -> bool {
+    matches!(kind, Kind::Rts | Kind::End | Kind::Ping | Kind::Bye)
+}
+
 impl Policy {
     /// Enters a peer, or finds it. Nothing is sent until there is a message for it.
     ///
@@ -234,6 +239,10 @@ impl Policy {
             return Err(Drop::Stale);
         }
         if !peer.is_open() {
+            // Nothing was sent that an answer could be for.
+            if !wants_answer(header.kind) {
+                return Err(Drop::NoMessage);
+            }
             self.associate(at, header.from, now);
         } else if peer.remote != header.from {
             self.fail(at, Error::PeerRestarted, true, now);
@@ -247,7 +256,7 @@ impl Policy {
     /// true peer answers that it is not the one.
     fn doubt(&mut self, at: usize, kind: Kind) {
         let peer = &self.peers[at];
-        if peer.is_open() && matches!(kind, Kind::Rts | Kind::End | Kind::Ping | Kind::Bye) {
+        if peer.is_open() && wants_answer(kind) {
             let floor = peer.floor;
             self.control(at, Kind::Ping, |header| header.packet = floor);
         }

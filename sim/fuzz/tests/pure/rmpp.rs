@@ -2,7 +2,8 @@
 //!
 //! A step is an arrival or time-out of the world, a call of a program's, a forged packet, a death, or a change of faults.
 
-use crate::rmpp_schedule::Schedule;
+use crate::rmpp_schedule::{FORGED, Schedule};
+use crate::rmpp_worlds::readable;
 use baton_fuzz::{Choice, World};
 use baton_sim::Rng;
 use baton_wire::rmpp::{Body, Cts, Header, Kind, PacketFlags, Rts, append_data, emit};
@@ -26,9 +27,12 @@ impl Pair {
         if choice.one_in(2) {
             header.flags = PacketFlags::RSM;
         }
+        if !choice.one_in(8) {
+            header = readable(header);
+        }
         let length = u64::from(choice.magnitude(32));
         let fragment = choice.magnitude(11) as u16;
-        let rts = Rts { length, tag: choice.below(3), data: 1 << 40, context: 0, handle: 1 + choice.magnitude(4), fragment };
+        let rts = Rts { length, tag: choice.below(3), data: FORGED, context: 0, handle: 1 + choice.magnitude(4), fragment };
         let body = match kind {
             Kind::Rts => Body::Rts(rts, &[]),
             Kind::Cts => Body::Cts(Cts { handle, ..Cts::default() }),
