@@ -1,7 +1,7 @@
 # The two commands of the README are `make demo` and `make test`; the others are slower checks.
 CARGO ?= cargo
 BATON := target/release/baton
-# Where `make fuzz` begins: each commit tries other scripts. `make test` always tries the same ones, so that it fails for a change alone.
+# Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
 .PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp differential packetdrill-adapter packetdrill clean
@@ -25,7 +25,7 @@ test: CHECKED := target/checked/baton
 test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 test: export RUST_TEST_THREADS := $(shell expr $$(nproc) + 1)
 test: export BATON_FUZZ_SECONDS := 10
-test: export BATON_FUZZ_SEED := 1
+test: export BATON_FUZZ_SEED := $(COMMIT_SEED)
 test: lint
 	@scripts/dependencies tests
 	tests/setup/locks.py
