@@ -133,7 +133,7 @@ struct World {
 
 impl World {
     fn new(seed: u64, window: u32) -> World {
-        let active = || ActiveAck::new(Memory::new(), &[0, 1], KEY, true, 1000);
+        let active = || ActiveAck::new(Memory::new(2), &[0, 1], KEY, true, 1000);
         let (first, ours) = (PEERS_START.wrapping_add(1), KERNELS_START.wrapping_add(1));
         let kernel = Kernel {
             established: false,

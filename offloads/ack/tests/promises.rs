@@ -41,7 +41,7 @@ struct World {
 
 impl World {
     fn new(seed: u64, start: u32, scale: u8, window: u32, refuses: u64, ipv6: bool) -> World {
-        let memory = Memory::new();
+        let memory = Memory::new(2);
         let isn = seed as u32;
         let active = ActiveAck::new(memory.clone(), &[0, 1], KEY, true, 1000);
         let mut world = World {
@@ -321,7 +321,7 @@ fn only_plain_data_in_order_is_acknowledged() {
 /// A connection whose handshake was not seen, and a segment whose checksum is wrong, are left alone.
 #[test]
 fn strangers_and_damage_are_left_alone() {
-    let mut active = ActiveAck::new(Memory::new(), &[0, 1], KEY, true, 0);
+    let mut active = ActiveAck::new(Memory::new(2), &[0, 1], KEY, true, 0);
     let said = Segment { seq: 78, ack: 901, flags: Flags::ACK, window: 500, ..Segment::default() };
     let mut kernels = frame(&flow(false), true, &Segment { seq: 901, ack: 78, ..said }, 0, true);
     let as_it_was = kernels.clone();
@@ -339,7 +339,7 @@ fn strangers_and_damage_are_left_alone() {
 /// More connections than buffers: a buffer that holds data is not taken from its connection.
 #[test]
 fn places_are_used_again() {
-    let mut active = ActiveAck::new(Memory::new(), &[0, 1], KEY, true, 0);
+    let mut active = ActiveAck::new(Memory::new(2), &[0, 1], KEY, true, 0);
     let syn = Segment { seq: 10, flags: Flags::SYN, window: 1000, ..Segment::default() };
     for port in 0..100 {
         let mut flow = flow(false);

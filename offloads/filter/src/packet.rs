@@ -113,7 +113,8 @@ impl Packet {
         }
     }
 
-    fn empty(class: Class) -> Packet {
+    /// A packet of this kind of which nothing else is known.
+    pub fn empty(class: Class) -> Packet {
         Packet {
             class,
             protocol: None,

@@ -1,9 +1,7 @@
 //! The classifier and the filter against the plainest list of rules: the first that matches decides.
 
 use baton_filter::words::{UNMATCHED, UNREADABLE, WORDS, counted};
-use baton_filter::{
-    Action, Class, Direction, Filter, Installed, Matches, Packet, Part, Ports, Prefix, Rule, State, Step, Table, Verdict,
-};
+use baton_filter::{Action, Class, Direction, Filter, Installed, Matches, Packet, Ports, Prefix, Rule, State, Table, Verdict};
 use proptest::prelude::*;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -97,11 +95,10 @@ fn packet() -> impl Strategy<Value = Packet> {
                 destination,
                 source_port: if with_ports { source_port } else { 0 },
                 destination_port: if with_ports { destination_port } else { 0 },
-                part: Part::Whole,
-                step: Step::Continues,
                 ip: 14,
                 transport: 34,
                 end: 54,
+                ..Packet::empty(class)
             }
         })
 }

@@ -1,44 +1,15 @@
 //! Frames, and memory that survives the NIC.
 
-use baton_active_ack::{ENTRY_BYTES, Store};
+mod memory;
+
 use baton_device::{Checksum, Frame};
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
-use std::cell::RefCell;
-use std::rc::Rc;
+pub use memory::Memory;
 
 pub const KEY: [u64; 4] = [1, 2, 3, 4];
-const BUFFERS: usize = 2;
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
-
-#[derive(Clone)]
-pub struct Memory(Rc<RefCell<Vec<u8>>>);
-
-impl Memory {
-    pub fn new() -> Memory {
-        Memory(Rc::new(RefCell::new(vec![0; BUFFERS * ENTRY_BYTES])))
-    }
-}
-
-impl Store for Memory {
-    fn buffers(&self) -> usize {
-        BUFFERS
-    }
-
-    fn write(&self, buffer: usize, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= ENTRY_BYTES);
-        self.0.borrow_mut()[buffer * ENTRY_BYTES + at..][..bytes.len()].copy_from_slice(bytes);
-    }
-
-    fn read(&self, buffer: usize, at: usize, out: &mut [u8]) {
-        out.copy_from_slice(&self.0.borrow()[buffer * ENTRY_BYTES + at..][..out.len()]);
-    }
-
-    fn publish(&self, buffer: usize, at: usize, word: u64) {
-        self.write(buffer, at, &word.to_le_bytes());
-    }
-}
 
 /// The 4-tuple as the kernel sees it.
 pub fn flow(ipv6: bool) -> Flow {

@@ -4,16 +4,15 @@
 //! A step is a frame that arrives, is lost, repeated or forged; a call of a program's; a change of settings or of workers; the death of a
 //! NIC; or a time that passes with all that becomes due in it.
 
+use crate::active_ack_memory::Memory;
 use crate::end::{End, before, byte, segment_of};
-use baton_active_ack::{ActiveAck, ENTRY_BYTES, Store};
+use baton_active_ack::{ActiveAck, Store};
 use baton_device::{Checksum, Frame};
 use baton_fuzz::{Choice, World, note};
 use baton_tcp::{Config, Connection, EndReason, Instant, Segment, State};
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template, finish_checksum};
 use baton_wire::{Endpoint, Flags, Flow, FlowKey, TcpFrame, TcpOptions};
-use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::rc::Rc;
 
 const SECOND: u64 = 1_000_000;
 /// How long all may take without faults, in microseconds and in events.
@@ -24,28 +23,6 @@ const KEY: [u64; 4] = [1, 2, 3, 4];
 const BUFFERS: [&[usize]; 2] = [&[0, 1], &[2]];
 const OUR_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
-
-#[derive(Clone)]
-struct Memory(Rc<RefCell<Vec<u8>>>);
-
-impl Store for Memory {
-    fn buffers(&self) -> usize {
-        BUFFERS.concat().len()
-    }
-
-    fn write(&self, buffer: usize, at: usize, bytes: &[u8]) {
-        assert!(at + bytes.len() <= ENTRY_BYTES);
-        self.0.borrow_mut()[buffer * ENTRY_BYTES + at..][..bytes.len()].copy_from_slice(bytes);
-    }
-
-    fn read(&self, buffer: usize, at: usize, out: &mut [u8]) {
-        out.copy_from_slice(&self.0.borrow()[buffer * ENTRY_BYTES + at..][..out.len()]);
-    }
-
-    fn publish(&self, buffer: usize, at: usize, word: u64) {
-        self.write(buffer, at, &word.to_le_bytes());
-    }
-}
 
 /// A connection of the kernel's.
 struct Both {
@@ -394,7 +371,7 @@ impl World for Nics {
 
     fn new(word: u64) -> Nics {
         let mut choice = Choice::new(word);
-        let memory = Memory(Rc::new(RefCell::new(vec![0; BUFFERS.concat().len() * ENTRY_BYTES])));
+        let memory = Memory::new(BUFFERS.concat().len());
         let now = Instant(SECOND + choice.below(1 << 40));
         let workers = [0, 1].map(|number| worker(&memory, number, true, now));
         let queue = VecDeque::new;

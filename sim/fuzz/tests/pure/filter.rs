@@ -207,19 +207,7 @@ fn frame(choice: &mut Choice) -> (Vec<u8>, Direction, Packet) {
         frame.extend(choice.of(&[0x8100u16, 0x88a8]).to_be_bytes());
         frame.extend([0, 5]);
     }
-    let mut packet = Packet {
-        class,
-        protocol: None,
-        source: 0,
-        destination: 0,
-        source_port: 0,
-        destination_port: 0,
-        part: Part::Whole,
-        step: Step::Continues,
-        ip: 0,
-        transport: 0,
-        end: 0,
-    };
+    let mut packet = Packet::empty(class);
     let v6 = match class {
         Class::Other(ethertype) => {
             frame.extend(ethertype.to_be_bytes());

@@ -1,6 +1,8 @@
 //! What needs no kernel, under random scripts. Each file says what a step of its fuzzer is.
 
 mod active_ack;
+#[path = "../../../../offloads/ack/tests/common/memory.rs"]
+mod active_ack_memory;
 mod end;
 mod filter;
 mod lro;
