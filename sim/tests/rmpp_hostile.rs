@@ -447,3 +447,35 @@ fn an_answer_before_the_association_is_dropped() {
         assert!(world.nodes[0].completions[0].result.is_ok(), "step {step}, {kind:?}: {:?}", world.nodes[0].completions[0]);
     }
 }
+
+/// A message in pieces larger than all that may be pinned can never be cleared. It ends, and those behind it go on.
+#[test]
+fn a_message_in_pieces_that_cannot_be_pinned_holds_nobody_up() {
+    for step in 0..4 {
+        let mut world = world(step, Carrier::Udp4, clean(), 3, |config| config.pinned = 3000);
+        let addresses = [0, 1].map(|at| world.address(1 - at));
+        let peers = [0, 1].map(|at| world.nodes[at].policy.open(addresses[at], 1 - at as u16).unwrap());
+        let region = Region { offset: 0, length: 20_000 };
+        let now = world.now;
+        let node = &mut world.nodes[1];
+        for token in [1, 2] {
+            let request = Request { source: None, context: 0, tag: 0, ignore: u64::MAX, region, token };
+            node.policy.post(request, now, &mut node.memory[..]).unwrap();
+        }
+        world.settle();
+        // The first one is forged: of endpoint 0's first incarnation, in one piece.
+        let header = Header { message: 1, packet: 1, ..header(0, Kind::Rts) };
+        let rts = Rts { length: 10_000, tag: 0, data: 9, context: 0, handle: 0x1_0001, fragment: 9000 };
+        let forged = packet(&world, 0, header, Body::Rts(rts, &[]), &[]);
+        forge(&mut world, 0, &forged);
+        assert!(world.run_until(10_000_000, |world| !world.nodes[1].completions.is_empty()), "step {step}: it waits");
+        assert_eq!(world.nodes[1].completions[0].result.map(|_| ()), Err(Error::NoProgress), "step {step}");
+        // What the true endpoint 0 sends begins anew.
+        let now = world.now;
+        for token in [1, 2] {
+            world.nodes[0].policy.send(Outgoing { peer: peers[0], context: 0, tag: 0, data: 0, region, token }, now).unwrap();
+        }
+        assert!(world.run_until(60_000_000, |world| world.nodes[1].completions.len() == 2), "step {step}: the other one waits");
+        assert!(world.nodes[1].completions[1].result.is_ok(), "step {step}: {:?}", world.nodes[1].completions[1]);
+    }
+}

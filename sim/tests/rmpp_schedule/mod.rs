@@ -150,6 +150,13 @@ impl Schedule {
 
     /// Looks at what has completed: receives first, so that a message which was acknowledged is known to have been delivered.
     pub fn collect(&mut self) {
+        for (node, config) in self.world.nodes.iter().zip(&self.configs) {
+            let (packets, bytes) = node.policy.cleared();
+            assert!(
+                packets <= config.nic_buffers && bytes <= config.pinned,
+                "{packets} packets of {bytes} bytes are cleared: {config:?}"
+            );
+        }
         let completions = [0, 1].map(|at| std::mem::take(&mut self.world.nodes[at].completions));
         for side in [Side::Receive, Side::Send] {
             for (at, completion) in completions.iter().enumerate().flat_map(|(at, list)| list.iter().map(move |one| (at, one))) {

@@ -317,7 +317,9 @@ impl Data {
         let behind = Region { offset, length: region.length - length as u64 };
         let rest = rts.length - first.len() as u64;
         let packets = rest.min(behind.length).div_ceil(u64::from(rts.fragment)) as u32;
-        let credit = self.matching.as_ref().map_or(0, |matching| matching.credit);
+        // What is lent counts packets of ours; longer ones only the policy can clear.
+        let usual = rts.fragment <= super::fragment(self.config.packet);
+        let credit = self.matching.as_ref().filter(|_| usual).map_or(0, |matching| matching.credit);
         let count = GRANT.min(packets).min(credit) as u16;
         if count > 0 {
             self.clear(&Command::Clear {

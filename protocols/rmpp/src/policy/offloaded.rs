@@ -15,6 +15,7 @@ use super::{Error, Policy, Receive};
 use crate::WINDOW;
 use crate::before;
 use crate::counters::Drop;
+use crate::data::fragment;
 use crate::interface::{Arrived, Command, Half, Matcher};
 use crate::memory::Memory;
 use alloc::collections::VecDeque;
@@ -308,9 +309,23 @@ impl Policy {
         }))
     }
 
-    /// Lends the data half what it needs to take up messages by itself: handles, and packets to clear, half of the NIC's buffers.
+    /// Bytes of message that the packets which the data half was lent may hold.
+    pub(super) fn lent_bytes(&self) -> u64 {
+        u64::from(self.lent().1) * u64::from(fragment(self.config.packet))
+    }
+
+    /// The most that this may be: whole packets of half of what may be pinned, so that the policy can always clear one.
+    pub(super) fn most_lent(&self) -> u64 {
+        let fragment = u64::from(fragment(self.config.packet));
+        if self.offloaded.is_some() { self.config.pinned / 2 / fragment * fragment } else { 0 }
+    }
+
+    /// Lends the data half what it needs to take up messages by itself: handles, and packets to clear, half of the NIC's buffers and of
+    /// what may be pinned.
     pub(super) fn poll_loan(&mut self) -> Option<Command> {
-        let room = self.config.nic_buffers.saturating_sub(self.cleared_packets);
+        let pinned = self.most_lent().min(self.config.pinned.saturating_sub(self.cleared_bytes));
+        let pinned = u32::try_from(pinned / u64::from(fragment(self.config.packet))).unwrap_or(u32::MAX);
+        let room = self.config.nic_buffers.saturating_sub(self.cleared_packets).min(pinned);
         let offloaded = self.offloaded.as_mut().filter(|offloaded| offloaded.stage == Stage::Data)?;
         let wanted = (self.config.nic_buffers / 2).min(room).saturating_sub(offloaded.credit);
         if wanted >= self.config.grant.into() || wanted > 0 && offloaded.credit == 0 {

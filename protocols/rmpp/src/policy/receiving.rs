@@ -17,8 +17,13 @@ impl Policy {
     /// room for one, it waits its turn.
     pub(super) fn clear_more(&mut self, handle: u32, now: u64) {
         let room = self.config.nic_buffers.saturating_sub(self.cleared_packets + self.lent().1);
-        let pinned = self.config.pinned.saturating_sub(self.cleared_bytes);
+        let pinned = self.config.pinned.saturating_sub(self.cleared_bytes + self.lent_bytes());
+        let longest = self.config.pinned - self.most_lent();
         let Some(message) = self.incoming.get_mut(handle) else { return };
+        if u64::from(message.rts.fragment) > longest {
+            // No room will ever do, and others would wait behind it.
+            return self.abort(handle, now);
+        }
         let ahead = if message.packets <= LONGEST_ALONE { self.config.ahead } else { 0 };
         let most = u32::from(self.config.grant).max(ahead);
         let window = u32::from(MAX_CLEARED).max(ahead).saturating_sub(message.limit - message.placed);
@@ -50,14 +55,14 @@ impl Policy {
 
     /// Clears messages that waited, while there is room.
     pub(super) fn clear_waiting(&mut self, now: u64) {
-        let (_, lent) = self.lent();
+        let (lent, lent_bytes) = (self.lent().1, self.lent_bytes());
         while let Some(handle) = self.waiting.front().copied()
             && self.is_ready()
         {
             if let Some(message) = self.incoming.get_mut(handle)
                 && message.queued
             {
-                let bytes = self.cleared_bytes + u64::from(message.rts.fragment);
+                let bytes = self.cleared_bytes + lent_bytes + u64::from(message.rts.fragment);
                 if self.cleared_packets + lent >= self.config.nic_buffers || bytes > self.config.pinned {
                     return;
                 }

@@ -111,7 +111,7 @@ impl Nics {
             let keys = if (at == 0) == connects { keys } else { [keys[1], keys[0]] };
             End::new(tcp, &configs[at], keys, now)
         });
-        client.check_sent(&syn);
+        client.check_sent(&syn, now);
         let (kernel, peer) = if connects { (client, server) } else { (server, client) };
         self.connections.push(Both { flow, kernel, peer, worker: 0, echoed: 0, broken: false });
         // The SYN has passed the NIC.
@@ -199,6 +199,9 @@ impl Nics {
 
     fn at_end(&mut self, number: usize, frame: &Frame, at_kernel: bool) {
         let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        if frame.checksum == Checksum::Unknown && !parsed.checksum_holds(frame.bytes()) {
+            return;
+        }
         let segment = Segment::from(&parsed);
         note!("{:?} {number}, at the {}: {segment:?}", self.now, if at_kernel { "kernel" } else { "peer" });
         let both = &mut self.connections[number];
@@ -327,6 +330,31 @@ impl Nics {
         self.at_nic(number, forged);
     }
 
+    /// A bit of a segment on its way flips: of its sequence number, its acknowledgement, or what lies behind its checksum.
+    fn damage(&mut self, choice: &mut Choice) {
+        let wire = if choice.one_in(3) { &mut self.to_peer } else { &mut self.to_nic };
+        let Some((_, frame)) = wire.front_mut() else { return };
+        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        // Two bits may leave the sum as it was.
+        if frame.checksum == Checksum::Unknown && parsed.checksum_holds(frame.bytes()) {
+            let places = [parsed.tcp_offset + 4..parsed.tcp_offset + 12, parsed.payload_offset..frame.bytes().len()];
+            let place = choice.of(&[0, 1, 1]);
+            let range = if places[place].is_empty() { &places[0] } else { &places[place] };
+            let at = range.start + choice.below(range.len() as u64) as usize;
+            frame.bytes_mut()[at] ^= 1 << choice.below(8);
+        }
+    }
+
+    /// The kernel answers the SYN of a connection that never comes to be.
+    fn stranger(&mut self, choice: &mut Choice) {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 3], choice.number() as u16) };
+        let segment =
+            Segment { seq: choice.number(), ack: choice.number(), flags: Flags::SYN | Flags::ACK, ..Segment::default() };
+        let mut answer = frame(&flow, true, &segment, 0, true);
+        let now = self.now.0;
+        self.workers[choice.below(2) as usize].from_kernel(&mut answer, now, &mut |_| panic!("nothing is held"));
+    }
+
     fn program(&mut self, number: usize, choice: &mut Choice) {
         let both = &mut self.connections[number];
         let (end, at_kernel) = if choice.one_in(2) { (&mut both.kernel, true) } else { (&mut both.peer, false) };
@@ -419,7 +447,9 @@ impl World for Nics {
                     }
                 }
             }
-            44 | 45 => self.forge(number, &mut choice),
+            44 => self.forge(number, &mut choice),
+            45 if choice.one_in(2) => self.forge(number, &mut choice),
+            45 => self.damage(&mut choice),
             46..56 => self.program(number, &mut choice),
             56..60 => self.wait(u64::from(choice.magnitude(19))),
             60 => self.wait(choice.of(&[SECOND, 5 * SECOND, 20 * SECOND])),
@@ -429,7 +459,8 @@ impl World for Nics {
                 let on = choice.one_in(2);
                 self.workers.iter_mut().for_each(|worker| worker.set(on));
             }
-            _ if choice.one_in(8) => {
+            63 if choice.one_in(2) => self.stranger(&mut choice),
+            _ if choice.one_in(4) => {
                 let both = &self.connections[number];
                 self.workers[both.worker].end(&FlowKey::from(&both.flow));
             }

@@ -1,7 +1,7 @@
 //! One end of a connection in a world: the connection, its memory, and a program that checks what it reads.
 
 use baton_fuzz::{Choice, note};
-use baton_image::{Image, MAX_ENCODED};
+use baton_image::{Image, MAX_ENCODED, TS_RECENT_LASTS};
 use baton_tcp::{Config, Connection, EndReason, Instant, Received, Segment, State, Transmit};
 use baton_wire::{Endpoint, Fields, Flags, Flow, Plain};
 
@@ -46,6 +46,12 @@ pub struct End {
     furthest: Option<u32>,
     /// Our right edge as far as it was ever advertised.
     pub edge: Option<u32>,
+    /// The timestamp that was sent last and when, and the one that is echoed.
+    stamped: Option<(u32, Instant)>,
+    echoed: Option<u32>,
+    /// When a segment last came. After a long pause, or a time in the kernel, timestamps from before prove nothing old.
+    fed_at: Instant,
+    unproven: bool,
     /// The program has closed, and does not wait for the end.
     pub orphan: bool,
     /// The program or an option may end the connection before all has arrived.
@@ -69,6 +75,10 @@ impl End {
             shifts: [0; 2],
             furthest: None,
             edge: None,
+            stamped: None,
+            echoed: None,
+            fed_at: now,
+            unproven: false,
             orphan: false,
             impatient: false,
             heard_at: now,
@@ -109,12 +119,20 @@ impl End {
         let right = segment.ack.wrapping_add(u32::from(segment.window) << shift);
         let (received, acknowledgement) =
             if fast && !opening { self.predict(segment, now) } else { (self.tcp.input(segment, now), None) };
+        self.unproven |= now.since(self.fed_at) > TS_RECENT_LASTS / 2;
+        self.fed_at = now;
+        assert!(received.place == 0 || !self.is_stale(segment), "{segment:?} is older than what was echoed: {:?}", self.echoed);
         if valid {
             self.furthest = Some(self.furthest.map_or(right, |furthest| later(furthest, right)));
         }
         self.place(segment, payload, &received);
         self.check(now);
         acknowledgement
+    }
+
+    /// Whether PAWS (RFC 7323 section 5.3) refuses the data of a segment, as far as the last echo says.
+    fn is_stale(&self, segment: &Segment) -> bool {
+        !self.unproven && segment.options.timestamps.zip(self.echoed).is_some_and(|((value, _), echoed)| before(value, echoed))
     }
 
     /// The fast paths of a worker. What comes of them is what comes of the slow one.
@@ -205,7 +223,7 @@ impl End {
     pub fn send(&mut self, most: u32, now: Instant, mut each: impl FnMut(&Transmit)) {
         let mut count = 0;
         while let Some(transmit) = self.tcp.poll_transmit(now, most) {
-            self.check_sent(&transmit);
+            self.check_sent(&transmit, now);
             each(&transmit);
             count += 1;
             assert!(count < MOST_AT_ONCE, "it never stops sending: {:?}", self.tcp);
@@ -213,11 +231,18 @@ impl End {
         self.check(now);
     }
 
-    pub fn check_sent(&mut self, transmit: &Transmit) {
+    pub fn check_sent(&mut self, transmit: &Transmit, now: Instant) {
         let Transmit { seq, ack, flags, window, length, .. } = *transmit;
         if flags.contains(Flags::SYN) {
             self.offered = transmit.options.window_scale;
             return;
+        }
+        if let Some((value, echo)) = transmit.options.timestamps {
+            // Milliseconds in 32 bits, of which 31 are compared.
+            let last = self.stamped.filter(|(_, at)| now.since(*at) < 1000 << 30);
+            assert!(last.is_none_or(|(last, _)| !before(value, last)), "{transmit:?} is stamped before {last:?}");
+            self.stamped = Some((value, now));
+            self.echoed = (echo != 0).then_some(echo);
         }
         let end = seq.wrapping_add(length);
         if length > 0 {
@@ -281,6 +306,10 @@ impl End {
         let (ranges, fin): (Vec<_>, _) = (self.tcp.out_of_order().collect(), self.tcp.fin_behind_hole());
         self.tcp = Connection::from_image(&image, nic.as_ref(), self.memory.len() as u32, now);
         self.tcp.hold(ranges.into_iter(), fin);
+        if by_kernel {
+            // It does not tell what it has seen.
+            self.unproven = true;
+        }
         self.check(now);
     }
 

@@ -27,6 +27,9 @@ struct Connection {
     inside: u64,
     /// Frames of data that are inside, in order.
     in_order: VecDeque<u64>,
+    /// The newest acknowledgement, and the newest that went in and that came out.
+    ack: u32,
+    acks: [u32; 2],
 }
 
 struct Queue {
@@ -100,6 +103,7 @@ impl Model {
             return;
         };
         let connection = &mut self.connections[number];
+        connection.acks[0] = connection.ack;
         connection.inside = connection.inside.wrapping_add(mark(offset + length)).wrapping_sub(mark(offset));
         if self.keeps_order {
             connection.in_order.push_back(hash(frame.bytes()));
@@ -139,6 +143,7 @@ impl Model {
         assert!(right, "other bytes of connection {number} at {offset}");
         assert!(!payload.is_empty(), "a frame that did not go in");
         connection.inside = connection.inside.wrapping_sub(mark(offset + payload.len() as u32)).wrapping_add(mark(offset));
+        connection.acks[1] = connection.acks[1].max(parsed.ack);
         if self.keeps_order {
             assert_eq!(connection.in_order.pop_front(), Some(whole), "connection {number}: another frame at {offset}");
         }
@@ -153,6 +158,10 @@ impl Model {
         for (number, connection) in self.connections.iter().enumerate() {
             assert!(connection.inside == 0, "bytes of connection {number} are missing, or came twice");
             assert!(connection.in_order.is_empty());
+            assert_eq!(
+                connection.acks[1], connection.acks[0],
+                "connection {number}: the newest acknowledgement did not come out"
+            );
         }
         assert_eq!(self.others_inside, 0, "a frame is missing");
         self.others.clear();
@@ -166,12 +175,12 @@ impl Queue {
         let template = Template::new(&connection.flow.reversed(), &Link { ttl: 64, ..Link::default() }, true);
         let stamp = (offset / 20_000, 9);
         let mut options = TcpOptions { timestamps: Some(stamp), ..TcpOptions::default() };
-        let (mut flags, mut ack, mut window, mut ecn) = (Flags::ACK, 77, 500, 2);
+        let (mut flags, mut window, mut ecn) = (Flags::ACK, 500, 2);
         match choice.below(40) {
             0..4 => flags = flags | Flags::PSH,
             4 => flags = flags | choice.of(&[Flags::FIN, Flags::RST, Flags::SYN, Flags::URG, Flags::ECE, Flags::CWR]),
             5 => ecn = 3,
-            6 => ack = 78 + choice.below(3) as u32,
+            6 | 11 => connection.ack += choice.below(3) as u32,
             7 => window = 501,
             8 => options.timestamps = choice.of(&[None, Some((0, 0)), Some((stamp.0 + 1, 10))]),
             9 => options.sack.push(5, 9),
@@ -179,6 +188,7 @@ impl Queue {
             _ => {}
         }
         connection.ident = connection.ident.wrapping_add(1);
+        let ack = connection.ack;
         let seq = connection.start.wrapping_add(offset);
         let header = Header { seq, ack, flags, window, options: &options, ecn, ident: connection.ident };
         self.frame.set_length(MAX_HEADER + length as usize);
@@ -260,6 +270,8 @@ impl World for Queue {
             ident: 0,
             inside: 0,
             in_order: VecDeque::new(),
+            ack: 77,
+            acks: [77; 2],
         };
         let model = Model {
             connections: (0..CONNECTIONS).map(connection).collect(),

@@ -86,7 +86,7 @@ impl Pair {
             return self.reset(at, segment);
         }
         if let Some(acknowledgement) = self.ends[at].receive(segment, None, fast, self.now) {
-            self.ends[at].check_sent(&acknowledgement);
+            self.ends[at].check_sent(&acknowledgement, self.now);
             put(&mut self.ways[at], &acknowledgement);
         }
         self.settle(at);
