@@ -459,8 +459,8 @@ impl World for Nics {
                 let on = choice.one_in(2);
                 self.workers.iter_mut().for_each(|worker| worker.set(on));
             }
-            63 if choice.one_in(2) => self.stranger(&mut choice),
-            _ if choice.one_in(4) => {
+            63 if !choice.one_in(8) => self.stranger(&mut choice),
+            63 => {
                 let both = &self.connections[number];
                 self.workers[both.worker].end(&FlowKey::from(&both.flow));
             }

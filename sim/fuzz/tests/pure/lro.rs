@@ -171,6 +171,7 @@ impl Model {
 impl Queue {
     /// Writes a segment into the frame.
     fn emit(&mut self, number: usize, offset: u32, length: u32, choice: &mut Choice) {
+        let acknowledges = self.lro.settings().mode == Mode::Reorder && number % 2 == 1;
         let connection = &mut self.model.connections[number];
         let template = Template::new(&connection.flow.reversed(), &Link { ttl: 64, ..Link::default() }, true);
         let stamp = (offset / 20_000, 9);
@@ -188,6 +189,7 @@ impl Queue {
             _ => {}
         }
         connection.ident = connection.ident.wrapping_add(1);
+        connection.ack += u32::from(acknowledges);
         let ack = connection.ack;
         let seq = connection.start.wrapping_add(offset);
         let header = Header { seq, ack, flags, window, options: &options, ecn, ident: connection.ident };
