@@ -149,6 +149,16 @@ impl Model {
         }
     }
 
+    /// Where nothing is inside, the newest acknowledgement has come out, too.
+    fn check_acknowledgements(&self) {
+        for (number, Connection { inside, acks: [went_in, came_out], .. }) in self.connections.iter().enumerate() {
+            assert!(
+                *inside != 0 || went_in == came_out,
+                "connection {number}: {went_in} went in, and at most {came_out} came out"
+            );
+        }
+    }
+
     fn is_empty(&self) -> bool {
         self.others_inside == 0 && self.connections.iter().all(|connection| connection.inside == 0)
     }
@@ -230,6 +240,7 @@ impl Queue {
         let (model, now) = (&mut self.model, self.now);
         model.goes_in(&self.frame, data);
         self.lro.receive(&mut self.frame, now, &mut |frame| model.comes_out(frame));
+        model.check_acknowledgements();
         assert!(self.frame.capacity() >= MAX_FRAME, "the caller gets a whole buffer back");
         assert!(self.lro.held_bytes() <= self.lro.settings().held_bytes, "more is held than set");
     }
@@ -238,6 +249,7 @@ impl Queue {
         self.now += micros;
         let (model, now) = (&mut self.model, self.now);
         self.lro.expire(now, &mut |frame| model.comes_out(frame));
+        model.check_acknowledgements();
     }
 
     /// Everything goes out in time, without another frame.
