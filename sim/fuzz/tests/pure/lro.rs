@@ -215,11 +215,12 @@ impl Queue {
     fn segment(&mut self, choice: &mut Choice) {
         let number = choice.below(CONNECTIONS as u64) as usize;
         let next = self.model.connections[number].next;
-        let length = if choice.one_in(4) { choice.below(1449) as u32 } else { 1448 };
+        let length = if choice.one_in(6) { choice.below(1449) as u32 } else { 1448 };
         let offset = match choice.below(20) {
-            // In order; after a gap; again; anywhere.
+            // In order; after a gap, which whole segments fill or not; again; anywhere.
             0..12 => next,
-            12..15 => next + choice.magnitude(14),
+            12..14 => next + 1448 * (1 + choice.below(6) as u32),
+            14 => next + choice.magnitude(14),
             15..19 => next.saturating_sub(choice.magnitude(14)),
             _ => choice.magnitude(26),
         };
