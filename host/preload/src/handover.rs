@@ -148,12 +148,22 @@ mod tests {
     use super::*;
     use std::sync::atomic::AtomicBool;
 
+    /// Sets a flag however a test ends.
+    struct SetsAtEnd<'a>(&'a AtomicBool);
+
+    impl Drop for SetsAtEnd<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// Threads enter and leave while others hand over and take back: nobody is inside during a hand-over, nor after it.
     #[test]
     fn nobody_is_inside_what_is_handed_over() {
         let handover = HandOver::default();
         let (taken, over) = (AtomicBool::new(false), AtomicBool::new(false));
         std::thread::scope(|scope| {
+            let _over = SetsAtEnd(&over);
             for _ in 0..2 {
                 scope.spawn(|| {
                     while !over.load(Ordering::Relaxed) {
@@ -172,7 +182,6 @@ mod tests {
                     handover.put(State::Candidate);
                 }
             }
-            over.store(true, Ordering::Relaxed);
         });
     }
 

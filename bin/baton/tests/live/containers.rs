@@ -1,7 +1,7 @@
 //! Baton in a container: its connections come through a published port, which another namespace translates, and pass a firewall
 //! that drops invalid packets.
 
-use crate::common::until_moved;
+use crate::common::{SetsAtEnd, until_moved};
 use crate::scratch::{Scratch, agent_socket, script};
 use baton_linux::namespace::Namespace;
 use baton_linux::{rtnetlink, socket};
@@ -76,15 +76,9 @@ impl Network {
 
 /// Exchanges bytes over `count` connections to the published port until each has moved often enough; every byte is compared.
 fn talk(network: &Network, count: usize, socket: impl Fn() -> Option<PathBuf>) {
-    struct Ends<'a>(&'a AtomicBool);
-    impl Drop for Ends<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let over = Ends(&over);
+        let over = SetsAtEnd(&over);
         for number in 0..count {
             let over = over.0;
             scope.spawn(move || {

@@ -1,7 +1,7 @@
 //! The copy engine between several workers and one queue of the kernel's: what it delivers is complete, and new connections are
 //! established while others keep it busy.
 
-use crate::common::{connect, hosts};
+use crate::common::{SetsAtEnd, connect, hosts};
 use baton_abi::layout::Counter;
 use baton_lab::testbed::{TestbedSettings, address_a, counter};
 use baton_lro::Mode;
@@ -63,12 +63,4 @@ fn new_connections_are_established_beside_bulk_transfers() {
         assert_eq!(count(Counter::Dropped), 0);
     });
     assert_eq!(again(), before, "a SYN was sent again");
-}
-
-struct SetsAtEnd<'a>(&'a AtomicBool);
-
-impl Drop for SetsAtEnd<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
 }

@@ -1,7 +1,7 @@
 //! The NIC as a point of control: rules of the NIC's owner about the kernel's frames and those of connections on the NIC, compared with
 //! what is captured on both sides; and a host whose root has turned against the owner.
 
-use crate::common::{Scene, connect, hosts, scene, wait_until};
+use crate::common::{Scene, SetsAtEnd, connect, hosts, scene, wait_until};
 use baton_backends::PacketDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_filter::{Direction, parse};
@@ -187,6 +187,7 @@ fn a_limit_holds() {
         let to_receiver = SocketAddr::new(address, 7001);
         let over = AtomicBool::new(false);
         let measured = std::thread::scope(|scope| {
+            let _over = SetsAtEnd(&over);
             let over = &over;
             if protocol == TCP {
                 let listener = to.run(|| TcpListener::bind(to_receiver)).expect("a listener");
@@ -236,7 +237,6 @@ fn a_limit_holds() {
                     last = now;
                 }
             }
-            over.store(true, Ordering::Relaxed);
             (bits, flowing, last)
         });
         let (bits, flowing, took) = measured;
@@ -260,6 +260,7 @@ fn a_limit_of_datagrams_holds_over_ten_seconds() {
     let bed = hosts(settings(&["in udp limit 10mbit", "out udp limit 10mbit"]));
     let over = AtomicBool::new(false);
     let measured: Vec<(f64, f64)> = std::thread::scope(|scope| {
+        let _over = SetsAtEnd(&over);
         let ways = [
             (&bed.host_b, address_b(false), &bed.host_a, address_a(false)),
             (&bed.host_a, address_a(false), &bed.host_b, address_b(false)),
@@ -307,7 +308,6 @@ fn a_limit_of_datagrams_holds_over_ten_seconds() {
             })
         });
         let measured = receivers.map(std::thread::ScopedJoinHandle::join);
-        over.store(true, Ordering::Relaxed);
         measured.map(|measured| measured.expect("the receiver")).into()
     });
     println!("in and out: {measured:.2?} (bits, seconds)");
@@ -508,6 +508,7 @@ fn a_compromised_host_changes_nothing() {
     let over = AtomicBool::new(false);
     let owner = bed.owner.as_ref().expect("an owner").process();
     std::thread::scope(|scope| {
+        let _over = SetsAtEnd(&over);
         let over = &over;
         // The other side sends all the time, too: what is forbidden, and what is allowed.
         let outside = bed.host_b.run(|| UdpSocket::bind(SocketAddr::new(address_b(false), 5))).expect("a socket");
@@ -557,7 +558,6 @@ fn a_compromised_host_changes_nothing() {
         let mut last = container.command("perl");
         let status = last.args(["-e", RAW_FRAMES, &index, "100"]).status().expect("perl on the host");
         assert!(status.success());
-        over.store(true, Ordering::Relaxed);
     });
     let listed = change(&bed, &["list"]);
     let dropped = listed["rules"][3]["packets"].as_u64().expect("a count");

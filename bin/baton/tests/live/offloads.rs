@@ -1,7 +1,7 @@
 //! The kernel's own connections through the NIC, with large sends, large receive and moderated deliveries, over a link that
 //! reorders: every byte is compared, and frames that are not TCP cross unchanged.
 
-use crate::common::hosts;
+use crate::common::{SetsAtEnd, hosts};
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
@@ -172,15 +172,6 @@ fn set(bed: &Testbed, settings: &[&str]) -> std::process::Output {
     command.output().expect("baton")
 }
 
-/// Ends the other thread however this one ends.
-struct Over<'a>(&'a AtomicBool);
-
-impl Drop for Over<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// Settings change while bytes flow, and while the agent dies; only the counters show it.
 #[test]
 fn settings_change_under_load() {
@@ -201,7 +192,7 @@ fn settings_change_under_load() {
                 }
             }
         });
-        let _over = Over(&over);
+        let _over = SetsAtEnd(&over);
         for ipv6 in [false, true, false] {
             exchange(&bed, ipv6);
             datagrams(&bed, ipv6);

@@ -1,7 +1,7 @@
 //! Several workers on real devices: the kernel's TAP driver hashes as the NIC does, and connections of the kernel's and of the
 //! NIC's go on while the indirection table and the key change.
 
-use crate::common::{Scene, connect, scene};
+use crate::common::{Scene, SetsAtEnd, connect, scene};
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame};
@@ -176,13 +176,7 @@ fn goes_on_while_buckets_change_hands(card: bool) {
             }
         });
         // The scene ends before the thread of changes does, however this function ends.
-        struct Over<'a>(&'a AtomicBool);
-        impl Drop for Over<'_> {
-            fn drop(&mut self) {
-                self.0.store(true, Ordering::Relaxed);
-            }
-        }
-        let ends = Over(over);
+        let ends = SetsAtEnd(over);
         let mut scene = Scene { session, id, peer, bed, sent, received };
         let mut buffer = [0; 500];
         for round in 0..30 {

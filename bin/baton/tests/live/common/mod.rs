@@ -13,6 +13,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Waits until a condition holds, a minute at most: a machine that is busy with other things is slow, but not so slow.
@@ -27,6 +28,15 @@ pub fn wait_for(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
         assert!(Instant::now() < deadline, "{what}: not within {limit:?}");
         // Waits: between two looks at the condition.
         std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Sets a flag for which other threads look, however this one ends: a test that fails in a scope waits for its threads.
+pub struct SetsAtEnd<'a>(pub &'a AtomicBool);
+
+impl Drop for SetsAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
     }
 }
 
