@@ -119,8 +119,12 @@ impl Nics {
         };
         let configs = [config(), config()];
         let flow = match choice.below(3) {
-            0 => Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 4000 + number as u16) },
-            _ => Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000 + number as u16) },
+            0 => Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 4000 + number as u16), device: 0 },
+            _ => Flow {
+                local: Endpoint::v4([10, 0, 0, 1], 80),
+                remote: Endpoint::v4([10, 0, 0, 2], 4000 + number as u16),
+                device: 0,
+            },
         };
         note!("{flow:?} {configs:?}");
         let now = self.now;
@@ -166,7 +170,7 @@ impl Nics {
             let to_kernel = &mut self.to_kernel;
             self.workers[worker].from_kernel(&mut frame, now.0, &mut |frame| to_kernel.push_back((number, frame.clone())));
             if whole_sum && frame.checksum == Checksum::Unknown {
-                let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+                let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
                 assert!(parsed.checksum_holds(frame.bytes()), "the checksum is wrong after a change");
             }
             self.send_to_peer(number, frame);
@@ -176,7 +180,7 @@ impl Nics {
 
     /// What the NIC lets out says nothing that the kernel would not stand for.
     fn send_to_peer(&mut self, number: usize, frame: Frame) {
-        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
         let Both { kernel, peer, .. } = &self.connections[number];
         let open = !matches!(peer.tcp.state(), State::SynSent | State::SynReceived | State::Closed);
         if parsed.flags.contains(Flags::ACK) && !parsed.flags.intersects(Flags::SYN | Flags::RST) && open {
@@ -221,7 +225,7 @@ impl Nics {
     }
 
     fn at_end(&mut self, number: usize, frame: &Frame, at_kernel: bool) {
-        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
         let segment = Segment::from(&parsed);
         note!("{:?} {number}, at the {}: {segment:?}", self.now, if at_kernel { "kernel" } else { "peer" });
         let both = &mut self.connections[number];
@@ -297,7 +301,7 @@ impl Nics {
     }
 
     fn number(&self, frame: &Frame, to_wire: bool) -> usize {
-        let flow = TcpFrame::parse(frame.bytes()).expect("a segment").flow;
+        let flow = TcpFrame::parse(frame.bytes(), 0).expect("a segment").flow;
         let flow = if to_wire { flow.reversed() } else { flow };
         self.connections.iter().position(|both| both.flow == flow).expect("a connection")
     }
