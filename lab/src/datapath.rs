@@ -167,7 +167,7 @@ impl Bench {
     /// Does what the agent does: mirror, steal, hand off.
     fn offload(&mut self, nic_memory: &Region, agent: &mut Producer<RingWords>, at: u32) -> Result<()> {
         let remote = Endpoint::v4([10, 1 + (at >> 16) as u8, (at >> 8) as u8, at as u8], 1024 + at as u16);
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote, device: 0 };
         let cid = Cid::new(at, 1);
         let base = nic::slot(at);
         let (buffer, memory) = (self.buffer, session::HEAP as u32 + at * 2 * self.buffer);
@@ -210,7 +210,7 @@ impl Bench {
     fn settle(&mut self) -> (u32, u32) {
         let (mut acks, mut announced) = (0, 0);
         while self.far.receive(&mut self.frame) {
-            acks += u32::from(TcpFrame::parse(self.frame.bytes()).is_ok());
+            acks += u32::from(TcpFrame::parse(self.frame.bytes(), 0).is_ok());
         }
         while let Some(words) = self.events.pop() {
             if let Some(Message { operation: Operation::OsRecv, length, .. }) = Message::from_words(words) {

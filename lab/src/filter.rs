@@ -60,7 +60,7 @@ fn measured_judge(filter: &Filter, words: &[AtomicU64], direction: Direction, fr
 }
 
 fn frame(port: u16, flags: Flags, out: bool, bytes: &mut [u8; MAX_HEADER]) -> usize {
-    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 8080), remote: Endpoint::v4([10, 1, 2, 3], port) };
+    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 8080), remote: Endpoint::v4([10, 1, 2, 3], port), device: 0 };
     let template = Template::new(&if out { flow } else { flow.reversed() }, &Link { ttl: 64, ..Link::default() }, false);
     let options = TcpOptions::default();
     template.emit(&Header { seq: 1, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 }, 0, bytes)

@@ -168,7 +168,7 @@ impl Pair {
     pub fn new(configs: [Config; 2], impairments: Impairments, seed: u64) -> Pair {
         let now = Instant(1_000_000);
         let isn = [seed as u32 ^ 0xffff_f000, (seed >> 7) as u32];
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 };
         let end = |at: usize, connection| End {
             connection,
             events: Events::empty(),

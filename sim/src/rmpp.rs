@@ -226,7 +226,7 @@ impl World {
         let link = FrameLink { source: mac(from), destination: mac(to), ttl: 64, ..FrameLink::default() };
         match self.carrier {
             Carrier::Ethernet => Envelope::Ethernet(link),
-            _ => Envelope::Udp(link, Flow { local: self.address(from), remote: self.address(to) }),
+            _ => Envelope::Udp(link, Flow { local: self.address(from), remote: self.address(to), device: 0 }),
         }
     }
 

@@ -8,7 +8,7 @@ const NOW: Instant = Instant(1_000_000);
 const BUFFER: u32 = 1 << 16;
 
 fn image() -> Image {
-    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 };
     Image { rcv_adv: 1, ..Image::open(flow) }
 }
 

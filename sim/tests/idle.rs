@@ -34,7 +34,7 @@ fn receive(connection: &mut Connection, ahead: u32, now: Instant, tick: u64) -> 
 
 /// An open connection whose peer's timestamp is known.
 fn open(tick: u64) -> Connection {
-    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 };
     let image = Image { rcv_adv: 1, timestamps: true, ..Image::open(flow) };
     let mut connection = Connection::from_image(&image, None, BUFFER, START);
     send_all(&mut connection, START);
@@ -43,7 +43,7 @@ fn open(tick: u64) -> Connection {
 }
 
 fn written(connection: &Connection, now: Instant) -> (Image, NicState) {
-    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 };
     (connection.to_image(&Image::open(flow), now).expect("an image"), connection.nic_state(now))
 }
 

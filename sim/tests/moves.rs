@@ -13,7 +13,7 @@ const MSS: u32 = 1448;
 const BUFFER: u32 = 1 << 16;
 
 fn flow() -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 }
 }
 
 /// Where both ends are at a moment: acknowledged, sent, received, the next timer, segments sent again.

@@ -13,7 +13,7 @@ const LONGEST: u64 = 120 * SECOND;
 
 /// An open connection whose peer's window is `window`, of which it once was 60,000 bytes.
 fn connection(window: u32) -> Connection {
-    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 };
     let image = Image {
         rcv_adv: 1,
         snd_wnd: window,

@@ -110,7 +110,7 @@ impl Ours {
 }
 
 fn exchange(we_connect: bool, impairments: Impairments) {
-    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+    let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
     let config = Config { receive_buffer: 1 << 17, ..Config::default() };
     let mut now = Instant(5_000_000);
     let mut device = Queues::default();
@@ -196,7 +196,7 @@ fn exchange(we_connect: bool, impairments: Impairments) {
             let mut bytes = vec![0; ETHERNET];
             bytes[12..14].copy_from_slice(&0x0800u16.to_be_bytes());
             bytes.extend_from_slice(&packet);
-            let Ok(parsed) = TcpFrame::parse(&bytes) else { continue };
+            let Ok(parsed) = TcpFrame::parse(&bytes, 0) else { continue };
             assert!(parsed.checksum_holds(&bytes));
             match &mut end {
                 Some(end) => end.receive(&parsed, &bytes, now),

@@ -1,4 +1,4 @@
-//! The 4-tuple of a connection, and the form of it that lookups hash and compare.
+//! The 4-tuple of a connection and its device, and the form of them that lookups hash and compare.
 
 use core::fmt;
 use core::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -34,6 +34,12 @@ impl Endpoint {
     #[inline]
     pub fn is_v4(&self) -> bool {
         self.address[..12] == MAPPED
+    }
+
+    /// Whether the address is link-local (RFC 4291 section 2.5.6): other hosts may have it on other links.
+    #[inline]
+    pub fn is_link_local(&self) -> bool {
+        self.address[0] == 0xfe && self.address[1] & 0xc0 == 0x80
     }
 
     /// The last four bytes of the address: all of it for IPv4.
@@ -75,20 +81,39 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// A connection's 4-tuple, seen from this host.
+/// A connection's 4-tuple, seen from this host, and the device to which the connection is bound.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord)]
 pub struct Flow {
     /// This host's end.
     pub local: Endpoint,
     /// The peer's end.
     pub remote: Endpoint,
+    /// Index of the only device by which its frames come: its addresses are link-local, or its socket is bound to the device. Another
+    /// connection may have the same 4-tuple by another device. 0: they may come by any, as by the one wire that the NIC has inline. Of a
+    /// received frame: the device by which it came.
+    pub device: u32,
 }
 
 impl Flow {
+    /// Bytes of [`Flow::to_bytes`].
+    pub const BYTES: usize = 40;
+
     /// The same connection seen from the other end.
     #[inline]
     pub fn reversed(self) -> Self {
-        Flow { local: self.remote, remote: self.local }
+        Flow { local: self.remote, remote: self.local, device: self.device }
+    }
+
+    /// The same 4-tuple with a device.
+    #[inline]
+    pub fn by(self, device: u32) -> Self {
+        Flow { device, ..self }
+    }
+
+    /// Whether one of its addresses is link-local: such a flow has a device, if there are several.
+    #[inline]
+    pub fn is_link_local(&self) -> bool {
+        self.local.is_link_local() || self.remote.is_link_local()
     }
 
     /// Whether the connection's packets are IPv4.
@@ -97,25 +122,28 @@ impl Flow {
         self.remote.is_v4()
     }
 
-    /// Encodes the 4-tuple as shared memory holds it: local and remote address, then local and remote port, little-endian.
-    pub fn to_bytes(&self) -> [u8; 36] {
-        let mut bytes = [0; 36];
+    /// Encodes it as shared memory holds it: local and remote address, then local and remote port, then the device, little-endian.
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
         bytes[..16].copy_from_slice(&self.local.address);
         bytes[16..32].copy_from_slice(&self.remote.address);
         bytes[32..34].copy_from_slice(&self.local.port.to_le_bytes());
-        bytes[34..].copy_from_slice(&self.remote.port.to_le_bytes());
+        bytes[34..36].copy_from_slice(&self.remote.port.to_le_bytes());
+        bytes[36..].copy_from_slice(&self.device.to_le_bytes());
         bytes
     }
 
-    /// Decodes a 4-tuple from shared memory. Any bytes are a valid 4-tuple.
-    pub fn from_bytes(bytes: &[u8; 36]) -> Flow {
+    /// Decodes one from shared memory. Any bytes are valid.
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Flow {
         let address = |at: usize| core::array::from_fn(|n| bytes[at + n]);
         let port = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
-        Flow { local: Endpoint::v6(address(0), port(32)), remote: Endpoint::v6(address(16), port(34)) }
+        let device = u32::from_le_bytes(core::array::from_fn(|n| bytes[36 + n]));
+        Flow { local: Endpoint::v6(address(0), port(32)), remote: Endpoint::v6(address(16), port(34)), device }
     }
 }
 
-/// A 4-tuple as the key of a lookup: in words that are hashed and compared with few instructions.
+/// A flow as the key of a lookup: its 4-tuple in words that are hashed and compared with few instructions, and its device, which is only
+/// compared.
 #[derive(Clone, Copy, Eq, Debug)]
 pub struct FlowKey {
     /// IPv4: both addresses; IPv6: the first half of the local one.
@@ -124,6 +152,8 @@ pub struct FlowKey {
     ports: u64,
     /// IPv6: the rest of the addresses; IPv4: zero.
     rest: [u64; 3],
+    /// Of a connection: [`Flow::device`]. Of a frame: the device by which it came.
+    device: u32,
 }
 
 /// Set in [`FlowKey::ports`] of IPv6.
@@ -131,17 +161,17 @@ const V6: u64 = 1 << 63;
 
 impl FlowKey {
     /// Makes the key from the fields of a received IPv4 packet: both addresses as one little-endian word, the source (the remote
-    /// end) first, and the word of source and destination port.
+    /// end) first, the word of source and destination port, and the device.
     #[inline(always)]
-    pub fn v4(remote_local: u64, source_destination: u32) -> FlowKey {
-        FlowKey { first: remote_local, ports: u64::from(source_destination), rest: [0; 3] }
+    pub fn v4(remote_local: u64, source_destination: u32, device: u32) -> FlowKey {
+        FlowKey { first: remote_local, ports: u64::from(source_destination), rest: [0; 3], device }
     }
 
-    /// Makes the key from the fields of a received IPv6 packet: each address as two little-endian words, and the word of source
-    /// and destination port.
+    /// Makes the key from the fields of a received IPv6 packet: each address as two little-endian words, the word of source and
+    /// destination port, and the device.
     #[inline(always)]
-    pub fn v6(local: [u64; 2], remote: [u64; 2], source_destination: u32) -> FlowKey {
-        FlowKey { first: local[0], ports: V6 | u64::from(source_destination), rest: [local[1], remote[0], remote[1]] }
+    pub fn v6(local: [u64; 2], remote: [u64; 2], source_destination: u32, device: u32) -> FlowKey {
+        FlowKey { first: local[0], ports: V6 | u64::from(source_destination), rest: [local[1], remote[0], remote[1]], device }
     }
 
     /// Whether the flow's packets are IPv4.
@@ -150,17 +180,42 @@ impl FlowKey {
         self.ports & V6 == 0
     }
 
-    /// The words to be hashed: two for IPv4; for IPv6 four more, of which the last is zero.
+    /// Index of the connection's device, 0 for any; or of that by which the frame came.
+    #[inline(always)]
+    pub fn device(&self) -> u32 {
+        self.device
+    }
+
+    /// Whether a connection with this key gets a frame with the other one.
+    #[inline(always)]
+    pub fn admits(&self, frame: &FlowKey) -> bool {
+        self.same_ends(frame) && (self.device == 0 || self.device == frame.device)
+    }
+
+    /// Whether there are frames that two connections with these keys would both get.
+    #[inline]
+    pub fn overlaps(&self, other: &FlowKey) -> bool {
+        self.admits(other) || other.admits(self)
+    }
+
+    /// Compares word by word: comparing arrays would be a call to memcmp. For IPv4 two words decide.
+    #[inline(always)]
+    fn same_ends(&self, other: &FlowKey) -> bool {
+        let rest = || (0..3).fold(0, |sum, at| sum | (self.rest[at] ^ other.rest[at])) == 0;
+        self.first == other.first && self.ports == other.ports && (self.is_v4() || rest())
+    }
+
+    /// The words of the 4-tuple, which are hashed: two for IPv4; for IPv6 four more, of which the last is zero.
     #[inline(always)]
     pub fn words(&self) -> ([u64; 2], Option<[u64; 4]>) {
         let rest = [self.rest[0], self.rest[1], self.rest[2], 0];
         ([self.first, self.ports], (!self.is_v4()).then_some(rest))
     }
 
-    /// The key that has these [`FlowKey::words`].
-    pub fn from_words([first, ports]: [u64; 2], rest: Option<[u64; 4]>) -> FlowKey {
+    /// The key that has these [`FlowKey::words`], and a device.
+    pub fn from_words([first, ports]: [u64; 2], rest: Option<[u64; 4]>, device: u32) -> FlowKey {
         let [a, b, c, _] = rest.unwrap_or_default();
-        FlowKey { first, ports, rest: [a, b, c] }
+        FlowKey { first, ports, rest: [a, b, c], device }
     }
 
     /// All bytes of both addresses, in an order that does not matter to a checksum.
@@ -170,11 +225,9 @@ impl FlowKey {
 }
 
 impl PartialEq for FlowKey {
-    /// Compares word by word: comparing arrays would be a call to memcmp. For IPv4 two words decide.
     #[inline(always)]
     fn eq(&self, other: &FlowKey) -> bool {
-        let rest = || (0..3).fold(0, |sum, at| sum | (self.rest[at] ^ other.rest[at])) == 0;
-        self.first == other.first && self.ports == other.ports && (self.is_v4() || rest())
+        self.same_ends(other) && self.device == other.device
     }
 }
 
@@ -186,7 +239,7 @@ impl From<&Flow> for FlowKey {
         if flow.is_v4() {
             let [a, b, c, d] = remote.v4_bytes();
             let [e, f, g, h] = local.v4_bytes();
-            return FlowKey::v4(u64::from_le_bytes([a, b, c, d, e, f, g, h]), ports);
+            return FlowKey::v4(u64::from_le_bytes([a, b, c, d, e, f, g, h]), ports, flow.device);
         }
         let half = |address: &[u8; 16], at: usize| {
             let mut bytes = [0; 8];
@@ -194,26 +247,28 @@ impl From<&Flow> for FlowKey {
             u64::from_le_bytes(bytes)
         };
         let words = |address: &[u8; 16]| [half(address, 0), half(address, 8)];
-        FlowKey::v6(words(&local.address), words(&remote.address), ports)
+        FlowKey::v6(words(&local.address), words(&remote.address), ports, flow.device)
     }
 }
 
 impl From<&FlowKey> for Flow {
     fn from(key: &FlowKey) -> Flow {
-        let (local, remote) = (key.ports as u16, (key.ports >> 16) as u16);
+        let (local, remote, device) = (key.ports as u16, (key.ports >> 16) as u16, key.device);
         let [first, rest @ ..] = [key.first, key.rest[0], key.rest[1], key.rest[2]].map(u64::to_le_bytes);
         if key.is_v4() {
             let [a, b, c, d, e, f, g, h] = first;
-            return Flow { local: Endpoint::v4([e, f, g, h], local), remote: Endpoint::v4([a, b, c, d], remote) };
+            return Flow { local: Endpoint::v4([e, f, g, h], local), remote: Endpoint::v4([a, b, c, d], remote), device };
         }
         let address = |low: [u8; 8], high: [u8; 8]| core::array::from_fn(|at| if at < 8 { low[at] } else { high[at - 8] });
-        Flow { local: Endpoint::v6(address(first, rest[0]), local), remote: Endpoint::v6(address(rest[1], rest[2]), remote) }
+        let (local, remote) = (Endpoint::v6(address(first, rest[0]), local), Endpoint::v6(address(rest[1], rest[2]), remote));
+        Flow { local, remote, device }
     }
 }
 
 impl fmt::Display for Flow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} -> {}", self.local, self.remote)
+        write!(f, "{} -> {}", self.local, self.remote)?;
+        if self.device == 0 { Ok(()) } else { write!(f, " by device {}", self.device) }
     }
 }
 
@@ -221,22 +276,46 @@ impl fmt::Display for Flow {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_flow_survives_its_bytes() {
-        let flow =
-            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v6(core::array::from_fn(|n| n as u8), 0xfedc) };
-        assert_eq!(Flow::from_bytes(&flow.to_bytes()), flow);
+    fn flows() -> [Flow; 4] {
+        let address = |first: u8| core::array::from_fn(|n| first + n as u8);
+        let v4 = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([192, 168, 7, 250], 0xfedc), device: 0 };
+        let v6 = Flow { local: Endpoint::v6(address(0x20), 0xabcd), remote: Endpoint::v6(address(0x90), 443), device: 0 };
+        [v4, v4.reversed().by(7), v6.by(0x7fff_ffff), v6.reversed()]
     }
 
     #[test]
-    fn a_flow_survives_its_key() {
-        let address = |first: u8| core::array::from_fn(|n| first + n as u8);
-        let v4 = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([192, 168, 7, 250], 0xfedc) };
-        let v6 = Flow { local: Endpoint::v6(address(0x20), 0xabcd), remote: Endpoint::v6(address(0x90), 443) };
-        for flow in [v4, v4.reversed(), v6, v6.reversed()] {
+    fn a_flow_survives_its_bytes_and_its_key() {
+        for flow in flows() {
+            assert_eq!(Flow::from_bytes(&flow.to_bytes()), flow);
             let (words, rest) = FlowKey::from(&flow).words();
-            assert_eq!(Flow::from(&FlowKey::from_words(words, rest)), flow);
+            assert_eq!(Flow::from(&FlowKey::from_words(words, rest, flow.device)), flow);
             assert_eq!(Flow::from(&FlowKey::from(&flow)), flow);
         }
+    }
+
+    /// A connection that is bound to no device gets frames from every one, one that is bound gets those of its own; nobody gets those of
+    /// another 4-tuple.
+    #[test]
+    fn a_device_tells_connections_with_the_same_4_tuple_apart() {
+        for flow in flows() {
+            let key = |device| FlowKey::from(&flow.by(device));
+            assert!(key(0).admits(&key(3)) && key(3).admits(&key(3)) && !key(3).admits(&key(4)) && !key(3).admits(&key(0)));
+            assert!(key(0).overlaps(&key(3)) && key(3).overlaps(&key(0)) && !key(3).overlaps(&key(4)));
+            assert!(key(3) != key(4) && key(3) == key(3) && key(3).words() == key(4).words());
+            assert!(!key(0).admits(&FlowKey::from(&flow.reversed())));
+        }
+    }
+
+    #[test]
+    fn link_local_addresses_are_known() {
+        let of = |first, second| {
+            let mut address = [0; 16];
+            address[..2].copy_from_slice(&[first, second]);
+            Flow { local: Endpoint::v6([0xfd; 16], 1), remote: Endpoint::v6(address, 2), device: 3 }
+        };
+        let link_local = |first, second| of(first, second).is_link_local();
+        assert!(link_local(0xfe, 0x80) && link_local(0xfe, 0xbf) && !link_local(0xfe, 0xc0) && !link_local(0xfd, 0x80));
+        assert!(!flows().iter().any(Flow::is_link_local));
+        assert!(of(0xfe, 0x80).reversed().is_link_local());
     }
 }

@@ -57,7 +57,7 @@ pub enum FrameError {
 /// A TCP segment in an Ethernet frame, its fields in host order.
 #[derive(Clone, Copy, Debug)]
 pub struct TcpFrame {
-    /// The 4-tuple as the receiver sees it: `local` is the destination.
+    /// The flow as the receiver sees it: `local` is the destination, the device that by which it came.
     pub flow: Flow,
     /// Sequence number.
     pub seq: u32,
@@ -90,24 +90,25 @@ fn be32(bytes: &[u8], at: usize) -> u32 {
 }
 
 impl TcpFrame {
-    /// Reads an Ethernet frame. The TCP checksum is not verified: see [`TcpFrame::checksum_holds`].
+    /// Reads an Ethernet frame that came by this device, 0 where there is one wire. The TCP checksum is not verified: see
+    /// [`TcpFrame::checksum_holds`].
     ///
     /// # Errors
     /// The first reason why the frame is no TCP segment.
     #[inline]
-    pub fn parse(frame: &[u8]) -> Result<TcpFrame, FrameError> {
+    pub fn parse(frame: &[u8], device: u32) -> Result<TcpFrame, FrameError> {
         if frame.len() < ETHERNET + IPV4 + TCP {
             return Err(if frame.len() < ETHERNET { FrameError::Malformed } else { FrameError::NotIp });
         }
         match be16(frame, ethernet::TYPE) {
-            ETHERTYPE_IPV4 => Self::parse_v4(frame),
-            ETHERTYPE_IPV6 => Self::parse_v6(frame),
+            ETHERTYPE_IPV4 => Self::parse_v4(frame, device),
+            ETHERTYPE_IPV6 => Self::parse_v6(frame, device),
             _ => Err(FrameError::NotIp),
         }
     }
 
     #[inline]
-    fn parse_v4(frame: &[u8]) -> Result<TcpFrame, FrameError> {
+    fn parse_v4(frame: &[u8], device: u32) -> Result<TcpFrame, FrameError> {
         let ip = &frame[ETHERNET..];
         let header = usize::from(ip[0] & 0x0f) * 4;
         let total = usize::from(be16(ip, ipv4::LENGTH));
@@ -131,11 +132,12 @@ impl TcpFrame {
         let address = |at: usize| [ip[at], ip[at + 1], ip[at + 2], ip[at + 3]];
         let (remote, local) = (address(ipv4::SOURCE), address(ipv4::DESTINATION));
         let tcp = ETHERNET + header;
-        let flow = Flow { local: Endpoint::v4(local, be16(frame, tcp + 2)), remote: Endpoint::v4(remote, be16(frame, tcp)) };
+        let flow =
+            Flow { local: Endpoint::v4(local, be16(frame, tcp + 2)), remote: Endpoint::v4(remote, be16(frame, tcp)), device };
         Self::parse_tcp(frame, flow, tcp, ETHERNET + total, ip[ipv4::TOS] & ECN_MASK)
     }
 
-    fn parse_v6(frame: &[u8]) -> Result<TcpFrame, FrameError> {
+    fn parse_v6(frame: &[u8], device: u32) -> Result<TcpFrame, FrameError> {
         let ip = &frame[ETHERNET..];
         if ip.len() < IPV6 + TCP || ip[0] >> 4 != 6 {
             return Err(FrameError::Malformed);
@@ -157,6 +159,7 @@ impl TcpFrame {
         let flow = Flow {
             local: Endpoint::v6(address(ipv6::DESTINATION), be16(frame, tcp + 2)),
             remote: Endpoint::v6(address(ipv6::SOURCE), be16(frame, tcp)),
+            device,
         };
         // An IPv4-mapped address may not appear in a packet (RFC 4291 section 2.5.5.2), and would be taken for an IPv4
         // connection's.
@@ -535,8 +538,8 @@ mod tests {
 
     fn flows() -> [Flow; 2] {
         [
-            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) },
-            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1) },
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000), device: 0 },
+            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1), device: 0 },
         ]
     }
 
@@ -563,7 +566,7 @@ mod tests {
             frame[length..length + 5].copy_from_slice(b"hello");
             let frame = &mut frame[..length + 5];
             assert!(finish_checksum(frame, template.tcp_offset(), TCP_CHECKSUM));
-            let parsed = TcpFrame::parse(frame).unwrap();
+            let parsed = TcpFrame::parse(frame, 0).unwrap();
             assert_eq!(parsed.flow, flow.reversed());
             assert_eq!((parsed.seq, parsed.ack, parsed.window, parsed.ecn), (5, 6, 7, 2));
             assert_eq!(parsed.options, options);
@@ -611,13 +614,13 @@ mod tests {
             let mut frame = [0u8; MAX_HEADER + 8];
             let length = template.emit(&header, 8, &mut frame) + 8;
             for cut in 0..length {
-                assert!(TcpFrame::parse(&frame[..cut]).is_err(), "cut at {cut}");
+                assert!(TcpFrame::parse(&frame[..cut], 0).is_err(), "cut at {cut}");
             }
             for at in 0..length {
                 for value in [0u8, 0x0f, 0x7f, 0xff] {
                     let mut bad = frame;
                     bad[at] = value;
-                    if let Ok(parsed) = TcpFrame::parse(&bad[..length]) {
+                    if let Ok(parsed) = TcpFrame::parse(&bad[..length], 0) {
                         assert!(parsed.payload(&bad[..length]).len() <= length);
                     }
                 }

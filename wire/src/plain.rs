@@ -105,10 +105,10 @@ impl<'a> Usual<'a> {
         Some(Usual { head, payload })
     }
 
-    /// The 4-tuple; the destination is the local end.
+    /// The flow's key; the destination is the local end. The frame came by this device.
     #[inline(always)]
-    pub fn key(&self) -> FlowKey {
-        FlowKey::v4(le64(self.head, ETHERNET + ipv4::SOURCE), be32(self.head, Self::TCP))
+    pub fn key(&self, device: u32) -> FlowKey {
+        FlowKey::v4(le64(self.head, ETHERNET + ipv4::SOURCE), be32(self.head, Self::TCP), device)
     }
 
     /// What header prediction compares.
@@ -170,22 +170,27 @@ fn le64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Plain {
-    /// Reads a frame. Returns the 4-tuple (the destination is the local end), the segment, and its payload; None if the segment
-    /// is not plain or the frame is damaged. `verified` says that a device has checked the checksums: then the IPv4 header's is
-    /// not computed.
+    /// Reads a frame that came by this device. Returns the flow's key (the destination is the local end), the segment, and its payload;
+    /// None if the segment is not plain or the frame is damaged. `verified` says that a device has checked the checksums: then the IPv4
+    /// header's is not computed.
     #[inline(always)]
-    pub fn parse(frame: &[u8], verified: bool) -> Option<(FlowKey, Plain, &[u8])> {
+    pub fn parse(frame: &[u8], verified: bool, device: u32) -> Option<(FlowKey, Plain, &[u8])> {
         let link: &[u8; ETHERNET + IPV4 + TCP] = frame.first_chunk()?;
         // EtherType, then version and header length of IP.
         match be32(link, ethernet::TYPE) & 0xffff_ff00 {
-            IPV4_NO_OPTIONS => Self::parse_v4(frame, link, verified),
-            word if word & 0xffff_f000 == IPV6_WORD => Self::parse_v6(frame),
+            IPV4_NO_OPTIONS => Self::parse_v4(frame, link, verified, device),
+            word if word & 0xffff_f000 == IPV6_WORD => Self::parse_v6(frame, device),
             _ => None,
         }
     }
 
     #[inline(always)]
-    fn parse_v4<'a>(frame: &'a [u8], head: &[u8; ETHERNET + IPV4 + TCP], verified: bool) -> Option<(FlowKey, Plain, &'a [u8])> {
+    fn parse_v4<'a>(
+        frame: &'a [u8],
+        head: &[u8; ETHERNET + IPV4 + TCP],
+        verified: bool,
+        device: u32,
+    ) -> Option<(FlowKey, Plain, &'a [u8])> {
         // TCP, and not a fragment. Packets with a congestion mark (CE) are left to the full parser.
         let ordinary = be32(head, ETHERNET + ipv4::FRAGMENT) & FRAGMENT_AND_PROTOCOL == u32::from(PROTOCOL_TCP)
             && head[ETHERNET + ipv4::TOS] & ECN_MASK != ECN_CE;
@@ -193,20 +198,20 @@ impl Plain {
         if !ordinary || !verified && Sum::new().bytes(&head[ETHERNET..ETHERNET + IPV4]).finish() != 0 {
             return None;
         }
-        let key = FlowKey::v4(le64(head, ETHERNET + ipv4::SOURCE), be32(head, ETHERNET + IPV4));
+        let key = FlowKey::v4(le64(head, ETHERNET + ipv4::SOURCE), be32(head, ETHERNET + IPV4), device);
         let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV4)?;
         Some((key, plain, payload))
     }
 
     #[inline(always)]
-    fn parse_v6(frame: &[u8]) -> Option<(FlowKey, Plain, &[u8])> {
+    fn parse_v6(frame: &[u8], device: u32) -> Option<(FlowKey, Plain, &[u8])> {
         let head: &[u8; ETHERNET + IPV6 + TCP] = frame.first_chunk()?;
         if head[ETHERNET + ipv6::NEXT_HEADER] != PROTOCOL_TCP || head[ETHERNET + 1] >> 4 & ECN_MASK == ECN_CE {
             return None;
         }
         let end = ETHERNET + IPV6 + usize::from(be16(head, ETHERNET + ipv6::LENGTH));
         let address = |at: usize| [le64(head, ETHERNET + at), le64(head, ETHERNET + at + 8)];
-        let key = FlowKey::v6(address(ipv6::DESTINATION), address(ipv6::SOURCE), be32(head, ETHERNET + IPV6));
+        let key = FlowKey::v6(address(ipv6::DESTINATION), address(ipv6::SOURCE), be32(head, ETHERNET + IPV6), device);
         let (plain, payload) = Self::parse_tcp(frame.get(..end)?, ETHERNET + IPV6)?;
         Some((key, plain, payload))
     }
@@ -281,8 +286,8 @@ mod tests {
 
     fn flows() -> [Flow; 2] {
         [
-            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 200, 3, 2], 40000) },
-            Flow { local: Endpoint::v6(core::array::from_fn(|n| n as u8), 443), remote: Endpoint::v6([0xfe; 16], 1) },
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 200, 3, 2], 40000), device: 0 },
+            Flow { local: Endpoint::v6(core::array::from_fn(|n| n as u8), 443), remote: Endpoint::v6([0xfe; 16], 1), device: 0 },
         ]
     }
 
@@ -305,8 +310,8 @@ mod tests {
                 let mut frame = [0u8; MAX_HEADER + 5];
                 let length = segment(&flow, Flags::ACK | Flags::PSH, timestamps, 2, ident, &mut frame);
                 let frame = &mut frame[..length];
-                let whole = TcpFrame::parse(frame).unwrap();
-                let (key, plain, payload) = Plain::parse(frame, false).unwrap();
+                let whole = TcpFrame::parse(frame, 0).unwrap();
+                let (key, plain, payload) = Plain::parse(frame, false, 0).unwrap();
                 assert_eq!(key, FlowKey::from(&whole.flow));
                 assert_eq!((plain.seq, plain.ack, plain.window), (whole.seq, whole.ack, whole.window));
                 assert_eq!(plain.timestamps, whole.options.timestamps);
@@ -315,7 +320,7 @@ mod tests {
                 let usual = Usual::parse(frame);
                 assert_eq!(usual.is_some(), flow.is_v4() && timestamps.is_some());
                 if let Some(usual) = usual {
-                    assert_eq!((usual.key(), usual.plain(), usual.payload()), (key, Some(plain), payload));
+                    assert_eq!((usual.key(0), usual.plain(), usual.payload()), (key, Some(plain), payload));
                     assert_eq!(Some(usual.fields()), Fields::of(&plain));
                 }
                 assert!(plain.checksum_holds(key, frame));
@@ -331,17 +336,17 @@ mod tests {
             let mut frame = [0u8; MAX_HEADER + 5];
             for flags in [Flags::SYN, Flags::ACK | Flags::FIN, Flags::ACK | Flags::RST, Flags::ACK | Flags::ECE, Flags::PSH] {
                 let length = segment(&flow, flags, Some((1, 2)), 0, 0, &mut frame);
-                assert!(Plain::parse(&frame[..length], false).is_none(), "{flags:?}");
+                assert!(Plain::parse(&frame[..length], false, 0).is_none(), "{flags:?}");
                 if let Some(usual) = Usual::parse(&frame[..length]) {
                     assert!(usual.plain().is_none(), "{flags:?}");
                     assert_ne!(usual.fields().control, Fields::control_of(7), "{flags:?}");
                 }
             }
             let length = segment(&flow, Flags::ACK, None, 3, 0, &mut frame);
-            assert!(Plain::parse(&frame[..length], false).is_none(), "marked");
+            assert!(Plain::parse(&frame[..length], false, 0).is_none(), "marked");
             let length = segment(&flow, Flags::ACK, Some((1, 2)), 0, 0, &mut frame);
             for cut in 0..length {
-                assert!(Plain::parse(&frame[..cut], true).is_none(), "cut at {cut}");
+                assert!(Plain::parse(&frame[..cut], true, 0).is_none(), "cut at {cut}");
                 assert!(Usual::parse(&frame[..cut]).is_none(), "cut at {cut}");
             }
             // With any single byte changed, both parsers read the same, or this one refuses.
@@ -353,13 +358,13 @@ mod tests {
                         let plain = usual.plain();
                         assert_eq!(plain.is_some(), usual.fields().control >> 16 == Fields::control_of(0) >> 16);
                         if let Some(plain) = plain {
-                            let parsed = Plain::parse(&bad[..length], true);
-                            assert_eq!(parsed, Some((usual.key(), plain, usual.payload())), "byte {at} = {value}");
+                            let parsed = Plain::parse(&bad[..length], true, 0);
+                            assert_eq!(parsed, Some((usual.key(0), plain, usual.payload())), "byte {at} = {value}");
                             assert_eq!(Some(usual.fields()), Fields::of(&plain));
                         }
                     }
-                    if let Some((key, plain, payload)) = Plain::parse(&bad[..length], false) {
-                        let whole = TcpFrame::parse(&bad[..length]).unwrap();
+                    if let Some((key, plain, payload)) = Plain::parse(&bad[..length], false, 0) {
+                        let whole = TcpFrame::parse(&bad[..length], 0).unwrap();
                         assert_eq!((key, plain.seq), (FlowKey::from(&whole.flow), whole.seq), "byte {at} = {value}");
                         assert_eq!(payload, whole.payload(&bad[..length]));
                     }

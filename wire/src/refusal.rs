@@ -31,7 +31,7 @@ pub fn refuse(frame: &[u8], out: &mut [u8; MAX_REFUSAL]) -> Option<usize> {
     if destination[0] & 1 != 0 || source[0] & 1 != 0 {
         return None;
     }
-    if let Ok(segment) = TcpFrame::parse(frame) {
+    if let Ok(segment) = TcpFrame::parse(frame, 0) {
         let link = Link { source: *destination, destination: *source, ttl: TTL, ..Link::default() };
         return reset(&segment, &link, out);
     }
@@ -128,8 +128,8 @@ mod tests {
 
     fn flows() -> [Flow; 2] {
         [
-            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) },
-            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1) },
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000), device: 0 },
+            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1), device: 0 },
         ]
     }
 
@@ -155,7 +155,7 @@ mod tests {
                 let (frame, length) = segment(&flow, flags);
                 let mut out = [0; MAX_REFUSAL];
                 let length = refuse(&frame[..length], &mut out).expect("an answer");
-                let answer = TcpFrame::parse(&out[..length]).expect("a segment");
+                let answer = TcpFrame::parse(&out[..length], 0).expect("a segment");
                 assert!(answer.checksum_holds(&out[..length]));
                 assert_eq!((answer.seq, answer.ack, answer.flags), expected);
                 assert_eq!((answer.flow.local, answer.flow.remote), (flow.local, flow.remote));

@@ -181,7 +181,9 @@ fn adopt(
 ) -> Option<&mut Connection> {
     let open = session.open.as_ref()?;
     let block = Block::new(open.memory.clone(), number);
-    let flow = Flow { local: local.into(), remote: peer.into() };
+    // That of one that is on a NIC is in the NIC's memory, too, as it was when it went there.
+    let device = fd.as_ref().and_then(|fd| socket::device(fd.as_fd()).ok()).unwrap_or(0);
+    let flow = Flow { local: local.into(), remote: peer.into(), device };
     let reason = "the agent died".into();
     let mut connection =
         Connection { reason, process, attached: session.opening.attacher, ..Connection::new(fd, flow, local, peer, block) };
@@ -285,6 +287,7 @@ impl Agent {
         let Some(Some(session)) = self.sessions.get_mut(at.0 as usize) else { return };
         let Some(open) = session.open.as_mut() else { return };
         let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return };
+        connection.flow.device = entry.device();
         if phase == Phase::Copied {
             let Some((on_nic, handoff)) = entry.on_nic().filter(|(on_nic, _)| on_nic.memory().fits(&open.memory)) else {
                 return journal::clear(&memory, cid);

@@ -14,6 +14,7 @@ use baton_linux::foreign::{self, Foreign};
 use baton_linux::netlink::Netlink;
 use baton_linux::{diagnosis, process, socket};
 use baton_moves::{Event, Outcome, Refusal};
+use baton_wire::Flow;
 use std::any::Any;
 use std::collections::VecDeque;
 use std::io;
@@ -149,11 +150,17 @@ pub(crate) fn check_unlocked(
     if socket::cookie(fd).ok() != Some(connection.cookie) {
         return Err(Refusal::Swapped);
     }
-    diagnosis::describe(netlink, &connection.flow, connection.cookie).map_err(|error| match error.raw_os_error() {
+    diagnosis::describe(netlink, &flow_of(connection, Some(fd)), connection.cookie).map_err(|error| match error.raw_os_error() {
         Some(ESTALE) => Refusal::Swapped,
         Some(ENOENT) => Refusal::Closed("socket diagnosis"),
         _ => system("socket diagnosis", &error),
     })
+}
+
+/// The connection's flow as socket diagnosis knows it: with the device that its socket is bound to now.
+pub(crate) fn flow_of(connection: &Connection, fd: Option<BorrowedFd<'_>>) -> Flow {
+    let device = fd.and_then(|fd| socket::device(fd).ok());
+    connection.flow.by(device.unwrap_or(connection.flow.device))
 }
 
 /// Linux's error numbers for a socket that is not there, and for another one in its place.
@@ -162,7 +169,8 @@ const ESTALE: i32 = 116;
 
 /// Destroys a connection in the kernel, whoever has its socket: that waits for the lock, too.
 pub(crate) fn destroy(outsider: Option<u32>, connection: &Connection, netlink: &Netlink) {
-    let (flow, cookie) = (connection.flow, Some(connection.cookie));
+    let fd = connection.fd.as_ref().map(AsFd::as_fd);
+    let (flow, cookie) = (flow_of(connection, fd), Some(connection.cookie));
     match outsider {
         None => _ = diagnosis::destroy(netlink, &flow, cookie),
         Some(user) => foreign::call_for(user, move || {

@@ -137,10 +137,12 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
     let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
     let now = ground.way_of(connection);
     let Some(exported) = connection.exported(ground.nic_memory) else { return Ok(()) };
-    let link = exported.image.link;
+    let (link, device) = (exported.image.link, connection.flow.device);
     let Some(on_nic) = connection.running() else { return Ok(()) };
     let (muted, interface) = match &now {
         Ok(now) if now.path.nic as usize != cid.nic() => return Err(ANOTHER_NIC),
+        // Its flow would be another one.
+        Ok(now) if now.device() != device => return Err(ELSEWHERE),
         Ok(now) if now.leads_as(&link) => (false, link.interface),
         Err(refusal) if refusal.is_unreachable() => (true, NOWHERE),
         Err(Refusal::Policy) => return Err("an IPsec policy covers it"),

@@ -68,6 +68,7 @@ impl Agent {
             return Err(Refusal::Option("a port without an address"));
         }
         let nic = way.path.nic as usize;
+        connection.flow.device = way.device();
         if !self.shape.claim(&connection.flow) {
             return Err(Refusal::Twin);
         }

@@ -11,7 +11,7 @@ use std::ops::{Deref, DerefMut};
 /// Connections of a session. Dereferences to the slice of its places, some of which are empty.
 pub(crate) struct Connections {
     places: Slab<Connection>,
-    /// Hash of a connection's 4-tuple, and its number. A tree, which does not double when it grows.
+    /// Hash of a connection's 4-tuple, whatever its device, and its number. A tree, which does not double when it grows.
     by_flow: BTreeSet<(u32, u32)>,
     /// Key of that hash. It is secret, so that nobody can choose many 4-tuples with the same hash.
     key: [u64; 2],
@@ -41,17 +41,17 @@ impl Connections {
         Some(connection)
     }
 
-    /// Returns the connections with a 4-tuple: one, unless devices tell them apart.
-    pub fn with_flow(&self, flow: &Flow) -> impl Iterator<Item = &Connection> {
+    /// Returns the connections with the 4-tuple of a flow: one, unless devices tell them apart.
+    pub fn with_ends(&self, flow: &Flow) -> impl Iterator<Item = &Connection> {
         let hash = self.hash(flow);
         let with_hash = self.by_flow.range((hash, 0)..=(hash, u32::MAX));
         let with_hash = with_hash.filter_map(|(_, number)| self.places.get(*number as usize)?.as_ref());
-        with_hash.filter(move |connection| connection.flow == *flow)
+        with_hash.filter(move |connection| connection.flow.by(0) == flow.by(0))
     }
 
     fn hash(&self, flow: &Flow) -> u32 {
         let mut hasher = SipHasher13::new_with_keys(self.key[0], self.key[1]);
-        flow.hash(&mut hasher);
+        flow.by(0).hash(&mut hasher);
         hasher.finish() as u32
     }
 }
@@ -80,7 +80,7 @@ mod tests {
     use std::sync::Arc;
 
     fn flow(port: u16) -> Flow {
-        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port) }
+        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port), device: 0 }
     }
 
     fn connections(ports: std::ops::Range<u16>) -> Connections {
@@ -101,16 +101,16 @@ mod tests {
             // As if all had this one's hash.
             let hash = all.hash(&flow(port));
             all.by_flow = (0..100).map(|number| (hash, number)).collect();
-            assert_eq!(all.with_flow(&flow(port)).map(|found| found.number()).collect::<Vec<_>>(), [u32::from(port)]);
+            assert_eq!(all.with_ends(&flow(port)).map(|found| found.number()).collect::<Vec<_>>(), [u32::from(port)]);
         }
-        assert!(all.with_flow(&flow(100)).next().is_none());
+        assert!(all.with_ends(&flow(100)).next().is_none());
     }
 
     #[test]
     fn a_connection_that_is_gone_is_not_found() {
         let mut all = connections(0..3);
         assert!(all.remove(1).is_some() && all.remove(1).is_none());
-        assert_eq!([0, 1, 2].map(|port| all.with_flow(&flow(port)).next().is_some()), [true, false, true]);
+        assert_eq!([0, 1, 2].map(|port| all.with_ends(&flow(port)).next().is_some()), [true, false, true]);
     }
 
     #[test]

@@ -86,6 +86,11 @@ impl Devices {
         Ok(())
     }
 
+    /// The devices to which the programs are attached.
+    pub fn attached(&self) -> impl Iterator<Item = u32> {
+        self.attached.keys().copied()
+    }
+
     /// Whether [`Self::follow`] has not run yet.
     pub fn is_new(&self) -> bool {
         !self.followed

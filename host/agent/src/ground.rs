@@ -37,7 +37,7 @@ pub(crate) enum Shape {
         mirrors: Vec<Mirrors>,
         devices: Box<Devices>,
         injector: OwnedFd,
-        /// 4-tuples of connections that are to go to a NIC and are not steered yet.
+        /// Flows of connections that are to go to a NIC and are not steered yet.
         claimed: HashSet<Flow>,
         /// Keeps the injector's BPF program attached.
         _injector_link: OwnedFd,
@@ -57,14 +57,16 @@ impl Shape {
         })
     }
 
-    /// Claims a 4-tuple for a connection that goes to a NIC. Returns false if another connection has it there: the kernel tells
-    /// connections with the same addresses and ports apart by their devices, a NIC does not.
+    /// Claims a flow for a connection that goes to a NIC. Returns false if another connection there gets some of its frames: one with the
+    /// same 4-tuple, if either is bound to no device or both are to the same. (The kernel gives such frames to either of them.)
     #[must_use]
     pub fn claim(&mut self, flow: &Flow) -> bool {
-        match self {
-            Shape::Inline { .. } => true,
-            Shape::Beside { steering, claimed, .. } => !steering.has(flow) && claimed.insert(*flow),
-        }
+        let Shape::Beside { steering, claimed, devices, .. } = self else { return true };
+        let taken = |flow: Flow| claimed.contains(&flow) || steering.has(&flow);
+        let elsewhere = || flow.device != 0 && taken(flow.by(0));
+        let bound = || flow.device == 0 && steering.has_bound() && devices.attached().any(|device| taken(flow.by(device)));
+        let free = !taken(*flow) && !elsewhere() && !bound();
+        free && claimed.insert(*flow)
     }
 
     /// Gives up a claim, if it is not steered yet.

@@ -43,6 +43,11 @@ impl Entry {
         self
     }
 
+    /// The device of the connection's flow.
+    pub fn device(&self) -> u32 {
+        self.flow.map_or(0, |flow| flow.device)
+    }
+
     pub fn memory(&self) -> Memory {
         let [receive, receive_size, send, send_size] = self.memory;
         Memory { receive: (receive, receive_size), send: (send, send_size) }
@@ -148,7 +153,7 @@ pub(crate) fn read(nic_memory: &Region, nic: usize, at: u32) -> Option<(Phase, E
     let mut bytes = vec![0u8; length.min(scratch::JOURNAL_BYTES)];
     nic_memory.read(entry_at(at, bytes.len()), &mut bytes).ok()?;
     let mut entry: Entry = postcard::from_bytes(&bytes).ok()?;
-    let mut flow = [0; 36];
+    let mut flow = [0; Flow::BYTES];
     nic_memory.read(nic::slot(at) + slot::FLOW, &mut flow).ok()?;
     entry.flow = Some(Flow::from_bytes(&flow));
     if let copy @ 1..=2 = nic_memory.word32(grown_at(at)).load(Ordering::Acquire) {
@@ -208,7 +213,8 @@ mod tests {
 
     /// An image with values that do not happen to be short.
     fn image() -> Image {
-        let flow = Flow { local: Endpoint::v4([192, 168, 27, 100], 65001), remote: Endpoint::v4([203, 0, 113, 77], 50123) };
+        let flow =
+            Flow { local: Endpoint::v4([192, 168, 27, 100], 65001), remote: Endpoint::v4([203, 0, 113, 77], 50123), device: 0 };
         let link =
             Link { source: [2, 3, 4, 5, 6, 7], destination: [8, 9, 10, 11, 12, 13], ttl: 64, interface: 3, ..Link::default() };
         Image {

@@ -464,7 +464,8 @@ impl Agent {
         block.store(block::MOVES, 0);
         block.store(block::ERROR, 0);
         block.set_owner(Owner::Moving);
-        let flow = Flow { local: local.into(), remote: peer.into() };
+        // Sockets that are bound to a device, and link-local addresses, are the kernel's.
+        let flow = Flow { local: local.into(), remote: peer.into(), device: 0 };
         let cgroup = self.cgroups.of(process);
         let made_by = Place::Nic;
         let mut connection = Connection {

@@ -171,7 +171,7 @@ impl Agent {
                 if !kernel.receive(&mut frame) {
                     break;
                 }
-                if !TcpFrame::parse(frame.bytes()).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed()))
+                if !TcpFrame::parse(frame.bytes(), 0).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed()))
                     && let Some(wire) = &mut wire
                 {
                     wire.transmit(&mut frame);

@@ -228,9 +228,9 @@ mod tests {
         let (mut tracker, cid) = (Tracker::default(), Cid(5));
         tracker.note(cid, 7, Entry::default());
         assert!(tracker.tracked(cid, 7).is_some() && tracker.tracked(cid, 8).is_none());
-        tracker.end(None, cid, 8, &Flow { local: LOCAL, remote: LOCAL });
+        tracker.end(None, cid, 8, &Flow { local: LOCAL, remote: LOCAL, device: 0 });
         assert!(tracker.tracked(cid, 7).is_some());
-        tracker.end(None, cid, 7, &Flow { local: LOCAL, remote: LOCAL });
+        tracker.end(None, cid, 7, &Flow { local: LOCAL, remote: LOCAL, device: 0 });
         assert!(tracker.tracked(cid, 7).is_none());
     }
 

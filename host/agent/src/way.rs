@@ -34,6 +34,12 @@ pub(crate) struct Way {
 }
 
 impl Way {
+    /// The device of the connection's flow: the one that its socket is bound to, which is then the one that its frames leave by; inline,
+    /// where there is one device, 0.
+    pub fn device(&self) -> u32 {
+        if self.path.anywhere { 0 } else { self.path.leaves_by }
+    }
+
     /// Whether frames would have the same Ethernet header as `link` and leave by the same device.
     pub fn leads_as(&self, link: &Link) -> bool {
         (self.link.interface, self.link.source, self.link.destination) == (link.interface, link.source, link.destination)
@@ -49,7 +55,8 @@ fn flow_label(routing: &Routing, flow: &Flow) -> u32 {
         return chosen;
     }
     // FNV-1a, folded to 20 bits; 0 would be no label.
-    let hash = flow.to_bytes().iter().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
+    let hash =
+        flow.by(0).to_bytes().iter().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
     ((hash >> 20 ^ hash) & LABEL).max(1)
 }
 
@@ -101,6 +108,10 @@ impl Ground<'_> {
             return Err(if vrf { Refusal::Vrf(routing.device) } else { Refusal::Bound(routing.device, route.interface) });
         }
         let interface = self.device(route.interface)?;
+        // Two links may have the same addresses, and only the device tells which one a frame belongs to.
+        if connection.flow.is_link_local() && routing.device == 0 && matches!(self.shape, Shape::Beside { .. }) {
+            return Err(Refusal::NoLink);
+        }
         if interface.vrf || interface.master == Master::Vrf {
             return Err(Refusal::Vrf(interface.index));
         }
@@ -152,6 +163,12 @@ impl Ground<'_> {
         }
         let routing = Routing::of(fd, v4, peer).map_err(|error| system("getsockopt", &error))?;
         let route = route::of_connection(self.routes, local, peer, &routing).map_err(|_| Refusal::NoRoute)?;
+        if (Flow { local: local.into(), remote: peer.into(), device: 0 }).is_link_local()
+            && routing.device == 0
+            && matches!(self.shape, Shape::Beside { .. })
+        {
+            return Err(Refusal::NoLink);
+        }
         if route.local || routing.on_link && route.gateway.is_some() {
             return Err(Refusal::NoRoute);
         }
@@ -162,7 +179,8 @@ impl Ground<'_> {
             return Err(Refusal::Encapsulated);
         }
         let interface = self.device(route.interface)?;
-        let flow = Flow { local: local.into(), remote: peer.into() };
+        // The firewall's and IPsec's rules are asked with the device.
+        let flow = Flow { local: local.into(), remote: peer.into(), device: interface.index };
         self.guards.pass(self.routes, &flow, interface.index)?;
         match self.guards.verdict(&flow, interface.index, routing.mark)? {
             Verdict::Clear => {}

@@ -463,7 +463,7 @@ impl Attacher {
         let connection = self.shared.unregistered();
         self.shared.take_charge(&connection, number);
         let cookie = socket::cookie(copy)?;
-        let flow = Flow { local: local.into(), remote: peer.into() };
+        let flow = Flow { local: local.into(), remote: peer.into(), device: socket::device(copy)? };
         self.bypass.watch(cookie)?;
         self.by_cookie.insert(cookie, number);
         let (joined, stash, declined, shut, closed) = (None, Vec::new(), None, false, None);

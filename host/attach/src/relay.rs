@@ -64,7 +64,7 @@ impl Joined {
         let (sink, _) = listener.accept()?;
         engine.set_nonblocking(true)?;
         let _ = socket::set(engine.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1 << 20);
-        let engine_flow = Flow { local: engine.local_addr()?.into(), remote: engine.peer_addr()?.into() };
+        let engine_flow = Flow { local: engine.local_addr()?.into(), remote: engine.peer_addr()?.into(), device: 0 };
         Ok(Joined { engine, engine_flow, _sink: sink, pushed: 0, accounted: 0, sent: true })
     }
 }

@@ -56,9 +56,17 @@ pub enum Refusal {
     /// It is bound to a device, and its route leads through another.
     #[error("it is bound to interface {0} (SO_BINDTODEVICE), and its route leads through interface {1}")]
     Bound(u32, u32),
-    /// A connection of another device has the same addresses and ports, and is on a NIC.
-    #[error("a connection by another interface, with the same addresses and ports, is on a NIC")]
+    /// A connection has the same addresses and ports and is on a NIC, and no device tells the two apart: one of them is bound to none, or both
+    /// are to the same.
+    #[error(
+        "a connection with the same addresses and ports is on a NIC, and no interface to which both are bound tells them apart"
+    )]
     Twin,
+    /// Its addresses are link-local, and its socket is bound to no device.
+    #[error(
+        "its addresses are link-local, and its socket is bound to no interface (SO_BINDTODEVICE): another link may have the same"
+    )]
+    NoLink,
     /// It belongs to a VRF.
     #[error("it belongs to a VRF (interface {0}), whose rules only the kernel follows")]
     Vrf(u32),
@@ -124,6 +132,9 @@ pub enum Refusal {
     /// Its route leads to another NIC than when its move began.
     #[error("its route leads to another NIC now; try again")]
     AnotherNic,
+    /// Its socket has been bound to another device since the move began.
+    #[error("its program has bound its socket to another interface meanwhile (SO_BINDTODEVICE); try again")]
+    Rebound,
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,
@@ -193,6 +204,7 @@ impl Refusal {
                 | NoRoom
                 | NicGone
                 | AnotherNic
+                | Rebound
         )
     }
 
@@ -244,7 +256,9 @@ mod tests {
     /// A transient refusal says "try again", or names a cause that passes.
     #[test]
     fn what_asks_to_try_again_is_transient() {
-        for refusal in [Refusal::OutOfOrder, Refusal::Busy, Refusal::Unsettled, Refusal::Acknowledged, Refusal::AnotherNic] {
+        for refusal in
+            [Refusal::OutOfOrder, Refusal::Busy, Refusal::Unsettled, Refusal::Acknowledged, Refusal::AnotherNic, Refusal::Rebound]
+        {
             assert!(refusal.is_transient() && refusal.to_string().ends_with("try again"), "{refusal}");
         }
         for refusal in [Refusal::Mptcp, Refusal::Unproved, Refusal::CalledOff, Refusal::Ended, Refusal::NoRoute] {

@@ -118,7 +118,11 @@ pub(crate) fn update(map: BorrowedFd<'_>, key: &[u8], value: &[u8]) -> io::Resul
 
 /// Whether a map has a key. `value` is the number of bytes of its values.
 pub(crate) fn has(map: BorrowedFd<'_>, key: &[u8], value: usize) -> bool {
-    let mut found = vec![0u8; value];
+    read(map, key, &mut vec![0u8; value])
+}
+
+/// Reads a value of a map, which is as long as `found`. False if the map does not have the key.
+pub(crate) fn read(map: BorrowedFd<'_>, key: &[u8], found: &mut [u8]) -> bool {
     let mut attributes = [0; 32];
     attributes[0] = map.as_raw_fd() as u32;
     point(&mut attributes, 2, key);

@@ -9,12 +9,12 @@
 
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::bpf::{self, MapKind, ProgramKind};
-use crate::programs::KEY_BYTES;
+use crate::programs::ENDS;
 use crate::ring_buffer::{RECORD, RingBuffer};
-use crate::{btf, key};
+use crate::{btf, ends};
 use baton_shm::Region;
 use baton_wire::Flow;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -48,6 +48,8 @@ const SPLICED: i32 = 4;
 #[derive(Debug)]
 pub struct SocketBypass {
     sockets: OwnedFd,
+    /// Keys of the programs' sockets in it.
+    joined: HashSet<[u8; ENDS]>,
     known: Known,
     _unwatched: OwnedFd,
     ring: RingBuffer,
@@ -72,7 +74,7 @@ impl SocketBypass {
     /// The failed system call's. If this process may not load BPF programs, or this kernel lacks something, the message says
     /// what to do.
     pub fn new(sockets: u32, unwatched_after: u32) -> io::Result<SocketBypass> {
-        let map = bpf::create_map_of(MapKind::SocketHash, KEY_BYTES as u32, 8, 2 * sockets)?;
+        let map = bpf::create_map_of(MapKind::SocketHash, ENDS as u32, 8, 2 * sockets)?;
         let known = Known::new(2 * sockets)?;
         let unwatched = bpf::create_map_of(MapKind::LeastRecentlyUsedHash, 8, 8, UNWATCHED_SOCKETS)?;
         let ring = RingBuffer::new()?;
@@ -87,29 +89,38 @@ impl SocketBypass {
         ]
         .map(|(name, program)| bpf::attach_to_tracepoint(btf::tracepoint(name)?, &program));
         let links = links.into_iter().collect::<io::Result<Vec<_>>>()?;
-        Ok(SocketBypass { sockets: map, known, _unwatched: unwatched, ring, _links: links })
+        Ok(SocketBypass { sockets: map, joined: HashSet::new(), known, _unwatched: unwatched, ring, _links: links })
     }
 
     /// Makes what the program sends on its socket go to `engine`, and what is sent on `engine` go to the program. No thread of
     /// the program may be inside a call on the socket. Both must be ESTABLISHED.
     ///
     /// # Errors
-    /// The failed system call's.
+    /// The failed system call's; `EADDRINUSE` if a socket with the same addresses and ports is joined. (Devices may tell the two apart,
+    /// and this map does not.)
     pub fn join(&mut self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
+        if !self.joined.insert(ends(program.0)) {
+            return Err(io::ErrorKind::AddrInUse.into());
+        }
+        self.put(cookie, program, engine).inspect_err(|_| self.part(cookie, program.0, engine.0))
+    }
+
+    fn put(&mut self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
         self.watch(cookie)?;
         self.known.set_joined(cookie, true)?;
         let put =
-            |at: &Flow, to: BorrowedFd<'_>| bpf::update(self.sockets.as_fd(), &key(at), &(to.as_raw_fd() as u64).to_ne_bytes());
+            |at: &Flow, to: BorrowedFd<'_>| bpf::update(self.sockets.as_fd(), &ends(at), &(to.as_raw_fd() as u64).to_ne_bytes());
         // The engine first, so that the program's bytes have a destination at every moment.
-        put(program.0, engine.1).and_then(|()| put(engine.0, program.1)).inspect_err(|_| self.part(cookie, program.0, engine.0))
+        put(program.0, engine.1).and_then(|()| put(engine.0, program.1))
     }
 
     /// Undoes [`SocketBypass::join`]. Bytes in the program's queue that it has not read are dropped.
-    pub fn part(&self, cookie: u64, program: &Flow, engine: &Flow) {
+    pub fn part(&mut self, cookie: u64, program: &Flow, engine: &Flow) {
+        self.joined.remove(&ends(program));
         let _ = self.known.set_joined(cookie, false);
         for at in [engine, program] {
             // A closed socket is not in the map any more.
-            let _ = bpf::delete(self.sockets.as_fd(), &key(at));
+            let _ = bpf::delete(self.sockets.as_fd(), &ends(at));
         }
     }
 
@@ -360,7 +371,7 @@ mod tests {
     use std::time::Duration;
 
     fn flow(socket: &TcpStream) -> Flow {
-        Flow { local: socket.local_addr().unwrap().into(), remote: socket.peer_addr().unwrap().into() }
+        Flow { local: socket.local_addr().unwrap().into(), remote: socket.peer_addr().unwrap().into(), device: 0 }
     }
 
     fn cookie(socket: &TcpStream) -> u64 {

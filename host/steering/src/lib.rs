@@ -1,6 +1,6 @@
 //! Steering for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
 //!
-//! One map holds the 4-tuples that the NIC owns, the addresses of its sessions for messages (RMPP), and the endpoints at which it
+//! One map holds the flows that the NIC owns (4-tuples, with the device of those that are link-local or bound to one), the addresses of its sessions for messages (RMPP), and the endpoints at which it
 //! makes connections; another the devices at which the kernel accepts packets whose answers leave by other devices; a third the
 //! 4-tuples of handshakes, which the program at a device's ingress enters itself. Four small programs use them. Two at the devices (tc) keep the kernel from receiving and from sending those
 //! connections' frames; two at packet sockets let the NIC receive exactly those. A fifth gives frames to the kernel as if a
@@ -36,13 +36,13 @@ pub enum Steer {
 
 /// What stands in the map for a session for messages, which receives datagrams at `local` from any address.
 pub fn messages_flow(local: Endpoint) -> Flow {
-    Flow { local, remote: Endpoint { address: [0; 16], port: 0 } }
+    Flow { local, remote: Endpoint { address: [0; 16], port: 0 }, device: 0 }
 }
 
 /// What stands in the map for a listener whose connections the NIC makes: the remote endpoint is none that a client can have, and
 /// differs from that of [`messages_flow`].
 pub fn listener_flow(local: Endpoint) -> Flow {
-    Flow { local, remote: Endpoint { address: [0; 16], port: LISTENER_PORT } }
+    Flow { local, remote: Endpoint { address: [0; 16], port: LISTENER_PORT }, device: 0 }
 }
 
 const LISTENER_PORT: u16 = 1;
@@ -108,8 +108,8 @@ pub struct Steering {
     flows: OwnedFd,
     devices: OwnedFd,
     handshakes: OwnedFd,
-    /// Whether there are listeners: one word.
-    listening: OwnedFd,
+    /// Two words: whether there are listeners, and whether there has been a flow that is bound to a device and not link-local.
+    kinds: OwnedFd,
     ingress: OwnedFd,
     egress: OwnedFd,
 }
@@ -131,22 +131,22 @@ impl Steering {
         let devices = bpf::create_map(4, programs::DEVICE_BYTES as u32, MOST_DEVICES)?;
         let kind = bpf::MapKind::LeastRecentlyUsedHash;
         let handshakes = bpf::create_map_of(kind, programs::KEY_BYTES as u32, programs::VALUE_BYTES as u32, HANDSHAKES)?;
-        let listening = bpf::create_map_of(bpf::MapKind::Array, 4, 4, 1)?;
-        let maps = programs::Maps::of([&flows, &devices, &handshakes, &listening]);
+        let kinds = bpf::create_map_of(bpf::MapKind::Array, 4, 4, 2)?;
+        let maps = programs::Maps::of([&flows, &devices, &handshakes, &kinds]);
         let ingress = bpf::load(bpf::ProgramKind::Device, &programs::ingress(maps))?;
-        let egress = bpf::load(bpf::ProgramKind::Device, &programs::egress(flows.as_fd()))?;
-        Ok(Steering { flows, devices, handshakes, listening, ingress, egress })
+        let egress = bpf::load(bpf::ProgramKind::Device, &programs::egress(maps))?;
+        Ok(Steering { flows, devices, handshakes, kinds, ingress, egress })
     }
 
     /// A steering that another process made.
-    pub fn from_fds([flows, devices, handshakes, listening, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
-        Steering { flows, devices, handshakes, listening, ingress, egress }
+    pub fn from_fds([flows, devices, handshakes, kinds, ingress, egress]: [OwnedFd; DESCRIPTORS]) -> Steering {
+        Steering { flows, devices, handshakes, kinds, ingress, egress }
     }
 
     /// Its descriptors, for another process.
     pub fn fds(&self) -> [BorrowedFd<'_>; DESCRIPTORS] {
-        let Steering { flows, devices, handshakes, listening, ingress, egress } = self;
-        [flows, devices, handshakes, listening, ingress, egress].map(AsFd::as_fd)
+        let Steering { flows, devices, handshakes, kinds, ingress, egress } = self;
+        [flows, devices, handshakes, kinds, ingress, egress].map(AsFd::as_fd)
     }
 
     /// Attaches the programs to a device of the calling thread's network namespace.
@@ -175,8 +175,7 @@ impl Steering {
     /// # Errors
     /// The failed system call's.
     pub fn filter_incoming(&self, socket: BorrowedFd<'_>, nic: Option<u32>) -> io::Result<()> {
-        let maps = programs::Maps::of([&self.flows, &self.devices, &self.handshakes, &self.listening]);
-        let program = programs::incoming(maps, nic);
+        let program = programs::incoming(self.maps(), nic);
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
     }
 
@@ -185,14 +184,22 @@ impl Steering {
     /// # Errors
     /// The failed system call's.
     pub fn filter_outgoing(&self, socket: BorrowedFd<'_>, nic: Option<u32>) -> io::Result<()> {
-        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.flows.as_fd(), nic))?, socket)
+        bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &programs::outgoing(self.maps(), nic))?, socket)
     }
 
-    /// Sets what happens to a connection's frames.
+    fn maps(&self) -> programs::Maps<'_> {
+        programs::Maps::of([&self.flows, &self.devices, &self.handshakes, &self.kinds])
+    }
+
+    /// Sets what happens to a connection's frames. The first of those that are bound to a device makes the programs look for such flows,
+    /// which costs each frame one more search from then on.
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if the map is full.
     pub fn set(&self, flow: &Flow, path: &Path, steer: Steer) -> io::Result<()> {
+        if flow.device != 0 && !flow.is_link_local() && !self.has_bound() {
+            bpf::update(self.kinds.as_fd(), &programs::BOUND.to_ne_bytes(), &1u32.to_ne_bytes())?;
+        }
         let family = if flow.is_v4() { V4 } else { V6 };
         let words = [steer as u32, path.leaves_by, if path.anywhere { family } else { 0 }].into_iter().chain(path.also_at);
         let words = words.chain([path.nic]);
@@ -241,13 +248,13 @@ impl Steering {
         if !listening {
             bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, |_| true);
         }
-        bpf::update(self.listening.as_fd(), &0u32.to_ne_bytes(), &u32::from(listening).to_ne_bytes())
+        bpf::update(self.kinds.as_fd(), &programs::LISTENERS.to_ne_bytes(), &u32::from(listening).to_ne_bytes())
     }
 
     /// Removes all listeners, with which an agent that has died may have left the map.
     pub fn forget_listeners(&self) {
         let part = LISTENER_PORT.to_be_bytes();
-        bpf::clear(self.flows.as_fd(), programs::KEY_BYTES, |key| key[16..32] == [0; 16] && key[34..] == part);
+        bpf::clear(self.flows.as_fd(), programs::KEY_BYTES, |key| key[16..32] == [0; 16] && key[34..36] == part);
     }
 
     /// Forgets the handshakes at an endpoint: the kernel gets what their clients send.
@@ -264,6 +271,12 @@ impl Steering {
         bpf::delete(self.handshakes.as_fd(), &key(flow))
     }
 
+    /// Whether there may be flows that are bound to a device and not link-local.
+    pub fn has_bound(&self) -> bool {
+        let mut bound = [0; 4];
+        bpf::read(self.kinds.as_fd(), &programs::BOUND.to_ne_bytes(), &mut bound) && bound != [0; 4]
+    }
+
     /// Whether a flow is steered.
     pub fn has(&self, flow: &Flow) -> bool {
         bpf::has(self.flows.as_fd(), &key(flow), programs::VALUE_BYTES)
@@ -275,9 +288,17 @@ impl Steering {
     }
 }
 
-/// A flow in the byte order in which the programs read it from a frame: addresses, then ports in network order.
+/// A flow in the byte order in which the programs read it from a frame: see [`ends`]; then the device.
 fn key(flow: &Flow) -> [u8; programs::KEY_BYTES] {
     let mut key = [0; programs::KEY_BYTES];
+    key[..programs::ENDS].copy_from_slice(&ends(flow));
+    key[programs::ENDS..].copy_from_slice(&flow.device.to_ne_bytes());
+    key
+}
+
+/// A 4-tuple in that order: addresses, then ports in network order.
+fn ends(flow: &Flow) -> [u8; programs::ENDS] {
+    let mut key = [0; programs::ENDS];
     key[..16].copy_from_slice(&flow.local.address);
     key[16..32].copy_from_slice(&flow.remote.address);
     key[32..34].copy_from_slice(&flow.local.port.to_be_bytes());
@@ -298,15 +319,14 @@ mod tests {
             return;
         }
         let steering = Steering::new(8).unwrap();
-        let (flows, devices) = (steering.flows.as_fd(), steering.devices.as_fd());
-        let maps = programs::Maps::of([&steering.flows, &steering.devices, &steering.handshakes, &steering.listening]);
+        let (devices, maps) = (steering.devices.as_fd(), steering.maps());
         for nic in [None, Some(1)] {
-            for way in [programs::incoming(maps, nic), programs::outgoing(flows, nic)] {
+            for way in [programs::incoming(maps, nic), programs::outgoing(maps, nic)] {
                 bpf::load(bpf::ProgramKind::Socket, &way).unwrap();
             }
         }
         bpf::load(bpf::ProgramKind::Device, &programs::inject(devices)).unwrap();
-        let flow = Flow { local: Endpoint::v4([127, 0, 0, 1], 1), remote: Endpoint::v4([127, 0, 0, 1], 2) };
+        let flow = Flow { local: Endpoint::v4([127, 0, 0, 1], 1), remote: Endpoint::v4([127, 0, 0, 1], 2), device: 0 };
         let path = Path { leaves_by: 1, ..Path::default() };
         steering.set(&flow, &path, Steer::Mirror).unwrap();
         steering.set(&flow, &path, Steer::Steal).unwrap();
@@ -319,6 +339,10 @@ mod tests {
         steering.remove(&flow).unwrap();
         assert!(!steering.has(&flow) && steering.has(&flow.reversed()));
         assert_eq!(steering.count(), 1);
+        assert!(!steering.has_bound());
+        steering.set(&flow.by(7), &path, Steer::Steal).unwrap();
+        assert!(steering.has(&flow.by(7)) && !steering.has(&flow) && !steering.has(&flow.by(8)) && steering.has_bound());
+        steering.remove(&flow.by(7)).unwrap();
         steering.set_listening(true).unwrap();
         steering.forget_handshake(&flow).unwrap();
         steering.forget_handshakes(flow.local);

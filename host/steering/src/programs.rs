@@ -17,19 +17,20 @@ pub(crate) struct Maps<'a> {
     flows: BorrowedFd<'a>,
     devices: BorrowedFd<'a>,
     handshakes: BorrowedFd<'a>,
-    listening: BorrowedFd<'a>,
+    kinds: BorrowedFd<'a>,
 }
 
 impl<'a> Maps<'a> {
-    /// Flows, devices, handshakes, listening.
+    /// Flows, devices, handshakes, kinds.
     pub fn of(maps: [&'a OwnedFd; 4]) -> Maps<'a> {
-        let [flows, devices, handshakes, listening] = maps.map(AsFd::as_fd);
-        Maps { flows, devices, handshakes, listening }
+        let [flows, devices, handshakes, kinds] = maps.map(AsFd::as_fd);
+        Maps { flows, devices, handshakes, kinds }
     }
 }
 
-/// Bytes of the map's key.
-pub(crate) const KEY_BYTES: usize = 36;
+/// Bytes of the map's key: addresses and ports, which are [`ENDS`], then the device.
+pub(crate) const KEY_BYTES: usize = ENDS + 4;
+pub(crate) const ENDS: usize = 36;
 
 /// Bytes of its value: the state; the device by which the connection's frames leave; the bit of the connection's family, if it
 /// is received at the devices of the map of devices, too; further devices at which it is received in any case; the NIC's number.
@@ -49,8 +50,13 @@ const LOCAL: i16 = KEY;
 const REMOTE: i16 = KEY + 16;
 const LOCAL_PORT: i16 = KEY + 32;
 const REMOTE_PORT: i16 = KEY + 34;
+const DEVICE: i16 = KEY + 36;
 const SMALL: i16 = -48;
 const HEADER: i16 = -88;
+
+/// Words of the map of kinds.
+pub(crate) const LISTENERS: u32 = 0;
+pub(crate) const BOUND: u32 = 1;
 
 /// Offsets in `__sk_buff`.
 const PACKET_TYPE: i16 = 4;
@@ -117,10 +123,41 @@ enum Opens {
     Entered,
 }
 
+/// Looks up the flow in the map of flows, where the key without a device is on the stack. Goes on with its value in R0, 0 if there is none,
+/// and the key as it was. A flow of link-local addresses has the frame's device (R8 is not 0), so that it is another one at each link.
+/// One of other addresses may be bound to the device, if there are such flows at all; those go first.
+fn look_up_flow(a: &mut Assembler, flows: BorrowedFd<'_>, kinds: BorrowedFd<'_>) {
+    a.jump_if(R::R8, 0, "not link-local");
+    a.load(Size::Word, R::R1, R::R6, INTERFACE).store(Size::Word, R::R10, DEVICE, R::R1);
+    look_up(a, flows, KEY);
+    a.jump("looked up").label("not link-local");
+    a.store_word(R::R10, HEADER, BOUND as i32).map(R::R1, kinds).mov(R::R2, R::R10).add(R::R2, i32::from(HEADER));
+    a.call(Helper::MapLookup).jump_if(R::R0, 0, "bound to none");
+    a.load(Size::Word, R::R1, R::R0, 0).jump_if(R::R1, 0, "bound to none");
+    a.load(Size::Word, R::R1, R::R6, INTERFACE).store(Size::Word, R::R10, DEVICE, R::R1);
+    look_up(a, flows, KEY);
+    a.store_word(R::R10, DEVICE, 0).jump_unless(R::R0, 0, "looked up");
+    a.label("bound to none");
+    look_up(a, flows, KEY);
+    a.label("looked up");
+}
+
+/// Sets R8 to 1 if an address in the key is link-local (RFC 4291 section 2.5.6), else to 0.
+fn find_link_local(a: &mut Assembler) {
+    let (mask, prefix) = (i32::from(0xffc0u16.to_be()), i32::from(0xfe80u16.to_be()));
+    a.set(R::R8, 1);
+    for at in [LOCAL, REMOTE] {
+        a.load(Size::Half, R::R1, R::R10, at).and(R::R1, mask).jump_if(R::R1, prefix, "link-local");
+    }
+    a.set(R::R8, 0).label("link-local");
+}
+
 /// Looks for the handshake that a TCP segment without a flow belongs to: goes on with the map's value in R0, or jumps to `unknown`.
 /// The offset of the segment's header is at [`SMALL`].
 fn find_handshake(a: &mut Assembler, opens: Opens, maps: Maps<'_>) {
-    a.store_word(R::R10, HEADER, 0).map(R::R1, maps.listening).mov(R::R2, R::R10).add(R::R2, i32::from(HEADER));
+    // The NIC has no listeners at link-local addresses.
+    a.jump_unless(R::R8, 0, "unknown");
+    a.store_word(R::R10, HEADER, LISTENERS as i32).map(R::R1, maps.kinds).mov(R::R2, R::R10).add(R::R2, i32::from(HEADER));
     a.call(Helper::MapLookup).jump_if(R::R0, 0, "unknown");
     a.load(Size::Word, R::R1, R::R0, 0).jump_if(R::R1, 0, "unknown");
     look_up(a, maps.handshakes, KEY);
@@ -140,6 +177,7 @@ fn find_handshake(a: &mut Assembler, opens: Opens, maps: Maps<'_>) {
     }
     a.load(Size::Half, R::R1, R::R10, LOCAL_PORT).store(Size::Half, R::R10, HEADER + 32, R::R1);
     a.set(R::R1, i32::from(LISTENER_PORT.to_be())).store(Size::Half, R::R10, HEADER + 34, R::R1);
+    a.store_word(R::R10, HEADER + 36, 0);
     look_up(a, maps.flows, HEADER);
     a.jump_if(R::R0, 0, "unknown");
     a.map(R::R1, maps.handshakes).mov(R::R2, R::R10).add(R::R2, i32::from(KEY)).mov(R::R3, R::R0).set(R::R4, 0);
@@ -189,9 +227,9 @@ fn judge(a: &mut Assembler, way: Way, [segment, datagram]: [&'static str; 2]) {
 /// Looks up the frame's flow; of a datagram that comes in, its destination, at which a session for messages may receive. Jumps to
 /// `other` if the frame is neither, with its IP protocol in R7 (0 if it is not IP), and to `unknown` if the map does not contain
 /// it. Else goes on, with the state in R7, and a pointer to the map's value in R0.
-fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>, opening: Option<(Opens, Maps<'_>)>) {
+fn find(a: &mut Assembler, way: Way, maps: Maps<'_>, opening: Option<Opens>) {
     let [source, destination] = way.places();
-    a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R2, 12);
+    a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R8, 0).store_word(R::R10, DEVICE, 0).set(R::R2, 12);
     load_bytes(a, SMALL, 2);
     a.load(Size::Half, R::R1, R::R10, SMALL);
     a.jump_if(R::R1, i32::from(0x0800u16.to_be()), "v4").jump_if(R::R1, i32::from(0x86ddu16.to_be()), "v6").jump("other");
@@ -220,6 +258,7 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>, opening: Option<(Ope
     for (from, to) in [(8, source), (16, source + 8), (24, destination), (32, destination + 8)] {
         a.load(Size::Double, R::R1, R::R10, HEADER + from).store(Size::Double, R::R10, to, R::R1);
     }
+    find_link_local(a);
     // A frame of more than 64 KB has its length in an option.
     a.jump_unless(R::R7, HOP_BY_HOP, "without options").set(R::R2, ETHERNET + 40);
     load_bytes(a, HEADER, 4);
@@ -237,14 +276,14 @@ fn find(a: &mut Assembler, way: Way, flows: BorrowedFd<'_>, opening: Option<(Ope
         a.load(Size::Half, R::R1, R::R10, from).store(Size::Half, R::R10, to, R::R1);
     }
     if way == Way::Incoming {
-        // A session for messages receives from whatever address.
-        a.jump_if(R::R7, 0, "look up").set(R::R1, 0);
+        // A session for messages receives from whatever address, by the devices of its value.
+        a.jump_if(R::R7, 0, "look up").set(R::R8, 0).set(R::R1, 0);
         a.store(Size::Double, R::R10, REMOTE, R::R1).store(Size::Double, R::R10, REMOTE + 8, R::R1);
         a.store(Size::Half, R::R10, REMOTE_PORT, R::R1).label("look up");
     }
-    look_up(a, flows, KEY);
+    look_up_flow(a, maps.flows, maps.kinds);
     match opening {
-        Some((opens, maps)) => {
+        Some(opens) => {
             a.jump_unless(R::R0, 0, "found").jump_unless(R::R7, 0, "unknown");
             find_handshake(a, opens, maps);
             a.label("found");
@@ -294,7 +333,7 @@ pub(crate) fn ingress(maps: Maps<'_>) -> Vec<u8> {
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "injected");
     a.jump_unless(R::R2, ROUTED as i32, "unmarked");
     a.store_word(R::R1, SKB_MARK, 0).label("unmarked");
-    find(&mut a, Way::Incoming, maps.flows, Some((Opens::Entered, maps)));
+    find(&mut a, Way::Incoming, maps, Some(Opens::Entered));
     comes_here(&mut a, maps.devices);
     a.jump_unless(R::R7, Steer::Steal as i32, "other").set(R::R0, SHOT).exit();
     a.label("injected").store_word(R::R1, SKB_MARK, 0);
@@ -304,11 +343,11 @@ pub(crate) fn ingress(maps: Maps<'_>) -> Vec<u8> {
 
 /// Program at a device's egress: the kernel sends nothing for the NIC's connections, by any device; of one that is bound to a device, by
 /// that one: by another device another connection may have the same addresses and ports.
-pub(crate) fn egress(flows: BorrowedFd<'_>) -> Vec<u8> {
+pub(crate) fn egress(maps: Maps<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours");
     a.jump_if(R::R2, ROUTED as i32, "other").jump_if(R::R2, INJECTED as i32, "other");
-    find(&mut a, Way::Outgoing, flows, None);
+    find(&mut a, Way::Outgoing, maps, None);
     a.load(Size::Word, R::R1, R::R0, ANYWHERE).jump_unless(R::R1, 0, "theirs");
     leaves_here(&mut a);
     a.jump("theirs");
@@ -336,7 +375,7 @@ pub(crate) fn incoming(maps: Maps<'_>, nic: Option<u32>) -> Vec<u8> {
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, INJECTED as i32, "unknown");
     a.jump_if(R::R2, AGGREGATED as i32, "unknown");
-    find(&mut a, Way::Incoming, maps.flows, Some((Opens::Sought, maps)));
+    find(&mut a, Way::Incoming, maps, Some(Opens::Sought));
     is_of(&mut a, nic);
     comes_here(&mut a, maps.devices);
     a.label("whole").set(R::R0, -1).exit();
@@ -347,10 +386,10 @@ pub(crate) fn incoming(maps: Maps<'_>, nic: Option<u32>) -> Vec<u8> {
 }
 
 /// Filter of a NIC's second packet socket: what the kernel sends for connections that are being mirrored.
-pub(crate) fn outgoing(flows: BorrowedFd<'_>, nic: Option<u32>) -> Vec<u8> {
+pub(crate) fn outgoing(maps: Maps<'_>, nic: Option<u32>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_unless(R::R2, OUTGOING, "unknown");
-    find(&mut a, Way::Outgoing, flows, None);
+    find(&mut a, Way::Outgoing, maps, None);
     is_of(&mut a, nic);
     leaves_here(&mut a);
     a.jump_unless(R::R7, Steer::Mirror as i32, "unknown").set(R::R0, -1).exit();

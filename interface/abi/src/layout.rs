@@ -190,15 +190,15 @@ pub mod slot {
     pub const POSTED: usize = 60;
     /// The two copies of the record.
     pub const RECORDS: usize = 64;
-    /// The encoded 4-tuple: local address, remote address, local port, remote port (36 bytes, ports little-endian).
+    /// The encoded flow: local address, remote address, local port, remote port, index of its device (40 bytes, numbers little-endian).
     pub const FLOW: usize = 192;
     /// Written by the agent: memory that the connection has grown into, which replaces that of the journal. A 4-byte word that
     /// says which of two copies is valid, 0 for none; then the copies of [`GROWN_WORDS`] words.
-    pub const GROWN: usize = 228;
+    pub const GROWN: usize = 232;
     /// 4-byte words of one such copy: cid, receive base and size, send base and size.
     pub const GROWN_WORDS: usize = 5;
     /// The agent's journal of a move: phase, length, entry. Of a longer one the entry lies in [`super::scratch::JOURNAL`].
-    pub const JOURNAL: usize = 272;
+    pub const JOURNAL: usize = 276;
     /// Bytes of the journal.
     pub const JOURNAL_BYTES: usize = super::nic::SLOT_BYTES - JOURNAL;
 }
@@ -542,7 +542,7 @@ const _: () = {
     assert!(nic::address(nic::MOST_ADDRESSES) <= nic::AGENT_PULSE && nic::PULSES.is_multiple_of(64));
     assert!(slot::PARAMETERS + 24 <= slot::NEXT_CID && slot::LIMITS + 8 <= slot::READ && slot::POSTED + 4 <= slot::RECORDS);
     assert!(slot::RECORDS.is_multiple_of(64) && slot::RECORDS + 2 * crate::record::WORDS * 8 <= slot::FLOW);
-    assert!(slot::FLOW + 36 <= slot::GROWN && slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::JOURNAL);
+    assert!(slot::FLOW + 40 <= slot::GROWN && slot::GROWN + 4 + 8 * slot::GROWN_WORDS <= slot::JOURNAL);
     assert!(nic::SLOT_BYTES.is_multiple_of(64), "records lie in cache lines of their own");
     assert!(scratch::POSTS + scratch::POSTS_BYTES <= nic::SCRATCH_BYTES);
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());

@@ -201,5 +201,5 @@ macro_rules! fields {
 pub(crate) use fields;
 
 fields!(Endpoint { address, port });
-fields!(Flow { local, remote });
+fields!(Flow { local, remote, device });
 fields!(Link { source, destination, ttl, tos, flow_label, interface });

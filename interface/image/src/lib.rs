@@ -376,7 +376,7 @@ mod tests {
     use baton_wire::Endpoint;
 
     pub(crate) fn sample() -> Image {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
         Image {
             rcv_wscale: 8,
             keepalive: true,

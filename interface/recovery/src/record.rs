@@ -161,7 +161,7 @@ mod tests {
     use baton_wire::{Endpoint, Flow};
 
     fn at_death(record: &Record, program: &Progress) -> Option<Image> {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
         image_at_death(&Image::open(flow), 1 << 16, 3_000, record, program)
     }
 
@@ -193,7 +193,7 @@ mod tests {
     /// Memory that holds a byte which somebody may still read, or which may hold one, is not empty.
     #[test]
     fn only_memory_that_nobody_needs_is_empty() {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
         let idle = Image::open(flow);
         assert_eq!(empty_memory(&idle, 0, Some(&[])), (true, true));
         assert_eq!(empty_memory(&idle, 1, Some(&[])), (false, true), "the program has a byte to read");
@@ -235,7 +235,7 @@ mod tests {
     /// The kernel counts what the replay brings as new. A peer that has sent nothing for weeks would be refused by its old timestamp.
     #[test]
     fn a_timestamp_of_long_ago_is_forgotten() {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
         let handed = Image { ts_clock: u32::MAX - 5, ..Image::open(flow) };
         let program = Progress { flags: 0, queued: 1, read: 1 };
         let ends = Record { state: State::Established as u8, snd_una: 1, snd_nxt: 1, snd_end: 1, ..Record::default() };

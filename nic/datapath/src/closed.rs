@@ -57,8 +57,14 @@ impl Closed {
         self.count += 1;
     }
 
-    pub fn find(&self, key: &FlowKey) -> Option<u32> {
-        self.lookup.find(key, |index| matches!(self.entries.get(index as usize), Some(Some(found)) if found.key == *key))
+    /// The connection that gets a frame with this key.
+    pub fn find(&self, frame: &FlowKey) -> Option<u32> {
+        self.lookup.find(frame, |index| matches!(self.entries.get(index as usize), Some(Some(found)) if found.key.admits(frame)))
+    }
+
+    /// The connection that gets frames which one with this key would get, too.
+    pub fn overlapping(&self, key: &FlowKey) -> Option<u32> {
+        self.lookup.find(key, |index| matches!(self.entries.get(index as usize), Some(Some(found)) if found.key.overlaps(key)))
     }
 
     pub fn get_mut(&mut self, index: u32) -> Option<&mut Opening> {
@@ -124,7 +130,7 @@ mod tests {
     use baton_wire::{Endpoint, Flags, Flow};
 
     fn rest(port: u16) -> Box<Opening> {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 9], port) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 9], port), device: 0 };
         let syn = Segment { seq: 7, flags: Flags::SYN, ..Segment::default() };
         let tcp = Connection::accept(Config::default(), &syn, 1, 0, Instant(1)).expect("a SYN");
         Box::new(Opening { tcp, flow, link: Link::default() })

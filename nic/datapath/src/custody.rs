@@ -54,7 +54,7 @@ pub(crate) enum Custody {
 /// An occupied slot: a connection on the NIC. It is a cache line, and all that a segment needs to find its connection.
 #[repr(C, align(64))]
 pub(crate) struct Slot {
-    /// The words of the 4-tuple that IPv4 has, and those of IPv6.
+    /// The words of the 4-tuple that IPv4 has, the second with the device ([`DEVICE`]), and those of IPv6.
     key: [u64; 2],
     rest: Option<Box<[u64; 4]>>,
     pub custody: Custody,
@@ -69,24 +69,40 @@ pub(crate) struct Slot {
 
 const _: () = assert!(size_of::<Option<Slot>>() == 64);
 
+/// Where the device is in the second word of a slot's key; the bits are zero in the word of a 4-tuple.
+const DEVICE: u32 = 32;
+/// Indices of devices have 31 bits.
+const DEVICES: u64 = i32::MAX as u64;
+
+/// The device of a key, at its place in a slot's key.
+#[inline(always)]
+fn with_device(key: &FlowKey) -> u64 {
+    (u64::from(key.device()) & DEVICES) << DEVICE
+}
+
 impl Slot {
     /// A slot without events and without an entry in the timing wheel.
     pub fn new(key: FlowKey, cid: Cid, custody: Custody) -> Slot {
-        let (key, rest) = key.words();
-        let rest = rest.map(Box::new);
+        let ([first, ports], rest) = key.words();
+        let (key, rest) = ([first, ports | with_device(&key)], rest.map(Box::new));
         Slot { key, rest, custody, cid, dirty: false, scheduled: u64::MAX, held: HeldFrames::default() }
     }
 
     /// The key of its 4-tuple.
     pub fn key(&self) -> FlowKey {
-        FlowKey::from_words(self.key, self.rest.as_deref().copied())
+        let [first, ports] = self.key;
+        let device = ports >> DEVICE & DEVICES;
+        FlowKey::from_words([first, ports ^ device << DEVICE], self.rest.as_deref().copied(), device as u32)
     }
 
-    /// Whether its 4-tuple has this key.
+    /// Whether a frame with this key is its connection's: see [`FlowKey::admits`]. Of one that is bound to no device the words are those of
+    /// the 4-tuple, so that its frames cost no comparison of devices.
     #[inline(always)]
     pub fn has_key(&self, key: &FlowKey) -> bool {
         let ([first, ports], rest) = key.words();
-        self.key[0] == first && self.key[1] == ports && (rest.is_none() || self.rest.as_deref() == rest.as_ref())
+        self.key[0] == first
+            && (self.key[1] == ports || self.key[1] == ports | with_device(key))
+            && (rest.is_none() || self.rest.as_deref() == rest.as_ref())
     }
 
     /// The 4-tuple.

@@ -157,7 +157,7 @@ mod tests {
         let (local, a, b) = (Endpoint::v4([10, 0, 0, 1], 7), Endpoint::v4([10, 0, 0, 2], 8), Endpoint::v4([10, 0, 0, 2], 9));
         let mut datagrams = Datagrams::default();
         datagrams.note(1, &[local], Some(a));
-        let from = |remote| Flow { local, remote };
+        let from = |remote| Flow { local, remote, device: 0 };
         assert_eq!((datagrams.receiver(&from(a)), datagrams.receiver(&from(b))), (Some(1), None));
         datagrams.note(2, &[local], None);
         assert_eq!((datagrams.receiver(&from(a)), datagrams.receiver(&from(b))), (Some(1), Some(2)));

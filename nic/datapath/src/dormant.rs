@@ -205,7 +205,7 @@ mod tests {
     }
 
     fn flow() -> Flow {
-        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) }
+        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 }
     }
 
     fn place((session_memory, nic_memory): &(Arc<Region>, Arc<Region>)) -> Place {

@@ -27,9 +27,10 @@ const IPV4_MORE_FRAGMENTS: usize = 0x2000;
 const IPV6_OFFSET: usize = 0xfff8;
 const IPV6_MORE_FRAGMENTS: usize = 1;
 
-/// Identifies the datagram that a fragment belongs to: addresses, identification, IP version.
+/// Identifies the datagram that a fragment belongs to: addresses, identification, IP version; of link-local addresses, which another host
+/// may have on another link, the device, else 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Key([u8; 32], u32, u8);
+struct Key([u8; 32], u32, u8, u32);
 
 /// The headers of a fragment.
 #[derive(Clone, Copy, Debug)]
@@ -48,9 +49,14 @@ fn be16(bytes: &[u8], at: usize) -> Option<usize> {
     Some(usize::from(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?])))
 }
 
+/// Whether an address of IPv6 is link-local.
+fn link_local(address: &[u8]) -> bool {
+    address[0] == 0xfe && address[1] & 0xc0 == 0x80
+}
+
 impl Fragment {
-    /// Reads a frame. None if it is not a fragment that carries TCP, or is damaged.
-    pub fn parse(frame: &[u8]) -> Option<Fragment> {
+    /// Reads a frame that came by this device. None if it is not a fragment that carries TCP, or is damaged.
+    pub fn parse(frame: &[u8], device: u32) -> Option<Fragment> {
         let ip = frame.get(ETHERNET..)?;
         let fragment = match be16(frame, ethernet::TYPE)? as u16 {
             ETHERTYPE_IPV4 => {
@@ -62,7 +68,7 @@ impl Fragment {
                 }
                 let mut addresses = [0; 32];
                 addresses[..8].copy_from_slice(&ip[ipv4::SOURCE..IPV4]);
-                let (key, offset) = (Key(addresses, be16(ip, ipv4::IDENT)? as u32, 4), (field & IPV4_OFFSET) * 8);
+                let (key, offset) = (Key(addresses, be16(ip, ipv4::IDENT)? as u32, 4, 0), (field & IPV4_OFFSET) * 8);
                 Fragment { key, start: ETHERNET + header, end: ETHERNET + total, offset, more: field & IPV4_MORE_FRAGMENTS != 0 }
             }
             ETHERTYPE_IPV6 => {
@@ -71,7 +77,9 @@ impl Fragment {
                     return None;
                 }
                 let ident = u32::from_be_bytes(*ip.get(IPV6 + 4..)?.first_chunk()?);
-                let (key, start) = (Key(*ip.get(ipv6::SOURCE..)?.first_chunk()?, ident, 6), ETHERNET + IPV6 + FRAGMENT_BYTES);
+                let addresses: [u8; 32] = *ip.get(ipv6::SOURCE..)?.first_chunk()?;
+                let device = if addresses.chunks(16).any(link_local) { device } else { 0 };
+                let (key, start) = (Key(addresses, ident, 6, device), ETHERNET + IPV6 + FRAGMENT_BYTES);
                 Fragment {
                     key,
                     start,
@@ -238,9 +246,9 @@ mod tests {
     /// A TCP segment of 1000 bytes without DF.
     fn segment(v6: bool) -> Vec<u8> {
         let flow = if v6 {
-            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1) }
+            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1), device: 0 }
         } else {
-            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) }
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000), device: 0 }
         };
         let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, false);
         let options = TcpOptions::default();
@@ -299,7 +307,7 @@ mod tests {
         }
 
         fn take(&mut self, frame: &mut Frame) -> Outcome {
-            let fragment = Fragment::parse(frame.bytes()).expect("a fragment");
+            let fragment = Fragment::parse(frame.bytes(), 0).expect("a fragment");
             self.fragments.take(frame, fragment, self.now, |_| self.given_up += 1)
         }
     }
@@ -329,7 +337,7 @@ mod tests {
                             sum_again(&mut expected);
                         }
                         assert_eq!(frame.bytes(), expected);
-                        assert!(TcpFrame::parse(frame.bytes()).expect("a segment").checksum_holds(frame.bytes()));
+                        assert!(TcpFrame::parse(frame.bytes(), 0).expect("a segment").checksum_holds(frame.bytes()));
                     }
                 }
             }
@@ -389,13 +397,13 @@ mod tests {
             let good = cut(&segment(v6), 8, 408, 1);
             let mut bench = Bench::new();
             for length in 0..good.bytes().len() {
-                assert!(Fragment::parse(&good.bytes()[..length]).is_none(), "cut at {length}");
+                assert!(Fragment::parse(&good.bytes()[..length], 0).is_none(), "cut at {length}");
             }
             for at in 0..80 {
                 for value in [0u8, 0x0f, 0x7f, 0xff] {
                     let mut bad = good.clone();
                     bad.bytes_mut()[at] = value;
-                    if let Some(fragment) = Fragment::parse(bad.bytes()) {
+                    if let Some(fragment) = Fragment::parse(bad.bytes(), 0) {
                         bench.fragments.take(&mut bad, fragment, bench.now, |_| {});
                     }
                 }

@@ -269,7 +269,7 @@ mod tests {
 
     /// A segment of 125 bytes, Ethernet header included.
     fn segment() -> Frame {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000), device: 0 };
         let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, false);
         let options = TcpOptions::default();
         let mut frame = Frame::with_capacity(FRAME);
@@ -314,7 +314,7 @@ mod tests {
         stage.set("reject");
         assert_eq!(stage.send(), 0);
         let answer = stage.passed(1).expect("a reset for the host");
-        let answer = TcpFrame::parse(answer.bytes()).expect("a segment");
+        let answer = TcpFrame::parse(answer.bytes(), 0).expect("a segment");
         assert_eq!((answer.flags, answer.seq, answer.flow.local.port), (Flags::RST, 7, 80));
         assert!(!stage.wire.admits(&mut segment()));
         assert_eq!(stage.arrived(), 1, "a reset for the other side");

@@ -158,7 +158,7 @@ mod tests {
     use std::time::Duration;
 
     fn frame(seq: u32, length: usize) -> Frame {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };
         let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, false);
         let options = TcpOptions::default();
         let header = Header { seq, ack: 1, flags: Flags::ACK, window: 512, options: &options, ecn: 0, ident: 0 };
@@ -171,7 +171,7 @@ mod tests {
 
     fn push(held: &mut HeldFrames, seq: u32, length: usize) {
         let frame = frame(seq, length);
-        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
         held.push(&parsed, &frame);
     }
 

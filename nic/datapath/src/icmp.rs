@@ -77,16 +77,17 @@ fn be16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Reads a message about a TCP segment. None for any other frame, and over IPv6 for an MTU that is too small to be true.
-pub(crate) fn about(frame: &[u8]) -> Option<About> {
+/// Reads a message about a TCP segment, which came by this device. None for any other frame, and over IPv6 for an MTU that is too small to
+/// be true.
+pub(crate) fn about(frame: &[u8], device: u32) -> Option<About> {
     match be16(frame, ethernet::TYPE)? {
-        ETHERTYPE_IPV4 if *frame.get(ETHERNET + ipv4::PROTOCOL)? == PROTOCOL_ICMP => about_v4(frame),
-        ETHERTYPE_IPV6 if *frame.get(ETHERNET + ipv6::NEXT_HEADER)? == PROTOCOL_ICMPV6 => about_v6(frame),
+        ETHERTYPE_IPV4 if *frame.get(ETHERNET + ipv4::PROTOCOL)? == PROTOCOL_ICMP => about_v4(frame, device),
+        ETHERTYPE_IPV6 if *frame.get(ETHERNET + ipv6::NEXT_HEADER)? == PROTOCOL_ICMPV6 => about_v6(frame, device),
         _ => None,
     }
 }
 
-fn about_v4(frame: &[u8]) -> Option<About> {
+fn about_v4(frame: &[u8], device: u32) -> Option<About> {
     let end = ETHERNET + usize::from(be16(frame, ETHERNET + ipv4::LENGTH)?);
     let icmp = frame.get(ETHERNET + usize::from(frame[ETHERNET] & 15) * 4..end)?;
     let report = match (*icmp.first()?, *icmp.get(1)?) {
@@ -106,11 +107,12 @@ fn about_v4(frame: &[u8]) -> Option<About> {
     }
     let address = |at: usize| <[u8; 4]>::try_from(inner.get(at..at + 4)?).ok();
     let (local, remote) = (address(ipv4::SOURCE)?, address(ipv4::DESTINATION)?);
-    let flow = Flow { local: Endpoint::v4(local, be16(inner, header)?), remote: Endpoint::v4(remote, be16(inner, header + 2)?) };
+    let (local, remote) = (Endpoint::v4(local, be16(inner, header)?), Endpoint::v4(remote, be16(inner, header + 2)?));
+    let flow = Flow { local, remote, device };
     Some(About { flow, seq: sequence(inner, header)?, report })
 }
 
-fn about_v6(frame: &[u8]) -> Option<About> {
+fn about_v6(frame: &[u8], device: u32) -> Option<About> {
     let icmp = frame.get(ETHERNET + IPV6..ETHERNET + IPV6 + usize::from(be16(frame, ETHERNET + ipv6::LENGTH)?))?;
     const SOURCE: usize = ETHERNET + ipv6::SOURCE;
     const DESTINATION: usize = ETHERNET + ipv6::DESTINATION;
@@ -136,6 +138,7 @@ fn about_v6(frame: &[u8]) -> Option<About> {
     let flow = Flow {
         local: Endpoint::v6(address(ipv6::SOURCE)?, be16(inner, IPV6)?),
         remote: Endpoint::v6(address(ipv6::DESTINATION)?, be16(inner, IPV6 + 2)?),
+        device,
     };
     Some(About { flow, seq: sequence(inner, IPV6)?, report })
 }
@@ -178,16 +181,16 @@ mod tests {
     #[test]
     fn an_mtu_that_no_path_has_is_not_believed() {
         for (v4, least) in [(true, MIN_MTU), (false, MIN_MTU_6)] {
-            let About { flow, seq, report } = about(&message(v4, least)).expect("a message");
+            let About { flow, seq, report } = about(&message(v4, least), 0).expect("a message");
             assert_eq!((flow.local.port, flow.remote.port, seq, flow.is_v4()), (80, 40000, 0x0102_0304, v4));
             assert_eq!(report, Report::TooBig(least));
             for less in [0, 1, 68, 296, least - 1] {
-                let report = about(&message(v4, less)).map(|about| about.report);
+                let report = about(&message(v4, less), 0).map(|about| about.report);
                 assert_eq!(report, v4.then_some(Report::TooBig(MIN_MTU)), "an MTU of {less}");
             }
             let mut damaged = message(v4, 1400);
             *damaged.last_mut().expect("a byte") ^= 1;
-            assert!(about(&damaged).is_none());
+            assert!(about(&damaged, 0).is_none());
         }
     }
 }

@@ -158,8 +158,9 @@ impl Listeners {
     }
 
     /// The handshake with a client.
-    pub fn find(&self, key: &FlowKey) -> Option<u32> {
-        self.lookup.find(key, |index| matches!(self.handshakes.get(index as usize), Some(Some(found)) if found.key == *key))
+    pub fn find(&self, frame: &FlowKey) -> Option<u32> {
+        let admits = |index| matches!(self.handshakes.get(index as usize), Some(Some(found)) if found.key.admits(frame));
+        self.lookup.find(frame, admits)
     }
 
     pub fn handshake(&mut self, index: u32) -> Option<&mut Handshake> {
@@ -240,7 +241,7 @@ mod tests {
     }
 
     fn opening(listeners: &Listeners, port: u16, now: Instant) -> Opening {
-        let flow = Flow { local: endpoint(1), remote: Endpoint::v4([10, 0, 0, 9], port) };
+        let flow = Flow { local: endpoint(1), remote: Endpoint::v4([10, 0, 0, 9], port), device: 0 };
         let syn = Segment { seq: 7, flags: Flags::SYN, ..Segment::default() };
         let config = listeners.at(&endpoint(1)).expect("a listener").config(true);
         let numbers = listeners.secret.answer(&flow, &syn, &config, now);
@@ -268,7 +269,8 @@ mod tests {
         assert!(listeners.accepts_cookies(Instant(now.0 + COOKIES_LAST)));
         assert_eq!(listeners.expired(now), []);
         assert_eq!(listeners.expired(Instant(listeners.due())).len(), MOST_HANDSHAKES, "a SYN-ACK is due once more");
-        let first = listeners.find(&FlowKey::from(&Flow { local: endpoint(1), remote: Endpoint::v4([10, 0, 0, 9], 0) }));
+        let first =
+            listeners.find(&FlowKey::from(&Flow { local: endpoint(1), remote: Endpoint::v4([10, 0, 0, 9], 0), device: 0 }));
         assert!(listeners.forget(first.expect("the first")).is_some() && listeners.free.len() == 1);
         listeners.remove(5);
         assert!(listeners.is_empty() && listeners.handshakes.iter().all(Option::is_none));

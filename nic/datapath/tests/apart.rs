@@ -125,7 +125,7 @@ const RECEIVE: usize = session::HEAP;
 const SEND: usize = session::HEAP + BUFFER as usize;
 
 fn flow() -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000), device: 0 }
 }
 
 impl Stage {
@@ -193,7 +193,7 @@ impl Stage {
         while self.worker.poll(self.now) {}
         let mut sent = Vec::new();
         while self.far.receive(&mut self.frame) {
-            let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
+            let parsed = TcpFrame::parse(self.frame.bytes(), 0).unwrap();
             sent.push(Sent { ack: parsed.ack, payload: parsed.payload(self.frame.bytes()).to_vec() });
         }
         sent

@@ -26,7 +26,7 @@ const FLOWS: u32 = 2 * OFFLOADED;
 const SLOTS: usize = OFFLOADED as usize;
 
 fn flow(of: u32) -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, of as u8, 2], 40_000 + of as u16) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, of as u8, 2], 40_000 + of as u16), device: 0 }
 }
 
 /// The byte of a connection's stream at a sequence number.
@@ -175,7 +175,7 @@ impl Bed {
     /// Checks what a worker has sent to the kernel, to the wire and to the program.
     fn look(&mut self, at: usize) {
         while self.kernel[at].receive(&mut self.frame) {
-            let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
+            let parsed = TcpFrame::parse(self.frame.bytes(), 0).unwrap();
             let of = u32::from(parsed.flow.local.port.max(parsed.flow.remote.port)) - 40_000;
             if self.ending && of < OFFLOADED {
                 continue; // The replay.
@@ -186,7 +186,7 @@ impl Bed {
             *received += parsed.payload_length as u32;
         }
         while self.far[at].receive(&mut self.frame) {
-            let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
+            let parsed = TcpFrame::parse(self.frame.bytes(), 0).unwrap();
             let of = u32::from(parsed.flow.local.port.max(parsed.flow.remote.port)) - 40_000;
             if of >= OFFLOADED {
                 let kernel_passed = &mut self.kernel_passed[of as usize];

@@ -111,14 +111,14 @@ impl Bed {
         let port = u16::from_be_bytes([bytes[36], bytes[37]]);
         let found = Received::parse(bytes, port).expect("a datagram with right checksums");
         let remote = Endpoint::v4(bytes[30..34].try_into().unwrap(), port);
-        Some((Flow { local: found.source, remote }, bytes[found.offset..][..found.length].to_vec()))
+        Some((Flow { local: found.source, remote, device: 0 }, bytes[found.offset..][..found.length].to_vec()))
     }
 }
 
 #[test]
 fn datagrams_come_to_their_socket_until_it_is_full() {
     let mut bed = Bed::new();
-    let from_peer = |to| Flow { local: peer(), remote: to };
+    let from_peer = |to| Flow { local: peer(), remote: to, device: 0 };
     let wish = Wish::new(&bed.memory[1], &PLACE, Direction::Receive);
     wish.make();
     bed.arrive(&from_peer(local(1)), b"one");
@@ -162,7 +162,7 @@ fn datagrams_come_to_their_socket_until_it_is_full() {
 fn what_is_sent_has_the_sockets_address() {
     let mut bed = Bed::new();
     bed.send(0, &peer(), b"hello");
-    assert_eq!(bed.on_wire(), Some((Flow { local: local(0), remote: peer() }, b"hello".to_vec())));
+    assert_eq!(bed.on_wire(), Some((Flow { local: local(0), remote: peer(), device: 0 }, b"hello".to_vec())));
     bed.send(0, &Endpoint::v4([10, 0, 0, 3], 9), b"no way there");
     bed.send(0, &peer(), &[0; 1473]);
     assert_eq!((bed.on_wire(), bed.count(Counter::DatagramsDropped)), (None, 2));
@@ -254,7 +254,7 @@ fn many_sockets_do_not_hold_up_a_round() {
     for _ in 0..1000 / 8 {
         bed.worker.poll(bed.now);
     }
-    assert_eq!(bed.on_wire(), Some((Flow { local: local(1), remote: peer() }, b"goes on".to_vec())));
+    assert_eq!(bed.on_wire(), Some((Flow { local: local(1), remote: peer(), device: 0 }, b"goes on".to_vec())));
     let before = bed.count(Counter::DatagramsDropped);
     bed.commands[0].push([u64::MAX; 2]).unwrap();
     bed.memory[0].words(session::COMMANDS, 1)[0].store(u64::MAX, Ordering::SeqCst);
@@ -276,17 +276,17 @@ proptest! {
             let word = if n % 4 == 0 { 16 * (1 + usize::from(at) % 6) } else { usize::from(at) % room };
             bed.memory[0].word32(PLACE.base as usize + 4 * word).store(value >> shift, Ordering::Relaxed);
             bed.announce(0, 0);
-            bed.arrive(&Flow { local: peer(), remote: local(0) }, &[1; 100]);
+            bed.arrive(&Flow { local: peer(), remote: local(0), device: 0 }, &[1; 100]);
             bed.worker.datagram_doorbells(|_| {});
             let payload = [n as u8; 9];
             bed.send(1, &peer(), &payload);
-            let victims = (Flow { local: local(1), remote: peer() }, payload.to_vec());
+            let victims = (Flow { local: local(1), remote: peer(), device: 0 }, payload.to_vec());
             let mut seen = 0;
             while let Some(sent) = bed.on_wire() {
                 if sent == victims {
                     seen += 1;
                 } else {
-                    prop_assert_eq!(sent.0, Flow { local: local(0), remote: peer() });
+                    prop_assert_eq!(sent.0, Flow { local: local(0), remote: peer(), device: 0 });
                 }
             }
             prop_assert_eq!(seen, 1);

@@ -27,7 +27,7 @@ const SLOTS: usize = 8;
 const MINUTE: u64 = 60_000_000;
 
 fn flow() -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 }
 }
 
 /// The worker, with a program and an agent that do what they are asked for.
@@ -360,7 +360,7 @@ impl Pair {
         self.nic.poll(self.now);
         let mut answers = Vec::new();
         while self.wire.far.receive(&mut self.wire.frame) {
-            let parsed = TcpFrame::parse(self.wire.frame.bytes()).expect("TCP");
+            let parsed = TcpFrame::parse(self.wire.frame.bytes(), 0).expect("TCP");
             answers.push((parsed.flags, parsed.seq, parsed.ack));
         }
         answers

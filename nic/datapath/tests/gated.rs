@@ -75,7 +75,7 @@ fn packets_that_have_waited_reach_the_worker_of_their_session() {
     poll(&mut workers, now);
 
     let link = Link { ttl: 64, ..Link::default() };
-    let envelope = Envelope::Udp(link, Flow { local: Endpoint::v4([10, 0, 0, 2], 700), remote: address });
+    let envelope = Envelope::Udp(link, Flow { local: Endpoint::v4([10, 0, 0, 2], 700), remote: address, device: 0 });
     let mut bytes = vec![7; envelope.header() + 120];
     envelope.emit(&mut bytes);
     for _ in 0..PACKETS {

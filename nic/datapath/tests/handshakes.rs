@@ -31,7 +31,7 @@ struct Bed {
 }
 
 fn flow(client: u16) -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], client) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], client), device: 0 }
 }
 
 impl Bed {
@@ -95,7 +95,7 @@ impl Bed {
         self.worker.poll(self.now);
         let mut answers = Vec::new();
         while self.far.receive(&mut self.frame) {
-            answers.push(TcpFrame::parse(self.frame.bytes()).expect("TCP"));
+            answers.push(TcpFrame::parse(self.frame.bytes(), 0).expect("TCP"));
         }
         (answers, self.kernel.receive(&mut self.frame))
     }

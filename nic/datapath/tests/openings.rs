@@ -31,7 +31,7 @@ const DATA: u32 = 100;
 fn flow(of: u32) -> Flow {
     let port = 40_000 + of as u16;
     let remote = Endpoint::v4([10, 0, of as u8, 2], if of < CLIENTS { port } else { 9 });
-    Flow { local: Endpoint::v4([10, 0, 0, 1], if of < CLIENTS { 80 } else { port }), remote }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], if of < CLIENTS { 80 } else { port }), remote, device: 0 }
 }
 
 fn of(flow: &Flow) -> u32 {
@@ -164,7 +164,7 @@ impl Bed {
         self.workers[at].poll_with_peers(self.now);
         assert!(!self.kernel[at].receive(&mut self.frame), "a frame has reached the kernel");
         while self.far[at].receive(&mut self.frame) {
-            let parsed = TcpFrame::parse(self.frame.bytes()).unwrap();
+            let parsed = TcpFrame::parse(self.frame.bytes(), 0).unwrap();
             assert!(!parsed.flags.contains(Flags::RST));
             let peer = &mut self.peers[of(&parsed.flow) as usize];
             if parsed.flags.contains(Flags::SYN) {

@@ -26,7 +26,7 @@ const OUT: u64 = 1;
 const IN: u64 = 2;
 
 fn flow() -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000), device: 0 }
 }
 
 /// The peer: an independent connection with the whole protocol, and its program.
@@ -67,7 +67,7 @@ impl Peer {
     }
 
     fn receive(&mut self, frame: &Frame, now: Instant) {
-        let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { return };
+        let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { return };
         if !parsed.checksum_holds(frame.bytes()) {
             return;
         }

@@ -199,7 +199,7 @@ impl<S: Store> ActiveAck<S> {
     /// Examines a frame from the wire, before it is changed by anything else. Acknowledgements go to `to_wire`. A segment that the
     /// kernel will not accept changes nothing.
     pub fn from_wire(&mut self, frame: &Frame, now: u64, to_wire: &mut impl FnMut(&mut Frame)) {
-        let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { return };
+        let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { return };
         let Some(at) = self.find(&FlowKey::from(&parsed.flow)) else { return };
         if !parsed.flags.contains(Flags::ACK) || !self.is_intact(frame, &parsed) {
             return;
@@ -302,7 +302,7 @@ impl<S: Store> ActiveAck<S> {
     /// Examines a frame of the kernel's before it goes to the wire, and rewrites it if it acknowledges too little. Data that the
     /// kernel lacks goes to `to_kernel`.
     pub fn from_kernel(&mut self, frame: &mut Frame, now: u64, to_kernel: &mut impl FnMut(&mut Frame)) {
-        let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { return };
+        let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { return };
         let flow = parsed.flow.reversed();
         if parsed.flags.contains(Flags::SYN) {
             if self.on {

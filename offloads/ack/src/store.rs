@@ -102,7 +102,7 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     }
     let range = word(RANGE);
     let (una, next) = (range as u32, (range >> 32) as u32);
-    let (mut flow, mut macs, mut peer) = ([0; 36], [0; 12], [0; 24]);
+    let (mut flow, mut macs, mut peer) = ([0; Flow::BYTES], [0; 12], [0; 24]);
     store.read(buffer, FLOW, &mut flow);
     store.read(buffer, MACS, &mut macs);
     store.read(buffer, PEER, &mut peer);

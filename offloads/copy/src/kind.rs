@@ -16,7 +16,7 @@ impl Kind {
     /// The kind of a frame, by its headers alone: checksums are not verified.
     #[inline]
     pub fn of(frame: &[u8]) -> Kind {
-        let Ok(parsed) = TcpFrame::parse(frame) else { return Kind { sets_up: false, connection: 0 } };
+        let Ok(parsed) = TcpFrame::parse(frame, 0) else { return Kind { sets_up: false, connection: 0 } };
         let flow = parsed.flow.to_bytes();
         let words = flow.chunks_exact(4).filter_map(|word| word.first_chunk::<4>());
         // A rotation and an odd multiplier for each word. A collision costs a frame its precedence, and nothing else.

@@ -54,13 +54,13 @@ const IPV4_NO_OPTIONS: u8 = 0x45;
 /// Applies the tests to a frame.
 pub(crate) fn examine(frame: &Frame) -> Verdict {
     if frame.segmentation.is_some() {
-        return match TcpFrame::parse(frame.bytes()) {
+        return match TcpFrame::parse(frame.bytes(), 0) {
             Ok(parsed) => Verdict::Passes(parsed, Test::Single),
             Err(_) => Verdict::Foreign(Test::Single),
         };
     }
     let bytes = frame.bytes();
-    let parsed = match TcpFrame::parse(bytes) {
+    let parsed = match TcpFrame::parse(bytes, 0) {
         Ok(parsed) => parsed,
         Err(FrameError::NotIp) => return Verdict::Foreign(Test::Ip),
         Err(FrameError::NotTcp) => return Verdict::Foreign(Test::Tcp),

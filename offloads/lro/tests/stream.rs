@@ -22,9 +22,9 @@ struct Sent {
 fn flow(connection: u8) -> Flow {
     let port = 1000 + u16::from(connection);
     if connection.is_multiple_of(2) {
-        Flow { local: Endpoint::v4([10, 0, 0, 2], port), remote: Endpoint::v4([10, 0, 0, 1], 80) }
+        Flow { local: Endpoint::v4([10, 0, 0, 2], port), remote: Endpoint::v4([10, 0, 0, 1], 80), device: 0 }
     } else {
-        Flow { local: Endpoint::v6([0xfe; 16], port), remote: Endpoint::v6([0xfd; 16], 443) }
+        Flow { local: Endpoint::v6([0xfe; 16], port), remote: Endpoint::v6([0xfd; 16], 443), device: 0 }
     }
 }
 
@@ -84,7 +84,7 @@ impl Received {
     }
 
     fn one(&mut self, frame: &Frame) {
-        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
         assert!(parsed.checksum_holds(frame.bytes()));
         let connection = (0..8).find(|connection| flow(*connection) == parsed.flow).expect("a connection");
         let offset = parsed.seq.wrapping_sub(start(connection));
@@ -180,7 +180,7 @@ proptest! {
         let received = run(LroSettings { mode: Mode::InOrder, ..LroSettings::default() }, &sent);
         for connection in 0..4u8 {
             let of = |frames: &[Vec<u8>]| -> Vec<Vec<u8>> {
-                frames.iter().filter(|bytes| TcpFrame::parse(bytes).is_ok_and(|parsed| parsed.flow == flow(connection))).cloned().collect()
+                frames.iter().filter(|bytes| TcpFrame::parse(bytes, 0).is_ok_and(|parsed| parsed.flow == flow(connection))).cloned().collect()
             };
             let went_in: Vec<Vec<u8>> = sent.iter().map(|(segment, _)| frame(segment).bytes().to_vec()).collect();
             prop_assert!(of(&received.cut) == of(&went_in), "connection {connection} differs");
@@ -201,7 +201,7 @@ fn disorder_is_put_in_order() {
     let in_order = run(LroSettings { mode: Mode::InOrder, ..LroSettings::default() }, &sent);
     let reordered = run(LroSettings { mode: Mode::Reorder, ..LroSettings::default() }, &sent);
     let disorder = |received: &Received| {
-        let seqs: Vec<u32> = received.cut.iter().map(|bytes| TcpFrame::parse(bytes).expect("a segment").seq).collect();
+        let seqs: Vec<u32> = received.cut.iter().map(|bytes| TcpFrame::parse(bytes, 0).expect("a segment").seq).collect();
         seqs.windows(2).filter(|pair| pair[1].wrapping_sub(pair[0]) as i32 <= 0).count()
     };
     assert_eq!(disorder(&reordered), 0);

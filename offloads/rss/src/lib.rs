@@ -143,7 +143,7 @@ mod tests {
 
     #[test]
     fn a_frame_and_its_connection_have_one_bucket() {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000), device: 0 };
         let wanted = Input::of_flow(&flow);
         for options in [0, 4, 40] {
             assert_eq!(Input::of(&ipv4(6, 0x4000, options), From::Wire), Some(wanted));

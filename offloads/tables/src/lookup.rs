@@ -180,7 +180,7 @@ mod tests {
         } else {
             Endpoint::v6([n as u8; 16], n as u16)
         };
-        FlowKey::from(&Flow { local, remote })
+        FlowKey::from(&Flow { local, remote, device: 0 })
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub struct Cut<'a> {
 /// If it cannot be cut. Nothing outside of the frame is read.
 pub fn cut(frame: &Frame, partial: bool) -> Result<Cut<'_>, Refusal> {
     let segmentation = frame.segmentation.ok_or(Refusal::BadSize)?;
-    let parsed = TcpFrame::parse(frame.bytes()).map_err(|_| Refusal::NotTcp)?;
+    let parsed = TcpFrame::parse(frame.bytes(), 0).map_err(|_| Refusal::NotTcp)?;
     // The length of the headers that the device gives is not needed, but a wrong one says that the other fields may be wrong,
     // too.
     if segmentation.size == 0 || usize::from(segmentation.headers) > parsed.payload_offset + parsed.payload_length {
@@ -111,9 +111,9 @@ mod tests {
 
     fn flow(v6: bool) -> Flow {
         if v6 {
-            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1) }
+            Flow { local: Endpoint::v6([0xfd; 16], 443), remote: Endpoint::v6([0xfe; 16], 1), device: 0 }
         } else {
-            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000) }
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40000), device: 0 }
         }
     }
 
@@ -145,7 +145,7 @@ mod tests {
                 if let Checksum::Partial { start, offset } = out.checksum {
                     prop_assert!(partial && finish_checksum(out.bytes_mut(), start.into(), offset.into()));
                 }
-                let parsed = TcpFrame::parse(out.bytes()).unwrap();
+                let parsed = TcpFrame::parse(out.bytes(), 0).unwrap();
                 prop_assert!(parsed.checksum_holds(out.bytes()));
                 prop_assert_eq!(parsed.seq, (u32::MAX - 1000).wrapping_add(got.len() as u32));
                 prop_assert_eq!((parsed.flow, parsed.ack, parsed.window, parsed.ecn), (flow(v6).reversed(), 6, 7, 2));

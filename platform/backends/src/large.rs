@@ -271,7 +271,7 @@ mod tests {
                 let mut at = 0;
                 let mut ident = 0xfffe_u16;
                 for (number, part) in parts.iter().enumerate() {
-                    let parsed = TcpFrame::parse(part.bytes()).expect("a segment");
+                    let parsed = TcpFrame::parse(part.bytes(), 0).expect("a segment");
                     let last = number + 1 == parts.len();
                     assert_eq!((parsed.seq, parsed.ack), (0xffff_0000_u32.wrapping_add(at as u32), 5));
                     assert_eq!(parsed.options.timestamps, Some((7, 9)));

@@ -231,7 +231,7 @@ pub fn describe(netlink: &Netlink, flow: &Flow, cookie: u64) -> io::Result<Descr
 pub fn is_listening(netlink: &Netlink, local: SocketAddr, cookie: u64) -> io::Result<bool> {
     let local = Endpoint::from(local);
     let nobody = if local.is_v4() { Endpoint::v4([0; 4], 0) } else { Endpoint::v6([0; 16], 0) };
-    let flow = Flow { local, remote: nobody };
+    let flow = Flow { local, remote: nobody, device: 0 };
     match netlink.ask(Request::new(SOCK_DIAG_BY_FAMILY, 0, &request_header(&flow, cookie_bytes(Some(cookie)))), |_| {}) {
         Ok(()) => Ok(true),
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => Ok(false),
@@ -282,8 +282,8 @@ fn request_header(flow: &Flow, cookie: [u8; 8]) -> Vec<u8> {
             header.extend_from_slice(&end.address);
         }
     }
-    // Any interface.
-    header.extend_from_slice(&[0; 4]);
+    // The kernel finds a socket that is bound to a device by that device only.
+    header.extend_from_slice(&flow.device.to_ne_bytes());
     header.extend_from_slice(&cookie);
     header
 }

@@ -59,7 +59,6 @@ impl Routing {
     /// The failed system call's.
     pub fn of(fd: BorrowedFd<'_>, v4: bool, peer: SocketAddr) -> io::Result<Routing> {
         const SO_MARK: i32 = 36;
-        const SO_BINDTOIFINDEX: i32 = 62;
         const IPV6_AUTOFLOWLABEL: i32 = 70;
         let of_socket = |option| socket::get(fd, libc::SOL_SOCKET, option);
         let class = if v4 {
@@ -73,7 +72,7 @@ impl Routing {
         };
         Ok(Routing {
             mark: of_socket(SO_MARK)? as u32,
-            device: of_socket(SO_BINDTOIFINDEX)? as u32,
+            device: socket::device(fd)?,
             user: socket::owner(fd)?,
             class: class.max(0) as u8,
             flow_label,

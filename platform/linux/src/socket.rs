@@ -150,6 +150,14 @@ pub fn bind_now(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<()> {
     bound
 }
 
+/// Listens, with room for so many connections that wait.
+///
+/// # Errors
+/// The failed system call's.
+pub fn listen(fd: BorrowedFd<'_>, backlog: i32) -> io::Result<()> {
+    Ok(rustix::net::listen(fd, backlog)?)
+}
+
 /// Connects; in repair mode, only sets the peer.
 ///
 /// # Errors
@@ -362,6 +370,15 @@ pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
 pub fn send_urgent(fd: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     rustix::net::send(fd, &[byte], SendFlags::OOB | SendFlags::NOSIGNAL)?;
     Ok(())
+}
+
+/// Index of the device that a socket is bound to, 0 for none: its program has bound it (SO_BINDTODEVICE), or its addresses are link-local.
+///
+/// # Errors
+/// The failed system call's.
+pub fn device(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    const SO_BINDTOIFINDEX: i32 = 62;
+    get(fd, libc::SOL_SOCKET, SO_BINDTOIFINDEX).map(|index| index as u32)
 }
 
 /// The socket's cookie: a number that the kernel gives to no other socket.

@@ -185,7 +185,7 @@ mod tests {
     fn the_first_policy_that_covers_a_packet_counts() {
         use Action::{Allow, Block, Transform};
         use Verdict::{BlockedOut, Clear, Covered};
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 9, 2], 5000) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 9, 2], 5000), device: 0 };
         let everything = any(0, [0; 4], 0);
         let judged = |policies: Vec<Policy>| Policies { policies, blocks: [false; 2] }.judge(&flow, 2, 0);
         assert_eq!(judged(Vec::new()), Clear);

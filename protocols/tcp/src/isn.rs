@@ -152,7 +152,7 @@ mod tests {
     const MINUTE: u64 = 60_000_000;
 
     fn flow(port: u16) -> Flow {
-        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port) }
+        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port), device: 0 }
     }
 
     fn syn(seq: u32, mss: u16, scale: Option<u8>, sack: bool) -> Segment {

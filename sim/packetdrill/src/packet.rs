@@ -81,7 +81,7 @@ pub fn parse(packet: &[u8]) -> Inbound<'_> {
 fn parse_tcp(packet: &[u8], version: u8) -> Inbound<'_> {
     let kind: u16 = if version == 4 { 0x0800 } else { 0x86dd };
     let frame = [&[0u8; 12][..], &kind.to_be_bytes(), packet].concat();
-    let Ok(tcp) = TcpFrame::parse(&frame) else { return Inbound::Other };
+    let Ok(tcp) = TcpFrame::parse(&frame, 0) else { return Inbound::Other };
     if !tcp.checksum_holds(&frame) {
         return Inbound::Other;
     }
@@ -140,7 +140,7 @@ fn parse_icmp(packet: &[u8], at: usize, v6: bool) -> Option<IcmpError> {
         })
     };
     let (source, destination) = if v6 { (8, 24) } else { (12, 16) };
-    let flow = Flow { local: end(source, port(0))?, remote: end(destination, port(2))? };
+    let flow = Flow { local: end(source, port(0))?, remote: end(destination, port(2))?, device: 0 };
     Some(IcmpError { flow, seq: u32::from_be_bytes(tcp[4..8].try_into().ok()?), what })
 }
 
@@ -273,8 +273,8 @@ mod tests {
     #[test]
     fn a_packet_reads_back_with_its_cookie() {
         for flow in [
-            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) },
-            Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 4000) },
+            Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 },
+            Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 4000), device: 0 },
         ] {
             let options = TcpOptions { mss: Some(1460), window_scale: Some(8), sack_permitted: true, ..TcpOptions::default() };
             let syn = Transmit { seq: 7, flags: Flags::SYN, window: 9, options, length: 3, ..Transmit::default() };

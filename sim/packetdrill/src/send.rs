@@ -121,7 +121,7 @@ impl World {
         socket.local = Some(local);
         let config = config(&socket.options, &sysctls, mtu, v4, sysctls.ecn == 1, sysctls.syn_retries);
         let tcp = Connection::connect(config, isn, ts, now);
-        let mut stream = Stream::new(tcp, Flow { local, remote }, isn.wrapping_add(1), now.0);
+        let mut stream = Stream::new(tcp, Flow { local, remote, device: 0 }, isn.wrapping_add(1), now.0);
         stream.tcp.set_cork(socket.options.cork);
         stream.mtu = mtu;
         let carried = self.prepare_fast_open(id, &mut stream, opening)?;

@@ -89,7 +89,7 @@ fn read_v4(ip: &[u8]) -> Option<(Flow, u32)> {
         return None;
     }
     let end = |address: usize, port: usize| Some(Endpoint::v4(inner.get(address..)?.first_chunk().copied()?, be16(inner, port)?));
-    let flow = Flow { local: end(ipv4::SOURCE, IPV4)?, remote: end(ipv4::DESTINATION, IPV4 + 2)? };
+    let flow = Flow { local: end(ipv4::SOURCE, IPV4)?, remote: end(ipv4::DESTINATION, IPV4 + 2)?, device: 0 };
     Some((flow, u32::from(be16(icmp, 6)?)))
 }
 
@@ -103,6 +103,6 @@ fn read_v6(ip: &[u8]) -> Option<(Flow, u32)> {
         return None;
     }
     let end = |address: usize, port: usize| Some(Endpoint::v6(inner.get(address..)?.first_chunk().copied()?, be16(inner, port)?));
-    let flow = Flow { local: end(ipv6::SOURCE, IPV6)?, remote: end(ipv6::DESTINATION, IPV6 + 2)? };
+    let flow = Flow { local: end(ipv6::SOURCE, IPV6)?, remote: end(ipv6::DESTINATION, IPV6 + 2)?, device: 0 };
     Some((flow, u32::from(be16(icmp, 6)?)))
 }

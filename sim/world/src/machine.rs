@@ -141,7 +141,7 @@ impl Machine {
     /// Drops the frames of these connections that the kernel sent while there was no NIC, and sends all others.
     pub fn drop_stale_frames(&mut self, ours: &BTreeSet<Flow>) {
         while let Some(frame) = self.from_kernel.pop() {
-            if !TcpFrame::parse(frame.bytes()).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed())) {
+            if !TcpFrame::parse(frame.bytes(), 0).is_ok_and(|parsed| ours.contains(&parsed.flow.reversed())) {
                 self.to_wire.push(frame);
             }
         }

@@ -73,7 +73,7 @@ impl Network {
             return None;
         }
         let large = frame.bytes().len() > usize::from(path.mtu) + ETHERNET;
-        if large && TcpFrame::parse(frame.bytes()).is_ok() {
+        if large && TcpFrame::parse(frame.bytes(), 0).is_ok() {
             self.too_big += 1;
             return Some(icmp::too_big(frame.bytes(), path.mtu));
         }

@@ -141,5 +141,5 @@ impl Device for Port {
 fn is_shown(frame: &Frame) -> bool {
     let bytes = frame.bytes();
     bytes.len() > BEGINNING
-        && TcpFrame::parse(bytes).is_ok_and(|parsed| parsed.seq >> 12 & 1 == 0 && parsed.checksum_holds(bytes))
+        && TcpFrame::parse(bytes, 0).is_ok_and(|parsed| parsed.seq >> 12 & 1 == 0 && parsed.checksum_holds(bytes))
 }

@@ -62,7 +62,7 @@ impl Watch {
     /// Checks the record of a connection whose NIC has died: it must cover everything that the host has said. Returns what is wrong.
     pub fn check_record(&self, flow: Flow, memory: &Region, cid: Cid) -> Option<String> {
         let said = self.said.get(&flow)?;
-        let mut bytes = [0; 36];
+        let mut bytes = [0; Flow::BYTES];
         memory.read(nic::slot(cid.slot()) + slot::FLOW, &mut bytes).ok()?;
         if Flow::from_bytes(&bytes) != flow {
             // It has ended on the NIC, and the slot is another connection's.

@@ -391,7 +391,7 @@ impl World {
     /// Puts the host's frames on the links, and checks them.
     fn transmit(&mut self, at: usize) {
         while let Some(frame) = self.hosts[at].machine.to_wire.pop() {
-            let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
+            let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { continue };
             self.check_segment(at, &parsed);
             let to = host_of(&parsed.flow.local.address);
             if let Some(answer) = self.network.send(at, frame, to, self.now) {

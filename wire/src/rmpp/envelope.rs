@@ -265,8 +265,8 @@ mod tests {
 
     fn envelopes() -> [Envelope; 3] {
         let link = Link { source: [2, 0, 0, 0, 0, 1], destination: [2, 0, 0, 0, 0, 2], ttl: 64, ..Link::default() };
-        let v4 = Flow { local: Endpoint::v4([10, 0, 0, 1], 9), remote: Endpoint::v4([10, 0, 0, 2], UDP_PORT) };
-        let v6 = Flow { local: Endpoint::v6([0xfd; 16], 9), remote: Endpoint::v6([0xfe; 16], UDP_PORT) };
+        let v4 = Flow { local: Endpoint::v4([10, 0, 0, 1], 9), remote: Endpoint::v4([10, 0, 0, 2], UDP_PORT), device: 0 };
+        let v6 = Flow { local: Endpoint::v6([0xfd; 16], 9), remote: Endpoint::v6([0xfe; 16], UDP_PORT), device: 0 };
         [Envelope::Ethernet(link), Envelope::Udp(link, v4), Envelope::Udp(link, v6)]
     }
 

@@ -401,7 +401,7 @@ fn cases() -> Vec<Case> {
 /// Which pieces a frame is made of.
 fn pieces_in(frame: &Frame, case: &Case) -> String {
     let bytes = frame.bytes();
-    let numbers: Vec<u8> = match TcpFrame::parse(bytes) {
+    let numbers: Vec<u8> = match TcpFrame::parse(bytes, 0) {
         Ok(parsed) if parsed.payload_length > 0 => {
             let mut numbers = parsed.payload(bytes).to_vec();
             numbers.dedup();

@@ -123,7 +123,7 @@ fn segment(stage: &Stage, choice: &mut Choice) -> Vec<u8> {
     let own = !ipv6 && choice.one_in(3);
     let (port, from) =
         if own { (PORT, stage.peer_port) } else { (choice.of(&[PORT, 9, 22, 40_000]), 1 + choice.magnitude(4) as u16) };
-    let flow = Flow { local: endpoint(address_b(ipv6), from), remote: endpoint(address_a(ipv6), port) };
+    let flow = Flow { local: endpoint(address_b(ipv6), from), remote: endpoint(address_a(ipv6), port), device: 0 };
     let flags = Flags(choice.of(&[16, 16, 16, 24, 2, 18, 17, 4, 20, 0, 0xff, choice.clone().number() as u8]));
     let mut options = TcpOptions {
         timestamps: choice.one_in(2).then(|| (choice.number(), choice.number())),

@@ -771,7 +771,7 @@ fn segments_of_a_vlan_are_not_taken() {
 /// A segment of 1000 bytes from host B to host A, with a VLAN tag if there is one.
 fn segment(tag: &[u8], number: u32) -> Vec<u8> {
     const PAYLOAD: usize = 1000;
-    let flow = Flow { local: Endpoint::v4([10, 7, 7, 2], 80), remote: Endpoint::v4([10, 7, 7, 1], 4000) };
+    let flow = Flow { local: Endpoint::v4([10, 7, 7, 2], 80), remote: Endpoint::v4([10, 7, 7, 1], 4000), device: 0 };
     let link = baton_wire::frame::Link { destination: MAC_A, source: MAC_B, ttl: 64, ..Default::default() };
     let template = Template::new(&flow, &link, false);
     let options = TcpOptions::default();

@@ -30,7 +30,7 @@ fn endpoint(address: SocketAddr) -> Endpoint {
 
 /// The flow of a connection between the hosts.
 pub fn flow(local: SocketAddr, peer: SocketAddr) -> Flow {
-    Flow { local: endpoint(local), remote: endpoint(peer) }
+    Flow { local: endpoint(local), remote: endpoint(peer), device: 0 }
 }
 
 /// A connection of the kernel's that goes through a NIC, of which only the handoff is there.

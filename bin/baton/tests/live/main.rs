@@ -27,6 +27,7 @@ mod kernel_stay;
 mod large_frames;
 mod library;
 mod lifecycle;
+mod links;
 mod listening_again;
 mod messages;
 mod moves;

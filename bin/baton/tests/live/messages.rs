@@ -70,8 +70,12 @@ fn no_message_is_lost_with_a_nic_or_comes_to_the_wrong_peer() {
 }
 
 fn settings(bed: &testbed::Testbed, ip: IpAddr) -> Settings {
+    settings_at(bed, SocketAddr::new(ip, 0))
+}
+
+pub(crate) fn settings_at(bed: &testbed::Testbed, address: SocketAddr) -> Settings {
     Settings {
-        address: SocketAddr::new(ip, 0),
+        address,
         ethernet: None,
         on_nic: Halves::BOTH,
         agent: bed.socket(),
@@ -86,8 +90,13 @@ fn settings(bed: &testbed::Testbed, ip: IpAddr) -> Settings {
     }
 }
 
+/// The same endpoint without the NIC.
+pub(crate) fn in_the_program(settings: &Settings) -> Settings {
+    Settings { on_nic: Halves::default(), ..settings.clone() }
+}
+
 /// Opens an endpoint on host A, which must be refused for a reason that has `why` in it.
-fn refused(bed: &testbed::Testbed, settings: &Settings, why: &str) {
+pub(crate) fn refused(bed: &testbed::Testbed, settings: &Settings, why: &str) {
     let opened = bed.host_a.run(|| Ok(Endpoint::new(settings).err().map(|error| error.to_string()))).expect("host A");
     let reason = opened.expect("it is refused");
     assert!(reason.contains(why), "{reason}");
@@ -239,7 +248,7 @@ pub(crate) fn exchange_between(bed: &testbed::Testbed, here: IpAddr, peer: &Name
 }
 
 /// Sends a message from `far` to `near`, and waits for both completions.
-fn exchange(near: &mut Endpoint, far: &mut Endpoint, token: u64) {
+pub(crate) fn exchange(near: &mut Endpoint, far: &mut Endpoint, token: u64) {
     let [here, there] = [near.heap()[0], far.heap()[0]];
     let length = 10_000;
     let now = monotonic_micros();

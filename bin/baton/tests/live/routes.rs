@@ -2,32 +2,32 @@
 //! devices, policy routing, IPsec, MTUs.
 
 use crate::common::{Scene, connect, hosts, scene, scene_at, wait_until};
-use baton_client::{ConnectionId, Session};
-use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, Testbed, TestbedSettings, address_a, address_b};
+use baton_client::Session;
+use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::{namespace::Namespace, rtnetlink, socket};
 use baton_protocol::program::Place;
 use std::io::{self, Write};
-use std::net::{Ipv6Addr, SocketAddr, SocketAddrV6, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-fn beside() -> TestbedSettings {
+pub(crate) fn beside() -> TestbedSettings {
     TestbedSettings { beside: true, ..TestbedSettings::default() }
 }
 
-fn run(host: &Namespace, line: &str) {
+pub(crate) fn run(host: &Namespace, line: &str) {
     let words: Vec<&str> = line.split(' ').collect();
     let mut command = Command::new(words[0]);
     let status = host.spawn(command.args(&words[1..])).expect("the program").wait().expect("its status");
     assert!(status.success(), "{line}");
 }
 
-const MAC_SECOND_A: &str = "02:00:00:00:01:0a";
-const MAC_SECOND_B: &str = "02:00:00:00:01:0b";
+pub(crate) const MAC_SECOND_A: &str = "02:00:00:00:01:0a";
+pub(crate) const MAC_SECOND_B: &str = "02:00:00:00:01:0b";
 
 /// A second link between the hosts: `second0` on host A, `second1` on host B. No route leads over it yet.
-fn second_link(bed: &Testbed) {
+pub(crate) fn second_link(bed: &Testbed) {
     let made = bed.host_b.run(|| rtnetlink::add_veth(&rtnetlink::open()?, "second1", "second0", bed.host_a.as_fd()));
     made.expect("a second link");
     for (host, name, own, other, peers) in [
@@ -42,7 +42,7 @@ fn second_link(bed: &Testbed) {
     }
 }
 
-fn reverse_path_filter(host: &Namespace, value: u32) {
+pub(crate) fn reverse_path_filter(host: &Namespace, value: u32) {
     let set = host.run(|| {
         for name in std::fs::read_dir("/proc/sys/net/ipv4/conf")? {
             std::fs::write(name?.path().join("rp_filter"), value.to_string())?;
@@ -373,75 +373,6 @@ fn a_socket_that_is_bound_while_on_the_nic_returns() {
     scene.try_to_move(Place::Nic);
     exchange(&mut scene, 100_000);
     assert!(sent_by(&scene.bed.host_a, "second0") > left + 2);
-}
-
-/// The same link-local addresses at two links, and two connections with the same ports: their interfaces alone tell them apart.
-#[test]
-fn connections_of_two_links_with_the_same_addresses_and_ports_stay_apart() {
-    const LOCAL: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0xa);
-    const PEER: Ipv6Addr = Ipv6Addr::new(0xfe80, 0, 0, 0, 0, 0, 0, 0xb);
-    let bed = hosts(beside());
-    second_link(&bed);
-    let plain = |mac: [u8; 6]| mac.map(|byte| format!("{byte:02x}")).join(":");
-    for (host, device, own, peer, mac) in [
-        (&bed.host_a, INTERFACE_A, LOCAL, PEER, plain(MAC_B)),
-        (&bed.host_a, "second0", LOCAL, PEER, MAC_SECOND_B.into()),
-        (&bed.host_b, INTERFACE_B, PEER, LOCAL, plain(MAC_A)),
-        (&bed.host_b, "second1", PEER, LOCAL, MAC_SECOND_A.into()),
-    ] {
-        run(host, &format!("ip addr add {own}/64 dev {device} nodad"));
-        run(host, &format!("ip neigh replace {peer} lladdr {mac} dev {device}"));
-    }
-    let listener = bed.host_a.run(|| TcpListener::bind((Ipv6Addr::UNSPECIFIED, 8080))).expect("a listener");
-    let mut session = Session::connect(&bed.socket()).expect("a session");
-    let mut both = [INTERFACE_B, "second1"].map(|device| {
-        let made = bed.host_b.run(|| {
-            let index = rtnetlink::link(&rtnetlink::open()?, device)?.index;
-            let at = |address, port| SocketAddr::V6(SocketAddrV6::new(address, port, 0, index));
-            let fd = socket::stream(true, 0)?;
-            socket::bind(fd.as_fd(), at(PEER, 40_000))?;
-            socket::connect(fd.as_fd(), at(LOCAL, 8080))?;
-            Ok(TcpStream::from(fd))
-        });
-        let peer = made.expect("a connection");
-        peer.set_nonblocking(true).expect("non-blocking");
-        let (server, _) = listener.accept().expect("its other end");
-        server.set_nonblocking(true).expect("non-blocking");
-        (session.adopt(OwnedFd::from(server)).expect("adoption"), peer)
-    });
-    for on_nic in [0, 1] {
-        session.move_to(both[on_nic].0, Place::Nic).expect("a move");
-        let refused = session.move_to(both[1 - on_nic].0, Place::Nic).expect_err("the same addresses and ports");
-        assert!(refused.to_string().contains("same addresses and ports"), "{refused}");
-        for round in 0..20u8 {
-            for (which, (id, peer)) in both.iter_mut().enumerate() {
-                exchange_both_ways(&mut session, *id, peer, [round * 2 + which as u8; 100]);
-            }
-        }
-        session.move_to(both[on_nic].0, Place::Kernel).expect("a move back");
-    }
-}
-
-/// Sends a piece from each end of a connection to the other, and checks that it arrives.
-fn exchange_both_ways(session: &mut Session, id: ConnectionId, peer: &TcpStream, piece: [u8; 100]) {
-    assert_eq!(session.send(id, &piece).expect("sent"), piece.len());
-    assert_eq!(socket::send(peer.as_fd(), &piece).expect("sent"), piece.len());
-    let deadline = Instant::now() + Duration::from_secs(20);
-    let mut arrived = [Vec::new(), Vec::new()];
-    while arrived.iter().any(|bytes| bytes.len() < piece.len()) {
-        assert!(Instant::now() < deadline, "it stands still");
-        for (which, bytes) in arrived.iter_mut().enumerate() {
-            let mut buffer = [0; 1000];
-            let got = if which == 0 { session.receive(id, &mut buffer) } else { socket::receive(peer.as_fd(), &mut buffer) };
-            match got {
-                Ok(0) => panic!("it has ended"),
-                Ok(count) => bytes.extend_from_slice(&buffer[..count]),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => panic!("it broke: {error}"),
-            }
-        }
-    }
-    assert!(arrived.iter().all(|bytes| bytes[..] == piece), "bytes of another connection");
 }
 
 /// The kernel's packets of IPv6 have a flow label, and so have the NIC's.

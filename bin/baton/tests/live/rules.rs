@@ -171,7 +171,7 @@ fn tracked(beside: bool, ipv6: bool, seconds: u32) -> Scene {
 /// The 4-tuple of a scene's connection.
 fn flow(scene: &Scene) -> Flow {
     let local = scene.peer.peer_addr().expect("the server's address");
-    Flow { local: local.into(), remote: scene.peer.local_addr().expect("the peer's").into() }
+    Flow { local: local.into(), remote: scene.peer.local_addr().expect("the peer's").into(), device: 0 }
 }
 
 /// The tracker's entry of a connection on host A.

@@ -115,7 +115,8 @@ impl Forger {
             IpAddr::V6(ip) => Endpoint::v6(ip.octets(), address.port()),
         };
         let peer = &scene.peer;
-        let flow = Flow { local: end(peer.local_addr().expect("local")), remote: end(peer.peer_addr().expect("peer")) };
+        let flow =
+            Flow { local: end(peer.local_addr().expect("local")), remote: end(peer.peer_addr().expect("peer")), device: 0 };
         let link = Link { source: MAC_B, destination: MAC_A, ttl: 64, ..Link::default() };
         let template = Template::new(&flow, &link, true);
         let mut forger = Forger { device, template, frame: Frame::with_capacity(MAX_FRAME), seq: 0, ack: 0, clock: 0 };
@@ -151,7 +152,7 @@ impl Forger {
         let deadline = Instant::now() + Duration::from_secs(60);
         while Instant::now() < deadline {
             while self.device.receive(&mut self.frame) {
-                if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+                if let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), 0)
                     && wanted(&parsed)
                 {
                     return Some(parsed);

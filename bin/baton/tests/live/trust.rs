@@ -62,7 +62,7 @@ fn an_administrators_cut_counts() {
         scene.exchange(10_000, Place::Nic);
         let ends = [duplicate.local_addr(), duplicate.peer_addr()];
         let [local, remote] = ends.map(|address| address.expect("an address").into());
-        let flow = Flow { local, remote };
+        let flow = Flow { local, remote, device: 0 };
         let netlink = scene.bed.host_a.run(|| Netlink::open(netlink::SOCK_DIAG)).expect("netlink");
         diagnosis::destroy(&netlink, &flow, None).expect("destroyed");
         expect_abort(&mut scene);

@@ -6,6 +6,7 @@ use crate::ground::{Ground, Shape};
 use crate::session::{Host, OpenSession, Session};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::session;
+use baton_handoff::examine::system;
 use baton_linux::foreign::Foreign;
 use baton_linux::{frames, rtnetlink, socket};
 use baton_moves::Refusal;
@@ -40,7 +41,9 @@ impl Agent {
             session.begun.as_ref().map_or(session.opening.messages.clone(), |begun| begun.opening.messages.clone())
         };
         let used = self.sessions.iter().flatten().filter_map(opening);
-        if used.into_iter().any(|other| other.address == address) {
+        // The NIC tells sessions apart by address and port, not by a link-local address's scope.
+        let ends = |address: SocketAddr| (address.ip().to_canonical(), address.port());
+        if used.into_iter().any(|other| ends(other.address) == ends(address)) {
             bail!("another session has the messages for {address}");
         }
         let messages = Messages { address, ..asked.clone() };
@@ -193,9 +196,14 @@ fn udp_address(socket: BorrowedFd<'_>) -> Result<SocketAddr> {
     Ok(address)
 }
 
-/// The devices at which a session's datagrams are received: those by which its own leave, and all that the kernel accepts packets
-/// at whose answers leave by others.
+/// The devices at which a session's datagrams are received: the one that its socket is bound to; or else those by which its own leave, and all
+/// that the kernel accepts packets at whose answers leave by others.
 fn path_of(open: &OpenSession) -> Result<Path, Refusal> {
+    let socket = open.socket.as_ref().ok_or(Refusal::NoRoute)?;
+    let bound = socket::device(socket.as_fd()).map_err(|error| system("SO_BINDTOIFINDEX", &error))?;
+    if bound != 0 {
+        return Ok(Path { leaves_by: bound, ..Path::default() });
+    }
     let devices: BTreeSet<u32> = open.hosts.values().filter_map(|host| Some(host.way?.interface)).collect();
     if devices.len() > FURTHER + 1 {
         return Err(Refusal::ManyPaths(devices.len()));

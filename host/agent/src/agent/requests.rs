@@ -2,7 +2,7 @@
 
 use super::Agent;
 use crate::answers::{After, NO_ANSWER};
-use crate::calls::{Completion, outsider};
+use crate::calls::{Completion, flow_of, outsider};
 use crate::connection::{Asker, Block, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
@@ -60,7 +60,7 @@ const FOR_CLIENTS: u64 = 16;
 fn kernel_detail(user: u32, connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
     let fd = connection.fd.as_ref().map(AsFd::as_fd);
     if connection.call().is_some() || outsider(user, connection.process, fd).is_some() {
-        let found = diagnosis::describe(diagnosis, &connection.flow, connection.cookie).ok()?;
+        let found = diagnosis::describe(diagnosis, &flow_of(connection, fd), connection.cookie).ok()?;
         let unsent = fd.and_then(|fd| socket::queue_bytes(fd, socket::SIOCOUTQNSD).ok()).unwrap_or(0);
         let in_flight = found.unacknowledged.saturating_sub(unsent);
         return Some(Detail { state: found.state, in_flight, unsent, unread: found.unread, ..Detail::default() });
@@ -420,7 +420,8 @@ impl Agent {
         if session.opening.messages.is_some() {
             return Reply::Failed { reason: "this session is for messages, open another one for connections".into() };
         }
-        let flow = Flow { local: local.into(), remote: peer.into() };
+        let device = socket::device(fd.as_fd()).unwrap_or(0);
+        let flow = Flow { local: local.into(), remote: peer.into(), device };
         let Opening { attacher, .. } = session.opening;
         let (user, process) = (session.user, process.filter(|_| attacher).unwrap_or(session.process));
         if attacher {
@@ -434,7 +435,7 @@ impl Agent {
         // A repeated request, since the first one's agent died: one connection has one entry. Another connection may have the same
         // addresses and ports by another device.
         let identity = Identity { cookie: socket::cookie(fd.as_fd()).unwrap_or_default(), ends: (local, peer) };
-        if let Some(known) = session.connections.with_flow(&flow).find(|known| known.identity().is(&identity)) {
+        if let Some(known) = session.connections.with_ends(&flow).find(|known| known.identity().is(&identity)) {
             return Reply::Registered { connection: known.number() };
         }
         let place = session.connections.vacant();

@@ -36,6 +36,7 @@ impl Performer<'_> {
         let way = self.ground.way_of(self.connection)?;
         self.way = Some(way);
         self.ground.choose(way.path.nic as usize);
+        self.connection.flow.device = way.device();
         if !self.ground.shape.claim(&self.connection.flow) {
             return Err(Refusal::Twin.into());
         }
@@ -178,6 +179,10 @@ impl Performer<'_> {
         let way = self.ground.way_of(self.connection)?;
         if way.path.nic as usize != self.cid()?.nic() {
             return Err(Refusal::AnotherNic.into());
+        }
+        // It has the flow with which the move began.
+        if way.device() != self.connection.flow.device {
+            return Err(Refusal::Rebound.into());
         }
         self.on_socket(|fd| examine::check_receiving(fd).and_then(|()| unenforced::check(fd)))??;
         self.own()?;
@@ -343,7 +348,8 @@ impl Performer<'_> {
 fn look_through(fd: BorrowedFd<'_>, namespace: u64, flow: &Flow) -> Result<TcpInfo, Refusal> {
     let info = examine::examine(fd, namespace)?;
     unenforced::check(fd)?;
-    match diagnosis::with_own(|netlink| diagnosis::has_md5_key(netlink, flow)) {
+    let device = socket::device(fd).map_err(|error| system("SO_BINDTOIFINDEX", &error))?;
+    match diagnosis::with_own(|netlink| diagnosis::has_md5_key(netlink, &flow.by(device))) {
         Ok(true) => Err(Refusal::Signed),
         _ => Ok(info),
     }

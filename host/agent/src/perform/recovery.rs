@@ -20,7 +20,7 @@ impl Performer<'_> {
         };
         let next = cid.next_generation();
         let (leaves_by, nic) = (exported.image.link.interface, cid.nic() as u32);
-        let wherever = Path { leaves_by, nic, anywhere: true, ..Path::default() };
+        let wherever = Path { leaves_by, nic, anywhere: self.connection.flow.device == 0, ..Path::default() };
         let path = on_nic.way.as_ref().map_or(wherever, |way| way.path);
         self.ground.shape.steal_again(&self.connection.flow, &path);
         // The slot has held the flow since the handoff. Should this NIC die, too, the next round starts from here.

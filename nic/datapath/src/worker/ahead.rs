@@ -53,7 +53,7 @@ impl Ahead {
             if early.frame.checksum != Checksum::Unknown
                 && let Some(usual) = Usual::parse(early.frame.bytes())
             {
-                early.search = connections.lookup.begin(&usual.key());
+                early.search = connections.lookup.begin(&usual.key(early.frame.interface));
                 early.slot = 0;
                 prefetch(connections.lookup.memory_of(&early.search), 0, 8);
             }

@@ -4,6 +4,7 @@
 //! should the NIC die. What follows needs only the table of [`Closed`](crate::closed::Closed).
 
 use super::Worker;
+use super::opening::ANY_DEVICE;
 use crate::closed;
 use crate::custody::{Custody, Refusal};
 use crate::listeners::Opening;
@@ -103,7 +104,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return true;
         }
         let segment = Segment::from(parsed);
-        let answer = self.listeners.secret.answer(&parsed.flow, &segment, &Config::default(), now);
+        let answer = self.listeners.secret.answer(&parsed.flow.by(ANY_DEVICE), &segment, &Config::default(), now);
         let Some(rest) = self.closed.get_mut(index) else { return false };
         let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
         if is_syn && rest.tcp.admits_successor(&segment, answer.isn) {
@@ -125,7 +126,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// When this end may open a connection of the 4-tuple; None if it may not. One that waits in TIME-WAIT gives way.
     pub(super) fn reopen(&mut self, key: &FlowKey) -> Option<Instant> {
-        let Some(index) = self.closed.find(key) else { return Some(Instant(0)) };
+        let Some(index) = self.closed.overlapping(key) else { return Some(Instant(0)) };
         let at = self.closed.get_mut(index)?.tcp.reopens_at()?;
         self.closed.remove(index);
         Some(at)
@@ -134,7 +135,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Whether the frame from the kernel opens a connection whose 4-tuple cannot be used yet. The kernel sends its SYN again.
     #[cold]
     pub(super) fn is_too_early(&mut self, now: Instant) -> bool {
-        let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) else { return false };
+        let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by()) else { return false };
         let Some(index) = self.closed.find(&FlowKey::from(&parsed.flow.reversed())) else { return false };
         if !parsed.flags.contains(Flags::SYN) {
             return false;

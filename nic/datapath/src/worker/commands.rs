@@ -125,7 +125,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let flow = self.read_flow(index);
         let key = FlowKey::from(&flow);
-        if self.connections.find(&key).is_some() {
+        if self.connections.overlaps(&key) {
             return Err(Refusal::AlreadyHere);
         }
         // Everything that the NIC has acknowledged for the kernel must be acknowledged by the kernel first.
@@ -140,9 +140,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// The 4-tuple in a slot.
+    /// The flow in a slot.
     pub(super) fn read_flow(&self, index: u32) -> Flow {
-        let mut bytes = [0u8; 36];
+        let mut bytes = [0u8; Flow::BYTES];
         // Cannot fail: the region was made with as many slots as the worker has.
         let _ = self.nic_memory.read(nic::slot(index) + at::FLOW, &mut bytes);
         Flow::from_bytes(&bytes)
@@ -216,7 +216,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Custody::Active(offloaded) = &mut slot.custody else { return };
         let (mut events, mut cause) = (Events::empty(), None);
         for frame in slot.held.take() {
-            let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { continue };
+            let Ok(parsed) = TcpFrame::parse(frame.bytes(), frame.interface) else { continue };
             let mut segment = Segment::from(&parsed);
             if let Some(found) = needs_kernel(&segment, &offloaded.tcp) {
                 slot.held.push(&parsed, &frame);
@@ -367,9 +367,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         frame.set_length(length as usize);
         let _ = self.nic_memory.read(offset, frame.bytes_mut());
         frame.checksum = Checksum::Verified;
-        let parsed = TcpFrame::parse(frame.bytes()).map_err(|_| Refusal::BadCommand)?;
         let slot = self.occupant(cid)?;
-        if parsed.flow != slot.flow() {
+        let flow = slot.flow();
+        // The kernel has received it for this connection, so by its device.
+        let parsed = TcpFrame::parse(frame.bytes(), flow.device).map_err(|_| Refusal::BadCommand)?;
+        if parsed.flow != flow {
             return Err(Refusal::BadCommand);
         }
         slot.held.push(&parsed, &frame);

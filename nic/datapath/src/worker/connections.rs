@@ -41,10 +41,16 @@ impl Connections {
         }
     }
 
-    /// The slot of a connection.
+    /// The slot of the connection that gets a frame with this key.
     #[inline(always)]
-    pub fn find(&self, key: &FlowKey) -> Option<u32> {
-        self.lookup.find(key, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.has_key(key)))
+    pub fn find(&self, frame: &FlowKey) -> Option<u32> {
+        self.lookup.find(frame, |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.has_key(frame)))
+    }
+
+    /// Whether there is a connection that gets frames which one with this key would get, too.
+    pub fn overlaps(&self, key: &FlowKey) -> bool {
+        let overlaps = |slot| matches!(self.slots.get(slot as usize), Some(Some(found)) if found.key().overlaps(key));
+        self.lookup.find(key, overlaps).is_some()
     }
 }
 

@@ -7,6 +7,7 @@
 //! to the new owner.
 
 use super::Worker;
+use super::opening::ANY_DEVICE;
 use crate::balance::{Balance, Step};
 use crate::custody::{Custody, Slot};
 use crate::offloaded::Pending;
@@ -334,10 +335,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// earlier segment has made.
     fn on_handshake(&mut self, frame: &Frame, now: Instant) {
         self.frame.copy_from(frame);
-        let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) else { return };
+        let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by()) else { return };
         let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref() else { return };
         let bucket = bucket_of(peers, self.frame.bytes(), From::Wire);
-        let is_made = front.unadded.contains(&FlowKey::from(&parsed.flow));
+        let key = FlowKey::from(&parsed.flow);
+        let is_made = front.unadded.iter().any(|made| made.admits(&key));
         if is_made || !self.take_handshake(&parsed, now) {
             self.dispatch(bucket, Call::NoHandshake(bucket, self.frame.clone()), now);
         }
@@ -357,10 +359,19 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Adds a connection that has been made for a listener.
     fn add_made(&mut self, slot: Slot) {
         let (index, key) = (slot.cid.slot(), slot.key());
+        if self.connections.overlaps(&key) {
+            // One by another device has come from the kernel meanwhile. The agent's handoff of this one will be refused.
+            return self.forget_made(key);
+        }
         self.connections.slots[index as usize] = Some(slot);
         self.connections.lookup.insert(&key, index);
         self.connections.count += 1;
         self.count_connections();
+        self.forget_made(key);
+    }
+
+    /// The front worker sends what comes for a connection that has been made to its owner from now on.
+    fn forget_made(&mut self, key: FlowKey) {
         match &mut self.crossbar {
             Some(crossbar) if !crossbar.peers.is_front() => crossbar.peers.send(FRONT, Call::Added(key)),
             _ => self.note_added(key),
@@ -563,9 +574,9 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// The bucket of a frame. An ICMP message about a connection belongs to that connection's bucket.
+/// The bucket of a frame. An ICMP message about a connection belongs to that connection's bucket, by whatever device it came.
 fn bucket_of(peers: &Peers, bytes: &[u8], from: From) -> u8 {
-    let about = if from == From::Wire { crate::icmp::about(bytes) } else { None };
+    let about = if from == From::Wire { crate::icmp::about(bytes, ANY_DEVICE) } else { None };
     match about {
         Some(about) => peers.hash().bucket_of(&Input::of_flow(&about.flow)),
         None => peers.hash().bucket(bytes, from),

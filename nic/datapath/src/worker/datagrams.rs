@@ -81,7 +81,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             let Some(record) = unread.peek() else { return };
             let local = socket.settings.endpoints.iter().find(|local| local.is_v4() == record.other.is_v4());
             if let Some(local) = local {
-                let flow = Flow { local: record.other, remote: *local };
+                let flow = Flow { local: record.other, remote: *local, device: 0 };
                 if write_frame(&mut self.frame, &link, &flow, &record, &unread, 0) {
                     self.to_kernel.transmit(&mut self.frame, &self.counters);
                 }
@@ -144,7 +144,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let field = complete_checksum(&mut self.frame);
         let received = Received::parse(self.frame.bytes(), local.port);
         let socket = match &received {
-            Ok(received) => self.datagrams.receiver(&Flow { local, remote: received.source }),
+            Ok(received) => self.datagrams.receiver(&Flow { local, remote: received.source, device: 0 }),
             Err(EnvelopeError::Checksum) => {
                 self.counters.add(Counter::BadChecksum, 1);
                 return true;
@@ -200,7 +200,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             let way = socket.ways.get(&record.other.address).copied();
             let port = socket.settings.endpoints.first().map_or(0, |endpoint| endpoint.port);
             let sent = way.filter(|_| record.other.port != 0 && port != 0).is_some_and(|way| {
-                let flow = Flow { local: Endpoint { address: way.source, port }, remote: record.other };
+                let flow = Flow { local: Endpoint { address: way.source, port }, remote: record.other, device: 0 };
                 let frame = self.output.frame_mut(&self.counters);
                 self.datagrams.ident = self.datagrams.ident.wrapping_add(1);
                 let headers = Envelope::Udp(way.link, flow).header() - ETHERNET;

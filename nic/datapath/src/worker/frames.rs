@@ -141,7 +141,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return false;
         }
         let Some(usual) = Usual::parse(self.frame.bytes()) else { return false };
-        let key = usual.key();
+        let key = usual.key(self.frame.interface);
         let Some(index) = found.or_else(|| self.connections.lookup.find_again(&key)) else { return false };
         self.output.make_free_for(index, &self.counters);
         let slot = self.connections.slots.get_mut(index as usize);
@@ -179,7 +179,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
-        let Some((key, plain, _)) = Plain::parse(bytes, verified) else { return false };
+        let Some((key, plain, _)) = Plain::parse(bytes, verified, self.frame.interface) else { return false };
         // The first slot with the same hash is nearly always the right one; the keys are compared below.
         let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
@@ -256,6 +256,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
+    /// Index of the device by which the frame came, or by which the kernel sends it; inline, where there is one wire, 0.
+    pub(super) fn came_by(&self) -> u32 {
+        if self.settings.beside { self.frame.interface } else { 0 }
+    }
+
     /// The path of all other frames from the wire.
     #[cold]
     #[inline(never)]
@@ -266,7 +271,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Gives the frame to its connection, to the handshake that it `may_open` or continue, or to the kernel. The front worker has
     /// sent back a frame that may not: it is part of no handshake, or follows one.
     pub(super) fn look_up(&mut self, may_open: bool, now: Instant) {
-        if let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) {
+        if let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by()) {
             if let Some(slot) = self.connections.find(&FlowKey::from(&parsed.flow)) {
                 if self.frame.checksum == Checksum::Unknown && !parsed.checksum_holds(self.frame.bytes()) {
                     self.counters.add(Counter::BadChecksum, 1);
@@ -300,7 +305,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// connection are used here, too.
     pub(super) fn deliver_to_kernel(&mut self, now: Instant) {
         if self.connections.count > 0
-            && let Some(about) = icmp::about(self.frame.bytes())
+            && let Some(about) = icmp::about(self.frame.bytes(), self.came_by())
         {
             match about.report {
                 Report::TooBig(mtu) => self.on_too_big(&about.flow, about.seq, mtu, now),
@@ -320,7 +325,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// of the NIC's. Of all other frames it has its own copy, or they are no concern of its.
     fn give_back_to_kernel(&mut self) {
         if !self.listeners.is_empty()
-            && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            && let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by())
             && self.listeners.at(&parsed.flow.local).is_some()
         {
             self.to_kernel.transmit(&mut self.frame, &self.counters);
@@ -399,7 +404,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return;
         }
         if self.connections.count > 0
-            && let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            && let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by())
             && let Some(index) = self.connections.find(&FlowKey::from(&parsed.flow.reversed()))
             && let Some(slot) = self.connections.slots[index as usize].as_mut()
         {
@@ -450,7 +455,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if connections == 0 {
             return false;
         }
-        let Some(fragment) = Fragment::parse(self.frame.bytes()) else { return false };
+        let Some(fragment) = Fragment::parse(self.frame.bytes(), self.came_by()) else { return false };
         let mut given_up = Vec::new();
         let mut fragments = std::mem::take(&mut self.fragments);
         let outcome = fragments.take(&mut self.frame, fragment, now, |frame| given_up.push(frame));

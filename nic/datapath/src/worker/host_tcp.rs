@@ -251,7 +251,7 @@ impl Worker<NoKernel, HostWire> {
             && lender.frames.receive_to(end, &mut self.frame).is_some()
         {
             worked = true;
-            if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            if let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.frame.interface)
                 && let Some(index) = self.connections.find(&FlowKey::from(&parsed.flow))
             {
                 self.on_lent_segment(index, &parsed, now);

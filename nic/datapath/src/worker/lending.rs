@@ -269,7 +269,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             worked = true;
             if tag == 0 {
                 self.output.forward(&mut self.frame, &self.counters);
-            } else if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+            } else if let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.frame.interface)
                 && let Some(Some(slot)) = self.connections.slots.get_mut(Cid(tag).slot() as usize)
                 && slot.cid == Cid(tag)
             {

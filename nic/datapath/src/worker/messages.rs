@@ -119,7 +119,13 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(messages) = &mut session.messages else { return false };
         let field = complete_checksum(&mut self.frame);
         let bytes = self.frame.bytes();
-        let taken = match Received::parse(bytes, messages.address().port) {
+        let local = messages.address();
+        let taken = match Received::parse(bytes, local.port) {
+            // Which link it is on, only a socket that is bound to one knows. The kernel's would name it.
+            Ok(Received { source, .. }) if local.port != 0 && source.is_link_local() && !local.is_link_local() => {
+                self.counters.add(Counter::Dropped, 1);
+                true
+            }
             Ok(Received { source, offset, length }) => messages.receive(&source, &bytes[offset..offset + length]),
             Err(_) => {
                 self.counters.add(Counter::BadChecksum, 1);
@@ -220,7 +226,7 @@ impl<W: Device> crate::transmit::Output<W> {
 
 /// The headers from one endpoint to another. MAC addresses have port 0, which no UDP endpoint has.
 fn envelope(link: Link, local: Endpoint, remote: Endpoint) -> Envelope {
-    if local.port == 0 { Envelope::Ethernet(link) } else { Envelope::Udp(link, Flow { local, remote }) }
+    if local.port == 0 { Envelope::Ethernet(link) } else { Envelope::Udp(link, Flow { local, remote, device: 0 }) }
 }
 
 /// The length of a header depends on the addresses alone.
@@ -275,7 +281,7 @@ mod tests {
     use baton_wire::checksum::pseudo_header;
 
     fn frame(from: Endpoint, to: Endpoint) -> Vec<u8> {
-        let envelope = Envelope::Udp(NO_LINK, Flow { local: from, remote: to });
+        let envelope = Envelope::Udp(NO_LINK, Flow { local: from, remote: to, device: 0 });
         let mut frame = vec![0; envelope.header() + 100];
         envelope.emit(&mut frame);
         frame

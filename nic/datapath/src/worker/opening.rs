@@ -21,6 +21,9 @@ use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 const DESTINATION: core::ops::Range<usize> = 0..6;
 const SOURCE: core::ops::Range<usize> = 6..12;
 
+/// The device of connections with listeners: those that are bound to one are the kernel's.
+pub(super) const ANY_DEVICE: u32 = 0;
+
 /// Most retransmissions of a SYN (Linux's limit of TCP_SYNCNT).
 const MOST_RETRIES: u32 = 127;
 
@@ -52,6 +55,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[cold]
     pub(super) fn take_handshake(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
+        // A client that has a connection by another device is the kernel's, which can tell the two apart.
+        if self.connections.overlaps(&FlowKey::from(&parsed.flow.by(ANY_DEVICE))) {
+            return false;
+        }
         let (id, full, open) = (listener.settings.id, listener.granted.is_empty(), listener.open);
         if !self.is_front() {
             self.forward_handshake();
@@ -90,9 +97,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return };
         let (config, ttl) = (listener.config(parsed.flow.is_v4()), listener.settings.ttl);
         let config = if remembered { config } else { config.of_cookie(syn) };
-        let numbers = self.listeners.secret.answer(&parsed.flow, syn, &config, now);
+        let flow = parsed.flow.by(ANY_DEVICE);
+        let numbers = self.listeners.secret.answer(&flow, syn, &config, now);
         let Some(tcp) = Connection::accept(config, syn, numbers.isn, numbers.ts_offset, now) else { return };
-        let mut opening = Opening { tcp, flow: parsed.flow, link: self.way_back(ttl) };
+        let mut opening = Opening { tcp, flow, link: self.way_back(ttl) };
         self.output.send_handshake(&mut opening, &self.counters, now);
         if self.listeners.remember(id, opening, now).is_none() {
             self.counters.add(Counter::SynCookies, 1);
@@ -104,7 +112,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn way_back(&self, ttl: u8) -> Link {
         let bytes = self.frame.bytes();
         let address = |range| <[u8; 6]>::try_from(&bytes[range]).unwrap_or_default();
-        let interface = if self.settings.beside { self.frame.interface } else { 0 };
+        let interface = self.came_by();
         Link { source: address(DESTINATION), destination: address(SOURCE), ttl, tos: 0, flow_label: 0, interface }
     }
 
@@ -140,7 +148,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !self.listeners.accepts_cookies(now) {
             return false;
         }
-        let Some((syn, numbers)) = self.listeners.secret.syn_of(&parsed.flow, segment, now) else { return false };
+        let flow = parsed.flow.by(ANY_DEVICE);
+        let Some((syn, numbers)) = self.listeners.secret.syn_of(&flow, segment, now) else { return false };
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
         if listener.granted.is_empty() {
             // The client sends it again. The kernel, which does not know it, would reset the connection.
@@ -152,7 +161,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         // The answer that was sent already.
         let _ = tcp.poll_transmit(now, 0);
         tcp.input(&without_data(segment), now);
-        let opening = Opening { tcp, flow: parsed.flow, link: self.way_back(ttl) };
+        let opening = Opening { tcp, flow, link: self.way_back(ttl) };
         self.finish_handshake(id, &opening, parsed, true, now);
         true
     }
@@ -201,7 +210,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let _ = self.nic_memory.read(nic::scratch(index) + scratch::IMAGE, &mut bytes);
         let image = Image::decode(&bytes).map_err(|_| Refusal::BadImage)?;
         let (flow, key) = (image.flow, FlowKey::from(&image.flow));
-        if self.connections.find(&key).is_some() {
+        if self.connections.overlaps(&key) {
             return Err(Refusal::AlreadyHere);
         }
         let begin = self.reopen(&key).ok_or(Refusal::AlreadyHere)?;

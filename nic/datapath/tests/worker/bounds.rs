@@ -117,7 +117,7 @@ fn a_connection_that_its_socket_has_lost_is_reset() {
     let resets = |stage: &mut Stage| {
         let mut resets = 0;
         while stage.far.receive(&mut stage.frame) {
-            resets += usize::from(TcpFrame::parse(stage.frame.bytes()).is_ok_and(|parsed| parsed.flags.contains(Flags::RST)));
+            resets += usize::from(TcpFrame::parse(stage.frame.bytes(), 0).is_ok_and(|parsed| parsed.flags.contains(Flags::RST)));
         }
         resets
     };

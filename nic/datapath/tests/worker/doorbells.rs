@@ -225,7 +225,7 @@ impl Waits {
         self.stage.worker.poll(self.stage.now);
         let mut payloads = Vec::new();
         while self.stage.far.receive(&mut self.stage.frame) {
-            payloads.push(TcpFrame::parse(self.stage.frame.bytes()).expect("a segment").payload_length);
+            payloads.push(TcpFrame::parse(self.stage.frame.bytes(), 0).expect("a segment").payload_length);
         }
         payloads
     }

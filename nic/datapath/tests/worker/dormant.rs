@@ -38,7 +38,7 @@ fn fall_asleep(stage: &mut Stage) {
 fn sent_by_victim(stage: &mut Stage) -> (usize, usize) {
     let (mut bytes, mut frames) = (0, 0);
     while stage.far.receive(&mut stage.frame) {
-        if let Ok(parsed) = TcpFrame::parse(stage.frame.bytes())
+        if let Ok(parsed) = TcpFrame::parse(stage.frame.bytes(), 0)
             && parsed.flow.reversed() == flow(0)
         {
             (bytes, frames) = (bytes + parsed.payload_length, frames + 1);

@@ -5,6 +5,7 @@ mod ahead;
 mod bounds;
 mod doorbells;
 mod dormant;
+mod links;
 mod stage;
 
 use baton_abi::layout::{nic, scratch, session, slot};
@@ -207,7 +208,7 @@ fn what_is_in_flight_moves_from_nic_to_nic() {
     let sent = |stage: &mut Stage| {
         let mut sent = Vec::new();
         while stage.far.receive(&mut stage.frame) {
-            let parsed = TcpFrame::parse(stage.frame.bytes()).unwrap();
+            let parsed = TcpFrame::parse(stage.frame.bytes(), 0).unwrap();
             sent.push((parsed.seq, parsed.payload_length));
         }
         sent
@@ -264,7 +265,7 @@ fn two_pieces_of_one_send_leave_together() {
         stage.worker.poll(stage.now);
         let mut lengths = Vec::new();
         while stage.far.receive(&mut stage.frame) {
-            lengths.push(TcpFrame::parse(stage.frame.bytes()).unwrap().payload_length);
+            lengths.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length);
         }
         lengths
     };
@@ -290,7 +291,10 @@ fn the_path_mtu_follows_icmp() {
     while stage.far.receive(&mut stage.frame) {
         sent.push(stage.frame.bytes().to_vec());
     }
-    assert_eq!(sent.iter().map(|frame| TcpFrame::parse(frame).unwrap().payload_length).collect::<Vec<_>>(), [1448, 1448, 1104]);
+    assert_eq!(
+        sent.iter().map(|frame| TcpFrame::parse(frame, 0).unwrap().payload_length).collect::<Vec<_>>(),
+        [1448, 1448, 1104]
+    );
     let icmp = |inner: &[u8], damage: u8| {
         let mut message = vec![3, 4, 0, 0, 0, 0, 2, 0x58];
         message.extend_from_slice(&inner[14..14 + 28]);
@@ -312,7 +316,7 @@ fn the_path_mtu_follows_icmp() {
         stage.worker.poll(stage.now);
         let mut lengths = Vec::new();
         while stage.far.receive(&mut stage.frame) {
-            lengths.push(TcpFrame::parse(stage.frame.bytes()).unwrap().payload_length);
+            lengths.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length);
         }
         lengths
     };
@@ -344,7 +348,7 @@ fn a_run_of_segments_is_cut() {
     stage.worker.poll(stage.now);
     let (mut lengths, mut pushed, mut received) = (Vec::new(), Vec::new(), Vec::new());
     while stage.far.receive(&mut stage.frame) {
-        let parsed = TcpFrame::parse(stage.frame.bytes()).unwrap();
+        let parsed = TcpFrame::parse(stage.frame.bytes(), 0).unwrap();
         assert_eq!(parsed.seq, 1 + received.len() as u32);
         assert_eq!(parsed.ack, 1);
         assert!(stage.frame.segmentation.is_none());
@@ -396,7 +400,7 @@ fn urgent_data_goes_to_the_kernel() {
     stage.command(Message::control(Operation::NicControl, Control::Release, cid, 0, 0));
     let mut at_kernel = Vec::new();
     while stage.kernel.receive(&mut stage.frame) {
-        let parsed = TcpFrame::parse(stage.frame.bytes()).unwrap();
+        let parsed = TcpFrame::parse(stage.frame.bytes(), 0).unwrap();
         if parsed.payload_length > 0 {
             at_kernel.push((parsed.seq, parsed.flags.contains(Flags::URG)));
         }
@@ -499,7 +503,7 @@ fn segments_of_one_batch_are_acknowledged_together() {
         stage.worker.poll(stage.now);
         let mut acknowledged = Vec::new();
         while stage.far.receive(&mut stage.frame) {
-            acknowledged.push(TcpFrame::parse(stage.frame.bytes()).unwrap().ack);
+            acknowledged.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().ack);
         }
         assert_eq!(acknowledged, [seq], "after {batch} segments");
     }

@@ -41,7 +41,7 @@ pub struct Stage {
 }
 
 pub fn flow(of: u32) -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2 + of as u8], 40_000) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2 + of as u8], 40_000), device: 0 }
 }
 
 impl Stage {
@@ -52,13 +52,22 @@ impl Stage {
 
     /// With every segment acknowledged at once, or as segments of one batch are; frames are received ahead from `many` connections on.
     pub fn with(quick_ack: bool, many: u64) -> Stage {
+        let mut stage = Stage::empty(WorkerSettings { many, quick_ack, ..WorkerSettings::default() });
+        for of in 0..2 {
+            stage.offload(of, flow(of));
+        }
+        stage
+    }
+
+    /// Without connections.
+    pub fn empty(settings: WorkerSettings) -> Stage {
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(256, FRAME, capabilities);
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
         let now = Instant(1_000_000);
         let (hash_key, frame_bytes) = ([1, 2, 3, 4], FRAME);
-        let settings = WorkerSettings { slots: SLOTS, hash_key, many, frame_bytes, quick_ack, ..WorkerSettings::default() };
+        let settings = WorkerSettings { slots: SLOTS, hash_key, frame_bytes, ..settings };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
         let programs = (0..2)
@@ -72,11 +81,7 @@ impl Stage {
             .collect();
         let (agent, events) = (Producer::new(nic_memory.ring(nic::COMMANDS)), Consumer::new(nic_memory.ring(nic::EVENTS)));
         let frame = Frame::with_capacity(FRAME);
-        let mut stage = Stage { worker, far, kernel, nic_memory, agent, events, programs, frame, now, seq: 1, delivered: 0 };
-        for of in 0..2 {
-            stage.offload(of);
-        }
-        stage
+        Stage { worker, far, kernel, nic_memory, agent, events, programs, frame, now, seq: 1, delivered: 0 }
     }
 
     pub fn command(&mut self, message: Message) {
@@ -87,8 +92,8 @@ impl Stage {
         self.events.release();
     }
 
-    pub fn offload(&mut self, of: u32) {
-        let (cid, base, flow) = (Cid::new(of, 1), nic::slot(of), flow(of));
+    pub fn offload(&mut self, of: u32, flow: Flow) {
+        let (cid, base) = (Cid::new(of, 1), nic::slot(of));
         let heap = session::HEAP as u32;
         for (word, value) in [of, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
             self.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
@@ -110,8 +115,13 @@ impl Stage {
     }
 
     pub fn send_segment(&mut self, seq: u32, ack: u32, payload: &[u8]) {
+        self.send_of(flow(0), seq, ack, payload);
+    }
+
+    /// The peer of a flow sends a segment, which comes by the flow's device.
+    pub fn send_of(&mut self, flow: Flow, seq: u32, ack: u32, payload: &[u8]) {
         let length = payload.len();
-        let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+        let template = Template::new(&flow.reversed(), &Link { ttl: 64, ..Link::default() }, true);
         let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
         let flags = Flags::ACK | Flags::PSH;
         let header = Header { seq, ack, flags, window: 512, options: &options, ecn: 0, ident: 0 };
@@ -120,6 +130,7 @@ impl Stage {
         self.frame.set_length(headers + length);
         self.frame.bytes_mut()[headers..].copy_from_slice(payload);
         self.frame.checksum = Checksum::Verified;
+        self.frame.interface = flow.device;
         self.far.transmit(&mut self.frame);
     }
 
@@ -134,7 +145,7 @@ impl Stage {
             self.now = self.now.after(10);
             self.worker.poll(self.now);
             while self.far.receive(&mut self.frame) {
-                if let Ok(parsed) = TcpFrame::parse(self.frame.bytes())
+                if let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), 0)
                     && parsed.flow.local == flow(0).remote
                 {
                     acknowledged |= parsed.ack == self.seq.wrapping_add(length as u32);

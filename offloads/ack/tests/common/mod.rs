@@ -14,9 +14,9 @@ const PEER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 2];
 /// The 4-tuple as the kernel sees it.
 pub fn flow(ipv6: bool) -> Flow {
     if ipv6 {
-        Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 40_000) }
+        Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 40_000), device: 0 }
     } else {
-        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000) }
+        Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 40_000), device: 0 }
     }
 }
 
@@ -57,5 +57,5 @@ pub fn frame(flow: &Flow, from_kernel: bool, said: &Segment, length: usize, whol
 }
 
 pub fn parse(frame: &Frame) -> TcpFrame {
-    TcpFrame::parse(frame.bytes()).expect("a segment")
+    TcpFrame::parse(frame.bytes(), 0).expect("a segment")
 }

@@ -96,8 +96,12 @@ impl Nics {
         };
         let configs = [config(), config()];
         let flow = match choice.below(3) {
-            0 => Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 4000 + number as u16) },
-            _ => Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000 + number as u16) },
+            0 => Flow { local: Endpoint::v6([0xfd; 16], 80), remote: Endpoint::v6([0xfe; 16], 4000 + number as u16), device: 0 },
+            _ => Flow {
+                local: Endpoint::v4([10, 0, 0, 1], 80),
+                remote: Endpoint::v4([10, 0, 0, 2], 4000 + number as u16),
+                device: 0,
+            },
         };
         note!("{flow:?} {configs:?}");
         let now = self.now;
@@ -143,7 +147,7 @@ impl Nics {
             let to_kernel = &mut self.to_kernel;
             self.workers[worker].from_kernel(&mut frame, now.0, &mut |frame| to_kernel.push_back((number, frame.clone())));
             if whole_sum && frame.checksum == Checksum::Unknown {
-                let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+                let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
                 assert!(parsed.checksum_holds(frame.bytes()), "the checksum is wrong after a change");
             }
             self.send_to_peer(number, frame);
@@ -153,7 +157,7 @@ impl Nics {
 
     /// What the NIC lets out says nothing that the kernel would not stand for.
     fn send_to_peer(&mut self, number: usize, frame: Frame) {
-        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
         let Both { kernel, peer, .. } = &self.connections[number];
         let open = !matches!(peer.tcp.state(), State::SynSent | State::SynReceived | State::Closed);
         if parsed.flags.contains(Flags::ACK) && !parsed.flags.intersects(Flags::SYN | Flags::RST) && open {
@@ -198,7 +202,7 @@ impl Nics {
     }
 
     fn at_end(&mut self, number: usize, frame: &Frame, at_kernel: bool) {
-        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
         if frame.checksum == Checksum::Unknown && !parsed.checksum_holds(frame.bytes()) {
             return;
         }
@@ -277,7 +281,7 @@ impl Nics {
     }
 
     fn number(&self, frame: &Frame, to_wire: bool) -> usize {
-        let flow = TcpFrame::parse(frame.bytes()).expect("a segment").flow;
+        let flow = TcpFrame::parse(frame.bytes(), 0).expect("a segment").flow;
         let flow = if to_wire { flow.reversed() } else { flow };
         self.connections.iter().position(|both| both.flow == flow).expect("a connection")
     }
@@ -334,7 +338,7 @@ impl Nics {
     fn damage(&mut self, choice: &mut Choice) {
         let wire = if choice.one_in(3) { &mut self.to_peer } else { &mut self.to_nic };
         let Some((_, frame)) = wire.front_mut() else { return };
-        let parsed = TcpFrame::parse(frame.bytes()).expect("a segment");
+        let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
         // Two bits may leave the sum as it was.
         if frame.checksum == Checksum::Unknown && parsed.checksum_holds(frame.bytes()) {
             let places = [parsed.tcp_offset + 4..parsed.tcp_offset + 12, parsed.payload_offset..frame.bytes().len()];
@@ -347,7 +351,11 @@ impl Nics {
 
     /// The kernel answers the SYN of a connection that never comes to be.
     fn stranger(&mut self, choice: &mut Choice) {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 3], choice.number() as u16) };
+        let flow = Flow {
+            local: Endpoint::v4([10, 0, 0, 1], 80),
+            remote: Endpoint::v4([10, 0, 0, 3], choice.number() as u16),
+            device: 0,
+        };
         let segment =
             Segment { seq: choice.number(), ack: choice.number(), flags: Flags::SYN | Flags::ACK, ..Segment::default() };
         let mut answer = frame(&flow, true, &segment, 0, true);

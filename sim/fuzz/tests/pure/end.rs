@@ -296,7 +296,7 @@ impl End {
 
     /// From NIC to NIC, or by way of the kernel.
     pub fn moves(&mut self, by_kernel: bool, now: Instant) {
-        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2) };
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 };
         let Some(image) = self.tcp.to_image(&Image::open(flow), now) else { return };
         note!("{now:?} moves, by the kernel: {by_kernel}");
         let nic = (!by_kernel).then(|| self.tcp.nic_state(now));

@@ -53,9 +53,9 @@ struct Model {
 fn flow(number: usize) -> Flow {
     let port = 1000 + number as u16;
     if number.is_multiple_of(2) {
-        Flow { local: Endpoint::v4([10, 0, 0, 2], port), remote: Endpoint::v4([10, 0, 0, 1], 80) }
+        Flow { local: Endpoint::v4([10, 0, 0, 2], port), remote: Endpoint::v4([10, 0, 0, 1], 80), device: 0 }
     } else {
-        Flow { local: Endpoint::v6([0xfe; 16], port), remote: Endpoint::v6([0xfd; 16], 443) }
+        Flow { local: Endpoint::v6([0xfe; 16], port), remote: Endpoint::v6([0xfd; 16], 443), device: 0 }
     }
 }
 
@@ -134,7 +134,7 @@ impl Model {
             self.others_inside -= 1;
             return;
         }
-        let parsed = TcpFrame::parse(bytes).expect("a segment, since no other frame was like it");
+        let parsed = TcpFrame::parse(bytes, 0).expect("a segment, since no other frame was like it");
         assert!(parsed.checksum_holds(bytes), "a wrong checksum");
         let number = self.connections.iter().position(|connection| connection.flow == parsed.flow).expect("a connection");
         let connection = &mut self.connections[number];

@@ -38,7 +38,7 @@ struct Play {
 }
 
 fn flow() -> Flow {
-    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000) }
+    Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 }
 }
 
 fn before(a: u32, b: u32) -> bool {

@@ -61,7 +61,7 @@ impl Kernel {
     }
 
     pub fn connect(&mut self, remote: Endpoint, config: Config, now: Instant) -> Descriptor {
-        let flow = Flow { local: Endpoint::v6(self.address, self.next_port), remote };
+        let flow = Flow { local: Endpoint::v6(self.address, self.next_port), remote, device: 0 };
         self.next_port += 1;
         let isn = self.rng.next_u64() as u32;
         let tcp = Connection::connect(config, isn, self.rng.next_u64() as u32, now);
@@ -90,7 +90,7 @@ impl Kernel {
             }
             return;
         }
-        let Ok(parsed) = TcpFrame::parse(frame.bytes()) else { return };
+        let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { return };
         if frame.checksum == Checksum::Unknown && !parsed.checksum_holds(frame.bytes()) {
             return;
         }

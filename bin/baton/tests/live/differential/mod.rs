@@ -168,7 +168,7 @@ impl Stage {
     fn pump(&mut self) -> bool {
         let mut any = false;
         while self.device.receive(&mut self.frame) {
-            let Ok(parsed) = TcpFrame::parse(self.frame.bytes()) else { continue };
+            let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), 0) else { continue };
             let port = parsed.flow.local.port;
             if port == FENCE && parsed.flags.contains(Flags::RST) {
                 self.passed = parsed.seq;
@@ -228,7 +228,7 @@ impl Stage {
         let lanes = scripts.iter().flat_map(|script| std::iter::repeat_n(script, LANES)).enumerate();
         let lanes = lanes.map(|(at, script)| {
             let local = endpoint(peers(script.ipv6), self.first_port + at as u16);
-            let flow = Flow { local, remote: endpoint(address_a(script.ipv6), SERVER) };
+            let flow = Flow { local, remote: endpoint(address_a(script.ipv6), SERVER), device: 0 };
             let peer = Peer::new(&flow, script.offer, first.wrapping_mul(2_654_435_761).wrapping_add(at as u32 * 1_000_003));
             Lane { peer, socket: None, program: Program::default(), hidden: false }
         });

@@ -57,7 +57,7 @@ fn link() -> Link {
 
 /// Writes a segment to a closed port, which is answered with a reset of this sequence number.
 pub fn fence(number: u32, frame: &mut Frame) {
-    let flow = Flow { local: endpoint(peers(false), FENCE), remote: endpoint(address_a(false), CLOSED) };
+    let flow = Flow { local: endpoint(peers(false), FENCE), remote: endpoint(address_a(false), CLOSED), device: 0 };
     let template = Template::new(&flow, &link(), false);
     let options = TcpOptions::default();
     write(
