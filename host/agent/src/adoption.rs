@@ -141,7 +141,7 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
         Kept::Memory(number, opening) => {
             let memory = Arc::new(Region::map(next()?)?);
             let bell = SessionBell::from_fd(next()?);
-            let socket = if opening.messages.is_some() { Some(Foreign::from(next()?)) } else { None };
+            let socket = if opening.messages.is_some() { Some(Arc::new(Foreign::from(next()?))) } else { None };
             let further = descriptors.map(SessionBell::from_fd).collect();
             if let Some(session) = sessions.get_mut(&number) {
                 session.open = Some(OpenSession { socket, further, ..OpenSession::with_memory(memory, bell) });

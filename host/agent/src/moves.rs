@@ -341,7 +341,7 @@ impl Agent {
     }
 
     /// Does what waited for the end of a move. `again`: if the connection is not in the kernel, restoring it is tried once more.
-    fn go_on(&mut self, session: u32, number: u32, then: Vec<(Then, u8)>, again: bool) {
+    pub(crate) fn go_on(&mut self, session: u32, number: u32, then: Vec<(Then, u8)>, again: bool) {
         for (then, attempts) in then {
             let (asker, tag) = then.asker();
             let attempts = if again { attempts } else { ATTEMPTS };
@@ -377,7 +377,8 @@ impl Agent {
     }
 
     fn settle_now(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
-        if attempts >= ATTEMPTS
+        let opens = self.connection_ref(session, number).is_some_and(|connection| connection.opening);
+        if (attempts >= ATTEMPTS || opens)
             && self.is_called(session, number)
             && let Some(connection) = self.connection(session, number)
         {
@@ -385,6 +386,9 @@ impl Agent {
             return None;
         }
         self.open_in_kernel_for(session, number, &then);
+        if opens && self.is_called(session, number) {
+            return self.settle_now(session, number, then, attempts);
+        }
         match self.stage(session, number) {
             None | Some(Stage::Kernel) => {}
             Some(Stage::Offloading) => {

@@ -140,7 +140,9 @@ pub(crate) struct OpenSession {
     /// Blocks of the heap that were freed, and may still have pages.
     pub released: Released,
     /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
-    pub socket: Option<Foreign>,
+    pub socket: Option<Arc<Foreign>>,
+    /// Its address is being asked for.
+    pub is_polled: bool,
     /// In a session for messages: the hosts that its program has asked this NIC to reach.
     pub hosts: BTreeMap<IpAddr, Host>,
     /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.
@@ -172,6 +174,7 @@ impl OpenSession {
             bell,
             further,
             socket: None,
+            is_polled: false,
             hosts: BTreeMap::new(),
             ended: BTreeMap::new(),
         }

@@ -2,7 +2,7 @@
 
 use super::Agent;
 use crate::answers::{After, NO_ANSWER};
-use crate::calls::{Completion, outsider};
+use crate::calls::outsider;
 use crate::connection::{Asker, Block, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
@@ -170,10 +170,7 @@ impl Agent {
             Ask::Open(Opening { version, .. }) if version != VERSION => {
                 failed(format!("this agent speaks version {VERSION}, the program version {version}"))
             }
-            Ask::Open(opening) => match self.begin_session(number, tag, &opening, descriptors.pop()) {
-                Ok(()) => None,
-                Err(error) => failed(format!("{error:#}")),
-            },
+            Ask::Open(opening) => self.open((number, tag), opening, descriptors.pop()).map(|reply| (reply, Vec::new())),
             Ask::Admit => match descriptors
                 .pop()
                 .and_then(|fd| fd.into_unix().ok())
@@ -236,19 +233,19 @@ impl Agent {
                 Some((Reply::Stayed { reason: NO_ANSWER.into(), transient: true }, Vec::new()))
             }
             Ask::Listen => match descriptors.pop() {
-                Some(fd) => self.listen(number, tag, fd.as_fd()).map(|reply| (reply, Vec::new())),
+                Some(fd) => self.listen((number, tag), fd).map(|reply| (reply, Vec::new())),
                 None => failed("which socket? its descriptor is missing".into()),
             },
             Ask::Accept { listener } => Some(self.accept_made(number, listener)),
             Ask::Connect { peer } => match descriptors.pop() {
-                Some(fd) => Some((self.connect(number, fd, peer), Vec::new())),
+                Some(fd) => self.connect((number, tag), fd, peer).map(|reply| (reply, Vec::new())),
                 None => failed("which socket? its descriptor is missing".into()),
             },
             Ask::StopListening { listener } => {
                 self.stop_listening(number, Some(listener));
                 Some((Reply::Done, Vec::new()))
             }
-            Ask::Datagrams { rings } => self.take_datagrams(number, tag, rings, descriptors).map(|reply| (reply, Vec::new())),
+            Ask::Datagrams { rings } => self.take_datagrams((number, tag), rings, descriptors).map(|reply| (reply, Vec::new())),
             Ask::Way { socket, host } => self.find_datagram_way(number, tag, socket, host).map(|reply| (reply, Vec::new())),
             Ask::EndDatagrams { socket, replay } => {
                 self.end_datagrams(number, Some(socket), replay, Some(tag)).map(|reply| (reply, Vec::new()))
@@ -376,28 +373,14 @@ impl Agent {
             Ok(namespace) => namespace,
             Err(refusal) => return stays(refusal),
         };
-        let Some(Some(session)) = self.sessions.get(number as usize) else { return stays(Refusal::NoRoom) };
-        let (user, name) = (session.user, session.name);
-        let process = registration.process.filter(|_| session.opening.attacher).unwrap_or(session.process);
-        let Some(user) = outsider(user, process, Some(fd.as_fd())) else {
-            let looked = look_at(fd.as_fd(), namespace);
-            return Some(self.enter(number, fd, looked, registration));
-        };
-        if foreign::has_many_calls(user) {
-            return stays(Refusal::Held);
-        }
-        self.calls.make(user, move || -> Completion {
-            let looked = look_at(fd.as_fd(), namespace);
-            Box::new(move |agent| {
-                let same = |session: &&Session| session.name == name && !session.ends;
-                if agent.sessions.get(number as usize).and_then(Option::as_ref).filter(same).is_some() {
-                    agent.attend(number);
-                    let reply = agent.enter(number, fd, looked, registration);
-                    agent.answer(number, tag, reply, &[]);
-                }
-            })
-        });
-        None
+        let attaches = self.is_attacher(number);
+        let process = registration.process.filter(|_| attaches);
+        self.on_sent(
+            (number, tag),
+            (fd, process),
+            move |fd| look_at(fd, namespace),
+            move |agent, fd, looked| Some(agent.enter(number, fd, looked, registration)),
+        )
     }
 
     /// Enters a connection into its session, whose socket has been looked at.

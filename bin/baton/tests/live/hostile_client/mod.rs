@@ -1,6 +1,7 @@
 //! A program that breaks every rule, run as `nobody` beside an honest one: the test's own binary, started again.
 
 mod descriptors;
+mod kinds;
 
 use baton_abi::layout::{RING_WORDS, session as at};
 use baton_lab::testbed::{Testbed, address_b};
@@ -205,6 +206,7 @@ pub fn run() -> bool {
         "deaf" => never_read(socket, say),
         "bells" => stop_doorbells(socket, say),
         "held" => move_when_told(socket),
+        "kinds" => kinds::run(socket),
         "many" => take_all_sessions(socket),
         "descriptors" => descriptors::run(socket, say),
         "attacher" => claim_connections(socket, say),
