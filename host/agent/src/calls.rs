@@ -51,9 +51,14 @@ impl Calls {
         let this = self.clone();
         foreign::call_for(user, move || {
             let completion = act();
-            this.returned.lock().unwrap_or_else(PoisonError::into_inner).push(completion);
-            this.bell.ring();
+            this.complete(completion);
         });
+    }
+
+    /// Has the loop do something, from any thread.
+    pub fn complete(&self, completion: Completion) {
+        self.returned.lock().unwrap_or_else(PoisonError::into_inner).push(completion);
+        self.bell.ring();
     }
 
     fn take(&self) -> Vec<Completion> {

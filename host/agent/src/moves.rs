@@ -49,6 +49,8 @@ pub(crate) struct Moves {
     suggested: VecDeque<(Key, u64)>,
     /// Connections that have to leave the NIC, each with the reason.
     returning: VecDeque<(Key, &'static str)>,
+    /// Sessions whose attachers have been asked for descriptors.
+    pub fetching: Vec<u32>,
     /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages are handled:
     /// inside, the answers about many connections would each be handled inside the one before.
     pub handling: bool,
@@ -89,6 +91,7 @@ pub(crate) fn named(sessions: &mut [Option<crate::session::Session>], (session, 
 impl Agent {
     /// Does a slice of each kind of work on moves.
     pub(crate) fn work_on_moves(&mut self) {
+        self.restore_lent();
         self.advance_moves();
         self.return_connections();
         self.begin_suggested();

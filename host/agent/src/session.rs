@@ -2,6 +2,7 @@
 
 use crate::connection::Memory;
 use crate::connections::Connections;
+use crate::fetching::Fetch;
 use crate::released::Released;
 use baton_abi::layout::session as at;
 use baton_client::heap::Heap;
@@ -36,6 +37,8 @@ pub(crate) struct Session {
     /// It is being opened: the NICs have been asked to serve it.
     pub begun: Option<Box<Begun>>,
     pub connections: Connections,
+    /// What its attacher has been asked for.
+    pub fetch: Option<Box<Fetch>>,
     /// Its program is gone or cut off: it is removed when its connections are in the kernel and the NIC has forgotten it.
     pub ends: bool,
     /// When it ends: the NICs that have been asked to forget it, and those that have, a bit each.
@@ -112,6 +115,7 @@ impl Session {
             open: None,
             begun: None,
             connections: Connections::new(key),
+            fetch: None,
             ends: false,
             asked_to_forget: 0,
             forgotten: 0,

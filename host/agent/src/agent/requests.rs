@@ -116,21 +116,26 @@ pub(super) fn only_ours(rights: Option<u32>, what: &str) -> Result<()> {
 }
 
 impl Agent {
-    /// Serves one request of a session, or ends the session if its program is gone.
-    pub(super) fn serve(&mut self, number: u32) {
+    /// Serves one request of a session, or ends the session if its program is gone. Returns whether there was one.
+    pub(crate) fn serve(&mut self, number: u32) -> bool {
         self.attend(number);
         let Some(session) = self.sessions.get(number as usize).and_then(Option::as_ref).filter(|session| !session.ends) else {
-            return;
+            return false;
         };
         if foreign::is_stuck(session.user) {
             // What it sends next is not received, so that it need not be closed either.
-            return self.cut_off.push((number, STUCK));
+            self.cut_off.push((number, STUCK));
+            return false;
         }
         let _user = foreign::on_behalf_of(session.user);
         match session.channel.try_receive_foreign::<Request>() {
             Ok((request, _)) if session.has_withdrawn(request.tag) => {
                 // The program sees that the agent is there again.
                 self.answer(number, request.tag, Reply::Failed { reason: "it was withdrawn".into() }, &[]);
+            }
+            Ok((request, descriptors)) if session.fetch.is_some() => {
+                let reply = self.on_request_while_fetching(number, &request.body, descriptors);
+                self.answer(number, request.tag, reply, &[]);
             }
             Ok((request, descriptors)) => {
                 let reply = self.on_request(number, request.tag, request.body, descriptors);
@@ -140,7 +145,7 @@ impl Agent {
                     self.answer(number, request.tag, body, &given);
                 }
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return false,
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 // Whatever its tag is: it is not known, but a program that waits for an answer must get one.
                 let reason = "the agent cannot read this request: are program and agent of the same version of Baton?".into();
@@ -148,8 +153,12 @@ impl Agent {
                     self.cut_off.push((number, NOT_READING));
                 }
             }
-            Err(_) => self.end_session(number, false),
+            Err(_) => {
+                self.end_session(number, false);
+                return false;
+            }
         }
+        true
     }
 
     pub(crate) fn answer(&mut self, number: u32, tag: u32, body: Reply, descriptors: &[BorrowedFd<'_>]) {
@@ -275,11 +284,11 @@ impl Agent {
             Ask::Withdraw { reason } => {
                 self.note_withdrawn(number, &reason);
                 self.end_connections(number, false);
-                Some((Reply::Done, Vec::new()))
+                self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
             }
             Ask::Goodbye => {
                 self.end_connections(number, false);
-                Some((Reply::Done, Vec::new()))
+                self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
             }
             Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
             Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
@@ -339,6 +348,18 @@ impl Agent {
         Ok(())
     }
 
+    /// Answers a session that ends when its group's report has been written. Returns the answer if there is no such file.
+    fn answer_when_written(&mut self, number: u32, tag: u32) -> Option<Reply> {
+        let group = self.sessions.get(number as usize).and_then(Option::as_ref).map_or(0, |session| session.opening.group);
+        if !self.groups.get(group).is_some_and(|group| group.has_file()) {
+            return Some(Reply::Done);
+        }
+        let (calls, caller) = (self.calls.clone(), self.caller(number, tag));
+        let answer = move || calls.complete(Box::new(move |agent| agent.answer_caller(caller, Reply::Done, &[])));
+        self.groups.write(group, Some(Box::new(answer)));
+        None
+    }
+
     fn make_group(&mut self, number: u32, flip: Option<Flip>, file: Option<Foreign>) -> Reply {
         if let Some(Err(reason)) = flip.map(|flip| flip.check()) {
             return Reply::Failed { reason };
@@ -360,7 +381,7 @@ impl Agent {
         let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
         self.keep(&Kept::Group(name, user, flip), &kept);
         let mut group = Group::new(user, flip, file);
-        group.write();
+        group.write(None);
         self.groups.add(name, group);
         Reply::Grouped { group: name }
     }

@@ -1,5 +1,6 @@
 //! A program that breaks every rule, run as `nobody` beside an honest one: the test's own binary, started again.
 
+mod blockers;
 mod descriptors;
 mod kinds;
 
@@ -207,6 +208,7 @@ pub fn run() -> bool {
         "bells" => stop_doorbells(socket, say),
         "held" => move_when_told(socket),
         "kinds" => kinds::run(socket),
+        "silent" => blockers::lend_nothing(socket, say),
         "many" => take_all_sessions(socket),
         "descriptors" => descriptors::run(socket, say),
         "attacher" => claim_connections(socket, say),
