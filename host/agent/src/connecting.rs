@@ -197,7 +197,7 @@ impl Agent {
         let by = self.nics[cid.nic()].process();
         let make = move |fd: BorrowedFd<'_>| {
             let made = diagnosis::with_own(|diagnosis| Ok(make_shell(diagnosis, fd, ends, &image)));
-            made.map_err(|error| system("socket diagnosis", &error)).flatten()
+            made.map_err(|error| system("socket diagnosis", &error))?
         };
         let made = self.on_resting(session, number, make, move |agent, session, number, saved| {
             let same = agent.nics[cid.nic()].process() == by;
