@@ -141,7 +141,7 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
         Kept::Memory(number, opening) => {
             let memory = Arc::new(Region::map(next()?)?);
             let bell = SessionBell::from_fd(next()?);
-            let socket = if opening.messages.is_some() { Some(Foreign::from(next()?)) } else { None };
+            let socket = if opening.messages.is_some() { Some(Arc::new(Foreign::from(next()?))) } else { None };
             let further = descriptors.map(SessionBell::from_fd).collect();
             if let Some(session) = sessions.get_mut(&number) {
                 session.open = Some(OpenSession { socket, further, ..OpenSession::with_memory(memory, bell) });
@@ -310,29 +310,35 @@ impl Agent {
 
     /// Reopens connections that a dead agent had closed to their programs, and notifies programs that their requests were lost.
     fn let_programs_in(&mut self) {
-        for (number, session) in self.sessions.iter_mut().enumerate() {
-            let Some(session) = session else { continue };
-            // Programs repeat earlier requests. The bound keeps a program that goes on sending requests from being served before
-            // others.
-            for _ in 0..MOST_WAITING {
-                if session.channel.try_receive_foreign::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData)
-                {
-                    break;
+        for number in 0..self.sessions.len() as u32 {
+            if !self.is_let_in_later(number) {
+                self.let_program_in(number);
+            }
+        }
+    }
+
+    /// The same for one session.
+    pub(crate) fn let_program_in(&mut self, number: u32) {
+        let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
+        // Programs repeat earlier requests. The bound keeps a program that goes on sending requests from being served before
+        // others.
+        for _ in 0..MOST_WAITING {
+            if session.channel.try_receive_foreign::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData) {
+                break;
+            }
+        }
+        let mut starts = 1;
+        if let Some(open) = &session.open {
+            for connection in session.connections.iter_mut().flatten() {
+                if connection.stage() == Stage::Kernel && connection.block.load(block::OWNER) != Owner::Kernel as u32 {
+                    hand_to_kernel(open, connection);
                 }
             }
-            let mut starts = 1;
-            if let Some(open) = &session.open {
-                for connection in session.connections.iter_mut().flatten() {
-                    if connection.stage() == Stage::Kernel && connection.block.load(block::OWNER) != Owner::Kernel as u32 {
-                        hand_to_kernel(open, connection);
-                    }
-                }
-                starts = open.memory.word32(session::AGENT_STARTS).fetch_add(1, Ordering::AcqRel) + 1;
-                open.announce_move(session::ANY);
-            }
-            if session.report_restart(starts) == Sent::Full {
-                self.cut_off.push((number as u32, NOT_READING));
-            }
+            starts = open.memory.word32(session::AGENT_STARTS).fetch_add(1, Ordering::AcqRel) + 1;
+            open.announce_move(session::ANY);
+        }
+        if session.report_restart(starts) == Sent::Full {
+            self.cut_off.push((number, NOT_READING));
         }
     }
 }

@@ -292,7 +292,7 @@ impl Agent {
         let mut tokens = Vec::new();
         loop {
             let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait(), self.watch.wait(), self.answers_wait()];
-            let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait()];
+            let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait(), self.fetch_wait()];
             let limit = limits.into_iter().chain(polls).flatten().min();
             self.pulse.set_asleep(true);
             let waited = self.poller.wait(limit, &mut tokens);
@@ -331,7 +331,7 @@ impl Agent {
                     RESOLUTION => {}
                     CALLS => self.finish_calls(),
                     session => {
-                        self.serve(session as u32);
+                        let _ = self.serve(session as u32);
                         self.clear_attended();
                         // A connection that stands still waits for one request at most.
                         self.handle_nic_messages();
@@ -739,7 +739,7 @@ impl Agent {
                 let _ = self.forget(number, connection, (number, 0));
             }
         }
-        self.groups.write(group);
+        self.groups.write(group, None);
     }
 
     /// Starts the next NIC in place of one that has died, and attaches its sessions to it. Frames do not flow yet.

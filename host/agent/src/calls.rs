@@ -6,7 +6,7 @@
 //! move wait. Root's programs and those of the agent's own user are trusted: calls on their sockets are made by the loop, which is faster.
 
 use crate::agent::Agent;
-use crate::connection::Connection;
+use crate::connection::{Asker, Connection};
 use crate::moves::{Key, named};
 use baton_handoff::examine::system;
 use baton_linux::events::{Doorbell, monotonic_micros};
@@ -14,6 +14,7 @@ use baton_linux::foreign::{self, Foreign};
 use baton_linux::netlink::Netlink;
 use baton_linux::{diagnosis, process, socket};
 use baton_moves::{Event, Outcome, Refusal};
+use baton_protocol::program::Reply;
 use baton_wire::Flow;
 use std::any::Any;
 use std::collections::VecDeque;
@@ -51,9 +52,14 @@ impl Calls {
         let this = self.clone();
         foreign::call_for(user, move || {
             let completion = act();
-            this.returned.lock().unwrap_or_else(PoisonError::into_inner).push(completion);
-            this.bell.ring();
+            this.complete(completion);
         });
+    }
+
+    /// Has the loop do something, from any thread.
+    pub fn complete(&self, completion: Completion) {
+        self.returned.lock().unwrap_or_else(PoisonError::into_inner).push(completion);
+        self.bell.ring();
     }
 
     fn take(&self) -> Vec<Completion> {
@@ -163,6 +169,10 @@ pub(crate) fn flow_of(connection: &Connection, fd: Option<BorrowedFd<'_>>) -> Fl
     connection.flow.by(device.unwrap_or(connection.flow.device))
 }
 
+fn stayed(refusal: &Refusal) -> Reply {
+    Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }
+}
+
 /// Linux's error numbers for a socket that is not there, and for another one in its place.
 const ENOENT: i32 = 2;
 const ESTALE: i32 = 116;
@@ -180,6 +190,112 @@ pub(crate) fn destroy(outsider: Option<u32>, connection: &Connection, netlink: &
 }
 
 impl Agent {
+    /// Has calls made on a socket that a session's program has sent with a request, and goes on with what they return, if the session is
+    /// still there. `process` has the socket, if it is not the session's own program. Returns the answer to the request, or None if it comes
+    /// later.
+    pub(crate) fn on_sent<T: Send + 'static>(
+        &mut self,
+        (number, tag): Asker,
+        (fd, process): (Foreign, Option<u32>),
+        calls: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static,
+        then: impl FnOnce(&mut Agent, Foreign, T) -> Option<Reply> + Send + 'static,
+    ) -> Option<Reply> {
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return Some(stayed(&Refusal::NoRoom)) };
+        let (user, name) = (session.user, session.name);
+        let Some(user) = outsider(user, process.unwrap_or(session.process), Some(fd.as_fd())) else {
+            let result = calls(fd.as_fd());
+            return then(self, fd, result);
+        };
+        if foreign::has_many_calls(user) {
+            return Some(stayed(&Refusal::Held));
+        }
+        self.calls.make(user, move || -> Completion {
+            let result = calls(fd.as_fd());
+            Box::new(move |agent| {
+                if agent.named_session((number, name)).is_some_and(|session| !session.ends) {
+                    agent.attend(number);
+                    if let Some(reply) = then(agent, fd, result) {
+                        agent.answer(number, tag, reply, &[]);
+                    }
+                }
+            })
+        });
+        None
+    }
+
+    /// Has calls made on a socket of a session that is no connection's. It stays where it is meanwhile.
+    pub(crate) fn on_shared<T: Send + 'static>(
+        &mut self,
+        number: u32,
+        fd: &Arc<Foreign>,
+        calls: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static,
+        then: impl FnOnce(&mut Agent, T) + Send + 'static,
+    ) {
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
+        let name = session.name;
+        let Some(user) = outsider(session.user, session.process, Some(fd.as_fd())) else {
+            let result = calls(fd.as_fd());
+            return then(self, result);
+        };
+        let fd = fd.clone();
+        self.calls.make(user, move || -> Completion {
+            let result = calls(fd.as_fd());
+            drop(fd);
+            Box::new(move |agent| {
+                if agent.named_session((number, name)).is_some_and(|session| !session.ends) {
+                    agent.attend(number);
+                    then(agent, result);
+                }
+            })
+        });
+    }
+
+    /// Has calls made on the socket of a connection that does not move, and goes on with what they return. Until then nothing happens to the
+    /// connection: see [`Agent::is_called`]. Requests that wait for it are served afterwards.
+    pub(crate) fn on_resting<T: Send + 'static>(
+        &mut self,
+        session: u32,
+        number: u32,
+        calls: impl FnOnce(BorrowedFd<'_>) -> T + Send + 'static,
+        then: impl FnOnce(&mut Agent, u32, u32, T) + Send + 'static,
+    ) -> Result<(), Refusal> {
+        let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Err(Refusal::Ended) };
+        let user = entry.user;
+        let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Err(Refusal::Ended) };
+        let Some(fd) = connection.fd.take() else { return Err(Refusal::Elsewhere) };
+        let Some(user) = outsider(user, connection.process, Some(fd.as_fd())) else {
+            let result = calls(fd.as_fd());
+            connection.fd = Some(fd);
+            then(self, session, number, result);
+            return Ok(());
+        };
+        let key = (session, number, connection.serial);
+        let (call, begun) = Call::new();
+        connection.extra().call = Some(Box::new(call));
+        self.calls.make(user, move || -> Completion {
+            begun.store(true, Ordering::Relaxed);
+            let result = calls(fd.as_fd());
+            Box::new(move |agent| agent.called_at_rest(key, fd, |agent| then(agent, session, number, result)))
+        });
+        Ok(())
+    }
+
+    fn called_at_rest(&mut self, key: Key, fd: Foreign, then: impl FnOnce(&mut Agent)) {
+        let (session, number, _) = key;
+        let Some(connection) = named(&mut self.sessions, key) else { return };
+        connection.fd = Some(fd);
+        let Some(call) = connection.extra().call.take() else { return };
+        let waiting = std::mem::take(&mut connection.extra().waiting.then);
+        self.attend(session);
+        then(self);
+        for event in call.put_off {
+            if named(&mut self.sessions, key).is_some() {
+                self.drive(session, number, event);
+            }
+        }
+        self.go_on(session, number, waiting, true);
+    }
+
     /// Goes on with what waited for calls that have returned.
     pub(crate) fn finish_calls(&mut self) {
         for completion in self.calls.take() {

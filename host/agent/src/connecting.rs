@@ -4,26 +4,30 @@
 //! connection its block counts as the NIC's, with no room to send and nothing to read. Once it is open the socket becomes its
 //! shell, and it is handed off like one that the NIC has made for a listener. If the NIC or the agent dies before, or the program
 //! wants the connection in the kernel, the kernel opens it.
+//!
+//! Each of these calls waits for the socket's lock, which its program may hold: see [`crate::calls`].
 
 use crate::agent::Agent;
-use crate::connection::Connection;
+use crate::connection::{Asker, Connection};
+use crate::listening::make_shell;
 use crate::memory::Limits;
 use crate::nic::NicProcess;
 use crate::record::{read_image, unpublish};
+use crate::way::Way;
 use baton_abi::layout::{Owner, block, nic, scratch, slot};
 use baton_abi::{Control, Message, Operation};
 use baton_handoff::examine::system;
-use baton_handoff::listening;
+use baton_handoff::{listening, shell};
 use baton_image::{Image, MAX_ENCODED};
 use baton_linux::foreign::Foreign;
 use baton_linux::report;
-use baton_linux::socket;
+use baton_linux::{diagnosis, socket};
 use baton_moves::{Event, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Place, Reply, Until};
 use baton_steering::Steer;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
 
 /// Linux's error number of a connection that was given up (ECONNABORTED).
@@ -40,33 +44,91 @@ pub(crate) fn source_for(peer: SocketAddr) -> std::io::Result<IpAddr> {
     Ok(probe.local_addr()?.ip())
 }
 
+/// What a socket says that is to be connected.
+struct Unconnected {
+    bound: SocketAddr,
+    /// Times that its SYN is repeated (TCP_SYNCNT).
+    retries: u32,
+}
+
+impl Unconnected {
+    fn read(fd: BorrowedFd<'_>) -> Result<Unconnected, Refusal> {
+        listening::check_unconnected(fd)?;
+        let bound = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
+        let retries = socket::syn_retries(fd).map_err(|error| system("TCP_SYNCNT", &error))?;
+        Ok(Unconnected { bound, retries })
+    }
+}
+
+/// How the NIC is to open a connection.
+struct Plan {
+    /// Its own end; the port may still be 0.
+    local: SocketAddr,
+    peer: SocketAddr,
+    way: Way,
+    retries: u32,
+}
+
+fn answer(begun: Result<u32, Refusal>) -> Reply {
+    match begun {
+        Ok(connection) => Reply::Registered { connection },
+        Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
+    }
+}
+
 impl Agent {
-    /// Makes the NIC open a connection of a session's program. The answer comes before the handshake is over.
-    pub(crate) fn connect(&mut self, session: u32, fd: Foreign, peer: SocketAddr) -> Reply {
-        match self.begin_connecting(session, fd, peer) {
-            Ok(connection) => Reply::Registered { connection },
-            Err(refusal) => Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() },
+    /// Makes the NIC open a connection of a session's program. The answer comes before the handshake is over; None if it comes when the socket
+    /// has been looked at, and bound.
+    pub(crate) fn connect(&mut self, asker: Asker, fd: Foreign, peer: SocketAddr) -> Option<Reply> {
+        if let Err(refusal) = self.can_open() {
+            return Some(answer(Err(refusal)));
         }
+        self.on_sent(asker, (fd, None), Unconnected::read, move |agent, fd, found| {
+            match found.and_then(|found| agent.plan_connecting(asker.0, fd, peer, found)) {
+                Ok((fd, plan)) if plan.local.port() != 0 => Some(answer(agent.begin_connecting(asker.0, fd, plan))),
+                Ok((fd, plan)) => agent.bind_and_connect(asker, fd, plan),
+                Err(refusal) => Some(answer(Err(refusal))),
+            }
+        })
     }
 
-    fn begin_connecting(&mut self, session: u32, fd: Foreign, peer: SocketAddr) -> Result<u32, Refusal> {
+    /// Checks whether the NIC can open a connection, before anything of its socket is changed.
+    fn plan_connecting(
+        &mut self,
+        session: u32,
+        fd: Foreign,
+        peer: SocketAddr,
+        Unconnected { bound, retries }: Unconnected,
+    ) -> Result<(Foreign, Plan), Refusal> {
         self.can_open()?;
-        listening::check_unconnected(fd.as_fd())?;
-        let bound = socket::local_address(fd.as_fd()).map_err(|error| system("getsockname", &error))?;
-        let address = if bound.ip().is_unspecified() { source_for(peer).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
-        let mut connection = self.new_connection(session, fd, SocketAddr::new(address, bound.port()), peer)?;
-        self.cgroups.let_go(connection.cgroup.as_ref(), peer)?;
-        let way = self.split(session).ok_or(Refusal::NoRoom)?.0.way_of(&connection)?;
-        // From here on the port is this connection's.
-        if bound.port() == 0 {
-            let fd = connection.fd()?;
-            socket::bind_now(fd, connection.local()).map_err(|error| system("bind", &error))?;
-            let local = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
-            connection.bound_to(local);
-        } else if bound.ip().is_unspecified() {
+        if bound.port() != 0 && bound.ip().is_unspecified() {
             // The kernel keeps such a port for all addresses, and gives the socket one when it connects.
             return Err(Refusal::Option("a port without an address"));
         }
+        let address = if bound.ip().is_unspecified() { source_for(peer).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
+        let local = SocketAddr::new(address, bound.port());
+        let mut connection = self.new_connection(session, fd, local, peer)?;
+        self.cgroups.let_go(connection.cgroup.as_ref(), peer)?;
+        let way = self.split(session).ok_or(Refusal::NoRoom)?.0.way_of(&connection)?;
+        let fd = connection.fd.take().ok_or(Refusal::Elsewhere)?;
+        Ok((fd, Plan { local, peer, way, retries }))
+    }
+
+    /// From here on the port is this connection's.
+    fn bind_and_connect(&mut self, asker: Asker, fd: Foreign, plan: Plan) -> Option<Reply> {
+        let local = plan.local;
+        let bind = move |fd: BorrowedFd<'_>| {
+            socket::bind_now(fd, local).map_err(|error| system("bind", &error))?;
+            socket::local_address(fd).map_err(|error| system("getsockname", &error))
+        };
+        self.on_sent(asker, (fd, None), bind, move |agent, fd, bound| {
+            Some(answer(bound.and_then(|local| agent.begin_connecting(asker.0, fd, Plan { local, ..plan }))))
+        })
+    }
+
+    fn begin_connecting(&mut self, session: u32, fd: Foreign, plan: Plan) -> Result<u32, Refusal> {
+        let Plan { local, peer, way, retries } = plan;
+        let mut connection = self.new_connection(session, fd, local, peer)?;
         let nic = way.path.nic as usize;
         connection.flow.device = way.device();
         if !self.shape.claim(&connection.flow) {
@@ -83,9 +145,8 @@ impl Agent {
         connection.opening = true;
         let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
-        let retries = socket::syn_retries(connection.fd()?).map_err(|error| system("TCP_SYNCNT", &error));
-        let begun = retries
-            .and_then(|retries| self.nics[nic].post(Message::control(Operation::NicControl, Control::Connect, cid, retries, 0)));
+        let command = Message::control(Operation::NicControl, Control::Connect, cid, retries, 0);
+        let begun = self.nics[nic].post(command);
         // If the NIC refuses it, the kernel opens the connection.
         if let Err(refusal) = begun {
             self.nics[nic].give_slot(cid);
@@ -127,14 +188,34 @@ impl Agent {
         b.set_owner(Owner::Nic);
     }
 
-    /// Handles the NIC's message that a connection which it was to open is open.
+    /// Handles the NIC's message that a connection which it was to open is open: its socket becomes the shell.
     pub(crate) fn opened(&mut self, session: u32, number: u32) {
-        let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
+        let Some(connection) = self.connection_ref(session, number).filter(|connection| connection.is_only_opening()) else {
+            return;
+        };
+        let (Some(cid), ends) = (connection.cid, (connection.local(), connection.peer())) else { return };
+        let Ok(image) = read_image(&self.hardware[cid.nic()].memory, cid) else { return self.open_in_kernel(session, number) };
+        let by = self.nics[cid.nic()].process();
+        let make = move |fd: BorrowedFd<'_>| {
+            let made = diagnosis::with_own(|diagnosis| Ok(make_shell(diagnosis, fd, ends, &image)));
+            made.map_err(|error| system("socket diagnosis", &error))?
+        };
+        let made = self.on_resting(session, number, make, move |agent, session, number, saved| {
+            let same = agent.nics[cid.nic()].process() == by;
+            let saved = saved.and_then(|saved| if same { Ok(saved) } else { Err(Refusal::NicGone) });
+            agent.finish_opening(session, number, image, saved);
+        });
+        if let Err(refusal) = made {
+            self.finish_opening(session, number, image, Err(refusal));
+        }
+    }
+
+    /// Hands off a connection that the NIC has opened, now that its socket is the shell.
+    fn finish_opening(&mut self, session: u32, number: u32, image: Image, saved: Result<shell::Saved, Refusal>) {
+        let Some(connection) = self.connection(session, number) else { return };
         connection.opening = false;
         connection.block.read_moves();
-        let Some(cid) = connection.cid else { return };
-        let Ok(image) = read_image(&self.hardware[cid.nic()].memory, cid) else { return self.open_in_kernel(session, number) };
-        match self.take_in_opened(session, number, image) {
+        match saved.and_then(|saved| self.take_in_opened(session, number, image, &saved)) {
             Ok(()) => {
                 self.drive(session, number, Event::Tick);
                 if let Some(connection) = self.connection(session, number) {
@@ -143,20 +224,17 @@ impl Agent {
             }
             Err(refusal) => {
                 report!("baton agent: a connection that the NIC has opened is given up: {refusal}");
-                if let Some(connection) = self.connection(session, number) {
-                    connection.cid = None;
+                if let Some(cid) = self.connection(session, number).and_then(|connection| connection.cid.take()) {
+                    self.drop_made(cid);
                 }
-                self.drop_made(cid);
                 self.fail_opening(session, number, ABORTED);
             }
         }
     }
 
-    fn take_in_opened(&mut self, session: u32, number: u32, image: Image) -> Result<(), Refusal> {
+    fn take_in_opened(&mut self, session: u32, number: u32, image: Image, saved: &shell::Saved) -> Result<(), Refusal> {
         let connection = self.connection_ref(session, number).ok_or(Refusal::Ended)?;
-        let fd = connection.fd()?;
         let flags = connection.block.load(block::FLAGS);
-        let saved = self.make_shell(fd, connection.local(), connection.peer(), &image)?;
         // The program may have set them while the NIC opened the connection.
         let set = |flag, before| before || flags & flag != 0;
         let saved = saved.with_programs(set(block::FLAG_KEEPALIVE, saved.keepalive()), set(block::FLAG_CORK, saved.cork()));
@@ -188,21 +266,28 @@ impl Agent {
 
     /// Lets the kernel open a connection that the NIC has not opened yet. Does nothing for another one.
     pub(crate) fn open_in_kernel(&mut self, session: u32, number: u32) {
-        let Some(connection) = self.connection(session, number).filter(|connection| connection.opening) else { return };
-        connection.opening = false;
+        let Some(connection) = self.connection(session, number).filter(|connection| connection.is_only_opening()) else { return };
         connection.block.read_moves();
-        let (cid, flow) = (connection.cid.take(), connection.flow);
-        connection.block.store(block::FLAGS, 0);
+        let (cid, flow, peer) = (connection.cid.take(), connection.flow, connection.peer());
         // First, since the NIC drops what the kernel sends of a connection that it has itself.
         if let Some(cid) = cid {
             self.drop_made(cid);
         }
         self.shape.unsteer(&flow);
+        let begin = move |fd: BorrowedFd<'_>| socket::begin_connecting(fd, peer).is_ok();
+        if self.on_resting(session, number, begin, Agent::opened_in_kernel).is_err() {
+            self.fail_opening(session, number, ABORTED);
+        }
+    }
+
+    fn opened_in_kernel(&mut self, session: u32, number: u32, begun: bool) {
+        if !begun {
+            return self.fail_opening(session, number, ABORTED);
+        }
         let Some((_, entry)) = self.split(session) else { return };
         if let (Some(open), Some(Some(connection))) = (&entry.open, entry.connections.get_mut(number as usize)) {
-            if connection.fd().map_or(true, |fd| socket::begin_connecting(fd, connection.peer()).is_err()) {
-                return self.fail_opening(session, number, ABORTED);
-            }
+            connection.opening = false;
+            connection.block.store(block::FLAGS, 0);
             connection.made_by = Place::Kernel;
             crate::perform::hand_to_kernel(open, connection);
         }

@@ -493,11 +493,9 @@ impl Connection {
         self.ends().1
     }
 
-    /// Its socket has just been bound.
-    pub fn bound_to(&mut self, local: SocketAddr) {
-        let peer = self.peer();
-        self.flow.local = local.into();
-        self.name_ends(local, peer);
+    /// Whether the NIC is opening it, and no call is made on its socket for that.
+    pub fn is_only_opening(&self) -> bool {
+        self.opening && self.call().is_none()
     }
 
     /// What few connections have, to change it.

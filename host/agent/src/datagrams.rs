@@ -3,10 +3,13 @@
 //! The program's socket stays the kernel's, so that address and port are taken there, and the kernel receives and sends whatever
 //! the NIC does not: datagrams of the same host, fragments, multicast, errors. So nothing is refused to a program, and a socket
 //! goes back to the kernel by no more than the NIC's ceasing to take its datagrams.
+//!
+//! What waits for a socket's lock is asked elsewhere if its program may hold that: see [`crate::calls`].
 
 use crate::agent::Agent;
 use crate::answers::{After, Caller};
 use crate::connecting::source_for;
+use crate::connection::Asker;
 use crate::ground::Shape;
 use crate::nic_requests::Answered;
 use baton_abi::layout::{datagrams, session as layout};
@@ -56,13 +59,29 @@ const MAY_FRAGMENT: std::ops::RangeInclusive<i32> = 0..=1;
 /// IPV6_V6ONLY.
 const V6ONLY: i32 = 26;
 
+/// What the NIC has to know of a socket.
+#[derive(Clone, Copy)]
+struct Seen {
+    /// Its address, and its peer's if it is connected.
+    local: SocketAddr,
+    peer: Option<SocketAddr>,
+    /// IPV6_V6ONLY.
+    only_v6: bool,
+    /// SO_RCVBUF.
+    limit: Option<u32>,
+}
+
 /// A UDP socket of a program.
 struct Socket {
     session: u32,
-    fd: Foreign,
+    fd: Arc<Foreign>,
     cookie: u64,
     rings: Rings,
     bell: SessionBell,
+    /// What was seen of it last.
+    seen: Seen,
+    /// Its address is being asked for.
+    is_polled: bool,
     /// Its address when the NIC was told of it last.
     local: Option<SocketAddr>,
     /// The ways that the program has asked for; None while there is none.
@@ -97,11 +116,11 @@ fn stayed(refusal: &Refusal) -> Reply {
     Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }
 }
 
-/// Checks whether the NIC can have a socket's datagrams. Returns the socket's address.
+/// Checks whether the NIC can have a socket's datagrams. Waits for the socket's lock.
 ///
 /// # Errors
 /// Why only the kernel can.
-fn examine(fd: BorrowedFd<'_>) -> Result<SocketAddr, Refusal> {
+fn examine(fd: BorrowedFd<'_>) -> Result<Seen, Refusal> {
     if !socket::is_udp(fd) || !socket::is_of_this_namespace(fd).map_err(|error| system("SO_NETNS_COOKIE", &error))? {
         return Err(Refusal::OtherNamespace);
     }
@@ -118,27 +137,39 @@ fn examine(fd: BorrowedFd<'_>) -> Result<SocketAddr, Refusal> {
         return Err(Refusal::Option("IP_MTU_DISCOVER"));
     }
     // Another socket may be bound to the same port, and which of them gets a datagram is the kernel's choice.
-    if get(1, REUSEADDR) == Some(1) && socket::peer_address(fd).is_err() {
+    let peer = socket::peer_address(fd).ok();
+    if get(1, REUSEADDR) == Some(1) && peer.is_none() {
         return Err(Refusal::Option("SO_REUSEADDR"));
     }
     let local = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
     if local.port() == 0 {
         return Err(Refusal::Option("no port"));
     }
-    Ok(local)
+    let limit = get(1, RCVBUF).and_then(|bytes| u32::try_from(bytes).ok());
+    Ok(Seen { local, peer, only_v6: get(41, V6ONLY) == Some(1), limit })
 }
 
 impl Agent {
     /// Makes the NIC have a UDP socket's datagrams, or serves it anew when its peer or its options have changed.
     /// None if the answer comes when the NIC has them.
-    pub(crate) fn take_datagrams(&mut self, session: u32, tag: u32, rings: Rings, descriptors: Vec<Foreign>) -> Option<Reply> {
+    pub(crate) fn take_datagrams(&mut self, asker: Asker, rings: Rings, descriptors: Vec<Foreign>) -> Option<Reply> {
         let Ok([fd, bell]) = <[Foreign; 2]>::try_from(descriptors) else {
             return Some(Reply::Failed { reason: "a UDP socket and its doorbell are two descriptors".into() });
         };
-        self.begin_datagrams(session, tag, rings, fd, bell).err().map(|refusal| stayed(&refusal))
+        self.on_sent(asker, (fd, None), examine, move |agent, fd, seen| {
+            let begun = seen.and_then(|seen| agent.begin_datagrams(asker, rings, seen, fd, bell));
+            begun.err().map(|refusal| stayed(&refusal))
+        })
     }
 
-    fn begin_datagrams(&mut self, session: u32, tag: u32, rings: Rings, fd: Foreign, bell: Foreign) -> Result<(), Refusal> {
+    fn begin_datagrams(
+        &mut self,
+        (session, tag): Asker,
+        rings: Rings,
+        seen: Seen,
+        fd: Foreign,
+        bell: Foreign,
+    ) -> Result<(), Refusal> {
         let cookie = socket::cookie(fd.as_fd()).map_err(|error| system("SO_COOKIE", &error))?;
         let known = self.datagrams.by_id.iter().find(|(_, socket)| socket.cookie == cookie);
         let id = match known.map(|(id, socket)| (*id, socket.session)) {
@@ -151,17 +182,17 @@ impl Agent {
                 if of_session >= MAX_SOCKETS || !self.rings_fit(session, &rings) {
                     return Err(Refusal::NoRoom);
                 }
-                examine(fd.as_fd())?;
                 self.datagrams.next += 1;
                 let bell = bell.into_unix().map_err(|_| Refusal::Option("a doorbell that is none"))?;
-                let (bell, ways) = (SessionBell::from_fd(bell), BTreeMap::new());
-                let socket = Socket { session, fd, cookie, rings, bell, local: None, ways, unanswered: 0 };
+                let (fd, bell) = (Arc::new(fd), SessionBell::from_fd(bell));
+                let (ways, local, is_polled, unanswered) = (BTreeMap::new(), None, false, 0);
+                let socket = Socket { session, fd, cookie, rings, bell, seen, is_polled, local, ways, unanswered };
                 self.datagrams.by_id.insert(self.datagrams.next, socket);
                 self.datagrams.next
             }
         };
         let caller = self.caller(session, tag);
-        self.serve_datagrams(id, caller).inspect_err(|_| _ = self.end_datagrams(session, Some(id), false, None))
+        self.serve_datagrams(id, seen, caller).inspect_err(|_| _ = self.end_datagrams(session, Some(id), false, None))
     }
 
     /// Handles the NIC's answer to the request to serve a socket.
@@ -226,15 +257,15 @@ impl Agent {
         self.ask_to_end_datagrams(id, false, None);
     }
 
-    /// Describes a socket to the NIC. Its program is shown that the NIC has it when that has answered.
-    fn serve_datagrams(&mut self, id: u32, caller: Caller) -> Result<(), Refusal> {
+    /// Describes a socket to the NIC, as it was `seen` just now. Its program is shown that the NIC has it when that has answered.
+    fn serve_datagrams(&mut self, id: u32, seen: Seen, caller: Caller) -> Result<(), Refusal> {
         self.can_open()?;
         let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
         let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
         let own = rtnetlink::addresses(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
-        let Some(socket) = self.datagrams.by_id.get(&id) else { return Err(Refusal::Ended) };
-        let local = examine(socket.fd.as_fd())?;
-        let only_v6 = socket::get(socket.fd.as_fd(), 41, V6ONLY).is_ok_and(|value| value == 1);
+        let Some(socket) = self.datagrams.by_id.get_mut(&id) else { return Err(Refusal::Ended) };
+        socket.seen = seen;
+        let Seen { local, peer, only_v6, limit } = seen;
         let receives = |address: &IpAddr| match local.ip() {
             IpAddr::V4(any) if any.is_unspecified() => address.is_ipv4(),
             IpAddr::V6(any) if any.is_unspecified() => address.is_ipv6() || !only_v6,
@@ -247,39 +278,52 @@ impl Agent {
         if addresses.is_empty() {
             return Err(Refusal::OtherInterface(0));
         }
-        let limit = socket::get(socket.fd.as_fd(), 1, RCVBUF).ok().and_then(|bytes| u32::try_from(bytes).ok());
-        let description = DatagramSocket {
-            id,
-            session: socket.session,
-            rings: socket.rings,
-            limit: limit.unwrap_or(socket.rings.receive),
-            addresses,
-            peer: socket::peer_address(socket.fd.as_fd()).ok(),
-            host: link.address,
-        };
+        let (session, rings) = (socket.session, socket.rings);
+        let limit = limit.unwrap_or(rings.receive);
+        let description = DatagramSocket { id, session, rings, limit, addresses, peer, host: link.address };
         let (message, after) = (ToNic::Datagrams(description), After::Datagrams(id, caller));
         self.nics[0].request(message, &[socket.bell.as_fd()], Some(after));
-        self.datagrams.by_id.entry(id).and_modify(|socket| {
-            socket.unanswered += 1;
-            socket.local = Some(local);
-        });
+        socket.unanswered += 1;
+        socket.local = Some(local);
         self.looks.begin_sockets();
         Ok(())
+    }
+
+    /// Examines a socket anew, and gives it to the NIC, or to the kernel until the NIC can have it.
+    fn examine_datagrams(&mut self, id: u32) {
+        let Some(socket) = self.datagrams.by_id.get(&id) else { return };
+        let (session, fd) = (socket.session, socket.fd.clone());
+        self.on_shared(session, &fd, examine, move |agent, seen| {
+            if agent.datagrams.by_id.contains_key(&id) && seen.and_then(|seen| agent.serve_datagrams(id, seen, None)).is_err() {
+                agent.return_datagrams(id);
+            }
+        });
     }
 
     /// Polls the addresses of the next UDP sockets, `most` at most: a socket whose program has disconnected it has lost the port that the
     /// kernel had chosen, and another one may have it. Returns where to go on, and whether the NIC has any socket.
     pub(crate) fn look_at_datagrams(&mut self, from: u32, most: usize) -> (u32, bool) {
-        let is_other = |socket: &Socket| socket.local.is_some() && socket::local_address(socket.fd.as_fd()).ok() != socket.local;
-        let turn: Vec<(u32, bool)> =
-            self.datagrams.by_id.range(from..).take(most).map(|(id, socket)| (*id, is_other(socket))).collect();
-        for (id, _) in turn.iter().filter(|(_, is_other)| *is_other) {
-            if self.serve_datagrams(*id, None).is_err() {
-                self.return_datagrams(*id);
-            }
+        let turn: Vec<u32> = self.datagrams.by_id.range(from..).take(most).map(|(id, _)| *id).collect();
+        for id in &turn {
+            self.poll_datagrams(*id);
         }
-        let next = turn.last().filter(|_| turn.len() == most).map_or(0, |(id, _)| id + 1);
+        let next = turn.last().filter(|_| turn.len() == most).map_or(0, |id| id + 1);
         (next, self.datagrams.by_id.values().any(|socket| socket.local.is_some()))
+    }
+
+    fn poll_datagrams(&mut self, id: u32) {
+        let due = |socket: &&mut Socket| socket.local.is_some() && !socket.is_polled;
+        let Some(socket) = self.datagrams.by_id.get_mut(&id).filter(due) else { return };
+        socket.is_polled = true;
+        let (session, fd) = (socket.session, socket.fd.clone());
+        let local = |fd: BorrowedFd<'_>| socket::local_address(fd).ok();
+        self.on_shared(session, &fd, local, move |agent, local| {
+            let Some(socket) = agent.datagrams.by_id.get_mut(&id) else { return };
+            socket.is_polled = false;
+            if socket.local.is_some() && socket.local != local {
+                agent.examine_datagrams(id);
+            }
+        });
     }
 
     /// Looks up the way of a socket's datagrams to a host, for its program. None if the answer comes when the NIC knows it.
@@ -314,8 +358,8 @@ impl Agent {
     /// Looks up the way of a socket's datagrams to a host, and gives it to the NIC if it is another one than before.
     fn follow_datagram_way(&mut self, id: u32, host: IpAddr, caller: Caller) -> Result<DatagramWay, Refusal> {
         let Some(socket) = self.datagrams.by_id.get(&id) else { return Err(Refusal::Ended) };
-        let (session, fd) = (socket.session, socket.fd.as_fd().try_clone_to_owned().map_err(|error| system("dup", &error))?);
-        let found = self.way_of_datagrams(session, fd.as_fd(), host.to_canonical());
+        let (session, fd, bound) = (socket.session, socket.fd.clone(), socket.seen.local);
+        let found = self.way_of_datagrams(session, fd.as_fd(), bound, host.to_canonical());
         let Some(socket) = self.datagrams.by_id.get_mut(&id) else { return Err(Refusal::Ended) };
         let (way, before) = (found.as_ref().ok().copied(), socket.ways.get(&host).copied().flatten());
         if way != before {
@@ -327,10 +371,15 @@ impl Agent {
         found
     }
 
-    fn way_of_datagrams(&mut self, session: u32, fd: BorrowedFd<'_>, host: IpAddr) -> Result<DatagramWay, Refusal> {
+    fn way_of_datagrams(
+        &mut self,
+        session: u32,
+        fd: BorrowedFd<'_>,
+        bound: SocketAddr,
+        host: IpAddr,
+    ) -> Result<DatagramWay, Refusal> {
         let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
         let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
-        let bound = socket::local_address(fd).map_err(|error| system("getsockname", &error))?;
         let any = bound.ip().to_canonical().is_unspecified();
         let source =
             if any { source_for(SocketAddr::new(host, bound.port())).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
@@ -356,8 +405,11 @@ impl Agent {
     /// Examines all sockets anew, since the host's addresses or rules have changed, there is another NIC, or Baton ends: those that
     /// the NIC cannot have are the kernel's until it can.
     pub(crate) fn follow_datagrams(&mut self) {
+        let can = self.can_open().is_ok();
         for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
-            if self.serve_datagrams(id, None).is_err() {
+            if can {
+                self.examine_datagrams(id);
+            } else {
                 self.return_datagrams(id);
             }
             if let Some(socket) = self.datagrams.by_id.get_mut(&id) {

@@ -46,7 +46,7 @@ impl Agent {
 
     /// Restores all connections, ends all sessions, and ends the NIC.
     pub(crate) fn give_everything_back(&mut self) {
-        self.fetch_what_was_on(None);
+        self.fetch_all();
         self.open_all_in_kernel();
         let deadline = monotonic_micros() + PATIENCE;
         let mut left = self.all_connections();
@@ -79,7 +79,7 @@ impl Agent {
                 std::thread::sleep(PAUSE);
             }
         }
-        self.return_what_was_lent(None);
+        self.give_back_all_lent();
         for number in 0..self.sessions.len() as u32 {
             self.end_session(number, true);
         }

@@ -11,10 +11,6 @@ use baton_protocol::program::{Flip, Report};
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
-
-/// Time for which a report's file is waited for, once.
-const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Time for which a group without sessions is kept, in microseconds: a script's next command may come late.
 const UNUSED: u64 = 3_600_000_000;
@@ -31,8 +27,6 @@ pub(crate) struct Group {
     pub flip: Option<Flip>,
     pub report: Report,
     file: Option<Arc<ReportFile>>,
-    /// Its file was waited for in vain.
-    slow: bool,
     random: u64,
 }
 
@@ -46,7 +40,6 @@ impl Group {
             flip,
             report: Report::default(),
             file: file.map(|fd| Arc::new(ReportFile { fd, next: Mutex::default() })),
-            slow: false,
             random,
         }
     }
@@ -84,38 +77,49 @@ impl Group {
         }
     }
 
-    /// Has the report written as one line into its file, in place of what is there. The file may be one of a server that does not answer: it
-    /// is waited for once, for a moment. On a disk or in memory the report is there when this returns.
-    pub fn write(&mut self) {
-        let Some(file) = &self.file else { return };
-        let Ok(line) = serde_json::to_string(&self.report) else { return };
+    /// Whether its report is written into a file.
+    pub fn has_file(&self) -> bool {
+        self.file.is_some()
+    }
+
+    /// Has the report written as one line into its file, in place of what is there, by a thread of its user: the file may be one of a server that
+    /// does not answer. `then` is done when it is there; at once if there is no file.
+    pub fn write(&mut self, then: Option<Box<dyn FnOnce() + Send>>) {
+        let line = serde_json::to_string(&self.report);
+        let (Some(file), Ok(line)) = (&self.file, line) else { return then.into_iter().for_each(|then| then()) };
         let mut next = file.next.lock().unwrap_or_else(PoisonError::into_inner);
+        next.then.extend(then);
         // If one waits to be written, the file's thread finds this one in its place.
-        if next.replace(line + "\n").is_none() {
+        if next.line.replace(line + "\n").is_none() {
             let file = file.clone();
             drop(next);
-            let write = move || file.write();
-            if self.slow {
-                foreign::run_for(self.user, write);
-            } else {
-                self.slow = !foreign::run_for_within(self.user, PATIENCE, write);
-            }
+            foreign::run_for(self.user, move || file.write());
         }
     }
 }
 
-/// The file of a report, and what is to be written into it next.
+/// The file of a report.
 struct ReportFile {
     fd: Foreign,
-    next: Mutex<Option<String>>,
+    next: Mutex<Next>,
+}
+
+/// What is to be written into it next, and what is to be done then.
+#[derive(Default)]
+struct Next {
+    line: Option<String>,
+    then: Vec<Box<dyn FnOnce() + Send>>,
 }
 
 impl ReportFile {
     fn write(&self) {
-        let Some(line) = self.next.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
-        if let Err(error) = files::replace(self.fd.as_fd(), line.as_bytes()) {
+        let Next { line, then } = std::mem::take(&mut *self.next.lock().unwrap_or_else(PoisonError::into_inner));
+        if let Some(line) = line
+            && let Err(error) = files::replace(self.fd.as_fd(), line.as_bytes())
+        {
             report!("baton agent: a report cannot be written: {error}");
         }
+        then.into_iter().for_each(|then| then());
     }
 }
 
@@ -193,9 +197,12 @@ impl Groups {
         self.groups.get_mut(&name)
     }
 
-    /// Writes a group's report, after something of the group has ended.
-    pub fn write(&mut self, name: u64) {
-        self.get(name).into_iter().for_each(Group::write);
+    /// Writes a group's report, after something of the group has ended. `then` is done when it has been written: see [`Group::write`].
+    pub fn write(&mut self, name: u64, then: Option<Box<dyn FnOnce() + Send>>) {
+        match self.get(name) {
+            Some(group) => group.write(then),
+            None => then.into_iter().for_each(|then| then()),
+        }
     }
 }
 

@@ -20,6 +20,7 @@ mod datagrams;
 mod dealing;
 mod devices;
 mod ending;
+mod fetching;
 mod flips;
 mod ground;
 mod group;

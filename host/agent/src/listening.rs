@@ -7,7 +7,7 @@
 
 use crate::agent::Agent;
 use crate::answers::{After, Caller, NO_ANSWER};
-use crate::connection::{Block, Connection, Exported, Handoff, OnNic};
+use crate::connection::{Asker, Block, Connection, Exported, Handoff, OnNic};
 use crate::ground::Ground;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;
@@ -25,6 +25,7 @@ use baton_handoff::{export, shell};
 use baton_image::Image;
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::Foreign;
+use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::{diagnosis, rtnetlink};
 use baton_moves::{Event, Move, Phase, Refusal};
@@ -131,16 +132,18 @@ fn stayed(refusal: &Refusal) -> Reply {
 
 impl Agent {
     /// Makes the NIC serve a listening socket for a session's program. None if the answer comes when it does.
-    pub(crate) fn listen(&mut self, session: u32, tag: u32, fd: BorrowedFd<'_>) -> Option<Reply> {
-        let refusal = self.begin_listening(session, tag, fd).err()?;
-        let program = self.sessions.get(session as usize).and_then(Option::as_ref).map_or("", |entry| &entry.opening.program);
-        let what = format!("the kernel makes the connections of a listener of {program}: {refusal}");
-        self.say_now_and_then(&what);
-        Some(stayed(&refusal))
+    pub(crate) fn listen(&mut self, asker: Asker, fd: Foreign) -> Option<Reply> {
+        self.on_sent(asker, (fd, None), Listening::read, move |agent, fd, read| {
+            let refusal = read.and_then(|listening| agent.begin_listening(asker, fd.as_fd(), listening)).err()?;
+            let session = agent.sessions.get(asker.0 as usize).and_then(Option::as_ref);
+            let program = session.map_or("", |session| &session.opening.program);
+            let what = format!("the kernel makes the connections of a listener of {program}: {refusal}");
+            agent.say_now_and_then(&what);
+            Some(stayed(&refusal))
+        })
     }
 
-    fn begin_listening(&mut self, session: u32, tag: u32, fd: BorrowedFd<'_>) -> Result<(), Refusal> {
-        let listening = Listening::read(fd)?;
+    fn begin_listening(&mut self, (session, tag): Asker, fd: BorrowedFd<'_>, listening: Listening) -> Result<(), Refusal> {
         self.can_open()?;
         let limits = Limits::of(fd, &mut self.known);
         let known = self.listeners.by_id.iter().find(|(_, listener)| listener.listening.cookie == listening.cookie);
@@ -426,7 +429,7 @@ impl Agent {
         let shown = |endpoint: baton_wire::Endpoint| listening.shown(endpoint.into());
         let (local, peer) = (shown(image.flow.local), shown(image.flow.remote));
         let fd = Foreign::from(listening.socket().map_err(|error| system("socket", &error))?);
-        let saved = self.make_shell(fd.as_fd(), local, peer, &image)?;
+        let saved = make_shell(&self.diagnosis, fd.as_fd(), (local, peer), &image)?;
         let theirs = fd.as_fd().try_clone_to_owned().map_err(|error| system("dup", &error))?;
         let connection = self.new_connection(session, fd, local, peer)?;
         let (number, serial) = (connection.number(), connection.serial);
@@ -520,27 +523,6 @@ impl Agent {
         let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
         connection.enter_nic(on_nic, Handoff { exported: Exported { image, handed_off_at, saved }, nic: None });
         Ok(())
-    }
-
-    /// Turns a socket into the shell. A connection with the same 4-tuple that the kernel waits out (TIME-WAIT) gives way: the new
-    /// one's sequence numbers and timestamps lie behind its (RFC 6191).
-    pub(crate) fn make_shell(
-        &self,
-        fd: BorrowedFd<'_>,
-        local: SocketAddr,
-        peer: SocketAddr,
-        image: &Image,
-    ) -> Result<shell::Saved, Refusal> {
-        const TIME_WAIT: u8 = 6;
-        let make = || shell::make(fd, local, peer, image.snd_nxt, image.rcv_nxt);
-        match make() {
-            Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
-                let waits = diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok_and(|(state, _)| state == TIME_WAIT);
-                if waits && diagnosis::destroy(&self.diagnosis, &image.flow, None).is_ok() { make() } else { Err(error) }
-            }
-            made => made,
-        }
-        .map_err(|error| system("connect", &error))
     }
 
     /// Ends a session's part in a listener, or in all of them.
@@ -652,6 +634,26 @@ impl Ground<'_> {
             found => found,
         }
     }
+}
+
+/// Turns a socket into the shell of a connection that the NIC has made. One with the same 4-tuple that the kernel waits out (TIME-WAIT) gives
+/// way: the new one's sequence numbers and timestamps lie behind its (RFC 6191).
+pub(crate) fn make_shell(
+    diagnosis: &Netlink,
+    fd: BorrowedFd<'_>,
+    (local, peer): (SocketAddr, SocketAddr),
+    image: &Image,
+) -> Result<shell::Saved, Refusal> {
+    const TIME_WAIT: u8 = 6;
+    let make = || shell::make(fd, local, peer, image.snd_nxt, image.rcv_nxt);
+    match make() {
+        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
+            let waits = diagnosis::state_and_holder(diagnosis, &image.flow).is_ok_and(|(state, _)| state == TIME_WAIT);
+            if waits && diagnosis::destroy(diagnosis, &image.flow, None).is_ok() { make() } else { Err(error) }
+        }
+        made => made,
+    }
+    .map_err(|error| system("connect", &error))
 }
 
 /// The image of a connection that the NIC has made, with what its socket and its way decide.

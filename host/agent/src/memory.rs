@@ -36,6 +36,7 @@ impl Limits {
     /// kernel.
     pub fn of(fd: BorrowedFd<'_>, known: &mut Known) -> Limits {
         let fixed = |side| Buffer::read(fd, side).ok().filter(|buffer| buffer.fixed).map(|buffer| buffer.size);
+        // Options of SOL_SOCKET, which are read without the socket's lock.
         let [receive, send] = known.buffers();
         let receive = fixed(Side::Receive).or(receive).unwrap_or(BEGINNING);
         let send = fixed(Side::Send).map(queue_limit).or(send).unwrap_or(BEGINNING);

@@ -49,6 +49,8 @@ pub(crate) struct Moves {
     suggested: VecDeque<(Key, u64)>,
     /// Connections that have to leave the NIC, each with the reason.
     returning: VecDeque<(Key, &'static str)>,
+    /// Sessions whose attachers have been asked for descriptors.
+    pub fetching: Vec<u32>,
     /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages are handled:
     /// inside, the answers about many connections would each be handled inside the one before.
     pub handling: bool,
@@ -89,6 +91,7 @@ pub(crate) fn named(sessions: &mut [Option<crate::session::Session>], (session, 
 impl Agent {
     /// Does a slice of each kind of work on moves.
     pub(crate) fn work_on_moves(&mut self) {
+        self.restore_lent();
         self.advance_moves();
         self.return_connections();
         self.begin_suggested();
@@ -341,7 +344,7 @@ impl Agent {
     }
 
     /// Does what waited for the end of a move. `again`: if the connection is not in the kernel, restoring it is tried once more.
-    fn go_on(&mut self, session: u32, number: u32, then: Vec<(Then, u8)>, again: bool) {
+    pub(crate) fn go_on(&mut self, session: u32, number: u32, then: Vec<(Then, u8)>, again: bool) {
         for (then, attempts) in then {
             let (asker, tag) = then.asker();
             let attempts = if again { attempts } else { ATTEMPTS };
@@ -377,7 +380,8 @@ impl Agent {
     }
 
     fn settle_now(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
-        if attempts >= ATTEMPTS
+        let opens = self.connection_ref(session, number).is_some_and(|connection| connection.opening);
+        if (attempts >= ATTEMPTS || opens)
             && self.is_called(session, number)
             && let Some(connection) = self.connection(session, number)
         {
@@ -385,6 +389,9 @@ impl Agent {
             return None;
         }
         self.open_in_kernel_for(session, number, &then);
+        if opens && self.is_called(session, number) {
+            return self.settle_now(session, number, then, attempts);
+        }
         match self.stage(session, number) {
             None | Some(Stage::Kernel) => {}
             Some(Stage::Offloading) => {

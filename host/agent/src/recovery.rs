@@ -16,9 +16,6 @@ use std::collections::HashSet;
 /// Bound on the stale frames that are read: more than a TAP's queue holds.
 const MOST_STALE_FRAMES: usize = 8192;
 
-/// Time that calls on the sockets of attachers' programs may take, in microseconds: one of these may hold its socket.
-const MOST_CALLING: u64 = 200_000;
-
 /// Why a connection stays in the kernel that makes NICs die.
 const KILLS_NIC: &str = "the NIC died each time that it was there";
 
@@ -56,7 +53,7 @@ impl Agent {
         self.open_in_kernel_instead_of(nic);
         self.start_next_nic(nic)?;
         self.drive_all(nic, &Event::NicStarted);
-        self.await_answers(nic, |_| true);
+        self.await_answers(nic);
         self.listen_again(nic);
         self.follow_datagrams();
         if let Err(error) = self.drop_stale_frames() {
@@ -64,12 +61,11 @@ impl Agent {
         }
         self.give_addresses_to_nic();
         self.nics[nic].let_frames_flow();
-        self.fetch_what_was_on(Some(nic));
+        // The connections of attachers follow as soon as these have lent their descriptors.
+        self.fetch_what_was_on(nic);
         self.drive_all(nic, &Event::FramesFlow);
-        // Their programs stand still until then.
-        self.await_answers(nic, |connection| connection.attached);
         self.clear_attended();
-        self.return_what_was_lent(Some(nic));
+        self.restore_lent();
         Ok(())
     }
 
@@ -117,16 +113,12 @@ impl Agent {
         }
     }
 
-    /// Waits until the next NIC of this number has answered its commands about those connections for which `of` is true. This is part
-    /// of its start: before frames flow it has to hold those of the connections that the last one had. Calls on the sockets of attachers'
-    /// programs, which stand still, are waited for, too, but not for long.
-    fn await_answers(&mut self, nic: usize, of: impl Fn(&Connection) -> bool) {
-        let until = monotonic_micros() + MOST_CALLING;
+    /// Waits until the next NIC of this number has answered its commands about the last one's connections. This is part of its start: before
+    /// frames flow it has to hold those.
+    fn await_answers(&mut self, nic: usize) {
         for (session, number) in self.all_connections() {
             let its = |connection: &Connection| connection.cid.is_some_and(|cid| cid.nic() == nic);
-            let called = |connection: &Connection| connection.attached && connection.call().is_some();
-            let awaits = |connection: &Connection| connection.awaits_answer() || called(connection) && monotonic_micros() < until;
-            let due = |connection: &&mut Connection| its(connection) && of(connection) && awaits(connection);
+            let due = |connection: &&mut Connection| its(connection) && connection.awaits_answer();
             while self.connection(session, number).filter(due).is_some() && !self.nics[nic].is_dead() {
                 self.pulse.beat();
                 self.handle_nic_messages();
@@ -137,11 +129,13 @@ impl Agent {
         }
     }
 
-    /// Passes an event to all connections that are on a NIC, or on their way there.
+    /// Passes an event to all connections that are on a NIC, or on their way there. To those of an attacher that has been asked for their
+    /// descriptors, frames flow later.
     fn drive_all(&mut self, nic: usize, event: &Event) {
         for (session, number) in self.all_connections() {
             let moves = matches!(self.stage(session, number), Some(Stage::Nic | Stage::Offloading));
-            if moves && self.nic_of(session, number) == Some(nic) {
+            let waits = *event == Event::FramesFlow && self.is_fetching(session);
+            if moves && !waits && self.nic_of(session, number) == Some(nic) {
                 self.attend(session);
                 self.drive(session, number, event.clone());
             }

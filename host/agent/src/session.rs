@@ -2,6 +2,7 @@
 
 use crate::connection::Memory;
 use crate::connections::Connections;
+use crate::fetching::Fetch;
 use crate::released::Released;
 use baton_abi::layout::session as at;
 use baton_client::heap::Heap;
@@ -36,6 +37,8 @@ pub(crate) struct Session {
     /// It is being opened: the NICs have been asked to serve it.
     pub begun: Option<Box<Begun>>,
     pub connections: Connections,
+    /// What its attacher has been asked for.
+    pub fetch: Option<Box<Fetch>>,
     /// Its program is gone or cut off: it is removed when its connections are in the kernel and the NIC has forgotten it.
     pub ends: bool,
     /// When it ends: the NICs that have been asked to forget it, and those that have, a bit each.
@@ -112,6 +115,7 @@ impl Session {
             open: None,
             begun: None,
             connections: Connections::new(key),
+            fetch: None,
             ends: false,
             asked_to_forget: 0,
             forgotten: 0,
@@ -140,7 +144,9 @@ pub(crate) struct OpenSession {
     /// Blocks of the heap that were freed, and may still have pages.
     pub released: Released,
     /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
-    pub socket: Option<Foreign>,
+    pub socket: Option<Arc<Foreign>>,
+    /// Its address is being asked for.
+    pub is_polled: bool,
     /// In a session for messages: the hosts that its program has asked this NIC to reach.
     pub hosts: BTreeMap<IpAddr, Host>,
     /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.
@@ -172,6 +178,7 @@ impl OpenSession {
             bell,
             further,
             socket: None,
+            is_polled: false,
             hosts: BTreeMap::new(),
             ended: BTreeMap::new(),
         }

@@ -165,20 +165,6 @@ pub fn run_for(user: u32, act: impl FnOnce() + Send + 'static) {
     do_elsewhere((Lane::Files, user), Job::Run(Box::new(act)));
 }
 
-/// As [`run_for`]. If nothing else waits for that user, this waits until it is done, for this time at most. Returns false if that was in
-/// vain.
-pub fn run_for_within(user: u32, limit: Duration, act: impl FnOnce() + Send + 'static) -> bool {
-    let at = (Lane::Files, user);
-    let is_first = !closing().queues.contains_key(&at);
-    run_for(user, act);
-    if !is_first {
-        return true;
-    }
-    let is_busy = |closing: &mut Closing| closing.queues.contains_key(&at);
-    let (closing, _) = DONE.wait_timeout_while(closing(), limit, is_busy).unwrap_or_else(PoisonError::into_inner);
-    !closing.queues.contains_key(&at)
-}
-
 /// Has calls made on a socket of a user's, after what waits already for that user. A stuck one delays only that user's.
 pub fn call_for(user: u32, act: impl FnOnce() + Send + 'static) {
     let act = move || {

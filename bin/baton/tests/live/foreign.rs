@@ -7,7 +7,7 @@ use baton_client::{Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_linux::control::Channel;
 use baton_linux::{process, socket};
-use baton_protocol::program::{Answer, Ask, Opening, Request};
+use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -199,4 +199,27 @@ fn a_reports_file_that_never_answers_holds_up_nobody() {
     in_time("a group", move || channel.receive::<Answer>().map(drop)).expect("an answer");
     in_time("another program's close", move || other.forget(&connection, 1)).expect("forgotten");
     assert_eq!(listed(&bed), 0);
+}
+
+/// The answer to a program's last request comes when its group's report has been written, however late that is: whoever reads the report when the
+/// program has ended finds it.
+#[test]
+fn a_program_that_ends_waits_for_its_own_report_alone() {
+    let bed = hosts(TestbedSettings::default());
+    let Some(file) = NeverFlushed::new() else { return };
+    let tool = Channel::connect(&bed.socket()).expect("the agent");
+    tool.send(&Request { tag: 1, body: Ask::Group { flip: None } }, &[file.fd()]).expect("a request");
+    let Reply::Grouped { group } = tool.receive::<Answer>().expect("an answer").0.body else { panic!("no group") };
+    let program = Channel::connect(&bed.socket()).expect("the agent");
+    let opening = Opening { group, ..Opening::alone() };
+    program.send(&Request { tag: 1, body: Ask::Open(opening) }, &[]).expect("a request");
+    assert!(matches!(program.receive::<Answer>().expect("an answer").0.body, Reply::Opened { .. }));
+    program.send(&Request { tag: 2, body: Ask::Goodbye }, &[]).expect("a request");
+    // The agent has read the request by then.
+    (0..20).for_each(|_| assert_eq!(listed(&bed), 0));
+    let early = program.try_receive::<Answer>().map(|(answer, _)| answer);
+    assert!(early.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock), "{early:?}");
+    drop(file);
+    let (answer, _) = in_time("an answer", move || program.receive::<Answer>()).expect("an answer");
+    assert!(answer.tag == 2 && matches!(answer.body, Reply::Done), "{answer:?}");
 }

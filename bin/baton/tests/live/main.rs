@@ -4,6 +4,7 @@ mod acknowledged;
 mod addresses;
 mod aggregation;
 mod attach;
+mod blocked;
 mod capi;
 mod changes;
 mod common;

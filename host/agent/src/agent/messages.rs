@@ -2,12 +2,13 @@
 
 use super::Agent;
 use crate::answers::{After, Caller};
+use crate::calls::outsider;
 use crate::ground::{Ground, Shape};
 use crate::session::{Host, OpenSession, Session};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::session;
 use baton_handoff::examine::system;
-use baton_linux::foreign::Foreign;
+use baton_linux::foreign::{self, Foreign};
 use baton_linux::{frames, rtnetlink, socket};
 use baton_moves::Refusal;
 use baton_protocol::nic::ToNic;
@@ -26,7 +27,7 @@ const HOSTS_AT_ONCE: usize = 64;
 impl Agent {
     /// Checks the endpoint that a session is to be opened with. The address is that of the socket: who can bind a port may have
     /// its packets, and nobody else.
-    pub(super) fn examine_messages(&self, opening: &Opening, socket: Option<&Foreign>) -> Result<Option<Messages>> {
+    pub(super) fn examine_messages(&self, opening: &Opening, socket: Option<&(Foreign, Bound)>) -> Result<Option<Messages>> {
         let Some(asked) = &opening.messages else { return Ok(None) };
         if opening.attacher {
             bail!("an attacher's session is for connections");
@@ -34,9 +35,12 @@ impl Agent {
         if matches!(self.shape, Shape::Beside { .. }) && asked.receiving != asked.sending {
             bail!("beside the kernel the NIC has both halves of the data half, or none: a device may merge packets for either");
         }
-        let socket = socket.context("a session for messages needs a UDP socket")?.as_fd();
-        self.has_room_for(socket, 0).map_err(anyhow::Error::new)?;
-        let address = if asked.ethernet { self.ethernet_address(socket)? } else { udp_address(socket)? };
+        let (socket, bound) = socket.context("a session for messages needs a UDP socket")?;
+        self.has_room_for(socket.as_fd(), 0).map_err(anyhow::Error::new)?;
+        let address = match *bound {
+            Bound::Udp(address) => address,
+            Bound::Frames(binding) => self.ethernet_address(binding)?,
+        };
         let opening = |session: &Session| {
             session.begun.as_ref().map_or(session.opening.messages.clone(), |begun| begun.opening.messages.clone())
         };
@@ -53,12 +57,11 @@ impl Agent {
 
     /// The address of an endpoint that raw Ethernet frames come to. Who may open a packet socket of RMPP's type at the NIC's
     /// interface may have its frames.
-    fn ethernet_address(&self, socket: BorrowedFd<'_>) -> Result<SocketAddr> {
+    fn ethernet_address(&self, binding: Option<(u16, u32)>) -> Result<SocketAddr> {
         let Shape::Inline { interface } = &self.shape else {
             bail!("messages in raw Ethernet frames need a NIC between kernel and wire; this one is beside the kernel");
         };
-        let ours = socket::is_of_this_namespace(socket).unwrap_or(false);
-        if !ours || frames::binding(socket).ok() != Some((ETHERTYPE_RMPP, *interface)) {
+        if binding != Some((ETHERTYPE_RMPP, *interface)) {
             bail!(
                 "messages in raw Ethernet frames need a packet socket bound to type {ETHERTYPE_RMPP:#x} and the NIC's interface"
             );
@@ -71,14 +74,24 @@ impl Agent {
     /// Such a session is ended. Returns whether there are any.
     pub(crate) fn look_at_messages(&mut self) -> bool {
         let mut any = false;
-        for (number, session) in self.sessions.iter().enumerate() {
-            let Some(session) = session.as_ref().filter(|session| !session.ends) else { continue };
-            let (Some(messages), Some(open)) = (&session.opening.messages, &session.open) else { continue };
-            let Some(socket) = open.socket.as_ref().filter(|_| !messages.ethernet) else { continue };
+        for number in 0..self.sessions.len() as u32 {
+            let Some(Some(session)) = self.sessions.get_mut(number as usize) else { continue };
+            let (Some(messages), Some(open), false) = (&session.opening.messages, &mut session.open, session.ends) else {
+                continue;
+            };
+            let Some(socket) = open.socket.clone().filter(|_| !messages.ethernet) else { continue };
             any = true;
-            if socket::local_address(socket.as_fd()).ok() != Some(messages.address) {
-                self.cut_off.push((number as u32, "its UDP socket does not have its address any more"));
+            if std::mem::replace(&mut open.is_polled, true) {
+                continue;
             }
+            let (address, local) = (messages.address, |fd: BorrowedFd<'_>| socket::local_address(fd).ok());
+            self.on_shared(number, &socket, local, move |agent, local| {
+                if local != Some(address) {
+                    agent.cut_off.push((number, "its UDP socket does not have its address any more"));
+                }
+                let open = agent.sessions.get_mut(number as usize).and_then(|session| session.as_mut()?.open.as_mut());
+                open.into_iter().for_each(|open| open.is_polled = false);
+            });
         }
         any
     }
@@ -178,22 +191,42 @@ impl Ground<'_> {
             && let Some(socket) = open.socket.as_ref()
         {
             // The kernel looks for the neighbour, and reports it when it has an answer. Whatever becomes of it, nobody waits.
-            let _ = socket::send_empty(socket.as_fd(), SocketAddr::new(host, local.port()));
+            let (socket, to) = (socket.clone(), SocketAddr::new(host, local.port()));
+            let send = move || _ = socket::send_empty(socket.as_fd(), to);
+            match outsider(self.user, self.process, None) {
+                None => send(),
+                Some(user) if foreign::has_many_calls(user) => {}
+                Some(user) => foreign::call_for(user, send),
+            }
         }
         found.map(|_| asks)
     }
 }
 
-/// The address that a UDP socket is bound to.
-fn udp_address(socket: BorrowedFd<'_>) -> Result<SocketAddr> {
-    if !socket::is_udp(socket) {
-        bail!("a session for messages needs a UDP socket");
+/// What the socket of a session for messages is bound to.
+#[derive(Clone, Copy)]
+pub(super) enum Bound {
+    Udp(SocketAddr),
+    /// Type of frame and interface, if it is a packet socket of this network namespace.
+    Frames(Option<(u16, u32)>),
+}
+
+impl Bound {
+    /// Reads it. Waits for the socket's lock.
+    pub fn read(socket: BorrowedFd<'_>, ethernet: bool) -> Result<Bound> {
+        if ethernet {
+            let ours = socket::is_of_this_namespace(socket).unwrap_or(false);
+            return Ok(Bound::Frames(frames::binding(socket).ok().filter(|_| ours)));
+        }
+        if !socket::is_udp(socket) {
+            bail!("a session for messages needs a UDP socket");
+        }
+        let address = socket::local_address(socket).context("the socket's address")?;
+        if address.ip().to_canonical().is_unspecified() || address.port() == 0 {
+            bail!("bind the UDP socket to an address of this host and a port: a packet's checksum covers both");
+        }
+        Ok(Bound::Udp(address))
     }
-    let address = socket::local_address(socket).context("the socket's address")?;
-    if address.ip().to_canonical().is_unspecified() || address.port() == 0 {
-        bail!("bind the UDP socket to an address of this host and a port: a packet's checksum covers both");
-    }
-    Ok(address)
 }
 
 /// The devices at which a session's datagrams are received: the one that its socket is bound to; or else those by which its own leave, and all

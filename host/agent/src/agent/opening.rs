@@ -1,6 +1,8 @@
 //! Opening of sessions: each NIC that is to serve one is asked, and the program is answered when all have answered.
 
 use super::Agent;
+use super::messages::Bound;
+use crate::connection::Asker;
 use crate::session::{Begun, OpenSession, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result, bail};
@@ -10,19 +12,36 @@ use baton_linux::report;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Opening, Reply};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use baton_abi::layout::session as layout;
 
 impl Agent {
+    /// Opens a session. None if the answer comes later.
+    pub(super) fn open(&mut self, asker: Asker, opening: Opening, socket: Option<Foreign>) -> Option<Reply> {
+        let answer = |begun: Result<()>| begun.err().map(|error| Reply::Failed { reason: format!("{error:#}") });
+        match (&opening.messages, socket) {
+            (Some(messages), Some(socket)) => {
+                let ethernet = messages.ethernet;
+                let look = move |fd: BorrowedFd<'_>| Bound::read(fd, ethernet);
+                self.on_sent(asker, (socket, None), look, move |agent, socket, bound| {
+                    answer(bound.and_then(|bound| agent.begin_session(asker, &opening, Some((socket, bound)))))
+                })
+            }
+            _ => answer(self.begin_session(asker, &opening, None)),
+        }
+    }
+
     /// Begins to open a session: makes its memory and doorbells, and gives them to the NICs; those of a session for messages to the first
     /// one only.
-    pub(super) fn begin_session(&mut self, number: u32, tag: u32, opening: &Opening, socket: Option<Foreign>) -> Result<()> {
+    fn begin_session(&mut self, (number, tag): Asker, opening: &Opening, socket: Option<(Foreign, Bound)>) -> Result<()> {
         let entry = self.sessions.get(number as usize).and_then(Option::as_ref);
         let entry = entry.filter(|session| session.open.is_none() && session.begun.is_none());
         let (user, name) = entry.map(|session| (session.user, session.name)).context("the session is open already")?;
         let messages = self.examine_messages(opening, socket.as_ref())?;
+        let socket = socket.map(|(socket, _)| socket);
         let opening = Opening { messages, ..opening.clone() };
         self.users.opens(user).map_err(anyhow::Error::msg)?;
         let begun = self.ask_nics((number, name), opening, socket).inspect_err(|_| self.users.fails_to_open(user))?;
@@ -36,7 +55,7 @@ impl Agent {
         let nics = if opening.messages.is_some() { 1 } else { self.nics.len() };
         let (mut open, theirs) = OpenSession::new(self.settings.session_bytes, nics)?;
         self.has_room_for(open.further.last().unwrap_or(&open.bell).as_fd(), 0).map_err(anyhow::Error::new)?;
-        open.socket = socket.filter(|_| opening.messages.is_some());
+        open.socket = socket.map(Arc::new);
         if self.nics.iter().any(|nic| nic.is_detaching(session.0)) {
             bail!("the NIC has not let go of this session's last memory; try again");
         }

@@ -2,7 +2,7 @@
 
 use super::Agent;
 use crate::answers::{After, NO_ANSWER};
-use crate::calls::{Completion, flow_of, outsider};
+use crate::calls::{flow_of, outsider};
 use crate::connection::{Asker, Block, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
@@ -116,21 +116,26 @@ pub(super) fn only_ours(rights: Option<u32>, what: &str) -> Result<()> {
 }
 
 impl Agent {
-    /// Serves one request of a session, or ends the session if its program is gone.
-    pub(super) fn serve(&mut self, number: u32) {
+    /// Serves one request of a session, or ends the session if its program is gone. Returns whether there was one.
+    pub(crate) fn serve(&mut self, number: u32) -> bool {
         self.attend(number);
         let Some(session) = self.sessions.get(number as usize).and_then(Option::as_ref).filter(|session| !session.ends) else {
-            return;
+            return false;
         };
         if foreign::is_stuck(session.user) {
             // What it sends next is not received, so that it need not be closed either.
-            return self.cut_off.push((number, STUCK));
+            self.cut_off.push((number, STUCK));
+            return false;
         }
         let _user = foreign::on_behalf_of(session.user);
         match session.channel.try_receive_foreign::<Request>() {
             Ok((request, _)) if session.has_withdrawn(request.tag) => {
                 // The program sees that the agent is there again.
                 self.answer(number, request.tag, Reply::Failed { reason: "it was withdrawn".into() }, &[]);
+            }
+            Ok((request, descriptors)) if session.fetch.is_some() => {
+                let reply = self.on_request_while_fetching(number, &request.body, descriptors);
+                self.answer(number, request.tag, reply, &[]);
             }
             Ok((request, descriptors)) => {
                 let reply = self.on_request(number, request.tag, request.body, descriptors);
@@ -140,7 +145,7 @@ impl Agent {
                     self.answer(number, request.tag, body, &given);
                 }
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return false,
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 // Whatever its tag is: it is not known, but a program that waits for an answer must get one.
                 let reason = "the agent cannot read this request: are program and agent of the same version of Baton?".into();
@@ -148,8 +153,12 @@ impl Agent {
                     self.cut_off.push((number, NOT_READING));
                 }
             }
-            Err(_) => self.end_session(number, false),
+            Err(_) => {
+                self.end_session(number, false);
+                return false;
+            }
         }
+        true
     }
 
     pub(crate) fn answer(&mut self, number: u32, tag: u32, body: Reply, descriptors: &[BorrowedFd<'_>]) {
@@ -170,10 +179,7 @@ impl Agent {
             Ask::Open(Opening { version, .. }) if version != VERSION => {
                 failed(format!("this agent speaks version {VERSION}, the program version {version}"))
             }
-            Ask::Open(opening) => match self.begin_session(number, tag, &opening, descriptors.pop()) {
-                Ok(()) => None,
-                Err(error) => failed(format!("{error:#}")),
-            },
+            Ask::Open(opening) => self.open((number, tag), opening, descriptors.pop()).map(|reply| (reply, Vec::new())),
             Ask::Admit => match descriptors
                 .pop()
                 .and_then(|fd| fd.into_unix().ok())
@@ -236,19 +242,19 @@ impl Agent {
                 Some((Reply::Stayed { reason: NO_ANSWER.into(), transient: true }, Vec::new()))
             }
             Ask::Listen => match descriptors.pop() {
-                Some(fd) => self.listen(number, tag, fd.as_fd()).map(|reply| (reply, Vec::new())),
+                Some(fd) => self.listen((number, tag), fd).map(|reply| (reply, Vec::new())),
                 None => failed("which socket? its descriptor is missing".into()),
             },
             Ask::Accept { listener } => Some(self.accept_made(number, listener)),
             Ask::Connect { peer } => match descriptors.pop() {
-                Some(fd) => Some((self.connect(number, fd, peer), Vec::new())),
+                Some(fd) => self.connect((number, tag), fd, peer).map(|reply| (reply, Vec::new())),
                 None => failed("which socket? its descriptor is missing".into()),
             },
             Ask::StopListening { listener } => {
                 self.stop_listening(number, Some(listener));
                 Some((Reply::Done, Vec::new()))
             }
-            Ask::Datagrams { rings } => self.take_datagrams(number, tag, rings, descriptors).map(|reply| (reply, Vec::new())),
+            Ask::Datagrams { rings } => self.take_datagrams((number, tag), rings, descriptors).map(|reply| (reply, Vec::new())),
             Ask::Way { socket, host } => self.find_datagram_way(number, tag, socket, host).map(|reply| (reply, Vec::new())),
             Ask::EndDatagrams { socket, replay } => {
                 self.end_datagrams(number, Some(socket), replay, Some(tag)).map(|reply| (reply, Vec::new()))
@@ -278,11 +284,11 @@ impl Agent {
             Ask::Withdraw { reason } => {
                 self.note_withdrawn(number, &reason);
                 self.end_connections(number, false);
-                Some((Reply::Done, Vec::new()))
+                self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
             }
             Ask::Goodbye => {
                 self.end_connections(number, false);
-                Some((Reply::Done, Vec::new()))
+                self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
             }
             Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
             Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
@@ -342,6 +348,18 @@ impl Agent {
         Ok(())
     }
 
+    /// Answers a session that ends when its group's report has been written. Returns the answer if there is no such file.
+    fn answer_when_written(&mut self, number: u32, tag: u32) -> Option<Reply> {
+        let group = self.sessions.get(number as usize).and_then(Option::as_ref).map_or(0, |session| session.opening.group);
+        if !self.groups.get(group).is_some_and(|group| group.has_file()) {
+            return Some(Reply::Done);
+        }
+        let (calls, caller) = (self.calls.clone(), self.caller(number, tag));
+        let answer = move || calls.complete(Box::new(move |agent| agent.answer_caller(caller, Reply::Done, &[])));
+        self.groups.write(group, Some(Box::new(answer)));
+        None
+    }
+
     fn make_group(&mut self, number: u32, flip: Option<Flip>, file: Option<Foreign>) -> Reply {
         if let Some(Err(reason)) = flip.map(|flip| flip.check()) {
             return Reply::Failed { reason };
@@ -363,7 +381,7 @@ impl Agent {
         let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
         self.keep(&Kept::Group(name, user, flip), &kept);
         let mut group = Group::new(user, flip, file);
-        group.write();
+        group.write(None);
         self.groups.add(name, group);
         Reply::Grouped { group: name }
     }
@@ -376,28 +394,14 @@ impl Agent {
             Ok(namespace) => namespace,
             Err(refusal) => return stays(refusal),
         };
-        let Some(Some(session)) = self.sessions.get(number as usize) else { return stays(Refusal::NoRoom) };
-        let (user, name) = (session.user, session.name);
-        let process = registration.process.filter(|_| session.opening.attacher).unwrap_or(session.process);
-        let Some(user) = outsider(user, process, Some(fd.as_fd())) else {
-            let looked = look_at(fd.as_fd(), namespace);
-            return Some(self.enter(number, fd, looked, registration));
-        };
-        if foreign::has_many_calls(user) {
-            return stays(Refusal::Held);
-        }
-        self.calls.make(user, move || -> Completion {
-            let looked = look_at(fd.as_fd(), namespace);
-            Box::new(move |agent| {
-                let same = |session: &&Session| session.name == name && !session.ends;
-                if agent.sessions.get(number as usize).and_then(Option::as_ref).filter(same).is_some() {
-                    agent.attend(number);
-                    let reply = agent.enter(number, fd, looked, registration);
-                    agent.answer(number, tag, reply, &[]);
-                }
-            })
-        });
-        None
+        let attaches = self.is_attacher(number);
+        let process = registration.process.filter(|_| attaches);
+        self.on_sent(
+            (number, tag),
+            (fd, process),
+            move |fd| look_at(fd, namespace),
+            move |agent, fd, looked| Some(agent.enter(number, fd, looked, registration)),
+        )
     }
 
     /// Enters a connection into its session, whose socket has been looked at.

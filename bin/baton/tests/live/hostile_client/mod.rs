@@ -1,6 +1,8 @@
 //! A program that breaks every rule, run as `nobody` beside an honest one: the test's own binary, started again.
 
+mod blockers;
 mod descriptors;
+mod kinds;
 
 use baton_abi::layout::{RING_WORDS, session as at};
 use baton_lab::testbed::{Testbed, address_b};
@@ -205,6 +207,8 @@ pub fn run() -> bool {
         "deaf" => never_read(socket, say),
         "bells" => stop_doorbells(socket, say),
         "held" => move_when_told(socket),
+        "kinds" => kinds::run(socket),
+        "silent" => blockers::lend_nothing(socket, say),
         "many" => take_all_sessions(socket),
         "descriptors" => descriptors::run(socket, say),
         "attacher" => claim_connections(socket, say),
