@@ -43,6 +43,7 @@ mod recovery;
 mod released;
 mod session;
 mod settings;
+mod silence;
 mod slab;
 mod texts;
 mod tracker;
