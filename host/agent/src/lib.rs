@@ -34,6 +34,7 @@ mod listening;
 mod looks;
 mod memory;
 mod moves;
+mod native;
 mod nic;
 mod nic_requests;
 mod owned;
