@@ -1,5 +1,6 @@
 //! `baton doctor`: what this machine can do for Baton, what it cannot, and what to type.
 
+use crate::run_directory;
 use anyhow::Result;
 use baton_client::DEFAULT_SOCKET;
 use baton_linux::control::Channel;
@@ -12,6 +13,7 @@ use baton_steering::front::{self, Front};
 use baton_steering::{LOOPBACK, Steering};
 use clap::Args;
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -119,7 +121,8 @@ fn repair() -> io::Result<()> {
 
 /// Directories of Batons that were started for one program and were killed before they could clean up.
 fn leftovers() -> Vec<PathBuf> {
-    let Ok(entries) = std::fs::read_dir(std::env::temp_dir()) else { return Vec::new() };
+    let places = run_directory::existing().into_iter().chain([std::env::temp_dir()]).collect::<BTreeSet<_>>();
+    let entries = places.into_iter().filter_map(|place| std::fs::read_dir(place).ok()).flatten();
     let named = entries.flatten().map(|entry| entry.path()).filter(|path| {
         path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("baton-")) && path.join("agent.sock").exists()
     });

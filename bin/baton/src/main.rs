@@ -12,6 +12,7 @@ mod nic;
 mod nics;
 mod placement;
 mod run;
+mod run_directory;
 mod start;
 mod tools;
 mod topology;

@@ -8,6 +8,8 @@ use baton_client::rules::{Interface, Nagle, Offload, RUN_VARIABLE, Rule, Run, Wh
 use baton_client::tool::Tool;
 use baton_linux::control::Channel;
 use baton_linux::executable::{self, Start};
+use baton_linux::process;
+use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Reply, Request};
 use clap::Args;
 use serde::Deserialize;
@@ -149,6 +151,8 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         },
     };
     let (socket, channel) = arguments.start.agent(arguments.place)?;
+    // A container's program may have found an agent of the host's, whose user it is not shown: the path counts then.
+    let user = channel.peer_user().ok().filter(|user| *user == process::user()).unwrap_or(0);
     let group = arguments.flip.make_group(&channel)?;
     let offload = match arguments.offload {
         Offloading::Handoff => Offload::Handoff,
@@ -160,6 +164,10 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         Crossing::Batched => Interface::Batched,
         Crossing::Aggregated => Interface::Aggregated,
     };
+    let (name, mut starts) = how_it_starts(&arguments.command[0]);
+    if let Starts::Natively(why) = std::mem::replace(&mut starts, Starts::Usually) {
+        say_natively(&channel, name, why)?;
+    }
     drop(channel);
     let nagle = match arguments.nagle {
         None => Nagle::usual(interface),
@@ -173,6 +181,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let named = socket.clone();
     let run = Run {
         socket,
+        user,
         group,
         rules,
         flips: arguments.flip.is_on(),
@@ -186,7 +195,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let mut command = program(arguments);
     command.env("BATON_SOCKET", named).env(RUN_VARIABLE, serde_json::to_string(&run)?);
     let mut libraries = preload::value(std::env::var_os(preload::VARIABLE).as_deref(), &library);
-    if let Some(first) = how_it_starts(&arguments.command[0])
+    if let Starts::Behind(first) = starts
         && !preload::names(libraries.as_bytes(), first.as_bytes())
     {
         let mut kept = OsString::from(preload::VARIABLE);
@@ -202,23 +211,39 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     become_program(&mut command)
 }
 
-/// Says if a program runs natively. Returns the library that has to come before Baton's, if there is one.
-fn how_it_starts(program: &OsStr) -> Option<OsString> {
-    let name = CString::new(program.as_bytes()).ok()?;
+/// What a program needs to be served, or why it cannot be.
+enum Starts {
+    Usually,
+    /// This library has to come before Baton's.
+    Behind(OsString),
+    /// It runs natively.
+    Natively(Native),
+}
+
+/// How a program starts, and its name for messages.
+fn how_it_starts(program: &OsStr) -> (String, Starts) {
+    let unknown = || (String::new(), Starts::Usually);
+    let Ok(name) = CString::new(program.as_bytes()) else { return unknown() };
     let path = std::env::var_os("PATH");
-    let found = executable::search(&name, path.as_deref().map(OsStr::as_bytes))?;
+    let Some(found) = executable::search(&name, path.as_deref().map(OsStr::as_bytes)) else { return unknown() };
     let (script, start) = executable::of_path(None, found.as_c_str());
-    let name = OsStr::from_bytes(script.as_ref().unwrap_or(&found).as_bytes());
-    let why = match start {
-        Start::Musl(linker) => {
-            format!("it is linked with musl ({}{}", OsStr::from_bytes(linker.as_bytes()).display(), preload::MUSL)
-        }
-        Start::Static => preload::STATIC.into(),
-        Start::Sanitized(first) => return Some(OsStr::from_bytes(first.as_bytes()).to_owned()),
-        Start::Glibc | Start::Unknown => return None,
+    let name = OsStr::from_bytes(script.as_ref().unwrap_or(&found).as_bytes()).display().to_string();
+    let starts = match start {
+        Start::Musl(linker) => Starts::Natively(Native::Musl(OsStr::from_bytes(linker.as_bytes()).display().to_string())),
+        Start::Static => Starts::Natively(Native::Static),
+        Start::Sanitized(first) => Starts::Behind(OsStr::from_bytes(first.as_bytes()).to_owned()),
+        Start::Glibc | Start::Unknown => Starts::Usually,
     };
-    eprintln!("baton: {} runs without Baton: {why}", name.display());
-    None
+    (name, starts)
+}
+
+/// Says that a program runs natively, here and in `baton ls`: this process becomes it.
+fn say_natively(channel: &Channel, name: String, why: Native) -> Result<()> {
+    eprintln!("baton: {name} runs without Baton: {why}");
+    let program = Path::new(&name).file_name().map(|name| name.display().to_string());
+    channel.send(&Request { tag: 1, body: Ask::Native { program, why } }, &[])?;
+    channel.receive::<Answer>()?;
+    Ok(())
 }
 
 fn program(arguments: &RunArguments) -> Command {

@@ -3,6 +3,7 @@
 use crate::addresses::{self, AddressArguments};
 use crate::nics::NicsArguments;
 use crate::placement::{self, Where};
+use crate::run_directory;
 use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_client::rules::{RUN_VARIABLE, Run};
@@ -16,7 +17,6 @@ use clap::Args;
 use std::fs::File;
 use std::io::ErrorKind::{ConnectionRefused, NotADirectory, NotFound};
 use std::os::fd::AsFd;
-use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
@@ -119,9 +119,7 @@ impl StartArguments {
     fn start(&self, place: Where) -> Result<(PathBuf, Channel)> {
         self.nics.check()?;
         let devices = Devices::beside(SLOTS, self.nics.count()).context("starting a Baton")?;
-        let directory = make_directory()?;
-        // The program may change its user.
-        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o711))?;
+        let directory = run_directory::make()?;
         let socket = directory.join("agent.sock");
         let mut settings = self.nics.apply(beside_settings(socket.clone(), true, self.spin)?);
         settings.nic.addresses = self.addresses.addresses()?;
@@ -146,26 +144,6 @@ impl StartArguments {
         }
         let channel = Channel::connect(&socket).context("the agent that was just started")?;
         Ok((socket, channel))
-    }
-}
-
-/// Makes a directory for a Baton that ends with this process. An existing one belongs to another: an earlier program with the
-/// same process id, or another user.
-fn make_directory() -> Result<PathBuf> {
-    let mut attempt = 0;
-    loop {
-        let name = match attempt {
-            0 => format!("baton-run-{}", std::process::id()),
-            _ => format!("baton-run-{}-{attempt}", std::process::id()),
-        };
-        let directory = std::env::temp_dir().join(name);
-        match std::fs::create_dir(&directory) {
-            Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempt < 100 => attempt += 1,
-            made => {
-                made.with_context(|| format!("making {}", directory.display()))?;
-                return Ok(directory);
-            }
-        }
     }
 }
 

@@ -182,11 +182,14 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
     Ok(true)
 }
 
-/// Prints the programs that run on without Baton.
+/// Prints the programs that run on without Baton, and those of which some connections stay in the kernel.
 fn print_withdrawn(programs: &VecDeque<Withdrawn>) {
-    for Withdrawn { process, started, program, reason } in programs {
+    for Withdrawn { process, started, program, reason, connections } in programs {
         if baton_linux::process::started(*process) == Some(*started) {
-            println!("{program}/{process} runs without Baton: {reason}");
+            match connections {
+                0 => println!("{program}/{process} runs without Baton: {reason}"),
+                count => println!("{program}/{process} has connections that stay in the kernel (asked {count} times): {reason}"),
+            }
         }
     }
 }

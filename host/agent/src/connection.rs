@@ -262,6 +262,8 @@ pub(crate) struct Extra {
     pub must_return: Option<&'static str>,
     /// When it is tried on the NIC again.
     pub retry: Retry,
+    /// It goes to the NIC, where it is not wanted, to end there: its peer has been silent for longer than TCP_USER_TIMEOUT.
+    pub overdue: bool,
     /// The NIC that died when it was there last, whose crash loop says when it may go back.
     pub nic_that_died: u8,
     /// The kernel has refused to take it back: since when, and when it is asked again, microseconds of the monotonic clock.
@@ -291,6 +293,7 @@ impl Extra {
             unproved,
             must_return,
             retry,
+            overdue,
             nic_that_died,
             refused,
             drawn,
@@ -300,7 +303,8 @@ impl Extra {
             wants: _,
         } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
-        let of_stay = stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none();
+        let of_stay =
+            stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none() && !overdue;
         let of_return = fin.is_none() && must_return.is_none() && refused.is_none();
         of_move && of_stay && of_return && addresses.is_none() && unheld_since.is_none() && call.is_none()
     }

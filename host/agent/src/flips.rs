@@ -199,7 +199,11 @@ impl Agent {
                 return self.look_again(session, number, until - now);
             }
         }
+        if !may_go && self.end_silence(session, number) {
+            return;
+        }
         self.begin_unasked(session, number, flips);
+        self.watch_silence(session, number);
         // An attacher was asked for it, and may not do it.
         if attacher && matches!(stage, Stage::Kernel) && may_go {
             self.retry_later(session, number, LONGEST_RETRY);

@@ -40,6 +40,8 @@ pub(crate) struct Known {
     untracked: Option<u64>,
     /// The greatest values of tcp_rmem and tcp_wmem, in bytes.
     buffers: Option<[Option<u32>; 2]>,
+    /// The value of tcp_retries2.
+    retries: Option<u8>,
     /// The way that was found last: most connections have the same as the one before.
     last_way: Option<Arc<Way>>,
     /// The agent's network namespace, which it does not change.
@@ -197,6 +199,13 @@ impl Known {
     pub fn buffers(&mut self) -> [Option<u32>; 2] {
         self.expire(LIFETIME);
         *self.buffers.get_or_insert_with(|| ["tcp_rmem", "tcp_wmem"].map(greatest))
+    }
+
+    /// How long data is sent again to a peer that does not answer (tcp_retries2).
+    pub fn retries(&mut self) -> u8 {
+        self.expire(LIFETIME);
+        let read = || std::fs::read_to_string("/proc/sys/net/ipv4/tcp_retries2").ok()?.trim().parse().ok();
+        *self.retries.get_or_insert_with(|| read().unwrap_or(15))
     }
 
     /// The cookie of the agent's network namespace.

@@ -291,6 +291,7 @@ impl Agent {
         } else {
             self.follow_conclusion(session, number, &conclusion);
         }
+        self.follow_silence(session, number, &conclusion);
         self.return_descriptor(session, number);
     }
 

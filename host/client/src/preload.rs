@@ -13,11 +13,7 @@ pub const RESTORED: &str = "BATON_PRELOAD";
 /// File name of the library.
 pub const LIBRARY: &str = "libbaton_preload.so";
 
-/// Why a program of musl runs natively; after its dynamic linker's path.
-pub const MUSL: &str = "), and the library that it would need is one for glibc";
-
-/// Why a statically linked program runs natively.
-pub const STATIC: &str = "it is statically linked, and no library can be loaded into it; `baton attach` moves its connections";
+pub use baton_protocol::native::{MUSL, STATIC};
 
 /// The libraries of a value of [`VARIABLE`].
 fn entries(libraries: &[u8]) -> impl Iterator<Item = &[u8]> {

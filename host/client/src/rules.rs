@@ -339,6 +339,9 @@ impl Nagle {
 pub struct Run {
     /// Path of the agent's socket.
     pub socket: std::path::PathBuf,
+    /// The user whose listener at that path is believed, beside root's.
+    #[serde(default)]
+    pub user: u32,
     /// The group that its sessions belong to.
     pub group: u64,
     /// When its connections go to the NIC.

@@ -3,7 +3,7 @@
 use crate::examine::system;
 use crate::import::is_scaled;
 use crate::shell::{self, Beginning, Leave, Queue, Saved};
-use baton_image::{Image, State};
+use baton_image::{Image, Silence, State};
 use baton_linux::socket::{self, Pieces};
 use baton_linux::tcp_info::{self, TcpInfo};
 use baton_moves::Refusal;
@@ -16,6 +16,10 @@ use std::os::fd::BorrowedFd;
 
 const TCP_REPAIR_WINDOW: i32 = 29;
 const TCP_TIMESTAMP: i32 = 24;
+/// Linux's default of tcp_retries2. Whoever exports a connection knows its namespace's.
+const RETRIES: u8 = 15;
+/// Microseconds after which the kernel tries to send again what it could not send (TCP_RESOURCE_PROBE_INTERVAL).
+const LOCAL_AGAIN: u64 = 500_000;
 
 /// A connection in repair mode whose numbers have been read. Each of its operations is given the same descriptor again.
 pub struct Exporter {
@@ -262,6 +266,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         keepalive_interval: options.interval,
         keepalive_count: options.count,
         user_timeout: options.user_timeout,
+        retries: RETRIES,
         state,
         snd_una: write_seq.wrapping_sub(queued),
         snd_nxt: write_seq.wrapping_sub(unsent),
@@ -281,9 +286,33 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         min_rtt: if info.min_rtt == u32::MAX { 0 } else { info.min_rtt },
         reordering_seen: info.reord_seen > 0,
         sent_ago: Some(info.last_data_sent.saturating_mul(1000)),
+        silence: silence(&info, unsent),
     };
     image.check().map_err(|_| Refusal::Unsettled)?;
     Ok((image, numbers, info.total_retrans))
+}
+
+/// How long the peer has not answered. The kernel shows how often it has sent again, and when it did so last: the time-outs before that
+/// doubled up to the present one.
+fn silence(info: &TcpInfo, unsent: u32) -> Silence {
+    let millis = |millis: u32| u64::from(millis) * 1000;
+    let heard = millis(info.last_received[0].min(info.last_received[1]));
+    // Of time-outs that doubled up to `last`, the sum of all but the first.
+    let doubled = |first: u64, last: u64| 2 * last.saturating_sub(first);
+    let rto = u64::from(info.rto);
+    let base = (rto >> info.backoff.min(31)).max(1);
+    let unanswered_for = if info.unacked > 0 && info.retransmits > 0 {
+        // Some could not be sent, which doubles nothing.
+        let local = u64::from(info.retransmits.saturating_sub(info.backoff.max(1))) * LOCAL_AGAIN;
+        Some(millis(info.last_data_sent) + local + doubled(base, rto >> 1))
+    } else if info.unacked == 0 && unsent > 0 && info.backoff > 0 {
+        // Window probes: here the time-out shown is the first one's. Each is answered at once, if at all.
+        let last = rto << (info.backoff - 1).min(16);
+        Some(doubled(rto, last) + heard.min(2 * last))
+    } else {
+        None
+    };
+    Silence { unanswered_for, backoff: info.backoff, probes: info.probes, heard_ago: heard, received: info.segs_in }
 }
 
 /// {snd_wl1, snd_wnd, max_window, rcv_wnd, rcv_wup}.

@@ -126,6 +126,9 @@ pub enum Refusal {
     /// The firewall, or a program of its control group, has changed since it was last seen to let the connection through.
     #[error("the firewall has changed (or a program of its control group), and no traffic of it has been seen to pass since")]
     Unproved,
+    /// It was to end on the NIC, which knows for how long its peer has not answered, and its peer has answered.
+    #[error("its peer answers again")]
+    Answered,
     /// This host translates its addresses (NAT).
     #[error("this host translates its addresses (NAT)")]
     Translated,

@@ -12,6 +12,7 @@ use baton_client::preload;
 use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_linux::process::Undisturbed;
 use baton_linux::seccomp::{self, Instruction};
+use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_long, iovec, sock_filter, sock_fprog};
 use std::ffi::CString;
@@ -161,7 +162,7 @@ fn withdraw() {
     let _undisturbed = Undisturbed::begin();
     // So that the agent learns why nothing moves.
     process::ask_while_possible();
-    process::close_for_good(process::SECCOMP);
+    process::close_for_good(Native::Filters);
     sections::withdraw();
     let alone = sections::await_none(PATIENCE, waiter::wake_all);
     // What other threads were about to make when everything was restored.

@@ -6,7 +6,8 @@ use crate::{filters, forks, real, starts, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
-use baton_linux::report;
+use baton_linux::{report, trust};
+use baton_protocol::native::Native;
 use baton_protocol::program::{Opening, Until};
 use libc::c_int;
 use std::collections::VecDeque;
@@ -68,6 +69,8 @@ pub(crate) fn plan() -> Option<&'static Plan> {
                 return None;
             }
         };
+        // The program may become a user that others are, too.
+        trust::believe(run.user);
         if filters::withdraw_if_confined(&run) {
             return None;
         }
@@ -391,17 +394,25 @@ pub(crate) fn allow_again() {
 }
 
 /// Restores everything for good: the process does something that this library cannot follow.
-pub(crate) fn close_for_good(reason: &str) {
+pub(crate) fn close_for_good(why: Native) {
     let Some(_section) = Section::enter() else { return };
-    CLOSED.store(true, Ordering::SeqCst);
-    give_everything_back(reason, Until::Never);
+    let closed = CLOSED.swap(true, Ordering::SeqCst);
+    give_everything_back(why.cause(), Until::Never);
+    // A withdrawal says it itself.
+    if !closed
+        && why != Native::Filters
+        && is_mine()
+        && let Some(session) = session()
+    {
+        let _ = session.shared.report_native(why);
+    }
 }
 
 /// Ends the session, and closes all descriptors of this library's: it withdraws, and no other thread is inside.
 pub(crate) fn end() {
     if let Some(session) = session() {
         session.sockets().into_iter().for_each(Tcp::end_care);
-        let _ = session.shared.report_withdrawal("seccomp: it filters its system calls");
+        let _ = session.shared.report_withdrawal(Native::Filters);
         session.leave();
     }
     let fds = left().into_iter().flat_map(|left| left.fds).filter(|fd| *fd >= 0);

@@ -19,6 +19,7 @@ use crate::{options, thread};
 use baton_abi::layout::Owner;
 use baton_client::Connection;
 use baton_linux::process::Undisturbed;
+use baton_protocol::native::Native;
 use baton_protocol::program::{Place, Until};
 use libc::c_int;
 use std::os::fd::BorrowedFd;
@@ -46,6 +47,8 @@ const A_LITTLE: Duration = Duration::from_millis(1);
 
 /// Reason for restoring connections while the process forks. They may move again afterwards.
 pub(crate) const FORK: &str = "fork";
+/// The agent knows that there are connections whose receiving returns more than bytes. It is told once.
+static REPORTED_RECEIVES: AtomicBool = AtomicBool::new(false);
 
 /// How a socket came to be connected.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -285,6 +288,9 @@ impl Tcp {
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         options::note_lowat(self, fd);
         let registered = if plan::receives_more_than_bytes(fd) {
+            if !REPORTED_RECEIVES.swap(true, Ordering::Relaxed) {
+                let _ = session.shared.report_native(Native::ReceivesMore);
+            }
             Err(std::io::Error::other("options that only the kernel knows"))
         } else {
             session.shared.register_as(connection, borrowed, self.inherited.load(Ordering::SeqCst), thread::token())

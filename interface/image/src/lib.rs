@@ -14,6 +14,7 @@
 mod codec;
 pub mod nic;
 mod short;
+mod silence;
 mod stay;
 
 use baton_wire::Flow;
@@ -23,6 +24,7 @@ use codec::{Field, Reader, Writer};
 pub use codec::ImageError;
 pub use nic::NicState;
 pub use short::MAX_SHORT;
+pub use silence::Silence;
 pub use stay::Stay;
 
 /// Microseconds after which TS.Recent proves no segment old: half of the round of a clock that ticks every microsecond, the fastest in
@@ -30,7 +32,7 @@ pub use stay::Stay;
 pub const TS_RECENT_LASTS: u64 = i32::MAX as u64;
 
 /// Version of the encoding; an image of another version is refused.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// The first bytes of an encoded image.
 pub const MAGIC: [u8; 4] = *b"BTNI";
 /// Largest length of an encoded image, in bytes.
@@ -168,6 +170,8 @@ image! {
     Cached keepalive_count: u32,
     /// TCP_USER_TIMEOUT in milliseconds, 0 for the default.
     Cached user_timeout: u32,
+    /// How long its data is sent again without TCP_USER_TIMEOUT: the host's tcp_retries2 (RFC 9293's R2).
+    Cached retries: u8,
     /// The connection's state.
     Delegated state: State,
     /// Oldest sequence number sent and not acknowledged.
@@ -206,6 +210,8 @@ image! {
     Delegated reordering_seen: bool,
     /// Microseconds since data was last sent, or sent again; `None` if unknown.
     Delegated sent_ago: Option<u32>,
+    /// What the kernel shows of the time for which the peer has not answered. Of a NIC, [`NicState`] has it.
+    Delegated silence: Silence,
 }
 
 impl Image {
@@ -229,6 +235,7 @@ impl Image {
             keepalive_interval: 75,
             keepalive_count: 9,
             user_timeout: 0,
+            retries: 15,
             state: State::Established,
             snd_una: 1,
             snd_nxt: 1,
@@ -248,6 +255,7 @@ impl Image {
             min_rtt: 100,
             reordering_seen: false,
             sent_ago: None,
+            silence: Silence::default(),
         }
     }
 

@@ -167,11 +167,12 @@ pub struct Timers {
     pub probes: u8,
 }
 impl Timers {
-    /// Keep-alive begins anew: the kernel ran its own meanwhile, and what was answered to that is not known. Other probes go on.
-    pub(crate) fn forget_keepalive(&mut self, nothing_in_flight: bool) {
-        self.keepalive_in = None;
+    /// Keep-alive's timer follows from the peer's silence and from how many probes were sent: the kernel ran its own meanwhile. Other
+    /// probes go on.
+    pub(crate) fn take_from_kernel(&mut self, nothing_in_flight: bool, probes: u8) {
+        (self.keepalive_in, self.probes) = (None, probes);
         if nothing_in_flight && self.send != SendTimer::Persist {
-            (self.probes, self.unanswered_for) = (0, None);
+            self.unanswered_for = None;
         }
     }
 }

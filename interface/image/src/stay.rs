@@ -2,8 +2,11 @@
 //! what is known of the segments in flight. So the agent keeps what the NIC wrote when it gave the connection up, and completes the
 //! kernel's image with as much of it as still holds.
 
-use crate::nic::Receiving;
-use crate::{Image, NicState, State};
+use crate::nic::{Receiving, SendTimer};
+use crate::{Image, NicState, Silence, State};
+
+/// The least part of a retransmission time-out that is added to the round-trip time, in microseconds (Linux's TCP_RTO_MIN).
+const LEAST_VARIATION: u64 = 200_000;
 
 /// What a NIC knew of a connection that was restored.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +43,7 @@ impl Stay {
     /// anew, as after a handshake. TS.Recent, which the kernel does not show, is still the NIC's if nothing was received meanwhile, and so
     /// much older; else PAWS begins anew (RFC 7323 section 5.2).
     pub fn complete(&self, exported: &mut Image, retransmitted: u32, now: u64) -> Option<NicState> {
+        self.add_silence(exported, now);
         let kept = if retransmitted == 0 && self.sent_nothing(exported) { self.nic } else { None };
         if kept.is_some() || exported.srtt == 0 && self.image.srtt != 0 {
             let Image { cwnd, ssthresh, srtt, rttvar, min_rtt, .. } = self.image;
@@ -52,11 +56,61 @@ impl Stay {
         exported.reordering_seen |= self.image.reordering_seen;
         state.age(now.saturating_sub(self.since));
         state.receiving.take_from_kernel(exported.rcv_nxt != self.image.rcv_nxt, exported.rcv_nxt);
+        let Silence { unanswered_for, backoff, probes, heard_ago, received: _ } = exported.silence;
+        state.congestion.backoff = backoff.max(state.congestion.backoff);
+        state.receiving.silent_for = heard_ago;
+        state.timers.unanswered_for = unanswered_for;
         if self.image.state.fin_queued() {
             state.flight.sent_again_last();
         }
-        state.timers.forget_keepalive(state.flight.runs().is_empty());
+        state.timers.take_from_kernel(state.flight.runs().is_empty(), probes);
+        exported.silence = Silence::default();
         Some(state)
+    }
+
+    /// When the connection ends by TCP_USER_TIMEOUT if its peer goes on being silent, in microseconds of the clock of [`Stay::new`]. The
+    /// kernel, which takes no time that has run, and has measured no round trip yet, would end it seconds later.
+    pub fn gives_up_at(&self) -> Option<u64> {
+        let limit = u64::from(self.image.user_timeout) * 1000;
+        self.unanswered_since().filter(|_| limit > 0).map(|since| since.saturating_add(limit))
+    }
+
+    /// When the peer was first asked again without an answer, or will be, if something waits for its answer.
+    fn unanswered_since(&self) -> Option<u64> {
+        let Image { snd_una, snd_nxt, snd_end, snd_wnd, srtt, rttvar, sent_ago, state, .. } = self.image;
+        let waits = snd_nxt != snd_una || snd_wnd == 0 && snd_end != snd_una;
+        if !waits || matches!(state, State::Closed | State::TimeWait) || state.fin_acknowledged() {
+            return None;
+        }
+        let timers = self.nic.map(|nic| nic.timers).unwrap_or_default();
+        if let Some(age) = timers.unanswered_for {
+            return Some(self.since.saturating_sub(age));
+        }
+        let left = match (timers.send, timers.send_in) {
+            (SendTimer::Retransmit | SendTimer::Persist, Some(left)) => u64::from(left),
+            _ => {
+                let time_out = u64::from(srtt) + (4 * u64::from(rttvar)).max(LEAST_VARIATION);
+                time_out.saturating_sub(sent_ago.unwrap_or(0).into())
+            }
+        };
+        Some(self.since + left)
+    }
+
+    /// Adds to what the kernel shows of the peer's silence what had run before, if the peer has still not answered.
+    fn add_silence(&self, exported: &mut Image, now: u64) {
+        let (was, silence) = (&self.image, &mut exported.silence);
+        let nic = self.nic.unwrap_or_default();
+        // The first segment was the peer's last header, which the NIC has repeated.
+        let heard = silence.received > 1 || exported.rcv_nxt != was.rcv_nxt;
+        let still_waits = exported.snd_una == was.snd_una && (exported.snd_nxt != exported.snd_una || exported.snd_wnd == 0);
+        if still_waits && let Some(ran) = self.unanswered_since().and_then(|since| now.checked_sub(since)) {
+            silence.unanswered_for = silence.unanswered_for.max(Some(ran));
+            silence.backoff = silence.backoff.max(nic.congestion.backoff);
+        }
+        if !heard {
+            silence.heard_ago = nic.receiving.silent_for.saturating_add(now.saturating_sub(self.since));
+            silence.probes = silence.probes.saturating_add(nic.timers.probes);
+        }
     }
 
     /// Whether the send queue's numbers are still the NIC's.
@@ -177,6 +231,37 @@ mod tests {
         let kept = Stay::new(fin, Some(state), 0).complete(&mut exported(&fin), 0, 1).expect("it holds");
         let fates: [u8; 2] = core::array::from_fn(|at| kept.flight.runs()[at].fate);
         assert_eq!((state.flight.runs()[1].fate, fates), (0, [EVER, EVER]));
+    }
+
+    /// The kernel counts from the import on: what had run before is added, unless the peer has answered.
+    #[test]
+    fn silence_goes_on_over_a_stay() {
+        let (image, state) = rested();
+        let image = Image { user_timeout: 2000, ..image };
+        let timers = Timers { unanswered_for: Some(700_000), probes: 2, ..state.timers };
+        let receiving = Receiving { silent_for: 900_000, ..state.receiving };
+        let stay = Stay::new(image, Some(NicState { timers, receiving, ..state }), 1_000_000);
+        assert_eq!(stay.gives_up_at(), Some(2_300_000));
+        // The kernel has sent again: what the NIC knew of the segments holds no more, but the peer has still not answered.
+        let mut shown = Image { silence: Silence { probes: 1, ..Silence::default() }, ..exported(&image) };
+        assert_eq!(stay.complete(&mut shown, 1, 1_500_000), None);
+        let ran = Silence { unanswered_for: Some(1_200_000), probes: 3, heard_ago: 1_400_000, ..Silence::default() };
+        assert_eq!(shown.silence, ran);
+        let kept = stay.complete(&mut exported(&image), 0, 1_500_000).expect("it holds");
+        assert_eq!((kept.timers.unanswered_for, kept.timers.probes, kept.receiving.silent_for), (Some(1_200_000), 2, 1_400_000));
+        // It was heard, or has acknowledged something.
+        let heard = Silence { heard_ago: 100, received: 2, ..Silence::default() };
+        let mut shown = Image { silence: heard, snd_una: image.snd_una.wrapping_add(1), ..exported(&image) };
+        assert_eq!(stay.complete(&mut shown, 1, 1_500_000), None);
+        assert_eq!(shown.silence, heard);
+        // Before the first time-out nothing has run; nothing is given up without a limit or without anything that waits.
+        let due = Timers { send: SendTimer::Retransmit, send_in: Some(900), ..Timers::default() };
+        let gives_up_at = |image, timers| Stay::new(image, Some(NicState { timers, ..state }), 1_000_000).gives_up_at();
+        assert_eq!(gives_up_at(image, due), Some(3_000_900));
+        assert_eq!(gives_up_at(Image { user_timeout: 0, ..image }, due), None);
+        assert_eq!(gives_up_at(Image { snd_nxt: image.snd_una, ..image }, due), None);
+        let unknown = Image { srtt: 1000, rttvar: 100, sent_ago: Some(50_000), ..image };
+        assert_eq!(Stay::new(unknown, None, 1_000_000).gives_up_at(), Some(3_151_000));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 pub mod address;
 pub mod filter;
 pub mod keeper;
+pub mod native;
 pub mod nic;
 pub mod program;
 pub mod texts;

@@ -1,6 +1,7 @@
 //! The messages that programs and tools exchange with the agent over its socket.
 
 use crate::address::AddressInfo;
+use crate::native::Native;
 use crate::texts::plain;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
@@ -8,7 +9,7 @@ use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 13;
+pub const VERSION: u32 = 14;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -136,10 +137,17 @@ pub enum Ask {
     Attachers,
     /// The program exits. The answer comes after its activity is in its group's report.
     Goodbye,
-    /// As [`Ask::Goodbye`], but the program runs on without Baton, for this reason.
+    /// As [`Ask::Goodbye`], but the program runs on without Baton.
     Withdraw {
         /// Why.
-        reason: String,
+        why: Native,
+    },
+    /// The sender, or a program that it is about to become, is served natively, or a connection of its: for `baton ls`.
+    Native {
+        /// The program's name, if that is not the session's.
+        program: Option<String>,
+        /// Why.
+        why: Native,
     },
     /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent forgets it.
     Forget {
@@ -584,7 +592,7 @@ pub struct NicStatistics {
     pub hung: u64,
 }
 
-/// A program that runs on without Baton.
+/// A program that runs on without Baton, or connections of one that the agent does not have.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Withdrawn {
     /// Its process id.
@@ -595,6 +603,8 @@ pub struct Withdrawn {
     pub program: String,
     /// Why.
     pub reason: String,
+    /// How many connections that is true of; 0 if it is of the whole program.
+    pub connections: u64,
 }
 
 /// Counters of agent and NICs.

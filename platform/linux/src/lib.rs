@@ -42,5 +42,5 @@ pub mod stream;
 pub mod tasks;
 pub mod tcp_info;
 pub mod topology;
-mod trust;
+pub mod trust;
 pub mod xfrm;

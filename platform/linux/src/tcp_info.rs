@@ -35,6 +35,18 @@ pub struct TcpInfo {
     pub total_retrans: u32,
     /// Time-outs in a row without an answer.
     pub retransmits: u8,
+    /// Keep-alive or window probes without an answer.
+    pub probes: u8,
+    /// Doublings of the retransmission time-out, or of the time between window probes.
+    pub backoff: u8,
+    /// The retransmission time-out, doublings included.
+    pub rto: u32,
+    /// Segments in flight.
+    pub unacked: u32,
+    /// Milliseconds since data, and since an acknowledgement, was last received.
+    pub last_received: [u32; 2],
+    /// Segments received since the socket was connected.
+    pub segs_in: u32,
     /// Bytes that the peer has acknowledged since the socket was connected.
     pub bytes_acked: u64,
     /// Bytes that have arrived since the socket was connected.
@@ -83,6 +95,12 @@ impl TcpInfo {
         let long = |at: usize| u64::from(word(at)) | u64::from(word(at + 4)) << 32;
         TcpInfo {
             retransmits: raw[2],
+            probes: raw[3],
+            backoff: raw[4],
+            rto: word(8),
+            unacked: word(24),
+            last_received: [word(52), word(56)],
+            segs_in: word(140),
             bytes_acked: long(120),
             bytes_received: long(128),
             state: raw[0],

@@ -9,6 +9,11 @@ use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Whom this process believes beside root: [`believe`]. The kernel has no user of this number.
+static BELIEVED: AtomicU32 = AtomicU32::new(NOBODY);
+const NOBODY: u32 = u32::MAX;
 
 /// Mode bits: others or the group may write; entries can be removed by their owners only.
 const OTHERS_WRITE: u32 = 0o022;
@@ -23,9 +28,50 @@ struct Component {
     mount: bool,
 }
 
+/// From now on this process believes listeners of this user and of root only, whatever its own user becomes: others may have that, too.
+pub fn believe(user: u32) {
+    BELIEVED.store(user, Ordering::Relaxed);
+}
+
 /// Whether this process believes a peer of user `peer` wherever it listens.
 pub(crate) fn is_known(peer: u32) -> bool {
-    peer == 0 || peer == rustix::process::geteuid().as_raw()
+    believes(BELIEVED.load(Ordering::Relaxed), rustix::process::geteuid().as_raw(), peer)
+}
+
+fn believes(believed: u32, own: u32, peer: u32) -> bool {
+    peer == 0 || peer == if believed == NOBODY { own } else { believed }
+}
+
+/// Checks that a path is a directory into which, and in the place of which, nobody but root and this user can put anything.
+///
+/// # Errors
+/// If the path cannot be read, or is no such directory.
+pub fn check_own(path: &Path) -> io::Result<()> {
+    let refused = |what| Err(io::Error::new(io::ErrorKind::PermissionDenied, what));
+    let metadata = std::fs::symlink_metadata(path)?;
+    let own = rustix::process::geteuid().as_raw();
+    if !metadata.is_dir() {
+        return refused("it is not a directory");
+    }
+    if metadata.uid() != 0 && metadata.uid() != own {
+        return refused("it is another user's");
+    }
+    if metadata.mode() & OTHERS_WRITE != 0 {
+        return refused("others can write it");
+    }
+    // In a user namespace the directories above are of users outside of it.
+    let inside = is_inside_of_another(&std::fs::read_to_string("/proc/self/uid_map")?);
+    let overflow = if inside { overflow_user()? } else { NOBODY };
+    let path = path.canonicalize()?;
+    let components = path.ancestors().map(component).collect::<io::Result<Vec<_>>>()?;
+    match leads_outside(components.into_iter().rev(), own, overflow) {
+        true => Ok(()),
+        false => refused("others can write a directory above it"),
+    }
+}
+
+fn overflow_user() -> io::Result<u32> {
+    std::fs::read_to_string("/proc/sys/kernel/overflowuid")?.trim().parse().map_err(io::Error::other)
 }
 
 /// The canonical path of a socket whose listener is of a user outside of this user namespace, if the path shows that whoever put it there
@@ -34,8 +80,7 @@ pub(crate) fn is_known(peer: u32) -> bool {
 /// # Errors
 /// If the path cannot be read.
 pub(crate) fn named_from_outside(path: &Path, peer: u32) -> io::Result<Option<PathBuf>> {
-    let overflow = std::fs::read_to_string("/proc/sys/kernel/overflowuid")?;
-    let overflow = overflow.trim().parse::<u32>().map_err(io::Error::other)?;
+    let overflow = overflow_user()?;
     if peer != overflow || !is_inside_of_another(&std::fs::read_to_string("/proc/self/uid_map")?) {
         return Ok(None);
     }
@@ -85,6 +130,14 @@ fn leads_outside(components: impl Iterator<Item = Component>, own: u32, overflow
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A program that becomes `nobody` shares that user with others.
+    #[test]
+    fn who_is_believed_does_not_change_with_the_user() {
+        assert!(believes(NOBODY, 1000, 1000) && believes(NOBODY, 1000, 0) && !believes(NOBODY, 1000, 1001));
+        assert!(believes(1000, 1000, 1000) && believes(1000, 65_534, 1000) && believes(1000, 65_534, 0));
+        assert!(!believes(0, 65_534, 65_534) && !believes(1000, 65_534, 65_534));
+    }
 
     const OVERFLOW: u32 = 65_534;
 

@@ -90,6 +90,8 @@ pub struct Config {
     pub max_segment: u32,
     /// Retransmissions of a SYN or SYN-ACK before the connection is given up (TCP_SYNCNT).
     pub syn_retries: u8,
+    /// How long data is sent again without TCP_USER_TIMEOUT, and how often a closed window is probed (Linux's tcp_retries2).
+    pub retries: u8,
     /// Wear the congestion window down while nothing is sent (RFC 2861; Linux's tcp_slow_start_after_idle).
     pub slow_start_after_idle: bool,
 }
@@ -113,6 +115,7 @@ impl Default for Config {
             window_scaling: true,
             max_segment: 0,
             syn_retries: 6,
+            retries: 15,
             slow_start_after_idle: true,
         }
     }

@@ -1,6 +1,6 @@
 //! Keep-alive (RFC 1122 section 4.2.3.6).
 
-use crate::connection::{Connection, Due, EndReason, State};
+use crate::connection::{Config, Connection, Due, EndReason, State};
 use crate::segment::Events;
 use crate::time::Instant;
 
@@ -34,6 +34,16 @@ impl Connection {
         let runs = self.config.keepalive && !matches!(self.state, State::Closed | State::TimeWait);
         let idle = u64::from(self.config.keepalive_idle) * 1_000_000;
         self.timers.keepalive_at = if runs { now.after(idle) } else { Instant::NEVER };
+    }
+
+    /// Goes on with keep-alive where the last owner was: the peer may have been silent for some time, and have been probed.
+    pub(crate) fn resume_keepalive(&mut self, now: Instant) {
+        self.start_keepalive(now);
+        if self.timers.keepalive_at != Instant::NEVER {
+            let Config { keepalive_idle, keepalive_interval, .. } = self.config;
+            let seconds = u64::from(keepalive_idle) + u64::from(self.timers.probes) * u64::from(keepalive_interval);
+            self.timers.keepalive_at = self.receive.last_at.after(seconds * 1_000_000).max(now);
+        }
     }
 
     pub(crate) fn on_keepalive_timeout(&mut self, now: Instant) -> Events {

@@ -149,7 +149,7 @@ impl Connection {
             self.rearm_send_timer(now);
         }
         if !self.config.keepalive || self.timers.keepalive_at == Instant::NEVER {
-            self.start_keepalive(now);
+            self.resume_keepalive(now);
         }
         match self.state {
             State::Closed => self.stop_timers(Timers::default()),

@@ -6,7 +6,7 @@ use crate::rtt::RTO_MAX;
 use crate::time::Instant;
 use baton_abi::Record;
 use baton_abi::record::{PREDICTED, pair};
-use baton_image::{Image, NicState, State as ImageState};
+use baton_image::{Image, NicState, Silence, State as ImageState};
 
 impl From<ImageState> for State {
     fn from(state: ImageState) -> State {
@@ -57,6 +57,7 @@ impl Connection {
             keepalive_interval: image.keepalive_interval,
             keepalive_count: image.keepalive_count,
             user_timeout: image.user_timeout,
+            retries: image.retries,
             ecn: image.ecn,
             ..Config::default()
         };
@@ -120,7 +121,7 @@ impl Connection {
             Some(_) => self.recovery.last_sent = sent_at,
             None => self.probe_what_was_adopted(now),
         }
-        self.start_keepalive(now);
+        self.take_up_silence(&image.silence, sent_at, now);
         if image.state == ImageState::TimeWait {
             self.enter_time_wait(now);
         }
@@ -146,6 +147,7 @@ impl Connection {
             keepalive_interval: self.config.keepalive_interval,
             keepalive_count: self.config.keepalive_count,
             user_timeout: self.config.user_timeout,
+            retries: self.config.retries,
             state: self.state.to_image()?,
             snd_una: self.send.una,
             snd_nxt: self.send.nxt,
@@ -165,6 +167,7 @@ impl Connection {
             min_rtt: self.rtt.min,
             reordering_seen: self.recovery.reordering_seen,
             sent_ago: self.recovery.sent_age(now).map(|age| u32::try_from(age).unwrap_or(u32::MAX)),
+            silence: Silence::default(),
         })
     }
 

@@ -4,12 +4,10 @@ use crate::connection::{Connection, Due, EndReason, State};
 use crate::rtt::RTO_MAX;
 use crate::segment::Events;
 use crate::time::Instant;
-use baton_image::nic;
+use baton_image::{Silence, nic};
 
 pub(crate) use baton_image::nic::SendTimer;
 
-/// Retransmissions before a connection ends (Linux's tcp_retries2).
-pub(crate) const MAX_RETRIES: u8 = 15;
 /// Delayed acknowledgement in microseconds (Linux's TCP_DELACK_MIN; RFC 9293 MUST-58 allows up to 500 ms).
 pub(crate) const DELAYED_ACK: u64 = 40_000;
 /// How long TIME-WAIT lasts (Linux's TCP_TIMEWAIT_LEN).
@@ -24,6 +22,17 @@ const OVERRIDE: u64 = 1_000_000;
 const ORPHAN_MILLIS: u32 = 100_000;
 /// Unanswered probes that end such a connection.
 const ORPHAN_PROBES: u8 = 8;
+/// The time-out from which Linux reckons how long tcp_retries2 retransmissions take, in microseconds (TCP_RTO_MIN), and how often that
+/// doubles before it is [`RTO_MAX`].
+const LEAST_RTO: u64 = 200_000;
+const DOUBLINGS: u8 = 9;
+
+/// Microseconds after the first retransmission at which a connection ends: those of so many, on a path with the least time-out (as in
+/// Linux, tcp_model_timeout).
+fn time_of(retries: u8) -> u64 {
+    let linear = u64::from(retries.saturating_sub(DOUBLINGS)) * RTO_MAX;
+    ((2 << retries.min(DOUBLINGS)) - 1) * LEAST_RTO + linear
+}
 
 #[derive(Clone, Debug)]
 #[repr(C)]
@@ -155,7 +164,10 @@ impl Connection {
             return Events::empty();
         }
         let opening = matches!(self.state, State::SynSent | State::SynReceived);
-        let tried = self.rtt.backoff >= if opening { self.config.syn_retries } else { MAX_RETRIES };
+        let tried = match opening {
+            true => self.rtt.backoff >= self.config.syn_retries,
+            false => now.since(self.timers.silent_since) >= time_of(self.config.retries),
+        };
         // A peer that has taken its window back, and says so, is not dead: what is sent again are probes (as in Linux).
         let answers = self.send.wnd == 0 && !opening && now.since(self.receive.last_at) <= 2 * RTO_MAX;
         if self.gave_up(tried && !answers, now) {
@@ -181,7 +193,7 @@ impl Connection {
     /// Whether the peer's closed window is probed no more. If nobody waits for the connection any longer, not even answers keep it when
     /// the interval between probes has become as long as it can (Linux's tcp_probe_timer).
     fn gave_up_probing(&mut self, now: Instant) -> bool {
-        let tried = self.timers.probes >= MAX_RETRIES;
+        let tried = self.timers.probes >= self.config.retries;
         if !self.orphan || self.config.user_timeout > 0 {
             return self.gave_up(tried, now);
         }
@@ -270,6 +282,29 @@ impl Connection {
         let soon = now.after(ADOPTED_PROBE);
         if !self.scoreboard.is_empty() && self.timers.send_at > soon {
             self.arm(SendTimer::TailLoss, soon);
+        }
+    }
+
+    /// How long the peer has not answered, as a kernel shows it that has received something.
+    pub fn silence(&self, now: Instant) -> Silence {
+        let Timers { silent_since, probes, .. } = self.timers;
+        let unanswered_for = (silent_since != Instant::NEVER).then(|| now.since(silent_since));
+        Silence { unanswered_for, backoff: self.rtt.backoff, probes, heard_ago: self.silent_for(now), received: u32::MAX }
+    }
+
+    /// Goes on with the time that had run for the last owner, which sent data last at `sent_at`.
+    pub(crate) fn take_up_silence(&mut self, silence: &Silence, sent_at: Instant, now: Instant) {
+        let Silence { unanswered_for, backoff, probes, heard_ago, received: _ } = *silence;
+        self.receive.last_at = now.ago(heard_ago);
+        self.timers.probes = probes;
+        self.resume_keepalive(now);
+        let Some(age) = unanswered_for else { return };
+        self.rtt.backoff = backoff;
+        self.timers.silent_since = now.ago(age);
+        let timer = if self.scoreboard.is_empty() { SendTimer::Persist } else { SendTimer::Retransmit };
+        if self.timers.send != SendTimer::Off {
+            let due = sent_at.after(self.rtt.timeout()).min(now.after(self.within_user_timeout(now)));
+            self.arm(timer, due.max(now));
         }
     }
 

@@ -47,6 +47,7 @@ mod run;
 mod sandbox;
 mod scratch;
 mod segments;
+mod silence;
 mod starts;
 mod stays;
 mod stopped;

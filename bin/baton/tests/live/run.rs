@@ -389,3 +389,52 @@ fn a_socket_without_an_agent_is_no_obstacle() {
     assert_eq!(ran.status.code(), Some(2), "one that is asked for by name has to be there");
     assert!(text(&ran.stderr).contains(&format!("no agent at {named}")), "{}", text(&ran.stderr));
 }
+
+/// A program that lists its own Baton when it has done what keeps it, or its connection, in the kernel.
+const KEPT_NATIVE: &str = "
+import ctypes, os, socket, subprocess, sys
+what, baton = sys.argv[1:]
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server = listener.accept()[0]
+if what == 'inq':
+    for end in (client, server):
+        end.setsockopt(socket.IPPROTO_TCP, 36, 1)
+for _ in range(20):
+    client.sendall(b'question')
+    server.recv(100)
+    server.sendall(b'answer')
+    client.recv(100)
+if what == 'io_uring':
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(425, 4, ctypes.create_string_buffer(256))
+print(subprocess.run([baton, 'ls'], capture_output=True, text=True).stdout)
+";
+
+/// A list says why a connection is in the kernel, and has what the agent has no connection of, with the reason.
+#[test]
+fn what_is_served_natively_says_why() {
+    let scratch = Scratch::new("natively");
+    let baton = env!("CARGO_BIN_EXE_baton");
+    let cases = [("inq", "127.0.0.1:", "TCP_INQ"), ("io_uring", "runs without Baton", "io_uring: ")];
+    for (what, says, why) in cases {
+        let arguments = ["--rule", "established", "--eager", "--", "python3", "-c", KEPT_NATIVE, what, baton];
+        let said = text(&baton_run(&scratch, &arguments).stdout);
+        assert!(said.lines().any(|line| line.contains(says) && line.contains(why)), "{what}: {said}");
+    }
+    // A statically linked program: its source waits for the end of its input.
+    let (source, program) = (scratch.file("waits.c"), scratch.file("waits"));
+    std::fs::write(&source, "#include <unistd.h>\nint main(void) { char c; return read(0, &c, 1); }\n").expect("its source");
+    let compiled = Command::new("cc").args(["-static", "-o", &program, &source]).status().expect("a C compiler");
+    assert!(compiled.success());
+    let mut run = Command::new(baton);
+    run.args(["run", "--log", &scratch.file("log"), "--", &program]).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+    let mut run = run.stdin(Stdio::piped()).spawn().expect("baton");
+    wait_until("a line about it", || {
+        let listed = Command::new(baton).arg("ls").env_remove("BATON_SOCKET").output().expect("baton");
+        let line = format!("waits/{} runs without Baton: it is statically linked", run.id());
+        text(&listed.stdout).contains(&line)
+    });
+    drop(run.stdin.take());
+    assert!(run.wait().expect("our child").success());
+}

@@ -7,13 +7,16 @@ use baton_client::Session;
 use baton_lab::container::Container;
 use baton_lab::testbed::{TestbedSettings, address_a, address_b};
 use baton_linux::control::Channel;
+use baton_linux::namespace::Namespace;
 use baton_linux::netlink::{self, Netlink};
 use baton_linux::{diagnosis, process, socket};
 use baton_protocol::program::{Place, Reply};
 use baton_wire::Flow;
+use std::fs::Permissions;
 use std::io::{self, BufRead, BufReader, Read};
 use std::net::{SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -174,6 +177,104 @@ fn a_listener_of_another_user_is_not_believed() {
         let _ = std::fs::remove_file(&path);
     }
     let _ = std::fs::remove_dir_all(&place);
+}
+
+/// The directory of the Baton that `baton run` starts with this TMPDIR, from inside of it: its path, owner and mode.
+fn run_directory(temporary: &str) -> (String, String) {
+    let host = Namespace::new().expect("a namespace (root is needed)");
+    let mut command = baton(&["run", "--", "sh", "-c", "d=$(dirname $BATON_SOCKET); echo $d; stat -c '%u %a' $d"]);
+    let ran = host
+        .spawn(command.env("TMPDIR", temporary).stdout(Stdio::piped()))
+        .expect("baton")
+        .wait_with_output()
+        .expect("its output");
+    assert!(ran.status.success());
+    let said = text(&ran.stdout);
+    let (path, rest) = said.split_once('\n').expect("two lines");
+    (path.to_owned(), rest.trim().to_owned())
+}
+
+/// The directory of a Baton that `run` has started is in one that only its user can write: nobody else can make it again.
+#[test]
+fn a_run_directory_is_where_nobody_else_can_make_it() {
+    let scratch = Scratch::new("run-directory");
+    let [own, shared, foreign, link] = ["own", "shared", "foreign", "link"].map(|name| scratch.file(name));
+    for (path, mode) in [(&own, 0o755), (&shared, 0o1777), (&foreign, 0o755)] {
+        std::fs::create_dir(path).expect("a directory");
+        std::fs::set_permissions(path, Permissions::from_mode(mode)).expect("its mode");
+    }
+    std::os::unix::fs::chown(&foreign, Some(65_534), Some(65_534)).expect("another owner");
+    std::os::unix::fs::symlink(&own, &link).expect("a link");
+    let below = format!("{shared}/below");
+    std::fs::create_dir(&below).expect("a directory");
+    for (temporary, taken) in [(&own, true), (&shared, false), (&foreign, false), (&link, false), (&below, true)] {
+        let (path, owner_and_mode) = run_directory(temporary);
+        assert_eq!(owner_and_mode, "0 711", "{path}");
+        assert_eq!(path.starts_with(&format!("{temporary}/baton-run-")), taken, "{path} with {temporary}");
+        assert!(taken || path.starts_with("/run/baton/baton-run-"), "{path}");
+    }
+}
+
+/// Another user listens where an agent has listened, and says what it is sent.
+const IMPOSTOR: &str = "
+import socket, sys
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+s.bind(sys.argv[1])
+s.listen(8)
+print('ready', flush=True)
+while True:
+    c = s.accept()[0]
+    got = c.recv(65536)
+    print('sent' if got else 'nothing', flush=True)
+    c.close()
+";
+
+/// A program with a connection.
+const CONNECTS: &str = "
+import socket
+s = socket.create_server(('127.0.0.1', 0))
+c = socket.create_connection(s.getsockname())
+c.sendall(b'hello')
+assert s.accept()[0].recv(5) == b'hello'
+";
+
+/// A program that has become `nobody` since `baton run` started it does not believe what another one of that user listens at.
+#[test]
+fn a_program_that_changes_its_user_believes_who_started_it() {
+    let scratch = Scratch::new("changed-user");
+    std::fs::set_permissions(&scratch.0, Permissions::from_mode(0o1777)).expect("its mode");
+    let host = Namespace::new().expect("a namespace (root is needed)");
+    assert!(host.spawn(Command::new("ip").args(["link", "set", "lo", "up"])).expect("ip").wait().expect("its status").success());
+    let socket = scratch.file("agent.sock");
+    let mut up = host.spawn(baton(&["up", "--socket", &socket]).stderr(Stdio::piped())).expect("baton");
+    BufReader::new(up.stderr.take().expect("its messages")).read_line(&mut String::new()).expect("a line");
+    let mut shown = baton(&["run", "--socket", &socket, "--rule", "connected", "--", "env"]);
+    let shown = host.spawn(shown.stdout(Stdio::piped())).expect("baton").wait_with_output().expect("its output");
+    process::signal(up.id(), libc::SIGTERM).expect("our child");
+    let _ = up.wait();
+    let environment = text(&shown.stdout);
+    let value = |name: &str| environment.lines().find_map(|line| line.strip_prefix(name)).expect("the variable").to_owned();
+    let (run, library) = (value("BATON_RUN="), value("LD_PRELOAD="));
+    // The control: one that was started by the same user.
+    for (run, sends) in [(run.replace("\"user\":0", "\"user\":65534"), true), (run, false)] {
+        let mut impostor = Command::new("setpriv");
+        impostor
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", IMPOSTOR, &socket])
+            .stdout(Stdio::piped());
+        let mut impostor = host.spawn(&mut impostor).expect("python3");
+        let mut said = BufReader::new(impostor.stdout.take().expect("its output")).lines().map_while(Result::ok);
+        assert_eq!(said.next().as_deref(), Some("ready"));
+        let mut program = Command::new("setpriv");
+        program
+            .args(["--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", CONNECTS])
+            .env("LD_PRELOAD", &library)
+            .env("BATON_RUN", &run);
+        assert!(host.spawn(&mut program).expect("python3").wait().expect("its status").success());
+        impostor.kill().expect("our child");
+        let _ = impostor.wait();
+        assert_eq!(said.any(|line| line == "sent"), sends, "{run}");
+        std::fs::remove_file(&socket).expect("the socket");
+    }
 }
 
 /// In a container, whose users are all others outside: what the administrator has put where nobody inside can write is believed, what

@@ -26,19 +26,16 @@ use baton_linux::{diagnosis, interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
+use baton_protocol::native::Native;
 use baton_protocol::nic::ToNic;
 use baton_protocol::program::{
     Answer, Ask, ConnectionInfo, Detail, Flip, NicStatistics, Opening, Place, Reply, Request, Statistics, Until, VERSION,
-    Withdrawn,
 };
 use baton_wire::Flow;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
-
-/// Most programs that have withdrawn from Baton which a list names; the oldest is dropped.
-const WITHDRAWN: usize = 16;
 
 /// Most connections listed in one answer.
 const LISTED: usize = 128;
@@ -281,10 +278,14 @@ impl Agent {
                 self.return_descriptor(number, connection);
                 reply.map(|reply| (reply, Vec::new()))
             }
-            Ask::Withdraw { reason } => {
-                self.note_withdrawn(number, &reason);
+            Ask::Withdraw { why } => {
+                self.note_native(number, None, &why);
                 self.end_connections(number, false);
                 self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
+            }
+            Ask::Native { program, why } => {
+                self.note_native(number, program.as_deref(), &why);
+                Some((Reply::Done, Vec::new()))
             }
             Ask::Goodbye => {
                 self.end_connections(number, false);
@@ -415,7 +416,12 @@ impl Agent {
         let stays = |refusal: Refusal| stayed(&refusal);
         let (local, peer) = match looked {
             Ok(ends) => ends,
-            Err(refusal) => return stays(refusal),
+            Err(refusal) => {
+                if !refusal.is_transient() {
+                    self.note_native(number, None, &Native::Refused(refusal.to_string()));
+                }
+                return stays(refusal);
+            }
         };
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
         if session.open.is_none() {
@@ -639,22 +645,6 @@ impl Agent {
             }
         }
         list
-    }
-
-    /// Records that a program has withdrawn from Baton, and why, for `baton ls`.
-    fn note_withdrawn(&mut self, number: u32, reason: &str) {
-        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
-        let left = Withdrawn {
-            process: session.process,
-            started: process::started(session.process).unwrap_or_default(),
-            program: shortened(&session.opening.program),
-            reason: shortened(reason),
-        };
-        let withdrawn = &mut self.statistics.withdrawn;
-        if withdrawn.len() >= WITHDRAWN {
-            withdrawn.pop_front();
-        }
-        withdrawn.push_back(left);
     }
 
     /// How often the NIC has lent a connection to the host's TCP, and whether it has now.

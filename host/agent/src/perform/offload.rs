@@ -78,6 +78,9 @@ impl Performer<'_> {
             }
             connection.extra().unproved = None;
         }
+        if connection.is_overdue() && info.bytes_acked > 0 {
+            return Err(Refusal::Answered.into());
+        }
         self.ground.cgroups.let_go(connection.cgroup.as_ref(), connection.peer())?;
         if connection.inherited {
             self.ground.held_alone(connection)?;
@@ -157,6 +160,7 @@ impl Performer<'_> {
             let _ = self.ground.way_of(self.connection);
         }
         self.ground.known.buffers();
+        self.ground.known.retries();
     }
 
     /// Diverts the connection's frames to the NIC alone. The program is kept out: the connection's blackout begins.
@@ -257,7 +261,7 @@ impl Performer<'_> {
     /// Takes memory for the queues' bytes. Returns it, and the image that says how many they are.
     fn prepare_copy(&mut self) -> Result<(Memory, Image), Refusal> {
         let (Some(exporter), Some(entry)) = (&self.exporter, &self.entry) else { return Err(Refusal::NoRoom) };
-        let mut image = *exporter.image();
+        let mut image = Image { retries: self.ground.known.retries(), ..*exporter.image() };
         if self.connection.attached {
             // The program's TCP_CORK and TCP_NODELAY are not seen while it is attached. It would also uncork the socket; a
             // segment sent early is better than one that is held for an uncorking that is not seen.

@@ -8,6 +8,7 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::process::Undisturbed;
+use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Detail, MAY_WITHDRAW, Place, Reply, Request, Rings, Until};
 use baton_ring::Token;
 use std::io;
@@ -478,8 +479,16 @@ impl Shared {
     ///
     /// # Errors
     /// If the agent has ended.
-    pub fn report_withdrawal(&self, reason: &str) -> io::Result<()> {
-        self.ask_or_leave(&Ask::Withdraw { reason: reason.into() }).map(|_| ())
+    pub fn report_withdrawal(&self, why: Native) -> io::Result<()> {
+        self.ask_or_leave(&Ask::Withdraw { why }).map(|_| ())
+    }
+
+    /// Reports to the agent why the kernel alone serves the program, or a connection of its; waits as [`Shared::report_withdrawal`].
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn report_native(&self, why: Native) -> io::Result<()> {
+        self.ask_or_leave(&Ask::Native { program: None, why }).map(|_| ())
     }
 }
 

@@ -4,6 +4,7 @@ use crate::forks::{self, Start};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
 use crate::{filters, process, real, table};
+use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 
@@ -277,7 +278,7 @@ pub unsafe extern "C" fn clone(
         return unsafe { real::clone(function, stack, flags, argument, parent, storage, child) };
     }
     if flags & libc::CLONE_FILES != 0 {
-        process::close_for_good("raw fork");
+        process::close_for_good(Native::RawFork);
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::clone(function, stack, flags, argument, parent, storage, child) };
     }
@@ -316,13 +317,13 @@ pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long
         return unsafe { real::syscall(number, a, b, c, d, e, f) };
     }
     match number {
-        libc::SYS_io_uring_setup => process::close_for_good("io_uring"),
+        libc::SYS_io_uring_setup => process::close_for_good(Native::IoUring),
         libc::SYS_seccomp if sets_filter(a, b, c) => {
             // SAFETY: the program's own arguments (`# Safety`).
             return filters::set(c as *const _, || unsafe { real::syscall(number, a, b, c, d, e, f) });
         }
         libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => {
-            process::close_for_good("raw fork");
+            process::close_for_good(Native::RawFork);
             // SAFETY: the program's own arguments (`# Safety`).
             let child = unsafe { real::syscall(number, a, b, c, d, e, f) };
             if child == 0 && has_own_memory(number, a) {
@@ -374,7 +375,7 @@ macro_rules! uses_io_uring {
         /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name($($argument: usize),*) -> c_int {
-            process::close_for_good("io_uring");
+            process::close_for_good(Native::IoUring);
             type Function = unsafe extern "C" fn($(uses_io_uring!(@type $argument)),*) -> c_int;
             // SAFETY: the symbol is liburing's function of this type.
             let function = unsafe { std::mem::transmute::<usize, Function>(real::address($symbol)) };

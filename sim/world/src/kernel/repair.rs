@@ -1,7 +1,7 @@
 //! Export and import in the kernel's terms (TCP_REPAIR): what it shows, what it does not, what it refuses.
 
 use super::{Descriptor, Kernel, Place, Socket};
-use baton_image::{Image, State};
+use baton_image::{Image, Silence, State};
 use baton_moves::Refusal;
 use baton_tcp::{Connection, Instant};
 
@@ -36,7 +36,8 @@ impl Kernel {
         let socket = self.socket(descriptor);
         let image = socket.tcp.to_image(&socket.hosts_part(), now).ok_or(Refusal::Ended)?;
         socket.place = Place::Exported;
-        Ok(Image { ts_recent: 0, ts_clock: image.ts_clock.wrapping_add(1), ..image })
+        let silence = socket.tcp.silence(now);
+        Ok(Image { ts_recent: 0, ts_clock: image.ts_clock.wrapping_add(1), silence, ..image })
     }
 
     /// Segments that a socket has sent again since it was connected, or imported.
@@ -143,6 +144,7 @@ impl Socket {
             min_rtt: 0,
             reordering_seen: false,
             sent_ago: Some(0),
+            silence: Silence::default(),
             ..*image
         };
         let memory = RECEIVE_BUFFER.max(window).next_power_of_two();

@@ -1,0 +1,37 @@
+//! What the kernel alone serves, for `baton ls`: programs, and connections that never were the agent's.
+
+use crate::agent::Agent;
+use crate::texts::shortened;
+use baton_linux::process;
+use baton_protocol::native::Native;
+use baton_protocol::program::Withdrawn;
+
+/// Most programs and reasons that a list names; the oldest is dropped.
+const MOST: usize = 16;
+
+impl Agent {
+    /// Records why a session's program, or a connection of its, is served natively. `program` names it if its session does not.
+    pub(crate) fn note_native(&mut self, number: u32, program: Option<&str>, why: &Native) {
+        let Some(Some(session)) = self.sessions.get(number as usize) else { return };
+        let program = program.unwrap_or(&session.opening.program);
+        let noted = Withdrawn {
+            process: session.process,
+            started: process::started(session.process).unwrap_or_default(),
+            program: shortened(program),
+            reason: shortened(&why.to_string()),
+            connections: u64::from(why.is_of_connections()),
+        };
+        let list = &mut self.statistics.withdrawn;
+        let same = |known: &&mut Withdrawn| {
+            (known.process, known.started, &known.reason) == (noted.process, noted.started, &noted.reason)
+        };
+        if let Some(known) = list.iter_mut().find(same) {
+            known.connections += noted.connections;
+            return;
+        }
+        if list.len() >= MOST {
+            list.pop_front();
+        }
+        list.push_back(noted);
+    }
+}

@@ -1,0 +1,20 @@
+//! How long the peer has not answered. TCP_REPAIR neither shows nor takes that, but TCP_INFO has enough to work it out.
+
+use crate::ImageError;
+use crate::codec::{Field, Reader, Writer, fields};
+
+/// Time for which a peer has not answered, in microseconds at the moment of the image.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Silence {
+    /// Since the first unanswered retransmission, or probe of a closed window; `None` if there was none.
+    pub unanswered_for: Option<u64>,
+    /// Time-outs in a row, each of which doubled the next one.
+    pub backoff: u8,
+    /// Keep-alive or window probes without an answer.
+    pub probes: u8,
+    /// Since the peer's last segment.
+    pub heard_ago: u64,
+    /// Segments that the kernel has received since it got the connection; from a NIC it gets one when it gets that.
+    pub received: u32,
+}
+fields!(Silence { unanswered_for, backoff, probes, heard_ago, received });

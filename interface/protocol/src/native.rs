@@ -1,0 +1,81 @@
+//! Why the kernel alone serves a program, or some of its connections: what no line of a connection in `baton ls` can say, since the agent
+//! has no such connection. Those that it has say why themselves.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Why a program of musl runs natively; after its dynamic linker's path.
+pub const MUSL: &str = "), and the library that it would need is one for glibc";
+
+/// Why a statically linked program runs natively.
+pub const STATIC: &str = "it is statically linked, and no library can be loaded into it; `baton attach` moves its connections";
+
+/// Why a program, or a connection of its, is served natively.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub enum Native {
+    /// The program is statically linked.
+    Static,
+    /// The program is linked with musl; by this dynamic linker.
+    Musl(String),
+    /// The program filters its system calls.
+    Filters,
+    /// The program uses io_uring.
+    IoUring,
+    /// The program makes processes past the C library.
+    RawFork,
+    /// A connection's options have receiving return more than bytes.
+    ReceivesMore,
+    /// The agent does not take a connection, for this reason.
+    Refused(String),
+}
+
+impl Native {
+    /// Whether it is true of single connections only.
+    pub fn is_of_connections(&self) -> bool {
+        matches!(self, Native::ReceivesMore | Native::Refused(_))
+    }
+
+    /// The cause that is noted for connections that were on the NIC, in reports.
+    pub fn cause(&self) -> &'static str {
+        match self {
+            Native::Static => "static",
+            Native::Musl(_) => "musl",
+            Native::Filters => "seccomp",
+            Native::IoUring => "io_uring",
+            Native::RawFork => "raw fork",
+            Native::ReceivesMore => "TCP_INQ",
+            Native::Refused(_) => "refused",
+        }
+    }
+}
+
+impl fmt::Display for Native {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Native::Static => f.write_str(STATIC),
+            Native::Musl(linker) => write!(f, "it is linked with musl ({linker}{MUSL}"),
+            Native::Filters => f.write_str("seccomp: it filters its system calls"),
+            Native::IoUring => f.write_str("io_uring: the kernel makes its calls, where no library sees them"),
+            Native::RawFork => f.write_str("raw fork: it makes processes past the C library, which share its connections"),
+            Native::ReceivesMore => {
+                f.write_str("receiving returns more than bytes (TCP_INQ, time stamps and the like), which only the kernel knows")
+            }
+            Native::Refused(reason) => f.write_str(reason),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_says_what_it_is_about() {
+        assert!(Native::Static.to_string().contains("baton attach"));
+        assert!(Native::Musl("ld-musl-x86_64.so.1".into()).to_string().contains("(ld-musl-x86_64.so.1)"));
+        for why in [Native::Filters, Native::IoUring, Native::RawFork] {
+            assert!(why.to_string().starts_with(&format!("{}: ", why.cause())) && !why.is_of_connections(), "{why}");
+        }
+        assert!(Native::Refused("it is so".into()).is_of_connections());
+    }
+}
