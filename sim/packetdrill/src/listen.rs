@@ -47,6 +47,7 @@ pub fn config(options: &Options, sysctls: &Sysctls, mtu: u32, v4: bool, ecn: boo
         window_scaling: sysctls.window_scaling,
         max_segment: options.max_segment,
         syn_retries: if options.syn_retries > 0 { options.syn_retries } else { retries },
+        retries: Config::default().retries,
         slow_start_after_idle: sysctls.slow_start_after_idle,
     }
 }
