@@ -164,9 +164,9 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         Crossing::Batched => Interface::Batched,
         Crossing::Aggregated => Interface::Aggregated,
     };
-    let (name, mut starts) = how_it_starts(&arguments.command[0]);
-    if let Starts::Natively(why) = std::mem::replace(&mut starts, Starts::Usually) {
-        say_natively(&channel, name, why)?;
+    let (name, starts) = how_it_starts(&arguments.command[0]);
+    if let Starts::Natively(why) = &starts {
+        say_natively(&channel, name, why.clone())?;
     }
     drop(channel);
     let nagle = match arguments.nagle {
