@@ -13,9 +13,11 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// TCP_USER_TIMEOUT of the connections.
+// Waits: the time is what is tested, and compared with the kernel's in the same run.
 const LIMIT: Duration = Duration::from_secs(2);
 /// How much later than in the kernel a connection may end: a time-out after its loss probe, whose times the two stacks choose differently,
 /// the agent's timers, and a busy machine.
+// Waits: compared with the kernel in the same run.
 const LATE: Duration = Duration::from_millis(800);
 
 /// How a connection ended, and how long after its last byte was sent.
@@ -50,7 +52,7 @@ fn end_of(native: &TcpStream, begun: Instant) -> Option<End> {
 struct Case<'a> {
     settings: TestbedSettings,
     /// The host's tcp_retries2.
-    retries: u8,
+    resends: u8,
     /// Where the one that moves begins.
     starts: Place,
     options: &'a [(i32, i32, i32)],
@@ -62,7 +64,7 @@ struct Case<'a> {
 /// kernel's.
 fn ends(case: Case<'_>, mut moves: impl FnMut(&mut Scene, Duration)) -> [End; 2] {
     let bed = hosts(case.settings);
-    bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_retries2", case.retries.to_string())).expect("the limit");
+    bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_retries2", case.resends.to_string())).expect("the limit");
     let (native, its_peer) = connect(&bed, false, 8081);
     let mut scene = scene_in(bed, false, 8080);
     for (level, option, value) in case.options {
@@ -103,7 +105,7 @@ fn ends(case: Case<'_>, mut moves: impl FnMut(&mut Scene, Duration)) -> [End; 2]
 /// With something under way, and TCP_USER_TIMEOUT.
 fn with_user_timeout(starts: Place) -> Case<'static> {
     const OPTIONS: [(i32, i32, i32); 1] = [(libc::IPPROTO_TCP, libc::TCP_USER_TIMEOUT, LIMIT.as_millis() as i32)];
-    Case { settings: beside(), retries: 15, starts, options: &OPTIONS, bytes: 1000 }
+    Case { settings: beside(), resends: 15, starts, options: &OPTIONS, bytes: 1000 }
 }
 
 /// With nothing under way, and keep-alive: probes after 2, 3 and 4 seconds.
@@ -114,7 +116,7 @@ fn with_keepalive(starts: Place) -> Case<'static> {
         (libc::IPPROTO_TCP, libc::TCP_KEEPINTVL, 1),
         (libc::IPPROTO_TCP, libc::TCP_KEEPCNT, 3),
     ];
-    Case { settings: beside(), retries: 15, starts, options: &OPTIONS, bytes: 0 }
+    Case { settings: beside(), resends: 15, starts, options: &OPTIONS, bytes: 0 }
 }
 
 fn check(what: &str, [ours, natively]: [End; 2]) {
@@ -153,6 +155,7 @@ fn back_and_forth(pause: Duration) -> impl FnMut(&mut Scene, Duration) {
 
 #[test]
 fn a_user_timeout_goes_on_from_the_kernel_to_the_nic() {
+    // Waits: a moment between two time-outs, while the peer is silent.
     let moves = once(Duration::from_millis(1200), Place::Nic);
     check("to the NIC", ends(with_user_timeout(Place::Kernel), moves));
 }
@@ -167,12 +170,14 @@ fn a_user_timeout_goes_on_from_the_nic_to_the_kernel() {
 
 #[test]
 fn a_user_timeout_goes_on_however_often_a_connection_moves() {
+    // Waits: a moment between two time-outs, while the peer is silent.
     check("back and forth", ends(with_user_timeout(Place::Nic), back_and_forth(Duration::from_millis(60))));
 }
 
 /// The NIC's record does not say for how long the peer has been silent: that much later may the connection end.
 #[test]
 fn a_user_timeout_goes_on_when_the_nic_dies() {
+    // Waits: a moment between two time-outs, while the peer is silent.
     const AT: Duration = Duration::from_millis(600);
     let mut died = false;
     let moves = |scene: &mut Scene, now: Duration| {
@@ -190,7 +195,9 @@ fn a_user_timeout_goes_on_when_the_nic_dies() {
 #[test]
 fn keepalive_goes_on_over_moves() {
     check("on the NIC", ends(with_keepalive(Place::Nic), |_, _| {}));
+    // Waits: a moment between two time-outs, while the peer is silent.
     check("to the NIC", ends(with_keepalive(Place::Kernel), once(Duration::from_millis(2500), Place::Nic)));
+    // Waits: a moment between two time-outs, while the peer is silent.
     check("back and forth", ends(with_keepalive(Place::Nic), back_and_forth(Duration::from_millis(300))));
 }
 
@@ -198,7 +205,8 @@ fn keepalive_goes_on_over_moves() {
 #[test]
 fn the_hosts_retransmissions_are_the_nics() {
     for (starts, what) in [(Place::Nic, "on the NIC"), (Place::Kernel, "to the NIC")] {
-        let case = Case { settings: beside(), retries: 3, starts, options: &[], bytes: 1000 };
+        let case = Case { settings: beside(), resends: 3, starts, options: &[], bytes: 1000 };
+        // Waits: a moment between two time-outs, while the peer is silent.
         let [ours, natively] = ends(case, once(Duration::from_millis(900), Place::Nic));
         // The time is over a fifth of a second after a time-out: where time-outs are late, that one is the last. Each is twice as long as
         // all before it.
