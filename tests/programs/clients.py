@@ -19,6 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from programs import run_directory
+
 HERE = Path(__file__).resolve().parent
 BATON = Path(os.environ.get("BATON_PROGRAM", HERE.parent.parent / "target/release/baton"))
 LENGTH = 256
@@ -160,9 +162,8 @@ def cell(serve, client, more, mode, seconds):
             server.terminate()
             server.wait(20)
             # The Baton that was started for the server has ended when its directory is removed.
-            left = Path(tempfile.gettempdir()) / f"baton-run-{server.pid}"
             end = time.monotonic() + 20
-            while left.exists() and time.monotonic() < end:
+            while run_directory(server.pid) and time.monotonic() < end:
                 # Waits: between two looks.
                 time.sleep(0.02)
         said = log.read_text() if log.exists() else ""

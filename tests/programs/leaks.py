@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 import programs
-from programs import BATON, HERE, check, free_port, make_files, together, tool
+from programs import BATON, HERE, check, free_port, make_files, run_directory, together, tool
 
 # More additional descriptors than this are a leak. A pool may grow by a page or a thread.
 SLACK = 3
@@ -56,7 +56,7 @@ class Scene(programs.Trial):
 
     def counts(self):
         """What each process holds once the agent has forgotten every connection."""
-        place = next(Path(tempfile.gettempdir()).glob(f"baton-run-{self.processes[0].pid}/agent.sock"))
+        place = run_directory(self.processes[0].pid) / "agent.sock"
 
         def known():
             return json.loads(subprocess.run([BATON, "ls", "--json", "--socket", place], capture_output=True, check=True).stdout)

@@ -145,6 +145,14 @@ def check(holds, text):
         raise Wrong(text)
 
 
+def run_directory(process):
+    """The directory of the Baton that was started for a program, while it is there (docs/programs.md)."""
+    bases = [os.environ.get("TMPDIR"), "/run/baton" if os.getuid() == 0 else os.environ.get("XDG_RUNTIME_DIR")]
+    bases += Path(tempfile.gettempdir()).glob(f"baton-of-{os.getuid()}-*")
+    places = [Path(base) / f"baton-run-{process}" for base in bases if base]
+    return next((place for place in places if place.exists()), None)
+
+
 class Trial:
     """One program in one mode. Everything that it starts ends with it."""
 
