@@ -47,7 +47,7 @@ const A_LITTLE: Duration = Duration::from_millis(1);
 
 /// Reason for restoring connections while the process forks. They may move again afterwards.
 pub(crate) const FORK: &str = "fork";
-/// The agent knows that there are connections whose receiving returns more than bytes. It is told once.
+/// Whether the agent has been told that this process has connections on which receiving returns more than bytes. Once is enough.
 static REPORTED_RECEIVES: AtomicBool = AtomicBool::new(false);
 
 /// How a socket came to be connected.

@@ -249,7 +249,7 @@ mod tests {
         assert_eq!(shown.silence, ran);
         let kept = stay.complete(&mut exported(&image), 0, 1_500_000).expect("it holds");
         assert_eq!((kept.timers.unanswered_for, kept.timers.probes, kept.receiving.silent_for), (Some(1_200_000), 2, 1_400_000));
-        // It was heard, or has acknowledged something.
+        // The peer has sent or acknowledged something: silence begins anew.
         let heard = Silence { heard_ago: 100, received: 2, ..Silence::default() };
         let mut shown = Image { silence: heard, snd_una: image.snd_una.wrapping_add(1), ..exported(&image) };
         assert_eq!(stay.complete(&mut shown, 1, 1_500_000), None);

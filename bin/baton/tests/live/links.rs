@@ -2,7 +2,7 @@
 //! the device alone tells them apart, on the NIC as in the kernel.
 
 use crate::common::{answered, hosts, wait_until};
-use crate::full::Program;
+use crate::full::{ECHO, Program};
 use crate::routes::{MAC_SECOND_A, MAC_SECOND_B, beside, reverse_path_filter, run, second_link};
 use baton_client::messages::{Endpoint, Settings};
 use baton_client::{ConnectionId, Session};
@@ -135,7 +135,7 @@ enum End {
     Kernel(TcpStream),
 }
 
-/// One of the connections. What either end sends is told by the link, the direction and the offset.
+/// One of the connections, with the bytes that each end has sent and received. Link, direction and place in the stream determine each byte.
 struct One {
     link: u64,
     end: End,
@@ -366,18 +366,6 @@ fn a_device_that_is_made_again_is_another_link() {
     }
 }
 
-/// A server that takes its connections from the NIC, and a connection by another link with the same ports.
-const ECHO: &str = "
-import socket, threading
-listener = socket.create_server(('::', 8080), family=socket.AF_INET6, dualstack_ipv6=True, backlog=20)
-def echo(server):
-    while data := server.recv(65536): server.sendall(data)
-    server.close()
-while True:
-    server, _ = listener.accept()
-    threading.Thread(target=echo, args=(server,), daemon=True).start()
-";
-
 /// Under full offload, connections of link-local addresses are made by the kernel, each with its own bytes, wherever they are.
 #[test]
 fn a_server_of_the_nics_keeps_two_links_apart() {
@@ -385,7 +373,8 @@ fn a_server_of_the_nics_keeps_two_links_apart() {
     let bed = bed(kind);
     let mut server = Command::new(env!("CARGO_BIN_EXE_baton"));
     server.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "full", "--rule", "accepted"]);
-    server.args(["--", "python3", "-c", ECHO]).env_remove("BATON_RUN");
+    let echo = ECHO.replace("('', 7000)", "('::', 8080), family=socket.AF_INET6, dualstack_ipv6=True");
+    server.args(["--", "python3", "-c", &echo]).env_remove("BATON_RUN");
     let mut server = Program(bed.host_a.spawn(&mut server).expect("baton run"));
     let connect = |link: usize| {
         let [_, device] = LINKS[link];

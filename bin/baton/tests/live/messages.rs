@@ -2,6 +2,7 @@
 //! are refused or end.
 
 use crate::common::{hosts, wait_until};
+use crate::hostile_client::kinds::messages;
 use baton_abi::layout::{Counter, session};
 use baton_client::messages::{Endpoint, Settings};
 use baton_lab::testbed::{self, TestbedSettings};
@@ -314,23 +315,7 @@ impl Hostile {
         let ip = testbed::address_a(false);
         let socket = bed.host_a.run(|| UdpSocket::bind((ip, 0))).expect("a socket");
         let channel = Channel::connect(&bed.socket()).expect("the agent");
-        let messages = Messages {
-            address: SocketAddr::new(IpAddr::from([8, 8, 8, 8]), 53),
-            ethernet: false,
-            endpoint: 0,
-            receiving: true,
-            sending: true,
-            peers: 8,
-            incoming: 8,
-            outgoing: 8,
-            buffers: session::HEAP as u64,
-            buffer_count: 8,
-            buffer_size: 1472,
-            packet: 1472,
-            posted: 64,
-            unexpected: 8,
-            receives: 64,
-        };
+        let messages = Messages { address: SocketAddr::new(IpAddr::from([8, 8, 8, 8]), 53), ..messages() };
         let opening = Opening { messages: Some(messages), ..Opening::alone() };
         channel.send(&Request { tag: 1, body: Ask::Open(opening) }, &[socket.as_fd()]).expect("a request");
         let (answer, descriptors): (Answer, Vec<OwnedFd>) = channel.receive().expect("an answer");

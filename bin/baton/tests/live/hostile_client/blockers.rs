@@ -1,12 +1,11 @@
 //! Programs that do not do what others could wait for.
 
-use super::{Client, PEER, alone, ask_on};
-use baton_protocol::program::{Ask, Opening, Place, Reply};
+use super::{Client, PEER, alone, ask_on, move_to_nic};
+use baton_protocol::program::{Ask, Opening, Reply};
 use std::io::Read;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::time::{Duration, Instant};
 
 /// An attacher whose connection is on the NIC, and that lends nothing when it is asked.
 pub fn lend_nothing(socket: &Path, begun: impl Fn()) {
@@ -15,14 +14,7 @@ pub fn lend_nothing(socket: &Path, begun: impl Fn()) {
     let stream = TcpStream::connect(peer).expect("a connection to the peer");
     let ask = Ask::Register { inherited: false, process: Some(std::process::id()) };
     let Some((Reply::Registered { connection }, _)) = ask_on(&client.channel, ask, &[stream.as_fd()]) else { panic!("no") };
-    let deadline = Instant::now() + Duration::from_secs(20);
-    loop {
-        match ask_on(&client.channel, Ask::Move { connection, to: Place::Nic }, &[stream.as_fd()]) {
-            Some((Reply::Done, _)) => break,
-            Some((Reply::Stayed { transient: true, .. }, _)) if Instant::now() < deadline => {}
-            other => panic!("{other:?}"),
-        }
-    }
+    move_to_nic(&client, connection, &stream);
     begun();
     // Until its test ends it.
     let _ = std::io::stdin().read(&mut [0]);

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 /// An endpoint that any NIC can serve.
-fn messages() -> Messages {
+pub(crate) fn messages() -> Messages {
     Messages {
         address: SocketAddr::from(([0; 4], 0)),
         ethernet: false,

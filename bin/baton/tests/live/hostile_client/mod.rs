@@ -2,7 +2,7 @@
 
 mod blockers;
 mod descriptors;
-mod kinds;
+pub(crate) mod kinds;
 
 use baton_abi::layout::{RING_WORDS, session as at};
 use baton_lab::testbed::{Testbed, address_b};
@@ -414,6 +414,18 @@ fn take_all_sessions(socket: &Path) {
     std::thread::sleep(Duration::from_secs(60));
 }
 
+/// Asks for the move of an attacher's connection until it is on the NIC.
+fn move_to_nic(client: &Client, connection: u32, stream: &TcpStream) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        match ask_on(&client.channel, Ask::Move { connection, to: Place::Nic }, &[stream.as_fd()]) {
+            Some((Reply::Done, _)) => return,
+            Some((Reply::Stayed { transient: true, .. }, _)) if Instant::now() < deadline => {}
+            other => panic!("{other:?}"),
+        }
+    }
+}
+
 /// Calls itself an attacher, and claims others' connections and its own without a socket.
 fn claim_connections(socket: &Path, begun: impl Fn()) {
     let client = Client::open(socket, Opening { attacher: true, ..alone() }).expect("a session");
@@ -426,14 +438,7 @@ fn claim_connections(socket: &Path, begun: impl Fn()) {
         other => panic!("another user's process: {other:?}"),
     }
     let Some((Reply::Registered { connection }, _)) = register(Some(std::process::id())) else { panic!("it is not registered") };
-    let deadline = Instant::now() + Duration::from_secs(10);
-    loop {
-        match ask_on(&client.channel, Ask::Move { connection, to: Place::Nic }, &[stream.as_fd()]) {
-            Some((Reply::Done, _)) => break,
-            Some((Reply::Stayed { transient: true, .. }, _)) if Instant::now() < deadline => {}
-            other => panic!("{other:?}"),
-        }
-    }
+    move_to_nic(&client, connection, &stream);
     begun();
     // It says nothing of this.
     drop(stream);
