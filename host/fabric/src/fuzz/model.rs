@@ -128,7 +128,7 @@ impl Model {
         let direction = if matches!(operation.what, What::Send { .. }) { caps::SEND } else { caps::RECV };
         assert_eq!(entry.flags & !(flags::REMOTE_CQ_DATA | caps::MULTI_RECV), kind | direction, "{at}");
         match failed {
-            Some((error, _)) if error != errno::ETRUNC => return self.fail(at, error),
+            Some((error, _)) if error != errno::ETRUNC => return self.fail(at, error, entry.flags),
             // What came into a buffer for several messages before may not have been read yet.
             _ => {
                 let several = matches!(operation.what, What::Receive { several: true, .. });
@@ -169,7 +169,7 @@ impl Model {
         }
     }
 
-    fn fail(&mut self, at: usize, error: c_int) {
+    fn fail(&mut self, at: usize, error: c_int, entry_flags: u64) {
         let broken = self.is_broken;
         let operation = &mut self.operations[at];
         let lost = matches!(error, errno::ETIMEDOUT | errno::ECONNRESET | errno::ECONNABORTED);
@@ -181,8 +181,13 @@ impl Model {
             _ => !operation.cancelled && lost && (broken || to_nobody),
         };
         assert!(allowed, "{at} fails with {error}: {:?}, cancelled {}", operation.what, operation.cancelled);
-        // A buffer for several messages goes on after a message that did not come to its end.
-        operation.ended = !matches!(operation.what, What::Receive { several: true, .. }) || error == errno::ECANCELED;
+        operation.ended = match operation.what {
+            // A buffer for several messages goes on after one that did not come to its end, if it has room for another.
+            What::Receive { capacity, filled, several: true } => error == errno::ECANCELED || capacity - filled < MINIMUM,
+            _ => true,
+        };
+        let given_back = operation.ended && matches!(operation.what, What::Receive { several: true, .. });
+        assert_eq!(entry_flags & caps::MULTI_RECV != 0, given_back, "{at}: FI_MULTI_RECV of a failure");
     }
 
     /// The message that a completion tells of. It is one for this operation that nothing has taken.
