@@ -262,6 +262,7 @@ pub fn run() -> Result<()> {
         poller,
     };
     agent.take_over(inherited)?;
+    agent.follow_devices();
     // Notifies the keeper that programs may connect.
     agent.keep(&Kept::Ready, &[]);
     if let Err(error) = agent.main_loop(&listener, &signals) {
@@ -452,7 +453,6 @@ impl Agent {
             host: &self.hardware[0].host,
             hardware: &self.hardware,
             shape: &mut self.shape,
-            keeper: &self.keeper,
             chaos: &self.chaos,
             routes: &self.routes,
             diagnosis: &self.diagnosis,

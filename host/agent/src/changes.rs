@@ -176,16 +176,13 @@ impl Agent {
     pub(crate) fn routes_changed(&mut self) {
         let changed = RouteChanges::collect(&self.watched.routes);
         self.known.discard();
-        if changed.links
-            && let Shape::Beside { steering, devices, .. } = &mut self.shape
-            && let Err(error) = devices.deal(&self.routes).and_then(|()| match devices.is_new() {
-                true => Ok(()),
-                false => devices.follow(&self.routes, steering, &self.keeper),
-            })
-        {
-            report!("baton agent: devices have changed, and could not be looked at: {error}");
-        }
         if changed.links {
+            if let Shape::Beside { devices, .. } = &mut self.shape
+                && let Err(error) = devices.deal(&self.routes)
+            {
+                report!("baton agent: devices have changed, and could not be looked at: {error}");
+            }
+            self.follow_devices();
             self.find_devices_without_nic();
             self.follow_addresses();
             self.follow_listeners();

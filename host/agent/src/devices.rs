@@ -2,20 +2,34 @@
 //! would accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
 
 use crate::dealing::Dealing;
+use baton_handoff::examine::system;
 use baton_linux::control::Channel;
 use baton_linux::interface;
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::rtnetlink::{self, LinkInfo, Master};
+use baton_moves::Refusal;
 use baton_protocol::keeper::Kept;
-use baton_steering::{Accepts, Steering};
-use std::collections::{HashMap, HashSet};
+use baton_steering::{Accepts, Attached, Steering};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
 /// Values of rp_filter: off, which accepts every packet, and loose (RFC 3704), which accepts those whose source has any route.
 const NONE: u32 = 0;
 const LOOSE: u32 = 2;
+
+/// At which devices the NICs hear.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Hearing {
+    /// No move has needed a device yet.
+    #[default]
+    Nowhere,
+    /// The programs are being attached to all devices, and changes of devices are followed.
+    Soon,
+    /// At all devices that were there when the first was needed.
+    Everywhere,
+}
 
 /// Devices with the steering's programs attached.
 #[derive(Default)]
@@ -26,12 +40,15 @@ pub(crate) struct Devices {
     injector: u32,
     /// Contents of the steering's map of devices: which packets are accepted there, and the device's link address.
     accepts: HashMap<u32, (Accepts, [u8; 6])>,
-    /// Devices to which attaching failed, so that the failure is logged once.
-    refused: HashSet<u32>,
+    /// Devices besides those of all connections that a move has needed.
+    wanted: HashSet<u32>,
+    /// Devices to which attaching has failed, until a move has been told why.
+    refused: HashMap<u32, io::Error>,
+    /// Those whose failure has been logged.
+    reported: HashSet<u32>,
     /// The NIC's packet sockets, until they receive: while it has no connection, they cost the host's frames nothing.
     deaf: Vec<OwnedFd>,
-    /// A move has needed a device: from then on changes of all devices are followed.
-    followed: bool,
+    hearing: Hearing,
     /// Which NIC's they are.
     dealing: Dealing,
 }
@@ -39,7 +56,8 @@ pub(crate) struct Devices {
 impl Devices {
     /// Takes over the devices that an earlier agent attached to. `sockets`: the NICs' packet sockets.
     pub fn inherited(attached: HashMap<u32, Vec<OwnedFd>>, injector: u32, sockets: Vec<OwnedFd>, dealing: Dealing) -> Devices {
-        Devices { followed: !attached.is_empty(), attached, injector, deaf: sockets, dealing, ..Devices::default() }
+        let hearing = if attached.is_empty() { Hearing::Nowhere } else { Hearing::Everywhere };
+        Devices { hearing, attached, injector, deaf: sockets, dealing, ..Devices::default() }
     }
 
     /// Gives each device that is there a NIC. Called when links have changed.
@@ -72,18 +90,26 @@ impl Devices {
         self.dealing.devices_of(nic).filter_map(|index| rtnetlink::name_of(routes, index).ok()).collect()
     }
 
-    /// Attaches the programs to a device, if they are not attached yet. The keeper holds the links as well, so they outlive this
-    /// agent.
-    pub fn attach(&mut self, steering: &Steering, keeper: &Channel, index: u32) -> io::Result<()> {
-        if self.attached.contains_key(&index) {
+    /// Checks that the NICs hear at all devices that were there when the first was needed, and at this one.
+    ///
+    /// # Errors
+    /// [`Refusal::Deaf`] if they do not yet, until [`Agent::attach_devices`](crate::agent::Agent) has seen to that; or why they cannot.
+    pub fn check(&mut self, index: u32) -> Result<(), Refusal> {
+        if self.hearing == Hearing::Everywhere && self.attached.contains_key(&index) {
             return Ok(());
         }
-        self.deaf.iter().try_for_each(|socket| interface::receive_at(socket.as_fd(), 0))?;
-        self.deaf.clear();
-        let attached = steering.attach(index)?;
-        keeper.send(&Kept::Device(index), &attached.links.each_ref().map(AsFd::as_fd))?;
-        self.attached.insert(index, attached.links.into());
-        Ok(())
+        if let Some(error) = self.refused.remove(&index) {
+            return Err(system("tcx", &error));
+        }
+        self.wanted.insert(index);
+        Err(Refusal::Deaf)
+    }
+
+    /// Whether everything has been tried to hear at all devices that were there when the first was needed, and at `also`. If not, it will be.
+    pub fn are_tried(&mut self, also: Option<u32>) -> bool {
+        let untried = also.filter(|index| !self.attached.contains_key(index) && !self.refused.contains_key(index));
+        self.wanted.extend(untried);
+        self.hearing == Hearing::Everywhere && untried.is_none()
     }
 
     /// The devices to which the programs are attached.
@@ -91,35 +117,64 @@ impl Devices {
         self.attached.keys().copied()
     }
 
-    /// Whether [`Self::follow`] has not run yet.
+    /// Whether no move has needed a device yet.
     pub fn is_new(&self) -> bool {
-        !self.followed
+        self.hearing == Hearing::Nowhere
     }
 
-    /// Attaches to new devices and updates the steering's map. Called when links or their settings have changed, and when a
-    /// device is needed for the first time.
-    pub fn follow(&mut self, routes: &Netlink, steering: &Steering, keeper: &Channel) -> io::Result<()> {
-        self.followed = true;
+    /// Returns the devices to which the programs are to be attached, and forgets those that are gone.
+    pub fn missing(&mut self, routes: &Netlink, keeper: &Channel) -> io::Result<BTreeSet<u32>> {
+        if self.is_new() {
+            self.hearing = Hearing::Soon;
+        }
+        self.deaf.iter().try_for_each(|socket| interface::receive_at(socket.as_fd(), 0))?;
+        self.deaf.clear();
         let links = rtnetlink::links(routes)?;
+        let existing: HashSet<u32> = links.iter().map(|link| link.index).collect();
+        self.refused.retain(|index, _| existing.contains(index));
+        for index in self.wanted.extract_if(|index| !existing.contains(index)) {
+            self.refused.insert(index, io::Error::new(io::ErrorKind::NotFound, "it is gone"));
+        }
+        self.reported.retain(|index| existing.contains(index));
+        for index in self.attached.extract_if(|index, _| !existing.contains(index)).map(|(index, _)| index) {
+            let _ = keeper.send(&Kept::DeviceGone(index), &[]);
+        }
+        let needed = links.iter().filter(|link| self.receives(link) || self.wanted.contains(&link.index));
+        let missing = needed.map(|link| link.index).filter(|index| !self.attached.contains_key(index));
+        Ok(missing.filter(|index| !self.refused.contains_key(index)).collect())
+    }
+
+    /// Takes the programs' links at a device, or why there are none. The keeper holds the links as well, so they outlive this agent.
+    pub fn take(&mut self, keeper: &Channel, index: u32, attached: io::Result<Attached>) {
+        let kept = attached.and_then(|attached| {
+            keeper.send(&Kept::Device(index), &attached.links.each_ref().map(AsFd::as_fd))?;
+            Ok(attached)
+        });
+        match kept {
+            Ok(attached) => _ = self.attached.insert(index, attached.links.into()),
+            Err(error) => {
+                // Segments that arrive there reach the shell, whose drop counter shows them.
+                if self.reported.insert(index) {
+                    report!("baton agent: the NIC does not hear at interface {index}: {error}");
+                }
+                self.refused.insert(index, error);
+            }
+        }
+    }
+
+    /// All devices that were missing have been tried.
+    pub fn have_been_tried(&mut self) {
+        self.hearing = Hearing::Everywhere;
+    }
+
+    /// Updates the steering's map. Called when links or their settings have changed, and when devices have been attached to.
+    pub fn follow(&mut self, routes: &Netlink, steering: &Steering) -> io::Result<()> {
         // A device without IPv4 has no rp_filter, and accepts nothing.
         let filters: HashMap<u32, u32> = rtnetlink::reverse_path_filters(routes).unwrap_or_default().into_iter().collect();
         let addressed = rtnetlink::with_ipv4_address(routes)?;
-        let mut gone = std::mem::take(&mut self.attached);
         let mut now = HashMap::new();
-        for link in &links {
-            if let Some(links) = gone.remove(&link.index) {
-                self.attached.insert(link.index, links);
-            }
-            if !self.receives(link) {
-                continue;
-            }
-            if let Err(error) = self.attach(steering, keeper, link.index) {
-                // Segments that arrive there reach the shell, whose drop counter shows them.
-                if self.refused.insert(link.index) {
-                    report!("baton agent: the NIC does not hear at interface {}: {error}", link.index);
-                }
-                continue;
-            }
+        for link in rtnetlink::links(routes)?.iter().filter(|link| self.receives(link) && self.attached.contains_key(&link.index))
+        {
             // At a device without an address even a loose filter accepts only packets whose answers would leave by that device.
             let v4 = match filters.get(&link.index) {
                 Some(&NONE) => true,
@@ -127,9 +182,6 @@ impl Devices {
                 _ => false,
             };
             now.insert(link.index, (Accepts { v4, v6: true }, link.address));
-        }
-        for index in gone.into_keys() {
-            let _ = keeper.send(&Kept::DeviceGone(index), &[]);
         }
         for index in self.accepts.keys().filter(|index| !now.contains_key(index)) {
             steering.forget_device(*index)?;

@@ -272,6 +272,12 @@ impl Agent {
     pub(crate) fn follow_conclusion(&mut self, session: u32, number: u32, conclusion: &Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
         match conclusion {
+            Conclusion::Stays(Refusal::Deaf) if connection.attached => self.attach_devices(),
+            Conclusion::Stays(Refusal::Deaf) => return,
+            _ => {}
+        }
+        let Some(connection) = self.connection(session, number) else { return };
+        match conclusion {
             Conclusion::Moved if connection.stage() == Stage::Nic => {
                 if let Some(extra) = &mut connection.extra {
                     extra.retry.clear();

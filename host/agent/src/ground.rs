@@ -11,7 +11,6 @@ use crate::nic::{Hardware, NicProcess};
 use crate::tracker::Tracker;
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
-use baton_linux::control::Channel;
 use baton_linux::netlink::{Changes, Netlink};
 use baton_linux::report;
 use baton_linux::{interface, process, socket};
@@ -153,7 +152,6 @@ pub(crate) struct Ground<'a> {
     /// The kernel's interface, through which the agent gives frames to the kernel itself.
     pub host: &'a OwnedFd,
     pub shape: &'a mut Shape,
-    pub keeper: &'a Channel,
     pub chaos: &'a Chaos,
     pub routes: &'a Netlink,
     pub diagnosis: &'a Netlink,

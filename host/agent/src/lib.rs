@@ -7,6 +7,7 @@ mod adoption;
 mod agent;
 mod answers;
 mod attached;
+mod attaching;
 mod calls;
 mod cgroups;
 mod changes;

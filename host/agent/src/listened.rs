@@ -39,18 +39,11 @@ impl Shape {
     }
 
     /// Gives the NICs what a listener's clients send to the endpoints `now`, and no more what they send to the others of `before`.
-    pub fn serve(
-        &mut self,
-        routes: &Netlink,
-        keeper: &baton_linux::control::Channel,
-        before: &Steered,
-        now: &Steered,
-    ) -> Result<(), Refusal> {
-        let Shape::Beside { steering, devices, .. } = self else { return Ok(()) };
-        if devices.is_new() {
-            devices.follow(routes, steering, keeper).map_err(|error| system("tcx", &error))?;
+    pub fn serve(&mut self, before: &Steered, now: &Steered) -> Result<(), Refusal> {
+        let Shape::Beside { devices, .. } = self else { return Ok(()) };
+        if !now.is_empty() {
+            devices.check(LOOPBACK)?;
         }
-        devices.attach(steering, keeper, LOOPBACK).map_err(|error| system("tcx", &error))?;
         for gone in before.iter().filter(|(address, nic)| now.get(address) != Some(nic)) {
             self.leave_to_kernel(*gone.0);
         }

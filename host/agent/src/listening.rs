@@ -194,7 +194,7 @@ impl Agent {
             return;
         }
         let next = listener.next_steered.clone();
-        if let Err(refusal) = self.shape.serve(&self.routes, &self.keeper, &listener.steered, &next) {
+        if let Err(refusal) = self.shape.serve(&listener.steered, &next) {
             self.say_now_and_then(&format!("the kernel makes the connections of a listener: {refusal}"));
             return self.withdraw(id);
         }
@@ -561,7 +561,7 @@ impl Agent {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         let (steered, callers) = (std::mem::take(&mut listener.steered), std::mem::take(&mut listener.callers));
         listener.next_steered.clear();
-        if let Err(refusal) = self.shape.serve(&self.routes, &self.keeper, &steered, &Steered::new()) {
+        if let Err(refusal) = self.shape.serve(&steered, &Steered::new()) {
             report!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
         }
         if self.listeners.by_id.values().all(|listener| listener.steered.is_empty()) {

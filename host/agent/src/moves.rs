@@ -5,6 +5,7 @@
 //! answered, the move is resumed in a later round.
 
 use crate::agent::Agent;
+use crate::attaching::ForDevices;
 use crate::connection::{Asker, Connection, Stage, Then, Waiting};
 use crate::journal;
 use crate::memory;
@@ -51,6 +52,8 @@ pub(crate) struct Moves {
     returning: VecDeque<(Key, &'static str)>,
     /// Sessions whose attachers have been asked for descriptors.
     pub fetching: Vec<u32>,
+    /// What waits until the NICs hear at the host's devices.
+    pub for_devices: ForDevices,
     /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages are handled:
     /// inside, the answers about many connections would each be handled inside the one before.
     pub handling: bool,
@@ -318,6 +321,8 @@ impl Agent {
                 let reply = Reply::Stayed { reason: refusal.to_string(), transient: false };
                 askers.into_iter().for_each(|(asker, tag)| self.answer(asker, tag, reply.clone(), &[]));
             }
+            // An attacher's program stands still: the attacher tries again later.
+            Conclusion::Stays(Refusal::Deaf) if !connection.attached => self.move_when_attached(session, number, askers),
             Conclusion::Stays(refusal) => {
                 let busy = refusal == Refusal::Busy;
                 self.note_end(session, number, Err(refusal), askers);

@@ -227,23 +227,19 @@ impl Ground<'_> {
         Ok(path)
     }
 
-    /// Returns the device of a route, if the NIC can use it. Beside the kernel the programs are attached to all devices when the
-    /// first is used.
+    /// Returns the device of a route, if the NIC can use it.
     fn device(&mut self, index: u32) -> Result<LinkInfo, Refusal> {
         let (known, routes) = (&mut *self.known, self.routes);
         let mut info = || known.link(routes, index).map_err(|error| system("RTM_GETLINK", &error));
         match self.shape {
             Shape::Inline { interface } if *interface == index => info(),
             Shape::Inline { .. } => Err(Refusal::OtherInterface(index)),
-            Shape::Beside { steering, devices, .. } => {
+            Shape::Beside { devices, .. } => {
                 let info = info()?;
                 if info.kind != rtnetlink::ETHERNET && info.kind != rtnetlink::LOOPBACK {
                     return Err(Refusal::NotEthernet(index));
                 }
-                if devices.is_new() {
-                    devices.follow(self.routes, steering, self.keeper).map_err(|error| system("tcx", &error))?;
-                }
-                devices.attach(steering, self.keeper, index).map_err(|error| system("tcx", &error))?;
+                devices.check(index)?;
                 if devices.is_undealt(&info) {
                     devices.deal(self.routes).map_err(|error| system("RTM_GETLINK", &error))?;
                 }

@@ -143,13 +143,30 @@ impl Steering {
         Steering { flows, devices, handshakes, kinds, ingress, egress }
     }
 
+    /// The same maps and programs, for another thread.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn try_clone(&self) -> io::Result<Steering> {
+        let [flows, devices, handshakes, kinds, ingress, egress] = self.fds().map(|fd| fd.try_clone_to_owned());
+        Ok(Steering {
+            flows: flows?,
+            devices: devices?,
+            handshakes: handshakes?,
+            kinds: kinds?,
+            ingress: ingress?,
+            egress: egress?,
+        })
+    }
+
     /// Its descriptors, for another process.
     pub fn fds(&self) -> [BorrowedFd<'_>; DESCRIPTORS] {
         let Steering { flows, devices, handshakes, kinds, ingress, egress } = self;
         [flows, devices, handshakes, kinds, ingress, egress].map(AsFd::as_fd)
     }
 
-    /// Attaches the programs to a device of the calling thread's network namespace.
+    /// Attaches the programs to a device of the calling thread's network namespace. For each of the two the kernel waits until no processor
+    /// is in what was there before, some milliseconds.
     ///
     /// # Errors
     /// The failed system call's; `EINVAL` from kernels before 6.6, which have no tcx links.

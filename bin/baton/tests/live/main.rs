@@ -30,6 +30,7 @@ mod library;
 mod lifecycle;
 mod links;
 mod listening_again;
+mod many_devices;
 mod messages;
 mod moves;
 mod nics;

@@ -98,11 +98,6 @@ impl Agent {
 
     /// Beside the kernel: lets the NIC, and not the kernel, receive the datagrams to an endpoint's address.
     pub(super) fn steal_messages(&mut self, address: SocketAddr, open: &OpenSession) -> Result<(), Refusal> {
-        if let Shape::Beside { steering, devices, .. } = &mut self.shape
-            && devices.is_new()
-        {
-            devices.follow(&self.routes, steering, &self.keeper).map_err(|_| Refusal::NoRoom)?;
-        }
         let path = path_of(open)?;
         self.shape.steer(&messages_flow(address.into()), &path, Steer::Steal)
     }

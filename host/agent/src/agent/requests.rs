@@ -170,8 +170,18 @@ impl Agent {
     }
 
     /// Runs a request. Returns the answer, or None if it comes later.
-    fn on_request(&mut self, number: u32, tag: u32, ask: Ask, mut descriptors: Vec<Foreign>) -> Option<(Reply, Vec<OwnedFd>)> {
+    pub(crate) fn on_request(
+        &mut self,
+        number: u32,
+        tag: u32,
+        ask: Ask,
+        descriptors: Vec<Foreign>,
+    ) -> Option<(Reply, Vec<OwnedFd>)> {
         let failed = |reason: String| Some((Reply::Failed { reason }, Vec::new()));
+        let (ask, mut descriptors) = match self.when_attached((number, tag), ask, descriptors) {
+            Ok(request) => request,
+            Err(reply) => return reply.map(|reply| (reply, Vec::new())),
+        };
         match ask {
             Ask::Open(Opening { version, .. }) if version != VERSION => {
                 failed(format!("this agent speaks version {VERSION}, the program version {version}"))

@@ -1,0 +1,58 @@
+//! A host with many devices, as one with many containers. At the first move the steering's programs are attached to each, for which the
+//! kernel takes some milliseconds a device; nobody but that move waits for it.
+
+use crate::common::{SetsAtEnd, before_others, connect, hosts, session};
+use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_protocol::program::Place;
+use std::os::fd::OwnedFd;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// Pairs of devices besides the bed's own.
+const PAIRS: usize = 30;
+
+/// Gives host A devices that could all receive a connection's packets.
+fn add_devices(bed: &Testbed) {
+    let pair = |at| format!("link add many{at} type veth peer name more{at}\nlink set many{at} up\nlink set more{at} up\n");
+    let lines: String = (0..PAIRS).map(pair).collect();
+    let file = std::env::temp_dir().join(format!("baton-many-{}", std::process::id()));
+    std::fs::write(&file, lines).expect("a file of commands");
+    let ran = bed.host_a.run(|| Command::new("ip").arg("-batch").arg(&file).output());
+    let _ = std::fs::remove_file(&file);
+    let ran = ran.expect("ip (Debian's package iproute2)");
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+}
+
+/// The longest time that the agent has taken for an answer, until the flag is set.
+fn longest_answer(bed: &Testbed, over: &AtomicBool) -> Duration {
+    let (mut tool, mut longest) = (bed.tool().expect("an agent"), Duration::ZERO);
+    while !over.load(Ordering::Relaxed) {
+        let asked = Instant::now();
+        tool.statistics().expect("an answer");
+        longest = longest.max(asked.elapsed());
+    }
+    longest
+}
+
+#[test]
+fn others_do_not_wait_for_the_first_move() {
+    let bed = hosts(TestbedSettings { beside: true, ..Default::default() });
+    add_devices(&bed);
+    let (server, _peer) = connect(&bed, false, 8080);
+    let mut session = session(&bed);
+    let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+    let over = AtomicBool::new(false);
+    let (moving, longest) = std::thread::scope(|scope| {
+        let asking = scope.spawn(|| before_others(|| longest_answer(&bed, &over)));
+        let _over = SetsAtEnd(&over);
+        let begun = Instant::now();
+        session.move_to(id, Place::Nic).expect("a move");
+        let moving = begun.elapsed();
+        over.store(true, Ordering::Relaxed);
+        (moving, asking.join().expect("answers"))
+    });
+    println!("the first move has taken {moving:?}, the longest answer meanwhile {longest:?}");
+    assert!(longest * 4 < moving, "the first move has taken {moving:?}, and an answer meanwhile {longest:?}");
+    assert_eq!(session.place(id), Some(Place::Nic));
+}
