@@ -2,9 +2,10 @@
 //! the journal, and restores every connection to the kernel. The NIC has died with its agent.
 
 use crate::agent::Agent;
+use crate::block::Block;
 use crate::calls::outsider;
 use crate::connecting::ABORTED;
-use crate::connection::{Block, Carried, Connection, Memory, Stage};
+use crate::connection::{Carried, Connection, Memory, Stage};
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
 use crate::perform::hand_to_kernel;

@@ -1,12 +1,13 @@
 //! State that the agent keeps of a connection, shared by both directions of a move.
 
+use crate::block::Block;
 use crate::calls::Call;
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::way::Way;
 use baton_abi::Cid;
-use baton_abi::layout::{Owner, block as layout, session};
+use baton_abi::layout::session;
 use baton_handoff::export::Exporter;
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
@@ -22,10 +23,6 @@ use std::borrow::Cow;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
-
-/// Times that a program's busy word is read in a row: most operations end within a microsecond.
-const GLANCES: u32 = 200;
 
 /// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any more: the
 /// connection is lost then. Shortest and longest pause in between. All in microseconds.
@@ -417,7 +414,7 @@ impl Connection {
 
     /// Its number in its session.
     pub fn number(&self) -> u32 {
-        self.block.number
+        self.block.number()
     }
 
     /// Whether it is wanted on the NIC: the last request or rule was for that.
@@ -717,95 +714,5 @@ impl Connection {
             Stage::Nic | Stage::Ended => Place::Nic,
             Stage::Kernel | Stage::Offloading => Place::Kernel,
         }
-    }
-}
-
-/// The agent's view of a connection's block in session memory.
-#[derive(Clone)]
-pub(crate) struct Block {
-    memory: Arc<Region>,
-    /// Number of the connection in its session.
-    number: u32,
-    /// Number of changes to the block, written there so that the program reads it again.
-    moves: u32,
-}
-
-impl Block {
-    /// Makes the view of a block, before [`Block::read_moves`].
-    pub fn new(memory: Arc<Region>, connection: u32) -> Block {
-        Block { memory, number: connection, moves: 0 }
-    }
-
-    fn word(&self, field: usize) -> &AtomicU32 {
-        self.memory.word32(session::block(self.number) + field)
-    }
-
-    pub fn load(&self, field: usize) -> u32 {
-        self.word(field).load(Ordering::Acquire)
-    }
-
-    pub fn store(&self, field: usize, value: u32) {
-        self.word(field).store(value, Ordering::Release);
-    }
-
-    /// The connection's word of [`session::WISHES`], and its bit there.
-    fn wish_word(&self) -> (&AtomicU32, u32) {
-        (self.memory.word32(session::WISHES + (self.number / 32 * 4) as usize), 1 << (self.number % 32))
-    }
-
-    /// Notes for the next agent whether the connection is wanted on the NIC. A program that changes this in its memory is served as if it
-    /// had asked for it.
-    fn note_wish(&self, wanted: bool) {
-        let (word, bit) = self.wish_word();
-        if wanted {
-            word.fetch_or(bit, Ordering::AcqRel)
-        } else {
-            word.fetch_and(!bit, Ordering::AcqRel)
-        };
-    }
-
-    fn wish(&self) -> bool {
-        let (word, bit) = self.wish_word();
-        word.load(Ordering::Acquire) & bit != 0
-    }
-
-    /// Reads the number of changes, which somebody else may have written.
-    pub fn read_moves(&mut self) {
-        self.moves = self.load(layout::MOVES);
-    }
-
-    /// Counts a change, before it is made; [`Block::note_moves`] follows.
-    pub fn count_move(&mut self) {
-        self.moves = self.moves.wrapping_add(1);
-    }
-
-    /// Makes the program read the block again.
-    pub fn note_moves(&self) {
-        self.store(layout::MOVES, self.moves);
-    }
-
-    /// Sets the owner, and wakes the program's threads that wait for the end of a move.
-    pub fn set_owner(&self, owner: Owner) {
-        self.store(layout::OWNER, owner as u32);
-        if owner != Owner::Moving {
-            events::wake_all(self.word(layout::OWNER));
-        }
-    }
-
-    /// Keeps the program out of the connection from now on. Returns false if the program is still inside an operation:
-    /// [`Block::is_left`] is true once it has left.
-    pub fn keep_out(&self) -> bool {
-        self.set_owner(Owner::Moving);
-        fence(Ordering::SeqCst);
-        (0..GLANCES).any(|_| {
-            let left = self.is_left();
-            std::hint::spin_loop();
-            left
-        })
-    }
-
-    /// Whether the program, which is kept out, has left the operation that it was in.
-    pub fn is_left(&self) -> bool {
-        self.load(layout::BUSY) == 0
     }
 }

@@ -73,7 +73,7 @@ impl DerefMut for Connections {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::connection::Block;
+    use crate::block::Block;
     use baton_abi::layout::session;
     use baton_shm::Region;
     use baton_wire::Endpoint;

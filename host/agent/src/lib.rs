@@ -8,6 +8,7 @@ mod agent;
 mod answers;
 mod attached;
 mod attaching;
+mod block;
 mod calls;
 mod cgroups;
 mod changes;

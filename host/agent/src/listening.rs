@@ -7,7 +7,8 @@
 
 use crate::agent::Agent;
 use crate::answers::{After, Caller, NO_ANSWER};
-use crate::connection::{Asker, Block, Connection, Exported, Handoff, OnNic};
+use crate::block::Block;
+use crate::connection::{Asker, Connection, Exported, Handoff, OnNic};
 use crate::ground::Ground;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;

@@ -179,7 +179,8 @@ mod tests {
             answered.push(requests.receive().expect("an answer"));
             requests.flush();
         }
-        let expected = (0..1000).map(|number: u32| (number, if number.is_multiple_of(2) { Ok(()) } else { Err(number.to_string()) }));
+        let expected =
+            (0..1000).map(|number: u32| (number, if number.is_multiple_of(2) { Ok(()) } else { Err(number.to_string()) }));
         assert_eq!(answered, expected.collect::<Vec<_>>());
     }
 

@@ -2,8 +2,9 @@
 
 use super::Agent;
 use crate::answers::{After, NO_ANSWER};
+use crate::block::Block;
 use crate::calls::{flow_of, outsider};
-use crate::connection::{Asker, Block, Connection, Stage, Then};
+use crate::connection::{Asker, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::host_tcp::HostTcp;
