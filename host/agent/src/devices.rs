@@ -86,8 +86,8 @@ impl Devices {
     }
 
     /// Names of a NIC's devices.
-    pub fn of_nic(&self, nic: usize, routes: &Netlink) -> Vec<String> {
-        self.dealing.devices_of(nic).filter_map(|index| rtnetlink::name_of(routes, index).ok()).collect()
+    pub fn of_nic(&self, nic: usize) -> Vec<String> {
+        self.dealing.devices_of(nic).filter_map(|index| interface::name_of(index).ok()).collect()
     }
 
     /// Checks that the NICs hear at all devices that were there when the first was needed, and at this one.

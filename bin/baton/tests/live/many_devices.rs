@@ -1,7 +1,7 @@
 //! A host with many devices, as one with many containers. At the first move the steering's programs are attached to each, for which the
 //! kernel takes some milliseconds a device; nobody but that move waits for it.
 
-use crate::common::{SetsAtEnd, before_others, connect, hosts, session};
+use crate::common::{SetsAtEnd, before_others, connect, hosts, scene, session, wait_until};
 use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_protocol::program::Place;
 use std::os::fd::OwnedFd;
@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Pairs of devices besides the bed's own.
-const PAIRS: usize = 30;
+const PAIRS: usize = 40;
 
 /// Gives host A devices that could all receive a connection's packets.
 fn add_devices(bed: &Testbed) {
@@ -29,10 +29,36 @@ fn longest_answer(bed: &Testbed, over: &AtomicBool) -> Duration {
     let (mut tool, mut longest) = (bed.tool().expect("an agent"), Duration::ZERO);
     while !over.load(Ordering::Relaxed) {
         let asked = Instant::now();
+        tool.connections().expect("an answer");
         tool.statistics().expect("an answer");
         longest = longest.max(asked.elapsed());
     }
     longest
+}
+
+/// Whether a thread of the agent is attaching to devices.
+fn is_attaching(agent: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{agent}/task")).expect("the agent's threads");
+    threads.flatten().any(|thread| std::fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name == "attach\n"))
+}
+
+/// Does what makes the agent attach to many devices. Returns how long that has taken, and the longest time for an answer meanwhile.
+fn meanwhile(bed: &Testbed, attach: impl FnOnce()) -> (Duration, Duration) {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let asking = scope.spawn(|| before_others(|| longest_answer(bed, &over)));
+        let _over = SetsAtEnd(&over);
+        let begun = Instant::now();
+        attach();
+        let taken = begun.elapsed();
+        over.store(true, Ordering::Relaxed);
+        (taken, asking.join().expect("answers"))
+    })
+}
+
+fn is_served_meanwhile((taken, longest): (Duration, Duration)) {
+    println!("attaching has taken {taken:?}, the longest answer meanwhile {longest:?}");
+    assert!(longest * 4 < taken, "attaching has taken {taken:?}, and an answer meanwhile {longest:?}");
 }
 
 #[test]
@@ -42,17 +68,19 @@ fn others_do_not_wait_for_the_first_move() {
     let (server, _peer) = connect(&bed, false, 8080);
     let mut session = session(&bed);
     let id = session.adopt(OwnedFd::from(server)).expect("adoption");
-    let over = AtomicBool::new(false);
-    let (moving, longest) = std::thread::scope(|scope| {
-        let asking = scope.spawn(|| before_others(|| longest_answer(&bed, &over)));
-        let _over = SetsAtEnd(&over);
-        let begun = Instant::now();
-        session.move_to(id, Place::Nic).expect("a move");
-        let moving = begun.elapsed();
-        over.store(true, Ordering::Relaxed);
-        (moving, asking.join().expect("answers"))
-    });
-    println!("the first move has taken {moving:?}, the longest answer meanwhile {longest:?}");
-    assert!(longest * 4 < moving, "the first move has taken {moving:?}, and an answer meanwhile {longest:?}");
+    is_served_meanwhile(meanwhile(&bed, || session.move_to(id, Place::Nic).expect("a move")));
     assert_eq!(session.place(id), Some(Place::Nic));
+}
+
+#[test]
+fn nobody_waits_for_devices_that_come_later() {
+    let mut scene = scene(TestbedSettings { beside: true, ..Default::default() });
+    scene.move_to(Place::Nic);
+    let agent = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").agent_process;
+    is_served_meanwhile(meanwhile(&scene.bed, || {
+        add_devices(&scene.bed);
+        wait_until("the agent attaches", || is_attaching(agent));
+        wait_until("all are attached to", || !is_attaching(agent));
+    }));
+    scene.exchange(10_000, Place::Nic);
 }

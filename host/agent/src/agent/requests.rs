@@ -689,7 +689,7 @@ impl Agent {
         };
         let workers: Vec<Vec<u64>> = (0..self.settings.nic.workers).map(of).collect();
         let devices = match &self.shape {
-            Shape::Beside { devices, .. } => devices.of_nic(nic, &self.routes),
+            Shape::Beside { devices, .. } => devices.of_nic(nic),
             Shape::Inline { .. } => Vec::new(),
         };
         let (starved, hung) = self.watch.counts(nic);
