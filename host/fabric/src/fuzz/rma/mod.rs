@@ -39,8 +39,14 @@ struct Memories {
     events: bool,
     mr_mode: c_int,
     model: Model,
-    /// Messages: the buffers of both ends, the lives of sender and receiver, and which end has ended.
-    messages: Vec<([Vec<u8>; 2], [(usize, u32); 2], [bool; 2])>,
+    messages: Vec<Message>,
+}
+
+/// A message, of each end in turn: its buffer, whose it is, and whether its operation has ended.
+struct Message {
+    buffers: [Vec<u8>; 2],
+    ends: [(usize, u32); 2],
+    ended: [bool; 2],
 }
 
 /// A read or write as it is asked for.
@@ -315,11 +321,12 @@ impl Memories {
         let of = if choice.one_in(4) { at } else { 1 - at };
         let (number, length) = (self.messages.len(), choice.magnitude(LONGEST) as usize);
         let bytes = (0..length).map(|at| byte(number, at)).collect();
-        self.messages.push(([bytes, vec![UNTOUCHED; length]], [self.side(at), self.side(of)], [false; 2]));
+        let (buffers, ends) = ([bytes, vec![UNTOUCHED; length]], [self.side(at), self.side(of)]);
+        self.messages.push(Message { buffers, ends, ended: [false; 2] });
         let to = self.place(at, of);
         let receive_first = choice.one_in(2);
         for receives in [receive_first, !receive_first] {
-            let buffer = &mut self.messages[number].0[usize::from(receives)];
+            let buffer = &mut self.messages[number].buffers[usize::from(receives)];
             let iov = [libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: length }];
             let tag = number as u64;
             let result = if receives {
@@ -336,7 +343,7 @@ impl Memories {
         let context = entry.op_context.addr() - 1;
         let (end, number) = if context >= RECEIVED { (1, context - RECEIVED) } else { (0, context - SENT) };
         let lives = [0, 1].map(|at| self.side(at).1);
-        let (buffers, ends, ended) = &mut self.messages[number];
+        let Message { buffers, ends, ended } = &mut self.messages[number];
         assert!(ends[end] == side && !std::mem::replace(&mut ended[end], true), "message {number} ends twice");
         let is_whole = ends.iter().all(|end| lives[end.0] == end.1);
         match failed {
@@ -417,12 +424,12 @@ impl Memories {
         let due = |access: &Access| {
             !(access.ended && (access.told || !access.reported)) && self.sides[access.side.0].life == access.side.1
         };
-        let access = self.model.accesses.iter().position(|access| due(access));
+        let access = self.model.accesses.iter().position(due);
         let untold = |access: &Access| {
             access.write && access.data && !access.noticed && access.fate == Fate::Done && self.model.is_whole(access)
         };
-        let untold = self.model.accesses.iter().position(|access| untold(access));
-        let message = self.messages.iter().position(|(_, ends, ended)| ends.iter().all(whole) && *ended != [true; 2]);
+        let untold = self.model.accesses.iter().position(untold);
+        let message = self.messages.iter().position(|message| message.ends.iter().all(whole) && message.ended != [true; 2]);
         let left = access.is_some() || untold.is_some() || message.is_some();
         left.then(|| format!("access {access:?} has not ended, nobody was told of {untold:?}, message {message:?} has not ended"))
     }
