@@ -64,13 +64,13 @@ impl End {
 
     /// Bytes that the peer has acknowledged.
     pub fn acknowledged(&self) -> u64 {
-        let unacknowledged = self.connection.snd_end().wrapping_sub(self.connection.snd_una());
+        let unacknowledged = self.connection.unacknowledged();
         if self.connection.state() == State::Closed { self.queued } else { self.queued.saturating_sub(u64::from(unacknowledged)) }
     }
 
     fn run_program(&mut self) {
         let open = !matches!(self.connection.state(), State::SynSent | State::SynReceived);
-        let unacknowledged = u64::from(self.connection.snd_end().wrapping_sub(self.connection.snd_una()));
+        let unacknowledged = u64::from(self.connection.unacknowledged());
         let room = self.send_room.saturating_sub(unacknowledged);
         let amount = (self.wanted - self.queued).min(room);
         if open && amount > 0 && self.connection.queue(amount as u32) {

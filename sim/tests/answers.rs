@@ -369,6 +369,41 @@ fn a_partial_duplicate_is_reported() {
     assert_eq!((sent.ack, sent.options.sack.as_slice()), (451, &[(51, 101)][..]));
 }
 
+/// RFC 5961 section 3.2: a reset counts at RCV.NXT. One with the number of a FIN that has come counts, too, as in Linux: macOS sends both when
+/// a program is ended abruptly, and may not answer a challenge.
+#[test]
+fn a_reset_with_the_number_of_the_fin_counts() {
+    for (what, fin, behind, counts) in [
+        ("at the FIN", true, 0, true),
+        ("behind the FIN", true, 1, true),
+        ("before the FIN", true, -1, false),
+        ("before the next byte", false, -1, false),
+        ("at the next byte", false, 0, true),
+    ] {
+        let mut connection = connection(&image(), BUFFER);
+        let flags = if fin { Flags::ACK | Flags::FIN } else { Flags::ACK };
+        answer(&mut connection, &segment(1, 100, flags), NOW);
+        let reset = segment(101u32.wrapping_add_signed(behind), 0, Flags::RST | Flags::ACK);
+        let (received, _) = answer(&mut connection, &reset, NOW);
+        assert_eq!(received.events.contains(Events::ABORTED), counts, "{what}");
+    }
+}
+
+/// RFC 2883 section 4 (4): the block behind the report of a duplicate is the one that the duplicate lies in, also where another one has
+/// grown since. A sender tells by that that the first block is a report.
+#[test]
+fn the_block_that_a_duplicate_lies_in_follows_its_report() {
+    for (what, seq, length) in [("all of it", 101, 100), ("a part of it", 120, 20)] {
+        let mut connection = connection(&image(), BUFFER);
+        answer(&mut connection, &segment(101, 100, Flags::ACK), NOW);
+        answer(&mut connection, &segment(301, 100, Flags::ACK), NOW);
+        wait(&mut connection, 50).expect("a report of the gap");
+        let (_, sent) = answer(&mut connection, &segment(seq, length, Flags::ACK), NOW.after(100));
+        let duplicate = (seq, seq + length);
+        assert_eq!(sent.expect("an answer").options.sack.as_slice(), [duplicate, (101, 201), (301, 401)], "{what}");
+    }
+}
+
 /// What is owed because of a gap is not paid by data that happens to leave first: beside data there are no SACK blocks, and a segment with
 /// data is no duplicate acknowledgement (RFC 2018 section 4, RFC 5681 section 2).
 #[test]

@@ -69,7 +69,7 @@ pub struct State {
     pub transmit: Sink,
     pub receive: Sink,
     pub counters: Counters,
-    /// FI_RMA_EVENT: writes of peers are counted.
+    /// FI_RMA_EVENT: reads and writes of peers are counted.
     pub rma_events: bool,
 }
 
@@ -120,7 +120,8 @@ impl State {
     /// Counts the end of an operation, and puts it into its completion queue if it is to be reported.
     pub fn report(&mut self, operation: &Operation, event: Event) {
         let well = matches!(event, Event::Done(..));
-        self.counters.count(operation.flags & (caps::SEND | caps::RECV | caps::READ | caps::WRITE | caps::REMOTE_WRITE), well);
+        let kinds = caps::SEND | caps::RECV | caps::READ | caps::WRITE | caps::REMOTE_READ | caps::REMOTE_WRITE;
+        self.counters.count(operation.flags & kinds, well);
         let sending = operation.flags & (caps::SEND | caps::READ | caps::WRITE) != 0;
         let sink = if sending { &self.transmit } else { &self.receive };
         if let Some(queue) = sink.queue.as_ref().filter(|_| operation.reported || !well) {
@@ -131,7 +132,11 @@ impl State {
     fn end(&mut self, completion: &Completion) {
         let operation = match completion.kind {
             Kind::Part { last: false, .. } => self.operations.get(&completion.token).copied(),
-            Kind::Written => self.written(completion),
+            Kind::Written => {
+                let brings_data = completion.result.is_ok_and(|delivered| delivered.data & HAS_DATA != 0);
+                self.by_peer(caps::REMOTE_WRITE, brings_data)
+            }
+            Kind::WasRead => self.by_peer(caps::REMOTE_READ, false),
             _ => self.operations.remove(&completion.token),
         };
         let Some(mut operation) = operation else { return };
@@ -158,13 +163,12 @@ impl State {
         self.report(&operation, event);
     }
 
-    /// A peer's write to our memory is reported if it brings data, and counted if the program wants that.
-    fn written(&self, completion: &Completion) -> Option<Operation> {
-        let reported = completion.result.is_ok_and(|delivered| delivered.data & HAS_DATA != 0);
+    /// A peer's read or write of our memory is reported if it brings data, and counted if the program wants that.
+    fn by_peer(&self, direction: u64, reported: bool) -> Option<Operation> {
         (reported || self.rma_events).then_some(Operation {
             context: std::ptr::null_mut(),
             buffer: std::ptr::null_mut(),
-            flags: caps::RMA | caps::REMOTE_WRITE,
+            flags: caps::RMA | direction,
             reported,
             number: 0,
         })

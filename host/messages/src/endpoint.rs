@@ -136,12 +136,14 @@ pub enum Kind {
     Write,
     /// A peer has written to our memory, and passed on `data`.
     Written,
+    /// A peer has read our memory.
+    WasRead,
 }
 
 /// How an operation ended.
 #[derive(Clone, Copy, Debug)]
 pub struct Completion {
-    /// The caller's name for it; 0 for [`Kind::Written`].
+    /// The caller's name for it; 0 for [`Kind::Written`] and [`Kind::WasRead`].
     pub token: Token,
     /// What it was.
     pub kind: Kind,

@@ -72,8 +72,10 @@ pub(crate) enum Step {
     Read(u64),
     /// Receives the contents of a peer's write; `data` goes to the program.
     Written(u64),
-    /// Sends or discards contents for a peer.
-    Answer,
+    /// Sends what a peer reads.
+    WasRead,
+    /// Discards the contents of a write that was refused.
+    Discard,
 }
 
 /// What a request is for.
@@ -127,11 +129,8 @@ pub(crate) struct Rma<B> {
     /// Receives for requests that could not be posted again yet.
     unposted: usize,
     /// Requests of peers for which there was no room yet.
-    pub waiting: VecDeque<(PeerId, Verbatim)>,
+    waiting: VecDeque<(PeerId, Request)>,
 }
-
-/// A request as it came.
-pub(crate) type Verbatim = [u8; REQUEST];
 
 impl<B> Rma<B> {
     pub fn new(regions: Box<dyn Regions<B>>) -> Rma<B> {
@@ -234,19 +233,26 @@ impl<B: Buffer> Endpoint<B> {
                 self.rma.unposted += 1;
                 self.post_missing_requests(now);
                 if let (Ok(delivered), Slot::Own(bytes)) = (result, slot)
-                    && let Ok(request) = Verbatim::try_from(bytes)
                     && delivered.placed == REQUEST as u64
+                    && let Some(request) = Request::parse(&bytes)
                 {
-                    self.rma.waiting.push_back((delivered.peer, request));
+                    self.take_request(delivered.peer, request);
                 }
             }
-            (Step::Write(operation), result) => self.finish_pending(operation, Kind::Write, result),
+            (Step::Write(operation), result) => {
+                // The contents of a write that is refused are received into no memory, whether the refusal has come or is late.
+                let result = result.and_then(|sent| if sent.placed < sent.length { Err(Error::Aborted) } else { Ok(sent) });
+                self.finish_pending(operation, Kind::Write, result);
+            }
             (Step::Read(operation), result) => self.finish_pending(operation, Kind::Read, result),
             (Step::Written(data), Ok(delivered)) => {
                 let result = Ok(Delivered { data, ..delivered });
                 self.completions.push_back(Completion { token: 0, kind: Kind::Written, result });
             }
-            (Step::Written(_) | Step::Answer, _) => {}
+            (Step::WasRead, Ok(delivered)) => {
+                self.completions.push_back(Completion { token: 0, kind: Kind::WasRead, result: Ok(delivered) });
+            }
+            (Step::Written(_) | Step::WasRead | Step::Discard, _) => {}
         }
     }
 
@@ -261,27 +267,30 @@ impl<B: Buffer> Endpoint<B> {
         let mut any = false;
         self.post_missing_requests(now);
         while self.has_room_for(2)
-            && let Some((peer, bytes)) = self.rma.waiting.front().copied()
+            && let Some((peer, request)) = self.rma.waiting.front().copied()
         {
-            let request = Request::parse(&bytes);
-            let length = request.map(|request| request.length).filter(|length| self.arena.can_hold(*length));
-            if !self.arena.has_place([length.unwrap_or(0), REQUEST as u64]) {
+            let length = if self.arena.can_hold(request.length) { request.length } else { 0 };
+            if !self.arena.has_place([length, REQUEST as u64]) {
                 break;
             }
             self.rma.waiting.pop_front();
             any = true;
-            let Some(request) = request else { continue };
             // There is room: what fails now fails since the peer is gone, and its requests with it.
-            let _ = match request.verb {
-                Verb::Write => self.answer_write(peer, &request, now),
-                Verb::Read => self.answer_read(peer, &request, now),
-                Verb::RefuseWrite | Verb::RefuseRead => {
-                    self.refused(&request, now);
-                    Ok(())
-                }
+            let _ = if request.verb == Verb::Write {
+                self.answer_write(peer, &request, now)
+            } else {
+                self.answer_read(peer, &request, now)
             };
         }
         any
+    }
+
+    /// A request has come. A refusal needs no answer, and counts at once: the operation that it is for may end next.
+    fn take_request(&mut self, peer: PeerId, request: Request) {
+        match request.verb {
+            Verb::Write | Verb::Read => self.rma.waiting.push_back((peer, request)),
+            Verb::RefuseWrite | Verb::RefuseRead => self.refused(&request),
+        }
     }
 
     /// The memory that a request is for, if its sender may have it.
@@ -291,15 +300,14 @@ impl<B: Buffer> Endpoint<B> {
     }
 
     fn answer_write(&mut self, peer: PeerId, request: &Request, now: u64) -> Result<(), Limit> {
-        let region = self.find_region(request, Access::Write);
-        let step = match region {
-            Some(_) => Step::Written(request.data),
+        let (slot, step) = match self.find_region(request, Access::Write) {
+            Some(region) => (Slot::Program(region), Step::Written(request.data)),
             None => {
                 self.ask(peer, Request { verb: Verb::RefuseWrite, ..*request }, now)?;
-                Step::Answer
+                (Slot::Own(Vec::new()), Step::Discard)
             }
         };
-        let slot = self.arena.insert(region.map_or(Slot::Own(Vec::new()), Slot::Program));
+        let slot = self.arena.insert(slot);
         let selector = Selector { peer: Some(peer), channel: Channel::Contents, tag: request.operation, ignore: 0 };
         match self.post(selector, self.arena.whole(slot), slot, now) {
             Ok(_) => {
@@ -319,16 +327,16 @@ impl<B: Buffer> Endpoint<B> {
         };
         let (channel, tag) = (Channel::Contents, request.operation | READ_TAG);
         let contents = Outgoing { peer, channel, tag, data: 0, payload: Payload::Borrowed(region), token: None };
-        self.send_for(Purpose::Rma(Step::Answer), contents, now)
+        self.send_for(Purpose::Rma(Step::WasRead), contents, now)
     }
 
-    /// A peer does not allow one of our operations.
-    fn refused(&mut self, request: &Request, now: u64) {
+    /// A peer does not allow one of our operations. A read ends when its receive has been cancelled, which the caller collects; a write when
+    /// the peer has discarded its contents.
+    fn refused(&mut self, request: &Request) {
         if let Some(pending) = self.rma.pending.get_mut(&request.operation) {
             pending.refused = true;
             if let Some(receive) = pending.receive {
                 self.policy.cancel(receive);
-                self.collect(now);
             }
         }
     }

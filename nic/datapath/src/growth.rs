@@ -99,7 +99,7 @@ impl Offloaded {
     #[inline]
     pub fn consider_growth(&mut self, now: Instant) {
         self.growth.consider(&mut self.tcp, now);
-        let queued = self.tcp.snd_end().wrapping_sub(self.tcp.snd_una());
+        let queued = self.tcp.unacknowledged();
         if self.growth.is_full(queued) {
             let flags = self.flags_of_block();
             self.growth.consider_writer(queued, self.tcp.cwnd(), flags, now);

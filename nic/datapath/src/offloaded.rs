@@ -341,8 +341,7 @@ impl Offloaded {
     /// Whether send memory has room for `length` bytes more than the peer has not acknowledged. Numbers that a program gives are
     /// differences modulo 2³²: one that moves backwards is a large one, and what does not fit into send memory cannot go back to the kernel.
     pub fn has_room_to_send(&self, length: u32) -> bool {
-        let unacknowledged = self.tcp.snd_end().wrapping_sub(self.tcp.snd_una());
-        unacknowledged.checked_add(length).is_some_and(|all| all <= self.send_size)
+        self.tcp.unacknowledged().checked_add(length).is_some_and(|all| all <= self.send_size)
     }
 
     /// Appends to the send queue what the program has put into send memory so far. False if it claims more than fits there, or

@@ -380,12 +380,15 @@ impl Offloaded {
     /// Linux's error number for the end of the connection, for the program.
     pub fn error_number(&self) -> u32 {
         use baton_tcp::EndReason;
+        const EPIPE: u32 = 32;
         const ECONNABORTED: u32 = 103;
         const ECONNRESET: u32 = 104;
         const ETIMEDOUT: u32 = 110;
         const ECONNREFUSED: u32 = 111;
         match self.tcp.end_reason() {
             None => 0,
+            // In CLOSE-WAIT, as in Linux (tcp_reset): a program that goes on writing learns what it would of a pipe.
+            Some(EndReason::Reset) if self.tcp.fin_received() && !self.tcp.fin_queued() => EPIPE,
             Some(EndReason::Reset) => ECONNRESET,
             Some(EndReason::Aborted) => ECONNABORTED,
             Some(EndReason::TimedOut) => ETIMEDOUT,

@@ -7,7 +7,7 @@ use crate::recovery::Recovery;
 use crate::rtt::Rtt;
 use crate::scoreboard::Scoreboard;
 use crate::segment::Events;
-use crate::seq::before;
+use crate::seq::{before, left};
 use crate::time::Instant;
 use crate::timers::Timers;
 use crate::tuning::Tuning;
@@ -378,7 +378,13 @@ impl Connection {
     /// Number of queued bytes that have not been sent.
     #[inline]
     pub fn unsent(&self) -> u32 {
-        self.send.end.wrapping_sub(self.send.nxt)
+        left(self.send.nxt, self.send.end)
+    }
+
+    /// Number of queued bytes that have not been acknowledged.
+    #[inline]
+    pub fn unacknowledged(&self) -> u32 {
+        left(self.send.una, self.send.end)
     }
 
     /// Next sequence number expected.

@@ -157,6 +157,9 @@ impl Connection {
             State::SynSent => return self.input_syn_sent(segment, now),
             _ => {}
         }
+        if self.resets_with_fin(segment) {
+            return Received { events: self.end(EndReason::Reset), ..Received::default() };
+        }
         if self.too_old(segment, now) || !self.acceptable(segment) {
             if segment.flags.contains(Flags::SYN) && !segment.flags.contains(Flags::RST) {
                 // RFC 5961 section 4.2: whatever its sequence number.
@@ -269,6 +272,14 @@ impl Connection {
             self.challenge_at = now.after(CHALLENGE_GAP);
             self.due |= Due::ACK;
         }
+    }
+
+    /// Whether it is a reset with the number of the peer's FIN. A host that ends a program abruptly may send both, and not answer a challenge
+    /// (macOS); so it counts, as in Linux (tcp_reset_check), though RFC 5961 section 3.2 asks for RCV.NXT.
+    fn resets_with_fin(&self, segment: &Segment) -> bool {
+        segment.flags.contains(Flags::RST)
+            && segment.seq == self.receive.nxt.wrapping_sub(1)
+            && matches!(self.state, State::CloseWait | State::LastAck | State::Closing)
     }
 
     fn input_reset(&mut self, segment: &Segment, now: Instant) -> Received {
@@ -394,7 +405,10 @@ impl Connection {
             // Also of a segment that brings something new (RFC 2883 section 4).
             self.report_duplicate(left, right);
         }
-        if overlap == Some((seq, end)) || !self.reassembly.insert(seq, end, most_ranges(self.receive.capacity)) {
+        if overlap == Some((seq, end)) {
+            self.reassembly.touch_at(seq);
+            received.place = 0;
+        } else if !self.reassembly.insert(seq, end, most_ranges(self.receive.capacity)) {
             received.place = 0;
         }
     }

@@ -147,6 +147,13 @@ impl Reassembly {
         blocks
     }
 
+    /// A duplicate of what lies at `seq` has come: its range is reported first (RFC 2883 section 4).
+    pub(crate) fn touch_at(&mut self, seq: u32) {
+        if let Some(at) = self.range_at(seq) {
+            self.touch(self.ranges[at].0);
+        }
+    }
+
     fn touch(&mut self, left: u32) {
         let at = self.recent.iter().position(|seq| *seq == left).unwrap_or(self.recent.len() - 1);
         self.recent[..=at].rotate_right(1);

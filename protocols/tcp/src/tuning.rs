@@ -83,7 +83,7 @@ impl Connection {
     /// Bytes of send memory that the connection could use, if that is more than the `size` that it has.
     #[inline]
     pub fn wanted_send_memory(&mut self, size: u32) -> Option<u32> {
-        let queued = self.send.end.wrapping_sub(self.send.una);
+        let queued = self.unacknowledged();
         let window = self.congestion.cwnd.saturating_mul(self.send.mss);
         if queued <= size / 2 || window <= size / 2 {
             return None;
@@ -132,7 +132,7 @@ impl Connection {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::connection::Config;
+    use crate::connection::{Config, State};
     use crate::segment::Segment;
     use baton_wire::{Flags, TcpOptions};
 
@@ -216,6 +216,23 @@ mod tests {
         let mut tcp = open();
         assert_eq!(send(&mut tcp, u32::from(USED_UP)), None);
         assert_eq!(send(&mut tcp, 3), Some(1 << 17));
+    }
+
+    /// The FIN has a sequence number of its own, behind the last byte that the program has queued.
+    #[test]
+    fn a_fin_is_neither_unsent_nor_unacknowledged_data() {
+        let mut tcp = open();
+        tcp.queue(100);
+        tcp.shutdown();
+        send_all(&mut tcp);
+        assert_eq!((tcp.unsent(), tcp.unacknowledged()), (0, 100));
+        let acknowledgement = Segment { seq: 1, ack: tcp.send.nxt, flags: Flags::ACK, window: 1000, ..Segment::default() };
+        // On a long path, so that send memory would grow at once.
+        tcp.rtt.min = 2 * SHORT;
+        tcp.input(&acknowledgement, Instant(1_000_000));
+        assert_eq!(tcp.state(), State::FinWait2);
+        assert_eq!((tcp.unsent(), tcp.unacknowledged()), (0, 0));
+        assert_eq!(tcp.wanted_send_memory(1 << 14), None, "nothing is to be sent any more");
     }
 
     #[test]

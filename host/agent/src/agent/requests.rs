@@ -544,7 +544,8 @@ impl Agent {
             srtt: record.srtt,
             cwnd: record.cwnd,
             in_flight: record.snd_nxt.wrapping_sub(record.snd_una),
-            unsent: connection.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_nxt),
+            // A FIN that was sent lies behind all that is queued.
+            unsent: (connection.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_nxt) as i32).max(0) as u32,
             unread: record.rcv_nxt.wrapping_sub(connection.block.load(block::READ_SEQ)),
             send_window: record.snd_wnd,
             retransmitted: 0,

@@ -6,6 +6,7 @@
 //! should; each message comes once, and none before an earlier one.
 
 mod model;
+mod rma;
 mod side;
 
 use crate::abi::{ADDR_UNSPEC, caps, errno, flags};
@@ -14,7 +15,7 @@ use baton_fuzz::{Choice, Fuzzer, World, note};
 use baton_linux::events::monotonic_micros;
 use baton_messages::MAX_LENGTH;
 use model::{CLASS, Model, Selector, UNTOUCHED, What, byte, context};
-use side::{Side, Target, call};
+use side::{Side, Target, call, expect};
 use std::net::UdpSocket;
 use std::time::Duration;
 
@@ -110,22 +111,13 @@ impl Calls {
             (many && count > PARTS, errno::EINVAL),
             (injected && length > INJECT || length as u64 > MAX_LENGTH, errno::EMSGSIZE),
         ];
-        self.expect(result, &refusals);
+        expect(result, &refusals);
         let message = model::Message { from: self.side(at), to, tag, length, taken: None };
         if result == 0 {
             self.model.messages.push(message);
         }
         // A copied message (inject) has no completion of its own.
         self.model.operations[operation].ended = result != 0 || silent;
-    }
-
-    /// A call succeeds, or is refused for one of the reasons that hold.
-    fn expect(&self, result: isize, refusals: &[(bool, i32)]) {
-        let mut reasons = refusals.iter().filter(|(holds, _)| *holds).peekable();
-        match reasons.peek() {
-            None => assert_eq!(result, 0, "there is no reason to refuse this"),
-            Some(_) => assert!(reasons.any(|(_, error)| result == -(*error as isize)), "{result} is the answer, of {refusals:?}"),
-        }
     }
 
     fn selector(&self, at: usize, choice: &mut Choice) -> (Selector, u64, bool) {
@@ -179,7 +171,7 @@ impl Calls {
         };
         note!("{operation}: {at} receives {length} bytes, {selector:?}, several {several}, {count} parts: {result}");
         let refusals = [(unknown, errno::EINVAL), (count > PARTS, errno::EINVAL), (length as u64 > MAX_LENGTH, errno::EMSGSIZE)];
-        self.expect(result, &refusals);
+        expect(result, &refusals);
         self.model.operations[operation].ended = result != 0;
     }
 
@@ -194,7 +186,7 @@ impl Calls {
         let operation = self.model.enter(self.side(at), what, selector, Vec::new(), true);
         let result = self.sides[at].receive(selector.tag, &[], place, context(operation), all_flags);
         note!("{operation}: {at} looks for {selector:?}, claim {claim}, discard {discard}: {result}");
-        self.expect(result, &[(unknown, errno::EINVAL)]);
+        expect(result, &[(unknown, errno::EINVAL)]);
         self.model.operations[operation].ended = result != 0;
     }
 

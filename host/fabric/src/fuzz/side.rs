@@ -1,8 +1,8 @@
 //! An endpoint with what belongs to it, as a program has it.
 
 use crate::abi::{
-    ADDR_UNSPEC, CqAttr, CqEntry, CqErrEntry, Fid, FidAv, FidCq, FidDomain, FidEp, FidFabric, Info, Msg, MsgTagged, caps,
-    control, cq_format, flags,
+    ADDR_UNSPEC, CqAttr, CqEntry, CqErrEntry, DomainAttr, Fid, FidAv, FidCq, FidDomain, FidEp, FidFabric, Info, Msg, MsgTagged,
+    caps, control, cq_format, flags,
 };
 use crate::addresses::{LENGTH_V4, to_bytes};
 use baton_fuzz::Choice;
@@ -58,6 +58,12 @@ fn zeroed<T>() -> T {
 
 impl Side {
     pub fn open(life: u32, choice: &mut Choice) -> Side {
+        let messages = caps::MSG | caps::TAGGED | caps::DIRECTED_RECV | caps::MULTI_RECV | caps::SOURCE | caps::SEND | caps::RECV;
+        Side::with(messages, 0, life, choice)
+    }
+
+    /// With these capabilities, and this mode of registered memory.
+    pub fn with(caps: u64, mr_mode: c_int, life: u32, choice: &mut Choice) -> Side {
         let (selective, wait) = (choice.one_in(4), choice.of(&[0, 1, 3]));
         let mut side = Side {
             fabric: null_mut(),
@@ -74,7 +80,9 @@ impl Side {
         };
         let mut source = to_bytes(side.address);
         let mut info: Info = zeroed();
-        info.caps = caps::MSG | caps::TAGGED | caps::DIRECTED_RECV | caps::MULTI_RECV | caps::SOURCE | caps::SEND | caps::RECV;
+        let mut memory: DomainAttr = zeroed();
+        memory.mr_mode = mr_mode;
+        (info.caps, info.domain_attr) = (caps, &raw mut memory);
         (info.src_addr, info.src_addrlen) = (source.as_mut_ptr().cast(), source.len());
         let mut attr: CqAttr = zeroed();
         (attr.format, attr.wait_obj) = (cq_format::TAGGED, wait);
@@ -252,4 +260,13 @@ impl Drop for Side {
 
 fn plain(iov: &[libc::iovec], addr: u64, context: *mut c_void, data: u64) -> Msg {
     Msg { iov: iov.as_ptr(), desc: null_mut(), iov_count: iov.len(), addr, context, data }
+}
+
+/// A call succeeds, or is refused for one of the reasons that hold.
+pub fn expect(result: isize, refusals: &[(bool, c_int)]) {
+    let mut reasons = refusals.iter().filter(|(holds, _)| *holds).peekable();
+    match reasons.peek() {
+        None => assert_eq!(result, 0, "there is no reason to refuse this"),
+        Some(_) => assert!(reasons.any(|(_, error)| result == -(*error as isize)), "{result} is the answer, of {refusals:?}"),
+    }
 }

@@ -199,6 +199,7 @@ impl Policy {
         if self.incoming.get(known).is_some() {
             return self.repeated_rts(at, known, (buffer, first), now, memory);
         }
+        debug_assert!(!before(number, peer.next_match), "a message that was matched and has ended is known");
         let kept = peer.buffers < self.config.buffers_per_peer && self.free_to_keep();
         let message = Incoming::new(at as u16, number, rts, first, buffer);
         // Messages that come out of order may not take the room of those that they wait for.

@@ -248,7 +248,7 @@ pub struct Delivered {
     pub data: u64,
     /// Bytes of the message.
     pub length: u64,
-    /// Bytes of it that were delivered: fewer if the receive was shorter.
+    /// Bytes of it that were delivered: fewer if the receive was shorter. A sender is not told how many then: 0.
     pub placed: u64,
 }
 

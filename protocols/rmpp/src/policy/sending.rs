@@ -125,10 +125,10 @@ impl Policy {
                 self.set_releasing(handle, Error::Aborted);
                 self.release(at, handle, Half::Sending);
             }
-            Some(Status::Delivered | Status::Truncated) => {
+            Some(status @ (Status::Delivered | Status::Truncated)) => {
                 // The receiver has all that it wants, so the data half has nothing to read any more.
                 self.commands.push(Command::Release { handle, half: Half::Sending, confirm: false });
-                self.complete_send(handle, None, now);
+                self.complete_send(handle, Ok(status), now);
             }
         }
         self.start_waiting(at, now);
@@ -176,12 +176,13 @@ impl Policy {
     }
 
     /// Ends a message: with an error, or because all of it was delivered.
-    pub(super) fn complete_send(&mut self, handle: u32, error: Option<Error>, now: u64) {
+    pub(super) fn complete_send(&mut self, handle: u32, outcome: Result<Status, Error>, now: u64) {
         let Some(message) = self.outgoing.remove(handle) else { return };
         self.timers.stop(handle::slot(handle));
         let Outgoing { peer, tag, data, region, token, .. } = message.outgoing;
-        let delivered = Delivered { peer, tag, data, length: region.length, placed: region.length };
-        let result = error.map_or(Ok(delivered), Err);
+        let length = region.length;
+        let placed = |status| if status == Status::Truncated { 0 } else { length };
+        let result = outcome.map(|status| Delivered { peer, tag, data, length, placed: placed(status) });
         self.completions.push_back(Completion { token, side: Side::Send, result });
         let at = usize::from(peer.0);
         self.peers[at].sends -= 1;
@@ -210,7 +211,7 @@ impl Policy {
         if self.peers[at].last_waiting == handle {
             self.peers[at].last_waiting = before;
         }
-        self.complete_send(handle, Some(Error::Cancelled), now);
+        self.complete_send(handle, Err(Error::Cancelled), now);
         true
     }
 
@@ -221,7 +222,7 @@ impl Policy {
         while let Some(message) = self.outgoing.get(handle) {
             let next = message.next;
             // The peer is failing, so this ends no farewell, for which the time would matter.
-            self.complete_send(handle, Some(error), 0);
+            self.complete_send(handle, Err(error), 0);
             handle = next;
         }
     }
@@ -240,7 +241,7 @@ impl Policy {
         let Some(message) = self.outgoing.get(handle) else { return };
         if let SendState::Releasing(error) = message.state {
             let at = usize::from(message.outgoing.peer.0);
-            self.complete_send(handle, Some(error), now);
+            self.complete_send(handle, Err(error), now);
             self.released_one(at, now);
         }
     }

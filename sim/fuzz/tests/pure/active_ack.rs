@@ -315,8 +315,18 @@ impl Nics {
             length: choice.below(1000) as u32,
             congestion_experienced: choice.one_in(4),
         };
-        match choice.below(4) {
+        match choice.below(5) {
             0 if !opening => segment.ack = tcp.snd_nxt(),
+            2 if !opening => {
+                // All is right but that it acknowledges what the kernel has not sent, nor will have when it gets there (RFC 9293 section
+                // 3.10.7.4, fifth check).
+                segment.seq = tcp.rcv_nxt();
+                segment.ack = tcp.snd_nxt().wrapping_add((1 << 21) + choice.magnitude(30));
+                (segment.flags, segment.congestion_experienced) = (Flags::ACK, false);
+                segment.length += 1;
+                segment.options = TcpOptions::default();
+                segment.options.timestamps = Some((*echoed, choice.number())).filter(|_| *echoed != 0);
+            }
             1 if !opening => {
                 // Both numbers are right, and the timestamp is older than what the kernel echoes.
                 let recent = *echoed;
@@ -349,7 +359,12 @@ impl Nics {
         }
     }
 
-    /// The kernel answers the SYN of a connection that never comes to be.
+    /// Buffers with bytes that the NIC has acknowledged and the kernel has not.
+    fn held(&self) -> usize {
+        (0..self.memory.buffers()).filter(|buffer| self.memory.holds(*buffer)).count()
+    }
+
+    /// The kernel answers the SYN of a connection that never comes to be. What is held for others stays.
     fn stranger(&mut self, choice: &mut Choice) {
         let flow = Flow {
             local: Endpoint::v4([10, 0, 0, 1], 80),
@@ -359,8 +374,9 @@ impl Nics {
         let segment =
             Segment { seq: choice.number(), ack: choice.number(), flags: Flags::SYN | Flags::ACK, ..Segment::default() };
         let mut answer = frame(&flow, true, &segment, 0, true);
-        let now = self.now.0;
+        let (now, held) = (self.now.0, self.held());
         self.workers[choice.below(2) as usize].from_kernel(&mut answer, now, &mut |_| panic!("nothing is held"));
+        assert_eq!(self.held(), held, "what was acknowledged is forgotten for a stranger");
     }
 
     fn program(&mut self, number: usize, choice: &mut Choice) {

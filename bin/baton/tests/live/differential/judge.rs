@@ -104,6 +104,12 @@ impl<'a> Difference<'a> {
         self.script.offer.scale.unwrap_or(0)
     }
 
+    /// Whether the segments cost Linux more than SO_RCVBUF, which it doubles, at up to 2 KB each beside their bytes.
+    fn fills_the_buffer(&self) -> bool {
+        let cost: i32 = self.played().iter().map(|played| 2048 + i32::from(played.segment.length)).sum();
+        self.script.receive_buffer.is_some_and(|bytes| cost > 2 * bytes)
+    }
+
     /// One of the two has sent less than the program has written.
     fn something_waits(&self) -> bool {
         let waits = |outcome: &Outcome| {
@@ -235,6 +241,43 @@ const MEANT: &[Meant] = &[
         holds: |it| it.any(|played| played.end > played.edges.0 && played.start <= played.edges.1),
     },
     Meant {
+        // RFC 2018 section 8 lets a receiver drop what it has reported and not acknowledged, RFC 9293 section 3.8.6 advises against taking
+        // back a window. Linux does both when the segments cost more than SO_RCVBUF, and does not answer what it has no room for. The NIC
+        // takes all that lies in its window, and keeps it.
+        name: "data that Linux has no memory for",
+        holds: |it| {
+            let (kernel, nic) = it.now();
+            let has = |outcome: &Outcome, start: i32, end: i32| {
+                let sacked = outcome.wire.sacked.iter().any(|block| block.0 <= start && end <= block.1);
+                sacked || end <= outcome.wire.acknowledged
+            };
+            let lacks = |played: &Played<'_>| {
+                let next = kernel.wire.acknowledged.max(played.start);
+                let is_new = played.segment.length > 0 && played.is_plain() && next < played.end;
+                is_new && !has(kernel, next, played.end) && has(nic, next, played.end)
+            };
+            let of_data = ["answered", "sacked", "acknowledged", "read", "open", "shrunk"];
+            let parts = if kernel.wire.shrunk { &of_data[..] } else { &of_data[..4] };
+            it.only(parts) && it.fills_the_buffer() && it.any(lacks)
+        },
+    },
+    Meant {
+        // RFC 2883 section 4: a segment that brings again what was held is reported. Linux does not look behind the block that it merges
+        // the segment with.
+        name: "a duplicate in a segment that adjoins what is held",
+        holds: |it| {
+            let (kernel, nic) = it.now();
+            let Some((duplicate, rest)) = nic.wire.sacked.split_first() else { return false };
+            let before = it.at.checked_sub(1).map(|before| &it.kernel[before].wire.sacked[..]).unwrap_or_default();
+            it.only(&["sacked"])
+                && kernel.wire.sacked == rest
+                && it.last().is_some_and(|played| {
+                    let adjoins = before.iter().any(|block| block.1 == played.start);
+                    adjoins && played.start < duplicate.0 && duplicate.1 <= played.end
+                })
+        },
+    },
+    Meant {
         // The connection goes to the kernel, which has nothing of what was out of order, before the reset: it acknowledges once more.
         name: "a reset behind data out of order",
         holds: |it| {
@@ -264,8 +307,13 @@ const MEANT: &[Meant] = &[
         // RFC 9293 section 3.10.7.4: the acknowledgement that answers a segment may ride on data that is sent again at that moment.
         name: "an answer on data that is sent again",
         holds: |it| {
-            let rides = |outcome: &Outcome| outcome.resent_now && !outcome.wire.answered;
-            it.only(&["answered"]) && (rides(it.now().0) || rides(it.now().1))
+            // Such data says nothing of SACK blocks: those of an earlier answer still stand.
+            let rides = |lane: &[Outcome]| {
+                let now = &lane[it.at];
+                let stand = it.at.checked_sub(1).is_some_and(|before| lane[before].wire.sacked == now.wire.sacked);
+                now.resent_now && (!now.wire.answered || stand)
+            };
+            it.only(&["answered", "sacked"]) && (rides(it.kernel) || rides(it.nic))
         },
     },
     Meant {
