@@ -57,7 +57,7 @@ fn identity() -> u32 {
 
 /// Reads the configuration once; None if the program does not run under Baton.
 pub(crate) fn plan() -> Option<&'static Plan> {
-    if UNPREPARED.load(Ordering::Relaxed) || sections::is_withdrawn() {
+    if UNPREPARED.load(Ordering::Relaxed) || sections::is_withdrawn() || table::is_wiped() {
         return None;
     }
     PLAN.get_or_init(|| {
@@ -438,6 +438,7 @@ extern "C" fn at_start() {
     starts::restore();
     if plan().is_some() {
         OWNER.store(identity(), Ordering::Release);
+        table::begin();
         // SAFETY: three functions that live as long as the process.
         unsafe { libc::pthread_atfork(Some(forks::before), Some(forks::after_in_parent), Some(forks::after_in_child)) };
         take_inherited();
