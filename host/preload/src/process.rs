@@ -2,7 +2,7 @@
 
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{filters, forks, real, starts, table, tcp, thread, wait};
+use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
@@ -429,6 +429,7 @@ fn take_inherited() {
     let numbers: Vec<c_int> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     for fd in numbers {
         if tcp::is_tcp(fd) && table::get(fd).is_none() {
+            faults::begin();
             table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
         }
     }

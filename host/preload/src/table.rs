@@ -63,7 +63,10 @@ pub(crate) fn in_tcp<T>(fd: c_int, look: impl FnOnce(&'static Tcp) -> Option<T>)
         return None;
     }
     // SAFETY: as in `as_tcp`.
-    look(unsafe { &*found.wrapping_byte_sub(1).cast::<Tcp>() })
+    look(unsafe {
+        std::hint::assert_unchecked(found as usize > 1);
+        &*found.wrapping_byte_sub(1).cast::<Tcp>()
+    })
 }
 
 #[inline(always)]

@@ -496,8 +496,7 @@ unsafe fn send_by_nic(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> O
     let to = if message.msg_name.is_null() {
         peer?
     } else {
-        // SAFETY: `msg_name` has `msg_namelen` bytes (`# Safety`).
-        unsafe { connecting::parse(message.msg_name.cast::<sockaddr>(), message.msg_namelen) }?
+        connecting::parse(message.msg_name.cast::<sockaddr>(), message.msg_namelen)?
     };
     let vectors: &[iovec] = match message.msg_iovlen {
         0 => &[],

@@ -17,7 +17,7 @@ pub fn finish(namespace: &Namespace, mut command: Command) -> Output {
 }
 
 /// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved before it begins.
-fn as_natively(program: &str, case: &str) {
+pub fn as_natively(program: &str, case: &str) {
     let scratch = Scratch::new(program);
     let compiled = compile(program, &scratch);
     let run = |how: &[&str], moved: bool| {
