@@ -461,6 +461,9 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
         return None;
     }
     let (tcp, (connection, session)) = table::in_tcp(fd, |tcp| Some((tcp, tcp.plain()?)))?;
+    if length == 0 {
+        return None;
+    }
     // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`). Where there is none, as in `send_at_once`.
     let room = unsafe { std::slice::from_raw_parts_mut(start.cast(), length) };
     let received = session.shared.receive_at_once(connection, token(), room);
