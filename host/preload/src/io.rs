@@ -78,7 +78,7 @@ pub(crate) fn takes_name(name: *const c_void, length: socklen_t) -> bool {
 /// The message with its pieces read from the program's memory, as the kernel takes them, and those pieces. None if the kernel would refuse
 /// it before it looks at the socket.
 fn import(message: &msghdr) -> Option<(msghdr, Vec<iovec>)> {
-    let count = message.msg_iovlen as usize;
+    let count = message.msg_iovlen;
     if count > MOST_PIECES {
         return None;
     }

@@ -36,12 +36,10 @@ struct Wiped {
     is_whole: AtomicBool,
 }
 
-static TABLE: Wiped = Wiped { entries: EMPTY, is_whole: AtomicBool::new(false) };
+static TABLE: Wiped = Wiped { entries: [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE], is_whole: AtomicBool::new(false) };
 
 /// The same entries, in memory that is copied for a child.
-static COPY: Entries = EMPTY;
-
-const EMPTY: Entries = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
+static COPY: Entries = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
 
 /// Descriptors are tracked.
 static BEGUN: AtomicBool = AtomicBool::new(false);

@@ -440,13 +440,12 @@ fn give_back_passed(fd: c_int, message: *const msghdr) {
         return;
     }
     let Some(_section) = Section::enter() else { return };
-    let Some(mut message) = faults::read(message).filter(|message| (1..=MOST).contains(&(message.msg_controllen as usize)))
-    else {
+    let Some(mut message) = faults::read(message).filter(|message| (1..=MOST).contains(&message.msg_controllen)) else {
         return;
     };
     // In words, since headers are aligned to them.
-    let mut control = vec![0u64; (message.msg_controllen as usize).div_ceil(8)];
-    let length = message.msg_controllen as usize;
+    let mut control = vec![0u64; message.msg_controllen.div_ceil(8)];
+    let length = message.msg_controllen;
     // SAFETY: the words have room for that many bytes.
     let bytes = unsafe { std::slice::from_raw_parts_mut(control.as_mut_ptr().cast::<u8>(), length) };
     if crate::process::is_ours(fd) || !faults::read_all(message.msg_control.cast_const().cast(), bytes) {
