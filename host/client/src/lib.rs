@@ -20,6 +20,7 @@ mod session;
 mod shared;
 pub mod tool;
 
+pub use baton_shm::guarded;
 pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
 pub use datagrams::Datagrams;

@@ -3,6 +3,7 @@
 mod descriptors;
 mod events;
 mod processes;
+mod signals;
 mod stdio;
 mod transfer;
 

@@ -3,24 +3,25 @@
 //! While the NIC opens a connection its socket is managed like one on the NIC, with nothing to receive and no room to send, so that
 //! every way of waiting for it works: it becomes writable when it is open, and reports an error when it could not be opened.
 
-use crate::process;
 use crate::tcp::Tcp;
 use crate::wait::{self, Want};
+use crate::{faults, process};
 use crate::{real, sections, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, sockaddr, socklen_t};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
 /// Reads the program's address. None if it is no unicast address by which the NIC could reach anybody.
-///
-/// # Safety
-/// `address` must point to `length` bytes.
-pub(crate) unsafe fn parse(address: *const sockaddr, length: socklen_t) -> Option<SocketAddr> {
-    let length = length as usize;
-    if address.is_null() || length < size_of::<libc::sockaddr_in>() {
+pub(crate) fn parse(address: *const sockaddr, length: socklen_t) -> Option<SocketAddr> {
+    let length = (length as usize).min(size_of::<libc::sockaddr_in6>());
+    let mut storage = [0u64; size_of::<libc::sockaddr_in6>().div_ceil(8)];
+    // SAFETY: the words have room for that many bytes.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(storage.as_mut_ptr().cast::<u8>(), length) };
+    if length < size_of::<libc::sockaddr_in>() || !faults::read_all(address.cast(), bytes) {
         return None;
     }
-    // SAFETY: this function's `# Safety`; the family comes first, and the length is checked before more is read.
+    let address = storage.as_ptr().cast::<sockaddr>();
+    // SAFETY: a copy of the address; the family comes first, and the length is checked before more is read.
     let parsed: SocketAddr = unsafe {
         match c_int::from((*address).sa_family) {
             libc::AF_INET => {
@@ -49,8 +50,7 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
     if !process::plan().is_some_and(process::Plan::is_full) || tcp.listens() {
         return None;
     }
-    // SAFETY: this function's `# Safety` is connect(2)'s.
-    let peer = unsafe { parse(address, length) };
+    let peer = parse(address, length);
     if let Some((connection, session)) = tcp.managed() {
         if connection.owner() == Owner::Nic && connection.is_opening() {
             return peer.map(|_| thread::fail(libc::EALREADY) as c_int);

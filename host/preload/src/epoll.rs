@@ -14,7 +14,7 @@ use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::sections::Section;
 use crate::tcp::Tcp;
-use crate::{process, readiness, real, table, thread, wait};
+use crate::{faults, process, readiness, real, table, thread, wait};
 use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
@@ -164,8 +164,7 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
         Some(table::File::Set(set)) => File::Set(set),
         None => return native(),
     };
-    // SAFETY: epoll_ctl(2) requires a valid event, or null (`# Safety`).
-    let given = unsafe { event.as_ref() }.map(|event| (event.events, event.u64));
+    let given = faults::read(event.cast_const()).map(|event| (event.events, event.u64));
     let given = match operation {
         EPOLL_CTL_DEL => None,
         EPOLL_CTL_ADD | EPOLL_CTL_MOD if given.is_some() && epfd != fd => given,

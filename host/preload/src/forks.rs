@@ -6,8 +6,10 @@
 //!   them free, and what they guard whole.
 //! - The child has a session and eventfds of its own. What it has inherited of its parent's is closed.
 //! - Once the library has withdrawn ([`sections`]) it does nothing of this.
-//! - A child of clone(2), `_Fork` or a raw system call may run at a moment at which another thread has any lock, malloc's too. It takes
+//! - A child of clone(2), `_Fork` or `syscall` may run at a moment at which another thread has any lock, malloc's too. It takes
 //!   none, and leaves everything to the kernel: [`after_unprepared`].
+//! - A child that was made past this library (instructions of the program's own, the C library's function by dlsym) finds an empty
+//!   [`table`], and leaves everything to the kernel, too. What its parent has on the NIC stays there.
 
 use crate::sections::{self, Section};
 use crate::{epoll, listening, process, real, starts, table, tcp, thread, udp, wait, waiter};
@@ -130,6 +132,7 @@ pub(crate) extern "C" fn after_in_child() {
     if !is_prepared() {
         return;
     }
+    table::restore();
     process::become_owner();
     // What has closed its parent for good holds for the child, too: filters and rings are inherited.
     UNDER_WAY.store(0, Ordering::SeqCst);
@@ -155,6 +158,7 @@ pub(crate) fn after_unprepared() {
     if sections::is_withdrawn() && !is_prepared() {
         return;
     }
+    table::restore();
     process::become_owner();
     process::give_up_plan();
     // Without it the system call was made by `syscall`.

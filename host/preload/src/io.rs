@@ -5,16 +5,16 @@
 
 use crate::call::{Call, sum};
 use crate::handover::Inside;
-use crate::real;
 use crate::sections::{self, Section};
 use crate::table;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::wait::{self, Want};
 use crate::waiting::{BLOCKS, RECEIVES_FOR_EVER, SENDS_FOR_EVER};
+use crate::{faults, real};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
-use libc::{c_int, c_void, iovec, msghdr, size_t, ssize_t};
+use libc::{c_int, c_void, iovec, msghdr, size_t, socklen_t, ssize_t};
 
 /// Flags with which the NIC can send.
 const PLAIN_SEND: c_int =
@@ -23,30 +23,83 @@ const PLAIN_SEND: c_int =
 const PLAIN_RECEIVE: c_int =
     libc::MSG_DONTWAIT | libc::MSG_PEEK | libc::MSG_WAITALL | libc::MSG_TRUNC | libc::MSG_CMSG_CLOEXEC | libc::MSG_NOSIGNAL;
 
-/// The program's buffer as a slice.
+/// Most bytes that a call transfers (Linux, MAX_RW_COUNT).
+const MOST: usize = 0x7fff_f000;
+
+/// Most pieces of a message (Linux, UIO_MAXIOV).
+const MOST_PIECES: usize = 1024;
+
+/// An address without memory, in place of null, which no slice may have.
+const NOWHERE: usize = 1;
+
+/// The program's buffer as a slice. There may be no such memory: it is only accessed by guarded copies ([`crate::faults`]).
 ///
 /// # Safety
-/// `start` must be readable for `length` bytes, or `length` 0.
+/// Where there is memory, it must be the program's, for the call that it makes.
 #[inline(always)]
 unsafe fn bytes<'a>(start: *const c_void, length: size_t) -> &'a [u8] {
     if length == 0 {
         return &[];
     }
+    let start = if start.is_null() { std::ptr::without_provenance(NOWHERE) } else { start };
     // SAFETY: this function's `# Safety`.
     unsafe { std::slice::from_raw_parts(start.cast(), length) }
 }
 
-/// The program's buffer as a mutable slice.
+/// As [`bytes`], to write to.
 ///
 /// # Safety
-/// `start` must be writable for `length` bytes, or `length` 0.
+/// As there.
 #[inline(always)]
 unsafe fn bytes_mut<'a>(start: *mut c_void, length: size_t) -> &'a mut [u8] {
     if length == 0 {
         return &mut [];
     }
+    let start = if start.is_null() { std::ptr::without_provenance_mut(NOWHERE) } else { start };
     // SAFETY: this function's `# Safety`.
     unsafe { std::slice::from_raw_parts_mut(start.cast(), length) }
+}
+
+/// Whether a buffer is not among the addresses that a program can have: the kernel refuses it at once.
+pub(crate) fn is_outside(start: *const c_void, length: usize) -> bool {
+    const END: usize = (1 << 47) - 4096;
+    (start as usize).checked_add(length).is_none_or(|end| end > END)
+}
+
+/// Most bytes of an address (Linux, sockaddr_storage).
+const MOST_NAME: socklen_t = 128;
+
+/// Whether the kernel takes an address that it then ignores.
+pub(crate) fn takes_name(name: *const c_void, length: socklen_t) -> bool {
+    let mut copy = [0u8; MOST_NAME as usize];
+    name.is_null() || length <= MOST_NAME && faults::read_all(name.cast(), &mut copy[..length as usize])
+}
+
+/// The message with its pieces read from the program's memory, as the kernel takes them, and those pieces. None if the kernel would refuse
+/// it before it looks at the socket.
+fn import(message: &msghdr) -> Option<(msghdr, Vec<iovec>)> {
+    let count = message.msg_iovlen;
+    if count > MOST_PIECES {
+        return None;
+    }
+    if !message.msg_name.is_null() && (message.msg_namelen as i32) < 0 {
+        return None;
+    }
+    let mut pieces = vec![iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; count];
+    if !faults::read_all(message.msg_iov, &mut pieces) || pieces.iter().any(|piece| piece.iov_len > isize::MAX as usize) {
+        return None;
+    }
+    let mut left = MOST;
+    for piece in &mut pieces {
+        let whole = if count == 1 { piece.iov_len.min(MOST) } else { piece.iov_len };
+        if is_outside(piece.iov_base, whole) {
+            return None;
+        }
+        piece.iov_len = whole.min(left);
+        left -= piece.iov_len;
+    }
+    let imported = msghdr { msg_iov: pieces.as_mut_ptr(), ..*message };
+    Some((imported, pieces))
 }
 
 /// Fast path of send(2) of one buffer: the connection is on the NIC, and there is room for all of it. False, with nothing sent,
@@ -60,8 +113,9 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
         return false;
     }
     let Some((connection, session)) = table::in_tcp(fd, Tcp::managed) else { return false };
-    // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`).
-    session.shared.send_at_once(connection, token(), unsafe { bytes(start, length) })
+    // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only passed on to a
+    // guarded copy, and what has sent nothing then goes the slow path, which knows null.
+    session.shared.send_at_once(connection, token(), unsafe { std::slice::from_raw_parts(start.cast(), length) })
 }
 
 /// A message with one vector.
@@ -95,6 +149,16 @@ pub(crate) unsafe fn send(
         // SAFETY: as above.
         return unsafe { send_inside(section, call, tcp, fd, &message, flags) };
     }
+    if length > MOST {
+        drop(section);
+        // SAFETY: as above. The kernel refuses it, or cuts it.
+        return unsafe {
+            match call {
+                Call::Plain if is_outside(start, length) => call.send(fd, &message, flags),
+                _ => send(call, tcp, fd, start, MOST, flags),
+            }
+        };
+    }
     let inside = tcp.enter_kernel();
     if length > 0 && inside.as_ref().is_some_and(|inside| !tcp.may_sleep(inside, flags)) {
         // SAFETY: as above.
@@ -127,7 +191,7 @@ pub(crate) fn empty_message() -> msghdr {
 
 /// The parts of a message's buffers after the first `done` bytes.
 fn remaining(message: &msghdr, mut done: usize) -> impl Iterator<Item = iovec> {
-    // SAFETY: sendmsg(2) and recvmsg(2), whose message this is, require `msg_iovlen` valid vectors.
+    // SAFETY: `import` has made the message, with `msg_iovlen` vectors of this library's.
     (0..message.msg_iovlen).map(|at| unsafe { *message.msg_iov.add(at) }).filter_map(move |vector| {
         let skip = done.min(vector.iov_len);
         done -= skip;
@@ -146,7 +210,7 @@ fn rest_of(message: &msghdr, done: usize) -> (msghdr, Vec<iovec>) {
 }
 
 fn total(message: &msghdr) -> usize {
-    // SAFETY: sendmsg(2) and recvmsg(2), whose message this is, require `msg_iovlen` valid vectors.
+    // SAFETY: as in `remaining`.
     (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
 }
 
@@ -269,6 +333,13 @@ unsafe fn send_rest(
     flags: c_int,
     (mut done, mut stuck): (usize, bool),
 ) -> ssize_t {
+    let taken = takes_name(message.msg_name, message.msg_namelen.min(MOST_NAME));
+    let Some((imported, _pieces)) = import(message).filter(|_| taken) else {
+        drop(section);
+        // SAFETY: this function's `# Safety` is sendmsg(2)'s. The kernel refuses it, wherever the connection is.
+        return unsafe { call.send(fd, message, flags) };
+    };
+    let message = &imported;
     let wanted = total(message);
     let (mut limit, generation) = (None, tcp.generation());
     loop {
@@ -393,8 +464,9 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     if length == 0 {
         return None;
     }
-    // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`).
-    let received = session.shared.receive_at_once(connection, token(), unsafe { bytes_mut(start, length) });
+    // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`). Where there is none, as in `send_at_once`.
+    let room = unsafe { std::slice::from_raw_parts_mut(start.cast(), length) };
+    let received = session.shared.receive_at_once(connection, token(), room);
     if received == 0 {
         return None;
     }
@@ -424,6 +496,16 @@ pub(crate) unsafe fn receive(
     if flags & !PLAIN_RECEIVE != 0 {
         // SAFETY: as above.
         return unsafe { receive_inside(section, call, tcp, fd, &mut message, flags) };
+    }
+    if length > MOST {
+        drop(section);
+        // SAFETY: as above. The kernel refuses it, or cuts it.
+        return unsafe {
+            match call {
+                Call::Plain if is_outside(start, length) => call.receive(fd, &mut message, flags),
+                _ => receive(call, tcp, fd, start, MOST, flags),
+            }
+        };
     }
     let inside = tcp.enter_kernel();
     if flags & libc::MSG_WAITALL == 0 && tcp.lowat() == 1 && inside.as_ref().is_some_and(|inside| !tcp.may_sleep(inside, flags)) {
@@ -504,6 +586,31 @@ unsafe fn receive_as_it_is(
 /// # Safety
 /// As recvmsg(2).
 unsafe fn receive_rest(
+    section: Section,
+    call: Call,
+    tcp: &'static Tcp,
+    fd: c_int,
+    message: &mut msghdr,
+    flags: c_int,
+    nothing: bool,
+) -> ssize_t {
+    let Some((mut imported, _pieces)) = import(message) else {
+        drop(section);
+        // SAFETY: this function's `# Safety` is recvmsg(2)'s. The kernel refuses it, wherever the connection is.
+        return unsafe { call.receive(fd, message, flags) };
+    };
+    // SAFETY: as above.
+    let received = unsafe { receive_imported(section, call, tcp, fd, &mut imported, flags, nothing) };
+    (message.msg_namelen, message.msg_controllen, message.msg_flags) =
+        (imported.msg_namelen, imported.msg_controllen, imported.msg_flags);
+    received
+}
+
+/// As [`receive_rest`], for a message that is imported.
+///
+/// # Safety
+/// As recvmsg(2).
+unsafe fn receive_imported(
     section: Section,
     call: Call,
     tcp: &'static Tcp,
@@ -617,7 +724,9 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         }
         return received;
     }
-    message.msg_namelen = 0;
+    if !message.msg_name.is_null() {
+        message.msg_namelen = 0;
+    }
     message.msg_controllen = 0;
     message.msg_flags = 0;
     if remaining(message, from).next().is_none() {
@@ -626,27 +735,31 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     }
     let mut received = 0;
     for vector in remaining(message, from) {
-        // SAFETY: recvmsg(2) requires writable buffers (`# Safety`).
-        let room = unsafe { bytes_mut(vector.iov_base, vector.iov_len) };
-        let result = if peek {
-            session.shared.peek(connection, token(), received as u32, room)
-        } else if flags & libc::MSG_TRUNC != 0 {
-            session.shared.skip(connection, token(), room.len())
+        // Nothing is read until all pieces have their bytes: the kernel, too, gives all or none of a segment.
+        let result = if flags & libc::MSG_TRUNC != 0 {
+            session.shared.available(connection, token(), received as u32, vector.iov_len)
         } else {
-            session.shared.receive(connection, token(), room)
+            // SAFETY: recvmsg(2) requires writable buffers (`# Safety`).
+            let room = unsafe { bytes_mut(vector.iov_base, vector.iov_len) };
+            session.shared.peek(connection, token(), received as u32, room)
         };
         match result {
             Ok(count) => {
                 received += count;
-                if count < room.len() {
+                if count < vector.iov_len {
                     break;
                 }
             }
-            Err(error) if received == 0 => return Attempt::Failed(thread::number(&error)),
+            Err(error) if received == 0 || error.raw_os_error() == Some(libc::EFAULT) => {
+                return Attempt::Failed(thread::number(&error));
+            }
             Err(_) => break,
         }
     }
-    if !peek {
+    if !peek && received > 0 {
+        if let Err(error) = session.shared.consume(connection, token(), received as u32) {
+            return Attempt::Failed(thread::number(&error));
+        }
         tcp.took(received);
     }
     Attempt::Done(received)

@@ -13,6 +13,7 @@ mod call;
 mod calls;
 mod connecting;
 mod epoll;
+mod faults;
 mod filters;
 mod forks;
 mod handover;

@@ -1,8 +1,8 @@
 //! Socket options and ioctls of a connection that may be on the NIC.
 
-use crate::real;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
+use crate::{faults, real};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_ulong, c_void, socklen_t};
@@ -61,12 +61,7 @@ pub(crate) unsafe fn set(
         Meaning::ReadAtHandoff => tcp.give_back("option", Until::Again),
         Meaning::Direct | Meaning::NicOnly => {}
     }
-    let given = if length >= 4 && !value.is_null() {
-        // SAFETY: `length` is at least an int's, and this function's `# Safety` promises that many bytes.
-        Some(unsafe { value.cast::<c_int>().read_unaligned() })
-    } else {
-        None
-    };
+    let given = if length as c_int >= 4 { faults::read(value.cast::<c_int>()) } else { None };
     // SAFETY: this function's `# Safety` is setsockopt(2)'s.
     let native = || unsafe { real::setsockopt(fd, level, option, value, length) };
     let done = loop {
@@ -202,8 +197,8 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
             _ => state.queued,
         };
         // SAFETY: these requests take a pointer to an int (this function's `# Safety`).
-        unsafe { argument.cast::<c_int>().write_unaligned(count as c_int) };
-        return 0;
+        let written = unsafe { faults::write(argument.cast::<c_int>(), count as c_int) };
+        return if written { 0 } else { fail(libc::EFAULT) as c_int };
     }
     // SAFETY: this function's `# Safety` is ioctl(2)'s.
     unsafe { real::ioctl(fd, request, argument) }

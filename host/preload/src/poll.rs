@@ -4,7 +4,7 @@ use crate::epoll::Set;
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
-use crate::{listening, process, readiness, real, table, thread, udp, wait};
+use crate::{faults, listening, process, readiness, real, table, thread, udp, wait};
 use baton_abi::layout::Owner;
 use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
 
@@ -200,13 +200,58 @@ fn asked_of_nic(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.owner() == Owner::Nic)
 }
 
-/// Whether any of these sets contains a descriptor that this library tracks. The kernel reads all bits that are read here.
-pub(crate) fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
+/// A copy of one of select's sets, as many bits as the kernel looks at. Empty if there is no set.
+struct Bits {
+    /// Those of a set of the usual size: a call that only passes through takes no memory.
+    usual: [usize; USUAL],
+    longer: Vec<usize>,
+    words: usize,
+}
+
+const BITS: usize = usize::BITS as usize;
+const USUAL: usize = libc::FD_SETSIZE / BITS;
+
+impl Bits {
+    /// The first `count` bits of a set of the program's. None if there is no such memory.
+    fn read(set: *const fd_set, count: c_int) -> Option<Bits> {
+        let words = if set.is_null() { 0 } else { (count as usize).div_ceil(BITS) };
+        let longer = if words > USUAL { vec![0; words] } else { Vec::new() };
+        let mut bits = Bits { usual: [0; USUAL], longer, words };
+        faults::read_all(set.cast(), bits.words_mut()).then_some(bits)
+    }
+
+    fn words(&self) -> &[usize] {
+        if self.words > USUAL { &self.longer } else { &self.usual[..self.words] }
+    }
+
+    fn words_mut(&mut self) -> &mut [usize] {
+        if self.words > USUAL { &mut self.longer } else { &mut self.usual[..self.words] }
+    }
+
+    fn has(&self, fd: c_int) -> bool {
+        self.words().get(fd as usize / BITS).is_some_and(|word| word >> (fd as usize % BITS) & 1 != 0)
+    }
+
+    fn clear(&mut self, fd: c_int) {
+        if let Some(word) = self.words_mut().get_mut(fd as usize / BITS) {
+            *word &= !(1 << (fd as usize % BITS));
+        }
+    }
+
+    fn descriptors(&self) -> impl Iterator<Item = c_int> {
+        let bits = |(at, word): (usize, &usize)| {
+            let word = *word;
+            (0..BITS).filter(move |bit| word >> bit & 1 != 0).map(move |bit| (at * BITS + bit) as c_int)
+        };
+        self.words().iter().enumerate().filter(|(_, word)| **word != 0).flat_map(bits)
+    }
+}
+
+/// Whether any of these sets contains a descriptor that this library tracks.
+fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
     let end = table::end().max(udp::end()).min(count.max(0) as usize) as c_int;
-    sets.iter().filter(|set| !set.is_null()).any(|set| {
-        // SAFETY: `select`'s `# Safety`: non-null sets have `count` bits, or as many as there are descriptors.
-        (0..end).any(|fd| unsafe { is_set(*set, fd) } && (table::get(fd).is_some() || udp::of(fd).is_some()))
-    })
+    let is_tracked = |fd| fd < end && (table::get(fd).is_some() || udp::of(fd).is_some());
+    end > 0 && sets.iter().any(|set| Bits::read(*set, end).is_some_and(|bits| bits.descriptors().any(is_tracked)))
 }
 
 /// Number of bits that the kernel looks at: not more than its table of descriptors has entries. Programs say more, such as
@@ -222,31 +267,6 @@ fn looked_at(count: c_int) -> c_int {
     count.min(size.unwrap_or(USUAL.max(table::end() as c_int)))
 }
 
-const BITS: usize = usize::BITS as usize;
-
-/// FD_ISSET without FD_SETSIZE as a limit: programs allocate larger sets.
-///
-/// # Safety
-/// `set` must have more than `fd` bits.
-unsafe fn is_set(set: *const fd_set, fd: c_int) -> bool {
-    // SAFETY: the word that contains bit `fd` is inside the set.
-    unsafe { set.cast::<usize>().add(fd as usize / BITS).read_unaligned() >> (fd as usize % BITS) & 1 != 0 }
-}
-
-/// FD_SET and FD_CLR without FD_SETSIZE as a limit.
-///
-/// # Safety
-/// `set` must have more than `fd` bits.
-unsafe fn put(set: *mut fd_set, fd: c_int, on: bool) {
-    let bit = 1usize << (fd as usize % BITS);
-    // SAFETY: the word that contains bit `fd` is inside the set.
-    unsafe {
-        let word = set.cast::<usize>().add(fd as usize / BITS);
-        let value = word.read_unaligned();
-        word.write_unaligned(if on { value | bit } else { value & !bit });
-    }
-}
-
 /// For each of select(2)'s three sets: the poll events that it waits for, and those that count as ready (Linux, fs/select.c).
 const SELECT: [(i16, i16); 3] = [
     (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND, libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND | POLLHUP | POLLERR),
@@ -257,20 +277,19 @@ const SELECT: [(i16, i16); 3] = [
 /// pselect(2) with a limit in microseconds.
 ///
 /// # Safety
-/// The sets must have `count` bits, or as many as the kernel's table of descriptors has entries, or be null.
+/// As pselect(2).
 pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<u64>, mask: *const sigset_t) -> Polled {
     if count < 0 || !concerns(count, &sets) {
         return Polled::Kernel(limit);
     }
+    let count = looked_at(count);
+    let copies = sets.map(|set| Bits::read(set, count));
+    let [Some(read), Some(write), Some(except)] = copies else { return Polled::Kernel(limit) };
+    let mut copies = [read, write, except];
     let mut fds = Vec::new();
-    for fd in 0..looked_at(count) {
-        let mut events = 0;
-        for (set, (wanted, _)) in sets.iter().zip(SELECT) {
-            // SAFETY: this function's `# Safety`: a non-null set has these bits.
-            if !set.is_null() && unsafe { is_set(*set, fd) } {
-                events |= wanted;
-            }
-        }
+    for fd in 0..count {
+        let wanted = copies.iter().zip(SELECT).filter(|(set, _)| set.has(fd)).map(|(_, (wanted, _))| wanted);
+        let events = wanted.fold(0, |all, wanted| all | wanted);
         if events != 0 {
             fds.push(pollfd { fd, events, revents: 0 });
         }
@@ -284,14 +303,18 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
     }
     let mut total = 0;
     for entry in &fds {
-        for (set, (wanted, counts)) in sets.iter().zip(SELECT) {
-            // SAFETY: as above.
-            if !set.is_null() && entry.events & wanted == wanted && unsafe { is_set(*set, entry.fd) } {
-                let on = entry.revents & counts != 0;
-                // SAFETY: as above.
-                unsafe { put(*set, entry.fd, on) };
-                total += c_int::from(on);
+        for (set, (_, counts)) in copies.iter_mut().zip(SELECT).filter(|(set, _)| set.has(entry.fd)) {
+            if entry.revents & counts != 0 {
+                total += 1;
+            } else {
+                set.clear(entry.fd);
             }
+        }
+    }
+    for (set, copy) in sets.into_iter().zip(&copies) {
+        // SAFETY: the program's own set (`# Safety`).
+        if !unsafe { faults::write_all(set.cast(), copy.words()) } {
+            return Polled::Done(fail(libc::EFAULT) as c_int);
         }
     }
     Polled::Done(total)

@@ -2,7 +2,7 @@
 
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
-use crate::{filters, forks, real, starts, table, tcp, thread, wait};
+use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
@@ -57,7 +57,7 @@ fn identity() -> u32 {
 
 /// Reads the configuration once; None if the program does not run under Baton.
 pub(crate) fn plan() -> Option<&'static Plan> {
-    if UNPREPARED.load(Ordering::Relaxed) || sections::is_withdrawn() {
+    if UNPREPARED.load(Ordering::Relaxed) || sections::is_withdrawn() || table::is_wiped() {
         return None;
     }
     PLAN.get_or_init(|| {
@@ -429,6 +429,7 @@ fn take_inherited() {
     let numbers: Vec<c_int> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     for fd in numbers {
         if tcp::is_tcp(fd) && table::get(fd).is_none() {
+            faults::begin();
             table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
         }
     }
@@ -438,6 +439,7 @@ extern "C" fn at_start() {
     starts::restore();
     if plan().is_some() {
         OWNER.store(identity(), Ordering::Release);
+        table::begin();
         // SAFETY: three functions that live as long as the process.
         unsafe { libc::pthread_atfork(Some(forks::before), Some(forks::after_in_parent), Some(forks::after_in_child)) };
         take_inherited();

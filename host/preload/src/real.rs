@@ -101,6 +101,12 @@ real! {
     setresuid = c"setresuid": fn(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t) -> c_int;
     clone = c"clone": fn(function: extern "C" fn(*mut c_void) -> c_int, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, storage: *mut c_void, child: *mut c_void) -> c_int;
     fork_without_handlers = c"_Fork": fn() -> pid_t;
+    sigaction = c"sigaction": fn(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int;
+    signal = c"signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+    bsd_signal = c"bsd_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+    ssignal = c"ssignal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+    sysv_signal = c"sysv_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+    __sysv_signal = c"__sysv_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
 }

@@ -2,11 +2,15 @@
 //!
 //! Entries are never freed, only reused for another descriptor. So a thread that still uses a descriptor which another thread
 //! has closed reads a valid entry, and can harm only its own program.
+//!
+//! The kernel wipes the table in a child that has a copy of this memory. One that this library has seen coming takes it back
+//! ([`restore`]). Any other one, made by instructions of the program's own for example, finds nothing tracked: all its calls are the
+//! kernel's. It shares the memory of its parent's session, but uses none of it.
 
 use crate::epoll::Set;
 use crate::tcp::Tcp;
 use libc::c_int;
-use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// What a descriptor refers to.
 #[derive(Clone, Copy)]
@@ -22,7 +26,23 @@ const SIZE: usize = 1 << 20;
 
 /// One pointer per descriptor; the lowest bit is set for a TCP socket (both types are aligned to more than 2). Pages are only
 /// allocated for numbers in use.
-static TABLE: [AtomicPtr<u8>; SIZE] = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
+type Entries = [AtomicPtr<u8>; SIZE];
+
+/// Pages of its own that the kernel wipes in a child.
+#[repr(C, align(4096))]
+struct Wiped {
+    entries: Entries,
+    /// They are as this process has written them.
+    is_whole: AtomicBool,
+}
+
+static TABLE: Wiped = Wiped { entries: [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE], is_whole: AtomicBool::new(false) };
+
+/// The same entries, in memory that is copied for a child.
+static COPY: Entries = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
+
+/// Descriptors are tracked.
+static BEGUN: AtomicBool = AtomicBool::new(false);
 
 /// One more than the highest descriptor ever tracked.
 static END: AtomicUsize = AtomicUsize::new(0);
@@ -30,18 +50,21 @@ static END: AtomicUsize = AtomicUsize::new(0);
 /// The TCP socket behind a descriptor.
 #[inline(always)]
 pub(crate) fn tcp(fd: c_int) -> Option<&'static Tcp> {
-    as_tcp(TABLE.get(fd as u32 as usize)?.load(Ordering::Acquire))
+    as_tcp(TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire))
 }
 
 /// What `look` finds in the TCP socket behind a descriptor: fewer instructions than `tcp(fd).and_then(look)`.
 #[inline(always)]
 pub(crate) fn in_tcp<T>(fd: c_int, look: impl FnOnce(&'static Tcp) -> Option<T>) -> Option<T> {
-    let found = TABLE.get(fd as u32 as usize)?.load(Ordering::Acquire);
+    let found = TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire);
     if found as usize & 1 == 0 {
         return None;
     }
     // SAFETY: as in `as_tcp`.
-    look(unsafe { &*found.wrapping_byte_sub(1).cast::<Tcp>() })
+    look(unsafe {
+        std::hint::assert_unchecked(found as usize > 1);
+        &*found.wrapping_byte_sub(1).cast::<Tcp>()
+    })
 }
 
 #[inline(always)]
@@ -60,7 +83,7 @@ fn as_tcp(found: *mut u8) -> Option<&'static Tcp> {
 /// What a descriptor refers to, if it is tracked.
 #[inline(always)]
 pub(crate) fn get(fd: c_int) -> Option<File> {
-    let found = TABLE.get(fd as u32 as usize)?.load(Ordering::Acquire);
+    let found = TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire);
     if found.is_null() {
         return None;
     }
@@ -86,12 +109,35 @@ pub(crate) fn put(fd: c_int, file: Option<File>) {
         Some(File::Tcp(tcp)) => std::ptr::from_ref(tcp).cast_mut().cast::<u8>().wrapping_byte_add(1),
         Some(File::Set(set)) => std::ptr::from_ref(set).cast_mut().cast::<u8>(),
     };
-    if let Some(slot) = TABLE.get(fd as u32 as usize) {
+    if let (Some(slot), Some(copy)) = (TABLE.entries.get(fd as u32 as usize), COPY.get(fd as u32 as usize)) {
         if file.is_some() {
             END.fetch_max(fd as usize + 1, Ordering::AcqRel);
         }
+        copy.store(value, Ordering::Release);
         slot.store(value, Ordering::Release);
     }
+}
+
+/// Begins to track descriptors.
+pub(crate) fn begin() {
+    let length = size_of::<Wiped>();
+    // SAFETY: whole pages of this library's own, which stay. Where the kernel cannot do it (before Linux 4.14) a child has a copy.
+    unsafe { libc::madvise(std::ptr::from_ref(&TABLE).cast_mut().cast(), length, libc::MADV_WIPEONFORK) };
+    TABLE.is_whole.store(true, Ordering::Release);
+    BEGUN.store(true, Ordering::Release);
+}
+
+/// Whether this process is a child that this library has not seen coming: it may take no lock, and has no plan.
+pub(crate) fn is_wiped() -> bool {
+    BEGUN.load(Ordering::Relaxed) && !TABLE.is_whole.load(Ordering::Relaxed)
+}
+
+/// Takes the table back in a child. Takes no lock and no memory.
+pub(crate) fn restore() {
+    for (slot, copy) in TABLE.entries.iter().zip(&COPY).take(end()) {
+        slot.store(copy.load(Ordering::Acquire), Ordering::Release);
+    }
+    TABLE.is_whole.store(true, Ordering::Release);
 }
 
 /// One more than the highest descriptor ever tracked.

@@ -9,7 +9,7 @@ use crate::call::Call;
 use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
-use crate::{connecting, io, real, thread, wait};
+use crate::{connecting, io, real, table, thread, wait};
 use baton_client::Datagrams;
 use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
 use std::net::{IpAddr, SocketAddr};
@@ -213,6 +213,10 @@ fn local_port(fd: c_int) -> u16 {
 impl Udp {
     /// The socket's rings, if the NIC has or had it; has the NIC take it if that was not tried.
     fn taken(&self, fd: c_int) -> Option<Taken> {
+        if table::is_wiped() {
+            // It is its parent's.
+            return None;
+        }
         if self.is_taken.load(Ordering::Acquire) {
             let taken = locked(&self.taken).clone();
             if taken.as_ref().is_none_or(|taken| !taken.datagrams.has_new_agent()) {
@@ -318,6 +322,7 @@ impl Udp {
 pub(crate) fn changed(fd: c_int) {
     if let Some(udp) = of(fd)
         && let Some(_section) = Section::enter()
+        && !table::is_wiped()
     {
         udp.refresh(fd);
     }
@@ -491,8 +496,7 @@ unsafe fn send_by_nic(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> O
     let to = if message.msg_name.is_null() {
         peer?
     } else {
-        // SAFETY: `msg_name` has `msg_namelen` bytes (`# Safety`).
-        unsafe { connecting::parse(message.msg_name.cast::<sockaddr>(), message.msg_namelen) }?
+        connecting::parse(message.msg_name.cast::<sockaddr>(), message.msg_namelen)?
     };
     let vectors: &[iovec] = match message.msg_iovlen {
         0 => &[],
@@ -575,7 +579,7 @@ fn watch_bell(set: c_int, operation: c_int, bell: c_int, event: epoll_event) {
 /// # Safety
 /// As epoll_ctl(2).
 pub(crate) unsafe fn watch(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) {
-    let Some(udp) = of(fd) else { return };
+    let Some(udp) = of(fd).filter(|_| !table::is_wiped()) else { return };
     let taken = udp.taken(fd);
     let mut sets = locked(&udp.sets);
     sets.retain(|(other, _)| *other != set);

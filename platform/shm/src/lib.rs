@@ -2,6 +2,7 @@
 //! checked.
 
 mod copy;
+pub mod guarded;
 mod lines;
 mod pool;
 mod pulse;

@@ -1,6 +1,7 @@
 //! Memory shared between processes, sealed so that no process can take it away while another uses it.
 
 use crate::copy::copy_inline;
+use crate::guarded;
 use core::ops::{Deref, Range};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -488,53 +489,73 @@ impl MovableCircle<'_> {
         crate::lines::each_line(place, length, crate::lines::prefetch_line_to_write);
     }
 
-    /// Writes bytes from sequence number `seq` on if they do not wrap around, and returns their offset in the region. Returns
-    /// None, and writes nothing, if they would.
+    /// Writes bytes of a program's, at least one, from sequence number `seq` on if they do not wrap around, and returns their offset in the
+    /// region. Returns None if they would, or cannot be read ([`guarded`]).
     #[inline(always)]
     pub fn write_straight(&self, seq: u32, bytes: &[u8]) -> Option<u32> {
         let (at, mask) = self.place();
         let offset = seq & mask;
-        if bytes.len() > (mask - offset) as usize + 1 {
+        if bytes.len().wrapping_sub(1) > (mask - offset) as usize {
             return None;
         }
         // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped, and the bytes end before
         // the buffer does; see `Region::write` for concurrent writes.
-        unsafe {
+        let written = unsafe {
             let to = self.base.add(at as usize + offset as usize);
-            core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len());
-        }
-        Some(at + offset)
+            guarded::copy(bytes.as_ptr(), to.as_ptr(), bytes.len())
+        };
+        written.then_some(at + offset)
     }
 
-    /// Writes bytes from sequence number `seq` on. Of more bytes than fit the last ones remain.
-    pub fn write(&self, seq: u32, bytes: &[u8]) {
+    /// Writes bytes of a program's from sequence number `seq` on, not more than the buffer has. Returns false if they cannot be read
+    /// ([`guarded`]).
+    #[must_use]
+    pub fn write(&self, seq: u32, bytes: &[u8]) -> bool {
         let (at, mask) = self.place();
-        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped.
-        unsafe { write_around(self.base.add(at as usize), mask, seq, bytes) };
+        let (piece, rest) = bytes.split_at(before_end(mask, seq, bytes.len()));
+        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped; `before_end` cuts at its end, and
+        // what is left begins at its beginning.
+        unsafe {
+            let base = self.base.add(at as usize);
+            let to = base.add((seq & mask) as usize);
+            let rest = &rest[..rest.len().min(mask as usize + 1)];
+            guarded::copy(piece.as_ptr(), to.as_ptr(), piece.len()) && guarded::copy(rest.as_ptr(), base.as_ptr(), rest.len())
+        }
     }
 
-    /// Reads the bytes from sequence number `seq` on if they do not wrap around. Returns false, and reads nothing, if they would.
+    /// Reads the bytes from sequence number `seq` on into a program's memory if they do not wrap around. Returns false if they would, or
+    /// cannot be written there ([`guarded`]).
     #[inline(always)]
     #[must_use]
     pub fn read_straight(&self, seq: u32, out: &mut [u8]) -> bool {
         let (at, mask) = self.place();
         let offset = seq & mask;
-        let straight = out.len() <= (mask - offset) as usize + 1;
-        if straight {
-            // SAFETY: as in `write_straight`; see `Region::read` for concurrent writes.
-            unsafe {
-                let from = self.base.add(at as usize + offset as usize);
-                core::ptr::copy_nonoverlapping(from.as_ptr(), out.as_mut_ptr(), out.len());
-            }
+        if out.len() > (mask - offset) as usize + 1 {
+            return false;
         }
-        straight
+        // SAFETY: as in `write_straight`; see `Region::read` for concurrent writes.
+        unsafe {
+            let from = self.base.add(at as usize + offset as usize);
+            guarded::copy(from.as_ptr(), out.as_mut_ptr(), out.len())
+        }
     }
 
-    /// Reads the bytes from sequence number `seq` on.
-    pub fn read(&self, seq: u32, out: &mut [u8]) {
+    /// Reads the bytes from sequence number `seq` on into a program's memory, not more than the buffer has. Returns false if they cannot be
+    /// written there ([`guarded`]).
+    #[must_use]
+    pub fn read(&self, seq: u32, out: &mut [u8]) -> bool {
         let (at, mask) = self.place();
-        // SAFETY: as in `write`.
-        unsafe { read_around(self.base.add(at as usize), mask, seq, out) };
+        let first = before_end(mask, seq, out.len());
+        let (piece, rest) = out.split_at_mut(first);
+        // SAFETY: as in `write`; see `Region::read` for concurrent writes.
+        unsafe {
+            let base = self.base.add(at as usize);
+            let from = base.add((seq & mask) as usize);
+            let most = rest.len().min(mask as usize + 1);
+            let rest = &mut rest[..most];
+            guarded::copy(from.as_ptr(), piece.as_mut_ptr(), piece.len())
+                && guarded::copy(base.as_ptr(), rest.as_mut_ptr(), rest.len())
+        }
     }
 }
 
@@ -630,7 +651,7 @@ mod tests {
         assert_eq!((circle.offset_of(0), circle.length()), (4080, 16));
         assert_eq!(circle.write_straight(30, b"abc"), None, "it would wrap around");
         assert_eq!(circle.write_straight(30, b"ab"), Some(4094));
-        circle.write(30, b"abcdef");
+        assert!(circle.write(30, b"abcdef"));
         let mut out = [0u8; 6];
         assert!(!circle.read_straight(30, &mut out) && circle.read_straight(30, &mut out[..2]));
         assert_eq!(&out[..2], b"ab");

@@ -7,6 +7,7 @@
 #include <linux/filter.h>
 #include <linux/io_uring.h>
 #include <linux/seccomp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -146,15 +147,51 @@ static pid_t by_vfork(void)
     return child;
 }
 
-/* As `share`, with a program that a shell starts. */
-static void by_popen(void)
+static pid_t by_exec(void)
 {
-    char self[400], command[500];
-    pthread_t peer;
+    char number[16], *arguments[] = {"processes", "reader", reader_arguments(number), NULL};
+    pid_t child = fork();
+    if (child == 0) {
+        execv("/proc/self/exe", arguments);
+        _exit(127);
+    }
+    return child;
+}
+
+static char command[500];
+
+static void *run_command(void *unused)
+{
+    CHECK(system(command) == 0);
+    return unused;
+}
+
+/* The command that receives all. */
+static void prepare_command(void)
+{
+    char self[400];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     CHECK(length > 0);
     self[length] = 0;
     snprintf(command, sizeof command, "%s reader %d", self, ends.server);
+}
+
+/* As `share`, with a command of the shell's. */
+static void by_system(void)
+{
+    pthread_t peer, shell;
+    prepare_command();
+    CHECK(pthread_create(&shell, NULL, run_command, NULL) == 0);
+    CHECK(pthread_create(&peer, NULL, echo, NULL) == 0);
+    send_all(ends.server);
+    CHECK(pthread_join(shell, NULL) == 0 && pthread_join(peer, NULL) == 0);
+}
+
+/* As `share`, with a program that a shell starts. */
+static void by_popen(void)
+{
+    pthread_t peer;
+    prepare_command();
     FILE *child = popen(command, "r");
     CHECK(child && pthread_create(&peer, NULL, echo, NULL) == 0);
     send_all(ends.server);
@@ -290,6 +327,106 @@ static void fork_while_churning(void)
         CHECK(pthread_join(threads[at], NULL) == 0);
 }
 
+/* Makes connections, waits for what is sent on them, and closes them: each round takes every lock of the library's, as connections move. */
+static void *serve(void *unused)
+{
+    while (!over) {
+        struct pair pair = connect_pair();
+        for (int round = 0; round < 4; round++) {
+            struct pollfd watched = {.fd = pair.server, .events = POLLIN};
+            CHECK(write(pair.client, "line\n", 5) == 5);
+            CHECK(poll(&watched, 1, -1) == 1);
+            CHECK(read(pair.server, (char[5]){0}, 5) == 5);
+            exchange(pair.server, pair.client, "back\n");
+        }
+        close(pair.client);
+        close(pair.server);
+    }
+    return unused;
+}
+
+/* Children are forked while other threads make, use and close connections. One half of them use connections of their own, the other half
+ * close what they have inherited. */
+static void fork_while_serving(pid_t (*start)(void))
+{
+    pthread_t threads[3];
+    alarm(120);
+    for (int at = 0; at < 3; at++)
+        CHECK(pthread_create(&threads[at], NULL, serve, NULL) == 0);
+    for (int round = 0; round < 300; round++) {
+        pid_t child = start();
+        if (child == 0) {
+            alarm(60);
+            if (round % 2)
+                use_connections();
+            else
+                close(ends.client);
+            _exit(close(ends.server) != 0);
+        }
+        ended_well(child);
+    }
+    over = 1;
+    for (int at = 0; at < 3; at++)
+        CHECK(pthread_join(threads[at], NULL) == 0);
+    exchange(ends.client, ends.server, "after\n");
+    exchange(ends.server, ends.client, "all\n");
+}
+
+static pid_t fork_alone(void)
+{
+    return ((pid_t (*)(void))_Fork)();
+}
+
+static void serve_and_fork(void)
+{
+    fork_while_serving(fork);
+}
+
+static void serve_and_fork_alone(void)
+{
+    fork_while_serving(fork_alone);
+}
+
+/* As fork(2), by instructions of the program's own, which no library sees. */
+static pid_t fork_unseen(void)
+{
+    long child;
+    __asm__ volatile("syscall" : "=a"(child) : "a"(SYS_clone), "D"(SIGCHLD), "S"(0L), "d"(0L) : "rcx", "r11", "memory");
+    return child;
+}
+
+/* A child that nobody saw sends and receives on its parent's connections: what it was told is done is done, and the parent's own bytes are
+ * whole. */
+static void share_unseen(void)
+{
+    for (int round = 0; round < 20; round++) {
+        CHECK(write(ends.server, "for the child\n", 14) == 14);
+        pid_t child = fork_unseen();
+        if (child == 0) {
+            char line[14];
+            int done = write(ends.client, "child\n", 6) == 6;
+            done |= recv(ends.client, line, sizeof line, MSG_DONTWAIT) > 0 ? 2 : 0;
+            _exit(done);
+        }
+        int status;
+        CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status));
+        CHECK(write(ends.client, "parent\n", 7) == 7);
+        const char *all = WEXITSTATUS(status) & 1 ? "child\nparent\n" : "parent\n";
+        char got[20];
+        CHECK(recv(ends.server, got, strlen(all), MSG_WAITALL) == (ssize_t)strlen(all));
+        CHECK(memcmp(got, all, strlen(all)) == 0);
+        if (!(WEXITSTATUS(status) & 2)) {
+            CHECK(recv(ends.client, got, 14, MSG_WAITALL) == 14 && memcmp(got, "for the child\n", 14) == 0);
+        }
+        exchange(ends.server, ends.client, "next\n");
+    }
+}
+
+static void serve_and_fork_unseen(void)
+{
+    fork_while_serving(fork_unseen);
+}
+
 /* Number of this process's eventfds. */
 static int eventfds(void)
 {
@@ -344,11 +481,11 @@ int main(int count, char **arguments)
     static const struct {
         const char *name;
         pid_t (*start)(void);
-    } ways[] = {{"fork", by_fork}, {"_Fork", by_fork_alone}, {"clone", by_clone}, {"raw fork", by_raw_fork}, {"spawn", by_spawn}, {"vfork", by_vfork}};
+    } ways[] = {{"fork", by_fork}, {"_Fork", by_fork_alone}, {"clone", by_clone}, {"raw fork", by_raw_fork}, {"spawn", by_spawn}, {"vfork", by_vfork}, {"exec", by_exec}};
     static const struct {
         const char *name;
         void (*run)(void);
-    } others[] = {{"popen", by_popen}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"eventfds", share_no_eventfds}};
+    } others[] = {{"popen", by_popen}, {"system", by_system}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

@@ -17,7 +17,7 @@ pub fn finish(namespace: &Namespace, mut command: Command) -> Output {
 }
 
 /// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved before it begins.
-fn as_natively(program: &str, case: &str) {
+pub fn as_natively(program: &str, case: &str) {
     let scratch = Scratch::new(program);
     let compiled = compile(program, &scratch);
     let run = |how: &[&str], moved: bool| {
@@ -72,7 +72,7 @@ fn a_fork_does_not_reopen_what_is_closed_for_good() {
 /// the connection has moved before or is due to move after.
 #[test]
 fn two_processes_share_a_connection() {
-    for case in ["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "popen"] {
+    for case in ["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "exec", "popen", "system"] {
         as_natively("processes", case);
     }
 }
@@ -83,6 +83,22 @@ fn a_child_does_not_depend_on_its_parents_threads() {
     for case in ["churn", "eventfds"] {
         as_natively("processes", case);
     }
+}
+
+/// Hundreds of forks beside threads that make, wait for, use and close connections: no child hangs that does so, too, or closes what it has
+/// inherited, and its parent's threads go on.
+#[test]
+fn children_of_a_busy_process_go_on() {
+    for case in ["serve", "serve, _Fork", "serve, unseen"] {
+        as_natively("processes", case);
+    }
+}
+
+/// A child that was made by instructions of the program's own: nothing that it sends or receives is lost in silence, of its own or of its
+/// parent's.
+#[test]
+fn a_child_that_nobody_saw_loses_nothing() {
+    as_natively("processes", "unseen");
 }
 
 /// A child that is forked while another thread asks for a session, of a Baton that never answers.

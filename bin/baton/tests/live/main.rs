@@ -3,6 +3,7 @@
 mod acknowledged;
 mod addresses;
 mod aggregation;
+mod arguments;
 mod attach;
 mod blocked;
 mod capi;

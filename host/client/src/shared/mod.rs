@@ -137,6 +137,10 @@ impl std::fmt::Debug for Listener {
 /// Connections by number.
 pub(crate) type Connections = Vec<Option<Arc<Connection>>>;
 
+fn bad_address() -> io::Error {
+    io::Error::from_raw_os_error(14)
+}
+
 fn would_block() -> io::Error {
     io::ErrorKind::WouldBlock.into()
 }

@@ -1,11 +1,14 @@
 //! What a program reads, and when the NIC is notified of it.
 
-use super::{RELAXED, Shared, would_block};
+use super::{RELAXED, Shared, bad_address, would_block};
 use crate::connection::{Connection, Inside};
 use baton_abi::{Message, Operation};
 use baton_ring::Token;
 use std::io;
 use std::sync::atomic::{Ordering, fence};
+
+/// Most bytes that are asked for at once (Linux, MAX_RW_COUNT): a call for more may be refused.
+const LARGEST: usize = 0x7fff_f000;
 
 impl Shared {
     /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived. 0, with nothing received, in any
@@ -25,6 +28,9 @@ impl Shared {
         let read = connection.read.load(RELAXED);
         let mut unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
         if out.len() > unread {
+            if out.len() > LARGEST {
+                return 0;
+            }
             self.catch_up(token);
             unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
         }
@@ -46,7 +52,9 @@ impl Shared {
     pub(super) fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
         let end = read.wrapping_add(out.len() as u32);
-        connection.receive_memory().read(read, out);
+        if !connection.receive_memory().read(read, out) {
+            return 0;
+        }
         if should_report(connection, end) && self.report_read(connection, token, end).is_err() {
             return 0;
         }
@@ -107,7 +115,8 @@ impl Shared {
     /// Receives bytes. Returns how many; 0 at the end of the stream. The caller has entered the connection, which is on the NIC.
     ///
     /// # Errors
-    /// `WouldBlock` if none have arrived, else the error that ended the connection.
+    /// `WouldBlock` if none have arrived, EFAULT if they cannot be written there ([`baton_shm::guarded`]; they stay unread), else the error
+    /// that ended the connection.
     #[inline(always)]
     pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
         let length = self.unread(connection, token, 0, out.len())?;
@@ -115,7 +124,9 @@ impl Shared {
             return Ok(0);
         }
         let read = connection.read.load(RELAXED);
-        connection.receive_memory().read(read, &mut out[..length]);
+        if !connection.receive_memory().read(read, &mut out[..length]) {
+            return Err(bad_address());
+        }
         self.consume(connection, token, length as u32)?;
         Ok(length)
     }
@@ -148,8 +159,19 @@ impl Shared {
     /// # Errors
     /// See there.
     pub fn skip(&self, connection: &Connection, token: Token, most: usize) -> io::Result<usize> {
-        let mut nowhere = vec![0; self.unread(connection, token, 0, most)?.max(1)];
-        self.receive(connection, token, &mut nowhere)
+        let length = self.available(connection, token, 0, most)?;
+        if length > 0 {
+            self.consume(connection, token, length as u32)?;
+        }
+        Ok(length)
+    }
+
+    /// Bytes that [`Shared::peek`] would return.
+    ///
+    /// # Errors
+    /// As [`Shared::receive`].
+    pub fn available(&self, connection: &Connection, token: Token, skip: u32, most: usize) -> io::Result<usize> {
+        self.unread(connection, token, skip, most)
     }
 
     /// As [`Shared::receive`], from `skip` bytes after the first unread one, and the bytes stay unread.
@@ -162,7 +184,9 @@ impl Shared {
             return Ok(0);
         }
         let from = connection.read.load(RELAXED).wrapping_add(skip);
-        connection.receive_memory().read(from, &mut out[..length]);
+        if !connection.receive_memory().read(from, &mut out[..length]) {
+            return Err(bad_address());
+        }
         Ok(length)
     }
 }

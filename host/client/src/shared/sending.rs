@@ -1,6 +1,6 @@
 //! What a program sends: bytes, the end of the stream, options.
 
-use super::{Lane, RELAXED, Shared, broken_pipe, would_block};
+use super::{Lane, RELAXED, Shared, bad_address, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
 use crate::rules::{Interface, Nagle};
 use baton_abi::layout::{ANSWERED, block};
@@ -29,7 +29,8 @@ impl Shared {
     /// on the NIC.
     ///
     /// # Errors
-    /// `WouldBlock` if there is no room, else the error that ended the connection.
+    /// `WouldBlock` if there is no room, EFAULT if the bytes cannot be read ([`baton_shm::guarded`]), else the error that ended the
+    /// connection.
     #[inline]
     pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
         self.send_pieces(connection, token, bytes.len(), std::iter::once(bytes))
@@ -68,7 +69,9 @@ impl Shared {
         let mut left = length;
         for piece in pieces {
             let piece = &piece[..piece.len().min(left)];
-            memory.write(queued.wrapping_add((length - left) as u32), piece);
+            if !memory.write(queued.wrapping_add((length - left) as u32), piece) {
+                return Err(bad_address());
+            }
             left -= piece.len();
         }
         let (length, end) = (length as u32, queued.wrapping_add(length as u32));
@@ -186,9 +189,6 @@ impl Shared {
     /// there is room for all bytes, of which there are some. False, with nothing sent, in any other case.
     #[inline(always)]
     pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
-        if bytes.is_empty() {
-            return false;
-        }
         if !self.sends_plainly {
             return self.join_at_once(connection, token, bytes);
         }
@@ -228,7 +228,7 @@ impl Shared {
     /// Whether the NIC was notified; None, with nothing sent, if there is no room.
     #[inline(always)]
     fn put_and_join(&self, lane: &Lane, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> Option<bool> {
-        if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
+        if connection.stopped.load(RELAXED) || !fits(connection, bytes) {
             return None;
         }
         let queued = connection.queued.load(RELAXED);
@@ -335,16 +335,23 @@ pub fn limits_queue(level: i32, option: i32) -> bool {
     level == 1 && matches!(option, 7 | 32)
 }
 
+/// Whether there is room for all bytes, of which there are some.
+#[inline(always)]
+fn fits(connection: &Connection, bytes: &[u8]) -> bool {
+    bytes.len().wrapping_sub(1) < connection.room() as usize
+}
+
 /// Part of [`Shared::send_at_once`].
 #[inline(always)]
 fn put_at_once(lane: &Lane, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
-    if connection.stopped.load(RELAXED) || bytes.len() > connection.room() as usize {
+    if connection.stopped.load(RELAXED) || !fits(connection, bytes) {
         return false;
     }
     let queued = connection.queued.load(RELAXED);
     let Some(address) = connection.send_memory().write_straight(queued, bytes) else { return false };
     let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
     let Some(mut commands) = lane.commands.lock(token) else { return false };
-    let end = queued.wrapping_add(bytes.len() as u32);
+    // Loaded once more, so that it is not kept across the copy.
+    let end = connection.queued.load(RELAXED).wrapping_add(bytes.len() as u32);
     commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).is_ok()
 }

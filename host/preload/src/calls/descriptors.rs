@@ -7,12 +7,13 @@ use crate::sections::{self, Section};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
-use crate::{options, process, real, udp, worth};
+use crate::{faults, options, process, real, udp, worth};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 
 fn note_new(fd: c_int) -> Option<&'static Tcp> {
     process::plan()?;
+    faults::begin();
     let tcp = tcp::new(fd);
     table::put(fd, Some(File::Tcp(tcp)));
     Some(tcp)
@@ -402,12 +403,11 @@ pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -
 pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
         if request == libc::FIONREAD
-            && !argument.is_null()
             && let Some(length) = udp::next_length(fd)
         {
             // SAFETY: the request's argument is an int (`# Safety`).
-            unsafe { argument.cast::<c_int>().write_unaligned(length) };
-            return 0;
+            let written = unsafe { faults::write(argument.cast::<c_int>(), length) };
+            return if written { 0 } else { fail(libc::EFAULT) as c_int };
         }
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::ioctl(fd, request, argument) };
@@ -481,8 +481,7 @@ pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, valu
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { real::getsockopt(fd, level, option, value, length) };
     drop(inside);
-    // SAFETY: only called when getsockopt has just written SO_ERROR, an int.
-    let zero = || unsafe { value.cast::<c_int>().read_unaligned() } == 0;
+    let zero = || faults::read(value.cast::<c_int>().cast_const()) == Some(0);
     // Programs ask this after a non-blocking connect, to learn whether it has succeeded.
     if done == 0 && (level, option) == (libc::SOL_SOCKET, libc::SO_ERROR) && zero() {
         tcp.established(fd, None);

@@ -3,29 +3,44 @@
 use crate::poll::{self as polling, Polled};
 use crate::sections::Section;
 use crate::thread::fail;
-use crate::{epoll, listening, real, table, udp};
+use crate::{epoll, faults, io, listening, process, real, table, udp};
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
-/// The program's array for poll as a slice.
-///
-/// # Safety
-/// `fds` must point to `count` entries, or `count` be 0.
-unsafe fn entries<'a>(fds: *mut pollfd, count: nfds_t) -> &'a mut [pollfd] {
-    if count == 0 {
-        return &mut [];
+/// The entries of a poll that contains a descriptor which this library tracks. None if there is none, or if the kernel refuses the array.
+fn concerned(fds: *const pollfd, count: nfds_t) -> Option<Vec<pollfd>> {
+    /// Arrays up to this length need not be compared with how many descriptors the program may have, which is asked for.
+    const USUAL: nfds_t = 1024;
+    const PIECE: usize = 64;
+    if table::end() == 0 && udp::end() == 0 || count > USUAL && count > process::most_descriptors() {
+        return None;
     }
-    // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { std::slice::from_raw_parts_mut(fds, count as usize) }
+    let mut piece = [pollfd { fd: -1, events: 0, revents: 0 }; PIECE];
+    let is_tracked = |entry: &pollfd| table::get(entry.fd).is_some() || udp::of(entry.fd).is_some();
+    for at in (0..count as usize).step_by(PIECE) {
+        let piece = &mut piece[..PIECE.min(count as usize - at)];
+        if !faults::read_all(fds.wrapping_add(at), piece) {
+            return None;
+        }
+        if piece.iter().any(is_tracked) {
+            let mut all = vec![pollfd { fd: -1, events: 0, revents: 0 }; count as usize];
+            return faults::read_all(fds, &mut all).then_some(all);
+        }
+    }
+    None
 }
 
-/// Whether a poll contains a descriptor that this library tracks.
+/// The result of a poll, after its answers are written.
 ///
 /// # Safety
-/// `fds` must be null, or point to `count` entries.
-unsafe fn concerns(fds: *mut pollfd, count: nfds_t) -> bool {
-    // SAFETY: the program's own arguments (`# Safety`).
-    !fds.is_null()
-        && unsafe { entries(fds, count) }.iter().any(|entry| table::get(entry.fd).is_some() || udp::of(entry.fd).is_some())
+/// As poll(2).
+unsafe fn answered(fds: *mut pollfd, entries: &[pollfd], result: c_int) -> c_int {
+    // SAFETY: the program's own array (`# Safety`).
+    if result < 0 || unsafe { faults::write_all(fds, entries) } { result } else { fail(libc::EFAULT) as c_int }
+}
+
+/// Whether the kernel can read a signal mask.
+fn takes_mask(mask: *const sigset_t) -> bool {
+    mask.is_null() || faults::read(mask.cast::<u64>()).is_some()
 }
 
 /// A time limit for poll: microseconds, rounded up to milliseconds.
@@ -56,11 +71,9 @@ fn micros(limit: &timespec) -> Option<u64> {
 pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
-        if !concerns(fds, count) {
-            return real::poll(fds, count, limit);
-        }
-        match polling::poll(entries(fds, count), millis(limit), std::ptr::null()) {
-            Polled::Done(result) => result,
+        let Some(mut entries) = concerned(fds, count) else { return real::poll(fds, count, limit) };
+        match polling::poll(&mut entries, millis(limit), std::ptr::null()) {
+            Polled::Done(result) => answered(fds, &entries, result),
             Polled::Kernel(left) => real::poll(fds, count, to_millis(left)),
         }
     }
@@ -84,13 +97,13 @@ pub unsafe extern "C" fn __poll_chk(fds: *mut pollfd, count: nfds_t, limit: c_in
 pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const timespec, mask: *const sigset_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
-        if !concerns(fds, count) {
+        let Some(mut entries) = concerned(fds, count).filter(|_| takes_mask(mask)) else {
             return real::ppoll(fds, count, limit, mask);
-        }
+        };
         match limit.as_ref().map(micros) {
             Some(None) => fail(libc::EINVAL) as c_int,
-            asked => match polling::poll(entries(fds, count), asked.flatten(), mask) {
-                Polled::Done(result) => result,
+            asked => match polling::poll(&mut entries, asked.flatten(), mask) {
+                Polled::Done(result) => answered(fds, &entries, result),
                 Polled::Kernel(left) if left == asked.flatten() => real::ppoll(fds, count, limit, mask),
                 Polled::Kernel(left) => with_timespec(left, |limit| real::ppoll(fds, count, limit, mask)),
             },
@@ -134,9 +147,6 @@ pub unsafe extern "C" fn select(
             Some(limit) => Some((limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_usec as u64)),
         };
         let asked = micros;
-        if !polling::concerns(count, &[read, write, except]) {
-            return real::select(count, read, write, except, limit);
-        }
         let started = asked.map(|_| crate::wait::now());
         let result = match polling::select(count, [read, write, except], micros, std::ptr::null()) {
             Polled::Done(result) => result,
@@ -178,6 +188,9 @@ pub unsafe extern "C" fn pselect(
             Some(None) => return fail(libc::EINVAL) as c_int,
             limit => limit.flatten(),
         };
+        if !takes_mask(mask) {
+            return real::pselect(count, read, write, except, limit, mask);
+        }
         match polling::select(count, [read, write, except], micros, mask) {
             Polled::Done(result) => result,
             Polled::Kernel(left) if left == micros => real::pselect(count, read, write, except, limit, mask),
@@ -235,11 +248,21 @@ unsafe fn wait(
     mask: *const sigset_t,
     native: impl Fn(&mut [epoll_event], Option<u64>) -> c_int,
 ) -> Option<c_int> {
+    /// Most events that the kernel takes (Linux, EP_MAX_EVENTS).
+    const MOST: c_int = c_int::MAX / size_of::<epoll_event>() as c_int;
     let known = table::set_of(set)?;
-    if most <= 0 || events.is_null() {
+    if !(1..=MOST).contains(&most) || io::is_outside(events.cast(), most as usize * size_of::<epoll_event>()) || !takes_mask(mask)
+    {
         return None;
     }
     // SAFETY: the program's own arguments (`# Safety`).
+    if !faults::read(events).is_some_and(|event| unsafe { faults::write(events, event) }) {
+        // The kernel, too, finds out when there is an event.
+        let nowhere = &mut [epoll_event { events: 0, u64: 0 }];
+        let got = known.wait(set, nowhere, limit, mask, &native);
+        return Some(if got > 0 { fail(libc::EFAULT) as c_int } else { got });
+    }
+    // SAFETY: as above.
     let events = unsafe { std::slice::from_raw_parts_mut(events, most as usize) };
     Some(known.wait(set, events, limit, mask, &native))
 }
@@ -257,7 +280,7 @@ pub unsafe extern "C" fn epoll_wait(set: c_int, events: *mut epoll_event, most: 
     // SAFETY: the program's own arguments (`# Safety`); the events are those that it gave.
     unsafe {
         wait(set, events, most, millis(limit), std::ptr::null(), |events, left| {
-            real::epoll_wait(set, events.as_mut_ptr(), most, to_millis(left))
+            real::epoll_wait(set, events.as_mut_ptr(), events.len() as c_int, to_millis(left))
         })
         .unwrap_or_else(|| real::epoll_wait(set, events, most, limit))
     }
@@ -278,7 +301,7 @@ pub unsafe extern "C" fn epoll_pwait(
     // SAFETY: as above.
     unsafe {
         wait(set, events, most, millis(limit), mask, |events, left| {
-            real::epoll_pwait(set, events.as_mut_ptr(), most, to_millis(left), mask)
+            real::epoll_pwait(set, events.as_mut_ptr(), events.len() as c_int, to_millis(left), mask)
         })
         .unwrap_or_else(|| real::epoll_pwait(set, events, most, limit, mask))
     }
@@ -296,7 +319,7 @@ pub unsafe extern "C" fn epoll_pwait2(
     limit: *const timespec,
     mask: *const sigset_t,
 ) -> c_int {
-    let call = |events: *mut epoll_event, limit: *const timespec| {
+    let call = |events: *mut epoll_event, most: c_int, limit: *const timespec| {
         let [set, most] = [set, most].map(libc::c_long::from);
         let mask_bytes = 8;
         // SAFETY: the program's own arguments (`# Safety`).
@@ -304,14 +327,19 @@ pub unsafe extern "C" fn epoll_pwait2(
     };
     // SAFETY: as above.
     unsafe {
-        let time = match limit.as_ref().map(micros) {
-            Some(None) => return fail(libc::EINVAL) as c_int,
-            time => time.flatten(),
-        };
+        if table::set_of(set).is_none() {
+            return call(events, most, limit);
+        }
+        let time = if limit.is_null() { None } else { Some(faults::read(limit).and_then(|limit| micros(&limit))) };
+        if time == Some(None) {
+            // The kernel refuses it.
+            return call(events, most, limit);
+        }
+        let time = time.flatten();
         let native = |events: &mut [epoll_event], left| match left == time {
-            true => call(events.as_mut_ptr(), limit),
-            false => with_timespec(left, |left| call(events.as_mut_ptr(), left)),
+            true => call(events.as_mut_ptr(), events.len() as c_int, limit),
+            false => with_timespec(left, |left| call(events.as_mut_ptr(), events.len() as c_int, left)),
         };
-        wait(set, events, most, time, mask, native).unwrap_or_else(|| call(events, limit))
+        wait(set, events, most, time, mask, native).unwrap_or_else(|| call(events, most, limit))
     }
 }

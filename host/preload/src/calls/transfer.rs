@@ -2,7 +2,7 @@
 
 use crate::call::{Call, sum};
 use crate::sections::{self, Section};
-use crate::{io, real, table, thread, udp};
+use crate::{faults, io, real, table, thread, udp};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
@@ -114,15 +114,11 @@ pub unsafe extern "C" fn recvfrom(
         let vector = iovec { iov_base: buffer, iov_len: length };
         let mut message = message_of(&vector, 1);
         message.msg_name = address.cast();
-        // SAFETY: the program's own arguments (`# Safety`).
-        message.msg_namelen = unsafe { size.as_ref() }.map_or(0, |size| *size);
+        message.msg_namelen = faults::read(size).unwrap_or(0);
         // SAFETY: the program's own arguments (`# Safety`).
         let received = unsafe { udp::receive_message(Call::Flagged, udp, fd, &mut message, flags) };
-        // SAFETY: the program's own arguments (`# Safety`).
-        if let Some(size) = unsafe { size.as_mut() }.filter(|_| received >= 0 && !address.is_null()) {
-            *size = message.msg_namelen;
-        }
-        return received;
+        // SAFETY: as above.
+        return unsafe { with_address(received, address, size, message.msg_namelen) };
     }
     let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the program's own arguments (`# Safety`).
@@ -132,12 +128,43 @@ pub unsafe extern "C" fn recvfrom(
     let at_once = unsafe { io::receive_at_once(fd, buffer, length, flags) };
     // SAFETY: the program's own arguments (`# Safety`).
     let received = at_once.unwrap_or_else(|| unsafe { io::receive(Call::Flagged, tcp, fd, buffer, length, flags) });
-    if received >= 0 && !address.is_null() && !size.is_null() {
-        // A connected stream has no sender's address.
-        // SAFETY: the program's own arguments (`# Safety`).
-        unsafe { *size = 0 };
+    // A connected stream has no sender's address.
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { with_address(received, address, size, 0) }
+}
+
+/// The result of recvfrom(2) that has received so many bytes, after the length of the sender's address is written.
+///
+/// # Safety
+/// As recvfrom(2).
+unsafe fn with_address(received: ssize_t, address: *mut sockaddr, size: *mut socklen_t, length: socklen_t) -> ssize_t {
+    if received < 0 || address.is_null() {
+        return received;
     }
-    received
+    match faults::read(size) {
+        Some(room) if (room as c_int) < 0 => thread::fail(libc::EINVAL),
+        // SAFETY: the program's own arguments (`# Safety`).
+        Some(_) if unsafe { faults::write(size, length) } => received,
+        _ => thread::fail(libc::EFAULT),
+    }
+}
+
+/// The result of recvmsg(2), after what it says of a message is written.
+///
+/// # Safety
+/// As recvmsg(2).
+unsafe fn with_message(received: ssize_t, to: *mut msghdr, message: &msghdr) -> ssize_t {
+    if received < 0 {
+        return received;
+    }
+    let field = |offset| to.cast::<u8>().wrapping_add(offset);
+    // SAFETY: the program's own message (`# Safety`).
+    let written = unsafe {
+        faults::write(field(std::mem::offset_of!(msghdr, msg_namelen)).cast(), message.msg_namelen)
+            && faults::write(field(std::mem::offset_of!(msghdr, msg_controllen)).cast(), message.msg_controllen)
+            && faults::write(field(std::mem::offset_of!(msghdr, msg_flags)).cast(), message.msg_flags)
+    };
+    if written { received } else { thread::fail(libc::EFAULT) }
 }
 
 /// Intercepts the C library's `__recvfrom_chk`.
@@ -222,15 +249,20 @@ pub unsafe extern "C" fn pwritev2(fd: c_int, vectors: *const iovec, count: c_int
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
-    if let Some(udp) = udp::of(fd).filter(|_| !message.is_null()) {
+    let (tcp, udp) = (table::tcp(fd), udp::of(fd));
+    let known = if tcp.is_some() || udp.is_some() { faults::read(message) } else { None };
+    let Some(mut own) = known else {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::receive_message(Call::Message, udp, fd, &mut *message, flags) };
-    }
-    match (table::tcp(fd), message.is_null()) {
-        // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), false) => unsafe { io::receive_message(Call::Message, tcp, fd, &mut *message, flags) },
-        // SAFETY: the program's own arguments (`# Safety`).
-        _ => unsafe { real::recvmsg(fd, message, flags) },
+        return unsafe { real::recvmsg(fd, message, flags) };
+    };
+    // SAFETY: as above.
+    unsafe {
+        let received = match (tcp, udp) {
+            (Some(tcp), _) => io::receive_message(Call::Message, tcp, fd, &mut own, flags),
+            (None, Some(udp)) => udp::receive_message(Call::Message, udp, fd, &mut own, flags),
+            (None, None) => return real::recvmsg(fd, message, flags),
+        };
+        with_message(received, message, &own)
     }
 }
 
@@ -245,10 +277,27 @@ pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
     }
+    if let Some(tcp) = tcp
+        && let Some(section) = Section::enter()
+        && let Some(inside) = tcp.enter_kernel()
+        && tcp.may_sleep(&inside, flags)
+    {
+        drop(section);
+        // SAFETY: as above.
+        let got = unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
+        drop(inside);
+        let length = |at| faults::read(messages.wrapping_add(at)).map_or(0, |entry| entry.msg_len as ssize_t);
+        tcp.count(fd, if got < 0 { -1 } else { (0..got as usize).map(length).sum() }, false);
+        return got;
+    }
     let started = crate::wait::now();
-    // SAFETY: the program's own arguments (`# Safety`).
-    let limit = unsafe { limit.as_ref() };
-    let limit = limit.map(|limit| limit.tv_sec as u64 * 1_000_000 + limit.tv_nsec as u64 / 1000);
+    let given = if limit.is_null() { None } else { Some(faults::read(limit)) };
+    if given.is_some_and(|given| given.is_none_or(|limit| limit.tv_sec < 0 || !(0..1_000_000_000).contains(&limit.tv_nsec))) {
+        // SAFETY: as above. The kernel refuses it.
+        return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
+    }
+    let limit =
+        given.flatten().map(|limit| (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_nsec as u64 / 1000));
     for at in 0..count {
         // The limit is checked between messages (Linux, do_recvmmsg).
         if at > 0 && limit.is_some_and(|limit| crate::wait::now() - started >= limit) {
@@ -256,19 +305,25 @@ pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
         }
         let only_first = flags & libc::MSG_WAITFORONE != 0 && at > 0;
         let flags = flags & !libc::MSG_WAITFORONE | if only_first { libc::MSG_DONTWAIT } else { 0 };
-        // SAFETY: the program's own arguments (`# Safety`).
-        let entry = unsafe { &mut *messages.add(at as usize) };
-        let received = match (tcp, udp) {
+        let entry = messages.wrapping_add(at as usize);
+        let known = faults::read(entry).map(|entry| entry.msg_hdr);
+        let received = match (known, tcp, udp) {
             // SAFETY: the program's own arguments (`# Safety`).
-            (Some(tcp), _) => unsafe { io::receive_message(Call::Several, tcp, fd, &mut entry.msg_hdr, flags) },
+            (Some(mut own), Some(tcp), _) => unsafe {
+                let received = io::receive_message(Call::Several, tcp, fd, &mut own, flags);
+                with_message(received, entry.cast(), &own)
+            },
             // SAFETY: as above.
-            (None, Some(udp)) => unsafe { udp::receive_message(Call::Several, udp, fd, &mut entry.msg_hdr, flags) },
-            (None, None) => return at as c_int,
+            (Some(mut own), None, Some(udp)) => unsafe {
+                let received = udp::receive_message(Call::Several, udp, fd, &mut own, flags);
+                with_message(received, entry.cast(), &own)
+            },
+            _ => thread::fail(libc::EFAULT),
         };
-        if received < 0 {
+        // SAFETY: as above.
+        if received < 0 || !unsafe { note_length(entry, received) } {
             return if at > 0 { at as c_int } else { -1 };
         }
-        entry.msg_len = received as c_uint;
     }
     count as c_int
 }
@@ -315,7 +370,7 @@ pub unsafe extern "C" fn sendto(
     size: socklen_t,
 ) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
-    if unsafe { io::send_at_once(fd, buffer, length, flags) } {
+    if address.is_null() && unsafe { io::send_at_once(fd, buffer, length, flags) } {
         return length as ssize_t;
     }
     if let Some(udp) = udp::of(fd) {
@@ -326,8 +381,10 @@ pub unsafe extern "C" fn sendto(
         return unsafe { udp::send_message(Call::Flagged, udp, fd, &message, flags) };
     }
     match table::tcp(fd) {
-        // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores the address.
-        Some(tcp) if address.is_null() || tcp.is_managed() => unsafe { io::send(Call::Flagged, tcp, fd, buffer, length, flags) },
+        // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores an address that the kernel can read.
+        Some(tcp) if address.is_null() || tcp.is_managed() && io::takes_name(address.cast(), size) => unsafe {
+            io::send(Call::Flagged, tcp, fd, buffer, length, flags)
+        },
         Some(tcp) => {
             let inside = Section::enter().and_then(|_section| tcp.enter_kernel());
             // SAFETY: the program's own arguments (`# Safety`).
@@ -361,25 +418,49 @@ pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) 
     }
 }
 
-/// Restores connections whose descriptors a message passes to another process, for good.
+/// Writes the length of one of several messages. False, with errno, if there is no such memory.
 ///
 /// # Safety
-/// As sendmsg(2).
-unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
-    let Some(_section) = Section::enter() else { return };
-    if message.is_null() || crate::process::is_ours(fd) {
+/// As recvmmsg(2).
+unsafe fn note_length(entry: *mut mmsghdr, length: ssize_t) -> bool {
+    let place = entry.cast::<u8>().wrapping_add(std::mem::offset_of!(mmsghdr, msg_len));
+    // SAFETY: the program's own message (`# Safety`).
+    let written = unsafe { faults::write(place.cast(), length as c_uint) };
+    if !written {
+        thread::set_errno(libc::EFAULT);
+    }
+    written
+}
+
+/// Restores connections whose descriptors a message passes to another process, for good.
+fn give_back_passed(fd: c_int, message: *const msghdr) {
+    /// More descriptors than a message can have.
+    const MOST: usize = 1 << 16;
+    if table::end() == 0 && udp::end() == 0 {
         return;
     }
-    // SAFETY: a non-null message is valid (`# Safety`), and the CMSG macros stay inside its control buffer.
+    let Some(_section) = Section::enter() else { return };
+    let Some(mut message) = faults::read(message).filter(|message| (1..=MOST).contains(&message.msg_controllen)) else {
+        return;
+    };
+    // In words, since headers are aligned to them.
+    let mut control = vec![0u64; message.msg_controllen.div_ceil(8)];
+    let length = message.msg_controllen;
+    // SAFETY: the words have room for that many bytes.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(control.as_mut_ptr().cast::<u8>(), length) };
+    if crate::process::is_ours(fd) || !faults::read_all(message.msg_control.cast_const().cast(), bytes) {
+        return;
+    }
+    message.msg_control = control.as_mut_ptr().cast();
+    let message = &raw const message;
+    // SAFETY: the message has a copy of its control buffer, in which the CMSG macros stay.
     unsafe {
-        if (*message).msg_controllen == 0 {
-            return;
-        }
         let mut header = libc::CMSG_FIRSTHDR(message);
         while !header.is_null() {
             if (*header).cmsg_level == libc::SOL_SOCKET && (*header).cmsg_type == libc::SCM_RIGHTS {
                 let data = libc::CMSG_DATA(header).cast::<c_int>();
-                let length = ((*header).cmsg_len as usize).saturating_sub(libc::CMSG_LEN(0) as usize);
+                let behind = length - (header as usize - control.as_ptr() as usize);
+                let length = ((*header).cmsg_len as usize).min(behind).saturating_sub(libc::CMSG_LEN(0) as usize);
                 for at in 0..length / size_of::<c_int>() {
                     if let Some(tcp) = table::tcp(data.add(at).read_unaligned()) {
                         tcp.give_back("SCM_RIGHTS", Until::Never);
@@ -398,17 +479,16 @@ unsafe fn give_back_passed(fd: c_int, message: *const msghdr) {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
-    if let Some(udp) = udp::of(fd).filter(|_| !message.is_null()) {
+    let (tcp, udp) = (table::tcp(fd), udp::of(fd));
+    let known = if tcp.is_some() || udp.is_some() { faults::read(message) } else { None };
+    match (known, tcp, udp) {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { udp::send_message(Call::Message, udp, fd, &*message, flags) };
-    }
-    match (table::tcp(fd), message.is_null()) {
-        // SAFETY: the program's own arguments (`# Safety`).
-        (Some(tcp), false) => unsafe { io::send_message(Call::Message, tcp, fd, &*message, flags) },
+        (Some(own), Some(tcp), _) => unsafe { io::send_message(Call::Message, tcp, fd, &own, flags) },
+        // SAFETY: as above.
+        (Some(own), None, Some(udp)) => unsafe { udp::send_message(Call::Message, udp, fd, &own, flags) },
         _ => {
-            // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { give_back_passed(fd, message) };
-            // SAFETY: the program's own arguments (`# Safety`).
+            give_back_passed(fd, message);
+            // SAFETY: as above.
             unsafe { real::sendmsg(fd, message, flags) }
         }
     }
@@ -422,30 +502,33 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int
 pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
     let (tcp, udp) = (table::tcp(fd), udp::of(fd));
     if tcp.is_none() && udp.is_none() {
-        for at in 0..count as usize {
-            // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { give_back_passed(fd, &raw const (*messages.add(at)).msg_hdr) };
+        for at in 0..(count as usize).min(MOST_MESSAGES) {
+            give_back_passed(fd, messages.wrapping_add(at).cast());
         }
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sendmmsg(fd, messages, count, flags) };
     }
+    let count = count.min(MOST_MESSAGES as c_uint);
     for at in 0..count {
-        // SAFETY: the program's own arguments (`# Safety`).
-        let entry = unsafe { &mut *messages.add(at as usize) };
-        let sent = match (tcp, udp) {
+        let entry = messages.wrapping_add(at as usize);
+        let known = faults::read(entry).map(|entry| entry.msg_hdr);
+        let sent = match (known, tcp, udp) {
             // SAFETY: the program's own arguments (`# Safety`).
-            (Some(tcp), _) => unsafe { io::send_message(Call::Several, tcp, fd, &entry.msg_hdr, flags) },
+            (Some(own), Some(tcp), _) => unsafe { io::send_message(Call::Several, tcp, fd, &own, flags) },
             // SAFETY: as above.
-            (None, Some(udp)) => unsafe { udp::send_message(Call::Several, udp, fd, &entry.msg_hdr, flags) },
-            (None, None) => return at as c_int,
+            (Some(own), None, Some(udp)) => unsafe { udp::send_message(Call::Several, udp, fd, &own, flags) },
+            _ => thread::fail(libc::EFAULT),
         };
-        if sent < 0 {
+        // SAFETY: as above.
+        if sent < 0 || !unsafe { note_length(entry, sent) } {
             return if at > 0 { at as c_int } else { -1 };
         }
-        entry.msg_len = sent as c_uint;
     }
     count as c_int
 }
+
+/// Most messages that one call sends (Linux, UIO_MAXIOV).
+const MOST_MESSAGES: usize = 1024;
 
 /// sendfile(2), through a buffer while the NIC may have the connection.
 ///
@@ -465,6 +548,11 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         tcp.count(out, sent, true);
         return sent;
     }
+    if !offset.is_null() && faults::read(offset).is_none() || count > isize::MAX as usize {
+        drop(section);
+        // SAFETY: the program's own arguments (`# Safety`). The kernel refuses it.
+        return unsafe { real::sendfile(out, from, offset, count) };
+    }
     let mut buffer = vec![0u8; count.min(1 << 16)];
     let mut done = 0usize;
     while done < count {
@@ -474,14 +562,20 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
             return sum(done, unsafe { real::sendfile(out, from, offset, count - done) });
         }
         let most = buffer.len().min(count - done);
-        // SAFETY: `offset` is null or the program's valid offset (`# Safety`).
-        let at = if offset.is_null() { unsafe { libc::lseek64(from, 0, libc::SEEK_CUR) } } else { unsafe { *offset } };
+        // SAFETY: no pointers are involved.
+        let own = || unsafe { libc::lseek64(from, 0, libc::SEEK_CUR) };
+        let at = if offset.is_null() { own() } else { faults::read(offset).unwrap_or(-1) };
         if at < 0 {
-            return -1;
+            // Linux, in do_sendfile: what has no position cannot be sent from.
+            let bad = offset.is_null() && thread::errno() == libc::EBADF;
+            return thread::fail(if bad { libc::EBADF } else { libc::EINVAL });
         }
         // SAFETY: `most` is at most the buffer's length.
         let got = unsafe { libc::pread64(from, buffer.as_mut_ptr().cast(), most, at) };
         if got <= 0 {
+            if got < 0 && offset.is_null() && thread::errno() == libc::ESPIPE {
+                thread::set_errno(libc::EINVAL);
+            }
             return if done > 0 || got == 0 { done as ssize_t } else { -1 };
         }
         // SAFETY: pread has just written `got` bytes to the buffer.
@@ -497,13 +591,16 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
             return -1;
         }
         done += sent as usize;
-        // SAFETY: `offset` is null or the program's valid offset (`# Safety`).
-        unsafe {
+        // SAFETY: `offset` is null or the program's (`# Safety`).
+        let noted = unsafe {
             if offset.is_null() {
-                libc::lseek64(from, at + sent as off64_t, libc::SEEK_SET);
+                libc::lseek64(from, at + sent as off64_t, libc::SEEK_SET) >= 0
             } else {
-                *offset = at + sent as off64_t;
+                faults::write(offset, at + sent as off64_t)
             }
+        };
+        if !noted {
+            return thread::fail(libc::EFAULT);
         }
         if (sent as usize) < got as usize {
             break;

@@ -1,0 +1,211 @@
+/* SIGSEGV and SIGBUS are the program's own, although the library has a handler for them. Usage: faults CASE [moved] */
+
+#include "sockets.h"
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+
+static struct pair ends;
+static char *hole;
+static sigjmp_buf back;
+static volatile sig_atomic_t faults;
+static void *volatile where;
+
+static void on_fault(int signal, siginfo_t *info, void *context)
+{
+    CHECK(signal == SIGSEGV || signal == SIGBUS);
+    CHECK(context != NULL);
+    where = info->si_addr;
+    faults++;
+    siglongjmp(back, 1);
+}
+
+static void plainly(int signal)
+{
+    CHECK(signal == SIGSEGV);
+    faults++;
+    siglongjmp(back, 1);
+}
+
+static void count(int signal)
+{
+    (void)signal;
+    faults++;
+}
+
+/* Whether an access faults and the handler sees it. */
+static int is_seen(char *at)
+{
+    sig_atomic_t before = faults;
+    if (sigsetjmp(back, 1) == 0)
+        *(volatile char *)at = 1;
+    return faults == before + 1;
+}
+
+/* A bad pointer in a call is no fault. */
+static void call_fails(void)
+{
+    sig_atomic_t before = faults;
+    CHECK(write(ends.client, "hello", 5) == 5);
+    CHECK(read(ends.server, hole, 5) == -1 && errno == EFAULT);
+    CHECK(write(ends.server, hole, 5) == -1 && errno == EFAULT);
+    CHECK(read(ends.server, (char[5]){0}, 5) == 5 && faults == before);
+    exchange(ends.server, ends.client, "on\n");
+}
+
+static void use_sigaction(void)
+{
+    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_NODEFER}, old;
+    sigaddset(&action.sa_mask, SIGUSR1);
+    call_fails();
+    CHECK(sigaction(SIGSEGV, NULL, &old) == 0 && old.sa_handler == SIG_DFL && old.sa_flags == 0);
+    CHECK(sigaction(SIGSEGV, &action, &old) == 0 && old.sa_handler == SIG_DFL);
+    CHECK(sigaction(SIGSEGV, NULL, &old) == 0 && old.sa_sigaction == on_fault);
+    CHECK((old.sa_flags & ~0x04000000) == (SA_SIGINFO | SA_NODEFER) && sigismember(&old.sa_mask, SIGUSR1) && !sigismember(&old.sa_mask, SIGUSR2));
+    CHECK(is_seen(hole) && where == hole);
+    call_fails();
+    CHECK(is_seen(hole));
+    CHECK((void *)signal(SIGSEGV, plainly) == (void *)on_fault && is_seen(hole));
+    call_fails();
+    CHECK(signal(SIGSEGV, SIG_DFL) == plainly && signal(SIGSEGV, SIG_IGN) == SIG_DFL);
+    CHECK(kill(getpid(), SIGSEGV) == 0 && raise(SIGSEGV) == 0);
+    CHECK(signal(SIGSEGV, count) == SIG_IGN);
+    faults = 0;
+    CHECK(raise(SIGSEGV) == 0 && faults == 1);
+    call_fails();
+}
+
+static void use_sigbus(void)
+{
+    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO};
+    char name[] = "/tmp/baton-faults-XXXXXX";
+    int file = mkstemp(name);
+    CHECK(file >= 0 && unlink(name) == 0 && ftruncate(file, 4096) == 0);
+    hole = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    CHECK(hole != MAP_FAILED && ftruncate(file, 0) == 0);
+    call_fails();
+    CHECK(sigaction(SIGBUS, &action, NULL) == 0 && is_seen(hole));
+    call_fails();
+}
+
+/* How a child ends that does something. */
+static int end_of(void (*does)(void))
+{
+    int status;
+    pid_t child = fork();
+    if (child == 0) {
+        does();
+        _exit(7);
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    return WIFSIGNALED(status) ? WTERMSIG(status) : -WEXITSTATUS(status);
+}
+
+static void access_hole(void)
+{
+    *(volatile char *)hole = 1;
+}
+
+static void send_it(void)
+{
+    kill(getpid(), SIGSEGV);
+    for (;;)
+        pause();
+}
+
+static void access_while_ignored(void)
+{
+    signal(SIGSEGV, SIG_IGN);
+    access_hole();
+}
+
+static void access_twice(void)
+{
+    struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO | SA_RESETHAND | SA_NODEFER}, now;
+    CHECK(sigaction(SIGSEGV, &action, NULL) == 0 && is_seen(hole));
+    CHECK(sigaction(SIGSEGV, NULL, &now) == 0 && now.sa_handler == SIG_DFL);
+    access_hole();
+}
+
+static int deeper(int depth)
+{
+    volatile char frame[1024];
+    frame[0] = depth;
+    return depth < 0 ? 0 : deeper(depth + 1) + frame[0];
+}
+
+static void on_overflow(int signal)
+{
+    _exit(signal == SIGSEGV ? 9 : 1);
+}
+
+static void fill_stack(void)
+{
+    static char other[1 << 16];
+    stack_t stack = {.ss_sp = other, .ss_size = sizeof other};
+    struct sigaction action = {.sa_handler = on_overflow, .sa_flags = SA_ONSTACK};
+    CHECK(sigaltstack(&stack, NULL) == 0 && sigaction(SIGSEGV, &action, NULL) == 0);
+    deeper(0);
+}
+
+static void fill_stack_unhandled(void)
+{
+    deeper(0);
+}
+
+/* Programs that are executed: a handler is none any more, and what is ignored stays so. */
+static void execute(const char *what)
+{
+    execl("/proc/self/exe", "faults", what, NULL);
+}
+
+static void execute_handled(void)
+{
+    execute("default?");
+}
+
+static void execute_ignored(void)
+{
+    signal(SIGSEGV, SIG_IGN);
+    execute("ignored?");
+}
+
+static void end(void)
+{
+    call_fails();
+    CHECK(end_of(access_hole) == SIGSEGV);
+    CHECK(end_of(send_it) == SIGSEGV);
+    CHECK(end_of(access_while_ignored) == SIGSEGV);
+    CHECK(end_of(access_twice) == SIGSEGV);
+    CHECK(end_of(fill_stack) == -9);
+    CHECK(end_of(fill_stack_unhandled) == SIGSEGV);
+    CHECK(end_of(execute_handled) == -5);
+    CHECK(end_of(execute_ignored) == -5);
+}
+
+int main(int number, char **arguments)
+{
+    CHECK(number >= 2);
+    const char *name = arguments[1];
+    struct sigaction now;
+    CHECK(sigaction(SIGSEGV, NULL, &now) == 0);
+    if (strcmp(name, "default?") == 0)
+        return now.sa_handler == SIG_DFL ? 5 : 6;
+    if (strcmp(name, "ignored?") == 0)
+        return now.sa_handler == SIG_IGN ? 5 : 6;
+    alarm(60);
+    hole = mmap(NULL, 1 << 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    ends = connect_pair();
+    exchange(ends.client, ends.server, "hello\n");
+    exchange(ends.server, ends.client, "hello\n");
+    if (number > 2)
+        until_on_nic(ends.server);
+    if (strcmp(name, "sigaction") == 0)
+        return use_sigaction(), 0;
+    if (strcmp(name, "SIGBUS") == 0)
+        return use_sigbus(), 0;
+    if (strcmp(name, "ends") == 0)
+        return end(), 0;
+    return 2;
+}
