@@ -55,6 +55,7 @@ test: lint
 lint:
 	scripts/edges
 	scripts/waits
+	scripts/foreign
 	$(CARGO) fmt --check
 	$(CARGO) clippy --profile checked --locked --workspace -- -D warnings
 	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std

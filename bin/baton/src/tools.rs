@@ -25,7 +25,13 @@ impl SocketArgument {
     fn sockets(&self) -> Vec<(PathBuf, Option<u32>)> {
         match self.socket.clone().or_else(baton_client::named_socket) {
             Some(path) => vec![(path, None)],
-            None => discovery::agents().into_iter().map(|Agent { socket, process }| (socket, Some(process))).collect(),
+            None => {
+                let found = discovery::agents();
+                for process in found.silent {
+                    eprintln!("baton: process {process} calls itself an agent, and does not let anybody look at it");
+                }
+                found.agents.into_iter().map(|Agent { socket, process }| (socket, Some(process))).collect()
+            }
         }
     }
 
@@ -130,8 +136,7 @@ fn look(socket: &Path, process: Option<u32>) -> Result<(Vec<ConnectionInfo>, Sta
 
 /// The name of a process, if it can be read.
 fn program(process: u32) -> String {
-    let name = std::fs::read_to_string(format!("/proc/{process}/comm"));
-    name.map_or_else(|_| "?".into(), |name| plain(name.trim_end_matches('\n')))
+    baton_linux::process::name(process).map_or_else(|| "?".into(), |name| plain(&name))
 }
 
 /// What `baton ls --json` prints of a connection: also where its agent listens, for `--socket`.

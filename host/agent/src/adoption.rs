@@ -385,7 +385,7 @@ impl Session {
                 match outsider(self.user, self.process, Some(fd.as_fd())) {
                     None => _ = shell::end(fd.as_fd()),
                     Some(user) => {
-                        if let Ok(fd) = fd.as_fd().try_clone_to_owned().map(Foreign::from) {
+                        if let Ok(fd) = Foreign::duplicate(fd.as_fd()) {
                             foreign::call_for(user, move || _ = shell::end(fd.as_fd()));
                         }
                     }

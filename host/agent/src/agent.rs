@@ -40,7 +40,7 @@ use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::{interface, netlink, process, rtnetlink};
 use baton_moves::Refusal;
-use baton_protocol::keeper::Kept;
+use baton_protocol::keeper::{AGENT_NAME, Kept};
 use baton_protocol::nic::{Descriptor, NicSettings};
 use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::{Pulse, Region};
@@ -136,6 +136,8 @@ pub fn run() -> Result<()> {
     if let Some(core) = settings.core {
         process::pin(0, core);
     }
+    // Who lists Batons finds it by this name. Without /proc nobody looks.
+    let _ = process::set_name(AGENT_NAME);
     // A program waits for the agent while its connection moves, or is registered: with many threads that have the same right to the
     // processors that would be for seconds.
     process::raise_priority_in_own_session();

@@ -114,7 +114,7 @@ fn doubt(user: u32, at: u32, connection: &mut Connection, calls: &Calls) {
     };
     connection.extra().unproved = Some(UNKNOWN);
     let key = (at, connection.number(), connection.serial);
-    let Some(fd) = connection.fd().ok().and_then(|fd| fd.try_clone_to_owned().ok()).map(Foreign::from) else { return };
+    let Some(fd) = connection.fd().ok().and_then(|fd| Foreign::duplicate(fd).ok()) else { return };
     calls.make(user, move || -> Completion {
         let counted = counted(fd.as_fd());
         Box::new(move |agent| {

@@ -154,7 +154,7 @@ impl Agent {
             return Err(refusal);
         }
         let (number, serial) = (connection.number(), connection.serial);
-        let kept = connection.fd()?.try_clone_to_owned().map_err(|error| system("dup", &error))?;
+        let kept = Foreign::duplicate(connection.fd()?).map_err(|error| system("dup", &error))?;
         self.sessions[session as usize].as_mut().ok_or(Refusal::NoRoom)?.connections.put(connection);
         self.keep(&Kept::Connection(session, number, Until::Again), &[kept.as_fd()]);
         self.note_registered(session, number, serial);

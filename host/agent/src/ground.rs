@@ -205,9 +205,9 @@ impl Ground<'_> {
         let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
         let inode = socket::inode(connection.fd()?).map_err(|error| system("fstat", &error))?;
         match self.known.search(|| process::others_hold(inode, &ours)) {
-            Some(false) => Ok(()),
-            Some(true) => Err(Refusal::Shared),
-            None => Err(Refusal::Unsearched),
+            Some(Some(false)) => Ok(()),
+            Some(Some(true)) => Err(Refusal::Shared),
+            None | Some(None) => Err(Refusal::Unsearched),
         }
     }
 }

@@ -62,7 +62,7 @@ impl Known {
     }
 
     /// Looks through the host's processes, of which any user may have many, in a tenth of the time at most. None if it is too early.
-    pub fn search(&mut self, look: impl FnOnce() -> bool) -> Option<bool> {
+    pub fn search<T>(&mut self, look: impl FnOnce() -> T) -> Option<T> {
         let begun = monotonic_micros();
         if begun < self.next_search {
             return None;

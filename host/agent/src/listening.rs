@@ -431,6 +431,7 @@ impl Agent {
         let (local, peer) = (shown(image.flow.local), shown(image.flow.remote));
         let fd = Foreign::from(listening.socket().map_err(|error| system("socket", &error))?);
         let saved = make_shell(&self.diagnosis, fd.as_fd(), (local, peer), &image)?;
+        // Ours: the agent has made it, and keeps another descriptor of it.
         let theirs = fd.as_fd().try_clone_to_owned().map_err(|error| system("dup", &error))?;
         let connection = self.new_connection(session, fd, local, peer)?;
         let (number, serial) = (connection.number(), connection.serial);

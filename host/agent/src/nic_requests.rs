@@ -3,10 +3,11 @@
 
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
+use baton_linux::foreign::Foreign;
 use baton_protocol::nic::{ToAgent, ToNic};
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 /// Most requests under way, so that the other end never waits for room to answer in.
 const MOST_UNDER_WAY: usize = 64;
@@ -27,7 +28,7 @@ struct Pending<A> {
 /// A request that has not been sent, with what is to be done with its answer, if it gets one.
 struct Waiting<A> {
     message: ToNic,
-    descriptors: Vec<OwnedFd>,
+    descriptors: Vec<Foreign>,
     pending: Option<Pending<A>>,
 }
 
@@ -73,7 +74,7 @@ impl<A> Requests<A> {
                 Err(_) => return Err(pending.map(|pending| pending.after)),
             }
         }
-        let owned = descriptors.iter().map(|fd| fd.try_clone_to_owned()).collect::<io::Result<Vec<_>>>();
+        let owned = descriptors.iter().map(|fd| Foreign::duplicate(*fd)).collect::<io::Result<Vec<_>>>();
         let Ok(descriptors) = owned else { return Err(pending.map(|pending| pending.after)) };
         self.waiting.push_back(Waiting { message, descriptors, pending });
         Ok(false)

@@ -162,7 +162,7 @@ impl Attacher {
         }
         let waiting: BTreeSet<u64> = self.work.found.iter().map(|(_, _, inode)| *inode).collect();
         for process in std::mem::take(&mut self.work.processes) {
-            let sockets = process::sockets_of(process).into_iter();
+            let sockets = crate::target::sockets_of(process).into_iter();
             let new = sockets.filter(|(_, inode)| !self.inodes.contains(inode) && !waiting.contains(inode));
             self.work.found.extend(new.map(|(fd, inode)| (process, fd, inode)));
         }

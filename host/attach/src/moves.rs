@@ -8,6 +8,7 @@ use baton_abi::layout::Owner;
 use baton_client::LIMIT;
 use baton_linux::control::Channel;
 use baton_linux::events::Trigger;
+use baton_linux::foreign::{self, Foreign};
 use baton_linux::freeze::take_descriptor;
 use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{buffers, diagnosis, process, socket};
@@ -156,10 +157,10 @@ impl Attacher {
     }
 
     /// A duplicate of a connection's descriptor, if any process still has it.
-    fn descriptor(&mut self, number: u32) -> Option<OwnedFd> {
+    fn descriptor(&mut self, number: u32) -> Option<Foreign> {
         let entry = self.entries.get(&number)?;
         let (process, fd, cookie, inode) = (entry.process, entry.fd, entry.cookie, entry.inode);
-        if let Some(copy) = self.copy(process, fd, cookie) {
+        if let Some(copy) = self.copy(process, fd, inode, cookie) {
             return Some(copy);
         }
         // It may have another number now, or only a child of the process may still have it.
@@ -167,7 +168,7 @@ impl Attacher {
         for holder in holders.collect::<Vec<_>>() {
             for (at, found) in process::sockets_of(holder) {
                 if found == inode
-                    && let Some(copy) = self.copy(holder, at, cookie)
+                    && let Some(copy) = self.copy(holder, at, inode, cookie)
                 {
                     let entry = self.entries.get_mut(&number)?;
                     (entry.process, entry.fd) = (holder, at);
@@ -179,12 +180,17 @@ impl Attacher {
     }
 
     /// The same, if its process has it under the known number.
-    fn known_descriptor(&mut self, number: u32) -> Option<OwnedFd> {
+    fn known_descriptor(&mut self, number: u32) -> Option<Foreign> {
         let entry = self.entries.get(&number)?;
-        self.copy(entry.process, entry.fd, entry.cookie)
+        self.copy(entry.process, entry.fd, entry.inode, entry.cookie)
     }
 
-    fn copy(&mut self, process: u32, fd: i32, cookie: u64) -> Option<OwnedFd> {
+    /// What else the program has at that number by now is not taken: closing it may take as long as the program likes.
+    fn copy(&mut self, process: u32, fd: i32, inode: u64, cookie: u64) -> Option<Foreign> {
+        if !process::has_socket(process, fd, inode) {
+            return None;
+        }
+        let _user = foreign::on_behalf_of(process::user_of(process).unwrap_or(u32::MAX));
         let copy = take_descriptor(self.pidfd(process).ok()?.as_fd(), fd).ok()?;
         (socket::cookie(copy.as_fd()).ok()? == cookie).then_some(copy)
     }
@@ -197,7 +203,7 @@ impl Attacher {
     }
 
     /// Stops a connection's program and takes its socket out of the map. None if the program has closed it.
-    fn take_out(&mut self, number: u32) -> Result<Option<OwnedFd>> {
+    fn take_out(&mut self, number: u32) -> Result<Option<Foreign>> {
         let Some(process) = self.entries.get(&number).map(|entry| entry.process) else { return Ok(None) };
         self.stop_users(process)?;
         let Some(fd) = self.descriptor(number) else { return Ok(None) };
@@ -427,6 +433,10 @@ impl Attacher {
 
     /// Examines a socket of a process that stands still.
     pub(crate) fn discover(&mut self, process: u32, fd: i32, inode: u64) -> Result<()> {
+        if !process::has_socket(process, fd, inode) {
+            return Ok(());
+        }
+        let _user = foreign::on_behalf_of(process::user_of(process).unwrap_or(u32::MAX));
         let Ok(pidfd) = self.pidfd(process) else { return Ok(()) };
         let Ok(copy) = take_descriptor(pidfd.as_fd(), fd) else { return Ok(()) };
         self.consider(process, fd, inode, copy.as_fd())

@@ -3,6 +3,7 @@
 use baton_linux::process;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Selects connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,7 +48,7 @@ impl Target {
             _ => return process::all().into_iter().filter(|process| self.covers(*process) && process::lives(*process)).collect(),
         };
         let sockets = sockets_at(port);
-        let holds = |process: &u32| process::sockets_of(*process).iter().any(|(_, inode)| sockets.contains(inode));
+        let holds = |process: &u32| sockets_of(*process).iter().any(|(_, inode)| sockets.contains(inode));
         process::all().into_iter().filter(holds).collect()
     }
 
@@ -66,6 +67,14 @@ impl Target {
             _ => None,
         }
     }
+}
+
+/// Time that a process may take to let its descriptors be seen.
+const LIMIT: Duration = Duration::from_millis(50);
+
+/// Numbers and inodes of a process's sockets; none if it holds up who looks.
+pub(crate) fn sockets_of(process: u32) -> Vec<(i32, u64)> {
+    process::within(process, LIMIT, move || process::sockets_of(process)).unwrap_or_default()
 }
 
 fn descends(mut process: u32, root: u32) -> bool {

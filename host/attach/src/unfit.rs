@@ -6,8 +6,10 @@
 use crate::Attacher;
 use anyhow::Result;
 use baton_linux::events::monotonic_micros;
-use baton_linux::process;
+use baton_linux::{foreign, process};
 use baton_protocol::program::{Ask, Place, Until};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// Microseconds from one look at connections' modes to the next, and connections of a look.
 const LOOK: u64 = 100_000;
@@ -39,7 +41,12 @@ impl Attacher {
         if self.splicing.contains(&entry.process) {
             return Some(Unfit::Spliced);
         }
-        (process::blocks(entry.process, entry.fd, entry.inode) == Some(true)).then_some(Unfit::Blocking)
+        let blocks = match user_apart(entry.process) {
+            None => process::blocks(entry.process, entry.fd, entry.inode) == Some(true),
+            // As it was at the last look: the move looks again, when the program stands still.
+            Some(_) => entry.declined == Some(Unfit::Blocking),
+        };
+        blocks.then_some(Unfit::Blocking)
     }
 
     /// Leaves a connection in the kernel, and says why once.
@@ -85,34 +92,79 @@ impl Attacher {
         if now < self.looks.due {
             return;
         }
+        let mut by_user: BTreeMap<Option<u32>, Vec<Socket>> = BTreeMap::new();
         let mut looked = 0;
-        for (number, entry) in self.entries.range_mut(self.looks.next..) {
+        for (number, entry) in self.entries.range(self.looks.next..).take(LOOKS) {
             self.looks.next = number.wrapping_add(1);
             looked += 1;
-            match (process::blocks(entry.process, entry.fd, entry.inode), entry.joined.is_some()) {
-                (Some(true), true) => {
-                    entry.declined = Some(Unfit::Blocking);
-                    self.work.postpone(*number, Unfit::Blocking.cause());
-                }
-                (Some(false), false) if entry.declined == Some(Unfit::Blocking) && self.settings.flip.is_none() => {
-                    self.work.wanted.insert(*number, Place::Nic);
-                }
-                _ => {}
-            }
-            if looked == LOOKS {
-                break;
-            }
+            let socket = Socket { number: *number, process: entry.process, fd: entry.fd, inode: entry.inode };
+            by_user.entry(user_apart(entry.process)).or_default().push(socket);
         }
         if looked < LOOKS {
             self.looks.next = 0;
         }
+        for (user, sockets) in by_user {
+            let seen = self.looks.seen.clone();
+            let look = move || {
+                let modes =
+                    sockets.iter().filter_map(|of| Some((of.number, of.inode, process::blocks(of.process, of.fd, of.inode)?)));
+                let modes: Vec<Mode> = modes.collect();
+                seen.lock().unwrap_or_else(PoisonError::into_inner).extend(modes);
+            };
+            match user {
+                None => look(),
+                // The look before has not come to its end: this user's programs are left as they are.
+                Some(user) if foreign::has_calls(user) => {}
+                Some(user) => foreign::call_for(user, look),
+            }
+        }
+        let modes = std::mem::take(&mut *self.looks.seen.lock().unwrap_or_else(PoisonError::into_inner));
+        modes.into_iter().for_each(|mode| self.follow_mode(mode));
         self.looks.due = monotonic_micros() + LOOK;
     }
+
+    fn follow_mode(&mut self, (number, inode, blocks): Mode) {
+        let Some(entry) = self.entries.get_mut(&number).filter(|entry| entry.inode == inode) else { return };
+        match (blocks, entry.joined.is_some()) {
+            (true, true) => {
+                entry.declined = Some(Unfit::Blocking);
+                self.work.postpone(number, Unfit::Blocking.cause());
+            }
+            (false, false) if entry.declined == Some(Unfit::Blocking) => {
+                if user_apart(entry.process).is_some() {
+                    entry.declined = None;
+                }
+                if self.settings.flip.is_none() {
+                    self.work.wanted.insert(number, Place::Nic);
+                }
+            }
+            _ => {}
+        }
+    }
 }
+
+/// The user of a process whose entries in /proc may hold up the attacher: neither root nor the attacher's own. Such a user's are read by a
+/// thread for that user.
+fn user_apart(process: u32) -> Option<u32> {
+    process::user_of(process).ok().filter(|user| *user != 0 && *user != process::user())
+}
+
+/// A program's socket.
+struct Socket {
+    number: u32,
+    process: u32,
+    fd: i32,
+    inode: u64,
+}
+
+/// A connection's number, its socket's inode, and whether the socket is in blocking mode.
+type Mode = (u32, u64, bool);
 
 /// Whose mode is looked at next, and when.
 #[derive(Default)]
 pub(crate) struct Looks {
     next: u32,
     due: u64,
+    /// What has been seen since the last look, by whichever thread.
+    seen: Arc<Mutex<Vec<Mode>>>,
 }

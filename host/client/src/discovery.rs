@@ -1,9 +1,15 @@
 //! Every Baton that runs on this machine, those of `baton run` too: found in /proc, so that nothing has to be registered and nothing is left
 //! behind by one that was killed.
+//!
+//! Any process may call itself an agent, and hold up who reads some of its entries: so agents are found by name, which never waits, and not by
+//! command line, and the rest is read for a bounded time.
 
-use baton_protocol::keeper::AGENT_ARGUMENT;
+use baton_linux::events::monotonic_micros;
+use baton_linux::process;
+use baton_protocol::keeper::AGENT_NAME;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use std::{fs, io};
 
 /// An agent that listens.
@@ -15,29 +21,40 @@ pub struct Agent {
     pub socket: PathBuf,
 }
 
-/// The agents of this user, or of all users for root, by process. What ends meanwhile is left out.
-pub fn agents() -> Vec<Agent> {
-    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-    let processes = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
-    let mut found: Vec<Agent> =
-        processes.filter(|process| is_agent(*process)).filter_map(|process| agent(process).ok()?).collect();
-    found.sort_by_key(|agent| agent.process);
-    found
+/// Time in which all processes that call themselves agents are looked at.
+const LIMIT: Duration = Duration::from_millis(500);
+
+/// What runs on this machine.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub struct Found {
+    /// The agents of this user, or of all users for root, by process.
+    pub agents: Vec<Agent>,
+    /// Processes that call themselves agents, and hold up who looks at them.
+    pub silent: Vec<u32>,
 }
 
-fn is_agent(process: u32) -> bool {
-    let line = fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
-    line.split(|byte| *byte == 0).nth(1) == Some(AGENT_ARGUMENT.as_bytes())
+/// The agents of this machine. What ends meanwhile is left out.
+pub fn agents() -> Found {
+    let named = process::all().into_iter().filter(|process| process::name(*process).as_deref() == Some(AGENT_NAME));
+    let mut named: Vec<u32> = named.collect();
+    // Those of other users last: they cannot use up the time.
+    let ours = |process: u32| process::user_of(process).is_ok_and(|user| [0, process::user()].contains(&user));
+    named.sort_by_key(|process| (!ours(*process), *process));
+    let (mut found, until) = (Found::default(), monotonic_micros() + LIMIT.as_micros() as u64);
+    for process in named {
+        let left = Duration::from_micros(until.saturating_sub(monotonic_micros()));
+        match process::within(process, left, move || agent(process)) {
+            Some(agent) => found.agents.extend(agent.ok().flatten()),
+            None => found.silent.push(process),
+        }
+    }
+    found.agents.sort_by_key(|agent| agent.process);
+    found
 }
 
 /// The socket at which a process listens, if it does.
 fn agent(process: u32) -> io::Result<Option<Agent>> {
-    let mut inodes = HashSet::new();
-    for entry in fs::read_dir(format!("/proc/{process}/fd"))?.flatten() {
-        let target = fs::read_link(entry.path()).unwrap_or_default();
-        let inode = target.to_str().and_then(|target| target.strip_prefix("socket:[")?.strip_suffix(']'));
-        inodes.extend(inode.map(str::to_owned));
-    }
+    let inodes: HashSet<String> = process::sockets_of(process).into_iter().map(|(_, inode)| inode.to_string()).collect();
     let table = fs::read_to_string(format!("/proc/{process}/net/unix"))?;
     let Some(path) = table.lines().find_map(|line| listening_at(line, &inodes)) else { return Ok(None) };
     Ok(Some(Agent { process, socket: reachable(process, path) }))

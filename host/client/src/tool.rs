@@ -48,12 +48,12 @@ impl Limit {
             Limit::Each(limit) => (limit, limit),
             Limit::Until(at) => (Duration::from_micros(at.saturating_sub(monotonic_micros())), LIMIT),
         };
-        match channel.receive_within(left) {
+        match channel.receive_message_within(left) {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 let process = channel.peer_process().unwrap_or_default();
                 bail!("it (process {process}) has not answered in time ({} s): it is stopped or overloaded", most.as_secs())
             }
-            received => Ok(received?.0),
+            received => Ok(received?),
         }
     }
 }

@@ -9,6 +9,10 @@ use std::net::{IpAddr, SocketAddr};
 /// The argument with which a keeper starts an agent.
 pub const AGENT_ARGUMENT: &str = "agent-process";
 
+/// The name that an agent gives its process (`/proc/PID/comm`, 15 bytes at most), by which tools find it. They do not read command lines:
+/// that waits for the lock of the process's memory, which a process can hold as long as it likes.
+pub const AGENT_NAME: &str = "baton-agent";
+
 /// What an agent sends the keeper, and the keeper the next agent. Descriptors come along.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kept {

@@ -48,6 +48,11 @@ fn unix_address(path: &Path) -> io::Result<SocketAddrUnix> {
     Ok(SocketAddrUnix::new(path)?)
 }
 
+/// The message in these bytes.
+fn decode<T: DeserializeOwned>(bytes: &[u8]) -> io::Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
 impl Channel {
     /// Makes two connected ends.
     ///
@@ -106,7 +111,10 @@ impl Channel {
     /// # Errors
     /// The failed system call's: `WouldBlock` if the listener's queue is full.
     pub fn try_connect_to_anybody(path: &Path) -> io::Result<Channel> {
+        const SO_PASSRIGHTS: i32 = 83;
         let fd = unix_socket()?;
+        // Descriptors would be this process's to close, which may take as long as their sender likes. Linux before 6.16 cannot refuse them.
+        let _ = crate::socket::set(fd.as_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
         rustix::io::ioctl_fionbio(&fd, true)?;
         let address = unix_address(path)?;
         retry_on_intr(|| rustix::net::connect(&fd, &address))?;
@@ -203,9 +211,27 @@ impl Channel {
     /// # Errors
     /// See there.
     pub fn receive_within<T: DeserializeOwned>(&self, limit: Duration) -> io::Result<(T, Vec<OwnedFd>)> {
+        self.until(limit, || self.try_receive())
+    }
+
+    /// As [`Channel::receive_within`], from whom nothing but messages is expected: descriptors that come along do not become this process's,
+    /// which would have to close them, and that may take as long as the sender likes.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn receive_message_within<T: DeserializeOwned>(&self, limit: Duration) -> io::Result<T> {
+        self.until(limit, || {
+            let mut bytes = vec![0u8; MAX_MESSAGE];
+            let flags = RecvFlags::DONTWAIT;
+            let got = retry_on_intr(|| rustix::net::recv(&self.fd, &mut bytes[..], flags).map(|(got, _)| got))?;
+            if got == 0 { Err(io::ErrorKind::UnexpectedEof.into()) } else { decode(&bytes[..got]) }
+        })
+    }
+
+    fn until<T>(&self, limit: Duration, receive: impl Fn() -> io::Result<T>) -> io::Result<T> {
         let deadline = monotonic_micros().saturating_add(limit.as_micros() as u64);
         loop {
-            match self.try_receive() {
+            match receive() {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => self.wait(PollFlags::IN, deadline)?,
                 received => return received,
             }
@@ -241,8 +267,7 @@ impl Channel {
         if got == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        let message = postcard::from_bytes(&bytes[..got]).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-        Ok((message, descriptors))
+        Ok((decode(&bytes[..got])?, descriptors))
     }
 
     /// Whether the other end is closed. Messages that were sent before may still wait here.

@@ -81,6 +81,14 @@ fn kind(fd: BorrowedFd<'_>) -> Kind {
 }
 
 impl Foreign {
+    /// Another descriptor of what another user's process has sent.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn duplicate(fd: BorrowedFd<'_>) -> io::Result<Foreign> {
+        fd.try_clone_to_owned().map(Foreign::from)
+    }
+
     /// Whether it is a socket.
     pub fn is_socket(&self) -> bool {
         rustix::net::sockopt::socket_type(self) != Err(Errno::NOTSOCK)
@@ -177,6 +185,11 @@ pub fn call_for(user: u32, act: impl FnOnce() + Send + 'static) {
 /// Whether so many calls on a user's sockets wait that no more are to be made for it.
 pub fn has_many_calls(user: u32) -> bool {
     closing().queues.get(&(Lane::Calls, user)).is_some_and(|queue| queue.waiting.len() >= MOST_CALLS)
+}
+
+/// Whether a call on a user's sockets waits, or is being made.
+pub fn has_calls(user: u32) -> bool {
+    closing().queues.contains_key(&(Lane::Calls, user))
 }
 
 /// Waits until all that was to be done is done, or for this time.

@@ -7,11 +7,12 @@
 //! not restart are made to restart: a receive on a socket in a map of sockets would return EAGAIN, one with a time-out and
 //! epoll_wait EINTR.
 
+use crate::foreign::Foreign;
 use crate::socket::check;
 use rustix::process::{Pid, PidfdGetfdFlags, WaitOptions, WaitStatus};
 use std::cell::RefCell;
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::BorrowedFd;
 
 /// Microseconds after which a thread that has not stopped is not waited for: it may be inside vfork.
 const PATIENCE: u64 = 50_000;
@@ -234,12 +235,12 @@ impl Drop for Frozen {
     }
 }
 
-/// Duplicates a process's descriptor (pidfd_getfd). `process` is a pidfd.
+/// Duplicates a process's descriptor (pidfd_getfd), which may be of any file by the time of the call. `process` is a pidfd.
 ///
 /// # Errors
 /// `EPERM` if the process may not be inspected, `EBADF` if it has no such descriptor, `ESRCH` if it has ended.
-pub fn take_descriptor(process: BorrowedFd<'_>, number: i32) -> io::Result<OwnedFd> {
-    Ok(rustix::process::pidfd_getfd(process, number, PidfdGetfdFlags::empty())?)
+pub fn take_descriptor(process: BorrowedFd<'_>, number: i32) -> io::Result<Foreign> {
+    Ok(rustix::process::pidfd_getfd(process, number, PidfdGetfdFlags::empty())?.into())
 }
 
 #[cfg(test)]

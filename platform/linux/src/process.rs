@@ -5,11 +5,13 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
+use std::time::Duration;
 
 /// The first descriptor that [`inherit`] gives to a child.
 pub const FIRST_DESCRIPTOR: i32 = 3;
@@ -304,6 +306,20 @@ pub fn cpu_nanos(process: u32) -> Option<u64> {
     Some(total)
 }
 
+/// Gives this process a name, of which the first 15 bytes count: `/proc/PID/comm`. Threads that it has keep theirs.
+///
+/// # Errors
+/// If /proc is not there.
+pub fn set_name(name: &str) -> io::Result<()> {
+    std::fs::write("/proc/self/comm", name)
+}
+
+/// The name of a process, which it chooses itself. None if it has ended.
+pub fn name(process: u32) -> Option<String> {
+    let name = std::fs::read_to_string(format!("/proc/{process}/comm")).ok()?;
+    Some(name.trim_end_matches('\n').to_owned())
+}
+
 /// Number of the calling thread.
 pub fn thread() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
@@ -422,10 +438,47 @@ pub fn random(out: &mut [u8]) -> io::Result<()> {
     if got == wanted { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Whether a process other than these holds a socket, by its inode: as far as /proc shows it to this process.
-pub fn others_hold(inode: u64, except: &[u32]) -> bool {
-    let holds = |process: &u32| sockets_of(*process).iter().any(|(_, other)| *other == inode);
-    all().iter().filter(|process| !except.contains(process)).any(holds)
+/// Most readings of [`within`] that wait.
+const MOST_READING: usize = 64;
+
+/// The processes whose entries are being read by [`within`].
+static READING: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+/// Reads something of another process that may hold up the reader, in a thread of its own: a process in execve(2) holds up who reads the links
+/// of its descriptors, and stays there if it has a file that does not close. None if that has not come to its end in this time; the thread goes
+/// on, and until it has ended nothing more is read of that process.
+pub fn within<T: Send + 'static>(process: u32, limit: Duration, read: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let reading = || READING.lock().unwrap_or_else(PoisonError::into_inner);
+    {
+        let mut reading = reading();
+        if reading.len() >= MOST_READING || !reading.insert(process) {
+            return None;
+        }
+    }
+    let (done, is_done) = mpsc::channel();
+    let act = move || {
+        let result = read();
+        READING.lock().unwrap_or_else(PoisonError::into_inner).remove(&process);
+        let _ = done.send(result);
+    };
+    if std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_err() {
+        reading().remove(&process);
+    }
+    is_done.recv_timeout(limit).ok()
+}
+
+/// Time that a search through all processes may take.
+const SEARCH: Duration = Duration::from_millis(500);
+
+/// Whether a process other than these holds a socket, by its inode: as far as /proc shows it to this process. None if one of them holds up the
+/// search.
+pub fn others_hold(inode: u64, except: &[u32]) -> Option<bool> {
+    let except = except.to_vec();
+    // There is no process 0: only one search waits.
+    within(0, SEARCH, move || {
+        let holds = |process: &u32| sockets_of(*process).iter().any(|(_, other)| *other == inode);
+        all().iter().filter(|process| !except.contains(process)).any(holds)
+    })
 }
 
 /// Sends a signal to the process of a descriptor, even if its number is another process's by now.
@@ -472,10 +525,18 @@ pub fn sockets_of(process: u32) -> Vec<(i32, u64)> {
     entries.flatten().filter_map(|entry| Some((entry.file_name().to_str()?.parse().ok()?, inode(&entry)?))).collect()
 }
 
+/// Whether a process has a socket, by its inode, at this number. Does not ask the file, whatever it is.
+pub fn has_socket(process: u32, number: i32, inode: u64) -> bool {
+    let target = std::fs::read_link(format!("/proc/{process}/fd/{number}"));
+    target.is_ok_and(|target| target.to_str() == Some(&*format!("socket:[{inode}]")))
+}
+
 /// Whether a process has a socket, by its inode, at this number, and in blocking mode. None if it does not have it there.
+///
+/// It waits if the process puts an epoll set into the socket's place meanwhile, whose lock a thread of it holds: see
+/// [`crate::foreign::call_for`].
 pub fn blocks(process: u32, number: i32, inode: u64) -> Option<bool> {
-    let target = std::fs::read_link(format!("/proc/{process}/fd/{number}")).ok()?;
-    if target.to_str()? != format!("socket:[{inode}]") {
+    if !has_socket(process, number, inode) {
         return None;
     }
     let about = std::fs::read_to_string(format!("/proc/{process}/fdinfo/{number}")).ok()?;

@@ -15,7 +15,7 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// An attacher, in the namespace of its program.
-fn attach(host: &Namespace, scratch: &Scratch, arguments: &[&str]) -> Child {
+pub fn attach(host: &Namespace, scratch: &Scratch, arguments: &[&str]) -> Child {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["attach", "--log", &scratch.file("log"), "--json"]).args(arguments);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -339,7 +339,7 @@ fn echo(host: &Namespace, clients: usize) -> u16 {
 }
 
 /// What `baton ls` says of the connections.
-fn listed(scratch: &Scratch) -> Vec<baton_protocol::program::ConnectionInfo> {
+pub fn listed(scratch: &Scratch) -> Vec<baton_protocol::program::ConnectionInfo> {
     let connect = || Tool::connect(&agent_socket(scratch)?).ok();
     connect().and_then(|mut tool| tool.connections().ok()).unwrap_or_default()
 }

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 /// What is promised.
 // Waits: compared with the same calls without the attacher in the same run, which take milliseconds.
-const PROMISED: Duration = Duration::from_secs(1);
+pub const PROMISED: Duration = Duration::from_secs(1);
 
 /// Does the same at each line that it reads, and prints when each call has returned.
 const PROGRAM: &str = "
@@ -37,7 +37,7 @@ for line in sys.stdin:
 ";
 
 /// An unmodified program of root's under Baton.
-struct Program {
+pub struct Program {
     child: Child,
     lines: BufReader<ChildStdout>,
     /// When its peer has received an end of stream.
@@ -52,7 +52,7 @@ impl Drop for Program {
 }
 
 /// An echo server on host B that tells when a connection ends.
-fn echoes(bed: &Testbed) -> (SocketAddr, Receiver<Instant>) {
+pub fn echoes(bed: &Testbed) -> (SocketAddr, Receiver<Instant>) {
     let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
     let at = listener.local_addr().expect("its address");
     let (ended, ends) = channel();
@@ -72,7 +72,7 @@ fn echoes(bed: &Testbed) -> (SocketAddr, Receiver<Instant>) {
 }
 
 impl Program {
-    fn start(bed: &Testbed) -> Program {
+    pub fn start(bed: &Testbed) -> Program {
         let (at, ends) = echoes(bed);
         let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
         let rule = ["--rule", "established", "--eager", "--", "python3"];
@@ -87,7 +87,7 @@ impl Program {
     }
 
     /// How long each call takes, and its FIN to the peer.
-    fn calls(&mut self) -> Vec<(String, Duration)> {
+    pub fn calls(&mut self) -> Vec<(String, Duration)> {
         while self.ends.try_recv().is_ok() {}
         let mut times = Vec::new();
         let mut last = Instant::now();

@@ -1,20 +1,18 @@
 //! Descriptors that take long to close: those who have sent them, or died with them, hold up nobody else.
 
+use crate::blocked::{PROMISED, Program};
 use crate::common::{connect, hosts};
-use crate::scratch::Scratch;
+use crate::fuse::{FuseFile, NEVER_FLUSHED};
+use crate::hostile_client::{Hostile, never_reads};
 use crate::stopped::{in_time, listed, registered};
 use baton_client::{Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_linux::control::Channel;
 use baton_linux::{process, socket};
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::process::{Child, Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 /// Makes a socket linger for a thousand seconds, with as much unsent data as there is room for.
@@ -63,111 +61,12 @@ fn a_dead_programs_sockets_that_linger_hold_up_nobody() {
     });
 }
 
-/// A file of a FUSE server that answers everything but FLUSH and STATFS, which close(2) and fstatfs(2) wait for, until this is dropped.
-struct NeverFlushed {
-    file: File,
-    ends: Arc<AtomicBool>,
-    mounting: Child,
-}
-
-impl Drop for NeverFlushed {
-    fn drop(&mut self) {
-        self.ends.store(true, Ordering::Release);
-        // The server sees that when this close asks for a flush.
-        drop(self.file.try_clone());
-        let _ = self.mounting.kill();
-        let _ = self.mounting.wait();
-    }
-}
-
-/// Length and number of a FUSE request's header, and of an answer's.
-const REQUEST: usize = 40;
-const ANSWER: usize = 16;
-const GETATTR: u32 = 3;
-const OPEN: u32 = 14;
-const STATFS: u32 = 17;
-const FLUSH: u32 = 25;
-const INIT: u32 = 26;
-const FORGET: u32 = 2;
-
-/// The body of the answer to a request; None if there is none.
-fn answer_of(operation: u32) -> Option<Vec<u8>> {
-    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<u8>>();
-    match operation {
-        INIT => Some([words(&[7, 31, 0, 0, 0, 4096, 1]), vec![0; 36]].concat()),
-        // Fit for ever: a regular file with number 1.
-        GETATTR => Some([words(&[1 << 30, 0, 0, 0, 1, 0]), vec![0; 52], words(&[0o100_666, 1]), vec![0; 20]].concat()),
-        OPEN => Some(vec![0; 16]),
-        FLUSH | STATFS | FORGET => None,
-        _ => Some(Vec::new()),
-    }
-}
-
-fn serve(mut server: &File, ends: &AtomicBool) {
-    let (mut request, mut unanswered) = (vec![0; 1 << 17], Vec::new());
-    let answer = |number: &[u8], body: &[u8]| {
-        let header = [((ANSWER + body.len()) as u32).to_ne_bytes(), [0; 4]].concat();
-        // Whoever has asked may have been interrupted.
-        let _ = (&*server).write_all(&[&header, number, body].concat());
-    };
-    while let Ok(length) = server.read(&mut request) {
-        assert!(length >= REQUEST);
-        let operation = u32::from_ne_bytes(request[4..8].try_into().expect("four bytes"));
-        let number = request[8..16].to_vec();
-        match answer_of(operation) {
-            Some(body) => answer(&number, &body),
-            None if operation != FORGET => unanswered.push(number),
-            None => {}
-        }
-        if ends.load(Ordering::Acquire) {
-            unanswered.drain(..).for_each(|number| answer(&number, &[]));
-        }
-    }
-}
-
-impl NeverFlushed {
-    /// None, and a word why, if this machine or user has no FUSE.
-    fn new() -> Option<NeverFlushed> {
-        let Ok(server) = File::options().read(true).write(true).open("/dev/fuse") else {
-            println!("skipped: there is no /dev/fuse here, or no right to it");
-            return None;
-        };
-        let scratch = Scratch::new("fuse");
-        let path = scratch.file("file");
-        File::create(&path).expect("a file to mount at");
-        // The first descriptor that a program inherits is number 3.
-        let options = "fd=3,rootmode=100000,user_id=0,group_id=0";
-        // In a mount namespace of a process of its own, which goes with it.
-        let script = format!("mount -i -t fuse -o {options} fuse {path} && echo mounted && exec cat");
-        let mut command = Command::new("unshare");
-        command.args(["--mount", "--propagation", "private", "sh", "-c", &script]).stdin(Stdio::piped()).stdout(Stdio::piped());
-        process::inherit(&mut command, &[server.as_fd()], false);
-        let mut mounting = command.spawn().expect("unshare");
-        let mut said = String::new();
-        let _ = BufReader::new(mounting.stdout.take().expect("its output")).read_line(&mut said);
-        if said.is_empty() {
-            println!("skipped: no FUSE file system can be mounted here");
-            return None;
-        }
-        // Not before: a connection that is not mounted cannot be read from.
-        let ends = Arc::new(AtomicBool::new(false));
-        let are_over = ends.clone();
-        std::thread::spawn(move || serve(&server, &are_over));
-        let file = File::open(format!("/proc/{}/root{path}", mounting.id())).expect("the file");
-        Some(NeverFlushed { file, ends, mounting })
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
-    }
-}
-
 /// Files of FUSE, sent along with requests that need none, hold up nobody: closing each would wait for its server. Their user is turned away meanwhile.
 #[test]
 fn files_that_do_not_close_hold_up_nobody() {
     let bed = hosts(TestbedSettings::default());
     let (other, connection, _streams) = registered(&bed, 8000);
-    let Some(file) = NeverFlushed::new() else { return };
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
     let before = agent(&bed);
     for _ in 0..8 {
         let Ok(channel) = Channel::connect(&bed.socket()) else { continue };
@@ -188,12 +87,47 @@ fn files_that_do_not_close_hold_up_nobody() {
     assert_eq!(agent(&bed), before);
 }
 
+/// Another user's program has died with a thousand such sockets, and yet another of its programs sends a hundred files that do not close. A
+/// closed socket of root's sends its FIN as soon as without them, and agent and keeper have few threads.
+#[test]
+fn a_thousand_sockets_and_a_hundred_files_hold_up_nobody() {
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
+    let bed = hosts(TestbedSettings { beside: true, ..TestbedSettings::default() });
+    let mut program = Program::start(&bed);
+    let mut longest = || program.calls().into_iter().max_by_key(|(_, time)| *time).expect("calls");
+    let agent = agent(&bed);
+    let keeper = process::parent(agent).expect("the keeper");
+    let most = || threads(agent).max(threads(keeper));
+    let alone = (longest(), most());
+    let peer = never_reads(&bed).to_string();
+    // Of several programs, which die one after the other.
+    let mut dying: Vec<Hostile> =
+        (0..4).map(|_| Hostile::start_with(&bed.host_a, &bed.socket(), &peer, ("lingers", 250), None)).collect();
+    dying.iter_mut().for_each(|hostile| drop(hostile.await_attack()));
+    let mut sending = Hostile::start_with(&bed.host_a, &bed.socket(), "", ("files", 112), Some(file));
+    sending.await_attack();
+    let mut beside = (longest(), most());
+    dying.into_iter().for_each(Hostile::expect_success);
+    // While all of them are closed, and afterwards.
+    let mut rounds = 0;
+    while rounds < 20 || listed(&bed) > 1 {
+        let now = (longest(), most());
+        beside = (if now.0.1 > beside.0.1 { now.0 } else { beside.0 }, beside.1.max(now.1));
+        rounds += 1;
+    }
+    println!("longest call and threads: {alone:?}, {beside:?} beside them, in {rounds} rounds");
+    assert!(beside.0.1 < alone.0.1 + PROMISED, "{beside:?}, {alone:?} without them");
+    // Eight close sockets, eight close files, and no more.
+    assert!(beside.1 <= alone.1 + 16, "{beside:?} threads, {alone:?} without them");
+    assert_eq!(self::agent(&bed), agent);
+}
+
 /// A report's file whose server does not answer delays the report and nothing else.
 #[test]
 fn a_reports_file_that_never_answers_holds_up_nobody() {
     let bed = hosts(TestbedSettings::default());
     let (other, connection, _streams) = registered(&bed, 8000);
-    let Some(file) = NeverFlushed::new() else { return };
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
     let channel = Channel::connect(&bed.socket()).expect("the agent");
     channel.send(&Request { tag: 1, body: Ask::Group { flip: None } }, &[file.fd()]).expect("a request");
     in_time("a group", move || channel.receive::<Answer>().map(drop)).expect("an answer");
@@ -206,7 +140,7 @@ fn a_reports_file_that_never_answers_holds_up_nobody() {
 #[test]
 fn a_program_that_ends_waits_for_its_own_report_alone() {
     let bed = hosts(TestbedSettings::default());
-    let Some(file) = NeverFlushed::new() else { return };
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
     let tool = Channel::connect(&bed.socket()).expect("the agent");
     tool.send(&Request { tag: 1, body: Ask::Group { flip: None } }, &[file.fd()]).expect("a request");
     let Reply::Grouped { group } = tool.receive::<Answer>().expect("an answer").0.body else { panic!("no group") };

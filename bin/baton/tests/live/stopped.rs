@@ -21,10 +21,10 @@ const SIGCONT: i32 = 18;
 const LIMIT: Duration = Duration::from_secs(20);
 
 /// A process that is stopped while this exists.
-struct Stopped(u32);
+pub struct Stopped(u32);
 
 impl Stopped {
-    fn new(process: u32) -> Stopped {
+    pub fn new(process: u32) -> Stopped {
         process::signal(process, SIGSTOP).expect("a signal");
         Stopped(process)
     }

@@ -1,8 +1,10 @@
 //! Who is believed: sockets are what they were when they were registered, and an agent is root's or one's own.
 
 use crate::common::{Scene, connect, hosts};
+use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, echo, listen, swap, take_datagrams};
 use crate::scratch::{Scratch, text};
+use crate::stopped::in_time;
 use baton_client::Session;
 use baton_lab::container::Container;
 use baton_lab::testbed::{TestbedSettings, address_a, address_b};
@@ -154,8 +156,13 @@ fn a_listener_of_another_user_is_not_believed() {
     let bed = hosts(TestbedSettings::default());
     let place = std::env::temp_dir().join(format!("baton-impostor-{}", std::process::id()));
     let path = place.join("agent.sock");
-    for attack in ["impostor", "liar"] {
-        let mut hostile = Hostile::start_at(&bed.host_a, &path, "", attack);
+    for attack in ["impostor", "liar", "giver"] {
+        // Whoever gets this file cannot close it.
+        let file = if attack == "giver" { FuseFile::new(&NEVER_FLUSHED) } else { None };
+        if attack == "giver" && file.is_none() {
+            break;
+        }
+        let mut hostile = Hostile::start_with(&bed.host_a, &path, "", (attack, 1), file);
         hostile.await_attack();
         let refused = Channel::connect(&path).expect_err("another user's");
         assert!(refused.to_string().contains("by user 65534"), "{refused}");
@@ -165,7 +172,8 @@ fn a_listener_of_another_user_is_not_believed() {
         // It runs as what calls itself an agent, too.
         for arguments in [&["ls"][..], &["ls", "--json"], &["ls", "--socket", socket]] {
             let began = Instant::now();
-            let listed = baton(arguments).output().expect("baton");
+            let mut list = baton(arguments);
+            let listed = in_time("a list", move || list.output().expect("baton"));
             assert!(began.elapsed() < LONG, "it took {:?}", began.elapsed());
             let all = [listed.stdout, listed.stderr].concat();
             assert!(!all.contains(&0x1b) && !all.contains(&7), "{}", text(&all));

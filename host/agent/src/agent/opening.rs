@@ -179,10 +179,11 @@ impl Agent {
         if opening.messages.is_some() {
             self.looks.begin_sockets();
         }
+        // Ours: the agent has made it.
         let memory = open.memory.fd().context("session memory is shared memory")?.try_clone_to_owned()?;
         let given: Vec<OwnedFd> = [memory].into_iter().chain(theirs.into_iter().map(OwnedFd::from)).collect();
         let bell = open.bell.try_clone()?;
-        let socket = open.socket.as_ref().map(|socket| socket.as_fd().try_clone_to_owned()).transpose()?;
+        let socket = open.socket.as_ref().map(|socket| Foreign::duplicate(socket.as_fd())).transpose()?;
         let further = open.further.iter().map(SessionBell::try_clone).collect::<io::Result<Vec<_>>>()?;
         // Groups of an agent before this one's keeper was started do not exist any more.
         let group = if self.groups.has(opening.group) { opening.group } else { 0 };

@@ -1,10 +1,12 @@
 //! Programs that do not do what others could wait for.
 
-use super::{Client, PEER, alone, ask_on, move_to_nic};
-use baton_protocol::program::{Ask, Opening, Reply};
-use std::io::Read;
+use super::{Client, PEER, alone, ask_on, move_to_nic, setting};
+use baton_linux::control::Channel;
+use baton_linux::{process, socket};
+use baton_protocol::program::{Ask, Opening, Reply, Request};
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 
 /// An attacher whose connection is on the NIC, and that lends nothing when it is asked.
@@ -18,4 +20,51 @@ pub fn lend_nothing(socket: &Path, begun: impl Fn()) {
     begun();
     // Until its test ends it.
     let _ = std::io::stdin().read(&mut [0]);
+}
+
+/// The file that this program was given.
+pub fn file() -> OwnedFd {
+    process::inherited(process::FIRST_DESCRIPTOR).expect("a file")
+}
+
+/// How many files or sockets an attack is made with.
+pub const COUNT: &str = "HOSTILE_COUNT";
+
+/// Descriptors that come with one message.
+const AT_ONCE: usize = 16;
+
+/// Sends a file along with requests that need none, so many times, on as many connections as it takes: the agent turns away who sends much
+/// that does not close.
+pub fn send_files(socket: &Path, begun: impl Fn()) {
+    let file = file();
+    let mut kept = Vec::new();
+    for _ in 0..(setting(COUNT, 100) as usize).div_ceil(AT_ONCE) {
+        let Ok(channel) = Channel::connect(socket) else { continue };
+        let _ = channel.try_send(&Request { tag: 1, body: Ask::Attachers }, &[file.as_fd(); AT_ONCE]);
+        kept.push(channel);
+    }
+    begun();
+    // Until its test ends it.
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
+/// Registers so many connections that linger for a thousand seconds with unsent data, and ends. Its peer must not read.
+pub fn die_with_sockets(path: &Path, begun: impl Fn()) {
+    let client = Client::open(path, alone()).expect("a session");
+    let peer: SocketAddr = std::env::var(PEER).expect("a peer").parse().expect("an address");
+    let linger = [1i32.to_ne_bytes(), 1000i32.to_ne_bytes()].concat();
+    let mut kept = Vec::new();
+    for at in 0..setting(COUNT, 10) {
+        let stream = TcpStream::connect(peer).unwrap_or_else(|error| panic!("connection {at}: {error}"));
+        // Memory for many of them.
+        socket::set(stream.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1).expect("SO_SNDBUF");
+        stream.set_nonblocking(true).expect("a socket");
+        while (&stream).write(&[7; 4096]).is_ok() {}
+        socket::set_bytes(stream.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &linger).expect("SO_LINGER");
+        let ask = Ask::Register { inherited: false, process: None };
+        let reply = ask_on(&client.channel, ask, &[stream.as_fd()]).map(|(reply, _)| reply);
+        assert!(matches!(reply, Some(Reply::Registered { .. })), "connection {at}: {reply:?}");
+        kept.push(stream);
+    }
+    begun();
 }

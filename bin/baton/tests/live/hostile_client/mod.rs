@@ -1,14 +1,15 @@
 //! A program that breaks every rule, run as `nobody` beside an honest one: the test's own binary, started again.
 
-mod blockers;
+pub(crate) mod blockers;
 mod descriptors;
 pub(crate) mod kinds;
 
+use crate::fuse::FuseFile;
 use baton_abi::layout::{RING_WORDS, session as at};
 use baton_lab::testbed::{Testbed, address_b};
 use baton_linux::control::Channel;
 use baton_linux::namespace::Namespace;
-use baton_linux::socket;
+use baton_linux::{process, socket};
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening, Place, Reply, Request, Rings, Until};
 use baton_shm::Region;
 use baton_sim::Rng;
@@ -24,7 +25,7 @@ use std::time::{Duration, Instant};
 const ATTACK: &str = "HOSTILE_ATTACK";
 const SOCKET: &str = "HOSTILE_SOCKET";
 const PEER: &str = "HOSTILE_PEER";
-const NOBODY: u32 = 65534;
+pub const NOBODY: u32 = 65534;
 
 pub use descriptors::setting;
 
@@ -33,7 +34,7 @@ pub use descriptors::setting;
 const LONG: Duration = Duration::from_secs(3);
 
 /// The hostile program, as the test that started it sees it.
-pub struct Hostile(Child, BufReader<std::process::ChildStdout>);
+pub struct Hostile(Child, BufReader<std::process::ChildStdout>, Option<FuseFile>);
 
 impl Hostile {
     /// Starts it on host A, with a peer on host B that echoes.
@@ -43,15 +44,31 @@ impl Hostile {
 
     /// Starts it in a namespace, with the path of an agent.
     pub fn start_at(namespace: &Namespace, socket: &Path, peer: &str, attack: &str) -> Hostile {
+        Hostile::start_with(namespace, socket, peer, (attack, 1), None)
+    }
+
+    /// The same, with a number for the attack, and with a file, which is its descriptor 3.
+    pub fn start_with(
+        namespace: &Namespace,
+        socket: &Path,
+        peer: &str,
+        (attack, count): (&str, usize),
+        file: Option<FuseFile>,
+    ) -> Hostile {
         // Not by its path, which may be inside a directory that only some users can read.
-        let mut command = Command::new("/proc/self/exe");
-        // Its first argument is an agent's; as a name of tests it matches none.
-        command.args(["agent-process", "--exact", "hostile::hostile_program", "--nocapture", "--test-threads=1"]);
+        let mut command = match &file {
+            Some(file) => file.held_by(NOBODY, std::env::current_exe().expect("this program")),
+            None => Command::new("/proc/self/exe"),
+        };
+        if file.is_none() {
+            std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
+        }
+        command.args(["--exact", "hostile::hostile_program", "--nocapture", "--test-threads=1"]);
+        command.env(blockers::COUNT, count.to_string());
         command.env(ATTACK, attack).env(SOCKET, socket).env(PEER, peer).stdin(Stdio::piped()).stdout(Stdio::piped());
-        std::os::unix::process::CommandExt::uid(&mut command, NOBODY);
         let mut child = namespace.run(|| command.spawn()).expect("the hostile program");
         let output = BufReader::new(child.stdout.take().expect("its output"));
-        Hostile(child, output)
+        Hostile(child, output, file)
     }
 
     /// Waits until the attack has begun. Returns what the program printed about it.
@@ -99,6 +116,8 @@ impl Hostile {
 impl Drop for Hostile {
     fn drop(&mut self) {
         let _ = self.0.kill();
+        // It ends when it can close that.
+        drop(self.2.take());
         let _ = self.0.wait();
     }
 }
@@ -212,8 +231,11 @@ pub fn run() -> bool {
         "many" => take_all_sessions(socket),
         "descriptors" => descriptors::run(socket, say),
         "attacher" => claim_connections(socket, say),
-        "impostor" => pretend(socket, say, false),
-        "liar" => pretend(socket, say, true),
+        "impostor" => pretend(socket, say, false, None),
+        "liar" => pretend(socket, say, true, None),
+        "giver" => pretend(socket, say, true, Some(blockers::file())),
+        "files" => blockers::send_files(socket, say),
+        "lingers" => blockers::die_with_sockets(socket, say),
         other => panic!("no attack {other:?}"),
     }
     true
@@ -474,8 +496,10 @@ pub fn echo(mut stream: &TcpStream) {
     assert_eq!(&echo, b"still here");
 }
 
-/// Listens where an agent would, and answers nothing, or that it has connections without end, whose texts are for a terminal.
-fn pretend(socket: &Path, begun: impl Fn(), lies: bool) {
+/// Calls itself an agent, listens where one would, and answers nothing, or that it has connections without end, whose texts are for a terminal;
+/// with an answer, a file may come along.
+fn pretend(socket: &Path, begun: impl Fn(), lies: bool, gift: Option<OwnedFd>) {
+    process::set_name(baton_protocol::keeper::AGENT_NAME).expect("a name");
     std::fs::create_dir_all(socket.parent().expect("a directory")).expect("a directory");
     let listener = baton_linux::control::Listener::bind(socket).expect("a listener");
     begun();
@@ -492,7 +516,9 @@ fn pretend(socket: &Path, begun: impl Fn(), lies: bool) {
                 }
                 _ => Reply::Failed { reason: "\u{1b}[2J".into() },
             };
-            if channel.send(&Answer { tag, body }, &[]).is_err() {
+            let answer = Answer { tag, body };
+            let given = gift.as_ref().is_some_and(|gift| channel.send(&answer, &[gift.as_fd()]).is_ok());
+            if !given && channel.send(&answer, &[]).is_err() {
                 break;
             }
         }
@@ -537,6 +563,15 @@ pub fn swap(bed: &Testbed, elsewhere: bool) -> (Reply, TcpStream) {
     }
     echo(&victim);
     (client.ask(Ask::Move { connection, to: Place::Nic }).expect("an answer"), victim)
+}
+
+/// A server on host B that accepts connections and never reads from them, with little room for what comes.
+pub fn never_reads(bed: &Testbed) -> SocketAddr {
+    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
+    socket::set(listener.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, 1).expect("SO_RCVBUF");
+    let at = listener.local_addr().expect("its address");
+    std::thread::spawn(move || listener.incoming().collect::<Vec<_>>());
+    at
 }
 
 /// A server on host B that sends back what it gets.
