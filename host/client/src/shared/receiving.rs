@@ -101,6 +101,10 @@ impl Shared {
                 return Ok(wanted.min(unread as usize));
             }
             if over {
+                // The end of the stream comes before an error, which stays for the next call that writes (as in Linux).
+                if connection.fin.load(RELAXED) {
+                    return Ok(0);
+                }
                 return match connection.take_error() {
                     0 => Ok(0),
                     error => Err(io::Error::from_raw_os_error(error as i32)),

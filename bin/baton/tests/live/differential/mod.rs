@@ -569,27 +569,28 @@ fn an_end_with_a_closed_window_is_read() {
     assert!(outcomes.iter().all(|lane| lane.last().is_some_and(|last| last.program.end)), "{outcomes:?}");
 }
 
-/// The connection is reset with or without data in the segment, with or without data that was not sent or read: the program sees what it
-/// sees with the kernel.
+/// The connection is reset with or without data in the segment, with or without data that was not sent or read, before the peer's end and
+/// behind it: the program sees what it sees with the kernel.
 #[test]
 fn a_reset_is_seen_as_in_the_kernel() {
-    let segment = |flags, length, window| Step::Segment(Segment { at: 0, length, flags, ack: 0, window, clock: 0, bare: false });
+    let segment = |at, flags, length, window| Step::Segment(Segment { at, length, flags, ack: 0, window, clock: 0, bare: false });
     let mut scripts = Vec::new();
-    for flags in [Flags::RST, Flags::RST | Flags::ACK] {
-        for length in [0, 500] {
-            for window in [65_535, 0] {
-                for unread in [0, 700] {
-                    let offer = script::Offer { mss: Some(1460), scale: Some(4), sack: true, timestamps: true };
-                    let steps = vec![
-                        segment(Flags::ACK, unread, window),
-                        Step::Write(4000),
-                        segment(flags, length, window),
-                        Step::Read(100),
-                        Step::Read(100_000),
-                        Step::Write(1),
-                    ];
-                    scripts.push(Script { ipv6: false, offer, receive_buffer: None, steps });
-                }
+    // Behind the end: with the next number, or once more with that of the FIN.
+    for (ended, at) in [(false, 0), (true, 0), (true, 1)] {
+        for (flags, length) in [(Flags::RST, 0), (Flags::RST, 500), (Flags::RST | Flags::ACK, 0), (Flags::RST | Flags::ACK, 500)]
+        {
+            for (window, unread) in [(65_535, 0), (65_535, 700), (0, 0), (0, 700)] {
+                let offer = script::Offer { mss: Some(1460), scale: Some(4), sack: true, timestamps: true };
+                let received = if ended { Flags::ACK | Flags::FIN } else { Flags::ACK };
+                let steps = vec![
+                    segment(0, received, unread, window),
+                    Step::Write(4000),
+                    segment(at, flags, length, window),
+                    Step::Read(100),
+                    Step::Read(100_000),
+                    Step::Write(1),
+                ];
+                scripts.push(Script { ipv6: false, offer, receive_buffer: None, steps });
             }
         }
     }
