@@ -151,6 +151,11 @@ impl Agent {
         }
     }
 
+    /// Whether a move has to wait for the devices. It would ask the kernel about them, which answers no such question while it attaches.
+    pub(crate) fn awaits_devices(&self) -> bool {
+        matches!(&self.shape, Shape::Beside { devices, .. } if !devices.hear())
+    }
+
     /// A connection goes to the NIC when the NICs hear at the devices.
     pub(crate) fn move_when_attached(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
         let Some(serial) = self.connection_ref(session, number).map(|connection| connection.serial) else { return };

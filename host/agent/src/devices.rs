@@ -95,7 +95,7 @@ impl Devices {
     /// # Errors
     /// [`Refusal::Deaf`] if they do not yet, until [`Agent::attach_devices`](crate::agent::Agent) has seen to that; or why they cannot.
     pub fn check(&mut self, index: u32) -> Result<(), Refusal> {
-        if self.hearing == Hearing::Everywhere && self.attached.contains_key(&index) {
+        if self.hear() && self.attached.contains_key(&index) {
             return Ok(());
         }
         if let Some(error) = self.refused.remove(&index) {
@@ -105,11 +105,16 @@ impl Devices {
         Err(Refusal::Deaf)
     }
 
+    /// Whether the NICs hear at all devices that were there when the first was needed.
+    pub fn hear(&self) -> bool {
+        self.hearing == Hearing::Everywhere
+    }
+
     /// Whether everything has been tried to hear at all devices that were there when the first was needed, and at `also`. If not, it will be.
     pub fn are_tried(&mut self, also: Option<u32>) -> bool {
         let untried = also.filter(|index| !self.attached.contains_key(index) && !self.refused.contains_key(index));
         self.wanted.extend(untried);
-        self.hearing == Hearing::Everywhere && untried.is_none()
+        self.hear() && untried.is_none()
     }
 
     /// The devices to which the programs are attached.

@@ -207,6 +207,10 @@ impl Agent {
             let moved = Err(Refusal::State("SYN-SENT"));
             return self.note_end(session, number, moved, asker.into_iter().collect());
         }
+        if !connection.attached && self.awaits_devices() {
+            return self.move_when_attached(session, number, asker.into_iter().collect());
+        }
+        let Some(connection) = self.connection(session, number) else { return };
         if let Some(asker) = asker {
             connection.extra().waiting.askers.push(asker);
         }

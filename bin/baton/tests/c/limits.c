@@ -40,22 +40,37 @@ static struct pair connected(int moved)
     return pair;
 }
 
-/* Memory that ends with a set, so that whoever reads on is ended. */
-static fd_set *last_set(void)
+/* Entries of the kernel's table of this process's descriptors, each of 8 bytes. */
+static int table(void)
 {
-    size_t page = sysconf(_SC_PAGESIZE);
+    char line[200];
+    int size = 0;
+    FILE *status = fopen("/proc/self/status", "r");
+    CHECK(status);
+    while (fgets(line, sizeof line, status))
+        sscanf(line, "FDSize: %d", &size);
+    fclose(status);
+    return size;
+}
+
+/* Memory that ends with a set, so that whoever reads on is ended. */
+static fd_set *last_set(int bits)
+{
+    size_t page = sysconf(_SC_PAGESIZE), size = bits <= FD_SETSIZE ? sizeof(fd_set) : bits / 8;
+    CHECK(size <= page);
     char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED && mprotect(memory + page, page, PROT_NONE) == 0);
-    return (fd_set *)(memory + page - sizeof(fd_set));
+    return (fd_set *)(memory + page - size);
 }
 
 /* select with as many descriptors as there may be, as old servers call it: on sockets, and without any. */
 static void whole_table(int moved)
 {
     limit_highest();
+    /* The table may be large from the start: whoever has forked this process had many descriptors. */
+    fd_set *set = last_set(table());
     struct pair pair = connected(moved);
     int ends[2];
-    fd_set *set = last_set();
     CHECK(pipe(ends) == 0 && write(ends[1], "x", 1) == 1);
     CHECK(write(pair.client, "x", 1) == 1);
     for (int sockets = 0; sockets < 2; sockets++) {
@@ -70,19 +85,6 @@ static void whole_table(int moved)
         }
         CHECK(FD_ISSET(ends[0], set) && !FD_ISSET(pair.server, set) == !sockets);
     }
-}
-
-/* Entries of the kernel's table of this process's descriptors, each of 8 bytes. */
-static int table(void)
-{
-    char line[200];
-    int size = 0;
-    FILE *status = fopen("/proc/self/status", "r");
-    CHECK(status);
-    while (fgets(line, sizeof line, status))
-        sscanf(line, "FDSize: %d", &size);
-    fclose(status);
-    return size;
 }
 
 /* Everything from some number on is closed, a thousand times. */

@@ -1,7 +1,7 @@
 //! A server is started again with SO_REUSEADDR while connections of its last run still exist. listen(2) succeeds natively, so it must
 //! succeed wherever those connections are.
 
-use crate::common::{connect, hosts, scene_at};
+use crate::common::{connect, hosts, scene_at, wait_until};
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::{self, Saved};
@@ -10,15 +10,21 @@ use baton_linux::socket::{self, Pieces};
 use baton_protocol::program::Place;
 use baton_shm::Region;
 use baton_wire::frame::Link;
+use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd};
 
 const PORT: u16 = 8080;
 
-/// Listens on the port of a connection, as a server that is started again. std sets SO_REUSEADDR.
+/// Listens on the port of a connection, as a server that is started again. std sets SO_REUSEADDR. A process that another test starts holds
+/// the listener before until it executes its program.
 fn listen(bed: &Testbed, when: &str) {
     let address = SocketAddr::new(address_a(false), PORT);
-    bed.host_a.run(|| TcpListener::bind(address)).unwrap_or_else(|error| panic!("{when}: {error}"));
+    wait_until(when, || match bed.host_a.run(|| TcpListener::bind(address)) {
+        Ok(_) => true,
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => false,
+        Err(error) => panic!("{when}: {error}"),
+    });
 }
 
 /// Every state of the program's socket that outlasts a single step of a move.
