@@ -56,7 +56,7 @@ static int table(void)
 /* Memory that ends with a set, so that whoever reads on is ended. */
 static fd_set *last_set(int bits)
 {
-    size_t page = sysconf(_SC_PAGESIZE), size = bits <= FD_SETSIZE ? sizeof(fd_set) : bits / 8;
+    size_t page = sysconf(_SC_PAGESIZE), size = (bits < FD_SETSIZE ? FD_SETSIZE : bits) / 8;
     CHECK(size <= page);
     char *memory = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED && mprotect(memory + page, page, PROT_NONE) == 0);
