@@ -1,5 +1,6 @@
-//! What stops or never answers, each alone and all together: another user's program under Baton goes on exchanging bytes, and a list answers
-//! or says what does not.
+//! What stops or never answers, each alone and some together: another user's program under Baton goes on exchanging bytes, and a list answers
+//! or says what does not. Files that do not close beside a NIC that has to be started are not among these: the agent may wait for them then
+//! (docs/processes.md).
 
 use crate::blocked::{PROMISED, echoes};
 use crate::common::{answered, hosts, wait_until};
@@ -142,7 +143,7 @@ fn list(arguments: &[String]) -> (Duration, String) {
     (begun.elapsed(), text(&[said.stdout, said.stderr].concat()))
 }
 
-/// All of them, in threads of their own: the programs and lists go on for this long.
+/// For this long the programs and lists go on beside each set.
 // Waits: longer than anything here is promised to last.
 const WHILE: Duration = Duration::from_secs(4);
 
