@@ -91,6 +91,8 @@ static void whole_table(int moved)
 static void close_from(int moved)
 {
     limit_highest();
+    /* Numbers up to 300 need a table of 512. It may be larger from the start, as above. */
+    int most = table() > 1024 ? table() : 1024;
     struct pair pair = connected(moved);
     for (int round = 0; round < 1000; round++) {
         if (round % 100 == 0)
@@ -98,8 +100,7 @@ static void close_from(int moved)
         closefrom(50);
     }
     CHECK(fcntl(100, F_GETFD) < 0 && errno == EBADF && fcntl(300, F_GETFD) < 0 && errno == EBADF);
-    /* Numbers up to 300 need a table of 512. */
-    CHECK(table() <= 1024);
+    CHECK(table() <= most);
     exchange(pair.client, pair.server, "the last\n");
 }
 
