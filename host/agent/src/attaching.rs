@@ -1,6 +1,6 @@
-//! Attaching the steering's programs to the host's devices, beside the kernel. It begins when a first connection is to leave the kernel, so
-//! that a host without any pays nothing for Baton. The kernel takes some milliseconds a device, and there may be hundreds: a thread does
-//! it, and only what needs the devices waits.
+//! Attaches the steering's BPF programs to the host's devices, beside the kernel. This begins with the first move to a NIC: until then Baton
+//! costs the host's frames nothing. The kernel waits two RCU grace periods a device, some milliseconds each, and a host may have hundreds
+//! of devices. So a thread attaches; moves and requests that need the devices are queued here, and everything else goes on.
 
 use crate::agent::Agent;
 use crate::calls::Completion;
@@ -18,19 +18,20 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::thread;
 
-/// Requests of one session that wait at most, for each connection and for everything else: a program can ask as often as it likes.
+/// Limit of queued requests: for the move of one connection, and for all else that one session asks. A program can ask without end.
 const MOST: usize = 64;
 
-/// What waits for the devices.
+/// Moves and requests that are queued until the programs are attached.
 #[derive(Default)]
 pub(crate) struct ForDevices {
-    /// Connections that are to go to a NIC, with those who asked for that.
+    /// Connections to be moved to a NIC, each with the requests to answer then; none for a move that nobody has asked for.
     moves: BTreeMap<Key, Vec<Asker>>,
     requests: Vec<Request>,
-    /// A thread is attaching.
+    /// The thread runs.
     begun: bool,
 }
 
+/// A queued request: the session and its name (numbers are reused), the request's tag, the request, the descriptors that came with it.
 struct Request {
     session: u32,
     name: u64,
@@ -39,7 +40,7 @@ struct Request {
     descriptors: Vec<Foreign>,
 }
 
-/// Whether a request can be served: it does not need the devices, or all has been tried to hear at them.
+/// Whether a request can be served now: it needs no device, or attaching to the devices that it needs has succeeded or failed.
 fn has_devices(ask: &Ask, devices: &mut Devices) -> bool {
     match ask {
         // Clients, or the peer, may be on this host.
@@ -49,6 +50,7 @@ fn has_devices(ask: &Ask, devices: &mut Devices) -> bool {
     }
 }
 
+/// Attaches to these devices, in the thread. Returns what the agent's loop does with the results.
 fn attach_to(steering: &Steering, missing: BTreeSet<u32>) -> Completion {
     let attached: Vec<_> = missing.into_iter().map(|index| (index, steering.attach(index))).collect();
     Box::new(move |agent| {
@@ -60,14 +62,15 @@ fn attach_to(steering: &Steering, missing: BTreeSet<u32>) -> Completion {
 }
 
 impl Agent {
-    /// Has the programs attached to devices that have come, if they are at any.
+    /// Attaches to new devices, if a move has needed any device before.
     pub(crate) fn follow_devices(&mut self) {
         if matches!(&self.shape, Shape::Beside { devices, .. } if !devices.is_new()) {
             self.attach_devices();
         }
     }
 
-    /// Has the programs attached to the devices that lack them. The first time these are all by which connections are received.
+    /// Starts the thread that attaches to every device without the programs: at first all devices by which the kernel receives. If there is
+    /// none, what is queued goes on at once. If the thread runs already, it looks for further devices when it has finished.
     pub(crate) fn attach_devices(&mut self) {
         let Shape::Beside { steering, devices, .. } = &mut self.shape else { return };
         if self.moves.for_devices.begun {
@@ -88,13 +91,14 @@ impl Agent {
         }
     }
 
+    /// The thread has finished.
     fn devices_are_attached(&mut self) {
         self.moves.for_devices.begun = false;
-        // Devices may have come meanwhile.
+        // There may be new devices by now.
         self.attach_devices();
     }
 
-    /// All devices that are there have been tried.
+    /// Runs what is queued: attaching has succeeded or failed at every device.
     fn have_devices(&mut self) {
         if let Shape::Beside { steering, devices, .. } = &mut self.shape {
             devices.have_been_tried();
@@ -118,11 +122,12 @@ impl Agent {
         }
     }
 
-    /// What waits is told why it cannot go on.
+    /// Answers every queued request that it has to be made again, since the devices could not be listed or no thread be started. Connections
+    /// that a rule wants on the NIC are tried again later.
     fn have_no_devices(&mut self, error: &io::Error) {
         report!("baton agent: the devices could not be looked at: {error}");
         let waiting = std::mem::take(&mut self.moves.for_devices);
-        let reply = || Reply::Stayed { reason: Refusal::Deaf.to_string(), transient: true };
+        let reply = || Reply::Stayed { reason: Refusal::Attaching.to_string(), transient: true };
         for (key, askers) in waiting.moves {
             askers.into_iter().for_each(|(session, tag)| self.answer(session, tag, reply(), &[]));
             if named(&mut self.sessions, key).is_some() {
@@ -134,11 +139,12 @@ impl Agent {
         }
     }
 
+    /// Begins a queued move, unless its connection has ended or is wanted in the kernel by now.
     fn move_now(&mut self, key: Key, askers: Vec<Asker>) {
         let (session, number, _) = key;
         let wanted = named(&mut self.sessions, key).map(|connection| connection.is_wanted());
         if askers.is_empty() && self.stage(session, number) == Some(Stage::Kernel) && wanted.is_some() {
-            // Nobody asked: it was drawn, or ends there.
+            // Nobody is to be answered: a move at random, or of a connection whose peer has been silent for too long.
             return self.begin_offload(session, number, None);
         }
         for asker in askers {
@@ -151,12 +157,14 @@ impl Agent {
         }
     }
 
-    /// Whether a move has to wait for the devices. It would ask the kernel about them, which answers no such question while it attaches.
+    /// Whether a move to a NIC has to be queued. Its first steps ask the kernel about devices, which would wait for the rtnl lock that the
+    /// thread holds.
     pub(crate) fn awaits_devices(&self) -> bool {
-        matches!(&self.shape, Shape::Beside { devices, .. } if !devices.hear())
+        matches!(&self.shape, Shape::Beside { devices, .. } if !devices.are_complete())
     }
 
-    /// A connection goes to the NIC when the NICs hear at the devices.
+    /// Queues a connection's move to a NIC until the programs are attached. Requests beyond the limit are answered that they have to be made
+    /// again.
     pub(crate) fn move_when_attached(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
         let Some(serial) = self.connection_ref(session, number).map(|connection| connection.serial) else { return };
         let waiting = self.moves.for_devices.moves.entry((session, number, serial)).or_default();
@@ -170,8 +178,10 @@ impl Agent {
         self.attach_devices();
     }
 
-    /// Puts a request off that needs devices at which the NICs do not hear yet. Returns it if it can be served, or what to answer if too
-    /// many of the session's wait.
+    /// Queues a request until the programs are attached to the devices that it needs.
+    ///
+    /// Returns the request if it can be served now. Otherwise the error: None if it is queued, or the answer if its session has too many
+    /// queued already.
     pub(crate) fn when_attached(
         &mut self,
         (session, tag): Asker,

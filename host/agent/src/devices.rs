@@ -19,16 +19,16 @@ use std::os::fd::{AsFd, OwnedFd};
 const NONE: u32 = 0;
 const LOOSE: u32 = 2;
 
-/// At which devices the NICs hear.
+/// How far the programs are attached for the first move. From [`Progress::UnderWay`] on new devices are attached to as they appear.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-enum Hearing {
+enum Progress {
     /// No move has needed a device yet.
     #[default]
-    Nowhere,
-    /// The programs are being attached to all devices, and changes of devices are followed.
-    Soon,
-    /// At all devices that were there when the first was needed.
-    Everywhere,
+    NotBegun,
+    /// A thread attaches to the devices.
+    UnderWay,
+    /// Attaching has succeeded or failed at every device that existed at the first move.
+    Complete,
 }
 
 /// Devices with the steering's programs attached.
@@ -40,15 +40,15 @@ pub(crate) struct Devices {
     injector: u32,
     /// Contents of the steering's map of devices: which packets are accepted there, and the device's link address.
     accepts: HashMap<u32, (Accepts, [u8; 6])>,
-    /// Devices besides those of all connections that a move has needed.
+    /// Devices that a move has needed besides those by which all connections are received: loopback.
     wanted: HashSet<u32>,
-    /// Devices to which attaching has failed, until a move has been told why.
+    /// Why attaching to a device has failed. The next move that needs the device is refused with it, and the one after that tries again.
     refused: HashMap<u32, io::Error>,
-    /// Those whose failure has been logged.
+    /// Devices whose failure has been logged: once each.
     reported: HashSet<u32>,
     /// The NIC's packet sockets, until they receive: while it has no connection, they cost the host's frames nothing.
     deaf: Vec<OwnedFd>,
-    hearing: Hearing,
+    progress: Progress,
     /// Which NIC's they are.
     dealing: Dealing,
 }
@@ -56,8 +56,8 @@ pub(crate) struct Devices {
 impl Devices {
     /// Takes over the devices that an earlier agent attached to. `sockets`: the NICs' packet sockets.
     pub fn inherited(attached: HashMap<u32, Vec<OwnedFd>>, injector: u32, sockets: Vec<OwnedFd>, dealing: Dealing) -> Devices {
-        let hearing = if attached.is_empty() { Hearing::Nowhere } else { Hearing::Everywhere };
-        Devices { hearing, attached, injector, deaf: sockets, dealing, ..Devices::default() }
+        let progress = if attached.is_empty() { Progress::NotBegun } else { Progress::Complete };
+        Devices { progress, attached, injector, deaf: sockets, dealing, ..Devices::default() }
     }
 
     /// Gives each device that is there a NIC. Called when links have changed.
@@ -90,31 +90,33 @@ impl Devices {
         self.dealing.devices_of(nic).filter_map(|index| interface::name_of(index).ok()).collect()
     }
 
-    /// Checks that the NICs hear at all devices that were there when the first was needed, and at this one.
+    /// Checks that a connection can use the device with this index: attaching is complete, and the programs are at this device.
     ///
     /// # Errors
-    /// [`Refusal::Deaf`] if they do not yet, until [`Agent::attach_devices`](crate::agent::Agent) has seen to that; or why they cannot.
+    /// [`Refusal::Attaching`] if attaching to it is still to be done, which [`Agent::attach_devices`](crate::agent::Agent) then does; or why
+    /// it has failed.
     pub fn check(&mut self, index: u32) -> Result<(), Refusal> {
-        if self.hear() && self.attached.contains_key(&index) {
+        if self.are_complete() && self.attached.contains_key(&index) {
             return Ok(());
         }
         if let Some(error) = self.refused.remove(&index) {
             return Err(system("tcx", &error));
         }
         self.wanted.insert(index);
-        Err(Refusal::Deaf)
+        Err(Refusal::Attaching)
     }
 
-    /// Whether the NICs hear at all devices that were there when the first was needed.
-    pub fn hear(&self) -> bool {
-        self.hearing == Hearing::Everywhere
+    /// Whether attaching has succeeded or failed at every device that existed at the first move.
+    pub fn are_complete(&self) -> bool {
+        self.progress == Progress::Complete
     }
 
-    /// Whether everything has been tried to hear at all devices that were there when the first was needed, and at `also`. If not, it will be.
+    /// Whether [`Self::are_complete`], and attaching to the device `also` has succeeded or failed. If not, the next
+    /// [`Agent::attach_devices`](crate::agent::Agent) attaches to it.
     pub fn are_tried(&mut self, also: Option<u32>) -> bool {
         let untried = also.filter(|index| !self.attached.contains_key(index) && !self.refused.contains_key(index));
         self.wanted.extend(untried);
-        self.hear() && untried.is_none()
+        self.are_complete() && untried.is_none()
     }
 
     /// The devices to which the programs are attached.
@@ -124,13 +126,14 @@ impl Devices {
 
     /// Whether no move has needed a device yet.
     pub fn is_new(&self) -> bool {
-        self.hearing == Hearing::Nowhere
+        self.progress == Progress::NotBegun
     }
 
-    /// Returns the devices to which the programs are to be attached, and forgets those that are gone.
+    /// Returns the indices of the devices to attach to, and forgets devices that do not exist any more. The NICs' packet sockets receive
+    /// from now on.
     pub fn missing(&mut self, routes: &Netlink, keeper: &Channel) -> io::Result<BTreeSet<u32>> {
         if self.is_new() {
-            self.hearing = Hearing::Soon;
+            self.progress = Progress::UnderWay;
         }
         self.deaf.iter().try_for_each(|socket| interface::receive_at(socket.as_fd(), 0))?;
         self.deaf.clear();
@@ -149,7 +152,8 @@ impl Devices {
         Ok(missing.filter(|index| !self.refused.contains_key(index)).collect())
     }
 
-    /// Takes the programs' links at a device, or why there are none. The keeper holds the links as well, so they outlive this agent.
+    /// Stores the BPF links of the programs at a device, or why attaching has failed. The keeper gets the links as well, so they outlive this
+    /// agent.
     pub fn take(&mut self, keeper: &Channel, index: u32, attached: io::Result<Attached>) {
         let kept = attached.and_then(|attached| {
             keeper.send(&Kept::Device(index), &attached.links.each_ref().map(AsFd::as_fd))?;
@@ -160,16 +164,16 @@ impl Devices {
             Err(error) => {
                 // Segments that arrive there reach the shell, whose drop counter shows them.
                 if self.reported.insert(index) {
-                    report!("baton agent: the NIC does not hear at interface {index}: {error}");
+                    report!("baton agent: the NIC does not receive at interface {index}: {error}");
                 }
                 self.refused.insert(index, error);
             }
         }
     }
 
-    /// All devices that were missing have been tried.
+    /// Notes that attaching has succeeded or failed at every device.
     pub fn have_been_tried(&mut self) {
-        self.hearing = Hearing::Everywhere;
+        self.progress = Progress::Complete;
     }
 
     /// Updates the steering's map. Called when links or their settings have changed, and when devices have been attached to.

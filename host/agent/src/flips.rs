@@ -272,8 +272,8 @@ impl Agent {
     pub(crate) fn follow_conclusion(&mut self, session: u32, number: u32, conclusion: &Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
         match conclusion {
-            Conclusion::Stays(Refusal::Deaf) if connection.attached => self.attach_devices(),
-            Conclusion::Stays(Refusal::Deaf) => return,
+            Conclusion::Stays(Refusal::Attaching) if connection.attached => self.attach_devices(),
+            Conclusion::Stays(Refusal::Attaching) => return,
             _ => {}
         }
         let Some(connection) = self.connection(session, number) else { return };

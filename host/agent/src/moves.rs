@@ -52,7 +52,7 @@ pub(crate) struct Moves {
     returning: VecDeque<(Key, &'static str)>,
     /// Sessions whose attachers have been asked for descriptors.
     pub fetching: Vec<u32>,
-    /// What waits until the NICs hear at the host's devices.
+    /// Moves and requests that are queued until the programs are attached to the host's devices.
     pub for_devices: ForDevices,
     /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages are handled:
     /// inside, the answers about many connections would each be handled inside the one before.
@@ -326,7 +326,7 @@ impl Agent {
                 askers.into_iter().for_each(|(asker, tag)| self.answer(asker, tag, reply.clone(), &[]));
             }
             // An attacher's program stands still: the attacher tries again later.
-            Conclusion::Stays(Refusal::Deaf) if !connection.attached => self.move_when_attached(session, number, askers),
+            Conclusion::Stays(Refusal::Attaching) if !connection.attached => self.move_when_attached(session, number, askers),
             Conclusion::Stays(refusal) => {
                 let busy = refusal == Refusal::Busy;
                 self.note_end(session, number, Err(refusal), askers);

@@ -108,9 +108,9 @@ pub enum Refusal {
     /// The link address of its next hop is unknown, and nobody can ask for it.
     #[error("its device has no carrier")]
     NoCarrier,
-    /// The steering's programs are being attached to the devices.
-    #[error("the NIC does not hear at all interfaces yet; try again")]
-    Deaf,
+    /// The steering's BPF programs are being attached to the devices.
+    #[error("the NIC does not receive at all interfaces yet; try again")]
+    Attaching,
     /// The kernel holds data out of order that the NIC's copy does not cover yet.
     #[error("it holds data out of order that has not been copied in time; try again")]
     OutOfOrder,
@@ -207,7 +207,7 @@ impl Refusal {
                 | Unsearched
                 | NoNeighbour
                 | NoCarrier
-                | Deaf
+                | Attaching
                 | NoRoom
                 | NicGone
                 | AnotherNic

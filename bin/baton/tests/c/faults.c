@@ -79,9 +79,8 @@ static void use_sigaction(void)
 static void use_sigbus(void)
 {
     struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO};
-    char name[] = "/tmp/baton-faults-XXXXXX";
-    int file = mkstemp(name);
-    CHECK(file >= 0 && unlink(name) == 0 && ftruncate(file, 4096) == 0);
+    int file = memfd_create("faults", 0);
+    CHECK(file >= 0 && ftruncate(file, 4096) == 0);
     hole = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     CHECK(hole != MAP_FAILED && ftruncate(file, 0) == 0);
     call_fails();

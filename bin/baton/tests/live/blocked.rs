@@ -1,13 +1,13 @@
 //! What one user's programs do not do: other users' programs go on within a second.
 
-use crate::common::{hosts, wait_until};
+use crate::common::{hosts, start_python, wait_until};
 use crate::hostile_client::Hostile;
 use baton_lab::testbed::{Testbed, TestbedSettings, address_b};
 use baton_linux::process;
 use baton_protocol::program::Place;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
@@ -74,15 +74,7 @@ pub fn echoes(bed: &Testbed) -> (SocketAddr, Receiver<Instant>) {
 impl Program {
     pub fn start(bed: &Testbed) -> Program {
         let (at, ends) = echoes(bed);
-        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-        let rule = ["--rule", "established", "--eager", "--", "python3"];
-        command.arg("run").arg("--socket").arg(bed.socket()).args(rule).env_remove("BATON_RUN");
-        command.args(["-c", PROGRAM, &at.ip().to_string(), &at.port().to_string()]);
-        let mut child = bed.host_a.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("the program");
-        let mut lines = BufReader::new(child.stdout.take().expect("its output"));
-        let mut line = String::new();
-        lines.read_line(&mut line).expect("a line");
-        assert_eq!(line, "ready\n");
+        let (child, lines) = start_python(bed, PROGRAM, at, true);
         Program { child, lines, ends }
     }
 

@@ -1,6 +1,6 @@
 //! A NIC or an agent that is stopped: it holds up nobody who does not need it, and whoever needs it only for a while.
 
-use crate::common::{connect, hosts, wait_until};
+use crate::common::{connect, hosts, start_python, wait_until};
 use baton_client::{Connection, Listener, Shared};
 use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::freeze::Frozen;
@@ -281,15 +281,8 @@ fn echoes(bed: &Testbed) -> SocketAddr {
 /// Runs [`CALLS`] and returns the milliseconds of each call. Under Baton a debugger stops the agent until the program forks, because fork
 /// restores the program's connections, which the agent does.
 fn times_of_calls(bed: &Testbed, at: SocketAddr, with_baton: bool) -> Vec<(String, u64)> {
-    let mut command = Command::new(if with_baton { env!("CARGO_BIN_EXE_baton") } else { "python3" });
-    if with_baton {
-        let rule = ["--rule", "established", "--eager", "--", "python3"];
-        command.arg("run").arg("--socket").arg(bed.socket()).args(rule).env_remove("BATON_RUN");
-    }
-    command.args(["-c", CALLS, &at.ip().to_string(), &at.port().to_string()]);
-    let mut program = bed.host_a.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("the program");
-    let mut lines = BufReader::new(program.stdout.take().expect("its output")).lines().map(|line| line.expect("text"));
-    assert_eq!(lines.next().as_deref(), Some("ready"));
+    let (mut program, lines) = start_python(bed, CALLS, at, with_baton);
+    let mut lines = lines.lines().map(|line| line.expect("text"));
     let on_nic =
         || bed.tool().expect("a tool").connections().expect("a list").iter().filter(|one| one.place == Place::Nic).count();
     let agent = with_baton.then(|| {

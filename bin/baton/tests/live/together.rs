@@ -3,7 +3,7 @@
 //! (docs/processes.md).
 
 use crate::blocked::{PROMISED, echoes};
-use crate::common::{answered, hosts, wait_until};
+use crate::common::{answered, hosts, start_python, wait_until};
 use crate::entries::Locked;
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, never_reads};
@@ -13,7 +13,7 @@ use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_protocol::program::{Place, Statistics};
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Command};
 use std::time::{Duration, Instant};
 
 /// Exchanges a byte every two milliseconds on a connection that it keeps, and now and then on one that it closes again. Prints the longest
@@ -62,17 +62,7 @@ impl Drop for Pulse {
 
 impl Pulse {
     fn start(bed: &Testbed, at: SocketAddr, with_baton: bool) -> Pulse {
-        let mut command = Command::new(if with_baton { env!("CARGO_BIN_EXE_baton") } else { "python3" });
-        if with_baton {
-            let rule = ["--rule", "established", "--eager", "--", "python3"];
-            command.arg("run").arg("--socket").arg(bed.socket()).args(rule).env_remove("BATON_RUN");
-        }
-        command.args(["-c", PROGRAM, &at.ip().to_string(), &at.port().to_string()]);
-        let mut child = bed.host_a.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("the program");
-        let mut lines = BufReader::new(child.stdout.take().expect("its output"));
-        let mut line = String::new();
-        lines.read_line(&mut line).expect("a line");
-        assert_eq!(line, "ready\n");
+        let (child, lines) = start_python(bed, PROGRAM, at, with_baton);
         Pulse(child, lines)
     }
 

@@ -8,11 +8,11 @@ use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
 use baton_protocol::program::Place;
 use baton_sim::stream;
-use std::io;
+use std::io::{self, BufRead, BufReader};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -101,6 +101,23 @@ pub fn answered<T>(bed: &Testbed, ask: impl Fn(&mut Tool) -> anyhow::Result<T>) 
         // Waits: between two looks; the deadline is far away.
         std::thread::sleep(Duration::from_millis(1));
     }
+}
+
+/// Starts a Python program on host A, under Baton (each connection moves to the NIC as soon as it is established) or natively. Its arguments are
+/// the address and port of a peer. Returns it when it has printed that it is ready, with its further output.
+pub fn start_python(bed: &Testbed, program: &str, peer: SocketAddr, with_baton: bool) -> (Child, BufReader<ChildStdout>) {
+    let mut command = Command::new(if with_baton { env!("CARGO_BIN_EXE_baton") } else { "python3" });
+    if with_baton {
+        let rule = ["--rule", "established", "--eager", "--", "python3"];
+        command.arg("run").arg("--socket").arg(bed.socket()).args(rule).env_remove("BATON_RUN");
+    }
+    command.args(["-c", program, &peer.ip().to_string(), &peer.port().to_string()]);
+    let mut child = bed.host_a.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("the program");
+    let mut lines = BufReader::new(child.stdout.take().expect("its output"));
+    let mut line = String::new();
+    lines.read_line(&mut line).expect("a line");
+    assert_eq!(line, "ready\n");
+    (child, lines)
 }
 
 /// A program on host A with one accepted connection, and its peer on host B.
