@@ -14,12 +14,12 @@
 
 use crate::bars::Bar;
 use crate::datapath::{Bench, Workload};
-use crate::soak;
-use crate::statistics::quantile;
 use crate::status::StatusLine;
-use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::{Counter, nic, session};
+use baton_bed::statistics::quantile;
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
@@ -160,7 +160,7 @@ fn idle_memory(status: &StatusLine) -> Result<IdleMemory> {
     let bed = Testbed::new(&TestbedSettings { slots: all, ..TestbedSettings::default() })?;
     raise_descriptor_limit();
     status.show(format_args!("memory of idle connections: making {all}"));
-    let (mut servers, clients) = soak::connect_pairs(&bed, all, false)?;
+    let (mut servers, clients) = connect_pairs(&bed, all, false)?;
     let mut idlers = Idlers {
         session: Session::connect(&bed.socket())?,
         tool: bed.tool()?,

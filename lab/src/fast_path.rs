@@ -3,9 +3,9 @@
 //!
 //! The host's CPU is that of the program, of the agent and of the host's TCP; the NIC's is not counted.
 
-use crate::testbed::{Testbed, TestbedSettings, address_a};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::Counter;
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;
 use baton_protocol::nic::LinkSettings;

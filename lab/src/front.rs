@@ -12,9 +12,9 @@
 //! it for longer than its work takes, so there the number of interrupts is what counts.
 
 use crate::bars::Bar;
-use crate::statistics::quantile;
-use crate::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, counter, without_baton};
 use anyhow::{Context, Result, anyhow, ensure};
+use baton_bed::statistics::quantile;
+use baton_bed::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, counter, without_baton};
 use baton_client::Session;
 use baton_linux::events::{monotonic_micros, monotonic_nanos};
 use baton_linux::namespace::{Namespace, mount_own_sysfs};

@@ -6,11 +6,11 @@
 //! cost is the NIC's.
 
 use crate::bars::Bar;
-use crate::soak::connect_pairs;
-use crate::statistics;
-use crate::testbed::{self, Testbed, TestbedSettings};
 use anyhow::{Context, Result, anyhow};
 use baton_abi::layout::Counter;
+use baton_bed::statistics;
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{self, Testbed, TestbedSettings};
 use baton_linux::events::{Poller, Trigger, monotonic_micros, thread_nanos};
 use baton_linux::{process, socket};
 use baton_lro::{Mode, Push};

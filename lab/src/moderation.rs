@@ -3,11 +3,11 @@
 
 use crate::bars::Bar;
 use crate::lro::{Receiver, send};
-use crate::soak::connect_pairs;
-use crate::statistics;
-use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result, anyhow, bail};
 use baton_abi::layout::Counter;
+use baton_bed::statistics;
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::{Poller, Trigger, monotonic_micros, monotonic_nanos};
 use baton_linux::socket;

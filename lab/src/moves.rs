@@ -3,10 +3,10 @@
 
 use crate::bars::Bar;
 use crate::soak::{self, SoakReport, SoakSettings};
-use crate::statistics::quantile;
 use crate::status::StatusLine;
-use crate::testbed::TestbedSettings;
 use anyhow::{Result, ensure};
+use baton_bed::statistics::quantile;
+use baton_bed::testbed::TestbedSettings;
 use serde::Serialize;
 
 /// Connections that move.

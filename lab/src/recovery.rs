@@ -1,10 +1,10 @@
 //! Recovery: goodput over lossy links, with the NIC's TCP as sender and with the kernel's, a kernel receiver, the same links
 //! with the same seeds. Both run CUBIC.
 
-use crate::soak::connect_pairs;
 use crate::status::StatusLine;
-use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result};
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::Session;
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;

@@ -4,10 +4,10 @@
 //! The load is counted in frames, not in time, so that it does not matter how many cores the workers have.
 
 use crate::bars::Bar;
-use crate::soak::connect_pairs;
-use crate::testbed::{Testbed, TestbedSettings, counter};
 use anyhow::{Context, Result, anyhow, bail};
 use baton_abi::layout::Counter;
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{Testbed, TestbedSettings, counter};
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;

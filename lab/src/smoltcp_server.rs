@@ -1,8 +1,8 @@
 //! A server that contains smoltcp, another TCP for programs, and uses it as smoltcp's own examples do: a TAP, one frame in each system
 //! call, checksums by the program. It runs on the client's host, which reaches it through the TAP and gives it no other service.
 
-use crate::testbed::{self, INTERFACE_B, MAC_A};
 use anyhow::{Context, Result};
+use baton_bed::testbed::{self, INTERFACE_B, MAC_A};
 use baton_linux::events::monotonic_micros;
 use baton_linux::process::raise_descriptor_limit;
 use smoltcp::iface::{Config, Interface, PollResult, SocketSet};

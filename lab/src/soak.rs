@@ -2,12 +2,12 @@
 
 mod faults;
 
-use crate::probe;
-use crate::statistics::Percentiles;
 use crate::status::StatusLine;
-use crate::testbed::{self, Testbed, TestbedSettings};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use baton_abi::layout::Counter;
+use baton_bed::probe;
+use baton_bed::statistics::Percentiles;
+use baton_bed::testbed::{Testbed, TestbedSettings, connect_pairs};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
@@ -18,7 +18,7 @@ use baton_sim::{Rng, stream};
 use serde::Serialize;
 use std::collections::HashMap;
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -327,28 +327,6 @@ fn run_program(pipe: &mut impl Pipe, streams: &mut Streams<'_>) {
         next = next.max(now + 100);
         std::thread::sleep(Duration::from_micros(next - now));
     }
-}
-
-/// Connections between two test hosts: the accepted sockets on host A, the connecting ones on host B.
-///
-/// # Errors
-/// The system's.
-pub fn connect_pairs(bed: &Testbed, connections: usize, ipv6: bool) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
-    let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(testbed::address_a(ipv6), 0)))?;
-    let address = listener.local_addr()?;
-    let (mut servers, mut clients) = (Vec::new(), Vec::new());
-    for _ in 0..connections {
-        let client = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(20))).context("connecting")?;
-        let (server, _) = listener.accept()?;
-        for side in [&client, &server] {
-            side.set_nonblocking(true)?;
-            side.set_nodelay(true)?;
-            socket::use_cubic(side.as_fd())?;
-        }
-        servers.push(server);
-        clients.push(client);
-    }
-    Ok((servers, clients))
 }
 
 /// Runs a soak.

@@ -5,12 +5,12 @@
 //! begins with a fresh server whose connections are all made at once, so that their moves are part of what is measured.
 
 use crate::bars::Bar;
-use crate::server::{Files, Program};
-use crate::statistics::quantile;
 use crate::status::StatusLine;
-use crate::testbed::{Testbed, TestbedSettings, address_a, counter};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::Counter;
+use baton_bed::server::{Files, Program};
+use baton_bed::statistics::quantile;
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a, counter};
 use baton_client::tool::Tool;
 use baton_linux::events::{Poller, Trigger, monotonic_micros, thread_nanos};
 use baton_linux::{process, socket};

@@ -2,10 +2,10 @@
 //! The connection moves to its place right after it was opened, so that all windows grow there. Both run CUBIC.
 
 use crate::bars::Bar;
-use crate::soak::connect_pairs;
-use crate::statistics;
-use crate::testbed::{Testbed, TestbedSettings};
 use anyhow::{Context, Result, anyhow};
+use baton_bed::statistics;
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
 use baton_linux::{interface, socket};

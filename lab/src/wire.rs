@@ -3,9 +3,9 @@
 
 use crate::bars::Bar;
 use crate::datapath::{Workload, run_workload};
-use crate::statistics::quantile;
 use crate::status::StatusLine;
 use anyhow::Result;
+use baton_bed::statistics::quantile;
 use serde::Serialize;
 
 /// Segments that wait when the worker looks.

@@ -17,10 +17,10 @@ pub use table::text;
 pub use way::Way;
 
 use crate::bars::Bar;
-use crate::server::Files;
-use crate::statistics::quantile;
 use crate::status::StatusLine;
 use anyhow::{Context, Result};
+use baton_bed::server::Files;
+use baton_bed::statistics::quantile;
 use baton_linux::process;
 use load::Load;
 use programs::LENGTH;

@@ -3,9 +3,9 @@
 use super::load::Traffic;
 use super::way::{Hosts, Way};
 use crate::closed_loop::{self, Progress, Requests};
-use crate::server::{Files, Program, Server};
-use crate::testbed::{address_a, address_b};
 use anyhow::{Context, Result, ensure};
+use baton_bed::server::{Files, Program, Server};
+use baton_bed::testbed::{address_a, address_b};
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;
 use std::ffi::OsString;

@@ -1,8 +1,8 @@
 //! Ways on which a server gets its connections' bytes, and the hosts of each.
 
 use super::load::Traffic;
-use crate::testbed::{self, Testbed, TestbedSettings};
 use anyhow::Result;
+use baton_bed::testbed::{self, Testbed, TestbedSettings};
 use baton_client::tool::Tool;
 use baton_linux::namespace::Namespace;
 use serde::Serialize;

@@ -1,8 +1,8 @@
 //! The test bed for messages: two hosts, and an endpoint on each.
 
-use crate::testbed::{self, Testbed, TestbedSettings};
 use anyhow::{Context, Result};
 use baton_abi::layout::Counter;
+use baton_bed::testbed::{self, Testbed, TestbedSettings};
 use baton_client::messages::{Endpoint, Settings, Usage};
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_linux::process;

@@ -6,8 +6,8 @@ use super::bed::{Conditions, Offload};
 use super::mpi::{Carrier, Load, MpiCell, MpiHosts};
 use super::pingpong::{PingPong, ping_pong};
 use crate::bars::Bar;
-use crate::statistics::quantile;
 use anyhow::Result;
+use baton_bed::statistics::quantile;
 use baton_protocol::nic::LinkSettings;
 use serde::Serialize;
 

@@ -1,8 +1,8 @@
 //! An MPI program over RMPP's libfabric provider, and over Open MPI's own TCP on the same link.
 
 use super::bed::{Conditions, Offload};
-use crate::testbed::{Testbed, TestbedSettings, use_loss_based};
 use anyhow::{Context, Result, bail};
+use baton_bed::testbed::{Testbed, TestbedSettings, use_loss_based};
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use serde::{Deserialize, Serialize};

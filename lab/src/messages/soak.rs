@@ -342,7 +342,7 @@ impl Course<'_> {
 }
 
 /// Kills the NIC, and then the agent with it, whenever a share of the messages has come, until `over`.
-fn kill(bed: &crate::testbed::Testbed, course: &Course<'_>, over: &AtomicBool) -> Result<u32> {
+fn kill(bed: &baton_bed::testbed::Testbed, course: &Course<'_>, over: &AtomicBool) -> Result<u32> {
     let settings = course.settings;
     let kills = settings.kill_nic + settings.kill_agent;
     let mut killed = 0;
@@ -419,7 +419,7 @@ pub fn soak(settings: &SoakSettings) -> Result<SoakReport> {
 fn exchange(
     course: &Course<'_>,
     conditions: &Conditions,
-    testbed: &crate::testbed::Testbed,
+    testbed: &baton_bed::testbed::Testbed,
     [a, b]: [&mut Endpoint; 2],
     rounds: u32,
     report: &mut SoakReport,
@@ -476,7 +476,7 @@ fn exchange(
 }
 
 /// Ends the peer without a farewell, and starts another one at its address.
-fn restart(conditions: &Conditions, bed: &crate::testbed::Testbed, b: &mut Endpoint, address: SocketAddr) -> Result<()> {
+fn restart(conditions: &Conditions, bed: &baton_bed::testbed::Testbed, b: &mut Endpoint, address: SocketAddr) -> Result<()> {
     let elsewhere = conditions.endpoint(bed, false);
     // The endpoint's socket has to be closed before another one can have the port.
     *b = bed.host_b.run(|| Endpoint::new(&elsewhere))?;

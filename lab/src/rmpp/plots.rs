@@ -1,9 +1,9 @@
 //! The figures as one HTML file with its plots inside.
 
 use super::report::{Comparison, Figure, RmppReport};
-use crate::axis::tick;
 use crate::rmpp::Parameter;
 use anyhow::{Result, anyhow};
+use baton_bed::axis::tick;
 use plotters::prelude::*;
 
 const COLOURS: [RGBColor; 8] = [

@@ -2,9 +2,9 @@
 //! on the NIC are there again.
 
 use super::{Mover, Shared, SoakReport};
-use crate::statistics::{Percentiles, quantile};
 use crate::status::StatusLine;
 use anyhow::{Result, bail};
+use baton_bed::statistics::{Percentiles, quantile};
 use baton_client::tool::Tool;
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;

@@ -14,10 +14,10 @@ mod plots;
 pub mod program;
 mod report;
 
-use crate::statistics::quantile;
-use crate::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_b, without_baton};
 use anyhow::{Context, Result, bail, ensure};
 use baton_abi::layout::Counter;
+use baton_bed::statistics::quantile;
+use baton_bed::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_b, without_baton};
 use baton_client::rules::{Interface, Nagle, Offload};
 use baton_client::tool::Tool;
 use baton_linux::events::monotonic_micros;

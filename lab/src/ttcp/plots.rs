@@ -2,8 +2,8 @@
 
 use super::program::Direction;
 use super::{Cell, Figures, TtcpReport, WAYS};
-use crate::axis::tick;
 use anyhow::{Result, anyhow};
+use baton_bed::axis::tick;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 

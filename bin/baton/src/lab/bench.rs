@@ -499,8 +499,6 @@ pub enum Workload {
         #[arg(long)]
         port: u16,
     },
-    #[command(hide = true, name = "serve-files")]
-    ServeFiles { address: std::net::SocketAddr, root: std::path::PathBuf },
     #[command(hide = true, name = "serve-echo")]
     ServeEcho {
         address: std::net::SocketAddr,
@@ -551,6 +549,5 @@ pub fn workload(what: &Workload) -> Result<bool> {
             };
             smoltcp_server::run(address, service, connections, spin).map(|()| true)
         }
-        Workload::ServeFiles { address, root } => baton_lab::small_server::run(*address, root).map(|()| true),
     }
 }

@@ -1,13 +1,11 @@
-//! The commands that are test beds, loads and measurements. Nothing else of this program uses the lab.
+//! The commands that measure and test. Nothing else of this program uses the lab; without the feature `lab` they are left out.
 
 mod all;
-pub mod bench;
-pub mod hosts;
-pub mod rmpp;
-pub mod sim;
-pub mod soak;
-pub mod ttcp;
-mod workers;
+mod bench;
+mod rmpp;
+mod sim;
+mod soak;
+mod ttcp;
 
 use anyhow::{Context, Result, bail};
 use baton_lab::equations::{self, Load};
@@ -16,7 +14,72 @@ use clap::{Args, Subcommand};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-pub const NTTTCP_EXAMPLES: &str = "Examples:
+#[derive(Subcommand)]
+pub enum Command {
+    /// Moves random connections at random moments under load, and checks every byte.
+    #[command(
+        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20\n  baton soak --beside --kill-nic 20 --stop-nic 20\n  baton soak --poison\n  baton soak --offload fast-path --loss 1 --transitions 10000\n  baton soak --rmpp --messages 10000 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --kill-nic 20 --restart-peer 1"
+    )]
+    Soak(soak::SoakArguments),
+    /// Simulates whole machines in virtual time: hosts, links, programs, moves, faults and deaths; and checks what must hold.
+    #[command(
+        after_help = "Examples:\n  baton sim --seeds 0..3000 --json\n  baton sim --seed 1725 --trace\n  baton sim --exhaustive\n  baton sim --walk fin-received,7:nic,12:agent --trace"
+    )]
+    Sim(sim::SimArguments),
+    /// Measures one part, and compares it with its bounds.
+    #[command(subcommand)]
+    Bench(bench::Bench),
+    /// Measures TCP throughput over kernel sockets, and its costs: frames, interrupts, their halves, cycles.
+    #[command(subcommand, after_help = NTTTCP_EXAMPLES)]
+    Ntttcp(Ntttcp),
+    /// Compares what a program's sends and receives cost in the kernel and on the NIC, over message sizes (TTCP).
+    #[command(after_help = ttcp::EXAMPLES)]
+    Ttcp(ttcp::TtcpArguments),
+    /// The program that `baton ttcp` measures.
+    #[command(hide = true)]
+    TtcpProgram(ttcp::ProgramArguments),
+    #[command(hide = true)]
+    TtcpWorkload(ttcp::WorkloadArguments),
+    /// Measures messages (RMPP) between two hosts of their own, with as much of it on the NIC as is wanted.
+    #[command(subcommand, after_help = rmpp::EXAMPLES)]
+    Rmpp(rmpp::Rmpp),
+    /// Repeats calculations of the papers behind Baton.
+    #[command(subcommand)]
+    Lab(Lab),
+    /// Prints what a move does to every socket option, as Markdown.
+    Options,
+    #[command(flatten)]
+    Workload(bench::Workload),
+}
+
+/// Runs one of them. False if what it checks does not hold.
+pub fn run(command: &Command) -> Result<bool> {
+    match command {
+        Command::Soak(arguments) => {
+            baton_linux::namespace::become_root_if_needed()?;
+            soak::run(arguments)
+        }
+        Command::Sim(arguments) => sim::run(arguments),
+        Command::Bench(what) => bench::run(what),
+        Command::Ntttcp(command) => ntttcp(command),
+        Command::Ttcp(arguments) => ttcp::ttcp(arguments),
+        Command::TtcpProgram(arguments) => ttcp::program(arguments),
+        Command::TtcpWorkload(arguments) => ttcp::workload(arguments),
+        Command::Rmpp(command) => {
+            baton_linux::namespace::become_root_if_needed()?;
+            rmpp::run(command)
+        }
+        Command::Lab(command) => run_lab(command),
+        Command::Options => {
+            baton_linux::process::end_on_broken_pipe();
+            print!("{}", baton_lab::options::markdown());
+            Ok(true)
+        }
+        Command::Workload(what) => bench::workload(what),
+    }
+}
+
+const NTTTCP_EXAMPLES: &str = "Examples:
   baton ntttcp receive -P 8                      # on one machine
   baton ntttcp send 10.0.0.1 -P 8 -l 65536       # on the other
   baton hosts --peer 'baton ntttcp send $BATON_A' -- sh -c 'baton nic set lro=reorder; baton ntttcp receive --nic'";
@@ -67,7 +130,7 @@ pub struct How {
     json: bool,
 }
 
-pub fn ntttcp(command: &Ntttcp) -> Result<bool> {
+fn ntttcp(command: &Ntttcp) -> Result<bool> {
     let (Ntttcp::Receive { how, .. } | Ntttcp::Send { how, .. }) = command;
     if !(how.seconds > 0.0 && how.seconds < 1e6 && how.warming >= 0.0 && how.warming < 1e6) {
         bail!("--seconds must be more than 0");
@@ -137,7 +200,8 @@ pub enum Lab {
     },
 }
 
-pub fn run(command: &Lab) -> Result<bool> {
+/// `baton lab`.
+fn run_lab(command: &Lab) -> Result<bool> {
     match command {
         Lab::Equations { .. } => run_equations(command),
         Lab::Rmpp { json, output } => run_rmpp(*json, output.as_deref()),
@@ -183,17 +247,4 @@ fn run_equations(command: &Lab) -> Result<bool> {
         loads.iter().for_each(|load| println!("{}", equations::line(load)));
     }
     Ok(true)
-}
-
-/// `baton demo`. False if a byte was wrong or a connection broke.
-pub fn demo(output: &Path) -> Result<bool> {
-    let report = baton_lab::demo::run(output)?;
-    print!("{}", baton_lab::demo::table(&report));
-    println!("\n  {}\n  {}", output.join("report.html").display(), output.join("demo.json").display());
-    Ok(report.failures.is_empty())
-}
-
-/// `baton options`.
-pub fn options() {
-    print!("{}", baton_lab::options::markdown());
 }

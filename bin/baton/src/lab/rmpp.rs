@@ -1,8 +1,8 @@
 //! `baton rmpp`: messages between two hosts, measured.
 
 use anyhow::Result;
+use baton_bed::testbed::TestbedSettings;
 use baton_lab::messages::{self, Conditions, Offload};
-use baton_lab::testbed::TestbedSettings;
 use baton_protocol::nic::LinkSettings;
 use clap::{Args, Subcommand, ValueEnum};
 
@@ -109,7 +109,7 @@ pub struct ConditionArguments {
     #[arg(long, conflicts_with_all = ["rate", "rtt", "workers", "one_queue", "copy_engine"])]
     beside: bool,
     #[command(flatten)]
-    workers: super::workers::WorkerArguments,
+    workers: crate::bed::workers::WorkerArguments,
 }
 
 impl ConditionArguments {

@@ -1,9 +1,9 @@
 //! `baton soak`: connections that move at random moments through a faulty link, every byte checked.
 
 use anyhow::Result;
+use baton_bed::testbed::TestbedSettings;
 use baton_lab::messages::{self, Conditions, Offload};
 use baton_lab::soak::{self, SoakSettings};
-use baton_lab::testbed::TestbedSettings;
 use baton_protocol::nic::LinkSettings;
 use clap::Args;
 
@@ -13,7 +13,7 @@ pub struct SoakArguments {
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4000))]
     connections: u32,
     #[command(flatten)]
-    workers: super::workers::WorkerArguments,
+    workers: crate::bed::workers::WorkerArguments,
     /// Moves to make; an offload and a restore count as two.
     #[arg(long, default_value_t = 1000)]
     moves: u64,

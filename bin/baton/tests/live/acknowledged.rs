@@ -5,7 +5,7 @@ use crate::common::{before_others, connect, hosts, unacknowledged, wait_until};
 use crate::full::on_b;
 use crate::moves::nft;
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{INTERFACE_B, Testbed, TestbedSettings, address_a, counter};
+use baton_bed::testbed::{INTERFACE_B, Testbed, TestbedSettings, address_a, counter};
 use baton_linux::{process, socket};
 use baton_lro::{Mode, Push};
 use baton_offloads::Offloads;

@@ -5,7 +5,7 @@ use crate::common::hosts;
 use crate::full::{ECHO, Program, connect, connections, count, exchange, in_both_shapes, on_b, start, statistics, wait_until};
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{ControlPoint, INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
+use baton_bed::testbed::{ControlPoint, INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::namespace::Namespace;
 use baton_linux::resolution::ResolutionSocket;
 use baton_linux::{process, rtnetlink};
@@ -28,7 +28,7 @@ in_both_shapes! {
     nothing_is_left_at_the_end
 }
 
-const MAC_A: [u8; 6] = baton_lab::testbed::MAC_A;
+const MAC_A: [u8; 6] = baton_bed::testbed::MAC_A;
 
 /// The NIC's addresses in these tests.
 fn own(ipv6: bool) -> IpAddr {

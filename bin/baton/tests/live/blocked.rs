@@ -2,7 +2,7 @@
 
 use crate::common::{hosts, start_python, wait_until};
 use crate::hostile_client::Hostile;
-use baton_lab::testbed::{Testbed, TestbedSettings, address_b};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
 use baton_linux::process;
 use baton_protocol::program::Place;
 use std::io::{BufRead, BufReader, Read, Write};

@@ -1,7 +1,7 @@
 //! A program in C, through libbaton: its connection moves while it is used, and every byte comes back.
 
 use crate::common::hosts;
-use baton_lab::testbed::{TestbedSettings, address_a};
+use baton_bed::testbed::{TestbedSettings, address_a};
 use baton_linux::process;
 use baton_sim::stream;
 use std::io::{Read, Write};

@@ -1,7 +1,7 @@
 //! Changes on the host count for connections that are on the NIC, too.
 
 use crate::common::{Scene, scene, wait_until};
-use baton_lab::testbed::{TestbedSettings, address_b};
+use baton_bed::testbed::{TestbedSettings, address_b};
 use baton_protocol::program::Place;
 use std::process::Command;
 use std::time::{Duration, Instant};

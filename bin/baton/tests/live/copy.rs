@@ -3,7 +3,7 @@
 
 use crate::common::{SetsAtEnd, connect, hosts};
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{TestbedSettings, address_a, counter};
+use baton_bed::testbed::{TestbedSettings, address_a, counter};
 use baton_lro::Mode;
 use baton_offloads::Offloads;
 use std::io::{Read, Write};

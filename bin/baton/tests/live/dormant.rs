@@ -3,9 +3,9 @@
 use crate::common::{hosts, wait_until};
 use crate::full::{connections, count, in_both_shapes, statistics};
 use baton_abi::layout::{Counter, nic};
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{ConnectionId, Session};
-use baton_lab::soak::connect_pairs;
-use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_linux::{process, socket};
 use baton_protocol::program::Place;
 use std::io::{self, ErrorKind};

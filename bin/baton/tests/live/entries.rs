@@ -6,7 +6,7 @@ use crate::fuse::{FuseFile, NEVER_FLUSHED, READ};
 use crate::hostile_client::NOBODY;
 use crate::scratch::{Scratch, text};
 use crate::stopped::in_time;
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::namespace::Namespace;
 use baton_protocol::program::Place;
 use std::io::{BufRead, BufReader, Read, Write};

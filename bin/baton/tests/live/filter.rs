@@ -3,9 +3,9 @@
 
 use crate::common::{Scene, SetsAtEnd, connect, hosts, scene, wait_until};
 use baton_backends::PacketDevice;
+use baton_bed::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_filter::{Direction, parse};
-use baton_lab::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::namespace::Namespace;
 use baton_linux::{interface, process, rtnetlink};
 use baton_protocol::program::Place;
@@ -139,7 +139,7 @@ fn counters_are_those_of_a_capture() {
             let of = frames.iter().filter(|frame| wanted(frame));
             of.fold([0, 0, 0], |[packets, bytes, _], frame| [packets + 1, bytes + frame.len() as u64, 0])
         };
-        let from_b = |frame: &[u8]| frame[6..12] == baton_lab::testbed::MAC_B;
+        let from_b = |frame: &[u8]| frame[6..12] == baton_bed::testbed::MAC_B;
         let port = |frame: &[u8], at: usize| {
             let at = if frame[12..14] == [8, 0] { 34 + at } else { 54 + at };
             u16::from_be_bytes([frame[at], frame[at + 1]])
@@ -562,7 +562,7 @@ fn a_compromised_host_changes_nothing() {
     let listed = change(&bed, &["list"]);
     let dropped = listed["rules"][3]["packets"].as_u64().expect("a count");
     assert!(dropped > 1000, "the attack never reached the NIC: {listed}");
-    for (capture, mac) in captures.iter_mut().zip([baton_lab::testbed::MAC_A, baton_lab::testbed::MAC_B]) {
+    for (capture, mac) in captures.iter_mut().zip([baton_bed::testbed::MAC_A, baton_bed::testbed::MAC_B]) {
         let mut allowed = 0;
         let leaked = capture.count(|frame| {
             let datagram = has_port(frame, UDP, ALLOWED);

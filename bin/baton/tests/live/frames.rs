@@ -5,9 +5,9 @@
 use crate::common::{Scene, hosts, scene_in, wait_until};
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
+use baton_bed::testbed::{ControlPoint, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_fuzz::{Choice, Fuzzer, World, note};
-use baton_lab::testbed::{ControlPoint, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b};
 use baton_linux::{interface, process, rtnetlink};
 use baton_lro::{Mode, Push};
 use baton_moderation::Mode as Moderation;

@@ -2,8 +2,8 @@
 
 use crate::common::{self, wait_until};
 use baton_backends::VnetDevice;
+use baton_bed::testbed::{INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b, counter, without_baton};
 use baton_device::{Device, Frame, MAX_FRAME};
-use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, TestbedSettings, address_a, address_b, counter, without_baton};
 use baton_linux::interface::TapOptions;
 use baton_linux::namespace::{Namespace, mount_own_sysfs};
 use baton_linux::tcp_info::TcpInfo;

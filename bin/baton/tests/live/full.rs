@@ -4,7 +4,7 @@ use crate::common::hosts;
 pub(crate) use crate::common::wait_until;
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::process;
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};

@@ -2,8 +2,8 @@
 
 use crate::common::{Scene, scene, scene_at};
 use baton_agent::{Crash, Fault, Step};
+use baton_bed::testbed::TestbedSettings;
 use baton_handoff::send_buffer::queue_limit;
-use baton_lab::testbed::TestbedSettings;
 use baton_linux::socket;
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::Place;

@@ -5,7 +5,7 @@ mod requests;
 
 use crate::common::{Scene, answered, scene, wait_until};
 use crate::hostile_client::Hostile;
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::process;
 use baton_protocol::program::{ConnectionInfo, Place};
 use std::io::{BufRead, BufReader};

@@ -4,7 +4,7 @@
 use crate::common::{Scene, scene};
 use crate::hostile_client::{Hostile, setting};
 use crate::scratch::Scratch;
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Place, Statistics};

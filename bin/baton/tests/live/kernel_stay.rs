@@ -3,11 +3,11 @@
 
 use crate::common::{connect, hosts, sent_again, unacknowledged, wait_until};
 use crate::moves::nft;
+use baton_bed::testbed::TestbedSettings;
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
-use baton_lab::testbed::TestbedSettings;
 use baton_linux::socket::{self, Pieces};
 use baton_shm::Region;
 use baton_wire::frame::Link;

@@ -2,7 +2,7 @@
 
 use crate::common::{Scene, hosts, scene_at, scene_in};
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{INTERFACE_B, TestbedSettings, counter};
+use baton_bed::testbed::{INTERFACE_B, TestbedSettings, counter};
 use baton_linux::socket;
 use baton_protocol::program::Place;
 use std::os::fd::AsFd;

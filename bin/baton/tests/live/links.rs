@@ -4,9 +4,9 @@
 use crate::common::{answered, hosts, wait_until};
 use crate::full::{ECHO, Program};
 use crate::routes::{MAC_SECOND_A, MAC_SECOND_B, beside, reverse_path_filter, run, second_link};
+use baton_bed::testbed::{INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, Testbed, address_a, address_b};
 use baton_client::messages::{Endpoint, Settings};
 use baton_client::{ConnectionId, Session};
-use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, MAC_A, MAC_B, Testbed, address_a, address_b};
 use baton_linux::{process, rtnetlink, socket};
 use baton_protocol::program::Place;
 use baton_sim::stream;

@@ -2,10 +2,10 @@
 //! succeed wherever those connections are.
 
 use crate::common::{connect, hosts, scene_at, wait_until};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::{self, Saved};
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
 use baton_linux::socket::{self, Pieces};
 use baton_protocol::program::Place;
 use baton_shm::Region;

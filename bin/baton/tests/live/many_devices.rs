@@ -2,7 +2,7 @@
 //! kernel takes some milliseconds a device; nobody but that move waits for it.
 
 use crate::common::{SetsAtEnd, before_others, connect, hosts, scene, session, wait_until};
-use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_protocol::program::Place;
 use std::os::fd::OwnedFd;
 use std::process::Command;

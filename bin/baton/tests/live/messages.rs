@@ -4,8 +4,8 @@
 use crate::common::{hosts, wait_until};
 use crate::hostile_client::kinds::messages;
 use baton_abi::layout::{Counter, session};
+use baton_bed::testbed::{self, TestbedSettings};
 use baton_client::messages::{Endpoint, Settings};
-use baton_lab::testbed::{self, TestbedSettings};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::namespace::Namespace;

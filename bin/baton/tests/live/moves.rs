@@ -2,9 +2,9 @@
 
 use crate::common::{KEYS, Scene, answered, connect, hosts, scene, scene_at, unacknowledged, wait_for, wait_until};
 use baton_agent::{Crash, Fault, Step};
+use baton_bed::testbed::{self, TestbedSettings, address_b};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
-use baton_lab::testbed::{self, TestbedSettings, address_b};
 use baton_linux::namespace::Namespace;
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
@@ -595,12 +595,12 @@ fn other_traffic_crosses_the_nic() {
         assert!(Instant::now() < deadline);
     }
     assert_eq!(&got, b"hello");
-    let udp = scene.bed.host_a.run(|| std::net::UdpSocket::bind(SocketAddr::new(baton_lab::testbed::address_a(false), 5353)));
+    let udp = scene.bed.host_a.run(|| std::net::UdpSocket::bind(SocketAddr::new(baton_bed::testbed::address_a(false), 5353)));
     let udp = udp.expect("a UDP socket");
     udp.set_read_timeout(Some(Duration::from_secs(5))).expect("a time-out");
     let sender = scene.bed.host_b.run(|| std::net::UdpSocket::bind(SocketAddr::new(address_b(false), 0))).expect("a UDP socket");
     for size in [1, 1400, 20_000] {
-        sender.send_to(&vec![7u8; size], SocketAddr::new(baton_lab::testbed::address_a(false), 5353)).expect("send");
+        sender.send_to(&vec![7u8; size], SocketAddr::new(baton_bed::testbed::address_a(false), 5353)).expect("send");
         assert_eq!(udp.recv(&mut vec![0u8; 65536]).expect("the datagram"), size);
     }
     let ping = scene.bed.host_b.spawn(std::process::Command::new("ping").args(["-c", "2", "-i", "0.2", "-W", "2", "10.77.0.1"]));

@@ -4,9 +4,9 @@
 use crate::common::{SetsAtEnd, hosts};
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
+use baton_bed::testbed::connect_pairs;
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_device::{Device, Frame, MAX_FRAME};
-use baton_lab::soak::connect_pairs;
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
 use baton_linux::{interface, rtnetlink, socket};

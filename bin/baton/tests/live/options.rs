@@ -1,9 +1,9 @@
 //! Every socket option that a move must not change, across a move both ways.
 
 use crate::common::{connect, hosts};
+use baton_bed::testbed::TestbedSettings;
 use baton_client::Session;
 use baton_lab::options::{Fate, OPTIONS, SocketOption, markdown};
-use baton_lab::testbed::TestbedSettings;
 use baton_linux::socket;
 use baton_protocol::program::Place;
 use std::os::fd::{AsFd, OwnedFd};

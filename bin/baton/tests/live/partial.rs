@@ -3,7 +3,7 @@
 use crate::common::{hosts, wait_until};
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::{Place, Statistics};
 use std::net::{SocketAddr, TcpStream};

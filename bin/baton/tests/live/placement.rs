@@ -1,7 +1,7 @@
 //! `baton nic --explain-placement`, `baton run --place`, and the NIC's settings at its start.
 
 use crate::scratch::{Scratch, text};
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, socket, topology};
 use baton_protocol::program::Place;

@@ -2,8 +2,8 @@
 //! across the NIC's death.
 
 use crate::common::{Scene, scene, wait_until};
+use baton_bed::testbed::TestbedSettings;
 use baton_client::{Buffer, Filled};
-use baton_lab::testbed::TestbedSettings;
 use baton_linux::tcp_info::TcpInfo;
 use baton_protocol::nic::LinkSettings;
 use baton_protocol::program::Place;

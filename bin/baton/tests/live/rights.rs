@@ -1,7 +1,7 @@
 //! Rights of Baton's processes, and what others can see of them.
 
 use crate::common::scene;
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::process;
 use baton_linux::rights;
 use baton_protocol::program::Place;

@@ -2,8 +2,8 @@
 //! devices, policy routing, IPsec, MTUs.
 
 use crate::common::{Scene, connect, hosts, scene, scene_at, wait_until};
+use baton_bed::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
 use baton_client::Session;
-use baton_lab::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::{namespace::Namespace, rtnetlink, socket};
 use baton_protocol::program::Place;
 use std::io::{self, Write};

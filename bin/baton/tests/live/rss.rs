@@ -4,8 +4,8 @@
 use crate::common::{Scene, SetsAtEnd, connect, scene};
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_device::{Device, Frame};
-use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::Namespace;

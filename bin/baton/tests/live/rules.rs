@@ -2,7 +2,7 @@
 //! may judge stay in the kernel, others move.
 
 use crate::common::{Scene, scene, scene_at};
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::conntrack::{self, Entry};
 use baton_linux::namespace::Namespace;
 use baton_linux::netlink::{NETFILTER, Netlink};

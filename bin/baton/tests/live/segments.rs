@@ -3,9 +3,9 @@
 
 use crate::common::{Scene, connect, hosts, scene, unacknowledged, wait_until};
 use baton_backends::VnetDevice;
+use baton_bed::testbed::{MAC_A, MAC_B, TestbedSettings, address_a};
 use baton_client::Session;
 use baton_device::{Checksum, Device, Frame, MAX_FRAME};
-use baton_lab::testbed::{MAC_A, MAC_B, TestbedSettings, address_a};
 use baton_linux::namespace::Namespace;
 use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{interface, rtnetlink, socket};
@@ -59,7 +59,7 @@ fn fragments_made_by_a_router_arrive() {
         let id = session.adopt(OwnedFd::from(server)).expect("adoption");
         peer.set_write_timeout(Some(Duration::from_secs(10))).expect("a limit");
         let (mut sent, mut received) = (0u64, 0u64);
-        let cut_before = baton_lab::testbed::counter(&bed.host_b, "snmp", "Ip:", "FragOKs").expect("a counter");
+        let cut_before = baton_bed::testbed::counter(&bed.host_b, "snmp", "Ip:", "FragOKs").expect("a counter");
         for place in [Place::Nic, Place::Kernel, Place::Nic] {
             let deadline = Instant::now() + Duration::from_secs(20);
             while let Err(error) = session.move_to(id, place) {
@@ -86,7 +86,7 @@ fn fragments_made_by_a_router_arrive() {
                 }
             });
         }
-        let cut = baton_lab::testbed::counter(&bed.host_b, "snmp", "Ip:", "FragOKs").expect("a counter") - cut_before;
+        let cut = baton_bed::testbed::counter(&bed.host_b, "snmp", "Ip:", "FragOKs").expect("a counter") - cut_before;
         assert!(cut > 500, "the router cut {cut} packets only: this test tests nothing");
     }
 }

@@ -2,7 +2,7 @@
 //! have ended in the kernel, and with the same error.
 
 use crate::common::{Scene, connect, hosts, scene_in, wait_until};
-use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, socket};
 use baton_protocol::program::Place;

@@ -1,7 +1,7 @@
 //! Connections that cannot be moved stay where they are, with the reason in the error.
 
 use crate::common::{hosts, scene, unacknowledged, wait_until};
-use baton_lab::testbed::{TestbedSettings, address_a, address_b};
+use baton_bed::testbed::{TestbedSettings, address_a, address_b};
 use baton_linux::rtnetlink;
 use baton_protocol::program::Place;
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -136,7 +136,7 @@ fn no_route_and_a_changed_source_address_stay() {
         let restore = || {
             let netlink = rtnetlink::open()?;
             rtnetlink::add_address(&netlink, index, address_a(false), 24)?;
-            rtnetlink::set_neighbour(&netlink, index, address_b(false), baton_lab::testbed::MAC_B)
+            rtnetlink::set_neighbour(&netlink, index, address_b(false), baton_bed::testbed::MAC_B)
         };
         scene.bed.host_a.run(restore).expect("the address again");
         scene.exchange(10_000, other);

@@ -1,8 +1,8 @@
 //! A NIC or an agent that is stopped: it holds up nobody who does not need it, and whoever needs it only for a while.
 
 use crate::common::{connect, hosts, start_python, wait_until};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_client::{Connection, Listener, Shared};
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::freeze::Frozen;
 use baton_linux::process;
 use baton_protocol::program::{Ask, Opening, Place, Reply};

@@ -2,8 +2,8 @@
 
 use crate::common::{SetsAtEnd, connect, hosts};
 use baton_abi::layout::{block, session};
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{Connection, Listener, Shared};
-use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_linux::freeze::Frozen;
 use baton_linux::process;
 use baton_protocol::program::{Opening, Place};

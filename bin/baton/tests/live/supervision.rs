@@ -1,8 +1,8 @@
 //! What is wanted on the NIC goes there again after a death, a hang or a refusal; and what counts as a hang.
 
 use crate::common::{connect, hosts, session};
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{ConnectionId, Session};
-use baton_lab::testbed::{Testbed, TestbedSettings};
 use baton_linux::freeze::Frozen;
 use baton_linux::{process, socket};
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};

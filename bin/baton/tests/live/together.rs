@@ -9,7 +9,7 @@ use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, never_reads};
 use crate::scratch::text;
 use crate::stopped::{Stopped, in_time};
-use baton_lab::testbed::{Testbed, TestbedSettings};
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_protocol::program::{Place, Statistics};
 use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;

@@ -1,7 +1,7 @@
 //! The tools, used as a person uses them.
 
 use crate::common::{hosts, scene};
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::control::Channel;
 use baton_protocol::program::{Answer, Ask, Opening, Place, Reply, Request};
 use std::os::unix::process::ExitStatusExt;

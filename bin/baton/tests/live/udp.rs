@@ -4,7 +4,7 @@ use crate::common::hosts;
 use crate::full::{Program, address, count, on_b, start, statistics, wait_until};
 use crate::scratch::text;
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{Testbed, TestbedSettings, address_b};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
 use std::io::Write;
 use std::process::{Command, Stdio};
 

@@ -1,9 +1,9 @@
 //! Helpers of the tests against the real kernel: two hosts, a program with one connection that can move, its peer.
 #![allow(dead_code, reason = "each test file uses its part")]
 
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
-use baton_lab::testbed::{Testbed, TestbedSettings, address_a};
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
 use baton_protocol::program::Place;

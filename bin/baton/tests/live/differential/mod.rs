@@ -10,9 +10,9 @@ mod script;
 
 use crate::common::hosts;
 use baton_backends::VnetDevice;
+use baton_bed::testbed::{MAC_B, Testbed, TestbedSettings, address_a};
 use baton_client::{ConnectionId, Session};
 use baton_device::{Device, Frame, MAX_FRAME};
-use baton_lab::testbed::{MAC_B, Testbed, TestbedSettings, address_a};
 use baton_linux::{interface, rtnetlink, socket};
 use baton_protocol::program::Place;
 use baton_sim::stream;

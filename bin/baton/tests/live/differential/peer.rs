@@ -2,8 +2,8 @@
 
 use super::script::{Offer, Segment};
 use super::{CLOSED, FENCE, endpoint, peers};
+use baton_bed::testbed::{MAC_A, MAC_B, address_a};
 use baton_device::{Checksum, Frame};
-use baton_lab::testbed::{MAC_A, MAC_B, address_a};
 use baton_sim::stream;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Flags, Flow, TcpFrame, TcpOptions};

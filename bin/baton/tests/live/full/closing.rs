@@ -3,7 +3,7 @@
 use super::{address, bed, connect, connections, start, statistics, wait_for_server, wait_until};
 use crate::scratch::text;
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{Testbed, address_b};
+use baton_bed::testbed::{Testbed, address_b};
 use baton_linux::{process, socket};
 use baton_protocol::program::{Ask, Place, Reply};
 use std::io::{Read, Write};

@@ -4,7 +4,7 @@ use super::{bed, count, on_b, statistics};
 use crate::common::hosts;
 use crate::scratch::text;
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{Testbed, TestbedSettings, address_b};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
 use std::net::{SocketAddr, TcpListener};
 use std::process::{Command, Stdio};
 

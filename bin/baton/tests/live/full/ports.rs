@@ -2,7 +2,7 @@
 
 use super::Program;
 use crate::common::hosts;
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 

@@ -4,7 +4,7 @@ use super::{address, bed, count, on_b, start, statistics, wait_for_server};
 use crate::common::hosts;
 use crate::scratch::{Scratch, text};
 use baton_abi::layout::Counter;
-use baton_lab::testbed::{TestbedSettings, address_a};
+use baton_bed::testbed::{TestbedSettings, address_a};
 use std::net::SocketAddr;
 use std::process::Command;
 

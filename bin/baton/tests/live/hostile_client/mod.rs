@@ -6,7 +6,7 @@ pub(crate) mod kinds;
 
 use crate::fuse::FuseFile;
 use baton_abi::layout::{RING_WORDS, session as at};
-use baton_lab::testbed::{Testbed, address_b};
+use baton_bed::testbed::{Testbed, address_b};
 use baton_linux::control::Channel;
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, socket};

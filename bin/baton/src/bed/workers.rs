@@ -1,6 +1,6 @@
 //! `--workers`: several workers in the NIC of a test bed.
 
-use baton_lab::testbed::TestbedSettings;
+use baton_bed::testbed::TestbedSettings;
 use clap::Args;
 
 #[derive(Args)]

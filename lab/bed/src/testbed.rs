@@ -18,18 +18,19 @@ use baton_keeper::Devices;
 use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::Namespace;
-use baton_linux::{process, rtnetlink};
+use baton_linux::{process, rtnetlink, socket};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::filter::OwnerSettings;
 use baton_protocol::nic::{LinkSettings, NicSettings, STANDARD_PROBES};
 use baton_rss::From;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
+use std::time::Duration;
 
 /// MAC address of host A's interface.
 pub const MAC_A: [u8; 6] = [0x02, 0, 0, 0, 0, 0x0a];
@@ -184,7 +185,7 @@ struct Host {
 /// Makes the calling thread's network namespace use CUBIC, as the NIC does; or Reno, where the machine's owner reserves CUBIC to the
 /// first namespace (`net.ipv4.tcp_allowed_congestion_control`), which is the same as long as nothing is lost. A machine's own default
 /// may be one that paces, which costs the kernel more.
-pub(crate) fn use_loss_based() {
+pub fn use_loss_based() {
     let set = |name| std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", name);
     if ["cubic", "reno"].into_iter().all(|name| set(name).is_err()) {
         eprintln!("baton: the kernel's congestion control is the machine's default: neither CUBIC nor Reno may be used");
@@ -236,7 +237,7 @@ fn set_interface<T>(host: &Host, settings: &TestbedSettings, open: impl FnOnce()
 }
 
 /// Sets up host B's interface, which is there already, and its host, whose network namespace must be the calling thread's.
-pub(crate) fn set_interface_b() -> Result<()> {
+pub fn set_interface_b() -> Result<()> {
     let [_, b] = hosts();
     set_interface(&b, &TestbedSettings::default(), || Ok(())).with_context(|| format!("setting up {}", b.name))
 }
@@ -490,4 +491,26 @@ pub fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> Result<u
     let (mut names, mut values) = rows.next().zip(rows.next()).with_context(|| format!("no {row} rows in {table}"))?;
     let at = names.position(|found| found == name).with_context(|| format!("no counter {name} in {table}"))?;
     Ok(values.nth(at).context("a row is short")?.parse()?)
+}
+
+/// Connections between two test hosts: the accepted sockets on host A, the connecting ones on host B.
+///
+/// # Errors
+/// The system's.
+pub fn connect_pairs(bed: &Testbed, connections: usize, ipv6: bool) -> Result<(Vec<TcpStream>, Vec<TcpStream>)> {
+    let listener = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(ipv6), 0)))?;
+    let address = listener.local_addr()?;
+    let (mut servers, mut clients) = (Vec::new(), Vec::new());
+    for _ in 0..connections {
+        let client = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(20))).context("connecting")?;
+        let (server, _) = listener.accept()?;
+        for side in [&client, &server] {
+            side.set_nonblocking(true)?;
+            side.set_nodelay(true)?;
+            socket::use_cubic(side.as_fd())?;
+        }
+        servers.push(server);
+        clients.push(client);
+    }
+    Ok((servers, clients))
 }

@@ -1,7 +1,8 @@
 //! Labels of figures' axes.
 
 /// A tick's label: whole numbers from 10 on, else four digits behind the point at most, without zeros at the end.
-pub(crate) fn tick(value: f64) -> String {
+#[must_use]
+pub fn tick(value: f64) -> String {
     if value.abs() >= 10.0 {
         return format!("{value:.0}");
     }

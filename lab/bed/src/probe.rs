@@ -5,7 +5,7 @@
 //! that stays. Peer and program take turns on one thread, so that the move is measured and not the scheduler.
 
 use crate::statistics::Percentiles;
-use crate::testbed::Testbed;
+use crate::testbed::{Testbed, connect_pairs};
 use anyhow::{Result, bail};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
@@ -116,7 +116,7 @@ impl Probed {
 /// # Errors
 /// If a connection breaks or cannot be moved.
 pub fn measure(bed: &Testbed, moves: u64, ipv6: bool, core: Option<usize>, delay: u64) -> Result<Blackout> {
-    let (servers, clients) = crate::soak::connect_pairs(bed, 2, ipv6)?;
+    let (servers, clients) = connect_pairs(bed, 2, ipv6)?;
     let mut session = Session::connect(&bed.socket())?;
     let number = session.number();
     let ids = servers.into_iter().map(|server| session.adopt(OwnedFd::from(server))).collect::<io::Result<Vec<_>>>()?;

@@ -4,7 +4,7 @@ use super::workers::WorkerArguments;
 use crate::addresses::{self, AddressArguments};
 use crate::filter;
 use anyhow::{Context, Result, anyhow, bail};
-use baton_lab::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
+use baton_bed::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::process;
 use baton_offloads::Offloads;
 use clap::Args;
