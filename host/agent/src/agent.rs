@@ -38,7 +38,7 @@ use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
-use baton_linux::{interface, netlink, process, rtnetlink};
+use baton_linux::{interface, netlink, process, rtnetlink, starter};
 use baton_moves::Refusal;
 use baton_protocol::keeper::{AGENT_NAME, Kept};
 use baton_protocol::nic::{Descriptor, NicSettings};
@@ -145,6 +145,7 @@ pub fn run() -> Result<()> {
     // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
     // blocked signals; it ends with its agent.
     let signals = process::signal_descriptor(&process::ENDING)?;
+    starter::begin().context("the thread that starts NICs")?;
     let first = Hardware {
         host: inherited_as(Descriptor::Host)?,
         wire: inherited_as(Descriptor::Wire)?,

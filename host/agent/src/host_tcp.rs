@@ -8,12 +8,12 @@ use anyhow::{Context, Result};
 use baton_abi::layout::host_tcp;
 use baton_linux::control::Channel;
 use baton_linux::events::Doorbell;
-use baton_linux::process;
+use baton_linux::{process, starter};
 use baton_protocol::nic::{NicSettings, ToNic};
 use baton_shm::Region;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::sync::Arc;
 
 /// What the NIC and the host's TCP share.
@@ -59,11 +59,8 @@ impl HostTcp {
         baton_protocol::send_settings(&ours, settings)?;
         let [memory, bell] = shared.descriptors()?;
         let nic_memory = nic_memory.fd().context("NIC memory is shared memory")?;
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg("host-tcp-process");
-        process::inherit(&mut command, &[nic_memory, memory, nic_bell.as_fd(), bell, theirs.as_fd()], true);
-        process::with_sharing_priority(&mut command);
-        let child = command.spawn().context("starting the host's TCP")?;
+        let descriptors = [nic_memory, memory, nic_bell.as_fd(), bell, theirs.as_fd()];
+        let child = starter::start("host-tcp-process", &descriptors, true).context("starting the host's TCP")?;
         drop(theirs);
         let mut requests = Requests::new(ours);
         requests.expect(After::HostTcpReady);

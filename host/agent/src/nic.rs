@@ -12,7 +12,7 @@ use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
-use baton_linux::process;
+use baton_linux::{process, starter};
 use baton_moves::{Inbox, Refusal};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
@@ -23,7 +23,7 @@ use baton_shm::{Pulse, Region, RingWords};
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -159,8 +159,6 @@ fn await_start(channel: &Channel) -> Result<(Vec<OwnAddress>, u64)> {
 /// Starts a NIC process as a child, and returns it and its control connection.
 fn start_child(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Result<(Child, Channel)> {
     let (ours, theirs) = Channel::pair()?;
-    let mut command = Command::new(std::env::current_exe()?);
-    command.arg("nic-process");
     baton_protocol::send_settings(&ours, settings)?;
     let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
     let mut descriptors = vec![
@@ -175,9 +173,7 @@ fn start_child(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Re
         descriptors.push(injector.as_fd());
     }
     descriptors.extend(hardware.card.iter().map(AsFd::as_fd));
-    process::inherit(&mut command, &descriptors, true);
-    process::with_sharing_priority(&mut command);
-    let child = command.spawn().context("starting the NIC process")?;
+    let child = starter::start("nic-process", &descriptors, true).context("starting the NIC process")?;
     drop(theirs);
     Ok((child, ours))
 }

@@ -13,8 +13,7 @@ use baton_abi::layout::{nic, slot};
 use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::events::Doorbell;
-use baton_linux::process;
-use baton_linux::report;
+use baton_linux::{process, report, starter};
 use baton_protocol::keeper::Kept;
 use baton_protocol::{receive_settings, send_settings};
 use baton_shm::Region;
@@ -22,7 +21,7 @@ use baton_supervision::Cause;
 use held::Held;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -64,6 +63,7 @@ pub fn run() -> Result<()> {
     let card = (0..settings.nic.card_descriptors()).map(|_| next()).collect::<Result<Vec<OwnedFd>>>()?;
     let signals = process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
+    starter::begin().context("the thread that starts agents")?;
     let end = End { parent, process: if settings.lingers { Some(next()?) } else { None }, signals };
     let _socket = Socket(settings);
     let memory = Region::create("baton-nic", nic::bytes(settings.nic.slots)).context("NIC memory")?;
@@ -73,8 +73,6 @@ pub fn run() -> Result<()> {
     let mut blame = Blame::default();
     loop {
         let (ours, theirs) = Channel::pair()?;
-        let mut command = Command::new(std::env::current_exe()?);
-        command.arg(baton_protocol::keeper::AGENT_ARGUMENT);
         send_settings(&ours, settings)?;
         let region = memory.fd().context("NIC memory is shared memory")?;
         let mut descriptors = vec![host.as_fd(), wire.as_fd(), region, nic_bell.as_fd(), agent_bell.as_fd(), theirs.as_fd()];
@@ -82,8 +80,8 @@ pub fn run() -> Result<()> {
             descriptors.extend(beside.descriptors()?);
         }
         descriptors.extend(card.iter().map(AsFd::as_fd));
-        process::inherit(&mut command, &descriptors, false);
-        let mut agent = command.spawn().context("starting the agent")?;
+        let mut agent =
+            starter::start(baton_protocol::keeper::AGENT_ARGUMENT, &descriptors, false).context("starting the agent")?;
         drop(theirs);
         let mut ready = false;
         // If the agent has died already, `watch` notices.

@@ -23,7 +23,7 @@ use std::time::Duration;
 /// Most bytes of a message.
 const MAX_MESSAGE: usize = 65536;
 /// Most descriptors of a message.
-const MAX_DESCRIPTORS: usize = 32;
+pub(crate) const MAX_DESCRIPTORS: usize = 32;
 
 /// Bytes of a message's ancillary data with that many descriptors.
 const ANCILLARY: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));

@@ -38,6 +38,7 @@ pub mod route;
 pub mod rtnetlink;
 pub mod seccomp;
 pub mod socket;
+pub mod starter;
 pub mod stream;
 pub mod tasks;
 pub mod tcp_info;

@@ -147,7 +147,7 @@ fn what_stops_or_never_answers_holds_up_no_other_program() {
     let arguments = ["--socket".to_owned(), bed.socket().to_string_lossy().into_owned()];
     wait_until("it is on the NIC", on_nic);
     let alone = (0..5).map(|_| list(&arguments).0.max(list(&[]).0)).max().expect("lists");
-    let sets: [&[Trouble]; 9] = [
+    let sets: [&[Trouble]; 11] = [
         &[Agent],
         &[Nic],
         &[File],
@@ -157,6 +157,8 @@ fn what_stops_or_never_answers_holds_up_no_other_program() {
         &[File, Linger, Deaf],
         &[Linger, Deaf, Nic],
         &[Linger, Deaf, Agent],
+        &[File, Linger, Deaf, Nic],
+        &[File, Linger, Deaf, Agent],
     ];
     let mut wrong = Vec::new();
     for set in sets {
