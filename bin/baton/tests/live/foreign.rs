@@ -3,7 +3,7 @@
 use crate::blocked::{PROMISED, Program};
 use crate::common::{connect, hosts};
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
-use crate::hostile_client::{Hostile, never_reads};
+use crate::hostile_client::{Hostile, NeverReads};
 use crate::stopped::{in_time, listed, registered};
 use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{Listener, Shared};
@@ -99,7 +99,8 @@ fn a_thousand_sockets_and_a_hundred_files_hold_up_nobody() {
     let keeper = process::parent(agent).expect("the keeper");
     let most = || threads(agent).max(threads(keeper));
     let alone = (longest(), most());
-    let peer = never_reads(&bed).to_string();
+    let server = NeverReads::start(&bed);
+    let peer = server.address().to_string();
     // Of several programs, which die one after the other.
     let mut dying: Vec<Hostile> =
         (0..4).map(|_| Hostile::start_with(&bed.host_a, &bed.socket(), &peer, ("lingers", 250), None)).collect();

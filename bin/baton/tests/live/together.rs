@@ -6,7 +6,7 @@ use crate::blocked::{PROMISED, echoes};
 use crate::common::{answered, hosts, start_python, wait_until};
 use crate::entries::Locked;
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
-use crate::hostile_client::{Hostile, never_reads};
+use crate::hostile_client::{Hostile, NeverReads};
 use crate::scratch::text;
 use crate::stopped::{Stopped, in_time};
 use baton_bed::testbed::{Testbed, TestbedSettings};
@@ -97,6 +97,7 @@ enum Lasting {
     Stopped(Stopped),
     Hostile(Hostile),
     Locked(Locked),
+    Server(NeverReads),
 }
 
 fn statistics(bed: &Testbed) -> Statistics {
@@ -118,7 +119,10 @@ impl Trouble {
                 let locked = Locked::new("baton-agent").into_iter().map(Lasting::Locked);
                 locked.chain([started("files", "", Some(file))]).collect()
             }
-            Linger => vec![started("lingers", &never_reads(bed).to_string(), None)],
+            Linger => {
+                let server = NeverReads::start(bed);
+                vec![started("lingers", &server.address().to_string(), None), Lasting::Server(server)]
+            }
             Deaf => vec![started("deaf", "", None)],
         }
     }

@@ -14,7 +14,7 @@ use baton_protocol::program::{Answer, Ask, ConnectionInfo, Detail, Flip, Opening
 use baton_shm::Region;
 use baton_sim::Rng;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -565,13 +565,29 @@ pub fn swap(bed: &Testbed, elsewhere: bool) -> (Reply, TcpStream) {
     (client.ask(Ask::Move { connection, to: Place::Nic }).expect("an answer"), victim)
 }
 
-/// A server on host B that accepts connections and never reads from them, with little room for what comes.
-pub fn never_reads(bed: &Testbed) -> SocketAddr {
-    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
-    socket::set(listener.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, 1).expect("SO_RCVBUF");
-    let at = listener.local_addr().expect("its address");
-    std::thread::spawn(move || listener.incoming().collect::<Vec<_>>());
-    at
+/// A server on host B that accepts connections and never reads from them, with little room for what comes. It ends when it is dropped.
+pub struct NeverReads(Arc<TcpListener>);
+
+impl NeverReads {
+    pub fn start(bed: &Testbed) -> NeverReads {
+        let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
+        socket::set(listener.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, 1).expect("SO_RCVBUF");
+        let server = NeverReads(Arc::new(listener));
+        let listener = server.0.clone();
+        std::thread::spawn(move || drop(listener.incoming().map_while(Result::ok).collect::<Vec<_>>()));
+        server
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.0.local_addr().expect("its address")
+    }
+}
+
+impl Drop for NeverReads {
+    fn drop(&mut self) {
+        // Then accept(2) fails, and the thread ends. Only the type of a stream has the call.
+        let _ = self.0.as_fd().try_clone_to_owned().map(|listener| TcpStream::from(listener).shutdown(Shutdown::Read));
+    }
 }
 
 /// A server on host B that sends back what it gets.
