@@ -355,11 +355,12 @@ pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(fstat(fd)?.st_ino)
 }
 
-/// The user id of a socket's owner, which routing rules can match.
+/// The user id of a socket's owner, which routing rules can match. Anything else is not asked: a file's server may never answer.
 ///
 /// # Errors
-/// The failed system call's.
+/// The failed system call's; `ENOTSOCK`.
 pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    rustix::net::sockopt::socket_domain(fd)?;
     Ok(fstat(fd)?.st_uid)
 }
 

@@ -10,11 +10,12 @@ use std::sync::OnceLock;
 
 /// Numbers of FUSE's operations.
 pub const READ: u32 = 15;
+const GETATTR: u32 = 3;
 const STATFS: u32 = 17;
 const FLUSH: u32 = 25;
 
-/// What close(2) and fstatfs(2) wait for.
-pub const NEVER_FLUSHED: [u32; 2] = [FLUSH, STATFS];
+/// What close(2), fstatfs(2) and, of agents and keepers, fstat(2) wait for.
+pub const NEVER_FLUSHED: [u32; 3] = [FLUSH, STATFS, GETATTR];
 
 /// A file of a FUSE server that answers everything but some operations. When this is dropped, all who wait go on.
 ///
