@@ -14,7 +14,7 @@ use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::sections::Section;
 use crate::tcp::Tcp;
-use crate::{faults, process, readiness, real, table, thread, wait};
+use crate::{faults, process, readiness, real, table, thread, wait, whole};
 use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
@@ -123,6 +123,7 @@ pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
 /// Handles a set that has just been made.
 pub(crate) fn created(epfd: c_int) -> c_int {
     if epfd >= 0 && process::plan().is_some() {
+        let _whole = whole::Whole::begin();
         table::put(epfd, None);
         known_set(epfd);
     }
@@ -528,7 +529,7 @@ impl Set {
             self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_events(thread::token()));
         let left = if pending { Some(0) } else { left_until(deadline) };
         drop(section);
-        let got = native(out, left);
+        let got = whole::open(|| native(out, left));
         let errno = thread::errno();
         if let Some(session) = session {
             session.shared.uncount_sleeper();

@@ -7,7 +7,7 @@
 //! the question. So what filters let through is known beforehand, and stands in [`RUN_VARIABLE`], with their number: `baton run` has tried
 //! those that it was started under, and a process that sets one judges it, for the programs that it executes.
 
-use crate::{epoll, faults, process, sections, starts, table, thread, udp, waiter};
+use crate::{epoll, faults, process, sections, signals, starts, table, thread, udp, waiter};
 use baton_client::preload;
 use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_linux::process::Undisturbed;
@@ -175,6 +175,7 @@ fn withdraw() {
 /// Leaves nothing of the library's in the process. No thread is inside.
 fn leave() {
     faults::end();
+    signals::end();
     process::end();
     epoll::release_all();
     for (fd, file) in table::known(0, u32::MAX) {

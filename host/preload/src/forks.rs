@@ -12,7 +12,7 @@
 //!   [`table`], and leaves everything to the kernel, too. What its parent has on the NIC stays there.
 
 use crate::sections::{self, Section};
-use crate::{epoll, listening, process, real, starts, table, tcp, thread, udp, wait, waiter};
+use crate::{epoll, listening, process, real, signals, starts, table, tcp, thread, udp, wait, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::any::Any;
@@ -138,6 +138,7 @@ pub(crate) extern "C" fn after_in_child() {
     UNDER_WAY.store(0, Ordering::SeqCst);
     // Of `before`, which `release` leaves.
     sections::forget_inherited(1);
+    signals::forget_inherited();
     release();
     // The sets that are noted at pooled sockets are the parent's.
     tcp::forget_pool();
@@ -165,6 +166,7 @@ pub(crate) fn after_unprepared() {
     let prepared = is_prepared();
     FORKING.store(0, Ordering::SeqCst);
     sections::forget_inherited(prepared.into());
+    signals::forget_inherited();
     // SAFETY: this process has one thread.
     let locks = unsafe { &mut *LOCKS.0.get() };
     let (undisturbed, section) = if prepared { (locks.undisturbed.take(), locks.section.take()) } else { (None, None) };

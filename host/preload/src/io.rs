@@ -11,7 +11,7 @@ use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::wait::{self, Want};
 use crate::waiting::{BLOCKS, RECEIVES_FOR_EVER, SENDS_FOR_EVER};
-use crate::{faults, real};
+use crate::{faults, real, whole};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_void, iovec, msghdr, size_t, socklen_t, ssize_t};
@@ -115,7 +115,11 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
     let Some((connection, session)) = table::in_tcp(fd, Tcp::managed) else { return false };
     // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only passed on to a
     // guarded copy, and what has sent nothing then goes the slow path, which knows null.
-    session.shared.send_at_once(connection, token(), unsafe { std::slice::from_raw_parts(start.cast(), length) })
+    let bytes = unsafe { std::slice::from_raw_parts(start.cast(), length) };
+    whole::begin();
+    let sent = session.shared.send_at_once(connection, token(), bytes);
+    whole::end();
+    sent
 }
 
 /// A message with one vector.
@@ -276,7 +280,7 @@ pub(crate) unsafe fn send_message(call: Call, tcp: &'static Tcp, fd: c_int, mess
         // SAFETY: this function's `# Safety` is sendmsg(2)'s.
         Some(section) => unsafe { send_inside(section, call, tcp, fd, message, flags) },
         // SAFETY: as above.
-        None => unsafe { call.send(fd, message, flags) },
+        None => unsafe { whole::open(|| call.send(fd, message, flags)) },
     }
 }
 
@@ -309,7 +313,7 @@ unsafe fn send_as_it_is(
     if inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags) || flags & !PLAIN_SEND != 0) {
         drop(section);
         // SAFETY: this function's `# Safety` is sendmsg(2)'s.
-        let sent = unsafe { call.send(fd, message, flags) };
+        let sent = unsafe { whole::open(|| call.send(fd, message, flags)) };
         drop(inside);
         tcp.count(fd, sent, true);
         return sent;
@@ -337,7 +341,7 @@ unsafe fn send_rest(
     let Some((imported, _pieces)) = import(message).filter(|_| taken) else {
         drop(section);
         // SAFETY: this function's `# Safety` is sendmsg(2)'s. The kernel refuses it, wherever the connection is.
-        return unsafe { call.send(fd, message, flags) };
+        return unsafe { whole::open(|| call.send(fd, message, flags)) };
     };
     let message = &imported;
     let wanted = total(message);
@@ -350,7 +354,7 @@ unsafe fn send_rest(
             let (rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
             // SAFETY: this function's `# Safety` is sendmsg(2)'s.
-            return sum(done, unsafe { call.send(fd, &rest, flags) });
+            return sum(done, unsafe { whole::open(|| call.send(fd, &rest, flags)) });
         }
         let attempt = if std::mem::take(&mut stuck) {
             Attempt::Failed(libc::EAGAIN)
@@ -466,12 +470,11 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     }
     // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`). Where there is none, as in `send_at_once`.
     let room = unsafe { std::slice::from_raw_parts_mut(start.cast(), length) };
+    whole::begin();
     let received = session.shared.receive_at_once(connection, token(), room);
-    if received == 0 {
-        return None;
-    }
     tcp.took(received);
-    Some(received as ssize_t)
+    whole::end();
+    if received == 0 { None } else { Some(received as ssize_t) }
 }
 
 /// Slow path of read(2) and recv(2), into one buffer.
@@ -533,7 +536,7 @@ pub(crate) unsafe fn receive_message(call: Call, tcp: &'static Tcp, fd: c_int, m
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
         Some(section) if flags & libc::MSG_ERRQUEUE == 0 => unsafe { receive_inside(section, call, tcp, fd, message, flags) },
         // SAFETY: as above.
-        _ => unsafe { call.receive(fd, message, flags) },
+        _ => unsafe { whole::open(|| call.receive(fd, message, flags)) },
     }
 }
 
@@ -571,7 +574,7 @@ unsafe fn receive_as_it_is(
     if flags & !PLAIN_RECEIVE != 0 || inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags)) {
         drop(section);
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-        let received = unsafe { call.receive(fd, message, flags) };
+        let received = unsafe { whole::open(|| call.receive(fd, message, flags)) };
         drop(inside);
         tcp.count(fd, received, false);
         return received;
@@ -597,7 +600,7 @@ unsafe fn receive_rest(
     let Some((mut imported, _pieces)) = import(message) else {
         drop(section);
         // SAFETY: this function's `# Safety` is recvmsg(2)'s. The kernel refuses it, wherever the connection is.
-        return unsafe { call.receive(fd, message, flags) };
+        return unsafe { whole::open(|| call.receive(fd, message, flags)) };
     };
     // SAFETY: as above.
     let received = unsafe { receive_imported(section, call, tcp, fd, &mut imported, flags, nothing) };
@@ -632,7 +635,7 @@ unsafe fn receive_imported(
             let (mut rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
             // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-            let received = unsafe { call.receive(fd, &mut rest, flags) };
+            let received = unsafe { whole::open(|| call.receive(fd, &mut rest, flags)) };
             (message.msg_namelen, message.msg_controllen, message.msg_flags) =
                 (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
             return sum(done, received);

@@ -26,6 +26,7 @@ mod process;
 mod readiness;
 mod real;
 mod sections;
+mod signals;
 mod starts;
 mod table;
 mod tcp;
@@ -34,6 +35,7 @@ mod udp;
 mod wait;
 mod waiter;
 mod waiting;
+mod whole;
 mod worth;
 
 /// Inode number of a descriptor's file, 0 if there is none.

@@ -4,6 +4,7 @@ use crate::epoll::Set;
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
+use crate::whole::Whole;
 use crate::{faults, listening, process, readiness, real, table, thread, udp, wait};
 use baton_abi::layout::Owner;
 use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
@@ -251,6 +252,8 @@ impl Bits {
 fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
     let end = table::end().max(udp::end()).min(count.max(0) as usize) as c_int;
     let is_tracked = |fd| fd < end && (table::get(fd).is_some() || udp::of(fd).is_some());
+    // Larger sets are copied to the heap.
+    let _whole = Whole::begin();
     end > 0 && sets.iter().any(|set| Bits::read(*set, end).is_some_and(|bits| bits.descriptors().any(is_tracked)))
 }
 
@@ -282,6 +285,7 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
     if count < 0 || !concerns(count, &sets) {
         return Polled::Kernel(limit);
     }
+    let _whole = Whole::begin();
     let count = looked_at(count);
     let copies = sets.map(|set| Bits::read(set, count));
     let [Some(read), Some(write), Some(except)] = copies else { return Polled::Kernel(limit) };

@@ -279,6 +279,12 @@ pub(crate) fn is_mine() -> bool {
     OWNER.load(Ordering::Acquire) == identity()
 }
 
+/// Whether this process uses its parent's memory: a child of vfork.
+pub(crate) fn is_borrowed() -> bool {
+    let owner = OWNER.load(Ordering::Acquire);
+    owner != 0 && owner != identity()
+}
+
 /// Whether a descriptor is this library's own.
 pub(crate) fn is_ours(fd: c_int) -> bool {
     fd >= 0 && session().or_else(left).is_some_and(|session| session.fds.contains(&fd))
@@ -439,6 +445,7 @@ extern "C" fn at_start() {
     starts::restore();
     if plan().is_some() {
         OWNER.store(identity(), Ordering::Release);
+        real::find_all();
         table::begin();
         // SAFETY: three functions that live as long as the process.
         unsafe { libc::pthread_atfork(Some(forks::before), Some(forks::after_in_parent), Some(forks::after_in_child)) };

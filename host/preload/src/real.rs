@@ -17,16 +17,30 @@ fn find(name: &'static std::ffi::CStr, at: &AtomicUsize) -> usize {
 }
 
 macro_rules! real {
-    ($($name:ident = $symbol:literal: fn($($arg:ident: $type:ty),*) -> $result:ty;)*) => {$(
+    ($($name:ident = $symbol:literal: fn($($arg:ident: $type:ty),*) -> $result:ty;)*) => {
+    /// Where they are; 0 for each that was not looked up yet.
+    mod at {
+        use std::sync::atomic::AtomicUsize;
+        $(#[allow(non_upper_case_globals, reason = "named as its function")] pub(super) static $name: AtomicUsize = AtomicUsize::new(0);)*
+    }
+
+    /// Looks all of them up. A signal handler could not: it may interrupt the dynamic linker.
+    pub(crate) fn find_all() {
+        $(
+            // SAFETY: the name is NUL-terminated, and RTLD_NEXT is a valid handle. What is not there is not called.
+            at::$name.store(unsafe { libc::dlsym(libc::RTLD_NEXT, $symbol.as_ptr()) } as usize, Ordering::Relaxed);
+        )*
+    }
+
+    $(
         /// The C library's function of this name.
         ///
         /// # Safety
         /// As the C library's.
         #[inline(always)]
         pub(crate) unsafe fn $name($($arg: $type),*) -> $result {
-            static AT: AtomicUsize = AtomicUsize::new(0);
-            let at = match AT.load(Ordering::Relaxed) {
-                0 => find($symbol, &AT),
+            let at = match at::$name.load(Ordering::Relaxed) {
+                0 => find($symbol, &at::$name),
                 at => at,
             };
             // SAFETY: `find` returned the C library's function of this name, which has this type.
@@ -107,6 +121,7 @@ real! {
     ssignal = c"ssignal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     sysv_signal = c"sysv_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     __sysv_signal = c"__sysv_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+    sigset = c"sigset": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
 }

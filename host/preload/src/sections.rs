@@ -6,6 +6,7 @@
 //! make a system call of its own is a [`Section`]. A thread that makes the program's own call, and may sleep there, is in none.
 
 use crate::wait;
+use crate::whole::Whole;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 static WITHDRAWN: AtomicBool = AtomicBool::new(false);
@@ -31,15 +32,21 @@ pub(crate) fn is_withdrawn() -> bool {
 }
 
 /// A thread that is inside the library until this is dropped.
-pub(crate) struct Section(&'static AtomicU32);
+///
+/// No signal handler of the program's runs in it, but where it sleeps.
+pub(crate) struct Section {
+    counter: &'static AtomicU32,
+    _whole: Whole,
+}
 
 impl Section {
     /// None if the library has withdrawn: then the program's own call is all that may be made.
     #[inline]
     pub fn enter() -> Option<Section> {
+        let whole = Whole::begin();
         let counter = counter();
         counter.fetch_add(1, Ordering::SeqCst);
-        let section = Section(counter);
+        let section = Section { counter, _whole: whole };
         // Whoever withdraws sets the flag first, then looks at the counters.
         (!WITHDRAWN.load(Ordering::SeqCst)).then_some(section)
     }
@@ -48,7 +55,7 @@ impl Section {
 impl Drop for Section {
     #[inline]
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
+        self.counter.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

@@ -9,7 +9,7 @@ use crate::call::Call;
 use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
-use crate::{connecting, io, real, table, thread, wait};
+use crate::{connecting, io, real, table, thread, wait, whole};
 use baton_client::Datagrams;
 use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
 use std::net::{IpAddr, SocketAddr};
@@ -394,7 +394,7 @@ fn sleep(section: Section, taken: &Taken, fd: c_int, deadline: Option<u64>) -> O
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
     drop(section);
     // SAFETY: two live entries.
-    let got = unsafe { real::poll(fds.as_mut_ptr(), 2, left) };
+    let got = unsafe { whole::open(|| real::poll(fds.as_mut_ptr(), 2, left)) };
     let section = Section::enter()?;
     let slept = match got {
         0 => Err(libc::EAGAIN),

@@ -6,7 +6,7 @@
 use crate::process::Session;
 use crate::tcp::Tcp;
 use crate::waiter::Waiter;
-use crate::{process, real, sections, thread};
+use crate::{process, real, sections, thread, whole};
 use baton_abi::layout::Owner;
 use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
@@ -98,7 +98,7 @@ pub(crate) fn sleep(
             let left = deadline.saturating_sub(now());
             libc::timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 }
         });
-        let got = ask_kernel(fds, given, limit.as_ref(), mask);
+        let got = whole::open(|| ask_kernel(fds, given, limit.as_ref(), mask));
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
     for socket in sockets {

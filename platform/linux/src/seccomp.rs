@@ -88,6 +88,7 @@ const CALLS: &[Call] = calls! {
     geteuid = SYS_geteuid() -> 0;
     tgkill = SYS_tgkill(-1, -1) -> libc::EINVAL;
     rt_sigprocmask = SYS_rt_sigprocmask(0, 0, 0, 8) -> 0;
+    rt_tgsigqueueinfo = SYS_rt_tgsigqueueinfo(-1, -1) -> libc::EFAULT;
     rt_sigaction = SYS_rt_sigaction(1, 0, 0, 8) -> 0;
     prlimit64 = SYS_prlimit64(0, libc::RLIMIT_NOFILE) -> 0;
     sched_getaffinity = SYS_sched_getaffinity() -> libc::EINVAL;

@@ -7,6 +7,7 @@ use crate::sections::{self, Section};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
+use crate::whole::{self, Whole};
 use crate::{faults, options, process, real, udp, worth};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
@@ -154,7 +155,7 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
     let inside = tcp.enter_kernel();
     drop(section);
     // SAFETY: the program's own arguments (`# Safety`).
-    let done = unsafe { real::connect(fd, address, length) };
+    let done = unsafe { whole::open(|| real::connect(fd, address, length)) };
     drop(inside);
     let Some(_section) = Section::enter() else { return done };
     if done == 0 || crate::thread::errno() == libc::EINPROGRESS {
@@ -208,10 +209,13 @@ fn leave(fd: c_int) {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn close(fd: c_int) -> c_int {
-    if table::get(fd).is_some() || udp::of(fd).is_some() {
-        leave(fd);
-    } else if process::session().is_some() && process::is_ours(fd) && process::is_mine() {
-        return fail(libc::EBADF) as c_int;
+    {
+        let _whole = Whole::begin();
+        if table::get(fd).is_some() || udp::of(fd).is_some() {
+            leave(fd);
+        } else if process::session().is_some() && process::is_ours(fd) && process::is_mine() {
+            return fail(libc::EBADF) as c_int;
+        }
     }
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::close(fd) }
@@ -223,6 +227,7 @@ pub unsafe extern "C" fn close(fd: c_int) -> c_int {
 /// As closefrom(3): what the range refers to is not used any more.
 unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
+    let _whole = Whole::begin();
     if flags & CLOSE_RANGE_CLOEXEC == 0 {
         for (fd, _) in table::known(first, last).collect::<Vec<_>>() {
             leave(fd);

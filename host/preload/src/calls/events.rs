@@ -3,30 +3,51 @@
 use crate::poll::{self as polling, Polled};
 use crate::sections::Section;
 use crate::thread::fail;
+use crate::whole::Whole;
 use crate::{epoll, faults, io, listening, process, real, table, udp};
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
-/// The entries of a poll that contains a descriptor which this library tracks. None if there is none, or if the kernel refuses the array.
-fn concerned(fds: *const pollfd, count: nfds_t) -> Option<Vec<pollfd>> {
+/// Whether a poll's entries contain a descriptor that this library tracks. False if the kernel refuses the array.
+fn is_concerned(fds: *const pollfd, count: nfds_t) -> bool {
     /// Arrays up to this length need not be compared with how many descriptors the program may have, which is asked for.
     const USUAL: nfds_t = 1024;
     const PIECE: usize = 64;
     if table::end() == 0 && udp::end() == 0 || count > USUAL && count > process::most_descriptors() {
-        return None;
+        return false;
     }
     let mut piece = [pollfd { fd: -1, events: 0, revents: 0 }; PIECE];
     let is_tracked = |entry: &pollfd| table::get(entry.fd).is_some() || udp::of(entry.fd).is_some();
     for at in (0..count as usize).step_by(PIECE) {
         let piece = &mut piece[..PIECE.min(count as usize - at)];
         if !faults::read_all(fds.wrapping_add(at), piece) {
-            return None;
+            return false;
         }
         if piece.iter().any(is_tracked) {
-            let mut all = vec![pollfd { fd: -1, events: 0, revents: 0 }; count as usize];
-            return faults::read_all(fds, &mut all).then_some(all);
+            return true;
         }
     }
-    None
+    false
+}
+
+/// poll(2) of entries that contain a descriptor which this library tracks; nothing is left of it when the kernel is to be asked. None if there
+/// is none, or if the kernel refuses the array.
+///
+/// # Safety
+/// As poll(2).
+unsafe fn ask(fds: *mut pollfd, count: nfds_t, limit: Option<u64>, mask: *const sigset_t) -> Option<Polled> {
+    if !is_concerned(fds, count) {
+        return None;
+    }
+    let _whole = Whole::begin();
+    let mut entries = vec![pollfd { fd: -1, events: 0, revents: 0 }; count as usize];
+    if !faults::read_all(fds, &mut entries) {
+        return None;
+    }
+    Some(match polling::poll(&mut entries, limit, mask) {
+        // SAFETY: the program's own array (`# Safety`).
+        Polled::Done(result) => Polled::Done(unsafe { answered(fds, &entries, result) }),
+        left => left,
+    })
 }
 
 /// The result of a poll, after its answers are written.
@@ -71,10 +92,10 @@ fn micros(limit: &timespec) -> Option<u64> {
 pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
-        let Some(mut entries) = concerned(fds, count) else { return real::poll(fds, count, limit) };
-        match polling::poll(&mut entries, millis(limit), std::ptr::null()) {
-            Polled::Done(result) => answered(fds, &entries, result),
-            Polled::Kernel(left) => real::poll(fds, count, to_millis(left)),
+        match ask(fds, count, millis(limit), std::ptr::null()) {
+            Some(Polled::Done(result)) => result,
+            Some(Polled::Kernel(left)) => real::poll(fds, count, to_millis(left)),
+            None => real::poll(fds, count, limit),
         }
     }
 }
@@ -97,15 +118,17 @@ pub unsafe extern "C" fn __poll_chk(fds: *mut pollfd, count: nfds_t, limit: c_in
 pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const timespec, mask: *const sigset_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
-        let Some(mut entries) = concerned(fds, count).filter(|_| takes_mask(mask)) else {
+        if !takes_mask(mask) || !is_concerned(fds, count) {
             return real::ppoll(fds, count, limit, mask);
-        };
+        }
         match limit.as_ref().map(micros) {
             Some(None) => fail(libc::EINVAL) as c_int,
-            asked => match polling::poll(&mut entries, asked.flatten(), mask) {
-                Polled::Done(result) => answered(fds, &entries, result),
-                Polled::Kernel(left) if left == asked.flatten() => real::ppoll(fds, count, limit, mask),
-                Polled::Kernel(left) => with_timespec(left, |limit| real::ppoll(fds, count, limit, mask)),
+            asked => match ask(fds, count, asked.flatten(), mask) {
+                Some(Polled::Done(result)) => result,
+                Some(Polled::Kernel(left)) if left != asked.flatten() => {
+                    with_timespec(left, |limit| real::ppoll(fds, count, limit, mask))
+                }
+                _ => real::ppoll(fds, count, limit, mask),
             },
         }
     }

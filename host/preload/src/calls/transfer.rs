@@ -2,7 +2,7 @@
 
 use crate::call::{Call, sum};
 use crate::sections::{self, Section};
-use crate::{faults, io, real, table, thread, udp};
+use crate::{faults, io, real, table, thread, udp, whole};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
@@ -388,7 +388,7 @@ pub unsafe extern "C" fn sendto(
         Some(tcp) => {
             let inside = Section::enter().and_then(|_section| tcp.enter_kernel());
             // SAFETY: the program's own arguments (`# Safety`).
-            let sent = unsafe { real::sendto(fd, buffer, length, flags, address, size) };
+            let sent = unsafe { whole::open(|| real::sendto(fd, buffer, length, flags, address, size)) };
             drop(inside);
             tcp.count(fd, sent, true);
             sent

@@ -1,0 +1,233 @@
+//! The program's signal handlers.
+//!
+//! The kernel's handler of each signal that the program handles is this library's, with the program's mask and flags. It calls the
+//! program's, unless it interrupts a part of the library that must stay whole ([`crate::whole`]): then the signal is sent to this thread
+//! once more, as it was, and all signals are blocked until the end of that part. So the kernel delivers it there, on the stack and with the
+//! mask that the program has asked for. sigaction shows the program's own action.
+//!
+//! Not so: the signals that report faults ([`FAULTS`]), which run at once, and are the kernel's own business but for those in
+//! [`crate::faults`]; and handlers that the program sets by a system call of its own.
+
+use crate::whole::{self, Here, Whole};
+use crate::{process, real, sections, thread};
+use libc::{c_int, c_long, c_void, sigaction, siginfo_t};
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Signals that report faults of the thread itself.
+const FAULTS: [c_int; 7] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGABRT, libc::SIGSYS];
+
+const SIGNALS: usize = 65;
+
+/// The program's handler of each signal for which the kernel has this library's: its address, with [`TAKES_INFO`] and [`RESTARTS`]. It
+/// stays when the action becomes another one: the signal may have come before.
+static HANDLERS: [AtomicU64; SIGNALS] = [const { AtomicU64::new(0) }; SIGNALS];
+
+/// SA_SIGINFO, which the kernel's action always has.
+const TAKES_INFO: u64 = 1 << 63;
+/// SA_RESTART.
+const RESTARTS: u64 = 1 << 62;
+
+/// A thread changes an action: kernel and [`HANDLERS`] do not agree.
+static CHANGING: AtomicBool = AtomicBool::new(false);
+
+/// Bytes of the kernel's signal sets.
+const SET_BYTES: c_long = 8;
+
+/// The signals that are blocked while one is deferred: all but faults, and those that the C library has for itself.
+const fn blocked() -> u64 {
+    let (mut set, mut at) = (!(0b11 << 31), 0);
+    while at < FAULTS.len() {
+        set &= !(1 << (FAULTS[at] - 1));
+        at += 1;
+    }
+    set
+}
+
+/// Sets the thread's mask. The signals that were deferred come before this returns.
+pub(crate) fn unblock(mask: u64) {
+    set_mask(mask);
+}
+
+fn set_mask(mask: u64) {
+    let errno = thread::errno();
+    // SAFETY: a live set of the kernel's size, and no place for the last one.
+    unsafe { real::syscall(libc::SYS_rt_sigprocmask, libc::SIG_SETMASK.into(), (&raw const mask) as c_long, 0, SET_BYTES, 0, 0) };
+    thread::set_errno(errno);
+}
+
+fn is_handler(action: &sigaction) -> bool {
+    action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN
+}
+
+fn ours() -> usize {
+    on_signal as *const () as usize
+}
+
+/// What the kernel gets for an action of the program's.
+fn instead(programs: &sigaction) -> sigaction {
+    sigaction { sa_sigaction: ours(), sa_flags: programs.sa_flags | libc::SA_SIGINFO, ..*programs }
+}
+
+/// The entry in [`HANDLERS`] for an action of the program's.
+fn entry(programs: &sigaction) -> u64 {
+    let flag = |flag, bit| if programs.sa_flags & flag != 0 { bit } else { 0 };
+    programs.sa_sigaction as u64 | flag(libc::SA_SIGINFO, TAKES_INFO) | flag(libc::SA_RESTART, RESTARTS)
+}
+
+/// The action that the program sees, where the kernel has this one.
+fn programs(kernels: &sigaction, entry: u64) -> sigaction {
+    if kernels.sa_sigaction != ours() {
+        return *kernels;
+    }
+    let flags = if entry & TAKES_INFO != 0 { kernels.sa_flags } else { kernels.sa_flags & !libc::SA_SIGINFO };
+    sigaction { sa_sigaction: (entry & !(TAKES_INFO | RESTARTS)) as usize, sa_flags: flags, ..*kernels }
+}
+
+/// Keeps other threads from changing an action.
+struct Changing;
+
+impl Changing {
+    fn begin() -> Changing {
+        while CHANGING.swap(true, Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        Changing
+    }
+}
+
+impl Drop for Changing {
+    fn drop(&mut self) {
+        CHANGING.store(false, Ordering::Release);
+    }
+}
+
+/// Forgets the parent's threads, in a child.
+pub(crate) fn forget_inherited() {
+    CHANGING.store(false, Ordering::Release);
+}
+
+/// sigaction(2).
+///
+/// # Safety
+/// As sigaction(2).
+pub(crate) unsafe fn change(signal: c_int, new: *const sigaction, old: *mut sigaction) -> c_int {
+    let known = HANDLERS.get(signal as usize).filter(|_| signal > 0 && !FAULTS.contains(&signal));
+    let (Some(known), false) = (known, sections::is_withdrawn()) else {
+        // SAFETY: the program's own arguments (`# Safety`).
+        return unsafe { real::sigaction(signal, new, old) };
+    };
+    let _whole = Whole::begin();
+    // A child of vfork has actions of its own, but its parent's memory.
+    let here = process::plan().is_some() && !process::is_borrowed();
+    let _changing = here.then(Changing::begin);
+    let before = known.load(Ordering::Relaxed);
+    // SAFETY: the program's own action (`# Safety`), which the C library reads as well.
+    let next = unsafe { new.as_ref() }.filter(|next| here && is_handler(next));
+    if let Some(next) = next {
+        known.store(entry(next), Ordering::Relaxed);
+    }
+    let ours = next.map(instead);
+    let mut last = MaybeUninit::uninit();
+    // SAFETY: a live action or the program's own, and room for one.
+    let done = unsafe { real::sigaction(signal, ours.as_ref().map_or(new, std::ptr::from_ref), last.as_mut_ptr()) };
+    if done < 0 {
+        known.store(before, Ordering::Relaxed);
+        return done;
+    }
+    if !old.is_null() {
+        // SAFETY: the call has just filled `last`; the program's own place for an action (`# Safety`).
+        unsafe { old.write(programs(last.assume_init_ref(), before)) };
+    }
+    done
+}
+
+/// Gives the kernel the program's own actions: the library withdraws.
+pub(crate) fn end() {
+    for signal in 1..SIGNALS as c_int {
+        let mut action = MaybeUninit::uninit();
+        // SAFETY: room for an action, which the kernel fills in; then an action that lives.
+        unsafe {
+            let known = real::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) == 0;
+            if known && action.assume_init_ref().sa_sigaction == ours() {
+                let own = programs(action.assume_init_ref(), HANDLERS[signal as usize].load(Ordering::Relaxed));
+                real::sigaction(signal, &own, std::ptr::null_mut());
+            }
+        }
+    }
+}
+
+extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    let here = whole::here();
+    // SAFETY: the kernel's arguments.
+    if here.is_inside() && unsafe { defer(here, signal, info, context) } {
+        return;
+    }
+    let handler = HANDLERS[signal as usize % SIGNALS].load(Ordering::Relaxed);
+    here.handled.fetch_add(1, Ordering::Relaxed);
+    if handler & RESTARTS == 0 {
+        here.interrupted.fetch_add(1, Ordering::Relaxed);
+    }
+    let address = (handler & !(TAKES_INFO | RESTARTS)) as usize;
+    if address == 0 {
+        return;
+    }
+    // A handler may leave by longjmp, and by ending its thread: nothing is to be done after it.
+    // SAFETY: the program's handler, of the type that its flags say.
+    unsafe {
+        if handler & TAKES_INFO != 0 {
+            let handler: extern "C-unwind" fn(c_int, *mut siginfo_t, *mut c_void) = std::mem::transmute(address);
+            handler(signal, info, context);
+        } else {
+            let handler: extern "C-unwind" fn(c_int) = std::mem::transmute(address);
+            handler(signal);
+        }
+    }
+}
+
+/// Sends the signal to this thread once more, and blocks all until the part that it has interrupted has ended. False if it cannot be sent:
+/// the program has as many waiting signals as it may.
+///
+/// # Safety
+/// The arguments of a handler.
+unsafe fn defer(here: &Here, signal: c_int, info: *mut siginfo_t, context: *mut c_void) -> bool {
+    let errno = thread::errno();
+    // SAFETY: the kernel's context: its first word of the mask is what the kernel uses.
+    let mask = unsafe { &mut *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() };
+    let mut during = 0u64;
+    let all = blocked();
+    // SAFETY: two live sets of the kernel's size; the signal's description, of which the kernel makes a copy.
+    let sent = unsafe {
+        let (set, old) = ((&raw const all) as c_long, (&raw mut during) as c_long);
+        real::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK.into(), set, old, SET_BYTES, 0, 0);
+        arm_again(signal);
+        let (process, thread) = (libc::getpid().into(), real::syscall(libc::SYS_gettid, 0, 0, 0, 0, 0, 0));
+        real::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, signal.into(), info as c_long, 0, 0) == 0
+    };
+    if sent {
+        here.note_deferred(*mask);
+        *mask |= all;
+    } else {
+        set_mask(during);
+    }
+    thread::set_errno(errno);
+    sent
+}
+
+/// Sets the action again, which was for one signal only (SA_RESETHAND): it has not been handled yet.
+///
+/// # Safety
+/// `signal` is a signal with a handler.
+unsafe fn arm_again(signal: c_int) {
+    let mut action = MaybeUninit::<sigaction>::uninit();
+    // SAFETY: room for an action, which the kernel fills in; then an action that lives.
+    unsafe {
+        if real::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) == 0 {
+            let action = action.assume_init_mut();
+            if action.sa_flags & libc::SA_RESETHAND != 0 && action.sa_sigaction == libc::SIG_DFL {
+                action.sa_sigaction = ours();
+                real::sigaction(signal, action, std::ptr::null_mut());
+            }
+        }
+    }
+}
