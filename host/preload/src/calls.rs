@@ -2,6 +2,7 @@
 
 mod descriptors;
 mod events;
+mod longjmp;
 mod processes;
 mod signals;
 mod stdio;

@@ -14,7 +14,7 @@ use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::sections::Section;
 use crate::tcp::Tcp;
-use crate::{faults, process, readiness, real, table, thread, wait, whole};
+use crate::{faults, leaving, process, readiness, real, table, thread, wait, whole};
 use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
@@ -445,6 +445,7 @@ impl Set {
         mask: *const libc::sigset_t,
         native: Native<'_>,
     ) -> c_int {
+        let native: Native<'_> = &|out, left| leaving::asleep_again(|| native(out, left));
         if self.is_inherited() {
             return self.wait_inherited(out, limit, native);
         }
@@ -529,7 +530,7 @@ impl Set {
             self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_events(thread::token()));
         let left = if pending { Some(0) } else { left_until(deadline) };
         drop(section);
-        let got = whole::open(|| native(out, left));
+        let got = native(out, left);
         let errno = thread::errno();
         if let Some(session) = session {
             session.shared.uncount_sleeper();
@@ -630,7 +631,9 @@ fn ask(epfd: c_int, out: &mut [epoll_event], deadline: Option<u64>, mask: *const
         Some(deadline) => deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int,
     };
     // SAFETY: `out` is a live slice of that length; `mask` is the program's own, or null.
-    unsafe { real::epoll_pwait(epfd, out.as_mut_ptr(), out.len() as c_int, left, mask) }
+    let mut ask = || unsafe { real::epoll_pwait(epfd, out.as_mut_ptr(), out.len() as c_int, left, mask) };
+    // With a mask it lets signals in.
+    if mask.is_null() { ask() } else { leaving::asleep(ask) }
 }
 
 /// Handles inherited sets in a child of fork: they are its parent's, too, and nothing is changed in them from here. The sockets

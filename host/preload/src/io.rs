@@ -11,7 +11,8 @@ use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::wait::{self, Want};
 use crate::waiting::{BLOCKS, RECEIVES_FOR_EVER, SENDS_FOR_EVER};
-use crate::{faults, real, whole};
+use crate::whole::{self, Whole};
+use crate::{faults, leaving, real};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_void, iovec, msghdr, size_t, socklen_t, ssize_t};
@@ -143,11 +144,12 @@ pub(crate) unsafe fn send(
     length: size_t,
     flags: c_int,
 ) -> ssize_t {
+    let _whole = Whole::begin_cancelable();
     let mut vector = iovec { iov_base: start.cast_mut(), iov_len: length };
     let message = message_of(&mut vector);
     let Some(section) = Section::enter() else {
         // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`).
-        return unsafe { call.send(fd, &message, flags) };
+        return unsafe { leaving::asleep(|| call.send(fd, &message, flags)) };
     };
     if flags & !PLAIN_SEND != 0 {
         // SAFETY: as above.
@@ -158,7 +160,7 @@ pub(crate) unsafe fn send(
         // SAFETY: as above. The kernel refuses it, or cuts it.
         return unsafe {
             match call {
-                Call::Plain if is_outside(start, length) => call.send(fd, &message, flags),
+                Call::Plain if is_outside(start, length) => leaving::asleep(|| call.send(fd, &message, flags)),
                 _ => send(call, tcp, fd, start, MOST, flags),
             }
         };
@@ -276,11 +278,12 @@ pub(crate) fn native(result: ssize_t) -> Attempt {
 /// As sendmsg(2).
 #[inline(never)]
 pub(crate) unsafe fn send_message(call: Call, tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+    let _whole = Whole::begin_cancelable();
     match Section::enter() {
         // SAFETY: this function's `# Safety` is sendmsg(2)'s.
         Some(section) => unsafe { send_inside(section, call, tcp, fd, message, flags) },
         // SAFETY: as above.
-        None => unsafe { whole::open(|| call.send(fd, message, flags)) },
+        None => unsafe { leaving::asleep(|| call.send(fd, message, flags)) },
     }
 }
 
@@ -313,7 +316,7 @@ unsafe fn send_as_it_is(
     if inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags) || flags & !PLAIN_SEND != 0) {
         drop(section);
         // SAFETY: this function's `# Safety` is sendmsg(2)'s.
-        let sent = unsafe { whole::open(|| call.send(fd, message, flags)) };
+        let sent = unsafe { leaving::asleep(|| call.send(fd, message, flags)) };
         drop(inside);
         tcp.count(fd, sent, true);
         return sent;
@@ -341,7 +344,7 @@ unsafe fn send_rest(
     let Some((imported, _pieces)) = import(message).filter(|_| taken) else {
         drop(section);
         // SAFETY: this function's `# Safety` is sendmsg(2)'s. The kernel refuses it, wherever the connection is.
-        return unsafe { whole::open(|| call.send(fd, message, flags)) };
+        return unsafe { leaving::asleep(|| call.send(fd, message, flags)) };
     };
     let message = &imported;
     let wanted = total(message);
@@ -354,7 +357,7 @@ unsafe fn send_rest(
             let (rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
             // SAFETY: this function's `# Safety` is sendmsg(2)'s.
-            return sum(done, unsafe { whole::open(|| call.send(fd, &rest, flags)) });
+            return sum(done, unsafe { leaving::asleep(|| call.send(fd, &rest, flags)) });
         }
         let attempt = if std::mem::take(&mut stuck) {
             Attempt::Failed(libc::EAGAIN)
@@ -490,11 +493,12 @@ pub(crate) unsafe fn receive(
     length: size_t,
     flags: c_int,
 ) -> ssize_t {
+    let _whole = Whole::begin_cancelable();
     let mut vector = iovec { iov_base: start, iov_len: length };
     let mut message = message_of(&mut vector);
     let Some(section) = Section::enter() else {
         // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
-        return unsafe { call.receive(fd, &mut message, flags) };
+        return unsafe { leaving::asleep(|| call.receive(fd, &mut message, flags)) };
     };
     if flags & !PLAIN_RECEIVE != 0 {
         // SAFETY: as above.
@@ -505,7 +509,7 @@ pub(crate) unsafe fn receive(
         // SAFETY: as above. The kernel refuses it, or cuts it.
         return unsafe {
             match call {
-                Call::Plain if is_outside(start, length) => call.receive(fd, &mut message, flags),
+                Call::Plain if is_outside(start, length) => leaving::asleep(|| call.receive(fd, &mut message, flags)),
                 _ => receive(call, tcp, fd, start, MOST, flags),
             }
         };
@@ -532,11 +536,12 @@ pub(crate) unsafe fn receive(
 /// As recvmsg(2).
 #[inline(never)]
 pub(crate) unsafe fn receive_message(call: Call, tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
+    let _whole = Whole::begin_cancelable();
     match Section::enter() {
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
         Some(section) if flags & libc::MSG_ERRQUEUE == 0 => unsafe { receive_inside(section, call, tcp, fd, message, flags) },
         // SAFETY: as above.
-        _ => unsafe { whole::open(|| call.receive(fd, message, flags)) },
+        _ => unsafe { leaving::asleep(|| call.receive(fd, message, flags)) },
     }
 }
 
@@ -574,7 +579,7 @@ unsafe fn receive_as_it_is(
     if flags & !PLAIN_RECEIVE != 0 || inside.as_ref().is_some_and(|inside| tcp.may_sleep(inside, flags)) {
         drop(section);
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-        let received = unsafe { whole::open(|| call.receive(fd, message, flags)) };
+        let received = unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
         drop(inside);
         tcp.count(fd, received, false);
         return received;
@@ -600,7 +605,7 @@ unsafe fn receive_rest(
     let Some((mut imported, _pieces)) = import(message) else {
         drop(section);
         // SAFETY: this function's `# Safety` is recvmsg(2)'s. The kernel refuses it, wherever the connection is.
-        return unsafe { whole::open(|| call.receive(fd, message, flags)) };
+        return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
     };
     // SAFETY: as above.
     let received = unsafe { receive_imported(section, call, tcp, fd, &mut imported, flags, nothing) };
@@ -635,7 +640,7 @@ unsafe fn receive_imported(
             let (mut rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
             // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-            let received = unsafe { whole::open(|| call.receive(fd, &mut rest, flags)) };
+            let received = unsafe { leaving::asleep(|| call.receive(fd, &mut rest, flags)) };
             (message.msg_namelen, message.msg_controllen, message.msg_flags) =
                 (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
             return sum(done, received);

@@ -19,6 +19,7 @@ mod forks;
 mod handover;
 mod interest;
 mod io;
+mod leaving;
 mod listening;
 mod options;
 mod poll;

@@ -9,7 +9,7 @@ use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
 use crate::tcp::{self, Tcp};
-use crate::{real, table, thread, wait, whole};
+use crate::{leaving, real, table, thread, wait};
 use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
 use std::os::fd::{BorrowedFd, IntoRawFd};
 use std::sync::{Mutex, PoisonError};
@@ -191,7 +191,7 @@ fn sleep(section: Section, queue: &Queue, fd: c_int, deadline: Option<u64>) -> O
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
     drop(section);
     // SAFETY: two live entries.
-    let got = unsafe { whole::open(|| real::poll(fds.as_mut_ptr(), 2, left)) };
+    let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
     let section = Section::enter()?;
     let slept = match got {
         0 => Err(libc::EAGAIN),

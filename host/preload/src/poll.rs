@@ -5,7 +5,7 @@ use crate::sections::{self, Section};
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
 use crate::whole::Whole;
-use crate::{faults, listening, process, readiness, real, table, thread, udp, wait};
+use crate::{faults, leaving, listening, process, readiness, real, table, thread, udp, wait};
 use baton_abi::layout::Owner;
 use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
 
@@ -166,7 +166,9 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             watched.versions().into_iter().zip(&generations).map(|((_, moves), generation)| (*generation, moves)).collect();
         let ready = watched.answer(fds, &mut asked);
         let got = if ready > 0 || limit == Some(0) {
-            wait::ask_kernel(&mut asked, given, Some(&libc::timespec { tv_sec: 0, tv_nsec: 0 }), mask)
+            let mut ask = || wait::ask_kernel(&mut asked, given, Some(&libc::timespec { tv_sec: 0, tv_nsec: 0 }), mask);
+            // With a mask it lets signals in.
+            if mask.is_null() { ask() } else { leaving::asleep(ask) }
         } else {
             let changed = || {
                 sections::is_withdrawn()
@@ -285,7 +287,7 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
     if count < 0 || !concerns(count, &sets) {
         return Polled::Kernel(limit);
     }
-    let _whole = Whole::begin();
+    let _whole = Whole::begin_cancelable();
     let count = looked_at(count);
     let copies = sets.map(|set| Bits::read(set, count));
     let [Some(read), Some(write), Some(except)] = copies else { return Polled::Kernel(limit) };

@@ -44,7 +44,7 @@ macro_rules! real {
                 at => at,
             };
             // SAFETY: `find` returned the C library's function of this name, which has this type.
-            let function: unsafe extern "C" fn($($type),*) -> $result = unsafe { std::mem::transmute(at) };
+            let function: unsafe extern "C-unwind" fn($($type),*) -> $result = unsafe { std::mem::transmute(at) };
             // SAFETY: this function's `# Safety` demands what the C library's function needs.
             unsafe { function($($arg),*) }
         }
@@ -121,6 +121,8 @@ real! {
     ssignal = c"ssignal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     sysv_signal = c"sysv_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     __sysv_signal = c"__sysv_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+    siglongjmp = c"siglongjmp": fn(to: *mut c_void, value: c_int) -> !;
+    longjmp_checked = c"__longjmp_chk": fn(to: *mut c_void, value: c_int) -> !;
     sigset = c"sigset": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;

@@ -164,6 +164,10 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
         return;
     }
     let handler = HANDLERS[signal as usize % SIGNALS].load(Ordering::Relaxed);
+    // SAFETY: the kernel's context.
+    let stack = unsafe { &(*context.cast::<libc::ucontext_t>()).uc_stack };
+    here.stack[0].store(stack.ss_sp as usize, Ordering::Relaxed);
+    here.stack[1].store(stack.ss_size, Ordering::Relaxed);
     here.handled.fetch_add(1, Ordering::Relaxed);
     if handler & RESTARTS == 0 {
         here.interrupted.fetch_add(1, Ordering::Relaxed);

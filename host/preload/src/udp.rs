@@ -9,7 +9,8 @@ use crate::call::Call;
 use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
-use crate::{connecting, io, real, table, thread, wait, whole};
+use crate::whole::Whole;
+use crate::{connecting, io, leaving, real, table, thread, wait};
 use baton_client::Datagrams;
 use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
 use std::net::{IpAddr, SocketAddr};
@@ -338,12 +339,13 @@ fn blocks(fd: c_int, flags: c_int) -> bool {
 /// # Safety
 /// As recvmsg(2).
 pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
+    let _whole = Whole::begin_cancelable();
     let special = flags & (libc::MSG_ERRQUEUE | libc::MSG_OOB) != 0;
     let section = Section::enter();
     let taken = if section.is_some() { udp.taken(fd).filter(|_| !special) } else { None };
     let (Some(mut section), Some(taken)) = (section, taken) else {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { call.receive(fd, message, flags) };
+        return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
     };
     let deadline = io::deadline(fd, libc::SO_RCVTIMEO);
     loop {
@@ -381,7 +383,7 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
                 // Dropping them may close descriptors.
                 std::mem::forget(taken);
                 // SAFETY: the program's own arguments (`# Safety`).
-                return unsafe { call.receive(fd, message, flags) };
+                return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
             }
         }
     }
@@ -394,7 +396,7 @@ fn sleep(section: Section, taken: &Taken, fd: c_int, deadline: Option<u64>) -> O
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
     drop(section);
     // SAFETY: two live entries.
-    let got = unsafe { whole::open(|| real::poll(fds.as_mut_ptr(), 2, left)) };
+    let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
     let section = Section::enter()?;
     let slept = match got {
         0 => Err(libc::EAGAIN),
@@ -474,10 +476,11 @@ unsafe fn write_address(address: SocketAddr, v6: bool, to: *mut c_void, room: so
 /// # Safety
 /// As sendmsg(2).
 pub(crate) unsafe fn send_message(call: Call, udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+    let _whole = Whole::begin_cancelable();
     // SAFETY: the program's own arguments (`# Safety`).
     let by_nic = Section::enter().and_then(|_section| unsafe { send_by_nic(udp, fd, message, flags) });
     // SAFETY: as above.
-    by_nic.unwrap_or_else(|| unsafe { call.send(fd, message, flags) })
+    by_nic.unwrap_or_else(|| unsafe { leaving::asleep(|| call.send(fd, message, flags)) })
 }
 
 /// Sends a datagram by the NIC. None if the kernel has to do it.

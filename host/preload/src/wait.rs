@@ -6,9 +6,9 @@
 use crate::process::Session;
 use crate::tcp::Tcp;
 use crate::waiter::Waiter;
-use crate::{process, real, sections, thread, whole};
+use crate::{leaving, process, real, sections, thread};
 use baton_abi::layout::Owner;
-use libc::{c_int, pollfd};
+use libc::{c_int, c_long, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Mutex;
 use std::sync::atomic::{Ordering, fence};
@@ -33,18 +33,18 @@ pub(crate) fn eventfd() -> c_int {
     if fd < 0 { fd } else { process::lift(fd) }
 }
 
-/// Makes an eventfd readable.
+/// Makes an eventfd readable. No thread is cancelled in it.
 pub(crate) fn signal(fd: c_int) {
     let one = 1u64.to_ne_bytes();
     // SAFETY: the buffer is eight live bytes. The write can only fail if the eventfd is readable already.
-    unsafe { real::write(fd, one.as_ptr().cast(), 8) };
+    unsafe { real::syscall(libc::SYS_write, fd.into(), one.as_ptr() as c_long, 8, 0, 0, 0) };
 }
 
 /// Makes an eventfd unreadable.
 pub(crate) fn clear(fd: c_int) {
     let mut count = [0u8; 8];
     // SAFETY: the buffer is eight live bytes. The read can only fail if the eventfd is unreadable already.
-    unsafe { real::read(fd, count.as_mut_ptr().cast(), 8) };
+    unsafe { real::syscall(libc::SYS_read, fd.into(), count.as_mut_ptr() as c_long, 8, 0, 0, 0) };
 }
 
 /// Whether poll(2) reports this event for a socket now. It consumes neither data nor a pending error.
@@ -98,7 +98,7 @@ pub(crate) fn sleep(
             let left = deadline.saturating_sub(now());
             libc::timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 }
         });
-        let got = whole::open(|| ask_kernel(fds, given, limit.as_ref(), mask));
+        let got = leaving::asleep_again(|| ask_kernel(fds, given, limit.as_ref(), mask));
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
     for socket in sockets {
@@ -214,14 +214,15 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
 /// Whether every installed handler wants interrupted calls to be restarted (SA_RESTART). Which handler ran cannot be found out;
 /// programs that mix both kinds handle EINTR.
 pub(crate) fn handlers_restart() -> bool {
-    (1..=64).all(|signal| {
-        // SAFETY: sigaction is plain data, for which zero is a value.
-        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: `action` is live, and a null new action changes nothing.
-        let known = unsafe { libc::sigaction(signal, std::ptr::null(), &mut action) } == 0;
-        !known
-            || action.sa_sigaction == libc::SIG_DFL
-            || action.sa_sigaction == libc::SIG_IGN
-            || action.sa_flags & libc::SA_RESTART != 0
-    })
+    !leaving::is_leaving()
+        && (1..=64).all(|signal| {
+            // SAFETY: sigaction is plain data, for which zero is a value.
+            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+            // SAFETY: `action` is live, and a null new action changes nothing.
+            let known = unsafe { libc::sigaction(signal, std::ptr::null(), &mut action) } == 0;
+            !known
+                || action.sa_sigaction == libc::SIG_DFL
+                || action.sa_sigaction == libc::SIG_IGN
+                || action.sa_flags & libc::SA_RESTART != 0
+        })
 }

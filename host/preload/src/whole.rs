@@ -3,28 +3,43 @@
 //! A handler may call any function that is a system call in the C library. It must not do so in the middle of an operation on a connection,
 //! nor while its thread holds a lock or is in malloc. So each thread counts how many such parts it is in, and a signal that comes meanwhile
 //! is handled at the end of the outermost one ([`crate::signals`]). Entering one costs an addition to memory of the thread's own. Where
-//! the thread sleeps it is in none ([`open`]).
+//! the thread sleeps it is in none ([`crate::leaving`]).
 
+use crate::leaving::{Exit, Sleep};
+use crate::thread;
+use libc::c_int;
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 const RELAXED: Ordering = Ordering::Relaxed;
 
 /// What the library knows of a thread.
 #[repr(C, align(64))]
 pub(crate) struct Here {
-    /// Twice the number of parts that it is in, and [`DEFERRED`].
+    /// [`ONE`] for each part that it is in, and the bits below.
     depth: AtomicU32,
     /// Number of handlers that it has run (wraps), and of those without SA_RESTART.
     pub handled: AtomicU32,
     pub interrupted: AtomicU32,
     /// Its signal mask, while signals are blocked since one was deferred.
     mask: AtomicU64,
+    /// What it has to do before anything goes past the call in which it sleeps; null if it does not sleep.
+    pub sleep: AtomicPtr<Sleep>,
+    /// Its cancellation type, with [`CANCELLED_LATER`].
+    cancel_kind: AtomicI32,
+    /// Where it is to go when the outermost part ends, with [`LEAVING`].
+    pub exit: Exit,
+    /// Its alternate signal stack when it last ran a handler: address and length.
+    pub stack: [AtomicUsize; 2],
 }
 
 /// Bit of [`Here::depth`]: a signal was deferred, and all are blocked.
 const DEFERRED: u32 = 1;
-const ONE: u32 = 2;
+/// Bit of [`Here::depth`]: the thread leaves the function that it has called: see [`crate::leaving`].
+const LEAVING: u32 = 2;
+/// Bit of [`Here::depth`]: the thread can be cancelled, but not now: system calls in the middle of a part must return.
+const CANCELLED_LATER: u32 = 4;
+const ONE: u32 = 8;
 
 // In the part of a thread's memory that is there from its start, so that a signal handler can use it.
 #[cfg(target_arch = "x86_64")]
@@ -71,6 +86,10 @@ pub(crate) fn here<'a>() -> &'a Here {
         handled: AtomicU32::new(0),
         interrupted: AtomicU32::new(0),
         mask: AtomicU64::new(0),
+        sleep: AtomicPtr::new(std::ptr::null_mut()),
+        cancel_kind: AtomicI32::new(AT_CALLS),
+        exit: Exit::new(),
+        stack: [const { AtomicUsize::new(0) }; 2],
     } });
     // SAFETY: it lives as long as the thread, and has no destructor.
     HERE.with(|here| unsafe { &*std::ptr::from_ref(here) })
@@ -115,11 +134,34 @@ pub(crate) fn end() {
 #[inline(never)]
 fn deliver() {
     let here = here();
-    if here.depth.load(RELAXED) == DEFERRED {
-        here.depth.store(0, RELAXED);
+    let depth = here.depth.load(RELAXED);
+    if depth >= ONE {
+        return;
+    }
+    here.depth.store(0, RELAXED);
+    if depth & DEFERRED != 0 {
         crate::signals::unblock(here.mask.load(RELAXED));
     }
+    if depth & CANCELLED_LATER != 0 {
+        here.allow_cancellation();
+    }
+    if depth & LEAVING != 0 {
+        here.exit.go();
+    }
 }
+
+unsafe extern "C-unwind" {
+    /// As a thread is cancelled that has asked for that at any time, it ends in here.
+    fn pthread_setcancelstate(state: c_int, last: *mut c_int) -> c_int;
+    fn pthread_setcanceltype(kind: c_int, last: *mut c_int) -> c_int;
+    fn pthread_testcancel();
+}
+
+/// PTHREAD_CANCEL_ENABLE and PTHREAD_CANCEL_DISABLE.
+const ENABLED: c_int = 0;
+const DISABLED: c_int = 1;
+/// PTHREAD_CANCEL_DEFERRED.
+const AT_CALLS: c_int = 0;
 
 /// A part that the thread is in until this is dropped.
 pub(crate) struct Whole(PhantomData<*const ()>);
@@ -128,7 +170,21 @@ impl Whole {
     #[inline]
     pub fn begin() -> Whole {
         begin();
+        let here = here();
+        if here.depth.load(RELAXED) == ONE && !thread::is_alone() {
+            here.hold_cancellation();
+        }
         Whole(PhantomData)
+    }
+
+    /// As [`Whole::begin`], for a function in which a thread is cancelled that was asked to end before (POSIX, cancellation points).
+    #[inline]
+    pub fn begin_cancelable() -> Whole {
+        if !thread::is_alone() {
+            // SAFETY: no arguments. The caller has nothing to undo yet.
+            unsafe { pthread_testcancel() };
+        }
+        Whole::begin()
     }
 }
 
@@ -137,18 +193,6 @@ impl Drop for Whole {
     fn drop(&mut self) {
         end();
     }
-}
-
-/// Makes a call that may sleep: meanwhile signals are handled as they come, also those that were deferred. The caller holds no lock.
-pub(crate) fn open<T>(call: impl FnOnce() -> T) -> T {
-    let here = here();
-    let depth = here.depth.swap(0, RELAXED);
-    if depth & DEFERRED != 0 {
-        crate::signals::unblock(here.mask.load(RELAXED));
-    }
-    let done = call();
-    here.depth.store(depth & !DEFERRED, RELAXED);
-    done
 }
 
 impl Here {
@@ -161,5 +205,81 @@ impl Here {
     pub fn note_deferred(&self, mask: u64) {
         self.mask.store(mask, RELAXED);
         self.depth.fetch_or(DEFERRED, RELAXED);
+    }
+
+    #[inline(never)]
+    fn hold_cancellation(&self) {
+        if self.forbid_cancellation() {
+            self.depth.fetch_or(CANCELLED_LATER, RELAXED);
+        } else if self.cancel_kind.load(RELAXED) != AT_CALLS {
+            // SAFETY: no place for the last type.
+            unsafe { pthread_setcanceltype(self.cancel_kind.load(RELAXED), std::ptr::null_mut()) };
+        }
+    }
+
+    /// Lets the thread not be cancelled. Returns whether it could be.
+    fn forbid_cancellation(&self) -> bool {
+        let (mut kind, mut last) = (AT_CALLS, DISABLED);
+        // SAFETY: room for the last type and the last state.
+        unsafe {
+            // glibc's signal may be under way, which does not look at the state (2.36).
+            pthread_setcanceltype(AT_CALLS, &mut kind);
+            pthread_setcancelstate(DISABLED, &mut last);
+        }
+        self.cancel_kind.store(kind, RELAXED);
+        last == ENABLED
+    }
+
+    /// Undoes [`Here::forbid_cancellation`]. The caller has nothing to undo.
+    fn allow_cancellation(&self) {
+        let kind = self.cancel_kind.load(RELAXED);
+        // SAFETY: no place for the last type and the last state.
+        unsafe {
+            pthread_setcancelstate(ENABLED, std::ptr::null_mut());
+            if kind != AT_CALLS {
+                // glibc forgets the thread's result where a change of the state ends it (2.36).
+                pthread_testcancel();
+                pthread_setcanceltype(kind, std::ptr::null_mut());
+            }
+        }
+    }
+
+    /// The parts that the thread is in.
+    pub fn parts(&self) -> u32 {
+        self.depth.load(RELAXED) & !(DEFERRED | LEAVING)
+    }
+
+    /// Is in no part until [`Here::close`]: signals are handled as they come, also those that were deferred, and the thread can be cancelled.
+    pub fn open(&self) {
+        let depth = self.depth.swap(0, RELAXED);
+        if depth & DEFERRED != 0 {
+            crate::signals::unblock(self.mask.load(RELAXED));
+        }
+        if depth & CANCELLED_LATER != 0 {
+            self.allow_cancellation();
+        }
+    }
+
+    /// Is in these parts again.
+    pub fn close(&self, parts: u32) {
+        self.depth.store(parts, RELAXED);
+        if parts & CANCELLED_LATER != 0 {
+            self.forbid_cancellation();
+        }
+    }
+
+    /// As [`Here::close`], and nothing but the way out is to be done in them.
+    pub fn close_to_leave(&self, parts: u32) {
+        self.close(parts | LEAVING);
+    }
+
+    /// As [`Here::close_to_leave`], in a thread that ends.
+    pub fn close_to_end(&self, parts: u32) {
+        self.close((parts | LEAVING) & !CANCELLED_LATER);
+    }
+
+    /// Whether nothing but the way out is to be done.
+    pub fn is_leaving(&self) -> bool {
+        self.depth.load(RELAXED) & LEAVING != 0
     }
 }

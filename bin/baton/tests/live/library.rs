@@ -157,3 +157,31 @@ fn large_tables_of_descriptors_cost_nothing() {
 fn poll_takes_as_many_entries_as_natively() {
     as_natively("limits", "poll");
 }
+
+/// Handlers of signals that come a thousand times a second make the same calls as what they interrupt, on its connections and on others.
+#[test]
+fn handlers_use_sockets() {
+    as_natively("handlers", "calls");
+}
+
+/// Handlers leave calls by siglongjmp, while these run and while they sleep: nothing is left of a call.
+#[test]
+fn handlers_leave_calls() {
+    for case in ["alone", "threads"] {
+        as_natively("jumps", case);
+    }
+}
+
+/// Threads are cancelled in calls that run and that sleep, and end in handlers there: nothing is left of a call.
+#[test]
+fn threads_are_cancelled_in_calls() {
+    for case in ["deferred", "at any time", "exit"] {
+        as_natively("cancel", case);
+    }
+}
+
+/// A program sees its own actions, and its handlers get what these ask for.
+#[test]
+fn actions_are_the_programs() {
+    as_natively("handlers", "actions");
+}

@@ -7,8 +7,8 @@ use crate::sections::{self, Section};
 use crate::table::{self, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
-use crate::whole::{self, Whole};
-use crate::{faults, options, process, real, udp, worth};
+use crate::whole::Whole;
+use crate::{faults, leaving, options, process, real, udp, worth};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 
@@ -25,7 +25,7 @@ fn note_new(fd: c_int) -> Option<&'static Tcp> {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     let fd = unsafe { real::socket(domain, kind, protocol) };
     let stream = kind & 0xf == libc::SOCK_STREAM && (protocol == 0 || protocol == libc::IPPROTO_TCP);
@@ -63,6 +63,8 @@ unsafe fn accept_from(
     native: impl Fn() -> c_int,
 ) -> c_int {
     let known = table::tcp(listener).filter(|tcp| tcp.listens());
+    let _whole = known.map(|_| Whole::begin_cancelable());
+    let native = || if known.is_some() { leaving::asleep(&native) } else { native() };
     let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, &native)) {
         None => (native(), None),
         Some(Accepted::Kernel(fd)) => (fd, None),
@@ -115,7 +117,7 @@ unsafe fn accept_from(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
+pub unsafe extern "C-unwind" fn accept(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { accept_from(fd, address, length, 0, || real::accept(fd, address, length)) }
 }
@@ -125,7 +127,7 @@ pub unsafe extern "C" fn accept(fd: c_int, address: *mut sockaddr, length: *mut 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { accept_from(fd, address, length, flags, || real::accept4(fd, address, length, flags)) }
 }
@@ -135,16 +137,17 @@ pub unsafe extern "C" fn accept4(fd: c_int, address: *mut sockaddr, length: *mut
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
+pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the program's own arguments (`# Safety`).
         let done = unsafe { real::connect(fd, address, length) };
         udp::changed(fd);
         return done;
     };
+    let _whole = Whole::begin_cancelable();
     let Some(section) = Section::enter() else {
         // SAFETY: the program's own arguments (`# Safety`).
-        return unsafe { real::connect(fd, address, length) };
+        return unsafe { leaving::asleep(|| real::connect(fd, address, length)) };
     };
     // SAFETY: the program's own arguments (`# Safety`).
     if let Some(result) = unsafe { connecting::connect(tcp, fd, address, length) } {
@@ -155,7 +158,7 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
     let inside = tcp.enter_kernel();
     drop(section);
     // SAFETY: the program's own arguments (`# Safety`).
-    let done = unsafe { whole::open(|| real::connect(fd, address, length)) };
+    let done = unsafe { leaving::asleep(|| real::connect(fd, address, length)) };
     drop(inside);
     let Some(_section) = Section::enter() else { return done };
     if done == 0 || crate::thread::errno() == libc::EINPROGRESS {
@@ -177,7 +180,7 @@ pub unsafe extern "C" fn connect(fd: c_int, address: *const sockaddr, length: so
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn listen(fd: c_int, most: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn listen(fd: c_int, most: c_int) -> c_int {
     // SAFETY: no pointers are involved.
     let done = unsafe { real::listen(fd, most) };
     if done == 0
@@ -208,7 +211,7 @@ fn leave(fd: c_int) {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn close(fd: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
     {
         let _whole = Whole::begin();
         if table::get(fd).is_some() || udp::of(fd).is_some() {
@@ -257,7 +260,7 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     if first > last {
         // SAFETY: the program's own arguments; the kernel rejects the range.
         return unsafe { real::close_range(first, last, flags) };
@@ -271,7 +274,7 @@ pub unsafe extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn closefrom(first: c_int) {
+pub unsafe extern "C-unwind" fn closefrom(first: c_int) {
     if sections::is_withdrawn() {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::closefrom(first) };
@@ -315,7 +318,7 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn dup(fd: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn dup(fd: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     copied(fd, unsafe { real::dup(fd) })
 }
@@ -325,7 +328,7 @@ pub unsafe extern "C" fn dup(fd: c_int) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn dup2(fd: c_int, to: c_int) -> c_int {
     if fd != to && is_tracked(to) && is_open(fd) {
         leave(to);
     }
@@ -338,7 +341,7 @@ pub unsafe extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
     if fd != to && flags & !libc::O_CLOEXEC == 0 && is_tracked(to) && is_open(fd) {
         leave(to);
     }
@@ -385,7 +388,7 @@ unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+pub unsafe extern "C-unwind" fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { control(fd, command, argument) }
 }
@@ -395,7 +398,7 @@ pub unsafe extern "C" fn fcntl(fd: c_int, command: c_int, argument: c_ulong) -> 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+pub unsafe extern "C-unwind" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { control(fd, command, argument) }
 }
@@ -405,7 +408,7 @@ pub unsafe extern "C" fn fcntl64(fd: c_int, command: c_int, argument: c_ulong) -
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
+pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
         if request == libc::FIONREAD
             && let Some(length) = udp::next_length(fd)
@@ -439,7 +442,13 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, value: *const c_void, length: socklen_t) -> c_int {
+pub unsafe extern "C-unwind" fn setsockopt(
+    fd: c_int,
+    level: c_int,
+    option: c_int,
+    value: *const c_void,
+    length: socklen_t,
+) -> c_int {
     let Some(tcp) = table::tcp(fd) else {
         // SAFETY: the program's own arguments (`# Safety`).
         let done = unsafe { real::setsockopt(fd, level, option, value, length) };
@@ -474,7 +483,13 @@ pub unsafe extern "C" fn setsockopt(fd: c_int, level: c_int, option: c_int, valu
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, value: *mut c_void, length: *mut socklen_t) -> c_int {
+pub unsafe extern "C-unwind" fn getsockopt(
+    fd: c_int,
+    level: c_int,
+    option: c_int,
+    value: *mut c_void,
+    length: *mut socklen_t,
+) -> c_int {
     let (Some(tcp), Some(_section)) = (table::tcp(fd), Section::enter()) else {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::getsockopt(fd, level, option, value, length) };
@@ -499,7 +514,7 @@ pub unsafe extern "C" fn getsockopt(fd: c_int, level: c_int, option: c_int, valu
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn getpeername(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
+pub unsafe extern "C-unwind" fn getpeername(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     if let Some(tcp) = table::tcp(fd)
         && let Some(_section) = Section::enter()
     {
@@ -514,7 +529,7 @@ pub unsafe extern "C" fn getpeername(fd: c_int, address: *mut sockaddr, length: 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn getsockname(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
+pub unsafe extern "C-unwind" fn getsockname(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     undisturbed(fd, || unsafe { real::getsockname(fd, address, length) })
 }
@@ -532,7 +547,7 @@ fn undisturbed(fd: c_int, call: impl Fn() -> c_int) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn shutdown(fd: c_int, how: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn shutdown(fd: c_int, how: c_int) -> c_int {
     // SAFETY: no pointers are involved.
     let native = || unsafe { real::shutdown(fd, how) };
     let (Some(tcp), Some(_section)) = (table::tcp(fd), Section::enter()) else { return native() };

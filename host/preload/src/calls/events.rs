@@ -38,7 +38,7 @@ unsafe fn ask(fds: *mut pollfd, count: nfds_t, limit: Option<u64>, mask: *const 
     if !is_concerned(fds, count) {
         return None;
     }
-    let _whole = Whole::begin();
+    let _whole = Whole::begin_cancelable();
     let mut entries = vec![pollfd { fd: -1, events: 0, revents: 0 }; count as usize];
     if !faults::read_all(fds, &mut entries) {
         return None;
@@ -89,7 +89,7 @@ fn micros(limit: &timespec) -> Option<u64> {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         match ask(fds, count, millis(limit), std::ptr::null()) {
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn poll(fds: *mut pollfd, count: nfds_t, limit: c_int) -> 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __poll_chk(fds: *mut pollfd, count: nfds_t, limit: c_int, _room: size_t) -> c_int {
+pub unsafe extern "C-unwind" fn __poll_chk(fds: *mut pollfd, count: nfds_t, limit: c_int, _room: size_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { poll(fds, count, limit) }
 }
@@ -115,7 +115,7 @@ pub unsafe extern "C" fn __poll_chk(fds: *mut pollfd, count: nfds_t, limit: c_in
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const timespec, mask: *const sigset_t) -> c_int {
+pub unsafe extern "C-unwind" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const timespec, mask: *const sigset_t) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe {
         if !takes_mask(mask) || !is_concerned(fds, count) {
@@ -139,7 +139,7 @@ pub unsafe extern "C" fn ppoll(fds: *mut pollfd, count: nfds_t, limit: *const ti
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __ppoll_chk(
+pub unsafe extern "C-unwind" fn __ppoll_chk(
     fds: *mut pollfd,
     count: nfds_t,
     limit: *const timespec,
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn __ppoll_chk(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn select(
+pub unsafe extern "C-unwind" fn select(
     count: c_int,
     read: *mut fd_set,
     write: *mut fd_set,
@@ -197,7 +197,7 @@ pub unsafe extern "C" fn select(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pselect(
+pub unsafe extern "C-unwind" fn pselect(
     count: c_int,
     read: *mut fd_set,
     write: *mut fd_set,
@@ -224,14 +224,14 @@ pub unsafe extern "C" fn pselect(
 
 /// Intercepts the C library's `epoll_create`.
 #[unsafe(no_mangle)]
-pub extern "C" fn epoll_create(size: c_int) -> c_int {
+pub extern "C-unwind" fn epoll_create(size: c_int) -> c_int {
     // SAFETY: no pointers are involved.
     epoll::created(unsafe { real::epoll_create(size) })
 }
 
 /// Intercepts the C library's `epoll_create1`.
 #[unsafe(no_mangle)]
-pub extern "C" fn epoll_create1(flags: c_int) -> c_int {
+pub extern "C-unwind" fn epoll_create1(flags: c_int) -> c_int {
     // SAFETY: no pointers are involved.
     epoll::created(unsafe { real::epoll_create1(flags) })
 }
@@ -241,7 +241,7 @@ pub extern "C" fn epoll_create1(flags: c_int) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
+pub unsafe extern "C-unwind" fn epoll_ctl(set: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
     let Some(_section) = Section::enter() else {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::epoll_ctl(set, operation, fd, event) };
@@ -274,6 +274,7 @@ unsafe fn wait(
     /// Most events that the kernel takes (Linux, EP_MAX_EVENTS).
     const MOST: c_int = c_int::MAX / size_of::<epoll_event>() as c_int;
     let known = table::set_of(set)?;
+    let _whole = Whole::begin_cancelable();
     if !(1..=MOST).contains(&most) || io::is_outside(events.cast(), most as usize * size_of::<epoll_event>()) || !takes_mask(mask)
     {
         return None;
@@ -299,7 +300,7 @@ fn millis(limit: c_int) -> Option<u64> {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn epoll_wait(set: c_int, events: *mut epoll_event, most: c_int, limit: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn epoll_wait(set: c_int, events: *mut epoll_event, most: c_int, limit: c_int) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`); the events are those that it gave.
     unsafe {
         wait(set, events, most, millis(limit), std::ptr::null(), |events, left| {
@@ -314,7 +315,7 @@ pub unsafe extern "C" fn epoll_wait(set: c_int, events: *mut epoll_event, most: 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn epoll_pwait(
+pub unsafe extern "C-unwind" fn epoll_pwait(
     set: c_int,
     events: *mut epoll_event,
     most: c_int,
@@ -335,7 +336,7 @@ pub unsafe extern "C" fn epoll_pwait(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn epoll_pwait2(
+pub unsafe extern "C-unwind" fn epoll_pwait2(
     set: c_int,
     events: *mut epoll_event,
     most: c_int,

@@ -25,7 +25,7 @@ macro_rules! confines {
         /// # Safety
         /// As for the C library's function.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($argument: $type),*) -> c_int {
+        pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> c_int {
             process::ask_while_possible();
             // SAFETY: the program's own arguments (`# Safety`).
             unsafe { real::$name($($argument),*) }
@@ -58,7 +58,7 @@ unsafe fn execute(target: Target, environment: Strings, call: impl FnOnce(String
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+pub unsafe extern "C-unwind" fn execve(path: *const c_char, arguments: Strings, environment: Strings) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { execute(Target::Path(path), environment, |environment| real::execve(path, arguments, environment)) }
 }
@@ -68,7 +68,7 @@ pub unsafe extern "C" fn execve(path: *const c_char, arguments: Strings, environ
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn execv(path: *const c_char, arguments: Strings) -> c_int {
+pub unsafe extern "C-unwind" fn execv(path: *const c_char, arguments: Strings) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { execve(path, arguments, starts::environment()) }
 }
@@ -78,7 +78,7 @@ pub unsafe extern "C" fn execv(path: *const c_char, arguments: Strings) -> c_int
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn execvpe(file: *const c_char, arguments: Strings, environment: Strings) -> c_int {
+pub unsafe extern "C-unwind" fn execvpe(file: *const c_char, arguments: Strings, environment: Strings) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { execute(Target::Name(file), environment, |environment| real::execvpe(file, arguments, environment)) }
 }
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn execvpe(file: *const c_char, arguments: Strings, enviro
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn execvp(file: *const c_char, arguments: Strings) -> c_int {
+pub unsafe extern "C-unwind" fn execvp(file: *const c_char, arguments: Strings) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { execvpe(file, arguments, starts::environment()) }
 }
@@ -98,7 +98,7 @@ pub unsafe extern "C" fn execvp(file: *const c_char, arguments: Strings) -> c_in
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fexecve(fd: c_int, arguments: Strings, environment: Strings) -> c_int {
+pub unsafe extern "C-unwind" fn fexecve(fd: c_int, arguments: Strings, environment: Strings) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { execute(Target::File(fd), environment, |environment| real::fexecve(fd, arguments, environment)) }
 }
@@ -108,7 +108,7 @@ pub unsafe extern "C" fn fexecve(fd: c_int, arguments: Strings, environment: Str
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn execveat(
+pub unsafe extern "C-unwind" fn execveat(
     fd: c_int,
     path: *const c_char,
     arguments: Strings,
@@ -135,7 +135,7 @@ fn before_spawn(actions: *const c_void) {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn posix_spawn(
+pub unsafe extern "C-unwind" fn posix_spawn(
     process: *mut pid_t,
     path: *const c_char,
     actions: *const c_void,
@@ -158,7 +158,7 @@ pub unsafe extern "C" fn posix_spawn(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn posix_spawnp(
+pub unsafe extern "C-unwind" fn posix_spawnp(
     process: *mut pid_t,
     file: *const c_char,
     actions: *const c_void,
@@ -181,7 +181,7 @@ pub unsafe extern "C" fn posix_spawnp(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn system(command: *const c_char) -> c_int {
+pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
     if !command.is_null() {
         before_spawn(std::ptr::null());
     }
@@ -194,7 +194,7 @@ pub unsafe extern "C" fn system(command: *const c_char) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
+pub unsafe extern "C-unwind" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
     let _start = Start::begin();
     before_spawn(std::ptr::null());
     // SAFETY: the program's own arguments (`# Safety`).
@@ -206,7 +206,7 @@ pub unsafe extern "C" fn popen(command: *const c_char, mode: *const c_char) -> *
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
+pub unsafe extern "C-unwind" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     let call = || unsafe { real::prctl(operation, a, b, c, d) };
     match (operation, a as u32) {
@@ -260,7 +260,7 @@ extern "C" fn start(started: *mut c_void) -> c_int {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn clone(
+pub unsafe extern "C-unwind" fn clone(
     function: extern "C" fn(*mut c_void) -> c_int,
     stack: *mut c_void,
     flags: c_int,
@@ -295,7 +295,7 @@ pub unsafe extern "C" fn clone(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn _Fork() -> pid_t {
+pub unsafe extern "C-unwind" fn _Fork() -> pid_t {
     forks::before();
     // SAFETY: no arguments.
     let child = unsafe { real::fork_without_handlers() };
@@ -311,7 +311,15 @@ pub unsafe extern "C" fn _Fork() -> pid_t {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long {
+pub unsafe extern "C-unwind" fn syscall(
+    number: c_long,
+    a: c_long,
+    b: c_long,
+    c: c_long,
+    d: c_long,
+    e: c_long,
+    f: c_long,
+) -> c_long {
     if sections::is_withdrawn() && !matches!(number, libc::SYS_epoll_wait | libc::SYS_epoll_pwait | libc::SYS_seccomp) {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::syscall(number, a, b, c, d, e, f) };
@@ -374,7 +382,7 @@ macro_rules! uses_io_uring {
         /// # Safety
         /// As for the C library's function.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($($argument: usize),*) -> c_int {
+        pub unsafe extern "C-unwind" fn $name($($argument: usize),*) -> c_int {
             process::close_for_good(Native::IoUring);
             type Function = unsafe extern "C" fn($(uses_io_uring!(@type $argument)),*) -> c_int;
             // SAFETY: the symbol is liburing's function of this type.

@@ -12,7 +12,7 @@ static INTERRUPT: AtomicU64 = AtomicU64::new(0);
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
+pub unsafe extern "C-unwind" fn sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { faults::change(signal, new, old).unwrap_or_else(|| signals::change(signal, new, old)) }
 }
@@ -22,7 +22,7 @@ pub unsafe extern "C" fn sigaction(signal: c_int, new: *const libc::sigaction, o
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
+pub unsafe extern "C-unwind" fn __sigaction(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { sigaction(signal, new, old) }
 }
@@ -68,7 +68,7 @@ macro_rules! signals {
         /// # Safety
         /// As for the C library's function.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name(number: c_int, handler: sighandler_t) -> sighandler_t {
+        pub unsafe extern "C-unwind" fn $name(number: c_int, handler: sighandler_t) -> sighandler_t {
             // SAFETY: the program's own arguments (`# Safety`). The C library refuses them.
             set(number, handler, $flags(number), $blocks).unwrap_or_else(|| unsafe { real::$name(number, handler) })
         }
@@ -88,7 +88,7 @@ signals! {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn siginterrupt(number: c_int, interrupts: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn siginterrupt(number: c_int, interrupts: c_int) -> c_int {
     let mut action = empty();
     // SAFETY: room for an action.
     if unsafe { sigaction(number, std::ptr::null(), &mut action) } < 0 {
@@ -113,7 +113,7 @@ const SIG_HOLD: sighandler_t = 2;
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sigset(number: c_int, handler: sighandler_t) -> sighandler_t {
+pub unsafe extern "C-unwind" fn sigset(number: c_int, handler: sighandler_t) -> sighandler_t {
     if bit(number) == 0 || handler == libc::SIG_ERR {
         // SAFETY: the program's own arguments (`# Safety`). The C library refuses them.
         return unsafe { real::sigset(number, handler) };

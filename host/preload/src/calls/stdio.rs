@@ -37,7 +37,7 @@ fn leave_to_library(fd: c_int) {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FILE {
+pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FILE {
     if let Some(tcp) = table::tcp(fd)
         && let Some(_section) = Section::enter()
     {
@@ -54,7 +54,7 @@ pub unsafe extern "C" fn fdopen(fd: c_int, mode: *const c_char) -> *mut libc::FI
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn vdprintf(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
+pub unsafe extern "C-unwind" fn vdprintf(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     leave_to_library(fd);
     // SAFETY: the program's own arguments (`# Safety`). A va_list is passed as a pointer.
     unsafe { real::vdprintf(fd, format, list) }
@@ -65,7 +65,7 @@ pub unsafe extern "C" fn vdprintf(fd: c_int, format: *const c_char, list: *mut c
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
+pub unsafe extern "C-unwind" fn __vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
     leave_to_library(fd);
     // SAFETY: as above.
     unsafe { real::vdprintf_checked(fd, flag, format, list) }

@@ -2,7 +2,7 @@
 
 use crate::call::{Call, sum};
 use crate::sections::{self, Section};
-use crate::{faults, io, real, table, thread, udp, whole};
+use crate::{faults, io, leaving, real, table, thread, udp};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
@@ -59,7 +59,7 @@ macro_rules! receives {
         /// # Safety
         /// As for the C library's function.
         #[unsafe(no_mangle)]
-        pub unsafe extern "C" fn $name($fd: c_int, $buffer: *mut c_void, $length: size_t, $($extra: $type),*) -> ssize_t {
+        pub unsafe extern "C-unwind" fn $name($fd: c_int, $buffer: *mut c_void, $length: size_t, $($extra: $type),*) -> ssize_t {
             // SAFETY: the program's own arguments (`# Safety`).
             if let Some(received) = unsafe { io::receive_at_once($fd, $buffer, $length, $flags) } {
                 return received;
@@ -78,7 +78,7 @@ receives!(__recv_chk, fd, buffer, length, (_room: size_t, flags: c_int), flags);
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn read(fd: c_int, buffer: *mut c_void, length: size_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn read(fd: c_int, buffer: *mut c_void, length: size_t) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
     if let Some(received) = unsafe { io::receive_at_once(fd, buffer, length, 0) } {
         return received;
@@ -92,7 +92,7 @@ pub unsafe extern "C" fn read(fd: c_int, buffer: *mut c_void, length: size_t) ->
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __read_chk(fd: c_int, buffer: *mut c_void, length: size_t, _room: size_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn __read_chk(fd: c_int, buffer: *mut c_void, length: size_t, _room: size_t) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { read(fd, buffer, length) }
 }
@@ -102,7 +102,7 @@ pub unsafe extern "C" fn __read_chk(fd: c_int, buffer: *mut c_void, length: size
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn recvfrom(
+pub unsafe extern "C-unwind" fn recvfrom(
     fd: c_int,
     buffer: *mut c_void,
     length: size_t,
@@ -172,7 +172,7 @@ unsafe fn with_message(received: ssize_t, to: *mut msghdr, message: &msghdr) -> 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn __recvfrom_chk(
+pub unsafe extern "C-unwind" fn __recvfrom_chk(
     fd: c_int,
     buffer: *mut c_void,
     length: size_t,
@@ -197,7 +197,7 @@ fn message_of(vectors: *const iovec, count: usize) -> msghdr {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
+pub unsafe extern "C-unwind" fn readv(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     if let Some(udp) = udp::of(fd).filter(|_| (1..=1024).contains(&count)) {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { udp::receive_message(Call::Vector, udp, fd, &mut message_of(vectors, count as usize), 0) };
@@ -226,7 +226,13 @@ fn leave_to_kernel(fd: c_int, reason: &str) {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn preadv2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
+pub unsafe extern "C-unwind" fn preadv2(
+    fd: c_int,
+    vectors: *const iovec,
+    count: c_int,
+    offset: off64_t,
+    flags: c_int,
+) -> ssize_t {
     leave_to_kernel(fd, "preadv2");
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::preadv2(fd, vectors, count, offset, flags) }
@@ -237,7 +243,13 @@ pub unsafe extern "C" fn preadv2(fd: c_int, vectors: *const iovec, count: c_int,
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pwritev2(fd: c_int, vectors: *const iovec, count: c_int, offset: off64_t, flags: c_int) -> ssize_t {
+pub unsafe extern "C-unwind" fn pwritev2(
+    fd: c_int,
+    vectors: *const iovec,
+    count: c_int,
+    offset: off64_t,
+    flags: c_int,
+) -> ssize_t {
     leave_to_kernel(fd, "pwritev2");
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::pwritev2(fd, vectors, count, offset, flags) }
@@ -248,7 +260,7 @@ pub unsafe extern "C" fn pwritev2(fd: c_int, vectors: *const iovec, count: c_int
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
+pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
     let (tcp, udp) = (table::tcp(fd), udp::of(fd));
     let known = if tcp.is_some() || udp.is_some() { faults::read(message) } else { None };
     let Some(mut own) = known else {
@@ -271,7 +283,13 @@ pub unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int, limit: *mut timespec) -> c_int {
+pub unsafe extern "C-unwind" fn recvmmsg(
+    fd: c_int,
+    messages: *mut mmsghdr,
+    count: c_uint,
+    flags: c_int,
+    limit: *mut timespec,
+) -> c_int {
     let (tcp, udp) = (table::tcp(fd), udp::of(fd));
     if tcp.is_none() && udp.is_none() {
         // SAFETY: the program's own arguments (`# Safety`).
@@ -333,7 +351,7 @@ pub unsafe extern "C" fn recvmmsg(fd: c_int, messages: *mut mmsghdr, count: c_ui
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn write(fd: c_int, buffer: *const c_void, length: size_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn write(fd: c_int, buffer: *const c_void, length: size_t) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { io::send_at_once(fd, buffer, length, 0) } {
         return length as ssize_t;
@@ -347,7 +365,7 @@ pub unsafe extern "C" fn write(fd: c_int, buffer: *const c_void, length: size_t)
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn send(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int) -> ssize_t {
+pub unsafe extern "C-unwind" fn send(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { io::send_at_once(fd, buffer, length, flags) } {
         return length as ssize_t;
@@ -361,7 +379,7 @@ pub unsafe extern "C" fn send(fd: c_int, buffer: *const c_void, length: size_t, 
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sendto(
+pub unsafe extern "C-unwind" fn sendto(
     fd: c_int,
     buffer: *const c_void,
     length: size_t,
@@ -388,7 +406,7 @@ pub unsafe extern "C" fn sendto(
         Some(tcp) => {
             let inside = Section::enter().and_then(|_section| tcp.enter_kernel());
             // SAFETY: the program's own arguments (`# Safety`).
-            let sent = unsafe { whole::open(|| real::sendto(fd, buffer, length, flags, address, size)) };
+            let sent = unsafe { leaving::asleep(|| real::sendto(fd, buffer, length, flags, address, size)) };
             drop(inside);
             tcp.count(fd, sent, true);
             sent
@@ -403,7 +421,7 @@ pub unsafe extern "C" fn sendto(
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
+pub unsafe extern "C-unwind" fn writev(fd: c_int, vectors: *const iovec, count: c_int) -> ssize_t {
     if let Some(udp) = udp::of(fd).filter(|_| (1..=1024).contains(&count)) {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { udp::send_message(Call::Vector, udp, fd, &message_of(vectors, count as usize), 0) };
@@ -478,7 +496,7 @@ fn give_back_passed(fd: c_int, message: *const msghdr) {
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
+pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> ssize_t {
     let (tcp, udp) = (table::tcp(fd), udp::of(fd));
     let known = if tcp.is_some() || udp.is_some() { faults::read(message) } else { None };
     match (known, tcp, udp) {
@@ -499,7 +517,7 @@ pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
+pub unsafe extern "C-unwind" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, count: c_uint, flags: c_int) -> c_int {
     let (tcp, udp) = (table::tcp(fd), udp::of(fd));
     if tcp.is_none() && udp.is_none() {
         for at in 0..(count as usize).min(MOST_MESSAGES) {
@@ -614,7 +632,7 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn sendfile(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { send_file(out, from, offset, count) }
 }
@@ -624,7 +642,7 @@ pub unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut off64_t,
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn sendfile64(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
+pub unsafe extern "C-unwind" fn sendfile64(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { send_file(out, from, offset, count) }
 }
@@ -634,7 +652,7 @@ pub unsafe extern "C" fn sendfile64(out: c_int, from: c_int, offset: *mut off64_
 /// # Safety
 /// As for the C library's function.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn splice(
+pub unsafe extern "C-unwind" fn splice(
     from: c_int,
     from_at: *mut off64_t,
     to: c_int,
