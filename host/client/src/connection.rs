@@ -41,8 +41,8 @@ pub struct Connection {
     /// of send memory.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
-    /// Most bytes that may be queued, [`u32::MAX`] if only the size of send memory limits them.
-    most_queued: AtomicU32,
+    /// Bytes of send memory that may not be filled, since SO_SNDBUF is less.
+    unused: AtomicU32,
     pub(crate) fin: AtomicBool,
     pub(crate) shut: AtomicBool,
     /// Nothing can be sent any more: the sending side is shut, or the connection has ended.
@@ -155,7 +155,7 @@ impl Connection {
             received: zero(),
             queued: zero(),
             room_ends: zero(),
-            most_queued: AtomicU32::new(u32::MAX),
+            unused: zero(),
             fin: AtomicBool::new(false),
             shut: AtomicBool::new(false),
             stopped: AtomicBool::new(false),
@@ -179,7 +179,7 @@ impl Connection {
         self.shut.store(false, RELAXED);
         self.stopped.store(false, RELAXED);
         self.error.store(ALIVE, RELAXED);
-        self.most_queued.store(u32::MAX, RELAXED);
+        self.unused.store(0, RELAXED);
         // The count from which the agent starts. The connection may have moved since then, and that must be noticed.
         self.moves.store(0, Ordering::Release);
     }
@@ -334,8 +334,7 @@ impl Connection {
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
-        self.most_queued.store(block::most_queued(flags), RELAXED);
-        self.apply_most_queued();
+        self.apply_most_queued(block::most_queued(flags));
         self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
         let error = self.load(block::ERROR);
         if error != 0 {
@@ -351,12 +350,13 @@ impl Connection {
     pub fn limit_queue(&self, most: u32) {
         let flags = self.load(block::FLAGS) & !(block::QUEUE_MASK << block::QUEUE_SHIFT) | block::queue_bits(most);
         self.store(block::FLAGS, flags);
-        self.most_queued.store(block::most_queued(flags), RELAXED);
-        self.apply_most_queued();
+        self.apply_most_queued(block::most_queued(flags));
     }
 
-    fn apply_most_queued(&self) {
-        let most = self.send_memory().length().min(self.most_queued.load(RELAXED));
+    fn apply_most_queued(&self, most: u32) {
+        let length = self.send_memory().length();
+        let most = length.min(most);
+        self.unused.store(length - most, RELAXED);
         self.store(block::QUIET_ABOVE, if self.patient { most.saturating_sub(writable_room(most)) } else { 0 });
     }
 
@@ -431,7 +431,7 @@ impl Connection {
             receive_memory: self.receive_memory().length(),
             fin: self.fin.load(RELAXED),
             room: self.room(),
-            most_queued: length.min(self.most_queued.load(RELAXED)),
+            most_queued: length.saturating_sub(self.unused.load(RELAXED)),
             queued: self.queued.load(RELAXED).wrapping_sub(acknowledged),
             shut: self.shut.load(RELAXED),
             ended: self.ended(),
@@ -473,8 +473,7 @@ impl Connection {
     /// made smaller.)
     #[inline(always)]
     pub(crate) fn room(&self) -> u32 {
-        let unused = self.send_memory().length().saturating_sub(self.most_queued.load(RELAXED));
-        let room = self.room_ends.load(RELAXED).wrapping_sub(unused).wrapping_sub(self.queued.load(RELAXED));
+        let room = self.room_ends.load(RELAXED).wrapping_sub(self.unused.load(RELAXED)).wrapping_sub(self.queued.load(RELAXED));
         if room as i32 > 0 { room } else { 0 }
     }
 

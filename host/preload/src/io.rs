@@ -480,6 +480,26 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     if received == 0 { None } else { Some(received as ssize_t) }
 }
 
+/// The arguments of a call for one buffer, in memory: they are needed again only if the fast path does not serve it, which has the
+/// registers to itself meanwhile.
+pub(crate) struct Arguments {
+    pub fd: c_int,
+    pub flags: c_int,
+    pub start: *mut c_void,
+    pub length: size_t,
+}
+
+impl Arguments {
+    #[inline(always)]
+    pub fn keep(&mut self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: no instruction; the compiler has to write the arguments to memory, and to read them there.
+        unsafe {
+            std::arch::asm!("/* {} */", in(reg) std::ptr::from_mut(self), options(nostack, preserves_flags));
+        }
+    }
+}
+
 /// Slow path of read(2) and recv(2), into one buffer.
 ///
 /// # Safety

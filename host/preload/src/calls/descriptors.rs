@@ -65,7 +65,7 @@ unsafe fn accept_from(
     let known = table::tcp(listener).filter(|tcp| tcp.listens());
     let _whole = known.map(|_| Whole::begin_cancelable());
     let native = || if known.is_some() { leaving::asleep(&native) } else { native() };
-    let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, &native)) {
+    let (fd, made) = match known.and_then(|tcp| listening::accept(tcp, listener, native)) {
         None => (native(), None),
         Some(Accepted::Kernel(fd)) => (fd, None),
         Some(Accepted::Nic(fd, tcp, session, section)) => (fd, Some((tcp, session, section))),

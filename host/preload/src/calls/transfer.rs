@@ -1,6 +1,7 @@
 //! Functions that receive and send.
 
 use crate::call::{Call, sum};
+use crate::io::Arguments;
 use crate::sections::{self, Section};
 use crate::{faults, io, leaving, real, table, thread, udp};
 use baton_protocol::program::Until;
@@ -60,12 +61,14 @@ macro_rules! receives {
         /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C-unwind" fn $name($fd: c_int, $buffer: *mut c_void, $length: size_t, $($extra: $type),*) -> ssize_t {
+            let mut kept = Arguments { fd: $fd, flags: $flags, start: $buffer, length: $length };
+            kept.keep();
             // SAFETY: the program's own arguments (`# Safety`).
             if let Some(received) = unsafe { io::receive_at_once($fd, $buffer, $length, $flags) } {
                 return received;
             }
             // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { receive($fd, $buffer, $length, Some($flags)) }
+            unsafe { receive(kept.fd, kept.start, kept.length, Some(kept.flags)) }
         }
     };
 }
@@ -79,12 +82,14 @@ receives!(__recv_chk, fd, buffer, length, (_room: size_t, flags: c_int), flags);
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn read(fd: c_int, buffer: *mut c_void, length: size_t) -> ssize_t {
+    let mut kept = Arguments { fd, flags: 0, start: buffer, length };
+    kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
     if let Some(received) = unsafe { io::receive_at_once(fd, buffer, length, 0) } {
         return received;
     }
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { receive(fd, buffer, length, None) }
+    unsafe { receive(kept.fd, kept.start, kept.length, None) }
 }
 
 /// Intercepts the C library's `__read_chk`.
@@ -352,12 +357,14 @@ pub unsafe extern "C-unwind" fn recvmmsg(
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn write(fd: c_int, buffer: *const c_void, length: size_t) -> ssize_t {
+    let mut kept = Arguments { fd, flags: 0, start: buffer.cast_mut(), length };
+    kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { io::send_at_once(fd, buffer, length, 0) } {
-        return length as ssize_t;
+        return kept.length as ssize_t;
     }
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { transmit(fd, buffer, length, None) }
+    unsafe { transmit(kept.fd, kept.start, kept.length, None) }
 }
 
 /// Intercepts the C library's `send`.
@@ -366,12 +373,14 @@ pub unsafe extern "C-unwind" fn write(fd: c_int, buffer: *const c_void, length: 
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn send(fd: c_int, buffer: *const c_void, length: size_t, flags: c_int) -> ssize_t {
+    let mut kept = Arguments { fd, flags, start: buffer.cast_mut(), length };
+    kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
     if unsafe { io::send_at_once(fd, buffer, length, flags) } {
-        return length as ssize_t;
+        return kept.length as ssize_t;
     }
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { transmit(fd, buffer, length, Some(flags)) }
+    unsafe { transmit(kept.fd, kept.start, kept.length, Some(kept.flags)) }
 }
 
 /// Intercepts the C library's `sendto`.
