@@ -39,7 +39,7 @@ test: lint
 	$(call provider,checked)
 	tests/mpi/run.py --quick --mpi debian
 	tests/mpi/run.py --quick --nic --mpi debian
-	tests/programs/programs.py --seconds 1 --only "python asyncio,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"
+	tests/programs/programs.py --seconds 1 --only "python asyncio,python uvloop,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
 	tests/programs/restarts.py --rounds 2

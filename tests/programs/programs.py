@@ -54,6 +54,7 @@ EXPECTED = {
     "haproxy": (400, 0, set()),
     "haproxy confined": (400, 0, set()),
     "python asyncio": (200, 0, set()),
+    "python uvloop": (200, 0, set()),
     "python selectors": (200, 0, set()),
     "python ssl": (200, 0, set()),
     "python http.server": (250, 0, set()),
@@ -458,6 +459,14 @@ def python_server(way):
     return lambda trial: announced(trial, [sys.executable, HERE / "servers.py", way], lambda port: echo_load(trial, port))
 
 
+def python_uvloop(trial):
+    """Its libuv registers sockets by a ring of io_uring."""
+    python = HERE.parent.parent / "target/python/bin/python"
+    if not python.exists():
+        raise Missing("uvloop (scripts/dependencies tests)")
+    announced(trial, [python, HERE / "servers.py", "uvloop"], lambda port: echo_load(trial, port))
+
+
 def python_ssl(trial):
     certificate = trial.directory / "certificate.pem"
     command = [tool("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
@@ -626,6 +635,7 @@ PROGRAMS = {
     "haproxy": haproxy,
     "haproxy confined": haproxy_confined,
     "python asyncio": python_server("asyncio"),
+    "python uvloop": python_uvloop,
     "python selectors": python_server("selectors"),
     "python ssl": python_ssl,
     "python http.server": python_http,

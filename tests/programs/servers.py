@@ -1,4 +1,4 @@
-"""Echo servers in Python's ways: asyncio, selectors, ssl, socketserver, fork; and one for many connections. Each prints its port."""
+"""Echo servers in Python's ways: asyncio, uvloop, selectors, ssl, socketserver, fork; and one for many connections. Each prints its port."""
 
 import asyncio
 import os
@@ -130,5 +130,9 @@ def fork_server():
 ways = {"selectors": selectors_server, "many": many_server, "ssl": ssl_server, "socketserver": socketserver_server, "fork": fork_server}
 if sys.argv[1] == "asyncio":
     asyncio.run(asyncio_server())
+elif sys.argv[1] == "uvloop":
+    import uvloop
+
+    uvloop.run(asyncio_server())
 else:
     ways[sys.argv[1]](*sys.argv[2:])

@@ -8,6 +8,7 @@ mod signals;
 mod stdio;
 mod transfer;
 
+pub(crate) use events::epoll_ctl;
 pub(crate) use stdio::is_standard;
 
 /// Intercepts functions that cannot be called from here: they return twice, or take a variable number of arguments. After what comes first

@@ -163,7 +163,7 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
     let file = match table::get(fd) {
         Some(table::File::Tcp(tcp)) => File::Tcp(tcp),
         Some(table::File::Set(set)) => File::Set(set),
-        None => return native(),
+        Some(table::File::Ring(_)) | None => return native(),
     };
     let given = faults::read(event.cast_const()).map(|event| (event.events, event.u64));
     let given = match operation {
@@ -171,7 +171,9 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
         EPOLL_CTL_ADD | EPOLL_CTL_MOD if given.is_some() && epfd != fd => given,
         _ => return native(),
     };
-    if table::tcp(epfd).is_some() {
+    // In a process that is closed for good nothing moves any more: what is waited for past this library must not have its data.
+    let is_known = table::set_of(epfd).is_some();
+    if table::tcp(epfd).is_some() || !is_known && process::is_closed_for_good() {
         return native();
     }
     let is_foreign = !process::is_mine() || table::set_of(epfd).is_some_and(Set::is_inherited);
@@ -366,6 +368,55 @@ impl Set {
             interest.settle(kernel, slot);
             interest.release(kernel, slot, File::Tcp(tcp));
         });
+    }
+
+    /// Gives the kernel the program's own registration of a socket under this descriptor.
+    pub fn release_number(&'static self, fd: c_int, tcp: &'static Tcp) {
+        let slot = locked(&self.inner).interest.find(fd, File::Tcp(tcp));
+        if let Some(slot) = slot {
+            tcp.remove_set(self, slot);
+            self.release(slot, tcp);
+        }
+    }
+
+    /// Makes every registration the program's own, and stops tracking the set: it is waited for past this library.
+    pub fn leave_to_kernel(&'static self) {
+        let fds = locked(&self.fds).clone();
+        if self.is_inherited() {
+            return;
+        }
+        if let (Some(epfd), Some(session)) = (fds.first(), process::session()) {
+            self.leave(session, *epfd);
+        }
+        let files: Vec<(u32, File)> = locked(&self.inner).interest.files().collect();
+        self.with_interest(|interest, kernel| {
+            interest.release_all(kernel);
+            self.remove_wake(kernel.0);
+        });
+        for (slot, file) in files {
+            if let File::Tcp(tcp) = file {
+                tcp.remove_set(self, slot);
+            }
+        }
+        fds.into_iter().for_each(|fd| table::put(fd, None));
+    }
+
+    /// Removes the set's eventfd from the kernel's set.
+    fn remove_wake(&self, epfd: c_int) {
+        if let Some(wake) = self.wake.get() {
+            // SAFETY: EPOLL_CTL_DEL does not read the event.
+            unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, *wake, std::ptr::null_mut()) };
+        }
+    }
+
+    /// Removes a session from the kernel's set.
+    fn leave(&self, session: &Session, epfd: c_int) {
+        if locked(&self.inner).bell.take().is_some() {
+            for fd in [session.shared.bell().as_fd(), session.shared.hangs_up()] {
+                // SAFETY: EPOLL_CTL_DEL does not read the event.
+                unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, fd.as_raw_fd(), std::ptr::null_mut()) };
+            }
+        }
     }
 
     /// Whether a socket is registered under this descriptor.
@@ -679,10 +730,7 @@ pub(crate) fn release_all() {
             continue;
         }
         locked(&set.inner).interest.release_all(&mut Kernel(epfd));
-        if let Some(wake) = set.wake.get() {
-            // SAFETY: EPOLL_CTL_DEL does not read the event.
-            unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, *wake, std::ptr::null_mut()) };
-        }
+        set.remove_wake(epfd);
         table::put(epfd, None);
     }
     wait::close_all(&OURS);
@@ -691,13 +739,8 @@ pub(crate) fn release_all() {
 /// Removes a session that has ended from every set.
 pub(crate) fn leave(session: &Session) {
     for (epfd, file) in table::known(0, u32::MAX) {
-        let table::File::Set(set) = file else { continue };
-        let mut inner = locked(&set.inner);
-        if inner.bell.take().is_some() {
-            for fd in [session.shared.bell().as_fd(), session.shared.hangs_up()] {
-                // SAFETY: EPOLL_CTL_DEL does not read the event.
-                unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, fd.as_raw_fd(), std::ptr::null_mut()) };
-            }
+        if let table::File::Set(set) = file {
+            set.leave(session, epfd);
         }
     }
 }

@@ -7,7 +7,7 @@
 //! the question. So what filters let through is known beforehand, and stands in [`RUN_VARIABLE`], with their number: `baton run` has tried
 //! those that it was started under, and a process that sets one judges it, for the programs that it executes.
 
-use crate::{epoll, faults, process, sections, signals, starts, table, thread, udp, waiter};
+use crate::{epoll, faults, process, rings, sections, signals, starts, table, thread, udp, waiter};
 use baton_client::preload;
 use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_linux::process::Undisturbed;
@@ -183,6 +183,7 @@ fn leave() {
             table::put(fd, None);
         }
     }
+    rings::forget_all();
     udp::forget_all();
     udp::close_all();
     waiter::close_all();

@@ -12,7 +12,7 @@
 //!   [`table`], and leaves everything to the kernel, too. What its parent has on the NIC stays there.
 
 use crate::sections::{self, Section};
-use crate::{epoll, listening, process, real, signals, starts, table, tcp, thread, udp, wait, waiter};
+use crate::{epoll, listening, process, real, rings, signals, starts, table, tcp, thread, udp, wait, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::any::Any;
@@ -151,6 +151,7 @@ pub(crate) extern "C" fn after_in_child() {
         }
     }
     epoll::leave_inherited();
+    rings::inherit();
 }
 
 /// Goes on in a child that was made otherwise: everything is the kernel's. Takes no lock and no memory.
@@ -174,6 +175,7 @@ pub(crate) fn after_unprepared() {
         match file {
             table::File::Tcp(_) => table::put(fd, None),
             table::File::Set(set) => set.inherit(),
+            table::File::Ring(_) => {}
         }
     }
     udp::forget_all();

@@ -26,6 +26,7 @@ mod poll;
 mod process;
 mod readiness;
 mod real;
+mod rings;
 mod sections;
 mod signals;
 mod starts;

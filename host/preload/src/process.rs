@@ -38,6 +38,9 @@ static OWNER: AtomicU32 = AtomicU32::new(0);
 static CLOSED: AtomicBool = AtomicBool::new(false);
 /// This process was made without its parent's knowledge, or by a call after which it may take no lock and no memory: it has no plan.
 static UNPREPARED: AtomicBool = AtomicBool::new(false);
+/// Why it was closed for good, and whether the agent knows.
+static WHY: OnceLock<Native> = OnceLock::new();
+static SAID: AtomicBool = AtomicBool::new(false);
 static OPENING: Mutex<()> = Mutex::new(());
 /// The last session that ended. The next one reuses its descriptors' numbers: none of them is ever free while a late thread may
 /// still use it.
@@ -116,9 +119,24 @@ pub(crate) fn session() -> Option<&'static Session> {
 
 /// The session; opens one if there is none.
 pub(crate) fn open_session() -> Option<&'static Session> {
-    if is_closed() {
-        return None;
+    if is_closed() { None } else { open() }
+}
+
+/// Reports to the agent why no connection moves any more, now that one would be due, unless it knows.
+#[cold]
+pub(crate) fn report_closed() {
+    let Some(why) = WHY.get() else { return };
+    if SAID.swap(true, Ordering::AcqRel) {
+        return;
     }
+    let errno = thread::errno();
+    if open().is_none_or(|session| session.shared.report_native(why.clone()).is_err()) {
+        SAID.store(false, Ordering::Release);
+    }
+    thread::set_errno(errno);
+}
+
+fn open() -> Option<&'static Session> {
     if let Some(session) = session() {
         if !is_mine() {
             return None;
@@ -201,6 +219,7 @@ pub(crate) fn hold_opening() -> MutexGuard<'static, ()> {
 /// no lock and no memory.
 pub(crate) fn become_owner() {
     OWNER.store(identity(), Ordering::Release);
+    SAID.store(false, Ordering::Release);
     let parents = session().or_else(left);
     SESSION.store(std::ptr::null_mut(), Ordering::Release);
     LEFT.store(std::ptr::null_mut(), Ordering::Release);
@@ -404,13 +423,9 @@ pub(crate) fn close_for_good(why: Native) {
     let Some(_section) = Section::enter() else { return };
     let closed = CLOSED.swap(true, Ordering::SeqCst);
     give_everything_back(why.cause(), Until::Never);
-    // A withdrawal says it itself.
-    if !closed
-        && why != Native::Filters
-        && is_mine()
-        && let Some(session) = session()
-    {
-        let _ = session.shared.report_native(why);
+    // A withdrawal says it itself. A process without a session says it when a connection would be due.
+    if !closed && why != Native::Filters && WHY.set(why).is_ok() && is_mine() && session().is_some() {
+        report_closed();
     }
 }
 

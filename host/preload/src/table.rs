@@ -8,6 +8,7 @@
 //! kernel's. It shares the memory of its parent's session, but uses none of it.
 
 use crate::epoll::Set;
+use crate::rings::Ring;
 use crate::tcp::Tcp;
 use libc::c_int;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
@@ -19,14 +20,19 @@ pub(crate) enum File {
     Tcp(&'static Tcp),
     /// An epoll set that holds TCP sockets.
     Set(&'static Set),
+    /// A ring of io_uring(7).
+    Ring(&'static Ring),
 }
 
 /// Number of descriptors that can be tracked; higher ones stay the kernel's.
 const SIZE: usize = 1 << 20;
 
-/// One pointer per descriptor; the lowest bit is set for a TCP socket (both types are aligned to more than 2). Pages are only
-/// allocated for numbers in use.
+/// One pointer per descriptor; the lowest bit is set for a TCP socket, the next one for a ring (all types are aligned to more than 4).
+/// Pages are only allocated for numbers in use.
 type Entries = [AtomicPtr<u8>; SIZE];
+
+/// Bit of an entry for a ring.
+const RING: usize = 2;
 
 /// Pages of its own that the kernel wipes in a child.
 #[repr(C, align(4096))]
@@ -90,7 +96,11 @@ pub(crate) fn get(fd: c_int) -> Option<File> {
     if let Some(tcp) = as_tcp(found) {
         return Some(File::Tcp(tcp));
     }
-    // SAFETY: as in `as_tcp`; the lowest bit is clear, so `put` stored a `&'static Set`.
+    if found as usize & RING != 0 {
+        // SAFETY: as in `as_tcp`; `put` sets this bit for a `&'static Ring` alone.
+        return Some(File::Ring(unsafe { &*found.wrapping_byte_sub(RING).cast::<Ring>() }));
+    }
+    // SAFETY: as in `as_tcp`; both bits are clear, so `put` stored a `&'static Set`.
     Some(File::Set(unsafe { &*found.cast::<Set>() }))
 }
 
@@ -98,7 +108,15 @@ pub(crate) fn get(fd: c_int) -> Option<File> {
 pub(crate) fn set_of(fd: c_int) -> Option<&'static Set> {
     match get(fd)? {
         File::Set(set) => Some(set),
-        File::Tcp(_) => None,
+        File::Tcp(_) | File::Ring(_) => None,
+    }
+}
+
+/// The ring behind a descriptor.
+pub(crate) fn ring(fd: c_int) -> Option<&'static Ring> {
+    match get(fd)? {
+        File::Ring(ring) => Some(ring),
+        File::Tcp(_) | File::Set(_) => None,
     }
 }
 
@@ -107,6 +125,7 @@ pub(crate) fn put(fd: c_int, file: Option<File>) {
     let value = match file {
         None => std::ptr::null_mut(),
         Some(File::Tcp(tcp)) => std::ptr::from_ref(tcp).cast_mut().cast::<u8>().wrapping_byte_add(1),
+        Some(File::Ring(ring)) => std::ptr::from_ref(ring).cast_mut().cast::<u8>().wrapping_byte_add(RING),
         Some(File::Set(set)) => std::ptr::from_ref(set).cast_mut().cast::<u8>(),
     };
     if let (Some(slot), Some(copy)) = (TABLE.entries.get(fd as u32 as usize), COPY.get(fd as u32 as usize)) {

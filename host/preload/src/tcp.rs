@@ -262,6 +262,9 @@ impl Tcp {
         if self.is_standard() {
             return;
         }
+        if process::is_closed_for_good() {
+            return process::report_closed();
+        }
         let Some(session) = process::open_session() else { return };
         // Where hundreds of threads share few processors each would wait for the others' turns. Its connection works meanwhile, and its
         // next operation tries again.

@@ -225,8 +225,9 @@ static void fork_and_go_on(void (*child_does)(void))
 
 static void use_io_uring(void)
 {
-    struct io_uring_params parameters = {0};
-    syscall(SYS_io_uring_setup, 1, &parameters);
+    /* A thread of the kernel's polls it. */
+    struct io_uring_params parameters = {.flags = IORING_SETUP_SQPOLL};
+    CHECK(syscall(SYS_io_uring_setup, 1, &parameters) >= 0);
     fork_and_go_on(never_moves);
 }
 

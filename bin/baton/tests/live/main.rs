@@ -44,6 +44,7 @@ mod placement;
 mod posted;
 mod pressure;
 mod rights;
+mod rings;
 mod routes;
 mod rss;
 mod rules;

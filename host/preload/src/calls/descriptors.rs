@@ -202,6 +202,7 @@ fn leave(fd: c_int) {
         Some(_) if !process::is_mine() => {}
         Some(File::Tcp(tcp)) => tcp.remove_fd(fd),
         Some(File::Set(set)) => set.remove_fd(fd),
+        Some(File::Ring(ring)) => ring.remove_fd(fd),
         None => {}
     }
 }
@@ -307,6 +308,10 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
         Some(File::Set(set)) if !foreign => {
             set.add_fd(copy);
             table::put(copy, Some(File::Set(set)));
+        }
+        Some(File::Ring(ring)) if !foreign => {
+            ring.add_fd();
+            table::put(copy, Some(File::Ring(ring)));
         }
         _ => {}
     }

@@ -3,7 +3,7 @@
 use crate::forks::{self, Start};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
-use crate::{filters, process, real, table};
+use crate::{filters, process, real, rings, table};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
@@ -325,7 +325,16 @@ pub unsafe extern "C-unwind" fn syscall(
         return unsafe { real::syscall(number, a, b, c, d, e, f) };
     }
     match number {
-        libc::SYS_io_uring_setup => process::close_for_good(Native::IoUring),
+        // SAFETY: the program's own arguments (`# Safety`).
+        libc::SYS_io_uring_setup => return rings::set_up(b as *const _, || unsafe { real::syscall(number, a, b, c, d, e, f) }),
+        libc::SYS_io_uring_enter => {
+            return rings::enter(a as c_int, b as u32, c as u32, d as u32, |count, least, flags| {
+                let [count, least, flags] = [count, least, flags].map(c_long::from);
+                // SAFETY: as above, for fewer entries perhaps.
+                unsafe { real::syscall(number, a, count, least, flags, e, f) }
+            });
+        }
+        libc::SYS_io_uring_register => rings::register(b as u32, c as *const _, d as u32),
         libc::SYS_seccomp if sets_filter(a, b, c) => {
             // SAFETY: the program's own arguments (`# Safety`).
             return filters::set(c as *const _, || unsafe { real::syscall(number, a, b, c, d, e, f) });
@@ -377,7 +386,7 @@ pub unsafe extern "C-unwind" fn syscall(
 
 macro_rules! uses_io_uring {
     ($($name:ident = $symbol:literal($($argument:ident),*);)*) => {$(
-        /// Intercepts liburing, whose system calls are not: from here on everything stays in the kernel.
+        /// Intercepts liburing, which enters its rings by instructions of its own: from here on everything stays in the kernel.
         ///
         /// # Safety
         /// As for the C library's function.
