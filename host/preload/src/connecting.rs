@@ -3,8 +3,9 @@
 //! While the NIC opens a connection its socket is managed like one on the NIC, with nothing to receive and no room to send, so that
 //! every way of waiting for it works: it becomes writable when it is open, and reports an error when it could not be opened.
 
+use crate::signals::Mark;
 use crate::tcp::Tcp;
-use crate::wait::{self, Want};
+use crate::wait::{self, Wait, Want};
 use crate::{faults, process};
 use crate::{real, sections, thread};
 use baton_abi::layout::Owner;
@@ -86,7 +87,7 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
 
 /// Waits until a connection is open. Err with errno.
 fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
-    let deadline = crate::io::deadline(fd, libc::SO_SNDTIMEO);
+    let mut wait = Wait::new(crate::io::deadline(fd, libc::SO_SNDTIMEO), Mark::now());
     loop {
         if sections::is_withdrawn() {
             // The kernel goes on with it.
@@ -110,7 +111,7 @@ fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
                 Some(error) => Err(error),
             };
         }
-        match wait::block(tcp, fd, Want::Send, deadline) {
+        match wait::block(tcp, fd, Want::Send, &mut wait) {
             Ok(()) => {}
             // Linux reports an operation that goes on.
             Err(libc::EAGAIN) => return Err(libc::EINPROGRESS),

@@ -13,6 +13,7 @@ use crate::forks::{self, Held};
 use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::sections::Section;
+use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::{faults, leaving, process, readiness, real, table, thread, wait, whole};
 use baton_abi::layout::Owner;
@@ -502,7 +503,7 @@ impl Set {
         }
         let Some(mut section) = Section::enter() else { return native(out, limit) };
         let deadline = limit.map(|limit| wait::now() + limit);
-        let mut rounds = 0;
+        let (mut rounds, begun) = (0, Mark::now());
         loop {
             let session = process::session();
             if let Some(session) = session {
@@ -558,6 +559,10 @@ impl Set {
             }
             if limit != Some(0) && deadline.is_some_and(|deadline| wait::now() >= deadline) {
                 return 0;
+            }
+            if limit != Some(0) && begun.is_over(false) {
+                // A handler has run where this thread was awake, for another socket's sake.
+                return thread::fail(libc::EINTR) as c_int;
             }
         }
     }

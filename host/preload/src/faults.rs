@@ -9,7 +9,7 @@
 //! the program where the NIC has the connection, or where the library has to look at what the pointer names.
 
 use crate::sections::Section;
-use crate::{process, real, thread};
+use crate::{process, real, signals, thread};
 use baton_client::guarded;
 use baton_linux::process::Undisturbed;
 use libc::{c_int, c_void, siginfo_t};
@@ -167,6 +167,7 @@ extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void
     thread::set_errno(errno);
     match action {
         Some(action) if is_handler(&action) => {
+            signals::note(action.sa_flags);
             // SAFETY: the program's handler, of the type that its flags say.
             unsafe {
                 if action.sa_flags & libc::SA_SIGINFO != 0 {

@@ -9,7 +9,7 @@ use crate::sections::{self, Section};
 use crate::table;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
-use crate::wait::{self, Want};
+use crate::wait::{self, Wait, Want};
 use crate::waiting::{BLOCKS, RECEIVES_FOR_EVER, SENDS_FOR_EVER};
 use crate::whole::{self, Whole};
 use crate::{faults, leaving, real};
@@ -348,7 +348,7 @@ unsafe fn send_rest(
     };
     let message = &imported;
     let wanted = total(message);
-    let (mut limit, generation) = (None, tcp.generation());
+    let (mut wait, generation, begun) = (None, tcp.generation(), section.begun);
     loop {
         if tcp.generation() != generation {
             return fail(libc::EBADF);
@@ -396,8 +396,8 @@ unsafe fn send_rest(
         if tcp.managed().is_some_and(|(connection, session)| session.shared.await_answer(connection, token())) {
             continue;
         }
-        let limit = limit.get_or_insert_with(|| deadline_of(tcp, fd, libc::SO_SNDTIMEO));
-        if let Err(number) = wait::block(tcp, fd, Want::Send, *limit) {
+        let wait = wait.get_or_insert_with(|| Wait::new(deadline_of(tcp, fd, libc::SO_SNDTIMEO), begun));
+        if let Err(number) = wait::block(tcp, fd, Want::Send, wait.after(done)) {
             return if done > 0 { done as ssize_t } else { fail(number) };
         }
     }
@@ -648,15 +648,15 @@ unsafe fn receive_imported(
     mut nothing: bool,
 ) -> ssize_t {
     let room = total(message);
-    let lowat = tcp.lowat() as usize;
+    let (lowat, peeks) = (tcp.lowat() as usize, flags & libc::MSG_PEEK != 0);
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
-    let (mut done, mut limit, generation) = (0, None, tcp.generation());
+    let (mut done, mut wait, generation, begun) = (0, None, tcp.generation(), section.begun);
     loop {
         if tcp.generation() != generation {
             return fail(libc::EBADF);
         }
         if sections::is_withdrawn() {
-            done = if flags & libc::MSG_PEEK != 0 { 0 } else { done };
+            done = if peeks { 0 } else { done };
             let (mut rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
             // SAFETY: this function's `# Safety` is recvmsg(2)'s.
@@ -665,6 +665,8 @@ unsafe fn receive_imported(
                 (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
             return sum(done, received);
         }
+        // What only looks sees the same bytes again: nothing else says that no more will come.
+        let last = peeks && done > 0 && wait::has_ended(tcp, fd);
         let attempt = if std::mem::take(&mut nothing) {
             Attempt::Failed(libc::EAGAIN)
         } else {
@@ -681,8 +683,8 @@ unsafe fn receive_imported(
             }
             Attempt::Done(0) => return done as ssize_t,
             Attempt::Done(received) => {
-                done = if flags & libc::MSG_PEEK != 0 { received } else { done + received };
-                if done >= wanted || room == 0 {
+                done = if peeks { received } else { done + received };
+                if done >= wanted || room == 0 || last {
                     return done as ssize_t;
                 }
             }
@@ -699,9 +701,10 @@ unsafe fn receive_imported(
             }
             return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
         }
-        let limit = limit.get_or_insert_with(|| deadline_of(tcp, fd, libc::SO_RCVTIMEO));
-        let peeked = if flags & libc::MSG_PEEK != 0 { 0 } else { done };
-        if let Err(number) = wait::block(tcp, fd, Want::Receive((wanted - peeked).min(1 << 17) as u32), *limit) {
+        let wait = wait.get_or_insert_with(|| Wait::new(deadline_of(tcp, fd, libc::SO_RCVTIMEO), begun));
+        let most = |bytes: usize| bytes.min(1 << 17) as u32;
+        let want = if peeks && done > 0 { Want::More(most(wanted)) } else { Want::Receive(most(wanted - done)) };
+        if let Err(number) = wait::block(tcp, fd, want, wait.after(done)) {
             return if done > 0 { done as ssize_t } else { fail(number) };
         }
     }

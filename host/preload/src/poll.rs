@@ -2,6 +2,7 @@
 
 use crate::epoll::Set;
 use crate::sections::{self, Section};
+use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
 use crate::whole::Whole;
@@ -150,6 +151,7 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
     watched.sets.iter().for_each(|(_, set)| set.watch());
     let mut asked: Vec<pollfd> = fds.to_vec();
     let generations: Vec<u32> = sockets.iter().map(|tcp| tcp.generation()).collect();
+    let begun = Mark::now();
     loop {
         if sections::is_withdrawn() {
             return Polled::Kernel(left_until(deadline));
@@ -195,6 +197,10 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
         }
         if limit == Some(0) || deadline.is_some_and(|deadline| wait::now() >= deadline) {
             return Polled::Done(0);
+        }
+        if begun.is_over(false) {
+            // A handler has run where this thread was awake, for another socket's sake.
+            return Polled::Done(fail(libc::EINTR) as c_int);
         }
     }
 }

@@ -5,6 +5,7 @@
 //! none after it, and no lock that might need one. Withdrawing waits for threads that are inside the library: every part of it that may
 //! make a system call of its own is a [`Section`]. A thread that makes the program's own call, and may sleep there, is in none.
 
+use crate::signals::Mark;
 use crate::wait;
 use crate::whole::Whole;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -37,6 +38,8 @@ pub(crate) fn is_withdrawn() -> bool {
 pub(crate) struct Section {
     counter: &'static AtomicU32,
     _whole: Whole,
+    /// When it came in: handlers that have run since have interrupted the program's call.
+    pub begun: Mark,
 }
 
 impl Section {
@@ -46,7 +49,7 @@ impl Section {
         let whole = Whole::begin();
         let counter = counter();
         counter.fetch_add(1, Ordering::SeqCst);
-        let section = Section { counter, _whole: whole };
+        let section = Section { counter, _whole: whole, begun: Mark::now() };
         // Whoever withdraws sets the flag first, then looks at the counters.
         (!WITHDRAWN.load(Ordering::SeqCst)).then_some(section)
     }

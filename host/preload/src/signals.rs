@@ -9,7 +9,7 @@
 //! [`crate::faults`]; and handlers that the program sets by a system call of its own.
 
 use crate::whole::{self, Here, Whole};
-use crate::{process, real, sections, thread};
+use crate::{leaving, process, real, sections, thread};
 use libc::{c_int, c_long, c_void, sigaction, siginfo_t};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -168,10 +168,7 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
     let stack = unsafe { &(*context.cast::<libc::ucontext_t>()).uc_stack };
     here.stack[0].store(stack.ss_sp as usize, Ordering::Relaxed);
     here.stack[1].store(stack.ss_size, Ordering::Relaxed);
-    here.handled.fetch_add(1, Ordering::Relaxed);
-    if handler & RESTARTS == 0 {
-        here.interrupted.fetch_add(1, Ordering::Relaxed);
-    }
+    note(if handler & RESTARTS == 0 { 0 } else { libc::SA_RESTART });
     let address = (handler & !(TAKES_INFO | RESTARTS)) as usize;
     if address == 0 {
         return;
@@ -234,4 +231,61 @@ unsafe fn arm_again(signal: c_int) {
             }
         }
     }
+}
+
+/// Counts a handler of the program's that is about to run in this thread, with its action's flags.
+pub(crate) fn note(flags: c_int) {
+    let here = whole::here();
+    here.handled.fetch_add(1, Ordering::Relaxed);
+    here.interrupted.fetch_add(u32::from(flags & libc::SA_RESTART == 0), Ordering::Relaxed);
+}
+
+/// How many handlers had run in this thread when a call began, or when it fell asleep. The handler that has run decides whether a call that
+/// sleeps here goes on (SA_RESTART), and ppoll(2) only says that one has.
+#[derive(Clone, Copy)]
+pub(crate) struct Mark {
+    handled: u32,
+    interrupted: u32,
+}
+
+impl Mark {
+    /// Now.
+    #[inline]
+    pub fn now() -> Mark {
+        let here = whole::here();
+        Mark { handled: here.handled.load(Ordering::Relaxed), interrupted: here.interrupted.load(Ordering::Relaxed) }
+    }
+
+    /// Whether a handler has run since that ends a call with EINTR: any, or, if the call may be `restarted`, one without SA_RESTART.
+    pub fn is_over(self, restarted: bool) -> bool {
+        let now = Mark::now();
+        if restarted { now.interrupted != self.interrupted } else { now.handled != self.handled }
+    }
+
+    /// Begins anew after handlers with SA_RESTART: the call does.
+    pub fn restart(&mut self) {
+        let now = Mark::now();
+        if now.interrupted == self.interrupted {
+            *self = now;
+        }
+    }
+
+    /// The same as [`Mark::is_over`], where the kernel has said that a handler has run since, which may not be counted.
+    pub fn is_over_by_kernel(self, restarted: bool) -> bool {
+        let restarts = || if self.is_over(false) { !self.is_over(true) } else { uncounted_restart() };
+        leaving::is_leaving() || !restarted || !restarts()
+    }
+}
+
+/// Whether all handlers that are not counted have SA_RESTART: those that the program has set by a system call of its own.
+#[cold]
+fn uncounted_restart() -> bool {
+    (1..SIGNALS as c_int).all(|signal| {
+        let mut action = MaybeUninit::uninit();
+        // SAFETY: room for an action, which the kernel fills in.
+        let known = unsafe { real::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) } == 0;
+        // SAFETY: the call has filled it in.
+        let action: Option<&sigaction> = known.then(|| unsafe { action.assume_init_ref() });
+        action.is_none_or(|one| !is_handler(one) || one.sa_sigaction == ours() || one.sa_flags & libc::SA_RESTART != 0)
+    })
 }

@@ -9,6 +9,7 @@ use crate::call::Call;
 use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
+use crate::signals::Mark;
 use crate::whole::Whole;
 use crate::{connecting, io, leaving, real, table, thread, wait};
 use baton_client::Datagrams;
@@ -395,12 +396,13 @@ fn sleep(section: Section, taken: &Taken, fd: c_int, deadline: Option<u64>) -> O
     let left =
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
     drop(section);
+    let before = Mark::now();
     // SAFETY: two live entries.
     let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
     let section = Section::enter()?;
     let slept = match got {
         0 => Err(libc::EAGAIN),
-        -1 if thread::errno() == libc::EINTR && deadline.is_none() && wait::handlers_restart() => Ok(()),
+        -1 if thread::errno() == libc::EINTR && !before.is_over_by_kernel(deadline.is_none()) => Ok(()),
         -1 => Err(thread::errno()),
         _ => Ok(()),
     };

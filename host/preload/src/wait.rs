@@ -4,6 +4,7 @@
 //! thread that is woken by the session's doorbell first reads the NIC's events and passes them on to the other waiters.
 
 use crate::process::Session;
+use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::waiter::Waiter;
 use crate::{leaving, process, real, sections, thread};
@@ -15,6 +16,9 @@ use std::sync::atomic::{Ordering, fence};
 
 /// Microseconds for which a thread sleeps at most if there is no descriptor to wake it by.
 const WITHOUT_DESCRIPTOR: u64 = 10_000;
+
+/// The same for a thread that waits for more bytes than the kernel has, where those stay unread.
+const FOR_MORE: u64 = 10_000;
 
 /// Closes descriptors that a child of fork has inherited of this library's.
 pub(crate) fn close_all(ours: &Mutex<Vec<c_int>>) {
@@ -153,6 +157,8 @@ pub(crate) fn ask_kernel(fds: &mut [pollfd], given: usize, limit: Option<&libc::
 pub(crate) enum Want {
     /// This many bytes to receive, or the end of the stream.
     Receive(u32),
+    /// The same, where fewer are there already and stay unread. The kernel reports those again and again: so it is asked from time to time.
+    More(u32),
     /// Room to send.
     Send,
 }
@@ -165,7 +171,7 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     }
     let state = session.shared.readiness(connection, thread::token());
     match want {
-        Want::Receive(count) => state.unread >= count || state.fin || state.ended.is_some(),
+        Want::Receive(count) | Want::More(count) => state.unread >= count || state.fin || state.ended.is_some(),
         Want::Send => {
             let has_room = state.is_writable() && session.shared.takes(connection, thread::token());
             has_room || state.shut || state.ended.is_some()
@@ -173,9 +179,44 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     }
 }
 
+/// Whether no more bytes will come.
+pub(crate) fn has_ended(tcp: &Tcp, fd: c_int) -> bool {
+    match tcp.managed() {
+        Some((connection, session)) if connection.owner() == Owner::Nic => {
+            let state = session.shared.readiness(connection, thread::token());
+            state.fin || state.ended.is_some()
+        }
+        _ => reports_now(fd, libc::POLLRDHUP) || reports_now(fd, libc::POLLERR),
+    }
+}
+
+/// A call that waits: how long, and what a signal does to it.
+#[derive(Clone, Copy)]
+pub(crate) struct Wait {
+    /// Microseconds of the monotonic clock.
+    pub deadline: Option<u64>,
+    /// It goes on after handlers with SA_RESTART (Linux, sock_intr_errno): it has no time limit, and has transferred nothing yet.
+    pub restarted: bool,
+    /// When the call began.
+    pub begun: Mark,
+}
+
+impl Wait {
+    /// Of a call that has transferred nothing yet.
+    pub fn new(deadline: Option<u64>, begun: Mark) -> Wait {
+        Wait { deadline, restarted: deadline.is_none(), begun }
+    }
+
+    /// Notes that the call has transferred so many bytes.
+    pub fn after(&mut self, done: usize) -> &mut Wait {
+        self.restarted = self.deadline.is_none() && done == 0;
+        self
+    }
+}
+
 /// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does not
-/// restart calls, EBADF if another thread has closed the socket.
-pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> Result<(), c_int> {
+/// restart the call, EBADF if another thread has closed the socket.
+pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result<(), c_int> {
     let owner = tcp.settled_owner();
     if owner == Some(Owner::Nic) && satisfied(tcp, want) {
         return Ok(());
@@ -183,7 +224,11 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
     let (generation, known) = (tcp.generation(), tcp.moves());
     let mut fds = Vec::with_capacity(3);
     if owner != Some(Owner::Nic) {
-        let events = if want == Want::Send { libc::POLLOUT } else { libc::POLLIN };
+        let events = match want {
+            Want::Receive(_) => libc::POLLIN,
+            Want::More(_) => libc::POLLRDHUP,
+            Want::Send => libc::POLLOUT,
+        };
         fds.push(pollfd { fd, events, revents: 0 });
     }
     let ready = || {
@@ -192,37 +237,31 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, deadline: Option<u64>) -> 
             || tcp.is_managed() && satisfied(tcp, want)
             || sections::is_withdrawn()
     };
+    if wait.restarted {
+        wait.begun.restart();
+    }
+    let (restarted, begun) = (wait.restarted, wait.begun);
+    // A handler may have run where this thread was awake, for another connection's sake.
+    let is_interrupted = || begun.is_over(restarted);
     loop {
-        let slept = sleep(process::session(), &[tcp], (&mut fds, 1), deadline, std::ptr::null(), ready);
+        let before = Mark::now();
+        let look = (!fds.is_empty() && matches!(want, Want::More(_))).then(|| now() + FOR_MORE);
+        let limit = wait.deadline.into_iter().chain(look).min();
+        let slept = sleep(process::session(), &[tcp], (&mut fds, 1), limit, std::ptr::null(), || ready() || is_interrupted());
         if tcp.generation() != generation {
             return Err(libc::EBADF);
         }
         let over = || ready() || fds.first().is_some_and(|entry| entry.revents != 0);
         match slept {
             Ok(_) if over() => return Ok(()),
-            Ok(_) if deadline.is_some_and(|deadline| now() >= deadline) => return Err(libc::EAGAIN),
+            Ok(_) if is_interrupted() => return Err(libc::EINTR),
+            Ok(_) if wait.deadline.is_some_and(|deadline| now() >= deadline) => return Err(libc::EAGAIN),
             // Woken for another connection's sake, or for less than is wanted. In the kernel, and where the session has ended,
             // the caller finds out by trying.
             Ok(_) if tcp.settled_owner() == Some(Owner::Nic) && process::session().is_some_and(|s| !s.shared.has_ended()) => {}
             Ok(_) => return Ok(()),
-            Err(libc::EINTR) if deadline.is_none() && handlers_restart() => return Ok(()),
+            Err(libc::EINTR) if !before.is_over_by_kernel(restarted) => return Ok(()),
             Err(number) => return Err(number),
         }
     }
-}
-
-/// Whether every installed handler wants interrupted calls to be restarted (SA_RESTART). Which handler ran cannot be found out;
-/// programs that mix both kinds handle EINTR.
-pub(crate) fn handlers_restart() -> bool {
-    !leaving::is_leaving()
-        && (1..=64).all(|signal| {
-            // SAFETY: sigaction is plain data, for which zero is a value.
-            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-            // SAFETY: `action` is live, and a null new action changes nothing.
-            let known = unsafe { libc::sigaction(signal, std::ptr::null(), &mut action) } == 0;
-            !known
-                || action.sa_sigaction == libc::SIG_DFL
-                || action.sa_sigaction == libc::SIG_IGN
-                || action.sa_flags & libc::SA_RESTART != 0
-        })
 }

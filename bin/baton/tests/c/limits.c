@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/select.h>
@@ -160,13 +161,58 @@ static void none_left(int moved)
         CHECK(shutdown(pairs[at].client, SHUT_WR) == 0 && pthread_join(threads[at], NULL) == 0);
 }
 
+static long microseconds(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000L + time.tv_nsec / 1000;
+}
+
+static int ascending(const void *one, const void *other)
+{
+    return (*(const long *)one > *(const long *)other) - (*(const long *)one < *(const long *)other);
+}
+
+/* Waits of 50 microseconds take no longer than a wait for nothing does, which is the kernel's own: the medians are compared. */
+static void short_waits(int moved)
+{
+    enum { CALLS = 201, WAYS = 5 };
+    static long times[WAYS][CALLS];
+    struct pair pair = connected(moved);
+    struct timespec limit = {.tv_nsec = 50000};
+    struct epoll_event event = {.events = EPOLLIN};
+    int set = epoll_create1(0);
+    CHECK(epoll_ctl(set, EPOLL_CTL_ADD, pair.server, &event) == 0);
+    for (int at = 0; at < CALLS * WAYS; at++) {
+        struct pollfd entry = {.fd = pair.server, .events = POLLIN};
+        struct timeval time = {.tv_usec = 50};
+        fd_set read;
+        FD_ZERO(&read);
+        FD_SET(pair.server, &read);
+        long begun = microseconds(), got = -1;
+        switch (at % WAYS) {
+        case 0: got = ppoll(NULL, 0, &limit, NULL); break;
+        case 1: got = ppoll(&entry, 1, &limit, NULL); break;
+        case 2: got = pselect(pair.server + 1, &read, NULL, NULL, &limit, NULL); break;
+        case 3: got = select(pair.server + 1, &read, NULL, NULL, &time); break;
+        default: got = epoll_pwait2(set, &event, 1, &limit, NULL);
+        }
+        times[at % WAYS][at / WAYS] = microseconds() - begun;
+        CHECK(got == 0);
+    }
+    for (int way = 0; way < WAYS; way++) {
+        qsort(times[way], CALLS, sizeof(long), ascending);
+        CHECK(times[way][CALLS / 2] >= 50 && times[way][CALLS / 2] < times[0][CALLS / 2] + 500);
+    }
+}
+
 int main(int count, char **words)
 {
     static const struct {
         const char *name;
         void (*run)(int);
     } cases[] = {
-        {"select", whole_table}, {"closefrom", close_from}, {"poll", whole_poll}, {"none left", none_left},
+        {"select", whole_table}, {"closefrom", close_from}, {"poll", whole_poll}, {"none left", none_left}, {"short waits", short_waits},
     };
     alarm(40);
     CHECK(count > 1);

@@ -185,3 +185,9 @@ fn threads_are_cancelled_in_calls() {
 fn actions_are_the_programs() {
     as_natively("handlers", "actions");
 }
+
+/// A limit of less than a millisecond is kept, with what the kernel's clock allows.
+#[test]
+fn short_waits_are_as_short_as_natively() {
+    as_natively("limits", "short waits");
+}

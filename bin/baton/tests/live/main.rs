@@ -27,6 +27,7 @@ mod growth;
 mod held;
 mod hostile;
 mod hostile_client;
+mod interrupts;
 mod kernel_stay;
 mod large_frames;
 mod library;

@@ -1,0 +1,29 @@
+//! Signals that arrive while a thread sleeps in a call: the handler that has run decides whether the call goes on.
+
+use crate::library::as_natively;
+
+/// One handler with SA_RESTART and one without, in the same program, and every call that sleeps; with a time limit, too.
+#[test]
+fn the_handler_that_has_run_decides() {
+    for case in ["mixed", "limit"] {
+        as_natively("interrupts", case);
+    }
+}
+
+/// Every way to set a handler, and what the program is shown of it.
+#[test]
+fn handlers_are_the_programs() {
+    as_natively("interrupts", "ways");
+}
+
+/// What has transferred something says so, whatever the handler's flags.
+#[test]
+fn an_interrupted_call_says_what_it_has_done() {
+    as_natively("interrupts", "partly");
+}
+
+/// A process that is stopped and goes on.
+#[test]
+fn a_stop_is_not_noticed() {
+    as_natively("interrupts", "stop");
+}
