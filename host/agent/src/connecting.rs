@@ -225,7 +225,7 @@ impl Agent {
             Err(refusal) => {
                 report!("baton agent: a connection that the NIC has opened is given up: {refusal}");
                 if let Some(cid) = self.connection(session, number).and_then(|connection| connection.cid.take()) {
-                    self.drop_made(cid);
+                    self.nics[cid.nic()].reset_connection(cid);
                 }
                 self.fail_opening(session, number, ABORTED);
             }

@@ -350,7 +350,7 @@ impl Agent {
         self.listeners.revoked.remove(&cid.0);
         let image = read_image(&self.hardware[cid.nic()].memory, cid);
         let listener = self.listeners.by_id.get_mut(&id);
-        let Some((listener, image)) = listener.zip(image.ok()) else { return self.drop_made(cid) };
+        let Some((listener, image)) = listener.zip(image.ok()) else { return self.nics[cid.nic()].reset_connection(cid) };
         listener.granted.retain(|granted| *granted != cid);
         // An agent that has died may have granted it.
         self.nics[cid.nic()].withhold(cid);
@@ -375,9 +375,9 @@ impl Agent {
         self.nics[cid.nic()].drop_connection(cid);
     }
 
-    /// Drops a connection that no program has accepted.
+    /// Drops a connection that no program will accept: its peer is reset, as by a kernel whose listener is closed.
     fn drop_waiting(&mut self, waiting: &Waiting) {
-        self.drop_made(waiting.cid);
+        self.nics[waiting.cid.nic()].reset_connection(waiting.cid);
         self.shape.unsteer(&waiting.image.flow);
     }
 

@@ -9,7 +9,7 @@ use crate::owned::OwnedNic;
 use crate::session::OpenSession;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Control, Message, Operation, RESET_PEER};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::{process, starter};
@@ -65,6 +65,12 @@ enum Process {
     Owned(OwnedNic),
 }
 
+/// How a NIC is to drop a connection, in the address field of [`Control::Cancel`], and whether it has been asked.
+struct Dropping {
+    how: u32,
+    asked: bool,
+}
+
 pub(crate) struct NicProcess {
     process: Process,
     requests: Requests<After>,
@@ -82,8 +88,8 @@ pub(crate) struct NicProcess {
     host_tcp: Option<HostTcp>,
     /// Answers and notifications that have not been handled.
     pub inbox: Inbox,
-    /// Connections without a move that the NIC drops. Their slots are free once it has answered; false: it has not been asked yet.
-    dropping: BTreeMap<u32, bool>,
+    /// Connections without a move that the NIC drops. Their slots are free once it has answered.
+    dropping: BTreeMap<u32, Dropping>,
     /// Sessions that end on the NIC, in the order in which it answers, and those that have ended there.
     detaching: VecDeque<u32>,
     detached: Vec<u32>,
@@ -307,18 +313,27 @@ impl NicProcess {
 
     /// Makes the NIC drop a connection that it has made; its frames are the kernel's. Its slot is free once that is done.
     pub fn drop_connection(&mut self, cid: Cid) {
+        self.drop_by(cid, 0);
+    }
+
+    /// As [`NicProcess::drop_connection`], of one that nobody will have: its peer is reset.
+    pub fn reset_connection(&mut self, cid: Cid) {
+        self.drop_by(cid, RESET_PEER);
+    }
+
+    fn drop_by(&mut self, cid: Cid, how: u32) {
         if self.ended {
             return self.give_slot(cid);
         }
-        self.dropping.insert(cid.0, false);
+        self.dropping.insert(cid.0, Dropping { how, asked: false });
         self.ask_to_drop();
     }
 
     /// Sends what found the ring of commands full.
     fn ask_to_drop(&mut self) {
         let mut dropping = std::mem::take(&mut self.dropping);
-        for (cid, asked) in dropping.iter_mut().filter(|(_, asked)| !**asked) {
-            *asked = self.post(Message::control(Operation::NicControl, Control::Cancel, Cid(*cid), 0, 0)).is_ok();
+        for (cid, one) in dropping.iter_mut().filter(|(_, one)| !one.asked) {
+            one.asked = self.post(Message::control(Operation::NicControl, Control::Cancel, Cid(*cid), one.how, 0)).is_ok();
         }
         self.dropping = dropping;
     }
@@ -568,7 +583,7 @@ impl NicProcess {
             self.inbox.add(message);
         }
         self.receive_answers();
-        if self.dropping.values().any(|asked| !asked) {
+        if self.dropping.values().any(|one| !one.asked) {
             self.ask_to_drop();
         }
     }

@@ -98,8 +98,9 @@ pub enum Control {
     Steal = 2,
     /// The kernel owns the connection again: replay and held frames go to it.
     Release = 3,
-    /// Undo a mirror or a steal; the held frames go to the kernel. A nonzero address field says that the kernel has lost its
-    /// out-of-order queue: then the mirrored frames go to it, too.
+    /// Undo a mirror or a steal; the held frames go to the kernel. [`LOST_QUEUE`] in the address field says that the kernel has lost
+    /// its out-of-order queue: then the mirrored frames go to it, too. [`RESET_PEER`] says that nobody will have the connection,
+    /// which the NIC has made: its peer is reset, and the held frames are dropped.
     Cancel = 4,
     /// The program has shut down its sending side.
     Shutdown = 5,
@@ -238,6 +239,12 @@ pub const ENDED: u32 = 9;
 /// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN cookie a moment
 /// ago, which the agent is about to drop.
 pub const ALREADY_HERE: u32 = 6;
+
+/// Address field of [`Control::Cancel`]: see there.
+pub const LOST_QUEUE: u32 = 1;
+
+/// Address field of [`Control::Cancel`]: see there.
+pub const RESET_PEER: u32 = 2;
 
 /// Flag of `nic_send`: the next message holds more bytes of the same send call, so no segment needs to leave before it (as
 /// MSG_MORE).

@@ -6,7 +6,7 @@ use crate::connection::{Memory, ReplayedFin};
 use crate::ground::Shape;
 use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
-use baton_abi::{Control, Message, Operation};
+use baton_abi::{Control, LOST_QUEUE, Message, Operation};
 use baton_handoff::import::{self, ImportError, Importer};
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
@@ -122,7 +122,7 @@ impl Performer<'_> {
             report!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
         }
         // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
-        self.ask(Action::Replay, Control::Cancel, 1)
+        self.ask(Action::Replay, Control::Cancel, LOST_QUEUE)
     }
 
     fn replay_from(&self, image: &Image) -> io::Result<()> {

@@ -7,7 +7,7 @@ use crate::growth::{Growth, largest_window};
 use crate::offloaded::{Memory, Offloaded};
 use crate::partial::Path;
 use baton_abi::layout::{Counter, RING_MESSAGES, nic, scratch, slot as at};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Control, LOST_QUEUE, Message, Operation, RESET_PEER};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_recovery::Replay;
@@ -93,7 +93,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             (Operation::NicControl, Some(Control::Mirror)) => self.mirror(cid, now),
             (Operation::NicControl, Some(Control::Steal)) => self.steal(cid),
             (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
-            (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address != 0, now),
+            (Operation::NicControl, Some(Control::Cancel)) => self.cancel(cid, message.address, now),
             (Operation::NicControl, Some(Control::Mtu)) => self.set_mtu(cid, message.address, now),
             (Operation::NicControl, Some(Control::Resume)) => self.resume(cid, Cid(message.address), now),
             (Operation::NicControl, Some(Control::Interface)) => self.set_interface(cid, message.address),
@@ -312,9 +312,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Cancels a move to the NIC, or removes a dead connection. `kernel_lost_queue` says that the kernel has lost its
-    /// out-of-order queue: then the mirrored frames go to it, too.
-    fn cancel(&mut self, cid: Cid, kernel_lost_queue: bool, now: Instant) -> Result<u32, Refusal> {
+    /// Cancels a move to the NIC, or removes a dead connection. `how`: see [`Control::Cancel`].
+    fn cancel(&mut self, cid: Cid, how: u32, now: Instant) -> Result<u32, Refusal> {
         self.drain_wire(now);
         self.occupant(cid)?;
         let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
@@ -323,8 +322,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             // The recovery record remains until the agent has noted that the connection has ended: it may die before.
             Custody::Active(offloaded) => self.keep_closed(offloaded, flow, now),
             Custody::Leaving(_) | Custody::Lent(_) | Custody::Dormant(_) | Custody::Mirrored | Custody::Opening(_) => {}
+            Custody::Held if how == RESET_PEER => self.reset_made(cid, now),
             Custody::Held => {
-                if !kernel_lost_queue {
+                if how != LOST_QUEUE {
                     slot.held.drop_mirrored();
                 }
                 for mut frame in slot.held.take() {

@@ -199,6 +199,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         encoded
     }
 
+    /// Resets the peer of a connection that has been made, and that nobody will have.
+    pub(super) fn reset_made(&mut self, cid: Cid, now: Instant) {
+        let mut bytes = [0u8; MAX_ENCODED];
+        let read = self.nic_memory.read(nic::scratch(cid.slot()) + scratch::IMAGE, &mut bytes);
+        let Some(image) = read.ok().and_then(|()| Image::decode(&bytes).ok()) else { return };
+        let mut opening = Opening {
+            tcp: Connection::from_image(&image, None, FIRST_WINDOW, now),
+            flow: image.flow,
+            link: image.link,
+        };
+        opening.tcp.abort();
+        self.output.send_handshake(&mut opening, &self.counters, now);
+    }
+
     /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5). The SYN is sent again `retries` times at
     /// most, 0 for the default.
     pub(super) fn connect(&mut self, cid: Cid, retries: u32, now: Instant) -> Result<u32, Refusal> {

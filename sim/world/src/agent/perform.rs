@@ -8,7 +8,7 @@ use crate::machine::Machine;
 use crate::port::{Fuse, Lane, Port};
 use crate::trace::Trace;
 use baton_abi::layout::{Owner, block, nic, slot};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Control, LOST_QUEUE, Message, Operation};
 use baton_image::{Image, NicState, Stay};
 use baton_moves::{Action, Outcome, Phase, Refusal, Source, Step};
 use baton_recovery::{
@@ -357,7 +357,7 @@ impl Performer<'_> {
             replay.send(&mut kernel, |seq, out| receive.read(seq, out));
         }
         // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
-        self.ask(&Action::Replay, Control::Cancel, 1)
+        self.ask(&Action::Replay, Control::Cancel, LOST_QUEUE)
     }
 
     fn memory(&self) -> Option<Memory> {
@@ -417,7 +417,7 @@ impl Performer<'_> {
     fn give_up(&mut self) {
         self.connection.block.set_owner(Owner::Nic);
         if let Some(cid) = self.connection.cid {
-            let _ = self.agent.nic.post(self.machine, Message::control(Operation::NicControl, Control::Cancel, cid, 1, 0));
+            let _ = self.agent.nic.post(self.machine, Message::control(Operation::NicControl, Control::Cancel, cid, LOST_QUEUE, 0));
             self.agent.nic.inbox.stop_waiting(cid);
         }
         self.clear();

@@ -1,6 +1,6 @@
 //! Connections that the NIC has made are closed by it.
 
-use super::{address, bed, connect, connections, start, statistics, wait_for_server, wait_until};
+use super::{Program, address, bed, connect, connections, start, statistics, wait_for_server, wait_until};
 use crate::scratch::text;
 use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, address_b};
@@ -16,6 +16,7 @@ in_both_shapes! {
     the_nic_closes_what_it_has_made
     a_death_while_the_nic_closes_loses_nothing
     a_death_before_the_close_loses_nothing
+    a_closed_listener_resets_its_clients
 }
 
 /// A server that sends what it is asked for, so many bytes, and closes at once.
@@ -136,4 +137,50 @@ fn a_death_while_some_is_unread(beside: bool, length: usize, reason: &str) {
         assert_eq!(statistics(&bed).lost, 0);
         read_all(ask_for(&bed, 2560), 2560);
     }
+}
+
+/// A server that accepts nobody, and closes its listener when it is sent a line on standard input.
+const CLOSES: &str = "
+import select, socket, sys
+listener = socket.create_server(('', int(sys.argv[1])), backlog=100)
+select.select([listener], [], [])
+sys.stdin.readline()
+listener.close()
+sys.stdin.readline()
+";
+
+/// What was not accepted when a listener is closed is reset, whether it has sent anything or not: as natively.
+fn a_closed_listener_resets_its_clients(beside: bool) {
+    let bed = bed(beside);
+    for (with_baton, port) in [(false, 7001), (true, 7000)] {
+        let at = address(false, port);
+        let mut server = if with_baton {
+            start(&bed, &["python3", "-c", CLOSES, &port.to_string()])
+        } else {
+            let mut command = Command::new("python3");
+            command.args(["-c", CLOSES, &port.to_string()]).stdin(Stdio::piped());
+            Program(bed.host_a.spawn(&mut command).expect("a program"))
+        };
+        wait_until("a server", || connect(&bed, at).is_ok());
+        if with_baton {
+            wait_for_server(&bed, at);
+        }
+        let before = statistics(&bed).counters[Counter::Made as usize];
+        let clients: Vec<TcpStream> = (0..4).map(|_| connect(&bed, at).expect("a connection")).collect();
+        for mut client in clients.iter().take(2) {
+            client.write_all(&[7; 1000]).expect("room");
+        }
+        let made = if with_baton { 4 } else { 0 };
+        wait_until("all connections", || statistics(&bed).counters[Counter::Made as usize] == before + made);
+        server.0.stdin.as_mut().expect("its input").write_all(b"close\n").expect("a server");
+        for mut client in clients {
+            client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+            let read = client.read(&mut [0; 10]);
+            assert!(
+                read.as_ref().is_err_and(|error| error.kind() == std::io::ErrorKind::ConnectionReset),
+                "{read:?}, with Baton: {with_baton}"
+            );
+        }
+    }
+    assert_eq!(statistics(&bed).lost, 0);
 }
