@@ -133,10 +133,8 @@ static void play(int call, int asleep, int by_handler)
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");
-    if (may_move) {
-        until_on_nic(ends.server);
-        until_on_nic(ends.client);
-    }
+    while (may_move && !(is_on_nic(ends.server) && is_on_nic(ends.client)))
+        exchange(ends.client, ends.server, "hello\n");
     CHECK((set = epoll_create1(0)) >= 0 && epoll_ctl(set, EPOLL_CTL_ADD, ends.server, &event) == 0);
     call_of_thread = call;
     sleeps = asleep;
@@ -163,8 +161,9 @@ static void play(int call, int asleep, int by_handler)
         exchange(ends.server, ends.client, "hello\n");
         if (may_move) {
             CHECK(setsockopt(ends.server, IPPROTO_IP, IP_TOS, &tos, sizeof tos) == 0);
-            until_on_nic(ends.server);
-            exchange(ends.client, ends.server, "hello\n");
+            do
+                exchange(ends.client, ends.server, "hello\n");
+            while (!is_on_nic(ends.server));
         }
     } else {
         CHECK(shutdown(ends.client, SHUT_WR) == 0);
