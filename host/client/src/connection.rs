@@ -4,7 +4,7 @@
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
 use baton_linux::events;
-use baton_ring::Token;
+use baton_ring::{Token, give_way};
 use baton_shm::{MovableCircle, MovableParts, Region};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering, fence};
@@ -276,14 +276,14 @@ impl Connection {
     #[cold]
     fn wait_for_turn(&self, token: Token) -> bool {
         let busy = self.word(block::BUSY);
-        let mut spins = 0u32;
+        let mut round = 0u32;
         loop {
             match busy.compare_exchange(0, token, Ordering::SeqCst, RELAXED) {
                 Ok(_) => return true,
                 Err(holder) if holder == token => return false,
                 Err(_) => {
-                    spins += 1;
-                    if spins.is_multiple_of(64) { std::thread::yield_now() } else { std::hint::spin_loop() }
+                    give_way(round);
+                    round = round.saturating_add(1);
                 }
             }
         }

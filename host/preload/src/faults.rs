@@ -12,6 +12,7 @@ use crate::sections::Section;
 use crate::{process, real, signals, thread};
 use baton_client::guarded;
 use baton_linux::process::Undisturbed;
+use baton_ring::give_way;
 use libc::{c_int, c_void, siginfo_t};
 use std::cell::UnsafeCell;
 use std::mem::{MaybeUninit, size_of};
@@ -35,8 +36,9 @@ static INSTALLED: AtomicBool = AtomicBool::new(false);
 
 /// Uses the program's actions. The thread has blocked signals, or is in this library's handler.
 fn with_actions<T>(body: impl FnOnce(&mut [MaybeUninit<libc::sigaction>; 2]) -> T) -> T {
+    let mut rounds = 0..;
     while ACTIONS.taken.swap(true, Ordering::Acquire) {
-        std::thread::yield_now();
+        rounds.next().into_iter().for_each(give_way);
     }
     // SAFETY: this thread has set `taken`.
     let result = body(unsafe { &mut *ACTIONS.of.get() });

@@ -15,6 +15,7 @@ use crate::sections::{self, Section};
 use crate::{epoll, listening, process, real, rings, signals, starts, table, tcp, thread, udp, wait, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
+use baton_ring::give_way;
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -63,13 +64,15 @@ pub(crate) fn are_under_way() -> bool {
 /// Takes a lock that is never held for long. None if its holder may be the calling thread.
 pub(crate) fn hold<T>(mutex: &'static Mutex<T>) -> Held {
     let limit = wait::now() + PATIENCE;
+    let mut round = 0;
     loop {
         match mutex.try_lock() {
             Ok(guard) => return Some(Box::new(guard)),
             Err(TryLockError::Poisoned(guard)) => return Some(Box::new(guard.into_inner())),
             Err(TryLockError::WouldBlock) if wait::now() >= limit => return None,
-            Err(TryLockError::WouldBlock) => std::thread::yield_now(),
+            Err(TryLockError::WouldBlock) => give_way(round),
         }
+        round += 1;
     }
 }
 

@@ -5,6 +5,7 @@ use crate::thread::{self, fail, token};
 use crate::{faults, real};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
+use baton_ring::give_way;
 use libc::{c_int, c_ulong, c_void, socklen_t};
 use std::os::fd::BorrowedFd;
 
@@ -64,6 +65,7 @@ pub(crate) unsafe fn set(
     let given = if length as c_int >= 4 { faults::read(value.cast::<c_int>()) } else { None };
     // SAFETY: this function's `# Safety` is setsockopt(2)'s.
     let native = || unsafe { real::setsockopt(fd, level, option, value, length) };
+    let mut round = 0;
     let done = loop {
         let Some((connection, session)) = tcp.managed() else { break native() };
         let Some(entered) = session.shared.enter(connection, token()) else {
@@ -86,7 +88,8 @@ pub(crate) unsafe fn set(
             if queued.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock) {
                 // The NIC has not read the previous message yet.
                 drop(entered);
-                std::thread::yield_now();
+                give_way(round);
+                round += 1;
                 continue;
             }
         }
@@ -216,6 +219,7 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
     if how != libc::SHUT_WR {
         tcp.give_back("shutdown of receiving", Until::Again);
     }
+    let mut round = 0;
     loop {
         // SAFETY: no pointers are involved.
         let native = || unsafe { real::shutdown(fd, how) };
@@ -238,7 +242,11 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
         }
         match session.shared.shutdown(connection, token()) {
             Ok(()) => return 0,
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => std::thread::yield_now(),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                drop(entered);
+                give_way(round);
+                round += 1;
+            }
             Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => return fail(libc::EAGAIN) as c_int,
             Err(error) => return fail(thread::number(&error)) as c_int,
         }

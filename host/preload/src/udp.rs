@@ -13,6 +13,7 @@ use crate::signals::Mark;
 use crate::whole::Whole;
 use crate::{connecting, io, leaving, real, table, thread, wait};
 use baton_client::Datagrams;
+use baton_ring::give_way;
 use libc::{c_int, c_void, epoll_event, iovec, msghdr, pollfd, sockaddr, sockaddr_storage, socklen_t, ssize_t};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
@@ -520,7 +521,7 @@ unsafe fn send_by_nic(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> O
     // SAFETY: each vector names `iov_len` bytes of the program's (`# Safety`).
     let pieces = full.map(|vector| unsafe { std::slice::from_raw_parts(vector.iov_base.cast::<u8>(), vector.iov_len) });
     let canonical = SocketAddr::new(to.ip().to_canonical(), to.port());
-    let mut since = None;
+    let (mut since, mut round) = (None, 0);
     while !datagrams.send(shared, thread::token(), canonical, pieces.clone()) {
         let waited = wait::now() - *since.get_or_insert_with(wait::now);
         if !datagrams.is_on_nic() {
@@ -529,7 +530,8 @@ unsafe fn send_by_nic(udp: &Udp, fd: c_int, message: &msghdr, flags: c_int) -> O
         if waited > ROOM && !blocks(fd, flags) {
             return Some(thread::fail(libc::EAGAIN));
         }
-        std::thread::yield_now();
+        give_way(round);
+        round += 1;
     }
     thread::set_errno(errno);
     Some(length as ssize_t)

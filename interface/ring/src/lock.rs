@@ -4,9 +4,28 @@
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
 
 /// Identifies a thread that takes the lock: a number that no two threads share at a time. Not 0.
 pub type Token = u32;
+
+/// Rounds of [`give_way`] that keep the processor.
+const AWAKE: u32 = 1024;
+
+/// How long one that does not keep it sleeps.
+const NAP: Duration = Duration::from_micros(50);
+
+/// Waits a little for another thread, which is about to do something: round `round`, counted from 0. Most are done at once. But the other one
+/// may wait for this processor, and does not get it from a thread of a real-time priority (SCHED_FIFO) that only yields. So later rounds
+/// sleep.
+#[cold]
+pub fn give_way(round: u32) {
+    match round {
+        AWAKE.. => std::thread::sleep(NAP),
+        yields if yields % 64 == 63 => std::thread::yield_now(),
+        _ => core::hint::spin_loop(),
+    }
+}
 
 /// A value behind a spin lock, which is meant to be held for a few instructions.
 #[derive(Debug)]
@@ -41,15 +60,10 @@ impl<T> Lock<T> {
 
     #[cold]
     fn wait(&self, token: Token, mut holder: u32) -> Option<LockGuard<'_, T>> {
-        let mut spins = 0u32;
+        let mut round = 0u32;
         while holder != token {
-            spins += 1;
-            // The holder may be waiting for this core.
-            if spins.is_multiple_of(64) {
-                std::thread::yield_now();
-            } else {
-                core::hint::spin_loop();
-            }
+            give_way(round);
+            round = round.saturating_add(1);
             match self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed) {
                 Ok(_) => return Some(LockGuard { lock: self }),
                 Err(other) => holder = other,

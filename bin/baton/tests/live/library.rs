@@ -191,3 +191,11 @@ fn actions_are_the_programs() {
 fn short_waits_are_as_short_as_natively() {
     as_natively("limits", "short waits");
 }
+
+/// A thread of a real-time priority does not wait in a loop for an ordinary one that it keeps off the processor.
+#[test]
+fn a_real_time_thread_lets_others_go_on() {
+    for case in ["one connection", "two connections"] {
+        as_natively("priority", case);
+    }
+}
