@@ -169,6 +169,7 @@ impl OpenSession {
 
     /// Makes a session for one NIC from memory that exists already.
     pub fn with_memory(memory: Arc<Region>, bell: SessionBell) -> OpenSession {
+        memory.exclude_from_dumps(at::HEAP);
         let heap = Heap::new(at::HEAP, at::heap_end(memory.len()));
         let further = Vec::new();
         OpenSession {

@@ -59,7 +59,8 @@ pub struct Connection {
     asked_at: AtomicU16,
     /// Whoever waits for room waits until it is writable, so acknowledgements that free less wake nobody.
     patient: bool,
-    /// log2 of the bytes that the program may read before the NIC gets a message about it.
+    /// log2 of the bytes that the program may read before the NIC gets a message about it; 0 if its memory has no place among the program's
+    /// addresses, so that each byte counts as to be told, and nothing is read at once.
     report_shift: AtomicU8,
 }
 
@@ -165,7 +166,7 @@ impl Connection {
             error: AtomicU32::new(ALIVE),
             asked_at: AtomicU16::new(0),
             patient,
-            report_shift: AtomicU8::new(0),
+            report_shift: AtomicU8::new(REPORT_EVERY.ilog2() as u8),
         }
     }
 
@@ -322,14 +323,22 @@ impl Connection {
         let size = self.load(block::RECEIVE_SIZE);
         let receives = self.receive_memory().move_to(self.load(block::RECEIVE_BASE), size);
         let sends = self.send_memory().move_to(self.load(block::SEND_BASE), self.load(block::SEND_SIZE));
+        let is_inside = |base, size| {
+            let (base, size) = (self.load(base) as usize, self.load(size));
+            size.is_power_of_two() && base + size as usize <= self.memory.region().len()
+        };
+        let lacks = size > 0 && !(receives && sends);
+        let unmapped =
+            lacks && is_inside(block::RECEIVE_BASE, block::RECEIVE_SIZE) && is_inside(block::SEND_BASE, block::SEND_SIZE);
         // A connection that was never on the NIC has no memory.
-        if size > 0 && !(receives && sends) {
+        if lacks && !unmapped {
             self.set_ended(EIO);
         }
         copy(&self.read, block::READ_SEQ);
-        let usual = (self.receive_memory().length() / 8).clamp(1, REPORT_EVERY).ilog2();
+        let usual = (self.receive_memory().length() / 8).clamp(2, REPORT_EVERY).ilog2();
         let set = flags >> block::REPORT_SHIFT;
-        self.report_shift.store(if set == 0 { usual } else { set.min(usual) } as u8, RELAXED);
+        let shift = if set == 0 { usual } else { set.min(usual) };
+        self.report_shift.store(if unmapped { 0 } else { shift as u8 }, RELAXED);
         self.note_reported(self.load(block::READ_SEQ));
         copy(&self.received, block::RECEIVE_SEQ);
         copy(&self.queued, block::QUEUED_SEQ);
@@ -405,7 +414,12 @@ impl Connection {
 
     pub(crate) fn set_shut(&self, shut: bool) {
         self.shut.store(shut, RELAXED);
-        self.stopped.store(shut || self.ended().is_some(), RELAXED);
+        self.stopped.store(shut || self.ended().is_some() || self.is_unmapped(), RELAXED);
+    }
+
+    /// Whether its memory has no place among the program's addresses: the program can only have it restored.
+    pub fn is_unmapped(&self) -> bool {
+        self.report_shift.load(RELAXED) == 0
     }
 
     /// Returns the error and clears it, as SO_ERROR does.

@@ -3,6 +3,7 @@
 mod descriptors;
 mod events;
 mod longjmp;
+mod memory;
 mod processes;
 mod signals;
 mod stdio;

@@ -5,6 +5,7 @@
 
 use crate::call::{Call, sum};
 use crate::handover::Inside;
+use crate::process::Session;
 use crate::sections::{self, Section};
 use crate::table;
 use crate::tcp::Tcp;
@@ -451,6 +452,10 @@ unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, 
     if entered.owner != Owner::Nic {
         return native();
     }
+    if connection.is_unmapped() {
+        drop(entered);
+        return leave_unmapped(tcp, session);
+    }
     let left: usize = remaining(message, done).map(|vector| vector.iov_len).sum();
     // SAFETY: sendmsg(2) requires readable buffers (`# Safety`).
     let pieces = remaining(message, done).map(|vector| unsafe { bytes(vector.iov_base, vector.iov_len) });
@@ -729,6 +734,16 @@ unsafe fn receive_from_kernel(fd: c_int, message: &mut msghdr, from: usize, flag
     native(received)
 }
 
+/// Restores a connection whose memory has no place among the program's addresses (RLIMIT_AS).
+#[cold]
+fn leave_unmapped(tcp: &Tcp, session: &Session) -> Attempt {
+    if session.shared.has_ended() {
+        return Attempt::Failed(libc::EIO);
+    }
+    tcp.give_back("address space", Until::Never);
+    Attempt::Moving
+}
+
 /// One attempt to receive into the buffers after the first `done` bytes, without waiting.
 ///
 /// # Safety
@@ -754,6 +769,10 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
             tcp.took(*count);
         }
         return received;
+    }
+    if connection.is_unmapped() {
+        drop(entered);
+        return leave_unmapped(tcp, session);
     }
     if !message.msg_name.is_null() {
         message.msg_namelen = 0;

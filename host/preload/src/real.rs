@@ -124,6 +124,8 @@ real! {
     siglongjmp = c"siglongjmp": fn(to: *mut c_void, value: c_int) -> !;
     longjmp_checked = c"__longjmp_chk": fn(to: *mut c_void, value: c_int) -> !;
     sigset = c"sigset": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
+    mlockall = c"mlockall": fn(flags: c_int) -> c_int;
+    munlockall = c"munlockall": fn() -> c_int;
     prctl = c"prctl": fn(operation: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall = c"syscall": fn(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
 }

@@ -146,6 +146,14 @@ pub(crate) fn begin() {
     BEGUN.store(true, Ordering::Release);
 }
 
+/// Unlocks the tables, which mlockall(2) has locked as a whole with the program's memory.
+pub(crate) fn unlock() {
+    for (start, length) in [((&raw const TABLE).cast(), size_of::<Wiped>()), ((&raw const COPY).cast(), size_of::<Entries>())] {
+        // SAFETY: this library's own memory, whose pages may be written to disk, which changes nothing of what they hold.
+        unsafe { libc::munlock(start, length) };
+    }
+}
+
 /// Whether this process is a child that this library has not seen coming: it may take no lock, and has no plan.
 pub(crate) fn is_wiped() -> bool {
     BEGUN.load(Ordering::Relaxed) && !TABLE.is_whole.load(Ordering::Relaxed)

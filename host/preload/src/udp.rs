@@ -170,6 +170,12 @@ pub(crate) fn leave_session() {
     }
 }
 
+/// As [`table::unlock`](crate::table::unlock), for the table of these sockets.
+pub(crate) fn unlock() {
+    // SAFETY: this library's own memory, whose pages may be written to disk, which changes nothing of what they hold.
+    unsafe { libc::munlock((&raw const SOCKETS).cast(), size_of_val(&SOCKETS)) };
+}
+
 /// Takes the locks of what is kept, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
     vec![forks::hold(&POOL), forks::hold(&OURS)]

@@ -4,7 +4,7 @@
 use crate::nic::take_number;
 use crate::sandbox;
 use anyhow::{Context, Result};
-use baton_abi::layout::host_tcp;
+use baton_abi::layout::{host_tcp, session as session_layout};
 use baton_datapath::{HostWire, NoKernel, Worker, WorkerSettings};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
@@ -104,7 +104,9 @@ impl HostTcp {
             match self.channel.try_receive::<ToNic>() {
                 Ok((ToNic::Attach { session, .. }, descriptors)) => {
                     let memory = descriptors.into_iter().next().context("a session needs its memory")?;
-                    self.worker.attach(session, Arc::new(Region::map(memory)?));
+                    let memory = Region::map(memory)?;
+                    memory.exclude_from_dumps(session_layout::HEAP);
+                    self.worker.attach(session, Arc::new(memory));
                     self.channel.send(&ToAgent::Attached, &[])?;
                 }
                 Ok((ToNic::Detach(session), _)) => self.worker.detach_lent(session),

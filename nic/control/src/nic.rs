@@ -729,6 +729,7 @@ fn session_memory(reader: &Sender<(u32, ProgramBell)>, session: u32, descriptors
         anyhow::bail!("a session needs its memory and its doorbell");
     };
     let memory = Arc::new(Region::map(memory)?);
+    memory.exclude_from_dumps(layout::session::HEAP);
     let bell = ProgramBell { program: SessionBell::from_fd(program), nic: descriptors.next().map(SessionBell::from_fd) };
     reader.send((session, bell)).context("the worker has ended")?;
     Ok(memory)

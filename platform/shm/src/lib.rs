@@ -4,6 +4,7 @@
 mod copy;
 pub mod guarded;
 mod lines;
+mod pieces;
 mod pool;
 mod pulse;
 mod region;
@@ -11,6 +12,7 @@ mod thin;
 mod wide;
 
 pub use lines::{advise_huge, prefetch};
+pub use pieces::keep_unlocked;
 pub use pool::{Pool, Pooled, Shared};
 pub use pulse::{Pulse, Reading};
 pub use region::{Circle, MovableCircle, MovableParts, OutOfRegion, Region, RingWords, WordArray, node_mask};

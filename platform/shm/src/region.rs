@@ -2,6 +2,7 @@
 
 use crate::copy::copy_inline;
 use crate::guarded;
+use crate::pieces::{Pieces, exclude_from_dumps};
 use core::ops::{Deref, Range};
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
@@ -18,8 +19,11 @@ pub struct OutOfRegion;
 #[derive(Debug)]
 pub struct Region {
     base: NonNull<u8>,
+    /// Bytes that are mapped in any case.
     length: usize,
     fd: Option<OwnedFd>,
+    /// The rest, if it is mapped by pieces.
+    pieces: Option<Box<Pieces>>,
 }
 
 // SAFETY: the mapping is not bound to a thread, and it lives as long as the region. All accesses to it are atomic, or copies of
@@ -51,11 +55,29 @@ impl Region {
     /// # Errors
     /// `InvalidData` for unsealed memory, else the system's error.
     pub fn map(fd: OwnedFd) -> io::Result<Region> {
-        if !rustix::fs::fcntl_get_seals(&fd)?.contains(SealFlags::SHRINK) {
+        let length = Region::sealed_length(&fd)?;
+        Region::map_pages(length, libc::MAP_SHARED, Some(fd))
+    }
+
+    /// As [`Region::map`], but only the first `first` bytes, which are whole pages, are mapped at once, and the others by pieces when they
+    /// are first reached. A piece that cannot be mapped counts as outside. All is mapped where there is no place for that.
+    ///
+    /// # Errors
+    /// As [`Region::map`].
+    pub fn map_by_pieces(fd: OwnedFd, first: usize) -> io::Result<Region> {
+        let length = Region::sealed_length(&fd)?;
+        match Pieces::begin(fd.as_fd(), length, first.min(length)) {
+            Some((base, pieces)) => Ok(Region { base, length: first.min(length), fd: Some(fd), pieces: Some(Box::new(pieces)) }),
+            None => Region::map_pages(length, libc::MAP_SHARED, Some(fd)),
+        }
+    }
+
+    /// The length of memory that its maker cannot take away.
+    fn sealed_length(fd: &OwnedFd) -> io::Result<usize> {
+        if !rustix::fs::fcntl_get_seals(fd)?.contains(SealFlags::SHRINK) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "shared memory that is not sealed against shrinking"));
         }
-        let length = rustix::fs::fstat(&fd)?.st_size as usize;
-        Region::map_pages(length, libc::MAP_SHARED, Some(fd))
+        Ok(rustix::fs::fstat(fd)?.st_size as usize)
     }
 
     /// Maps `length` bytes of memory of the kernel's that has a fixed size, such as an array map's, whose descriptor does not
@@ -109,7 +131,7 @@ impl Region {
             return Err(io::Error::last_os_error());
         }
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Region { base, length, fd })
+        Ok(Region { base, length, fd, pieces: None })
     }
 
     /// Begins to load the `length` bytes at offset `at`, 512 of them at most. They may lie outside.
@@ -125,14 +147,30 @@ impl Region {
         }
     }
 
+    /// Keeps what lies from `at` on out of core files.
+    pub fn exclude_from_dumps(&self, at: usize) {
+        if let Some(base) = self.span(at, self.length.saturating_sub(at)) {
+            exclude_from_dumps(base.as_ptr(), self.length - at);
+        }
+    }
+
+    /// Unlocks what is mapped (mlockall(2)).
+    pub fn unlock(&self) {
+        match &self.pieces {
+            Some(pieces) => pieces.unlock(self.base),
+            // SAFETY: the region's own mapping. Whether its pages may be written to disk changes nothing of what they hold.
+            None => drop(unsafe { libc::munlock(self.base.as_ptr().cast(), self.length) }),
+        }
+    }
+
     /// Length in bytes.
     pub fn len(&self) -> usize {
-        self.length
+        self.pieces.as_ref().map_or(self.length, |pieces| pieces.whole)
     }
 
     /// Whether the length is 0.
     pub fn is_empty(&self) -> bool {
-        self.length == 0
+        self.len() == 0
     }
 
     /// The descriptor, if the memory can be shared with other processes.
@@ -144,10 +182,18 @@ impl Region {
     #[inline]
     pub fn span(&self, at: usize, length: usize) -> Option<NonNull<u8>> {
         if at > self.length || length > self.length - at {
-            return None;
+            return self.span_of_pieces(at, length);
         }
         // SAFETY: `at` is at most `self.length`, so that the result lies in the mapping or just behind it.
         Some(unsafe { self.base.add(at) })
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn span_of_pieces(&self, at: usize, length: usize) -> Option<NonNull<u8>> {
+        let reached = self.pieces.as_ref()?.reach(self.base, self.fd(), at, length);
+        // SAFETY: the bytes are mapped now, at this distance from the base, and stay so.
+        reached.then(|| unsafe { self.base.add(at) })
     }
 
     /// Copies the bytes at `at` out of the region.
@@ -240,9 +286,13 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: `map_pages` made this mapping with this length, and everything that refers to it borrows the region or holds an
-        // `Arc` of it.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.length) };
+        // SAFETY: `map_pages` or `Pieces` made these mappings, and everything that refers to them borrows the region or holds an `Arc` of it.
+        unsafe {
+            match &self.pieces {
+                Some(pieces) => pieces.unmap(self.base),
+                None => drop(libc::munmap(self.base.as_ptr().cast(), self.length)),
+            }
+        }
     }
 }
 
@@ -409,6 +459,11 @@ impl<const N: usize, const CIRCLES: usize> MovableParts<N, CIRCLES> {
         let parts = MovableParts { words, circles, base: region.base, region };
         parts.move_words(at);
         parts
+    }
+
+    /// The region.
+    pub fn region(&self) -> &Region {
+        &self.region
     }
 
     /// Moves the array to the words at `at`.
@@ -672,6 +727,48 @@ mod tests {
         parts.words()[15].store(8, Ordering::Relaxed);
         assert_eq!([64 + 60, 4092].map(|at| region.word32(at).load(Ordering::Relaxed)), [7, 8]);
         assert!(std::panic::catch_unwind(|| parts.move_words(4096 - 60)).is_err(), "they would end outside");
+    }
+
+    /// What is mapped by pieces is the same memory, and takes up no address that it does not use.
+    #[test]
+    fn pieces_are_mapped_when_they_are_reached() {
+        let region = Region::create("baton-test", (1 << 31) + 5 * 4096).unwrap();
+        let copy = || region.fd().unwrap().try_clone_to_owned().unwrap();
+        let pieces = Arc::new(Region::map_by_pieces(copy(), 8192).unwrap());
+        assert_eq!(pieces.len(), region.len());
+        assert_eq!(pieces.length, 8192, "there is a place for it");
+        let mapped = || pieces.pieces.as_ref().unwrap().ranges();
+        assert_eq!(mapped(), [(0, 8192)]);
+        let places = [0, 8190, 8196, 300_000, 8192 + (1 << 18) - 2, 1 << 30, region.len() - 4];
+        for at in places {
+            assert_eq!(pieces.write(at, &(at as u32).to_le_bytes()), Ok(()));
+        }
+        let mut out = [0; 4];
+        for at in places {
+            region.read(at, &mut out).unwrap();
+            assert_eq!(u32::from_le_bytes(out), at as u32);
+        }
+        assert_eq!(mapped().len(), 5, "the beginning, and four pieces: {:?}", mapped());
+        assert_eq!(mapped().last().unwrap().1, region.len());
+        assert_eq!(pieces.write(region.len() - 3, &out), Err(OutOfRegion));
+        assert_eq!(pieces.read(usize::MAX, &mut out), Err(OutOfRegion));
+        let circle = pieces.circle(8192 + (5 << 20), 1 << 20).unwrap();
+        circle.write(u32::MAX - 1, b"abcd");
+        region.read(8192 + (5 << 20), &mut out).unwrap();
+        assert_eq!(&out[..2], b"cd");
+        // Addresses that something else has.
+        let taken = pieces.base.as_ptr() as usize + 8192 + (100 << 18);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+        // SAFETY: a page where nothing is mapped.
+        let other = unsafe { libc::mmap(taken as *mut _, 4096, libc::PROT_NONE, flags, -1, 0) };
+        assert_eq!(other as usize, taken);
+        let before = mapped().len();
+        assert!(pieces.circle(8192 + (100 << 18), 4096).is_none() && mapped().len() == before);
+        drop((circle, pieces));
+        let again = Region::map_by_pieces(copy(), 8192).unwrap();
+        again.unlock();
+        assert_eq!(again.read(1 << 30, &mut out), Ok(()));
+        assert_eq!(u32::from_le_bytes(out), 1 << 30);
     }
 
     #[test]

@@ -546,7 +546,7 @@ static void served(void)
 
 /* All system calls that the library makes for itself, as its documentation has them. */
 #define LIBRARY \
-    SYS_statx, SYS_lseek, SYS_getdents64, SYS_readlink, SYS_readlinkat, SYS_fallocate, SYS_madvise, SYS_fcntl, SYS_dup3, SYS_socketpair, \
+    SYS_statx, SYS_lseek, SYS_getdents64, SYS_readlink, SYS_readlinkat, SYS_fallocate, SYS_munlock, SYS_madvise, SYS_fcntl, SYS_dup3, SYS_socketpair, \
     SYS_getpeername, SYS_setsockopt, SYS_sendto, SYS_recvfrom, SYS_sendmsg, SYS_recvmsg, SYS_shutdown, SYS_ioctl, SYS_accept4, SYS_ppoll, \
     SYS_epoll_ctl, SYS_epoll_wait, SYS_epoll_pwait, SYS_eventfd2, SYS_futex, SYS_clock_nanosleep, SYS_clock_gettime, SYS_getpid, SYS_gettid, \
     SYS_geteuid, SYS_tgkill, SYS_rt_tgsigqueueinfo, SYS_rt_sigprocmask, SYS_rt_sigaction, SYS_sched_getaffinity

@@ -192,6 +192,15 @@ fn short_waits_are_as_short_as_natively() {
     as_natively("limits", "short waits");
 }
 
+/// What a connection on the NIC adds to a program's address space, to what mlockall(2) locks, and to core files, is not session memory as a
+/// whole; and a program without address space for more goes on.
+#[test]
+fn session_memory_is_no_memory_of_the_programs() {
+    for case in ["address space", "locked", "locked before", "limited", "dumped"] {
+        as_natively("memory", case);
+    }
+}
+
 /// A thread of a real-time priority does not wait in a loop for an ordinary one that it keeps off the processor.
 #[test]
 fn a_real_time_thread_lets_others_go_on() {

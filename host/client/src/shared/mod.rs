@@ -155,11 +155,12 @@ impl Shared {
     /// # Errors
     /// If no agent listens there, or it is of another version.
     pub fn connect(path: &Path, opening: Opening, listener: Listener) -> io::Result<Shared> {
-        Self::open(path, opening, None, listener, OPEN_LIMIT, Ok)
+        Self::open(path, opening, None, listener, OPEN_LIMIT, Region::map, Ok)
     }
 
     /// As [`Shared::connect`], for a program that goes on without a session if the agent does not answer within a second (`TimedOut` or
-    /// `WouldBlock`). Each of the session's descriptors is passed through `renumber`, in the order of [`Shared::descriptors`].
+    /// `WouldBlock`), and maps of the session's memory what its connections use: one that has no place there is [`Connection::is_unmapped`].
+    /// Each of the session's descriptors is passed through `renumber`, in the order of [`Shared::descriptors`].
     ///
     /// # Errors
     /// See there.
@@ -169,7 +170,8 @@ impl Shared {
         listener: Listener,
         renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
     ) -> io::Result<Shared> {
-        Self::open(path, opening, None, listener, requests::LIMIT, renumber)
+        let map = |memory| Region::map_by_pieces(memory, at::HEAP);
+        Self::open(path, opening, None, listener, requests::LIMIT, map, renumber)
     }
 
     /// Opens a session for messages, whose packets come to `socket`.
@@ -177,7 +179,7 @@ impl Shared {
     /// # Errors
     /// If no agent listens at `path`, or it refuses; with the reason.
     pub(crate) fn connect_for_messages(path: &Path, opening: Opening, socket: BorrowedFd<'_>) -> io::Result<Shared> {
-        Self::open(path, opening, Some(socket), Listener(Box::new(|_| {})), OPEN_LIMIT, Ok)
+        Self::open(path, opening, Some(socket), Listener(Box::new(|_| {})), OPEN_LIMIT, Region::map, Ok)
     }
 
     fn open(
@@ -186,6 +188,7 @@ impl Shared {
         socket: Option<BorrowedFd<'_>>,
         listener: Listener,
         limit: Duration,
+        map: impl FnOnce(OwnedFd) -> io::Result<Region>,
         mut renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
     ) -> io::Result<Shared> {
         let channel = Channel::connect_within(path, limit).map_err(|error| {
@@ -221,7 +224,8 @@ impl Shared {
         if further.len() >= MAX_NICS {
             return Err(protocol_error("there are too many NICs"));
         }
-        let memory = Arc::new(Region::map(memory)?);
+        let memory = Arc::new(map(memory)?);
+        memory.exclude_from_dumps(at::HEAP);
         Ok(Shared::new(number, channel, memory, SessionBell::from_fd(bell), further, listener))
     }
 
@@ -290,6 +294,11 @@ impl Shared {
             *place = fd;
         }
         all
+    }
+
+    /// Unlocks the session's memory, which mlockall(2) has locked with the program's.
+    pub fn unlock_memory(&self) {
+        self.memory.unlock();
     }
 
     /// What a connection's NIC is sent commands by.

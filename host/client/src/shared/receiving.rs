@@ -52,7 +52,7 @@ impl Shared {
     pub(super) fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
         let end = read.wrapping_add(out.len() as u32);
-        if !connection.receive_memory().read(read, out) {
+        if connection.is_unmapped() || !connection.receive_memory().read(read, out) {
             return 0;
         }
         if should_report(connection, end) && self.report_read(connection, token, end).is_err() {

@@ -1,0 +1,165 @@
+//! Regions of which a process maps what it uses.
+//!
+//! Session memory is gigabytes, of which a program uses some: all of it would count as the program's address space (RLIMIT_AS), be locked by
+//! mlockall(2) and be written into core files. So its beginning is mapped at once, and the rest by pieces, when they are first reached.
+//! The addresses of the others are not reserved, which would count as well. They are far below those that the kernel gives out, and a
+//! piece whose addresses have been taken nevertheless cannot be mapped.
+
+use core::mem::MaybeUninit;
+use core::ptr::NonNull;
+use core::sync::atomic::{AtomicBool, Ordering};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Bytes of a piece: as many as a connection begins with in each direction.
+const PIECE: usize = 1 << 18;
+
+/// Bytes between the region's end and the addresses that the kernel gives out. A smaller one where something stands at the first: a sanitizer
+/// lets its program have addresses near the top only.
+const DISTANCES: [usize; 2] = [1 << 44, 1 << 38];
+
+/// What is mapped from now on would be locked: see [`keep_unlocked`].
+static LOCKING: AtomicBool = AtomicBool::new(false);
+
+/// Says whether the process locks what it maps from now on (mlockall(2), MCL_FUTURE). Pieces stay unlocked: they take the place of memory of
+/// the kernel's, which does not count.
+pub fn keep_unlocked(locking: bool) {
+    LOCKING.store(locking, Ordering::Release);
+}
+
+/// What is mapped of a region.
+#[derive(Debug)]
+pub(crate) struct Pieces {
+    /// Bytes of the region, and of its beginning.
+    pub whole: usize,
+    first: usize,
+    /// For each piece behind the beginning whether it is mapped.
+    mapped: Box<[AtomicBool]>,
+    /// Held while something is mapped.
+    mapping: Mutex<()>,
+}
+
+/// Maps bytes of a descriptor at exactly this address.
+fn map_at(address: usize, length: usize, fd: BorrowedFd<'_>, offset: usize) -> io::Result<NonNull<u8>> {
+    let locking = LOCKING.load(Ordering::Acquire);
+    let whole = libc::PROT_READ | libc::PROT_WRITE;
+    let protection = if locking { libc::PROT_NONE } else { whole };
+    let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
+    // SAFETY: a mapping where there is none. Kernels before 4.17 take the address as a wish.
+    let base = unsafe { libc::mmap(address as *mut _, length, protection, flags, fd.as_raw_fd(), offset as i64) };
+    if base == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the mapping that was just made. It is made readable after it is unlocked, so that no page of it is filled.
+    let unlocked = || unsafe { libc::munlock(base, length) == 0 && libc::mprotect(base, length, whole) == 0 };
+    match NonNull::new(base.cast()) {
+        Some(made) if base as usize == address && (!locking || unlocked()) => Ok(made),
+        _ => {
+            // SAFETY: as above; nobody uses it.
+            unsafe { libc::munmap(base, length) };
+            Err(io::ErrorKind::AddrInUse.into())
+        }
+    }
+}
+
+/// An address far below those that the kernel gives out now.
+fn low_address(distance: usize, length: usize) -> Option<usize> {
+    const ALIGNMENT: usize = 1 << 21;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: a page at an address of the kernel's choice, which nobody uses.
+    let given = unsafe {
+        let page = libc::mmap(core::ptr::null_mut(), 4096, libc::PROT_NONE, flags, -1, 0);
+        if page == libc::MAP_FAILED {
+            return None;
+        }
+        libc::munmap(page, 4096);
+        page as usize
+    };
+    Some(given.checked_sub(distance + length)? & !(ALIGNMENT - 1))
+}
+
+impl Pieces {
+    /// Maps the first `first` bytes of the `whole` ones of a descriptor. None if there is no place for them.
+    pub fn begin(fd: BorrowedFd<'_>, whole: usize, first: usize) -> Option<(NonNull<u8>, Pieces)> {
+        let place = |distance| map_at(low_address(distance, whole)?, first, fd, 0).ok();
+        let base = DISTANCES.into_iter().find_map(place)?;
+        let mapped = (0..(whole - first).div_ceil(PIECE)).map(|_| AtomicBool::new(false)).collect();
+        let pieces = Pieces { whole, first, mapped, mapping: Mutex::default() };
+        Some((base, pieces))
+    }
+
+    /// Maps what is not mapped yet of the `length` bytes at `at`. False if they lie outside, or there is no place for them.
+    pub fn reach(&self, base: NonNull<u8>, fd: Option<BorrowedFd<'_>>, at: usize, length: usize) -> bool {
+        let Some(fd) = fd.filter(|_| at <= self.whole && length <= self.whole - at) else { return false };
+        let piece = |at: usize| at.saturating_sub(self.first) / PIECE;
+        let end = (at + length).saturating_sub(self.first).div_ceil(PIECE);
+        let is_mapped = |piece: usize| self.mapped[piece].load(Ordering::Acquire);
+        if (piece(at)..end).all(is_mapped) {
+            return true;
+        }
+        // A signal handler that needed a piece would wait for the lock for ever.
+        let mut before = MaybeUninit::uninit();
+        // SAFETY: room for the mask, which the kernel fills in, and a mask that lives.
+        unsafe {
+            let mut all = MaybeUninit::uninit();
+            libc::sigfillset(all.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_BLOCK, all.as_ptr(), before.as_mut_ptr());
+        }
+        let one = self.mapping();
+        let done = (piece(at)..end).all(|piece| is_mapped(piece) || self.map(base, fd, piece));
+        drop(one);
+        // SAFETY: the mask from above.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut()) };
+        done
+    }
+
+    fn mapping(&self) -> MutexGuard<'_, ()> {
+        self.mapping.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn map(&self, base: NonNull<u8>, fd: BorrowedFd<'_>, piece: usize) -> bool {
+        let (from, to) = self.bounds(piece);
+        let Ok(made) = map_at(base.as_ptr() as usize + from, to - from, fd, from) else { return false };
+        exclude_from_dumps(made.as_ptr(), to - from);
+        self.mapped[piece].store(true, Ordering::Release);
+        true
+    }
+
+    fn bounds(&self, piece: usize) -> (usize, usize) {
+        let from = self.first + piece * PIECE;
+        (from, (from + PIECE).min(self.whole))
+    }
+
+    /// The ranges that are mapped.
+    pub fn ranges(&self) -> Vec<(usize, usize)> {
+        let mapped = self.mapped.iter().enumerate().filter(|(_, mapped)| mapped.load(Ordering::Acquire));
+        let pieces = mapped.map(|(piece, _)| self.bounds(piece));
+        core::iter::once((0, self.first)).chain(pieces).collect()
+    }
+
+    /// Unlocks what is mapped.
+    pub fn unlock(&self, base: NonNull<u8>) {
+        for (from, to) in self.ranges() {
+            // SAFETY: a range of the region's own mappings. Whether its pages may be written to disk changes nothing of what they hold.
+            unsafe { libc::munlock(base.as_ptr().add(from).cast(), to - from) };
+        }
+    }
+
+    /// Unmaps everything.
+    ///
+    /// # Safety
+    /// Nobody may use the region any more.
+    pub unsafe fn unmap(&self, base: NonNull<u8>) {
+        for (from, to) in self.ranges() {
+            // SAFETY: a range of the region's own mappings, which nobody uses any more (`# Safety`).
+            unsafe { libc::munmap(base.as_ptr().add(from).cast(), to - from) };
+        }
+    }
+}
+
+/// Keeps memory out of core files.
+pub(crate) fn exclude_from_dumps(base: *mut u8, length: usize) {
+    // SAFETY: it changes what a core file contains, not the memory. It may fail, which leaves the memory in.
+    unsafe { libc::madvise(base.cast(), length, libc::MADV_DONTDUMP) };
+}
