@@ -39,7 +39,7 @@ static struct pair connected(void)
 /* More than one connection's memory. */
 static void use(struct pair pair)
 {
-    static char sent[100000], got[sizeof sent];
+    static char sent[40000], got[sizeof sent];
     for (size_t at = 0; at < sizeof sent; at++)
         sent[at] = at * 7 / 5;
     for (int round = 0; round < 20; round++) {
@@ -66,7 +66,7 @@ static void locked(void)
     CHECK(whole < MOST + MOST_LOCKED);
     CHECK(munlockall() == 0 && mlockall(MCL_CURRENT | MCL_FUTURE) == 0);
     before = status("VmLck");
-    for (int at = 0; at < 40; at++)
+    for (int at = 0; at < 20; at++)
         use(connected());
     CHECK(status("VmLck") < before + MOST_LOCKED);
     void *own = mmap(NULL, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -133,7 +133,7 @@ int main(int count, char **words)
     } cases[] = {
         {"address space", address_space}, {"locked", locked}, {"locked before", locked_before}, {"limited", limited}, {"dumped", dumped},
     };
-    alarm(40);
+    alarm(120);
     CHECK(count > 1);
     moved = count > 2 && strcmp(words[2], "moved") == 0;
     for (unsigned at = 0; at < sizeof cases / sizeof *cases; at++)
