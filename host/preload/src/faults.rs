@@ -251,6 +251,7 @@ macro_rules! plain {
 
 plain!(
     u8,
+    u16,
     c_int,
     u32,
     u64,

@@ -111,7 +111,8 @@ fn import(message: &msghdr) -> Option<(msghdr, Vec<iovec>)> {
 /// As send(2).
 #[inline(always)]
 pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> bool {
-    if flags & !PLAIN_SEND != 0 {
+    // What is to wait for more is no plain message to the NIC.
+    if flags & !(PLAIN_SEND & !libc::MSG_MORE) != 0 {
         return false;
     }
     let Some((connection, session)) = table::in_tcp(fd, Tcp::managed) else { return false };
@@ -459,7 +460,7 @@ unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, 
     let left: usize = remaining(message, done).map(|vector| vector.iov_len).sum();
     // SAFETY: sendmsg(2) requires readable buffers (`# Safety`).
     let pieces = remaining(message, done).map(|vector| unsafe { bytes(vector.iov_base, vector.iov_len) });
-    attempt(session.shared.send_pieces(connection, token(), left, pieces))
+    attempt(session.shared.send_pieces(connection, token(), (left, flags & libc::MSG_MORE != 0), pieces))
 }
 
 /// Fast path of recv(2) into one buffer: the connection is on the NIC, and data waits. None, with nothing received, in any other

@@ -10,7 +10,7 @@ pub mod record;
 
 pub use address::{AddressEntry, AddressState};
 pub use message::{
-    ALREADY_HERE, ANSWER, Cid, Control, ENDED, FETCH, FOR_AGENT, LOST_QUEUE, MORE, Message, NOT_YET, Operation, RESET_PEER, RestoreCause, add_length,
-    counts_bytes, is_plain_send, join_sends,
+    ALREADY_HERE, ANSWER, Cid, Control, ENDED, FETCH, FOR_AGENT, HOLD, LOST_QUEUE, MORE, Message, NOT_YET, Operation, RESET_PEER,
+    RestoreCause, add_length, counts_bytes, is_plain_send, join_sends,
 };
 pub use record::Record;

@@ -260,12 +260,15 @@ pub const ANSWER: u16 = 2;
 /// released such a message.
 pub const FETCH: u16 = 4;
 
+/// Flag of `nic_send`: the program has more to send (MSG_MORE). What does not fill a segment waits for that, for 200 ms at most.
+pub const HOLD: u16 = 8;
+
 /// One message, 16 bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Message {
     /// The operation.
     pub operation: Operation,
-    /// The [`Control`] number of a control message; [`MORE`], [`ANSWER`] and [`FETCH`] in `nic_send`; else 0.
+    /// The [`Control`] number of a control message; [`MORE`], [`ANSWER`], [`FETCH`] and [`HOLD`] in `nic_send`; else 0.
     pub kind: u16,
     /// The connection.
     pub cid: Cid,

@@ -14,7 +14,7 @@ const DIFFERENCES: &[(&str, &str)] = &[
 ];
 
 /// What the program prints, a line a call.
-fn play(program: &Path, scratch: &Scratch, how: Option<&str>, arguments: &[&str]) -> Vec<String> {
+pub(crate) fn play(program: &Path, scratch: &Scratch, how: Option<&str>, arguments: &[&str]) -> Vec<String> {
     let namespace = Namespace::new().expect("a namespace");
     let mut command = match how {
         None => {
@@ -42,7 +42,7 @@ fn play(program: &Path, scratch: &Scratch, how: Option<&str>, arguments: &[&str]
     lines
 }
 
-fn compare(how: &str, arguments: &[&str], native: &[String], ours: &[String]) {
+pub(crate) fn compare(how: &str, arguments: &[&str], native: &[String], ours: &[String]) {
     let on_nic = arguments.contains(&"moved");
     let is_known = |line: &str| on_nic && DIFFERENCES.iter().any(|(call, _)| line.contains(call));
     let different = native.iter().zip(ours).filter(|(native, ours)| native != ours && !is_known(native));

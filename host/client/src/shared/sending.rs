@@ -4,7 +4,7 @@ use super::{Lane, RELAXED, Shared, bad_address, broken_pipe, would_block};
 use crate::connection::{Connection, Inside};
 use crate::rules::{Interface, Nagle};
 use baton_abi::layout::{ANSWERED, block};
-use baton_abi::{ANSWER, Control, FETCH, MORE, Message, Operation};
+use baton_abi::{ANSWER, Control, FETCH, HOLD, MORE, Message, Operation};
 use baton_handoff::send_buffer::queue_limit;
 use baton_linux::process;
 use baton_ring::{Producer, Token};
@@ -33,10 +33,11 @@ impl Shared {
     /// connection.
     #[inline]
     pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
-        self.send_pieces(connection, token, bytes.len(), std::iter::once(bytes))
+        self.send_pieces(connection, token, (bytes.len(), false), std::iter::once(bytes))
     }
 
-    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one.
+    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one. What does not fill a segment waits for more
+    /// if it is `held` (MSG_MORE) and there is room for all of it.
     ///
     /// # Errors
     /// See there.
@@ -44,7 +45,7 @@ impl Shared {
         &self,
         connection: &Connection,
         token: Token,
-        total: usize,
+        (total, held): (usize, bool),
         pieces: impl Iterator<Item = &'a [u8]>,
     ) -> io::Result<usize> {
         if connection.stopped.load(RELAXED) {
@@ -91,7 +92,8 @@ impl Shared {
             }
             return Ok(length as usize);
         }
-        let answer = if self.interface == Interface::Handshake { ANSWER } else { 0 };
+        let held = if held && length as usize == total { HOLD } else { 0 };
+        let answer = held | if self.interface == Interface::Handshake { ANSWER } else { 0 };
         let mut push = |seq: u32, length: u32, kind: u16| {
             let message = Message::new(Operation::NicSend, connection.cid(), memory.offset_of(seq), length);
             let _ = commands.push(Message { kind, ..message }.to_words());

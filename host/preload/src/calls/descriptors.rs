@@ -9,6 +9,7 @@ use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
 use crate::whole::Whole;
 use crate::{faults, leaving, options, process, real, udp, worth};
+use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
 
@@ -132,6 +133,19 @@ pub unsafe extern "C-unwind" fn accept4(fd: c_int, address: *mut sockaddr, lengt
     unsafe { accept_from(fd, address, length, flags, || real::accept4(fd, address, length, flags)) }
 }
 
+/// Dissolves the association of a socket, whose connection must be the kernel's: of one on the NIC that would be the shell.
+fn dissolve(tcp: &'static Tcp, native: impl Fn() -> c_int) -> c_int {
+    /// How often it is asked for, each time as often as that may be refused.
+    const ATTEMPTS: u32 = 10;
+    for _ in 0..ATTEMPTS {
+        tcp.give_back("connect", Until::Never);
+        if let Some(done) = tcp.undisturbed(|owner| (owner != Some(Owner::Nic)).then(&native)) {
+            return done;
+        }
+    }
+    native()
+}
+
 /// Intercepts the C library's `connect`.
 ///
 /// # Safety
@@ -153,7 +167,10 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
     if let Some(result) = unsafe { connecting::connect(tcp, fd, address, length) } {
         return result;
     }
-    // A connected socket may be connected anew, or disconnected.
+    if length >= 2 && faults::read(address.cast::<u16>()) == Some(libc::AF_UNSPEC as u16) {
+        // SAFETY: the program's own arguments (`# Safety`). The call does not wait.
+        return dissolve(tcp, || unsafe { real::connect(fd, address, length) });
+    }
     tcp.give_back("connect", Until::Again);
     let inside = tcp.enter_kernel();
     drop(section);
@@ -429,6 +446,9 @@ pub unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, argument: *mu
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::ioctl(fd, request, argument) };
     };
+    if request == libc::FIOASYNC && faults::read(argument.cast::<c_int>().cast_const()).is_some_and(|on| on != 0) {
+        tcp.give_back("O_ASYNC", Until::Never);
+    }
     let done = match tcp.enter_kernel() {
         // SAFETY: the program's own arguments (`# Safety`).
         Some(_inside) => unsafe { real::ioctl(fd, request, argument) },

@@ -204,11 +204,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let mut bytes = [0u8; MAX_ENCODED];
         let read = self.nic_memory.read(nic::scratch(cid.slot()) + scratch::IMAGE, &mut bytes);
         let Some(image) = read.ok().and_then(|()| Image::decode(&bytes).ok()) else { return };
-        let mut opening = Opening {
-            tcp: Connection::from_image(&image, None, FIRST_WINDOW, now),
-            flow: image.flow,
-            link: image.link,
-        };
+        let mut opening =
+            Opening { tcp: Connection::from_image(&image, None, FIRST_WINDOW, now), flow: image.flow, link: image.link };
         opening.tcp.abort();
         self.output.send_handshake(&mut opening, &self.counters, now);
     }

@@ -9,7 +9,7 @@ use crate::offloaded::{Offloaded, Pending};
 use crate::partial::Path;
 use crate::peers::Call;
 use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
-use baton_abi::{ANSWER, Cid, Control, FETCH, MORE, Message, Operation, is_plain_send, join_sends};
+use baton_abi::{ANSWER, Cid, Control, FETCH, HOLD, MORE, Message, Operation, is_plain_send, join_sends};
 use baton_device::Device;
 use baton_moderation::Moderator;
 use baton_ring::{Consumer, Full, Producer, has_sleeper, note_rung, wants_ring};
@@ -396,8 +396,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// same connection leave together: its slot is `unsent` until another message comes, or [`Worker::send_queued`] is called.
     fn run_program_message(&mut self, session: usize, message: &Message, unsent: &mut Option<u32>, now: Instant) -> bool {
         let index = message.cid.slot();
-        // What a message with MORE begins does not leave with what came before.
-        let joins = message.operation == Operation::NicSend && message.kind & MORE == 0 && *unsent == Some(index);
+        // What a message with MORE or HOLD begins does not leave with what came before.
+        let joins = message.operation == Operation::NicSend && message.kind & (MORE | HOLD) == 0 && *unsent == Some(index);
         if !joins {
             self.send_queued(unsent.take(), now);
         }
@@ -472,13 +472,18 @@ impl<H: Device, W: Device> Worker<H, W> {
             _ => false,
         };
         offloaded.note_events(events);
-        if message.operation == Operation::NicSend && events.is_empty() {
+        let holds = message.operation == Operation::NicSend && message.kind & HOLD != 0;
+        if message.operation == Operation::NicSend && events.is_empty() && !holds {
             if message.kind & MORE == 0 {
                 *unsent = Some(index);
             }
             return accepted;
         }
+        // As under a cork that is taken off at once: whatever else makes this end send takes what waits along (as in Linux).
+        let corked = offloaded.tcp.is_corked();
+        offloaded.tcp.set_cork(corked || holds);
         self.output.send_all(offloaded, &self.counters, now);
+        offloaded.tcp.set_cork(corked);
         self.follow_up(index, events);
         accepted
     }

@@ -9,7 +9,7 @@ mod links;
 mod stage;
 
 use baton_abi::layout::{nic, scratch, session, slot};
-use baton_abi::{Cid, Control, ENDED, MORE, Message, Operation, RestoreCause};
+use baton_abi::{Cid, Control, ENDED, HOLD, MORE, Message, Operation, RestoreCause};
 use baton_datapath::WorkerSettings;
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED, NicState};
@@ -273,6 +273,46 @@ fn two_pieces_of_one_send_leave_together() {
     assert!(frames(&[Message::control(Operation::NicControl, Control::NoDelay, cid, 0, 0)]).is_empty());
     assert_eq!(frames(&[Message { kind: MORE, ..send(0, 500) }, send(500, 300)]), [800]);
     assert_eq!(frames(&[send(800, 10)]), [0usize; 0], "a small segment is unacknowledged");
+}
+
+/// Of what comes with MSG_MORE full segments leave. The rest leaves with what the program sends next, or after 200 ms.
+#[test]
+fn what_is_held_waits_for_more() {
+    let cid = Cid::new(0, 1);
+    let heap = session::HEAP as u32 + BUFFER;
+    let send = |at: u32, length: u32| Message::new(Operation::NicSend, cid, heap + 1 + at, length);
+    let held = |at: u32, length: u32| Message { kind: HOLD, ..send(at, length) };
+    let frames = |stage: &mut Stage, messages: &[Message]| {
+        for message in messages {
+            stage.programs[0].commands.push(message.to_words()).unwrap();
+        }
+        stage.programs[0].commands.publish();
+        stage.worker.poll(stage.now);
+        let mut lengths = Vec::new();
+        while stage.far.receive(&mut stage.frame) {
+            lengths.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length);
+        }
+        lengths
+    };
+    let mut stage = Stage::new();
+    assert_eq!(frames(&mut stage, &[held(0, 500)]), [0usize; 0]);
+    assert_eq!(frames(&mut stage, &[send(500, 300)]), [800], "with what comes next");
+    let mut stage = Stage::new();
+    assert_eq!(frames(&mut stage, &[held(0, 500), held(500, 600), send(1100, 10)]), [1110]);
+    let mut stage = Stage::new();
+    assert_eq!(frames(&mut stage, &[held(0, 2000)]), [1448], "what is full");
+    assert_eq!(frames(&mut stage, &[send(2000, 10)]), [562]);
+    let mut stage = Stage::new();
+    assert_eq!(frames(&mut stage, &[send(0, 100), held(100, 100)]), [100], "what came before does not wait");
+    let mut stage = Stage::new();
+    assert_eq!(frames(&mut stage, &[held(0, 500)]), [0usize; 0]);
+    for millis in [100, 199, 205] {
+        let start = stage.now;
+        stage.now = start.after(millis * 1000);
+        let waits = frames(&mut stage, &[]);
+        stage.now = start;
+        assert_eq!(waits, if millis < 200 { vec![] } else { vec![500] }, "after {millis} ms");
+    }
 }
 
 /// "Fragmentation needed" for a segment in flight: it is cut and sent again. One for what was never sent, or with a wrong

@@ -417,7 +417,8 @@ impl Performer<'_> {
     fn give_up(&mut self) {
         self.connection.block.set_owner(Owner::Nic);
         if let Some(cid) = self.connection.cid {
-            let _ = self.agent.nic.post(self.machine, Message::control(Operation::NicControl, Control::Cancel, cid, LOST_QUEUE, 0));
+            let _ =
+                self.agent.nic.post(self.machine, Message::control(Operation::NicControl, Control::Cancel, cid, LOST_QUEUE, 0));
             self.agent.nic.inbox.stop_waiting(cid);
         }
         self.clear();
