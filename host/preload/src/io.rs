@@ -222,7 +222,8 @@ fn total(message: &msghdr) -> usize {
     (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
 }
 
-fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
+/// Whether a call fails where it would have to wait.
+pub(crate) fn does_not_wait(tcp: &Tcp, fd: c_int, flags: c_int) -> bool {
     if flags & libc::MSG_DONTWAIT != 0 || tcp.is_nonblocking() {
         return true;
     }

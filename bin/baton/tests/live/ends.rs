@@ -54,6 +54,7 @@ for round in range(200):
     peer.shutdown(socket.SHUT_WR)
     found = []
     if round & 2: found.append(one.recv(10))
+    # Waits: so that the reset comes a moment after the end, in the middle of a move or behind it.
     if round & 4: time.sleep(random.random() * 0.01)
     peer.close()
     found.append(poll(one, 0))

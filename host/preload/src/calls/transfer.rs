@@ -3,6 +3,7 @@
 use crate::call::{Call, sum};
 use crate::io::Arguments;
 use crate::sections::{self, Section};
+use crate::wait::{self, Wait, Want};
 use crate::{faults, io, leaving, real, table, thread, udp};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
@@ -581,7 +582,7 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         return unsafe { real::sendfile(out, from, offset, count) };
     }
     let mut buffer = vec![0u8; count.min(1 << 16)];
-    let mut done = 0usize;
+    let (mut done, mut wait) = (0usize, None);
     while done < count {
         if sections::is_withdrawn() {
             drop(section);
@@ -605,8 +606,16 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
             }
             return if done > 0 || got == 0 { done as ssize_t } else { -1 };
         }
+        // What has sent something waits here: a signal ends it, whatever the handler's flags.
+        let flags = libc::MSG_NOSIGNAL | if done > 0 { libc::MSG_DONTWAIT } else { 0 };
         // SAFETY: pread has just written `got` bytes to the buffer.
-        let sent = unsafe { io::send(Call::Flagged, tcp, out, buffer.as_ptr().cast(), got as usize, libc::MSG_NOSIGNAL) };
+        let sent = unsafe { io::send(Call::Flagged, tcp, out, buffer.as_ptr().cast(), got as usize, flags) };
+        if sent < 0 && done > 0 && thread::errno() == libc::EAGAIN && !io::does_not_wait(tcp, out, 0) {
+            let wait = wait.get_or_insert_with(|| Wait::new(io::deadline(out, libc::SO_SNDTIMEO), section.begun));
+            if wait::block(tcp, out, Want::Send, wait.after(done)).is_ok() {
+                continue;
+            }
+        }
         if sent < 0 {
             if done > 0 {
                 return done as ssize_t;
@@ -629,7 +638,8 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         if !noted {
             return thread::fail(libc::EFAULT);
         }
-        if (sent as usize) < got as usize {
+        // Without waiting less is sent than waits could send.
+        if (sent as usize) < got as usize && (flags & libc::MSG_DONTWAIT == 0 || io::does_not_wait(tcp, out, 0)) {
             break;
         }
     }
