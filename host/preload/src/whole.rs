@@ -134,11 +134,11 @@ pub(crate) fn end() {
 #[inline(never)]
 fn deliver() {
     let here = here();
-    let depth = here.depth.load(RELAXED);
-    if depth >= ONE {
+    if here.depth.load(RELAXED) >= ONE {
         return;
     }
-    here.depth.store(0, RELAXED);
+    // Up to here a signal may be deferred: while any bit is set.
+    let depth = here.depth.swap(0, RELAXED);
     if depth & DEFERRED != 0 {
         crate::signals::unblock(here.mask.load(RELAXED));
     }

@@ -16,7 +16,7 @@
 #define ROUNDS 10
 
 static struct pair ends;
-static int set, listener, silent[2], may_move, type;
+static int set, listener, silent[2], may_move, trips, type;
 static atomic_int thread, cleaned, calls;
 static char some[1 << 16];
 
@@ -159,7 +159,8 @@ static void play(int call, int asleep, int by_handler)
         int tos = 16;
         exchange(ends.client, ends.server, "hello\n");
         exchange(ends.server, ends.client, "hello\n");
-        if (may_move) {
+        if (may_move && trips++ % 8 == 0) {
+            /* Back, and there again, which the agent does after a second. */
             CHECK(setsockopt(ends.server, IPPROTO_IP, IP_TOS, &tos, sizeof tos) == 0);
             do
                 exchange(ends.client, ends.server, "hello\n");

@@ -18,7 +18,7 @@
 
 /* One end receives; the other sends, and receives nothing. */
 static struct pair ends;
-static int set, full, may_move;
+static int set, full, may_move, trips;
 static struct sockaddr_in nobody = {.sin_family = AF_INET};
 static sigjmp_buf back;
 static volatile sig_atomic_t armed, nests;
@@ -160,8 +160,8 @@ static void play(void (*calls)(int), int call)
     if (calls == sleep_in && call != 9) {
         exchange(ends.client, ends.server, "hello\n");
         exchange(ends.server, ends.client, "hello\n");
-        if (may_move) {
-            /* Back, and there again. */
+        if (may_move && trips++ % 8 == 0) {
+            /* Back, and there again, which the agent does after a second. */
             CHECK(setsockopt(ends.server, IPPROTO_IP, IP_TOS, &tos, sizeof tos) == 0);
             do
                 exchange(ends.client, ends.server, "hello\n");
