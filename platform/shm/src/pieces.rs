@@ -45,8 +45,9 @@ fn map_at(address: usize, length: usize, fd: BorrowedFd<'_>, offset: usize) -> i
     let locking = LOCKING.load(Ordering::Acquire);
     let whole = libc::PROT_READ | libc::PROT_WRITE;
     let protection = if locking { libc::PROT_NONE } else { whole };
-    let flags = libc::MAP_SHARED | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE;
-    // SAFETY: a mapping where there is none. Kernels before 4.17 take the address as a wish.
+    // Without MAP_FIXED_NOREPLACE, for which a sanitizer takes address 0 where its program may have none at this one.
+    let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
+    // SAFETY: a mapping where there is none: the address is a wish.
     let base = unsafe { libc::mmap(address as *mut _, length, protection, flags, fd.as_raw_fd(), offset as i64) };
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
