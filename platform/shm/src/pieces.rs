@@ -7,10 +7,10 @@
 
 use core::mem::MaybeUninit;
 use core::ptr::NonNull;
-use core::sync::atomic::{AtomicBool, Ordering};
+use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 /// Bytes of a piece: as many as a connection begins with in each direction.
 const PIECE: usize = 1 << 18;
@@ -64,26 +64,36 @@ fn map_at(address: usize, length: usize, fd: BorrowedFd<'_>, offset: usize) -> i
     }
 }
 
-/// An address far below those that the kernel gives out now.
-fn low_address(distance: usize, length: usize) -> Option<usize> {
-    const ALIGNMENT: usize = 1 << 21;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    // SAFETY: a page at an address of the kernel's choice, which nobody uses.
-    let given = unsafe {
-        let page = libc::mmap(core::ptr::null_mut(), 4096, libc::PROT_NONE, flags, -1, 0);
-        if page == libc::MAP_FAILED {
-            return None;
+/// Bytes between the beginnings of two regions of a process. None has more.
+const STRIDE: usize = 1 << 33;
+
+/// Regions of this process so far. One that is not used any more may still be mapped.
+static REGIONS: AtomicUsize = AtomicUsize::new(0);
+
+/// An address that the kernel has given out when the first region was made: all others are told from this one, so that no two overlap.
+fn given_address() -> Option<usize> {
+    static GIVEN: OnceLock<Option<usize>> = OnceLock::new();
+    *GIVEN.get_or_init(|| {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a page at an address of the kernel's choice, which nobody uses.
+        unsafe {
+            let page = libc::mmap(core::ptr::null_mut(), 4096, libc::PROT_NONE, flags, -1, 0);
+            (page != libc::MAP_FAILED && libc::munmap(page, 4096) == 0).then_some(page as usize)
         }
-        libc::munmap(page, 4096);
-        page as usize
-    };
-    Some(given.checked_sub(distance + length)? & !(ALIGNMENT - 1))
+    })
+}
+
+/// An address far below those that the kernel gives out, for the region of this number.
+fn low_address(distance: usize, number: usize) -> Option<usize> {
+    let below = distance + (1 + number % (distance / STRIDE)) * STRIDE;
+    Some(given_address()?.checked_sub(below)? & !(STRIDE - 1))
 }
 
 impl Pieces {
     /// Maps the first `first` bytes of the `whole` ones of a descriptor. None if there is no place for them.
     pub fn begin(fd: BorrowedFd<'_>, whole: usize, first: usize) -> Option<(NonNull<u8>, Pieces)> {
-        let place = |distance| map_at(low_address(distance, whole)?, first, fd, 0).ok();
+        let number = REGIONS.fetch_add(1, Ordering::Relaxed);
+        let place = |distance| map_at(low_address(distance, number).filter(|_| whole <= STRIDE)?, first, fd, 0).ok();
         let base = DISTANCES.into_iter().find_map(place)?;
         let mapped = (0..(whole - first).div_ceil(PIECE)).map(|_| AtomicBool::new(false)).collect();
         let pieces = Pieces { whole, first, mapped, mapping: Mutex::default() };

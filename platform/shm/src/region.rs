@@ -764,7 +764,12 @@ mod tests {
         assert_eq!(other as usize, taken);
         let before = mapped().len();
         assert!(pieces.circle(8192 + (100 << 18), 4096).is_none() && mapped().len() == before);
-        drop((circle, pieces));
+        // Another region is not in the way of what the first one still reaches, wherever the kernel gives out addresses by then.
+        let second = Region::map_by_pieces(copy(), 8192).unwrap();
+        assert_eq!(second.length, 8192, "there is a place for it");
+        let apart = (pieces.base.as_ptr() as usize).abs_diff(second.base.as_ptr() as usize);
+        assert!(apart >= region.len(), "{apart:#x} bytes apart");
+        drop((circle, pieces, second));
         let again = Region::map_by_pieces(copy(), 8192).unwrap();
         again.unlock();
         assert_eq!(again.read(1 << 30, &mut out), Ok(()));
