@@ -36,9 +36,10 @@ static INSTALLED: AtomicBool = AtomicBool::new(false);
 
 /// Uses the program's actions. The thread has blocked signals, or is in this library's handler.
 fn with_actions<T>(body: impl FnOnce(&mut [MaybeUninit<libc::sigaction>; 2]) -> T) -> T {
-    let mut rounds = 0..;
+    let mut round = 0u32;
     while ACTIONS.taken.swap(true, Ordering::Acquire) {
-        rounds.next().into_iter().for_each(give_way);
+        give_way(round);
+        round = round.saturating_add(1);
     }
     // SAFETY: this thread has set `taken`.
     let result = body(unsafe { &mut *ACTIONS.of.get() });
@@ -112,29 +113,36 @@ pub(crate) unsafe fn change(signal: c_int, new: *const libc::sigaction, old: *mu
     if !INSTALLED.load(Ordering::Acquire) || !process::is_mine() {
         return None;
     }
-    let _section = Section::enter()?;
-    let _undisturbed = Undisturbed::begin();
-    let (done, errno) = with_actions(|actions| {
+    // A bad pointer raises SIGSEGV here or at the end, as in the C library: nothing is held then that its handler needs.
+    // SAFETY: the program's own action (`# Safety`).
+    let next = unsafe { new.as_ref() }.copied();
+    let section = Section::enter()?;
+    let undisturbed = Undisturbed::begin();
+    let changed = with_actions(|actions| {
         let programs = &mut actions[at];
         // SAFETY: `begin` has read it.
         let before = unsafe { *programs.assume_init_ref() };
-        if !new.is_null() {
-            // SAFETY: the program's own action (`# Safety`).
-            let next = unsafe { *new };
+        if let Some(next) = next {
             // SAFETY: an action that lives.
             if unsafe { real::sigaction(signal, &instead(&next), std::ptr::null_mut()) } < 0 {
-                return (-1, thread::errno());
+                return Err(thread::errno());
             }
             *programs = MaybeUninit::new(next);
         }
-        if !old.is_null() {
-            // SAFETY: the program's own place for an action (`# Safety`).
-            unsafe { old.write(before) };
-        }
-        (0, thread::errno())
+        Ok(before)
     });
-    thread::set_errno(errno);
-    Some(done)
+    drop(undisturbed);
+    drop(section);
+    match changed {
+        Err(number) => {
+            thread::set_errno(number);
+            return Some(-1);
+        }
+        // SAFETY: the program's own place for an action (`# Safety`).
+        Ok(before) if !old.is_null() => unsafe { old.write(before) },
+        Ok(_) => {}
+    }
+    Some(0)
 }
 
 extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {

@@ -10,6 +10,7 @@
 
 use crate::whole::{self, Here, Whole};
 use crate::{leaving, process, real, sections, thread};
+use baton_ring::give_way;
 use libc::{c_int, c_long, c_void, sigaction, siginfo_t};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -89,8 +90,10 @@ struct Changing;
 
 impl Changing {
     fn begin() -> Changing {
+        let mut round = 0u32;
         while CHANGING.swap(true, Ordering::Acquire) {
-            std::thread::yield_now();
+            give_way(round);
+            round = round.saturating_add(1);
         }
         Changing
     }
@@ -117,25 +120,29 @@ pub(crate) unsafe fn change(signal: c_int, new: *const sigaction, old: *mut siga
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sigaction(signal, new, old) };
     };
-    let _whole = Whole::begin();
+    // A bad pointer raises SIGSEGV here or at the end, as in the C library: nothing is held then that its handler needs.
+    // SAFETY: the program's own action (`# Safety`).
+    let next = unsafe { new.as_ref() }.copied();
+    let whole = Whole::begin();
     // A child of vfork has actions of its own, but its parent's memory.
     let here = process::plan().is_some() && !process::is_borrowed();
-    let _changing = here.then(Changing::begin);
+    let changing = here.then(Changing::begin);
     let before = known.load(Ordering::Relaxed);
-    // SAFETY: the program's own action (`# Safety`), which the C library reads as well.
-    let next = unsafe { new.as_ref() }.filter(|next| here && is_handler(next));
-    if let Some(next) = next {
-        known.store(entry(next), Ordering::Relaxed);
+    let handler = next.filter(|next| here && is_handler(next));
+    if let Some(handler) = &handler {
+        known.store(entry(handler), Ordering::Relaxed);
     }
-    let ours = next.map(instead);
+    let kernels = handler.as_ref().map(instead).or(next);
     let mut last = MaybeUninit::uninit();
-    // SAFETY: a live action or the program's own, and room for one.
-    let done = unsafe { real::sigaction(signal, ours.as_ref().map_or(new, std::ptr::from_ref), last.as_mut_ptr()) };
+    // SAFETY: an action that lives, or none, and room for one.
+    let done =
+        unsafe { real::sigaction(signal, kernels.as_ref().map_or(std::ptr::null(), std::ptr::from_ref), last.as_mut_ptr()) };
     if done < 0 {
         known.store(before, Ordering::Relaxed);
-        return done;
     }
-    if !old.is_null() {
+    drop(changing);
+    drop(whole);
+    if done == 0 && !old.is_null() {
         // SAFETY: the call has just filled `last`; the program's own place for an action (`# Safety`).
         unsafe { old.write(programs(last.assume_init_ref(), before)) };
     }

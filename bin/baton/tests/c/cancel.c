@@ -2,23 +2,19 @@
  *
  * Their clean-up handlers run; nothing is left of the call: no descriptor, no lock; its connection works, and moves. */
 
-#include "sockets.h"
-#include <dirent.h>
+#include "ends.h"
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <sys/epoll.h>
 #include <sys/select.h>
 #include <sys/uio.h>
 
 #define ROUNDS 10
 
-static struct pair ends;
-static int set, listener, silent[2], may_move, trips, type;
+static int listener, silent[2], type;
 static atomic_int thread, cleaned, calls;
-static char some[1 << 16];
 
 static void clean(void *unused)
 {
@@ -116,26 +112,9 @@ static void until_asleep(int id)
     } while (strrchr(line, ')')[2] != 'S' || call[0] == 'r' || call[0] == '-' || atoi(call) == SYS_futex);
 }
 
-static int count_descriptors(void)
-{
-    DIR *all = opendir("/proc/self/fd");
-    int count = 0;
-    CHECK(all != NULL);
-    while (readdir(all) != NULL)
-        count++;
-    closedir(all);
-    return count;
-}
-
 static void play(int call, int asleep, int by_handler)
 {
-    struct epoll_event event = {.events = EPOLLIN};
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "hello\n");
-    exchange(ends.server, ends.client, "hello\n");
-    while (may_move && !(is_on_nic(ends.server) && is_on_nic(ends.client)))
-        exchange(ends.client, ends.server, "hello\n");
-    CHECK((set = epoll_create1(0)) >= 0 && epoll_ctl(set, EPOLL_CTL_ADD, ends.server, &event) == 0);
+    open_ends();
     call_of_thread = call;
     sleeps = asleep;
     for (int round = 0; round < ROUNDS; round++) {
@@ -155,24 +134,7 @@ static void play(int call, int asleep, int by_handler)
         CHECK(pthread_join(made, &result) == 0);
         CHECK(result == (by_handler ? (void *)7 : PTHREAD_CANCELED) && cleaned == 1);
     }
-    if (asleep && call < 10) {
-        int tos = 16;
-        exchange(ends.client, ends.server, "hello\n");
-        exchange(ends.server, ends.client, "hello\n");
-        if (may_move && trips++ % 8 == 0) {
-            /* Back, and there again, which the agent does after a second. */
-            CHECK(setsockopt(ends.server, IPPROTO_IP, IP_TOS, &tos, sizeof tos) == 0);
-            do
-                exchange(ends.client, ends.server, "hello\n");
-            while (!is_on_nic(ends.server));
-        }
-    } else {
-        CHECK(shutdown(ends.client, SHUT_WR) == 0);
-        while (recv(ends.server, some, sizeof some, 0) > 0)
-            ;
-        exchange(ends.server, ends.client, "hello\n");
-    }
-    CHECK(close(set) == 0 && close(ends.server) == 0 && close(ends.client) == 0);
+    close_ends(asleep && call < 10);
 }
 
 int main(int number, char **arguments)

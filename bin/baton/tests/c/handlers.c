@@ -218,6 +218,17 @@ static void nest(int signal)
 /* Older functions are among those that it calls. */
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
 
+/* A bad pointer ends the program: the C library reads and writes actions itself. */
+static void use_bad_action(int signal, const struct sigaction *new, struct sigaction *old)
+{
+    int status;
+    if (fork() == 0) {
+        sigaction(signal, new, old);
+        _exit(0);
+    }
+    CHECK(wait(&status) > 0 && WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+}
+
 static void use_actions(void)
 {
     struct sigaction action = {.sa_sigaction = note, .sa_flags = SA_SIGINFO | SA_RESTART}, old;
@@ -258,6 +269,11 @@ static void use_actions(void)
     CHECK(raise(SIGUSR1) == 0 && seen == 5 && sigignore(SIGUSR1) == 0 && signal(SIGUSR1, SIG_DFL) == SIG_IGN);
     CHECK(sysv_signal(SIGUSR1, plain) == SIG_DFL && raise(SIGUSR1) == 0 && seen == 6 && signal(SIGUSR1, SIG_IGN) == SIG_DFL);
     CHECK(sigaction(0, NULL, &old) == -1 && errno == EINVAL && sigaction(SIGKILL, &action, NULL) == -1 && errno == EINVAL);
+    struct sigaction *bad = (struct sigaction *)8;
+    for (int at = 0; at < 2; at++) {
+        use_bad_action(at ? SIGSEGV : SIGUSR1, bad, NULL);
+        use_bad_action(at ? SIGSEGV : SIGUSR1, &action, bad);
+    }
     /* A handler is none after exec. */
     handle(SIGUSR2, plain, 0);
     if (fork() == 0)

@@ -2,13 +2,11 @@
  *
  * Nothing is left of such a call: no descriptor, no lock, no memory that is damaged; its connection works, and moves. */
 
-#include "sockets.h"
-#include <dirent.h>
+#include "ends.h"
 #include <poll.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
-#include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/select.h>
 #include <sys/uio.h>
@@ -16,13 +14,10 @@
 
 #define ROUNDS 40
 
-/* One end receives; the other sends, and receives nothing. */
-static struct pair ends;
-static int set, full, may_move, trips;
+static int full;
 static struct sockaddr_in nobody = {.sin_family = AF_INET};
 static sigjmp_buf back;
 static volatile sig_atomic_t armed, nests;
-static char some[1 << 16];
 static sigset_t timers;
 
 static void await(int fd)
@@ -121,26 +116,9 @@ static void run_in(int call)
 }
 #define RUNS 8
 
-static int count_descriptors(void)
-{
-    DIR *all = opendir("/proc/self/fd");
-    int count = 0;
-    CHECK(all != NULL);
-    while (readdir(all) != NULL)
-        count++;
-    closedir(all);
-    return count;
-}
-
 static void play(void (*calls)(int), int call)
 {
-    struct epoll_event event = {.events = EPOLLIN};
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "hello\n");
-    exchange(ends.server, ends.client, "hello\n");
-    while (may_move && !(is_on_nic(ends.server) && is_on_nic(ends.client)))
-        exchange(ends.client, ends.server, "hello\n");
-    CHECK((set = epoll_create1(0)) >= 0 && epoll_ctl(set, EPOLL_CTL_ADD, ends.server, &event) == 0);
+    open_ends();
     for (int round = 0; round < ROUNDS; round++) {
         static void *volatile kept;
         kept = malloc(1 + round * 100);
@@ -154,26 +132,9 @@ static void play(void (*calls)(int), int call)
         free(kept);
     }
     /* What it has received is of no interest. */
-    int tos = 16;
     while (calls == sleep_in && call != 9 && recv(ends.server, some, sizeof some, MSG_DONTWAIT) > 0)
         ;
-    if (calls == sleep_in && call != 9) {
-        exchange(ends.client, ends.server, "hello\n");
-        exchange(ends.server, ends.client, "hello\n");
-        if (may_move && trips++ % 8 == 0) {
-            /* Back, and there again, which the agent does after a second. */
-            CHECK(setsockopt(ends.server, IPPROTO_IP, IP_TOS, &tos, sizeof tos) == 0);
-            do
-                exchange(ends.client, ends.server, "hello\n");
-            while (!is_on_nic(ends.server));
-        }
-    } else {
-        CHECK(shutdown(ends.client, SHUT_WR) == 0);
-        while (recv(ends.server, some, sizeof some, 0) > 0)
-            ;
-        exchange(ends.server, ends.client, "hello\n");
-    }
-    CHECK(close(set) == 0 && close(ends.server) == 0 && close(ends.client) == 0);
+    close_ends(calls == sleep_in && call != 9);
 }
 
 static void *rest(void *unused)

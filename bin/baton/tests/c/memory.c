@@ -127,17 +127,11 @@ static void dumped(void)
 
 int main(int count, char **words)
 {
-    static const struct {
-        const char *name;
-        void (*run)(void);
-    } cases[] = {
+    static const struct test_case cases[] = {
         {"address space", address_space}, {"locked", locked}, {"locked before", locked_before}, {"limited", limited}, {"dumped", dumped},
     };
     alarm(120);
     CHECK(count > 1);
     moved = count > 2 && strcmp(words[2], "moved") == 0;
-    for (unsigned at = 0; at < sizeof cases / sizeof *cases; at++)
-        if (strcmp(cases[at].name, words[1]) == 0)
-            return cases[at].run(), 0;
-    CHECK(!"such a case");
+    return run_case(cases, sizeof cases / sizeof *cases, words[1]);
 }

@@ -452,18 +452,12 @@ static void together(void)
 
 int main(int count, char **words)
 {
-    static const struct {
-        const char *name;
-        void (*run)(void);
-    } cases[] = {
+    static const struct test_case cases[] = {
         {"control", control}, {"linked", linked}, {"transfer", transfer}, {"registered", registered}, {"closed", closed},
         {"polled", polled}, {"waited", waited}, {"unknown", unknown}, {"forked", forked}, {"together", together},
     };
     alarm(40);
     CHECK(count > 1);
     moved = count > 2 && strcmp(words[2], "moved") == 0;
-    for (unsigned at = 0; at < sizeof cases / sizeof *cases; at++)
-        if (strcmp(cases[at].name, words[1]) == 0)
-            return cases[at].run(), 0;
-    CHECK(!"such a case");
+    return run_case(cases, sizeof cases / sizeof *cases, words[1]);
 }

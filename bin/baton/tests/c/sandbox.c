@@ -585,10 +585,7 @@ static void execute_under(char **arguments)
 
 int main(int count, char **arguments)
 {
-    static const struct {
-        const char *name;
-        void (*run)(void);
-    } cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"limited", limited}, {"stays", stays}, {"served", served}};
+    static const struct test_case cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"limited", limited}, {"stays", stays}, {"served", served}};
     alarm(60);
     CHECK(count >= 2);
     if (count > 3 && strcmp(arguments[1], "under") == 0)
@@ -598,8 +595,5 @@ int main(int count, char **arguments)
     CHECK((listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) >= 0);
     CHECK(bind(listener, (struct sockaddr *)&address, address_length) == 0 && listen(listener, 16) == 0);
     CHECK(getsockname(listener, (struct sockaddr *)&address, &address_length) == 0);
-    for (size_t at = 0; at < sizeof cases / sizeof *cases; at++)
-        if (strcmp(cases[at].name, arguments[1]) == 0)
-            return cases[at].run(), 0;
-    return 2;
+    return run_case(cases, sizeof cases / sizeof *cases, arguments[1]);
 }

@@ -78,3 +78,17 @@ static inline void exchange(int from, int to, const char *line)
     }
     CHECK(memcmp(got, line, length) == 0);
 }
+
+/* A case of a program, by the name that is its first argument. */
+struct test_case {
+    const char *name;
+    void (*run)(void);
+};
+
+static inline int run_case(const struct test_case *cases, size_t count, const char *name)
+{
+    for (size_t at = 0; at < count; at++)
+        if (strcmp(cases[at].name, name) == 0)
+            return cases[at].run(), 0;
+    CHECK(!"such a case");
+}

@@ -144,10 +144,7 @@ static void super_server(void)
 int main(int count, char **arguments)
 {
     CHECK(count >= 2);
-    static const struct {
-        const char *name;
-        void (*run)(void);
-    } cases[] = {{"stream", stream}, {"streams", streams}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
+    static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
     alarm(20);
     if (strcmp(arguments[1], "serve") == 0)
         return serve();
@@ -156,8 +153,5 @@ int main(int count, char **arguments)
     exchange(ends.server, ends.client, "hello\n");
     if (count > 2)
         until_on_nic(ends.server);
-    for (size_t at = 0; at < sizeof cases / sizeof *cases; at++)
-        if (strcmp(cases[at].name, arguments[1]) == 0)
-            return cases[at].run(), 0;
-    return 2;
+    return run_case(cases, sizeof cases / sizeof *cases, arguments[1]);
 }

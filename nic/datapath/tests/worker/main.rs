@@ -251,28 +251,30 @@ fn what_is_in_flight_moves_from_nic_to_nic() {
     assert!(!take_up(&mut Stage::new(), &bytes));
 }
 
+/// Has the program send these messages, and returns the payload lengths of the frames that leave at once.
+fn frames(stage: &mut Stage, messages: &[Message]) -> Vec<usize> {
+    for message in messages {
+        stage.programs[0].commands.push(message.to_words()).unwrap();
+    }
+    stage.programs[0].commands.publish();
+    stage.worker.poll(stage.now);
+    let mut lengths = Vec::new();
+    while stage.far.receive(&mut stage.frame) {
+        lengths.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length);
+    }
+    lengths
+}
+
 /// What a program sends at once in two messages leaves in one segment, although Nagle's algorithm would hold back the second.
 #[test]
 fn two_pieces_of_one_send_leave_together() {
     let mut stage = Stage::new();
     let cid = Cid::new(0, 1);
     let heap = session::HEAP as u32 + BUFFER;
-    let mut frames = |messages: &[Message]| {
-        for message in messages {
-            stage.programs[0].commands.push(message.to_words()).unwrap();
-        }
-        stage.programs[0].commands.publish();
-        stage.worker.poll(stage.now);
-        let mut lengths = Vec::new();
-        while stage.far.receive(&mut stage.frame) {
-            lengths.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length);
-        }
-        lengths
-    };
     let send = |at: u32, length: u32| Message::new(Operation::NicSend, cid, heap + 1 + at, length);
-    assert!(frames(&[Message::control(Operation::NicControl, Control::NoDelay, cid, 0, 0)]).is_empty());
-    assert_eq!(frames(&[Message { kind: MORE, ..send(0, 500) }, send(500, 300)]), [800]);
-    assert_eq!(frames(&[send(800, 10)]), [0usize; 0], "a small segment is unacknowledged");
+    assert!(frames(&mut stage, &[Message::control(Operation::NicControl, Control::NoDelay, cid, 0, 0)]).is_empty());
+    assert_eq!(frames(&mut stage, &[Message { kind: MORE, ..send(0, 500) }, send(500, 300)]), [800]);
+    assert_eq!(frames(&mut stage, &[send(800, 10)]), [0usize; 0], "a small segment is unacknowledged");
 }
 
 /// Of what comes with MSG_MORE full segments leave. The rest leaves with what the program sends next, or after 200 ms.
@@ -282,18 +284,6 @@ fn what_is_held_waits_for_more() {
     let heap = session::HEAP as u32 + BUFFER;
     let send = |at: u32, length: u32| Message::new(Operation::NicSend, cid, heap + 1 + at, length);
     let held = |at: u32, length: u32| Message { kind: HOLD, ..send(at, length) };
-    let frames = |stage: &mut Stage, messages: &[Message]| {
-        for message in messages {
-            stage.programs[0].commands.push(message.to_words()).unwrap();
-        }
-        stage.programs[0].commands.publish();
-        stage.worker.poll(stage.now);
-        let mut lengths = Vec::new();
-        while stage.far.receive(&mut stage.frame) {
-            lengths.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length);
-        }
-        lengths
-    };
     let mut stage = Stage::new();
     assert_eq!(frames(&mut stage, &[held(0, 500)]), [0usize; 0]);
     assert_eq!(frames(&mut stage, &[send(500, 300)]), [800], "with what comes next");

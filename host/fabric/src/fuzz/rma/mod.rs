@@ -2,8 +2,8 @@
 //!
 //! A step is some reads and writes in any of their forms, a message, a registration or its end, a read of a completion queue or counter, or
 //! that an endpoint is closed and opened anew. Keys, addresses, lengths and rights are good and bad; only pointers are always good. Every
-//! operation ends once, as it should, with the right bytes; what is not allowed changes nothing; counters count each, and a peer is told of
-//! each write that it is to be told of, when the bytes are there.
+//! operation ends once, as it should, with the right bytes; what is not allowed changes nothing; counters count each, and a peer gets the
+//! completion of a write with immediate data once the bytes are there.
 
 mod model;
 
@@ -230,7 +230,7 @@ impl Memories {
             named,
             data,
             noticed: false,
-            // A write of no bytes changes nothing: whether it is refused is told if that comes first.
+            // A write of no bytes changes nothing, so its success may be reported before the peer's refusal arrives.
             fate: match place {
                 Some(_) => Fate::Done,
                 None if write && wish.length == 0 => Fate::Either,

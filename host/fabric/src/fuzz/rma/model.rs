@@ -68,8 +68,9 @@ pub struct Access {
     pub reported: bool,
     /// It has a context, by which its end is known.
     pub named: bool,
-    /// The target is told of it, and was.
+    /// It has immediate data, so the target gets a completion.
     pub data: bool,
+    /// The target has got it.
     pub noticed: bool,
     pub fate: Fate,
     /// It does nothing any more.
@@ -193,7 +194,7 @@ impl Model {
         assert!(untouched, "{at} is refused, and has read something");
     }
 
-    /// A side is told that a peer has written to its memory.
+    /// A side has got the completion of a peer's write to its memory.
     fn notice(&mut self, side: (usize, u32), entry: &CqEntry) {
         assert_eq!(entry.flags, caps::RMA | caps::REMOTE_WRITE | flags::REMOTE_CQ_DATA);
         let at = entry.data as usize;
