@@ -40,6 +40,9 @@ pub(super) struct Peer {
     pub local: u32,
     /// The latest incarnation of it that `local` is known to, 0 if none.
     pub remote: u32,
+    /// The first incarnation of it that `local` was known to: none half of the numbers later is believed, so that one which comes again
+    /// after others that somebody has made up is not taken for a newer one.
+    oldest: u32,
     /// The incarnation whose association with `local` has ended, 0 if none.
     ended: u32,
     /// The program has opened it: it keeps its place.
@@ -87,6 +90,7 @@ impl Default for Peer {
             endpoint: 0,
             local: 0,
             remote: 0,
+            oldest: 0,
             ended: 0,
             opened: false,
             closed: false,
@@ -118,6 +122,12 @@ impl Peer {
     /// Whether messages can go to and fro.
     pub fn is_open(&self) -> bool {
         matches!(self.state, PeerState::Open | PeerState::Closing)
+    }
+
+    /// Whether this incarnation of it is gone, as far as we know.
+    fn is_past(&self, incarnation: u32) -> bool {
+        let older = self.remote != 0 && (before(incarnation, self.remote) || before(incarnation, self.oldest));
+        older || incarnation == self.ended
     }
 
     /// Whether a message of either direction is unfinished, or one is waited for.
@@ -234,7 +244,7 @@ impl Policy {
             self.refuse_incarnation(from, header);
             return Err(Drop::WrongIncarnation);
         }
-        if peer.remote != 0 && before(header.from, peer.remote) || header.from == peer.ended {
+        if peer.is_past(header.from) {
             self.doubt(at, header.kind);
             return Err(Drop::Stale);
         }
@@ -322,8 +332,7 @@ impl Policy {
         if header.to != peer.local {
             return Err(Drop::WrongIncarnation);
         }
-        if peer.state != PeerState::Greeting || peer.remote != 0 && before(header.from, peer.remote) || header.from == peer.ended
-        {
+        if peer.state != PeerState::Greeting || peer.is_past(header.from) {
             return Err(Drop::Stale);
         }
         self.associate(at, header.from, now);
@@ -343,6 +352,9 @@ impl Policy {
     /// Begins an association.
     fn associate(&mut self, at: usize, remote: u32, now: u64) {
         let peer = &mut self.peers[at];
+        if peer.remote == 0 {
+            peer.oldest = remote;
+        }
         (peer.state, peer.remote, peer.heard, peer.attempts) = (PeerState::Open, remote, now, 0);
         peer.reset_numbers();
         let command = peer.command(at as u16);
