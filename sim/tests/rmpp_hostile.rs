@@ -367,8 +367,13 @@ fn damaged_packets_are_counted_and_change_nothing() {
 /// once the true peer has noticed, messages go both ways again.
 #[test]
 fn a_false_newer_incarnation_does_not_shut_out_the_true_peer() {
+    // The incarnations that somebody claims, above the true one: one, or two that lead around to it.
+    let claims: [&[u32]; 2] = [&[1 << 20], &[(1 << 31) - 1, u32::MAX - 1]];
     // What endpoint 1 does with the association that it believes in: nothing, send, or wait for a message.
-    for (seed, busy) in (0..3).flat_map(|step| [0, 1, 2].map(|busy| (step, busy))) {
+    for (seed, busy, claims) in (0..3)
+        .flat_map(|step| [0, 1, 2].map(|busy| (step, busy)))
+        .flat_map(|(step, busy)| claims.map(|claims| (step, busy, claims)))
+    {
         let mut world = world(seed as u8, Carrier::Udp4, clean(), seed, |_| ());
         let peers = [0, 1].map(|at| {
             let address = world.address(1 - at);
@@ -391,10 +396,14 @@ fn a_false_newer_incarnation_does_not_shut_out_the_true_peer() {
             of(world).unwrap().result.map(|_| ())
         };
         (0..20).for_each(|token| receive(&mut world, 1, None, 100 + token));
-        send(&mut world, 0, 1);
-        assert_eq!(end(&mut world, 0, 1), Ok(()));
-        for _ in 0..2 {
-            let header = Header { from: INCARNATIONS[0] + (1 << 20), ..header(0, Kind::Ping) };
+        (0..20).for_each(|token| receive(&mut world, 0, None, 100 + token));
+        for at in 0..2 {
+            send(&mut world, at, 1);
+            assert_eq!(end(&mut world, at, 1), Ok(()));
+        }
+        // The first packet of each ends the association before, the second begins one.
+        for above in claims.iter().flat_map(|above| [above, above]) {
+            let header = Header { from: INCARNATIONS[0].wrapping_add(*above), ..header(0, Kind::Ping) };
             let false_one = packet(&world, 0, header, Body::Empty, &[]);
             forge(&mut world, 0, &false_one);
         }
@@ -410,10 +419,37 @@ fn a_false_newer_incarnation_does_not_shut_out_the_true_peer() {
             send(&mut world, 0, token);
             assert_eq!(end(&mut world, 0, token), Ok(()), "step {seed}, {busy}: to the deceived");
         }
-        (0..20).for_each(|token| receive(&mut world, 0, None, 100 + token));
         send(&mut world, 1, 9);
         assert_eq!(end(&mut world, 1, 9), Ok(()), "step {seed}, {busy}: from the deceived");
     }
+}
+
+/// A program sends to a peer, and waits for it, that has just failed; then it closes the peer. Both end.
+#[test]
+fn what_waits_for_a_peer_that_has_failed_ends_when_it_is_closed() {
+    let mut failing = 0;
+    for seed in 0..20 {
+        let (mut world, _, _) = cleared(2, 4);
+        world.nodes[1].lag = Some(Rng::new(seed));
+        let address = world.address(0);
+        let peer = world.nodes[1].policy.open(address, 0).unwrap();
+        let bye = packet(&world, 0, header(0, Kind::Bye), Body::Empty, &[]);
+        forge(&mut world, 0, &bye);
+        let (now, node) = (world.now, &mut world.nodes[1]);
+        let region = Region { offset: 0, length: 10 };
+        let request = Request { source: Some(peer), context: 0, tag: 0, ignore: u64::MAX, region, token: 2 };
+        node.policy.post(request, now, &mut node.memory[..]).unwrap();
+        node.policy.send(Outgoing { peer, context: 0, tag: 0, data: 0, region, token: 3 }, now).unwrap();
+        node.policy.close(peer, now);
+        failing += node.policy.peers();
+        let ended = |world: &World, token| {
+            let mut of = world.nodes[1].completions.iter().filter(|completion| completion.token == token);
+            of.next().is_some_and(|completion| completion.result == Err(Error::PeerClosed))
+        };
+        assert!(world.run_until(10_000_000, |world| ended(world, 2) && ended(world, 3)), "seed {seed}");
+        assert_eq!(world.nodes[1].policy.peers(), 0, "seed {seed}");
+    }
+    assert!(failing > 0, "the data half had always released its messages");
 }
 
 /// An answer begins no association: nothing has been sent that it could be for. Whoever names an incarnation that the peer does not have

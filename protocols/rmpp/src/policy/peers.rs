@@ -183,7 +183,9 @@ impl Policy {
                 self.farewell(at, now);
             }
             PeerState::Idle | PeerState::Greeting => self.fail(at, Error::PeerClosed, false, now),
-            _ => {}
+            // What has begun since it failed waits for the next association, which there will not be.
+            PeerState::Failing => self.fail_all_waiting(at, Error::PeerClosed),
+            PeerState::Free | PeerState::Closing => {}
         }
     }
 
@@ -450,10 +452,7 @@ impl Policy {
         let (sent, received) = (peer.sent, peer.received);
         // What was never sent can go to the peer's next incarnation.
         if error != Error::PeerRestarted || self.peers[at].closed {
-            self.fail_waiting(at, error);
-        }
-        if error != Error::PeerRestarted || self.peers[at].closed {
-            self.fail_posted(at, error);
+            self.fail_all_waiting(at, error);
         }
         for handle in sent {
             self.give_up_send(handle, error);
@@ -462,6 +461,12 @@ impl Policy {
             self.give_up_receive(handle, error);
         }
         self.finish_failing(at, now);
+    }
+
+    /// Fails what waits for an association with a peer: messages to it without a number, and receives that only it could match.
+    fn fail_all_waiting(&mut self, at: usize, error: Error) {
+        self.fail_waiting(at, error);
+        self.fail_posted(at, error);
     }
 
     /// Completes the end of an association when nothing of it is left.
