@@ -9,6 +9,8 @@
 //! | write | request, contents | receives the contents into its region |
 //! | read | posts a receive, request | sends the contents from its region |
 //! | a key, address or length that is not allowed | | refusal; the contents of a write are discarded |
+//!
+//! A write of no bytes has contents of one, so that they are not received whole where it is refused.
 
 use crate::arena::{Buffer, Slot};
 use crate::endpoint::{Channel, Completion, Endpoint, Keys, Kind, Outgoing, Payload, Purpose, Selector, Token};
@@ -17,6 +19,8 @@ use std::collections::{HashMap, VecDeque};
 
 /// Bytes of a request.
 const REQUEST: usize = 48;
+/// Bytes of the contents of a write of none.
+const INSTEAD: usize = 1;
 /// Requests that may come before the first of them is handled.
 const RECEIVES: usize = 32;
 /// In the tag of what is read. So numbers of both sides' operations do not meet.
@@ -66,12 +70,12 @@ pub struct Transfer<B> {
 pub(crate) enum Step {
     /// Receives a request.
     Request,
-    /// Sends the contents of our write.
-    Write(u64),
+    /// Sends the contents of our write of `length` bytes.
+    Write { operation: u64, length: u64 },
     /// Receives the contents of our read.
     Read(u64),
-    /// Receives the contents of a peer's write; `data` goes to the program.
-    Written(u64),
+    /// Receives the contents of a peer's write of `length` bytes; `data` goes to the program.
+    Written { data: u64, length: u64 },
     /// Sends what a peer reads.
     WasRead,
     /// Discards the contents of a write that was refused.
@@ -184,19 +188,20 @@ impl<B: Buffer> Endpoint<B> {
             Payload::Borrowed(buffer) => buffer.length(),
             Payload::Copied(bytes) => bytes.len() as u64,
         };
+        let payload = if length > 0 { transfer.payload } else { Payload::Copied(vec![0; INSTEAD]) };
         // Both messages go, or neither: without its contents a request would keep a receive at the peer for ever.
         if !self.arena.can_hold(length) {
             return Err(Limit::Memory);
         }
-        if !self.has_room_for(2) || !self.arena.has_place([length, REQUEST as u64]) {
+        if !self.has_room_for(2) || !self.arena.has_place([length.max(INSTEAD as u64), REQUEST as u64]) {
             return Err(Limit::Sends);
         }
         self.rma.next += 1;
         self.ask(peer, Request { verb: Verb::Write, operation, key, address, length, data: transfer.data }, now)?;
         self.rma.pending.insert(operation, Pending { token: transfer.token, receive: None, refused: false });
         let (channel, tag) = (Channel::Contents, operation);
-        let contents = Outgoing { peer, channel, tag, data: 0, payload: transfer.payload, token: None };
-        self.send_for(Purpose::Rma(Step::Write(operation)), contents, now)
+        let contents = Outgoing { peer, channel, tag, data: 0, payload, token: None };
+        self.send_for(Purpose::Rma(Step::Write { operation, length }), contents, now)
     }
 
     fn ask(&mut self, peer: PeerId, request: Request, now: u64) -> Result<(), Limit> {
@@ -239,20 +244,22 @@ impl<B: Buffer> Endpoint<B> {
                     self.take_request(delivered.peer, request);
                 }
             }
-            (Step::Write(operation), result) => {
+            (Step::Write { operation, length }, result) => {
                 // The contents of a write that is refused are received into no memory, whether the refusal has come or is late.
                 let result = result.and_then(|sent| if sent.placed < sent.length { Err(Error::Aborted) } else { Ok(sent) });
+                let result = result.map(|sent| Delivered { length, placed: length, ..sent });
                 self.finish_pending(operation, Kind::Write, result);
             }
             (Step::Read(operation), result) => self.finish_pending(operation, Kind::Read, result),
-            (Step::Written(data), Ok(delivered)) => {
-                let result = Ok(Delivered { data, ..delivered });
+            (Step::Written { data, length }, Ok(delivered)) => {
+                let length = delivered.length.min(length);
+                let result = Ok(Delivered { data, length, placed: length, ..delivered });
                 self.completions.push_back(Completion { token: 0, kind: Kind::Written, result });
             }
             (Step::WasRead, Ok(delivered)) => {
                 self.completions.push_back(Completion { token: 0, kind: Kind::WasRead, result: Ok(delivered) });
             }
-            (Step::Written(_) | Step::WasRead | Step::Discard, _) => {}
+            (Step::Written { .. } | Step::WasRead | Step::Discard, _) => {}
         }
     }
 
@@ -269,7 +276,7 @@ impl<B: Buffer> Endpoint<B> {
         while self.has_room_for(2)
             && let Some((peer, request)) = self.rma.waiting.front().copied()
         {
-            let length = if self.arena.can_hold(request.length) { request.length } else { 0 };
+            let length = if self.arena.can_hold(request.length) { request.length.max(INSTEAD as u64) } else { 0 };
             if !self.arena.has_place([length, REQUEST as u64]) {
                 break;
             }
@@ -301,7 +308,10 @@ impl<B: Buffer> Endpoint<B> {
 
     fn answer_write(&mut self, peer: PeerId, request: &Request, now: u64) -> Result<(), Limit> {
         let (slot, step) = match self.find_region(request, Access::Write) {
-            Some(region) => (Slot::Program(region), Step::Written(request.data)),
+            Some(region) => {
+                let memory = if request.length > 0 { Slot::Program(region) } else { Slot::Own(vec![0; INSTEAD]) };
+                (memory, Step::Written { data: request.data, length: request.length })
+            }
             None => {
                 self.ask(peer, Request { verb: Verb::RefuseWrite, ..*request }, now)?;
                 (Slot::Own(Vec::new()), Step::Discard)

@@ -230,12 +230,7 @@ impl Memories {
             named,
             data,
             noticed: false,
-            // A write of no bytes changes nothing, so its success may be reported before the peer's refusal arrives.
-            fate: match place {
-                Some(_) => Fate::Done,
-                None if write && wish.length == 0 => Fate::Either,
-                None => Fate::Refused,
-            },
+            fate: if place.is_some() { Fate::Done } else { Fate::Refused },
             ended: false,
             told: false,
         };
