@@ -58,15 +58,23 @@ impl Drop for Holder {
     }
 }
 
-/// Moves of the honest program and lists, each within a second.
-fn goes_on(scene: &mut Scene) {
-    for at in 0..10 {
+/// The longest that a move of the honest program and a list take, of ten.
+fn longest_round(scene: &mut Scene) -> Duration {
+    let round = |at| {
         let begun = Instant::now();
         scene.exchange(10_000, if at % 2 == 0 { Place::Nic } else { Place::Kernel });
         assert!(!answered(&scene.bed, |tool| tool.connections()).is_empty());
-        // Waits: this is what is promised; it takes some milliseconds.
-        assert!(begun.elapsed() < Duration::from_secs(1), "a move and a list take {:?}", begun.elapsed());
-    }
+        begun.elapsed()
+    };
+    (0..10).map(round).max().unwrap_or_default()
+}
+
+/// Moves of the honest program and lists, each within a second, beyond what they take on this machine when nothing is held: usually some
+/// milliseconds.
+fn goes_on(scene: &mut Scene, usual: Duration) {
+    let longest = longest_round(scene);
+    // Waits: this is what is promised.
+    assert!(longest < Duration::from_secs(1) + 5 * usual, "a move and a list take {longest:?}, else {usual:?}");
 }
 
 /// An honest program of root's, and one of nobody's with a connection.
@@ -75,17 +83,20 @@ struct Both {
     hostile: Hostile,
     process: String,
     number: String,
+    /// How long a round of the honest program takes when nothing is held.
+    usual: Duration,
 }
 
 impl Both {
     fn new() -> Both {
-        let scene = scene(TestbedSettings::default());
+        let mut scene = scene(TestbedSettings::default());
         let mut hostile = Hostile::start(&scene.bed, "held");
         let line = hostile.await_attack();
         let mut words = line.split_whitespace().rev();
         let mut word = || words.next().expect("process and descriptor").to_owned();
         let (number, process) = (word(), word());
-        Both { scene, hostile, process, number }
+        let usual = longest_round(&mut scene);
+        Both { scene, hostile, process, number, usual }
     }
 
     fn hold(&self) -> Holder {
@@ -99,7 +110,7 @@ impl Both {
     }
 
     fn goes_on(&mut self) {
-        goes_on(&mut self.scene);
+        goes_on(&mut self.scene, self.usual);
     }
 
     /// Asks for a move, again if the agent has died meanwhile.

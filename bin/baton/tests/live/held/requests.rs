@@ -1,6 +1,6 @@
 //! Requests about sockets of every kind while the socket's lock is held, and what the agent does with such a socket afterwards.
 
-use super::{Holder, goes_on};
+use super::{Holder, goes_on, longest_round};
 use crate::common::{Scene, answered, scene, wait_until};
 use crate::full::{count, on_b};
 use crate::hostile_client::Hostile;
@@ -28,17 +28,20 @@ struct Kinds {
     words: Vec<String>,
     peer: SocketAddr,
     before: (u32, u32),
+    /// How long a round of the honest program takes when nothing is held.
+    usual: Duration,
 }
 
 impl Kinds {
     fn new(beside: bool) -> Kinds {
-        let scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
+        let mut scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
         let peer = crate::hostile_client::echo_server(&scene.bed);
         let mut hostile = Hostile::start_at(&scene.bed.host_a, &scene.bed.socket(), &peer.to_string(), "kinds");
         let line = hostile.await_attack();
         let words = line.split_whitespace().skip_while(|word| !word.ends_with("attacking")).skip(1);
         let words = words.map(str::to_owned).collect();
-        let mut kinds = Kinds { scene, hostile, words, peer, before: (0, 0) };
+        let usual = longest_round(&mut scene);
+        let mut kinds = Kinds { scene, hostile, words, peer, before: (0, 0), usual };
         kinds.before = kinds.processes();
         kinds
     }
@@ -61,7 +64,7 @@ impl Kinds {
     fn is_asked_while_held(&mut self, what: &str, kind: Kind, expected: &str) {
         let holder = self.hold(kind);
         self.hostile.tell(what);
-        goes_on(&mut self.scene);
+        goes_on(&mut self.scene, self.usual);
         drop(holder);
         let answer = self.hostile.hear();
         assert!(answer.starts_with(expected), "{what}: {answer}");
@@ -73,7 +76,7 @@ impl Kinds {
         let holder = self.hold(kind);
         let begun = Instant::now();
         while begun.elapsed() < LOOKS {
-            goes_on(&mut self.scene);
+            goes_on(&mut self.scene, self.usual);
         }
         drop(holder);
         assert_eq!(self.processes(), self.before);
@@ -152,7 +155,7 @@ fn a_connection_that_the_nic_has_opened_waits_for_its_socket_alone() {
         let holder = kinds.hold(Kind::Unconnected);
         kinds.mute_peer(false);
         wait_until("the NIC has opened it", || count(&kinds.scene.bed, Counter::Made) > made);
-        goes_on(&mut kinds.scene);
+        goes_on(&mut kinds.scene, kinds.usual);
         kinds.is_shown_as_held();
         drop(holder);
         kinds.moves_to_the_kernel();
@@ -177,7 +180,7 @@ fn a_connection_that_the_kernel_is_to_open_waits_for_its_socket_alone() {
         } else {
             kinds.hostile.tell("back");
         }
-        goes_on(&mut kinds.scene);
+        goes_on(&mut kinds.scene, kinds.usual);
         kinds.is_shown_as_held();
         drop(holder);
         if !dies {
@@ -185,6 +188,9 @@ fn a_connection_that_the_kernel_is_to_open_waits_for_its_socket_alone() {
         }
         kinds.mute_peer(false);
         wait_until("the kernel opens it", || kinds.listed().detail.state == ESTABLISHED);
+        assert_eq!(kinds.listed().made_by, Place::Kernel);
+        // It has been on its way to the NIC, and goes there some time after it is open.
+        kinds.moves_to_the_kernel();
         assert_eq!(kinds.ask("echo"), "echoed");
         assert_eq!(kinds.processes().0, kinds.before.0);
         kinds.hostile.expect_success();
