@@ -34,7 +34,7 @@ static ACTIONS: Actions = Actions { taken: AtomicBool::new(false), of: UnsafeCel
 /// The kernel's actions are this library's.
 static INSTALLED: AtomicBool = AtomicBool::new(false);
 
-/// Uses the program's actions. The thread has blocked signals, or is in this library's handler.
+/// Uses the program's actions. The thread has blocked signals, or is in this library's handler, which does so.
 fn with_actions<T>(body: impl FnOnce(&mut [MaybeUninit<libc::sigaction>; 2]) -> T) -> T {
     let mut round = 0u32;
     while ACTIONS.taken.swap(true, Ordering::Acquire) {
@@ -55,7 +55,8 @@ fn is_handler(action: &libc::sigaction) -> bool {
     action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN
 }
 
-/// What the kernel gets for an action of the program's: this library's handler, with all else of the program's.
+/// What the kernel gets for an action of the program's: this library's handler, and the program's flags. No other handler interrupts it: that
+/// would find the library in the middle of something, and this handler's mask in place of the thread's. The program's runs with its own.
 fn instead(programs: &libc::sigaction) -> libc::sigaction {
     let mut action = *programs;
     if programs.sa_sigaction == libc::SIG_IGN {
@@ -63,6 +64,7 @@ fn instead(programs: &libc::sigaction) -> libc::sigaction {
     }
     action.sa_sigaction = on_fault as *const () as usize;
     action.sa_flags = (action.sa_flags | libc::SA_SIGINFO) & !libc::SA_RESETHAND;
+    signals::block_deferrable(&mut action.sa_mask);
     if !is_handler(programs) {
         action.sa_flags |= libc::SA_ONSTACK | libc::SA_RESTART;
     }
@@ -145,7 +147,7 @@ pub(crate) unsafe fn change(signal: c_int, new: *const libc::sigaction, old: *mu
     Some(0)
 }
 
-extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+extern "C-unwind" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let errno = thread::errno();
     #[cfg(target_arch = "x86_64")]
     {
@@ -178,13 +180,15 @@ extern "C" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut c_void
     match action {
         Some(action) if is_handler(&action) => {
             signals::note(action.sa_flags);
-            // SAFETY: the program's handler, of the type that its flags say.
+            // SAFETY: the kernel's context, and the program's handler, of the type that its flags say.
             unsafe {
+                signals::mask_as_in_handler(signal, &action, signals::mask_in(context));
                 if action.sa_flags & libc::SA_SIGINFO != 0 {
-                    let handler: extern "C" fn(c_int, *mut siginfo_t, *mut c_void) = std::mem::transmute(action.sa_sigaction);
+                    let handler: extern "C-unwind" fn(c_int, *mut siginfo_t, *mut c_void) =
+                        std::mem::transmute(action.sa_sigaction);
                     handler(signal, info, context);
                 } else {
-                    let handler: extern "C" fn(c_int) = std::mem::transmute(action.sa_sigaction);
+                    let handler: extern "C-unwind" fn(c_int) = std::mem::transmute(action.sa_sigaction);
                     handler(signal);
                 }
             }

@@ -139,8 +139,7 @@ pub(crate) extern "C" fn after_in_child() {
     process::become_owner();
     // What has closed its parent for good holds for the child, too: filters and rings are inherited.
     UNDER_WAY.store(0, Ordering::SeqCst);
-    // Of `before`, which `release` leaves.
-    sections::forget_inherited(1);
+    sections::forget_inherited();
     signals::forget_inherited();
     release();
     // The sets that are noted at pooled sockets are the parent's.
@@ -169,7 +168,7 @@ pub(crate) fn after_unprepared() {
     // Without it the system call was made by `syscall`.
     let prepared = is_prepared();
     FORKING.store(0, Ordering::SeqCst);
-    sections::forget_inherited(prepared.into());
+    sections::forget_inherited();
     signals::forget_inherited();
     // SAFETY: this process has one thread.
     let locks = unsafe { &mut *LOCKS.0.get() };

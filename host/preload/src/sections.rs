@@ -7,7 +7,7 @@
 
 use crate::signals::Mark;
 use crate::wait;
-use crate::whole::Whole;
+use crate::whole::{self, Whole};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 static WITHDRAWN: AtomicBool = AtomicBool::new(false);
@@ -24,6 +24,13 @@ static INSIDE: [Counter; COUNTERS] = [const { Counter(AtomicU32::new(0)) }; COUN
 fn counter() -> &'static AtomicU32 {
     // Tokens are multiples of a thread's stack apart, as a rule: all bits of the hash's top depend on them.
     &INSIDE[(crate::thread::token().wrapping_mul(0x9e37_79b9) >> 26) as usize % COUNTERS].0
+}
+
+/// Adds to the number of sections that this thread is in, which no handler changes meanwhile.
+#[inline]
+fn count(change: u32) {
+    let sections = &whole::here().sections;
+    sections.store(sections.load(Ordering::Relaxed).wrapping_add(change), Ordering::Relaxed);
 }
 
 /// Whether the library has withdrawn for good, or does so now.
@@ -49,6 +56,7 @@ impl Section {
         let whole = Whole::begin();
         let counter = counter();
         counter.fetch_add(1, Ordering::SeqCst);
+        count(1);
         let section = Section { counter, _whole: whole, begun: Mark::now() };
         // Whoever withdraws sets the flag first, then looks at the counters.
         (!WITHDRAWN.load(Ordering::SeqCst)).then_some(section)
@@ -58,14 +66,15 @@ impl Section {
 impl Drop for Section {
     #[inline]
     fn drop(&mut self) {
+        count(u32::MAX);
         self.counter.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
-/// Forgets the parent's threads, in a child that has copied its memory. `this`: the number of sections that its one thread is in.
-pub(crate) fn forget_inherited(this: u32) {
+/// Forgets the parent's threads, in a child that has copied its memory. Its own one is in some sections: a handler may have forked.
+pub(crate) fn forget_inherited() {
     INSIDE.iter().for_each(|counter| counter.0.store(0, Ordering::SeqCst));
-    counter().store(this, Ordering::SeqCst);
+    counter().store(whole::here().sections.load(Ordering::Relaxed), Ordering::SeqCst);
 }
 
 /// Lets no thread begin a section any more.

@@ -3,7 +3,8 @@
 //! The kernel's handler of each signal that the program handles is this library's, with the program's mask and flags. It calls the
 //! program's, unless it interrupts a part of the library that must stay whole ([`crate::whole`]): then the signal is sent to this thread
 //! once more, as it was, and all signals are blocked until the end of that part. So the kernel delivers it there, on the stack and with the
-//! mask that the program has asked for. sigaction shows the program's own action.
+//! mask that the program has asked for. A real-time signal, which would come to stand behind others of its number in the queue, is kept by
+//! the thread, which calls the handler itself then; so is one for which the queue has no room. sigaction shows the program's own action.
 //!
 //! Not so: the signals that report faults ([`FAULTS`]), which run at once, and are the kernel's own business but for those in
 //! [`crate::faults`]; and handlers that the program sets by a system call of its own.
@@ -12,7 +13,7 @@ use crate::whole::{self, Here, Whole};
 use crate::{leaving, process, real, sections, thread};
 use baton_ring::give_way;
 use libc::{c_int, c_long, c_void, sigaction, siginfo_t};
-use std::mem::MaybeUninit;
+use std::mem::{MaybeUninit, zeroed};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Signals that report faults of the thread itself.
@@ -32,6 +33,9 @@ const RESTARTS: u64 = 1 << 62;
 /// A thread changes an action: kernel and [`HANDLERS`] do not agree.
 static CHANGING: AtomicBool = AtomicBool::new(false);
 
+/// The first real-time signal of the kernel's.
+const FIRST_REAL_TIME: c_int = 32;
+
 /// Bytes of the kernel's signal sets.
 const SET_BYTES: c_long = 8;
 
@@ -45,9 +49,38 @@ const fn blocked() -> u64 {
     set
 }
 
-/// Sets the thread's mask. The signals that were deferred come before this returns.
-pub(crate) fn unblock(mask: u64) {
+/// Handles the signals that were deferred, and sets the mask that the thread had before.
+pub(crate) fn deliver(here: &Here, mask: u64) {
+    let kept = here.kept.swap(0, Ordering::Relaxed);
+    if kept != 0 {
+        // SAFETY: `keep` has filled it.
+        let mut info = unsafe { (*here.description.get()).assume_init_read() };
+        // SAFETY: the description belongs to this signal.
+        unsafe { run_kept(kept, &mut info, mask) };
+    }
     set_mask(mask);
+}
+
+/// Blocks the signals that are deferred, in a set.
+pub(crate) fn block_deferrable(set: &mut libc::sigset_t) {
+    // SAFETY: the kernel uses the first word of a set.
+    unsafe { *std::ptr::from_mut(set).cast::<u64>() |= blocked() };
+}
+
+/// The mask of what a handler has interrupted.
+///
+/// # Safety
+/// The handler's argument.
+pub(crate) unsafe fn mask_in(context: *mut c_void) -> u64 {
+    // SAFETY: the kernel's context: its first word of the mask is what the kernel uses.
+    unsafe { (&raw const (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>().read() }
+}
+
+/// Sets the thread's mask to what it is in a handler, where it was `before`.
+pub(crate) fn mask_as_in_handler(signal: c_int, action: &sigaction, before: u64) {
+    let itself = if action.sa_flags & libc::SA_NODEFER == 0 { 1 << (signal - 1) } else { 0 };
+    // SAFETY: as in `block_deferrable`.
+    set_mask(before | itself | unsafe { (&raw const action.sa_mask).cast::<u64>().read() });
 }
 
 fn set_mask(mask: u64) {
@@ -105,9 +138,10 @@ impl Drop for Changing {
     }
 }
 
-/// Forgets the parent's threads, in a child.
+/// Forgets the parent's threads, in a child, and the signal that is kept for its parent.
 pub(crate) fn forget_inherited() {
     CHANGING.store(false, Ordering::Release);
+    whole::here().kept.store(0, Ordering::Relaxed);
 }
 
 /// sigaction(2).
@@ -128,6 +162,8 @@ pub(crate) unsafe fn change(signal: c_int, new: *const sigaction, old: *mut siga
     let here = process::plan().is_some() && !process::is_borrowed();
     let changing = here.then(Changing::begin);
     let before = known.load(Ordering::Relaxed);
+    // A system call of the program's own has shown it the kernel's.
+    let next = next.map(|next| programs(&next, before));
     let handler = next.filter(|next| here && is_handler(next));
     if let Some(handler) = &handler {
         known.store(entry(handler), Ordering::Relaxed);
@@ -170,17 +206,25 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
     if here.is_inside() && unsafe { defer(here, signal, info, context) } {
         return;
     }
-    let handler = HANDLERS[signal as usize % SIGNALS].load(Ordering::Relaxed);
     // SAFETY: the kernel's context.
     let stack = unsafe { &(*context.cast::<libc::ucontext_t>()).uc_stack };
     here.stack[0].store(stack.ss_sp as usize, Ordering::Relaxed);
     here.stack[1].store(stack.ss_size, Ordering::Relaxed);
+    // SAFETY: the kernel's arguments.
+    unsafe { run(signal, info, context) };
+}
+
+/// Calls the program's handler. Nothing is to be done after it: it may leave by longjmp, and by ending its thread.
+///
+/// # Safety
+/// The arguments of a handler.
+unsafe fn run(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
+    let handler = HANDLERS[signal as usize % SIGNALS].load(Ordering::Relaxed);
     note(if handler & RESTARTS == 0 { 0 } else { libc::SA_RESTART });
     let address = (handler & !(TAKES_INFO | RESTARTS)) as usize;
     if address == 0 {
         return;
     }
-    // A handler may leave by longjmp, and by ending its thread: nothing is to be done after it.
     // SAFETY: the program's handler, of the type that its flags say.
     unsafe {
         if handler & TAKES_INFO != 0 {
@@ -193,8 +237,8 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
     }
 }
 
-/// Sends the signal to this thread once more, and blocks all until the part that it has interrupted has ended. False if it cannot be sent:
-/// the program has as many waiting signals as it may.
+/// Sends the signal to this thread once more, or keeps it, and blocks all until the part that it has interrupted has ended. False if it can
+/// neither be sent, since the program has as many waiting signals as it may, nor kept, since another one is.
 ///
 /// # Safety
 /// The arguments of a handler.
@@ -204,22 +248,71 @@ unsafe fn defer(here: &Here, signal: c_int, info: *mut siginfo_t, context: *mut 
     let mask = unsafe { &mut *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() };
     let mut during = 0u64;
     let all = blocked();
-    // SAFETY: two live sets of the kernel's size; the signal's description, of which the kernel makes a copy.
-    let sent = unsafe {
+    // SAFETY: two live sets of the kernel's size; the signal's description.
+    let deferred = unsafe {
         let (set, old) = ((&raw const all) as c_long, (&raw mut during) as c_long);
         real::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK.into(), set, old, SET_BYTES, 0, 0);
-        arm_again(signal);
-        let (process, thread) = (libc::getpid().into(), real::syscall(libc::SYS_gettid, 0, 0, 0, 0, 0, 0));
-        real::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, signal.into(), info as c_long, 0, 0) == 0
+        // Real-time signals are handled in the order in which they were sent: others may stand in the queue already.
+        signal >= FIRST_REAL_TIME && keep(here, signal, info) || send_again(signal, info) || keep(here, signal, info)
     };
-    if sent {
+    if deferred {
         here.note_deferred(*mask);
         *mask |= all;
     } else {
         set_mask(during);
     }
     thread::set_errno(errno);
-    sent
+    deferred
+}
+
+/// Sends the signal to this thread once more. False if the kernel's queue has no room for it.
+///
+/// # Safety
+/// The arguments of a handler.
+unsafe fn send_again(signal: c_int, info: *const siginfo_t) -> bool {
+    // SAFETY: the signal's description, of which the kernel makes a copy.
+    unsafe {
+        let (process, thread) = (libc::getpid().into(), real::syscall(libc::SYS_gettid, 0, 0, 0, 0, 0, 0));
+        let sent = real::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, signal.into(), info as c_long, 0, 0) == 0;
+        if sent {
+            arm_again(signal);
+        }
+        sent
+    }
+}
+
+/// Keeps the signal until the end of the part. False if another one is kept.
+///
+/// # Safety
+/// The arguments of a handler.
+unsafe fn keep(here: &Here, signal: c_int, info: *const siginfo_t) -> bool {
+    let is_free = here.kept.load(Ordering::Relaxed) == 0;
+    if is_free {
+        // SAFETY: the signal's description. The place is this thread's, and free.
+        unsafe { (*here.description.get()).write(info.read()) };
+        here.kept.store(signal, Ordering::Relaxed);
+    }
+    is_free
+}
+
+/// Calls the handler of a signal that was kept as the kernel would, but on the thread's present stack. `mask` is the thread's.
+///
+/// # Safety
+/// `info` is the signal's description.
+#[cold]
+unsafe fn run_kept(signal: c_int, info: &mut siginfo_t, mask: u64) {
+    let mut action = MaybeUninit::<sigaction>::uninit();
+    // SAFETY: zero is a value of ucontext_t; room for an action and for a context, which the calls fill in; the kernel uses the first word
+    // of a mask.
+    unsafe {
+        let mut context: libc::ucontext_t = zeroed();
+        libc::getcontext(&mut context);
+        (&raw mut context.uc_sigmask).cast::<u64>().write(mask);
+        let known = real::sigaction(signal, std::ptr::null(), action.as_mut_ptr()) == 0;
+        let action = if known { action.assume_init() } else { zeroed() };
+        mask_as_in_handler(signal, &action, mask);
+        run(signal, info, (&raw mut context).cast());
+    }
 }
 
 /// Sets the action again, which was for one signal only (SA_RESETHAND): it has not been handled yet.

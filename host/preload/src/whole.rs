@@ -7,8 +7,10 @@
 
 use crate::leaving::{Exit, Sleep};
 use crate::thread;
-use libc::c_int;
+use libc::{c_int, siginfo_t};
+use std::cell::UnsafeCell;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 const RELAXED: Ordering = Ordering::Relaxed;
@@ -31,6 +33,11 @@ pub(crate) struct Here {
     pub exit: Exit,
     /// Its alternate signal stack when it last ran a handler: address and length.
     pub stack: [AtomicUsize; 2],
+    /// Number of sections that it is in ([`crate::sections`]).
+    pub sections: AtomicU32,
+    /// The number of a deferred signal that is kept here instead of in the kernel's queue, or 0, and its description.
+    pub kept: AtomicI32,
+    pub description: UnsafeCell<MaybeUninit<siginfo_t>>,
 }
 
 /// Bit of [`Here::depth`]: a signal was deferred, and all are blocked.
@@ -90,6 +97,9 @@ pub(crate) fn here<'a>() -> &'a Here {
         cancel_kind: AtomicI32::new(AT_CALLS),
         exit: Exit::new(),
         stack: [const { AtomicUsize::new(0) }; 2],
+        sections: AtomicU32::new(0),
+        kept: AtomicI32::new(0),
+        description: UnsafeCell::new(MaybeUninit::uninit()),
     } });
     // SAFETY: it lives as long as the thread, and has no destructor.
     HERE.with(|here| unsafe { &*std::ptr::from_ref(here) })
@@ -137,15 +147,7 @@ fn deliver() {
     if here.depth.load(RELAXED) >= ONE {
         return;
     }
-    // Up to here a signal may be deferred: while any bit is set.
-    let depth = here.depth.swap(0, RELAXED);
-    if depth & DEFERRED != 0 {
-        crate::signals::unblock(here.mask.load(RELAXED));
-    }
-    if depth & CANCELLED_LATER != 0 {
-        here.allow_cancellation();
-    }
-    if depth & LEAVING != 0 {
+    if here.resume() & LEAVING != 0 {
         here.exit.go();
     }
 }
@@ -171,7 +173,8 @@ impl Whole {
     pub fn begin() -> Whole {
         begin();
         let here = here();
-        if here.depth.load(RELAXED) == ONE && !thread::is_alone() {
+        // A signal may have been deferred since.
+        if here.depth.load(RELAXED) & !DEFERRED == ONE && !thread::is_alone() {
             here.hold_cancellation();
         }
         Whole(PhantomData)
@@ -230,18 +233,31 @@ impl Here {
         last == ENABLED
     }
 
-    /// Undoes [`Here::forbid_cancellation`]. The caller has nothing to undo.
-    fn allow_cancellation(&self) {
+    /// Is in no part any more, and handles what came meanwhile: signals, and cancellation ([`Here::forbid_cancellation`]). Returns what
+    /// [`Here::depth`] was. The caller has nothing to undo.
+    fn resume(&self) -> u32 {
+        let is_cancelable = self.depth.load(RELAXED) & CANCELLED_LATER != 0;
+        // A handler may use the place.
         let kind = self.cancel_kind.load(RELAXED);
-        // SAFETY: no place for the last type and the last state.
-        unsafe {
-            pthread_setcancelstate(ENABLED, std::ptr::null_mut());
-            if kind != AT_CALLS {
-                // glibc forgets the thread's result where a change of the state ends it (2.36).
+        if is_cancelable {
+            // While signals are deferred, since a handler may jump. It ends no thread, whose type is AT_CALLS now.
+            // SAFETY: no place for the last state.
+            unsafe { pthread_setcancelstate(ENABLED, std::ptr::null_mut()) };
+        }
+        // Up to here a signal may be deferred: while any bit is set.
+        let depth = self.depth.swap(0, RELAXED);
+        if depth & DEFERRED != 0 {
+            crate::signals::deliver(self, self.mask.load(RELAXED));
+        }
+        if is_cancelable && kind != AT_CALLS {
+            // SAFETY: no place for the last type.
+            unsafe {
+                // glibc forgets the thread's result where a change of the type ends it (2.36).
                 pthread_testcancel();
                 pthread_setcanceltype(kind, std::ptr::null_mut());
             }
         }
+        depth
     }
 
     /// The parts that the thread is in.
@@ -251,13 +267,7 @@ impl Here {
 
     /// Is in no part until [`Here::close`]: signals are handled as they come, also those that were deferred, and the thread can be cancelled.
     pub fn open(&self) {
-        let depth = self.depth.swap(0, RELAXED);
-        if depth & DEFERRED != 0 {
-            crate::signals::unblock(self.mask.load(RELAXED));
-        }
-        if depth & CANCELLED_LATER != 0 {
-            self.allow_cancellation();
-        }
+        self.resume();
     }
 
     /// Is in these parts again.

@@ -4,6 +4,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <sys/wait.h>
 
 static struct pair ends;
@@ -85,6 +86,44 @@ static void use_sigbus(void)
     CHECK(hole != MAP_FAILED && ftruncate(file, 0) == 0);
     call_fails();
     CHECK(sigaction(SIGBUS, &action, NULL) == 0 && is_seen(hole));
+    call_fails();
+}
+
+/* Faults in handlers, which interrupt the handling of others: profilers read memory that may not be there. */
+
+static volatile sig_atomic_t samples;
+
+static void read_hole(void)
+{
+    __asm__ volatile("movb (%0), %%al" : : "r"(hole) : "al", "memory");
+}
+
+static void skip(int signal, siginfo_t *info, void *context)
+{
+    (void)signal, (void)info;
+    ((ucontext_t *)context)->uc_mcontext.gregs[REG_RIP] += 2;
+}
+
+static void sample(int signal)
+{
+    int before = errno;
+    (void)signal;
+    samples++;
+    read_hole();
+    errno = before;
+}
+
+static void use_profiler(void)
+{
+    struct sigaction fault = {.sa_sigaction = skip, .sa_flags = SA_SIGINFO | SA_NODEFER}, timer = {.sa_handler = sample};
+    struct sigevent event = {.sigev_notify = SIGEV_THREAD_ID, .sigev_signo = SIGPROF, ._sigev_un._tid = syscall(SYS_gettid)};
+    struct itimerspec every = {.it_interval.tv_nsec = 20000, .it_value.tv_nsec = 20000};
+    timer_t made;
+    CHECK(sigaction(SIGSEGV, &fault, NULL) == 0 && sigaction(SIGPROF, &timer, NULL) == 0);
+    CHECK(timer_create(CLOCK_MONOTONIC, &event, &made) == 0 && timer_settime(made, 0, &every, NULL) == 0);
+    while (samples < 20000)
+        read_hole();
+    CHECK(timer_delete(made) == 0);
     call_fails();
 }
 
@@ -204,6 +243,8 @@ int main(int number, char **arguments)
         return use_sigaction(), 0;
     if (strcmp(name, "SIGBUS") == 0)
         return use_sigbus(), 0;
+    if (strcmp(name, "profiler") == 0)
+        return use_profiler(), 0;
     if (strcmp(name, "ends") == 0)
         return end(), 0;
     return 2;

@@ -11,6 +11,7 @@
 #include <stdatomic.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
+#include <sys/resource.h>
 #include <sys/select.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -282,6 +283,107 @@ static void use_actions(void)
     exchange(workers[0].both.client, workers[0].both.server, "on\n");
 }
 
+/* Real-time signals are handled once each, in their order, also where the queue is full. */
+
+#define QUEUED 1000
+
+static pthread_t receiver;
+static volatile sig_atomic_t next_value, disordered;
+static int to_thread;
+static atomic_int all_sent;
+
+static void note_value(int signal, siginfo_t *info, void *context)
+{
+    (void)signal;
+    disordered |= info->si_code != SI_QUEUE || info->si_value.sival_int != next_value || context == NULL;
+    next_value++;
+}
+
+static void note_value_and_call(int signal, siginfo_t *info, void *context)
+{
+    int before = errno;
+    note_value(signal, info, context);
+    make_calls(self);
+    errno = before;
+}
+
+static void *send_values(void *unused)
+{
+    for (int value = 0; value < QUEUED;) {
+        union sigval described = {.sival_int = value};
+        int failed = to_thread ? pthread_sigqueue(receiver, SIGRTMIN + 1, described)
+                               : sigqueue(getpid(), SIGRTMIN + 1, described) ? errno : 0;
+        CHECK(failed == 0 || failed == EAGAIN);
+        value += !failed;
+    }
+    all_sent = 1;
+    return unused;
+}
+
+static void receive_values(int flags, int calls)
+{
+    struct sigaction action = {.sa_sigaction = calls ? note_value_and_call : note_value, .sa_flags = SA_SIGINFO | SA_RESTART | flags};
+    sigset_t queued;
+    pthread_t sender;
+    receiver = pthread_self();
+    next_value = all_sent = 0;
+    sigemptyset(&queued);
+    sigaddset(&queued, SIGRTMIN + 1);
+    CHECK(sigaction(SIGRTMIN + 1, &action, NULL) == 0 && pthread_sigmask(SIG_BLOCK, &queued, NULL) == 0);
+    CHECK(pthread_create(&sender, NULL, send_values, NULL) == 0 && pthread_sigmask(SIG_UNBLOCK, &queued, NULL) == 0);
+    while (!all_sent)
+        make_calls(self);
+    CHECK(pthread_join(sender, NULL) == 0);
+    make_calls(self);
+    CHECK(next_value == QUEUED && !disordered);
+}
+
+/* The limit is one for all processes of a user: so of one that has no other ones, where there may be one. */
+static void allow_few_queued(void)
+{
+    char line[200];
+    int waiting = -1;
+    CHECK(setuid(100000 + getpid()) == 0 || errno == EINVAL);
+    FILE *status = fopen("/proc/self/status", "r");
+    CHECK(status);
+    while (fgets(line, sizeof line, status))
+        sscanf(line, "SigQ: %d", &waiting);
+    fclose(status);
+    CHECK(waiting >= 0 && setrlimit(RLIMIT_SIGPENDING, &(struct rlimit){waiting + 4, waiting + 4}) == 0);
+}
+
+static void use_queue(void)
+{
+    static char other[1 << 16];
+    stack_t stack = {.ss_sp = other, .ss_size = sizeof other};
+    CHECK(fcntl(listener, F_SETFL, O_NONBLOCK) == 0 && sigaltstack(&stack, NULL) == 0);
+    self = &workers[0];
+    self->own = connect_pair();
+    CHECK((self->set = epoll_create1(0)) >= 0);
+    while (may_move && !is_on_nic(self->both.server))
+        exchange(self->both.client, self->both.server, "hello\n");
+    to_thread = 1;
+    receive_values(0, 0);
+    receive_values(SA_ONSTACK, 0);
+    to_thread = 0;
+    allow_few_queued();
+    receive_values(0, 1);
+    receive_values(SA_ONSTACK, 1);
+}
+
+/* An action that a system call of the program's own has shown, given back by the C library's function. */
+static void use_shown_action(void)
+{
+    struct { void *handler; unsigned long flags; void *restorer; unsigned long mask; } shown;
+    struct sigaction back = {0};
+    handle(SIGUSR1, plain, 0);
+    CHECK(syscall(SYS_rt_sigaction, SIGUSR1, NULL, &shown, sizeof shown.mask) == 0);
+    back.sa_handler = (void (*)(int))shown.handler;
+    CHECK(sigaction(SIGUSR1, &back, NULL) == 0 && sigaction(SIGUSR1, NULL, &back) == 0 && back.sa_handler == plain);
+    seen = 0;
+    CHECK(raise(SIGUSR1) == 0 && seen == 1);
+}
+
 int main(int number, char **arguments)
 {
     struct sigaction now;
@@ -297,6 +399,8 @@ int main(int number, char **arguments)
         return use_calls(), 0;
     workers[0].both = connect_pair();
     if (strcmp(name, "actions") == 0)
-        return use_actions(), 0;
+        return use_actions(), use_shown_action(), 0;
+    if (strcmp(name, "queue") == 0)
+        return use_queue(), 0;
     return 2;
 }

@@ -130,6 +130,9 @@ static void play(void (*calls)(int), int call)
         }
         CHECK(pthread_sigmask(SIG_BLOCK, &timers, NULL) == 0);
         free(kept);
+        /* It can be cancelled as before. */
+        int state;
+        CHECK(pthread_setcancelstate(PTHREAD_CANCEL_ENABLE, &state) == 0 && state == PTHREAD_CANCEL_ENABLE);
     }
     /* What it has received is of no interest. */
     while (calls == sleep_in && call != 9 && recv(ends.server, some, sizeof some, MSG_DONTWAIT) > 0)

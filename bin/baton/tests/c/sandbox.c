@@ -22,6 +22,7 @@
 #include <sys/sendfile.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <time.h>
 
 #define MOST 400
 #define PIECE 900
@@ -583,9 +584,53 @@ static void execute_under(char **arguments)
     CHECK(!"execv");
 }
 
+static volatile sig_atomic_t wants_child;
+static volatile pid_t made;
+
+static void fork_once(int signal)
+{
+    (void)signal;
+    if (wants_child) {
+        wants_child = 0;
+        made = fork();
+    }
+}
+
+/* A handler forks that has interrupted a call which sleeps; the child filters its calls, and has its own actions in the kernel then. */
+static void fork_in_handler(void)
+{
+    struct sigaction action = {.sa_handler = fork_once};
+    struct sigevent event = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGUSR1};
+    struct itimerspec every = {.it_interval.tv_nsec = 20000000, .it_value.tv_nsec = 20000000};
+    struct pair pair = connect_pair();
+    timer_t timer;
+    char byte;
+    int status;
+    exchange(pair.client, pair.server, "hello\n");
+    exchange(pair.server, pair.client, "hello\n");
+    while (moved && !is_on_nic(pair.server))
+        exchange(pair.client, pair.server, "hello\n");
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
+    CHECK(timer_create(CLOCK_MONOTONIC, &event, &timer) == 0 && timer_settime(timer, 0, &every, NULL) == 0);
+    for (int round = 0; round < 4; round++) {
+        for (wants_child = 1; wants_child;)
+            CHECK(recv(pair.server, &byte, 1, 0) == -1 && errno == EINTR);
+        if (made == 0) {
+            struct { void (*handler)(int); unsigned long flags; void *restorer; unsigned long mask; } shown;
+            ONLY(BY_PRCTL, SYS_write, SYS_rt_sigaction, SYS_rt_sigreturn);
+            CHECK(syscall(SYS_rt_sigaction, SIGUSR1, NULL, &shown, sizeof shown.mask) == 0 && shown.handler == fork_once);
+            _exit(0);
+        }
+        CHECK(made > 0);
+        while (waitpid(made, &status, 0) < 0)
+            CHECK(errno == EINTR);
+        CHECK(status == 0);
+    }
+}
+
 int main(int count, char **arguments)
 {
-    static const struct test_case cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"limited", limited}, {"stays", stays}, {"served", served}};
+    static const struct test_case cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"limited", limited}, {"stays", stays}, {"served", served}, {"in a handler", fork_in_handler}};
     alarm(60);
     CHECK(count >= 2);
     if (count > 3 && strcmp(arguments[1], "under") == 0)

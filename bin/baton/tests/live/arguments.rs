@@ -74,7 +74,7 @@ fn arguments_are_judged_as_by_the_kernel() {
 /// The signals that a bad address raises are the program's: its handlers see its own faults, and it sees its own actions.
 #[test]
 fn faults_are_the_programs() {
-    for case in ["sigaction", "SIGBUS", "ends"] {
+    for case in ["sigaction", "SIGBUS", "profiler", "ends"] {
         as_natively("faults", case);
     }
 }

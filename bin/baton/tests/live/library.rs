@@ -186,6 +186,12 @@ fn actions_are_the_programs() {
     as_natively("handlers", "actions");
 }
 
+/// Real-time signals that come while calls run are handled once each and in their order, however many wait.
+#[test]
+fn queued_signals_keep_their_order() {
+    as_natively("handlers", "queue");
+}
+
 /// A limit of less than a millisecond is kept, with what the kernel's clock allows.
 #[test]
 fn short_waits_are_as_short_as_natively() {

@@ -89,6 +89,12 @@ fn a_filtered_program_forks() {
     as_natively("forks");
 }
 
+/// A child of a handler that has interrupted a call filters its calls.
+#[test]
+fn a_child_of_a_handler_filters_its_calls() {
+    as_natively("in a handler");
+}
+
 /// A program that has filtered its calls gains nothing any more: `baton ls` says why as long as it runs.
 #[test]
 fn a_list_says_why_a_filtered_program_gains_nothing() {
