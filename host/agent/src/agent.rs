@@ -317,6 +317,7 @@ impl Agent {
                     NIC_CHANNEL => self.recover_from_deaths()?,
                     KEEPER => match self.keeper.try_receive::<Kept>() {
                         Ok((Kept::Ending, _)) => self.drain(),
+                        Ok((Kept::WasStopped, _)) => self.nics.iter().for_each(NicProcess::resume),
                         Ok(_) => {}
                         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                         Err(_) => return Ok(()),

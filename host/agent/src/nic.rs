@@ -244,6 +244,18 @@ impl NicProcess {
         }
     }
 
+    /// Lets the process and the host's TCP go on if they are stopped (SIGSTOP). An owner sees to its NIC itself.
+    pub fn resume(&self) {
+        let child = match &self.process {
+            Process::Child(child) => Some(child.id()),
+            Process::Owned(_) => None,
+        };
+        for process in child.into_iter().chain(self.host_tcp.as_ref().map(HostTcp::process)) {
+            // It may have ended, which is noticed elsewhere.
+            let _ = process::resume(process);
+        }
+    }
+
     /// The control connection: readable when the process has died.
     pub fn channel_fd(&self) -> BorrowedFd<'_> {
         self.requests.channel().as_fd()

@@ -15,7 +15,7 @@ const PACE: u64 = 50_000;
 const SLOW_PACE: u64 = 1_000_000;
 
 /// When a NIC counts as hung.
-const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000 };
+const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000, resumed: None };
 
 /// Takes samples of one process.
 pub struct Sampler {

@@ -85,7 +85,7 @@ impl Held {
     /// Records a message from an agent.
     pub fn note(&mut self, kept: Kept, descriptors: Vec<Foreign>) {
         match kept {
-            Kept::Ready => {}
+            Kept::Ready | Kept::WasStopped => {}
             Kept::Offloads(..) | Kept::Ending | Kept::Group(..) | Kept::Device(_) => {
                 // There is one current setting of each NIC's offloads, and one request to end; the others accumulate.
                 let set = |held: &Kept| match (&kept, held) {

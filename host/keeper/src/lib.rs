@@ -25,7 +25,7 @@ use std::process::Child;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use crate::watch::Watched;
+use crate::watch::{Remedy, Watched};
 pub use launch::{BesideDevices, Devices, launch};
 
 /// Descriptors that a keeper inherits from the process that made the devices, numbered from 3 on.
@@ -254,8 +254,14 @@ fn watch(
             return Ok(true);
         }
         poller.wait(Some(watched.wait()), &mut tokens)?;
-        if watched.must_end(*ready) {
-            agent.kill()?;
+        match watched.look(*ready, held.has_sessions()) {
+            Remedy::None => {}
+            Remedy::Resume => {
+                // Before the signal: the agent is to know when it looks at its NICs.
+                let _ = channel.try_send(&Kept::WasStopped, &[]);
+                let _ = process::resume(agent.id());
+            }
+            Remedy::End => agent.kill()?,
         }
         if watched.has_ended() {
             return Ok(false);

@@ -1,4 +1,4 @@
-//! The keeper's watch over the agent: one that hangs is ended, and the next one takes over.
+//! The keeper's watch over the agent: one that hangs is ended, and the next one takes over. One that is stopped goes on first.
 
 use baton_abi::layout::nic;
 use baton_agent::Sampler;
@@ -8,12 +8,22 @@ use baton_shm::{Pulse, Region};
 use baton_supervision::{Cause, Limits, Verdict};
 use std::time::Duration;
 
-/// Microseconds between two looks at the agent.
-const PACE: u64 = 250_000;
+/// Microseconds between two looks at the agent while there are sessions, and without.
+const PACE: u64 = 100_000;
+const SLOW_PACE: u64 = 250_000;
 
-/// When an agent counts as hung. It has longer than a NIC: a round of its loop may be about all connections, programs do not wait for it,
-/// and somebody may stop it together with its NIC for a moment.
-const LIMITS: Limits = Limits { spinning: 2_000_000, stuck: 5_000_000, stopped: 2_000_000 };
+/// When an agent counts as hung. It has longer than a NIC: a round of its loop may be about all connections, and programs do not wait for
+/// it. One that is stopped is resumed soon: its NIC may be stopped, too, and then nobody else ends that.
+const LIMITS: Limits = Limits { spinning: 2_000_000, stuck: 5_000_000, stopped: 2_000_000, resumed: Some(150_000) };
+
+/// What is to be done with an agent.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Remedy {
+    None,
+    /// It is stopped and to be resumed, with all that may have been stopped with it.
+    Resume,
+    End,
+}
 
 /// The agent that is watched.
 pub(crate) struct Watched<'a> {
@@ -55,27 +65,35 @@ impl Watched<'_> {
         self.ended == [true; 2]
     }
 
-    /// Looks at the agent, if it is time. Returns whether it is to be ended now. One that is not ready yet takes over all connections of
+    /// Looks at the agent, if it is time. Returns what is to be done now. One that is not ready yet takes over all connections of
     /// the last one, which may take as long as it likes; it counts as hung only when it is stopped.
-    pub fn must_end(&mut self, ready: bool) -> bool {
+    pub fn look(&mut self, ready: bool, has_sessions: bool) -> Remedy {
         let now = monotonic_micros();
         if now < self.due {
-            return false;
+            return Remedy::None;
         }
-        let due = std::mem::replace(&mut self.due, now + PACE);
+        let pace = if has_sessions { PACE } else { SLOW_PACE };
+        let due = std::mem::replace(&mut self.due, now + pace);
         self.ended = [!process::lives(self.process), self.ended[0]];
         if self.cause.is_some() || self.ended[0] {
-            return false;
+            return Remedy::None;
         }
         let places = std::iter::once(nic::AGENT_PULSE).filter(|_| ready);
-        if let Verdict::Hung(cause) = self.sampler.look(self.memory, places, due) {
-            report!(
-                "baton keeper: the agent (process {}) hangs and is ended: {cause}{}",
-                self.process,
-                tasks::account(self.process)
-            );
-            self.cause = Some(cause);
+        match self.sampler.look(self.memory, places, due) {
+            Verdict::Hung(cause) => {
+                report!(
+                    "baton keeper: the agent (process {}) hangs and is ended: {cause}{}",
+                    self.process,
+                    tasks::account(self.process)
+                );
+                self.cause = Some(cause);
+                Remedy::End
+            }
+            Verdict::Resume => {
+                report!("baton keeper: the agent (process {}) is stopped (SIGSTOP), and resumed", self.process);
+                Remedy::Resume
+            }
+            _ => Remedy::None,
         }
-        self.cause.is_some()
     }
 }

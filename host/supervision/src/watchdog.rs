@@ -10,6 +10,9 @@
 //!
 //! Only the first three are a reason to end the process. The last two of those go by time that passes, so they count only over samples
 //! that were taken on time: whoever took one late may have been stopped together with the process, or starved like it.
+//!
+//! A process that others are stopped with (the agent, by whom its NIC would be ended) can be *resumed* first, once: after that both are as
+//! before, and nothing is ended. It is harmless, so samples that are late count for it.
 
 use alloc::vec::Vec;
 
@@ -22,6 +25,8 @@ pub struct Limits {
     pub stuck: u64,
     /// Stopped.
     pub stopped: u64,
+    /// Stopped, after which it is resumed, once; None: it is not.
+    pub resumed: Option<u64>,
 }
 
 /// By how many microseconds a sample may be late.
@@ -105,6 +110,8 @@ pub enum Verdict {
     Starved,
     /// Somebody traces the process.
     Traced,
+    /// The process is stopped, and to be resumed (SIGCONT).
+    Resume,
     /// The process is to be ended.
     Hung(Cause),
 }
@@ -126,7 +133,12 @@ struct Still {
 pub struct Watchdog {
     limits: Limits,
     workers: Vec<Option<Still>>,
+    /// Since when it has been stopped, as far as samples were on time.
     stopped_since: Option<u64>,
+    /// When it was first seen stopped; None if it has not been since the last sample.
+    stopped_at: Option<u64>,
+    /// It has been resumed since then.
+    resumed: bool,
     /// Number of times that a worker has begun to starve.
     starved: u64,
     /// When the process was last seen starved or traced.
@@ -136,7 +148,15 @@ pub struct Watchdog {
 impl Watchdog {
     /// Of a process that has just been started.
     pub fn new(limits: Limits) -> Watchdog {
-        Watchdog { limits, workers: Vec::new(), stopped_since: None, starved: 0, excused_at: None }
+        Watchdog {
+            limits,
+            workers: Vec::new(),
+            stopped_since: None,
+            stopped_at: None,
+            resumed: false,
+            starved: 0,
+            excused_at: None,
+        }
     }
 
     /// Number of times that a worker has begun to starve.
@@ -163,15 +183,15 @@ impl Watchdog {
         let traced = |process: Process| process == Process::Traced;
         if traced(sample.process) || sample.workers.iter().any(|worker| traced(worker.thread)) {
             self.workers.clear();
-            (self.stopped_since, self.excused_at) = (None, Some(sample.at));
+            self.excused_at = Some(sample.at);
+            self.runs();
             return Verdict::Traced;
         }
         if sample.process == Process::Stopped {
             self.workers.clear();
-            let since = *self.stopped_since.get_or_insert(sample.at);
-            return if sample.at - since >= self.limits.stopped { Verdict::Hung(Cause::Stopped) } else { Verdict::Well };
+            return self.judge_stopped(sample.at);
         }
-        self.stopped_since = None;
+        self.runs();
         self.workers.resize(sample.workers.len(), None);
         let mut verdict = Verdict::Well;
         for (number, worker) in sample.workers.iter().enumerate() {
@@ -185,6 +205,21 @@ impl Watchdog {
             self.excused_at = Some(sample.at);
         }
         verdict
+    }
+
+    /// It is not stopped.
+    fn runs(&mut self) {
+        (self.stopped_since, self.stopped_at, self.resumed) = (None, None, false);
+    }
+
+    fn judge_stopped(&mut self, at: u64) -> Verdict {
+        let since = *self.stopped_since.get_or_insert(at);
+        let first = *self.stopped_at.get_or_insert(at);
+        if at - since >= self.limits.stopped {
+            return Verdict::Hung(Cause::Stopped);
+        }
+        let is_due = self.limits.resumed.is_some_and(|limit| at - first >= limit);
+        if is_due && !core::mem::replace(&mut self.resumed, true) { Verdict::Resume } else { Verdict::Well }
     }
 
     fn judge_worker(&mut self, number: usize, worker: &Worker, at: u64) -> Verdict {
@@ -230,7 +265,7 @@ mod tests {
     use super::*;
     use Process::{Runs, Stopped, Traced, Waits};
 
-    const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000 };
+    const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000, resumed: None };
     /// Microseconds between two samples.
     const PACE: u64 = 50_000;
 
@@ -362,6 +397,36 @@ mod tests {
         let mut scene = Scene::new();
         scene.worker.thread = Waits;
         assert!((0..1000).all(|_| scene.sample(1_000_000) == Verdict::Well));
+    }
+
+    /// Whoever is late may have been stopped, too: that ends nothing, and does not keep it from resuming.
+    #[test]
+    fn a_stopped_process_is_resumed_once_before_it_is_ended() {
+        for late in [0, 10 * LATE] {
+            let mut scene = Scene::new();
+            scene.watchdog = Watchdog::new(Limits { stopped: 2_000_000, resumed: Some(120_000), ..LIMITS });
+            for _ in 0..3 {
+                scene.process = Stopped;
+                let verdicts: Vec<_> = (0..30).map(|_| scene.sample(late)).collect();
+                let resumed = verdicts.iter().position(|verdict| *verdict == Verdict::Resume).expect("it is resumed");
+                assert_eq!(resumed, if late == 0 { 3 } else { 1 });
+                assert!(verdicts.iter().enumerate().all(|(at, verdict)| at == resumed || *verdict == Verdict::Well));
+                // It goes on, and is stopped again later.
+                scene.process = Waits;
+                scene.worker.rounds += 1;
+                assert_eq!(scene.sample(0), Verdict::Well);
+            }
+            // Somebody stops it again at once, each time.
+            scene.process = Stopped;
+            let verdicts: Vec<_> = (0..100).map(|_| scene.sample(late)).collect();
+            assert_eq!(verdicts.iter().filter(|verdict| **verdict == Verdict::Resume).count(), 1);
+            assert_eq!(verdicts.contains(&Verdict::Hung(Cause::Stopped)), late == 0);
+        }
+        // Who traces it may stop it.
+        let mut scene = Scene::new();
+        scene.watchdog = Watchdog::new(Limits { resumed: Some(0), ..LIMITS });
+        scene.process = Traced;
+        assert!((0..100).all(|_| scene.sample(0) == Verdict::Traced));
     }
 
     #[test]

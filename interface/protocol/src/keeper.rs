@@ -18,6 +18,8 @@ pub const AGENT_NAME: &str = "baton-agent";
 pub enum Kept {
     /// From the agent: programs may come. From the keeper: that was all.
     Ready,
+    /// From the keeper: the agent was stopped (SIGSTOP) and is resumed. What it watches may have been stopped with it.
+    WasStopped,
     /// Either way: the end has been asked for. Connections go to the kernel and stay there until the keeper ends.
     Ending,
     /// A session: the control connection.

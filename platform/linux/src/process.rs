@@ -497,6 +497,14 @@ pub fn signal(process: u32, signal: i32) -> io::Result<()> {
     Ok(rustix::process::kill_process(pid(process)?, named(signal)?)?)
 }
 
+/// Lets a process go on that somebody has stopped (SIGSTOP), and that this one has started. Nothing happens to one that runs.
+///
+/// # Errors
+/// The failed system call's.
+pub fn resume(process: u32) -> io::Result<()> {
+    signal(process, libc::SIGCONT)
+}
+
 fn named(signal: i32) -> io::Result<Signal> {
     Signal::from_named_raw(signal).ok_or(Errno::INVAL.into())
 }

@@ -4,7 +4,6 @@ use crate::common::{connect, hosts, start_python, wait_until};
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_client::{Connection, Listener, Shared};
 use baton_linux::freeze::Frozen;
-use baton_linux::process;
 use baton_protocol::program::{Ask, Opening, Place, Reply};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -14,31 +13,17 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-const SIGSTOP: i32 = 19;
-const SIGCONT: i32 = 18;
-
 /// Longest time that anything here may take. What waits for the stopped process takes for ever.
 const LIMIT: Duration = Duration::from_secs(20);
-
-/// A process that is stopped while this exists.
-pub struct Stopped(u32);
-
-impl Stopped {
-    pub fn new(process: u32) -> Stopped {
-        process::signal(process, SIGSTOP).expect("a signal");
-        Stopped(process)
-    }
-}
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        let _ = process::signal(self.0, SIGCONT);
-    }
-}
 
 /// Stops the NIC as a debugger does: one that is stopped by a signal is ended soon.
 fn hold_nic(bed: &Testbed) -> Frozen {
     Frozen::freeze(&[nic_process(bed)]).expect("a tracer")
+}
+
+/// Stops the agent as a debugger does: the keeper resumes one that is stopped by a signal.
+fn hold_agent(bed: &Testbed) -> Frozen {
+    Frozen::freeze(&[bed.tool().expect("a tool").statistics().expect("statistics").agent_process]).expect("a tracer")
 }
 
 /// Does something in a thread; fails if it takes too long.
@@ -152,7 +137,7 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     let more: Vec<_> = (0..100).map(|at| connect(&bed, false, 9000 + at)).collect();
     let registered: Vec<_> = more.iter().map(|(ours, _)| shared.register(ours.as_fd(), false).expect("a registration")).collect();
     let (late, _peer) = connect(&bed, false, 8001);
-    let agent = Stopped::new(bed.tool().expect("a tool").statistics().expect("statistics").agent_process);
+    let agent = hold_agent(&bed);
     let (closing, closed) = (shared.clone(), registered.len());
     in_time("closes", move || registered.iter().for_each(|connection| closing.forget(connection, 1).expect("forgotten")));
     let (registering, taken) = (shared.clone(), late.try_clone().expect("a descriptor"));
@@ -219,7 +204,7 @@ fn a_program_closes_and_ends_while_the_agent_is_stopped() {
     while !on_nic() {
         std::thread::yield_now();
     }
-    let agent = Stopped::new(bed.tool().expect("a tool").statistics().expect("statistics").agent_process);
+    let agent = hold_agent(&bed);
     program.stdin.take().expect("its input").write_all(b"\n").expect("a line");
     let line = in_time("close(2)", move || lines.next());
     assert_eq!(line.expect("a line").expect("text"), "closed");
@@ -287,7 +272,7 @@ fn times_of_calls(bed: &Testbed, at: SocketAddr, with_baton: bool) -> Vec<(Strin
         || bed.tool().expect("a tool").connections().expect("a list").iter().filter(|one| one.place == Place::Nic).count();
     let agent = with_baton.then(|| {
         wait_until("its connections are on the NIC", || on_nic() == 8);
-        Frozen::freeze(&[bed.tool().expect("a tool").statistics().expect("statistics").agent_process]).expect("a tracer")
+        hold_agent(bed)
     });
     program.stdin.take().expect("its input").write_all(b"\n").expect("a line");
     let (lines, times) = in_time("its calls", move || {

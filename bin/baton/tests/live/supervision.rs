@@ -1,9 +1,10 @@
 //! What is wanted on the NIC goes there again after a death, a hang or a refusal; and what counts as a hang.
 
-use crate::common::{connect, hosts, session};
+use crate::common::{connect, hosts, session, wait_until};
 use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{ConnectionId, Session};
 use baton_linux::freeze::Frozen;
+use baton_linux::tasks::{self, Activity};
 use baton_linux::{process, socket};
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
 use std::io;
@@ -46,6 +47,16 @@ impl Scene {
             }
         }
         scene
+    }
+
+    /// Partial offload: there is a host's TCP.
+    fn with_host_tcp() -> Scene {
+        let bed = hosts(TestbedSettings::default());
+        let mut session = Session::connect_for_fast_path(&bed.socket()).expect("a session");
+        let (server, peer) = connect(&bed, false, 8000);
+        let ids = vec![session.adopt(server.into()).expect("adoption")];
+        session.move_to(ids[0], Place::Nic).expect("a move");
+        Scene { session, ids, peers: vec![peer], bed, rounds: 0 }
     }
 
     fn statistics(&self) -> Statistics {
@@ -174,12 +185,7 @@ fn a_nic_that_is_stopped_is_ended_and_its_connections_go_back() {
 /// Partial offload: the second process is watched, too.
 #[test]
 fn a_hosts_tcp_that_is_stopped_is_ended_and_its_connections_go_back() {
-    let bed = hosts(TestbedSettings::default());
-    let mut session = Session::connect_for_fast_path(&bed.socket()).expect("a session");
-    let (server, peer) = connect(&bed, false, 8000);
-    let ids = vec![session.adopt(server.into()).expect("adoption")];
-    session.move_to(ids[0], Place::Nic).expect("a move");
-    let mut scene = Scene { session, ids, peers: vec![peer], bed, rounds: 0 };
+    let mut scene = Scene::with_host_tcp();
     let stopped = scene.statistics().host_tcp_process;
     process::signal(stopped, libc::SIGSTOP).expect("SIGSTOP");
     let deadline = Instant::now() + PATIENCE;
@@ -292,18 +298,41 @@ fn a_connection_that_kills_the_nic_stays_in_the_kernel() {
     assert_eq!(scene.session.place(scene.ids[0]), Some(Place::Kernel));
 }
 
-/// The keeper ends an agent that somebody has stopped; the next one puts back what was on the NIC.
+/// The keeper lets an agent go on that somebody has stopped for good, and with it the NIC and the host's TCP, which nobody else would end
+/// meanwhile. Nothing is ended.
 #[test]
-fn an_agent_that_is_stopped_is_ended() {
+fn an_agent_that_is_stopped_goes_on_with_all_that_is_stopped_with_it() {
+    for (settings, fast_path) in [(beside(), false), (TestbedSettings::default(), true)] {
+        let mut scene = if fast_path { Scene::with_host_tcp() } else { Scene::on_nic(settings, 2) };
+        let before = scene.statistics();
+        let [agent, nic, host_tcp] = [before.agent_process, before.nic_process, before.host_tcp_process];
+        assert_eq!(host_tcp != 0, fast_path);
+        let sets = [vec![agent], vec![agent, nic], vec![agent, host_tcp], vec![agent, nic, host_tcp]];
+        for set in sets.iter().filter(|set| !set.contains(&0)) {
+            set.iter().for_each(|one| process::signal(*one, libc::SIGSTOP).expect("SIGSTOP"));
+            scene.carry();
+            wait_until("none is stopped any more", || set.iter().all(|one| tasks::activity(*one, *one) != Activity::Stopped));
+            let after = scene.statistics();
+            assert_eq!([after.agent_process, after.nic_process, after.host_tcp_process], [agent, nic, host_tcp]);
+            assert_eq!((after.nics[0].hung, after.recovered), (0, 0));
+        }
+    }
+}
+
+/// The keeper ends an agent that somebody stops again and again; the next one puts back what was on the NIC.
+#[test]
+fn an_agent_that_is_kept_stopped_is_ended() {
     let mut scene = Scene::on_nic(TestbedSettings::default(), 2);
     let stopped = scene.statistics().agent_process;
-    process::signal(stopped, libc::SIGSTOP).expect("SIGSTOP");
     let deadline = Instant::now() + PATIENCE;
-    // A request to the stopped one ends with it.
-    while scene.bed.tool().and_then(|mut tool| tool.statistics()).map_or(stopped, |now| now.agent_process) == stopped {
+    // It has ended when its number is nobody's.
+    while process::signal(stopped, libc::SIGSTOP).is_ok() {
         assert!(Instant::now() < deadline, "it is not ended");
+        // Waits: shorter than the keeper takes from one look at it to the next.
+        std::thread::sleep(Duration::from_millis(1));
     }
     scene.until_back();
+    assert_ne!(scene.statistics().agent_process, stopped);
 }
 
 /// Agent and NIC stand still together for a second, as when somebody stops all of Baton: nobody is ended.

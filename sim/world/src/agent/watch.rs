@@ -10,7 +10,7 @@ use baton_supervision::{Limits, Process, Sample, Verdict, Watchdog, Worker};
 /// Microseconds between two looks.
 const PACE: u64 = 50_000;
 /// When a NIC counts as hung, as in the agent.
-const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000 };
+const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000, resumed: None };
 /// Microseconds within which a NIC that hangs has to be ended.
 const SOON: u64 = 1_000_000;
 
