@@ -31,6 +31,13 @@ pub(crate) struct ForDevices {
     begun: bool,
 }
 
+impl ForDevices {
+    /// What holds up a connection's move, if it is queued here.
+    pub fn trouble(&self, key: Key) -> Option<&'static str> {
+        self.moves.contains_key(&key).then_some("it waits until the NIC receives at all interfaces")
+    }
+}
+
 /// A queued request: the session and its name (numbers are reused), the request's tag, the request, the descriptors that came with it.
 struct Request {
     session: u32,

@@ -3,6 +3,7 @@
 
 use crate::common::{SetsAtEnd, before_others, connect, hosts, scene, session, wait_until};
 use baton_bed::testbed::{Testbed, TestbedSettings};
+use baton_client::tool::Tool;
 use baton_protocol::program::Place;
 use std::os::fd::OwnedFd;
 use std::process::Command;
@@ -70,6 +71,25 @@ fn others_do_not_wait_for_the_first_move() {
     let id = session.adopt(OwnedFd::from(server)).expect("adoption");
     is_served_meanwhile(meanwhile(&bed, || session.move_to(id, Place::Nic).expect("a move")));
     assert_eq!(session.place(id), Some(Place::Nic));
+}
+
+/// A list says what a connection waits for.
+#[test]
+fn a_list_says_that_a_connection_waits_for_devices() {
+    let bed = hosts(TestbedSettings { beside: true, ..Default::default() });
+    add_devices(&bed);
+    let (server, _peer) = connect(&bed, false, 8080);
+    let mut session = session(&bed);
+    let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+    let mut tool = bed.tool().expect("an agent");
+    let reason = |tool: &mut Tool| tool.connections().expect("a list").remove(0).reason;
+    std::thread::scope(|scope| {
+        let moved = scope.spawn(|| session.move_to(id, Place::Nic));
+        wait_until("it waits", || moved.is_finished() || reason(&mut tool).contains("until the NIC receives at all interfaces"));
+        assert!(!moved.is_finished(), "nothing was said");
+        moved.join().expect("no panic").expect("a move");
+    });
+    assert!(!reason(&mut tool).contains("waits"), "it does not wait any more");
 }
 
 #[test]

@@ -633,6 +633,8 @@ impl Agent {
             let begin = std::mem::take(&mut number) as usize;
             let Some(session) = session else { continue };
             for connection in session.connections.iter().skip(begin).flatten() {
+                let waits = self.moves.for_devices.trouble((at as u32, connection.number(), connection.serial));
+                let trouble = connection.call().and_then(|call| call.trouble(now)).or(waits);
                 bytes += LISTED_BYTES + session.opening.program.len() + connection.reason.len();
                 if list.len() >= LISTED || bytes > LISTED_IN_ALL {
                     return list;
@@ -652,7 +654,7 @@ impl Agent {
                     dormant: connection.cid.is_some_and(|cid| self.slot_word(cid, slot::DORMANT) != 0),
                     for_us: now.saturating_sub(connection.since),
                     detail: self.detail_of(session.user, connection).unwrap_or_default(),
-                    reason: connection.call().and_then(|call| call.trouble(now)).unwrap_or(&connection.reason).to_string(),
+                    reason: trouble.unwrap_or(&connection.reason).to_string(),
                 });
             }
         }
