@@ -43,6 +43,7 @@ test: lint
 	tests/programs/scale.py
 	tests/programs/loads.py --all --seconds 1 --only "redis replica,apache,gunicorn" --modes native,default,accepted
 	tests/programs/restarts.py --rounds 2
+	tests/programs/deaths.py --kill-nic 1 --stop-nic 1
 	tests/programs/both_ways.py --rounds 8 --seconds 0.3 --connections 32
 	tests/programs/both_ways.py --rounds 2 --seconds 0.3 --connections 256 --longer 5
 	$(CHECKED) bench tail --smoke
@@ -87,6 +88,7 @@ soak: build
 	$(BATON) soak --beside --connections 64 --moves 4000 --kill-nic 20 --stop-nic 20 --json
 	$(BATON) soak --connections 64 --moves 1000 --kill-nic 5 --stop-nic 5 --kill-agent 5 --json
 	$(BATON) soak --connections 16 --poison --json
+	tests/programs/deaths.py --kill-nic 20 --stop-nic 20
 	BATON_EVERY_PRESSURE=1 $(CARGO) test --profile checked --locked -p baton --test live pressure
 	tests/programs/both_ways.py --rounds 100 --seconds 5
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker

@@ -8,11 +8,16 @@ BATON = os.environ.get("BATON_PROGRAM", str(ROOT / "target/release/baton"))
 BODY = os.urandom(4096)
 
 
-class Redis:
-    name, port = "redis", 6379
+class Differs(OSError):
+    """Other bytes than were asked for."""
 
-    def __init__(self, directory):
-        self.command = ["redis-server", "--port", "6379", "--save", "", "--appendonly", "no", "--dir", str(directory)]
+
+class Redis:
+    name = "redis"
+
+    def __init__(self, directory, port=6379):
+        self.port = port
+        self.command = ["redis-server", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(directory)]
 
     def request(self, connection, number):
         key, value = b"key%d" % (number % 100), b"value%d" % number
@@ -23,15 +28,16 @@ class Redis:
 
 
 class Nginx:
-    name, port = "nginx", 8080
+    name = "nginx"
 
-    def __init__(self, directory):
+    def __init__(self, directory, port=8080):
+        self.port = port
         (directory / "body").write_bytes(BODY)
         directory.chmod(0o755)
         (directory / "nginx.conf").write_text(
             f"daemon off; pid {directory}/pid; error_log {directory}/errors; worker_processes 2;\n"
             "events {} http { access_log off; keepalive_requests 1000000000; keepalive_timeout 1h;\n"
-            f"server {{ listen 127.0.0.1:8080; root {directory}; }} }}\n")
+            f"server {{ listen 127.0.0.1:{port}; root {directory}; }} }}\n")
         self.command = ["nginx", "-c", str(directory / "nginx.conf")]
 
     def request(self, connection, number):
@@ -40,7 +46,7 @@ class Nginx:
         while not head.endswith(b"\r\n\r\n"):
             head += receive(connection, 1)
         if not head.startswith(b"HTTP/1.1 200"):
-            raise OSError(f"not what was asked for: {head[:40]!r}")
+            raise Differs(f"not what was asked for: {head[:40]!r}")
         expect(connection, BODY)
 
 
@@ -49,37 +55,54 @@ def receive(connection, length):
     while len(data) < length:
         piece = connection.recv(length - len(data))
         if not piece:
-            raise OSError("the connection has ended")
+            raise ConnectionError("the connection has ended")
         data += piece
     return data
 
 
 def expect(connection, wanted):
     if (got := receive(connection, len(wanted))) != wanted:
-        raise OSError(f"{got[:40]!r} is not {wanted[:40]!r}")
+        raise Differs(f"{got[:40]!r} is not {wanted[:40]!r}")
+
+
+KINDS = {kind.name: kind for kind in (Nginx, Redis)}
 
 
 class Load(threading.Thread):
-    """Requests one after the other: on one connection, or a new one every tenth time."""
+    """Requests one after the other, `pace` seconds apart: on one connection, or a new one every tenth time."""
 
-    def __init__(self, server, renews):
+    def __init__(self, server, renews, pace=0):
         super().__init__(daemon=True)
-        self.server, self.renews, self.done, self.failed, self.longest, self.over = server, renews, 0, [], 0, False
+        self.server, self.renews, self.pace, self.done, self.failed, self.over = server, renews, pace, 0, [], False
+        self.longest, self.begun, self.port, self.lock = 0, time.monotonic(), None, threading.Lock()
         self.start()
+
+    def take_longest(self):
+        """The longest request since the last time, that which is under way among them."""
+        with self.lock:
+            longest, self.longest = max(self.longest, time.monotonic() - self.begun), 0
+        return longest
 
     def run(self):
         connection = None
         while not self.over:
-            begun = time.monotonic()
+            with self.lock:
+                self.begun = time.monotonic()
             try:
                 if connection is None or self.renews and self.done % 10 == 0:
                     connection = socket.create_connection(("127.0.0.1", self.server.port), timeout=10)
+                    self.port = connection.getsockname()[1]
                 self.server.request(connection, self.done)
                 self.done += 1
             except OSError as error:
-                self.failed.append(str(error))
+                self.failed.append(error)
                 connection = None
-            self.longest = max(self.longest, time.monotonic() - begun)
+            with self.lock:
+                now = time.monotonic()
+                self.longest, self.begun = max(self.longest, now - self.begun), now
+            if self.pace:
+                # Waits: the pace.
+                time.sleep(self.pace)
 
 
 def wait_for(what, holds, seconds=20):
@@ -99,9 +122,13 @@ def reachable(port):
         return False
 
 
+def listed(door):
+    said = subprocess.run([BATON, "ls", "--json", "--socket", door], capture_output=True, text=True)
+    return json.loads(said.stdout) if said.returncode == 0 else []
+
+
 def on_nic(door):
-    listed = subprocess.run([BATON, "ls", "--json", "--socket", door], capture_output=True, text=True)
-    return sum(one["place"] == "nic" for one in json.loads(listed.stdout)) if listed.returncode == 0 else 0
+    return sum(one["place"] == "nic" for one in listed(door))
 
 
 def run(kind, rounds):
@@ -132,9 +159,9 @@ def run(kind, rounds):
         for load in loads:
             load.join(15)
         failed = [error for load in loads for error in load.failed]
-        longest = max(load.longest for load in loads)
+        longest = max(load.take_longest() for load in loads)
         print(f"{server.name}: {rounds} restarts, {sum(load.done for load in loads)} requests, {len(failed)} failed "
-              f"{sorted(set(failed))[:3] or ''}, the longest took {longest * 1000:.0f} ms")
+              f"{sorted(set(map(str, failed)))[:3] or ''}, the longest took {longest * 1000:.0f} ms")
         return not failed
     finally:
         for one in [program, up]:
@@ -144,6 +171,15 @@ def run(kind, rounds):
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def go_inside():
+    """Runs this program again in a network namespace of its own, if what it needs is there."""
+    missing = [name for name in ("nginx", "redis-server") if not shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")]
+    if missing:
+        raise SystemExit(f"missing: {', '.join(missing)}; scripts/dependencies installs them")
+    inside = 'mount -t tmpfs none /run; mount -t sysfs none /sys; ip link set lo up; exec "$@"'
+    os.execvp("unshare", ["unshare", "-nm", "sh", "-c", inside, "sh", *map(str, [sys.executable, *sys.argv, "--inside"])])
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=20)
@@ -151,13 +187,8 @@ def main():
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not arguments.inside:
-        inside = 'mount -t tmpfs none /run; mount -t sysfs none /sys; ip link set lo up; exec "$@"'
-        os.execvp("unshare", ["unshare", "-nm", "sh", "-c", inside, "sh", *map(str, [sys.executable, *sys.argv, "--inside"])])
-    kinds = {kind.name: kind for kind in (Nginx, Redis)}
-    missing = [name for name in ("nginx", "redis-server") if not shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin")]
-    if missing:
-        raise SystemExit(f"missing: {', '.join(missing)}; scripts/dependencies installs them")
-    good = [run(kinds[name], arguments.rounds) for name in arguments.only.split(",")]
+        go_inside()
+    good = [run(KINDS[name], arguments.rounds) for name in arguments.only.split(",")]
     sys.exit(0 if all(good) else 1)
 
 
