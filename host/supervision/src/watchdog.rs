@@ -348,7 +348,7 @@ mod tests {
         scene.sample(0);
         let (verdict, after) = scene.run(10_000_000, |_| ());
         assert_eq!(verdict, Verdict::Hung(Cause::Stuck(0)));
-        assert!(after >= LIMITS.stuck && after <= LIMITS.stuck + 2 * PACE, "{after}");
+        assert!((LIMITS.stuck..=LIMITS.stuck + 2 * PACE).contains(&after), "{after}");
         let mut scene = Scene::new();
         (scene.worker.thread, scene.worker.asleep) = (Waits, true);
         assert_eq!(scene.run(100_000_000, |_| ()).0, Verdict::Well);
