@@ -89,6 +89,7 @@ soak: build
 	$(BATON) soak --connections 64 --moves 1000 --kill-nic 5 --stop-nic 5 --kill-agent 5 --json
 	$(BATON) soak --connections 16 --poison --json
 	tests/programs/deaths.py --kill-nic 20 --stop-nic 20
+	tests/programs/starved.py --seconds 600
 	BATON_EVERY_PRESSURE=1 $(CARGO) test --profile checked --locked -p baton --test live pressure
 	tests/programs/both_ways.py --rounds 100 --seconds 5
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
