@@ -20,7 +20,7 @@ PACE = 0.005
 BACK, GAPS, APART = 3, 3.5, 4
 
 
-class Trial:
+class Pair:
     """A program under Baton and without, with the clients of both."""
 
     def __init__(self, kind, number, directory, door):
@@ -111,11 +111,11 @@ def nic(door):
     return json.loads(said.stdout)["nics"][0]
 
 
-def strike(trials, fault, chance, door):
+def strike(pairs, fault, chance, door):
     # Waits: at another moment each time.
     time.sleep(0.5 * chance.random())
-    for trial in trials:
-        trial.take_gaps(count=False)
+    for pair in pairs:
+        pair.take_gaps(count=False)
     victim, struck = nic(door)["process"], time.monotonic()
     os.kill(victim, fault)
     wait_for("the next NIC", lambda: nic(door)["process"] != victim)
@@ -125,11 +125,11 @@ def strike(trials, fault, chance, door):
         time.sleep(max(0, struck + seconds - time.monotonic()))
 
     at(BACK)
-    for trial in trials:
-        trial.look(door)
+    for pair in pairs:
+        pair.look(door)
     at(GAPS)
-    for trial in trials:
-        trial.take_gaps()
+    for pair in pairs:
+        pair.take_gaps()
     at(APART)
 
 
@@ -138,23 +138,23 @@ def run(arguments, directory):
     chance = random.Random(arguments.seed)
     faults = [signal.SIGKILL] * arguments.kill_nic + [signal.SIGSTOP] * arguments.stop_nic
     chance.shuffle(faults)
-    trials, up = [], subprocess.Popen([BATON, "up", "--socket", door])
+    pairs, up = [], subprocess.Popen([BATON, "up", "--socket", door])
     try:
         wait_for("baton up", lambda: os.path.exists(door))
-        trials = [Trial(kind, number, directory, door) for number, kind in enumerate(KINDS.values())]
-        for trial in trials:
-            trial.begin()
-        for trial in trials:
-            wait_for("its connections on the NIC", lambda trial=trial: trial.on_nic(door) == KEPT)
+        pairs = [Pair(kind, number, directory, door) for number, kind in enumerate(KINDS.values())]
+        for pair in pairs:
+            pair.begin()
+        for pair in pairs:
+            wait_for("its connections on the NIC", lambda pair=pair: pair.on_nic(door) == KEPT)
         for fault in faults:
-            strike(trials, fault, chance, door)
+            strike(pairs, fault, chance, door)
         hung = nic(door)["hung"]
-        for trial in trials:
-            trial.end()
-        results = [trial.result() | {"kills": arguments.kill_nic, "stops": arguments.stop_nic, "hung": hung} for trial in trials]
+        for pair in pairs:
+            pair.end()
+        results = [pair.result() | {"kills": arguments.kill_nic, "stops": arguments.stop_nic, "hung": hung} for pair in pairs]
     finally:
-        for trial in trials:
-            trial.stop()
+        for pair in pairs:
+            pair.stop()
         up.terminate()
         up.wait(20)
     for result in results:

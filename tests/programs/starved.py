@@ -13,7 +13,7 @@ Prints a line of JSON for each. Everything on loopback, in a network namespace o
 """
 import argparse, contextlib, json, os, pathlib, shutil, signal, subprocess, sys, tempfile, time
 
-from deaths import KEPT, Trial, nic
+from deaths import KEPT, Pair, nic
 from restarts import BATON, KINDS, go_inside, wait_for
 
 SPIN = ["sh", "-c", "while :; do :; done"]
@@ -90,14 +90,14 @@ CASES = {"hogs": hogs, "fifo": fifo, "quota": quota, "stopped": lambda _processe
 
 def run(name, seconds, directory):
     door = str(directory / "door/agent.sock")
-    trials, up = [], subprocess.Popen([BATON, "up", "--socket", door])
+    pairs, up = [], subprocess.Popen([BATON, "up", "--socket", door])
     try:
         wait_for("baton up", lambda: os.path.exists(door))
-        trials = [Trial(kind, number, directory, door) for number, kind in enumerate(KINDS.values())]
-        for trial in trials:
-            trial.begin()
-        for trial in trials:
-            wait_for("its connections on the NIC", lambda trial=trial: trial.on_nic(door) == KEPT)
+        pairs = [Pair(kind, number, directory, door) for number, kind in enumerate(KINDS.values())]
+        for pair in pairs:
+            pair.begin()
+        for pair in pairs:
+            wait_for("its connections on the NIC", lambda pair=pair: pair.on_nic(door) == KEPT)
         before = nic(door)
         agent = parent(before["process"])
         processes = [parent(agent), agent, before["process"]]
@@ -110,13 +110,13 @@ def run(name, seconds, directory):
                 time.sleep(min(1, max(0, end - time.monotonic())))
         after = nic(door)
         ends = int(after["process"] != before["process"]) + int(parent(after["process"]) != agent)
-        for trial in trials:
-            trial.take_gaps()
-            trial.end()
-        results = [trial.result() for trial in trials]
+        for pair in pairs:
+            pair.take_gaps()
+            pair.end()
+        results = [pair.result() for pair in pairs]
     finally:
-        for trial in trials:
-            trial.stop()
+        for pair in pairs:
+            pair.stop()
         up.terminate()
         up.wait(20)
     result = {"case": name, "seconds": seconds, "ends": ends, "hung": after["hung"], "starved": after["starved"], "programs": results}
