@@ -17,6 +17,8 @@ pub(crate) enum Call {
     Message,
     /// One message of recvmmsg(2), sendmmsg(2).
     Several,
+    /// A message of recvmmsg(2) after the first one: an error of the connection is left for the program's next call.
+    Further,
 }
 
 impl Call {
@@ -36,7 +38,7 @@ impl Call {
                 }
                 Call::Vector => real::readv(fd, message.msg_iov, message.msg_iovlen as c_int),
                 Call::Message => real::recvmsg(fd, message, flags),
-                Call::Several => {
+                Call::Several | Call::Further => {
                     let mut one = libc::mmsghdr { msg_hdr: *message, msg_len: 0 };
                     let got = real::recvmmsg(fd, &mut one, 1, flags, std::ptr::null_mut());
                     *message = one.msg_hdr;
@@ -61,7 +63,7 @@ impl Call {
                 }
                 Call::Vector => real::writev(fd, message.msg_iov, message.msg_iovlen as c_int),
                 Call::Message => real::sendmsg(fd, message, flags),
-                Call::Several => {
+                Call::Several | Call::Further => {
                     let mut one = libc::mmsghdr { msg_hdr: *message, msg_len: 0 };
                     let sent = real::sendmmsg(fd, &mut one, 1, flags);
                     if sent < 0 { sent as ssize_t } else { one.msg_len as ssize_t }

@@ -351,6 +351,10 @@ unsafe fn send_rest(
     };
     let message = &imported;
     let wanted = total(message);
+    if matches!(call, Call::Vector) && wanted == 0 {
+        // Linux, in do_iter_write, as for readv(2).
+        return 0;
+    }
     let (mut wait, generation, begun) = (None, tcp.generation(), section.begun);
     loop {
         if tcp.generation() != generation {
@@ -634,6 +638,10 @@ unsafe fn receive_rest(
         // SAFETY: this function's `# Safety` is recvmsg(2)'s. The kernel refuses it, wherever the connection is.
         return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
     };
+    if matches!(call, Call::Vector) && total(&imported) == 0 {
+        // Linux, in do_iter_read: readv(2) of nothing is not passed on to the socket.
+        return 0;
+    }
     // SAFETY: as above.
     let received = unsafe { receive_imported(section, call, tcp, fd, &mut imported, flags, nothing) };
     (message.msg_namelen, message.msg_controllen, message.msg_flags) =
@@ -658,6 +666,7 @@ unsafe fn receive_imported(
     let (lowat, peeks) = (tcp.lowat() as usize, flags & libc::MSG_PEEK != 0);
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
     let (mut done, mut wait, generation, begun) = (0, None, tcp.generation(), section.begun);
+    let is_further = matches!(call, Call::Further);
     loop {
         if tcp.generation() != generation {
             return fail(libc::EBADF);
@@ -678,7 +687,7 @@ unsafe fn receive_imported(
             Attempt::Failed(libc::EAGAIN)
         } else {
             // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-            unsafe { try_receive(tcp, fd, message, done, flags) }
+            unsafe { try_receive(tcp, fd, message, done, flags, done > 0 || is_further) }
         };
         match attempt {
             Attempt::Moving => {
@@ -714,6 +723,10 @@ unsafe fn receive_imported(
         if let Err(number) = wait::block(tcp, fd, want, wait.after(done)) {
             return if done > 0 { done as ssize_t } else { fail(number) };
         }
+        if room == 0 {
+            // What asks for nothing waits for an event of any kind, and leaves it there (Linux, tcp_recvmsg_locked).
+            return 0;
+        }
     }
 }
 
@@ -746,17 +759,17 @@ fn leave_unmapped(tcp: &Tcp, session: &Session) -> Attempt {
     Attempt::Moving
 }
 
-/// One attempt to receive into the buffers after the first `done` bytes, without waiting.
+/// One attempt to receive into the buffers after the first `done` bytes, without waiting. `more`: the call has received something already.
 ///
 /// # Safety
 /// As recvmsg(2).
-unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: usize, flags: c_int) -> Attempt {
+unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: usize, flags: c_int, more: bool) -> Attempt {
     let peek = flags & libc::MSG_PEEK != 0;
     let from = if peek { 0 } else { done };
     let Some((connection, session)) = tcp.managed() else {
         let Some(inside) = tcp.enter_kernel() else { return Attempt::Moving };
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-        let received = unsafe { receive_from_kernel(fd, message, from, flags, done > 0) };
+        let received = unsafe { receive_from_kernel(fd, message, from, flags, more) };
         drop(inside);
         if let (Attempt::Done(count), false) = (&received, peek) {
             tcp.count(fd, *count as isize, false);
@@ -766,7 +779,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
     if entered.owner != Owner::Nic {
         // SAFETY: as above.
-        let received = unsafe { receive_from_kernel(fd, message, from, flags, done > 0) };
+        let received = unsafe { receive_from_kernel(fd, message, from, flags, more) };
         if let (Attempt::Done(count), false) = (&received, peek) {
             tcp.took(*count);
         }
@@ -780,13 +793,25 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         message.msg_namelen = 0;
     }
     message.msg_controllen = 0;
-    message.msg_flags = 0;
+    // Linux reports it where it would have acted on it.
+    message.msg_flags = flags & libc::MSG_CMSG_CLOEXEC;
+    // After so many bytes there is nothing but the error that ended the connection.
+    let only_error = |bytes: usize| {
+        let state = session.shared.readiness(connection, token());
+        state.ended.is_some() && !state.fin && state.unread as usize <= bytes
+    };
+    if more && only_error(0) {
+        return Attempt::Failed(libc::EIO);
+    }
     if remaining(message, from).next().is_none() {
         // No bytes are asked for: the result only says whether a call would wait.
         return attempt(session.shared.peek(connection, token(), 0, &mut [0]).map(|_| 0));
     }
     let mut received = 0;
     for vector in remaining(message, from) {
+        if received > 0 && only_error(received) {
+            break;
+        }
         // Nothing is read until all pieces have their bytes: the kernel, too, gives all or none of a segment.
         let result = if flags & libc::MSG_TRUNC != 0 {
             session.shared.available(connection, token(), received as u32, vector.iov_len)

@@ -162,6 +162,8 @@ pub(crate) unsafe fn get(
         let answer = match (level, option) {
             (libc::SOL_SOCKET, libc::SO_KEEPALIVE) => i32::from(connection.keepalive()),
             (libc::IPPROTO_TCP, libc::TCP_CORK) => i32::from(connection.cork()),
+            // The shell's, for the program has not set it.
+            (libc::IPPROTO_TCP, libc::TCP_REPAIR) => 0,
             (libc::SOL_SOCKET, libc::SO_INCOMING_CPU) => connection.processor().map_or(-1, |processor| processor as i32),
             (libc::SOL_SOCKET, libc::SO_ERROR) => connection.take_error() as i32,
             (libc::IPPROTO_TCP, libc::TCP_INFO) => {

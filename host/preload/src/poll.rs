@@ -241,9 +241,9 @@ impl Bits {
         self.words().get(fd as usize / BITS).is_some_and(|word| word >> (fd as usize % BITS) & 1 != 0)
     }
 
-    fn clear(&mut self, fd: c_int) {
+    fn insert(&mut self, fd: c_int) {
         if let Some(word) = self.words_mut().get_mut(fd as usize / BITS) {
-            *word &= !(1 << (fd as usize % BITS));
+            *word |= 1 << (fd as usize % BITS);
         }
     }
 
@@ -306,22 +306,31 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
             fds.push(pollfd { fd, events, revents: 0 });
         }
     }
-    match poll(&mut fds, limit, mask) {
-        Polled::Done(got) if got >= 0 => {}
-        over => return over,
-    }
-    if fds.iter().any(|entry| entry.revents & libc::POLLNVAL != 0) {
-        return Polled::Done(fail(libc::EBADF) as c_int);
-    }
-    let mut total = 0;
-    for entry in &fds {
-        for (set, (_, counts)) in copies.iter_mut().zip(SELECT).filter(|(set, _)| set.has(entry.fd)) {
-            if entry.revents & counts != 0 {
-                total += 1;
-            } else {
-                set.clear(entry.fd);
-            }
+    let deadline = limit.map(|limit| wait::now() + limit);
+    let of_sets = |fd: c_int| copies.iter().zip(SELECT).filter(move |(set, _)| set.has(fd)).map(|(_, (_, counts))| counts);
+    let mut left = limit;
+    let total = loop {
+        match poll(&mut fds, left, mask) {
+            Polled::Done(got) if got >= 0 => {}
+            over => return over,
         }
+        if fds.iter().any(|entry| entry.revents & libc::POLLNVAL != 0) {
+            return Polled::Done(fail(libc::EBADF) as c_int);
+        }
+        let counted = |entry: &pollfd| of_sets(entry.fd).filter(|counts| entry.revents & counts != 0).count();
+        let total: usize = fds.iter().map(counted).sum();
+        left = left_until(deadline);
+        if total > 0 || fds.iter().all(|entry| entry.revents == 0) || left == Some(0) {
+            break total;
+        }
+        // The end of a connection is no event of a set that does not ask for it: what has ended has no other any more.
+        fds.retain(|entry| entry.revents == 0);
+    };
+    for (set, (_, counts)) in copies.iter_mut().zip(SELECT) {
+        let ready: Vec<c_int> =
+            fds.iter().filter(|entry| entry.revents & counts != 0 && set.has(entry.fd)).map(|entry| entry.fd).collect();
+        set.words_mut().fill(0);
+        ready.into_iter().for_each(|fd| set.insert(fd));
     }
     for (set, copy) in sets.into_iter().zip(&copies) {
         // SAFETY: the program's own set (`# Safety`).
@@ -329,5 +338,5 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut fd_set; 3], limit: Option<
             return Polled::Done(fail(libc::EFAULT) as c_int);
         }
     }
-    Polled::Done(total)
+    Polled::Done(total as c_int)
 }

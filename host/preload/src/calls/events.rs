@@ -2,7 +2,7 @@
 
 use crate::poll::{self as polling, Polled};
 use crate::sections::Section;
-use crate::thread::fail;
+use crate::thread::{self, fail};
 use crate::whole::Whole;
 use crate::{epoll, faults, io, listening, process, real, table, udp};
 use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
@@ -44,6 +44,13 @@ unsafe fn ask(fds: *mut pollfd, count: nfds_t, limit: Option<u64>, mask: *const 
         return None;
     }
     Some(match polling::poll(&mut entries, limit, mask) {
+        // Linux, in do_sys_poll: also after a signal, when there are no events.
+        Polled::Done(result) if result < 0 && thread::errno() == libc::EINTR => {
+            entries.iter_mut().for_each(|entry| entry.revents = 0);
+            // SAFETY: the program's own array (`# Safety`).
+            let written = unsafe { faults::write_all(fds, &entries) };
+            Polled::Done(fail(if written { libc::EINTR } else { libc::EFAULT }) as c_int)
+        }
         // SAFETY: the program's own array (`# Safety`).
         Polled::Done(result) => Polled::Done(unsafe { answered(fds, &entries, result) }),
         left => left,

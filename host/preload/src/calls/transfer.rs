@@ -331,15 +331,16 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         let flags = flags & !libc::MSG_WAITFORONE | if only_first { libc::MSG_DONTWAIT } else { 0 };
         let entry = messages.wrapping_add(at as usize);
         let known = faults::read(entry).map(|entry| entry.msg_hdr);
+        let call = if at > 0 { Call::Further } else { Call::Several };
         let received = match (known, tcp, udp) {
             // SAFETY: the program's own arguments (`# Safety`).
             (Some(mut own), Some(tcp), _) => unsafe {
-                let received = io::receive_message(Call::Several, tcp, fd, &mut own, flags);
+                let received = io::receive_message(call, tcp, fd, &mut own, flags);
                 with_message(received, entry.cast(), &own)
             },
             // SAFETY: as above.
             (Some(mut own), None, Some(udp)) => unsafe {
-                let received = udp::receive_message(Call::Several, udp, fd, &mut own, flags);
+                let received = udp::receive_message(call, udp, fd, &mut own, flags);
                 with_message(received, entry.cast(), &own)
             },
             _ => thread::fail(libc::EFAULT),
