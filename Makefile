@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp differential packetdrill-adapter packetdrill clean
+.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp conformance differential packetdrill-adapter packetdrill clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -153,6 +153,15 @@ rmpp: build provider
 	tests/mpi/run.py
 	tests/mpi/run.py --nic
 	tests/mpi/run.py --ping-pong
+
+# A sample of the matrix of calls: natively, in the kernel under the library, on the NIC and moving (docs/conformance.md). SEED: which;
+# CASES=all: all of them.
+conformance: SEED ?= $(COMMIT_SEED)
+conformance: export BATON_FUZZ_SEED = $(SEED)
+conformance:
+	$(CARGO) build --profile checked --locked -p baton -p baton-preload
+	$(if $(CASES),BATON_CASES=$(CASES)) $(if $(FIRST),BATON_FIRST_CASE=$(FIRST)) \
+	  $(CARGO) test --profile checked --locked -p baton --test live matrix -- --ignored --nocapture
 
 # A random peer played to the kernel and to the NIC (docs/conformance.md). SCRIPTS: how many.
 differential: SCRIPTS ?= 100000

@@ -37,6 +37,7 @@ mod lifecycle;
 mod links;
 mod listening_again;
 mod many_devices;
+mod matrix;
 mod messages;
 mod moves;
 mod nics;
