@@ -130,6 +130,14 @@ pub(crate) fn kernels(fd: c_int, level: c_int, option: c_int) -> Option<c_int> {
     (done == 0).then_some(value)
 }
 
+/// Takes the error that is pending on a connection, wherever it is: 0 if there is none.
+pub(crate) fn take_error(tcp: &'static Tcp, fd: c_int) -> c_int {
+    let (mut error, mut length) = (0 as c_int, size_of::<c_int>() as socklen_t);
+    // SAFETY: `error` and `length` are live and have room for one int.
+    unsafe { get(tcp, fd, libc::SOL_SOCKET, libc::SO_ERROR, (&raw mut error).cast(), &mut length) };
+    error
+}
+
 /// getsockopt(2).
 ///
 /// # Safety

@@ -2,6 +2,7 @@
  * bad pointers and lengths, on connections that have been through this and that. Usage:
  *
  *     matrix calls                  prints each call's name and the number of its cases
+ *     matrix cases                  prints each case's number and what it is
  *     matrix kernel | nic | moving  plays the cases that the standard input lists, a line each: a case's number, and how often the peer has
  *                                   to act until the call returns (-1 if that is not known)
  *
@@ -256,6 +257,18 @@ int main(int count, char **words)
     if (strcmp(words[1], "calls") == 0) {
         for (int at = 0; at < COUNT(calls); at++)
             printf("%s: %d\n", calls[at].name, cases_of(&calls[at]));
+        return 0;
+    }
+    if (strcmp(words[1], "cases") == 0) {
+        int total = 0;
+        for (int at = 0; at < COUNT(calls); at++)
+            total += cases_of(&calls[at]);
+        for (int at = 0; at < total; at++) {
+            struct play play = {0};
+            decode(&play, at);
+            print_case(&play);
+            printf("\n");
+        }
         return 0;
     }
     is_moving = strcmp(words[1], "moving") == 0;

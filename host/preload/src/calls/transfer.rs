@@ -4,7 +4,7 @@ use crate::call::{Call, sum};
 use crate::io::Arguments;
 use crate::sections::{self, Section};
 use crate::wait::{self, Wait, Want};
-use crate::{faults, io, leaving, real, table, thread, udp};
+use crate::{faults, io, leaving, options, real, table, thread, udp};
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
 
@@ -322,6 +322,11 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     }
     let limit =
         given.flatten().map(|limit| (limit.tv_sec as u64).saturating_mul(1_000_000).saturating_add(limit.tv_nsec as u64 / 1000));
+    // Linux, in do_recvmmsg: a pending error comes before what has arrived, and before the messages are looked at.
+    let error = tcp.filter(|_| flags & libc::MSG_ERRQUEUE == 0).map_or(0, |tcp| options::take_error(tcp, fd));
+    if error != 0 {
+        return thread::fail(error) as c_int;
+    }
     for at in 0..count {
         // The limit is checked between messages (Linux, do_recvmmsg).
         if at > 0 && limit.is_some_and(|limit| crate::wait::now() - started >= limit) {
