@@ -243,6 +243,10 @@ impl Pair {
         };
         note!("{:?} {micros} µs pass", self.now);
         self.wait(micros);
+        if micros >= DAY {
+            // No segment is under way for so long (RFC 9293 section 3.4.2): its timestamp could seem to be newer than today's.
+            self.old.iter_mut().for_each(Vec::clear);
+        }
     }
 
     /// Everything that is under way arrives in order, after a round trip.
