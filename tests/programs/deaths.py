@@ -8,7 +8,7 @@ Prints a line of JSON for each program. Everything on loopback, in a network nam
 
     tests/programs/deaths.py [--kill-nic 10] [--stop-nic 10] [--seed 1]
 """
-import argparse, json, os, pathlib, random, shutil, signal, subprocess, sys, tempfile, time
+import argparse, contextlib, json, os, pathlib, random, shutil, signal, subprocess, sys, tempfile, time
 
 from restarts import BATON, KINDS, Differs, Load, go_inside, listed, reachable, wait_for
 
@@ -111,6 +111,38 @@ def nic(door):
     return json.loads(said.stdout)["nics"][0]
 
 
+@contextlib.contextmanager
+def under_load(directory):
+    """Baton, and the programs, whose clients ask until the end. Gives the agent's socket and the programs."""
+    door = str(directory / "door/agent.sock")
+    pairs, up = [], subprocess.Popen([BATON, "up", "--socket", door])
+    try:
+        wait_for("baton up", lambda: os.path.exists(door))
+        pairs = [Pair(kind, number, directory, door) for number, kind in enumerate(KINDS.values())]
+        for pair in pairs:
+            pair.begin()
+        for pair in pairs:
+            wait_for("its connections on the NIC", lambda pair=pair: pair.on_nic(door) == KEPT)
+        yield door, pairs
+    finally:
+        for pair in pairs:
+            pair.stop()
+        up.terminate()
+        up.wait(20)
+
+
+@contextlib.contextmanager
+def scratch(name):
+    """A directory for the programs' files, in which nginx's workers are another user's."""
+    os.umask(0o022)
+    directory = pathlib.Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
+    directory.chmod(0o755)
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def strike(pairs, fault, chance, door):
     # Waits: at another moment each time.
     time.sleep(0.5 * chance.random())
@@ -134,29 +166,16 @@ def strike(pairs, fault, chance, door):
 
 
 def run(arguments, directory):
-    door = str(directory / "door/agent.sock")
     chance = random.Random(arguments.seed)
     faults = [signal.SIGKILL] * arguments.kill_nic + [signal.SIGSTOP] * arguments.stop_nic
     chance.shuffle(faults)
-    pairs, up = [], subprocess.Popen([BATON, "up", "--socket", door])
-    try:
-        wait_for("baton up", lambda: os.path.exists(door))
-        pairs = [Pair(kind, number, directory, door) for number, kind in enumerate(KINDS.values())]
-        for pair in pairs:
-            pair.begin()
-        for pair in pairs:
-            wait_for("its connections on the NIC", lambda pair=pair: pair.on_nic(door) == KEPT)
+    with under_load(directory) as (door, pairs):
         for fault in faults:
             strike(pairs, fault, chance, door)
         hung = nic(door)["hung"]
         for pair in pairs:
             pair.end()
         results = [pair.result() | {"kills": arguments.kill_nic, "stops": arguments.stop_nic, "hung": hung} for pair in pairs]
-    finally:
-        for pair in pairs:
-            pair.stop()
-        up.terminate()
-        up.wait(20)
     for result in results:
         print(json.dumps(result), flush=True)
     return all(map(is_clean, results)) and hung == arguments.stop_nic
@@ -171,14 +190,8 @@ def main():
     arguments = parser.parse_args()
     if not arguments.inside:
         go_inside()
-    # nginx's workers are another user's.
-    os.umask(0o022)
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="baton-deaths-"))
-    directory.chmod(0o755)
-    try:
+    with scratch("deaths") as directory:
         sys.exit(0 if run(arguments, directory) else 1)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

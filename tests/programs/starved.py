@@ -11,10 +11,10 @@ Prints a line of JSON for each. Everything on loopback, in a network namespace o
 
     tests/programs/starved.py [--seconds 600] [--only hogs,quota]
 """
-import argparse, contextlib, json, os, pathlib, shutil, signal, subprocess, sys, tempfile, time
+import argparse, contextlib, json, os, pathlib, signal, subprocess, sys, time
 
-from deaths import KEPT, Pair, nic
-from restarts import BATON, KINDS, go_inside, wait_for
+from deaths import nic, scratch, under_load
+from restarts import go_inside
 
 SPIN = ["sh", "-c", "while :; do :; done"]
 
@@ -89,15 +89,7 @@ CASES = {"hogs": hogs, "fifo": fifo, "quota": quota, "stopped": lambda _processe
 
 
 def run(name, seconds, directory):
-    door = str(directory / "door/agent.sock")
-    pairs, up = [], subprocess.Popen([BATON, "up", "--socket", door])
-    try:
-        wait_for("baton up", lambda: os.path.exists(door))
-        pairs = [Pair(kind, number, directory, door) for number, kind in enumerate(KINDS.values())]
-        for pair in pairs:
-            pair.begin()
-        for pair in pairs:
-            wait_for("its connections on the NIC", lambda pair=pair: pair.on_nic(door) == KEPT)
+    with under_load(directory) as (door, pairs):
         before = nic(door)
         agent = parent(before["process"])
         processes = [parent(agent), agent, before["process"]]
@@ -114,11 +106,6 @@ def run(name, seconds, directory):
             pair.take_gaps()
             pair.end()
         results = [pair.result() for pair in pairs]
-    finally:
-        for pair in pairs:
-            pair.stop()
-        up.terminate()
-        up.wait(20)
     result = {"case": name, "seconds": seconds, "ends": ends, "hung": after["hung"], "starved": after["starved"], "programs": results}
     print(json.dumps(result), flush=True)
     wrong = sum(one["mismatches"] + one["resets_seen_by_peer"] + one["connections_lost"] for one in results)
@@ -133,15 +120,9 @@ def main():
     arguments = parser.parse_args()
     if not arguments.inside:
         go_inside()
-    # nginx's workers are another user's.
-    os.umask(0o022)
-    directory = pathlib.Path(tempfile.mkdtemp(prefix="baton-starved-"))
-    directory.chmod(0o755)
-    try:
+    with scratch("starved") as directory:
         good = [run(name, arguments.seconds, place(directory, name)) for name in arguments.only.split(",")]
         sys.exit(0 if all(good) else 1)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def place(directory, name):

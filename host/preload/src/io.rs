@@ -723,8 +723,8 @@ unsafe fn receive_imported(
         if let Err(number) = wait::block(tcp, fd, want, wait.after(done)) {
             return if done > 0 { done as ssize_t } else { fail(number) };
         }
-        if room == 0 {
-            // What asks for nothing waits for an event of any kind, and leaves it there (Linux, tcp_recvmsg_locked).
+        if room == 0 && wait::is_readable(tcp, fd) {
+            // What asks for nothing waits for an event of any kind, and leaves it there (Linux, tcp_recvmsg_locked). A move is none.
             return 0;
         }
     }
@@ -801,6 +801,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         state.ended.is_some() && !state.fin && state.unread as usize <= bytes
     };
     if more && only_error(0) {
+        // The number is not reported: the caller returns what it has.
         return Attempt::Failed(libc::EIO);
     }
     if remaining(message, from).next().is_none() {

@@ -393,7 +393,8 @@ impl Ring {
         (index <= self.mask).then(|| unsafe { self.entries.base.add((index as usize) << self.shift).cast() })
     }
 
-    /// Handles the next `count` entries, and has the kernel submit them by `call`: so many, and whether these are the last. Returns how many were submitted, or -1 with errno. None in a signal handler that has interrupted this.
+    /// Handles the next `count` entries, and has the kernel submit them by `call`: so many, and whether these are the last. Returns how many
+    /// were submitted, or -1 with errno. None in a signal handler that has interrupted this.
     fn submit(&self, count: u32, call: impl Fn(u32, bool) -> c_long) -> Option<c_long> {
         let open = self.open.lock(thread::token())?;
         if !*open {

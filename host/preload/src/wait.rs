@@ -179,6 +179,14 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
     }
 }
 
+/// Whether a receive would not have to wait: there are bytes, the end, or an error.
+pub(crate) fn is_readable(tcp: &Tcp, fd: c_int) -> bool {
+    match tcp.settled_owner() {
+        Some(Owner::Nic) => satisfied(tcp, Want::Receive(1)),
+        _ => reports_now(fd, libc::POLLIN),
+    }
+}
+
 /// Whether no more bytes will come.
 pub(crate) fn has_ended(tcp: &Tcp, fd: c_int) -> bool {
     match tcp.managed() {
