@@ -34,6 +34,8 @@ mod table;
 mod tcp;
 mod thread;
 mod udp;
+#[cfg(target_arch = "x86_64")]
+mod unwinding;
 mod wait;
 mod waiter;
 mod waiting;

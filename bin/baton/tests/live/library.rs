@@ -180,6 +180,14 @@ fn threads_are_cancelled_in_calls() {
     }
 }
 
+/// A signal comes at any instruction of a call: its handler ends the thread, leaves the call, or makes calls itself.
+#[test]
+fn a_handler_runs_at_any_instruction() {
+    for case in ["exit", "jump", "call"] {
+        as_natively("steps", case);
+    }
+}
+
 /// A program sees its own actions, and its handlers get what these ask for.
 #[test]
 fn actions_are_the_programs() {

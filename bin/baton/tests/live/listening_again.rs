@@ -1,7 +1,7 @@
 //! A server is started again with SO_REUSEADDR while connections of its last run still exist. listen(2) succeeds natively, so it must
 //! succeed wherever those connections are.
 
-use crate::common::{connect, hosts, scene_at, wait_until};
+use crate::common::{connect, hosts, listen_at_freed, scene_at};
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
@@ -10,21 +10,14 @@ use baton_linux::socket::{self, Pieces};
 use baton_protocol::program::Place;
 use baton_shm::Region;
 use baton_wire::frame::Link;
-use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 
 const PORT: u16 = 8080;
 
-/// Listens on the port of a connection, as a server that is started again. std sets SO_REUSEADDR. A process that another test starts holds
-/// the listener before until it executes its program.
+/// Listens on the port of a connection, as a server that is started again.
 fn listen(bed: &Testbed, when: &str) {
-    let address = SocketAddr::new(address_a(false), PORT);
-    wait_until(when, || match bed.host_a.run(|| TcpListener::bind(address)) {
-        Ok(_) => true,
-        Err(error) if error.kind() == io::ErrorKind::AddrInUse => false,
-        Err(error) => panic!("{when}: {error}"),
-    });
+    drop(listen_at_freed(bed, SocketAddr::new(address_a(false), PORT), when));
 }
 
 /// Every state of the program's socket that outlasts a single step of a move.

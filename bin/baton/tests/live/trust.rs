@@ -1,6 +1,6 @@
 //! Who is believed: sockets are what they were when they were registered, and an agent is root's or one's own.
 
-use crate::common::{Scene, connect, hosts};
+use crate::common::{Scene, connect, hosts, listen_at_freed};
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, echo, listen, swap, take_datagrams};
 use crate::scratch::{Scratch, text};
@@ -106,7 +106,7 @@ fn a_closed_listeners_port_is_the_next_ones() {
     let (_client, reply) = listen(&bed, &listener);
     assert!(matches!(reply, Reply::Listening { .. }), "{reply:?}");
     drop(listener);
-    let next = bed.host_a.run(|| TcpListener::bind(address)).expect("the next listener");
+    let next = listen_at_freed(&bed, address, "the next listener");
     next.set_nonblocking(true).expect("a flag");
     // Fewer than the first listener's queue has room for: then the kernel would get them in any case.
     for _ in 0..100 {

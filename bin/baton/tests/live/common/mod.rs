@@ -21,6 +21,18 @@ pub fn wait_until(what: &str, holds: impl FnMut() -> bool) {
     wait_for(Duration::from_secs(60), what, holds);
 }
 
+/// Listens at an address of host A whose listener has just been closed, with SO_REUSEADDR as std does. A process that another test starts holds the
+/// closed one, too, until it executes its program.
+pub fn listen_at_freed(bed: &Testbed, address: SocketAddr, when: &str) -> TcpListener {
+    let mut listener = None;
+    wait_until(when, || match bed.host_a.run(|| TcpListener::bind(address)) {
+        Ok(bound) => listener.replace(bound).is_none(),
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => false,
+        Err(error) => panic!("{when}: {error}"),
+    });
+    listener.expect("a listener")
+}
+
 /// Waits until a condition holds that comes late by itself.
 pub fn wait_for(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
