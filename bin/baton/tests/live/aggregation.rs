@@ -448,6 +448,8 @@ struct Gro {
     _host: Namespace,
     tap: VnetDevice,
     listener: VnetDevice,
+    /// The kernel's thread that runs the rounds.
+    rounds: u32,
 }
 
 impl Gro {
@@ -473,10 +475,15 @@ impl Gro {
         for thread in [0, rounds[0] as i32] {
             assert!(process::pin(thread, processor), "one processor for writer and kernel");
         }
-        Gro { _host: host, tap: VnetDevice::new(tap, false), listener: VnetDevice::new(listener, true) }
+        Gro { _host: host, tap: VnetDevice::new(tap, false), listener: VnetDevice::new(listener, true), rounds: rounds[0] }
     }
 
     fn run(&mut self, case: &Case) -> String {
+        // This thread may have interrupted the last round, which would take the first frame with it.
+        wait_until("the kernel's thread rests", || {
+            let status = std::fs::read_to_string(format!("/proc/{}/status", self.rounds)).expect("a thread's status");
+            status.contains("State:\tS") || status.contains("State:\tI")
+        });
         let mut frame = Frame::with_capacity(MAX_FRAME + 100);
         while self.listener.receive(&mut frame) {}
         for (at, piece) in case.pieces.iter().enumerate() {

@@ -174,15 +174,7 @@ pub fn scene_in(bed: Testbed, ipv6: bool, port: u16) -> Scene {
 
 /// A connection from host B to a listener on host A: the accepted socket, the connecting one.
 pub fn connect(bed: &Testbed, ipv6: bool, port: u16) -> (TcpStream, TcpStream) {
-    // A process that another test starts holds the listener of the connection before until it executes its program.
-    let mut listener = None;
-    wait_until("a listener", || {
-        let made = bed.host_a.run(|| TcpListener::bind(SocketAddr::new(address_a(ipv6), port)));
-        assert!(made.as_ref().err().is_none_or(|error| error.kind() == io::ErrorKind::AddrInUse), "{made:?}");
-        listener = made.ok();
-        listener.is_some()
-    });
-    let listener = listener.expect("it is there");
+    let listener = listen_at_freed(bed, SocketAddr::new(address_a(ipv6), port), "a listener");
     let address = listener.local_addr().expect("its address");
     let peer = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(10))).expect("a connection");
     let (server, _) = listener.accept().expect("its other end");
