@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp conformance differential packetdrill-adapter packetdrill clean
+.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp conformance differential foreign-calls packetdrill-adapter packetdrill clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -21,10 +21,10 @@ dependencies:
 
 # Everything that must hold: lints, crates without std, unit and property tests, simulated pairs, the ring's model, the real kernel.
 # A test that hangs is killed after twenty minutes, so that the output shows its name. There are no examples in documentation comments
-# that could be run. One test more runs at once than there are processors, since most wait for something most of the time.
+# that could be run. Two tests more run at once than there are processors, since most wait for something most of the time.
 test: CHECKED := target/checked/baton
 test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
-test: export RUST_TEST_THREADS := $(shell expr $$(nproc) + 1)
+test: export RUST_TEST_THREADS := $(shell expr $$(nproc) + 2)
 test: export BATON_FUZZ_SECONDS := 10
 test: export BATON_FUZZ_SEED := $(COMMIT_SEED)
 test: lint
@@ -120,6 +120,7 @@ restarts: build
 suites: build
 	tests/programs/suites.py
 	tests/programs/suites.py --full
+	tests/programs/projects.py
 
 # Placement on an emulated machine of two NUMA nodes.
 numa: build
@@ -170,6 +171,11 @@ differential: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 differential:
 	$(CARGO) build --profile checked --locked -p baton -p baton-preload
 	BATON_SCRIPTS=$(SCRIPTS) $(CARGO) test --profile checked --locked -p baton --test live differential -- --nocapture
+
+# Which system calls agent and keeper make themselves on descriptors of other users' programs: none that may wait.
+foreign-calls:
+	$(CARGO) build --profile checked --locked -p baton -p baton-preload --bins --lib --test live
+	scripts/foreign-calls
 
 # The NIC's TCP under packetdrill's scripts (docs/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in
 # PACKETDRILL. ARGUMENTS="--flags move=3" moves the connection through its image before every third event.

@@ -16,6 +16,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
+mod trace;
+
 thread_local! {
     /// The user on whose behalf this thread works.
     static USER: Cell<u32> = const { Cell::new(u32::MAX) };
@@ -109,6 +111,7 @@ impl Foreign {
         if rustix::net::sockopt::socket_domain(&self) != Ok(AddressFamily::UNIX) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a Unix socket"));
         }
+        trace::note(self.as_fd(), trace::OWN);
         let mut this = ManuallyDrop::new(self);
         // SAFETY: `this` is not dropped, so its descriptor is taken once.
         Ok(unsafe { ManuallyDrop::take(&mut this.0) })
@@ -117,6 +120,7 @@ impl Foreign {
 
 impl From<OwnedFd> for Foreign {
     fn from(fd: OwnedFd) -> Foreign {
+        trace::note(fd.as_fd(), trace::FOREIGN);
         Foreign(ManuallyDrop::new(fd))
     }
 }

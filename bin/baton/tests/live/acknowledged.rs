@@ -108,8 +108,10 @@ fn survives(workers: usize) {
     assert_eq!(socket::send(client.as_fd(), &[1]).expect("a send"), 1);
     server.read_exact(&mut [0]).expect("the first byte");
     wait_until("the kernel does not acknowledge", || unacknowledged(&client) == 0);
-    let mut sent = 0;
-    for round in 0..5 {
+    let (mut sent, mut held, mut round) = (0, 0, 0);
+    while held < 5 {
+        assert!(round < 50, "the NIC died in time {held} times of {round} only");
+        round += 1;
         if workers > 1 {
             // The connection is another worker's from now on, also after the NIC's death.
             let indirection = (round % workers).to_string().parse().expect("a table");
@@ -132,7 +134,7 @@ fn survives(workers: usize) {
         let mut piece = vec![0; 14 * 1448];
         stream::fill(9, sent, &mut piece);
         let nic = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").nic_process;
-        // Large receive waits for a tenth of a second only: the NIC has to die before.
+        // Large receive waits for a tenth of a second only: where the machine is so busy that the NIC dies later, the round says nothing.
         let waiting = before_others(|| {
             assert_eq!(socket::send(client.as_fd(), &piece).expect("a send"), piece.len());
             wait_until("the NIC's acknowledgement", || unacknowledged(&client) == 0);
@@ -141,7 +143,7 @@ fn survives(workers: usize) {
             process::signal(nic, 9).expect("a signal");
             waiting
         });
-        assert!((waiting as usize) < piece.len(), "the kernel had {waiting} bytes of the {} from {sent} on already", piece.len());
+        held += usize::from((waiting as usize) < piece.len());
         let mut found = vec![0; piece.len()];
         server.read_exact(&mut found).expect("what was acknowledged arrives");
         assert_eq!(stream::mismatches(9, sent, &found), 0);

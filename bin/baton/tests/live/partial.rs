@@ -80,7 +80,8 @@ fn a_lossy_link_lends_connections_and_brings_them_back() {
     }
     let end = statistics(&bed);
     let [lent, back, segments] = [Counter::Lent, Counter::TakenBack, Counter::Segments].map(|counter| count(&end, counter));
-    assert!(lent > 3 && back > 3 && segments > 1000, "lent {lent}, taken back {back}, {segments} segments");
+    // How much is received between two losses depends on how busy the machine is.
+    assert!(lent > 3 && back > 3 && segments > 3 * back, "lent {lent}, taken back {back}, {segments} segments");
     assert_ne!(end.host_tcp_process, 0);
     assert_eq!((end.failed_moves, end.lost), (0, 0));
 }
