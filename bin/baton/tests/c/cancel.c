@@ -4,7 +4,6 @@
 
 #include "ends.h"
 #include <fcntl.h>
-#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -54,20 +53,15 @@ static void sleep_in(int call)
 /* Calls that do not sleep. */
 static void run_in(int call)
 {
-    struct pollfd entry = {ends.server, POLLIN, 0};
-    struct epoll_event event;
-    switch (call) {
-    case 0: poll(&entry, 1, 0); break;
-    case 1: epoll_wait(set, &event, 1, 0); break;
-    case 2: recv(ends.server, some, 100, MSG_DONTWAIT); break;
-    case 3: send(ends.client, some, 100, MSG_DONTWAIT); break;
-    case 4:
-        send(ends.client, some, 100, MSG_DONTWAIT);
-        recv(ends.server, some, 100, MSG_DONTWAIT);
+    if (call < CALLS_AT_ONCE) {
+        call_at_once(call);
+    } else {
+        call_at_once(3);
+        call_at_once(2);
     }
     calls++;
 }
-#define RUNS 5
+#define RUNS (CALLS_AT_ONCE + 1)
 
 static int call_of_thread, sleeps;
 
