@@ -172,7 +172,7 @@ differential:
 	$(CARGO) build --profile checked --locked -p baton -p baton-preload
 	BATON_SCRIPTS=$(SCRIPTS) $(CARGO) test --profile checked --locked -p baton --test live differential -- --nocapture
 
-# Which system calls agent and keeper make themselves on descriptors of other users' programs: none that may wait.
+# Lists the system calls that the main loops of agent and keeper make on descriptors of other users' programs. Fails on any that may block.
 foreign-calls:
 	$(CARGO) build --profile checked --locked -p baton -p baton-preload --bins --lib --test live
 	scripts/foreign-calls

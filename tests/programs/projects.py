@@ -42,9 +42,9 @@ REDIS = (
     "integration/psync2 integration/block-repl integration/redis-cli integration/redis-benchmark"
 ).split()
 MODES = {"accepted": ["--rule", "accepted", "--eager"], "flip": ["--flip", "1..50"]}
-# Seconds for which one command of a suite may run; it is ended then, and what it has said until then counts.
+# Seconds for which one command of a suite may run. After that it is killed, and the results that it has printed by then count.
 LIMIT = 600
-BAD = ("error", "failure")
+BAD = ("error", "failure", "skipped")
 
 
 def pytest(*arguments, each=False):
@@ -116,6 +116,7 @@ def fetch_redis():
 
 
 def of_pytest(reports):
+    """Results by pytest's reports. A test that is skipped counts as one that fails: one that is skipped under Baton alone is lost."""
     found = {}
     for report in reports:
         try:

@@ -724,7 +724,8 @@ unsafe fn receive_imported(
             return if done > 0 { done as ssize_t } else { fail(number) };
         }
         if room == 0 && wait::is_readable(tcp, fd) {
-            // What asks for nothing waits for an event of any kind, and leaves it there (Linux, tcp_recvmsg_locked). A move is none.
+            // A receive of no bytes waits for data, the end or an error, and consumes nothing (Linux, tcp_recvmsg_locked). A move also
+            // ends the wait, but not the call.
             return 0;
         }
     }
@@ -801,7 +802,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         state.ended.is_some() && !state.fin && state.unread as usize <= bytes
     };
     if more && only_error(0) {
-        // The number is not reported: the caller returns what it has.
+        // The program never gets this error number: the caller returns the bytes that it has.
         return Attempt::Failed(libc::EIO);
     }
     if remaining(message, from).next().is_none() {

@@ -1,23 +1,25 @@
 //! A thread that a signal handler ends, by pthread_exit(3), while it is in one of the library's functions.
 //!
-//! The C library then unwinds the stack from the instruction at which the signal came (a forced unwind). That may be any, for example the
-//! last one of a function, after all parts that must stay whole ([`crate::whole`]). Rust lists the instructions of a function at which
-//! something may unwind, its calls; at another one its personality routine ends the process without a word. There is nothing to clean up
-//! there, since what must be undone is held in such parts only: the unwind goes on.
+//! The C library then unwinds the stack from the interrupted instruction (a forced unwind). Rust's tables list only the calls of a function
+//! as places from which it can unwind. At any other instruction, for example `ret`, Rust's personality routine returns an error, and the C
+//! library aborts the process.
 //!
-//! The linker puts this routine in the place of Rust's (build.rs, `--wrap`).
+//! The routine here lets a forced unwind continue to the next frame instead. Nothing has to be cleaned up in this one: signals are deferred
+//! inside a [`crate::whole::Whole`], and values with a destructor exist only inside one.
+//!
+//! The linker replaces Rust's routine by this one (`--wrap`, build.rs).
 
 use std::ffi::c_int;
 
-/// Of the unwinder's actions: the unwind is forced (Itanium C++ ABI, `_UA_FORCE_UNWIND`).
+/// Bit of the argument `actions`: the unwind is forced (Itanium C++ ABI, `_UA_FORCE_UNWIND`).
 const FORCED: c_int = 8;
-/// Of a personality routine's answers: `_URC_FATAL_PHASE2_ERROR` and `_URC_CONTINUE_UNWIND`.
+/// Results of a personality routine: `_URC_FATAL_PHASE2_ERROR` and `_URC_CONTINUE_UNWIND`.
 const FATAL: c_int = 2;
 const GOES_ON: c_int = 8;
 
 std::arch::global_asm!(
     ".pushsection .text.baton_personality, \"ax\", @progbits",
-    // Missing where this crate is linked into a Rust program, which nothing preloads.
+    // Undefined in Rust programs that link this crate, such as its unit tests: they are linked without `--wrap`.
     ".weak __real_rust_eh_personality",
     ".hidden __wrap_rust_eh_personality",
     ".globl __wrap_rust_eh_personality",

@@ -25,7 +25,7 @@ static int arrived(void)
     return there;
 }
 
-/* What waits leaves with whatever else makes its end send: an acknowledgement of what was sent before. */
+/* An acknowledgement of earlier data makes the sender send held bytes at once. So none may be outstanding when a round begins. */
 static void until_acknowledged(void)
 {
     int left;

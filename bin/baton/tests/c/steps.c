@@ -1,7 +1,8 @@
-/* A signal at each single instruction of a call on a socket. Usage: steps CASE [moved]
+/* Signals that arrive at chosen instructions of a call on a socket. Usage: steps CASE [moved]
  *
- * A thread is traced step by step (the trap flag) until it has made so many steps; there a signal arrives, whose handler ends the thread
- * ("exit"), leaves the call by siglongjmp ("jump"), or makes calls itself ("call"). Nothing is left of a call, and its connection works. */
+ * A thread single-steps through the call (the processor's trap flag). After a number of steps SIGUSR1 arrives, whose handler ends the thread
+ * ("exit"), leaves the call by siglongjmp ("jump"), or makes calls itself ("call"). Afterwards the connection works and no descriptor is
+ * leaked. */
 
 #include "ends.h"
 #include <limits.h>
@@ -15,13 +16,13 @@
 
 static int call_of_thread;
 static const char *what;
-/* Steps that the traced thread has made in its call, after how many the signal comes, and whether it has come. */
+/* Instructions that the thread has executed in its call; the one at which the signal is sent; whether it has been sent. */
 static volatile long steps, at;
 static volatile sig_atomic_t is_in_call, came;
 static atomic_int cleaned;
 static __thread sigjmp_buf back;
 
-/* The call that waits if there is nothing to receive. */
+/* The call that blocks if there is nothing to receive. */
 #define WAITS CALLS_AT_ONCE
 
 static void run_in(int call)
@@ -42,7 +43,7 @@ static void clear_trap_flag(void)
     __asm__ volatile("sub $128, %%rsp; pushfq; andq %0, (%%rsp); popfq; add $128, %%rsp" ::"i"(~TRAP_FLAG) : "memory", "cc");
 }
 
-/* The C library's functions might be what is traced. */
+/* Makes a system call without the C library, whose syscall() the preloaded library intercepts. */
 static long system_call(long number, long first, long second, long third)
 {
     long result;
@@ -50,7 +51,7 @@ static long system_call(long number, long first, long second, long third)
     return result;
 }
 
-/* Blocks SIGUSR1 while it runs, which therefore comes at the instruction that is next. */
+/* Handler of SIGTRAP. It blocks SIGUSR1, which is therefore delivered when it returns: at the instruction that comes next. */
 static void step(int signal, siginfo_t *info, void *context)
 {
     (void)signal;
@@ -83,7 +84,7 @@ static void clean(void *unused)
 static void *work(void *unused)
 {
     pthread_cleanup_push(clean, NULL);
-    /* The thread's first call prepares more than the others. */
+    /* The first call of a thread also sets up its malloc cache. */
     run_in(0);
     if (sigsetjmp(back, 1) == 0) {
         set_trap_flag();
@@ -102,7 +103,7 @@ static void *end_early(void *unused)
     pthread_exit(NULL);
 }
 
-/* Functions are looked up at their first call, which nothing may leave. */
+/* Calls each function once: the dynamic linker binds it then, which no handler may leave. */
 static void look_up(int call)
 {
     pthread_t made;
@@ -113,14 +114,14 @@ static void look_up(int call)
         ;
 }
 
-/* Makes the call, with a signal after `at` steps. Returns whether it came. */
+/* Makes the call in a thread of its own, with a signal after `at` steps. Returns whether the call was long enough for that. */
 static int play_once(int call)
 {
     pthread_t made;
     void *result;
     cleaned = came = is_in_call = 0;
     steps = 0;
-    /* A call that would wait has something to receive. */
+    /* The call that would block has something to receive. */
     if (call == WAITS)
         CHECK(send(ends.client, some, 1, 0) == 1);
     CHECK(pthread_create(&made, NULL, work, NULL) == 0 && pthread_join(made, &result) == 0);
@@ -131,7 +132,7 @@ static int play_once(int call)
     return came;
 }
 
-/* The steps at which a call begins and ends, and some of those in between, since each is reached one by one. */
+/* Plays the first and last instructions of a call, and some eight in between: each step costs an exception. */
 static void play(int call)
 {
     open_ends();
@@ -156,7 +157,7 @@ int main(int number, char **arguments)
     what = arguments[1];
     sigaddset(&traced.sa_mask, SIGUSR1);
     CHECK(sigaction(SIGTRAP, &traced, NULL) == 0 && sigaction(SIGUSR1, &action, NULL) == 0);
-    /* The first one may wait, for which the library keeps a descriptor. */
+    /* The blocking call comes first: from then on the library keeps an eventfd for threads that sleep. */
     for (int call = WAITS; call >= 0; call--) {
         play(call);
         int now = count_descriptors();

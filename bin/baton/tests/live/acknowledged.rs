@@ -134,7 +134,7 @@ fn survives(workers: usize) {
         let mut piece = vec![0; 14 * 1448];
         stream::fill(9, sent, &mut piece);
         let nic = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").nic_process;
-        // Large receive waits for a tenth of a second only: where the machine is so busy that the NIC dies later, the round says nothing.
+        // Large receive waits for a tenth of a second only. Where a busy machine kills the NIC later than that, the round is not counted.
         let waiting = before_others(|| {
             assert_eq!(socket::send(client.as_fd(), &piece).expect("a send"), piece.len());
             wait_until("the NIC's acknowledgement", || unacknowledged(&client) == 0);

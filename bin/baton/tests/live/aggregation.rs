@@ -479,7 +479,7 @@ impl Gro {
     }
 
     fn run(&mut self, case: &Case) -> String {
-        // This thread may have interrupted the last round, which would take the first frame with it.
+        // If this thread has interrupted the kernel's last round, that round would still take the first frame in.
         wait_until("the kernel's thread rests", || {
             let status = std::fs::read_to_string(format!("/proc/{}/status", self.rounds)).expect("a thread's status");
             status.contains("State:\tS") || status.contains("State:\tI")

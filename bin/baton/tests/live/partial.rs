@@ -75,13 +75,16 @@ fn a_lossy_link_lends_connections_and_brings_them_back() {
     let scratch = Scratch::new("partial");
     let (bed, content) = bed(10_000, &scratch);
     let _server = serve(&bed, &scratch);
-    for _ in 0..3 {
+    // How many segments the NIC receives between two losses depends on how busy the machine is.
+    for transfer in 0..10 {
         check(&curl(&bed).wait_with_output().expect("its output"), &content);
+        if transfer >= 2 && count(&statistics(&bed), Counter::Segments) > 1000 {
+            break;
+        }
     }
     let end = statistics(&bed);
     let [lent, back, segments] = [Counter::Lent, Counter::TakenBack, Counter::Segments].map(|counter| count(&end, counter));
-    // How much is received between two losses depends on how busy the machine is.
-    assert!(lent > 3 && back > 3 && segments > 3 * back, "lent {lent}, taken back {back}, {segments} segments");
+    assert!(lent > 3 && back > 3 && segments > 1000, "lent {lent}, taken back {back}, {segments} segments");
     assert_ne!(end.host_tcp_process, 0);
     assert_eq!((end.failed_moves, end.lost), (0, 0));
 }

@@ -1,4 +1,4 @@
-//! Says in a trace of the kernel's which descriptors are another user's, so that `scripts/foreign-calls` can list the calls on them.
+//! Marks descriptors of other users in a trace (ftrace, `trace_marker`), so that `scripts/foreign-calls` can list the calls on them.
 
 use rustix::net::sockopt::{socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
@@ -7,32 +7,32 @@ use std::io::Write;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::OnceLock;
 
-/// The environment's variable with the path of the trace's `trace_marker`.
+/// The environment variable that holds the path of the `trace_marker` file to write to.
 const VARIABLE: &str = "BATON_TRACE_FOREIGN";
-/// The file system of such files (`TRACEFS_MAGIC`): nothing else is written to.
+/// The magic number of tracefs (`TRACEFS_MAGIC`). Files of any other file system are not written to.
 const TRACEFS: u64 = 0x7472_6163;
 
-/// The descriptor is another user's from now on.
+/// The descriptor came from another user's process.
 pub const FOREIGN: &str = "foreign";
-/// It has become this process's own.
+/// The descriptor has left its `Foreign`: it counts as this process's own.
 pub const OWN: &str = "own";
 
-/// Writes a line for a descriptor: what it is from now on, the process, the descriptor, its kind, and the user who has made it, if that can
-/// be told. Does nothing unless a trace is asked for.
+/// Writes `WHAT PROCESS DESCRIPTOR KIND USER` to the trace, if [`VARIABLE`] is set. `what` is [`FOREIGN`] or [`OWN`]; USER is the socket's
+/// owner, or `unknown` for anything else.
 pub fn note(fd: BorrowedFd<'_>, what: &str) {
     static MARKER: OnceLock<Option<File>> = OnceLock::new();
     if let Some(mut marker) = MARKER.get_or_init(open).as_ref() {
         let kind = kind(fd);
-        // Of anything but a socket the file would be asked.
+        // fstat(2) of anything but a socket asks its file system, which may not answer.
         let user = if SOCKETS.contains(&kind) { crate::socket::owner(fd).ok() } else { None };
         let user = user.map_or("unknown".into(), |user| user.to_string());
         let line = format!("{what} {} {} {kind} {user}", std::process::id(), fd.as_raw_fd());
-        // A trace that has no room has lost lines, which its reader is told.
+        // If the write fails, the descriptor's calls are missing from the list. The trace itself reports events that it has lost.
         let _ = marker.write_all(line.as_bytes());
     }
 }
 
-/// Kinds that are sockets.
+/// The kinds of sockets among the results of [`kind`].
 const SOCKETS: [&str; 4] = ["tcp", "udp", "unix", "socket"];
 
 fn open() -> Option<File> {
@@ -41,7 +41,7 @@ fn open() -> Option<File> {
     is_marker.then_some(marker)
 }
 
-/// What it is, without asking its file.
+/// The kind of a descriptor, found without a call that its file system would have to answer.
 fn kind(fd: BorrowedFd<'_>) -> &'static str {
     match (socket_domain(fd), socket_type(fd)) {
         (Ok(AddressFamily::INET | AddressFamily::INET6), Ok(SocketType::STREAM)) => "tcp",

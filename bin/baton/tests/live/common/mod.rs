@@ -21,8 +21,8 @@ pub fn wait_until(what: &str, holds: impl FnMut() -> bool) {
     wait_for(Duration::from_secs(60), what, holds);
 }
 
-/// Listens at an address of host A whose listener has just been closed, with SO_REUSEADDR as std does. A process that another test starts holds the
-/// closed one, too, until it executes its program.
+/// Listens at an address of host A whose listener has just been closed, with SO_REUSEADDR as std does. A child that
+/// another test forks has a copy of the closed one until its execve(2).
 pub fn listen_at_freed(bed: &Testbed, address: SocketAddr, when: &str) -> TcpListener {
     let mut listener = None;
     wait_until(when, || match bed.host_a.run(|| TcpListener::bind(address)) {
