@@ -3,6 +3,7 @@
 
 use crate::Attacher;
 use crate::relay::Joined;
+use crate::searches::{Found, Searches};
 use anyhow::Result;
 use baton_linux::events::monotonic_micros;
 use baton_linux::freeze::{self, Frozen};
@@ -24,6 +25,12 @@ const ATTEMPTS: u32 = 100;
 /// Searching a process's descriptors may take one part in this many of this process's time.
 const LOOKING: u64 = 10;
 
+/// Microseconds after which is looked what late searches have found.
+const LATE: u64 = 50_000;
+
+/// Microseconds that the searches may take with which an attacher starts.
+const STARTING: u64 = 5_000_000;
+
 /// Engines that are made while the program runs, for the next batch of moves.
 const SPARE: usize = 8;
 
@@ -35,6 +42,10 @@ const DETACH_PATIENCE: u64 = 20_000_000;
 pub(crate) struct Work {
     /// Processes that may have sockets that are not registered.
     pub processes: BTreeSet<u32>,
+    /// Searches of such processes.
+    searches: Searches,
+    /// When the attacher began, microseconds.
+    pub begun: u64,
     /// Sockets that are not registered: process, descriptor, inode.
     found: VecDeque<(u32, i32, u64)>,
     /// Sockets whose state has changed.
@@ -87,14 +98,17 @@ impl Attacher {
     pub(crate) fn is_starting(&self) -> bool {
         let work = &self.work;
         let moves = self.settings.flip.is_none() && !work.wanted.is_empty();
-        (moves || !work.processes.is_empty() || !work.found.is_empty()) && work.failures < ATTEMPTS
+        let searches = !work.processes.is_empty() || work.searches.any_under_way();
+        let searches = searches && monotonic_micros() < work.begun + STARTING;
+        (moves || searches || !work.found.is_empty()) && work.failures < ATTEMPTS
     }
 
     /// How long there is nothing to do.
     pub(crate) fn until_next_batch(&self) -> Option<Duration> {
         let late = freeze::any_late().then(|| monotonic_micros() + AGAIN);
         let pause = (self.work.waits_for_pause() && !self.silent).then_some(self.work.next_pause);
-        let look = (!self.work.processes.is_empty()).then_some(self.work.next_search);
+        let searches = !self.work.processes.is_empty() || self.work.searches.any_under_way();
+        let look = searches.then_some(self.work.next_search);
         let due = [late, pause, look, self.next_look()].into_iter().flatten().min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
@@ -156,18 +170,22 @@ impl Attacher {
 
     /// Searches processes for sockets that may be new. They run meanwhile.
     fn look_for_sockets(&mut self) {
+        let work = &mut self.work;
         let begun = monotonic_micros();
-        if self.work.processes.is_empty() || begun < self.work.next_search {
+        if begun < work.next_search || work.processes.is_empty() && !work.searches.any_under_way() {
             return;
         }
-        let waiting: BTreeSet<u64> = self.work.found.iter().map(|(_, _, inode)| *inode).collect();
-        for process in std::mem::take(&mut self.work.processes) {
-            let sockets = crate::target::sockets_of(process).into_iter();
-            let new = sockets.filter(|(_, inode)| !self.inodes.contains(inode) && !waiting.contains(inode));
-            self.work.found.extend(new.map(|(fd, inode)| (process, fd, inode)));
+        let found = work.searches.search(&mut work.processes);
+        let waiting: BTreeSet<u64> = work.found.iter().map(|(_, _, inode)| *inode).collect();
+        let mut took = 0;
+        for Found { process, sockets, took: this } in found {
+            let new = sockets.into_iter().filter(|(_, inode)| !self.inodes.contains(inode) && !waiting.contains(inode));
+            work.found.extend(new.map(|(fd, inode)| (process, fd, inode)));
+            took += this;
         }
         let now = monotonic_micros();
-        self.work.next_search = now + (now - begun) * LOOKING;
+        let wait = if work.searches.any_under_way() || !work.processes.is_empty() { LATE } else { 0 };
+        work.next_search = now + wait.max(took * LOOKING).max((now - begun) * LOOKING);
     }
 
     /// Stops a process and registers a socket that was found.

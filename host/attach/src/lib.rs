@@ -9,6 +9,7 @@
 mod batches;
 mod moves;
 mod relay;
+mod searches;
 mod target;
 mod unfit;
 
@@ -16,7 +17,7 @@ use anyhow::{Context, Result};
 use batches::{Stopped, Work};
 use baton_abi::layout::session;
 use baton_client::{Listener, Shared};
-use baton_linux::events::{Poller, Trigger};
+use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::freeze::Frozen;
 use baton_linux::netlink::{self, Netlink};
 use baton_linux::process;
@@ -184,6 +185,7 @@ impl Attacher {
             summary: Summary::default(),
         };
         attacher.work.processes.extend(processes);
+        attacher.work.begun = monotonic_micros();
         while !attacher.ends && attacher.is_starting() {
             attacher.round()?;
         }

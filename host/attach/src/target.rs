@@ -1,9 +1,9 @@
 //! The target of an attacher: which programs' connections it offloads.
 
+use crate::searches::search_all;
 use baton_linux::process;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::time::Duration;
 
 /// Selects connections.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -48,8 +48,8 @@ impl Target {
             _ => return process::all().into_iter().filter(|process| self.covers(*process) && process::lives(*process)).collect(),
         };
         let sockets = sockets_at(port);
-        let holds = |process: &u32| sockets_of(*process).iter().any(|(_, inode)| sockets.contains(inode));
-        process::all().into_iter().filter(holds).collect()
+        let found = search_all(process::all()).into_iter();
+        found.filter(|of| of.sockets.iter().any(|(_, inode)| sockets.contains(inode))).map(|of| of.process).collect()
     }
 
     /// The reason why there is nothing to attach to; None if there is something.
@@ -67,14 +67,6 @@ impl Target {
             _ => None,
         }
     }
-}
-
-/// Time that a process may take to let its descriptors be seen.
-const LIMIT: Duration = Duration::from_millis(50);
-
-/// Numbers and inodes of a process's sockets; none if it holds up who looks.
-pub(crate) fn sockets_of(process: u32) -> Vec<(i32, u64)> {
-    process::within(process, LIMIT, move || process::sockets_of(process)).unwrap_or_default()
 }
 
 fn descends(mut process: u32, root: u32) -> bool {

@@ -13,6 +13,7 @@ use baton_linux::events::{monotonic_micros, process_nanos};
 use baton_linux::process;
 use baton_protocol::program::Place;
 use serde::Serialize;
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -160,7 +161,7 @@ impl Parties {
     /// Waits until the load runs as it should, and measures a stretch of it.
     fn measure(&mut self, programs: &Programs<'_>, progress: &Progress, seconds: f64) -> Result<(Snapshot, Snapshot)> {
         std::thread::sleep(Duration::from_secs_f64(WARMING));
-        await_answers(progress);
+        await_answers(progress, 0);
         if programs.way == Way::Attached {
             self.attacher = Some(programs.attach(&self.server)?);
         }
@@ -169,6 +170,8 @@ impl Parties {
         progress.timing.store(true, Ordering::Relaxed);
         let before = self.snapshot(progress, &kernel)?;
         std::thread::sleep(Duration::from_secs_f64(seconds));
+        // A short stretch on a busy machine may see no answer.
+        await_answers(progress, before.done);
         let after = self.snapshot(progress, &kernel)?;
         Ok((before, after))
     }
@@ -201,7 +204,7 @@ impl Parties {
         Ok(tool.connections()?.iter().filter(|info| info.place == Place::Nic).count())
     }
 
-    /// Waits until so many connections are on the NIC, or none has come for a while.
+    /// Waits until so many connections are on the NIC, or none has come for a while; then it says why they are not.
     fn await_moves(&mut self, connections: usize) -> Result<()> {
         let (mut most, mut since) = (0, monotonic_micros());
         while self.tool.is_some() {
@@ -209,7 +212,11 @@ impl Parties {
             if now > most {
                 (most, since) = (now, monotonic_micros());
             }
-            if now >= connections || monotonic_micros() - since > (MOVING * 1e6) as u64 {
+            if now >= connections {
+                break;
+            }
+            if monotonic_micros() - since > (MOVING * 1e6) as u64 {
+                eprintln!("{now} of {connections} connections are on the NIC; the others: {}", self.where_the_others_are()?);
                 break;
             }
             if let Some(attacher) = &mut self.attacher {
@@ -219,12 +226,23 @@ impl Parties {
         }
         Ok(())
     }
+
+    /// How many connections are elsewhere, by place and reason.
+    fn where_the_others_are(&mut self) -> Result<String> {
+        let Some(tool) = &mut self.tool else { return Ok(String::new()) };
+        let mut counts = BTreeMap::new();
+        for info in tool.connections()?.into_iter().filter(|info| info.place != Place::Nic) {
+            *counts.entry(format!("{:?}, {}, {} moves: {:?}", info.place, info.program, info.moves, info.reason)).or_insert(0) +=
+                1;
+        }
+        Ok(counts.iter().map(|(what, count)| format!("{count} ({what})")).collect::<Vec<_>>().join(", "))
+    }
 }
 
-/// Waits until all connections are made and the first answer has come, or no more time is left for that.
-fn await_answers(progress: &Progress) {
+/// Waits until more than so many answers have come, or no more time is left for that. The first comes when all connections are made.
+fn await_answers(progress: &Progress, done: u64) {
     let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
-    while progress.done.load(Ordering::Relaxed) == 0 && monotonic_micros() < deadline {
+    while progress.done.load(Ordering::Relaxed) <= done && monotonic_micros() < deadline {
         std::thread::sleep(Duration::from_millis(50));
     }
 }

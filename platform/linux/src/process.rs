@@ -438,33 +438,39 @@ pub fn random(out: &mut [u8]) -> io::Result<()> {
     if got == wanted { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Most readings of [`within`] that wait.
+/// Most readings of [`apart`] that wait.
 const MOST_READING: usize = 64;
 
-/// The processes whose entries are being read by [`within`].
+/// The processes whose entries are being read by [`apart`].
 static READING: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 
 /// Reads something of another process that may hold up the reader, in a thread of its own: a process in execve(2) holds up who reads the links
-/// of its descriptors, and stays there if it has a file that does not close. None if that has not come to its end in this time; the thread goes
-/// on, and until it has ended nothing more is read of that process.
-pub fn within<T: Send + 'static>(process: u32, limit: Duration, read: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+/// of its descriptors, and stays there if it has a file that does not close. What has been read is sent to `to`. Returns whether the reading has
+/// begun: until it has come to its end nothing more is read of that process.
+pub fn apart<T: Send + 'static>(process: u32, read: impl FnOnce() -> T + Send + 'static, to: mpsc::Sender<T>) -> bool {
     let reading = || READING.lock().unwrap_or_else(PoisonError::into_inner);
     {
         let mut reading = reading();
         if reading.len() >= MOST_READING || !reading.insert(process) {
-            return None;
+            return false;
         }
     }
-    let (done, is_done) = mpsc::channel();
     let act = move || {
         let result = read();
         READING.lock().unwrap_or_else(PoisonError::into_inner).remove(&process);
-        let _ = done.send(result);
+        let _ = to.send(result);
     };
-    if std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_err() {
+    let begun = std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_ok();
+    if !begun {
         reading().remove(&process);
     }
-    is_done.recv_timeout(limit).ok()
+    begun
+}
+
+/// The same, and what has been read. None if that has not come to its end in this time; the thread goes on.
+pub fn within<T: Send + 'static>(process: u32, limit: Duration, read: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+    let (done, is_done) = mpsc::channel();
+    apart(process, read, done).then(|| is_done.recv_timeout(limit).ok()).flatten()
 }
 
 /// Time that a search through all processes may take.

@@ -149,7 +149,11 @@ fn a_client_finds_the_address_and_a_server_behind_it(beside: bool) {
         let _server =
             start(&bed, &["python3", "-m", "http.server", "8000", "--bind", &at.ip().to_string(), "--directory", &directory]);
         let fetch = || on_b(&bed, &["curl", "-sS", "-m", "20", &format!("http://{at}/content")]);
-        wait_until("the server", || fetch().status.success());
+        // Until the agent has its listener the kernel makes the connections.
+        wait_until("the server on the NIC", || {
+            let made = count(&bed, Counter::Made);
+            fetch().status.success() && count(&bed, Counter::Made) > made
+        });
         // Segments of connections that have just ended may look for it once more, and be answered: at any time after this count.
         let mut before = info(&bed, at.ip());
         wait_until("an unknown address", || {

@@ -143,6 +143,20 @@ while True:
             one.send(one.recv(1000))
 ";
 
+/// Starts a server that prints the port where it listens.
+fn serve(host: &Namespace, command: &mut Command) -> (Child, u16) {
+    let mut program = host.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("python3");
+    let mut line = String::new();
+    BufReader::new(program.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    (program, line.trim().parse().expect("a port"))
+}
+
+fn echo(peer: &mut TcpStream) {
+    peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
+    peer.write_all(b"hello").expect("sent");
+    peer.read_exact(&mut [0; 5]).expect("an echo");
+}
+
 /// An attached program closes a connection, and has a file that does not close at its number: the peer receives the end of the stream, and its
 /// other connection goes on.
 #[test]
@@ -151,20 +165,11 @@ fn a_file_in_the_place_of_a_socket_holds_up_no_attacher() {
     let scratch = Scratch::new("in-place");
     let host = Namespace::new().expect("a namespace");
     let mut command = file.held_by(0, PYTHON);
-    command.args(["-c", PUTS_A_FILE_IN_ITS_PLACE]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut program = host.spawn(&mut command).expect("python3");
-    let mut line = String::new();
-    BufReader::new(program.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
-    let port: u16 = line.trim().parse().expect("a port");
+    let (mut program, port) = serve(&host, command.args(["-c", PUTS_A_FILE_IN_ITS_PLACE]));
     let mut both = [(); 2].map(|()| host.run(|| TcpStream::connect(("127.0.0.1", port))).expect("a connection"));
     let mut attacher = attach(&host, &scratch, &["--after", "0", &program.id().to_string()]);
-    let mut echo = |peer: &mut TcpStream| {
-        peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
-        peer.write_all(b"hello").expect("sent");
-        peer.read_exact(&mut [0; 5]).expect("an echo");
-    };
     wait_until("both are on the NIC", || {
-        both.iter_mut().for_each(&mut echo);
+        both.iter_mut().for_each(echo);
         listed(&scratch).iter().filter(|one| one.place == Place::Nic).count() == 2
     });
     writeln!(program.stdin.as_mut().expect("its input")).expect("a line");
