@@ -16,7 +16,7 @@ use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::foreign::Foreign;
 use baton_linux::report;
 use baton_moves::{Event, Refusal};
-use baton_protocol::program::{Answer, Ask, Reply};
+use baton_protocol::program::{Answer, Ask, Place, Reply};
 use std::collections::{BTreeSet, HashSet};
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -300,6 +300,14 @@ impl Agent {
                     entry.closed = true;
                 }
                 *connection
+            }
+            // Tried when there is a NIC again.
+            Ask::Move { connection, to: Place::Nic } => {
+                if let Some(Some(entry)) = session.connections.get_mut(*connection as usize) {
+                    entry.want(true);
+                }
+                self.try_later(number, *connection);
+                return refused;
             }
             _ => return refused,
         };

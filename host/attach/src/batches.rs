@@ -10,23 +10,37 @@ use baton_linux::freeze::{self, Frozen};
 use baton_linux::process;
 use baton_protocol::program::{Place, Until};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 /// Microseconds of standing still after which no further work is begun, and that the program runs at most before the next batch.
 const PAUSE: u64 = 3_000;
 
-/// Microseconds after which a process that did not stop is tried again.
+/// Microseconds after which a process that did not stop is tried again, at first and at most: it doubles, since others' connections stand still
+/// while it is tried.
 const AGAIN: u64 = 5_000;
+const SELDOM: u64 = 1_000_000;
 
-/// After this many failures in a row to stop a process, it is not waited for any more when attaching, nor searched for sockets
-/// until it has new ones.
-const ATTEMPTS: u32 = 100;
+/// Microseconds after which a process that did not stop, and was not tried again, is forgotten.
+const FORGOTTEN: u64 = 60_000_000;
+
+/// After this many failures in a row to stop a process, it is not waited for any more when attaching.
+const ATTEMPTS: u32 = 10;
+
+/// Microseconds that an attacher tries to stop its programs for when the agent needs their descriptors, for which that waits for three seconds.
+pub(crate) const LENDING: u64 = 2_000_000;
+
+/// Microseconds between two looks at everything after events were lost.
+const EVERYTHING: u64 = 1_000_000;
 
 /// Searching a process's descriptors may take one part in this many of this process's time.
 const LOOKING: u64 = 10;
 
 /// Microseconds after which is looked what late searches have found.
 const LATE: u64 = 50_000;
+
+/// Most microseconds that a search waits after the agent has refused sockets for now.
+const REFUSED: u64 = 5_000_000;
 
 /// Microseconds that the searches may take with which an attacher starts.
 const STARTING: u64 = 5_000_000;
@@ -62,8 +76,23 @@ pub(crate) struct Work {
     /// Times before which no program stands still again, and before which no descriptors are searched.
     next_pause: u64,
     next_search: u64,
+    /// The agent has refused a socket for now since the last search, and how long the next search waits then.
+    refused: bool,
+    pub delay: u64,
+    /// Processes that did not stop.
+    restless: BTreeMap<u32, Restless>,
+    /// Events were lost, so that everything is to be looked at; and when that may be.
+    pub lost: bool,
+    next_everything: u64,
     /// Number of failures in a row to stop a process.
-    pub failures: u32,
+    failures: u32,
+}
+
+/// A process that did not stop: how often in a row, and when it is tried again.
+#[derive(Default)]
+struct Restless {
+    failures: u32,
+    next: u64,
 }
 
 /// The processes that stand still.
@@ -81,8 +110,38 @@ impl Work {
         self.postponed.entry(number).or_insert_with(|| Some((reason.to_owned(), until)));
     }
 
-    fn waits_for_pause(&self) -> bool {
-        !(self.found.is_empty() && self.changed.is_empty() && self.postponed.is_empty() && self.wanted.is_empty())
+    /// How much waits for a batch.
+    fn waiting(&self) -> usize {
+        self.found.len() + self.changed.len() + self.postponed.len() + self.wanted.len()
+    }
+
+    /// Has a process searched again, since the agent has refused one of its sockets for now: ever later, until it accepts one.
+    pub fn search_later(&mut self, process: u32) {
+        self.processes.insert(process);
+        if !std::mem::replace(&mut self.refused, true) {
+            self.delay = (2 * self.delay).clamp(LATE, REFUSED);
+            self.next_search = self.next_search.max(monotonic_micros() + self.delay);
+        }
+    }
+
+    /// Puts a process off that did not stop.
+    fn put_off(&mut self, process: u32, now: u64) {
+        // Those that have ended since.
+        self.restless.retain(|_, restless| now < restless.next + FORGOTTEN);
+        let restless = self.restless.entry(process).or_default();
+        restless.next = now + (AGAIN << restless.failures.min(16)).min(SELDOM);
+        restless.failures += 1;
+        self.failures += 1;
+    }
+
+    /// Whether a process did not stop, and is not to be tried yet.
+    fn is_put_off(&self, process: u32, now: u64) -> bool {
+        self.restless.get(&process).is_some_and(|restless| now < restless.next)
+    }
+
+    /// When the next of the processes that are put off may be tried.
+    fn next_try(&self, now: u64) -> Option<u64> {
+        self.restless.values().map(|restless| restless.next).filter(|next| *next > now).min()
     }
 }
 
@@ -106,18 +165,20 @@ impl Attacher {
     /// How long there is nothing to do.
     pub(crate) fn until_next_batch(&self) -> Option<Duration> {
         let late = freeze::any_late().then(|| monotonic_micros() + AGAIN);
-        let pause = (self.work.waits_for_pause() && !self.silent).then_some(self.work.next_pause);
+        let pause = (self.work.waiting() > 0 && !self.silent).then_some(self.work.next_pause);
+        let everything = self.work.lost.then_some(self.work.next_everything);
         let searches = !self.work.processes.is_empty() || self.work.searches.any_under_way();
         let look = searches.then_some(self.work.next_search);
-        let due = [late, pause, look, self.next_look()].into_iter().flatten().min()?;
+        let due = [late, pause, look, everything, self.next_look()].into_iter().flatten().min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
     /// Does what waits, for as long as a program may stand still.
     pub(crate) fn run_batch(&mut self) -> Result<()> {
         freeze::release_late();
+        self.look_at_everything();
         self.look_for_sockets();
-        if self.silent || !self.work.waits_for_pause() || monotonic_micros() < self.work.next_pause {
+        if self.silent || self.work.waiting() == 0 || monotonic_micros() < self.work.next_pause {
             return Ok(());
         }
         while !self.work.wanted.is_empty() && self.work.engines.len() < SPARE {
@@ -128,27 +189,42 @@ impl Attacher {
             }
         }
         let begun = monotonic_micros();
-        let failures = self.work.failures;
+        let mut failures = self.work.failures;
+        let waiting = self.work.waiting();
         // What does not succeed waits for the next batch.
+        let mut changed = std::mem::take(&mut self.work.changed);
+        let mut found = self.work.found.len();
         let mut postponed = self.work.postponed.len();
         let mut wanted = self.work.wanted.len();
         // Until its threads have stopped, the program runs.
         let stopped = |attacher: &Attacher| attacher.frozen.as_ref().map_or(begun, |stopped| stopped.stopped);
-        while monotonic_micros() < stopped(self) + PAUSE && self.work.failures == failures && !self.silent {
+        while monotonic_micros() < stopped(self) + PAUSE && self.work.failures <= failures && !self.silent {
+            failures = self.work.failures;
             let work = &mut self.work;
-            if let Some(number) = work.changed.pop_first() {
+            if let Some(number) = changed.pop_first() {
                 self.state_changed(number)?;
             } else if postponed > 0
                 && let Some((number, cause)) = take_next(&mut work.postponed, &mut work.next_postponed)
             {
                 postponed -= 1;
+                if self.is_put_off(number) {
+                    self.work.postponed.insert(number, cause);
+                    continue;
+                }
                 self.move_to_kernel(number, cause.as_ref().map(|(reason, until)| (reason.as_str(), *until)))?;
-            } else if let Some(socket) = work.found.pop_front() {
+            } else if found > 0
+                && let Some(socket) = work.found.pop_front()
+            {
+                found -= 1;
                 self.register_found(socket)?;
             } else if wanted > 0
                 && let Some((number, to)) = take_next(&mut work.wanted, &mut work.next_wanted)
             {
                 wanted -= 1;
+                if self.is_put_off(number) {
+                    self.work.wanted.insert(number, to);
+                    continue;
+                }
                 match to {
                     Place::Nic => self.move_to_nic(number)?,
                     Place::Kernel => self.move_to_kernel(number, None)?,
@@ -157,15 +233,29 @@ impl Attacher {
                 break;
             }
         }
+        let failed = self.work.failures > failures;
         self.thaw();
+        let work = &mut self.work;
+        work.changed.append(&mut changed);
         let now = monotonic_micros();
-        if self.work.failures == failures {
-            self.work.failures = 0;
-            self.work.next_pause = now + PAUSE.min(now - begun);
-        } else {
-            self.work.next_pause = now + AGAIN;
-        }
+        let pause = now + PAUSE.min(now - begun);
+        // If all of it waits for processes that were put off, there is nothing to do before.
+        let stands_still = work.waiting() >= waiting && !failed;
+        work.next_pause = if stands_still { work.next_try(now).unwrap_or(pause).max(pause) } else { pause };
         Ok(())
+    }
+
+    /// Looks at every connection and every process after events were lost.
+    fn look_at_everything(&mut self) {
+        let now = monotonic_micros();
+        if !self.work.lost || now < self.work.next_everything {
+            return;
+        }
+        self.work.lost = false;
+        self.work.changed.extend(self.entries.keys());
+        self.notified.lock().unwrap_or_else(PoisonError::into_inner).extend(self.entries.keys());
+        self.work.processes.extend(self.settings.target.processes());
+        self.work.next_everything = monotonic_micros() + EVERYTHING;
     }
 
     /// Searches processes for sockets that may be new. They run meanwhile.
@@ -175,6 +265,7 @@ impl Attacher {
         if begun < work.next_search || work.processes.is_empty() && !work.searches.any_under_way() {
             return;
         }
+        work.refused = false;
         let found = work.searches.search(&mut work.processes);
         let waiting: BTreeSet<u64> = work.found.iter().map(|(_, _, inode)| *inode).collect();
         let mut took = 0;
@@ -193,26 +284,46 @@ impl Attacher {
         if self.inodes.contains(&inode) {
             return Ok(());
         }
-        if let Err(error) = self.stop_users(process) {
-            if self.work.failures < ATTEMPTS {
-                self.work.found.push_back((process, fd, inode));
-            } else {
-                self.note_stay(&format!("{error:#}"));
-            }
+        if self.stop_users(process).is_err() {
+            self.work.found.push_back((process, fd, inode));
             return Ok(());
         }
         self.discover(process, fd, inode)
     }
 
-    /// Stops the processes that may use a connection's socket.
+    /// Whether a connection's process did not stop, and is not to be tried yet.
+    fn is_put_off(&self, number: u32) -> bool {
+        let process = self.entries.get(&number).map(|entry| entry.process);
+        process.is_some_and(|process| self.work.is_put_off(process, monotonic_micros()))
+    }
+
+    /// Stops the processes that may use a connection's socket. One that did not stop is not tried again at once.
     pub(crate) fn stop_users(&mut self, process: u32) -> Result<()> {
+        if self.work.is_put_off(process, monotonic_micros()) {
+            anyhow::bail!("process {process} did not stop");
+        }
         let stopped = self.stop(process);
         if stopped.is_err() {
             // Others that stand still must not wait for it.
             self.thaw();
-            self.work.failures += 1;
+            self.work.put_off(process, monotonic_micros());
+        } else {
+            self.work.failures = 0;
+            self.work.restless.remove(&process);
         }
         stopped
+    }
+
+    /// Stops them for the agent, which restores connections of theirs; those that stand still already go on doing so. Returns whether they do.
+    pub(crate) fn stop_for_lending(&mut self, process: u32, until: u64) -> bool {
+        loop {
+            match self.stop(process) {
+                Ok(()) => return true,
+                Err(_) if monotonic_micros() >= until => return false,
+                // It may be traced, which ends without an event.
+                Err(_) => std::thread::sleep(Duration::from_micros(AGAIN)),
+            }
+        }
     }
 
     fn stop(&mut self, process: u32) -> Result<()> {
@@ -262,5 +373,29 @@ impl Attacher {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A process that does not stop is tried ever more seldom, and others are not held up by that.
+    #[test]
+    fn a_process_that_does_not_stop_is_put_off() {
+        let (mut work, mut now, mut times) = (Work::default(), 1_000_000, 0);
+        let end = now + 60_000_000;
+        while now < end {
+            work.put_off(1, now);
+            times += 1;
+            assert!(work.is_put_off(1, now) && !work.is_put_off(2, now));
+            let next = work.next_try(now).expect("a time");
+            assert!((AGAIN..=SELDOM).contains(&(next - now)) && !work.is_put_off(1, next), "after {} microseconds", next - now);
+            now = next;
+        }
+        assert!(times < 80, "{times} times in a minute");
+        // It is forgotten when another one does not stop long after it.
+        work.put_off(2, now + SELDOM + FORGOTTEN);
+        assert_eq!(work.restless.len(), 1);
     }
 }

@@ -258,6 +258,7 @@ impl Attacher {
                 SocketEvent::Spliced(cookie) => self.note_splice(cookie),
             }
         }
+        self.work.lost |= self.bypass.has_lost();
         unwatched.retain(|process| self.settings.target.covers(*process));
         self.work.processes.extend(unwatched);
     }

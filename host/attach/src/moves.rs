@@ -1,5 +1,6 @@
 //! Moves while programs stand still, messages from the agent, and sockets that appear and disappear.
 
+use crate::batches::LENDING;
 use crate::relay::{self, Joined, Next};
 use crate::unfit::Unfit;
 use crate::{Attacher, ME, stays};
@@ -7,13 +8,14 @@ use anyhow::{Result, bail};
 use baton_abi::layout::Owner;
 use baton_client::LIMIT;
 use baton_linux::control::Channel;
-use baton_linux::events::Trigger;
+use baton_linux::events::{Trigger, monotonic_micros};
 use baton_linux::foreign::{self, Foreign};
 use baton_linux::freeze::take_descriptor;
 use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{buffers, diagnosis, process, socket};
 use baton_protocol::program::{Answer, Ask, Place, Reply, Request, Until};
 use baton_wire::Flow;
+use std::collections::BTreeSet;
 use std::collections::btree_map::Entry;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -115,8 +117,19 @@ impl Attacher {
     /// Lends descriptors to the agent, which needs them to restore connections after its own or the NIC's death.
     fn lend(&mut self, channel: &Channel, mut connections: Vec<u32>) -> Result<bool> {
         let mut lent = Vec::new();
+        let until = monotonic_micros() + LENDING;
+        // These connections alone end: their processes may be using them.
+        let mut restless = BTreeSet::new();
         loop {
             for number in std::mem::take(&mut connections) {
+                let process = self.entries.get(&number).map(|entry| entry.process);
+                if let Some(process) = process
+                    && (restless.contains(&process) || !self.stop_for_lending(process, until))
+                {
+                    restless.insert(process);
+                    self.note_stay("its process did not stop when the NIC had died");
+                    continue;
+                }
                 match self.take_out(number)? {
                     Some(fd) => {
                         channel.send(&Request { tag: 0, body: Ask::Lend { connection: number } }, &[fd.as_fd()])?;
@@ -202,10 +215,8 @@ impl Attacher {
         })
     }
 
-    /// Stops a connection's program and takes its socket out of the map. None if the program has closed it.
+    /// Takes a connection's socket out of the map; its program stands still. None if that has closed it.
     fn take_out(&mut self, number: u32) -> Result<Option<Foreign>> {
-        let Some(process) = self.entries.get(&number).map(|entry| entry.process) else { return Ok(None) };
-        self.stop_users(process)?;
         let Some(fd) = self.descriptor(number) else { return Ok(None) };
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(None) };
         // The tracepoint's event for that may come too late: the move resets the socket's state.
@@ -239,9 +250,15 @@ impl Attacher {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let stash = std::mem::take(&mut entry.stash);
         match buffers::send_beyond_limit(fd, &stash) {
+            Ok(()) => {}
             // The peer has reset it; the socket reports that to the program.
             Err(error) if matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset) => {}
-            other => other?,
+            // What the program has sent is lost: its stream must not go on as if nothing were.
+            Err(error) => {
+                self.note_stay(&format!("reset, since the kernel does not take what the program has sent: {error}"));
+                let _ = socket::reset(fd);
+                return Ok(());
+            }
         }
         if std::mem::take(&mut entry.shut) {
             let _ = socket::shutdown_write(fd);
@@ -460,9 +477,10 @@ impl Attacher {
         }
         let number = match self.ask_or_withdraw(&Ask::Register { inherited: false, process: Some(process) }, Some(copy))? {
             Some(Reply::Registered { connection }) => connection,
-            None => {
+            // The agent has no time, or no NIC, now.
+            None | Some(Reply::Stayed { transient: true, .. }) => {
                 self.inodes.remove(&inode);
-                self.work.processes.insert(process);
+                self.work.search_later(process);
                 return Ok(());
             }
             Some(other) => {
@@ -470,6 +488,7 @@ impl Attacher {
                 return Ok(());
             }
         };
+        self.work.delay = 0;
         let connection = self.shared.unregistered();
         self.shared.take_charge(&connection, number);
         let cookie = socket::cookie(copy)?;

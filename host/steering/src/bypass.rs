@@ -142,7 +142,7 @@ impl SocketBypass {
         self.known.place_of.get(&cookie).map_or(0, |place| self.known.count(*place).load(Ordering::Relaxed))
     }
 
-    /// The next event, in order. Events for which the ring has no room are lost.
+    /// The next event, in order. Events for which the ring has no room are lost: see [`SocketBypass::has_lost`].
     pub fn next_event(&mut self) -> Option<SocketEvent> {
         loop {
             let record = self.ring.next()?;
@@ -156,6 +156,11 @@ impl SocketBypass {
                 _ => {}
             }
         }
+    }
+
+    /// Whether events may have been lost since the last call.
+    pub fn has_lost(&mut self) -> bool {
+        self.ring.take_overrun()
     }
 
     /// A descriptor that is readable when there are events.

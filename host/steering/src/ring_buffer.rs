@@ -23,6 +23,8 @@ pub(crate) struct RingBuffer {
     page: usize,
     consumer: NonNull<u8>,
     producer: NonNull<u8>,
+    /// There was no room for another record at some time.
+    overrun: bool,
 }
 
 // SAFETY: the pointers are to mappings that live as long as this; the positions in them are atomics.
@@ -42,11 +44,16 @@ impl RingBuffer {
         let fd = bpf::create_map_of(bpf::MapKind::RingBuffer, 0, 0, BYTES as u32)?;
         let consumer = map(fd.as_fd(), 0, page, libc::PROT_READ | libc::PROT_WRITE)?;
         let producer = map(fd.as_fd(), page, page + 2 * BYTES, libc::PROT_READ)?;
-        Ok(RingBuffer { fd, page, consumer, producer })
+        Ok(RingBuffer { fd, page, consumer, producer, overrun: false })
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
+    }
+
+    /// Whether records may have been lost since the last call.
+    pub fn take_overrun(&mut self) -> bool {
+        std::mem::take(&mut self.overrun)
     }
 
     fn position(&self, page: NonNull<u8>) -> &AtomicU64 {
@@ -58,9 +65,12 @@ impl RingBuffer {
     pub fn next(&mut self) -> Option<[u8; RECORD]> {
         loop {
             let at = self.position(self.consumer).load(Ordering::Relaxed);
-            if at >= self.position(self.producer).load(Ordering::Acquire) {
+            let end = self.position(self.producer).load(Ordering::Acquire);
+            if at >= end {
                 return None;
             }
+            // A record is lost if it does not fit, and only what follows here makes room.
+            self.overrun |= (end - at) as usize + HEADER + RECORD >= BYTES;
             let offset = self.page + (at as usize & (BYTES - 1));
             // SAFETY: the position is within the data, which is mapped twice in a row; headers are aligned.
             let header = unsafe { self.producer.add(offset).cast::<AtomicU32>().as_ref() }.load(Ordering::Acquire);

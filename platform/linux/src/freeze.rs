@@ -37,7 +37,7 @@ pub fn any_late() -> bool {
 pub fn release_late() -> bool {
     LATE.with_borrow_mut(|late| {
         late.retain(|number| {
-            let mut thread = Thread { number: *number, stopped: false, signal: 0 };
+            let mut thread = Thread { process: 0, number: *number, stopped: false, signal: 0 };
             match thread.has_stopped() {
                 Ok(false) => return true,
                 Ok(true) if thread.stopped => thread.release(),
@@ -58,6 +58,7 @@ pub struct Frozen {
 
 #[derive(Debug)]
 struct Thread {
+    process: u32,
     number: i32,
     stopped: bool,
     /// A signal that was being delivered to the thread.
@@ -99,8 +100,11 @@ impl Frozen {
     /// Stops one more process. One that has ended counts as stopped.
     ///
     /// # Errors
-    /// As [`Frozen::freeze`]; what is stopped already stays so.
+    /// As [`Frozen::freeze`]; what is stopped already stays so, and threads that have not stopped are waited for again by the next call.
     pub fn add(&mut self, process: u32) -> io::Result<()> {
+        for thread in self.threads.iter_mut().filter(|thread| thread.process == process && !thread.stopped) {
+            thread.wait()?;
+        }
         // Threads that were created meanwhile are found in the next round.
         loop {
             let Ok(threads) = threads_of(process) else { return Ok(()) };
@@ -122,7 +126,7 @@ impl Frozen {
                     Err(error) => return Err(error),
                 }
                 let _ = ptrace(libc::PTRACE_INTERRUPT, number, 0);
-                self.threads.push(Thread { number, stopped: false, signal: 0 });
+                self.threads.push(Thread { process, number, stopped: false, signal: 0 });
             }
             for at in first..self.threads.len() {
                 self.threads[at].wait()?;

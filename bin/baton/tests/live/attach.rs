@@ -327,7 +327,7 @@ fn seconds() -> u64 {
 }
 
 /// A server that sends back what it gets, to so many clients. Returns its port; it ends with its clients.
-fn echo(host: &Namespace, clients: usize) -> u16 {
+pub fn echo(host: &Namespace, clients: usize) -> u16 {
     let listener = host.run(|| TcpListener::bind("127.0.0.1:0")).expect("a listener");
     let port = listener.local_addr().expect("its address").port();
     std::thread::spawn(move || {
@@ -437,7 +437,8 @@ fn a_blocking_client_with_signals_does_not_notice() {
 
 /// A Python program that echoes each line of its standard input. On the line "connect" it first opens a connection to the port in its
 /// first argument, exchanges a byte, and makes the socket non-blocking.
-const ANSWERS: &str = "
+/// Opens a connection at the line that asks for it, exchanges a byte, and prints each line when it is done.
+pub const ANSWERS: &str = "
 import socket, sys
 kept = []
 for line in sys.stdin:

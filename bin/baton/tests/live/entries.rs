@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 // Waits: compared with the same call without such a process in the same run. Another test's listener may cost a second of it.
 const PROMISED: Duration = Duration::from_secs(3);
 
-const PYTHON: &str = "/usr/bin/python3";
+pub const PYTHON: &str = "/usr/bin/python3";
 
 /// Holds the lock of its own memory: one thread reads that through /proc, at an address whose page does not come, and another one waits to
 /// map more, behind which all others wait.
@@ -144,14 +144,14 @@ while True:
 ";
 
 /// Starts a server that prints the port where it listens.
-fn serve(host: &Namespace, command: &mut Command) -> (Child, u16) {
+pub fn serve(host: &Namespace, command: &mut Command) -> (Child, u16) {
     let mut program = host.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("python3");
     let mut line = String::new();
     BufReader::new(program.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
     (program, line.trim().parse().expect("a port"))
 }
 
-fn echo(peer: &mut TcpStream) {
+pub fn echo(peer: &mut TcpStream) {
     peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
     peer.write_all(b"hello").expect("sent");
     peer.read_exact(&mut [0; 5]).expect("an echo");

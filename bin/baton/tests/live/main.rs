@@ -47,6 +47,7 @@ mod partial;
 mod placement;
 mod posted;
 mod pressure;
+mod restless;
 mod rights;
 mod rings;
 mod routes;

@@ -1,0 +1,215 @@
+//! Attached programs that do not stop when they are asked to, NICs that die meanwhile, and an attacher that misses events: no connection is
+//! lost by that, and each comes to the NIC in the end.
+
+use crate::attach::{ANSWERS, attach, echo as echo_server, listed};
+use crate::common::wait_until;
+use crate::entries::{PYTHON, echo, serve};
+use crate::fuse::{FuseFile, READ};
+use crate::scratch::{Scratch, agent_socket};
+use baton_client::tool::Tool;
+use baton_linux::namespace::Namespace;
+use baton_linux::process;
+use baton_protocol::program::{Place, Statistics};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+/// Echoes what comes on a connection. At a line a thread of it reads its file 3, and does not stop before that answers.
+const RESTLESS: &str = "
+import os, select, socket, sys, threading
+def read():
+    try:
+        os.pread(3, 1, 0)
+    except OSError:
+        pass
+listener = socket.create_server(('127.0.0.1', 0))
+print(listener.getsockname()[1], flush=True)
+one = listener.accept()[0]
+one.setblocking(False)
+poll = select.poll()
+poll.register(0, select.POLLIN)
+poll.register(one, select.POLLIN)
+while True:
+    ready = dict(poll.poll())
+    if 0 in ready:
+        if not sys.stdin.readline():
+            os._exit(0)
+        threading.Thread(target=read, daemon=True).start()
+    if one.fileno() in ready:
+        one.send(one.recv(1000))
+";
+
+fn statistics(scratch: &Scratch) -> Statistics {
+    let socket = agent_socket(scratch).expect("an agent");
+    Tool::connect(&socket).and_then(|mut tool| tool.statistics()).expect("statistics")
+}
+
+fn count_on_nic(scratch: &Scratch) -> usize {
+    match agent_socket(scratch) {
+        Some(_) => listed(scratch).iter().filter(|one| one.place == Place::Nic).count(),
+        None => 0,
+    }
+}
+
+/// Such a program, its attacher, and a peer of it.
+struct Bed {
+    host: Namespace,
+    scratch: Scratch,
+    program: Child,
+    peer: TcpStream,
+}
+
+impl Bed {
+    fn new(file: &FuseFile) -> Bed {
+        let (host, scratch) = (Namespace::new().expect("a namespace"), Scratch::new("restless"));
+        let mut command = file.held_by(0, PYTHON);
+        let (program, port) = serve(&host, command.args(["-c", RESTLESS]));
+        let mut peer = host.run(|| TcpStream::connect(("127.0.0.1", port))).expect("a connection");
+        echo(&mut peer);
+        Bed { host, scratch, program, peer }
+    }
+
+    fn attach(&self) -> Child {
+        attach(&self.host, &self.scratch, &["--after", "0", &self.program.id().to_string()])
+    }
+
+    /// From now on it does not stop, until the file is dropped.
+    fn keep_going(&mut self, file: &mut FuseFile) {
+        writeln!(self.program.stdin.as_mut().expect("its input")).expect("a line");
+        file.until_waited_for();
+    }
+
+    fn until_on_nic(&mut self) {
+        wait_until("it is on the NIC", || {
+            echo(&mut self.peer);
+            count_on_nic(&self.scratch) == 1
+        });
+    }
+
+    fn end(mut self, mut attacher: Child) {
+        drop(self.program.stdin.take());
+        self.program.wait().expect("its end");
+        assert!(attacher.wait().expect("its end").success());
+    }
+}
+
+/// The NIC dies while a thread of an attached program does not stop: its connection goes on when it does.
+#[test]
+fn a_nic_may_die_while_a_program_does_not_stop() {
+    let Some(mut file) = FuseFile::new(&[READ]) else { return };
+    let mut bed = Bed::new(&file);
+    let attacher = bed.attach();
+    bed.until_on_nic();
+    bed.keep_going(&mut file);
+    process::signal(statistics(&bed.scratch).nic_process, libc::SIGKILL).expect("a signal");
+    let status = format!("/proc/{}/status", bed.program.id());
+    wait_until("its first thread is stopped", || {
+        std::fs::read_to_string(&status).is_ok_and(|text| text.contains("tracing stop"))
+    });
+    // Waits: several times as long as a thread is waited for at once (50 ms).
+    std::thread::sleep(Duration::from_millis(300));
+    drop(file);
+    bed.until_on_nic();
+    bed.end(attacher);
+}
+
+/// A program that does not stop for seconds is attached to when it does.
+#[test]
+fn a_program_that_does_not_stop_for_long_is_attached_to_later() {
+    let Some(mut file) = FuseFile::new(&[READ]) else { return };
+    let mut bed = Bed::new(&file);
+    bed.keep_going(&mut file);
+    let attacher = bed.attach();
+    wait_until("there is an agent", || agent_socket(&bed.scratch).is_some());
+    for _ in 0..10 {
+        // That it carries bytes is reported once, so it is used up.
+        echo(&mut bed.peer);
+        // Waits: in all longer than a hundred attempts of an attacher that makes no pauses.
+        std::thread::sleep(Duration::from_secs(1));
+    }
+    assert_eq!(count_on_nic(&bed.scratch), 0, "it does not stop");
+    drop(file);
+    bed.until_on_nic();
+    bed.end(attacher);
+}
+
+/// Has many connections, and ends with its input.
+const HAS_MANY: &str = "
+import os, select, socket, sys
+listener = socket.create_server(('127.0.0.1', 0), backlog=1000)
+print(listener.getsockname()[1], flush=True)
+many = [listener.accept()[0] for _ in range(int(sys.argv[1]))]
+for one in many:
+    one.setblocking(False)
+print('ready', flush=True)
+sys.stdin.readline()
+os._exit(0)
+";
+
+/// The NIC dies while the connections of a running program are registered and moved: all of them come to the next one.
+#[test]
+fn a_nic_may_die_while_connections_are_attached() {
+    const MANY: usize = 300;
+    let (host, scratch) = (Namespace::new().expect("a namespace"), Scratch::new("attaching"));
+    let mut command = Command::new(PYTHON);
+    command.args(["-c", HAS_MANY, &MANY.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut program = host.spawn(&mut command).expect("python3");
+    let mut lines = BufReader::new(program.stdout.take().expect("its output")).lines().map_while(Result::ok);
+    let port: u16 = lines.next().expect("a line").parse().expect("a port");
+    let connect = || (0..MANY).map(|_| TcpStream::connect(("127.0.0.1", port))).collect::<std::io::Result<Vec<_>>>();
+    let peers = host.run(connect).expect("connections");
+    assert_eq!(lines.next().as_deref(), Some("ready"));
+    let mut attacher = attach(&host, &scratch, &["--after", "0", &program.id().to_string()]);
+    wait_until("some are on the NIC", || count_on_nic(&scratch) > 0);
+    process::signal(statistics(&scratch).nic_process, libc::SIGKILL).expect("a signal");
+    wait_until("all are on the NIC", || count_on_nic(&scratch) == MANY);
+    drop(program.stdin.take());
+    program.wait().expect("its end");
+    attacher.wait().expect("its end");
+    drop(peers);
+}
+
+/// Connections that each carry a byte, so many that the attacher has no room for an event of each.
+fn flood(host: &Namespace) {
+    const MORE_THAN_FIT: usize = 12_000;
+    let flooded = host.run(|| {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let at = listener.local_addr().expect("its address");
+        for _ in 0..MORE_THAN_FIT {
+            let mut one = TcpStream::connect(at).expect("a connection");
+            one.write_all(b"x").expect("sent");
+            let (mut other, _) = listener.accept().expect("its other end");
+            other.read_exact(&mut [0]).expect("a byte");
+        }
+        Ok(())
+    });
+    flooded.expect("connections");
+}
+
+/// A connection that is made while the attacher misses events is found.
+#[test]
+fn what_an_attacher_misses_it_looks_for() {
+    let (host, scratch) = (Namespace::new().expect("a namespace"), Scratch::new("missed"));
+    let port = echo_server(&host, 2);
+    let mut command = Command::new(PYTHON);
+    command.args(["-c", ANSWERS, &port.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut program = host.spawn(&mut command).expect("python3");
+    let mut input = program.stdin.take().expect("its input");
+    let mut lines = BufReader::new(program.stdout.take().expect("its output")).lines().map_while(Result::ok);
+    let mut open = || {
+        writeln!(input, "connect").expect("it reads");
+        assert_eq!(lines.next().as_deref(), Some("connect"));
+    };
+    open();
+    let mut attacher = attach(&host, &scratch, &["--after", "0", &program.id().to_string()]);
+    wait_until("its connection is on the NIC", || count_on_nic(&scratch) == 1);
+    process::signal(attacher.id(), libc::SIGSTOP).expect("a signal");
+    flood(&host);
+    open();
+    process::signal(attacher.id(), libc::SIGCONT).expect("a signal");
+    wait_until("both are on the NIC", || count_on_nic(&scratch) == 2);
+    drop(input);
+    program.wait().expect("its end");
+    attacher.wait().expect("its end");
+}
