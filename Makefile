@@ -134,7 +134,7 @@ bench: build
 	$(BATON) bench rss --json
 	$(BATON) bench tail --json
 
-# The libfabric provider, under the name by which FI_PROVIDER_PATH finds it, and the library for LD_PRELOAD beside it (docs/mpi.md).
+# The libfabric provider, under the name by which FI_PROVIDER_PATH finds it, and the library for LD_PRELOAD beside it (docs/guide/mpi.md).
 define provider
 	mkdir -p target/provider
 	cp target/$(1)/librmpp_fi.so target/provider/librmpp-fi.so.new
@@ -155,7 +155,7 @@ rmpp: build provider
 	tests/mpi/run.py --nic
 	tests/mpi/run.py --ping-pong
 
-# A sample of the matrix of calls: natively, in the kernel under the library, on the NIC and moving (docs/conformance.md). SEED: which;
+# A sample of the matrix of calls: natively, in the kernel under the library, on the NIC and moving (docs/internals/conformance.md). SEED: which;
 # CASES=all: all of them.
 conformance: SEED ?= $(COMMIT_SEED)
 conformance: CASES ?= sample
@@ -165,7 +165,7 @@ conformance:
 	$(CARGO) build --profile checked --locked -p baton -p baton-preload
 	$(if $(FIRST),BATON_FIRST_CASE=$(FIRST)) $(CARGO) test --profile checked --locked -p baton --test live matrix -- --nocapture
 
-# A random peer played to the kernel and to the NIC (docs/conformance.md). SCRIPTS: how many.
+# A random peer played to the kernel and to the NIC (docs/internals/conformance.md). SCRIPTS: how many.
 differential: SCRIPTS ?= 100000
 differential: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
 differential:
@@ -177,7 +177,7 @@ foreign-calls:
 	$(CARGO) build --profile checked --locked -p baton -p baton-preload --bins --lib --test live
 	scripts/foreign-calls
 
-# The NIC's TCP under packetdrill's scripts (docs/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in
+# The NIC's TCP under packetdrill's scripts (docs/internals/conformance.md). packetdrill itself is not shipped: it is looked for on PATH and in
 # PACKETDRILL. ARGUMENTS="--flags move=3" moves the connection through its image before every third event.
 packetdrill-adapter:
 	$(CARGO) build --release --locked -p baton-packetdrill

@@ -1,5 +1,5 @@
-//! Every socket option of SOL_SOCKET, IP, IPV6 and TCP, and what a move does to it. `docs/socket-options.md` is generated from this
-//! table, and the tests take every row that is kept, carried or read-only across a move both ways.
+//! Every socket option of SOL_SOCKET, IP, IPV6 and TCP, and what a move does to it. `docs/reference/socket-options.md` is
+//! generated from this table, and the tests take every row that is kept, carried or read-only across a move both ways.
 
 use std::fmt::Write;
 
@@ -229,7 +229,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("TCP_DELACK_MAX_US", 6, 46, Carried, Some(50_000)),
 ];
 
-/// The text of `docs/socket-options.md`.
+/// The text of `docs/reference/socket-options.md`.
 pub fn markdown() -> String {
     let mut text = String::from(
         "# Socket options across a move\n\n\

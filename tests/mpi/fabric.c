@@ -248,7 +248,7 @@ static void cancels(void)
 	printf("sends and receives are cancelled\n");
 }
 
-/* CRC32C over both addresses, as docs/rmpp.md has it, and a packet without body. */
+/* CRC32C over both addresses, as docs/reference/rmpp.md has it, and a packet without body. */
 static uint32_t checksum(const struct sockaddr_in *from, const struct sockaddr_in *to, const unsigned char *packet)
 {
 	unsigned char bytes[2 * 18 + 36] = {0};

@@ -147,7 +147,7 @@ def check(holds, text):
 
 
 def run_directory(process):
-    """The directory of the Baton that was started for a program, while it is there (docs/programs.md)."""
+    """The directory of the Baton that was started for a program, while it is there (docs/guide/run.md)."""
     bases = [os.environ.get("TMPDIR"), "/run/baton" if os.getuid() == 0 else os.environ.get("XDG_RUNTIME_DIR")]
     bases += Path(tempfile.gettempdir()).glob(f"baton-of-{os.getuid()}-*")
     places = [Path(base) / f"baton-run-{process}" for base in bases if base]

@@ -19,7 +19,7 @@ pub const EXAMPLES: &str = "Examples:
 
 A rule is: [in|out] [ip|ip6|arp|ether TYPE] [tcp|udp|icmp|icmpv6|proto N] [saddr|daddr PREFIX] [sport|dport PORT[-PORT]]
 [state new|established] and accept, drop, reject, count, or limit RATE [burst SIZE]. The first rule that matches decides; a frame that none
-matches passes. The NIC must have been started with a filter: see `baton hosts --help` and docs/control-point.md.";
+matches passes. The NIC must have been started with a filter: see `baton hosts --help` and docs/operate/filter.md.";
 
 #[derive(Args)]
 pub struct FilterArguments {

@@ -14,10 +14,10 @@ pub const EXAMPLES: &str = "Examples:
 
   baton mpi --nic always -- mpirun -n 2 ./program
 
-Works with Open MPI 4.1 and 5 and with MPICH 5 built for libfabric (docs/mpi.md). Needs no privilege. A NIC is used on each host
+Works with Open MPI 4.1 and 5 and with MPICH 5 built for libfabric (docs/guide/mpi.md). Needs no privilege. A NIC is used on each host
 where an agent listens (at BATON_SOCKET, or /run/baton/agent.sock; `baton up` starts one). FI_LOG_LEVEL=info FI_LOG_PROV=rmpp shows
 whether it is. Without one, the data of messages of 64 KB and more goes by TCP connections beside the UDP packets; FI_RMPP_STREAM=no
-keeps all in packets. Settings are environment variables (docs/mpi.md), which launchers must pass on to other hosts.";
+keeps all in packets. Settings are environment variables (docs/reference/settings.md), which launchers must pass on to other hosts.";
 
 /// The name by which libfabric finds a provider in FI_PROVIDER_PATH.
 const NAME: &str = "librmpp-fi.so";

@@ -1,5 +1,5 @@
 //! The host's TCP as the agent sees it: the process that goes on with connections of partial offload when they leave their fast path
-//! (docs/inic.md). It is started for the first session that asks for that, and ends with its NIC.
+//! (docs/internals/partial-offload.md). It is started for the first session that asks for that, and ends with its NIC.
 
 use crate::answers::After;
 use crate::nic_requests::{Answered, Requests};

@@ -1,5 +1,6 @@
-//! The sockets of streams: TCP connections by which the data of long messages comes and goes (docs/rmpp.md). The program's buffers are
-//! written from and read into without a copy. Nothing here is waited for: what a socket does not take now it is given again.
+//! The sockets of streams: TCP connections by which the data of long messages comes and goes (docs/reference/rmpp.md). The
+//! program's buffers are written from and read into without a copy. Nothing here is waited for: what a socket does not take now it
+//! is given again.
 
 use crate::arena::{Arena, Buffer};
 use baton_linux::events::{Poller, Trigger};

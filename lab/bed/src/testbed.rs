@@ -98,7 +98,7 @@ pub struct TestbedSettings {
     pub control_point: Option<ControlPoint>,
 }
 
-/// What the owner of the NIC starts with (docs/control-point.md).
+/// What the owner of the NIC starts with (docs/operate/filter.md).
 #[derive(Clone, Debug)]
 pub struct ControlPoint {
     /// The key with which the rules can be changed.

@@ -3,7 +3,7 @@
 //! The host and its agent have no descriptor of the wire, and no way to the rules: the agent asks over a connection for a NIC on its own
 //! memory, and gets a control connection to one that has the rules before it receives its first frame. Rules are changed over a socket of
 //! the owner's, with a key. So it does not matter what root on the host does, as long as the owner runs where the host's root has no
-//! rights (docs/control-point.md).
+//! rights (docs/operate/filter.md).
 
 mod book;
 

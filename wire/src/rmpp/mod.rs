@@ -1,5 +1,5 @@
 //! RMPP packets: the message passing protocol of "Experience in Offloading Protocol Processing to a Programmable NIC" (Maccabe et
-//! al. 2002), section 3. The paper names the packets; the layout is ours, see `docs/rmpp.md`.
+//! al. 2002), section 3. The paper names the packets; the layout is ours, see `docs/reference/rmpp.md`.
 //!
 //! A packet is a header of [`HEADER`] bytes and a body that depends on its kind. It travels as the payload of an Ethernet frame
 //! or of a UDP datagram ([`envelope`]). [`Packet::parse`] checks every field; what it refuses it names ([`Refusal`]), for the

@@ -1,4 +1,4 @@
-//! `baton sim`: whole machines in virtual time (docs/simulator.md).
+//! `baton sim`: whole machines in virtual time (docs/internals/simulator.md).
 
 use anyhow::{Context, Result, bail};
 use baton_linux::events::monotonic_micros;

@@ -16,11 +16,11 @@ fn read(fd: &OwnedFd, option: &SocketOption) -> Option<Vec<u8>> {
 
 #[test]
 fn the_document_is_the_table() {
-    let document = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/socket-options.md");
+    let document = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/socket-options.md");
     assert_eq!(
         std::fs::read_to_string(document).expect("the document"),
         markdown(),
-        "run `baton options > docs/socket-options.md`"
+        "run `baton options > docs/reference/socket-options.md`"
     );
 }
 
