@@ -295,7 +295,7 @@ impl Agent {
         let mut tokens = Vec::new();
         loop {
             let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait(), self.watch.wait(), self.answers_wait()];
-            let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait(), self.fetch_wait()];
+            let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait(), self.fetch_wait(), self.unsent_wait()];
             let limit = limits.into_iter().chain(polls).flatten().min();
             self.pulse.set_asleep(true);
             let waited = self.poller.wait(limit, &mut tokens);

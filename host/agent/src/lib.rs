@@ -52,6 +52,7 @@ mod slab;
 mod texts;
 mod tracker;
 mod users;
+mod wanted;
 mod watch;
 mod way;
 
