@@ -286,7 +286,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return };
         match conclusion {
             Conclusion::Stays(Refusal::Attaching) if connection.attached => self.attach_devices(),
-            Conclusion::Stays(Refusal::Attaching) => return,
+            Conclusion::Stays(Refusal::Attaching | Refusal::Searching) => return,
             _ => {}
         }
         let Some(connection) = self.connection(session, number) else { return };
@@ -308,8 +308,9 @@ impl Agent {
             Conclusion::Stays(refusal)
                 if connection.stage() == Stage::Kernel && !refusal.is_for_good() && !refusal.is_overtaken() =>
             {
-                // It may pass with the connection's next packet.
-                let longest = if *refusal == Refusal::Unproved { LATER } else { LONGEST_RETRY };
+                // It may pass with the connection's next packet, or as soon as a process lets others look.
+                let passes = matches!(refusal, Refusal::Unproved | Refusal::Unsearched);
+                let longest = if passes { LATER } else { LONGEST_RETRY };
                 self.retry_later(session, number, longest);
             }
             _ => {}

@@ -27,6 +27,7 @@ mod flips;
 mod ground;
 mod group;
 mod guards;
+mod holders;
 mod host_tcp;
 mod identity;
 mod idle;

@@ -103,6 +103,7 @@ impl Agent {
         self.return_connections();
         self.begin_suggested();
         self.flip();
+        self.begin_search();
     }
 
     /// Passes an event to a connection's state machine and performs its actions until it has to wait for something.
@@ -331,6 +332,7 @@ impl Agent {
             }
             // An attacher's program stands still: the attacher tries again later.
             Conclusion::Stays(Refusal::Attaching) if !connection.attached => self.move_when_attached(session, number, askers),
+            Conclusion::Stays(Refusal::Searching) => self.move_when_searched(session, number, askers),
             Conclusion::Stays(refusal) => {
                 let busy = refusal == Refusal::Busy;
                 self.note_end(session, number, Err(refusal), askers);
@@ -502,6 +504,7 @@ impl Agent {
         }
         if until != Until::Again {
             self.keep_connection(session, number);
+            self.forget_search(session, number);
         }
         let Some(connection) = self.connection(session, number) else { return Reply::Done };
         if connection.stage() == Stage::Nic {
