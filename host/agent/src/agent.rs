@@ -20,6 +20,7 @@ use crate::flips::{Schedule, Share};
 use crate::ground::{Ground, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
+use crate::holders::Searches;
 use crate::known::Known;
 use crate::listening::Listeners;
 use crate::looks::Looks;
@@ -101,6 +102,7 @@ pub(crate) struct Agent {
     pub guards: Guards,
     pub known: Known,
     pub tracker: Tracker,
+    pub searches: Searches,
     pub looks: Looks,
     pub watch: Watch,
     /// Its sign of life, for the keeper.
@@ -244,6 +246,7 @@ pub fn run() -> Result<()> {
         guards,
         known: Known::default(),
         tracker: Tracker::default(),
+        searches: Searches::default(),
         looks: Looks::default(),
         watch: Watch::default(),
         pulse,
@@ -296,7 +299,8 @@ impl Agent {
         loop {
             let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait(), self.watch.wait(), self.answers_wait()];
             let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait(), self.fetch_wait()];
-            let limit = limits.into_iter().chain(polls).flatten().min();
+            let waits = [self.unsent_wait(), self.searches.wait()];
+            let limit = limits.into_iter().chain(polls).chain(waits).flatten().min();
             self.pulse.set_asleep(true);
             let waited = self.poller.wait(limit, &mut tokens);
             self.pulse.set_asleep(false);
@@ -463,6 +467,7 @@ impl Agent {
             known: &mut self.known,
             tracker: &mut self.tracker,
             cgroups: &mut self.cgroups,
+            searches: &mut self.searches,
             changes: &self.watched.routes,
             latest: self.serials,
             alone: self.moves.is_quiet(),

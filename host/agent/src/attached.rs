@@ -9,7 +9,7 @@ use baton_handoff::examine;
 use baton_linux::foreign::Foreign;
 use baton_linux::{diagnosis, process, socket};
 use baton_moves::Refusal;
-use baton_protocol::program::{Answer, Place, Reply};
+use baton_protocol::program::{Place, Reply};
 use baton_wire::Flow;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -72,13 +72,6 @@ impl Agent {
     pub(crate) fn attachers(&self) -> Vec<(u32, String)> {
         let attachers = self.sessions.iter().flatten().filter(|session| session.opening.attacher).take(ATTACHERS);
         attachers.map(|session| (session.process, session.opening.program.clone())).collect()
-    }
-
-    /// Requests an attacher to move a connection.
-    pub(crate) fn want(&mut self, session: u32, connection: u32, to: Place) {
-        if let Some(Some(session)) = self.sessions.get(session as usize) {
-            let _ = session.channel.try_send(&Answer { tag: 0, body: Reply::Wanted { connection, to } }, &[]);
-        }
     }
 
     /// Stores a connection's descriptor while a move takes place; None drops it.

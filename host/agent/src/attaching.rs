@@ -147,7 +147,7 @@ impl Agent {
     }
 
     /// Begins a queued move, unless its connection has ended or is wanted in the kernel by now.
-    fn move_now(&mut self, key: Key, askers: Vec<Asker>) {
+    pub(crate) fn move_now(&mut self, key: Key, askers: Vec<Asker>) {
         let (session, number, _) = key;
         let wanted = named(&mut self.sessions, key).map(|connection| connection.is_wanted());
         if askers.is_empty() && self.stage(session, number) == Some(Stage::Kernel) && wanted.is_some() {

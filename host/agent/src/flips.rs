@@ -208,6 +208,9 @@ impl Agent {
         if attacher && matches!(stage, Stage::Kernel) && may_go {
             self.retry_later(session, number, LONGEST_RETRY);
         }
+        if attacher && matches!(stage, Stage::Nic) {
+            self.return_later(session, number);
+        }
     }
 
     /// Begins a move for which nobody has asked now, to wherever the connection is not and should be. A connection whose program was inside
@@ -261,6 +264,16 @@ impl Agent {
         }
     }
 
+    /// Has an attacher asked again for a connection that has to leave the NIC, each time after twice as many microseconds, at least
+    /// [`LATER`].
+    fn return_later(&mut self, session: u32, number: u32) {
+        let Some(connection) = self.connection(session, number) else { return };
+        if connection.must_return().is_some() {
+            let after = connection.extra().retry.refused(LONGEST_RETRY).max(LATER);
+            self.look_again(session, number, after);
+        }
+    }
+
     /// Schedules a try for a connection that has left the NIC although it is wanted there.
     pub(crate) fn try_later(&mut self, session: u32, number: u32) {
         if self.connection(session, number).is_some_and(|connection| connection.goes_by_itself(false)) {
@@ -273,7 +286,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return };
         match conclusion {
             Conclusion::Stays(Refusal::Attaching) if connection.attached => self.attach_devices(),
-            Conclusion::Stays(Refusal::Attaching) => return,
+            Conclusion::Stays(Refusal::Attaching | Refusal::Searching) => return,
             _ => {}
         }
         let Some(connection) = self.connection(session, number) else { return };
@@ -295,8 +308,9 @@ impl Agent {
             Conclusion::Stays(refusal)
                 if connection.stage() == Stage::Kernel && !refusal.is_for_good() && !refusal.is_overtaken() =>
             {
-                // It may pass with the connection's next packet.
-                let longest = if *refusal == Refusal::Unproved { LATER } else { LONGEST_RETRY };
+                // It may pass with the connection's next packet, or as soon as a process lets others look.
+                let passes = matches!(refusal, Refusal::Unproved | Refusal::Unsearched);
+                let longest = if passes { LATER } else { LONGEST_RETRY };
                 self.retry_later(session, number, longest);
             }
             _ => {}
@@ -307,8 +321,13 @@ impl Agent {
     pub(crate) fn follow_return(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number) else { return };
         if connection.stage() == Stage::Nic {
-            self.look_again(session, number, AGAIN);
-        } else if std::mem::take(&mut connection.onward) && !connection.stays {
+            return self.look_again(session, number, AGAIN);
+        }
+        if let Some(extra) = &mut connection.extra {
+            // Of its return.
+            extra.retry.clear();
+        }
+        if std::mem::take(&mut connection.onward) && !connection.stays {
             self.look_again(session, number, ONWARD);
         } else {
             self.try_later(session, number);
@@ -322,8 +341,7 @@ impl Agent {
         connection.extra().must_return = Some(why);
         if entry.opening.attacher {
             self.want(session, number, Place::Kernel);
-            self.look_again(session, number, LATER);
-            return;
+            return self.return_later(session, number);
         }
         self.begin_restore(session, number, None);
     }

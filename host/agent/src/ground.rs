@@ -3,17 +3,17 @@
 use crate::calls::Calls;
 use crate::cgroups::Cgroups;
 use crate::chaos::Chaos;
-use crate::connection::Connection;
 use crate::devices::Devices;
 use crate::guards::Guards;
+use crate::holders::Searches;
 use crate::known::Known;
 use crate::nic::{Hardware, NicProcess};
 use crate::tracker::Tracker;
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
+use baton_linux::interface;
 use baton_linux::netlink::{Changes, Netlink};
 use baton_linux::report;
-use baton_linux::{interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_shm::Region;
 use baton_steering::{Path, Steer, Steering};
@@ -159,6 +159,7 @@ pub(crate) struct Ground<'a> {
     pub known: &'a mut Known,
     pub tracker: &'a mut Tracker,
     pub cgroups: &'a mut Cgroups,
+    pub searches: &'a mut Searches,
     /// Notifications about routes, addresses, devices and neighbours.
     pub changes: &'a Changes,
     /// Serial number of the connection that was registered last.
@@ -195,19 +196,5 @@ impl Ground<'_> {
     pub fn tracker_of(&mut self, serial: u64) -> Option<&Netlink> {
         let netfilter = self.guards.netfilter()?;
         (!self.known.is_untracked(netfilter, serial, self.latest)).then_some(netfilter)
-    }
-
-    /// Checks that no process other than its program and Baton's own holds the connection's socket.
-    ///
-    /// # Errors
-    /// [`Refusal::Shared`], or that it cannot be found out now.
-    pub fn held_alone(&mut self, connection: &Connection) -> Result<(), Refusal> {
-        let ours = [self.process, std::process::id(), std::os::unix::process::parent_id()];
-        let inode = socket::inode(connection.fd()?).map_err(|error| system("fstat", &error))?;
-        match self.known.search(|| process::others_hold(inode, &ours)) {
-            Some(Some(false)) => Ok(()),
-            Some(Some(true)) => Err(Refusal::Shared),
-            None | Some(None) => Err(Refusal::Unsearched),
-        }
     }
 }

@@ -46,8 +46,6 @@ pub(crate) struct Known {
     last_way: Option<Arc<Way>>,
     /// The agent's network namespace, which it does not change.
     namespace: Option<u64>,
-    /// Time before which the host's processes are not looked through again.
-    next_search: u64,
 }
 
 /// Returns the third field of a setting such as tcp_rmem: the greatest value.
@@ -59,18 +57,6 @@ impl Known {
     /// Number of notifications of changes so far. Checks that were made at another number may not hold any more.
     pub fn changes(&self) -> u64 {
         self.changes
-    }
-
-    /// Looks through the host's processes, of which any user may have many, in a tenth of the time at most. None if it is too early.
-    pub fn search<T>(&mut self, look: impl FnOnce() -> T) -> Option<T> {
-        let begun = monotonic_micros();
-        if begun < self.next_search {
-            return None;
-        }
-        let found = look();
-        let now = monotonic_micros();
-        self.next_search = now + 9 * (now - begun);
-        Some(found)
     }
 
     /// Returns the way, together with whoever has the same.
@@ -88,8 +74,8 @@ impl Known {
     }
 
     fn empty(&mut self) {
-        let Known { changes, namespace, next_search, .. } = *self;
-        *self = Known { changes, namespace, next_search, ..Known::default() };
+        let Known { changes, namespace, .. } = *self;
+        *self = Known { changes, namespace, ..Known::default() };
     }
 
     /// Discards answers that are more than half as old as they may become, or older than a notification that is waiting to be
@@ -223,24 +209,6 @@ impl Known {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Whoever asks again and again does not keep the agent busy.
-    #[test]
-    fn processes_are_looked_through_in_a_tenth_of_the_time() {
-        let mut known = Known::default();
-        let begun = monotonic_micros();
-        let look = || {
-            let until = monotonic_micros() + 5_000;
-            while monotonic_micros() < until {}
-            true
-        };
-        let mut searched = 0;
-        while monotonic_micros() < begun + 200_000 {
-            searched += u64::from(known.search(look).is_some());
-            known.discard();
-        }
-        assert!((1..=5).contains(&searched), "{searched} of 40");
-    }
 
     #[test]
     fn answers_are_used_until_something_changes() {

@@ -27,6 +27,7 @@ mod flips;
 mod ground;
 mod group;
 mod guards;
+mod holders;
 mod host_tcp;
 mod identity;
 mod idle;
@@ -52,6 +53,7 @@ mod slab;
 mod texts;
 mod tracker;
 mod users;
+mod wanted;
 mod watch;
 mod way;
 

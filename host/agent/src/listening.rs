@@ -13,7 +13,7 @@ use crate::ground::Ground;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;
 use crate::memory::{self, Limits};
-use crate::nic::NicProcess;
+use crate::nic::{Hardware, NicProcess};
 use crate::nic_requests::Answered;
 use crate::record::{read_image, unpublish};
 use crate::session::Session;
@@ -47,6 +47,9 @@ use baton_protocol::program::Ask;
 /// Longest accept queue of a listener on the NIC.
 const MOST_WAITING: usize = 128;
 
+/// Slots that are granted at most in one poll of the listeners.
+const MOST_GRANTED: usize = 256;
+
 /// Time to live of the answers to SYNs, until the connection has a socket (Linux's default).
 const TTL: u8 = 64;
 
@@ -67,6 +70,8 @@ struct Listener {
     sessions: BTreeSet<u32>,
     /// Slots in which the NIC may make connections.
     granted: Vec<Cid>,
+    /// It may have fewer than its accept queue has room for: its NIC had no slot, or no room for the command, or has refused one.
+    lacks_slots: bool,
     waiting: VecDeque<Waiting>,
     /// The NICs that are to serve it, and those that do.
     wanted: BTreeSet<usize>,
@@ -82,6 +87,18 @@ struct Listener {
     next_steered: Steered,
 }
 
+/// Grants a NIC a slot for a listener's next connection. None if it has no slot, or no room for the command.
+fn grant_slot(nic: &mut NicProcess, hardware: &Hardware, listener: u32) -> Option<Cid> {
+    let cid = nic.take_slot()?;
+    // A record that is there is of an earlier occupant.
+    unpublish(&hardware.memory, cid.slot());
+    if nic.post(Message::control(Operation::NicControl, Control::Grant, cid, listener, 0)).is_err() {
+        nic.give_slot(cid);
+        return None;
+    }
+    Some(cid)
+}
+
 impl Listener {
     fn new(listening: Listening, limits: Limits, ours: UnixStream, theirs: OwnedFd) -> Listener {
         Listener {
@@ -91,6 +108,7 @@ impl Listener {
             theirs,
             sessions: BTreeSet::new(),
             granted: Vec::new(),
+            lacks_slots: false,
             waiting: VecDeque::new(),
             wanted: BTreeSet::new(),
             served: BTreeSet::new(),
@@ -302,6 +320,7 @@ impl Agent {
                 self.end_listener(id);
             }
         }
+        self.grant_what_is_missing();
         !self.listeners.by_id.is_empty()
     }
 
@@ -313,22 +332,46 @@ impl Agent {
 
     /// Grants each NIC that has answered as many slots as a listener's accept queue has room for.
     fn grant(&mut self, id: u32) {
-        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
+        self.grant_some(id, MOST_WAITING);
+    }
+
+    /// Grants each NIC that has answered up to `most` more slots for a listener, as far as its accept queue has room. Returns how many
+    /// were granted.
+    fn grant_some(&mut self, id: u32, most: usize) -> usize {
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return 0 };
         // Linux accepts one more than the backlog says.
         let room = (listener.listening.backlog as usize + 1).min(MOST_WAITING);
         let served: Vec<usize> = listener.served.iter().copied().filter(|nic| listener.has_answer(*nic)).collect();
+        let before = listener.granted.len();
+        listener.lacks_slots = false;
         for at in served {
             let nic = &mut self.nics[at];
-            while listener.granted.iter().filter(|cid| cid.nic() == at).count() + listener.waiting.len() < room {
-                let Some(cid) = nic.take_slot() else { break };
-                // A record that is there is of an earlier occupant.
-                unpublish(&self.hardware[at].memory, cid.slot());
-                if nic.post(Message::control(Operation::NicControl, Control::Grant, cid, id, 0)).is_err() {
-                    nic.give_slot(cid);
-                    break;
-                }
-                listener.granted.push(cid);
-            }
+            let had = listener.granted.iter().filter(|cid| cid.nic() == at).count();
+            let wanted = room.saturating_sub(had + listener.waiting.len());
+            let granted = (0..wanted.min(most)).map_while(|_| grant_slot(nic, &self.hardware[at], id));
+            listener.granted.extend(granted);
+            let has = listener.granted.iter().filter(|cid| cid.nic() == at).count();
+            listener.lacks_slots |= has - had < wanted;
+        }
+        listener.granted.len() - before
+    }
+
+    /// Grants the slots for which NICs had no room earlier. No event says that they have room now, and a listener without any slot gets no
+    /// connection whose acceptance would ask for more.
+    fn grant_what_is_missing(&mut self) {
+        // All NICs that are to serve it have answered, and its clients come to them.
+        let is_served = |listener: &Listener| listener.wanted.iter().all(|nic| listener.has_answer(*nic));
+        let lacking = self.listeners.by_id.iter().filter(|(_, listener)| listener.lacks_slots && is_served(listener));
+        let mut lacking: Vec<(usize, u32)> = lacking.map(|(id, listener)| (listener.granted.len(), *id)).collect();
+        // One each in turn, beginning with those that have the fewest, since there may not be enough for all.
+        lacking.sort_unstable();
+        let mut left = MOST_GRANTED;
+        while left > 0 && !lacking.is_empty() {
+            lacking.retain(|(_, id)| {
+                let granted = if left > 0 { self.grant_some(*id, 1) } else { 0 };
+                left = left.saturating_sub(granted);
+                granted > 0
+            });
         }
     }
 
@@ -340,6 +383,7 @@ impl Agent {
         for listener in self.listeners.by_id.values_mut() {
             if let Some(at) = listener.granted.iter().position(|granted| *granted == cid) {
                 listener.granted.swap_remove(at);
+                listener.lacks_slots = true;
                 return self.nics[cid.nic()].give_slot(cid);
             }
         }
@@ -349,9 +393,12 @@ impl Agent {
     pub(crate) fn made(&mut self, cid: Cid, id: u32, by_cookie: bool) {
         self.listeners.revoked.remove(&cid.0);
         let image = read_image(&self.hardware[cid.nic()].memory, cid);
-        let listener = self.listeners.by_id.get_mut(&id);
-        let Some((listener, image)) = listener.zip(image.ok()) else { return self.nics[cid.nic()].reset_connection(cid) };
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return self.nics[cid.nic()].reset_connection(cid) };
         listener.granted.retain(|granted| *granted != cid);
+        let Ok(image) = image else {
+            listener.lacks_slots = true;
+            return self.nics[cid.nic()].reset_connection(cid);
+        };
         // An agent that has died may have granted it.
         self.nics[cid.nic()].withhold(cid);
         // A cookie is accepted once more when the client repeats its first segment after the connection has left the NIC.

@@ -10,13 +10,14 @@ use crate::connection::{Asker, Connection, Stage, Then, Waiting};
 use crate::journal;
 use crate::memory;
 use crate::perform::Performer;
+use crate::wanted::Requests;
 use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Move, Refusal};
 use baton_protocol::program::{Place, Reply, Until};
 use baton_supervision::Leave;
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 /// Share of a round for each kind of work on moves, in microseconds. A move that has begun is finished.
@@ -52,6 +53,8 @@ pub(crate) struct Moves {
     returning: VecDeque<(Key, &'static str)>,
     /// Sessions whose attachers have been asked for descriptors.
     pub fetching: Vec<u32>,
+    /// Moves that attachers have not been asked for yet, by session.
+    pub unsent: BTreeMap<u32, Requests>,
     /// Moves and requests that are queued until the programs are attached to the host's devices.
     pub for_devices: ForDevices,
     /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages are handled:
@@ -95,10 +98,12 @@ impl Agent {
     /// Does a slice of each kind of work on moves.
     pub(crate) fn work_on_moves(&mut self) {
         self.restore_lent();
+        self.send_unsent();
         self.advance_moves();
         self.return_connections();
         self.begin_suggested();
         self.flip();
+        self.begin_search();
     }
 
     /// Passes an event to a connection's state machine and performs its actions until it has to wait for something.
@@ -327,6 +332,7 @@ impl Agent {
             }
             // An attacher's program stands still: the attacher tries again later.
             Conclusion::Stays(Refusal::Attaching) if !connection.attached => self.move_when_attached(session, number, askers),
+            Conclusion::Stays(Refusal::Searching) => self.move_when_searched(session, number, askers),
             Conclusion::Stays(refusal) => {
                 let busy = refusal == Refusal::Busy;
                 self.note_end(session, number, Err(refusal), askers);
@@ -498,6 +504,7 @@ impl Agent {
         }
         if until != Until::Again {
             self.keep_connection(session, number);
+            self.forget_search(session, number);
         }
         let Some(connection) = self.connection(session, number) else { return Reply::Done };
         if connection.stage() == Stage::Nic {

@@ -156,7 +156,10 @@ pub enum Refusal {
     /// Its descriptor is its program's alone.
     #[error("its program has its socket alone")]
     Elsewhere,
-    /// Other processes may hold its socket, and the host's processes have just been looked through, as often as the agent may.
+    /// Other processes may hold its socket: they are being searched.
+    #[error("it is being found out whether another process holds its socket; try again")]
+    Searching,
+    /// A process that may hold its socket does not let anybody look.
     #[error("whether another process holds its socket cannot be found out just now; try again")]
     Unsearched,
     /// The NIC, or its session's memory, has no room.
@@ -204,6 +207,7 @@ impl Refusal {
                 | StillThere
                 | Busy
                 | Unsettled
+                | Searching
                 | Unsearched
                 | NoNeighbour
                 | NoCarrier

@@ -23,6 +23,7 @@ pub mod firewall;
 pub mod foreign;
 pub mod frames;
 pub mod freeze;
+pub mod holders;
 pub mod icmp;
 pub mod interface;
 pub mod namespace;

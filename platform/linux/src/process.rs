@@ -438,53 +438,55 @@ pub fn random(out: &mut [u8]) -> io::Result<()> {
     if got == wanted { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Most readings of [`apart`] that wait.
-const MOST_READING: usize = 64;
+/// Most readings of other processes that wait; and those of one user's processes.
+const MOST_READING: usize = 256;
+const MOST_OF_A_USER: usize = 32;
 
-/// The processes whose entries are being read by [`apart`].
+/// The processes whose entries are being read.
 static READING: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+
+/// While this lives something is read of another process, which may hold up the reader.
+#[derive(Debug)]
+pub(crate) struct Reading(u32);
+
+impl Reading {
+    /// None if an earlier reading of this process has not come to its end, or too many have not: of processes of its user, or at all.
+    pub fn begin(process: u32) -> Option<Reading> {
+        let mut reading = READING.lock().unwrap_or_else(PoisonError::into_inner);
+        if reading.len() >= MOST_OF_A_USER {
+            let user = real_user(process);
+            let its = reading.iter().filter(|other| real_user(**other) == user).count();
+            if its >= MOST_OF_A_USER || reading.len() >= MOST_READING {
+                return None;
+            }
+        }
+        reading.insert(process).then(|| Reading(process))
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        READING.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
+    }
+}
 
 /// Reads something of another process that may hold up the reader, in a thread of its own: a process in execve(2) holds up who reads the links
 /// of its descriptors, and stays there if it has a file that does not close. What has been read is sent to `to`. Returns whether the reading has
 /// begun: until it has come to its end nothing more is read of that process.
 pub fn apart<T: Send + 'static>(process: u32, read: impl FnOnce() -> T + Send + 'static, to: mpsc::Sender<T>) -> bool {
-    let reading = || READING.lock().unwrap_or_else(PoisonError::into_inner);
-    {
-        let mut reading = reading();
-        if reading.len() >= MOST_READING || !reading.insert(process) {
-            return false;
-        }
-    }
+    let Some(reading) = Reading::begin(process) else { return false };
     let act = move || {
         let result = read();
-        READING.lock().unwrap_or_else(PoisonError::into_inner).remove(&process);
+        drop(reading);
         let _ = to.send(result);
     };
-    let begun = std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_ok();
-    if !begun {
-        reading().remove(&process);
-    }
-    begun
+    std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_ok()
 }
 
 /// The same, and what has been read. None if that has not come to its end in this time; the thread goes on.
 pub fn within<T: Send + 'static>(process: u32, limit: Duration, read: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (done, is_done) = mpsc::channel();
     apart(process, read, done).then(|| is_done.recv_timeout(limit).ok()).flatten()
-}
-
-/// Time that a search through all processes may take.
-const SEARCH: Duration = Duration::from_millis(500);
-
-/// Whether a process other than these holds a socket, by its inode: as far as /proc shows it to this process. None if one of them holds up the
-/// search.
-pub fn others_hold(inode: u64, except: &[u32]) -> Option<bool> {
-    let except = except.to_vec();
-    // There is no process 0: only one search waits.
-    within(0, SEARCH, move || {
-        let holds = |process: &u32| sockets_of(*process).iter().any(|(_, other)| *other == inode);
-        all().iter().filter(|process| !except.contains(process)).any(holds)
-    })
 }
 
 /// Sends a signal to the process of a descriptor, even if its number is another process's by now.
@@ -567,8 +569,27 @@ pub fn lives(process: u32) -> bool {
 
 /// The parent of a process; None if it has ended.
 pub fn parent(process: u32) -> Option<u32> {
+    parent_and_session(process).map(|(parent, _)| parent)
+}
+
+/// The parent and the session of a process; None if it has ended.
+pub(crate) fn parent_and_session(process: u32) -> Option<(u32, u32)> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok()
+    // Fields 4 and 6 of proc_pid_stat(5); what follows the name begins with field 3.
+    let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(1);
+    Some((fields.next()?.parse().ok()?, fields.nth(1)?.parse().ok()?))
+}
+
+/// The users of a process: real, effective, saved and for files. None if it has ended.
+pub(crate) fn users(process: u32) -> Option<[u32; 4]> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
+    let users: Vec<u32> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    users.try_into().ok()
+}
+
+fn real_user(process: u32) -> Option<u32> {
+    users(process).map(|users| users[0])
 }
 
 /// When a process was started, in ticks since the system was; None if it has ended. It tells the process from a later one with its number.

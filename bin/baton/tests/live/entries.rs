@@ -1,16 +1,17 @@
-//! Entries of /proc that hold up whoever reads them: a process can see to that. Who looks for Batons, or is attached to programs, goes on.
+//! Entries of /proc that hold up whoever reads them: a process can see to that. Who looks for Batons, is attached to programs, or searches for
+//! other holders of a socket, goes on.
 
 use crate::attach::{attach, listed};
-use crate::common::{scene, wait_until};
+use crate::common::{hosts, scene, wait_until};
 use crate::fuse::{FuseFile, NEVER_FLUSHED, READ};
 use crate::hostile_client::NOBODY;
 use crate::scratch::{Scratch, text};
 use crate::stopped::in_time;
-use baton_bed::testbed::TestbedSettings;
+use baton_bed::testbed::{TestbedSettings, address_b};
 use baton_linux::namespace::Namespace;
 use baton_protocol::program::Place;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -121,6 +122,66 @@ fn a_process_that_stays_in_execve_holds_up_no_list() {
     assert!(listed.contains("does not let anybody look"), "{listed}");
     println!("a list takes {alone:?}, and {beside:?} beside a process in execve(2)");
     assert!(beside < alone + PROMISED, "{beside:?}, {alone:?} without it");
+}
+
+/// Executes a program with a file that does not close.
+const ENTERS_EXECVE: &str = "
+import os
+os.set_inheritable(3, False)
+os.execv('/bin/true', ['true'])
+";
+
+/// Exchanges a byte over a connection. At each line it starts a child, which ends at once, and exchanges a byte again.
+const FORKS: &str = "
+import os, socket, sys
+one = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+def exchange(line):
+    one.sendall(b'x')
+    assert one.recv(1) == b'x'
+    print(line, flush=True)
+exchange('begins')
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    exchange('has forked')
+";
+
+/// A process of another user stays in execve(2): a program that forks gets its connection back on the NIC all the same, once its child has ended.
+/// That process can hold none of the program's sockets, since they share neither user, session nor parent.
+#[test]
+fn a_process_that_stays_in_execve_keeps_no_forked_program_from_the_nic() {
+    let bed = hosts(TestbedSettings::default());
+    let listener = bed.host_b.run(|| TcpListener::bind((address_b(false), 0))).expect("a listener");
+    let at = listener.local_addr().expect("its address");
+    let Some(mut file) = FuseFile::new(&NEVER_FLUSHED) else { return };
+    let mut stays = file.held_by(NOBODY, PYTHON).args(["-c", ENTERS_EXECVE]).spawn().expect("python3");
+    file.until_waited_for();
+    // In a session of its own, and not a child of this process, whose other children it would share with.
+    let mut command = Command::new("setsid");
+    command.args([env!("CARGO_BIN_EXE_baton"), "run", "--socket"]).arg(bed.socket());
+    command.args(["--rule", "established", "--eager", "--", "sh", "-c", r#"python3 -c "$0" "$@"; true"#, FORKS]);
+    command.args([at.ip().to_string(), at.port().to_string()]).env_remove("BATON_RUN");
+    let mut program = bed.host_a.spawn(command.stdin(Stdio::piped()).stdout(Stdio::piped())).expect("setsid");
+    let mut lines = BufReader::new(program.stdout.take().expect("its output")).lines();
+    let (peer, _) = listener.accept().expect("a connection");
+    let echo = std::thread::spawn(move || std::io::copy(&mut &peer, &mut &peer));
+    let on_nic = || bed.tool().expect("a tool").connections().expect("a list").iter().any(|one| one.place == Place::Nic);
+    let mut next = || lines.next().expect("a line").expect("text");
+    assert_eq!(next(), "begins");
+    wait_until("its connection is on the NIC", on_nic);
+    let mut input = program.stdin.take().expect("its input");
+    for _ in 0..3 {
+        writeln!(input).expect("it reads");
+        assert_eq!(next(), "has forked");
+        wait_until("its connection is on the NIC again", on_nic);
+    }
+    drop(input);
+    assert!(program.wait().expect("its end").success());
+    echo.join().expect("no panic").expect("an echo");
+    drop(file);
+    stays.wait().expect("its end");
 }
 
 /// Echoes what comes on two connections. At a line, a file takes the place of the first one, which is closed by that.

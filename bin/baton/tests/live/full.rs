@@ -71,6 +71,7 @@ while True:
 mod closing;
 mod connecting;
 mod ports;
+mod scarce;
 mod servers;
 
 in_both_shapes! {

@@ -61,6 +61,7 @@ mod silence;
 mod starts;
 mod stays;
 mod stopped;
+mod stopped_attacher;
 mod stuck;
 mod supervision;
 mod together;

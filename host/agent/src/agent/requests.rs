@@ -633,7 +633,8 @@ impl Agent {
             let begin = std::mem::take(&mut number) as usize;
             let Some(session) = session else { continue };
             for connection in session.connections.iter().skip(begin).flatten() {
-                let waits = self.moves.for_devices.trouble((at as u32, connection.number(), connection.serial));
+                let key = (at as u32, connection.number(), connection.serial);
+                let waits = self.moves.for_devices.trouble(key).or_else(|| self.searches.trouble(key));
                 let trouble = connection.call().and_then(|call| call.trouble(now)).or(waits);
                 bytes += LISTED_BYTES + session.opening.program.len() + connection.reason.len();
                 if list.len() >= LISTED || bytes > LISTED_IN_ALL {

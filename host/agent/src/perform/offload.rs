@@ -83,7 +83,7 @@ impl Performer<'_> {
         }
         self.ground.cgroups.let_go(connection.cgroup.as_ref(), connection.peer())?;
         if connection.inherited {
-            self.ground.held_alone(connection)?;
+            self.ground.held_alone((self.session, connection.number(), connection.serial))?;
         }
         let netfilter = self.ground.tracker_of(connection.serial);
         let tracked = netfilter.and_then(|netfilter| conntrack::find(netfilter, &connection.flow).ok().flatten());
