@@ -9,6 +9,7 @@
 //! Not intercepted: what the C library does internally (stdio on a socket: see `calls/stdio.rs`), and system calls that a program
 //! makes with instructions of its own.
 
+mod again;
 mod call;
 mod calls;
 mod connecting;

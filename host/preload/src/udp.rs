@@ -2,9 +2,10 @@
 //!
 //! The socket stays the kernel's as well, and whatever the NIC does not do the kernel does with it: a datagram is taken from the
 //! NIC's ring or else from the socket, and sent by the NIC or else by the socket. Sets and polls watch the NIC's doorbell beside
-//! the socket, with the program's own data. The NIC is asked to take a socket when the process first waits for it, receives or
-//! sends, once it has a port.
+//! the socket, with the program's own data. The agent is asked for it when the process first waits for the socket, receives or
+//! sends, once it has a port; where that fails for now it is asked again at a later call ([`Again`]).
 
+use crate::again::Again;
 use crate::call::Call;
 use crate::forks::{self, Held};
 use crate::process::{self, Session};
@@ -49,9 +50,6 @@ const ERROR_CHECK: u64 = 100;
 /// Microseconds for which a sender that does not block waits for room: the NIC empties the ring at once.
 const ROOM: u64 = 10_000;
 
-/// Microseconds after which a socket that could not be taken is tried again, if that may help.
-const AGAIN: u64 = 1_000_000;
-
 /// A UDP socket on the NIC, and the session that it is in.
 #[derive(Clone)]
 struct Taken {
@@ -65,8 +63,8 @@ pub(crate) struct Udp {
     taken: Mutex<Option<Taken>>,
     /// Whether `taken` has anything, for a look without the lock.
     is_taken: AtomicBool,
-    /// When it may be taken, in microseconds of the monotonic clock; `u64::MAX` for never.
-    not_before: AtomicU64,
+    /// When the agent may be asked for it.
+    again: Again,
     /// Datagrams may wait in the kernel's socket from before it was taken.
     kernel_first: AtomicBool,
     received: AtomicU32,
@@ -111,7 +109,7 @@ pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
     let family = domain == libc::AF_INET || domain == libc::AF_INET6;
     if udp && family && process::plan().is_some_and(process::Plan::is_full) {
         let udp = locked(&POOL).pop().unwrap_or_else(|| Box::leak(Box::default()));
-        udp.not_before.store(0, Ordering::Release);
+        udp.again.reset();
         udp.v6.store(domain == libc::AF_INET6, Ordering::Release);
         udp.descriptors.store(1, Ordering::Release);
         put(fd, Some(udp));
@@ -137,7 +135,7 @@ pub(crate) fn close(fd: c_int) {
     }
     put(fd, None);
     if udp.descriptors.fetch_sub(1, Ordering::AcqRel) == 1 {
-        udp.leave(false, u64::MAX);
+        udp.leave(false);
         locked(&udp.sets).clear();
         locked(&POOL).push(udp);
     }
@@ -153,13 +151,13 @@ pub(crate) fn close_range(first: u32, last: u32) {
 /// Gives a socket to the kernel for good, with what is unread: another process is about to have it.
 pub(crate) fn give_back(fd: c_int) {
     if let Some(udp) = of(fd) {
-        udp.leave(true, u64::MAX);
+        udp.leave(true);
     }
 }
 
 /// Gives all sockets to the kernel for good, with what is unread.
 pub(crate) fn give_everything_back() {
-    all().for_each(|(_, udp)| udp.leave(true, u64::MAX));
+    all().for_each(|(_, udp)| udp.leave(true));
 }
 
 /// Notes that the session has ended: the sockets are the kernel's until there is another.
@@ -213,6 +211,13 @@ fn renumber(fd: OwnedFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(process::lift(fd.into_raw_fd())) }
 }
 
+/// Whether the agent may serve a socket later that it has not served now: it refuses for a while (`WouldBlock`), does not answer
+/// (`TimedOut`), or the session has ended (the others), after which another one is opened.
+fn may_pass(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected, TimedOut, UnexpectedEof, WouldBlock};
+    matches!(error.kind(), WouldBlock | TimedOut | NotConnected | BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
 fn local_port(fd: c_int) -> u16 {
     // SAFETY: the program's descriptor, open during its own call.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
@@ -232,8 +237,7 @@ impl Udp {
                 return taken;
             }
         }
-        let not_before = self.not_before.load(Ordering::Acquire);
-        if not_before == u64::MAX || not_before > 0 && wait::now() < not_before {
+        if !self.again.is_due() {
             return None;
         }
         let errno = thread::errno();
@@ -251,6 +255,10 @@ impl Udp {
         // SAFETY: the program's descriptor, open during its own call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         let mut taken = locked(&self.taken);
+        if !self.again.is_due() {
+            // Another thread has just asked in vain.
+            return None;
+        }
         let datagrams = match &*taken {
             Some(taken) => taken.datagrams.clone(),
             None => {
@@ -263,6 +271,7 @@ impl Udp {
         *locked(&self.peer) = baton_linux::socket::peer_address(borrowed).ok();
         match datagrams.serve(&session.shared, borrowed) {
             Ok(()) => {
+                self.again.reset();
                 self.kernel_first.store(true, Ordering::Release);
                 let found = Taken { datagrams, session };
                 *taken = Some(found.clone());
@@ -274,8 +283,11 @@ impl Udp {
                 Some(found)
             }
             Err(error) => {
-                let transient = error.kind() == std::io::ErrorKind::WouldBlock;
-                self.not_before.store(if transient { wait::now() + AGAIN } else { u64::MAX }, Ordering::Release);
+                if may_pass(&error) {
+                    self.again.pause()
+                } else {
+                    self.again.give_up()
+                }
                 *taken = Some(Taken { datagrams, session });
                 drop(taken);
                 self.drop_rings();
@@ -285,9 +297,9 @@ impl Udp {
         }
     }
 
-    /// Gives the socket to the kernel until `not_before`, and with `replay` what is unread.
-    fn leave(&self, replay: bool, not_before: u64) {
-        self.not_before.store(not_before, Ordering::Release);
+    /// Gives the socket to the kernel for good, and with `replay` what is unread.
+    fn leave(&self, replay: bool) {
+        self.again.give_up();
         if !self.is_taken.swap(false, Ordering::AcqRel) {
             return;
         }
@@ -312,8 +324,8 @@ impl Udp {
     /// The NIC serves the socket as it is now: the program has connected it or changed an option.
     fn refresh(&self, fd: c_int) {
         let errno = thread::errno();
-        if self.not_before.load(Ordering::Acquire) != u64::MAX || !self.is_taken.load(Ordering::Acquire) {
-            self.not_before.store(0, Ordering::Release);
+        if !self.again.is_given_up() || !self.is_taken.load(Ordering::Acquire) {
+            self.again.reset();
         }
         let taken = if self.is_taken.load(Ordering::Acquire) { locked(&self.taken).clone() } else { None };
         if let Some(taken) = taken {

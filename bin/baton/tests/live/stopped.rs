@@ -22,7 +22,7 @@ fn hold_nic(bed: &Testbed) -> Frozen {
 }
 
 /// Stops the agent as a debugger does: the keeper resumes one that is stopped by a signal.
-fn hold_agent(bed: &Testbed) -> Frozen {
+pub fn hold_agent(bed: &Testbed) -> Frozen {
     Frozen::freeze(&[bed.tool().expect("a tool").statistics().expect("statistics").agent_process]).expect("a tracer")
 }
 
