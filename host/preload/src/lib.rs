@@ -29,6 +29,7 @@ mod readiness;
 mod real;
 mod rings;
 mod sections;
+mod short_lock;
 mod signals;
 mod starts;
 mod table;

@@ -5,15 +5,14 @@
 //! program's own data, and accept(2) looks there first. The agent is asked for the queue when the process first waits for the
 //! listener: a process that only passes it on to others never gets one, and the NIC makes no connections for it.
 
-use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
+use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::tcp::{self, Tcp};
 use crate::{leaving, real, table, thread, wait};
 use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
 use std::os::fd::{BorrowedFd, IntoRawFd};
-use std::sync::{Mutex, PoisonError};
 
 /// The queue of a listener. Never freed.
 pub(crate) struct Queue {
@@ -31,20 +30,16 @@ pub(crate) enum Accepted {
 }
 
 /// Descriptors of queues.
-static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
 /// Whether a descriptor is a queue's.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+    OURS.try_lock().is_some_and(|ours| ours.contains(&fd))
 }
 
 /// The lowest of them from `first` on.
 pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
-    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
-}
-
-fn ours() -> std::sync::MutexGuard<'static, Vec<c_int>> {
-    OURS.lock().unwrap_or_else(PoisonError::into_inner)
+    OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
 /// The queue of a listener that the process is about to wait for; asks the agent for it the first time.
@@ -67,7 +62,7 @@ fn ask(tcp: &Tcp, fd: c_int) -> Option<&'static Queue> {
     let listened = session.and_then(|session| Some((session, session.shared.listen(borrowed).ok()?)));
     let queue = listened.map(|(session, (listener, queue))| {
         let queue = process::lift(queue.into_raw_fd());
-        ours().push(queue);
+        OURS.lock().push(queue);
         &*Box::leak(Box::new(Queue { fd: queue, listener, session }))
     });
     if let Some(last) = queue.and_then(|queue| tcp.set_queue(Some(queue))) {
@@ -93,7 +88,7 @@ pub(crate) fn refresh(tcp: &Tcp, fd: c_int) {
 }
 
 fn drop_queue(queue: &'static Queue) {
-    ours().retain(|fd| *fd != queue.fd);
+    OURS.lock().retain(|fd| *fd != queue.fd);
     // SAFETY: the queue's descriptor is this library's own, and nobody uses it any more.
     unsafe { real::close(queue.fd) };
 }
@@ -122,7 +117,7 @@ pub(crate) fn leave() {
 
 /// Takes the lock of the queues, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&OURS)]
+    vec![OURS.hold()]
 }
 
 /// Drops the parent's queues in a child of fork: the child has a session of its own.

@@ -12,6 +12,7 @@ use crate::handover::{HandOver, Inside, State};
 use crate::listening::Queue;
 use crate::process::{self, Session};
 use crate::sections::Section;
+use crate::short_lock::ShortLock;
 use crate::waiter::Waiter;
 use crate::waiting::{Fact, Waiting};
 use crate::worth::{Moment, Worth};
@@ -113,7 +114,7 @@ pub(crate) struct Tcp {
     sets: Mutex<Vec<(&'static Set, u32)>>,
 }
 
-static POOL: Mutex<Vec<&'static Tcp>> = Mutex::new(Vec::new());
+static POOL: ShortLock<Vec<&'static Tcp>> = ShortLock::new(Vec::new());
 
 fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)

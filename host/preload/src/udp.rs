@@ -7,9 +7,9 @@
 
 use crate::again::Again;
 use crate::call::Call;
-use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
+use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::whole::Whole;
 use crate::{connecting, io, leaving, real, table, thread, wait};
@@ -28,10 +28,10 @@ const SIZE: usize = 1 << 20;
 static SOCKETS: [AtomicPtr<Udp>; SIZE] = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
 
 /// Sockets that are closed, for new ones.
-static POOL: Mutex<Vec<&'static Udp>> = Mutex::new(Vec::new());
+static POOL: ShortLock<Vec<&'static Udp>> = ShortLock::new(Vec::new());
 
 /// Descriptors of doorbells.
-static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
 /// One more than the highest descriptor ever tracked.
 static END: AtomicU32 = AtomicU32::new(0);
@@ -108,7 +108,7 @@ pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
     let udp = kind & 0xf == libc::SOCK_DGRAM && (protocol == 0 || protocol == libc::IPPROTO_UDP);
     let family = domain == libc::AF_INET || domain == libc::AF_INET6;
     if udp && family && process::plan().is_some_and(process::Plan::is_full) {
-        let udp = locked(&POOL).pop().unwrap_or_else(|| Box::leak(Box::default()));
+        let udp = POOL.lock().pop().unwrap_or_else(|| Box::leak(Box::default()));
         udp.again.reset();
         udp.v6.store(domain == libc::AF_INET6, Ordering::Release);
         udp.descriptors.store(1, Ordering::Release);
@@ -137,7 +137,7 @@ pub(crate) fn close(fd: c_int) {
     if udp.descriptors.fetch_sub(1, Ordering::AcqRel) == 1 {
         udp.leave(false);
         locked(&udp.sets).clear();
-        locked(&POOL).push(udp);
+        POOL.lock().push(udp);
     }
 }
 
@@ -176,7 +176,7 @@ pub(crate) fn unlock() {
 
 /// Takes the locks of what is kept, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&POOL), forks::hold(&OURS)]
+    vec![POOL.hold(), OURS.hold()]
 }
 
 /// Closes what is left of doorbells. No thread may use them any more.
@@ -191,12 +191,12 @@ pub(crate) fn forget_all() {
 
 /// Whether a descriptor is a doorbell of a socket's.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+    OURS.try_lock().is_some_and(|ours| ours.contains(&fd))
 }
 
 /// The lowest of them from `first` on.
 pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
-    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+    OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
 impl Taken {
@@ -264,7 +264,7 @@ impl Udp {
             None => {
                 let receive = baton_linux::socket::get(borrowed, libc::SOL_SOCKET, libc::SO_RCVBUF).unwrap_or(0) as u32;
                 let datagrams = Datagrams::new(&session.shared, receive, renumber).ok()?;
-                locked(&OURS).extend(datagrams.descriptors().map(|fd| fd.as_raw_fd()));
+                OURS.lock().extend(datagrams.descriptors().map(|fd| fd.as_raw_fd()));
                 Arc::new(datagrams)
             }
         };
@@ -317,7 +317,7 @@ impl Udp {
         let taken = locked(&self.taken).take();
         if let Some(taken) = taken {
             let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
-            locked(&OURS).retain(|fd| !gone.contains(fd));
+            OURS.lock().retain(|fd| !gone.contains(fd));
         }
     }
 

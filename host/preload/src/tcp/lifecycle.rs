@@ -1,8 +1,8 @@
 //! From when a socket is tracked until its last descriptor is closed; forks and ends of sessions in between.
 
 use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
-use crate::forks::{self, Held};
 use crate::handover::{HandOver, State};
+use crate::short_lock::Held;
 use crate::waiting::Waiting;
 use crate::worth::{self, Worth};
 use crate::{listening, options, real, table, thread};
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// Tracks a socket that this process has just made.
 pub(crate) fn new(fd: c_int) -> &'static Tcp {
-    let reused = locked(&POOL).pop();
+    let reused = POOL.lock().pop();
     let tcp = reused.unwrap_or_else(|| {
         Box::leak(Box::new(Tcp {
             handover: HandOver::default(),
@@ -88,12 +88,12 @@ pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
 
 /// Takes the pool's lock, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&POOL)]
+    vec![POOL.hold()]
 }
 
 /// Empties the pool after a fork: its entries are linked to the parent's session.
 pub(crate) fn forget_pool() {
-    if let Ok(mut pool) = POOL.try_lock() {
+    if let Some(mut pool) = POOL.try_lock() {
         pool.clear();
     }
 }
@@ -217,6 +217,6 @@ impl Tcp {
         for waiter in self.remove_watchers(&self.waiters, |_| true) {
             waiter.wake();
         }
-        locked(&POOL).push(self);
+        POOL.lock().push(self);
     }
 }
