@@ -358,6 +358,20 @@ impl Set {
         change(&mut locked(&self.inner).interest, &mut Kernel(epfd.unwrap_or(-1)));
     }
 
+    /// Watches a descriptor of this library's as the program has the set watch a socket.
+    pub fn watch_beside(&self, slot: u32, tcp: &'static Tcp, ours: c_int) {
+        self.with_interest(|interest, kernel| {
+            if let Some((events, data)) = interest.registration(slot, File::Tcp(tcp)) {
+                kernel.register(EPOLL_CTL_ADD, ours, events, data);
+            }
+        });
+    }
+
+    /// Undoes [`Set::watch_beside`].
+    pub fn stop_watching_beside(&self, ours: c_int) {
+        self.with_interest(|_, kernel| _ = kernel.register(EPOLL_CTL_DEL, ours, 0, 0));
+    }
+
     /// Removes a socket that is about to be closed for good.
     pub fn forget(&'static self, slot: u32, tcp: &'static Tcp) {
         self.with_interest(|interest, kernel| interest.forget(kernel, slot, File::Tcp(tcp)));

@@ -9,7 +9,7 @@ pub(crate) use lifecycle::{forget_pool, hold, inherited, new};
 
 use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
-use crate::listening::Queue;
+use crate::listening::{Asking, Queue};
 use crate::process::{self, Session};
 use crate::sections::Section;
 use crate::short_lock::ShortLock;
@@ -106,6 +106,8 @@ pub(crate) struct Tcp {
     listens: AtomicBool,
     /// The queue of connections that the NIC makes for it; null if the NIC makes none.
     queue: AtomicPtr<Queue>,
+    /// How the agent is asked for it.
+    pub asking: Asking,
     fds: Mutex<Vec<c_int>>,
     /// Number of waiters and sets.
     watchers: AtomicU32,
@@ -426,6 +428,12 @@ impl Tcp {
         let last = self.queue.swap(queue, Ordering::AcqRel);
         // SAFETY: as in `queue`.
         unsafe { last.as_ref() }
+    }
+
+    /// Forgets its queue, if it is this one still. Returns whether it was.
+    pub fn forget_queue(&self, queue: &'static Queue) -> bool {
+        let queue = std::ptr::from_ref(queue).cast_mut();
+        self.queue.compare_exchange(queue, std::ptr::null_mut(), Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
     /// The connection by which a session is to know this socket's.

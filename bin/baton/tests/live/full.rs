@@ -70,6 +70,7 @@ while True:
 
 mod closing;
 mod connecting;
+mod held_agent;
 mod ports;
 mod servers;
 

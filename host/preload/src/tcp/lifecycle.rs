@@ -2,10 +2,11 @@
 
 use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
 use crate::handover::{HandOver, State};
+use crate::listening::{self, Asking};
 use crate::short_lock::Held;
 use crate::waiting::Waiting;
 use crate::worth::{self, Worth};
-use crate::{listening, options, real, table, thread};
+use crate::{options, real, table, thread};
 use baton_protocol::program::Until;
 use libc::c_int;
 use std::sync::Mutex;
@@ -38,6 +39,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             attempts: AtomicU32::new(0),
             listens: AtomicBool::new(false),
             queue: AtomicPtr::new(std::ptr::null_mut()),
+            asking: Asking::default(),
             fds: Mutex::default(),
             watchers: AtomicU32::new(0),
             waiters: Mutex::default(),
@@ -62,6 +64,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.attempts.store(0, RELAXED);
     tcp.listens.store(false, RELAXED);
     tcp.queue.store(std::ptr::null_mut(), RELAXED);
+    tcp.asking.forget();
     *locked(&tcp.fds) = vec![fd];
     tcp
 }
