@@ -20,6 +20,7 @@ mod forks;
 mod handover;
 mod interest;
 mod io;
+mod kernel_only;
 mod leaving;
 mod listening;
 mod options;

@@ -363,8 +363,13 @@ impl Tcp {
         }
     }
 
-    /// Restores the connection to the kernel. Does nothing for a socket that the agent does not manage.
+    /// Restores the connection to the kernel, if that is possible now. Does nothing for a socket that the agent does not manage.
     pub fn give_back(&self, reason: &str, until: Until) {
+        self.restore(reason, until);
+    }
+
+    /// As [`Tcp::give_back`]. Returns false if the connection cannot be in the kernel now: it is on the NIC still.
+    pub fn restore(&self, reason: &str, until: Until) -> bool {
         if until == Until::Never && reason != FORK {
             self.pinned.store(true, RELAXED);
             self.handover.refuse();
@@ -374,21 +379,23 @@ impl Tcp {
             self.note_shared();
         }
         self.settle();
-        let Some((connection, session)) = self.managed() else { return };
-        let errno = thread::errno();
+        // The agent refuses while another thread is inside an operation, which may have been preempted there.
+        (0..ATTEMPTS).any(|_| self.restore_once(reason, until))
+    }
+
+    /// One attempt of [`Tcp::restore`]. True also if there is nothing to wait for: the session has ended, or this thread is in a signal
+    /// handler that has interrupted an operation on the connection, which keeps it where it is.
+    pub fn restore_once(&self, reason: &str, until: Until) -> bool {
+        let Some((connection, session)) = self.managed() else { return true };
         if connection.is_inside(thread::token()) {
-            return;
+            return true;
         }
-        // The agent refuses while another thread is inside an operation, which may have been preempted there. If all attempts
-        // fail, the program's call finds the connection on the NIC.
-        for _ in 0..ATTEMPTS {
-            if session.shared.give_back(connection.number(), reason, until).is_ok() || session.shared.notice_end(thread::token())
-            {
-                break;
-            }
-        }
+        let errno = thread::errno();
+        let restored = session.shared.give_back(connection.number(), reason, until);
+        let done = restored.is_ok() || session.shared.notice_end(thread::token());
         session.shared.catch_up(thread::token());
         thread::fail(errno);
+        done
     }
 
     /// Restores the connection if both directions have ended: the kernel reports the rest.
