@@ -59,6 +59,13 @@ struct Waiting {
     image: Image,
 }
 
+/// A program that waits until a listener is served.
+struct Waits {
+    caller: Caller,
+    /// Its session has no part in the listener yet: it has no queue. Otherwise the socket's options have changed.
+    joins: bool,
+}
+
 /// A listener.
 struct Listener {
     listening: Listening,
@@ -81,7 +88,7 @@ struct Listener {
     /// Requests about it that each NIC has not answered.
     unanswered: BTreeMap<usize, u32>,
     /// Programs that wait until it is served.
-    callers: Vec<Caller>,
+    waits: Vec<Waits>,
     /// Where, and by which NIC; and where it is to be as soon as the NICs have answered.
     steered: Steered,
     next_steered: Steered,
@@ -113,7 +120,7 @@ impl Listener {
             wanted: BTreeSet::new(),
             served: BTreeSet::new(),
             unanswered: BTreeMap::new(),
-            callers: Vec::new(),
+            waits: Vec::new(),
             groups: Vec::new(),
             steered: Steered::new(),
             next_steered: Steered::new(),
@@ -179,11 +186,16 @@ impl Agent {
         };
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
         (listener.listening, listener.limits) = (listening, limits);
-        listener.sessions.insert(session);
+        let joins = listener.sessions.insert(session);
         self.keep_listener(id);
-        self.serve_listener(id)?;
-        let caller = self.caller(session, tag);
-        self.listeners.by_id.entry(id).and_modify(|listener| listener.callers.push(caller));
+        if let Err(refusal) = self.serve_listener(id) {
+            if joins {
+                self.stop_listening(session, Some(id));
+            }
+            return Err(refusal);
+        }
+        let waits = Waits { caller: self.caller(session, tag), joins };
+        self.listeners.by_id.entry(id).and_modify(|listener| listener.waits.push(waits));
         Ok(())
     }
 
@@ -192,13 +204,7 @@ impl Agent {
     pub(crate) fn listener_answered(&mut self, id: u32, nic: usize, answer: Option<Answered>) {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         let Some(answer) = answer else {
-            for caller in std::mem::take(&mut listener.callers) {
-                if let Some((session, ..)) = caller {
-                    self.stop_listening(session, Some(id));
-                }
-                self.answer_caller(caller, Reply::Stayed { reason: NO_ANSWER.into(), transient: true }, &[]);
-            }
-            return;
+            return self.refuse_waiting(id, &Reply::Stayed { reason: NO_ANSWER.into(), transient: true });
         };
         listener.hears(nic);
         // A later request decides: the next NIC has got one, or the listener was taken from this one.
@@ -218,13 +224,34 @@ impl Agent {
             return self.withdraw(id);
         }
         listener.steered = next;
-        let (callers, theirs) = (std::mem::take(&mut listener.callers), listener.theirs.try_clone());
         self.grant(id);
-        for caller in callers {
-            match &theirs {
-                Ok(theirs) => self.answer_caller(caller, Reply::Listening { listener: id }, &[theirs.as_fd()]),
-                Err(error) => self.answer_caller(caller, stayed(&system("dup", error)), &[]),
+        self.answer_waiting(id);
+    }
+
+    /// Gives the programs that wait for a listener its queue.
+    fn answer_waiting(&mut self, id: u32) {
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
+        let theirs = match listener.theirs.try_clone() {
+            Ok(theirs) => theirs,
+            Err(error) => return self.refuse_waiting(id, &stayed(&system("dup", &error))),
+        };
+        for waits in std::mem::take(&mut listener.waits) {
+            self.answer_caller(waits.caller, Reply::Listening { listener: id }, &[theirs.as_fd()]);
+        }
+    }
+
+    /// Refuses the programs that wait for a listener. One that has a queue keeps its part: what the NIC makes, now or later, it accepts. One
+    /// that has none would never accept it, so it gets no part, and may ask again.
+    fn refuse_waiting(&mut self, id: u32, reply: &Reply) {
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
+        for Waits { caller, joins } in std::mem::take(&mut listener.waits) {
+            if let Some((session, name, _)) = caller
+                && joins
+                && self.named_session((session, name)).is_some()
+            {
+                self.stop_listening(session, Some(id));
             }
+            self.answer_caller(caller, reply.clone(), &[]);
         }
     }
 
@@ -608,7 +635,7 @@ impl Agent {
             self.stop_serving(id, nic);
         }
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
-        let (steered, callers) = (std::mem::take(&mut listener.steered), std::mem::take(&mut listener.callers));
+        let steered = std::mem::take(&mut listener.steered);
         listener.next_steered.clear();
         if let Err(refusal) = self.shape.serve(&steered, &Steered::new()) {
             report!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
@@ -616,7 +643,7 @@ impl Agent {
         if self.listeners.by_id.values().all(|listener| listener.steered.is_empty()) {
             self.shape.serve_none();
         }
-        callers.into_iter().for_each(|caller| self.answer_caller(caller, stayed(&Refusal::NicGone), &[]));
+        self.refuse_waiting(id, &stayed(&Refusal::NicGone));
     }
 
     /// Takes all listeners from the NICs.

@@ -9,10 +9,10 @@
 //!
 //! Locks are taken in this order: a set's `inner`, the session's events, a socket's list of sets, a set's `marked`.
 
-use crate::forks::{self, Held};
 use crate::interest::{self, Interest, Place, Progress, World};
 use crate::process::Session;
 use crate::sections::Section;
+use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::{faults, leaving, process, readiness, real, table, thread, wait, whole};
@@ -91,8 +91,8 @@ pub(crate) struct Set {
     fds: Mutex<Vec<c_int>>,
 }
 
-static POOL: Mutex<Vec<&'static Set>> = Mutex::new(Vec::new());
-static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+static POOL: ShortLock<Vec<&'static Set>> = ShortLock::new(Vec::new());
+static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -100,12 +100,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Takes the locks of what is kept, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&POOL), forks::hold(&OURS)]
+    vec![POOL.hold(), OURS.hold()]
 }
 
 /// Forgets the parent's sets that are not in use, and closes its sets' eventfds, in a child of fork.
 pub(crate) fn forget_inherited() {
-    if let Ok(mut pool) = POOL.try_lock() {
+    if let Some(mut pool) = POOL.try_lock() {
         pool.clear();
     }
     wait::close_all(&OURS);
@@ -113,12 +113,12 @@ pub(crate) fn forget_inherited() {
 
 /// Whether a descriptor is a set's eventfd.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+    OURS.try_lock().is_some_and(|ours| ours.contains(&fd))
 }
 
 /// The lowest of them from `first` on.
 pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
-    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+    OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
 /// Handles a set that has just been made.
@@ -136,7 +136,7 @@ fn known_set(epfd: c_int) -> &'static Set {
     if let Some(set) = table::set_of(epfd) {
         return set;
     }
-    let set = locked(&POOL).pop().unwrap_or_else(|| {
+    let set = POOL.lock().pop().unwrap_or_else(|| {
         Box::leak(Box::new(Set {
             inner: Mutex::default(),
             marked: Mutex::default(),
@@ -316,7 +316,7 @@ impl Set {
     fn eventfd(&self) -> c_int {
         *self.wake.get_or_init(|| {
             let fd = wait::eventfd();
-            locked(&OURS).push(fd);
+            OURS.lock().push(fd);
             fd
         })
     }
@@ -356,6 +356,20 @@ impl Set {
     fn with_interest(&self, change: impl FnOnce(&mut Interest<File>, &mut Kernel)) {
         let epfd = locked(&self.fds).first().copied();
         change(&mut locked(&self.inner).interest, &mut Kernel(epfd.unwrap_or(-1)));
+    }
+
+    /// Watches a descriptor of this library's as the program has the set watch a socket.
+    pub fn watch_beside(&self, slot: u32, tcp: &'static Tcp, ours: c_int) {
+        self.with_interest(|interest, kernel| {
+            if let Some((events, data)) = interest.registration(slot, File::Tcp(tcp)) {
+                kernel.register(EPOLL_CTL_ADD, ours, events, data);
+            }
+        });
+    }
+
+    /// Undoes [`Set::watch_beside`].
+    pub fn stop_watching_beside(&self, ours: c_int) {
+        self.with_interest(|_, kernel| _ = kernel.register(EPOLL_CTL_DEL, ours, 0, 0));
     }
 
     /// Removes a socket that is about to be closed for good.
@@ -461,7 +475,7 @@ impl Set {
         }
         locked(&self.marked).clear();
         self.clear_wake();
-        locked(&POOL).push(self);
+        POOL.lock().push(self);
     }
 
     /// Queues marked sockets for a check.

@@ -3,7 +3,7 @@
 //! - Before it every connection is restored, and nothing is handed over until it is done. Both processes have the sockets then: a
 //!   connection may move when the agent finds that its process alone has it ([`Tcp::note_shared`](crate::tcp::Tcp::note_shared)).
 //! - The forking thread holds the locks of what the library keeps for its next use, and the one for opening a session. So the child finds
-//!   them free, and what they guard whole.
+//!   them free, and what they guard whole. It waits for their holders, unless it is one itself ([`short_lock`](crate::short_lock)).
 //! - The child has a session and eventfds of its own. What it has inherited of its parent's is closed.
 //! - Once the library has withdrawn ([`sections`]) it does nothing of this.
 //! - A child of clone(2), `_Fork` or `syscall` may run at a moment at which another thread has any lock, malloc's too. It takes
@@ -12,24 +12,16 @@
 //!   [`table`], and leaves everything to the kernel, too. What its parent has on the NIC stays there.
 
 use crate::sections::{self, Section};
-use crate::{epoll, listening, process, real, rings, signals, starts, table, tcp, thread, udp, wait, waiter};
+use crate::short_lock::Held;
+use crate::{epoll, listening, process, real, rings, signals, starts, table, tcp, thread, udp, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
-use baton_ring::give_way;
-use std::any::Any;
 use std::cell::UnsafeCell;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, TryLockError};
 
 /// Number of forks and starts of programs that are under way: no connection may be handed over meanwhile.
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
-
-/// Microseconds for which a fork waits for one of the library's short locks. Its holder may be this very thread, interrupted by a signal
-/// whose handler forks.
-const PATIENCE: u64 = 100_000;
-
-/// A lock that is held.
-pub(crate) type Held = Option<Box<dyn Any>>;
 
 /// The locks that are held during a fork.
 #[derive(Default)]
@@ -59,21 +51,6 @@ fn is_prepared() -> bool {
 /// Whether the process forks now, or starts a program.
 pub(crate) fn are_under_way() -> bool {
     UNDER_WAY.load(Ordering::SeqCst) > 0
-}
-
-/// Takes a lock that is never held for long. None if its holder may be the calling thread.
-pub(crate) fn hold<T>(mutex: &'static Mutex<T>) -> Held {
-    let limit = wait::now() + PATIENCE;
-    let mut round = 0;
-    loop {
-        match mutex.try_lock() {
-            Ok(guard) => return Some(Box::new(guard)),
-            Err(TryLockError::Poisoned(guard)) => return Some(Box::new(guard.into_inner())),
-            Err(TryLockError::WouldBlock) if wait::now() >= limit => return None,
-            Err(TryLockError::WouldBlock) => give_way(round),
-        }
-        round += 1;
-    }
 }
 
 /// Prepares for a fork.

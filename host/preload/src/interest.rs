@@ -126,6 +126,13 @@ struct Slot<F> {
     used: Option<Registration<F>>,
 }
 
+impl<F> Registration<F> {
+    /// The events of the program's own registration in the kernel, as it would be now.
+    fn programs(&self) -> u32 {
+        if self.spent { self.events & EDGE | ONE_SHOT } else { self.events }
+    }
+}
+
 /// The interest list; see the module.
 #[derive(Debug)]
 pub(crate) struct Interest<F> {
@@ -175,6 +182,12 @@ impl<F: Copy + PartialEq> Interest<F> {
     pub fn find(&self, fd: c_int, file: F) -> Option<u32> {
         let slot = *self.by_fd.get(&fd)?;
         self.slots[slot as usize].used.as_ref().is_some_and(|known| known.file == file).then_some(slot)
+    }
+
+    /// The program's own registration of a file: events and data. None if the slot is not this file's.
+    pub fn registration(&self, slot: u32, file: F) -> Option<(u32, u64)> {
+        let known = self.slots.get(slot as usize)?.used.as_ref().filter(|known| known.file == file)?;
+        Some((known.programs(), known.data))
     }
 
     /// All files in the set, with their slots.
@@ -273,8 +286,7 @@ impl<F: Copy + PartialEq> Interest<F> {
     /// Removes a file that will be closed without this library's knowledge: the kernel gets the program's own registration.
     pub fn release<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
         if let Some(gone) = self.drop_file(slot, file) {
-            let events = if gone.spent { gone.events & EDGE | ONE_SHOT } else { gone.events };
-            change(world, gone.fd, gone.events, events, gone.data);
+            change(world, gone.fd, gone.events, gone.programs(), gone.data);
         }
     }
 

@@ -9,6 +9,7 @@
 //! Not intercepted: what the C library does internally (stdio on a socket: see `calls/stdio.rs`), and system calls that a program
 //! makes with instructions of its own.
 
+mod again;
 mod call;
 mod calls;
 mod connecting;
@@ -19,6 +20,7 @@ mod forks;
 mod handover;
 mod interest;
 mod io;
+mod kernel_only;
 mod leaving;
 mod listening;
 mod options;
@@ -28,6 +30,7 @@ mod readiness;
 mod real;
 mod rings;
 mod sections;
+mod short_lock;
 mod signals;
 mod starts;
 mod table;

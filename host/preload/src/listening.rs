@@ -3,23 +3,42 @@
 //! The listening socket stays the kernel's, and the kernel may have connections for it, too. What the NIC makes is counted by a
 //! second socket, the *queue*: it is readable as long as a connection waits. Sets and polls watch it beside the listener, with the
 //! program's own data, and accept(2) looks there first. The agent is asked for the queue when the process first waits for the
-//! listener: a process that only passes it on to others never gets one, and the NIC makes no connections for it.
+//! listener: a process that only passes it on to others never gets one, and the NIC makes no connections for it. Where the agent refuses
+//! or does not answer, and when the session has ended, it is asked again when the process waits or accepts ([`Again`]): the kernel makes
+//! the connections meanwhile, so that a process which waits in a set accepts one of those.
 
-use crate::forks::{self, Held};
+use crate::again::Again;
 use crate::process::{self, Session};
 use crate::sections::Section;
+use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::tcp::{self, Tcp};
 use crate::{leaving, real, table, thread, wait};
 use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
-use std::os::fd::{BorrowedFd, IntoRawFd};
-use std::sync::{Mutex, PoisonError};
+use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The queue of a listener. Never freed.
 pub(crate) struct Queue {
     fd: c_int,
     listener: u32,
     session: &'static Session,
+}
+
+/// How the agent is asked for a listener's queue.
+#[derive(Default)]
+pub(crate) struct Asking {
+    /// It was asked: the process waits for the listener.
+    begun: AtomicBool,
+    again: Again,
+}
+
+impl Asking {
+    /// Forgets what was asked for another socket.
+    pub fn forget(&self) {
+        self.begun.store(false, Ordering::Release);
+        self.again.reset();
+    }
 }
 
 /// A connection that was accepted.
@@ -31,69 +50,87 @@ pub(crate) enum Accepted {
 }
 
 /// Descriptors of queues.
-static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
 /// Whether a descriptor is a queue's.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+    OURS.try_lock().is_some_and(|ours| ours.contains(&fd))
 }
 
 /// The lowest of them from `first` on.
 pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
-    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+    OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
-fn ours() -> std::sync::MutexGuard<'static, Vec<c_int>> {
-    OURS.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The queue of a listener that the process is about to wait for; asks the agent for it the first time.
-fn queue_of(tcp: &Tcp, fd: c_int) -> Option<&'static Queue> {
+/// The queue of a listener that the process is about to wait for; asks the agent for it if that is due.
+fn queue_of(tcp: &'static Tcp, fd: c_int) -> Option<&'static Queue> {
     if !process::plan().is_some_and(process::Plan::is_full) {
         return None;
     }
     match tcp.queue() {
-        Some(queue) => Some(queue),
-        None => ask(tcp, fd),
+        None if tcp.asking.again.is_due() => ask(tcp, fd),
+        known => known,
     }
 }
 
 #[cold]
-fn ask(tcp: &Tcp, fd: c_int) -> Option<&'static Queue> {
+fn ask(tcp: &'static Tcp, fd: c_int) -> Option<&'static Queue> {
     let errno = thread::errno();
+    tcp.asking.begun.store(true, Ordering::Release);
     let session = process::open_session();
     // SAFETY: the program's descriptor, open during its own call.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let listened = session.and_then(|session| Some((session, session.shared.listen(borrowed).ok()?)));
-    let queue = listened.map(|(session, (listener, queue))| {
-        let queue = process::lift(queue.into_raw_fd());
-        ours().push(queue);
-        &*Box::leak(Box::new(Queue { fd: queue, listener, session }))
-    });
-    if let Some(last) = queue.and_then(|queue| tcp.set_queue(Some(queue))) {
-        // Another thread has asked at the same time.
-        drop_queue(last);
+    match listened {
+        Some((session, (listener, queue))) => {
+            tcp.asking.again.reset();
+            begin(tcp, session, listener, queue);
+        }
+        None => tcp.asking.again.pause(),
     }
     thread::set_errno(errno);
-    queue
+    tcp.queue()
+}
+
+/// Begins to use a listener's queue: the sets that watch the listener watch it, too.
+fn begin(tcp: &'static Tcp, session: &'static Session, listener: u32, queue: OwnedFd) {
+    let fd = process::lift(queue.into_raw_fd());
+    OURS.lock().push(fd);
+    if let Some(last) = tcp.set_queue(Some(Box::leak(Box::new(Queue { fd, listener, session })))) {
+        // Another thread has asked at the same time.
+        drop_queue(tcp, last);
+    }
+    tcp.watch_beside(fd);
+    if session.shared.has_ended()
+        && let Some(queue) = tcp.set_queue(None)
+    {
+        // The session was left before the listener had its queue.
+        drop_queue(tcp, queue);
+    }
 }
 
 /// Reports changed options of a listener, which its connections inherit, to the agent.
-pub(crate) fn refresh(tcp: &Tcp, fd: c_int) {
+pub(crate) fn refresh(tcp: &'static Tcp, fd: c_int) {
     if let Some(queue) = tcp.queue()
         && let Some(_section) = Section::enter()
     {
         let errno = thread::errno();
         // SAFETY: the program's descriptor, open during its own call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
-        // A listener that the NIC cannot serve any more is the kernel's; its queue stays empty.
-        let _ = queue.session.shared.listen(borrowed);
+        match queue.session.shared.listen(borrowed) {
+            // It has listened anew, after the agent had found that it did not any more.
+            Ok((listener, fd)) if listener != queue.listener => begin(tcp, queue.session, listener, fd),
+            // A listener that the NIC cannot serve any more is the kernel's; its queue stays empty.
+            _ => {}
+        }
         thread::set_errno(errno);
     }
 }
 
-fn drop_queue(queue: &'static Queue) {
-    ours().retain(|fd| *fd != queue.fd);
+fn drop_queue(tcp: &Tcp, queue: &'static Queue) {
+    // The agent and other processes may have the same socket, so that its end here does not take it out of the sets.
+    tcp.stop_watching_beside(queue.fd);
+    OURS.lock().retain(|fd| *fd != queue.fd);
     // SAFETY: the queue's descriptor is this library's own, and nobody uses it any more.
     unsafe { real::close(queue.fd) };
 }
@@ -101,8 +138,8 @@ fn drop_queue(queue: &'static Queue) {
 /// Handles the closing of a listener's last descriptor.
 pub(crate) fn close(tcp: &Tcp) {
     if let Some(queue) = tcp.set_queue(None) {
-        drop_queue(queue);
         let errno = thread::errno();
+        drop_queue(tcp, queue);
         let _ = queue.session.shared.stop_listening(queue.listener);
         thread::set_errno(errno);
     }
@@ -115,14 +152,18 @@ fn listeners() -> impl Iterator<Item = &'static Tcp> {
     })
 }
 
-/// Drops all queues, since their session has ended.
+/// Drops all queues, since their session has ended. The next one is asked for them.
 pub(crate) fn leave() {
-    listeners().filter_map(|tcp| tcp.set_queue(None)).for_each(drop_queue);
+    for tcp in listeners() {
+        if let Some(queue) = tcp.set_queue(None) {
+            drop_queue(tcp, queue);
+        }
+    }
 }
 
 /// Takes the lock of the queues, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&OURS)]
+    vec![OURS.hold()]
 }
 
 /// Drops the parent's queues in a child of fork: the child has a session of its own.
@@ -130,18 +171,23 @@ pub(crate) fn forget_inherited() {
     wait::close_all(&OURS);
 }
 
-/// Whether a byte was read from a queue, so that a connection waits.
-fn take_byte(queue: &Queue) -> bool {
+/// Whether a byte was read from a queue, so that a connection waits. An end means that the agent has no such listener any more: the queue is
+/// dropped.
+fn take_byte(tcp: &Tcp, queue: &'static Queue) -> bool {
     let mut byte = 0u8;
     let errno = thread::errno();
     // SAFETY: the buffer is one live byte.
     let got = unsafe { real::recv(queue.fd, (&raw mut byte).cast(), 1, libc::MSG_DONTWAIT) };
+    if got == 0 && tcp.forget_queue(queue) {
+        tcp.asking.again.pause();
+        drop_queue(tcp, queue);
+    }
     thread::set_errno(errno);
     got == 1
 }
 
-fn take(queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
-    if process::is_closed() || !take_byte(queue) {
+fn take(listener: &Tcp, queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
+    if process::is_closed() || !take_byte(listener, queue) {
         return None;
     }
     let errno = thread::errno();
@@ -157,24 +203,32 @@ fn take(queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
 }
 
 /// accept(2) from a listener: a connection that the NIC has made, or what `native` gets from the kernel. None if the NIC makes none
-/// for it.
-pub(crate) fn accept(tcp: &Tcp, fd: c_int, native: impl Fn() -> c_int) -> Option<Accepted> {
+/// for this process.
+pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -> Option<Accepted> {
     if !process::plan().is_some_and(process::Plan::is_full) {
         return None;
     }
     let mut section = Section::enter()?;
     // SAFETY: F_GETFL takes no pointer.
     let blocks = unsafe { real::fcntl(fd, libc::F_GETFL, 0) } & libc::O_NONBLOCK == 0;
-    // One that does not block is waited for elsewhere: the queue is asked for there.
-    let queue = if blocks { queue_of(tcp, fd) } else { tcp.queue() }?;
-    let deadline = crate::io::deadline(fd, libc::SO_RCVTIMEO);
+    let mut deadline = None;
     loop {
-        if let Some((fd, tcp)) = take(queue) {
+        // One that does not block is waited for elsewhere: the queue is asked for there first.
+        let asks = blocks || tcp.asking.begun.load(Ordering::Acquire);
+        let Some(queue) = (if asks { queue_of(tcp, fd) } else { tcp.queue() }) else {
+            drop(section);
+            return Some(Accepted::Kernel(native()));
+        };
+        let deadline = *deadline.get_or_insert_with(|| crate::io::deadline(fd, libc::SO_RCVTIMEO));
+        if let Some((fd, tcp)) = take(tcp, queue) {
             return Some(Accepted::Nic(fd, tcp, queue.session, section));
         }
         if !blocks || wait::reports_now(fd, libc::POLLIN) {
             drop(section);
             return Some(Accepted::Kernel(native()));
+        }
+        if tcp.queue().is_none_or(|now| !std::ptr::eq(now, queue)) {
+            continue;
         }
         match sleep(section, queue, fd, deadline) {
             Some((again, Ok(()))) => section = again,

@@ -9,9 +9,10 @@ pub(crate) use lifecycle::{forget_pool, hold, inherited, new};
 
 use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
-use crate::listening::Queue;
+use crate::listening::{Asking, Queue};
 use crate::process::{self, Session};
 use crate::sections::Section;
+use crate::short_lock::ShortLock;
 use crate::waiter::Waiter;
 use crate::waiting::{Fact, Waiting};
 use crate::worth::{Moment, Worth};
@@ -105,6 +106,8 @@ pub(crate) struct Tcp {
     listens: AtomicBool,
     /// The queue of connections that the NIC makes for it; null if the NIC makes none.
     queue: AtomicPtr<Queue>,
+    /// How the agent is asked for it.
+    pub asking: Asking,
     fds: Mutex<Vec<c_int>>,
     /// Number of waiters and sets.
     watchers: AtomicU32,
@@ -113,7 +116,7 @@ pub(crate) struct Tcp {
     sets: Mutex<Vec<(&'static Set, u32)>>,
 }
 
-static POOL: Mutex<Vec<&'static Tcp>> = Mutex::new(Vec::new());
+static POOL: ShortLock<Vec<&'static Tcp>> = ShortLock::new(Vec::new());
 
 fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -360,8 +363,13 @@ impl Tcp {
         }
     }
 
-    /// Restores the connection to the kernel. Does nothing for a socket that the agent does not manage.
+    /// Restores the connection to the kernel, if that is possible now. Does nothing for a socket that the agent does not manage.
     pub fn give_back(&self, reason: &str, until: Until) {
+        self.restore(reason, until);
+    }
+
+    /// As [`Tcp::give_back`]. Returns false if the connection cannot be in the kernel now: it is on the NIC still.
+    pub fn restore(&self, reason: &str, until: Until) -> bool {
         if until == Until::Never && reason != FORK {
             self.pinned.store(true, RELAXED);
             self.handover.refuse();
@@ -371,21 +379,23 @@ impl Tcp {
             self.note_shared();
         }
         self.settle();
-        let Some((connection, session)) = self.managed() else { return };
-        let errno = thread::errno();
+        // The agent refuses while another thread is inside an operation, which may have been preempted there.
+        (0..ATTEMPTS).any(|_| self.restore_once(reason, until))
+    }
+
+    /// One attempt of [`Tcp::restore`]. True also if there is nothing to wait for: the session has ended, or this thread is in a signal
+    /// handler that has interrupted an operation on the connection, which keeps it where it is.
+    pub fn restore_once(&self, reason: &str, until: Until) -> bool {
+        let Some((connection, session)) = self.managed() else { return true };
         if connection.is_inside(thread::token()) {
-            return;
+            return true;
         }
-        // The agent refuses while another thread is inside an operation, which may have been preempted there. If all attempts
-        // fail, the program's call finds the connection on the NIC.
-        for _ in 0..ATTEMPTS {
-            if session.shared.give_back(connection.number(), reason, until).is_ok() || session.shared.notice_end(thread::token())
-            {
-                break;
-            }
-        }
+        let errno = thread::errno();
+        let restored = session.shared.give_back(connection.number(), reason, until);
+        let done = restored.is_ok() || session.shared.notice_end(thread::token());
         session.shared.catch_up(thread::token());
         thread::fail(errno);
+        done
     }
 
     /// Restores the connection if both directions have ended: the kernel reports the rest.
@@ -425,6 +435,12 @@ impl Tcp {
         let last = self.queue.swap(queue, Ordering::AcqRel);
         // SAFETY: as in `queue`.
         unsafe { last.as_ref() }
+    }
+
+    /// Forgets its queue, if it is this one still. Returns whether it was.
+    pub fn forget_queue(&self, queue: &'static Queue) -> bool {
+        let queue = std::ptr::from_ref(queue).cast_mut();
+        self.queue.compare_exchange(queue, std::ptr::null_mut(), Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 
     /// The connection by which a session is to know this socket's.

@@ -2,13 +2,14 @@
 //!
 //! The socket stays the kernel's as well, and whatever the NIC does not do the kernel does with it: a datagram is taken from the
 //! NIC's ring or else from the socket, and sent by the NIC or else by the socket. Sets and polls watch the NIC's doorbell beside
-//! the socket, with the program's own data. The NIC is asked to take a socket when the process first waits for it, receives or
-//! sends, once it has a port.
+//! the socket, with the program's own data. The agent is asked for it when the process first waits for the socket, receives or
+//! sends, once it has a port; where that fails for now it is asked again at a later call ([`Again`]).
 
+use crate::again::Again;
 use crate::call::Call;
-use crate::forks::{self, Held};
 use crate::process::{self, Session};
 use crate::sections::Section;
+use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::whole::Whole;
 use crate::{connecting, io, leaving, real, table, thread, wait};
@@ -27,10 +28,10 @@ const SIZE: usize = 1 << 20;
 static SOCKETS: [AtomicPtr<Udp>; SIZE] = [const { AtomicPtr::new(std::ptr::null_mut()) }; SIZE];
 
 /// Sockets that are closed, for new ones.
-static POOL: Mutex<Vec<&'static Udp>> = Mutex::new(Vec::new());
+static POOL: ShortLock<Vec<&'static Udp>> = ShortLock::new(Vec::new());
 
 /// Descriptors of doorbells.
-static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
 /// One more than the highest descriptor ever tracked.
 static END: AtomicU32 = AtomicU32::new(0);
@@ -49,9 +50,6 @@ const ERROR_CHECK: u64 = 100;
 /// Microseconds for which a sender that does not block waits for room: the NIC empties the ring at once.
 const ROOM: u64 = 10_000;
 
-/// Microseconds after which a socket that could not be taken is tried again, if that may help.
-const AGAIN: u64 = 1_000_000;
-
 /// A UDP socket on the NIC, and the session that it is in.
 #[derive(Clone)]
 struct Taken {
@@ -65,8 +63,8 @@ pub(crate) struct Udp {
     taken: Mutex<Option<Taken>>,
     /// Whether `taken` has anything, for a look without the lock.
     is_taken: AtomicBool,
-    /// When it may be taken, in microseconds of the monotonic clock; `u64::MAX` for never.
-    not_before: AtomicU64,
+    /// When the agent may be asked for it.
+    again: Again,
     /// Datagrams may wait in the kernel's socket from before it was taken.
     kernel_first: AtomicBool,
     received: AtomicU32,
@@ -110,8 +108,8 @@ pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
     let udp = kind & 0xf == libc::SOCK_DGRAM && (protocol == 0 || protocol == libc::IPPROTO_UDP);
     let family = domain == libc::AF_INET || domain == libc::AF_INET6;
     if udp && family && process::plan().is_some_and(process::Plan::is_full) {
-        let udp = locked(&POOL).pop().unwrap_or_else(|| Box::leak(Box::default()));
-        udp.not_before.store(0, Ordering::Release);
+        let udp = POOL.lock().pop().unwrap_or_else(|| Box::leak(Box::default()));
+        udp.again.reset();
         udp.v6.store(domain == libc::AF_INET6, Ordering::Release);
         udp.descriptors.store(1, Ordering::Release);
         put(fd, Some(udp));
@@ -137,9 +135,9 @@ pub(crate) fn close(fd: c_int) {
     }
     put(fd, None);
     if udp.descriptors.fetch_sub(1, Ordering::AcqRel) == 1 {
-        udp.leave(false, u64::MAX);
+        udp.leave(false);
         locked(&udp.sets).clear();
-        locked(&POOL).push(udp);
+        POOL.lock().push(udp);
     }
 }
 
@@ -153,13 +151,13 @@ pub(crate) fn close_range(first: u32, last: u32) {
 /// Gives a socket to the kernel for good, with what is unread: another process is about to have it.
 pub(crate) fn give_back(fd: c_int) {
     if let Some(udp) = of(fd) {
-        udp.leave(true, u64::MAX);
+        udp.leave(true);
     }
 }
 
 /// Gives all sockets to the kernel for good, with what is unread.
 pub(crate) fn give_everything_back() {
-    all().for_each(|(_, udp)| udp.leave(true, u64::MAX));
+    all().for_each(|(_, udp)| udp.leave(true));
 }
 
 /// Notes that the session has ended: the sockets are the kernel's until there is another.
@@ -178,7 +176,7 @@ pub(crate) fn unlock() {
 
 /// Takes the locks of what is kept, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&POOL), forks::hold(&OURS)]
+    vec![POOL.hold(), OURS.hold()]
 }
 
 /// Closes what is left of doorbells. No thread may use them any more.
@@ -193,12 +191,12 @@ pub(crate) fn forget_all() {
 
 /// Whether a descriptor is a doorbell of a socket's.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+    OURS.try_lock().is_some_and(|ours| ours.contains(&fd))
 }
 
 /// The lowest of them from `first` on.
 pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
-    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+    OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
 impl Taken {
@@ -211,6 +209,13 @@ impl Taken {
 fn renumber(fd: OwnedFd) -> OwnedFd {
     // SAFETY: `lift` returns a descriptor that only this library has, in place of the one it was given.
     unsafe { OwnedFd::from_raw_fd(process::lift(fd.into_raw_fd())) }
+}
+
+/// Whether the agent may serve a socket later that it has not served now: it refuses for a while (`WouldBlock`), does not answer
+/// (`TimedOut`), or the session has ended (the others), after which another one is opened.
+fn may_pass(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected, TimedOut, UnexpectedEof, WouldBlock};
+    matches!(error.kind(), WouldBlock | TimedOut | NotConnected | BrokenPipe | ConnectionReset | UnexpectedEof)
 }
 
 fn local_port(fd: c_int) -> u16 {
@@ -232,8 +237,7 @@ impl Udp {
                 return taken;
             }
         }
-        let not_before = self.not_before.load(Ordering::Acquire);
-        if not_before == u64::MAX || not_before > 0 && wait::now() < not_before {
+        if !self.again.is_due() {
             return None;
         }
         let errno = thread::errno();
@@ -251,18 +255,23 @@ impl Udp {
         // SAFETY: the program's descriptor, open during its own call.
         let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
         let mut taken = locked(&self.taken);
+        if !self.again.is_due() {
+            // Another thread has just asked in vain.
+            return None;
+        }
         let datagrams = match &*taken {
             Some(taken) => taken.datagrams.clone(),
             None => {
                 let receive = baton_linux::socket::get(borrowed, libc::SOL_SOCKET, libc::SO_RCVBUF).unwrap_or(0) as u32;
                 let datagrams = Datagrams::new(&session.shared, receive, renumber).ok()?;
-                locked(&OURS).extend(datagrams.descriptors().map(|fd| fd.as_raw_fd()));
+                OURS.lock().extend(datagrams.descriptors().map(|fd| fd.as_raw_fd()));
                 Arc::new(datagrams)
             }
         };
         *locked(&self.peer) = baton_linux::socket::peer_address(borrowed).ok();
         match datagrams.serve(&session.shared, borrowed) {
             Ok(()) => {
+                self.again.reset();
                 self.kernel_first.store(true, Ordering::Release);
                 let found = Taken { datagrams, session };
                 *taken = Some(found.clone());
@@ -274,8 +283,11 @@ impl Udp {
                 Some(found)
             }
             Err(error) => {
-                let transient = error.kind() == std::io::ErrorKind::WouldBlock;
-                self.not_before.store(if transient { wait::now() + AGAIN } else { u64::MAX }, Ordering::Release);
+                if may_pass(&error) {
+                    self.again.pause()
+                } else {
+                    self.again.give_up()
+                }
                 *taken = Some(Taken { datagrams, session });
                 drop(taken);
                 self.drop_rings();
@@ -285,9 +297,9 @@ impl Udp {
         }
     }
 
-    /// Gives the socket to the kernel until `not_before`, and with `replay` what is unread.
-    fn leave(&self, replay: bool, not_before: u64) {
-        self.not_before.store(not_before, Ordering::Release);
+    /// Gives the socket to the kernel for good, and with `replay` what is unread.
+    fn leave(&self, replay: bool) {
+        self.again.give_up();
         if !self.is_taken.swap(false, Ordering::AcqRel) {
             return;
         }
@@ -305,15 +317,15 @@ impl Udp {
         let taken = locked(&self.taken).take();
         if let Some(taken) = taken {
             let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
-            locked(&OURS).retain(|fd| !gone.contains(fd));
+            OURS.lock().retain(|fd| !gone.contains(fd));
         }
     }
 
     /// The NIC serves the socket as it is now: the program has connected it or changed an option.
     fn refresh(&self, fd: c_int) {
         let errno = thread::errno();
-        if self.not_before.load(Ordering::Acquire) != u64::MAX || !self.is_taken.load(Ordering::Acquire) {
-            self.not_before.store(0, Ordering::Release);
+        if !self.again.is_given_up() || !self.is_taken.load(Ordering::Acquire) {
+            self.again.reset();
         }
         let taken = if self.is_taken.load(Ordering::Acquire) { locked(&self.taken).clone() } else { None };
         if let Some(taken) = taken {

@@ -4,6 +4,7 @@
 //! thread that is woken by the session's doorbell first reads the NIC's events and passes them on to the other waiters.
 
 use crate::process::Session;
+use crate::short_lock::ShortLock;
 use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::waiter::Waiter;
@@ -11,7 +12,6 @@ use crate::{leaving, process, real, sections, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, c_long, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
-use std::sync::Mutex;
 use std::sync::atomic::{Ordering, fence};
 
 /// Microseconds for which a thread sleeps at most if there is no descriptor to wake it by.
@@ -21,9 +21,9 @@ const WITHOUT_DESCRIPTOR: u64 = 10_000;
 const FOR_MORE: u64 = 10_000;
 
 /// Closes descriptors that a child of fork has inherited of this library's.
-pub(crate) fn close_all(ours: &Mutex<Vec<c_int>>) {
+pub(crate) fn close_all(ours: &ShortLock<Vec<c_int>>) {
     // Locked still if a signal handler has forked that interrupted its holder.
-    let Ok(mut ours) = ours.try_lock() else { return };
+    let Some(mut ours) = ours.try_lock() else { return };
     for fd in std::mem::take(&mut *ours) {
         // SAFETY: this copy of the descriptor is the child's own.
         unsafe { real::close(fd) };

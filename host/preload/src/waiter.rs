@@ -4,12 +4,12 @@
 //! event for one of them wakes all, and those that it does not concern sleep again. A shared eventfd that was written is not given to
 //! further threads until each of those that slept on it has left, and it is made unreadable then: none of them can miss the event.
 
-use crate::forks::{self, Held};
 use crate::process;
+use crate::short_lock::{Held, ShortLock};
 use crate::wait::{self, clear, eventfd, signal};
 use libc::c_int;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An eventfd and the threads that sleep on it.
 pub(crate) struct Waiter {
@@ -31,25 +31,21 @@ struct Pool {
     next: usize,
 }
 
-static POOL: Mutex<Pool> = Mutex::new(Pool { free: Vec::new(), all: Vec::new(), next: 0 });
-static OURS: Mutex<Vec<c_int>> = Mutex::new(Vec::new());
+static POOL: ShortLock<Pool> = ShortLock::new(Pool { free: Vec::new(), all: Vec::new(), next: 0 });
+static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
 /// Number of forks between the program's start and this process: an eventfd of another one's is not used here.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-fn pool() -> MutexGuard<'static, Pool> {
-    POOL.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Takes the locks of what is kept, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&POOL), forks::hold(&OURS)]
+    vec![POOL.hold(), OURS.hold()]
 }
 
 /// Closes the parent's eventfds in a child of fork: a wake-up that one of the two reads would be lost for the other.
 pub(crate) fn forget_inherited() {
     FORKS.fetch_add(1, Ordering::AcqRel);
-    if let Ok(mut pool) = POOL.try_lock() {
+    if let Some(mut pool) = POOL.try_lock() {
         pool.free.clear();
         pool.all.clear();
     }
@@ -59,7 +55,7 @@ pub(crate) fn forget_inherited() {
 /// Wakes all threads that sleep.
 pub(crate) fn wake_all() {
     // Not with the list locked: what wakes may need it.
-    let all = pool().all.clone();
+    let all = POOL.lock().all.clone();
     all.iter().filter(|waiter| waiter.sleepers.load(Ordering::Relaxed) > 0).for_each(|waiter| waiter.wake());
 }
 
@@ -70,12 +66,12 @@ pub(crate) fn close_all() {
 
 /// Whether a descriptor is a waiter's eventfd.
 pub(crate) fn is_ours(fd: c_int) -> bool {
-    OURS.try_lock().is_ok_and(|ours| ours.contains(&fd))
+    OURS.try_lock().is_some_and(|ours| ours.contains(&fd))
 }
 
 /// The lowest of them from `first` on.
 pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
-    OURS.try_lock().ok()?.iter().copied().filter(|fd| *fd >= first).min()
+    OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
 /// Most eventfds, unless threads would have to wait for one another: a sixteenth of the descriptors that the program may have.
@@ -138,23 +134,23 @@ impl Waiter {
         let make = || {
             let fd = eventfd();
             if fd >= 0 {
-                OURS.lock().unwrap_or_else(PoisonError::into_inner).push(fd);
+                OURS.lock().push(fd);
             }
             fd
         };
-        pool().take(most, make)
+        POOL.lock().take(most, make)
     }
 
     pub fn give(self: Arc<Waiter>) {
         if self.forks != FORKS.load(Ordering::Acquire) {
             return;
         }
-        let written = pool().leave(self);
+        let written = POOL.lock().leave(self);
         if let Some(waiter) = written {
             // Nobody else has it: it is not free yet, and nobody shares what nobody sleeps on.
             clear(waiter.eventfd);
             waiter.signalled.store(false, Ordering::Release);
-            pool().free.push(waiter);
+            POOL.lock().free.push(waiter);
         }
     }
 

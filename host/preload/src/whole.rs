@@ -35,6 +35,8 @@ pub(crate) struct Here {
     pub stack: [AtomicUsize; 2],
     /// Number of sections that it is in ([`crate::sections`]).
     pub sections: AtomicU32,
+    /// Number of locks that it has or waits for ([`crate::short_lock`]).
+    pub short_locks: AtomicU32,
     /// The number of a deferred signal that is kept here instead of in the kernel's queue, or 0, and its description.
     pub kept: AtomicI32,
     pub description: UnsafeCell<MaybeUninit<siginfo_t>>,
@@ -98,6 +100,7 @@ pub(crate) fn here<'a>() -> &'a Here {
         exit: Exit::new(),
         stack: [const { AtomicUsize::new(0) }; 2],
         sections: AtomicU32::new(0),
+        short_locks: AtomicU32::new(0),
         kept: AtomicI32::new(0),
         description: UnsafeCell::new(MaybeUninit::uninit()),
     } });

@@ -8,10 +8,10 @@ use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::process;
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::Duration;
 
 /// A program of host A's, which ends with this.
@@ -70,6 +70,7 @@ while True:
 
 mod closing;
 mod connecting;
+mod held_agent;
 mod ports;
 mod scarce;
 mod servers;
@@ -83,12 +84,23 @@ in_both_shapes! {
     a_flood_of_syns_leaves_room_for_honest_clients
 }
 
-/// Starts a program on host A whose connections the NIC makes.
-pub(crate) fn start(bed: &Testbed, arguments: &[&str]) -> Program {
+fn command(bed: &Testbed, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.arg("run").arg("--socket").arg(bed.socket()).args(["--offload", "full", "--"]).args(arguments);
     command.env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-    Program(bed.host_a.spawn(&mut command).expect("baton run"))
+    command
+}
+
+/// Starts a program on host A whose connections the NIC makes.
+pub(crate) fn start(bed: &Testbed, arguments: &[&str]) -> Program {
+    Program(bed.host_a.spawn(&mut command(bed, arguments)).expect("baton run"))
+}
+
+/// As [`start`], with the lines that it prints.
+pub(crate) fn start_printing(bed: &Testbed, arguments: &[&str]) -> (Program, Lines<BufReader<ChildStdout>>) {
+    let mut child = bed.host_a.spawn(command(bed, arguments).stdout(Stdio::piped())).expect("baton run");
+    let lines = BufReader::new(child.stdout.take().expect("its output")).lines();
+    (Program(child), lines)
 }
 
 pub(crate) fn on_b(bed: &Testbed, command: &[&str]) -> Output {

@@ -30,6 +30,7 @@ mod held;
 mod hostile;
 mod hostile_client;
 mod interrupts;
+mod kernel_only;
 mod kernel_stay;
 mod large_frames;
 mod library;

@@ -8,6 +8,7 @@ use baton_protocol::program::{Ask, Opening, Place, Reply};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -22,7 +23,7 @@ fn hold_nic(bed: &Testbed) -> Frozen {
 }
 
 /// Stops the agent as a debugger does: the keeper resumes one that is stopped by a signal.
-fn hold_agent(bed: &Testbed) -> Frozen {
+pub fn hold_agent(bed: &Testbed) -> Frozen {
     Frozen::freeze(&[bed.tool().expect("a tool").statistics().expect("statistics").agent_process]).expect("a tracer")
 }
 
@@ -126,6 +127,32 @@ fn what_needs_a_stopped_nic_is_refused_after_a_while() {
     let reply = bed.tool().expect("a tool").ask(Ask::SetOffloads { nic: 0, offloads }).expect("an answer");
     assert!(matches!(reply, Reply::Done), "{reply:?}");
     assert_eq!(nic_process(&bed), process);
+}
+
+/// A listener on the NIC has changed its options while the NIC is stopped, so that the agent's answer is late. When the NIC goes on it makes
+/// the listener's connections, and the program gets them.
+#[test]
+fn a_late_refresh_leaves_a_listener_on_the_nic() {
+    let bed = hosts(TestbedSettings::default());
+    let shared = Arc::new(session(&bed).expect("a session"));
+    let at = SocketAddr::new(address_a(false), 9000);
+    let listener = Arc::new(bed.host_a.run(|| TcpListener::bind(at)).expect("a listener"));
+    let (number, queue) = shared.listen(listener.as_fd()).expect("the NIC has it");
+    let nic = hold_nic(&bed);
+    let (asking, of) = (shared.clone(), listener.clone());
+    let reason = in_time("a refresh", move || asking.listen(of.as_fd()).map(|_| ()).expect_err("no NIC has it").to_string());
+    assert!(reason.contains("the NIC does not answer"), "{reason}");
+    drop(nic);
+    let _client = bed.host_b.run(|| TcpStream::connect_timeout(&at, LIMIT)).expect("a connection");
+    let mut queue = UnixStream::from(queue);
+    queue.set_read_timeout(Some(LIMIT)).expect("a limit");
+    queue.read_exact(&mut [0]).expect("the NIC has made it");
+    let mut fd = None;
+    let accepted = shared.accept(number, 1, |accepted| {
+        fd = Some(accepted);
+        shared.unregistered()
+    });
+    assert!(accepted.expect("an answer").is_some() && fd.is_some());
 }
 
 /// While the agent is stopped a program's closes return, its new connections stay in the kernel, and a tool says what does not answer. All

@@ -1,8 +1,9 @@
 //! `baton run --offload full`: UDP sockets of unmodified programs, whose datagrams the NIC receives and sends.
 
 use crate::common::hosts;
-use crate::full::{Program, address, count, on_b, start, statistics, wait_until};
+use crate::full::{Program, address, count, on_b, start, start_printing, statistics, wait_until};
 use crate::scratch::text;
+use crate::stopped::{hold_agent, in_time};
 use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
 use std::io::Write;
@@ -135,6 +136,44 @@ fn a_socket_survives_nic_and_agent() {
             count(&bed, Counter::DatagramsReceived) >= before + 100
         });
     }
+}
+
+/// Has a session for one socket, then receives from another one for the first time, without waiting, and echoes what comes to it.
+const LATE: &str = "
+import socket, sys
+def asked(port):
+    one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    one.bind((sys.argv[1], port))
+    one.setblocking(False)
+    try: sys.exit('there is %r' % one.recv(1))
+    except BlockingIOError: pass
+    print(port, flush=True)
+    return one
+first = asked(7001)
+sys.stdin.readline()
+one = asked(7000)
+one.setblocking(True)
+while True:
+    data, peer = one.recvfrom(65536)
+    one.sendto(data, peer)
+";
+
+/// The agent is held while a program receives from a socket for the first time: the kernel has the socket then, and the NIC later.
+#[test]
+fn a_socket_whose_agent_was_held_is_taken_later() {
+    let bed = hosts(TestbedSettings::default());
+    let at = address(false, 7000).ip().to_string();
+    let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", LATE, &at]);
+    assert_eq!(lines.next().expect("a line").expect("text"), "7001");
+    let agent = hold_agent(&bed);
+    writeln!(server.0.stdin.as_mut().expect("its input")).expect("a line");
+    assert_eq!(in_time("a receive", move || lines.next()).expect("a line").expect("text"), "7000");
+    drop(agent);
+    wait_until("datagrams by the NIC", || {
+        let before = count(&bed, Counter::DatagramsReceived);
+        exchange(&bed, &at, "");
+        count(&bed, Counter::DatagramsReceived) >= before + 100
+    });
 }
 
 /// Runs a program on host A whose UDP sockets the NIC has; it prints "right".

@@ -3,7 +3,7 @@
 use crate::forks::{self, Start};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
-use crate::{filters, process, real, rings, table};
+use crate::{filters, kernel_only, process, real, rings, table, thread};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
@@ -223,6 +223,27 @@ fn is_harmless(number: c_long) -> bool {
     matches!(number, libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_gettid | libc::SYS_getrandom | libc::SYS_fstat)
 }
 
+/// Restores a connection for good, before a system call of the program's own on its socket. One that moves bytes waits for that.
+fn before_raw(number: c_long, fd: c_int) -> Result<(), c_int> {
+    const RAW: &str = "raw system call";
+    match number {
+        libc::SYS_read | libc::SYS_readv | libc::SYS_recvfrom | libc::SYS_recvmsg | libc::SYS_recvmmsg => {
+            kernel_only::leave_to_kernel(fd, RAW, libc::SO_RCVTIMEO, false)
+        }
+        libc::SYS_write | libc::SYS_writev | libc::SYS_sendto | libc::SYS_sendmsg | libc::SYS_sendmmsg => {
+            kernel_only::leave_to_kernel(fd, RAW, libc::SO_SNDTIMEO, false)
+        }
+        _ => {
+            if let Some(tcp) = table::tcp(fd)
+                && let Some(_section) = Section::enter()
+            {
+                tcp.give_back(RAW, Until::Never);
+            }
+            Ok(())
+        }
+    }
+}
+
 /// Whether seccomp(2) with these arguments filters system calls. Libraries ask by it which filters there are, without one.
 fn sets_filter(operation: c_long, flags: c_long, filter: c_long) -> bool {
     match operation as u32 {
@@ -372,11 +393,8 @@ pub unsafe extern "C-unwind" fn syscall(
         libc::SYS_epoll_pwait => return unsafe { super::events::epoll_pwait(a as _, b as _, c as _, d as _, e as _) }.into(),
         _ if is_harmless(number) => {}
         _ => {
-            if let Ok(fd) = c_int::try_from(a)
-                && let Some(tcp) = table::tcp(fd)
-                && let Some(_section) = Section::enter()
-            {
-                tcp.give_back("raw system call", Until::Never);
+            if let Err(errno) = before_raw(number, c_int::try_from(a).unwrap_or(-1)) {
+                return thread::fail(errno) as c_long;
             }
         }
     }

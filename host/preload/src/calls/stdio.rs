@@ -1,9 +1,11 @@
 //! The C library's own input and output on sockets. It reads and writes without this library, so the connection is restored first, and
 //! stays in the kernel: one of a stream or of dprintf for good, one that is standard input, output or error as long as it is.
 
+use crate::kernel_only::{self, Patience};
 use crate::sections::Section;
 use crate::tcp::Tcp;
-use crate::{real, table};
+use crate::{real, table, thread};
+#[cfg(target_arch = "x86_64")]
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_void};
 
@@ -20,10 +22,19 @@ pub(crate) fn is_standard(fd: c_int) -> bool {
 pub(super) fn take_over(tcp: &Tcp) {
     tcp.settle();
     if tcp.is_managed() {
-        tcp.give_back(STDIO, Until::Never);
+        // It fails only where the thread ends, or the socket is closed.
+        let _ = await_kernel(tcp);
     }
 }
 
+/// Restores a connection, and waits until it is in the kernel: what the C library does on it cannot be made to wait later.
+fn await_kernel(tcp: &Tcp) -> Result<(), c_int> {
+    kernel_only::leave(tcp, STDIO, || Patience::Always)
+}
+
+/// Restores a connection, but does not wait for that: a thread that is cancelled where it sleeps could not go past the frame of a function
+/// with a variable number of arguments ([`crate::calls::jumps`]).
+#[cfg(target_arch = "x86_64")]
 fn leave_to_library(fd: c_int) {
     if let Some(tcp) = table::tcp(fd)
         && let Some(_section) = Section::enter()
@@ -41,7 +52,10 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut l
     if let Some(tcp) = table::tcp(fd)
         && let Some(_section) = Section::enter()
     {
-        tcp.give_back(STDIO, Until::Never);
+        if let Err(number) = await_kernel(tcp) {
+            thread::set_errno(number);
+            return std::ptr::null_mut();
+        }
         // fclose, too, is not intercepted.
         tcp.forget_connection();
     }
@@ -55,7 +69,9 @@ pub unsafe extern "C-unwind" fn fdopen(fd: c_int, mode: *const c_char) -> *mut l
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn vdprintf(fd: c_int, format: *const c_char, list: *mut c_void) -> c_int {
-    leave_to_library(fd);
+    if let Some(Err(number)) = table::tcp(fd).map(await_kernel) {
+        return thread::fail(number) as c_int;
+    }
     // SAFETY: the program's own arguments (`# Safety`). A va_list is passed as a pointer.
     unsafe { real::vdprintf(fd, format, list) }
 }
@@ -66,7 +82,9 @@ pub unsafe extern "C-unwind" fn vdprintf(fd: c_int, format: *const c_char, list:
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn __vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, list: *mut c_void) -> c_int {
-    leave_to_library(fd);
+    if let Some(Err(number)) = table::tcp(fd).map(await_kernel) {
+        return thread::fail(number) as c_int;
+    }
     // SAFETY: as above.
     unsafe { real::vdprintf_checked(fd, flag, format, list) }
 }

@@ -2,6 +2,7 @@
 
 use crate::call::{Call, sum};
 use crate::io::Arguments;
+use crate::kernel_only::{self, Patience, leave_to_kernel};
 use crate::sections::{self, Section};
 use crate::wait::{self, Wait, Want};
 use crate::{faults, io, leaving, options, real, table, thread, udp};
@@ -218,14 +219,8 @@ pub unsafe extern "C-unwind" fn readv(fd: c_int, vectors: *const iovec, count: c
     }
 }
 
-/// Restores a connection for good.
-fn leave_to_kernel(fd: c_int, reason: &str) {
-    if let Some(tcp) = table::tcp(fd)
-        && let Some(_section) = Section::enter()
-    {
-        tcp.give_back(reason, Until::Never);
-    }
-}
+/// RWF_NOWAIT, a flag of preadv2 and pwritev2.
+const NO_WAIT: c_int = 8;
 
 /// Intercepts the C library's `preadv2`.
 ///
@@ -239,7 +234,9 @@ pub unsafe extern "C-unwind" fn preadv2(
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    leave_to_kernel(fd, "preadv2");
+    if let Err(number) = leave_to_kernel(fd, "preadv2", libc::SO_RCVTIMEO, flags & NO_WAIT != 0) {
+        return thread::fail(number);
+    }
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::preadv2(fd, vectors, count, offset, flags) }
 }
@@ -256,7 +253,9 @@ pub unsafe extern "C-unwind" fn pwritev2(
     offset: off64_t,
     flags: c_int,
 ) -> ssize_t {
-    leave_to_kernel(fd, "pwritev2");
+    if let Err(number) = leave_to_kernel(fd, "pwritev2", libc::SO_SNDTIMEO, flags & NO_WAIT != 0) {
+        return thread::fail(number);
+    }
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::pwritev2(fd, vectors, count, offset, flags) }
 }
@@ -466,16 +465,16 @@ unsafe fn note_length(entry: *mut mmsghdr, length: ssize_t) -> bool {
     written
 }
 
-/// Restores connections whose descriptors a message passes to another process, for good.
-fn give_back_passed(fd: c_int, message: *const msghdr) {
+/// Restores connections whose descriptors a message passes to another process, for good. Err with errno if the call fails for that.
+fn give_back_passed(fd: c_int, message: *const msghdr, flags: c_int) -> Result<(), c_int> {
     /// More descriptors than a message can have.
     const MOST: usize = 1 << 16;
     if table::end() == 0 && udp::end() == 0 {
-        return;
+        return Ok(());
     }
-    let Some(_section) = Section::enter() else { return };
+    let Some(_section) = Section::enter() else { return Ok(()) };
     let Some(mut message) = faults::read(message).filter(|message| (1..=MOST).contains(&message.msg_controllen)) else {
-        return;
+        return Ok(());
     };
     // In words, since headers are aligned to them.
     let mut control = vec![0u64; message.msg_controllen.div_ceil(8)];
@@ -483,8 +482,9 @@ fn give_back_passed(fd: c_int, message: *const msghdr) {
     // SAFETY: the words have room for that many bytes.
     let bytes = unsafe { std::slice::from_raw_parts_mut(control.as_mut_ptr().cast::<u8>(), length) };
     if crate::process::is_ours(fd) || !faults::read_all(message.msg_control.cast_const().cast(), bytes) {
-        return;
+        return Ok(());
     }
+    let patience = || Patience::of(fd, libc::SO_SNDTIMEO, flags & libc::MSG_DONTWAIT != 0);
     message.msg_control = control.as_mut_ptr().cast();
     let message = &raw const message;
     // SAFETY: the message has a copy of its control buffer, in which the CMSG macros stay.
@@ -497,7 +497,7 @@ fn give_back_passed(fd: c_int, message: *const msghdr) {
                 let length = ((*header).cmsg_len as usize).min(behind).saturating_sub(libc::CMSG_LEN(0) as usize);
                 for at in 0..length / size_of::<c_int>() {
                     if let Some(tcp) = table::tcp(data.add(at).read_unaligned()) {
-                        tcp.give_back("SCM_RIGHTS", Until::Never);
+                        kernel_only::leave(tcp, "SCM_RIGHTS", patience)?;
                     }
                     udp::give_back(data.add(at).read_unaligned());
                 }
@@ -505,6 +505,7 @@ fn give_back_passed(fd: c_int, message: *const msghdr) {
             header = libc::CMSG_NXTHDR(message, header);
         }
     }
+    Ok(())
 }
 
 /// Intercepts the C library's `sendmsg`.
@@ -521,7 +522,9 @@ pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, message: *const msghdr, flags
         // SAFETY: as above.
         (Some(own), None, Some(udp)) => unsafe { udp::send_message(Call::Message, udp, fd, &own, flags) },
         _ => {
-            give_back_passed(fd, message);
+            if let Err(number) = give_back_passed(fd, message, flags) {
+                return thread::fail(number);
+            }
             // SAFETY: as above.
             unsafe { real::sendmsg(fd, message, flags) }
         }
@@ -537,7 +540,9 @@ pub unsafe extern "C-unwind" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, coun
     let (tcp, udp) = (table::tcp(fd), udp::of(fd));
     if tcp.is_none() && udp.is_none() {
         for at in 0..(count as usize).min(MOST_MESSAGES) {
-            give_back_passed(fd, messages.wrapping_add(at).cast());
+            if let Err(number) = give_back_passed(fd, messages.wrapping_add(at).cast(), flags) {
+                return thread::fail(number) as c_int;
+            }
         }
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sendmmsg(fd, messages, count, flags) };
@@ -569,7 +574,12 @@ const MOST_MESSAGES: usize = 1024;
 /// # Safety
 /// As sendfile(2).
 unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t) -> ssize_t {
-    leave_to_kernel(from, "sendfile from a socket");
+    // The kernel refuses it.
+    if let Some(tcp) = table::tcp(from)
+        && let Some(_section) = Section::enter()
+    {
+        tcp.give_back("sendfile from a socket", Until::Never);
+    }
     let (Some(tcp), Some(section)) = (table::tcp(out), Section::enter()) else {
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sendfile(out, from, offset, count) };
@@ -685,8 +695,10 @@ pub unsafe extern "C-unwind" fn splice(
     length: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    for fd in [from, to] {
-        leave_to_kernel(fd, "splice");
+    for (fd, option) in [(from, libc::SO_RCVTIMEO), (to, libc::SO_SNDTIMEO)] {
+        if let Err(number) = leave_to_kernel(fd, "splice", option, flags & libc::SPLICE_F_NONBLOCK != 0) {
+            return thread::fail(number);
+        }
     }
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { real::splice(from, from_at, to, to_at, length, flags) }

@@ -1,11 +1,12 @@
 //! From when a socket is tracked until its last descriptor is closed; forks and ends of sessions in between.
 
 use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
-use crate::forks::{self, Held};
 use crate::handover::{HandOver, State};
+use crate::listening::{self, Asking};
+use crate::short_lock::Held;
 use crate::waiting::Waiting;
 use crate::worth::{self, Worth};
-use crate::{listening, options, real, table, thread};
+use crate::{options, real, table, thread};
 use baton_protocol::program::Until;
 use libc::c_int;
 use std::sync::Mutex;
@@ -13,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
 /// Tracks a socket that this process has just made.
 pub(crate) fn new(fd: c_int) -> &'static Tcp {
-    let reused = locked(&POOL).pop();
+    let reused = POOL.lock().pop();
     let tcp = reused.unwrap_or_else(|| {
         Box::leak(Box::new(Tcp {
             handover: HandOver::default(),
@@ -38,6 +39,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             attempts: AtomicU32::new(0),
             listens: AtomicBool::new(false),
             queue: AtomicPtr::new(std::ptr::null_mut()),
+            asking: Asking::default(),
             fds: Mutex::default(),
             watchers: AtomicU32::new(0),
             waiters: Mutex::default(),
@@ -62,6 +64,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.attempts.store(0, RELAXED);
     tcp.listens.store(false, RELAXED);
     tcp.queue.store(std::ptr::null_mut(), RELAXED);
+    tcp.asking.forget();
     *locked(&tcp.fds) = vec![fd];
     tcp
 }
@@ -88,12 +91,12 @@ pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
 
 /// Takes the pool's lock, for a fork.
 pub(crate) fn hold() -> Vec<Held> {
-    vec![forks::hold(&POOL)]
+    vec![POOL.hold()]
 }
 
 /// Empties the pool after a fork: its entries are linked to the parent's session.
 pub(crate) fn forget_pool() {
-    if let Ok(mut pool) = POOL.try_lock() {
+    if let Some(mut pool) = POOL.try_lock() {
         pool.clear();
     }
 }
@@ -217,6 +220,6 @@ impl Tcp {
         for waiter in self.remove_watchers(&self.waiters, |_| true) {
             waiter.wake();
         }
-        locked(&POOL).push(self);
+        POOL.lock().push(self);
     }
 }

@@ -3,6 +3,7 @@
 use super::{Tcp, locked};
 use crate::epoll::Set;
 use crate::waiter::Waiter;
+use libc::c_int;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
@@ -55,6 +56,19 @@ impl Tcp {
     /// Undoes [`Tcp::add_set`].
     pub fn remove_set(&self, set: &'static Set, slot: u32) {
         self.remove_watchers(&self.sets, |(other, at)| std::ptr::eq(*other, set) && *at == slot);
+    }
+
+    /// Has every set that it is in watch a descriptor of this library's, too, with the program's own registration of this socket.
+    pub fn watch_beside(&'static self, ours: c_int) {
+        // Not with the list locked: the lock order is set first, then list.
+        let sets = locked(&self.sets).clone();
+        sets.iter().for_each(|(set, slot)| set.watch_beside(*slot, self, ours));
+    }
+
+    /// Undoes [`Tcp::watch_beside`].
+    pub fn stop_watching_beside(&self, ours: c_int) {
+        let sets = locked(&self.sets).clone();
+        sets.iter().for_each(|(set, _)| set.stop_watching_beside(ours));
     }
 
     pub(super) fn remove_watchers<T>(&self, list: &Mutex<Vec<T>>, which: impl Fn(&T) -> bool) -> Vec<T> {

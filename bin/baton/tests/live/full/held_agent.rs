@@ -1,0 +1,60 @@
+//! A server that begins to wait for its listener while the agent is held: the kernel makes its connections then, and the NIC later.
+
+use super::{address, bed, connect, connections, exchange, start_printing, wait_for_server};
+use crate::stopped::{hold_agent, in_time};
+use baton_protocol::program::Place;
+use std::io::Write;
+
+in_both_shapes! {
+    a_server_whose_agent_was_held_is_served_later
+}
+
+/// Echoes what comes to port 7000, all in one set. With `session` it has a listener on the NIC before; else no session either.
+const SERVER: &str = "
+import select, socket, sys
+epoll = select.epoll()
+def listen(port):
+    listener = socket.create_server(('', port), backlog=20)
+    listener.setblocking(False)
+    epoll.register(listener, select.EPOLLIN)
+    print(port, flush=True)
+    return listener
+if sys.argv[1] == 'session': first = listen(7001)
+else: print('alone', flush=True)
+sys.stdin.readline()
+listener = listen(7000)
+peers = {}
+while True:
+    for fd, _ in epoll.poll():
+        if fd != listener.fileno():
+            data = peers[fd].recv(65536)
+            if data: peers[fd].sendall(data)
+            else: peers.pop(fd).close()
+            continue
+        try:
+            peer, _ = listener.accept()
+        except BlockingIOError:
+            continue
+        peers[peer.fileno()] = peer
+        epoll.register(peer, select.EPOLLIN)
+";
+
+/// The agent does not open a session, or does not answer in one, when the server's set watches the listener.
+fn a_server_whose_agent_was_held_is_served_later(beside: bool) {
+    for (way, first) in [("alone", "alone"), ("session", "7001")] {
+        let bed = bed(beside);
+        let at = address(false, 7000);
+        let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", SERVER, way]);
+        assert_eq!(lines.next().expect("a line").expect("text"), first);
+        let agent = hold_agent(&bed);
+        writeln!(server.0.stdin.as_mut().expect("its input")).expect("a line");
+        assert_eq!(in_time("epoll_ctl", move || lines.next()).expect("a line").expect("text"), "7000");
+        drop(agent);
+        wait_for_server(&bed, at);
+        let client = connect(&bed, at).expect("a connection");
+        exchange(&client, 1);
+        let local = client.local_addr().expect("its address").to_string();
+        let ours = connections(&bed).into_iter().find(|one| one.peer == local);
+        assert!(ours.is_some_and(|one| one.made_by == Place::Nic), "{way}: the kernel made it");
+    }
+}

@@ -1,0 +1,83 @@
+//! Calls that only the kernel can make on a connection, while the connection cannot leave the NIC.
+
+use crate::common::{hosts, start_python, wait_until};
+use crate::stopped::in_time;
+use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
+use baton_protocol::program::Place;
+use std::io::{BufRead, Read, Write};
+use std::net::TcpListener;
+use std::process::Command;
+use std::time::Duration;
+
+/// Splices bytes into its connection, and sends some more. With O_NONBLOCK, it prints "waits" when that has been refused with EAGAIN.
+const PROGRAM: &str = "
+import os, select, socket, sys
+one = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+one.sendall(b'begin')
+print('ready', flush=True)
+if sys.stdin.readline() == 'nonblocking\\n': one.setblocking(False)
+pipe, end = os.pipe()
+os.write(end, bytes(range(250)) * 40)
+done, refused = 0, False
+while done < 10000:
+    try:
+        done += os.splice(pipe, one.fileno(), 10000 - done)
+    except BlockingIOError:
+        if not refused: print('waits', flush=True)
+        refused = True
+        select.select([], [one], [])
+one.setblocking(True)
+one.sendall(b'end')
+print('spliced', flush=True)
+sys.stdin.readline()
+";
+
+fn ip(bed: &Testbed, arguments: &str) {
+    let mut command = Command::new("ip");
+    let status = bed.host_a.spawn(command.args(arguments.split(' '))).expect("ip").wait().expect("its status");
+    assert!(status.success(), "ip {arguments}");
+}
+
+/// The system call in which a process's first thread sleeps.
+fn sleeps_in(process: u32) -> Option<i64> {
+    let line = std::fs::read_to_string(format!("/proc/{process}/syscall")).ok()?;
+    line.split(' ').next()?.parse().ok()
+}
+
+/// A program splices into a connection on the NIC while there is no route to the peer, so that it cannot be restored. The call waits, or fails
+/// with EAGAIN if it may not; when the route is back the peer gets all bytes, in order.
+#[test]
+fn a_splice_waits_until_the_connection_is_in_the_kernel() {
+    for (beside, way) in [(false, "blocking"), (true, "blocking"), (false, "nonblocking")] {
+        let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+        let listener = bed.host_b.run(|| TcpListener::bind((address_b(false), 0))).expect("a listener");
+        let at = listener.local_addr().expect("its address");
+        let (mut program, lines) = start_python(&bed, PROGRAM, at, true);
+        let mut lines = lines.lines().map(|line| line.expect("text"));
+        let (mut peer, _) = listener.accept().expect("a connection");
+        peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+        peer.read_exact(&mut [0; 5]).expect("its first bytes");
+        let listed = || bed.tool().expect("a tool").connections().expect("a list");
+        wait_until("it is on the NIC", || listed().iter().any(|one| one.place == Place::Nic));
+        ip(&bed, "route del 10.77.0.0/24");
+        wait_until("the route's end is noticed", || listed().iter().any(|one| one.reason.contains("no route")));
+        let mut input = program.stdin.take().expect("its input");
+        writeln!(input, "{way}").expect("a line");
+        if way == "blocking" {
+            // It asks the agent in other calls, and sleeps in this one between two times.
+            wait_until("it waits", || sleeps_in(program.id()) == Some(libc::SYS_ppoll));
+        } else {
+            let (line, rest) = in_time("a splice", move || (lines.next(), lines));
+            assert_eq!(line.as_deref(), Some("waits"));
+            lines = rest;
+        }
+        ip(&bed, "route add 10.77.0.0/24 dev baton0 src 10.77.0.1");
+        let mut received = vec![0; 10_003];
+        peer.read_exact(&mut received).expect("all bytes");
+        let expected: Vec<u8> = (0..10_000).map(|at| (at % 250) as u8).chain(*b"end").collect();
+        assert!(received == expected, "{way}, beside: {beside}: wrong bytes");
+        assert_eq!(in_time("the splice's end", move || lines.next()).as_deref(), Some("spliced"));
+        drop(input);
+        assert!(program.wait().expect("its end").success());
+    }
+}

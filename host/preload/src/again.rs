@@ -1,0 +1,87 @@
+//! When something is tried again that the agent has not done, or has not answered: after pauses that double, from a second on. An agent
+//! that does not answer costs the program most of a second each time.
+
+use crate::wait;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+/// Microseconds of the first pause.
+const FIRST: u64 = 1_000_000;
+
+/// Doublings of the pause: it is 16 s at most.
+const DOUBLINGS: u32 = 4;
+
+/// When it is due, and the attempts that have failed so far.
+#[derive(Default)]
+pub(crate) struct Again {
+    /// Microseconds of the monotonic clock; 0 for at once, `u64::MAX` for never.
+    not_before: AtomicU64,
+    failures: AtomicU32,
+}
+
+impl Again {
+    /// Whether it may be tried now.
+    #[inline]
+    pub fn is_due(&self) -> bool {
+        match self.not_before.load(Ordering::Acquire) {
+            0 => true,
+            u64::MAX => false,
+            not_before => wait::now() >= not_before,
+        }
+    }
+
+    /// Lets it be tried at once: nothing is known against it.
+    pub fn reset(&self) {
+        self.failures.store(0, Ordering::Release);
+        self.not_before.store(0, Ordering::Release);
+    }
+
+    /// Has it tried again after a pause: the attempt has failed.
+    pub fn pause(&self) {
+        self.pause_from(wait::now());
+    }
+
+    fn pause_from(&self, now: u64) {
+        let failures = self.failures.fetch_add(1, Ordering::AcqRel);
+        self.not_before.store(now + (FIRST << failures.min(DOUBLINGS)), Ordering::Release);
+    }
+
+    /// Has it never tried again, unless it is reset.
+    pub fn give_up(&self) {
+        self.not_before.store(u64::MAX, Ordering::Release);
+    }
+
+    /// Whether it is never tried again.
+    pub fn is_given_up(&self) -> bool {
+        self.not_before.load(Ordering::Acquire) == u64::MAX
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_until_it_succeeds() {
+        let again = Again::default();
+        let pauses: Vec<u64> = (0..7)
+            .map(|_| {
+                again.pause_from(0);
+                again.not_before.load(Ordering::Relaxed) / FIRST
+            })
+            .collect();
+        assert_eq!(pauses, [1, 2, 4, 8, 16, 16, 16]);
+        again.reset();
+        assert!(again.is_due());
+        again.pause_from(0);
+        assert_eq!(again.not_before.load(Ordering::Relaxed), FIRST);
+    }
+
+    #[test]
+    fn what_is_given_up_is_due_after_a_reset() {
+        let again = Again::default();
+        again.give_up();
+        assert!(again.is_given_up() && !again.is_due());
+        again.reset();
+        assert!(!again.is_given_up() && again.is_due());
+    }
+}
