@@ -58,7 +58,8 @@ impl Agent {
         true
     }
 
-    /// Forgets the connections in the kernel that a dead agent's NIC was closing; those that still move there are forgotten then.
+    /// Forgets the connections in the kernel that a dead agent's NIC was closing, or whose programs had closed them without that agent's
+    /// knowledge; those that still move there are forgotten then.
     pub(crate) fn forget_what_was_closing(&mut self) {
         for (session, number) in self.all_connections() {
             let Some(connection) = self.connection(session, number) else { continue };

@@ -522,6 +522,11 @@ impl Connection {
         self.load(block::PROCESSOR).checked_sub(1)
     }
 
+    /// Notes whether the program has closed it: the agent may die before it reads the request that says so, and the next one looks here.
+    pub(crate) fn note_closed(&self, closed: bool) {
+        self.set_flag(block::FLAG_CLOSED, closed);
+    }
+
     pub(crate) fn set_flag(&self, flag: u32, on: bool) {
         let flags = self.load(block::FLAGS);
         self.store(block::FLAGS, if on { flags | flag } else { flags & !flag });

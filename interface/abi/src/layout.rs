@@ -364,7 +364,8 @@ pub mod block {
     pub const FLAG_OPENING: u32 = 1 << 3;
     /// Bit of [`FLAGS`]: TCP_CORK is on.
     pub const FLAG_CORK: u32 = 1 << 4;
-    /// Bit of [`FLAGS`]: the program has closed the connection, which the NIC closes in order.
+    /// Bit of [`FLAGS`]: the program has closed the connection, which is forgotten when it is in the kernel, or when the NIC has closed it in
+    /// order. Written by the program before it asks for that, and by the agent when the NIC does it.
     pub const FLAG_CLOSED: u32 = 1 << 5;
     /// Bit of [`FLAGS`]: TCP_NODELAY is on.
     pub const FLAG_NODELAY: u32 = 1 << 6;

@@ -3,7 +3,7 @@
 use crate::common::{connect, hosts, start_python, wait_until};
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_client::{Connection, Listener, Shared};
-use baton_linux::freeze::Frozen;
+use baton_linux::freeze::{Frozen, release_late};
 use baton_protocol::program::{Ask, Opening, Place, Reply};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -189,6 +189,35 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     in_time("what was asked for", move || last.forget(&again, 1)).expect("forgotten");
     // One is left, and nothing of what was withdrawn.
     wait_until(&format!("one is left of {closed} closed ones"), || listed(&bed) == 1);
+}
+
+/// An agent is held while a program closes connections, and then dies: the next one closes them.
+#[test]
+fn what_is_closed_while_an_agent_is_held_is_closed_by_the_next() {
+    let bed = hosts(TestbedSettings::default());
+    let (shared, first, [server, peer]) = registered(&bed, 8000);
+    shared.move_to(first.number(), Place::Nic).expect("a move");
+    let mut closing = vec![first];
+    let (mut servers, mut peers) = (vec![server], vec![peer]);
+    for at in 0..20 {
+        let (server, peer) = connect(&bed, false, 9000 + at);
+        closing.push(shared.register(server.as_fd(), false).expect("a registration"));
+        servers.push(server);
+        peers.push(peer);
+    }
+    let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
+    let held = hold_agent(&bed);
+    let of = shared.clone();
+    in_time("closes", move || closing.iter().for_each(|connection| of.forget(connection, 1).expect("forgotten")));
+    drop(servers);
+    baton_linux::process::signal(agent, libc::SIGKILL).expect("a signal");
+    drop(held);
+    // Its tracer learns of its end before the keeper does.
+    wait_until("it has ended", || !release_late());
+    for mut peer in peers {
+        wait_until("the FIN", || matches!(peer.read(&mut [0]), Ok(0)));
+    }
+    wait_until("nothing is left", || bed.tool().and_then(|mut tool| tool.connections()).is_ok_and(|all| all.is_empty()));
 }
 
 const CLIENT: &str = "

@@ -415,7 +415,13 @@ impl Shared {
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
     pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
+        // Before the agent can give its number to another one.
+        connection.note_closed(true);
         let reply = self.ask_or_leave(&Ask::Forget { connection: connection.number() });
+        let kept = matches!(reply, Ok(Reply::Stayed { .. } | Reply::Failed { .. }));
+        if kept {
+            connection.note_closed(false);
+        }
         self.let_go(connection, token);
         if self.has_ended() || reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
             return Ok(());
