@@ -23,7 +23,7 @@ const NAP: std::time::Duration = std::time::Duration::from_micros(50);
 
 thread_local! {
     /// Threads that were asked to stop and had not when their process was resumed: they will still stop, and have to be resumed
-    /// then.
+    /// then. And those that were killed while they stood still, of whose end nobody else knows before this process has taken note of it.
     static LATE: RefCell<Vec<i32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -35,18 +35,15 @@ pub fn any_late() -> bool {
 /// Resumes threads that stopped too late. Returns whether others have not stopped yet: then the thread that froze them must call
 /// this again soon.
 pub fn release_late() -> bool {
-    LATE.with_borrow_mut(|late| {
-        late.retain(|number| {
-            let mut thread = Thread { process: 0, number: *number, stopped: false, signal: 0 };
-            match thread.has_stopped() {
-                Ok(false) => return true,
-                Ok(true) if thread.stopped => thread.release(),
-                _ => {}
-            }
-            false
-        });
-        !late.is_empty()
-    })
+    for number in LATE.take() {
+        let mut thread = Thread { process: 0, number, stopped: false, signal: 0 };
+        match thread.has_stopped() {
+            Ok(false) => LATE.with_borrow_mut(|late| late.push(number)),
+            Ok(true) if thread.stopped => thread.release(),
+            _ => {}
+        }
+    }
+    any_late()
 }
 
 /// Processes all of whose threads are stopped until this is dropped. It belongs to the thread that made it.
@@ -186,8 +183,8 @@ impl Thread {
     /// Resumes it.
     fn release(&self) {
         if ptrace(libc::PTRACE_DETACH, self.number, self.signal as usize).is_err() {
-            // It was killed: the kernel reports its end to its tracer before its parent.
-            let _ = poll_status(self.number);
+            // It was killed: the kernel reports its end to its tracer before its parent, perhaps only in a moment.
+            LATE.with_borrow_mut(|late| late.push(self.number));
         }
     }
 }
