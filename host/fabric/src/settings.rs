@@ -21,7 +21,10 @@ fn variable<T: FromStr>(name: &str, in_range: impl FnOnce(&T) -> bool) -> Option
     let text = std::env::var(name).ok()?;
     let value = text.parse().ok().filter(in_range);
     if value.is_none() {
-        log(Level::Warn, &format!("{name}={text} is ignored: it is not a value that this setting can have (docs/reference/settings.md)"));
+        log(
+            Level::Warn,
+            &format!("{name}={text} is ignored: it is not a value that this setting can have (docs/reference/settings.md)"),
+        );
     }
     value
 }
