@@ -189,8 +189,8 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
 
 /// Prints the programs that run on without Baton, and those of which some connections stay in the kernel.
 fn print_withdrawn(programs: &VecDeque<Withdrawn>) {
-    for Withdrawn { process, started, program, reason, connections } in programs {
-        if baton_linux::process::started(*process) == Some(*started) {
+    for Withdrawn { process, identity, program, reason, connections } in programs {
+        if baton_linux::process::identity(*process) == Some(*identity) {
             match connections {
                 0 => println!("{program}/{process} runs without Baton: {reason}"),
                 count => println!("{program}/{process} has connections that stay in the kernel (asked {count} times): {reason}"),

@@ -16,14 +16,14 @@ impl Agent {
         let program = program.unwrap_or(&session.opening.program);
         let noted = Withdrawn {
             process: session.process,
-            started: process::started(session.process).unwrap_or_default(),
+            identity: process::identity(session.process).unwrap_or_default(),
             program: shortened(program),
             reason: shortened(&why.to_string()),
             connections: u64::from(why.is_of_connections()),
         };
         let list = &mut self.statistics.withdrawn;
         let same = |known: &&mut Withdrawn| {
-            (known.process, known.started, &known.reason) == (noted.process, noted.started, &noted.reason)
+            (known.process, known.identity, &known.reason) == (noted.process, noted.identity, &noted.reason)
         };
         if let Some(known) = list.iter_mut().find(same) {
             known.connections += noted.connections;

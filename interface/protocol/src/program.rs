@@ -597,8 +597,8 @@ pub struct NicStatistics {
 pub struct Withdrawn {
     /// Its process id.
     pub process: u32,
-    /// When that process was started (`baton_linux::process::started`): the id may be another one's by now.
-    pub started: u64,
+    /// What tells that process from a later one (`baton_linux::process::identity`): the id may be another one's by now.
+    pub identity: u64,
     /// Its name.
     pub program: String,
     /// Why.

@@ -214,16 +214,15 @@ fn held(progress: &Progress, heirs: &Heirs, question: &Question) -> Held {
 /// cannot have got a descriptor without a holder's passing it on by a message.
 fn may_have_inherited(process: u32, program: u32) -> bool {
     // One that has ended holds nothing.
-    let (Some(users), Some((_, session))) = (process::users(process), process::parent_and_session(process)) else { return false };
-    let (Some(its), Some((parent, its_session))) = (process::users(program), process::parent_and_session(program)) else {
-        return true;
-    };
-    if users.iter().any(|user| its.contains(user)) || session == its_session {
+    let Some(users) = process::users(process) else { return false };
+    let (Some(its), Some(parent)) = (process::users(program), process::parent(program)) else { return true };
+    let session = process::session(process);
+    if users.iter().any(|user| its.contains(user)) || session.is_some() && session == process::session(program) {
         return true;
     }
     // Everything descends from the first process.
     let family = [program, parent].into_iter().filter(|one| *one > 1).collect::<Vec<_>>();
-    let parent = |of: &u32| process::parent_and_session(*of).map(|(parent, _)| parent).filter(|parent| *parent > 1);
+    let parent = |of: &u32| process::parent(*of).filter(|parent| *parent > 1);
     std::iter::successors(Some(process), parent).take(MOST_ANCESTORS).any(|ancestor| family.contains(&ancestor))
 }
 

@@ -561,30 +561,32 @@ pub fn blocks(process: u32, number: i32, inode: u64) -> Option<bool> {
     Some(flags & libc::O_NONBLOCK == 0)
 }
 
+/// What a line of a process's status says, as in proc_pid_status(5). None if the process has ended. Its `stat` is not read: that waits while the
+/// process is in execve(2) (Linux 6.18), where a file of its own can keep it.
+fn status(process: u32, line: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
+    let found = status.lines().find_map(|text| text.strip_prefix(line)?.strip_prefix(':'));
+    found.map(|text| text.trim().to_owned())
+}
+
 /// Whether a process has not ended yet.
 pub fn lives(process: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));
-    stat.is_ok_and(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X'])))
+    status(process, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
 }
 
 /// The parent of a process; None if it has ended.
 pub fn parent(process: u32) -> Option<u32> {
-    parent_and_session(process).map(|(parent, _)| parent)
+    status(process, "PPid")?.parse().ok()
 }
 
-/// The parent and the session of a process; None if it has ended.
-pub(crate) fn parent_and_session(process: u32) -> Option<(u32, u32)> {
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // Fields 4 and 6 of proc_pid_stat(5); what follows the name begins with field 3.
-    let mut fields = stat.rsplit_once(") ")?.1.split(' ').skip(1);
-    Some((fields.next()?.parse().ok()?, fields.nth(1)?.parse().ok()?))
+/// The session of a process, in this process's namespace of numbers; None if it has ended, or this kernel has no such namespaces.
+pub(crate) fn session(process: u32) -> Option<u32> {
+    status(process, "NSsid")?.split_whitespace().next()?.parse().ok()
 }
 
 /// The users of a process: real, effective, saved and for files. None if it has ended.
 pub(crate) fn users(process: u32) -> Option<[u32; 4]> {
-    let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
-    let users: Vec<u32> = line.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    let users: Vec<u32> = status(process, "Uid")?.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     users.try_into().ok()
 }
 
@@ -592,11 +594,12 @@ fn real_user(process: u32) -> Option<u32> {
     users(process).map(|users| users[0])
 }
 
-/// When a process was started, in ticks since the system was; None if it has ended. It tells the process from a later one with its number.
-pub fn started(process: u32) -> Option<u64> {
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // Field 22 of proc_pid_stat(5); what follows the name begins with field 3.
-    stat.rsplit_once(") ")?.1.split(' ').nth(19)?.parse().ok()
+/// A number that tells a process from a later one with its process number; None if it has ended. Before Linux 6.9 there is none: 0.
+pub fn identity(process: u32) -> Option<u64> {
+    const PID_FS_MAGIC: i64 = 0x5049_4446;
+    let process = open_process(process).ok()?;
+    let has_numbers = rustix::fs::fstatfs(&process).is_ok_and(|system| system.f_type as i64 == PID_FS_MAGIC);
+    if has_numbers { Some(rustix::fs::fstat(&process).ok()?.st_ino) } else { Some(0) }
 }
 
 /// The children of a process.

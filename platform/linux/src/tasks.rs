@@ -23,9 +23,9 @@ fn read(process: u32, thread: u32, file: &str) -> Option<String> {
 
 /// What a thread of a process does. The first thread has the process's number.
 pub fn activity(process: u32, thread: u32) -> Activity {
-    let stat = read(process, thread, "stat").unwrap_or_default();
-    // The name, in parentheses, may contain anything.
-    match stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next()) {
+    let status = read(process, thread, "status").unwrap_or_default();
+    let state = status.lines().find_map(|line| line.strip_prefix("State:")).map(str::trim);
+    match state.and_then(|state| state.chars().next()) {
         Some('R') => Activity::Runs,
         Some('S' | 'D' | 'I') => Activity::Waits,
         Some('T') => Activity::Stopped,
