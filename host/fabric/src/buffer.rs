@@ -156,7 +156,9 @@ impl Buffer for ProgramBuffer {
 
     fn piece_mut(&mut self, at: u64, length: u64) -> Option<&mut [u8]> {
         let start = self.place(at, length)?;
-        // SAFETY: as in `piece`; the operation that receives into the buffer is the only one that uses it, and `self` is borrowed.
+        // SAFETY: `place` has checked that the bytes lie in one part, which whoever made the buffer has promised to be
+        // live; the operation that receives into the buffer is the only one that uses it, and `self` is borrowed
+        // mutably.
         Some(unsafe { std::slice::from_raw_parts_mut(start, length as usize) })
     }
 }

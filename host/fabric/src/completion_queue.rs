@@ -304,7 +304,8 @@ unsafe extern "C" fn sreadfrom(
     _condition: *const c_void,
     timeout: c_int,
 ) -> isize {
-    // SAFETY: the caller's arguments, as for `readfrom`.
+    // SAFETY: the caller has not closed the queue, and has room for `count` entries at `out`, and at `sources`, which
+    // may be null, for as many addresses.
     unsafe {
         let first = readfrom(cq, out, count, sources);
         let Some(queue) = object::<Queue, _>(cq).filter(|_| first == -(errno::EAGAIN as isize)) else { return first };
@@ -383,7 +384,7 @@ mod tests {
         let mut entries = [const { std::mem::MaybeUninit::<CqEntry>::uninit() }; 4];
         // SAFETY: the queue made above, and room for what is read.
         let mut read_error = || unsafe { readerr(cq, errors.as_mut_ptr().cast(), 0) };
-        // SAFETY: as above.
+        // SAFETY: the queue made above, and room for four entries.
         let mut read_four = || unsafe { read(cq, entries.as_mut_ptr().cast(), 4) };
         assert!(!is_readable(cq));
         shared.push(failed(entry(), 0, errno::EIO, 0));

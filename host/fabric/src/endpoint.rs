@@ -226,7 +226,7 @@ unsafe extern "C" fn close(fid: *mut Fid) -> c_int {
     if let Some(endpoint) = unsafe { object::<Endpoint, _>(fid) } {
         endpoint.shared.finish();
     }
-    // SAFETY: as above; C does not use it any more.
+    // SAFETY: C's pointer to an endpoint that is not closed, and that C does not use after this call.
     unsafe { crate::object::close::<Endpoint>(fid) }
 }
 

@@ -299,7 +299,7 @@ impl Part<'_> {
             Part::Rx(rx) => {
                 rx.caps = caps & (RECEIVING | caps::MSG | caps::TAGGED | caps::RMA);
                 (rx.msg_order, rx.size, rx.iov_limit) = (ORDER_SAS, defaults.receives.into(), PARTS);
-                // SAFETY: as above.
+                // SAFETY: `hints.rx_attr` is null or valid (`# Safety`).
                 if let Some(asked) = wanted.hints.and_then(|hints| unsafe { attributes(hints.rx_attr) }) {
                     rx.op_flags = asked.op_flags;
                 }
@@ -307,13 +307,13 @@ impl Part<'_> {
             Part::Ep(ep) => {
                 (ep.kind, ep.protocol_version, ep.max_msg_size) = (EP_RDM, 1, MAX_LENGTH as usize);
                 (ep.tx_ctx_cnt, ep.rx_ctx_cnt) = (1, 1);
-                // SAFETY: as above.
+                // SAFETY: `hints.ep_attr` is null or valid (`# Safety`).
                 let asked = wanted.hints.and_then(|hints| unsafe { attributes(hints.ep_attr) }).map_or(0, |ep| ep.mem_tag_format);
                 // All 64 bits of a tag are the program's, in any format.
                 ep.mem_tag_format = if asked == 0 { 0xaaaa_aaaa_aaaa_aaaa } else { asked };
             }
             Part::Domain(domain) => {
-                // SAFETY: as above.
+                // SAFETY: `hints.domain_attr` is null or valid (`# Safety`).
                 let asked = wanted.hints.and_then(|hints| unsafe { attributes(hints.domain_attr) });
                 domain.name = text(&local.interface);
                 domain.fill(asked);

@@ -19,7 +19,8 @@ unsafe extern "C" fn recv(
     source: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe { receive(ep, Call::new(Parts::One(start, length), source, Some(context))) }
 }
 
@@ -31,7 +32,8 @@ unsafe extern "C" fn recvv(
     source: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `count` parts at `iov` alone until the operation
+    // has ended.
     unsafe { receive(ep, Call::new(Parts::Several(iov, count), source, Some(context))) }
 }
 
@@ -43,7 +45,8 @@ unsafe extern "C" fn send(
     destination: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe { send_call(ep, Call::new(Parts::One(start.cast_mut(), length), destination, Some(context))) }
 }
 
@@ -55,12 +58,14 @@ unsafe extern "C" fn sendv(
     destination: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `count` parts at `iov` alone until the operation
+    // has ended.
     unsafe { send_call(ep, Call::new(Parts::Several(iov, count), destination, Some(context))) }
 }
 
 unsafe extern "C" fn inject(ep: *mut FidEp, start: *const c_void, length: usize, destination: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and there are `length` bytes at `start`, which are copied before
+    // the call returns.
     unsafe { send_call(ep, Call::new(Parts::One(start.cast_mut(), length), destination, None)) }
 }
 
@@ -73,14 +78,16 @@ unsafe extern "C" fn senddata(
     destination: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe {
         send_call(ep, Call { data: Some(data), ..Call::new(Parts::One(start.cast_mut(), length), destination, Some(context)) })
     }
 }
 
 unsafe extern "C" fn injectdata(ep: *mut FidEp, start: *const c_void, length: usize, data: u64, destination: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and there are `length` bytes at `start`, which are copied before
+    // the call returns.
     unsafe { send_call(ep, Call { data: Some(data), ..Call::new(Parts::One(start.cast_mut(), length), destination, None) }) }
 }
 
@@ -97,11 +104,13 @@ unsafe fn described(message: *const Msg, flags: u64) -> Option<Call> {
 }
 
 unsafe extern "C" fn recvmsg(ep: *mut FidEp, message: *const Msg, flags: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, `message` is null or lives for the call, and what it describes is
+    // left alone until the operation has ended.
     unsafe { described(message, flags).map_or(-(errno::EINVAL as isize), |call| receive(ep, call)) }
 }
 
 unsafe extern "C" fn sendmsg(ep: *mut FidEp, message: *const Msg, flags: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, `message` is null or lives for the call, and what it describes is
+    // left alone until the operation has ended.
     unsafe { described(message, flags).map_or(-(errno::EINVAL as isize), |call| send_call(ep, call)) }
 }

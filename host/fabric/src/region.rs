@@ -179,7 +179,8 @@ pub unsafe extern "C" fn regv(
 pub unsafe extern "C" fn regattr(domain: *mut Fid, attr: *const MrAttr, flags: u64, out: *mut *mut FidMr) -> c_int {
     // SAFETY: null or the caller's attributes, whose `iov` has `iov_count` parts.
     match unsafe { attr.as_ref() } {
-        // SAFETY: as above.
+        // SAFETY: `iov` has `iov_count` parts, as the caller's attributes say; its other fields are the arguments of
+        // the call `regv`.
         Some(MrAttr { iov, iov_count, access, offset, requested_key, context }) => unsafe {
             regv(domain, *iov, *iov_count, *access, *offset, *requested_key, flags, out, *context)
         },

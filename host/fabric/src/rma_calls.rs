@@ -23,7 +23,8 @@ unsafe extern "C" fn read(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: as for `access`.
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe { access(ep, || Ok(ProgramBuffer::new(start, length)), Remote { peer, address, key }, context, caps::READ) }
 }
 
@@ -37,12 +38,14 @@ unsafe extern "C" fn readv(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: as for `access`.
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `count` parts at `iov` alone until the operation
+    // has ended.
     unsafe { access(ep, || buffer(iov, count), Remote { peer, address, key }, context, caps::READ) }
 }
 
 unsafe extern "C" fn readmsg(ep: *mut FidEp, message: *const MsgRma, flags: u64) -> isize {
-    // SAFETY: as for `access_message`.
+    // SAFETY: libfabric's caller has not closed `ep`, `message` is null or lives for the call, and what it describes is
+    // left alone until the operation has ended.
     unsafe { access_message(ep, message, flags, caps::READ) }
 }
 
@@ -56,7 +59,8 @@ unsafe extern "C" fn write(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: as for `access`.
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe {
         access(ep, || Ok(ProgramBuffer::new(start.cast_mut(), length)), Remote { peer, address, key }, context, caps::WRITE)
     }
@@ -72,12 +76,14 @@ unsafe extern "C" fn writev(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: as for `access`.
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `count` parts at `iov` alone until the operation
+    // has ended.
     unsafe { access(ep, || buffer(iov, count), Remote { peer, address, key }, context, caps::WRITE) }
 }
 
 unsafe extern "C" fn writemsg(ep: *mut FidEp, message: *const MsgRma, flags: u64) -> isize {
-    // SAFETY: as for `access_message`.
+    // SAFETY: libfabric's caller has not closed `ep`, `message` is null or lives for the call, and what it describes is
+    // left alone until the operation has ended.
     unsafe { access_message(ep, message, flags, caps::WRITE) }
 }
 
@@ -130,7 +136,8 @@ unsafe fn access_message(ep: *mut FidEp, message: *const MsgRma, flags: u64, dir
 }
 
 unsafe extern "C" fn inject(ep: *mut FidEp, start: *const c_void, length: usize, peer: u64, address: u64, key: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and there are `length` bytes at `start`, which are copied before
+    // the call returns.
     unsafe {
         on(ep, |endpoint| {
             let buffer = ProgramBuffer::new(start.cast_mut(), length);
@@ -151,7 +158,8 @@ unsafe extern "C" fn writedata(
     key: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe {
         on(ep, |endpoint| {
             let (buffer, flags) = (ProgramBuffer::new(start.cast_mut(), length), endpoint.default_flags(true));
@@ -170,7 +178,8 @@ unsafe extern "C" fn injectdata(
     address: u64,
     key: u64,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and there are `length` bytes at `start`, which are copied before
+    // the call returns.
     unsafe {
         on(ep, |endpoint| {
             let buffer = ProgramBuffer::new(start.cast_mut(), length);

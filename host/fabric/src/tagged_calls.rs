@@ -21,7 +21,8 @@ unsafe extern "C" fn recv(
     ignore: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe { receive(ep, Call { tag: Some((tag, ignore)), ..Call::new(Parts::One(start, length), source, Some(context)) }) }
 }
 
@@ -35,7 +36,8 @@ unsafe extern "C" fn recvv(
     ignore: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `count` parts at `iov` alone until the operation
+    // has ended.
     unsafe { receive(ep, Call { tag: Some((tag, ignore)), ..Call::new(Parts::Several(iov, count), source, Some(context)) }) }
 }
 
@@ -48,7 +50,8 @@ unsafe extern "C" fn send(
     tag: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe {
         send_call(ep, Call { tag: Some((tag, 0)), ..Call::new(Parts::One(start.cast_mut(), length), destination, Some(context)) })
     }
@@ -63,12 +66,14 @@ unsafe extern "C" fn sendv(
     tag: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `count` parts at `iov` alone until the operation
+    // has ended.
     unsafe { send_call(ep, Call { tag: Some((tag, 0)), ..Call::new(Parts::Several(iov, count), destination, Some(context)) }) }
 }
 
 unsafe extern "C" fn inject(ep: *mut FidEp, start: *const c_void, length: usize, destination: u64, tag: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and there are `length` bytes at `start`, which are copied before
+    // the call returns.
     unsafe { send_call(ep, Call { tag: Some((tag, 0)), ..Call::new(Parts::One(start.cast_mut(), length), destination, None) }) }
 }
 
@@ -82,7 +87,8 @@ unsafe extern "C" fn senddata(
     tag: u64,
     context: *mut c_void,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and leaves the `length` bytes at `start` alone until the
+    // operation has ended.
     unsafe {
         send_call(
             ep,
@@ -103,7 +109,8 @@ unsafe extern "C" fn injectdata(
     destination: u64,
     tag: u64,
 ) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, and there are `length` bytes at `start`, which are copied before
+    // the call returns.
     unsafe {
         send_call(
             ep,
@@ -130,11 +137,13 @@ unsafe fn described(message: *const MsgTagged, flags: u64) -> Option<Call> {
 }
 
 unsafe extern "C" fn recvmsg(ep: *mut FidEp, message: *const MsgTagged, flags: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, `message` is null or lives for the call, and what it describes is
+    // left alone until the operation has ended.
     unsafe { described(message, flags).map_or(-(errno::EINVAL as isize), |call| receive(ep, call)) }
 }
 
 unsafe extern "C" fn sendmsg(ep: *mut FidEp, message: *const MsgTagged, flags: u64) -> isize {
-    // SAFETY: the promises of libfabric's caller (see above).
+    // SAFETY: libfabric's caller has not closed `ep`, `message` is null or lives for the call, and what it describes is
+    // left alone until the operation has ended.
     unsafe { described(message, flags).map_or(-(errno::EINVAL as isize), |call| send_call(ep, call)) }
 }

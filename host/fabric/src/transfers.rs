@@ -81,7 +81,7 @@ pub unsafe fn buffer(iov: *const libc::iovec, count: usize) -> Result<ProgramBuf
     }
     // SAFETY: this function's `# Safety`. An empty slice needs no parts.
     let parts = if count == 0 { &[] } else { unsafe { std::slice::from_raw_parts(iov, count) } };
-    // SAFETY: as above.
+    // SAFETY: each part is as `ProgramBuffer::new` demands (`# Safety`).
     unsafe { ProgramBuffer::from_parts(parts) }.ok_or(errno::EINVAL)
 }
 

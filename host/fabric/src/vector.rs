@@ -255,7 +255,7 @@ mod tests {
             assert_eq!((known.get(places[0]), known.removals()), (None, removals + 2));
         }
         let (_, places) = insert_all(av, &addresses(&[1]), 1);
-        // SAFETY: as above; a place that is free is not removed.
+        // SAFETY: the vector made above, and one place; one that is free is not removed.
         assert_ne!(unsafe { remove(av, [1 - places[0]].as_mut_ptr(), 1, 0) }, 0);
     }
 }

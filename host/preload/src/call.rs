@@ -53,7 +53,8 @@ impl Call {
     /// # Safety
     /// As sendmsg(2); for one buffer the message has one vector.
     pub unsafe fn send(self, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
-        // SAFETY: as in `receive`.
+        // SAFETY: the message's buffers are those of the program's call (`# Safety`); calls for one buffer have one
+        // vector.
         unsafe {
             match self {
                 Call::Plain => real::write(fd, (*message.msg_iov).iov_base, (*message.msg_iov).iov_len),

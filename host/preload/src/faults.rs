@@ -193,7 +193,7 @@ extern "C-unwind" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut
                 }
             }
         }
-        // SAFETY: as in the arm above.
+        // SAFETY: `info` is the kernel's description of the signal.
         _ => unsafe { end_by(signal, info) },
     }
 }

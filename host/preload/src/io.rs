@@ -154,12 +154,13 @@ pub(crate) unsafe fn send(
         return unsafe { leaving::asleep(|| call.send(fd, &message, flags)) };
     };
     if flags & !PLAIN_SEND != 0 {
-        // SAFETY: as above.
+        // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`).
         return unsafe { send_inside(section, call, tcp, fd, &message, flags) };
     }
     if length > MOST {
         drop(section);
-        // SAFETY: as above. The kernel refuses it, or cuts it.
+        // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`), of which the `MOST` bytes at
+        // `start` are a part. The kernel refuses it, or cuts it.
         return unsafe {
             match call {
                 Call::Plain if is_outside(start, length) => leaving::asleep(|| call.send(fd, &message, flags)),
@@ -169,24 +170,24 @@ pub(crate) unsafe fn send(
     }
     let inside = tcp.enter_kernel();
     if length > 0 && inside.as_ref().is_some_and(|inside| !tcp.may_sleep(inside, flags)) {
-        // SAFETY: as above.
+        // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`).
         let sent = unsafe { real::send(fd, start, length, flags | libc::MSG_DONTWAIT) };
         drop(inside);
         tcp.count(fd, sent, true);
         if sent == length as ssize_t || sent < 0 && thread::errno() != libc::EAGAIN {
             return sent;
         }
-        // SAFETY: as above.
+        // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`).
         return unsafe { send_rest(section, call, tcp, fd, &message, flags, (sent.max(0) as usize, true)) };
     }
-    // SAFETY: as above.
+    // SAFETY: `message` describes the buffer that send(2) requires (`# Safety`).
     unsafe { send_as_it_is(section, inside, call, tcp, fd, &message, flags) }
 }
 
 #[cold]
 fn send_failed(number: c_int, flags: c_int) -> ssize_t {
     if number == libc::EPIPE && flags & libc::MSG_NOSIGNAL == 0 {
-        // SAFETY: the calling thread exists. The kernel raises SIGPIPE likewise.
+        // SAFETY: the calling thread exists. The kernel raises SIGPIPE here, too.
         unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGPIPE) };
     }
     fail(number)
@@ -218,7 +219,7 @@ fn rest_of(message: &msghdr, done: usize) -> (msghdr, Vec<iovec>) {
 }
 
 fn total(message: &msghdr) -> usize {
-    // SAFETY: as in `remaining`.
+    // SAFETY: `import` has made the message, with `msg_iovlen` vectors of this library's.
     (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
 }
 
@@ -285,7 +286,7 @@ pub(crate) unsafe fn send_message(call: Call, tcp: &'static Tcp, fd: c_int, mess
     match Section::enter() {
         // SAFETY: this function's `# Safety` is sendmsg(2)'s.
         Some(section) => unsafe { send_inside(section, call, tcp, fd, message, flags) },
-        // SAFETY: as above.
+        // SAFETY: this function's `# Safety` is sendmsg(2)'s.
         None => unsafe { leaving::asleep(|| call.send(fd, message, flags)) },
     }
 }
@@ -325,7 +326,7 @@ unsafe fn send_as_it_is(
         return sent;
     }
     drop(inside);
-    // SAFETY: as above.
+    // SAFETY: this function's `# Safety` is sendmsg(2)'s.
     unsafe { send_rest(section, call, tcp, fd, message, flags, (0, false)) }
 }
 
@@ -482,7 +483,8 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     if length == 0 {
         return None;
     }
-    // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`). Where there is none, as in `send_at_once`.
+    // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only
+    // passed on to a guarded copy, and what has received nothing then goes the slow path, which knows null.
     let room = unsafe { std::slice::from_raw_parts_mut(start.cast(), length) };
     whole::begin();
     let received = session.shared.receive_at_once(connection, token(), room);
@@ -532,12 +534,13 @@ pub(crate) unsafe fn receive(
         return unsafe { leaving::asleep(|| call.receive(fd, &mut message, flags)) };
     };
     if flags & !PLAIN_RECEIVE != 0 {
-        // SAFETY: as above.
+        // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
         return unsafe { receive_inside(section, call, tcp, fd, &mut message, flags) };
     }
     if length > MOST {
         drop(section);
-        // SAFETY: as above. The kernel refuses it, or cuts it.
+        // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`), of which the `MOST` bytes at
+        // `start` are a part. The kernel refuses it, or cuts it.
         return unsafe {
             match call {
                 Call::Plain if is_outside(start, length) => leaving::asleep(|| call.receive(fd, &mut message, flags)),
@@ -547,17 +550,17 @@ pub(crate) unsafe fn receive(
     }
     let inside = tcp.enter_kernel();
     if flags & libc::MSG_WAITALL == 0 && tcp.lowat() == 1 && inside.as_ref().is_some_and(|inside| !tcp.may_sleep(inside, flags)) {
-        // SAFETY: as above.
+        // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`).
         let received = unsafe { real::recv(fd, start, length, flags | libc::MSG_DONTWAIT) };
         drop(inside);
         tcp.count(fd, received, false);
         if received >= 0 || thread::errno() != libc::EAGAIN {
             return received;
         }
-        // SAFETY: as above.
+        // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
         return unsafe { receive_rest(section, call, tcp, fd, &mut message, flags, true) };
     }
-    // SAFETY: as above.
+    // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
     unsafe { receive_as_it_is(section, inside, call, tcp, fd, &mut message, flags) }
 }
 
@@ -571,7 +574,7 @@ pub(crate) unsafe fn receive_message(call: Call, tcp: &'static Tcp, fd: c_int, m
     match Section::enter() {
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
         Some(section) if flags & libc::MSG_ERRQUEUE == 0 => unsafe { receive_inside(section, call, tcp, fd, message, flags) },
-        // SAFETY: as above.
+        // SAFETY: this function's `# Safety` is recvmsg(2)'s.
         _ => unsafe { leaving::asleep(|| call.receive(fd, message, flags)) },
     }
 }
@@ -616,7 +619,7 @@ unsafe fn receive_as_it_is(
         return received;
     }
     drop(inside);
-    // SAFETY: as above.
+    // SAFETY: this function's `# Safety` is recvmsg(2)'s.
     unsafe { receive_rest(section, call, tcp, fd, message, flags, false) }
 }
 
@@ -642,7 +645,8 @@ unsafe fn receive_rest(
         // Linux, in do_iter_read: readv(2) of nothing is not passed on to the socket.
         return 0;
     }
-    // SAFETY: as above.
+    // SAFETY: `imported` is the message of recvmsg(2) (`# Safety`) with vectors of this library's, which `_pieces`
+    // keeps.
     let received = unsafe { receive_imported(section, call, tcp, fd, &mut imported, flags, nothing) };
     (message.msg_namelen, message.msg_controllen, message.msg_flags) =
         (imported.msg_namelen, imported.msg_controllen, imported.msg_flags);
@@ -779,7 +783,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
     };
     let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
     if entered.owner != Owner::Nic {
-        // SAFETY: as above.
+        // SAFETY: this function's `# Safety` is recvmsg(2)'s.
         let received = unsafe { receive_from_kernel(fd, message, from, flags, more) };
         if let (Attempt::Done(count), false) = (&received, peek) {
             tcp.took(*count);

@@ -184,7 +184,7 @@ fn open() -> Option<&'static Session> {
     let opened = Shared::connect_with(&plan.run.socket, opening, listener, renumber);
     if left().is_none() {
         for place in places {
-            // SAFETY: as above.
+            // SAFETY: the number belongs to a session that has ended and never closes it itself.
             drop(unsafe { OwnedFd::from_raw_fd(place) });
         }
     }

@@ -171,7 +171,7 @@ pub(crate) struct Ring {
 
 // SAFETY: the mappings are not bound to a thread. Their words are reached as atomics, and entries by copies, of any bytes.
 unsafe impl Sync for Ring {}
-// SAFETY: as above.
+// SAFETY: the mappings are not bound to a thread, and stay until the ring is closed, whichever thread does that.
 unsafe impl Send for Ring {}
 
 /// What becomes of an entry.
@@ -411,7 +411,8 @@ impl Ring {
                 Judged::Kernels => {}
                 Judged::Made => {
                     let nothing = Entry { flags: entry.flags, fd: -1, data: entry.data, ..Entry::default() };
-                    // SAFETY: as above; the program gives it to whoever submits it.
+                    // SAFETY: an entry inside the mapping, which the program has given to whoever submits it: it does
+                    // not use it meanwhile.
                     unsafe { place.write_volatile(nothing) };
                 }
                 judged @ (Judged::Failed | Judged::Ends) => {

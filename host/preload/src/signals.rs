@@ -79,7 +79,7 @@ pub(crate) unsafe fn mask_in(context: *mut c_void) -> u64 {
 /// Sets the thread's mask to what it is in a handler, where it was `before`.
 pub(crate) fn mask_as_in_handler(signal: c_int, action: &sigaction, before: u64) {
     let itself = if action.sa_flags & libc::SA_NODEFER == 0 { 1 << (signal - 1) } else { 0 };
-    // SAFETY: as in `block_deferrable`.
+    // SAFETY: the kernel uses the first word of a set, and a set is aligned to a word.
     set_mask(before | itself | unsafe { (&raw const action.sa_mask).cast::<u64>().read() });
 }
 

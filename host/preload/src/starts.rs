@@ -188,7 +188,7 @@ fn with_room<T>(words: usize, call: impl FnOnce(&mut [usize]) -> T) -> T {
     }
     // SAFETY: the mapping has `words` words of zeroes, and nobody else uses it.
     let done = call(unsafe { std::slice::from_raw_parts_mut(room.cast(), words) });
-    // SAFETY: the mapping from above, whose last use was the call.
+    // SAFETY: the mapping that mmap(2) has made here, whose last use was the call.
     unsafe { libc::munmap(room, bytes) };
     done
 }

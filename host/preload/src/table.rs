@@ -66,7 +66,8 @@ pub(crate) fn in_tcp<T>(fd: c_int, look: impl FnOnce(&'static Tcp) -> Option<T>)
     if found as usize & 1 == 0 {
         return None;
     }
-    // SAFETY: as in `as_tcp`.
+    // SAFETY: `put` stores only pointers from `&'static` references, tagged with the lowest bit for `Tcp`; nothing is
+    // ever freed.
     look(unsafe {
         std::hint::assert_unchecked(found as usize > 1);
         &*found.wrapping_byte_sub(1).cast::<Tcp>()
@@ -97,10 +98,12 @@ pub(crate) fn get(fd: c_int) -> Option<File> {
         return Some(File::Tcp(tcp));
     }
     if found as usize & RING != 0 {
-        // SAFETY: as in `as_tcp`; `put` sets this bit for a `&'static Ring` alone.
+        // SAFETY: `put` stores only pointers from `&'static` references, and sets this bit for a `Ring` alone; nothing
+        // is ever freed.
         return Some(File::Ring(unsafe { &*found.wrapping_byte_sub(RING).cast::<Ring>() }));
     }
-    // SAFETY: as in `as_tcp`; both bits are clear, so `put` stored a `&'static Set`.
+    // SAFETY: `put` stores only pointers from `&'static` references; both bits are clear, so this one is of a `Set`;
+    // nothing is ever freed.
     Some(File::Set(unsafe { &*found.cast::<Set>() }))
 }
 

@@ -433,7 +433,7 @@ impl Tcp {
     pub fn set_queue(&self, queue: Option<&'static Queue>) -> Option<&'static Queue> {
         let queue = queue.map_or(std::ptr::null_mut(), |queue| std::ptr::from_ref(queue).cast_mut());
         let last = self.queue.swap(queue, Ordering::AcqRel);
-        // SAFETY: as in `queue`.
+        // SAFETY: `set_queue` stores references that live for ever, or null.
         unsafe { last.as_ref() }
     }
 

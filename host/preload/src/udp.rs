@@ -478,7 +478,7 @@ unsafe fn write_address(address: SocketAddr, v6: bool, to: *mut c_void, room: so
         out.sin6_addr.s6_addr = ip.octets();
         size_of::<libc::sockaddr_in6>()
     } else {
-        // SAFETY: as above.
+        // SAFETY: the storage has room and alignment for every address.
         let out = unsafe { &mut *(&raw mut storage).cast::<libc::sockaddr_in>() };
         out.sin_family = libc::AF_INET as _;
         out.sin_port = address.port().to_be();
@@ -500,7 +500,7 @@ pub(crate) unsafe fn send_message(call: Call, udp: &Udp, fd: c_int, message: &ms
     let _whole = Whole::begin_cancelable();
     // SAFETY: the program's own arguments (`# Safety`).
     let by_nic = Section::enter().and_then(|_section| unsafe { send_by_nic(udp, fd, message, flags) });
-    // SAFETY: as above.
+    // SAFETY: the message is that of the program's sendmsg(2) (`# Safety`).
     by_nic.unwrap_or_else(|| unsafe { leaving::asleep(|| call.send(fd, message, flags)) })
 }
 

@@ -125,7 +125,7 @@ pub(crate) fn begin() {
 pub(crate) fn end() {
     // One instruction: a signal that comes before it is deferred, and one that comes after it is not.
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: as in `begin`.
+    // SAFETY: the thread's own `Here::depth`, which comes first.
     unsafe {
         std::arch::asm!(
             "sub dword ptr fs:[{}], {one}",

@@ -85,7 +85,8 @@ impl<T> Deref for LockGuard<'_, T> {
 impl<T> DerefMut for LockGuard<'_, T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as in `deref`; and this guard is borrowed mutably, so that no reference made through it is alive.
+        // SAFETY: a guard exists only while `holder` is its thread's, so that no other guard refers to the value; and
+        // this one is borrowed mutably, so that no reference made through it is alive.
         unsafe { &mut *self.lock.value.get() }
     }
 }

@@ -256,8 +256,8 @@ fn send_one(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>) -> io::Re
     let (name, name_length) = address.as_ref().map_or((std::ptr::null(), 0), RawAddress::as_parts);
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
     let (start, length) = (bytes.as_ptr(), bytes.len());
-    // SAFETY: sendto(2), and not as a cancellation point, as in `system_call`. The bytes and the address live for the call, which only
-    // reads them.
+    // SAFETY: sendto(2) by its number, since the C library's is a cancellation point of pthreads. The bytes and the
+    // address live for the call, which only reads them.
     let sent = unsafe { libc::syscall(libc::SYS_sendto, fd.as_raw_fd(), start, length, flags, name, name_length) };
     check_size(sent as isize).map(|_| ())
 }

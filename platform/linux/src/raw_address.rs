@@ -34,7 +34,7 @@ impl RawAddress {
                     sin6_addr: libc::in6_addr { s6_addr: v6.ip().octets() },
                     sin6_scope_id: v6.scope_id(),
                 };
-                // SAFETY: as above.
+                // SAFETY: sockaddr_storage is large and aligned enough for every address.
                 unsafe { (&raw mut storage).cast::<libc::sockaddr_in6>().write(raw) };
                 size_of::<libc::sockaddr_in6>()
             }
@@ -56,7 +56,8 @@ impl RawAddress {
                 Ok(SocketAddrV4::new(ip, u16::from_be(raw.sin_port)).into())
             }
             libc::AF_INET6 => {
-                // SAFETY: as above.
+                // SAFETY: the family says that the storage contains a sockaddr_in6, and the storage is aligned for
+                // every address.
                 let raw = unsafe { &*(&raw const *storage).cast::<libc::sockaddr_in6>() };
                 let ip = Ipv6Addr::from(raw.sin6_addr.s6_addr);
                 Ok(SocketAddrV6::new(ip, u16::from_be(raw.sin6_port), raw.sin6_flowinfo, raw.sin6_scope_id).into())

@@ -276,7 +276,8 @@ pub fn send_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io::R
 /// The failed system call's.
 pub fn receive_pieces(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, flags: i32) -> io::Result<usize> {
     let mut vectors = pieces.vectors();
-    // SAFETY: as above; nobody holds references into shared memory, only atomics and copies.
+    // SAFETY: the pieces lie in a mapped region, which their lifetime keeps mapped; the vectors live through the call.
+    // Nobody holds references into shared memory, only atomics and copies.
     check_size(unsafe { libc::recvmsg(fd.as_raw_fd(), &mut message(&mut vectors), flags) })
 }
 

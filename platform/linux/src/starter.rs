@@ -81,7 +81,7 @@ impl Starter {
 fn take_own_table(channel: i32) -> io::Result<Channel> {
     const FIRST: u32 = process::FIRST_DESCRIPTOR as u32;
     let close = |first: u32, last: u32, flags: u32| {
-        // SAFETY: the call takes no pointers. What it closes are this thread's copies, which nobody owns: see below.
+        // SAFETY: the call takes no pointers. What it closes are copies in this thread's own table, which nobody owns.
         check(unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) } as i32)
     };
     // Nothing has the number from which on this would close something: the table is copied whole. In containers this is allowed where

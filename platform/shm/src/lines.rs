@@ -49,7 +49,8 @@ pub(crate) fn prefetch_line(_: *const u8) {}
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(crate) fn prefetch_line_to_write(at: *const u8) {
-    // SAFETY: as in `prefetch_line`. Processors that do not know the instruction do nothing.
+    // SAFETY: a prefetch changes nothing that the program could see, and one of an address that is not mapped does
+    // nothing. Processors that do not know the instruction do nothing.
     unsafe { core::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags, readonly)) };
 }
 

@@ -57,7 +57,7 @@ fn map_at(address: usize, length: usize, fd: BorrowedFd<'_>, offset: usize) -> i
     match NonNull::new(base.cast()) {
         Some(made) if base as usize == address && (!locking || unlocked()) => Ok(made),
         _ => {
-            // SAFETY: as above; nobody uses it.
+            // SAFETY: the mapping that mmap(2) has just made here, whose address nobody has been given.
             unsafe { libc::munmap(base, length) };
             Err(io::ErrorKind::AddrInUse.into())
         }
@@ -120,7 +120,7 @@ impl Pieces {
         let one = self.mapping();
         let done = (piece(at)..end).all(|piece| is_mapped(piece) || self.map(base, fd, piece));
         drop(one);
-        // SAFETY: the mask from above.
+        // SAFETY: `before` is the mask that pthread_sigmask(3) has filled in before the lock was taken.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), core::ptr::null_mut()) };
         done
     }

@@ -138,7 +138,7 @@ pub struct Pooled<T: Shared> {
 
 // SAFETY: it owns its object, as a Box does.
 unsafe impl<T: Shared + Send> Send for Pooled<T> {}
-// SAFETY: as above.
+// SAFETY: through a shared reference to it only `&T` can be had, and `T` is Sync.
 unsafe impl<T: Shared + Sync> Sync for Pooled<T> {}
 
 impl<T: Shared> Pooled<T> {
@@ -174,7 +174,8 @@ impl<T: Shared> Deref for Pooled<T> {
 impl<T: Shared> DerefMut for Pooled<T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as above.
+        // SAFETY: the place holds an object from `Pooled::new` until `drop`, and it is this one's alone, which is
+        // borrowed mutably.
         unsafe { self.place.as_mut() }
     }
 }

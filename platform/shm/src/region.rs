@@ -29,7 +29,8 @@ pub struct Region {
 // SAFETY: the mapping is not bound to a thread, and it lives as long as the region. All accesses to it are atomic, or copies of
 // bytes, for which any value is valid.
 unsafe impl Send for Region {}
-// SAFETY: as above; shared access from several threads is the same as from several processes.
+// SAFETY: all that changes through a shared reference is the mapping's bytes, which are reached as atomics or copied,
+// for which any value is valid; other processes change them at any time, too.
 unsafe impl Sync for Region {}
 
 /// A set of at most one NUMA node, one bit each, in the form of 1024 bits that mbind(2) and set_mempolicy(2) take.
@@ -251,7 +252,8 @@ impl Region {
     pub fn word32(&self, at: usize) -> &AtomicU32 {
         assert!(at.is_multiple_of(4));
         let base = self.span(at, 4).expect("the layout lies inside the region");
-        // SAFETY: as in `words`, with an alignment of 4.
+        // SAFETY: `span` has checked that the word lies in the mapping, which `self` keeps alive; it is aligned to 4,
+        // since the mapping is aligned to a page and `at` to 4; an atomic may be written by others at any time.
         unsafe { &*base.as_ptr().cast() }
     }
 
@@ -352,7 +354,8 @@ impl Circle {
         if bytes.len() > (self.mask & !seq) as usize {
             return self.write_to_end(seq, bytes);
         }
-        // SAFETY: as in `write`.
+        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region`
+        // keeps mapped, and the bytes end before the last of them; see `Region::write` for concurrent writes.
         unsafe { copy_inline(bytes.as_ptr(), self.base.add(offset as usize).as_ptr(), bytes.len()) };
     }
 
@@ -360,7 +363,8 @@ impl Circle {
     #[cold]
     #[inline(never)]
     fn write_to_end(&self, seq: u32, bytes: &[u8]) {
-        // SAFETY: as in `write`: the `mask + 1` bytes at `base` are mapped.
+        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region`
+        // keeps mapped; they are only reached by copies and atomics.
         unsafe { write_around(self.base, self.mask, seq, bytes) };
     }
 
@@ -377,7 +381,8 @@ impl Circle {
 
     /// Reads the bytes from sequence number `seq` on.
     pub fn read(&self, seq: u32, out: &mut [u8]) {
-        // SAFETY: as in `write`.
+        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region`
+        // keeps mapped; they are only reached by copies and atomics.
         unsafe { read_around(self.base, self.mask, seq, out) };
     }
 }
@@ -418,7 +423,8 @@ unsafe fn write_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut bytes: &[
 unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut [u8]) {
     loop {
         let (piece, rest) = out.split_at_mut(before_end(mask, seq, out.len()));
-        // SAFETY: as in `write_around`; see `Region::read` for concurrent writes.
+        // SAFETY: `seq & mask` is at most `mask`, and `before_end` has cut the piece to the bytes left before the end,
+        // so that the caller's `mask + 1` mapped bytes contain it; see `Region::read` for concurrent writes.
         unsafe {
             let from = base.add((seq & mask) as usize);
             core::ptr::copy_nonoverlapping(from.as_ptr(), piece.as_mut_ptr(), piece.len());
@@ -446,7 +452,8 @@ pub struct MovableParts<const N: usize, const CIRCLES: usize> {
 // SAFETY: `base` and `words` point into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are
 // only copied from and to, or reached as atomics.
 unsafe impl<const N: usize, const CIRCLES: usize> Send for MovableParts<N, CIRCLES> {}
-// SAFETY: as above; the fields that change are atomic.
+// SAFETY: the fields that change, `words` and `circles`, are atomics, and so are the words in the mapping; its other
+// bytes are only copied from and to.
 unsafe impl<const N: usize, const CIRCLES: usize> Sync for MovableParts<N, CIRCLES> {}
 
 impl<const N: usize, const CIRCLES: usize> MovableParts<N, CIRCLES> {
@@ -588,7 +595,8 @@ impl MovableCircle<'_> {
         if out.len() > (mask - offset) as usize + 1 {
             return false;
         }
-        // SAFETY: as in `write_straight`; see `Region::read` for concurrent writes.
+        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped, and the bytes
+        // end before the buffer does; see `Region::read` for concurrent writes.
         unsafe {
             let from = self.base.add(at as usize + offset as usize);
             guarded::copy(from.as_ptr(), out.as_mut_ptr(), out.len())
@@ -602,7 +610,8 @@ impl MovableCircle<'_> {
         let (at, mask) = self.place();
         let first = before_end(mask, seq, out.len());
         let (piece, rest) = out.split_at_mut(first);
-        // SAFETY: as in `write`; see `Region::read` for concurrent writes.
+        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped; `before_end`
+        // cuts at its end, and what is left begins at its beginning; see `Region::read` for concurrent writes.
         unsafe {
             let base = self.base.add(at as usize);
             let from = base.add((seq & mask) as usize);
@@ -623,7 +632,7 @@ pub struct WordArray<const N: usize> {
 
 // SAFETY: `words` points to atomics in the mapping, which is not bound to a thread and which `_region` keeps alive.
 unsafe impl<const N: usize> Send for WordArray<N> {}
-// SAFETY: as above; atomics may be shared between threads.
+// SAFETY: `words` points to atomics, which several threads may reach at once, and `_region` keeps their mapping alive.
 unsafe impl<const N: usize> Sync for WordArray<N> {}
 
 impl<const N: usize> Deref for WordArray<N> {

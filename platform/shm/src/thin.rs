@@ -46,7 +46,7 @@ pools!(P64: 64, P96: 96, P112: 112, P128: 128, P144: 144, P160: 160, P176: 176, 
 
 // SAFETY: it owns its bytes, as a Box does.
 unsafe impl Send for ThinBytes {}
-// SAFETY: as above; they never change.
+// SAFETY: the bytes never change after `new` has written them, so that threads may read them at once.
 unsafe impl Sync for ThinBytes {}
 
 impl ThinBytes {

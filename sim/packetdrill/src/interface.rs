@@ -270,11 +270,12 @@ pub unsafe fn answer_getsockopt(
     }
     // What packetdrill asks for by itself is no event of the script.
     let answer = {
-        // SAFETY: `length` is valid as for `getsockopt`.
+        // SAFETY: `length` points to a length, as getsockopt(2) demands of this function's caller (`# Safety`).
         let room = unsafe { *length } as usize;
         adapter.lock().world.option(fd, level, name, room)
     };
-    // SAFETY: as for `getsockopt`.
+    // SAFETY: `length` points to a length, and `value` has room for so many bytes, as getsockopt(2) demands of this
+    // function's caller (`# Safety`).
     Some(unsafe { give_option(answer, value, length) })
 }
 
@@ -362,7 +363,8 @@ unsafe extern "C" fn connect(userdata: *mut c_void, fd: c_int, address: *const s
 }
 
 unsafe extern "C" fn read(userdata: *mut c_void, fd: c_int, room: *mut c_void, length: size_t) -> ssize_t {
-    // SAFETY: the same contract as `recv` without flags.
+    // SAFETY: `userdata` is the table's, and `room` has room for `length` bytes, as read(2) demands: all that `recv`
+    // asks for.
     unsafe { recv(userdata, fd, room, length, 0) }
 }
 
@@ -404,21 +406,24 @@ unsafe extern "C" fn recvfrom(
         // SAFETY: not null, and then valid by the table's contract. A stream gives no address.
         unsafe { *address_length = 0 };
     }
-    // SAFETY: the same contract.
+    // SAFETY: `userdata` is the table's, and `room` has room for `length` bytes, as recvfrom(2) demands: all that
+    // `recv` asks for.
     unsafe { recv(userdata, fd, room, length, flags) }
 }
 
 unsafe extern "C" fn recvmsg(userdata: *mut c_void, fd: c_int, header: *mut msghdr, flags: c_int) -> ssize_t {
     // SAFETY: the table's contract: a valid header, whose buffers are valid.
     let (adapter, header) = unsafe { (adapter(userdata), &mut *header) };
-    // SAFETY: the same.
+    // SAFETY: the header has `msg_iovlen` iovecs at `msg_iov`, each of which is valid for its length, as recvmsg(2)
+    // demands.
     let length = total(unsafe { vectors(header.msg_iov, header.msg_iovlen) });
     result(adapter.receive(fd, length, flags).map(|message| {
-        // SAFETY: the same.
+        // SAFETY: the header has `msg_iovlen` iovecs at `msg_iov`, each of which may be written for its length, as
+        // recvmsg(2) demands.
         unsafe { scatter(&message.bytes, header.msg_iov, header.msg_iovlen) };
         header.msg_namelen = 0;
         header.msg_flags = message.flags;
-        // SAFETY: the same.
+        // SAFETY: the header's control buffer has room for `msg_controllen` bytes, as recvmsg(2) demands.
         unsafe { put_control(header, &message) };
         message.length
     }))
@@ -447,7 +452,8 @@ unsafe fn put_control(header: &mut msghdr, message: &Message) {
 }
 
 unsafe extern "C" fn write(userdata: *mut c_void, fd: c_int, data: *const c_void, length: size_t) -> ssize_t {
-    // SAFETY: the same contract as `send` without flags.
+    // SAFETY: `userdata` is the table's, and `length` bytes at `data` can be read, as write(2) demands: all that `send`
+    // asks for.
     unsafe { send(userdata, fd, data, length, 0) }
 }
 
@@ -487,9 +493,10 @@ unsafe extern "C" fn sendto(
 unsafe extern "C" fn sendmsg(userdata: *mut c_void, fd: c_int, header: *const msghdr, flags: c_int) -> ssize_t {
     // SAFETY: the table's contract: a valid header, whose buffers are valid.
     let (adapter, header) = unsafe { (adapter(userdata), &*header) };
-    // SAFETY: the same.
+    // SAFETY: the header has `msg_iovlen` iovecs at `msg_iov`, each of which can be read for its length, as sendmsg(2)
+    // demands.
     let data = unsafe { gather(header.msg_iov, header.msg_iovlen) };
-    // SAFETY: the same.
+    // SAFETY: `msg_name` is null, or points to the `msg_namelen` bytes of an address, as sendmsg(2) demands.
     let address = unsafe { bytes(header.msg_name, header.msg_namelen as usize) };
     result(adapter.transmit_to(fd, &data, flags, address))
 }
@@ -513,7 +520,7 @@ unsafe extern "C" fn fcntl(userdata: *mut c_void, fd: c_int, command: c_int, arg
 }
 
 unsafe extern "C" fn ioctl(userdata: *mut c_void, fd: c_int, request: c_ulong, value: *mut c_int) -> c_int {
-    // SAFETY: the table's contract; the last argument as in `fcntl`.
+    // SAFETY: `userdata` is the table's, as its contract says. C passes the variadic last argument as any other one.
     let answer = unsafe { adapter(userdata) }.now(|world| world.ioctl(fd, request));
     small(answer.map(|number| {
         if !value.is_null() {
@@ -543,7 +550,7 @@ unsafe extern "C" fn getsockopt(
 ) -> c_int {
     // SAFETY: the table's contract.
     let answer = unsafe { adapter(userdata).option(fd, level, name, *length as usize) };
-    // SAFETY: the same.
+    // SAFETY: `length` points to a length, and `value` has room for so many bytes, as getsockopt(2) demands.
     unsafe { give_option(answer, value, length) }
 }
 

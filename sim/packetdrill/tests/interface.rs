@@ -57,20 +57,20 @@ impl Script {
 
     fn accept(&self, fd: i32) -> i32 {
         let i = &self.interface;
-        // SAFETY: as above; no address is asked for.
+        // SAFETY: the adapter's function and its own userdata; null says that no address is asked for.
         unsafe { (i.accept)(i.userdata, fd, std::ptr::null_mut(), std::ptr::null_mut()) }
     }
 
     fn write(&self, fd: i32, bytes: &[u8]) -> isize {
         let i = &self.interface;
-        // SAFETY: as above; the buffer is valid for its length.
+        // SAFETY: the adapter's function and its own userdata; the pointer and the length are those of a live slice.
         unsafe { (i.write)(i.userdata, fd, bytes.as_ptr().cast(), bytes.len()) }
     }
 
     fn read(&self, fd: i32, most: usize) -> Vec<u8> {
         let i = &self.interface;
         let mut room = vec![0; most];
-        // SAFETY: as above; the buffer is valid for its length.
+        // SAFETY: the adapter's function and its own userdata; `room` has `most` bytes.
         let got = unsafe { (i.read)(i.userdata, fd, room.as_mut_ptr().cast::<c_void>(), most) };
         room.truncate(usize::try_from(got).expect("a read without error"));
         room
@@ -78,14 +78,15 @@ impl Script {
 
     fn close(&self, fd: i32) {
         let i = &self.interface;
-        // SAFETY: as above.
+        // SAFETY: the adapter's function and its own userdata; no other pointer is passed.
         assert_eq!(unsafe { (i.close)(i.userdata, fd) }, 0);
     }
 
     fn inject(&self, seq: u32, ack: u32, flags: Flags, options: TcpOptions, payload: &[u8]) {
         let packet = packet(&Transmit { seq, ack, flags, window: 60_000, options, ..Transmit::default() }, payload);
         let i = &self.interface;
-        // SAFETY: as above; the buffer is valid for its length.
+        // SAFETY: the adapter's function and its own userdata; the pointer and the length are those of `packet`, which
+        // lives.
         assert_eq!(unsafe { (i.netdev_send)(i.userdata, packet.as_ptr().cast(), packet.len()) }, 0);
     }
 
@@ -103,7 +104,7 @@ impl Script {
         let i = &self.interface;
         let mut room = vec![0u8; 65_536];
         let (mut length, mut micros) = (room.len(), 0);
-        // SAFETY: as above; the buffer is valid for its length.
+        // SAFETY: the adapter's function and its own userdata; `length` is that of `room`, and it and `micros` live.
         assert_eq!(unsafe { (i.netdev_receive)(i.userdata, room.as_mut_ptr().cast(), &mut length, &mut micros) }, 0);
         assert!(length >= 40, "nothing left, expected {what}");
         let word = |at: usize| u32::from_be_bytes(room[at..at + 4].try_into().expect("four bytes"));

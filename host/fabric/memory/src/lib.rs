@@ -129,7 +129,7 @@ pub unsafe extern "C" fn memalign(alignment: size_t, size: size_t) -> *mut c_voi
 /// As [`malloc`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aligned_alloc(alignment: size_t, size: size_t) -> *mut c_void {
-    // SAFETY: the same function under another name.
+    // SAFETY: aligned_alloc(3) takes the same two numbers as memalign(3), any of which are allowed.
     unsafe { memalign(alignment, size) }
 }
 
@@ -242,7 +242,7 @@ mod tests {
     fn cleared_blocks_are_zero_wherever_they_lay() {
         let memory = Memory::alone();
         for size in [MEGABYTE, 8 * MEGABYTE] {
-            // SAFETY: as above.
+            // SAFETY: the blocks are used inside their sizes, and freed once.
             unsafe {
                 let block = malloc(size);
                 block.cast::<u8>().write_bytes(9, size);
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn a_full_part_sends_programs_to_the_c_library() {
         let memory = Memory::alone();
-        // SAFETY: as above.
+        // SAFETY: the blocks are not used, and freed once.
         unsafe {
             let blocks: Vec<_> = (0..5).map(|_| malloc(16 * MEGABYTE)).collect();
             assert!(blocks.iter().all(|block| !block.is_null()) && !blocks.iter().all(|block| memory.holds(*block)));
@@ -272,7 +272,8 @@ mod tests {
     fn a_child_has_its_own_copy() {
         const SIZE: usize = 8 * MEGABYTE;
         let memory = Memory::alone();
-        // SAFETY: blocks as above. The child calls only what is allowed after a fork of a process with threads, and ends.
+        // SAFETY: the block is used inside its size, and freed once. The child calls only what is allowed after a fork
+        // of a process with threads, and ends.
         unsafe {
             // Its second half has no pages yet.
             let block = calloc(SIZE, 1).cast::<u8>();

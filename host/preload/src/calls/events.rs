@@ -256,7 +256,7 @@ pub unsafe extern "C-unwind" fn epoll_ctl(set: c_int, operation: c_int, fd: c_in
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe { epoll::control(set, operation, fd, event) };
     if done == 0 {
-        // SAFETY: as above; the kernel has just accepted the event.
+        // SAFETY: the program's own arguments (`# Safety`); the kernel has just accepted the event.
         unsafe {
             listening::watch(set, operation, fd, event);
             udp::watch(set, operation, fd, event);
@@ -293,7 +293,7 @@ unsafe fn wait(
         let got = known.wait(set, nowhere, limit, mask, &native);
         return Some(if got > 0 { fail(libc::EFAULT) as c_int } else { got });
     }
-    // SAFETY: as above.
+    // SAFETY: `events` has room for `most` events (`# Safety`), the first of which could just be written.
     let events = unsafe { std::slice::from_raw_parts_mut(events, most as usize) };
     Some(known.wait(set, events, limit, mask, &native))
 }
@@ -329,7 +329,7 @@ pub unsafe extern "C-unwind" fn epoll_pwait(
     limit: c_int,
     mask: *const sigset_t,
 ) -> c_int {
-    // SAFETY: as above.
+    // SAFETY: the program's own arguments (`# Safety`); the events are those that it gave.
     unsafe {
         wait(set, events, most, millis(limit), mask, |events, left| {
             real::epoll_pwait(set, events.as_mut_ptr(), events.len() as c_int, to_millis(left), mask)
@@ -356,7 +356,7 @@ pub unsafe extern "C-unwind" fn epoll_pwait2(
         // SAFETY: the program's own arguments (`# Safety`).
         unsafe { real::syscall(libc::SYS_epoll_pwait2, set, events as _, most, limit as _, mask as _, mask_bytes) as c_int }
     };
-    // SAFETY: as above.
+    // SAFETY: the program's own arguments (`# Safety`); the events are those that it gave.
     unsafe {
         if table::set_of(set).is_none() {
             return call(events, most, limit);

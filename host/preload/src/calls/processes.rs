@@ -351,7 +351,8 @@ pub unsafe extern "C-unwind" fn syscall(
         libc::SYS_io_uring_enter => {
             return rings::enter(a as c_int, b as u32, c as u32, d as u32, |count, least, flags| {
                 let [count, least, flags] = [count, least, flags].map(c_long::from);
-                // SAFETY: as above, for fewer entries perhaps.
+                // SAFETY: the program's own arguments (`# Safety`), but for the numbers of entries to submit and to
+                // wait for, and the flags.
                 unsafe { real::syscall(number, a, count, least, flags, e, f) }
             });
         }
@@ -372,13 +373,13 @@ pub unsafe extern "C-unwind" fn syscall(
         libc::SYS_execve => {
             // SAFETY: the program's own arguments (`# Safety`).
             let call = |environment: Strings| unsafe { real::syscall(number, a, b, environment as _, d, e, f) as c_int };
-            // SAFETY: as above.
+            // SAFETY: path, arguments and environment are those of the program's execve(2) (`# Safety`).
             return unsafe { execute(Target::Path(a as _), c as _, call) }.into();
         }
         libc::SYS_execveat => {
             // SAFETY: the program's own arguments (`# Safety`).
             let call = |environment: Strings| unsafe { real::syscall(number, a, b, c, environment as _, e, f) as c_int };
-            // SAFETY: as above.
+            // SAFETY: path, arguments and environment are those of the program's execveat(2) (`# Safety`).
             return unsafe { execute(Target::At(a as _, b as _, e as _), d as _, call) }.into();
         }
         // libuv closes this way, to have no cancellation point.
@@ -438,17 +439,18 @@ mod variadic {
     }
 
     extern "C" fn list(path: *const c_char, arguments: Strings) -> c_int {
-        // SAFETY: the program's own arguments, as for `execl`.
+        // SAFETY: the path and the list are the program's own arguments of execl(3); the environment is the process's.
         unsafe { execve(path, arguments, starts::environment()) }
     }
 
     extern "C" fn list_searched(file: *const c_char, arguments: Strings) -> c_int {
-        // SAFETY: the program's own arguments, as for `execlp`.
+        // SAFETY: the file and the list are the program's own arguments of execlp(3); the environment is the process's.
         unsafe { execvpe(file, arguments, starts::environment()) }
     }
 
     extern "C" fn list_with_environment(path: *const c_char, arguments: Strings) -> c_int {
-        // SAFETY: the program's own arguments, as for `execle`: the environment follows the null that ends the list.
+        // SAFETY: the path and the list are the program's own arguments of execle(3): the environment follows the null
+        // that ends the list.
         unsafe {
             let mut end = arguments;
             while !(*end).is_null() {

@@ -85,7 +85,7 @@ pub unsafe extern "C-unwind" fn __vdprintf_chk(fd: c_int, flag: c_int, format: *
     if let Some(Err(number)) = table::tcp(fd).map(await_kernel) {
         return thread::fail(number) as c_int;
     }
-    // SAFETY: as above.
+    // SAFETY: the program's own arguments (`# Safety`). A va_list is passed as a pointer.
     unsafe { real::vdprintf_checked(fd, flag, format, list) }
 }
 

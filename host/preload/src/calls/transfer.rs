@@ -124,7 +124,7 @@ pub unsafe extern "C-unwind" fn recvfrom(
         message.msg_namelen = faults::read(size).unwrap_or(0);
         // SAFETY: the program's own arguments (`# Safety`).
         let received = unsafe { udp::receive_message(Call::Flagged, udp, fd, &mut message, flags) };
-        // SAFETY: as above.
+        // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { with_address(received, address, size, message.msg_namelen) };
     }
     let Some(tcp) = table::tcp(fd) else {
@@ -272,7 +272,7 @@ pub unsafe extern "C-unwind" fn recvmsg(fd: c_int, message: *mut msghdr, flags: 
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvmsg(fd, message, flags) };
     };
-    // SAFETY: as above.
+    // SAFETY: the program's own arguments (`# Safety`); `own` is the header of its message.
     unsafe {
         let received = match (tcp, udp) {
             (Some(tcp), _) => io::receive_message(Call::Message, tcp, fd, &mut own, flags),
@@ -306,7 +306,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         && tcp.may_sleep(&inside, flags)
     {
         drop(section);
-        // SAFETY: as above.
+        // SAFETY: the program's own arguments (`# Safety`).
         let got = unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
         drop(inside);
         let length = |at| faults::read(messages.wrapping_add(at)).map_or(0, |entry| entry.msg_len as ssize_t);
@@ -316,7 +316,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
     let started = crate::wait::now();
     let given = if limit.is_null() { None } else { Some(faults::read(limit)) };
     if given.is_some_and(|given| given.is_none_or(|limit| limit.tv_sec < 0 || !(0..1_000_000_000).contains(&limit.tv_nsec))) {
-        // SAFETY: as above. The kernel refuses it.
+        // SAFETY: the program's own arguments (`# Safety`). The kernel refuses it.
         return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
     }
     let limit =
@@ -342,14 +342,14 @@ pub unsafe extern "C-unwind" fn recvmmsg(
                 let received = io::receive_message(call, tcp, fd, &mut own, flags);
                 with_message(received, entry.cast(), &own)
             },
-            // SAFETY: as above.
+            // SAFETY: `own` is the header of the program's own message at `entry` (`# Safety`).
             (Some(mut own), None, Some(udp)) => unsafe {
                 let received = udp::receive_message(call, udp, fd, &mut own, flags);
                 with_message(received, entry.cast(), &own)
             },
             _ => thread::fail(libc::EFAULT),
         };
-        // SAFETY: as above.
+        // SAFETY: `entry` is one of the program's own messages (`# Safety`).
         if received < 0 || !unsafe { note_length(entry, received) } {
             return if at > 0 { at as c_int } else { -1 };
         }
@@ -519,13 +519,13 @@ pub unsafe extern "C-unwind" fn sendmsg(fd: c_int, message: *const msghdr, flags
     match (known, tcp, udp) {
         // SAFETY: the program's own arguments (`# Safety`).
         (Some(own), Some(tcp), _) => unsafe { io::send_message(Call::Message, tcp, fd, &own, flags) },
-        // SAFETY: as above.
+        // SAFETY: `own` is the header of the program's own message (`# Safety`).
         (Some(own), None, Some(udp)) => unsafe { udp::send_message(Call::Message, udp, fd, &own, flags) },
         _ => {
             if let Err(number) = give_back_passed(fd, message, flags) {
                 return thread::fail(number);
             }
-            // SAFETY: as above.
+            // SAFETY: the program's own arguments (`# Safety`).
             unsafe { real::sendmsg(fd, message, flags) }
         }
     }
@@ -554,11 +554,11 @@ pub unsafe extern "C-unwind" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, coun
         let sent = match (known, tcp, udp) {
             // SAFETY: the program's own arguments (`# Safety`).
             (Some(own), Some(tcp), _) => unsafe { io::send_message(Call::Several, tcp, fd, &own, flags) },
-            // SAFETY: as above.
+            // SAFETY: `own` is the header of the program's own message at `entry` (`# Safety`).
             (Some(own), None, Some(udp)) => unsafe { udp::send_message(Call::Several, udp, fd, &own, flags) },
             _ => thread::fail(libc::EFAULT),
         };
-        // SAFETY: as above.
+        // SAFETY: `entry` is one of the program's own messages (`# Safety`).
         if sent < 0 || !unsafe { note_length(entry, sent) } {
             return if at > 0 { at as c_int } else { -1 };
         }
@@ -637,7 +637,7 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
                 return done as ssize_t;
             }
             if thread::errno() == libc::EPIPE {
-                // SAFETY: the calling thread exists. The kernel raises SIGPIPE likewise.
+                // SAFETY: the calling thread exists. The kernel raises SIGPIPE here, too.
                 unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGPIPE) };
             }
             return -1;
