@@ -10,7 +10,8 @@
 //! here: times are arguments, in microseconds.
 //!
 //! ```text
-//! offload   Kernel ─ Reserved ─ Mirrored ─ Covered ─ Quiescing ─ Quiesced ─ Stolen ─ Reading ─ Read ─ Copied ─ Recorded ─ Purged ─ HandedOff ─ Nic
+//! offload   Kernel ─ Reserved ─ Mirrored ─ Covered ─ Quiescing ─ Quiesced ─ Stolen ─ Reading ─ Read ─ Copied ─
+//!           Recorded ─ Purged ─ HandedOff ─ Nic
 //! restore   Nic ─ Leaving ─ Left ─ Rested ─ Imported ─ Sending ─ Released ─ Back ─ Cleared ─ Freed ─ Kernel
 //! growth    Nic ─ Leaving ─ Left ─ Rested ─ Grown ─ HandedOff ─ Nic
 //! recovery  Orphaned ─ Barred ─ Retaken ─ Vacated ─ Restored ─ Sending ─ Released ─ Back ─ Cleared ─ Freed ─ Kernel

@@ -11,8 +11,9 @@
 //! | word | |
 //! |---|---|
 //! | 0 | the hash; 0 if the entry is free |
-//! | 1 | bits 0 and 1: accepted in, out; 2: TCP; 3 and 4: FIN in, out; 5: RST out; 6 to 31: when last seen, seconds; 32 to 63: upper half of the hash |
-//! | 2, 3 | in, out: the rule that decided plus one (16 bits), the table's generation (24), lower bits of the hash (24) |
+//! | 1, lower half | bits 0, 1: accepted in, out; 2: TCP; 3, 4: FIN in, out; 5: RST out; 6 to 31: last seen, seconds |
+//! | 1, upper half | upper half of the hash |
+//! | 2, 3 | in, out: rule that decided plus one (16 bits), the table's generation (24), lower bits of the hash (24) |
 //!
 //! Words 1 to 3 repeat bits of the hash, so that an entry which another worker replaces between two reads does not count.
 

@@ -6,8 +6,8 @@
 //! MATCH   [ip|ip6] saddr|daddr ADDRESS[/LENGTH]    sport|dport PORT[-PORT]    [ct] state new|established
 //! ACTION  accept   drop   reject   count   limit RATE [burst SIZE]
 //! RATE    10mbit (also bit, kbit, gbit)   500kb (bytes a second; also b, mb)   1000pps
-//! SIZE    64kb (also b, mb); for pps a number of packets. Default: what comes in a tenth of a second, at least 16 KB; least: what
-//!         comes in a nanosecond
+//! SIZE    64kb (also b, mb); for pps a number of packets. Default: what comes in a tenth of a second, at least 16 KB;
+//!         least: what comes in a nanosecond
 //! ```
 //!
 //! The order of matches does not matter. A file has a rule on each line, and comments that begin with `#`.

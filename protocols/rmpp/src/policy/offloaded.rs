@@ -3,12 +3,14 @@
 //!
 //! | stage | who matches | begins with | ends with |
 //! |---|---|---|---|
-//! | Policy | the policy | the data half has confirmed it | the data half has room again, and is asked to drop each RTS |
+//! | Policy | the policy | the data half has confirmed it | the data half has room, and is asked to drop each RTS |
 //! | Asked | the policy, what was reported before the data half confirms | that | the confirmation |
 //! | Ready | nobody | the confirmation | all commands given so far are taken |
 //! | Telling | nobody | the list of what the data half must know is made | it is taken |
 //! | Data | the data half | that | the data half has no room, or the sides differ |
-//! | Leaving | the data half, what it matched before it confirms | the policy is to match | the confirmation, and that it places nothing more of messages that were refused |
+//! | Leaving | the data half, what it matched before it confirms | the policy is to match | the confirmation |
+//!
+//! The confirmation that ends `Leaving` also says that the data half places nothing more of messages that were refused.
 
 use super::messages::{Incoming, ReceiveState};
 use super::{Error, Policy, Receive};
