@@ -1,9 +1,9 @@
-//! Cost of the ring bypass to a program: a send and a receive of 64 bytes on a connection that is on the NIC, from the program's
-//! call to its return. The copy of the 64 bytes, which the C library makes, is not counted.
+//! Cost of the ring bypass to a program: a send and a receive of 64 bytes on a connection that is on the NIC, from the
+//! program's call to its return. The copy of the 64 bytes, which the C library makes, is not counted.
 //!
-//! Instructions are counted by callgrind in the preloaded library. The same work is done with N and with 3N messages, and the
-//! difference is divided by 2N. The program has no influence on when messages arrive, so the median of three such figures
-//! counts. It is an ordinary program that uses loopback; Baton runs beside the kernel.
+//! Instructions are counted by callgrind in the preloaded library. The same work is done with N and with 3N messages,
+//! and the difference is divided by 2N. The program has no influence on when messages arrive, so the median of three
+//! such figures counts. It is an ordinary program that uses loopback; Baton runs beside the kernel.
 
 use anyhow::{Context, Result, bail};
 use serde::Serialize;

@@ -1,5 +1,5 @@
-//! Loads from ordinary sockets: requests that each wait for the answers before, or one direction as fast as it goes. They count
-//! while they run, so that any stretch of them can be measured.
+//! Loads from ordinary sockets: requests that each wait for the answers before, or one direction as fast as it goes.
+//! They count while they run, so that any stretch of them can be measured.
 
 use anyhow::{Context, Result, ensure};
 use baton_linux::events::{Poller, Trigger, monotonic_nanos};
@@ -178,9 +178,9 @@ pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<(
 /// How often a program that shares its processor looks in vain before it offers that to the other.
 const LOOKS: u32 = 8;
 
-/// When one of two programs that never sleep, and share a processor, offers it to the other: at once when it has sent something, since
-/// what it waits for cannot come before the other has run; else after some looks in vain, since who is not one of the two may just be
-/// bringing it.
+/// When one of two programs that never sleep, and share a processor, offers it to the other: at once when it has sent
+/// something, since what it waits for cannot come before the other has run; else after some looks in vain, since who is
+/// not one of the two may just be bringing it.
 #[derive(Debug)]
 pub struct Patience {
     shares: bool,
@@ -203,8 +203,8 @@ impl Patience {
     }
 }
 
-/// Sends a message of `size` bytes and waits for as many, again and again until it has to stop. It never sleeps. With `shares` it
-/// offers the processor as [`Patience`] says.
+/// Sends a message of `size` bytes and waits for as many, again and again until it has to stop. It never sleeps. With
+/// `shares` it offers the processor as [`Patience`] says.
 ///
 /// # Errors
 /// If it cannot connect, or the connection breaks.

@@ -1,16 +1,20 @@
-//! What many connections cost: a packet of one of a million, over one of 1024; and the memory of a connection that is idle.
+//! What many connections cost: a packet of one of a million, over one of 1024; and the memory of a connection that is
+//! idle.
 //!
-//! The packets' wire is memory, as in [`crate::datapath`]; the connections are served in an order in which none comes soon again.
+//! The packets' wire is memory, as in [`crate::datapath`]; the connections are served in an order in which none comes
+//! soon again.
 //!
-//! The idle connections are on the NIC of a test bed. [`WARM`] of them come first: what is allocated once for all (rings, buffers, the
-//! heaps' first pages) is there after them, and what is freed again while a connection moves and carries bytes lies free in the heaps.
-//! Then come [`BATCHES`] batches of [`BATCH`] connections each, far more than have left free room. Each batch carries bytes, and is
-//! measured when all its connections are dormant. A connection's bytes are what all batches have added, divided by their connections.
+//! The idle connections are on the NIC of a test bed. [`WARM`] of them come first: what is allocated once for all
+//! (rings, buffers, the heaps' first pages) is there after them, and what is freed again while a connection moves and
+//! carries bytes lies free in the heaps. Then come [`BATCHES`] batches of [`BATCH`] connections each, far more than
+//! have left free room. Each batch carries bytes, and is measured when all its connections are dormant. A connection's
+//! bytes are what all batches have added, divided by their connections.
 //!
-//! Counted is the resident memory of keeper, agent, NIC and program that a file does not back: heaps, stacks and anonymous mappings
-//! (`Pss_Anon`), and session and NIC memory (`Pss_Shmem`), a page that several processes map in equal parts. Not counted are the pages
-//! of the program's file, which the system may drop; the kernel's memory for the sockets; and the NIC's lookup and table of slots, which
-//! it allocates for all slots when it starts, 16 and 64 bytes each, as far as they were touched by then.
+//! Counted is the resident memory of keeper, agent, NIC and program that a file does not back: heaps, stacks and
+//! anonymous mappings (`Pss_Anon`), and session and NIC memory (`Pss_Shmem`), a page that several processes map in
+//! equal parts. Not counted are the pages of the program's file, which the system may drop; the kernel's memory for the
+//! sockets; and the NIC's lookup and table of slots, which it allocates for all slots when it starts, 16 and 64 bytes
+//! each, as far as they were touched by then.
 
 use crate::bars::Bar;
 use crate::datapath::{Bench, Workload};
@@ -46,18 +50,20 @@ const STRIDE: usize = 7919;
 
 /// Idle connections that come before those that are measured.
 const WARM: usize = 1000;
-/// Connections of a batch, and number of batches. All together fit into the first group of slots, whose pages are ordinary ones, and are
-/// fewer than those from which a worker takes several frames at once, for which it allocates a megabyte once for all.
+/// Connections of a batch, and number of batches. All together fit into the first group of slots, whose pages are
+/// ordinary ones, and are fewer than those from which a worker takes several frames at once, for which it allocates a
+/// megabyte once for all.
 const BATCH: usize = 1024;
 const BATCHES: usize = 3;
 const _: () = assert!(WARM + BATCHES * BATCH < 4096 && 4096 <= nic::GROUP);
 /// Bytes that each of them has carried before, each way: more than its memory, so that all of that was used.
 const CARRIED: usize = 512 << 10;
-/// Microseconds for which all connections have been dormant when their memory counts as settled. The agent returns pages that a connection
-/// does not use one or two seconds after its traffic, which wakes it up for two seconds at least.
+/// Microseconds for which all connections have been dormant when their memory counts as settled. The agent returns
+/// pages that a connection does not use one or two seconds after its traffic, which wakes it up for two seconds at
+/// least.
 const SETTLED: u64 = 3_000_000;
-/// Microseconds in which a batch must have settled. The agent returns the pages of 160 connections a second, and a NIC makes each of them
-/// dormant again two to four seconds later.
+/// Microseconds in which a batch must have settled. The agent returns the pages of 160 connections a second, and a NIC
+/// makes each of them dormant again two to four seconds later.
 const MOST_WAIT: u64 = 60_000_000;
 /// What every connection has in shared memory: fewer bytes cannot be right.
 const LEAST: usize = nic::SLOT_BYTES + session::BLOCK_BYTES;

@@ -1,8 +1,9 @@
-//! Cost of a received segment: receive it in order, put it into the program's memory, notify the program, acknowledge it. The
-//! wire is memory, timestamps are on, there is one acknowledgement per segment, the device computes checksums.
+//! Cost of a received segment: receive it in order, put it into the program's memory, notify the program, acknowledge
+//! it. The wire is memory, timestamps are on, there is one acknowledgement per segment, the device computes checksums.
 //!
-//! Instructions are counted by callgrind, exactly and repeatably. The same work is run with N and with 3N segments, and the
-//! difference is divided by 2N. Layers are distinguished by source file ([`crate::ttcp::cost`] has a finer division).
+//! Instructions are counted by callgrind, exactly and repeatably. The same work is run with N and with 3N segments, and
+//! the difference is divided by 2N. Layers are distinguished by source file ([`crate::ttcp::cost`] has a finer
+//! division).
 
 use crate::status::StatusLine;
 use anyhow::{Context, Result, bail};
@@ -119,8 +120,8 @@ impl Bench {
         Bench::with_device(connections, buffer, Capabilities { checksum: true, segmentation: 0 })
     }
 
-    /// The same with a device that has these offloads. One that computes no checksums delivers frames with unverified ones, which
-    /// the worker checks.
+    /// The same with a device that has these offloads. One that computes no checksums delivers frames with unverified
+    /// ones, which the worker checks.
     ///
     /// # Errors
     /// If the NIC refuses one.
@@ -244,8 +245,8 @@ impl Bench {
         let _ = self.commands.push(message.to_words());
     }
 
-    /// The first connection's program queues `count` messages of a segment's size. They leave, and the peer acknowledges every
-    /// second one, or the only one. All of it is measured.
+    /// The first connection's program queues `count` messages of a segment's size. They leave, and the peer
+    /// acknowledges every second one, or the only one. All of it is measured.
     ///
     /// # Errors
     /// If not exactly these segments leave.
@@ -266,7 +267,8 @@ impl Bench {
         Ok(())
     }
 
-    /// Sends `messages` messages, each acknowledged, as fast as the congestion window allows, so that it grows. Nothing is measured.
+    /// Sends `messages` messages, each acknowledged, as fast as the congestion window allows, so that it grows. Nothing
+    /// is measured.
     pub(crate) fn open_window(&mut self, messages: u32, size: u32) {
         self.queue(messages, size);
         self.worker.poll(self.now);
@@ -282,8 +284,9 @@ impl Bench {
         }
     }
 
-    /// The first connection's program queues `count` messages of one byte while a byte is in flight; then the peer acknowledges
-    /// that, and all of them leave as one segment, which the peer acknowledges. All but the byte before is measured.
+    /// The first connection's program queues `count` messages of one byte while a byte is in flight; then the peer
+    /// acknowledges that, and all of them leave as one segment, which the peer acknowledges. All but the byte before is
+    /// measured.
     ///
     /// # Errors
     /// If anything but one segment leaves.
@@ -322,7 +325,8 @@ impl Bench {
         self.worker.poll(self.now);
     }
 
-    /// The first connection receives `count` segments of one byte that wait together, and acknowledges each. That is measured.
+    /// The first connection receives `count` segments of one byte that wait together, and acknowledges each. That is
+    /// measured.
     ///
     /// # Errors
     /// If it does not.
@@ -359,8 +363,8 @@ impl Bench {
         self.commands.publish();
     }
 
-    /// A burst of segments, for connections at distances of `stride` beginning with `next`. Returns nanoseconds spent in the
-    /// worker.
+    /// A burst of segments, for connections at distances of `stride` beginning with `next`. Returns nanoseconds spent
+    /// in the worker.
     ///
     /// # Errors
     /// If the results are not as expected.

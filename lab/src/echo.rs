@@ -1,5 +1,5 @@
-//! Programs that send back what they receive: one over ordinary sockets, by the C library's calls, which knows nothing of Baton, and
-//! one by the client library.
+//! Programs that send back what they receive: one over ordinary sockets, by the C library's calls, which knows nothing
+//! of Baton, and one by the client library.
 
 use crate::closed_loop::Patience;
 use anyhow::{Context, Result};
@@ -18,7 +18,8 @@ use std::time::Duration;
 const LISTENER: Token = Token(usize::MAX);
 /// A program that spins looks for new connections after so many looks at those that it has.
 const LOOKS: usize = 4096;
-/// Polls after which the program that uses the client library looks for new connections, if any connection was ready in each.
+/// Polls after which the program that uses the client library looks for new connections, if any connection was ready in
+/// each.
 const POLLS: usize = 64;
 
 /// Echoes at `address` until it is killed. With `spin` it never sleeps; with `shares`, too, it offers the processor as
@@ -63,8 +64,8 @@ pub fn run(address: SocketAddr, spin: bool, shares: bool) -> Result<()> {
     }
 }
 
-/// Sends back all that has come, and returns whether anything has. The end of the stream is an error. Messages are far smaller than a
-/// send queue, so that one that does not fit ends the connection.
+/// Sends back all that has come, and returns whether anything has. The end of the stream is an error. Messages are far
+/// smaller than a send queue, so that one that does not fit ends the connection.
 fn echo(client: &mut TcpStream, buffer: &mut [u8]) -> io::Result<bool> {
     let mut came = false;
     loop {
@@ -78,7 +79,8 @@ fn echo(client: &mut TcpStream, buffer: &mut [u8]) -> io::Result<bool> {
     }
 }
 
-/// Echoes at `address` until it is killed, by the client library: the connections that it accepts move to the NIC at once.
+/// Echoes at `address` until it is killed, by the client library: the connections that it accepts move to the NIC at
+/// once.
 ///
 /// # Errors
 /// If it cannot listen, or no agent listens at `agent`.
@@ -114,7 +116,8 @@ pub fn run_on_ring(address: SocketAddr, agent: &Path) -> Result<()> {
     Ok(())
 }
 
-/// As [`echo`]. A connection that is being moved is ready again when it has moved; others that become ready meanwhile are added to `ready`.
+/// As [`echo`]. A connection that is being moved is ready again when it has moved; others that become ready meanwhile
+/// are added to `ready`.
 fn echo_by(session: &mut Session, id: ConnectionId, buffer: &mut [u8], ready: &mut Vec<ConnectionId>) -> io::Result<bool> {
     loop {
         match session.receive(id, buffer) {

@@ -1,5 +1,5 @@
-//! Equations 1 to 3 of Friedman's "Mainstream NUMA and the TCP/IP stack": the interrupts that a 10 Gb/s card needs, and their
-//! cost to a processor. With the paper's numbers, and this machine's.
+//! Equations 1 to 3 of Friedman's "Mainstream NUMA and the TCP/IP stack": the interrupts that a 10 Gb/s card needs, and
+//! their cost to a processor. With the paper's numbers, and this machine's.
 
 use crate::lro::{Cell, LroSettings, Way};
 use crate::ntttcp::frequency;
@@ -50,8 +50,8 @@ pub fn of_the_paper() -> [Load; 3] {
     })
 }
 
-/// The same load on this machine: cycles of the receiving kernel and program for each frame from a NIC without aggregation, then
-/// for each aggregate of large receive. All packets are received here.
+/// The same load on this machine: cycles of the receiving kernel and program for each frame from a NIC without
+/// aggregation, then for each aggregate of large receive. All packets are received here.
 ///
 /// # Errors
 /// If it cannot be measured.

@@ -1,5 +1,6 @@
-//! Partial offload beside the others: an unmodified program on host A sends and receives in bulk over a lossy link, with all of its
-//! connection on the NIC (handed off, or made there) and with the fast path alone. Both ends compare every byte.
+//! Partial offload beside the others: an unmodified program on host A sends and receives in bulk over a lossy link,
+//! with all of its connection on the NIC (handed off, or made there) and with the fast path alone. Both ends compare
+//! every byte.
 //!
 //! The host's CPU is that of the program, of the agent and of the host's TCP; the NIC's is not counted.
 
@@ -16,7 +17,8 @@ use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// What the program runs: it sends as many bytes as it is asked for, then receives as many, and answers whether they were right.
+/// What the program runs: it sends as many bytes as it is asked for, then receives as many, and answers whether they
+/// were right.
 const PROGRAM: &str = "
 import socket
 listener = socket.create_server(('', 7000))

@@ -1,4 +1,5 @@
-//! Cost of the filter per packet, with few rules and with many: instructions that callgrind counts, as in [`crate::datapath`].
+//! Cost of the filter per packet, with few rules and with many: instructions that callgrind counts, as in
+//! [`crate::datapath`].
 
 use crate::bars::Bar;
 use crate::datapath;

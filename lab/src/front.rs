@@ -1,15 +1,16 @@
-//! Large receive in front of a device that the kernel keeps (`baton nic attach`): what it spares the receiver. And what a Baton
-//! beside the kernel costs a connection that it leaves alone.
+//! Large receive in front of a device that the kernel keeps (`baton nic attach`): what it spares the receiver. And what
+//! a Baton beside the kernel costs a connection that it leaves alone.
 //!
-//! One connection in bulk over a veth between two hosts, the two ways in turn. The receiver's part is all that happens on one
-//! processor: its program runs there, and its kernel's receiving (receive packet steering). The sender and, in its turn, the
-//! attached process are on another. The sender cuts its segments itself, and GRO is off, as on a card without large receive. It
-//! sends at the same rate in both turns.
+//! One connection in bulk over a veth between two hosts, the two ways in turn. The receiver's part is all that happens
+//! on one processor: its program runs there, and its kernel's receiving (receive packet steering). The sender and, in
+//! its turn, the attached process are on another. The sender cuts its segments itself, and GRO is off, as on a card
+//! without large receive. It sends at the same rate in both turns.
 //!
-//! The receiver's CPU is what it takes from other work: a program that runs when nothing else wants the processor looks at the clock
-//! all the time, and adds up when it could not. That is exact, where the kernel's ticks see a sample, and interrupts only by chance.
-//! Before that the same is measured of a processor that is idle otherwise, by the kernel's account of idle time: each interrupt ends
-//! it for longer than its work takes, so there the number of interrupts is what counts.
+//! The receiver's CPU is what it takes from other work: a program that runs when nothing else wants the processor looks
+//! at the clock all the time, and adds up when it could not. That is exact, where the kernel's ticks see a sample, and
+//! interrupts only by chance. Before that the same is measured of a processor that is idle otherwise, by the kernel's
+//! account of idle time: each interrupt ends it for longer than its work takes, so there the number of interrupts is
+//! what counts.
 
 use crate::bars::Bar;
 use anyhow::{Context, Result, anyhow, ensure};
@@ -71,7 +72,8 @@ pub struct FrontReport {
     pub device_spread: [f64; 2],
     /// The same ratio where its processor is idle otherwise: median of the pairs.
     pub otherwise_idle_ratio: f64,
-    /// Gb/s of a connection in the kernel without a Baton, beside one, and beside one that has another connection: medians.
+    /// Gb/s of a connection in the kernel without a Baton, beside one, and beside one that has another connection:
+    /// medians.
     pub other_traffic: [f64; 3],
     /// The ratio of the second to the first: least and greatest of the pairs.
     pub other_spread: [f64; 2],
@@ -216,8 +218,8 @@ impl Drop for Attached {
     }
 }
 
-/// A program that runs on the receiver's processor when nothing else wants it, and looks at the clock all the time: where it could
-/// not, something else ran, in an interrupt or not.
+/// A program that runs on the receiver's processor when nothing else wants it, and looks at the clock all the time:
+/// where it could not, something else ran, in an interrupt or not.
 #[derive(Default)]
 struct Watcher {
     /// Nanoseconds that it missed.

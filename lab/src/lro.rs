@@ -1,9 +1,9 @@
-//! Large receive: throughput and the receiver's CPU per gigabyte, for frames of 1500 bytes on the wire and 1 to 64 connections, without
-//! aggregation, with the kernel's GRO, and with the NIC's two modes, interleaved.
+//! Large receive: throughput and the receiver's CPU per gigabyte, for frames of 1500 bytes on the wire and 1 to 64
+//! connections, without aggregation, with the kernel's GRO, and with the NIC's two modes, interleaved.
 //!
-//! The receiving host's kernel work is in a thread of its own (threaded NAPI on the TAP). Otherwise the NIC's writes would do
-//! it, and could not be separated from the NIC's work. Every cell has the same emulated link, also those without reordering; its
-//! cost is the NIC's.
+//! The receiving host's kernel work is in a thread of its own (threaded NAPI on the TAP). Otherwise the NIC's writes
+//! would do it, and could not be separated from the NIC's work. Every cell has the same emulated link, also those
+//! without reordering; its cost is the NIC's.
 
 use crate::bars::Bar;
 use anyhow::{Context, Result, anyhow};
@@ -134,9 +134,9 @@ pub struct LroReport {
 /// Most frames that wait at the sender's interface.
 const QUEUE: u16 = 4096;
 
-/// The sender's memory for a connection in bytes, which limits its data in flight: enough for the link many times over, while
-/// all connections together fit into the interface's queue. A TAP does not hold its senders back as a card's driver does, and
-/// the receiver is measured here, not how much a queue loses, nor how the sender recovers.
+/// The sender's memory for a connection in bytes, which limits its data in flight: enough for the link many times over,
+/// while all connections together fit into the interface's queue. A TAP does not hold its senders back as a card's
+/// driver does, and the receiver is measured here, not how much a queue loses, nor how the sender recovers.
 fn window(connections: usize) -> usize {
     (700_000 / connections).max(128 << 10)
 }
@@ -324,8 +324,8 @@ fn median(cells: &[Cell]) -> Cell {
     }
 }
 
-/// The figures with bounds. Both cells of a ratio are from one round, a few seconds apart, and the median of the rounds counts:
-/// the machine's speed changes from minute to minute.
+/// The figures with bounds. Both cells of a ratio are from one round, a few seconds apart, and the median of the rounds
+/// counts: the machine's speed changes from minute to minute.
 fn bars(rounds: &[Vec<Cell>]) -> Vec<Bar> {
     let in_rounds = |figure: &dyn Fn(&[Cell]) -> Option<f64>| {
         let mut found: Vec<f64> = rounds.iter().filter_map(|cells| figure(cells)).collect();
@@ -353,8 +353,8 @@ fn bars(rounds: &[Vec<Cell>]) -> Vec<Bar> {
     .collect()
 }
 
-/// The cells of one round. Those of one way, with and without reordering, are near each other in time, and so are those of all
-/// ways without reordering.
+/// The cells of one round. Those of one way, with and without reordering, are near each other in time, and so are those
+/// of all ways without reordering.
 fn round(shares: &[f64], connections: &[usize], length: u64, each: &mut impl FnMut(&Cell)) -> Result<Vec<Cell>> {
     let mut cells = Vec::new();
     for &connections in connections {

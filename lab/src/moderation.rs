@@ -1,5 +1,5 @@
-//! Interrupt moderation: its cost to a ping-pong and its saving in a bulk transfer, between two kernels through the NIC, and
-//! with the receiving program's connections on the NIC. Off and adaptive in turn, on the same connections.
+//! Interrupt moderation: its cost to a ping-pong and its saving in a bulk transfer, between two kernels through the
+//! NIC, and with the receiving program's connections on the NIC. Off and adaptive in turn, on the same connections.
 
 use crate::bars::Bar;
 use crate::lro::{Receiver, send};

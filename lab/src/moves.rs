@@ -1,5 +1,5 @@
-//! How many moves a second, and how long a connection stands still for one: a soak over a link without faults, whose streams load the
-//! machine, and its probed connection.
+//! How many moves a second, and how long a connection stands still for one: a soak over a link without faults, whose
+//! streams load the machine, and its probed connection.
 
 use crate::bars::Bar;
 use crate::soak::{self, SoakReport, SoakSettings};
@@ -11,8 +11,8 @@ use serde::Serialize;
 
 /// Connections that move.
 const CONNECTIONS: usize = 64;
-/// Moves that are asked for at a time. With fewer, agent and NIC wait for each other, and for the program, while there is nothing
-/// else to do.
+/// Moves that are asked for at a time. With fewer, agent and NIC wait for each other, and for the program, while there
+/// is nothing else to do.
 const AT_ONCE: usize = 32;
 
 /// The bench's result: medians of the rounds.

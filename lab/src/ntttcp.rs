@@ -1,4 +1,5 @@
-//! NTttcp: throughput over kernel sockets, and its cost to this machine. It measures whatever NIC the route leads through.
+//! NTttcp: throughput over kernel sockets, and its cost to this machine. It measures whatever NIC the route leads
+//! through.
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::Counter;
@@ -51,7 +52,8 @@ pub struct NtttcpReport {
     pub packets_per_interrupt: f64,
     /// Runs of the deferred half (NET_RX soft interrupts) per second, of the machine.
     pub deferred_per_second: f64,
-    /// Share of the machine's time in the interrupts' first half, in percent. None if this kernel does not account for it.
+    /// Share of the machine's time in the interrupts' first half, in percent. None if this kernel does not account for
+    /// it.
     pub first_half: Option<f64>,
     /// The same for the deferred half.
     pub deferred_half: Option<f64>,

@@ -1,5 +1,6 @@
-//! Every socket option of SOL_SOCKET, IP, IPV6 and TCP, and what a move does to it. `docs/reference/socket-options.md` is
-//! generated from this table, and the tests take every row that is kept, carried or read-only across a move both ways.
+//! Every socket option of SOL_SOCKET, IP, IPV6 and TCP, and what a move does to it. `docs/reference/socket-options.md`
+//! is generated from this table, and the tests take every row that is kept, carried or read-only across a move both
+//! ways.
 
 use std::fmt::Write;
 

@@ -21,8 +21,8 @@ pub struct Section {
     pub report: serde_json::Value,
 }
 
-/// The page as one self-contained HTML document. Each bar is drawn against its bound, which is the line in the middle: what is right of
-/// it is missed. `machine` is the one that was measured on, in a line.
+/// The page as one self-contained HTML document. Each bar is drawn against its bound, which is the line in the middle:
+/// what is right of it is missed. `machine` is the one that was measured on, in a line.
 pub fn html(machine: &str, sections: &[Section]) -> String {
     let mut body = String::new();
     let (held, all) = sections

@@ -1,5 +1,5 @@
-//! Recovery: goodput over lossy links, with the NIC's TCP as sender and with the kernel's, a kernel receiver, the same links
-//! with the same seeds. Both run CUBIC.
+//! Recovery: goodput over lossy links, with the NIC's TCP as sender and with the kernel's, a kernel receiver, the same
+//! links with the same seeds. Both run CUBIC.
 
 use crate::status::StatusLine;
 use anyhow::{Context, Result};
@@ -73,7 +73,8 @@ impl Condition {
         }
     }
 
-    /// Seconds until enough losses have happened, from the window that CUBIC reaches (RFC 9438 section 5) and the link's rate.
+    /// Seconds until enough losses have happened, from the window that CUBIC reaches (RFC 9438 section 5) and the
+    /// link's rate.
     fn seconds(self) -> f64 {
         let p = self.loss / 100.0;
         if p == 0.0 {

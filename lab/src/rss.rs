@@ -1,5 +1,5 @@
-//! Receive-side scaling: many connections of very different weight (Zipf's law) over several workers, while the weights move to
-//! other connections. With a fixed table, and with the balanced one.
+//! Receive-side scaling: many connections of very different weight (Zipf's law) over several workers, while the weights
+//! move to other connections. With a fixed table, and with the balanced one.
 //!
 //! The load is counted in frames, not in time, so that it does not matter how many cores the workers have.
 

@@ -1,5 +1,6 @@
-//! A server that contains smoltcp, another TCP for programs, and uses it as smoltcp's own examples do: a TAP, one frame in each system
-//! call, checksums by the program. It runs on the client's host, which reaches it through the TAP and gives it no other service.
+//! A server that contains smoltcp, another TCP for programs, and uses it as smoltcp's own examples do: a TAP, one frame
+//! in each system call, checksums by the program. It runs on the client's host, which reaches it through the TAP and
+//! gives it no other service.
 
 use anyhow::{Context, Result};
 use baton_bed::testbed::{self, INTERFACE_B, MAC_A};
@@ -32,7 +33,8 @@ pub enum Service {
     Source(SocketAddrV4),
 }
 
-/// Serves at `address` until it is killed, on as many connections as `connections` at once. With `spin` it never sleeps.
+/// Serves at `address` until it is killed, on as many connections as `connections` at once. With `spin` it never
+/// sleeps.
 ///
 /// # Errors
 /// If the TAP cannot be made.

@@ -66,8 +66,8 @@ pub struct SoakReport {
     pub transitions: u64,
     /// Share of the segments that the NIC processed itself, of those of all connections on it.
     pub fast_path_share: f64,
-    /// Share of the moves at whose request bytes were in flight in both directions: written by one program, not read by the
-    /// other.
+    /// Share of the moves at whose request bytes were in flight in both directions: written by one program, not read by
+    /// the other.
     pub in_flight_share: f64,
     /// Moves of the connection that moved least.
     pub min_moves_per_connection: u64,
@@ -89,7 +89,8 @@ pub struct SoakReport {
     pub kills: u32,
     /// Faults (deaths and stops) that were 4 s apart.
     pub faults: u32,
-    /// Of the connections whose last requested place is the NIC: the share that is there 3 s after a fault, or at the end.
+    /// Of the connections whose last requested place is the NIC: the share that is there 3 s after a fault, or at the
+    /// end.
     pub back_on_nic: Option<f64>,
     /// Whether the connection that kills the NIC stays in the kernel, with that as the reason.
     pub poison_stays: Option<bool>,
@@ -129,8 +130,8 @@ impl SoakReport {
     }
 }
 
-/// What may follow a fault: microseconds without progress for all but a hundredth of the connections, and for each of them, beyond those of
-/// connections that do not move; and the share of connections that are on the NIC again.
+/// What may follow a fault: microseconds without progress for all but a hundredth of the connections, and for each of
+/// them, beyond those of connections that do not move; and the share of connections that are on the NIC again.
 const LONGEST_USUAL_BLACKOUT: f64 = 1e6;
 const LONGEST_BLACKOUT: f64 = 3e6;
 const LEAST_BACK: f64 = 0.9;
@@ -400,8 +401,8 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     Ok(report)
 }
 
-/// Lets the streams go on until the connections have left their fast path and come back to it often enough. `before` were counted by
-/// agents that have died.
+/// Lets the streams go on until the connections have left their fast path and come back to it often enough. `before`
+/// were counted by agents that have died.
 fn await_transitions(settings: &SoakSettings, tool: &mut Tool, before: u64) -> Result<()> {
     let deadline = monotonic_micros() + LONGEST_WAIT;
     loop {
@@ -535,7 +536,8 @@ impl<'a> Mover<'a> {
         Ok(())
     }
 
-    /// Where a connection is to go: the kernel (None) or a NIC. From one of several NICs it goes to another one every other time.
+    /// Where a connection is to go: the kernel (None) or a NIC. From one of several NICs it goes to another one every
+    /// other time.
     fn next_place(&mut self, at: usize) -> Option<u32> {
         let nics = self.settings.bed.nics as u32;
         match self.places[at] {

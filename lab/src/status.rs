@@ -10,8 +10,8 @@ const PAUSE: u64 = 10_000_000;
 /// Microseconds in which a count is not shown again.
 const MOMENT: u64 = 100_000;
 
-/// A line that says what is being measured and how far it is. On a terminal the next one replaces it, and it is removed at the end.
-/// Elsewhere it is a line of its own, at most every ten seconds.
+/// A line that says what is being measured and how far it is. On a terminal the next one replaces it, and it is removed
+/// at the end. Elsewhere it is a line of its own, at most every ten seconds.
 pub struct StatusLine {
     live: bool,
     /// When a line was shown last, in microseconds; None before the first, and after one was removed.

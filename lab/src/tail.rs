@@ -1,8 +1,9 @@
-//! Longest waits of requests, and cost of short connections: an ordinary web server in the kernel and under `baton run`, in
-//! turn.
+//! Longest waits of requests, and cost of short connections: an ordinary web server in the kernel and under
+//! `baton run`, in turn.
 //!
-//! Client and server are on the two ends of a veth, Baton is beside the kernel, and all share this machine's cores. Every round
-//! begins with a fresh server whose connections are all made at once, so that their moves are part of what is measured.
+//! Client and server are on the two ends of a veth, Baton is beside the kernel, and all share this machine's cores.
+//! Every round begins with a fresh server whose connections are all made at once, so that their moves are part of what
+//! is measured.
 
 use crate::bars::Bar;
 use crate::status::StatusLine;
@@ -68,7 +69,8 @@ pub struct Round {
     pub rate: f64,
     /// Median time from a request to its answer.
     pub p50: f64,
-    /// 99th percentile, with the requests that could not be made while a request waited for longer than the average interval.
+    /// 99th percentile, with the requests that could not be made while a request waited for longer than the average
+    /// interval.
     pub p99: f64,
     /// Longest.
     pub max: f64,
@@ -403,9 +405,9 @@ impl Client {
 }
 
 impl Done {
-    /// Percentiles of the waiting times. A connection that waits long makes fewer requests, so its waiting would hardly count.
-    /// Therefore, as in wrk, each waiting time longer than the usual interval between two requests of a connection also stands
-    /// for the requests that could not be made meanwhile.
+    /// Percentiles of the waiting times. A connection that waits long makes fewer requests, so its waiting would hardly
+    /// count. Therefore, as in wrk, each waiting time longer than the usual interval between two requests of a
+    /// connection also stands for the requests that could not be made meanwhile.
     fn times(&self, connections: usize, short: bool, seconds: f64) -> Round {
         let interval = (seconds * 1e6 * connections as f64 / self.requests.max(1) as f64).max(1.0);
         let mut all: Vec<f64> = self.times.iter().chain(&self.unanswered).copied().collect();
@@ -432,7 +434,8 @@ impl Done {
 mod tests {
     use super::*;
 
-    /// One connection that waits for a second while nine others are answered every millisecond shows in the 99th percentile.
+    /// One connection that waits for a second while nine others are answered every millisecond shows in the 99th
+    /// percentile.
     #[test]
     fn a_starved_connection_counts() {
         let done = Done { times: [vec![1_000.0; 9_000], vec![1_000_000.0]].concat(), requests: 9_001, ..Done::default() };

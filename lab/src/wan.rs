@@ -1,5 +1,6 @@
-//! One connection over a long path: 1 Gb/s and 100 ms, with the NIC's TCP and the kernel's in turn, over the same emulated link.
-//! The connection moves to its place right after it was opened, so that all windows grow there. Both run CUBIC.
+//! One connection over a long path: 1 Gb/s and 100 ms, with the NIC's TCP and the kernel's in turn, over the same
+//! emulated link. The connection moves to its place right after it was opened, so that all windows grow there. Both run
+//! CUBIC.
 
 use crate::bars::Bar;
 use anyhow::{Context, Result, anyhow};

@@ -1,5 +1,5 @@
-//! What one worker's TCP takes on a wire in memory: segments in order, put into the program's memory, announced and acknowledged, as
-//! in [`crate::datapath`], by time.
+//! What one worker's TCP takes on a wire in memory: segments in order, put into the program's memory, announced and
+//! acknowledged, as in [`crate::datapath`], by time.
 
 use crate::bars::Bar;
 use crate::datapath::{Workload, run_workload};

@@ -1,5 +1,5 @@
-//! What a message costs host and NIC when the policy matches, and when the NIC does. For callgrind, which counts the instructions
-//! in [`host`] and [`nic`]; `scripts/rmpp-matching-cost` runs it and prints the table.
+//! What a message costs host and NIC when the policy matches, and when the NIC does. For callgrind, which counts the
+//! instructions in [`host`] and [`nic`]; `scripts/rmpp-matching-cost` runs it and prints the table.
 //!
 //! Arguments: `policy` or `nic`, posted receives, bytes of a message, messages.
 

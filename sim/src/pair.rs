@@ -132,9 +132,9 @@ impl End {
         Packet { segment, payload, damaged: false }
     }
 
-    /// Ends the connection in an image and starts a new one from it: a move, as far as the protocol sees it. Between NICs all of the
-    /// connection's state moves; through a kernel, which `by_kernel` stands for, only what the image itself has. What was received out
-    /// of order goes beside the image.
+    /// Ends the connection in an image and starts a new one from it: a move, as far as the protocol sees it. Between
+    /// NICs all of the connection's state moves; through a kernel, which `by_kernel` stands for, only what the image
+    /// itself has. What was received out of order goes beside the image.
     pub fn move_through_image(&mut self, by_kernel: bool, now: Instant) -> bool {
         let template = self.template();
         let Some(image) = self.connection.to_image(&template, now) else { return false };
@@ -217,7 +217,8 @@ impl Pair {
         }
     }
 
-    /// Runs one round: programs, transmissions, then jumps to the next arrival or time-out and delivers it. False when nothing is left.
+    /// Runs one round: programs, transmissions, then jumps to the next arrival or time-out and delivers it. False when
+    /// nothing is left.
     pub fn step(&mut self) -> bool {
         for at in 0..2 {
             self.ends[at].run_program();

@@ -1,4 +1,5 @@
-//! Streams between RMPP endpoints in virtual time: connections that deliver bytes in order, in pieces, late, and until they break.
+//! Streams between RMPP endpoints in virtual time: connections that deliver bytes in order, in pieces, late, and until
+//! they break.
 
 use crate::Rng;
 use crate::rmpp::Node;

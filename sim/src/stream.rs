@@ -1,4 +1,5 @@
-//! A byte stream whose content is a function of position, so that any piece of it can be made and checked without storing it.
+//! A byte stream whose content is a function of position, so that any piece of it can be made and checked without
+//! storing it.
 
 /// The byte at `position` of the stream named `key`.
 #[inline]

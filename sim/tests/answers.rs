@@ -112,8 +112,8 @@ fn what_comes_a_little_late_is_no_gap() {
     assert!(wait(&mut connection, 100).is_none(), "there is nothing more to say");
 }
 
-/// A gap that stays is reported, and what comes behind it then is reported at once (RFC 5681 section 4.2). Without SACK a peer counts
-/// the acknowledgements, so each goes out at once.
+/// A gap that stays is reported, and what comes behind it then is reported at once (RFC 5681 section 4.2). Without SACK
+/// a peer counts the acknowledgements, so each goes out at once.
 #[test]
 fn a_gap_is_reported() {
     let mut with = connection(&image(), BUFFER);
@@ -133,7 +133,8 @@ fn a_gap_is_reported() {
     }
 }
 
-/// RFC 9293 section 3.10.7.4 and RFC 5961: what cannot be accepted is answered with where we are; without data not too often.
+/// RFC 9293 section 3.10.7.4 and RFC 5961: what cannot be accepted is answered with where we are; without data not too
+/// often.
 #[test]
 fn unacceptable_segments_are_answered() {
     let data = Flags::ACK | Flags::PSH;
@@ -202,8 +203,8 @@ fn a_repeated_fin_is_acknowledged_again() {
     }
 }
 
-/// A connection may come with more in flight than this host would ever have sent: every acknowledgement of it counts, and all that is
-/// lost of it is sent again.
+/// A connection may come with more in flight than this host would ever have sent: every acknowledgement of it counts,
+/// and all that is lost of it is sent again.
 #[test]
 fn any_amount_in_flight_is_taken_over() {
     for queue in [8 << 20, 64 << 20] {
@@ -236,8 +237,8 @@ fn any_amount_in_flight_is_taken_over() {
     }
 }
 
-/// A peer that sends a timestamp of 0 and then its clock is accepted, as in Linux: 0 is not compared with, also when it is later by the
-/// arithmetic of RFC 7323 section 5.2.
+/// A peer that sends a timestamp of 0 and then its clock is accepted, as in Linux: 0 is not compared with, also when it
+/// is later by the arithmetic of RFC 7323 section 5.2.
 #[test]
 fn a_timestamp_of_zero_keeps_no_later_one_out() {
     let mut connection = connection(&image(), BUFFER);
@@ -251,8 +252,8 @@ fn a_timestamp_of_zero_keeps_no_later_one_out() {
     }
 }
 
-/// RFC 2883 section 4: a report of a duplicate is about data alone, which lies before RCV.NXT. A SYN or FIN is none; and of what lies far
-/// ahead, where the sequence space wraps, nothing was received.
+/// RFC 2883 section 4: a report of a duplicate is about data alone, which lies before RCV.NXT. A SYN or FIN is none;
+/// and of what lies far ahead, where the sequence space wraps, nothing was received.
 #[test]
 fn a_duplicate_report_names_old_data_alone() {
     let data = Flags::ACK | Flags::PSH;
@@ -284,8 +285,8 @@ fn a_syn_is_challenged_wherever_it_is() {
     }
 }
 
-/// RFC 7323 section 5.3, R1: what has an old timestamp is dropped and answered. Only a bare acknowledgement may have been overtaken within
-/// the last round trips.
+/// RFC 7323 section 5.3, R1: what has an old timestamp is dropped and answered. Only a bare acknowledgement may have
+/// been overtaken within the last round trips.
 #[test]
 fn an_old_timestamp_is_answered_unless_the_segment_was_overtaken() {
     let stamped = |value, segment: Segment| {
@@ -343,8 +344,8 @@ fn a_reset_forgets_what_came_out_of_order() {
     assert_eq!(connection.out_of_order().count(), 0);
 }
 
-/// RFC 2883 section 4: of a segment that is a duplicate in part, that part is reported, in front of the block that it has become a part of;
-/// of two parts the first.
+/// RFC 2883 section 4: of a segment that is a duplicate in part, that part is reported, in front of the block that it
+/// has become a part of; of two parts the first.
 #[test]
 fn a_partial_duplicate_is_reported() {
     for (what, seq, length, blocks) in [
@@ -369,8 +370,8 @@ fn a_partial_duplicate_is_reported() {
     assert_eq!((sent.ack, sent.options.sack.as_slice()), (451, &[(51, 101)][..]));
 }
 
-/// RFC 5961 section 3.2: a reset counts at RCV.NXT. One with the number of a FIN that has come counts, too, as in Linux: macOS sends both when
-/// a program is ended abruptly, and may not answer a challenge.
+/// RFC 5961 section 3.2: a reset counts at RCV.NXT. One with the number of a FIN that has come counts, too, as in
+/// Linux: macOS sends both when a program is ended abruptly, and may not answer a challenge.
 #[test]
 fn a_reset_with_the_number_of_the_fin_counts() {
     for (what, fin, behind, counts) in [
@@ -389,8 +390,8 @@ fn a_reset_with_the_number_of_the_fin_counts() {
     }
 }
 
-/// RFC 2883 section 4 (4): the block behind the report of a duplicate is the one that the duplicate lies in, also where another one has
-/// grown since. A sender tells by that that the first block is a report.
+/// RFC 2883 section 4 (4): the block behind the report of a duplicate is the one that the duplicate lies in, also where
+/// another one has grown since. A sender tells by that that the first block is a report.
 #[test]
 fn the_block_that_a_duplicate_lies_in_follows_its_report() {
     for (what, seq, length) in [("all of it", 101, 100), ("a part of it", 120, 20)] {
@@ -404,8 +405,8 @@ fn the_block_that_a_duplicate_lies_in_follows_its_report() {
     }
 }
 
-/// What is owed because of a gap is not paid by data that happens to leave first: beside data there are no SACK blocks, and a segment with
-/// data is no duplicate acknowledgement (RFC 2018 section 4, RFC 5681 section 2).
+/// What is owed because of a gap is not paid by data that happens to leave first: beside data there are no SACK blocks,
+/// and a segment with data is no duplicate acknowledgement (RFC 2018 section 4, RFC 5681 section 2).
 #[test]
 fn a_gap_is_reported_though_data_leaves_first() {
     for sack in [false, true] {

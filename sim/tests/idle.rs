@@ -1,5 +1,5 @@
-//! A connection that has carried nothing for weeks: the peer's timestamp clock has gone so far that its values compare as older than the
-//! last one (RFC 7323 section 5.5).
+//! A connection that has carried nothing for weeks: the peer's timestamp clock has gone so far that its values compare
+//! as older than the last one (RFC 7323 section 5.5).
 
 use baton_image::{Image, NicState, Stay};
 use baton_tcp::{Connection, Instant, Received, Segment};
@@ -65,7 +65,8 @@ fn goes_on(connection: &mut Connection, overtaken: bool, from: Instant, tick: u6
     assert_eq!(connection.input(&old, now).place, 0, "{what}: an old segment is taken");
 }
 
-/// Clocks that tick every millisecond, as most do, every microsecond (Linux's with tcp_usec_ts), and every ten milliseconds.
+/// Clocks that tick every millisecond, as most do, every microsecond (Linux's with tcp_usec_ts), and every ten
+/// milliseconds.
 const IDLE: [(u64, &[u64]); 3] = [
     (1000, &[DAY, 20 * DAY, 24 * DAY, 25 * DAY, 30 * DAY, 49 * DAY, 51 * DAY, 80 * DAY, 400 * DAY]),
     (1, &[600 * SECOND, 2200 * SECOND, 3000 * SECOND, 4294 * SECOND, 5000 * SECOND, DAY, 25 * DAY]),
@@ -98,8 +99,8 @@ fn idle_time_counts_on_after_a_move() {
     }
 }
 
-/// A connection that was in the kernel for so long: the agent completes the kernel's image with what the NIC knew. The kernel received
-/// something, or nothing, and does not say when.
+/// A connection that was in the kernel for so long: the agent completes the kernel's image with what the NIC knew. The
+/// kernel received something, or nothing, and does not say when.
 #[test]
 fn idle_time_counts_on_in_the_kernel() {
     for (tick, times) in IDLE {
@@ -120,7 +121,8 @@ fn idle_time_counts_on_in_the_kernel() {
     }
 }
 
-/// A kernel that gets the connection is given no timestamp that its peer's next one cannot be compared with: it would count it as new.
+/// A kernel that gets the connection is given no timestamp that its peer's next one cannot be compared with: it would
+/// count it as new.
 #[test]
 fn the_kernel_gets_no_timestamp_that_is_too_old() {
     let connection = open(1000);

@@ -33,8 +33,8 @@ fn a_long_path_is_filled() {
     assert!(rates[1] > 850.0, "{rates:.0?}");
 }
 
-/// A buffer of 4 ms overflows before slow start ends, and every other segment of a window is lost. The receiver keeps those that arrive
-/// behind the holes.
+/// A buffer of 4 ms overflows before slow start ends, and every other segment of a window is lost. The receiver keeps
+/// those that arrive behind the holes.
 #[test]
 fn a_window_full_of_holes_is_kept() {
     let link = Impairments { rate: 1_000_000_000, delay: 50_000, buffer: 500_000, ..Impairments::default() };

@@ -92,13 +92,15 @@ fn the_next_nic_knows_what_was_sacked_and_lost() {
     assert_eq!(moves.next_timeout(), stays.next_timeout());
 }
 
-/// What a kernel shows of a connection that it has from a NIC: numbers and queues, but no congestion state and no times of segments.
+/// What a kernel shows of a connection that it has from a NIC: numbers and queues, but no congestion state and no times
+/// of segments.
 fn shown_by_kernel(image: &Image) -> Image {
     let anew = Image { cwnd: 10, ssthresh: u32::MAX, srtt: 0, rttvar: 0, min_rtt: 0, reordering_seen: false, ..*image };
     Image { ts_recent: 0, sent_ago: Some(0), ..anew }
 }
 
-/// Three milliseconds in the kernel, in which nothing was sent: the next NIC is in the same recovery, and its timers have gone on.
+/// Three milliseconds in the kernel, in which nothing was sent: the next NIC is in the same recovery, and its timers
+/// have gone on.
 #[test]
 fn a_short_stay_in_the_kernel_leaves_recovery_as_it_was() {
     let (mut stays, now, later) = (in_recovery(), NOW.after(200), NOW.after(3200));
@@ -139,7 +141,8 @@ fn the_time_since_data_was_sent_counts_for_the_next_owner() {
     assert_eq!(wait(None), 10_000);
 }
 
-/// The FIN is a segment of its own, and the last data that is queued is pushed when it is sent again (RFC 9293 MUST-61).
+/// The FIN is a segment of its own, and the last data that is queued is pushed when it is sent again (RFC 9293
+/// MUST-61).
 #[test]
 fn what_was_adopted_is_sent_again_as_the_kernel_sent_it() {
     let mut connection = adopted(Some(0));
@@ -288,8 +291,8 @@ impl Forger {
     }
 }
 
-/// What a forged image makes a connection send stays within its queue, and what it accepts within its window; the connection ends or
-/// delivers all its bytes to a peer that acknowledges them.
+/// What a forged image makes a connection send stays within its queue, and what it accepts within its window; the
+/// connection ends or delivers all its bytes to a peer that acknowledges them.
 fn lives_or_ends(seed: u64) {
     let mut forger = Forger(Rng::new(seed));
     let (queued, closes) = (forger.0.below(20_000) as u32, forger.flag());

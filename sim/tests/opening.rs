@@ -61,7 +61,8 @@ fn a_foreign_answer_to_a_syn_is_refused() {
     assert_eq!(end.input(&right, now).events, Events::ESTABLISHED);
 }
 
-/// RFC 7413 section 4.2: data goes with the SYN, is taken at once, and what the server does not take goes again after the handshake.
+/// RFC 7413 section 4.2: data goes with the SYN, is taken at once, and what the server does not take goes again after
+/// the handshake.
 #[test]
 fn data_in_a_syn_is_taken_or_sent_again() {
     for taken in [true, false] {
@@ -87,7 +88,8 @@ fn data_in_a_syn_is_taken_or_sent_again() {
     }
 }
 
-/// Data that is queued into a closed window while nothing is in flight is probed for: the update that opens it may get lost.
+/// Data that is queued into a closed window while nothing is in flight is probed for: the update that opens it may get
+/// lost.
 #[test]
 fn data_for_a_closed_window_is_probed_for() {
     let now = Instant(1_000_000);
@@ -104,8 +106,8 @@ fn data_for_a_closed_window_is_probed_for() {
     assert_eq!(send(&mut client, due).seq, 100, "a probe");
 }
 
-/// RFC 9293 section 3.10.7.4: in SYN-RECEIVED, too, a segment outside of the window is answered with an acknowledgement, and one that
-/// acknowledges what was never sent with a RST. Neither ends the handshake.
+/// RFC 9293 section 3.10.7.4: in SYN-RECEIVED, too, a segment outside of the window is answered with an
+/// acknowledgement, and one that acknowledges what was never sent with a RST. Neither ends the handshake.
 #[test]
 fn a_handshake_answers_what_is_not_its_own_and_goes_on() {
     let now = Instant(1_000_000);

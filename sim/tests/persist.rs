@@ -1,4 +1,5 @@
-//! A peer whose window is closed or small (RFC 9293 section 3.8.6): how it is probed, for how long, and what leaves all the same.
+//! A peer whose window is closed or small (RFC 9293 section 3.8.6): how it is probed, for how long, and what leaves all
+//! the same.
 
 use baton_image::Image;
 use baton_tcp::{Connection, EndReason, Instant, Segment, State};
@@ -161,7 +162,8 @@ fn probes_that_nobody_answers_end_the_connection() {
     }
 }
 
-/// RFC 9293 section 3.8.6.2.1: a window smaller than a segment and than half of the largest is filled after a second at most.
+/// RFC 9293 section 3.8.6.2.1: a window smaller than a segment and than half of the largest is filled after a second at
+/// most.
 #[test]
 fn a_small_window_is_used() {
     for (window, before, nodelay, cork) in
@@ -196,8 +198,8 @@ fn a_small_window_is_used() {
     }
 }
 
-/// RFC 9293 section 3.10.7.4: SND.UNA =< SEG.ACK. An acknowledgement that came late says nothing about the window now, though its sequence
-/// number is new.
+/// RFC 9293 section 3.10.7.4: SND.UNA =< SEG.ACK. An acknowledgement that came late says nothing about the window now,
+/// though its sequence number is new.
 #[test]
 fn the_window_of_an_old_acknowledgement_is_not_taken() {
     let mut tcp = connection(60_000);
@@ -254,7 +256,8 @@ fn a_fin_in_time_wait_makes_it_last() {
     assert_eq!(tcp.next_timeout(), NOW.after(9 * 50 * SECOND + MINUTE));
 }
 
-/// A host that slept for hours acknowledges: the round trip that this seems to be leaves the time-outs what they can be.
+/// A host that slept for hours acknowledges: the round trip that this seems to be leaves the time-outs what they can
+/// be.
 #[test]
 fn a_round_trip_of_hours_overflows_nothing() {
     for hours in [1, 2, 30, 1000] {
@@ -276,8 +279,9 @@ fn a_round_trip_of_hours_overflows_nothing() {
     }
 }
 
-/// A FIN has a sequence number, and so needs room in the peer's window (RFC 9293 section 3.10.7.4: SND.UNA + SND.WND bounds what is sent):
-/// a closed window is probed until it opens. Data in front of the FIN does not wait for room for both.
+/// A FIN has a sequence number, and so needs room in the peer's window (RFC 9293 section 3.10.7.4: SND.UNA + SND.WND
+/// bounds what is sent): a closed window is probed until it opens. Data in front of the FIN does not wait for room for
+/// both.
 #[test]
 fn a_fin_waits_for_the_window() {
     for bytes in [0, 100] {

@@ -84,7 +84,8 @@ fn a_short_receive_gets_the_beginning() {
     }
 }
 
-/// Messages for which no receive is posted wait; a probe sees them, a claim takes one, receives get the others in their order.
+/// Messages for which no receive is posted wait; a probe sees them, a claim takes one, receives get the others in their
+/// order.
 #[test]
 fn unexpected_messages_wait_in_order() {
     let mut world = world(1, Carrier::Udp4, CLEAN, 7, |config| config.buffers_per_peer = 2);
@@ -146,8 +147,8 @@ fn close_finishes_what_was_sent_and_leaves_nothing() {
     assert_eq!(world.nodes[1].leftovers(), [0, 0, 1, 0, 0, 0, 0]);
 }
 
-/// A peer that is closed while messages from it are unfinished takes a while to go. What its program sends to it then is refused, or
-/// completes.
+/// A peer that is closed while messages from it are unfinished takes a while to go. What its program sends to it then
+/// is refused, or completes.
 #[test]
 fn what_is_sent_to_a_peer_that_is_being_closed_is_refused_or_completes() {
     let mut taken = 0;
@@ -190,7 +191,8 @@ fn what_is_sent_to_a_peer_that_is_being_closed_is_refused_or_completes() {
     assert!(taken > 0, "nothing was taken");
 }
 
-/// A receive for a peer that the program has closed, or is closing, is refused or ends with it: its number may soon be another peer's.
+/// A receive for a peer that the program has closed, or is closing, is refused or ends with it: its number may soon be
+/// another peer's.
 #[test]
 fn a_receive_for_a_closed_peer_gets_no_message_of_another() {
     for (seed, early) in (0..20).flat_map(|seed| [(seed, true), (seed, false)]) {
@@ -272,8 +274,8 @@ fn limits_are_named() {
     assert_eq!(node.policy.post(Request { region: outside, ..request }, 0, &mut node.memory[..]), Err(Limit::Memory));
 }
 
-/// MPI's order: messages of one sender with one tag go to receives in the order in which they were sent, however they arrive;
-/// two senders do not disturb each other.
+/// MPI's order: messages of one sender with one tag go to receives in the order in which they were sent, however they
+/// arrive; two senders do not disturb each other.
 #[test]
 fn messages_of_a_sender_do_not_overtake_each_other() {
     use baton_sim::rmpp::{Node, World, halves_on_nic};
@@ -356,8 +358,8 @@ fn a_send_that_has_not_begun_can_be_cancelled() {
     assert!(!world.nodes[0].policy.cancel_send(2, now), "it has ended");
 }
 
-/// The NIC clears long messages by itself, CTS by CTS, over links that lose, reorder and repeat packets, fast and slow ones, and over
-/// its own death.
+/// The NIC clears long messages by itself, CTS by CTS, over links that lose, reorder and repeat packets, fast and slow
+/// ones, and over its own death.
 #[test]
 fn a_nic_that_clears_by_itself_gets_long_messages_right() {
     const LENGTH: u64 = 900_000;
@@ -397,8 +399,8 @@ fn a_nic_that_clears_by_itself_gets_long_messages_right() {
         }
         assert_eq!(stream::mismatches(seed, 0, &world.nodes[1].memory[..LENGTH as usize]), 0);
         assert!(world.run_until(60_000_000, |world| world.nodes.iter().all(|node| node.leftovers() == [0; 7])), "seed {seed}");
-        // Without faults nothing is sent twice, though the policy does not see each CTS; but where a CTS's packets take longer than
-        // its time-out, the sender asks again.
+        // Without faults nothing is sent twice, though the policy does not see each CTS; but where a CTS's packets take
+        // longer than its time-out, the sender asks again.
         if faults == 0 && seed % 5 != 4 && rate > 10_000_000 {
             let dropped = [&world.nodes[0], &world.nodes[1]].map(|node| node.nic.counters().dropped);
             assert_eq!(dropped.as_flattened().iter().sum::<u64>(), 0, "seed {seed}: {dropped:?}");

@@ -1,5 +1,5 @@
-//! Any schedule of loss, duplication, reordering, corruption, silence, restarts of an endpoint and deaths of a NIC ends in
-//! delivery or a clear error, each message is delivered at most once, and all state is given back.
+//! Any schedule of loss, duplication, reordering, corruption, silence, restarts of an endpoint and deaths of a NIC ends
+//! in delivery or a clear error, each message is delivered at most once, and all state is given back.
 //! `BATON_RMPP_SEEDS` sets how many schedules are run, `BATON_RMPP_SEED` runs one.
 
 mod rmpp_schedule;

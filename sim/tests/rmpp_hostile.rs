@@ -1,4 +1,5 @@
-//! What a hostile or broken peer can send: each packet forged or cut is counted and harmless, and what one peer can take is capped.
+//! What a hostile or broken peer can send: each packet forged or cut is counted and harmless, and what one peer can
+//! take is capped.
 
 mod rmpp_worlds;
 
@@ -51,7 +52,8 @@ fn answers(node: &mut Node, world_address: [baton_wire::Endpoint; 2], now: u64) 
     }
 }
 
-/// A receiver with one receive of 10,000 bytes for a message of 5,200, of which it has cleared `grant` packets. Returns its handle.
+/// A receiver with one receive of 10,000 bytes for a message of 5,200, of which it has cleared `grant` packets. Returns
+/// its handle.
 fn cleared(step: u8, grant: u16) -> (World, u32, u16) {
     let mut world = world(step, Carrier::Ethernet, clean(), 3, |config| config.grant = grant);
     let node = &mut world.nodes[1];
@@ -78,8 +80,8 @@ fn dropped(world: &World, node: usize, reason: Drop) -> u64 {
     [node.host.counters(), node.nic.counters(), node.policy.counters()].iter().map(|counters| counters.dropped(reason)).sum()
 }
 
-/// A sender that sends more than was cleared, pieces of another length, for other messages, or from another incarnation, changes
-/// nothing in memory.
+/// A sender that sends more than was cleared, pieces of another length, for other messages, or from another
+/// incarnation, changes nothing in memory.
 #[test]
 fn a_sender_cannot_place_what_was_not_cleared() {
     for step in 0..3 {
@@ -120,7 +122,8 @@ fn a_sender_cannot_place_what_was_not_cleared() {
     }
 }
 
-/// A receiver that clears packets which the message does not have, clears twice, or for another message, gets nothing for it.
+/// A receiver that clears packets which the message does not have, clears twice, or for another message, gets nothing
+/// for it.
 #[test]
 fn a_receiver_cannot_ask_for_more_than_there_is() {
     let mut world = world(2, Carrier::Udp4, clean(), 4, |_| ());
@@ -182,7 +185,8 @@ fn an_rts_flood_is_capped() {
     assert_eq!(world.nodes[1].leftovers(), [0; 7]);
 }
 
-/// The same where the NIC matches: it takes up no more than the policy would, and of what is given up nothing stays with it.
+/// The same where the NIC matches: it takes up no more than the policy would, and of what is given up nothing stays
+/// with it.
 #[test]
 fn an_rts_flood_is_capped_on_a_nic_that_matches() {
     let mut world = world(1, Carrier::Ethernet, clean(), 5, |config| {
@@ -230,8 +234,8 @@ fn hellos_and_strangers_take_no_place() {
     assert_eq!((world.nodes[1].policy.peers(), dropped(&world, 1, Drop::WrongIncarnation)), (0, 1000));
 }
 
-/// Random packets with good CRCs, from the peer of a transfer that is under way: whatever they say, the transfer ends in delivery
-/// or an error, and nothing is left.
+/// Random packets with good CRCs, from the peer of a transfer that is under way: whatever they say, the transfer ends
+/// in delivery or an error, and nothing is left.
 #[test]
 fn random_packets_do_no_harm() {
     let mut errors = 0;
@@ -363,8 +367,8 @@ fn damaged_packets_are_counted_and_change_nothing() {
     assert!(world.nodes[1].memory == memory);
 }
 
-/// Somebody who guesses the receiver's incarnation claims to be a newer one of its peer. That ends the association, as a restart does, and
-/// once the true peer has noticed, messages go both ways again.
+/// Somebody who guesses the receiver's incarnation claims to be a newer one of its peer. That ends the association, as
+/// a restart does, and once the true peer has noticed, messages go both ways again.
 #[test]
 fn a_false_newer_incarnation_does_not_shut_out_the_true_peer() {
     // The incarnations that somebody claims, above the true one: one, or two that lead around to it.
@@ -452,8 +456,8 @@ fn what_waits_for_a_peer_that_has_failed_ends_when_it_is_closed() {
     assert!(failing > 0, "the data half had always released its messages");
 }
 
-/// An answer begins no association: nothing has been sent that it could be for. Whoever names an incarnation that the peer does not have
-/// ends no message so, neither well nor badly.
+/// An answer begins no association: nothing has been sent that it could be for. Whoever names an incarnation that the
+/// peer does not have ends no message so, neither well nor badly.
 #[test]
 fn an_answer_before_the_association_is_dropped() {
     use Kind::*;

@@ -1,5 +1,5 @@
-//! RMPP: matching by the NIC gives the pairs of a plain list, whatever waits in the rings, is lost, or dies, and however often the
-//! NIC has no room, or may not match.
+//! RMPP: matching by the NIC gives the pairs of a plain list, whatever waits in the rings, is lost, or dies, and
+//! however often the NIC has no room, or may not match.
 
 mod rmpp_worlds;
 
@@ -21,8 +21,8 @@ fn seeds(default: u64) -> u64 {
 /// A tag and the bits of it that a receive ignores.
 type Criteria = (u64, u64);
 
-/// The receive that each message gets, by MPI's rules: the oldest that accepts it. The order of posts and arrivals among each
-/// other does not matter.
+/// The receive that each message gets, by MPI's rules: the oldest that accepts it. The order of posts and arrivals
+/// among each other does not matter.
 fn pairs(receives: &[Criteria], tags: &[u64]) -> BTreeMap<u64, u64> {
     let mut taken = vec![false; receives.len()];
     let mut pairs = BTreeMap::new();
@@ -135,7 +135,8 @@ fn pairs_are_those_of_a_plain_list() {
     assert!(seen.iter().all(|times| *times > 1000), "both sides have matched: {seen:?}");
 }
 
-/// Two endpoints that know each other, the NIC of the second of which matches, and has a receive of 100,000 bytes from the first.
+/// Two endpoints that know each other, the NIC of the second of which matches, and has a receive of 100,000 bytes from
+/// the first.
 fn with_a_receive_on_the_nic() -> World {
     let impairments = Impairments { delay: 20, ..clean() };
     let mut world = world(2, Carrier::Udp4, impairments, 1, |config| (config.data_posted, config.data_unexpected) = (4, 4));
@@ -181,7 +182,8 @@ fn a_receive_on_the_nic_from_a_peer_that_dies_fails() {
     let ended = std::mem::take(&mut node.completions);
     assert_eq!(ended.iter().map(|end| (end.token, end.result)).collect::<Vec<_>>(), [(2, Err(Error::PeerDead))]);
     assert_eq!(node.leftovers()[2], 0, "and no receive is left");
-    // The next one gets the message: the first one does not stand before it on the NIC. The sender does not know of its death yet.
+    // The next one gets the message: the first one does not stand before it on the NIC. The sender does not know of its
+    // death yet.
     let (from, region) = (node.policy.open(Carrier::Udp4.address(0), 0).unwrap(), Region { offset: 0, length: LONG });
     let request = Request { source: Some(from), context: 0, tag: 2, ignore: 0, region, token: 3 };
     node.policy.post(request, now, &mut node.memory[..]).unwrap();
@@ -193,8 +195,8 @@ fn a_receive_on_the_nic_from_a_peer_that_dies_fails() {
     assert!(world.nodes[1].completions.iter().any(|end| end.token == 3 && end.result.is_ok()));
 }
 
-/// The NIC has given a message to a receive whose peer is dead by then, and the policy is taking the matching back: the receive's
-/// memory is the program's again only when the NIC has forgotten the message.
+/// The NIC has given a message to a receive whose peer is dead by then, and the policy is taking the matching back: the
+/// receive's memory is the program's again only when the NIC has forgotten the message.
 #[test]
 fn a_receive_behind_a_refused_arrival_ends_when_nothing_is_placed_any_more() {
     let mut world = with_a_receive_on_the_nic();

@@ -1,5 +1,5 @@
-//! Streams: long messages come by them where both ends have any, and what a hostile peer writes into one reaches nothing but the
-//! packets that were cleared for it. Breaks, delays and restarts are in `rmpp_faults.rs`.
+//! Streams: long messages come by them where both ends have any, and what a hostile peer writes into one reaches
+//! nothing but the packets that were cleared for it. Breaks, delays and restarts are in `rmpp_faults.rs`.
 
 mod rmpp_worlds;
 
@@ -93,8 +93,8 @@ fn long_messages_come_by_streams_where_both_ends_have_any() {
     }
 }
 
-/// What several CTS have cleared before the stream takes any of it goes as one run; a CTS for what the stream was given is not
-/// answered again, and one for packets before that is.
+/// What several CTS have cleared before the stream takes any of it goes as one run; a CTS for what the stream was given
+/// is not answered again, and one for packets before that is.
 #[test]
 fn a_sender_gives_a_stream_what_is_cleared_once() {
     let mut world = world(&[Some(5_000), None], 0);

@@ -1,15 +1,17 @@
-//! Receive buffers of any size that a program can set: an upload goes on, however late the program is in telling what it has read, and
-//! whatever scale was agreed on before.
+//! Receive buffers of any size that a program can set: an upload goes on, however late the program is in telling what
+//! it has read, and whatever scale was agreed on before.
 
 use baton_sim::Impairments;
 use baton_sim::pair::Pair;
 use baton_tcp::{Config, State};
 
 const SECOND: u64 = 1_000_000;
-/// Windows of the buffer's size that an upload takes, behind the first one, which is advertised before the buffer is set.
+/// Windows of the buffer's size that an upload takes, behind the first one, which is advertised before the buffer is
+/// set.
 const WINDOWS: u64 = 60;
 
-/// Uploads over a path of 200 µs to a connection whose receive buffer is set to `buffer` when its handshake is over. How long it took.
+/// Uploads over a path of 200 µs to a connection whose receive buffer is set to `buffer` when its handshake is over.
+/// How long it took.
 fn upload(buffer: u32, receive_limit: u32, mtu: u32, timestamps: bool) -> Result<u64, String> {
     let config = Config { receive_buffer: 1 << 18, receive_limit, mtu, timestamps, ..Config::default() };
     let mut pair = Pair::new([config; 2], Impairments { delay: 100, ..Impairments::default() }, 5);
@@ -39,7 +41,8 @@ fn an_upload_into_a_receive_buffer_of_any_size_goes_on() {
         let mtu = [576, 1500, 9000][random as usize >> 20 & 3 % 3];
         let took = upload(buffer, scale, mtu, random >> 30 & 1 == 1);
         let took = took.unwrap_or_else(|stuck| panic!("buffer {buffer}, scale for {scale}, MTU {mtu}: {stuck}"));
-        // Each takes a round trip, or the sender's wait for more room (RFC 9293 section 3.8.6.2.1) and an acknowledgement that is delayed.
+        // Each takes a round trip, or the sender's wait for more room (RFC 9293 section 3.8.6.2.1) and an
+        // acknowledgement that is delayed.
         assert!(took < (WINDOWS + 20) * SECOND / 2, "buffer {buffer}, scale for {scale}, MTU {mtu}: {took} µs");
     }
 }

@@ -149,7 +149,8 @@ fn reordering_alone_soon_costs_no_retransmission() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever the link does, both directions arrive whole, and moving the connection through an image at any moment changes nothing.
+    /// Whatever the link does, both directions arrive whole, and moving the connection through an image at any moment
+    /// changes nothing.
     #[test]
     fn every_byte_arrives_under_any_faults(
         seed in any::<u64>(),

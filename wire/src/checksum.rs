@@ -10,7 +10,8 @@ impl Sum {
         Sum(0)
     }
 
-    /// Adds bytes. An odd length is padded with one zero byte, so only the last part of a message may have an odd length.
+    /// Adds bytes. An odd length is padded with one zero byte, so only the last part of a message may have an odd
+    /// length.
     #[must_use]
     pub fn bytes(mut self, data: &[u8]) -> Self {
         let mut words = data.chunks_exact(4);
@@ -46,8 +47,8 @@ impl Sum {
     }
 }
 
-/// The sum over the pseudo-header (RFC 9293 section 3.1, RFC 8200 section 8.1) of a packet of `protocol` with `length` bytes, its
-/// transport header included.
+/// The sum over the pseudo-header (RFC 9293 section 3.1, RFC 8200 section 8.1) of a packet of `protocol` with `length`
+/// bytes, its transport header included.
 pub fn pseudo_header(source: &[u8], destination: &[u8], protocol: u8, length: usize) -> Sum {
     Sum::new().bytes(source).bytes(destination).word(u16::from(protocol)).word((length >> 16) as u16).word(length as u16)
 }

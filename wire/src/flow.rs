@@ -88,9 +88,9 @@ pub struct Flow {
     pub local: Endpoint,
     /// The peer's end.
     pub remote: Endpoint,
-    /// Index of the only device by which its frames come: its addresses are link-local, or its socket is bound to the device. Another
-    /// connection may have the same 4-tuple by another device. 0: they may come by any, as by the one wire that the NIC has inline. Of a
-    /// received frame: the device by which it came.
+    /// Index of the only device by which its frames come: its addresses are link-local, or its socket is bound to the
+    /// device. Another connection may have the same 4-tuple by another device. 0: they may come by any, as by the one
+    /// wire that the NIC has inline. Of a received frame: the device by which it came.
     pub device: u32,
 }
 
@@ -122,7 +122,8 @@ impl Flow {
         self.remote.is_v4()
     }
 
-    /// Encodes it as shared memory holds it: local and remote address, then local and remote port, then the device, little-endian.
+    /// Encodes it as shared memory holds it: local and remote address, then local and remote port, then the device,
+    /// little-endian.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[..16].copy_from_slice(&self.local.address);
@@ -142,8 +143,8 @@ impl Flow {
     }
 }
 
-/// A flow as the key of a lookup: its 4-tuple in words that are hashed and compared with few instructions, and its device, which is only
-/// compared.
+/// A flow as the key of a lookup: its 4-tuple in words that are hashed and compared with few instructions, and its
+/// device, which is only compared.
 #[derive(Clone, Copy, Eq, Debug)]
 pub struct FlowKey {
     /// IPv4: both addresses; IPv6: the first half of the local one.
@@ -160,15 +161,15 @@ pub struct FlowKey {
 const V6: u64 = 1 << 63;
 
 impl FlowKey {
-    /// Makes the key from the fields of a received IPv4 packet: both addresses as one little-endian word, the source (the remote
-    /// end) first, the word of source and destination port, and the device.
+    /// Makes the key from the fields of a received IPv4 packet: both addresses as one little-endian word, the source
+    /// (the remote end) first, the word of source and destination port, and the device.
     #[inline(always)]
     pub fn v4(remote_local: u64, source_destination: u32, device: u32) -> FlowKey {
         FlowKey { first: remote_local, ports: u64::from(source_destination), rest: [0; 3], device }
     }
 
-    /// Makes the key from the fields of a received IPv6 packet: each address as two little-endian words, the word of source and
-    /// destination port, and the device.
+    /// Makes the key from the fields of a received IPv6 packet: each address as two little-endian words, the word of
+    /// source and destination port, and the device.
     #[inline(always)]
     pub fn v6(local: [u64; 2], remote: [u64; 2], source_destination: u32, device: u32) -> FlowKey {
         FlowKey { first: local[0], ports: V6 | u64::from(source_destination), rest: [local[1], remote[0], remote[1]], device }
@@ -293,8 +294,8 @@ mod tests {
         }
     }
 
-    /// A connection that is bound to no device gets frames from every one, one that is bound gets those of its own; nobody gets those of
-    /// another 4-tuple.
+    /// A connection that is bound to no device gets frames from every one, one that is bound gets those of its own;
+    /// nobody gets those of another 4-tuple.
     #[test]
     fn a_device_tells_connections_with_the_same_4_tuple_apart() {
         for flow in flows() {

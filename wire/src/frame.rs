@@ -39,7 +39,8 @@ pub const ECN_MASK: u8 = 3;
 /// ECN field "congestion experienced" (RFC 3168 section 5).
 pub const ECN_CE: u8 = 3;
 
-/// Why a frame is no TCP segment that the lookup can assign to a connection. Such frames are not errors: they go to the kernel.
+/// Why a frame is no TCP segment that the lookup can assign to a connection. Such frames are not errors: they go to the
+/// kernel.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum FrameError {
     /// No IPv4 or IPv6 header follows the Ethernet header (ARP, VLAN tag, …).
@@ -90,8 +91,8 @@ fn be32(bytes: &[u8], at: usize) -> u32 {
 }
 
 impl TcpFrame {
-    /// Reads an Ethernet frame that came by this device, 0 where there is one wire. The TCP checksum is not verified: see
-    /// [`TcpFrame::checksum_holds`].
+    /// Reads an Ethernet frame that came by this device, 0 where there is one wire. The TCP checksum is not verified:
+    /// see [`TcpFrame::checksum_holds`].
     ///
     /// # Errors
     /// The first reason why the frame is no TCP segment.
@@ -121,7 +122,8 @@ impl TcpFrame {
         if be16(ip, ipv4::FRAGMENT) & IPV4_FRAGMENT != 0 {
             return Err(FrameError::Fragment);
         }
-        // A device with large receive may leave the length field zero above 64 KB; then the length of the frame is used.
+        // A device with large receive may leave the length field zero above 64 KB; then the length of the frame is
+        // used.
         let total = if total == 0 { ip.len() } else { total };
         if total > ip.len() || total < header + TCP {
             return Err(FrameError::Malformed);
@@ -269,8 +271,8 @@ pub struct Template {
 }
 
 impl Template {
-    /// Makes the template for a connection's outgoing frames. `timestamps` says whether its acknowledgements carry the timestamps
-    /// option.
+    /// Makes the template for a connection's outgoing frames. `timestamps` says whether its acknowledgements carry the
+    /// timestamps option.
     pub fn new(flow: &Flow, link: &Link, timestamps: bool) -> Self {
         let mut bytes = [0u8; ETHERNET + IPV6 + TCP];
         bytes[..ethernet::SOURCE].copy_from_slice(&link.destination);
@@ -338,8 +340,9 @@ impl Template {
         usize::from(self.tcp)
     }
 
-    /// Writes the headers of a segment with `payload` bytes of payload, which the caller appends, and returns their length. The
-    /// TCP checksum field gets the sum of the pseudo-header, for a device (or [`finish_checksum`]) to complete.
+    /// Writes the headers of a segment with `payload` bytes of payload, which the caller appends, and returns their
+    /// length. The TCP checksum field gets the sum of the pseudo-header, for a device (or [`finish_checksum`]) to
+    /// complete.
     ///
     /// # Panics
     /// If `out` is shorter than [`MAX_HEADER`].
@@ -411,8 +414,8 @@ impl Template {
         at + TCP + options
     }
 
-    /// Lets routers fragment what [`Template::emit`] writes from now on, over IPv4. Prepared acknowledgements are smaller than any MTU
-    /// (RFC 791 section 3.2: 68 bytes).
+    /// Lets routers fragment what [`Template::emit`] writes from now on, over IPv4. Prepared acknowledgements are
+    /// smaller than any MTU (RFC 791 section 3.2: 68 bytes).
     pub fn allow_fragments(&mut self) {
         if self.tcp_offset() == ETHERNET + IPV4 {
             self.bytes[ETHERNET + ipv4::FRAGMENT] = 0;
@@ -420,8 +423,8 @@ impl Template {
         }
     }
 
-    /// Writes a pure acknowledgement and returns its length. The result is that of [`Template::emit`] with an IPv4 identification
-    /// of 0, which RFC 6864 section 4.1 allows in packets that cannot be fragmented.
+    /// Writes a pure acknowledgement and returns its length. The result is that of [`Template::emit`] with an IPv4
+    /// identification of 0, which RFC 6864 section 4.1 allows in packets that cannot be fragmented.
     #[inline(always)]
     pub fn acknowledge(&self, ack: &Acknowledgement, out: &mut [u8; MAX_HEADER]) -> usize {
         out[..PREPARED].copy_from_slice(&self.acknowledgement);
@@ -436,7 +439,8 @@ impl Template {
     /// Bytes from the beginning that [`Template::acknowledge_usual`] and [`Template::interface`] use.
     pub const HOT: usize = core::mem::offset_of!(Template, acknowledgement) + Template::FIXED;
 
-    /// Bytes of an acknowledgement over IPv4 with timestamps up to the middle of these: all that is not written for each.
+    /// Bytes of an acknowledgement over IPv4 with timestamps up to the middle of these: all that is not written for
+    /// each.
     const FIXED: usize = 60;
 
     /// Bytes of an acknowledgement over IPv4 with timestamps.
@@ -448,7 +452,8 @@ impl Template {
         self.acknowledgement[at..at + 4].copy_from_slice(&seq.to_be_bytes());
     }
 
-    /// [`Template::acknowledge`] over IPv4 with timestamps, with fewer instructions. Its sequence number is the one that was prepared.
+    /// [`Template::acknowledge`] over IPv4 with timestamps, with fewer instructions. Its sequence number is the one
+    /// that was prepared.
     #[inline(always)]
     pub fn acknowledge_usual(
         &self,
@@ -494,9 +499,9 @@ impl Template {
     }
 }
 
-/// Writes the header fields that depend on the length of a frame with a TCP segment: the IP packet's length, the IPv4 header
-/// checksum, and a partial TCP checksum (the sum of the pseudo-header) for a device to complete. `tcp` is the offset of the TCP
-/// header; there must be no IPv6 extension headers.
+/// Writes the header fields that depend on the length of a frame with a TCP segment: the IP packet's length, the IPv4
+/// header checksum, and a partial TCP checksum (the sum of the pseudo-header) for a device to complete. `tcp` is the
+/// offset of the TCP header; there must be no IPv6 extension headers.
 ///
 /// # Panics
 /// If the headers lie outside the frame.
@@ -517,9 +522,10 @@ pub fn set_lengths(frame: &mut [u8], tcp: usize) {
     segment[tcp::CHECKSUM..tcp::URGENT].copy_from_slice(&sum.folded().to_be_bytes());
 }
 
-/// Completes a partial checksum in software as a device does: sums the bytes from `start` to the end of the frame and stores the
-/// result at `start + offset`. A sum of 0 is written as 0xffff, which is the same number: for UDP 0 stands for no checksum (RFC 768),
-/// which IPv6 refuses. Returns false, and changes nothing, if the position lies outside the frame.
+/// Completes a partial checksum in software as a device does: sums the bytes from `start` to the end of the frame and
+/// stores the result at `start + offset`. A sum of 0 is written as 0xffff, which is the same number: for UDP 0 stands
+/// for no checksum (RFC 768), which IPv6 refuses. Returns false, and changes nothing, if the position lies outside the
+/// frame.
 pub fn finish_checksum(frame: &mut [u8], start: usize, offset: usize) -> bool {
     if start + offset + 2 > frame.len() {
         return false;

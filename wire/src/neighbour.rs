@@ -1,4 +1,5 @@
-//! Neighbour discovery (RFC 4861): solicitations and advertisements, also those of duplicate address detection (RFC 4862).
+//! Neighbour discovery (RFC 4861): solicitations and advertisements, also those of duplicate address detection (RFC
+//! 4862).
 
 use crate::arp::Malformed;
 use crate::checksum::pseudo_header;
@@ -78,8 +79,8 @@ fn group_mac(group: &[u8; 16]) -> [u8; 6] {
 }
 
 impl Neighbour {
-    /// Reads a frame. None if it is no neighbour solicitation or advertisement, or hides behind extension headers, which hosts do not
-    /// use here. `verified`: a device has verified the checksum.
+    /// Reads a frame. None if it is no neighbour solicitation or advertisement, or hides behind extension headers,
+    /// which hosts do not use here. `verified`: a device has verified the checksum.
     ///
     /// # Errors
     /// [`Malformed`] where RFC 4861 sections 7.1.1 and 7.1.2 want it to be discarded.
@@ -154,7 +155,8 @@ impl Neighbour {
         }
     }
 
-    /// The answer to a solicitation: `mac` has the target (RFC 4861 section 7.2.4). It goes to all nodes if it is not known who asks.
+    /// The answer to a solicitation: `mac` has the target (RFC 4861 section 7.2.4). It goes to all nodes if it is not
+    /// known who asks.
     pub fn answer(&self, mac: [u8; 6]) -> Neighbour {
         let mut answer = Neighbour::announcement(mac, self.target);
         if self.source != UNSPECIFIED {

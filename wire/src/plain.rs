@@ -1,6 +1,6 @@
 //! Plain segments, read and written with few instructions: no IP options, no flags but ACK and PSH, no TCP options but
-//! timestamps, no congestion mark (CE). Nearly every segment of an open connection is plain; [`crate::TcpFrame`] reads all
-//! others.
+//! timestamps, no congestion mark (CE). Nearly every segment of an open connection is plain; [`crate::TcpFrame`] reads
+//! all others.
 
 use crate::checksum::Sum;
 use crate::flow::FlowKey;
@@ -19,7 +19,8 @@ const IPV4_NO_OPTIONS: u32 = 0x0800_4500;
 const ECN_CE_BIT: u32 = 1;
 /// The 32-bit word from the EtherType on, its last 12 bits cleared: IPv6, version 6.
 const IPV6_WORD: u32 = 0x86dd_6000;
-/// Bits of the 32-bit word at the IPv4 fragment field: "more fragments" and the offset, then (behind the TTL) the protocol.
+/// Bits of the 32-bit word at the IPv4 fragment field: "more fragments" and the offset, then (behind the TTL) the
+/// protocol.
 const FRAGMENT_AND_PROTOCOL: u32 = 0x3fff_00ff;
 /// Bytes 12 and 13 of a TCP header of 32 bytes (timestamps, no other option) with ACK as its only flag.
 const ACK_WITH_TIMESTAMPS: u16 = 0x8010;
@@ -74,9 +75,9 @@ impl Fields {
 /// Bytes of headers of a [`Usual`] frame.
 const USUAL: usize = ETHERNET + IPV4 + TCP + TIMESTAMPS;
 
-/// A frame that seems to be of the most usual kind: a plain segment over IPv4 with timestamps, its checksums verified by a device. Its
-/// data offset and its flags have not been looked at: [`Usual::fields`] has them beside the window, where header prediction compares all
-/// at once. Its fields are read where they are used.
+/// A frame that seems to be of the most usual kind: a plain segment over IPv4 with timestamps, its checksums verified
+/// by a device. Its data offset and its flags have not been looked at: [`Usual::fields`] has them beside the window,
+/// where header prediction compares all at once. Its fields are read where they are used.
 #[derive(Clone, Copy, Debug)]
 pub struct Usual<'a> {
     head: &'a [u8; USUAL],
@@ -143,7 +144,8 @@ impl<'a> Usual<'a> {
     }
 }
 
-/// The `N` bytes at `at`, as one load: assembled byte by byte, the compiler loads them one by one where only some are used.
+/// The `N` bytes at `at`, as one load: assembled byte by byte, the compiler loads them one by one where only some are
+/// used.
 #[inline(always)]
 fn load<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     *bytes[at..].first_chunk().expect("the caller has checked the length")
@@ -170,9 +172,9 @@ fn le64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Plain {
-    /// Reads a frame that came by this device. Returns the flow's key (the destination is the local end), the segment, and its payload;
-    /// None if the segment is not plain or the frame is damaged. `verified` says that a device has checked the checksums: then the IPv4
-    /// header's is not computed.
+    /// Reads a frame that came by this device. Returns the flow's key (the destination is the local end), the segment,
+    /// and its payload; None if the segment is not plain or the frame is damaged. `verified` says that a device has
+    /// checked the checksums: then the IPv4 header's is not computed.
     #[inline(always)]
     pub fn parse(frame: &[u8], verified: bool, device: u32) -> Option<(FlowKey, Plain, &[u8])> {
         let link: &[u8; ETHERNET + IPV4 + TCP] = frame.first_chunk()?;

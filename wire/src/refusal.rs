@@ -14,18 +14,21 @@ pub const MAX_REFUSAL: usize = ETHERNET + IPV6 + ICMP + MAX_QUOTED;
 
 /// Bytes of an ICMP header.
 const ICMP: usize = 8;
-/// Most bytes of the refused packet that an ICMP message quotes; RFC 792 wants its header and 8 more, RFC 4443 as many as fit.
+/// Most bytes of the refused packet that an ICMP message quotes; RFC 792 wants its header and 8 more, RFC 4443 as many
+/// as fit.
 const MAX_QUOTED: usize = 128;
 /// Time to live, or hop limit, of an answer.
 const TTL: u8 = 64;
-/// ICMP type "destination unreachable" and code 13 (RFC 1812 section 5.2.7.1); of ICMPv6: type 1, code 1 (RFC 4443 section 3.1).
+/// ICMP type "destination unreachable" and code 13 (RFC 1812 section 5.2.7.1); of ICMPv6: type 1, code 1 (RFC 4443
+/// section 3.1).
 const PROHIBITED: [u8; 2] = [3, 13];
 const PROHIBITED_V6: [u8; 2] = [1, 1];
 /// ICMP's error messages, which are not answered (RFC 1122 section 3.2.2); ICMPv6's are those below 128.
 const ICMP_ERRORS: [u8; 5] = [3, 4, 5, 11, 12];
 
-/// Writes the answer to a frame, as from its receiver to its sender, and returns its length. None if there must be none: to a reset, an
-/// ICMP error, a later fragment, something sent to several hosts, a frame without a readable IP packet.
+/// Writes the answer to a frame, as from its receiver to its sender, and returns its length. None if there must be
+/// none: to a reset, an ICMP error, a later fragment, something sent to several hosts, a frame without a readable IP
+/// packet.
 pub fn refuse(frame: &[u8], out: &mut [u8; MAX_REFUSAL]) -> Option<usize> {
     let (destination, source) = (frame.first_chunk::<6>()?, frame.get(ethernet::SOURCE..)?.first_chunk::<6>()?);
     if destination[0] & 1 != 0 || source[0] & 1 != 0 {

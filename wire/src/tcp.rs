@@ -60,8 +60,8 @@ impl core::fmt::Debug for Flags {
     }
 }
 
-/// Up to four SACK blocks (RFC 2018 section 3), as (left edge, right edge): the sequence number of the first byte and of the byte
-/// behind the last one.
+/// Up to four SACK blocks (RFC 2018 section 3), as (left edge, right edge): the sequence number of the first byte and
+/// of the byte behind the last one.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
 pub struct SackBlocks {
     blocks: [(u32, u32); 4],
@@ -130,11 +130,12 @@ impl TcpOptions {
         self.mss.is_none() && self.window_scale.is_none() && !self.sack_permitted && self.sack.is_empty()
     }
 
-    /// Reads the options area of a TCP header. A malformed option ends the reading, the options before it stay valid (RFC 9293
-    /// section 3.2, MUST-7).
+    /// Reads the options area of a TCP header. A malformed option ends the reading, the options before it stay valid
+    /// (RFC 9293 section 3.2, MUST-7).
     #[inline]
     pub fn parse(area: &[u8]) -> Self {
-        // The layout of nearly every segment of a connection with timestamps (RFC 7323 appendix A): NOP, NOP, timestamps.
+        // The layout of nearly every segment of a connection with timestamps (RFC 7323 appendix A): NOP, NOP,
+        // timestamps.
         if let [NOP, NOP, TIMESTAMPS, TIMESTAMPS_LENGTH, v0, v1, v2, v3, e0, e1, e2, e3] = *area {
             let timestamps = Some((u32::from_be_bytes([v0, v1, v2, v3]), u32::from_be_bytes([e0, e1, e2, e3])));
             return TcpOptions { timestamps, ..TcpOptions::default() };
@@ -199,8 +200,8 @@ impl TcpOptions {
         length
     }
 
-    /// Writes the options, each padded with NOPs in front so that its values are aligned, and returns the number of bytes
-    /// written.
+    /// Writes the options, each padded with NOPs in front so that its values are aligned, and returns the number of
+    /// bytes written.
     ///
     /// # Panics
     /// If `out` is shorter than [`TcpOptions::length`].

@@ -9,12 +9,12 @@ use clap::Args;
 
 #[derive(Args)]
 pub struct AddressArguments {
-    /// An address that is to be the NIC's own on its link, for example 10.1.0.50/24 or fd00::50/64: the NIC probes for it, announces it
-    /// and answers for it, and programs can bind to it. Can be given several times.
+    /// An address that is to be the NIC's own on its link, for example 10.1.0.50/24 or fd00::50/64: the NIC probes for
+    /// it, announces it and answers for it, and programs can bind to it. Can be given several times.
     #[arg(long = "address", value_name = "ADDRESS[/PREFIX]")]
     addresses: Vec<OwnAddress>,
-    /// Milliseconds between two of the three probes for such an address, which is used when nobody has answered: four to seven
-    /// times as long after the start. RFC 5227 has a second.
+    /// Milliseconds between two of the three probes for such an address, which is used when nobody has answered: four
+    /// to seven times as long after the start. RFC 5227 has a second.
     #[arg(long, default_value_t = 1000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=60_000))]
     probe_interval: u64,
 }

@@ -22,8 +22,8 @@ pub struct DoctorArguments {
     /// Print one JSON array.
     #[arg(long)]
     json: bool,
-    /// Remove what a Baton that was killed with all its processes has left: directories with a socket at which nobody listens, and its
-    /// NIC's addresses that no program uses.
+    /// Remove what a Baton that was killed with all its processes has left: directories with a socket at which nobody
+    /// listens, and its NIC's addresses that no program uses.
     #[arg(long)]
     cleanup: bool,
 }

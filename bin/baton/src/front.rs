@@ -39,8 +39,9 @@ pub struct AttachArguments {
     /// The device, of this network namespace.
     #[arg(value_name = "DEV", required_unless_present = "list")]
     device: Option<String>,
-    /// Settings of large receive, below, as for `baton nic set`. And `path`, where segments are taken: xdp, in the device's driver if
-    /// that works; tc, at its ingress; auto, as xdp but for a veth or a TAP, where a program in the driver harms other traffic.
+    /// Settings of large receive, below, as for `baton nic set`. And `path`, where segments are taken: xdp, in the
+    /// device's driver if that works; tc, at its ingress; auto, as xdp but for a veth or a TAP, where a program in the
+    /// driver harms other traffic.
     #[arg(value_name = "KEY=VALUE")]
     settings: Vec<String>,
     /// Print what is attached in this network namespace instead. Fails if a process does not answer.

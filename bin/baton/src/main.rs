@@ -66,8 +66,8 @@ enum Command {
         after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711\n  baton move nic --nic 1 :8080"
     )]
     Move(tools::MoveArguments),
-    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and which processors its workers
-    /// run on.
+    /// Shows and changes what the NIC of a running Baton does for the kernel's own connections, and which processors
+    /// its workers run on.
     #[command(after_help = nic::EXAMPLES)]
     Nic(nic::NicArguments),
     /// Checks what this machine can do for Baton, and says what to do where something is missing.

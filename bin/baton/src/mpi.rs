@@ -86,8 +86,8 @@ fn environment(provider: &Path, arguments: &MpiArguments) -> Vec<(&'static str, 
     all
 }
 
-/// What is preloaded: the library for memory, before those that are preloaded already. None without it, or with a path that
-/// LD_PRELOAD cannot name: then messages are copied.
+/// What is preloaded: the library for memory, before those that are preloaded already. None without it, or with a path
+/// that LD_PRELOAD cannot name: then messages are copied.
 fn preloaded(provider: &Path) -> Option<OsString> {
     let library = provider.join(MEMORY).into_os_string();
     let named = !library.to_string_lossy().contains([' ', ':']) && Path::new(&library).exists();

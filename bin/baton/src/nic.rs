@@ -41,7 +41,8 @@ pub enum NicCommand {
     Show(ShowArguments),
     /// Changes settings at once, under load too.
     Set(SetArguments),
-    /// Merges the segments that a device receives for the kernel's connections (large receive), until it is detached. Needs root.
+    /// Merges the segments that a device receives for the kernel's connections (large receive), until it is detached.
+    /// Needs root.
     #[command(after_help = front::EXAMPLES)]
     Attach(AttachArguments),
     /// Ends `baton nic attach` for a device; it receives as before.
@@ -56,7 +57,8 @@ pub enum NicCommand {
 pub struct ShowArguments {
     #[command(flatten)]
     socket: SocketArgument,
-    /// Only the NIC with this number, of several. Without it: the first one's settings, the sums of all counters, and a line for each.
+    /// Only the NIC with this number, of several. Without it: the first one's settings, the sums of all counters, and a
+    /// line for each.
     #[arg(long, value_name = "N")]
     nic: Option<u32>,
     /// Print one JSON object.
@@ -146,7 +148,8 @@ const FIGURES: [(Counter, &str); 27] = [
     (Counter::Uncut, "large frames refused"),
 ];
 
-/// Of each worker: nanoseconds of rounds that found work, frames, connections, buckets that it has given to other workers.
+/// Of each worker: nanoseconds of rounds that found work, frames, connections, buckets that it has given to other
+/// workers.
 fn workers(workers: &[Vec<u64>]) -> impl Iterator<Item = [u64; 4]> + '_ {
     const FIGURES: [Counter; 4] = [Counter::BusyNanoseconds, Counter::WireReceived, Counter::Connections, Counter::Buckets];
     workers.iter().map(|counters| FIGURES.map(|figure| count(counters, figure)))

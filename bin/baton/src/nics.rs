@@ -8,12 +8,12 @@ use clap::Args;
 
 #[derive(Args)]
 pub struct NicsArguments {
-    /// If a Baton is started: number of NICs, each a process of its own. A connection is handed to the one whose device its route leads
-    /// to. Devices are dealt to them in turn, later ones to the NIC with the fewest.
+    /// If a Baton is started: number of NICs, each a process of its own. A connection is handed to the one whose device
+    /// its route leads to. Devices are dealt to them in turn, later ones to the NIC with the fewest.
     #[arg(long, default_value = "1", value_name = "N", value_parser = number)]
     nics: usize,
-    /// With --nics: a device that is dealt before all others, the first to NIC 0, the second to NIC 1, and so on. Can be given several
-    /// times.
+    /// With --nics: a device that is dealt before all others, the first to NIC 0, the second to NIC 1, and so on. Can
+    /// be given several times.
     #[arg(long = "device", value_name = "NAME")]
     devices: Vec<String>,
 }

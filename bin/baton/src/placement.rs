@@ -21,7 +21,8 @@ pub struct PlacementArguments {
     /// The node of the device, instead of --interface.
     #[arg(long, value_name = "NODE", requires = "explain_placement")]
     device_node: Option<usize>,
-    /// A file that describes another machine: for each node `[[node]]` with `number`, `cpus`, `megabytes` and `distances`.
+    /// A file that describes another machine: for each node `[[node]]` with `number`, `cpus`, `megabytes` and
+    /// `distances`.
     #[arg(long, value_name = "FILE", requires = "explain_placement")]
     topology: Option<PathBuf>,
     /// Print one JSON object.
@@ -99,7 +100,8 @@ pub fn own_cores(workers: usize) -> Result<Option<Vec<usize>>> {
     Ok((others && !shared).then_some(cores))
 }
 
-/// Binds this process, and what it starts, to processors near those on which the NICs of a running Baton were last seen.
+/// Binds this process, and what it starts, to processors near those on which the NICs of a running Baton were last
+/// seen.
 pub fn go_near(socket: &Path) -> Result<()> {
     let nics = Tool::connect(socket)?.statistics()?.nics;
     let topology = crate::topology::here().context("reading this machine's nodes")?;

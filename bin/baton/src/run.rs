@@ -41,9 +41,9 @@ const CONFIG: &str = include_str!("config.toml");
 
 #[derive(Args)]
 pub struct RunArguments {
-    /// A rule: WHEN[,CONDITION=VALUE]... The first that matches a connection counts. WHEN is established, accepted, connected,
-    /// bytes:N, requests:N or never; conditions are local-port, remote-port (80 or 8000-8999, several with +), local, remote (an
-    /// address or network), program, cgroup.
+    /// A rule: WHEN[,CONDITION=VALUE]... The first that matches a connection counts. WHEN is established, accepted,
+    /// connected, bytes:N, requests:N or never; conditions are local-port, remote-port (80 or 8000-8999, several with
+    /// +), local, remote (an address or network), program, cgroup.
     #[arg(long = "rule", value_name = "RULE")]
     rules: Vec<Rule>,
     /// A file with rules; see --print-config. Those of the command line come first.
@@ -52,28 +52,30 @@ pub struct RunArguments {
     /// Print a configuration file with comments.
     #[arg(long)]
     print_config: bool,
-    /// Who makes the program's connections, and what of them the NIC has: handoff (the kernel, and they move to the NIC by the
-    /// rules), fast-path (the same, but the NIC keeps only data in order and acknowledgements, and the host's own TCP has the rest)
-    /// or full (the NIC itself, where it can).
+    /// Who makes the program's connections, and what of them the NIC has: handoff (the kernel, and they move to the NIC
+    /// by the rules), fast-path (the same, but the NIC keeps only data in order and acknowledgements, and the host's
+    /// own TCP has the rest) or full (the NIC itself, where it can).
     #[arg(long, value_enum, default_value_t = Offloading::Handoff, value_name = "WHAT")]
     offload: Offloading,
-    /// How sends cross to the NIC: handshake (each is acknowledged by the NIC before the next), batched (a ring), or aggregated
-    /// (small ones are joined on the host while earlier ones are unacknowledged).
+    /// How sends cross to the NIC: handshake (each is acknowledged by the NIC before the next), batched (a ring), or
+    /// aggregated (small ones are joined on the host while earlier ones are unacknowledged).
     #[arg(long, value_enum, default_value_t = Crossing::Batched, value_name = "HOW")]
     interface: Crossing,
-    /// Where Nagle's rule keeps small sends back: nic (they cross, and its TCP joins them) or host (they stay in memory until the
-    /// peer has acknowledged what came before, and cross as one). Default: host with --interface aggregated, else nic.
+    /// Where Nagle's rule keeps small sends back: nic (they cross, and its TCP joins them) or host (they stay in memory
+    /// until the peer has acknowledged what came before, and cross as one). Default: host with --interface aggregated,
+    /// else nic.
     #[arg(long, value_enum, value_name = "WHERE")]
     nagle: Option<NagleAt>,
-    /// Hand connections over as soon as their rule matches, even short ones and many at once, which costs the program time. For
-    /// tests.
+    /// Hand connections over as soon as their rule matches, even short ones and many at once, which costs the program
+    /// time. For tests.
     #[arg(long)]
     eager: bool,
     #[command(flatten)]
     flip: FlipArguments,
     #[command(flatten)]
     start: StartArguments,
-    /// Where the program's threads run: anywhere, or near the NIC, on processors of its node that it does not use itself.
+    /// Where the program's threads run: anywhere, or near the NIC, on processors of its node that it does not use
+    /// itself.
     #[arg(long, value_enum, default_value_t = Where::Anywhere, value_name = "WHERE")]
     place: Where,
     /// The program and its arguments.
@@ -284,7 +286,8 @@ fn full_offload(channel: &Channel) -> Result<Offload> {
     Ok(Offload::Full)
 }
 
-/// Partial offload; says so if the NIC cannot do that now. The program runs nevertheless: the NIC has all of its connections.
+/// Partial offload; says so if the NIC cannot do that now. The program runs nevertheless: the NIC has all of its
+/// connections.
 fn partial_offload(channel: &Channel) -> Result<Offload> {
     channel.send(&Request { tag: 1, body: Ask::KeepsFastPath }, &[])?;
     if let Reply::Stayed { reason, .. } = channel.receive::<Answer>()?.0.body {

@@ -1,5 +1,6 @@
-//! Where the socket of a Baton lies that `baton run` has started for a program: in a directory of this user's alone. In one that everybody
-//! can write somebody else could make it again when it has been removed, and listen there for programs that know the path.
+//! Where the socket of a Baton lies that `baton run` has started for a program: in a directory of this user's alone. In
+//! one that everybody can write somebody else could make it again when it has been removed, and listen there for
+//! programs that know the path.
 
 use anyhow::{Context, Result, bail};
 use baton_linux::{process, trust};
@@ -60,8 +61,8 @@ pub fn existing() -> Vec<PathBuf> {
     there.filter(|path| path.is_dir()).collect()
 }
 
-/// Makes a directory for a Baton that ends with this process. An existing one belongs to another: an earlier program with the same process
-/// id.
+/// Makes a directory for a Baton that ends with this process. An existing one belongs to another: an earlier program
+/// with the same process id.
 ///
 /// # Errors
 /// If there is no place for it that is this user's alone; for each one that was looked at, why it is not.

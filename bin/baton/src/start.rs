@@ -22,8 +22,8 @@ use std::process::{Command, Stdio};
 
 #[derive(Args)]
 pub struct StartArguments {
-    /// Path of the socket of an agent that runs already. Without it: the one at BATON_SOCKET, or at /run/baton/agent.sock, if there
-    /// is one.
+    /// Path of the socket of an agent that runs already. Without it: the one at BATON_SOCKET, or at
+    /// /run/baton/agent.sock, if there is one.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// If a Baton is started: microseconds that its NIC polls without work before it sleeps.
@@ -40,7 +40,8 @@ pub struct StartArguments {
 
 #[derive(Args)]
 pub struct FlipArguments {
-    /// Move every connection there and back at random intervals of MIN to MAX milliseconds, for as long as it lives. For tests.
+    /// Move every connection there and back at random intervals of MIN to MAX milliseconds, for as long as it lives.
+    /// For tests.
     #[arg(long, value_name = "MIN..MAX", value_parser = interval)]
     flip: Option<(u64, u64)>,
     /// Seed of the intervals.
@@ -65,8 +66,8 @@ fn interval(text: &str) -> Result<(u64, u64), String> {
 }
 
 impl StartArguments {
-    /// The Baton that runs already, or one that is started now and ends with this process and those that use it. Then binds this
-    /// process to the processors that `place` asks for.
+    /// The Baton that runs already, or one that is started now and ends with this process and those that use it. Then
+    /// binds this process to the processors that `place` asks for.
     pub fn agent(&self, place: Where) -> Result<(PathBuf, Channel)> {
         let found = match self.running()? {
             Some((path, _)) if self.addresses.any() => bail!(

@@ -14,8 +14,8 @@ use std::str::FromStr;
 
 #[derive(Args)]
 pub struct SocketArgument {
-    /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls`, else the only one that
-    /// runs.
+    /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls`, else the
+    /// only one that runs.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }
@@ -61,12 +61,12 @@ pub struct ListArguments {
 pub struct MoveArguments {
     /// Where to.
     to: Target,
-    /// Which connections: `all`, a local port as `:80`, a peer as `10.0.0.2:4711`, or session and number from `baton ls` as
-    /// `0.3`.
+    /// Which connections: `all`, a local port as `:80`, a peer as `10.0.0.2:4711`, or session and number from
+    /// `baton ls` as `0.3`.
     #[arg(required = true)]
     which: Vec<Filter>,
-    /// To the NIC with this number, whatever device the connection's route leads to; from another NIC, too. Without it a connection goes
-    /// to the NIC that has that device.
+    /// To the NIC with this number, whatever device the connection's route leads to; from another NIC, too. Without it
+    /// a connection goes to the NIC that has that device.
     #[arg(long, value_name = "N")]
     nic: Option<u32>,
     #[command(flatten)]

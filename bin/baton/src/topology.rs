@@ -14,8 +14,8 @@ fn list(text: &str) -> Vec<usize> {
     text.trim().split(',').filter_map(range).flatten().collect()
 }
 
-/// The nodes below a directory such as `/sys/devices/system/node`, with those of their processors that are in `may`. A system
-/// without nodes counts as one.
+/// The nodes below a directory such as `/sys/devices/system/node`, with those of their processors that are in `may`. A
+/// system without nodes counts as one.
 ///
 /// # Errors
 /// If the directory exists but cannot be read.

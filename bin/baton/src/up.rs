@@ -1,5 +1,5 @@
-//! `baton up`: a Baton that stays. Programs of every network namespace find it at one path. Each namespace gets an agent and a
-//! NIC of its own with its first program, since devices, routes and firewall are each namespace's own.
+//! `baton up`: a Baton that stays. Programs of every network namespace find it at one path. Each namespace gets an
+//! agent and a NIC of its own with its first program, since devices, routes and firewall are each namespace's own.
 
 use crate::addresses::{self, AddressArguments};
 use crate::nics::NicsArguments;

@@ -1,8 +1,9 @@
-//! The NIC's own addresses, as far as they concern the host: which of them it can have, and that the kernel has them as well, as long
-//! as the NIC uses them. The kernel owns their ports, its sockets are bound to them, and it answers pings.
+//! The NIC's own addresses, as far as they concern the host: which of them it can have, and that the kernel has them as
+//! well, as long as the NIC uses them. The kernel owns their ports, its sockets are bound to them, and it answers
+//! pings.
 //!
-//! Between kernel and wire the NIC probes, announces and answers. Beside the kernel, which receives every frame and answers for
-//! all of its addresses, the agent probes and announces ([`beside`]).
+//! Between kernel and wire the NIC probes, announces and answers. Beside the kernel, which receives every frame and
+//! answers for all of its addresses, the agent probes and announces ([`beside`]).
 
 mod beside;
 
@@ -46,8 +47,8 @@ struct Own {
     interface: u32,
     /// Why this host cannot have it.
     refused: Option<String>,
-    /// A socket whose name says that a Baton of this network namespace has the address. It vanishes with the Baton's processes, so
-    /// that what they leave can be told from what another has.
+    /// A socket whose name says that a Baton of this network namespace has the address. It vanishes with the Baton's
+    /// processes, so that what they leave can be told from what another has.
     claim: Option<OwnedFd>,
     /// Keeps this host in the multicast group in which others ask for an IPv6 address.
     group: Option<OwnedFd>,
@@ -118,8 +119,8 @@ impl Own {
 }
 
 impl Agent {
-    /// Finds out which of the NIC's addresses this host can have. Those that the kernel has already because of a Baton before this one
-    /// are taken over, or removed.
+    /// Finds out which of the NIC's addresses this host can have. Those that the kernel has already because of a Baton
+    /// before this one are taken over, or removed.
     pub(crate) fn begin_addresses(&mut self, mut inherited: Vec<(OwnAddress, u32, Option<OwnedFd>)>) {
         for wanted in self.nics[0].own_addresses().to_vec() {
             let known = inherited.iter().position(|(address, ..)| *address == wanted);
@@ -286,8 +287,8 @@ impl Agent {
         self.keep(&Kept::AddressGone(address), &[]);
     }
 
-    /// Removes the addresses from the kernel, since this Baton ends. One to which programs' sockets are bound stays: their connections
-    /// are in the kernel, which goes on to answer for it.
+    /// Removes the addresses from the kernel, since this Baton ends. One to which programs' sockets are bound stays:
+    /// their connections are in the kernel, which goes on to answer for it.
     pub(crate) fn release_addresses(&mut self) {
         for own in self.addresses.own.iter_mut().filter(|own| own.in_kernel) {
             let address = own.wanted.address;
@@ -299,8 +300,8 @@ impl Agent {
         }
     }
 
-    /// Handles changed devices and addresses: the NIC follows the MAC address of its device, and the kernel gets an address again
-    /// that it has lost, as IPv6's are when a device goes down.
+    /// Handles changed devices and addresses: the NIC follows the MAC address of its device, and the kernel gets an
+    /// address again that it has lost, as IPv6's are when a device goes down.
     pub(crate) fn follow_addresses(&mut self) {
         if self.addresses.own.is_empty() {
             return;

@@ -1,5 +1,5 @@
-//! Takeover by a new agent after one that died: it takes sessions and connections from the keeper, moves that were under way from
-//! the journal, and restores every connection to the kernel. The NIC has died with its agent.
+//! Takeover by a new agent after one that died: it takes sessions and connections from the keeper, moves that were
+//! under way from the journal, and restores every connection to the kernel. The NIC has died with its agent.
 
 use crate::agent::Agent;
 use crate::block::Block;
@@ -101,7 +101,8 @@ impl Inherited {
         self.0.extract_if(.., |(kept, _)| matches!(kept, Kept::Listener(..))).collect()
     }
 
-    /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left out.
+    /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left
+    /// out.
     fn sessions(self) -> BTreeMap<u32, Session> {
         let (mut sessions, ends) = (BTreeMap::new(), OnceCell::new());
         for (kept, descriptors) in self.0 {
@@ -117,7 +118,8 @@ impl Inherited {
 /// The ends of all connections of the host, by their sockets' cookies; looked up when they are needed.
 type Ends = OnceCell<HashMap<u64, (SocketAddr, SocketAddr)>>;
 
-/// The address of a socket and its peer's, as far as it has them. Of one whose lock others may hold they are asked for without it.
+/// The address of a socket and its peer's, as far as it has them. Of one whose lock others may hold they are asked for
+/// without it.
 fn ends_of(fd: BorrowedFd<'_>, session: Option<&Session>, ends: &Ends) -> (Option<SocketAddr>, Option<SocketAddr>) {
     let held = session.is_some_and(|session| outsider(session.user, session.process, Some(fd)).is_some());
     if !held {
@@ -194,8 +196,8 @@ fn adopt(
 }
 
 impl Agent {
-    /// Takes over what a dead agent has left. Afterwards every connection is in the kernel, and every program can send requests
-    /// again.
+    /// Takes over what a dead agent has left. Afterwards every connection is in the kernel, and every program can send
+    /// requests again.
     pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
         inherited.take_groups(&mut self.groups);
         self.begin_addresses(inherited.take_addresses());
@@ -309,7 +311,8 @@ impl Agent {
         }
     }
 
-    /// Reopens connections that a dead agent had closed to their programs, and notifies programs that their requests were lost.
+    /// Reopens connections that a dead agent had closed to their programs, and notifies programs that their requests
+    /// were lost.
     fn let_programs_in(&mut self) {
         for number in 0..self.sessions.len() as u32 {
             if !self.is_let_in_later(number) {
@@ -321,8 +324,8 @@ impl Agent {
     /// The same for one session.
     pub(crate) fn let_program_in(&mut self, number: u32) {
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
-        // Programs repeat earlier requests. The bound keeps a program that goes on sending requests from being served before
-        // others.
+        // Programs repeat earlier requests. The bound keeps a program that goes on sending requests from being served
+        // before others.
         for _ in 0..MOST_WAITING {
             if session.channel.try_receive_foreign::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData) {
                 break;
@@ -351,8 +354,8 @@ impl Session {
         self.open.as_ref().is_some_and(|open| owner(open) == Owner::Nic as u32)
     }
 
-    /// Reserves the memory of connections that had ended on the NIC, in which their programs have unread bytes. Only the program
-    /// still knows where it is; its block is believed only as far as the memory is not another's.
+    /// Reserves the memory of connections that had ended on the NIC, in which their programs have unread bytes. Only
+    /// the program still knows where it is; its block is believed only as far as the memory is not another's.
     fn keep_what_has_ended(&mut self) {
         for number in 0..self.connections.len() as u32 {
             if !self.has_ended(number) {

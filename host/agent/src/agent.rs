@@ -67,16 +67,16 @@ const SIGNALS: u64 = u64::MAX - 9;
 const RESOLUTION: u64 = u64::MAX - 10;
 const CALLS: u64 = u64::MAX - 11;
 
-/// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some. A request
-/// whose descriptor would leave fewer is refused, and its connection stays in the kernel.
+/// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some.
+/// A request whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
 
 /// Time that the last reports of an agent that ends may take.
 const REPORT_LIMIT: Duration = Duration::from_secs(5);
 
 /// Number of the first steering descriptor that an agent beside the kernel inherits. The steering's follow those of
-/// [`Descriptor`]; then comes the link of the injector's program, and for each further NIC the host's and the wire's socket, its memory
-/// and its doorbell.
+/// [`Descriptor`]; then comes the link of the injector's program, and for each further NIC the host's and the wire's
+/// socket, its memory and its doorbell.
 pub const STEERING: i32 = Descriptor::Injector as i32 + 1;
 
 pub(crate) struct Agent {
@@ -140,12 +140,12 @@ pub fn run() -> Result<()> {
     }
     // Who lists Batons finds it by this name. Without /proc nobody looks.
     let _ = process::set_name(AGENT_NAME);
-    // A program waits for the agent while its connection moves, or is registered: with many threads that have the same right to the
-    // processors that would be for seconds.
+    // A program waits for the agent while its connection moves, or is registered: with many threads that have the same
+    // right to the processors that would be for seconds.
     process::raise_priority_in_own_session();
     let descriptors = process::raise_descriptor_limit();
-    // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC inherits the
-    // blocked signals; it ends with its agent.
+    // Signals that ask for the end arrive through this descriptor, so that the agent shuts down in order. The NIC
+    // inherits the blocked signals; it ends with its agent.
     let signals = process::signal_descriptor(&process::ENDING)?;
     starter::begin().context("the thread that starts NICs")?;
     let first = Hardware {
@@ -517,7 +517,8 @@ impl Agent {
         }
     }
 
-    /// Removes a connection that is in the kernel, has ended or cannot be restored, and returns the answer for its program.
+    /// Removes a connection that is in the kernel, has ended or cannot be restored, and returns the answer for its
+    /// program.
     pub(crate) fn finish_forgetting(&mut self, session: u32, number: u32) -> Reply {
         self.give_up(session, number);
         let Some(connection) = self.take(session, number) else {
@@ -531,8 +532,8 @@ impl Agent {
         }
     }
 
-    /// Removes a connection because this agent ends: it is in the kernel, has ended, or is lost with the NIC. In the last two
-    /// cases the block keeps its contents, from which the program sees what happened.
+    /// Removes a connection because this agent ends: it is in the kernel, has ended, or is lost with the NIC. In the
+    /// last two cases the block keeps its contents, from which the program sees what happened.
     fn let_go(&mut self, session: u32, number: u32) {
         let ended = self.has_ended(session, number);
         if let Some(connection) = self.connection(session, number) {
@@ -558,8 +559,8 @@ impl Agent {
         Some(connection)
     }
 
-    /// Ends a session. If its program is gone, its connections go to the kernel, which closes them as it would have, and the session
-    /// is removed when they are there. With `ending` the agent ends and the program continues.
+    /// Ends a session. If its program is gone, its connections go to the kernel, which closes them as it would have,
+    /// and the session is removed when they are there. With `ending` the agent ends and the program continues.
     pub(crate) fn end_session(&mut self, number: u32, ending: bool) {
         if !ending && self.sessions.get(number as usize).and_then(Option::as_ref).is_none_or(|session| session.ends) {
             return;
@@ -577,7 +578,8 @@ impl Agent {
         self.remove_sessions();
     }
 
-    /// Removes sessions that have ended and have no connections any more, and whose numbers the NIC does not know any more.
+    /// Removes sessions that have ended and have no connections any more, and whose numbers the NIC does not know any
+    /// more.
     pub(crate) fn remove_sessions(&mut self) {
         for number in std::mem::take(&mut self.leaving) {
             let Some(Some(session)) = self.sessions.get(number as usize) else { continue };
@@ -636,7 +638,8 @@ impl Agent {
         }
     }
 
-    /// Ends the sessions of programs that broke a rule. Their connections are restored to the kernel and remain the programs'.
+    /// Ends the sessions of programs that broke a rule. Their connections are restored to the kernel and remain the
+    /// programs'.
     pub(crate) fn end_what_is_cut_off(&mut self) {
         while let Some((number, why)) = self.cut_off.pop() {
             if let Some(Some(session)) = self.sessions.get(number as usize) {

@@ -1,5 +1,6 @@
-//! What follows the answers to requests on the NICs' control connections. It is done between two steps of the agent's loop, never inside
-//! what has sent a request. A NIC that does not answer delays those who asked, and for [`LIMIT`] at most.
+//! What follows the answers to requests on the NICs' control connections. It is done between two steps of the agent's
+//! loop, never inside what has sent a request. A NIC that does not answer delays those who asked, and for [`LIMIT`] at
+//! most.
 
 use crate::agent::Agent;
 use crate::datagrams::Place;

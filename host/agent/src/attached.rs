@@ -1,5 +1,5 @@
-//! Connections of programs that do not know of Baton, held by an attacher's session. The agent has a descriptor of one only while
-//! it is moved and the program is stopped, so that closing a socket has its usual effect.
+//! Connections of programs that do not know of Baton, held by an attacher's session. The agent has a descriptor of one
+//! only while it is moved and the program is stopped, so that closing a socket has its usual effect.
 
 use crate::agent::Agent;
 use crate::calls::{self, check_unlocked, outsider};
@@ -47,8 +47,8 @@ pub(crate) fn stand_in(connection: &Connection, abort: bool) -> io::Result<Forei
 }
 
 impl Agent {
-    /// Checks that an attacher's user may have a connection moved: socket and process are that user's. What is registered by an attacher
-    /// is not held by a descriptor, and everybody can say to be one.
+    /// Checks that an attacher's user may have a connection moved: socket and process are that user's. What is
+    /// registered by an attacher is not held by a descriptor, and everybody can say to be one.
     ///
     /// # Errors
     /// [`Refusal::Foreign`], or that the kernel does not know the socket.
@@ -94,7 +94,8 @@ impl Agent {
         }
     }
 
-    /// Moves a connection while its program is stopped, which waits for the answer: the move takes place at once, or not at all.
+    /// Moves a connection while its program is stopped, which waits for the answer: the move takes place at once, or
+    /// not at all.
     pub(crate) fn move_attached(&mut self, session: u32, number: u32, to: Place, fd: Option<Foreign>, asker: Asker) {
         self.lent(session, number, fd);
         if let Some((reply, _)) = self.request_move(session, number, to, asker) {
@@ -103,8 +104,8 @@ impl Agent {
         self.return_descriptor(session, number);
     }
 
-    /// Restores a connection whose socket its program has closed into a socket of the agent's, which the kernel then closes as it
-    /// would have closed the program's.
+    /// Restores a connection whose socket its program has closed into a socket of the agent's, which the kernel then
+    /// closes as it would have closed the program's.
     pub(crate) fn close_attached(&mut self, session: u32, number: u32, abort: bool, tag: u32) -> Option<Reply> {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return Some(Reply::Done) };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return Some(Reply::Done) };
@@ -120,8 +121,8 @@ impl Agent {
         self.forget(session, number, (session, tag))
     }
 
-    /// Resets a connection whose attacher has ended without bringing it back: the last data of program and NIC is lost, and both
-    /// ends see a reset.
+    /// Resets a connection whose attacher has ended without bringing it back: the last data of program and NIC is lost,
+    /// and both ends see a reset.
     pub(crate) fn leave_attached(&mut self, session: u32, number: u32) {
         let _ = self.close_attached(session, number, true, 0);
     }

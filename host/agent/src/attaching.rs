@@ -1,6 +1,7 @@
-//! Attaches the steering's BPF programs to the host's devices, beside the kernel. This begins with the first move to a NIC: until then Baton
-//! costs the host's frames nothing. The kernel waits two RCU grace periods a device, some milliseconds each, and a host may have hundreds
-//! of devices. So a thread attaches; moves and requests that need the devices are queued here, and everything else goes on.
+//! Attaches the steering's BPF programs to the host's devices, beside the kernel. This begins with the first move to a
+//! NIC: until then Baton costs the host's frames nothing. The kernel waits two RCU grace periods a device, some
+//! milliseconds each, and a host may have hundreds of devices. So a thread attaches; moves and requests that need the
+//! devices are queued here, and everything else goes on.
 
 use crate::agent::Agent;
 use crate::calls::Completion;
@@ -18,13 +19,15 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::thread;
 
-/// Limit of queued requests: for the move of one connection, and for all else that one session asks. A program can ask without end.
+/// Limit of queued requests: for the move of one connection, and for all else that one session asks. A program can ask
+/// without end.
 const MOST: usize = 64;
 
 /// Moves and requests that are queued until the programs are attached.
 #[derive(Default)]
 pub(crate) struct ForDevices {
-    /// Connections to be moved to a NIC, each with the requests to answer then; none for a move that nobody has asked for.
+    /// Connections to be moved to a NIC, each with the requests to answer then; none for a move that nobody has asked
+    /// for.
     moves: BTreeMap<Key, Vec<Asker>>,
     requests: Vec<Request>,
     /// The thread runs.
@@ -38,7 +41,8 @@ impl ForDevices {
     }
 }
 
-/// A queued request: the session and its name (numbers are reused), the request's tag, the request, the descriptors that came with it.
+/// A queued request: the session and its name (numbers are reused), the request's tag, the request, the descriptors
+/// that came with it.
 struct Request {
     session: u32,
     name: u64,
@@ -47,7 +51,8 @@ struct Request {
     descriptors: Vec<Foreign>,
 }
 
-/// Whether a request can be served now: it needs no device, or attaching to the devices that it needs has succeeded or failed.
+/// Whether a request can be served now: it needs no device, or attaching to the devices that it needs has succeeded or
+/// failed.
 fn has_devices(ask: &Ask, devices: &mut Devices) -> bool {
     match ask {
         // Clients, or the peer, may be on this host.
@@ -76,8 +81,9 @@ impl Agent {
         }
     }
 
-    /// Starts the thread that attaches to every device without the programs: at first all devices by which the kernel receives. If there is
-    /// none, what is queued goes on at once. If the thread runs already, it looks for further devices when it has finished.
+    /// Starts the thread that attaches to every device without the programs: at first all devices by which the kernel
+    /// receives. If there is none, what is queued goes on at once. If the thread runs already, it looks for further
+    /// devices when it has finished.
     pub(crate) fn attach_devices(&mut self) {
         let Shape::Beside { steering, devices, .. } = &mut self.shape else { return };
         if self.moves.for_devices.begun {
@@ -129,8 +135,8 @@ impl Agent {
         }
     }
 
-    /// Answers every queued request that it has to be made again, since the devices could not be listed or no thread be started. Connections
-    /// that a rule wants on the NIC are tried again later.
+    /// Answers every queued request that it has to be made again, since the devices could not be listed or no thread be
+    /// started. Connections that a rule wants on the NIC are tried again later.
     fn have_no_devices(&mut self, error: &io::Error) {
         report!("baton agent: the devices could not be looked at: {error}");
         let waiting = std::mem::take(&mut self.moves.for_devices);
@@ -164,14 +170,14 @@ impl Agent {
         }
     }
 
-    /// Whether a move to a NIC has to be queued. Its first steps ask the kernel about devices, which would wait for the rtnl lock that the
-    /// thread holds.
+    /// Whether a move to a NIC has to be queued. Its first steps ask the kernel about devices, which would wait for the
+    /// rtnl lock that the thread holds.
     pub(crate) fn awaits_devices(&self) -> bool {
         matches!(&self.shape, Shape::Beside { devices, .. } if !devices.are_complete())
     }
 
-    /// Queues a connection's move to a NIC until the programs are attached. Requests beyond the limit are answered that they have to be made
-    /// again.
+    /// Queues a connection's move to a NIC until the programs are attached. Requests beyond the limit are answered that
+    /// they have to be made again.
     pub(crate) fn move_when_attached(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
         let Some(serial) = self.connection_ref(session, number).map(|connection| connection.serial) else { return };
         let waiting = self.moves.for_devices.moves.entry((session, number, serial)).or_default();
@@ -187,8 +193,8 @@ impl Agent {
 
     /// Queues a request until the programs are attached to the devices that it needs.
     ///
-    /// Returns the request if it can be served now. Otherwise the error: None if it is queued, or the answer if its session has too many
-    /// queued already.
+    /// Returns the request if it can be served now. Otherwise the error: None if it is queued, or the answer if its
+    /// session has too many queued already.
     pub(crate) fn when_attached(
         &mut self,
         (session, tag): Asker,

@@ -47,8 +47,8 @@ impl Block {
         (self.memory.word32(session::WISHES + (self.number / 32 * 4) as usize), 1 << (self.number % 32))
     }
 
-    /// Notes for the next agent whether the connection is wanted on the NIC. A program that changes this in its memory is served as if it
-    /// had asked for it.
+    /// Notes for the next agent whether the connection is wanted on the NIC. A program that changes this in its memory
+    /// is served as if it had asked for it.
     pub fn note_wish(&self, wanted: bool) {
         let (word, bit) = self.wish_word();
         if wanted {

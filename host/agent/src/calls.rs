@@ -1,9 +1,10 @@
-//! Calls on programs' sockets that wait for the socket's lock. A program holds it as long as it likes: by a system call on the socket that
-//! waits for memory which a FUSE server or userfaultfd does not deliver, say. So these calls are made by threads of their own, one for a
-//! user ([`foreign::call_for`]), and the loop goes on when they have returned.
+//! Calls on programs' sockets that wait for the socket's lock. A program holds it as long as it likes: by a system call
+//! on the socket that waits for memory which a FUSE server or userfaultfd does not deliver, say. So these calls are
+//! made by threads of their own, one for a user ([`foreign::call_for`]), and the loop goes on when they have returned.
 //!
-//! A connection's descriptor is away while a call is made on its socket, and nothing happens to the connection meanwhile: events of its
-//! move wait. Root's programs and those of the agent's own user are trusted: calls on their sockets are made by the loop, which is faster.
+//! A connection's descriptor is away while a call is made on its socket, and nothing happens to the connection
+//! meanwhile: events of its move wait. Root's programs and those of the agent's own user are trusted: calls on their
+//! sockets are made by the loop, which is faster.
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection};
@@ -83,8 +84,8 @@ impl Call {
         (Call { since: monotonic_micros(), begun: begun.clone(), put_off: VecDeque::new() }, begun)
     }
 
-    /// Keeps an event until the call has returned. That time passes means nothing to a move that waits for it; nor does it that the program
-    /// asks for the same again.
+    /// Keeps an event until the call has returned. That time passes means nothing to a move that waits for it; nor does
+    /// it that the program asks for the same again.
     pub fn put_off(&mut self, event: Event) {
         if !matches!(event, Event::Tick | Event::Excused) && self.put_off.back() != Some(&event) {
             self.put_off.push_back(event);
@@ -130,8 +131,9 @@ pub(crate) fn outcome(result: Result<(), Stop>) -> Outcome {
     result.map_or_else(Outcome::from, |()| Outcome::Done)
 }
 
-/// The user whose programs may hold a socket's lock against the agent; None if that can only be those that may end it, too. `session` is the
-/// user who opened the session, `process` the one that has the socket: it may have given up its rights since.
+/// The user whose programs may hold a socket's lock against the agent; None if that can only be those that may end it,
+/// too. `session` is the user who opened the session, `process` the one that has the socket: it may have given up its
+/// rights since.
 pub(crate) fn outsider(session: u32, process: u32, socket: Option<BorrowedFd<'_>>) -> Option<u32> {
     let ours = |user: u32| user == 0 || user == process::user();
     if !ours(session) {
@@ -190,9 +192,9 @@ pub(crate) fn destroy(outsider: Option<u32>, connection: &Connection, netlink: &
 }
 
 impl Agent {
-    /// Has calls made on a socket that a session's program has sent with a request, and goes on with what they return, if the session is
-    /// still there. `process` has the socket, if it is not the session's own program. Returns the answer to the request, or None if it comes
-    /// later.
+    /// Has calls made on a socket that a session's program has sent with a request, and goes on with what they return,
+    /// if the session is still there. `process` has the socket, if it is not the session's own program. Returns the
+    /// answer to the request, or None if it comes later.
     pub(crate) fn on_sent<T: Send + 'static>(
         &mut self,
         (number, tag): Asker,
@@ -250,8 +252,8 @@ impl Agent {
         });
     }
 
-    /// Has calls made on the socket of a connection that does not move, and goes on with what they return. Until then nothing happens to the
-    /// connection: see [`Agent::is_called`]. Requests that wait for it are served afterwards.
+    /// Has calls made on the socket of a connection that does not move, and goes on with what they return. Until then
+    /// nothing happens to the connection: see [`Agent::is_called`]. Requests that wait for it are served afterwards.
     pub(crate) fn on_resting<T: Send + 'static>(
         &mut self,
         session: u32,

@@ -1,5 +1,6 @@
-//! BPF programs attached to control groups, which judge what the groups' sockets send and receive, and what is done with them. The
-//! kernel does not notify of attaching or detaching, so the groups are polled as long as the agent has connections of theirs.
+//! BPF programs attached to control groups, which judge what the groups' sockets send and receive, and what is done
+//! with them. The kernel does not notify of attaching or detaching, so the groups are polled as long as the agent has
+//! connections of theirs.
 
 use baton_handoff::shell;
 use baton_linux::events::monotonic_micros;
@@ -29,8 +30,8 @@ struct Group {
     programs: Programs,
     /// Why its connections have to stay in the kernel, if they have to.
     keeps: Option<&'static str>,
-    /// Why they would have to, and whether a connect(2) is judged, if that has changed since the last poll; and when that was found out,
-    /// in microseconds of the monotonic clock.
+    /// Why they would have to, and whether a connect(2) is judged, if that has changed since the last poll; and when
+    /// that was found out, in microseconds of the monotonic clock.
     latest: Option<(Option<&'static str>, bool)>,
     asked: u64,
     /// Sockets that belong to it, IPv4 and IPv6, by which its programs are asked.
@@ -38,8 +39,8 @@ struct Group {
 }
 
 impl Group {
-    /// Why its connections have to stay in the kernel, if they have to, and whether a connect(2) is judged: as it was [`FRESH`] ago or
-    /// later. A change is left to the next poll, too, which has the connections on the NIC return.
+    /// Why its connections have to stay in the kernel, if they have to, and whether a connect(2) is judged: as it was
+    /// [`FRESH`] ago or later. A change is left to the next poll, too, which has the connections on the NIC return.
     fn judges(&mut self) -> (Option<&'static str>, bool) {
         let now = monotonic_micros();
         if now.saturating_sub(self.asked) > FRESH {
@@ -82,8 +83,8 @@ fn mount() -> Option<PathBuf> {
 }
 
 impl Cgroups {
-    /// Returns the control group of a process, and thereby of the sockets that it makes, and polls it from now on. None if it
-    /// cannot be read.
+    /// Returns the control group of a process, and thereby of the sockets that it makes, and polls it from now on. None
+    /// if it cannot be read.
     pub fn of(&mut self, process: u32) -> Option<Name> {
         let path = process::cgroup(process)?;
         if let Some((name, _)) = self.groups.get_key_value(&path) {
@@ -102,7 +103,8 @@ impl Cgroups {
         (!self.groups.is_empty()).then(|| Duration::from_micros(self.due.saturating_sub(monotonic_micros())))
     }
 
-    /// Checks that a group's programs let a connection go to the NIC and come back: what they judge is judged there, too.
+    /// Checks that a group's programs let a connection go to the NIC and come back: what they judge is judged there,
+    /// too.
     ///
     /// # Errors
     /// Which programs keep it in the kernel.

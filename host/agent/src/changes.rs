@@ -1,6 +1,6 @@
-//! Reacts to changes on the host while connections are on the NIC: routes, addresses, neighbours, IPsec policies, firewall rules,
-//! and BPF programs at control groups. Connections that a change affects, or may affect, are restored to the kernel, which
-//! applies it.
+//! Reacts to changes on the host while connections are on the NIC: routes, addresses, neighbours, IPsec policies,
+//! firewall rules, and BPF programs at control groups. Connections that a change affects, or may affect, are restored
+//! to the kernel, which applies it.
 
 use crate::agent::Agent;
 use crate::calls::{Calls, Completion, outsider};
@@ -92,7 +92,8 @@ impl RouteChanges {
         self.routes || self.links || self.changes_neighbour(host.next, interface, known)
     }
 
-    /// Whether the link address of a next hop is another one now than `known`. Inline there is one device, whose index is 0.
+    /// Whether the link address of a next hop is another one now than `known`. Inline there is one device, whose index
+    /// is 0.
     fn changes_neighbour(&self, hop: IpAddr, interface: u32, known: Option<[u8; 6]>) -> bool {
         let of_hop = |((device, address), found): (&(u32, IpAddr), &Option<[u8; 6]>)| {
             *address == hop && (interface == 0 || interface == *device) && *found != known
@@ -104,8 +105,9 @@ impl RouteChanges {
 /// Placeholder for counters that could not be read; they are read at the connection's next move.
 pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
 
-/// Records the bytes acknowledged and received so far. The connection may leave the kernel again only after these have grown,
-/// which shows that the new rules let its packets pass. Of a socket whose lock others may hold they are read elsewhere. `user` has opened its session, which is the one `at` this number.
+/// Records the bytes acknowledged and received so far. The connection may leave the kernel again only after these have
+/// grown, which shows that the new rules let its packets pass. Of a socket whose lock others may hold they are read
+/// elsewhere. `user` has opened its session, which is the one `at` this number.
 fn doubt(user: u32, at: u32, connection: &mut Connection, calls: &Calls) {
     let counted = |fd: BorrowedFd<'_>| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
     let Some(user) = outsider(user, connection.process, connection.fd.as_ref().map(AsFd::as_fd)) else {
@@ -130,9 +132,9 @@ pub(crate) const ELSEWHERE: &str = "its route has changed";
 /// Why a connection is restored whose frames would leave by the device of another NIC now.
 const ANOTHER_NIC: &str = "its route leads to another NIC";
 
-/// Applies a changed route to a connection on the NIC. Without a route the connection is muted, as it would be in the kernel, and
-/// unmuted when it has one again; path MTU and the devices at which its frames are received follow the route. An error, the
-/// reason, if its frames need another device or header: then it has to be restored to the kernel.
+/// Applies a changed route to a connection on the NIC. Without a route the connection is muted, as it would be in the
+/// kernel, and unmuted when it has one again; path MTU and the devices at which its frames are received follow the
+/// route. An error, the reason, if its frames need another device or header: then it has to be restored to the kernel.
 fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
     let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
     let now = ground.way_of(connection);
@@ -171,8 +173,8 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
 }
 
 impl Agent {
-    /// Handles changes of routes, addresses, neighbours or links: connections whose frames would now leave another way are
-    /// restored to the kernel, those without a route are muted.
+    /// Handles changes of routes, addresses, neighbours or links: connections whose frames would now leave another way
+    /// are restored to the kernel, those without a route are muted.
     pub(crate) fn routes_changed(&mut self) {
         let changed = RouteChanges::collect(&self.watched.routes);
         self.known.discard();
@@ -213,8 +215,8 @@ impl Agent {
         }
     }
 
-    /// Checks a connection that has just come to the NIC again, if something has changed since it was checked: notifications are
-    /// handled for connections that are there already.
+    /// Checks a connection that has just come to the NIC again, if something has changed since it was checked:
+    /// notifications are handled for connections that are there already.
     pub(crate) fn catch_up(&mut self, session: u32, number: u32) {
         let Some((mut ground, entry)) = self.split_at(session, number) else { return };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
@@ -236,8 +238,8 @@ impl Agent {
         }
     }
 
-    /// Queues a connection that has to leave its NIC. If its route has changed, it may lead to another NIC: the connection goes on
-    /// there.
+    /// Queues a connection that has to leave its NIC. If its route has changed, it may lead to another NIC: the
+    /// connection goes on there.
     fn leave_nic(&mut self, session: u32, number: u32, why: &'static str) {
         let several = self.nics.len() > 1;
         if let Some(connection) = self.connection(session, number).filter(|_| several && [ELSEWHERE, ANOTHER_NIC].contains(&why))
@@ -261,8 +263,8 @@ impl Agent {
         }
     }
 
-    /// Handles changed firewall rules. Only the kernel can tell which connections the new rules would stop, so all are restored
-    /// to it; each may move again once its traffic has passed them.
+    /// Handles changed firewall rules. Only the kernel can tell which connections the new rules would stop, so all are
+    /// restored to it; each may move again once its traffic has passed them.
     pub(crate) fn rules_changed(&mut self) {
         if !self.watched.rules.as_ref().is_some_and(Changes::any) {
             return;
@@ -280,8 +282,8 @@ impl Agent {
         self.follow_datagram_ways();
     }
 
-    /// Handles BPF programs attached to or detached from control groups: as [`Self::rules_changed`], for the connections of those
-    /// groups.
+    /// Handles BPF programs attached to or detached from control groups: as [`Self::rules_changed`], for the
+    /// connections of those groups.
     pub(crate) fn programs_changed(&mut self) {
         let changed = self.cgroups.changed();
         if changed.is_empty() {

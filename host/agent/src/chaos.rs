@@ -49,8 +49,9 @@ impl TryFrom<(u8, Fault)> for Crash {
     }
 }
 
-/// Makes the fault happen after a step, every third time that the step is made, so that the recovery can make it, also for two
-/// connections that go back to the NIC by themselves. The count is in NIC memory, where the next agent finds it.
+/// Makes the fault happen after a step, every third time that the step is made, so that the recovery can make it, also
+/// for two connections that go back to the NIC by themselves. The count is in NIC memory, where the next agent finds
+/// it.
 #[derive(Clone, Debug)]
 pub(crate) struct Chaos {
     crash: Option<Crash>,

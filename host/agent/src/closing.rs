@@ -1,9 +1,9 @@
 //! Connections that the NIC closes.
 //!
-//! A program has closed a connection that the NIC has made: the NIC sends the FIN. The shell stays until the peer has acknowledged it,
-//! with the agent's descriptor, so that the kernel can close the connection should the NIC or the agent die. Then it is closed in
-//! silence, and the NIC alone waits for the peer's FIN and through TIME-WAIT. A connection with SO_LINGER, or of a program that ends,
-//! moves to the kernel first.
+//! A program has closed a connection that the NIC has made: the NIC sends the FIN. The shell stays until the peer has
+//! acknowledged it, with the agent's descriptor, so that the kernel can close the connection should the NIC or the
+//! agent die. Then it is closed in silence, and the NIC alone waits for the peer's FIN and through TIME-WAIT. A
+//! connection with SO_LINGER, or of a program that ends, moves to the kernel first.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, Stage, Then};
@@ -33,14 +33,14 @@ impl Connection {
 }
 
 impl Agent {
-    /// Whether a connection that its program has closed is getting other memory, and the NIC may close it then: a program that has just
-    /// filled its send memory often closes at once.
+    /// Whether a connection that its program has closed is getting other memory, and the NIC may close it then: a
+    /// program that has just filled its send memory often closes at once.
     pub(crate) fn closes_when_grown(&self, session: u32, number: u32) -> bool {
         !self.draining && self.connection_ref(session, number).is_some_and(Connection::may_close_when_grown)
     }
 
-    /// Makes the NIC close a connection that its program has closed. Returns whether it does: then the connection is forgotten when
-    /// the peer has acknowledged the FIN, or when it is in the kernel after all.
+    /// Makes the NIC close a connection that its program has closed. Returns whether it does: then the connection is
+    /// forgotten when the peer has acknowledged the FIN, or when it is in the kernel after all.
     pub(crate) fn close_on_nic(&mut self, session: u32, number: u32) -> bool {
         if self.draining {
             return false;
@@ -58,8 +58,8 @@ impl Agent {
         true
     }
 
-    /// Forgets the connections in the kernel that a dead agent's NIC was closing, or whose programs had closed them without that agent's
-    /// knowledge; those that still move there are forgotten then.
+    /// Forgets the connections in the kernel that a dead agent's NIC was closing, or whose programs had closed them
+    /// without that agent's knowledge; those that still move there are forgotten then.
     pub(crate) fn forget_what_was_closing(&mut self) {
         for (session, number) in self.all_connections() {
             let Some(connection) = self.connection(session, number) else { continue };

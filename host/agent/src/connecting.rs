@@ -1,9 +1,9 @@
 //! Connections that the NIC opens for a program (connect(2)).
 //!
-//! The program's socket is bound first: the kernel chooses the port (RFC 6056) and keeps it from others. While the NIC opens the
-//! connection its block counts as the NIC's, with no room to send and nothing to read. Once it is open the socket becomes its
-//! shell, and it is handed off like one that the NIC has made for a listener. If the NIC or the agent dies before, or the program
-//! wants the connection in the kernel, the kernel opens it.
+//! The program's socket is bound first: the kernel chooses the port (RFC 6056) and keeps it from others. While the NIC
+//! opens the connection its block counts as the NIC's, with no room to send and nothing to read. Once it is open the
+//! socket becomes its shell, and it is handed off like one that the NIC has made for a listener. If the NIC or the
+//! agent dies before, or the program wants the connection in the kernel, the kernel opens it.
 //!
 //! Each of these calls waits for the socket's lock, which its program may hold: see [`crate::calls`].
 
@@ -77,8 +77,8 @@ fn answer(begun: Result<u32, Refusal>) -> Reply {
 }
 
 impl Agent {
-    /// Makes the NIC open a connection of a session's program. The answer comes before the handshake is over; None if it comes when the socket
-    /// has been looked at, and bound.
+    /// Makes the NIC open a connection of a session's program. The answer comes before the handshake is over; None if
+    /// it comes when the socket has been looked at, and bound.
     pub(crate) fn connect(&mut self, asker: Asker, fd: Foreign, peer: SocketAddr) -> Option<Reply> {
         if let Err(refusal) = self.can_open() {
             return Some(answer(Err(refusal)));
@@ -161,7 +161,8 @@ impl Agent {
         Ok(number)
     }
 
-    /// Writes what the NIC needs to open a connection into its slot, and what the program sees meanwhile into its block.
+    /// Writes what the NIC needs to open a connection into its slot, and what the program sees meanwhile into its
+    /// block.
     fn write_opening(&mut self, session: u32, connection: &Connection, image: &Image) {
         let Some(cid) = connection.cid else { return };
         let limits = connection.fd().map(|fd| Limits::of(fd, &mut self.known)).unwrap_or_default();

@@ -24,8 +24,8 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
-/// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any more: the
-/// connection is lost then. Shortest and longest pause in between. All in microseconds.
+/// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any
+/// more: the connection is lost then. Shortest and longest pause in between. All in microseconds.
 const AGAIN_LIMIT: u64 = 60_000_000;
 const AGAIN_WITHOUT_PROGRAM: u64 = 2_000_000;
 const AGAIN_FIRST: u64 = 1_000;
@@ -114,7 +114,8 @@ pub(crate) struct Growing {
     pub unused: [Option<(u32, u32)>; 2],
     /// The larger memory; the same as before if only pages are returned.
     pub larger: Memory,
-    /// Sequence number up to which the send queue was copied while the connection was still active. None if nothing was.
+    /// Sequence number up to which the send queue was copied while the connection was still active. None if nothing
+    /// was.
     pub copied: Option<u32>,
 }
 
@@ -178,7 +179,8 @@ pub(crate) struct OnNic {
 const _: () = assert!(size_of::<OnNic>() <= 40);
 
 impl OnNic {
-    /// Of a connection that is handed off with this image. None if `memory` is none of a session's heap, which has whole pages.
+    /// Of a connection that is handed off with this image. None if `memory` is none of a session's heap, which has
+    /// whole pages.
     pub fn new(image: &Image, memory: Memory, way: Option<Arc<Way>>) -> Option<OnNic> {
         let (memory, idleness) = (PackedMemory::new(memory)?, Idleness::new(image));
         Some(OnNic { memory, way, idleness, dropped: 0, polled: false, muted: false })
@@ -188,7 +190,8 @@ impl OnNic {
         self.memory.unpacked()
     }
 
-    /// Notes that the connection goes on in other memory. False, and nothing has changed, if that is none of a session's heap.
+    /// Notes that the connection goes on in other memory. False, and nothing has changed, if that is none of a
+    /// session's heap.
     #[must_use]
     pub fn move_to(&mut self, memory: Memory) -> bool {
         PackedMemory::new(memory).map(|packed| self.memory = packed).is_some()
@@ -202,8 +205,8 @@ pub(crate) struct Memory {
     pub send: (u32, u32),
 }
 
-/// A connection's memory in few bytes: of receive and of send memory the number of the page at which it begins, and the power of two
-/// that its size is, in the lowest five bits.
+/// A connection's memory in few bytes: of receive and of send memory the number of the page at which it begins, and the
+/// power of two that its size is, in the lowest five bits.
 #[derive(Clone, Copy)]
 struct PackedMemory([u32; 2]);
 
@@ -236,7 +239,8 @@ impl Memory {
     }
 }
 
-/// What few connections have at a time: while they move, while they stay in the kernel after a time on the NIC, or by exception.
+/// What few connections have at a time: while they move, while they stay in the kernel after a time on the NIC, or by
+/// exception.
 #[derive(Default)]
 pub(crate) struct Extra {
     /// Its state machine, while that does not rest.
@@ -259,16 +263,18 @@ pub(crate) struct Extra {
     pub must_return: Option<&'static str>,
     /// When it is tried on the NIC again.
     pub retry: Retry,
-    /// It goes to the NIC, where it is not wanted, to end there: its peer has been silent for longer than TCP_USER_TIMEOUT.
+    /// It goes to the NIC, where it is not wanted, to end there: its peer has been silent for longer than
+    /// TCP_USER_TIMEOUT.
     pub overdue: bool,
     /// The NIC that died when it was there last, whose crash loop says when it may go back.
     pub nic_that_died: u8,
-    /// The kernel has refused to take it back: since when, and when it is asked again, microseconds of the monotonic clock.
+    /// The kernel has refused to take it back: since when, and when it is asked again, microseconds of the monotonic
+    /// clock.
     pub refused: Option<(u64, u64)>,
     /// When the move that is under way was due at random, in microseconds of the monotonic clock, if it was.
     pub drawn: Option<u64>,
-    /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4 mapped to IPv6:
-    /// with the scope of link-local addresses, or otherwise.
+    /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4
+    /// mapped to IPv6: with the scope of link-local addresses, or otherwise.
     addresses: Option<Box<(SocketAddr, SocketAddr)>>,
     /// Of an attacher: since when no program is known to have its socket, in microseconds of the monotonic clock.
     pub unheld_since: Option<u64>,
@@ -461,8 +467,8 @@ impl Connection {
         }
     }
 
-    /// Notes that the kernel has refused to take it back. Returns whether it is asked again, a moment later: what is held of the
-    /// connection waits, and its program, too.
+    /// Notes that the kernel has refused to take it back. Returns whether it is asked again, a moment later: what is
+    /// held of the connection waits, and its program, too.
     pub fn tries_again(&mut self, why: &str, now: u64) -> bool {
         let (since, _) = self.extra().refused.unwrap_or((now, now));
         let is_over = self.closed || self.abandoned || self.outlives_agent || self.is_to_be_forgotten();
@@ -576,7 +582,8 @@ impl Connection {
         self.extra.as_ref().is_some_and(|extra| !extra.waiting.then.is_empty())
     }
 
-    /// Whether its program has closed it, or it is on its way to the kernel or to other memory: its socket need not be what it was.
+    /// Whether its program has closed it, or it is on its way to the kernel or to other memory: its socket need not be
+    /// what it was.
     pub fn is_being_closed(&self) -> bool {
         self.closed || self.is_waited_for() || self.goal().is_some()
     }
@@ -632,8 +639,9 @@ impl Connection {
         self.fd.as_ref().map(AsFd::as_fd).ok_or(Refusal::Elsewhere)
     }
 
-    /// Checks that a descriptor is that of its socket, and that this has the connection which was registered. Whoever has a duplicate can
-    /// disconnect the socket at any time, and connect it elsewhere; another socket may have its 4-tuple then.
+    /// Checks that a descriptor is that of its socket, and that this has the connection which was registered. Whoever
+    /// has a duplicate can disconnect the socket at any time, and connect it elsewhere; another socket may have its
+    /// 4-tuple then.
     ///
     /// # Errors
     /// [`Refusal::Swapped`], or [`Refusal::Closed`] if the socket has no connection at all.
@@ -646,8 +654,8 @@ impl Connection {
         Identity { cookie: self.cookie, ends: self.ends() }
     }
 
-    /// Its descriptor, if that still is its socket's ([`Connection::check_socket`]). Asked for right before anything is done by 4-tuple
-    /// for the socket's sake.
+    /// Its descriptor, if that still is its socket's ([`Connection::check_socket`]). Asked for right before anything is
+    /// done by 4-tuple for the socket's sake.
     ///
     /// # Errors
     /// Those, or as [`Connection::fd`].

@@ -11,7 +11,8 @@ use std::ops::{Deref, DerefMut};
 /// Connections of a session. Dereferences to the slice of its places, some of which are empty.
 pub(crate) struct Connections {
     places: Slab<Connection>,
-    /// Hash of a connection's 4-tuple, whatever its device, and its number. A tree, which does not double when it grows.
+    /// Hash of a connection's 4-tuple, whatever its device, and its number. A tree, which does not double when it
+    /// grows.
     by_flow: BTreeSet<(u32, u32)>,
     /// Key of that hash. It is secret, so that nobody can choose many 4-tuples with the same hash.
     key: [u64; 2],

@@ -1,8 +1,8 @@
 //! UDP sockets whose datagrams the NIC receives and sends (`--offload full`).
 //!
-//! The program's socket stays the kernel's, so that address and port are taken there, and the kernel receives and sends whatever
-//! the NIC does not: datagrams of the same host, fragments, multicast, errors. So nothing is refused to a program, and a socket
-//! goes back to the kernel by no more than the NIC's ceasing to take its datagrams.
+//! The program's socket stays the kernel's, so that address and port are taken there, and the kernel receives and sends
+//! whatever the NIC does not: datagrams of the same host, fragments, multicast, errors. So nothing is refused to a
+//! program, and a socket goes back to the kernel by no more than the NIC's ceasing to take its datagrams.
 //!
 //! What waits for a socket's lock is asked elsewhere if its program may hold that: see [`crate::calls`].
 
@@ -33,15 +33,15 @@ const MAX_HOSTS: usize = 4096;
 /// Most UDP sockets of a session on the NIC: each takes two of the agent's descriptors.
 const MAX_SOCKETS: usize = 1024;
 
-/// Longest IPv6 packet that the NIC sends, in bytes: what every path carries (RFC 8200 section 5). The kernel, which follows the
-/// path's MTU, sends longer ones.
+/// Longest IPv6 packet that the NIC sends, in bytes: what every path carries (RFC 8200 section 5). The kernel, which
+/// follows the path's MTU, sends longer ones.
 const MTU_V6: u32 = 1280;
 
-/// Level and number of options with which only the kernel can serve a socket, unless they are 0: SO_REUSEPORT, SO_BINDTODEVICE,
-/// SO_TIMESTAMP, SO_TIMESTAMPNS, SO_MARK, SO_TIMESTAMPING, SO_RXQ_OVFL, SO_TXTIME; UDP_CORK, UDP_ENCAP, UDP_SEGMENT, UDP_GRO; IP_TOS,
-/// IP_RECVOPTS, IP_RETOPTS, IP_PKTINFO, IP_RECVERR, IP_RECVTTL, IP_RECVTOS, IP_TRANSPARENT, IP_RECVORIGDSTADDR, IP_MINTTL,
-/// IP_CHECKSUM; IPV6_RECVERR, IPV6_RECVPKTINFO, IPV6_RECVHOPLIMIT, IPV6_RECVTCLASS, IPV6_TCLASS, IPV6_MINHOPCOUNT,
-/// IPV6_RECVORIGDSTADDR.
+/// Level and number of options with which only the kernel can serve a socket, unless they are 0: SO_REUSEPORT,
+/// SO_BINDTODEVICE, SO_TIMESTAMP, SO_TIMESTAMPNS, SO_MARK, SO_TIMESTAMPING, SO_RXQ_OVFL, SO_TXTIME; UDP_CORK,
+/// UDP_ENCAP, UDP_SEGMENT, UDP_GRO; IP_TOS, IP_RECVOPTS, IP_RETOPTS, IP_PKTINFO, IP_RECVERR, IP_RECVTTL, IP_RECVTOS,
+/// IP_TRANSPARENT, IP_RECVORIGDSTADDR, IP_MINTTL, IP_CHECKSUM; IPV6_RECVERR, IPV6_RECVPKTINFO, IPV6_RECVHOPLIMIT,
+/// IPV6_RECVTCLASS, IPV6_TCLASS, IPV6_MINHOPCOUNT, IPV6_RECVORIGDSTADDR.
 const KERNEL_ONLY: [(i32, &[i32]); 4] = [
     (1, &[15, 25, 29, 35, 36, 37, 40, 61]),
     (17, &[1, 100, 103, 104]),
@@ -241,8 +241,8 @@ impl Agent {
         Some(Place { memory, base: socket.rings.base as usize })
     }
 
-    /// Makes the NIC leave a socket's datagrams to the kernel, and then shows that to the program. With `replay` the kernel gets what is
-    /// unread as well.
+    /// Makes the NIC leave a socket's datagrams to the kernel, and then shows that to the program. With `replay` the
+    /// kernel gets what is unread as well.
     fn ask_to_end_datagrams(&mut self, id: u32, replay: bool, caller: Caller) {
         let after = match self.place_of_datagrams(id) {
             Some(place) => After::EndDatagrams(place, caller),
@@ -257,7 +257,8 @@ impl Agent {
         self.ask_to_end_datagrams(id, false, None);
     }
 
-    /// Describes a socket to the NIC, as it was `seen` just now. Its program is shown that the NIC has it when that has answered.
+    /// Describes a socket to the NIC, as it was `seen` just now. Its program is shown that the NIC has it when that has
+    /// answered.
     fn serve_datagrams(&mut self, id: u32, seen: Seen, caller: Caller) -> Result<(), Refusal> {
         self.can_open()?;
         let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
@@ -300,8 +301,9 @@ impl Agent {
         });
     }
 
-    /// Polls the addresses of the next UDP sockets, `most` at most: a socket whose program has disconnected it has lost the port that the
-    /// kernel had chosen, and another one may have it. Returns where to go on, and whether the NIC has any socket.
+    /// Polls the addresses of the next UDP sockets, `most` at most: a socket whose program has disconnected it has lost
+    /// the port that the kernel had chosen, and another one may have it. Returns where to go on, and whether the NIC
+    /// has any socket.
     pub(crate) fn look_at_datagrams(&mut self, from: u32, most: usize) -> (u32, bool) {
         let turn: Vec<u32> = self.datagrams.by_id.range(from..).take(most).map(|(id, _)| *id).collect();
         for id in &turn {
@@ -326,7 +328,8 @@ impl Agent {
         });
     }
 
-    /// Looks up the way of a socket's datagrams to a host, for its program. None if the answer comes when the NIC knows it.
+    /// Looks up the way of a socket's datagrams to a host, for its program. None if the answer comes when the NIC knows
+    /// it.
     pub(crate) fn find_datagram_way(&mut self, session: u32, tag: u32, id: u32, host: IpAddr) -> Option<Reply> {
         let Some(socket) = self.datagrams.by_id.get(&id).filter(|socket| socket.session == session) else {
             return Some(Reply::Failed { reason: format!("there is no UDP socket {id}") });
@@ -402,8 +405,8 @@ impl Agent {
         }
     }
 
-    /// Examines all sockets anew, since the host's addresses or rules have changed, there is another NIC, or Baton ends: those that
-    /// the NIC cannot have are the kernel's until it can.
+    /// Examines all sockets anew, since the host's addresses or rules have changed, there is another NIC, or Baton
+    /// ends: those that the NIC cannot have are the kernel's until it can.
     pub(crate) fn follow_datagrams(&mut self) {
         let can = self.can_open().is_ok();
         for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
@@ -419,8 +422,8 @@ impl Agent {
         }
     }
 
-    /// Gives one of a session's sockets, or all of them, to the kernel. None if the answer to the request with that tag comes when that is
-    /// done.
+    /// Gives one of a session's sockets, or all of them, to the kernel. None if the answer to the request with that tag
+    /// comes when that is done.
     pub(crate) fn end_datagrams(&mut self, session: u32, only: Option<u32>, replay: bool, tag: Option<u32>) -> Option<Reply> {
         let mut caller = tag.and_then(|tag| self.caller(session, tag));
         let its = |socket: &Socket, id: u32| socket.session == session && only.is_none_or(|only| only == id);

@@ -28,9 +28,9 @@ impl Dealing {
         self.nics < 2
     }
 
-    /// Deals the devices that NICs can serve, by index, and forgets those that do not exist any more. `named` are the indices of
-    /// those with a name, where they exist. A device keeps its NIC for as long as it exists; each new one without a name goes to the
-    /// NIC with the fewest.
+    /// Deals the devices that NICs can serve, by index, and forgets those that do not exist any more. `named` are the
+    /// indices of those with a name, where they exist. A device keeps its NIC for as long as it exists; each new one
+    /// without a name goes to the NIC with the fewest.
     pub fn deal(&mut self, named: &[Option<u32>], existing: &[u32], usable: &[u32]) {
         self.nic_of.retain(|device, _| existing.contains(device));
         for (at, device) in named.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! Network devices to which the steering's programs are attached, beside the kernel. These are all devices by which the kernel
-//! would accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
+//! Network devices to which the steering's programs are attached, beside the kernel. These are all devices by which the
+//! kernel would accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
 
 use crate::dealing::Dealing;
 use baton_handoff::examine::system;
@@ -15,11 +15,13 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
-/// Values of rp_filter: off, which accepts every packet, and loose (RFC 3704), which accepts those whose source has any route.
+/// Values of rp_filter: off, which accepts every packet, and loose (RFC 3704), which accepts those whose source has any
+/// route.
 const NONE: u32 = 0;
 const LOOSE: u32 = 2;
 
-/// How far the programs are attached for the first move. From [`Progress::UnderWay`] on new devices are attached to as they appear.
+/// How far the programs are attached for the first move. From [`Progress::UnderWay`] on new devices are attached to as
+/// they appear.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 enum Progress {
     /// No move has needed a device yet.
@@ -34,7 +36,8 @@ enum Progress {
 /// Devices with the steering's programs attached.
 #[derive(Default)]
 pub(crate) struct Devices {
-    /// Attached devices by index, with their BPF links. The links also outlive the keeper, until the connections are restored.
+    /// Attached devices by index, with their BPF links. The links also outlive the keeper, until the connections are
+    /// restored.
     attached: HashMap<u32, Vec<OwnedFd>>,
     /// Index of the injector, the device through which the kernel is given frames.
     injector: u32,
@@ -42,7 +45,8 @@ pub(crate) struct Devices {
     accepts: HashMap<u32, (Accepts, [u8; 6])>,
     /// Devices that a move has needed besides those by which all connections are received: loopback.
     wanted: HashSet<u32>,
-    /// Why attaching to a device has failed. The next move that needs the device is refused with it, and the one after that tries again.
+    /// Why attaching to a device has failed. The next move that needs the device is refused with it, and the one after
+    /// that tries again.
     refused: HashMap<u32, io::Error>,
     /// Devices whose failure has been logged: once each.
     reported: HashSet<u32>,
@@ -90,11 +94,12 @@ impl Devices {
         self.dealing.devices_of(nic).filter_map(|index| interface::name_of(index).ok()).collect()
     }
 
-    /// Checks that a connection can use the device with this index: attaching is complete, and the programs are at this device.
+    /// Checks that a connection can use the device with this index: attaching is complete, and the programs are at this
+    /// device.
     ///
     /// # Errors
-    /// [`Refusal::Attaching`] if attaching to it is still to be done, which [`Agent::attach_devices`](crate::agent::Agent) then does; or why
-    /// it has failed.
+    /// [`Refusal::Attaching`] if attaching to it is still to be done, which
+    /// [`Agent::attach_devices`](crate::agent::Agent) then does; or why it has failed.
     pub fn check(&mut self, index: u32) -> Result<(), Refusal> {
         if self.are_complete() && self.attached.contains_key(&index) {
             return Ok(());
@@ -129,8 +134,8 @@ impl Devices {
         self.progress == Progress::NotBegun
     }
 
-    /// Returns the indices of the devices to attach to, and forgets devices that do not exist any more. The NICs' packet sockets receive
-    /// from now on.
+    /// Returns the indices of the devices to attach to, and forgets devices that do not exist any more. The NICs'
+    /// packet sockets receive from now on.
     pub fn missing(&mut self, routes: &Netlink, keeper: &Channel) -> io::Result<BTreeSet<u32>> {
         if self.is_new() {
             self.progress = Progress::UnderWay;
@@ -152,8 +157,8 @@ impl Devices {
         Ok(missing.filter(|index| !self.refused.contains_key(index)).collect())
     }
 
-    /// Stores the BPF links of the programs at a device, or why attaching has failed. The keeper gets the links as well, so they outlive this
-    /// agent.
+    /// Stores the BPF links of the programs at a device, or why attaching has failed. The keeper gets the links as
+    /// well, so they outlive this agent.
     pub fn take(&mut self, keeper: &Channel, index: u32, attached: io::Result<Attached>) {
         let kept = attached.and_then(|attached| {
             keeper.send(&Kept::Device(index), &attached.links.each_ref().map(AsFd::as_fd))?;
@@ -176,7 +181,8 @@ impl Devices {
         self.progress = Progress::Complete;
     }
 
-    /// Updates the steering's map. Called when links or their settings have changed, and when devices have been attached to.
+    /// Updates the steering's map. Called when links or their settings have changed, and when devices have been
+    /// attached to.
     pub fn follow(&mut self, routes: &Netlink, steering: &Steering) -> io::Result<()> {
         // A device without IPv4 has no rp_filter, and accepts nothing.
         let filters: HashMap<u32, u32> = rtnetlink::reverse_path_filters(routes).unwrap_or_default().into_iter().collect();
@@ -184,7 +190,8 @@ impl Devices {
         let mut now = HashMap::new();
         for link in rtnetlink::links(routes)?.iter().filter(|link| self.receives(link) && self.attached.contains_key(&link.index))
         {
-            // At a device without an address even a loose filter accepts only packets whose answers would leave by that device.
+            // At a device without an address even a loose filter accepts only packets whose answers would leave by that
+            // device.
             let v4 = match filters.get(&link.index) {
                 Some(&NONE) => true,
                 Some(&LOOSE) => addressed.contains(&link.index),
@@ -210,8 +217,8 @@ impl Devices {
         link.up && (other || self.receives(link) && !self.attached.contains_key(&link.index))
     }
 
-    /// Whether packets that arrive at a link count as received by it, and the NIC can receive there. Packets that arrive at a
-    /// port of a bridge or bond are received at the bridge or bond; connections in a VRF do not move.
+    /// Whether packets that arrive at a link count as received by it, and the NIC can receive there. Packets that
+    /// arrive at a port of a bridge or bond are received at the bridge or bond; connections in a VRF do not move.
     pub fn receives(&self, link: &LinkInfo) -> bool {
         link.up && link.kind == rtnetlink::ETHERNET && link.master == Master::None && !link.vrf && link.index != self.injector
     }

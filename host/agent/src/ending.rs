@@ -1,5 +1,5 @@
-//! Orderly shutdown of an agent: every connection is restored to the kernel, and clients that connect meanwhile are rejected.
-//! Connections that cannot be restored are reset.
+//! Orderly shutdown of an agent: every connection is restored to the kernel, and clients that connect meanwhile are
+//! rejected. Connections that cannot be restored are reset.
 
 use crate::agent::Agent;
 use crate::connection::Stage;
@@ -10,8 +10,8 @@ use baton_moves::Event;
 use baton_protocol::keeper::Kept;
 use std::time::Duration;
 
-/// Time that connections get which cannot leave the NIC at once, in microseconds: a program is inside an operation, or the kernel
-/// does not have all data that was acknowledged.
+/// Time that connections get which cannot leave the NIC at once, in microseconds: a program is inside an operation, or
+/// the kernel does not have all data that was acknowledged.
 const PATIENCE: u64 = 1_000_000;
 
 /// Pause between two attempts to restore.
@@ -21,8 +21,8 @@ const PAUSE: Duration = Duration::from_millis(2);
 const ENDING: &str = "Baton is ending";
 
 impl Agent {
-    /// Begins the shutdown while programs keep running: their connections are restored to the kernel now, or as soon as possible,
-    /// and stay there.
+    /// Begins the shutdown while programs keep running: their connections are restored to the kernel now, or as soon as
+    /// possible, and stay there.
     pub(crate) fn drain(&mut self) {
         if std::mem::replace(&mut self.draining, true) {
             return;
@@ -109,8 +109,8 @@ impl Agent {
         self.stage(session, number) == Some(Stage::Ended)
     }
 
-    /// Gives up a connection that cannot be restored: its frames are no longer stolen, so the kernel resets its peer, and its
-    /// slot and memory are freed. Its program, if it still runs, finds it lost when its session ends.
+    /// Gives up a connection that cannot be restored: its frames are no longer stolen, so the kernel resets its peer,
+    /// and its slot and memory are freed. Its program, if it still runs, finds it lost when its session ends.
     pub(crate) fn give_up(&mut self, session: u32, number: u32) {
         if !self.is_on_nic(session, number) {
             return;

@@ -1,9 +1,9 @@
-//! Descriptors that attachers lend after the death of a NIC, or of an agent: the agent has none of their programs' connections, and needs them
-//! to restore those.
+//! Descriptors that attachers lend after the death of a NIC, or of an agent: the agent has none of their programs'
+//! connections, and needs them to restore those.
 //!
-//! An attacher has to stop its programs first, and may never answer. So the connections of each attacher wait for that attacher alone: the
-//! next NIC holds their frames, and everybody else's connections go on. Meanwhile an attacher can lend, and say that its program has closed a
-//! socket; whatever else it asks for is refused.
+//! An attacher has to stop its programs first, and may never answer. So the connections of each attacher wait for that
+//! attacher alone: the next NIC holds their frames, and everybody else's connections go on. Meanwhile an attacher can
+//! lend, and say that its program has closed a socket; whatever else it asks for is refused.
 
 use crate::agent::Agent;
 use crate::attached::stand_in;
@@ -48,8 +48,8 @@ pub(crate) struct Fetch {
 }
 
 impl Session {
-    /// Drops the descriptors of an attacher's programs, which then have their sockets alone again: after the recovery of that NIC's
-    /// connections, or of all.
+    /// Drops the descriptors of an attacher's programs, which then have their sockets alone again: after the recovery
+    /// of that NIC's connections, or of all.
     fn take_back_descriptors(&mut self, nic: Option<usize>) {
         // A move from or to another NIC goes on.
         let elsewhere = |cid: Cid| nic.is_some_and(|nic| cid.nic() != nic);
@@ -70,8 +70,8 @@ impl Agent {
         self.sessions.get(session as usize).and_then(Option::as_ref).is_some_and(|session| session.fetch.is_some())
     }
 
-    /// Requests the descriptors of connections that were being moved, according to a dead agent's journal. Nothing else can be done before
-    /// they are there: there is no NIC yet that could hold their frames.
+    /// Requests the descriptors of connections that were being moved, according to a dead agent's journal. Nothing else
+    /// can be done before they are there: there is no NIC yet that could hold their frames.
     pub(crate) fn fetch_what_was_moving(&mut self) {
         let mut moving = HashSet::new();
         for (nic, hardware) in self.hardware.iter().enumerate() {
@@ -170,8 +170,8 @@ impl Agent {
         self.moves.fetching.iter().filter_map(wait).min().map(Duration::from_micros)
     }
 
-    /// Restores the connections of attachers that have lent what they were asked for, or whose time is up, and gives back what was lent when
-    /// that is done.
+    /// Restores the connections of attachers that have lent what they were asked for, or whose time is up, and gives
+    /// back what was lent when that is done.
     pub(crate) fn restore_lent(&mut self) {
         if self.moves.fetching.is_empty() {
             return;
@@ -230,7 +230,8 @@ impl Agent {
         self.go_on_restoring(number, now);
     }
 
-    /// Its programs stand still until this is over: what the NIC has to do is waited for, and calls on their sockets for a while.
+    /// Its programs stand still until this is over: what the NIC has to do is waited for, and calls on their sockets
+    /// for a while.
     fn go_on_restoring(&mut self, number: u32, now: u64) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         let Some(fetch) = &session.fetch else { return };
@@ -292,7 +293,8 @@ impl Agent {
                 session.note(*connection, descriptors.pop());
                 *connection
             }
-            // Its program has closed it: a socket of the agent's stands in, and is closed when the connection has been restored into it.
+            // Its program has closed it: a socket of the agent's stands in, and is closed when the connection has been
+            // restored into it.
             Ask::Closed { connection, abort } if missing(connection) => {
                 if let Some(Some(entry)) = session.connections.get_mut(*connection as usize) {
                     calls::destroy(outsider(session.user, entry.process, None), entry, &self.diagnosis);

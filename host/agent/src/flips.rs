@@ -1,5 +1,6 @@
-//! Moves without a request: random moves of connections in groups that have them, and tries of what did not move when it was to: what is
-//! wanted on the NIC goes there again as soon as it can, whatever has brought it to the kernel or kept it there.
+//! Moves without a request: random moves of connections in groups that have them, and tries of what did not move when
+//! it was to: what is wanted on the NIC goes there again as soon as it can, whatever has brought it to the kernel or
+//! kept it there.
 
 use crate::agent::Agent;
 use crate::connection::Stage;
@@ -19,22 +20,24 @@ const AGAIN: u64 = 1_000;
 /// microseconds.
 pub(crate) const LATER: u64 = 1_000_000;
 
-/// Time after which a connection is offloaded again that has left a NIC for another one, in microseconds: the kernel may have to find
-/// the link address of the next hop.
+/// Time after which a connection is offloaded again that has left a NIC for another one, in microseconds: the kernel
+/// may have to find the link address of the next hop.
 const ONWARD: u64 = 20_000;
 
-/// Random moves that are under way at the same time at most. Each keeps its program out for as long as all of them together take.
+/// Random moves that are under way at the same time at most. Each keeps its program out for as long as all of them
+/// together take.
 const AT_ONCE: usize = 16;
 
-/// A connection that was moved at random is not moved so again before this many times as long as that took: with less, a program whose
-/// threads seldom get a processor would find it moving each time.
+/// A connection that was moved at random is not moved so again before this many times as long as that took: with less,
+/// a program whose threads seldom get a processor would find it moving each time.
 const REST: u64 = 2;
 
-/// Why a connection was not moved when its time had come. It is drawn again like any other, so it may be skipped more than once.
+/// Why a connection was not moved when its time had come. It is drawn again like any other, so it may be skipped more
+/// than once.
 const NO_TIME: &str = "more connections were to move than the agent has time for";
 
-/// Times at which connections are to move: microseconds of the monotonic clock, session, number, and serial number, since session
-/// and number are reused.
+/// Times at which connections are to move: microseconds of the monotonic clock, session, number, and serial number,
+/// since session and number are reused.
 #[derive(Default)]
 pub(crate) struct Schedule(BinaryHeap<Reverse<(u64, u32, u32, u64)>>);
 
@@ -66,7 +69,8 @@ impl Schedule {
     }
 }
 
-/// What part of a processor the agent may use with moves at random: one part of this. It goes before programs, which need the rest.
+/// What part of a processor the agent may use with moves at random: one part of this. It goes before programs, which
+/// need the rest.
 const PART: u64 = 5;
 
 /// Microseconds of a processor that it may save up while it does nothing.
@@ -82,8 +86,8 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Returns for how many microseconds no move at random may begin, at a time `now` by which `used` microseconds of processor time were
-    /// used.
+    /// Returns for how many microseconds no move at random may begin, at a time `now` by which `used` microseconds of
+    /// processor time were used.
     fn wait(&mut self, now: u64, used: u64) -> u64 {
         let (then, before) = std::mem::replace(&mut self.looked, (now, used));
         let earned = (now.saturating_sub(then) / PART) as i64;
@@ -213,8 +217,8 @@ impl Agent {
         }
     }
 
-    /// Begins a move for which nobody has asked now, to wherever the connection is not and should be. A connection whose program was inside
-    /// an operation for too long the last time stays.
+    /// Begins a move for which nobody has asked now, to wherever the connection is not and should be. A connection
+    /// whose program was inside an operation for too long the last time stays.
     fn begin_unasked(&mut self, session: u32, number: u32, flips: bool) {
         let attacher = self.is_attacher(session);
         let Some(connection) = self.connection(session, number) else { return };
@@ -252,7 +256,8 @@ impl Agent {
         }
     }
 
-    /// Has a connection that is wanted on the NIC tried there again, each time after twice as many microseconds, at most `longest`.
+    /// Has a connection that is wanted on the NIC tried there again, each time after twice as many microseconds, at
+    /// most `longest`.
     fn retry_later(&mut self, session: u32, number: u32, longest: u64) {
         let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
         if let Some(connection) = self.connection(session, number)
@@ -264,8 +269,8 @@ impl Agent {
         }
     }
 
-    /// Has an attacher asked again for a connection that has to leave the NIC, each time after twice as many microseconds, at least
-    /// [`LATER`].
+    /// Has an attacher asked again for a connection that has to leave the NIC, each time after twice as many
+    /// microseconds, at least [`LATER`].
     fn return_later(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number) else { return };
         if connection.must_return().is_some() {
@@ -281,7 +286,8 @@ impl Agent {
         }
     }
 
-    /// Schedules what follows the end of a move, for a connection that is wanted on the NIC and has not come there, or is there no more.
+    /// Schedules what follows the end of a move, for a connection that is wanted on the NIC and has not come there, or
+    /// is there no more.
     pub(crate) fn follow_conclusion(&mut self, session: u32, number: u32, conclusion: &Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
         match conclusion {

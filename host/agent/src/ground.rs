@@ -56,8 +56,9 @@ impl Shape {
         })
     }
 
-    /// Claims a flow for a connection that goes to a NIC. Returns false if another connection there gets some of its frames: one with the
-    /// same 4-tuple, if either is bound to no device or both are to the same. (The kernel gives such frames to either of them.)
+    /// Claims a flow for a connection that goes to a NIC. Returns false if another connection there gets some of its
+    /// frames: one with the same 4-tuple, if either is bound to no device or both are to the same. (The kernel gives
+    /// such frames to either of them.)
     #[must_use]
     pub fn claim(&mut self, flow: &Flow) -> bool {
         let Shape::Beside { steering, claimed, devices, .. } = self else { return true };
@@ -98,8 +99,8 @@ impl Shape {
         self.end(flow);
     }
 
-    /// Removes a connection that has ended on the NIC. If the NIC made it for a listener, it goes on to get what its peer sends, as in
-    /// the handshake, and waits for the peer's FIN.
+    /// Removes a connection that has ended on the NIC. If the NIC made it for a listener, it goes on to get what its
+    /// peer sends, as in the handshake, and waits for the peer's FIN.
     pub fn end(&mut self, flow: &Flow) {
         if let Shape::Beside { steering, mirrors, .. } = self {
             mirrors.iter_mut().for_each(|mirrors| mirrors.set(flow, false));
@@ -109,7 +110,8 @@ impl Shape {
         }
     }
 
-    /// Steals a connection's frames after a NIC's death, so that none reaches the kernel, whatever stage its move had reached.
+    /// Steals a connection's frames after a NIC's death, so that none reaches the kernel, whatever stage its move had
+    /// reached.
     pub fn steal_again(&mut self, flow: &Flow, path: &Path) {
         if let Err(refusal) = self.steer(flow, path, Steer::Steal) {
             report!("baton agent: {flow:?}: {refusal}");
@@ -117,8 +119,8 @@ impl Shape {
     }
 }
 
-/// The flows of one NIC that are being mirrored. Only while there are some the NIC's second packet socket is shown what the kernel
-/// sends: that costs every frame of the host, the NIC's own too, a copy of its description.
+/// The flows of one NIC that are being mirrored. Only while there are some the NIC's second packet socket is shown what
+/// the kernel sends: that costs every frame of the host, the NIC's own too, a copy of its description.
 pub(crate) struct Mirrors {
     outgoing: OwnedFd,
     flows: HashSet<Flow>,
@@ -192,7 +194,8 @@ impl Ground<'_> {
         }
     }
 
-    /// The socket for requests to the connection tracker, if that may have an entry of the connection of this serial number.
+    /// The socket for requests to the connection tracker, if that may have an entry of the connection of this serial
+    /// number.
     pub fn tracker_of(&mut self, serial: u64) -> Option<&Netlink> {
         let netfilter = self.guards.netfilter()?;
         (!self.known.is_untracked(netfilter, serial, self.latest)).then_some(netfilter)

@@ -1,5 +1,5 @@
-//! Groups of sessions: a program and the processes that it starts. Their connections may be moved at random, and are reported
-//! together.
+//! Groups of sessions: a program and the processes that it starts. Their connections may be moved at random, and are
+//! reported together.
 
 use crate::connection::Connection;
 use baton_linux::events::monotonic_micros;
@@ -82,8 +82,8 @@ impl Group {
         self.file.is_some()
     }
 
-    /// Has the report written as one line into its file, in place of what is there, by a thread of its user: the file may be one of a server that
-    /// does not answer. `then` is done when it is there; at once if there is no file.
+    /// Has the report written as one line into its file, in place of what is there, by a thread of its user: the file
+    /// may be one of a server that does not answer. `then` is done when it is there; at once if there is no file.
     pub fn write(&mut self, then: Option<Box<dyn FnOnce() + Send>>) {
         let line = serde_json::to_string(&self.report);
         let (Some(file), Ok(line)) = (&self.file, line) else { return then.into_iter().for_each(|then| then()) };
@@ -123,8 +123,8 @@ impl ReportFile {
     }
 }
 
-/// Returns the counter of a cause, or that of all others once there are [`MOST_CAUSES`]: a cause may be a program's own text, and
-/// the report must stay bounded.
+/// Returns the counter of a cause, or that of all others once there are [`MOST_CAUSES`]: a cause may be a program's own
+/// text, and the report must stay bounded.
 fn cause<'a>(causes: &'a mut BTreeMap<String, u64>, name: &str) -> &'a mut u64 {
     let name = if causes.len() < MOST_CAUSES || causes.contains_key(name) { name } else { "other causes" };
     causes.entry(name.into()).or_default()
@@ -165,8 +165,8 @@ impl Groups {
         }
     }
 
-    /// Makes room for another group of a user, who may have `most`. Removes groups that have been unused for a long time, and the
-    /// user's oldest unused one if there is no room otherwise. Returns the names of the removed groups.
+    /// Makes room for another group of a user, who may have `most`. Removes groups that have been unused for a long
+    /// time, and the user's oldest unused one if there is no room otherwise. Returns the names of the removed groups.
     ///
     /// # Errors
     /// If all of the user's groups are in use.
@@ -197,7 +197,8 @@ impl Groups {
         self.groups.get_mut(&name)
     }
 
-    /// Writes a group's report, after something of the group has ended. `then` is done when it has been written: see [`Group::write`].
+    /// Writes a group's report, after something of the group has ended. `then` is done when it has been written: see
+    /// [`Group::write`].
     pub fn write(&mut self, name: u64, then: Option<Box<dyn FnOnce() + Send>>) {
         match self.get(name) {
             Some(group) => group.write(then),

@@ -1,5 +1,6 @@
-//! Kernel features that judge packets between a socket and the wire, and that a connection on the NIC bypasses: IPsec policies,
-//! firewall rules whose verdict changes from packet to packet, traffic-control filters. They are read once for each change.
+//! Kernel features that judge packets between a socket and the wire, and that a connection on the NIC bypasses: IPsec
+//! policies, firewall rules whose verdict changes from packet to packet, traffic-control filters. They are read once
+//! for each change.
 
 use baton_handoff::examine::system;
 use baton_linux::firewall::Firewall;
@@ -13,7 +14,8 @@ use std::collections::HashMap;
 const EINVAL: i32 = 22;
 const EOPNOTSUPP: i32 = 95;
 
-/// Whether there are tables of iptables-legacy that judge every packet (those of `nat` judge a connection's first only).
+/// Whether there are tables of iptables-legacy that judge every packet (those of `nat` judge a connection's first
+/// only).
 fn has_legacy_tables() -> bool {
     let judges = |path| {
         let names = std::fs::read_to_string(path).unwrap_or_default();
@@ -77,8 +79,8 @@ impl Guards {
         self.firewall = None;
     }
 
-    /// Looks for tables of iptables-legacy, of which the kernel sends no notification. Returns whether there are some now and
-    /// were none.
+    /// Looks for tables of iptables-legacy, of which the kernel sends no notification. Returns whether there are some
+    /// now and were none.
     pub fn legacy_appeared(&mut self) -> bool {
         let before = std::mem::replace(&mut self.legacy, has_legacy_tables());
         self.legacy && !before

@@ -1,8 +1,9 @@
-//! Whether other processes hold the sockets of programs that have forked, or started others. A connection whose socket another process holds stays
-//! in the kernel, which alone serves both.
+//! Whether other processes hold the sockets of programs that have forked, or started others. A connection whose socket
+//! another process holds stays in the kernel, which alone serves both.
 //!
-//! Threads search all of /proc, which takes long on a host with many processes, and longer if one of them holds that up. Moves that need to know it
-//! wait here meanwhile, at rest in the kernel: their programs go on. One search serves all that wait when it begins.
+//! Threads search all of /proc, which takes long on a host with many processes, and longer if one of them holds that
+//! up. Moves that need to know it wait here meanwhile, at rest in the kernel: their programs go on. One search serves
+//! all that wait when it begins.
 
 use crate::agent::Agent;
 use crate::calls::Completion;
@@ -33,7 +34,8 @@ const FRESH: u64 = 5_000_000;
 /// Time after which a search is begun again for which no thread could be started, in microseconds.
 const AGAIN: u64 = 100_000;
 
-/// Connections whose sockets are searched for, each with the requests to answer then; none for a move that nobody has asked for.
+/// Connections whose sockets are searched for, each with the requests to answer then; none for a move that nobody has
+/// asked for.
 type Waiting = BTreeMap<Key, Vec<Asker>>;
 
 /// Searches for holders of sockets.
@@ -88,8 +90,8 @@ impl Ground<'_> {
     /// Checks that no process other than its program and Baton's own holds a connection's socket.
     ///
     /// # Errors
-    /// [`Refusal::Shared`]; [`Refusal::Unsearched`] if it cannot be found out now; [`Refusal::Searching`] if it has to be, for which the move is to
-    /// wait ([`Agent::move_when_searched`]).
+    /// [`Refusal::Shared`]; [`Refusal::Unsearched`] if it cannot be found out now; [`Refusal::Searching`] if it has to
+    /// be, for which the move is to wait ([`Agent::move_when_searched`]).
     pub fn held_alone(&mut self, key: Key) -> Result<(), Refusal> {
         match self.searches.take(key, monotonic_micros()) {
             Some(Held::Alone) => Ok(()),
@@ -101,8 +103,8 @@ impl Ground<'_> {
 }
 
 impl Agent {
-    /// Queues a connection's move to a NIC until its socket has been searched for. Requests beyond the limit are answered that they have to be made
-    /// again.
+    /// Queues a connection's move to a NIC until its socket has been searched for. Requests beyond the limit are
+    /// answered that they have to be made again.
     pub(crate) fn move_when_searched(&mut self, session: u32, number: u32, askers: Vec<Asker>) {
         let Some(serial) = self.connection_ref(session, number).map(|connection| connection.serial) else { return };
         let waiting = self.searches.waiting.entry((session, number, serial)).or_default();
@@ -163,7 +165,8 @@ impl Agent {
         }
     }
 
-    /// Its program has shared a connection's socket with others, or may have: what a search finds that has begun already does not count.
+    /// Its program has shared a connection's socket with others, or may have: what a search finds that has begun
+    /// already does not count.
     pub(crate) fn forget_search(&mut self, session: u32, number: u32) {
         let Some(serial) = self.connection_ref(session, number).map(|connection| connection.serial) else { return };
         let key = (session, number, serial);
@@ -182,7 +185,8 @@ mod tests {
     const ONE: Key = (1, 2, 3);
     const OTHER: Key = (1, 3, 4);
 
-    /// Whoever asks again and again does not keep the machine busy, and all who ask meanwhile are served by the next search.
+    /// Whoever asks again and again does not keep the machine busy, and all who ask meanwhile are served by the next
+    /// search.
     #[test]
     fn one_search_at_a_time_serves_all_that_wait_in_a_tenth_of_the_time() {
         let mut searches = Searches::default();

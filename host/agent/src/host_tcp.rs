@@ -1,5 +1,6 @@
-//! The host's TCP as the agent sees it: the process that goes on with connections of partial offload when they leave their fast path
-//! (docs/internals/partial-offload.md). It is started for the first session that asks for that, and ends with its NIC.
+//! The host's TCP as the agent sees it: the process that goes on with connections of partial offload when they leave
+//! their fast path (docs/internals/partial-offload.md). It is started for the first session that asks for that, and
+//! ends with its NIC.
 
 use crate::answers::After;
 use crate::nic_requests::{Answered, Requests};
@@ -50,7 +51,8 @@ pub(crate) struct HostTcp {
 }
 
 impl HostTcp {
-    /// Starts the process, after the NIC has been given what both share. Nobody waits until it is ready: its first answer says so.
+    /// Starts the process, after the NIC has been given what both share. Nobody waits until it is ready: its first
+    /// answer says so.
     ///
     /// # Errors
     /// If it cannot be started.

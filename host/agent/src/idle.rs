@@ -7,8 +7,8 @@ use baton_image::Image;
 use baton_linux::events::monotonic_micros;
 use baton_shm::Region;
 
-/// Milliseconds without traffic after which pages are returned: of a connection that has used at least [`MUCH`] bytes, and of
-/// another one.
+/// Milliseconds without traffic after which pages are returned: of a connection that has used at least [`MUCH`] bytes,
+/// and of another one.
 const PATIENCE: [u32; 2] = [1_000, 10_000];
 /// Bytes sent and received since the last return that are worth a return soon.
 const MUCH: u32 = 1 << 16;
@@ -16,11 +16,12 @@ const MUCH: u32 = 1 << 16;
 /// What a connection has carried, and since when it has carried nothing.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Idleness {
-    /// Sequence numbers up to which bytes had been received and acknowledged at the last poll, and the time at which these were seen
-    /// first, in milliseconds of the monotonic clock, modulo 2³².
+    /// Sequence numbers up to which bytes had been received and acknowledged at the last poll, and the time at which
+    /// these were seen first, in milliseconds of the monotonic clock, modulo 2³².
     seen: (u32, u32),
     since: u32,
-    /// Bytes received and acknowledged since the memory last had no pages. The pages of the handoff itself count as one.
+    /// Bytes received and acknowledged since the memory last had no pages. The pages of the handoff itself count as
+    /// one.
     used: u32,
 }
 
@@ -41,7 +42,8 @@ impl Idleness {
         (self.seen, self.used) = ((image.rcv_nxt, image.snd_una), 0);
     }
 
-    /// Notes what has been received and acknowledged at `now`. Returns whether pages are to be returned, if they are empty.
+    /// Notes what has been received and acknowledged at `now`. Returns whether pages are to be returned, if they are
+    /// empty.
     fn is_due(&mut self, seen: (u32, u32), now: u64) -> bool {
         let now = millis(now);
         if self.seen != seen {
@@ -53,8 +55,9 @@ impl Idleness {
 }
 
 impl Connection {
-    /// Whether its pages should be returned now: it has used some, or has some of its handoff, its queues are empty, and it has carried
-    /// nothing for a while. This is read while program and NIC go on, so it is only a hint: what is empty shows when the connection rests.
+    /// Whether its pages should be returned now: it has used some, or has some of its handoff, its queues are empty,
+    /// and it has carried nothing for a while. This is read while program and NIC go on, so it is only a hint: what is
+    /// empty shows when the connection rests.
     pub fn is_idle(&mut self, nic_memory: &Region, now: u64) -> bool {
         let settled = self.goal().is_none() && !self.closed && !self.opening;
         let Some(cid) = self.cid.filter(|_| settled) else { return false };

@@ -1,5 +1,5 @@
-//! The agent's journal: written before each step of a move, it holds what the next agent could not find out by itself. An entry
-//! lies in the connection's slot, which programs do not see; its first word is written last.
+//! The agent's journal: written before each step of a move, it holds what the next agent could not find out by itself.
+//! An entry lies in the connection's slot, which programs do not see; its first word is written last.
 
 use crate::connection::{Exported, Handoff, Memory, OnNic};
 use baton_abi::Cid;
@@ -63,7 +63,8 @@ impl Entry {
         Some(Exported { image, handed_off_at: self.handed_off_at, saved: self.saved.clone() })
     }
 
-    /// Returns the agent's state of a connection on the NIC, and what it was handed off with. None if the entry is damaged.
+    /// Returns the agent's state of a connection on the NIC, and what it was handed off with. None if the entry is
+    /// damaged.
     pub fn on_nic(&self) -> Option<(OnNic, Handoff)> {
         let exported = self.exported()?;
         Some((OnNic::new(&exported.image, self.memory(), None)?, Handoff { exported, nic: None }))
@@ -79,8 +80,8 @@ fn entry_at(at: u32, length: usize) -> usize {
     if length <= slot::JOURNAL_BYTES - 8 { place(at) + 8 } else { nic::scratch(at) + scratch::JOURNAL }
 }
 
-/// Returns the pages of a slot's scratch to the system, if neither the journal nor posted buffers use them. For a connection that rests, whose image was
-/// read, and with nothing out of order.
+/// Returns the pages of a slot's scratch to the system, if neither the journal nor posted buffers use them. For a
+/// connection that rests, whose image was read, and with nothing out of order.
 pub(crate) fn return_scratch(nic_memory: &Region, at: u32) {
     let length = nic_memory.word32(place(at) + 4).load(Ordering::Acquire) as usize;
     let posted = nic_memory.word32(nic::slot(at) + slot::POSTED).load(Ordering::Acquire) != 0;
@@ -181,8 +182,8 @@ pub(crate) fn occupant(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u
     Some((parameter(0), parameter(5)))
 }
 
-/// Returns the cid of the next occupant of a slot of NIC `nic`. It is kept in NIC memory, so that no agent uses a cid that another
-/// has used.
+/// Returns the cid of the next occupant of a slot of NIC `nic`. It is kept in NIC memory, so that no agent uses a cid
+/// that another has used.
 pub(crate) fn next_name(nic_memory: &Region, nic: usize, at: u32) -> Cid {
     let word = nic_memory.word32(nic::slot(at) + slot::NEXT_CID).load(Ordering::Acquire);
     let name = if word == 0 { Cid::new(at, 1) } else { Cid(word) };

@@ -1,9 +1,11 @@
-//! What the kernel has answered lately about routes, addresses, devices, neighbours, connection tracking and its settings. Many
-//! connections share an answer, and one move needs the same answer several times, also while its connection stands still.
+//! What the kernel has answered lately about routes, addresses, devices, neighbours, connection tracking and its
+//! settings. Many connections share an answer, and one move needs the same answer several times, also while its
+//! connection stands still.
 //!
-//! An answer is used for [`LIFETIME`] at most, and not after a notification of a change has been handled: then [`Known::discard`] is
-//! called before the connections on the NIC are checked again. A change that is notified while a move is under way is found by
-//! [`Known::changes`]. Only what was found is kept: errors, and neighbours or routes that are not there, are asked for again.
+//! An answer is used for [`LIFETIME`] at most, and not after a notification of a change has been handled: then
+//! [`Known::discard`] is called before the connections on the NIC are checked again. A change that is notified while a
+//! move is under way is found by [`Known::changes`]. Only what was found is kept: errors, and neighbours or routes that
+//! are not there, are asked for again.
 
 use crate::way::Way;
 use baton_linux::events::monotonic_micros;
@@ -16,8 +18,8 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
-/// Microseconds for which an answer is used. It bounds the age of what the kernel changes without a notification: its settings, and the
-/// path MTU of a route.
+/// Microseconds for which an answer is used. It bounds the age of what the kernel changes without a notification: its
+/// settings, and the path MTU of a route.
 const LIFETIME: u64 = 20_000;
 /// Answers of one kind that are kept: a bound on memory, not reached unless moves are very fast.
 const MOST: usize = 4096;
@@ -78,9 +80,9 @@ impl Known {
         *self = Known { changes, namespace, ..Known::default() };
     }
 
-    /// Discards answers that are more than half as old as they may become, or older than a notification that is waiting to be
-    /// handled. Returns whether there were such. Called before a connection stands still, so that what it needs then has been asked
-    /// for before: what changed earlier must not be found when the socket cannot be made any more.
+    /// Discards answers that are more than half as old as they may become, or older than a notification that is waiting
+    /// to be handled. Returns whether there were such. Called before a connection stands still, so that what it needs
+    /// then has been asked for before: what changed earlier must not be found when the socket cannot be made any more.
     pub fn renew(&mut self, changes: &Changes) -> bool {
         if self.since != 0 && changes.are_waiting() {
             self.empty();
@@ -171,8 +173,8 @@ impl Known {
         Some(found)
     }
 
-    /// Whether the connection tracker has no entry of a connection that was registered as `serial`, because it has no entries at
-    /// all. `latest` is the serial number of the connection registered last: a later one may be tracked.
+    /// Whether the connection tracker has no entry of a connection that was registered as `serial`, because it has no
+    /// entries at all. `latest` is the serial number of the connection registered last: a later one may be tracked.
     pub fn is_untracked(&mut self, netfilter: &Netlink, serial: u64, latest: u64) -> bool {
         self.expire(LIFETIME);
         if self.untracked.is_none_or(|until| serial > until) {

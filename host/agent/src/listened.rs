@@ -1,5 +1,5 @@
-//! The part of listening that is the steering's, beside the kernel: clients' segments to a listener reach the NIC, from their first
-//! SYN on, and those of connections that the kernel has do not.
+//! The part of listening that is the steering's, beside the kernel: clients' segments to a listener reach the NIC, from
+//! their first SYN on, and those of connections that the kernel has do not.
 
 use crate::ground::Shape;
 use baton_handoff::examine::system;
@@ -15,7 +15,8 @@ use std::net::SocketAddr;
 /// Endpoints of which NICs get the clients' segments, each with the NIC's number.
 pub(crate) type Steered = BTreeMap<SocketAddr, u32>;
 
-/// The devices at which a client may send: all by which the kernel accepts packets whose answers it may send by others, and loopback.
+/// The devices at which a client may send: all by which the kernel accepts packets whose answers it may send by others,
+/// and loopback.
 const FROM_ANYWHERE: Path = Path { leaves_by: LOOPBACK, anywhere: true, also_at: [0; baton_steering::FURTHER], nic: 0 };
 
 impl Shape {
@@ -38,7 +39,8 @@ impl Shape {
         if let Shape::Beside { devices, .. } = self { devices.nic_of(device) } else { 0 }
     }
 
-    /// Gives the NICs what a listener's clients send to the endpoints `now`, and no more what they send to the others of `before`.
+    /// Gives the NICs what a listener's clients send to the endpoints `now`, and no more what they send to the others
+    /// of `before`.
     pub fn serve(&mut self, before: &Steered, now: &Steered) -> Result<(), Refusal> {
         let Shape::Beside { devices, .. } = self else { return Ok(()) };
         if !now.is_empty() {
@@ -80,8 +82,9 @@ impl Shape {
         }
     }
 
-    /// The NIC keeps a connection that it has made, from any device, until its way is known. Its handshake stays in the steering: a
-    /// segment that is looked up meanwhile is found in one of the two maps, and the peer's FIN after the connection's end, too.
+    /// The NIC keeps a connection that it has made, from any device, until its way is known. Its handshake stays in the
+    /// steering: a segment that is looked up meanwhile is found in one of the two maps, and the peer's FIN after the
+    /// connection's end, too.
     pub fn keep_made(&mut self, flow: &Flow, interface: u32, nic: usize) -> Result<(), Refusal> {
         self.steer(flow, &Path { leaves_by: interface, nic: nic as u32, ..FROM_ANYWHERE }, Steer::Steal)
     }

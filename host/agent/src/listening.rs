@@ -1,9 +1,9 @@
 //! Listening sockets whose connections the NIC makes, and these connections until a program accepts them.
 //!
-//! The program's listening socket stays the kernel's, so that the port is taken there, and the kernel serves clients whenever the
-//! NIC does not. The NIC makes connections in slots that it was granted: as many as the accept queue has room for. Programs learn
-//! of them by a socket, from which they read one byte for each connection before they ask for it ([`Ask::Accept`]); several
-//! processes may share a listener, and its queue.
+//! The program's listening socket stays the kernel's, so that the port is taken there, and the kernel serves clients
+//! whenever the NIC does not. The NIC makes connections in slots that it was granted: as many as the accept queue has
+//! room for. Programs learn of them by a socket, from which they read one byte for each connection before they ask for
+//! it ([`Ask::Accept`]); several processes may share a listener, and its queue.
 
 use crate::agent::Agent;
 use crate::answers::{After, Caller, NO_ANSWER};
@@ -77,7 +77,8 @@ struct Listener {
     sessions: BTreeSet<u32>,
     /// Slots in which the NIC may make connections.
     granted: Vec<Cid>,
-    /// It may have fewer than its accept queue has room for: its NIC had no slot, or no room for the command, or has refused one.
+    /// It may have fewer than its accept queue has room for: its NIC had no slot, or no room for the command, or has
+    /// refused one.
     lacks_slots: bool,
     waiting: VecDeque<Waiting>,
     /// The NICs that are to serve it, and those that do.
@@ -199,8 +200,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Handles a NIC's answer to the request to serve a listener; None when it is late. When all have answered, clients come to the NICs,
-    /// and the programs that wait for that are answered.
+    /// Handles a NIC's answer to the request to serve a listener; None when it is late. When all have answered, clients
+    /// come to the NICs, and the programs that wait for that are answered.
     pub(crate) fn listener_answered(&mut self, id: u32, nic: usize, answer: Option<Answered>) {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         let Some(answer) = answer else {
@@ -240,8 +241,8 @@ impl Agent {
         }
     }
 
-    /// Refuses the programs that wait for a listener. One that has a queue keeps its part: what the NIC makes, now or later, it accepts. One
-    /// that has none would never accept it, so it gets no part, and may ask again.
+    /// Refuses the programs that wait for a listener. One that has a queue keeps its part: what the NIC makes, now or
+    /// later, it accepts. One that has none would never accept it, so it gets no part, and may ask again.
     fn refuse_waiting(&mut self, id: u32, reply: &Reply) {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         for Waits { caller, joins } in std::mem::take(&mut listener.waits) {
@@ -255,7 +256,8 @@ impl Agent {
         }
     }
 
-    /// Handles a NIC's answer to the request to serve a listener no longer: it makes no more connections in these slots.
+    /// Handles a NIC's answer to the request to serve a listener no longer: it makes no more connections in these
+    /// slots.
     pub(crate) fn stopped_listening(&mut self, id: u32, nic: usize, slots: Vec<Cid>) {
         if let Some(listener) = self.listeners.by_id.get_mut(&id) {
             listener.hears(nic);
@@ -277,8 +279,8 @@ impl Agent {
         self.keep(&Kept::Listener(id, sessions, written), &[listener.ours.as_fd(), listener.theirs.as_fd()]);
     }
 
-    /// Takes over a dead agent's listener. Connections that waited to be accepted are lost with that agent; the NIC makes them
-    /// anew from their clients' next segments, as from SYN cookies.
+    /// Takes over a dead agent's listener. Connections that waited to be accepted are lost with that agent; the NIC
+    /// makes them anew from their clients' next segments, as from SYN cookies.
     pub(crate) fn inherit_listener(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) -> Option<()> {
         let Kept::Listener(id, sessions, written) = kept else { return None };
         let (listening, limits) = postcard::from_bytes(&written).ok()?;
@@ -339,8 +341,8 @@ impl Agent {
         diagnosis::is_listening(&self.diagnosis, listener.listening.local, listener.listening.cookie).unwrap_or(true)
     }
 
-    /// Polls the listeners: a program that closes one is to say so, but need not, and another socket may listen at its port then. Returns
-    /// whether there are any.
+    /// Polls the listeners: a program that closes one is to say so, but need not, and another socket may listen at its
+    /// port then. Returns whether there are any.
     pub(crate) fn look_at_listeners(&mut self) -> bool {
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             if !self.still_listens(id) {
@@ -362,8 +364,8 @@ impl Agent {
         self.grant_some(id, MOST_WAITING);
     }
 
-    /// Grants each NIC that has answered up to `most` more slots for a listener, as far as its accept queue has room. Returns how many
-    /// were granted.
+    /// Grants each NIC that has answered up to `most` more slots for a listener, as far as its accept queue has room.
+    /// Returns how many were granted.
     fn grant_some(&mut self, id: u32, most: usize) -> usize {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return 0 };
         // Linux accepts one more than the backlog says.
@@ -383,8 +385,8 @@ impl Agent {
         listener.granted.len() - before
     }
 
-    /// Grants the slots for which NICs had no room earlier. No event says that they have room now, and a listener without any slot gets no
-    /// connection whose acceptance would ask for more.
+    /// Grants the slots for which NICs had no room earlier. No event says that they have room now, and a listener
+    /// without any slot gets no connection whose acceptance would ask for more.
     fn grant_what_is_missing(&mut self) {
         // All NICs that are to serve it have answered, and its clients come to them.
         let is_served = |listener: &Listener| listener.wanted.iter().all(|nic| listener.has_answer(*nic));
@@ -428,7 +430,8 @@ impl Agent {
         };
         // An agent that has died may have granted it.
         self.nics[cid.nic()].withhold(cid);
-        // A cookie is accepted once more when the client repeats its first segment after the connection has left the NIC.
+        // A cookie is accepted once more when the client repeats its first segment after the connection has left the
+        // NIC.
         if by_cookie && diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok() {
             self.drop_made(cid);
             return self.grant(id);
@@ -560,8 +563,8 @@ impl Agent {
         Ok(connection)
     }
 
-    /// Prepares the handoff of a connection that the NIC has made and whose shell is there: its memory, its image, the journal.
-    /// The kernel gets it instead if the NIC may not have it.
+    /// Prepares the handoff of a connection that the NIC has made and whose shell is there: its memory, its image, the
+    /// journal. The kernel gets it instead if the NIC may not have it.
     pub(crate) fn prepare_handoff(
         &mut self,
         session: u32,
@@ -629,7 +632,8 @@ impl Agent {
         self.nics[nic].request(ToNic::StopListening(id), &[], Some(After::StopListening(id, slots)));
     }
 
-    /// Takes a listener from the NICs: the kernel gets its clients. Connections that have been made can still be accepted.
+    /// Takes a listener from the NICs: the kernel gets its clients. Connections that have been made can still be
+    /// accepted.
     fn withdraw(&mut self, id: u32) {
         for nic in 0..self.nics.len() {
             self.stop_serving(id, nic);
@@ -653,8 +657,8 @@ impl Agent {
         }
     }
 
-    /// Examines all listeners anew, since the host's addresses or rules have changed: those that the NIC cannot serve any more are
-    /// the kernel's until it can.
+    /// Examines all listeners anew, since the host's addresses or rules have changed: those that the NIC cannot serve
+    /// any more are the kernel's until it can.
     pub(crate) fn follow_listeners(&mut self) {
         let can = self.can_open().is_ok();
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
@@ -664,7 +668,8 @@ impl Agent {
         }
     }
 
-    /// Gives the listeners to the next NIC of this number, before frames flow. Connections that wait to be accepted are held there again.
+    /// Gives the listeners to the next NIC of this number, before frames flow. Connections that wait to be accepted are
+    /// held there again.
     pub(crate) fn listen_again(&mut self, nic: usize) {
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
@@ -696,8 +701,8 @@ impl Agent {
 }
 
 impl Ground<'_> {
-    /// The way of a connection that the NIC has made. The kernel may not know the next hop's link address, since it has exchanged
-    /// nothing with it: then that from which the NIC was sent the first frames counts.
+    /// The way of a connection that the NIC has made. The kernel may not know the next hop's link address, since it has
+    /// exchanged nothing with it: then that from which the NIC was sent the first frames counts.
     fn way_of_made(&mut self, connection: &Connection, image: &Image) -> Result<Way, Refusal> {
         match self.way_of(connection) {
             Err(Refusal::NoNeighbour) => {
@@ -712,8 +717,8 @@ impl Ground<'_> {
     }
 }
 
-/// Turns a socket into the shell of a connection that the NIC has made. One with the same 4-tuple that the kernel waits out (TIME-WAIT) gives
-/// way: the new one's sequence numbers and timestamps lie behind its (RFC 6191).
+/// Turns a socket into the shell of a connection that the NIC has made. One with the same 4-tuple that the kernel waits
+/// out (TIME-WAIT) gives way: the new one's sequence numbers and timestamps lie behind its (RFC 6191).
 pub(crate) fn make_shell(
     diagnosis: &Netlink,
     fd: BorrowedFd<'_>,

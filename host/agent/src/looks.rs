@@ -1,6 +1,7 @@
-//! Polls state of which the kernel sends no notification, while connections are on the NIC: options that a program set on its
-//! socket without the library's knowledge, segments that arrived where the NIC does not receive (at the shell, whose input is blocked),
-//! sockets that have lost what the NIC does for them, and route exceptions, which ICMP messages of too big packets create.
+//! Polls state of which the kernel sends no notification, while connections are on the NIC: options that a program set
+//! on its socket without the library's knowledge, segments that arrived where the NIC does not receive (at the shell,
+//! whose input is blocked), sockets that have lost what the NIC does for them, and route exceptions, which ICMP
+//! messages of too big packets create.
 
 use crate::agent::Agent;
 use crate::calls::{check_unlocked, outsider};
@@ -25,11 +26,12 @@ const ESTALE: i32 = 116;
 
 /// Polling period, in microseconds.
 pub(crate) const PERIOD: u64 = 200_000;
-/// Connections polled at a time; the others follow in the next period. And connections of which it is found out whether they are idle,
-/// which needs no system call.
+/// Connections polled at a time; the others follow in the next period. And connections of which it is found out whether
+/// they are idle, which needs no system call.
 const MOST: usize = 256;
 const MOST_IDLE: usize = 1024;
-/// Connections whose pages are returned in one period: each stands still for a moment, and the agent is busy for as long.
+/// Connections whose pages are returned in one period: each stands still for a moment, and the agent is busy for as
+/// long.
 const MOST_RETURNED: usize = 32;
 /// Time after a handoff during which segments that the kernel had already may still reach the shell, in microseconds.
 const SETTLING: u64 = 100_000;
@@ -47,14 +49,16 @@ pub(crate) struct Looks {
     pub passed_by: bool,
     /// Session and connection at which the next poll begins.
     from: (u32, u32),
-    /// The same for idle connections. The next period goes on behind the last one whose pages were returned, however many wait.
+    /// The same for idle connections. The next period goes on behind the last one whose pages were returned, however
+    /// many wait.
     idle_from: (u32, u32),
     /// Destinations for which packets were too big, and the time at which their routes are looked up.
     destinations: HashSet<IpAddr>,
     routes_due: u64,
     /// Ways of sessions for messages are to be looked up again.
     pub hosts: bool,
-    /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket at which it begins.
+    /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket at which it
+    /// begins.
     sockets_due: u64,
     sockets_from: u32,
     /// Pages to be returned that no connection has any more.
@@ -87,8 +91,8 @@ const UNHELD: u64 = 3_000_000;
 /// What the kernel says about a connection's socket.
 enum Found {
     Shown(Shown),
-    /// It does not have the connection any more: destroyed by an administrator (`ss --kill`), disconnected by its program past the
-    /// library, or closed without its attacher's saying so. The NIC has the 4-tuple for nobody.
+    /// It does not have the connection any more: destroyed by an administrator (`ss --kill`), disconnected by its
+    /// program past the library, or closed without its attacher's saying so. The NIC has the 4-tuple for nobody.
     Lost,
     /// Nothing that can be used.
     Nothing,
@@ -245,8 +249,8 @@ impl Agent {
             Found::Lost => return self.cut(session, number),
             Found::Nothing => return,
         };
-        // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC receives
-        // at all devices.
+        // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC
+        // receives at all devices.
         let strays = self.looks.passed_by && monotonic_micros().saturating_sub(connection.since) > SETTLING;
         let Some(on_nic) = connection.running() else { return };
         if let Some((why, for_good)) = judge(on_nic, strays, &shown) {
@@ -255,8 +259,8 @@ impl Agent {
         }
     }
 
-    /// Ends a connection on the NIC that its socket does not have any more, as the kernel ends one that is destroyed: its peer is reset,
-    /// and its program gets ECONNABORTED.
+    /// Ends a connection on the NIC that its socket does not have any more, as the kernel ends one that is destroyed:
+    /// its peer is reset, and its program gets ECONNABORTED.
     fn cut(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number) else { return };
         connection.reason = "its socket was disconnected, closed or destroyed (ss --kill)".into();
@@ -282,8 +286,8 @@ impl Agent {
         true
     }
 
-    /// Handles ICMP messages of too big packets: their destinations' routes are looked up when the kernel has had time to make an
-    /// exception.
+    /// Handles ICMP messages of too big packets: their destinations' routes are looked up when the kernel has had time
+    /// to make an exception.
     pub(crate) fn packets_were_too_big(&mut self) {
         let destinations = &mut self.looks.destinations;
         for listener in &self.watched.too_big {

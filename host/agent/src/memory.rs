@@ -15,7 +15,8 @@ use std::sync::atomic::Ordering;
 
 /// Initial size of send and of receive memory in bytes, unless the connection needs more.
 const BEGINNING: u32 = 1 << 18;
-/// Initial size in bytes once more than half of the session's memory is taken, so that thousands of connections find room.
+/// Initial size in bytes once more than half of the session's memory is taken, so that thousands of connections find
+/// room.
 const BEGINNING_LATE: u32 = 1 << 16;
 /// Least size in bytes, if there is no more.
 const LEAST: u32 = 1 << 14;
@@ -32,8 +33,8 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// Returns the maxima of the host's tcp_rmem and tcp_wmem, or what the program has set by SO_RCVBUF and SO_SNDBUF, as in the
-    /// kernel.
+    /// Returns the maxima of the host's tcp_rmem and tcp_wmem, or what the program has set by SO_RCVBUF and SO_SNDBUF,
+    /// as in the kernel.
     pub fn of(fd: BorrowedFd<'_>, known: &mut Known) -> Limits {
         let fixed = |side| Buffer::read(fd, side).ok().filter(|buffer| buffer.fixed).map(|buffer| buffer.size);
         // Options of SOL_SOCKET, which are read without the socket's lock.
@@ -43,15 +44,16 @@ impl Limits {
         Limits { receive: receive.clamp(1 << 12, MOST), send: send.clamp(1 << 12, MOST) }
     }
 
-    /// The largest window that a connection may begin with on the NIC: what the kernel's receive buffer would hold, and at least what it
-    /// has advertised and not read yet.
+    /// The largest window that a connection may begin with on the NIC: what the kernel's receive buffer would hold, and
+    /// at least what it has advertised and not read yet.
     pub fn first_window(self, fd: Option<BorrowedFd<'_>>, image: &Image) -> u32 {
         let buffer = fd.and_then(|fd| Buffer::read(fd, Side::Receive).ok()).filter(|buffer| !buffer.fixed);
         let advertised = image.rcv_adv.wrapping_sub(image.read_seq());
         buffer.map_or(self.receive, |buffer| window_of(buffer.size).max(advertised).min(self.receive))
     }
 
-    /// Writes the limits into the slot, for the NIC, before a handoff or a resumption: `window` is the largest that it may advertise.
+    /// Writes the limits into the slot, for the NIC, before a handoff or a resumption: `window` is the largest that it
+    /// may advertise.
     pub fn write(self, window: u32, nic_memory: &Region, cid: Cid) {
         let grows = if window < self.receive { slot::MAY_GROW } else { 0 };
         for (at, value) in [window | grows, self.send].into_iter().enumerate() {
@@ -60,8 +62,8 @@ impl Limits {
     }
 }
 
-/// The largest window that the kernel advertises with a receive buffer of `size` bytes, of which about an eighth is for its bookkeeping if
-/// segments are large.
+/// The largest window that the kernel advertises with a receive buffer of `size` bytes, of which about an eighth is for
+/// its bookkeeping if segments are large.
 fn window_of(size: u32) -> u32 {
     size - size / 8
 }
@@ -77,22 +79,22 @@ pub(crate) fn largest_window(nic_memory: &Region, cid: Cid) -> u32 {
     (word & !slot::MAY_GROW).min(MOST)
 }
 
-/// What [`block::REPORT_SHIFT`] says of how often the program must tell what it has read: after an eighth of the window, which may be much
-/// smaller than its memory.
+/// What [`block::REPORT_SHIFT`] says of how often the program must tell what it has read: after an eighth of the
+/// window, which may be much smaller than its memory.
 pub(crate) fn report_bits(window: u32) -> u32 {
     (window / 8).max(2).ilog2() << block::REPORT_SHIFT
 }
 
-/// The most bytes that the program may queue on the NIC: what the kernel would accept with the send buffer that the shell has. The initial
-/// send memory may be used in any case, unless the program has fixed the buffer: a connection that has just begun would fill less within
-/// a round trip.
+/// The most bytes that the program may queue on the NIC: what the kernel would accept with the send buffer that the
+/// shell has. The initial send memory may be used in any case, unless the program has fixed the buffer: a connection
+/// that has just begun would fill less within a round trip.
 pub(crate) fn most_queued(buffer: &Buffer) -> u32 {
     let most = queue_limit(buffer.size);
     if buffer.fixed { most } else { most.max(BEGINNING) }
 }
 
-/// Allocates memory for the queues of a connection that moves to the NIC: enough for their bytes, for the advertised window, and
-/// for as much in flight as its path holds; at least the initial size, and at most its limits.
+/// Allocates memory for the queues of a connection that moves to the NIC: enough for their bytes, for the advertised
+/// window, and for as much in flight as its path holds; at least the initial size, and at most its limits.
 pub(crate) fn take(session: &mut OpenSession, image: &Image, limits: Limits) -> Option<Memory> {
     let window = image.rcv_adv.wrapping_sub(image.rcv_nxt);
     // One unit of the window is left free for rounding, and one there must be for a window.
@@ -131,15 +133,15 @@ fn take_between(heap: &mut Heap, needed: u32, wished: u32) -> Option<(u32, u32)>
     }
 }
 
-/// Whether a block of `size` bytes fits the share of one growth. Half of the heap is reserved for connections that are still to
-/// come.
+/// Whether a block of `size` bytes fits the share of one growth. Half of the heap is reserved for connections that are
+/// still to come.
 fn fits_growth(heap: &Heap, size: u32) -> bool {
     let left = heap.free_bytes().saturating_sub(heap.bytes() / 2);
     u64::from(size.next_power_of_two()) <= left / SHARE
 }
 
-/// Allocates a block larger than `now` bytes, as near to `wanted` as there is room for. None if there is no room, or nothing is
-/// wanted.
+/// Allocates a block larger than `now` bytes, as near to `wanted` as there is room for. None if there is no room, or
+/// nothing is wanted.
 pub(crate) fn enlarge(heap: &mut Heap, now: u32, wanted: u32, most: u32) -> Option<(u32, u32)> {
     let mut size = wanted.min(most).min(MOST).next_power_of_two();
     while size > now {
@@ -174,7 +176,8 @@ pub(crate) fn give_block(session: &mut OpenSession, (offset, size): (u32, u32)) 
 mod tests {
     use super::*;
 
-    /// However many connections request the most, half of the heap is left for later ones, and each of those gets what it needs.
+    /// However many connections request the most, half of the heap is left for later ones, and each of those gets what
+    /// it needs.
     #[test]
     fn growth_leaves_room_for_others() {
         let mut heap = Heap::new(0, 64 << 20);

@@ -1,8 +1,8 @@
-//! Scheduling of moves. Programs' requests come first; moves that are under way, suggested or due get a slice of each round of
-//! the agent's loop, which bounds the time that a request waits, however many connections there are.
+//! Scheduling of moves. Programs' requests come first; moves that are under way, suggested or due get a slice of each
+//! round of the agent's loop, which bounds the time that a request waits, however many connections there are.
 //!
-//! A move never waits for a program or for the NIC: if the program is inside an operation on the connection, or the NIC has not
-//! answered, the move is resumed in a later round.
+//! A move never waits for a program or for the NIC: if the program is inside an operation on the connection, or the NIC
+//! has not answered, the move is resumed in a later round.
 
 use crate::agent::Agent;
 use crate::attaching::ForDevices;
@@ -26,7 +26,8 @@ pub(crate) const SLICE: u64 = 500;
 /// Time between two checks of moves that wait for their program, or for the NIC's copy, in microseconds.
 const LOOK: u64 = 100;
 
-/// Time without a request after which suggested moves are made, and age from which they are made regardless, in microseconds.
+/// Time without a request after which suggested moves are made, and age from which they are made regardless, in
+/// microseconds.
 const IDLE: u64 = 200;
 const OVERDUE: u64 = 10_000;
 
@@ -57,8 +58,8 @@ pub(crate) struct Moves {
     pub unsent: BTreeMap<u32, Requests>,
     /// Moves and requests that are queued until the programs are attached to the host's devices.
     pub for_devices: ForDevices,
-    /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages are handled:
-    /// inside, the answers about many connections would each be handled inside the one before.
+    /// The NIC's messages are being handled; and what was to be settled again meanwhile. It is done when all messages
+    /// are handled: inside, the answers about many connections would each be handled inside the one before.
     pub handling: bool,
     pub put_off: Vec<PutOff>,
     /// Time of the last request, in microseconds of the monotonic clock.
@@ -344,7 +345,8 @@ impl Agent {
         self.ask_again(session, number, again);
     }
 
-    /// Whether so many requests wait for a connection's move, which may take as long as its program likes, that no more may.
+    /// Whether so many requests wait for a connection's move, which may take as long as its program likes, that no more
+    /// may.
     pub(crate) fn has_many_waiting(&self, session: u32, number: u32) -> bool {
         let extra = self.connection_ref(session, number).and_then(|connection| connection.extra.as_ref());
         extra.is_some_and(|extra| extra.waiting.is_full())
@@ -359,7 +361,8 @@ impl Agent {
         }
     }
 
-    /// Does what waited for the end of a move. `again`: if the connection is not in the kernel, restoring it is tried once more.
+    /// Does what waited for the end of a move. `again`: if the connection is not in the kernel, restoring it is tried
+    /// once more.
     pub(crate) fn go_on(&mut self, session: u32, number: u32, then: Vec<(Then, u8)>, again: bool) {
         for (then, attempts) in then {
             let (asker, tag) = then.asker();
@@ -370,8 +373,8 @@ impl Agent {
         }
     }
 
-    /// Restores a connection to the kernel, whatever stage it is in, and does `then`, after `attempts` earlier tries. Returns the
-    /// answer, or None if it comes later or was sent.
+    /// Restores a connection to the kernel, whatever stage it is in, and does `then`, after `attempts` earlier tries.
+    /// Returns the answer, or None if it comes later or was sent.
     pub(crate) fn settle(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
         if attempts > 0 {
             if self.moves.handling
@@ -386,7 +389,8 @@ impl Agent {
         self.settle_now(session, number, then, attempts)
     }
 
-    /// Settles what was put off until the NIC's messages were handled, unless its connection has been removed meanwhile.
+    /// Settles what was put off until the NIC's messages were handled, unless its connection has been removed
+    /// meanwhile.
     pub(crate) fn settle_put_off(&mut self, PutOff(key, then, attempts): PutOff) {
         let (asker, tag) = then.asker();
         let here = named(&mut self.sessions, key).is_some();
@@ -468,7 +472,8 @@ impl Agent {
         }
     }
 
-    /// Does `then`, now that the connection is in the kernel or could not be restored. Returns the answer, or None if it comes later.
+    /// Does `then`, now that the connection is in the kernel or could not be restored. Returns the answer, or None if
+    /// it comes later.
     fn finish(&mut self, session: u32, number: u32, then: Then) -> Option<Reply> {
         match then {
             Then::Forget(_) => Some(self.finish_forgetting(session, number)),

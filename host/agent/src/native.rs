@@ -10,7 +10,8 @@ use baton_protocol::program::Withdrawn;
 const MOST: usize = 16;
 
 impl Agent {
-    /// Records why a session's program, or a connection of its, is served natively. `program` names it if its session does not.
+    /// Records why a session's program, or a connection of its, is served natively. `program` names it if its session
+    /// does not.
     pub(crate) fn note_native(&mut self, number: u32, program: Option<&str>, why: &Native) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         let program = program.unwrap_or(&session.opening.program);

@@ -34,8 +34,8 @@ pub(crate) const START_LIMIT: Duration = Duration::from_secs(10);
 /// Why a request to a NIC that has ended fails.
 const GONE: &str = "the NIC has died";
 
-/// Time for which the answer to a command is looked for before its move goes on in a later round, in microseconds: a NIC that has
-/// nothing else to do answers sooner.
+/// Time for which the answer to a command is looked for before its move goes on in a later round, in microseconds: a
+/// NIC that has nothing else to do answers sooner.
 const GLANCE: u64 = 50;
 
 /// Commands that an action of a move sends at most.
@@ -274,8 +274,8 @@ impl NicProcess {
         nic_is_dead || self.host_tcp.as_mut().is_some_and(HostTcp::is_dead)
     }
 
-    /// Whether its own fault has ended it, or the agent ends it since it does not do what it must. False for an owner's NIC, of which that is
-    /// not known.
+    /// Whether its own fault has ended it, or the agent ends it since it does not do what it must. False for an owner's
+    /// NIC, of which that is not known.
     pub fn died_by_itself(&mut self) -> bool {
         let killed = |child: &mut Child| matches!(child.try_wait(), Ok(Some(status)) if process::is_killed(status));
         let nic_was_killed = match &mut self.process {
@@ -323,7 +323,8 @@ impl NicProcess {
         self.answered = std::mem::take(&mut last.answered);
     }
 
-    /// Makes the NIC drop a connection that it has made; its frames are the kernel's. Its slot is free once that is done.
+    /// Makes the NIC drop a connection that it has made; its frames are the kernel's. Its slot is free once that is
+    /// done.
     pub fn drop_connection(&mut self, cid: Cid) {
         self.drop_by(cid, 0);
     }
@@ -482,8 +483,8 @@ impl NicProcess {
         Ok(())
     }
 
-    /// Begins to make the NIC keep only the fast path of a session's connections: gives the session to the host's TCP, which is started
-    /// if there is none.
+    /// Begins to make the NIC keep only the fast path of a session's connections: gives the session to the host's TCP,
+    /// which is started if there is none.
     ///
     /// # Errors
     /// Why the NIC cannot.

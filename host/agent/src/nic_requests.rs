@@ -1,5 +1,6 @@
-//! Requests on the control connection to the NIC, or to the host's TCP, whose answers are handled when they come. The process at the other
-//! end answers in order; as long as it does not, nobody waits for it: neither to send nor to receive.
+//! Requests on the control connection to the NIC, or to the host's TCP, whose answers are handled when they come. The
+//! process at the other end answers in order; as long as it does not, nobody waits for it: neither to send nor to
+//! receive.
 
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
@@ -57,8 +58,8 @@ impl<A> Requests<A> {
         self.under_way.push_back(Pending { after, asked_at: monotonic_micros(), late: false });
     }
 
-    /// Sends a request, or queues it. `after`: what is to be done with the answer, if there is one to it. Returns whether the other end
-    /// has to be woken.
+    /// Sends a request, or queues it. `after`: what is to be done with the answer, if there is one to it. Returns
+    /// whether the other end has to be woken.
     ///
     /// # Errors
     /// That the other end has closed the connection, with `after`.
@@ -100,7 +101,8 @@ impl<A> Requests<A> {
         sent
     }
 
-    /// Takes the next answer that is there, with what is to be done with it. Without a request under way nothing is read.
+    /// Takes the next answer that is there, with what is to be done with it. Without a request under way nothing is
+    /// read.
     pub fn receive(&mut self) -> Option<(A, Answered)> {
         while !self.under_way.is_empty() {
             let answer = match self.channel.try_receive::<ToAgent>() {
@@ -162,7 +164,8 @@ mod tests {
         (Requests::new(ours), theirs)
     }
 
-    /// Nothing waits for an end that does not read; all requests reach it in order, with their descriptors, when it does.
+    /// Nothing waits for an end that does not read; all requests reach it in order, with their descriptors, when it
+    /// does.
     #[test]
     fn an_end_that_does_not_read_holds_up_nobody() {
         let (mut requests, theirs) = requests();

@@ -1,5 +1,5 @@
-//! Recovery after a NIC's death: every connection that it had is restored to the kernel, from its record, its block and its
-//! memory.
+//! Recovery after a NIC's death: every connection that it had is restored to the kernel, from its record, its block and
+//! its memory.
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
@@ -30,10 +30,10 @@ impl Agent {
         Ok(())
     }
 
-    /// Starts the next NIC in place of a dead one, so that other traffic flows again, and restores the last one's connections to the
-    /// kernel. Until then their shells neither receive nor send, so no peer gets segments that the connection itself did not send.
-    /// A connection whose program does not leave an operation is waited for by itself, without delaying the others. The
-    /// connections of other NICs go on.
+    /// Starts the next NIC in place of a dead one, so that other traffic flows again, and restores the last one's
+    /// connections to the kernel. Until then their shells neither receive nor send, so no peer gets segments that the
+    /// connection itself did not send. A connection whose program does not leave an operation is waited for by itself,
+    /// without delaying the others. The connections of other NICs go on.
     pub(crate) fn recover(&mut self, nic: usize) -> anyhow::Result<()> {
         self.note_death(nic);
         self.replace_nic(nic)
@@ -95,8 +95,8 @@ impl Agent {
         }
     }
 
-    /// Counts a connection that was recovered after its NIC or agent died, or `lost`. If anybody `awaited` its move to the
-    /// kernel, answers them.
+    /// Counts a connection that was recovered after its NIC or agent died, or `lost`. If anybody `awaited` its move to
+    /// the kernel, answers them.
     pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
         if let Some(connection) = self.connection(session, number) {
             connection.reason = if connection.kills_nic { KILLS_NIC } else { "the NIC died" }.into();
@@ -113,8 +113,8 @@ impl Agent {
         }
     }
 
-    /// Waits until the next NIC of this number has answered its commands about the last one's connections. This is part of its start: before
-    /// frames flow it has to hold those.
+    /// Waits until the next NIC of this number has answered its commands about the last one's connections. This is part
+    /// of its start: before frames flow it has to hold those.
     fn await_answers(&mut self, nic: usize) {
         for (session, number) in self.all_connections() {
             let its = |connection: &Connection| connection.cid.is_some_and(|cid| cid.nic() == nic);
@@ -129,8 +129,8 @@ impl Agent {
         }
     }
 
-    /// Passes an event to all connections that are on a NIC, or on their way there. To those of an attacher that has been asked for their
-    /// descriptors, frames flow later.
+    /// Passes an event to all connections that are on a NIC, or on their way there. To those of an attacher that has
+    /// been asked for their descriptors, frames flow later.
     fn drive_all(&mut self, nic: usize, event: &Event) {
         for (session, number) in self.all_connections() {
             let moves = matches!(self.stage(session, number), Some(Stage::Nic | Stage::Offloading));
@@ -142,9 +142,9 @@ impl Agent {
         }
     }
 
-    /// Handles frames that the kernel sent while there was no NIC. Those of connections that may have been between two owners
-    /// just then are dropped: they may lie beyond the sequence numbers that were read, and the kernel, restored from those, would
-    /// reject acknowledgements of them. All others are sent.
+    /// Handles frames that the kernel sent while there was no NIC. Those of connections that may have been between two
+    /// owners just then are dropped: they may lie beyond the sequence numbers that were read, and the kernel, restored
+    /// from those, would reject acknowledgements of them. All others are sent.
     fn drop_stale_frames(&mut self) -> anyhow::Result<()> {
         if matches!(self.shape, Shape::Beside { .. }) {
             // Beside the kernel its frames do not pass the NIC.
@@ -153,7 +153,8 @@ impl Agent {
         // Order of the card's descriptors: its registers, then the host's and the wire's queues in turn.
         let hardware = &self.hardware[0];
         let further = hardware.card.iter().skip(1).step_by(2);
-        // With an owner the wire is not this host's: what was sent while there was no NIC is lost, as on a wire that was unplugged.
+        // With an owner the wire is not this host's: what was sent while there was no NIC is lost, as on a wire that
+        // was unplugged.
         let wire = (!self.settings.nic.owned).then(|| hardware.wire.try_clone()).transpose()?;
         let mut wire = wire.map(|wire| VnetDevice::new(wire, false));
         let connections = self.sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());

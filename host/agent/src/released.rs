@@ -1,5 +1,5 @@
-//! Pages of session memory that connections have left. What an ordinary connection leaves is soon used again, by it or by another one, so
-//! its pages stay for a second before they are returned to the system.
+//! Pages of session memory that connections have left. What an ordinary connection leaves is soon used again, by it or
+//! by another one, so its pages stay for a second before they are returned to the system.
 
 use crate::agent::Agent;
 use crate::looks::PERIOD;
@@ -53,7 +53,8 @@ impl OpenSession {
     }
 }
 
-/// The sessions that have such blocks, and the time at which these are looked at, in microseconds of the monotonic clock; 0 while there are none.
+/// The sessions that have such blocks, and the time at which these are looked at, in microseconds of the monotonic
+/// clock; 0 while there are none.
 #[derive(Default)]
 pub(crate) struct Returns {
     sessions: BTreeSet<u32>,

@@ -39,7 +39,8 @@ pub(crate) struct Session {
     pub connections: Connections,
     /// What its attacher has been asked for.
     pub fetch: Option<Box<Fetch>>,
-    /// Its program is gone or cut off: it is removed when its connections are in the kernel and the NIC has forgotten it.
+    /// Its program is gone or cut off: it is removed when its connections are in the kernel and the NIC has forgotten
+    /// it.
     pub ends: bool,
     /// When it ends: the NICs that have been asked to forget it, and those that have, a bit each.
     pub asked_to_forget: u8,
@@ -82,9 +83,10 @@ impl Session {
         }
     }
 
-    /// Notifies the program that an agent has taken the session over for the `starts`th time: unanswered requests must be repeated. A
-    /// program looks at its session's memory, too, at each message that it reads (`AGENT_STARTS` in the layout). So nothing is sent while
-    /// one is unread: a program that asks for nothing reads none, however often agents die.
+    /// Notifies the program that an agent has taken the session over for the `starts`th time: unanswered requests must
+    /// be repeated. A program looks at its session's memory, too, at each message that it reads (`AGENT_STARTS` in the
+    /// layout). So nothing is sent while one is unread: a program that asks for nothing reads none, however often
+    /// agents die.
     pub fn report_restart(&self, starts: u32) -> Sent {
         let counts = self.open.is_some() && !self.opening.attacher;
         if counts && socket::queue_bytes(self.channel.as_fd(), socket::SIOCOUTQ).is_ok_and(|unread| unread > 0) {
@@ -143,7 +145,8 @@ pub(crate) struct OpenSession {
     pub heap: Heap,
     /// Blocks of the heap that were freed, and may still have pages.
     pub released: Released,
-    /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its packets.
+    /// In a session for messages: its UDP socket, held so that nobody else gets the port while the NIC takes its
+    /// packets.
     pub socket: Option<Arc<Foreign>>,
     /// Its address is being asked for.
     pub is_polled: bool,
@@ -204,7 +207,8 @@ impl OpenSession {
         moves.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Drops commands that the program sent to a NIC that has died: their content is in the connections' blocks as well.
+    /// Drops commands that the program sent to a NIC that has died: their content is in the connections' blocks as
+    /// well.
     pub fn forget_commands(&self, nic: usize) {
         Consumer::new(self.memory.ring(at::area(nic) + at::COMMANDS)).skip_all();
     }
@@ -214,7 +218,8 @@ impl OpenSession {
 mod tests {
     use super::*;
 
-    /// A program that asks for nothing reads nothing: it is not cut off, however often agents die, and learns of the last death.
+    /// A program that asks for nothing reads nothing: it is not cut off, however often agents die, and learns of the
+    /// last death.
     #[test]
     fn a_program_that_does_not_ask_outlives_any_number_of_agents() {
         let (ours, theirs) = Channel::pair().expect("a channel");

@@ -1,6 +1,6 @@
-//! Connections in the kernel whose peer is silent. The kernel takes no time that has run, and with its first time-outs, which it chooses
-//! anew, TCP_USER_TIMEOUT would last some seconds longer. So such a connection goes to the NIC when its time is over: the NIC knows how
-//! long its peer has been silent, and ends it.
+//! Connections in the kernel whose peer is silent. The kernel takes no time that has run, and with its first time-outs,
+//! which it chooses anew, TCP_USER_TIMEOUT would last some seconds longer. So such a connection goes to the NIC when
+//! its time is over: the NIC knows how long its peer has been silent, and ends it.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, Stage};

@@ -1,5 +1,5 @@
-//! Texts from programs: names and reasons. They are shortened, since lists of many must fit into a message, and without what a terminal or
-//! a log would act on.
+//! Texts from programs: names and reasons. They are shortened, since lists of many must fit into a message, and without
+//! what a terminal or a log would act on.
 
 use baton_protocol::texts::plain;
 

@@ -1,8 +1,9 @@
-//! Renews the connection tracker's entries of connections on a NIC: their segments bypass the tracker, whose entries would run out, and
-//! after a restore the firewall would take the connection for an unknown one.
+//! Renews the connection tracker's entries of connections on a NIC: their segments bypass the tracker, whose entries
+//! would run out, and after a restore the firewall would take the connection for an unknown one.
 //!
-//! An entry is renewed only if its connection has carried segments since; that of an idle connection runs out, as if the kernel had the
-//! connection. Whether it has, its record shows, which the NIC publishes anew for each segment: no connection is woken up for that.
+//! An entry is renewed only if its connection has carried segments since; that of an idle connection runs out, as if
+//! the kernel had the connection. Whether it has, its record shows, which the NIC publishes anew for each segment: no
+//! connection is woken up for that.
 
 use crate::agent::Agent;
 use crate::connection::Connection;
@@ -17,8 +18,8 @@ use baton_shm::Region;
 use baton_wire::Flow;
 use std::time::Duration;
 
-/// Share of a time-out after which an entry is renewed. It is also renewed for so much longer, and for the time until the next visit:
-/// what is carried just after a visit is found at the next one only, and the NIC may die before it.
+/// Share of a time-out after which an entry is renewed. It is also renewed for so much longer, and for the time until
+/// the next visit: what is carried just after a visit is found at the next one only, and the NIC may die before it.
 const SHARE: u32 = 4;
 /// Microseconds between two visits of a connection: at least and at most.
 const VISITS: (u64, u64) = (250_000, 8_000_000);
@@ -35,7 +36,8 @@ struct Tracked {
     published: u32,
     /// When that was, in milliseconds of the monotonic clock modulo 2³².
     renewed: u32,
-    /// Seconds that the entry had left when the kernel had the connection: a rule may give it a longer time-out than is usual.
+    /// Seconds that the entry had left when the kernel had the connection: a rule may give it a longer time-out than is
+    /// usual.
     left: u32,
 }
 
@@ -106,8 +108,8 @@ impl Tracker {
         self.entries[nic][slot] = Tracked { serial: name(serial), published: 0, renewed, left: entry.left };
     }
 
-    /// Prepares a connection's entry for its stay on a NIC, if it has one: windows that the tracker has not seen do not count as
-    /// invalid, and the entry is there until the first visit. `state` is numbered as in TCP_INFO.
+    /// Prepares a connection's entry for its stay on a NIC, if it has one: windows that the tracker has not seen do not
+    /// count as invalid, and the entry is there until the first visit. `state` is numbered as in TCP_INFO.
     pub fn enter(&mut self, netfilter: &Netlink, cid: Cid, serial: u64, flow: &Flow, state: u8) {
         let Some(Tracked { left, .. }) = self.tracked(cid, serial).copied() else { return };
         self.timeouts = self.timeouts.or_else(Timeouts::read);
@@ -192,7 +194,8 @@ impl Agent {
     }
 
     fn renew_entries(&mut self, entries: &mut Vec<(Flow, u32)>) {
-        // One that is not there any more has been deleted: the kernel's next segment makes it anew, if the firewall lets it.
+        // One that is not there any more has been deleted: the kernel's next segment makes it anew, if the firewall
+        // lets it.
         if let Some(netfilter) = self.guards.netfilter()
             && let Err(error) = conntrack::renew(netfilter, entries, |_| ())
         {
@@ -206,7 +209,8 @@ impl Agent {
 mod tests {
     use super::*;
 
-    /// What a connection carries at the end of its time-out is found before its entry runs out, however the visits fall.
+    /// What a connection carries at the end of its time-out is found before its entry runs out, however the visits
+    /// fall.
     #[test]
     fn an_entry_lives_until_the_next_visit_finds_what_was_carried() {
         let Some(timeouts) = Timeouts::read() else {
@@ -216,7 +220,8 @@ mod tests {
         for state in [1, 4, 5, 8, 9, 11] {
             let usual = u64::from(timeouts.of(state)) * 1_000_000;
             let renewed_for = u64::from(seconds(&timeouts, state, 0)) * 1_000_000;
-            // It is renewed at the first visit after a share of the time-out, and what is carried last before that counts from then.
+            // It is renewed at the first visit after a share of the time-out, and what is carried last before that
+            // counts from then.
             assert!(renewed_for >= usual + usual / u64::from(SHARE) + period(&timeouts), "state {state}");
         }
         assert!(seconds(&timeouts, 1, u32::MAX / 2) >= u32::MAX / 2, "a rule's own time-out counts");

@@ -1,4 +1,5 @@
-//! Limits on what each user may have of an agent, so that none can take all of it. Root and the agent's own user are not limited.
+//! Limits on what each user may have of an agent, so that none can take all of it. Root and the agent's own user are
+//! not limited.
 
 use baton_linux::process;
 use serde::{Deserialize, Serialize};

@@ -1,5 +1,5 @@
-//! Moves that attachers are asked for. An attacher that is stopped, or busy, does not read its messages for a while: what cannot be sent then is
-//! sent later, unless the connection has moved meanwhile.
+//! Moves that attachers are asked for. An attacher that is stopped, or busy, does not read its messages for a while:
+//! what cannot be sent then is sent later, unless the connection has moved meanwhile.
 
 use crate::agent::Agent;
 use crate::connection::{Connection, Stage};
@@ -12,16 +12,17 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
-/// First and longest pause before unsent requests are sent again, in microseconds. It doubles while the attacher reads nothing.
+/// First and longest pause before unsent requests are sent again, in microseconds. It doubles while the attacher reads
+/// nothing.
 const FIRST_PAUSE: u64 = 1_000;
 const LONGEST_PAUSE: u64 = 200_000;
 
-/// Bytes of messages, with what the kernel needs to keep them, that an attacher may have unread when a move is asked for. This leaves room for
-/// messages that come once: an attacher whose channel has no room for such a one is cut off.
+/// Bytes of messages, with what the kernel needs to keep them, that an attacher may have unread when a move is asked
+/// for. This leaves room for messages that come once: an attacher whose channel has no room for such a one is cut off.
 const MOST_UNREAD: u32 = 64 << 10;
 
-/// A move that an attacher has not been asked for yet. The serial number and the count of moves tell whether it is the same connection, and has
-/// not moved since.
+/// A move that an attacher has not been asked for yet. The serial number and the count of moves tell whether it is the
+/// same connection, and has not moved since.
 struct Unsent {
     serial: u64,
     made: u32,

@@ -1,4 +1,5 @@
-//! Watches over NICs, and the host's TCP: one that hangs is ended, and its connections go on in the kernel until the next one is there.
+//! Watches over NICs, and the host's TCP: one that hangs is ended, and its connections go on in the kernel until the
+//! next one is there.
 
 use crate::agent::Agent;
 use crate::nic::NicProcess;
@@ -31,8 +32,8 @@ impl Sampler {
         Sampler { process, watchdog: Watchdog::new(limits), rounds: Vec::new() }
     }
 
-    /// Takes the sample that was due at `due`, of the workers whose signs of life are at these places. While they all make rounds that
-    /// costs no system call.
+    /// Takes the sample that was due at `due`, of the workers whose signs of life are at these places. While they all
+    /// make rounds that costs no system call.
     pub fn look(&mut self, memory: &Region, places: impl Iterator<Item = usize>, due: u64) -> Verdict {
         let readings: Vec<_> = places.map(|at| Pulse::read(memory, at)).collect();
         let goes_on = self.rounds.len() == readings.len()

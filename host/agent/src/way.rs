@@ -1,5 +1,5 @@
-//! A connection's way: the device by which its frames leave and those by which its peer's arrive, as the kernel would route them;
-//! and the reasons why the NIC cannot follow it.
+//! A connection's way: the device by which its frames leave and those by which its peer's arrive, as the kernel would
+//! route them; and the reasons why the NIC cannot follow it.
 
 use crate::connection::Connection;
 use crate::ground::{Ground, Shape};
@@ -34,8 +34,8 @@ pub(crate) struct Way {
 }
 
 impl Way {
-    /// The device of the connection's flow: the one that its socket is bound to, which is then the one that its frames leave by; inline,
-    /// where there is one device, 0.
+    /// The device of the connection's flow: the one that its socket is bound to, which is then the one that its frames
+    /// leave by; inline, where there is one device, 0.
     pub fn device(&self) -> u32 {
         if self.path.anywhere { 0 } else { self.path.leaves_by }
     }
@@ -46,8 +46,8 @@ impl Way {
     }
 }
 
-/// The flow label of a connection's packets (RFC 6437): the one that its program has chosen, or one made from its addresses and ports,
-/// which differs from the kernel's own and is as constant.
+/// The flow label of a connection's packets (RFC 6437): the one that its program has chosen, or one made from its
+/// addresses and ports, which differs from the kernel's own and is as constant.
 fn flow_label(routing: &Routing, flow: &Flow) -> u32 {
     const LABEL: u32 = 0xf_ffff;
     let chosen = routing.flow_label & LABEL;
@@ -127,8 +127,8 @@ impl Ground<'_> {
         let neighbour = if interface.kind == rtnetlink::LOOPBACK {
             [0; 6]
         } else {
-            // Without a carrier the kernel forgets its neighbours. It could not send either, and a connection that moved to it now would have
-            // its time-outs anew.
+            // Without a carrier the kernel forgets its neighbours. It could not send either, and a connection that
+            // moved to it now would have its time-outs anew.
             let unknown = if interface.carrier { Refusal::NoNeighbour } else { Refusal::NoCarrier };
             self.known.neighbour(self.routes, route.interface, hop).ok_or(unknown)?
         };
@@ -150,8 +150,8 @@ impl Ground<'_> {
         Ok(Way { link, path, hop, mtu, routing, as_of })
     }
 
-    /// Returns the way from `local` to a host for RMPP packets of the socket `fd`, as the kernel would choose it now, and the next
-    /// hop.
+    /// Returns the way from `local` to a host for RMPP packets of the socket `fd`, as the kernel would choose it now,
+    /// and the next hop.
     ///
     /// # Errors
     /// Why the kernel could not send there either, or why the NIC cannot.
@@ -194,8 +194,8 @@ impl Ground<'_> {
         Ok((Hop { source: interface.address, destination, ttl, interface: leaves_by }, hop))
     }
 
-    /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its socket is
-    /// bound to, or its route's, if the NIC can inject there; else the one that it came by `before`.
+    /// Returns the device by which the kernel is to receive the replay for a connection that is restored: the one its
+    /// socket is bound to, or its route's, if the NIC can inject there; else the one that it came by `before`.
     pub fn device_of_replay(&mut self, before: u32, routing: &Routing, route: &Route) -> u32 {
         let wanted = if routing.device == 0 { route.interface } else { routing.device };
         if matches!(self.shape, Shape::Inline { .. }) || wanted == before {
@@ -205,8 +205,8 @@ impl Ground<'_> {
         if link.is_ok_and(|link| link.up && link.kind == rtnetlink::ETHERNET) { wanted } else { before }
     }
 
-    /// Returns the devices at which a connection's frames are received, beside the kernel, and by which NIC; inline there is one of
-    /// each.
+    /// Returns the devices at which a connection's frames are received, beside the kernel, and by which NIC; inline
+    /// there is one of each.
     fn path_of(&mut self, connection: &Connection, routing: &Routing, interface: &LinkInfo) -> Result<Path, Refusal> {
         let mut path = Path::default();
         let Shape::Beside { devices, .. } = &self.shape else { return Ok(path) };

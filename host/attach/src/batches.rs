@@ -1,5 +1,5 @@
-//! Batches of work for which a program stands still: it stands still for a few milliseconds at a time, and then runs for as long
-//! before the next one, however many connections it has.
+//! Batches of work for which a program stands still: it stands still for a few milliseconds at a time, and then runs
+//! for as long before the next one, however many connections it has.
 
 use crate::Attacher;
 use crate::relay::Joined;
@@ -13,11 +13,12 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::PoisonError;
 use std::time::Duration;
 
-/// Microseconds of standing still after which no further work is begun, and that the program runs at most before the next batch.
+/// Microseconds of standing still after which no further work is begun, and that the program runs at most before the
+/// next batch.
 const PAUSE: u64 = 3_000;
 
-/// Microseconds after which a process that did not stop is tried again, at first and at most: it doubles, since others' connections stand still
-/// while it is tried.
+/// Microseconds after which a process that did not stop is tried again, at first and at most: it doubles, since others'
+/// connections stand still while it is tried.
 const AGAIN: u64 = 5_000;
 const SELDOM: u64 = 1_000_000;
 
@@ -27,7 +28,8 @@ const FORGOTTEN: u64 = 60_000_000;
 /// After this many failures in a row to stop a process, it is not waited for any more when attaching.
 const ATTEMPTS: u32 = 10;
 
-/// Microseconds that an attacher tries to stop its programs for when the agent needs their descriptors, for which that waits for three seconds.
+/// Microseconds that an attacher tries to stop its programs for when the agent needs their descriptors, for which that
+/// waits for three seconds.
 pub(crate) const LENDING: u64 = 2_000_000;
 
 /// Microseconds between two looks at everything after events were lost.
@@ -115,7 +117,8 @@ impl Work {
         self.found.len() + self.changed.len() + self.postponed.len() + self.wanted.len()
     }
 
-    /// Has a process searched again, since the agent has refused one of its sockets for now: ever later, until it accepts one.
+    /// Has a process searched again, since the agent has refused one of its sockets for now: ever later, until it
+    /// accepts one.
     pub fn search_later(&mut self, process: u32) {
         self.processes.insert(process);
         if !std::mem::replace(&mut self.refused, true) {
@@ -314,7 +317,8 @@ impl Attacher {
         stopped
     }
 
-    /// Stops them for the agent, which restores connections of theirs; those that stand still already go on doing so. Returns whether they do.
+    /// Stops them for the agent, which restores connections of theirs; those that stand still already go on doing so.
+    /// Returns whether they do.
     pub(crate) fn stop_for_lending(&mut self, process: u32, until: u64) -> bool {
         loop {
             match self.stop(process) {

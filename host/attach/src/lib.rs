@@ -1,9 +1,9 @@
-//! The attacher offloads connections of programs that run already and know nothing of Baton. What such a program sends is
-//! redirected to a socket of the attacher's, and copied into the NIC's memory; what the NIC receives goes into the program's
-//! receive queue.
+//! The attacher offloads connections of programs that run already and know nothing of Baton. What such a program sends
+//! is redirected to a socket of the attacher's, and copied into the NIC's memory; what the NIC receives goes into the
+//! program's receive queue.
 //!
-//! The program stands still while one of its connections moves. Outside of moves only the program has its descriptors, so
-//! closing one means what it always meant. If the attacher dies its connections are reset.
+//! The program stands still while one of its connections moves. Outside of moves only the program has its descriptors,
+//! so closing one means what it always meant. If the attacher dies its connections are reset.
 #![forbid(unsafe_code)]
 
 mod batches;
@@ -102,7 +102,8 @@ pub struct Attacher {
     next_tag: u32,
     /// Answers that arrived while another one was waited for.
     early_answers: Vec<Answer>,
-    /// The agent did not accept a request in time, and has sent nothing since. Until it does, no program is stopped for a move.
+    /// The agent did not accept a request in time, and has sent nothing since. Until it does, no program is stopped for
+    /// a move.
     silent: bool,
     /// A signal has asked for the end, or the program has ended.
     ends: bool,
@@ -115,14 +116,15 @@ impl Attacher {
     /// Attaches to the programs; existing connections are moved now.
     ///
     /// # Errors
-    /// If there is nothing to attach to, the caller may not attach, or this kernel lacks something; the message says what to do.
+    /// If there is nothing to attach to, the caller may not attach, or this kernel lacks something; the message says
+    /// what to do.
     pub fn attach(agent: &Path, settings: AttachSettings) -> Result<Attacher> {
         let processes = settings.target.processes();
         if let Some(absence) = settings.target.absence(&processes) {
             anyhow::bail!("{absence}");
         }
-        // A caller that may not stop a program may not take its connections. A program that does not stop now is tried again
-        // later.
+        // A caller that may not stop a program may not take its connections. A program that does not stop now is tried
+        // again later.
         for process in &processes {
             match Frozen::freeze(&[*process]) {
                 Err(error) if error.kind() != std::io::ErrorKind::TimedOut => return Err(explain(&settings.target, &error)),
@@ -197,8 +199,8 @@ impl Attacher {
         (self.entries.values().filter(|entry| entry.joined.is_some()).count(), self.entries.len())
     }
 
-    /// Copies bytes and moves connections until a signal asks for the end, or the program has ended. Then everything is in the
-    /// kernel.
+    /// Copies bytes and moves connections until a signal asks for the end, or the program has ended. Then everything is
+    /// in the kernel.
     ///
     /// # Errors
     /// If the agent has ended for good.

@@ -65,7 +65,8 @@ impl Attacher {
         Ok(self.ask_within(body, descriptor, None)?.unwrap_or(Reply::Done))
     }
 
-    /// As `ask`, for requests made while a program is stopped. None if the agent did not accept the request in time; it is withdrawn then.
+    /// As `ask`, for requests made while a program is stopped. None if the agent did not accept the request in time; it
+    /// is withdrawn then.
     fn ask_or_withdraw(&mut self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> Result<Option<Reply>> {
         self.ask_within(body, descriptor, Some(LIMIT))
     }
@@ -244,8 +245,8 @@ impl Attacher {
         Ok(())
     }
 
-    /// Handles a connection that is in the kernel again: bytes that the program had sent and for which the NIC had no room are
-    /// sent now.
+    /// Handles a connection that is in the kernel again: bytes that the program had sent and for which the NIC had no
+    /// room are sent now.
     fn returned(&mut self, number: u32, fd: BorrowedFd<'_>) -> Result<()> {
         let Some(entry) = self.entries.get_mut(&number) else { return Ok(()) };
         let stash = std::mem::take(&mut entry.stash);

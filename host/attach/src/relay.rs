@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 /// Most bytes that lie unread in the program's queue, which has no other limit.
 const UNREAD: u64 = 1 << 17;
-/// Most bytes that the program may have sent beyond what the NIC has room for. A connection that exceeds this is better in the
-/// kernel, where the program has to wait.
+/// Most bytes that the program may have sent beyond what the NIC has room for. A connection that exceeds this is better
+/// in the kernel, where the program has to wait.
 const BACKLOG: usize = 4 << 20;
 /// Bytes that are copied at a time.
 pub(crate) const PIECE: usize = 1 << 16;
@@ -101,8 +101,9 @@ impl Entry {
         })
     }
 
-    /// Copies what is left when the program stands still or has closed the socket: everything that it has sent is then in the
-    /// NIC's memory or in the stash, and what it has read is accounted for. `unread`: bytes in its queue, if it still has one.
+    /// Copies what is left when the program stands still or has closed the socket: everything that it has sent is then
+    /// in the NIC's memory or in the stash, and what it has read is accounted for. `unread`: bytes in its queue, if it
+    /// still has one.
     pub fn settle(&mut self, shared: &Shared, bypass: &SocketBypass, piece: &mut [u8], unread: Option<u32>) -> io::Result<()> {
         let Some(joined) = &mut self.joined else { return Ok(()) };
         let entered = shared.enter(&self.connection, ME);

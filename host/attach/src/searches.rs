@@ -1,5 +1,6 @@
-//! Searches for the sockets of processes, each in a thread of its own: a process can hold up who reads its entries in /proc, and the entries of
-//! one with many descriptors take long. No search is waited for long, and what comes late is not lost.
+//! Searches for the sockets of processes, each in a thread of its own: a process can hold up who reads its entries in
+//! /proc, and the entries of one with many descriptors take long. No search is waited for long, and what comes late is
+//! not lost.
 
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;
@@ -45,8 +46,9 @@ impl Searches {
         Searches { sockets_of, limit, to, from, under_way: BTreeSet::new() }
     }
 
-    /// Begins to search these processes, and waits for that, a moment at most. Returns what has been found since the last call. Those remain
-    /// in `processes` that cannot be searched now: an earlier search of it has not come to its end, or too many have not.
+    /// Begins to search these processes, and waits for that, a moment at most. Returns what has been found since the
+    /// last call. Those remain in `processes` that cannot be searched now: an earlier search of it has not come to its
+    /// end, or too many have not.
     pub fn search(&mut self, processes: &mut BTreeSet<u32>) -> Vec<Found> {
         let mut awaited = BTreeSet::new();
         processes.retain(|process| {
@@ -124,7 +126,8 @@ mod tests {
         found.iter().map(|of| of.process).collect()
     }
 
-    /// A search that takes longer than it is waited for holds up no other one, is not begun twice at once, and what it finds is not lost.
+    /// A search that takes longer than it is waited for holds up no other one, is not begun twice at once, and what it
+    /// finds is not lost.
     #[test]
     fn what_comes_late_is_used() {
         let mut searches = Searches::by(sockets_of, Duration::ZERO);

@@ -1,7 +1,8 @@
 //! Connections that the map of sockets is not for, and that stay in the kernel.
 //!
-//! In the kernel's receive for sockets of a map a signal, of whatever kind, ends a wait with EAGAIN, which no program expects of a socket
-//! in blocking mode. And splice(2) does not find what was put into the queue: a program that reads so would wait for ever.
+//! In the kernel's receive for sockets of a map a signal, of whatever kind, ends a wait with EAGAIN, which no program
+//! expects of a socket in blocking mode. And splice(2) does not find what was put into the queue: a program that reads
+//! so would wait for ever.
 
 use crate::Attacher;
 use anyhow::Result;
@@ -85,8 +86,8 @@ impl Attacher {
         (!self.entries.is_empty()).then_some(self.looks.due)
     }
 
-    /// Follows the modes of sockets, of some at a time: one that has become blocking leaves the NIC, and one that is not blocking any more
-    /// may move there.
+    /// Follows the modes of sockets, of some at a time: one that has become blocking leaves the NIC, and one that is
+    /// not blocking any more may move there.
     pub(crate) fn look_at_modes(&mut self) {
         let now = monotonic_micros();
         if now < self.looks.due {
@@ -143,8 +144,8 @@ impl Attacher {
     }
 }
 
-/// The user of a process whose entries in /proc may hold up the attacher: neither root nor the attacher's own. Such a user's are read by a
-/// thread for that user.
+/// The user of a process whose entries in /proc may hold up the attacher: neither root nor the attacher's own. Such a
+/// user's are read by a thread for that user.
 fn user_apart(process: u32) -> Option<u32> {
     process::user_of(process).ok().filter(|user| *user != 0 && *user != process::user())
 }

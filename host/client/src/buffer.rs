@@ -54,8 +54,8 @@ impl Drop for Buffer {
 }
 
 impl Buffer {
-    /// Its bytes. The NIC can write them at any time, so they are atomics. Their number never changes, and a NIC that works
-    /// correctly leaves a buffer alone once it was returned ([`crate::Session::take_posted`]).
+    /// Its bytes. The NIC can write them at any time, so they are atomics. Their number never changes, and a NIC that
+    /// works correctly leaves a buffer alone once it was returned ([`crate::Session::take_posted`]).
     pub fn bytes(&self) -> &[AtomicU8] {
         self.store.memory.bytes(self.block.0 as usize, self.length as usize).unwrap_or_default()
     }
@@ -79,8 +79,8 @@ pub struct Filled {
     pub buffer: Buffer,
     /// Bytes received into it. Fewer than its length only at the end of the stream.
     pub length: usize,
-    /// How many of them the NIC has put there itself. The others were copied: they had arrived before the buffer was posted, or
-    /// the kernel had the connection, or the NIC had no room for another buffer.
+    /// How many of them the NIC has put there itself. The others were copied: they had arrived before the buffer was
+    /// posted, or the kernel had the connection, or the NIC had no room for another buffer.
     pub placed: usize,
 }
 
@@ -114,8 +114,8 @@ impl Posts {
         self.list.push_back(Post { filled: Filled { buffer, length: 0, placed: 0 }, sent: false, start: None });
     }
 
-    /// Gives the NIC as many buffers as it takes, and reads its answers. The caller has entered the connection, which is on the
-    /// NIC.
+    /// Gives the NIC as many buffers as it takes, and reads its answers. The caller has entered the connection, which
+    /// is on the NIC.
     pub fn sync(&mut self, shared: &Shared, connection: &Connection, token: Token) -> io::Result<()> {
         if self.moves != connection.moves() {
             // Another NIC, or the same one after a time in the kernel: it has none of the buffers.

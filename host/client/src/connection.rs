@@ -1,5 +1,5 @@
-//! One connection, as its program sees it: while the NIC has it, two pieces of memory and four sequence numbers. Any thread may
-//! use it.
+//! One connection, as its program sees it: while the NIC has it, two pieces of memory and four sequence numbers. Any
+//! thread may use it.
 
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, session};
@@ -12,8 +12,8 @@ use std::time::Duration;
 
 const RELAXED: Ordering = Ordering::Relaxed;
 const ALIVE: u32 = u32::MAX;
-/// Bytes that a program may read before the NIC gets a message about it: an eighth of the largest window without scaling, less if the
-/// window is kept smaller ([`block::REPORT_SHIFT`]). The NIC's window updates assume this value.
+/// Bytes that a program may read before the NIC gets a message about it: an eighth of the largest window without
+/// scaling, less if the window is kept smaller ([`block::REPORT_SHIFT`]). The NIC's window updates assume this value.
 const REPORT_EVERY: u32 = 1 << 13;
 /// Input or output error: the agent has described memory that is not in the session.
 const EIO: u32 = 5;
@@ -37,8 +37,8 @@ pub struct Connection {
     /// How far the NIC knows that the program has read, and from where on it gets the next message.
     pub(crate) reported_read: AtomicU32,
     pub(crate) report_at: AtomicU32,
-    /// The sequence number after the last queued byte, and the one up to which there is room: the acknowledged one plus the size
-    /// of send memory.
+    /// The sequence number after the last queued byte, and the one up to which there is room: the acknowledged one plus
+    /// the size of send memory.
     pub(crate) queued: AtomicU32,
     pub(crate) room_ends: AtomicU32,
     /// Bytes of send memory that may not be filled, since SO_SNDBUF is less.
@@ -49,8 +49,8 @@ pub struct Connection {
     pub(crate) stopped: AtomicBool,
     /// Index in the command ring behind the last message that the NIC has to acknowledge before the next send.
     pub(crate) given: AtomicU64,
-    /// The sequence number up to which bytes were announced to the NIC ([`baton_abi::FETCH`]), and whether any were since the last
-    /// move.
+    /// The sequence number up to which bytes were announced to the NIC ([`baton_abi::FETCH`]), and whether any were
+    /// since the last move.
     pub(crate) announced: AtomicU32,
     pub(crate) announces: AtomicBool,
     /// The error number that it ended with on the NIC; 0 for none, [`ALIVE`] if it has not ended.
@@ -59,8 +59,8 @@ pub struct Connection {
     asked_at: AtomicU16,
     /// Whoever waits for room waits until it is writable, so acknowledgements that free less wake nobody.
     patient: bool,
-    /// log2 of the bytes that the program may read before the NIC gets a message about it; 0 if its memory has no place among the program's
-    /// addresses, so that each byte counts as to be told, and nothing is read at once.
+    /// log2 of the bytes that the program may read before the NIC gets a message about it; 0 if its memory has no place
+    /// among the program's addresses, so that each byte counts as to be told, and nothing is read at once.
     report_shift: AtomicU8,
 }
 
@@ -141,8 +141,8 @@ impl Drop for Entered<'_> {
 }
 
 impl Connection {
-    /// A connection without a number yet: see [`crate::Shared::register`]. With `patient`, whoever waits for room to send waits until
-    /// [`Readiness::is_writable`].
+    /// A connection without a number yet: see [`crate::Shared::register`]. With `patient`, whoever waits for room to
+    /// send waits until [`Readiness::is_writable`].
     pub(crate) fn unregistered(memory: Arc<Region>, patient: bool) -> Connection {
         let zero = AtomicU32::default;
         Connection {
@@ -170,8 +170,8 @@ impl Connection {
         }
     }
 
-    /// Makes this represent another connection from now on. A late thread that still holds a reference for the previous one can
-    /// harm only its own program.
+    /// Makes this represent another connection from now on. A late thread that still holds a reference for the previous
+    /// one can harm only its own program.
     pub(crate) fn set_number(&self, number: u32) {
         self.number.store(number, RELAXED);
         self.memory.move_words(session::block(number));
@@ -200,8 +200,8 @@ impl Connection {
         self.memory.circle(1)
     }
 
-    /// Begins to load the `length` bytes that have come, and the place of the answer, which is probably as long as the last one: both were
-    /// last used by the NIC's processor.
+    /// Begins to load the `length` bytes that have come, and the place of the answer, which is probably as long as the
+    /// last one: both were last used by the NIC's processor.
     #[inline(always)]
     pub(crate) fn prefetch_memory(&self, length: u32) {
         let queued = self.queued.load(RELAXED);
@@ -237,8 +237,8 @@ impl Connection {
         self.load(block::MOVES)
     }
 
-    /// Enters an operation, after other threads' operations. None while the connection is being moved, or if this thread is
-    /// inside already (it runs a signal handler).
+    /// Enters an operation, after other threads' operations. None while the connection is being moved, or if this
+    /// thread is inside already (it runs a signal handler).
     #[inline(always)]
     pub(crate) fn enter(&self, token: Token) -> Option<Entered<'_>> {
         let busy = self.word(block::BUSY);
@@ -354,8 +354,8 @@ impl Connection {
         self.moves.store(moves, Ordering::Release);
     }
 
-    /// Limits the bytes that may be queued from now on, as SO_SNDBUF does on an open connection. The NIC sees the limit, too, and asks for
-    /// more memory when the program has filled what there is. The caller has entered.
+    /// Limits the bytes that may be queued from now on, as SO_SNDBUF does on an open connection. The NIC sees the
+    /// limit, too, and asks for more memory when the program has filled what there is. The caller has entered.
     pub fn limit_queue(&self, most: u32) {
         let flags = self.load(block::FLAGS) & !(block::QUEUE_MASK << block::QUEUE_SHIFT) | block::queue_bits(most);
         self.store(block::FLAGS, flags);
@@ -394,8 +394,8 @@ impl Connection {
         self.stopped.store(true, RELAXED);
     }
 
-    /// Handles the death of agent and NIC: a connection that was not in the kernel has failed. What it had received can be read,
-    /// unless it was being moved.
+    /// Handles the death of agent and NIC: a connection that was not in the kernel has failed. What it had received can
+    /// be read, unless it was being moved.
     pub(crate) fn fail(&self) {
         match self.owner() {
             Owner::Kernel | Owner::Nobody => return,
@@ -436,7 +436,8 @@ impl Connection {
     /// What can be done with it on the NIC.
     #[inline]
     pub(crate) fn readiness(&self) -> Readiness {
-        // In this order, so that bytes that another thread reads meanwhile may count as unread, but never the other way round.
+        // In this order, so that bytes that another thread reads meanwhile may count as unread, but never the other way
+        // round.
         let read = self.read.load(Ordering::Acquire);
         let length = self.send_memory().length();
         let acknowledged = self.room_ends.load(RELAXED).wrapping_sub(length);
@@ -483,8 +484,8 @@ impl Connection {
         Inside(self.memory.words())
     }
 
-    /// Bytes that can be queued. (More can be queued than fits, if the kernel's queue was larger at the handoff, or if SO_SNDBUF was
-    /// made smaller.)
+    /// Bytes that can be queued. (More can be queued than fits, if the kernel's queue was larger at the handoff, or if
+    /// SO_SNDBUF was made smaller.)
     #[inline(always)]
     pub(crate) fn room(&self) -> u32 {
         let room = self.room_ends.load(RELAXED).wrapping_sub(self.unused.load(RELAXED)).wrapping_sub(self.queued.load(RELAXED));
@@ -522,7 +523,8 @@ impl Connection {
         self.load(block::PROCESSOR).checked_sub(1)
     }
 
-    /// Notes whether the program has closed it: the agent may die before it reads the request that says so, and the next one looks here.
+    /// Notes whether the program has closed it: the agent may die before it reads the request that says so, and the
+    /// next one looks here.
     pub(crate) fn note_closed(&self, closed: bool) {
         self.set_flag(block::FLAG_CLOSED, closed);
     }

@@ -26,8 +26,8 @@ const MOST: u32 = 1 << 24;
 /// Hosts whose ways are remembered.
 const MAX_HOSTS: usize = 4096;
 
-/// Microseconds after which a host to which the NIC had no way is asked for again: if the kernel is looking for its link address, and
-/// otherwise.
+/// Microseconds after which a host to which the NIC had no way is asked for again: if the kernel is looking for its
+/// link address, and otherwise.
 const ASK_SOON: u64 = 2000;
 const ASK_AGAIN: u64 = 1_000_000;
 
@@ -70,8 +70,8 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Datagrams {
-    /// Rings in session memory for a socket that may hold `receive` bytes of datagrams. `renumber` may give a descriptor another
-    /// number.
+    /// Rings in session memory for a socket that may hold `receive` bytes of datagrams. `renumber` may give a
+    /// descriptor another number.
     ///
     /// # Errors
     /// `OutOfMemory` if the session has no room left, else the failed system call's.
@@ -153,8 +153,8 @@ impl Datagrams {
         locked(&self.receive).peek().map(|record| record.length)
     }
 
-    /// Takes the next datagram, or only looks at it. `take` gets its sender, its length, and a function that copies its bytes from
-    /// an offset on. False if there is none: then the doorbell rings for the next one.
+    /// Takes the next datagram, or only looks at it. `take` gets its sender, its length, and a function that copies its
+    /// bytes from an offset on. False if there is none: then the doorbell rings for the next one.
     pub fn receive(
         &self,
         shared: &Shared,

@@ -1,8 +1,8 @@
-//! Every Baton that runs on this machine, those of `baton run` too: found in /proc, so that nothing has to be registered and nothing is left
-//! behind by one that was killed.
+//! Every Baton that runs on this machine, those of `baton run` too: found in /proc, so that nothing has to be
+//! registered and nothing is left behind by one that was killed.
 //!
-//! Any process may call itself an agent, and hold up who reads some of its entries: so agents are found by name, which never waits, and not by
-//! command line, and the rest is read for a bounded time.
+//! Any process may call itself an agent, and hold up who reads some of its entries: so agents are found by name, which
+//! never waits, and not by command line, and the rest is read for a bounded time.
 
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;

@@ -1,8 +1,8 @@
 //! The end of a session: agent and keeper have ended, in order or killed, and the control connection is hung up.
 //!
-//! After an orderly end every connection is in the kernel. After any other one those that the NIC had are lost: what they had
-//! received can still be read, then they fail as after a reset. No agent is left that could write the words of a connection's
-//! block, so the program writes them.
+//! After an orderly end every connection is in the kernel. After any other one those that the NIC had are lost: what
+//! they had received can still be read, then they fail as after a reset. No agent is left that could write the words of
+//! a connection's block, so the program writes them.
 
 use crate::connection::Connection;
 use crate::shared::{Shared, refresh};
@@ -36,12 +36,14 @@ impl Shared {
         self.ending.over.load(Ordering::Acquire)
     }
 
-    /// The descriptor that hangs up when the session ends. Threads that sleep watch it, and call [`Shared::notice_end`] then.
+    /// The descriptor that hangs up when the session ends. Threads that sleep watch it, and call [`Shared::notice_end`]
+    /// then.
     pub fn hangs_up(&self) -> BorrowedFd<'_> {
         self.line.as_fd()
     }
 
-    /// Asks the kernel whether the session has ended. If so, from now on each of its connections is in the kernel or has failed.
+    /// Asks the kernel whether the session has ended. If so, from now on each of its connections is in the kernel or
+    /// has failed.
     pub fn notice_end(&self, token: Token) -> bool {
         self.has_ended() || self.line.is_hung_up() && self.end(token)
     }
@@ -57,7 +59,8 @@ impl Shared {
         self.notice_end(token)
     }
 
-    /// Ends the session. False if this thread was interrupted while it read the session's events, and now runs a signal handler.
+    /// Ends the session. False if this thread was interrupted while it read the session's events, and now runs a signal
+    /// handler.
     #[cold]
     fn end(&self, token: Token) -> bool {
         // The NIC's last events.
@@ -77,8 +80,8 @@ impl Shared {
         true
     }
 
-    /// Gives the session's memory back to the system, if it has ended and no connection is lost. The memory reads as zero
-    /// afterwards, so a late thread finds that the kernel has its connection.
+    /// Gives the session's memory back to the system, if it has ended and no connection is lost. The memory reads as
+    /// zero afterwards, so a late thread finds that the kernel has its connection.
     pub fn discard_memory(&self) {
         self.memory().discard(0, self.memory().len());
     }

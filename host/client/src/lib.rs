@@ -1,8 +1,8 @@
 //! A program's side of the interface: it uses a connection the same way wherever the connection is.
 //!
-//! A [`Session`] belongs to one thread. It adopts connections that the program has accepted or connected, and the agent moves
-//! them, on request or by itself; sending, receiving and waiting work the same wherever they are. The program needs no
-//! privilege.
+//! A [`Session`] belongs to one thread. It adopts connections that the program has accepted or connected, and the agent
+//! moves them, on request or by itself; sending, receiving and waiting work the same wherever they are. The program
+//! needs no privilege.
 //!
 //! Below it is [`Shared`], for any number of threads, which leaves the kernel's part of every operation to its caller.
 #![forbid(unsafe_code)]

@@ -34,9 +34,9 @@ pub fn contains(libraries: &[u8]) -> bool {
     names(libraries, LIBRARY.as_bytes())
 }
 
-/// What precedes the library's path. The dynamic linker of glibc replaces `$LIB` by the name of its folder of libraries, which is in the
-/// root or in a few folders from there. That of musl finds nothing under such a path and goes on; it could not load the library, and would
-/// end the program.
+/// What precedes the library's path. The dynamic linker of glibc replaces `$LIB` by the name of its folder of
+/// libraries, which is in the root or in a few folders from there. That of musl finds nothing under such a path and
+/// goes on; it could not load the library, and would end the program.
 const FOR_GLIBC: &str = "/$LIB/../../../../../../../..";
 
 /// The library's path such that only glibc finds it.
@@ -50,7 +50,8 @@ fn for_glibc(library: &Path) -> OsString {
     path
 }
 
-/// The parts of a value of [`VARIABLE`] before and after what only glibc understands; together they name the library's path as it is.
+/// The parts of a value of [`VARIABLE`] before and after what only glibc understands; together they name the library's
+/// path as it is.
 pub fn around_token(libraries: &[u8]) -> Option<(&[u8], &[u8])> {
     let at = libraries.windows(FOR_GLIBC.len()).position(|part| part == FOR_GLIBC.as_bytes())?;
     Some((&libraries[..at], &libraries[at + FOR_GLIBC.len()..]))

@@ -292,8 +292,8 @@ pub enum Interface {
     /// Messages in a ring, which the NIC reads when it comes to them.
     #[default]
     Batched,
-    /// Small sends are joined in memory while earlier ones wait for an acknowledgement, of the peer's or the NIC's (see [`Nagle`]);
-    /// one message announces them all.
+    /// Small sends are joined in memory while earlier ones wait for an acknowledgement, of the peer's or the NIC's (see
+    /// [`Nagle`]); one message announces them all.
     Aggregated,
 }
 
@@ -315,7 +315,8 @@ pub enum Nagle {
     /// In the NIC's TCP: every send crosses to the NIC, which joins small ones.
     #[default]
     Nic,
-    /// In the program: small sends stay in send memory until the peer has acknowledged the bytes before them, and cross as one.
+    /// In the program: small sends stay in send memory until the peer has acknowledged the bytes before them, and cross
+    /// as one.
     Host,
 }
 

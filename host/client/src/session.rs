@@ -55,8 +55,8 @@ pub struct Session {
     posts: BTreeMap<ConnectionId, Posts>,
 }
 
-/// Polls that find connections ready without a look at the descriptors, which costs a system call: those of connections in the kernel,
-/// those that are watched, and the agent's.
+/// Polls that find connections ready without a look at the descriptors, which costs a system call: those of connections
+/// in the kernel, those that are watched, and the agent's.
 const MOST_UNLOOKED: u32 = 8;
 
 /// Ignores `WouldBlock`: what cannot be done now is done later.
@@ -136,7 +136,8 @@ impl Session {
     /// Moves a connection and waits until the move is done.
     ///
     /// # Errors
-    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; the connection stays where it was.
+    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; the connection stays
+    /// where it was.
     pub fn move_to(&mut self, id: ConnectionId, to: Place) -> io::Result<()> {
         self.shared.move_to(id, to)?;
         self.shared.catch_up(ME);
@@ -226,13 +227,14 @@ impl Session {
         self.store.buffer(length)
     }
 
-    /// Posts a buffer: the bytes received next, after those for earlier buffers, go there. While the connection is on the NIC,
-    /// the NIC puts them there itself (`nic_post` of the handoff paper), with no copy by this program; where it cannot, they are
-    /// copied. [`Session::take_posted`] returns the buffer; until then [`Session::receive`] must not be used on the connection.
+    /// Posts a buffer: the bytes received next, after those for earlier buffers, go there. While the connection is on
+    /// the NIC, the NIC puts them there itself (`nic_post` of the handoff paper), with no copy by this program; where
+    /// it cannot, they are copied. [`Session::take_posted`] returns the buffer; until then [`Session::receive`] must
+    /// not be used on the connection.
     ///
     /// # Errors
-    /// If there is no such connection, or the session is one of partial offload, or the NIC's ring is full. In the last case the buffer
-    /// is kept nevertheless.
+    /// If there is no such connection, or the session is one of partial offload, or the NIC's ring is full. In the last
+    /// case the buffer is kept nevertheless.
     pub fn post(&mut self, id: ConnectionId, buffer: Buffer) -> io::Result<()> {
         if self.fast_path {
             return Err(io::Error::new(io::ErrorKind::Unsupported, "no buffers can be posted in a session of partial offload"));
@@ -249,8 +251,8 @@ impl Session {
     /// Returns the first posted buffer once it is full or the stream has ended.
     ///
     /// # Errors
-    /// `WouldBlock` if that is not so yet or the connection is being moved, `InvalidInput` if nothing is posted, else the error
-    /// that ended the connection.
+    /// `WouldBlock` if that is not so yet or the connection is being moved, `InvalidInput` if nothing is posted, else
+    /// the error that ended the connection.
     pub fn take_posted(&mut self, id: ConnectionId) -> io::Result<Filled> {
         let Adopted { fd, connection, .. } = Self::adopted_of(&self.connections, id)?;
         let posts = self.posts.get_mut(&id).ok_or(io::ErrorKind::InvalidInput)?;
@@ -269,8 +271,8 @@ impl Session {
     /// Receives bytes. Returns how many; 0 at the end of the stream.
     ///
     /// # Errors
-    /// `WouldBlock` if none have arrived or the connection is being moved, `InvalidInput` while buffers are posted, else the
-    /// error that ended the connection.
+    /// `WouldBlock` if none have arrived or the connection is being moved, `InvalidInput` while buffers are posted,
+    /// else the error that ended the connection.
     pub fn receive(&mut self, id: ConnectionId, out: &mut [u8]) -> io::Result<usize> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         if !self.posts.is_empty() && self.posts.get(&id).is_some_and(|posts| !posts.is_empty()) {
@@ -336,8 +338,9 @@ impl Session {
         socket::get(fd.as_fd(), level, option)
     }
 
-    /// The processor that processes a connection's frames, wherever it is (SO_INCOMING_CPU): in the kernel, or on the NIC. It
-    /// changes when the connection moves, also from one worker of the NIC to another. None until a frame has arrived.
+    /// The processor that processes a connection's frames, wherever it is (SO_INCOMING_CPU): in the kernel, or on the
+    /// NIC. It changes when the connection moves, also from one worker of the NIC to another. None until a frame has
+    /// arrived.
     ///
     /// # Errors
     /// See [`Session::option`].
@@ -362,8 +365,9 @@ impl Session {
         }
     }
 
-    /// Waits up to `timeout` for connections that may have become readable or writable, and appends them to `ready`. Each must
-    /// then be used until it would block, as with edge-triggered epoll. With a time-out of zero it does not wait.
+    /// Waits up to `timeout` for connections that may have become readable or writable, and appends them to `ready`.
+    /// Each must then be used until it would block, as with edge-triggered epoll. With a time-out of zero it does not
+    /// wait.
     ///
     /// # Errors
     /// The failed system call's.

@@ -59,8 +59,8 @@ impl Limit {
 }
 
 impl Tool {
-    /// Connects to the agent at a path. Root may ask other users' agents: nothing that a tool sends or is sent gives them anything. An
-    /// agent that has just died gets a second to be started again by its keeper.
+    /// Connects to the agent at a path. Root may ask other users' agents: nothing that a tool sends or is sent gives
+    /// them anything. An agent that has just died gets a second to be started again by its keeper.
     ///
     /// # Errors
     /// If no agent listens there, or one of another user.
@@ -82,8 +82,8 @@ impl Tool {
         Ok(Tool { channel, tag: 0, limit })
     }
 
-    /// Connects to the agent at a path to look at what it has. Root may look at other users' agents; `process` is then the one that is to
-    /// listen there, if that is known. Nothing is waited for longer than a second.
+    /// Connects to the agent at a path to look at what it has. Root may look at other users' agents; `process` is then
+    /// the one that is to listen there, if that is known. Nothing is waited for longer than a second.
     ///
     /// # Errors
     /// As [`Tool::connect`], or if the agent does not accept the connection, or is another process.

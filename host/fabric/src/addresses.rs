@@ -20,13 +20,13 @@ pub const LENGTH_V4: usize = size_of::<libc::sockaddr_in>();
 pub const LENGTH_V6: usize = size_of::<libc::sockaddr_in6>();
 const MTU: u32 = 1500;
 
-/// The addresses of interfaces that are up: IPv4 first, loopback last. Link-local ones of IPv6 are left out: they need a scope,
-/// which means nothing to a peer.
+/// The addresses of interfaces that are up: IPv4 first, loopback last. Link-local ones of IPv6 are left out: they need
+/// a scope, which means nothing to a peer.
 pub fn all() -> Vec<Local> {
     let mut found = Vec::new();
     let mut list = std::ptr::null_mut::<libc::ifaddrs>();
-    // SAFETY: getifaddrs() fills the pointer with a list, whose entries are live until freeifaddrs(); an address of a family is a
-    // structure of that family.
+    // SAFETY: getifaddrs() fills the pointer with a list, whose entries are live until freeifaddrs(); an address of a
+    // family is a structure of that family.
     unsafe {
         if libc::getifaddrs(&mut list) != 0 {
             return found;

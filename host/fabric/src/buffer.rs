@@ -3,8 +3,8 @@
 use baton_messages::Buffer;
 use std::ffi::c_void;
 
-/// A buffer in one or several parts. The program leaves it in place until its operation has ended: libfabric demands that of
-/// every buffer that it is given (fi_msg(3), fi_mr(3)).
+/// A buffer in one or several parts. The program leaves it in place until its operation has ended: libfabric demands
+/// that of every buffer that it is given (fi_msg(3), fi_mr(3)).
 #[derive(Debug)]
 pub struct ProgramBuffer {
     parts: Parts,
@@ -33,7 +33,8 @@ impl ProgramBuffer {
     /// The buffer of `length` bytes at `start`.
     ///
     /// # Safety
-    /// It must be live memory until the last operation with it has ended, and not be written to by anybody else meanwhile.
+    /// It must be live memory until the last operation with it has ended, and not be written to by anybody else
+    /// meanwhile.
     pub unsafe fn new(start: *mut c_void, length: usize) -> ProgramBuffer {
         ProgramBuffer { parts: Parts::One(start.cast()), length: length as u64, guarded: false }
     }
@@ -110,8 +111,8 @@ fn transfer(program: *mut u8, other: *mut u8, length: usize, direction: Directio
     if length == 0 || guarded && transfer_guarded(program, other, length, direction) {
         return;
     }
-    // SAFETY: `Buffer`'s methods are called with ranges inside the buffer, which whoever made it has promised to be live; `other` is
-    // a slice of the caller, which is not the program's memory, so the two do not overlap.
+    // SAFETY: `Buffer`'s methods are called with ranges inside the buffer, which whoever made it has promised to be
+    // live; `other` is a slice of the caller, which is not the program's memory, so the two do not overlap.
     unsafe {
         match direction {
             Direction::FromProgram => std::ptr::copy_nonoverlapping(program, other, length),
@@ -120,11 +121,13 @@ fn transfer(program: *mut u8, other: *mut u8, length: usize, direction: Directio
     }
 }
 
-/// As [`transfer`], through the kernel, which leaves out addresses without memory. False if the kernel does not allow it.
+/// As [`transfer`], through the kernel, which leaves out addresses without memory. False if the kernel does not allow
+/// it.
 fn transfer_guarded(program: *mut u8, other: *mut u8, length: usize, direction: Direction) -> bool {
     let theirs = libc::iovec { iov_base: program.cast(), iov_len: length };
     let ours = libc::iovec { iov_base: other.cast(), iov_len: length };
-    // SAFETY: the kernel checks both ranges, and fails for addresses that have no memory. `ours` is a live slice of the caller.
+    // SAFETY: the kernel checks both ranges, and fails for addresses that have no memory. `ours` is a live slice of the
+    // caller.
     let moved = unsafe {
         match direction {
             Direction::FromProgram => libc::process_vm_readv(libc::getpid(), &ours, 1, &theirs, 1, 0),
@@ -149,8 +152,8 @@ impl Buffer for ProgramBuffer {
 
     fn piece(&self, at: u64, length: u64) -> Option<&[u8]> {
         let start = self.place(at, length)?;
-        // SAFETY: `place` has checked that the bytes lie in one part, which whoever made the buffer has promised to be live, and
-        // not to be written to by anybody else while an operation uses it.
+        // SAFETY: `place` has checked that the bytes lie in one part, which whoever made the buffer has promised to be
+        // live, and not to be written to by anybody else while an operation uses it.
         Some(unsafe { std::slice::from_raw_parts(start, length as usize) })
     }
 

@@ -40,8 +40,8 @@ pub struct QueueShared {
     state: Mutex<State>,
     /// Events in the queue, to be asked without its lock.
     count: AtomicUsize,
-    /// The last read has got events. MPI libraries read until there are none: the read that ends a series drives no endpoint, so
-    /// that the program gets on with what it has got.
+    /// The last read has got events. MPI libraries read until there are none: the read that ends a series drives no
+    /// endpoint, so that the program gets on with what it has got.
     in_series: AtomicBool,
     changed: Condvar,
     /// Readable when there are events, if the program asked for a descriptor.
@@ -369,7 +369,8 @@ mod tests {
         unsafe { libc::poll(&mut poll, 1, 0) == 1 }
     }
 
-    /// Whichever call takes the last event: the descriptor is not readable afterwards, or the program would run in circles.
+    /// Whichever call takes the last event: the descriptor is not readable afterwards, or the program would run in
+    /// circles.
     #[test]
     fn an_empty_queue_is_not_readable() {
         // SAFETY: attributes are plain data, for which zero is a value.

@@ -139,7 +139,8 @@ unsafe extern "C" fn seterr(counter: *mut FidCntr, value: u64) -> c_int {
     unsafe { change(counter, |state| state.errors = value) }
 }
 
-/// fi_cntr_wait(): until the value is reached, an operation fails, or `timeout` milliseconds are over (negative: for ever).
+/// fi_cntr_wait(): until the value is reached, an operation fails, or `timeout` milliseconds are over (negative: for
+/// ever).
 unsafe extern "C" fn wait_for(counter: *mut FidCntr, threshold: u64, timeout: c_int) -> c_int {
     // SAFETY: C's pointer.
     let Some(shared) = (unsafe { shared(counter) }) else { return failure(errno::EINVAL) };

@@ -27,7 +27,8 @@ use std::time::Duration;
 const LINGER: u64 = 3_000_000;
 /// Longest wait for peers to answer that they know of the end, in microseconds.
 const FAREWELL: u64 = 200_000;
-/// Longest wait for a NIC to say whether a receive was taken back, in microseconds. It answers at once; one that has died is replaced.
+/// Longest wait for a NIC to say whether a receive was taken back, in microseconds. It answers at once; one that has
+/// died is replaced.
 const ANSWER: u64 = 1_000_000;
 /// Bytes that must be left in a buffer for several messages, unless the program says otherwise.
 const MIN_MULTI_RECV: usize = 64;
@@ -231,7 +232,8 @@ unsafe extern "C" fn close(fid: *mut Fid) -> c_int {
 }
 
 unsafe extern "C" fn bind(fid: *mut Fid, other: *mut Fid, flags: u64) -> c_int {
-    // SAFETY: C's pointers to an endpoint and another object, neither of which is closed; the class says which type it has.
+    // SAFETY: C's pointers to an endpoint and another object, neither of which is closed; the class says which type it
+    // has.
     unsafe {
         let (Some(endpoint), Some(class)) = (object::<Endpoint, _>(fid), other.as_ref().map(|other| other.class)) else {
             return failure(errno::EINVAL);
@@ -330,8 +332,8 @@ fn is_taken_back(state: &mut State, token: Token) -> bool {
     }
 }
 
-/// fi_cancel(): 0 if the operation's completion says that it was cancelled. MPI libraries wait for that then, so what has matched, is
-/// on its way or has ended is not found.
+/// fi_cancel(): 0 if the operation's completion says that it was cancelled. MPI libraries wait for that then, so what
+/// has matched, is on its way or has ended is not found.
 unsafe extern "C" fn cancel(fid: *mut Fid, context: *mut c_void) -> isize {
     // SAFETY: C's pointer to an endpoint that is not closed.
     let Some(endpoint) = (unsafe { object::<Endpoint, _>(fid) }) else { return failure(errno::EINVAL) as isize };

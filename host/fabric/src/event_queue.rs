@@ -1,5 +1,5 @@
-//! Event queues, fi_eq(3). Endpoints without connections and synchronous address vectors report nothing there, but programs open
-//! one all the same.
+//! Event queues, fi_eq(3). Endpoints without connections and synchronous address vectors report nothing there, but
+//! programs open one all the same.
 
 use crate::abi::{EqOps, Fid, FidEq, FidFabric, FidOps, class, errno};
 use crate::object::{close, hand_out, missing, no_bind, no_control};

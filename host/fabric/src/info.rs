@@ -64,8 +64,8 @@ pub unsafe extern "C" fn getinfo(
     hints: *const Info,
     out: *mut *mut Info,
 ) -> c_int {
-    // SAFETY: libfabric's promise to a provider: hints are null or complete, texts are null or C strings, `out` is a place for a
-    // pointer.
+    // SAFETY: libfabric's promise to a provider: hints are null or complete, texts are null or C strings, `out` is a
+    // place for a pointer.
     unsafe {
         let hints = attributes(hints);
         let node_and_service = [addresses::text(node), addresses::text(service)];
@@ -189,8 +189,8 @@ fn candidates(wanted: &Wanted<'_>) -> Vec<Local> {
             all.retain(|local| local.interface == name);
         }
     }
-    // MPI libraries spread the ranks of a host over what they are offered, and not every address reaches every other: without a
-    // wish there is one.
+    // MPI libraries spread the ranks of a host over what they are offered, and not every address reaches every other:
+    // without a wish there is one.
     all.truncate(1);
     all
 }

@@ -1,7 +1,8 @@
-//! `librmpp_fi.so`: the libfabric provider `rmpp`. MPI libraries find it through FI_PROVIDER_PATH (docs/internals/mpi.md).
+//! `librmpp_fi.so`: the libfabric provider `rmpp`. MPI libraries find it through FI_PROVIDER_PATH
+//! (docs/internals/mpi.md).
 //!
-//! Here are libfabric's objects and its C interface; messages themselves are `baton_messages`. libfabric's manual pages say what
-//! each function does; comments here say what they leave open.
+//! Here are libfabric's objects and its C interface; messages themselves are `baton_messages`. libfabric's manual pages
+//! say what each function does; comments here say what they leave open.
 //!
 //! | file | what |
 //! |---|---|

@@ -1,7 +1,7 @@
 //! The libfabric that has loaded us: its version and its log.
 //!
-//! A process may have several libfabrics, and theirs need not be visible to us: a plug-in of an MPI library may have loaded it for
-//! itself alone. So ours is found by who has called us, and its functions by name.
+//! A process may have several libfabrics, and theirs need not be visible to us: a plug-in of an MPI library may have
+//! loaded it for itself alone. So ours is found by who has called us, and its functions by name.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -42,7 +42,8 @@ pub fn find() {
             let symbol = unsafe { libc::dlsym(library, name.as_ptr()) };
             (!symbol.is_null()).then_some(symbol)
         };
-        // SAFETY: functions of these names have these types in every libfabric (its ABI is versioned, and they are of its first).
+        // SAFETY: functions of these names have these types in every libfabric (its ABI is versioned, and they are of
+        // its first).
         unsafe {
             Functions {
                 version: find(c"fi_version").map(|found| std::mem::transmute::<*mut c_void, Version>(found)),
@@ -69,8 +70,8 @@ fn caller() -> *mut c_void {
 
 /// The file of the library that has this address.
 fn library_of(address: *const c_void) -> Option<CString> {
-    // SAFETY: Dl_info is plain data, for which zero is a value; dladdr() takes any address, and gives a C string that lives as
-    // long as the library.
+    // SAFETY: Dl_info is plain data, for which zero is a value; dladdr() takes any address, and gives a C string that
+    // lives as long as the library.
     unsafe {
         let mut found: libc::Dl_info = std::mem::zeroed();
         let known = libc::dladdr(address, &mut found) != 0 && !found.dli_fname.is_null();

@@ -1,7 +1,7 @@
 //! fi_msg(3): the calls for messages without a tag.
 //!
-//! What libfabric's caller promises for each of them: the endpoint is not closed, a buffer has the length given and is left alone
-//! until the operation has ended, and there are as many parts as the count says.
+//! What libfabric's caller promises for each of them: the endpoint is not closed, a buffer has the length given and is
+//! left alone until the operation has ended, and there are as many parts as the count says.
 
 use crate::abi::{FidEp, Msg, MsgOps, errno, flags};
 use crate::transfers::{Call, Parts, receive, send as send_call};

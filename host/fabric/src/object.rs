@@ -41,7 +41,8 @@ pub unsafe fn hand_out<T, F>(object: T, out: *mut *mut F) -> c_int {
 /// # Safety
 /// `pointer` must come from [`hand_out`] with this `T`, and the object must not be closed yet.
 pub unsafe fn object<'a, T, F>(pointer: *mut F) -> Option<&'a T> {
-    // SAFETY: this function's `# Safety`. Objects are only reached by shared references: what changes in them is behind locks.
+    // SAFETY: this function's `# Safety`. Objects are only reached by shared references: what changes in them is behind
+    // locks.
     unsafe { pointer.cast::<T>().as_ref() }
 }
 

@@ -58,7 +58,8 @@ impl Counters {
 pub struct State {
     pub endpoint: Endpoint<ProgramBuffer>,
     pub addresses: Option<Arc<Addresses>>,
-    /// Peers by their place in the address vector, as far as they were needed since an address was last removed from it.
+    /// Peers by their place in the address vector, as far as they were needed since an address was last removed from
+    /// it.
     pub peers: Vec<Option<PeerId>>,
     /// Number of addresses that had been removed then.
     pub removals: u64,

@@ -68,8 +68,8 @@ impl Regions<ProgramBuffer> for Reach {
             return None;
         }
         let start = region.start.wrapping_add(at) as *mut c_void;
-        // SAFETY: the program keeps a region's memory until it has closed it (fi_mr(3)), and peers may write to it meanwhile. A
-        // region that is longer than memory is guarded.
+        // SAFETY: the program keeps a region's memory until it has closed it (fi_mr(3)), and peers may write to it
+        // meanwhile. A region that is longer than memory is guarded.
         Some(unsafe {
             if region.length > PLAUSIBLE { ProgramBuffer::guarded(start, length) } else { ProgramBuffer::new(start, length) }
         })

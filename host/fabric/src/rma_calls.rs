@@ -1,7 +1,7 @@
 //! fi_rma(3): the calls that read and write memory of a peer.
 //!
-//! What libfabric's caller promises for each of them: the endpoint is not closed, a buffer has the length given and is left alone
-//! until the operation has ended, and there are as many parts as the count says.
+//! What libfabric's caller promises for each of them: the endpoint is not closed, a buffer has the length given and is
+//! left alone until the operation has ended, and there are as many parts as the count says.
 
 use crate::abi::{FidEp, MsgRma, RmaOps, caps, flags};
 use crate::buffer::ProgramBuffer;

@@ -9,8 +9,8 @@ use std::str::FromStr;
 const SMALLEST_PACKET: u16 = 1200;
 /// Largest packet over IPv4: what a UDP datagram carries.
 const LARGEST_PACKET: u16 = 65_507;
-/// Packets of a link with long frames (loopback has 64 KB) are no longer than this: with fewer, larger packets a grant would be
-/// more than a socket's receive buffer holds.
+/// Packets of a link with long frames (loopback has 64 KB) are no longer than this: with fewer, larger packets a grant
+/// would be more than a socket's receive buffer holds.
 const USUAL_PACKET: u16 = 16_384;
 /// Bytes of IP and UDP headers.
 const HEADERS_V4: u32 = 28;

@@ -176,8 +176,8 @@ impl EndpointShared {
         let Send { buffer, destination, tag, data, context, flags } = send;
         let injected = context.is_none() || flags & flags::INJECT != 0;
         check_length(&buffer, injected)?;
-        // A copy that fits into one packet needs its receiver for nothing: the program may go on at once. Whoever wants to know
-        // that the receiver has it says so.
+        // A copy that fits into one packet needs its receiver for nothing: the program may go on at once. Whoever wants
+        // to know that the receiver has it says so.
         let strict = flags & (flags::DELIVERY_COMPLETE | flags::MATCH_COMPLETE) != 0;
         let copied = injected || !strict && buffer.length() <= self.eager as u64;
         let kind = if tag.is_some() { caps::TAGGED } else { caps::MSG };

@@ -108,8 +108,8 @@ unsafe extern "C" fn insert(av: *mut FidAv, addr: *const c_void, count: usize, o
     let Some(vector) = (unsafe { object::<Vector, _>(av) }) else { return failure(errno::EINVAL) };
     let (mut at, mut length, mut inserted) = (addr.cast::<u8>(), None, 0);
     for place in 0..count {
-        // SAFETY: the caller gives `count` addresses of the endpoint's format one behind the other. Where one begins that follows one of
-        // no known family is not known, unless an earlier one had a length.
+        // SAFETY: the caller gives `count` addresses of the endpoint's format one behind the other. Where one begins
+        // that follows one of no known family is not known, unless an earlier one had a length.
         let address = if at.is_null() { None } else { unsafe { addresses::read(at.cast(), LENGTH_V6) } };
         if let Some(address) = address {
             length = Some(if address.is_ipv4() { LENGTH_V4 } else { LENGTH_V6 });

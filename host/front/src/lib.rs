@@ -1,9 +1,9 @@
 //! The NIC's large receive in front of a device that the kernel keeps, for connections that the kernel runs.
 //!
-//! The device keeps its addresses, routes, neighbours, queueing disciplines and firewall: segments are taken at its ingress
-//! ([`baton_steering::front`]) to a TAP, merged by the code of the inline shape ([`baton_lro`]), and come back at the same place by
-//! the same TAP, as if the device had received the aggregates. Everything ends with the process, however it ends, since programs and TAP live as
-//! long as its descriptors.
+//! The device keeps its addresses, routes, neighbours, queueing disciplines and firewall: segments are taken at its
+//! ingress ([`baton_steering::front`]) to a TAP, merged by the code of the inline shape ([`baton_lro`]), and come back
+//! at the same place by the same TAP, as if the device had received the aggregates. Everything ends with the process,
+//! however it ends, since programs and TAP live as long as its descriptors.
 #![forbid(unsafe_code)]
 
 mod merger;
@@ -37,13 +37,13 @@ const BEAT: u64 = 500_000;
 const LATEST: u64 = 200_000;
 /// How often signals, clients and links are looked at under load, in nanoseconds.
 const LOOK: u64 = 10_000_000;
-/// While frames come, an empty queue is looked at again after this time, whatever is due: so each look finds several, no frame has
-/// to wake the process, and few sleeps are paid for.
+/// While frames come, an empty queue is looked at again after this time, whatever is due: so each look finds several,
+/// no frame has to wake the process, and few sleeps are paid for.
 const NAP: Duration = Duration::from_micros(100);
 /// How long after the last frame that ends, in nanoseconds.
 const LINGER: u64 = 300_000;
-/// A frame that is decided about at one moment is in the queue so many nanoseconds later: a driver hands on what its round has found
-/// at the end of it. Less than [`LINGER`], so that the last frame before a sleep is reported, too.
+/// A frame that is decided about at one moment is in the queue so many nanoseconds later: a driver hands on what its
+/// round has found at the end of it. Less than [`LINGER`], so that the last frame before a sleep is reported, too.
 const MARGIN: u64 = 200_000;
 
 /// Frames that wait for this process at most: at 2.5 Gb/s, some 70 ms of segments of 1500 bytes.
@@ -86,8 +86,8 @@ impl Attached {
     /// [`Attached::run`].
     ///
     /// # Errors
-    /// If there is no such device, it is not of a kind that wins by this, another process is attached there, or this process may
-    /// not or the kernel cannot; the message says what to do.
+    /// If there is no such device, it is not of a kind that wins by this, another process is attached there, or this
+    /// process may not or the kernel cannot; the message says what to do.
     pub fn attach(device: &str, settings: LroSettings, choice: Choice) -> Result<Attached> {
         baton_steering::supported()?;
         let netlink = rtnetlink::open()?;
@@ -178,8 +178,8 @@ impl Attached {
         }
     }
 
-    /// Publishes the heartbeat when it is time. If that is too late, the filter has given frames to the kernel which came later
-    /// than those in the queue: these are out of date, and lost.
+    /// Publishes the heartbeat when it is time. If that is too late, the filter has given frames to the kernel which
+    /// came later than those in the queue: these are out of date, and lost.
     #[inline]
     fn live(&mut self, now: u64) {
         let age = now - self.beat;
@@ -220,8 +220,8 @@ impl Attached {
         Duration::from_nanos(beat.min(due))
     }
 
-    /// Sleeps until a frame comes, or something is due. Returns whether to end. Only meanwhile is the TAP watched: else each frame
-    /// would wake nobody at a price.
+    /// Sleeps until a frame comes, or something is due. Returns whether to end. Only meanwhile is the TAP watched: else
+    /// each frame would wake nobody at a price.
     fn sleep(&mut self, now: u64) -> Result<bool> {
         self.poller.add(self.merger.fd(), FRAMES, Trigger::Readable)?;
         let ends = self.look(self.most_sleep(now));
@@ -336,8 +336,8 @@ fn suitable(netlink: &Netlink, device: &str) -> Result<LinkInfo> {
     }
 }
 
-/// Makes the TAP. Its name has the device's index (in hexadecimal: a name has room for 15 bytes), so that only one process can be at
-/// the device, and nobody who may not make devices can keep it from that.
+/// Makes the TAP. Its name has the device's index (in hexadecimal: a name has room for 15 bytes), so that only one
+/// process can be at the device, and nobody who may not make devices can keep it from that.
 fn make_tap(netlink: &Netlink, device: &str, index: u32) -> Result<(String, OwnedFd)> {
     let name = format!("baton-in{index:x}");
     match interface::open_tap(&name, TapOptions { segmentation: true, ..TapOptions::default() }) {

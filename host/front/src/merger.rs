@@ -12,8 +12,8 @@ use baton_wire::offset::{ipv4, ipv6};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 
-/// A connection that was idle for so long, in microseconds, may have passed meanwhile. The process reads a segment some time after
-/// the filter has seen it.
+/// A connection that was idle for so long, in microseconds, may have passed meanwhile. The process reads a segment some
+/// time after the filter has seen it.
 const IDLE: u64 = PAUSE / 1000 * 3 / 4;
 
 /// Frames that are given to the kernel together at most.
@@ -31,8 +31,8 @@ pub(crate) struct Merger {
     taken: u64,
 }
 
-/// The way to the kernel. Large frames of one batch wait here for each other: given one by one, each would interrupt the processor
-/// that receives it, and wake its reader.
+/// The way to the kernel. Large frames of one batch wait here for each other: given one by one, each would interrupt
+/// the processor that receives it, and wake its reader.
 struct Out {
     tap: VnetDevice,
     /// The first `waiting` of them wait, the others are free.
@@ -74,7 +74,8 @@ impl Out {
 }
 
 impl Merger {
-    /// With `partial`, a checksum field that holds the sum of the pseudo-header counts as one that is left to the receiver.
+    /// With `partial`, a checksum field that holds the sum of the pseudo-header counts as one that is left to the
+    /// receiver.
     pub fn new(mut settings: LroSettings, tap: OwnedFd, partial: bool, now: u64) -> io::Result<Merger> {
         let mut key = [0u8; 32];
         process::random(&mut key)?;
@@ -159,8 +160,8 @@ impl Merger {
     }
 }
 
-/// The state of a segment's checksum if its field holds the sum of the pseudo-header: what the sending kernel leaves to a card, and
-/// nobody did. A whole checksum is this number by chance only, as that of a damaged segment is right.
+/// The state of a segment's checksum if its field holds the sum of the pseudo-header: what the sending kernel leaves to
+/// a card, and nobody did. A whole checksum is this number by chance only, as that of a damaged segment is right.
 #[inline]
 fn partial_checksum(frame: &Frame) -> Option<Checksum> {
     let bytes = frame.bytes();
@@ -178,8 +179,8 @@ fn partial_checksum(frame: &Frame) -> Option<Checksum> {
     (field == sum.folded().to_be_bytes()).then_some(Checksum::Partial { start: start as u16, offset: TCP_CHECKSUM as u16 })
 }
 
-/// Whether the filter can have taken a frame. What else is sent by the TAP comes from some program on this host that uses every
-/// device.
+/// Whether the filter can have taken a frame. What else is sent by the TAP comes from some program on this host that
+/// uses every device.
 #[inline]
 fn is_tcp(frame: &Frame) -> bool {
     let bytes = frame.bytes();

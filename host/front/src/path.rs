@@ -1,4 +1,5 @@
-//! Where segments are taken at a device: in its driver (XDP) if that works and does other traffic no harm, else at its ingress (tc).
+//! Where segments are taken at a device: in its driver (XDP) if that works and does other traffic no harm, else at its
+//! ingress (tc).
 
 use anyhow::Result;
 use baton_linux::interface;
@@ -42,7 +43,8 @@ pub(crate) fn attach(choice: Choice, device: &str, link: &LinkInfo, tap: u32) ->
     }
 }
 
-/// The filter that takes the place of one in a device's driver whose MTU has become too large for that; None if it has not.
+/// The filter that takes the place of one in a device's driver whose MTU has become too large for that; None if it has
+/// not.
 pub(crate) fn follow(chosen: &Chosen, link: &LinkInfo, tap: u32) -> Result<Option<(Front, Chosen)>> {
     match fits(link) {
         Err(why) if chosen.path == Path::Driver => {

@@ -1,5 +1,6 @@
-//! What runs where: every attached process answers at a name of its network namespace. The name is at random, since anybody may
-//! listen at any, and the alias of the process's TAP tells it: only who may make devices can set that. Both vanish with the process.
+//! What runs where: every attached process answers at a name of its network namespace. The name is at random, since
+//! anybody may listen at any, and the alias of the process's TAP tells it: only who may make devices can set that. Both
+//! vanish with the process.
 
 use crate::is_gone;
 use anyhow::{Context, Result, bail};
@@ -136,8 +137,8 @@ fn is_readable(fd: &impl AsFd, most: Duration) -> io::Result<bool> {
     Ok(!ready.is_empty())
 }
 
-/// Everything that is attached in this network namespace, and why a process cannot be listed. A process that ends meanwhile is left
-/// out.
+/// Everything that is attached in this network namespace, and why a process cannot be listed. A process that ends
+/// meanwhile is left out.
 ///
 /// # Errors
 /// If it cannot be found out what is attached.

@@ -79,7 +79,8 @@ pub fn link_settings(fd: BorrowedFd<'_>, v4: bool) -> io::Result<(u8, u8)> {
 
 impl Exporter {
     /// Blocks the socket's input by a filter, enters repair mode and reads the sequence numbers twice: they
-    /// must not change. Frames must already be stolen, and `saved` read from the socket. On an error the socket is unchanged.
+    /// must not change. Frames must already be stolen, and `saved` read from the socket. On an error the socket is
+    /// unchanged.
     ///
     /// # Errors
     /// Why the connection stays.
@@ -92,7 +93,8 @@ impl Exporter {
     }
 
     fn read(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<Exporter, Refusal> {
-        // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of them.
+        // Segments that the kernel got before the steal may still wait for its receive thread. The NIC has copies of
+        // them.
         shell::block_input(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd).step("TCP_REPAIR")?;
         let first = Numbers::read(fd)?;
@@ -116,8 +118,8 @@ impl Exporter {
         self.retransmitted
     }
 
-    /// Copies the queues' bytes: unread ones, then those in flight and unsent. The pieces must be exactly as long as the image
-    /// says.
+    /// Copies the queues' bytes: unread ones, then those in flight and unsent. The pieces must be exactly as long as
+    /// the image says.
     ///
     /// # Errors
     /// Why the connection stays; the caller then calls [`Exporter::abandon`].
@@ -155,8 +157,8 @@ impl Exporter {
             let beginning = Beginning { snd: self.write_seq, rcv: self.image.rcv_nxt, scaled: is_scaled(&self.image) };
             shell::reassociate(fd, self.local, self.peer, beginning, None).step("reconnect")?;
             self.saved.remember(fd);
-            // The shell stays in repair mode, which sets SO_REUSEADDR. The program's value is put back for programs that read
-            // the option or bind the port.
+            // The shell stays in repair mode, which sets SO_REUSEADDR. The program's value is put back for programs
+            // that read the option or bind the port.
             self.saved.write_reuse(fd).step("SO_REUSEADDR")
         };
         match steps() {
@@ -166,8 +168,8 @@ impl Exporter {
     }
 }
 
-/// Copies the last bytes of a queue into pieces that are shorter than what is `shown` of it: the kernel keeps a segment until all of
-/// it is acknowledged, and repair mode then returns its acknowledged front, too.
+/// Copies the last bytes of a queue into pieces that are shorter than what is `shown` of it: the kernel keeps a segment
+/// until all of it is acknowledged, and repair mode then returns its acknowledged front, too.
 fn copy_tail(fd: BorrowedFd<'_>, pieces: &Pieces<'_>, shown: usize) -> io::Result<()> {
     let mut all = vec![0u8; shown];
     let (_, got) = rustix::net::recv(fd, &mut all, RecvFlags::PEEK | RecvFlags::DONTWAIT)?;
@@ -246,7 +248,8 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
     if timestamps && info.options & tcp_info::OPTION_MICROSECONDS != 0 {
         return Err(Refusal::MicrosecondClock);
     }
-    // From Linux 6.7 on the kernel clears the lowest bit of the value that it returns: a segment may have carried one more.
+    // From Linux 6.7 on the kernel clears the lowest bit of the value that it returns: a segment may have carried one
+    // more.
     let ts_clock = ts_clock.wrapping_add(1);
     let fin = u32::from(state.fin_queued());
     let image = Image {
@@ -292,8 +295,8 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
     Ok((image, numbers, info.total_retrans))
 }
 
-/// How long the peer has not answered. The kernel shows how often it has sent again, and when it did so last: the time-outs before that
-/// doubled up to the present one.
+/// How long the peer has not answered. The kernel shows how often it has sent again, and when it did so last: the
+/// time-outs before that doubled up to the present one.
 fn silence(info: &TcpInfo, unsent: u32) -> Silence {
     let millis = |millis: u32| u64::from(millis) * 1000;
     let heard = millis(info.last_received[0].min(info.last_received[1]));

@@ -54,8 +54,8 @@ pub struct Importer {
 }
 
 impl Importer {
-    /// Turns the shell back into a connection: numbers, options, unread bytes, bytes in flight. After that it receives, so
-    /// frames may flow, and [`Importer::finish`] lets it send.
+    /// Turns the shell back into a connection: numbers, options, unread bytes, bytes in flight. After that it receives,
+    /// so frames may flow, and [`Importer::finish`] lets it send.
     ///
     /// # Errors
     /// The step that the kernel refused.
@@ -100,8 +100,9 @@ impl Importer {
         Ok(Importer { image: *image, given: sent, saved: saved.clone(), send })
     }
 
-    /// Leaves repair mode, sends what was unsent, and shuts down what was shut down. `unacknowledged` is the send queue as it was
-    /// when the import began. An `idle` connection ([`baton_image::Stay::is_idle`]) says nothing to its peer; any other sends an acknowledgement.
+    /// Leaves repair mode, sends what was unsent, and shuts down what was shut down. `unacknowledged` is the send queue
+    /// as it was when the import began. An `idle` connection ([`baton_image::Stay::is_idle`]) says nothing to its peer;
+    /// any other sends an acknowledgement.
     ///
     /// # Errors
     /// The step that the kernel refused.
@@ -132,15 +133,16 @@ impl Importer {
     }
 }
 
-/// Whether the peer has reset the connection: with a frame that was held during the move, say. The socket keeps the error until a call
-/// fails with it, and it is the program's call that has to: so nothing is sent then.
+/// Whether the peer has reset the connection: with a frame that was held during the move, say. The socket keeps the
+/// error until a call fails with it, and it is the program's call that has to: so nothing is sent then.
 fn is_reset(fd: BorrowedFd<'_>) -> bool {
     /// Linux's number of the state.
     const CLOSE: u8 = 7;
     TcpInfo::read(fd).is_ok_and(|info| info.state == CLOSE)
 }
 
-/// Completes an [`Importer::finish`] whose process died in the middle, as far as the socket itself shows what is missing.
+/// Completes an [`Importer::finish`] whose process died in the middle, as far as the socket itself shows what is
+/// missing.
 ///
 /// # Errors
 /// The step that the kernel refused.
@@ -184,16 +186,17 @@ fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
 
 fn write_window(fd: BorrowedFd<'_>, image: &Image, rcv_nxt: u32) -> io::Result<()> {
     let edge = image.rcv_adv.wrapping_sub(rcv_nxt);
-    // A FIN that was acknowledged is sent again: the window begins one earlier, and has room for it also where the peer has closed it.
+    // A FIN that was acknowledged is sent again: the window begins one earlier, and has room for it also where the peer
+    // has closed it.
     let send = image.snd_wnd.saturating_add(u32::from(image.state.fin_acknowledged()));
     let words = [image.snd_wl1, send, image.max_window.max(send), edge, rcv_nxt];
     let raw: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
     socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &raw)
 }
 
-/// Everything in the send queue was sent before, and must count so: an acknowledgement of more than the kernel knows to be sent would
-/// be ignored for ever. While frames of the socket still wait at its device, autocorking leaves the end of the queue uncounted;
-/// TCP_NODELAY pushes it.
+/// Everything in the send queue was sent before, and must count so: an acknowledgement of more than the kernel knows to
+/// be sent would be ignored for ever. While frames of the socket still wait at its device, autocorking leaves the end
+/// of the queue uncounted; TCP_NODELAY pushes it.
 fn count_as_sent(fd: BorrowedFd<'_>) -> io::Result<()> {
     if socket::queue_bytes(fd, socket::SIOCOUTQNSD)? == 0 {
         return Ok(());

@@ -1,4 +1,5 @@
-//! A listening socket whose connections the NIC is to make: whether it can, and what the sockets of these connections inherit.
+//! A listening socket whose connections the NIC is to make: whether it can, and what the sockets of these connections
+//! inherit.
 
 use crate::examine::{state_name, system};
 use crate::{shell, unenforced};
@@ -15,10 +16,10 @@ const TCP: i32 = libc::IPPROTO_TCP;
 /// Longest value of an option that is inherited, in bytes.
 const LONGEST: usize = 16;
 
-/// Options that a connection's socket inherits from its listener: SO_REUSEADDR, SO_KEEPALIVE, SO_OOBINLINE, SO_PRIORITY, SO_LINGER,
-/// SO_RCVLOWAT, SO_RCVTIMEO, SO_SNDTIMEO, SO_BUSY_POLL; TCP_NODELAY, TCP_CORK, TCP_KEEPIDLE, TCP_KEEPINTVL, TCP_KEEPCNT, TCP_SYNCNT,
-/// TCP_LINGER2, TCP_WINDOW_CLAMP, TCP_CONGESTION, TCP_USER_TIMEOUT, TCP_NOTSENT_LOWAT; IP_TOS, IP_TTL, IPV6_UNICAST_HOPS,
-/// IPV6_TCLASS.
+/// Options that a connection's socket inherits from its listener: SO_REUSEADDR, SO_KEEPALIVE, SO_OOBINLINE,
+/// SO_PRIORITY, SO_LINGER, SO_RCVLOWAT, SO_RCVTIMEO, SO_SNDTIMEO, SO_BUSY_POLL; TCP_NODELAY, TCP_CORK, TCP_KEEPIDLE,
+/// TCP_KEEPINTVL, TCP_KEEPCNT, TCP_SYNCNT, TCP_LINGER2, TCP_WINDOW_CLAMP, TCP_CONGESTION, TCP_USER_TIMEOUT,
+/// TCP_NOTSENT_LOWAT; IP_TOS, IP_TTL, IPV6_UNICAST_HOPS, IPV6_TCLASS.
 const INHERITED: [(i32, i32); 24] = [
     (1, 2),
     (1, 9),
@@ -50,8 +51,8 @@ const INHERITED: [(i32, i32); 24] = [
 const BUF_LOCK: i32 = 72;
 const LOCKED: [(i32, i32); 2] = [(1, libc::SO_SNDBUF), (2, libc::SO_RCVBUF)];
 
-/// Options with which only the kernel can serve a listener: SO_REUSEPORT, SO_BINDTODEVICE, SO_MARK, TCP_DEFER_ACCEPT, TCP_FASTOPEN,
-/// IP_TRANSPARENT, IPV6_TRANSPARENT.
+/// Options with which only the kernel can serve a listener: SO_REUSEPORT, SO_BINDTODEVICE, SO_MARK, TCP_DEFER_ACCEPT,
+/// TCP_FASTOPEN, IP_TRANSPARENT, IPV6_TRANSPARENT.
 const KERNEL_ONLY: [(i32, i32, &str); 7] = [
     (1, 15, "SO_REUSEPORT"),
     (1, 25, "SO_BINDTODEVICE"),

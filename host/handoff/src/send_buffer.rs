@@ -1,25 +1,26 @@
-//! What the kernel would accept from a program for sending: its send buffer, and how that grows with the congestion window. The NIC
-//! accepts as much.
+//! What the kernel would accept from a program for sending: its send buffer, and how that grows with the congestion
+//! window. The NIC accepts as much.
 
 use baton_linux::buffers::{Buffer, Side};
 use baton_linux::socket;
 use std::io;
 use std::os::fd::BorrowedFd;
 
-/// Payload of one buffer of the kernel's queue, in bytes, to a peer that has never offered more than its first windows: half of the
-/// largest of them (tcp_bound_to_half_wnd).
+/// Payload of one buffer of the kernel's queue, in bytes, to a peer that has never offered more than its first windows:
+/// half of the largest of them (tcp_bound_to_half_wnd).
 const PIECE: u32 = 46_336;
 /// Bytes that the kernel counts for one more of them (sk_buff and its head).
 const BOOKKEEPING: u32 = 1_280;
 /// Segments for which there is room at least (Linux's TCP_INIT_CWND).
 const FIRST_WINDOW: u32 = 10;
-/// What the kernel counts for a segment beside its payload: the structure sk_buff, and within the head, whose size is a power of two,
-/// headers and skb_shared_info. The latter depend on what the kernel was built with.
+/// What the kernel counts for a segment beside its payload: the structure sk_buff, and within the head, whose size is a
+/// power of two, headers and skb_shared_info. The latter depend on what the kernel was built with.
 const SEGMENT: u32 = 256;
 const HEADS: [u32; 2] = [640, 576];
 
-/// Most bytes that may be queued with this SO_SNDBUF. The kernel looks at the size only when it begins another buffer of its queue,
-/// which it then fills; and of the first of several a part is acknowledged as a rule, which no longer counts: about a half.
+/// Most bytes that may be queued with this SO_SNDBUF. The kernel looks at the size only when it begins another buffer
+/// of its queue, which it then fills; and of the first of several a part is acknowledged as a rule, which no longer
+/// counts: about a half.
 pub fn queue_limit(size: u32) -> u32 {
     let pieces = size.div_ceil(PIECE + BOOKKEEPING).max(1);
     let acknowledged = if pieces > 1 { PIECE / 2 } else { PIECE / 4 };
@@ -29,8 +30,9 @@ pub fn queue_limit(size: u32) -> u32 {
     if limit - power < power / 16 { power } else { limit }
 }
 
-/// The size that the kernel would give a send buffer which the program has not fixed once the congestion window is `cwnd` segments,
-/// if that is more than `buffer` has (tcp_sndbuf_expand). `mss` is the peer's maximum segment size, `most` the maximum of tcp_wmem.
+/// The size that the kernel would give a send buffer which the program has not fixed once the congestion window is
+/// `cwnd` segments, if that is more than `buffer` has (tcp_sndbuf_expand). `mss` is the peer's maximum segment size,
+/// `most` the maximum of tcp_wmem.
 pub fn expanded(fd: BorrowedFd<'_>, buffer: &Buffer, cwnd: u32, mss: u16, most: u32) -> Option<u32> {
     let mut name = [0u8; 16];
     let bbr = socket::get_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, &mut name).is_ok() && name.starts_with(b"bbr");
@@ -38,8 +40,8 @@ pub fn expanded(fd: BorrowedFd<'_>, buffer: &Buffer, cwnd: u32, mss: u16, most: 
     (!buffer.fixed && size > buffer.size).then_some(size)
 }
 
-/// The same by numbers. `windows`: how many congestion windows are to have room. `now`, an earlier result of the kernel's, shows what it
-/// counts for a segment.
+/// The same by numbers. `windows`: how many congestion windows are to have room. `now`, an earlier result of the
+/// kernel's, shows what it counts for a segment.
 fn size_for(cwnd: u32, mss: u16, windows: u32, now: u32) -> u32 {
     let [larger, smaller] = HEADS.map(|head| windows * ((u32::from(mss) + head).next_power_of_two() + SEGMENT));
     let window = if now.is_multiple_of(larger) { larger } else { smaller };
@@ -58,7 +60,8 @@ pub fn of(fd: BorrowedFd<'_>) -> io::Result<Buffer> {
 mod tests {
     use super::*;
 
-    /// SO_SNDBUF, and how many bytes Linux 6.18 had queued when it accepted no more, over Ethernet, in the middle of several writes.
+    /// SO_SNDBUF, and how many bytes Linux 6.18 had queued when it accepted no more, over Ethernet, in the middle of
+    /// several writes.
     const SEEN: [(u32, u32); 9] = [
         (8_192, 46_336),
         (131_072, 157_832),

@@ -1,5 +1,5 @@
-//! The shell: the kernel's socket while the NIC owns its connection. It is established and empty, on the same descriptor; a
-//! filter drops all that it receives, and no timer makes it send.
+//! The shell: the kernel's socket while the NIC owns its connection. It is established and empty, on the same
+//! descriptor; a filter drops all that it receives, and no timer makes it send.
 
 use baton_linux::socket::{self, check};
 use std::io;
@@ -28,14 +28,15 @@ pub(crate) fn repair(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// How repair mode is left.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Leave {
-    /// The kernel probes the peer's window, if the connection is established: the peer gets an acknowledgement and sends one.
+    /// The kernel probes the peer's window, if the connection is established: the peer gets an acknowledgement and
+    /// sends one.
     Probing,
     Silently,
 }
 
-/// Leaves repair mode and restores SO_REUSEADDR, which the kernel clears then. Until it is restored nobody can listen on the connection's port.
-/// With [`Leave::Probing`] that lasts longer: the call returns after the window probe has been sent, and received if the peer is on this
-/// machine.
+/// Leaves repair mode and restores SO_REUSEADDR, which the kernel clears then. Until it is restored nobody can listen
+/// on the connection's port. With [`Leave::Probing`] that lasts longer: the call returns after the window probe has
+/// been sent, and received if the peer is on this machine.
 pub(crate) fn leave_repair(fd: BorrowedFd<'_>, how: Leave, reuse: i32) -> io::Result<()> {
     let value = match how {
         Leave::Probing => 0,
@@ -99,8 +100,8 @@ impl Saved {
         })
     }
 
-    /// Whether it can have been read from a socket: it names no options but those that a disconnect resets. What lies in shared memory
-    /// may have been changed there.
+    /// Whether it can have been read from a socket: it names no options but those that a disconnect resets. What lies
+    /// in shared memory may have been changed there.
     pub fn is_plausible(&self) -> bool {
         self.forgotten.iter().all(|(level, option, _)| FORGOTTEN.contains(&(*level, *option)))
     }
@@ -115,14 +116,15 @@ impl Saved {
         self.cork != 0
     }
 
-    /// A copy with other values of SO_KEEPALIVE and TCP_CORK: the program may have set them while the NIC had the connection.
+    /// A copy with other values of SO_KEEPALIVE and TCP_CORK: the program may have set them while the NIC had the
+    /// connection.
     #[must_use]
     pub fn with_programs(&self, keepalive: bool, cork: bool) -> Saved {
         Saved { keepalive: i32::from(keepalive), cork: i32::from(cork), ..self.clone() }
     }
 
-    /// A copy with the shell's SO_REUSEADDR: the program may have set it while the NIC had the connection. Two values are not
-    /// the program's: repair mode's own, 2, and that of a socket outside repair mode, which has lost it.
+    /// A copy with the shell's SO_REUSEADDR: the program may have set it while the NIC had the connection. Two values
+    /// are not the program's: repair mode's own, 2, and that of a socket outside repair mode, which has lost it.
     #[must_use]
     pub(crate) fn with_reuse_of_shell(&self, fd: BorrowedFd<'_>) -> Saved {
         let in_repair = socket::get(fd, libc::IPPROTO_TCP, TCP_REPAIR).is_ok_and(|repair| repair == 1);
@@ -227,11 +229,13 @@ pub(crate) fn unblock_input(fd: BorrowedFd<'_>, saved: &Saved) -> io::Result<()>
     attach_filter(fd, &mut instructions)
 }
 
-/// Makes an unconnected socket the shell of a connection that the NIC has made, which has sent and received nothing yet. `snd` and
-/// `rcv` are the next sequence numbers of both directions. Returns what must be put back when the connection moves to the kernel.
+/// Makes an unconnected socket the shell of a connection that the NIC has made, which has sent and received nothing
+/// yet. `snd` and `rcv` are the next sequence numbers of both directions. Returns what must be put back when the
+/// connection moves to the kernel.
 ///
 /// # Errors
-/// The failed system call's; `EADDRNOTAVAIL` if the kernel has a connection with the same 4-tuple, or waits one out (TIME-WAIT).
+/// The failed system call's; `EADDRNOTAVAIL` if the kernel has a connection with the same 4-tuple, or waits one out
+/// (TIME-WAIT).
 pub fn make(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr, snd: u32, rcv: u32) -> io::Result<Saved> {
     let saved = Saved::read(fd)?;
     if saved.keepalive() {
@@ -260,8 +264,8 @@ pub(crate) struct Beginning {
     pub scaled: bool,
 }
 
-/// Dissolves the association and makes it anew from the beginning given, with empty queues. In repair mode, so nothing is sent.
-/// `mss` is the peer's MSS option, if the segment size has to be worked out from it now.
+/// Dissolves the association and makes it anew from the beginning given, with empty queues. In repair mode, so nothing
+/// is sent. `mss` is the peer's MSS option, if the segment size has to be worked out from it now.
 ///
 /// # Errors
 /// The failed system call's. The socket may then be closed: the caller checked route and source address before.
@@ -300,8 +304,8 @@ pub(crate) fn reassociate(
     select(fd, Queue::None)
 }
 
-/// Makes the kernel send an acknowledgement now, with its SACK blocks: it probes the peer's window when it leaves repair mode.
-/// The program must be kept out of the connection meanwhile: in repair mode its calls would fail.
+/// Makes the kernel send an acknowledgement now, with its SACK blocks: it probes the peer's window when it leaves
+/// repair mode. The program must be kept out of the connection meanwhile: in repair mode its calls would fail.
 ///
 /// # Errors
 /// The failed system call's.
@@ -311,8 +315,8 @@ pub fn acknowledge(fd: BorrowedFd<'_>) -> io::Result<()> {
     leave_repair(fd, Leave::Probing, reuse)
 }
 
-/// Takes a shell out of repair mode, in which a close leaves no trace. An observer of its state can then see whether it was
-/// closed in order or reset. Somebody else must keep what it sends from leaving.
+/// Takes a shell out of repair mode, in which a close leaves no trace. An observer of its state can then see whether it
+/// was closed in order or reset. Somebody else must keep what it sends from leaving.
 ///
 /// # Errors
 /// The failed system call's.
@@ -320,8 +324,8 @@ pub fn show_closing(fd: BorrowedFd<'_>) -> io::Result<()> {
     leave_repair(fd, Leave::Silently, reuse_of(fd)?)
 }
 
-/// Closes the shell of a connection that has ended on the NIC, without sending anything: nothing is sent either when its
-/// descriptor is closed.
+/// Closes the shell of a connection that has ended on the NIC, without sending anything: nothing is sent either when
+/// its descriptor is closed.
 ///
 /// # Errors
 /// The failed system call's.
@@ -332,8 +336,8 @@ pub fn end(fd: BorrowedFd<'_>) -> io::Result<()> {
     leave_repair(fd, Leave::Silently, reuse)
 }
 
-/// Tries the connect(2) that a move makes, on a socket that is good for nothing else: nothing is sent, and it is unconnected again
-/// afterwards.
+/// Tries the connect(2) that a move makes, on a socket that is good for nothing else: nothing is sent, and it is
+/// unconnected again afterwards.
 ///
 /// # Errors
 /// The failed system call's; `EACCES` if a BPF program has the socket connect to somebody else.
@@ -350,16 +354,16 @@ pub fn try_connecting(probe: BorrowedFd<'_>, peer: SocketAddr) -> io::Result<()>
 fn dissolve(fd: BorrowedFd<'_>, beginning: Beginning) -> io::Result<()> {
     socket::disconnect(fd)?;
     if !beginning.scaled {
-        // The kernel chooses the shift of its windows when it connects, and only a handshake would tell it that the peer does not
-        // scale: with a window of 64 KB at most it chooses none.
+        // The kernel chooses the shift of its windows when it connects, and only a handshake would tell it that the
+        // peer does not scale: with a window of 64 KB at most it chooses none.
         socket::set(fd, libc::IPPROTO_TCP, libc::TCP_WINDOW_CLAMP, i32::from(u16::MAX))?;
     }
     set_queue_seq(fd, Queue::Send, beginning.snd)?;
     set_queue_seq(fd, Queue::Receive, beginning.rcv)
 }
 
-/// Connects without binding, so that a port that the program did not bind stays one that connections to other peers may share.
-/// Returns whether that gave the right port: one outside the host's ephemeral range cannot be had this way.
+/// Connects without binding, so that a port that the program did not bind stays one that connections to other peers may
+/// share. Returns whether that gave the right port: one outside the host's ephemeral range cannot be had this way.
 fn connect_without_binding(fd: BorrowedFd<'_>, local: SocketAddr, peer: SocketAddr) -> io::Result<bool> {
     let port = i32::from(local.port());
     if socket::set(fd, libc::IPPROTO_IP, IP_LOCAL_PORT_RANGE, port << 16 | port).is_err() {

@@ -7,12 +7,12 @@ use std::os::fd::BorrowedFd;
 const SO_MAX_PACING_RATE: i32 = 47;
 const TCP_CONGESTION: i32 = 13;
 const TCP_NOTSENT_LOWAT: i32 = 25;
-/// Values of IP_MTU_DISCOVER and IPV6_MTU_DISCOVER (WANT, DO) that mean "never fragment, and follow the path MTU", as the NIC
-/// does.
+/// Values of IP_MTU_DISCOVER and IPV6_MTU_DISCOVER (WANT, DO) that mean "never fragment, and follow the path MTU", as
+/// the NIC does.
 const FOLLOWS_PATH_MTU: [i32; 2] = [1, 2];
 
-/// Options of which some values keep a connection in the kernel, by level and number: SO_PRIORITY, SO_MAX_PACING_RATE, IP_MTU_DISCOVER,
-/// IP_MINTTL, IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION, TCP_NOTSENT_LOWAT.
+/// Options of which some values keep a connection in the kernel, by level and number: SO_PRIORITY, SO_MAX_PACING_RATE,
+/// IP_MTU_DISCOVER, IP_MINTTL, IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION, TCP_NOTSENT_LOWAT.
 const OPTIONS: [(i32, i32); 8] = [
     (1, libc::SO_PRIORITY),
     (1, SO_MAX_PACING_RATE),
@@ -44,7 +44,8 @@ pub fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
     if paced {
         return Err(Refusal::Option("SO_MAX_PACING_RATE"));
     }
-    // Queueing disciplines and VLANs go by the priority of the kernel's packets. Of what IP_TOS makes it, its bits say the same.
+    // Queueing disciplines and VLANs go by the priority of the kernel's packets. Of what IP_TOS makes it, its bits say
+    // the same.
     let of_class = socket::get(fd, libc::IPPROTO_IP, libc::IP_TOS).map_or(0, |class| PRIORITIES[(class as usize >> 1) & 15]);
     let priority = socket::get(fd, libc::SOL_SOCKET, libc::SO_PRIORITY).unwrap_or(0);
     if priority != 0 && priority != of_class {

@@ -1,5 +1,5 @@
-//! Decides whether agents die of the state that they are given. State that ends two agents is withheld from the next one, so
-//! that everything else goes on.
+//! Decides whether agents die of the state that they are given. State that ends two agents is withheld from the next
+//! one, so that everything else goes on.
 
 /// State that the next agent is not given.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,8 +26,8 @@ pub(crate) struct Blame {
 }
 
 impl Blame {
-    /// Records an agent's death: whether it had become ready, whether it ended by itself rather than by a signal from outside,
-    /// and which session it was serving.
+    /// Records an agent's death: whether it had become ready, whether it ended by itself rather than by a signal from
+    /// outside, and which session it was serving.
     pub fn judge(&mut self, ready: bool, by_itself: bool, session: Option<u32>) -> Withhold {
         self.hasty = if ready { 0 } else { self.hasty + 1 };
         let suspect = session.filter(|_| by_itself);

@@ -1,5 +1,5 @@
-//! What the keeper holds for the next agent: messages and their descriptors. The time to record a message does not depend on how
-//! much is held.
+//! What the keeper holds for the next agent: messages and their descriptors. The time to record a message does not
+//! depend on how much is held.
 
 use baton_abi::layout::session::MAX_CONNECTIONS;
 use baton_linux::foreign::{self, Foreign};

@@ -15,14 +15,15 @@ use std::process::{Child, Command};
 /// Descriptors of the devices between a NIC and its host's network.
 #[derive(Debug)]
 pub struct Devices {
-    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that receives what the kernel sends.
+    /// The TAP that is the kernel's interface; beside the kernel, the packet socket that receives what the kernel
+    /// sends.
     pub host: OwnedFd,
     /// The wire; beside the kernel, the packet socket on all devices.
     pub wire: OwnedFd,
     /// Descriptors that only a NIC beside the kernel needs.
     pub beside: Option<BesideDevices>,
-    /// Descriptors that only a NIC with several workers needs: the card's registers, and for each worker but the first a queue
-    /// of the host's interface and one of the wire's.
+    /// Descriptors that only a NIC with several workers needs: the card's registers, and for each worker but the first
+    /// a queue of the host's interface and one of the wire's.
     pub card: Vec<OwnedFd>,
 }
 
@@ -40,7 +41,8 @@ pub struct BesideDevices {
 const MESSAGE_SESSIONS: u32 = 1024;
 
 impl Devices {
-    /// Makes those of `nics` NICs beside the kernel, for this many connections each, in the calling thread's network namespace.
+    /// Makes those of `nics` NICs beside the kernel, for this many connections each, in the calling thread's network
+    /// namespace.
     ///
     /// # Errors
     /// With what is missing, and what to do about it.
@@ -62,7 +64,8 @@ impl Devices {
     }
 }
 
-/// The two packet sockets of a NIC: for what the kernel sends, and for the wire. They receive what is steered to this NIC, or to any.
+/// The two packet sockets of a NIC: for what the kernel sends, and for the wire. They receive what is steered to this
+/// NIC, or to any.
 fn packet_sockets(steering: &Steering, nic: Option<u32>) -> io::Result<[OwnedFd; 2]> {
     let host = interface::open_deaf_packet_socket(false, |fd| {
         baton_linux::socket::set(fd, 1, SO_MARK, baton_steering::MARK as i32)?;
@@ -86,8 +89,8 @@ fn set_up_rings(socket: BorrowedFd<'_>, sending: bool) {
     }
 }
 
-/// Starts a keeper in the calling thread's network namespace, and waits until programs can connect. It ends when the returned
-/// channel is closed; or, if `process` (a pidfd) is given, when that process and the last session have ended.
+/// Starts a keeper in the calling thread's network namespace, and waits until programs can connect. It ends when the
+/// returned channel is closed; or, if `process` (a pidfd) is given, when that process and the last session have ended.
 ///
 /// # Errors
 /// If it does not start. It has printed the cause itself.

@@ -1,5 +1,5 @@
-//! The keeper holds what must survive agent and NIC (device descriptors, NIC memory, doorbells), starts the agent, and starts
-//! the next one when that dies. It makes no decisions about connections, so it has little reason to die.
+//! The keeper holds what must survive agent and NIC (device descriptors, NIC memory, doorbells), starts the agent, and
+//! starts the next one when that dies. It makes no decisions about connections, so it has little reason to die.
 #![forbid(unsafe_code)]
 
 mod blame;
@@ -40,9 +40,9 @@ pub enum Descriptor {
     Parent = 5,
 }
 
-/// First number of the further descriptors. For NICs beside the kernel: the injector, the link of its program, the steering, and for
-/// each NIC but the first its two packet sockets; for one with several queues: the card's. Last, for a keeper that lingers: a pidfd
-/// of the process whose end it waits for.
+/// First number of the further descriptors. For NICs beside the kernel: the injector, the link of its program, the
+/// steering, and for each NIC but the first its two packet sockets; for one with several queues: the card's. Last, for
+/// a keeper that lingers: a pidfd of the process whose end it waits for.
 const FURTHER: i32 = Descriptor::Parent as i32 + 1;
 
 /// Runs a keeper until its parent has ended.
@@ -121,7 +121,8 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Waits for the end of an agent, but not for a thread of its that waits in the kernel for something that a program holds.
+/// Waits for the end of an agent, but not for a thread of its that waits in the kernel for something that a program
+/// holds.
 fn await_end(agent: &mut Child) -> io::Result<()> {
     const PAUSE: Duration = Duration::from_millis(2);
     while agent.try_wait()?.is_none() && process::lives(agent.id()) {
@@ -130,8 +131,9 @@ fn await_end(agent: &mut Child) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes the status of an agent that has ended. Returns whether a signal from outside has ended it. A thread of its may still wait in the
-/// kernel for something that a program holds: its process goes when that has come, and is not waited for.
+/// Takes the status of an agent that has ended. Returns whether a signal from outside has ended it. A thread of its may
+/// still wait in the kernel for something that a program holds: its process goes when that has come, and is not waited
+/// for.
 fn reap(mut agent: Child, settings: &AgentSettings) -> Result<bool> {
     if !process::lives(agent.id()) && agent.try_wait()?.is_none() {
         report!("baton keeper: a thread of the agent that has ended (process {}) waits in the kernel", agent.id());
@@ -229,8 +231,8 @@ fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
     Ok(agent.send(&Kept::Ready, &[])?)
 }
 
-/// Records what the agent sends, until the agent or the parent has ended. True if the parent has ended; then the agent has
-/// restored everything and ended, too.
+/// Records what the agent sends, until the agent or the parent has ended. True if the parent has ended; then the agent
+/// has restored everything and ended, too.
 fn watch(
     agent: &mut Child,
     channel: Channel,

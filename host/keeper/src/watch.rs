@@ -1,4 +1,5 @@
-//! The keeper's watch over the agent: one that hangs is ended, and the next one takes over. One that is stopped goes on first.
+//! The keeper's watch over the agent: one that hangs is ended, and the next one takes over. One that is stopped goes on
+//! first.
 
 use baton_abi::layout::nic;
 use baton_agent::Sampler;
@@ -12,8 +13,9 @@ use std::time::Duration;
 const PACE: u64 = 100_000;
 const SLOW_PACE: u64 = 250_000;
 
-/// When an agent counts as hung. It has longer than a NIC: a round of its loop may be about all connections, and programs do not wait for
-/// it. One that is stopped is resumed soon: its NIC may be stopped, too, and then nobody else ends that.
+/// When an agent counts as hung. It has longer than a NIC: a round of its loop may be about all connections, and
+/// programs do not wait for it. One that is stopped is resumed soon: its NIC may be stopped, too, and then nobody else
+/// ends that.
 const LIMITS: Limits = Limits { spinning: 2_000_000, stuck: 5_000_000, stopped: 2_000_000, resumed: Some(150_000) };
 
 /// What is to be done with an agent.
@@ -65,8 +67,8 @@ impl Watched<'_> {
         self.ended == [true; 2]
     }
 
-    /// Looks at the agent, if it is time. Returns what is to be done now. One that is not ready yet takes over all connections of
-    /// the last one, which may take as long as it likes; it counts as hung only when it is stopped.
+    /// Looks at the agent, if it is time. Returns what is to be done now. One that is not ready yet takes over all
+    /// connections of the last one, which may take as long as it likes; it counts as hung only when it is stopped.
     pub fn look(&mut self, ready: bool, has_sessions: bool) -> Remedy {
         let now = monotonic_micros();
         if now < self.due {

@@ -1,12 +1,12 @@
 //! The memory of an endpoint: the program's buffers, copies that the endpoint owns, and the buffers for RTS packets.
 //!
-//! RMPP names memory by offsets. Here an offset is the number of an operation in the upper bits and the place in that operation's
-//! buffer in the lower ones, so a packet can only reach the buffer of an operation that runs, and every access is checked against
-//! its length.
+//! RMPP names memory by offsets. Here an offset is the number of an operation in the upper bits and the place in that
+//! operation's buffer in the lower ones, so a packet can only reach the buffer of an operation that runs, and every
+//! access is checked against its length.
 //!
-//! With a NIC, the first slot is session memory, whose offsets are the NIC's own. The NIC reaches no other slot: messages that it
-//! sends or receives lie in the first one meanwhile ([`crate::staging`]). A program that was lent a part of session memory, and has
-//! its buffers there, needs no copies.
+//! With a NIC, the first slot is session memory, whose offsets are the NIC's own. The NIC reaches no other slot:
+//! messages that it sends or receives lie in the first one meanwhile ([`crate::staging`]). A program that was lent a
+//! part of session memory, and has its buffers there, needs no copies.
 
 use crate::staging::{Staged, Staging};
 use baton_records::SessionMemory;
@@ -124,8 +124,9 @@ impl<B: Buffer> Arena<B> {
         Ok(region)
     }
 
-    /// The region into which a message for `program`, a region of a slot, is received: [`Arena::arrived`] follows. What fits
-    /// into an RTS, `eager` bytes, is placed by the policy itself, which is in this process; with None the NIC places all.
+    /// The region into which a message for `program`, a region of a slot, is received: [`Arena::arrived`] follows. What
+    /// fits into an RTS, `eager` bytes, is placed by the policy itself, which is in this process; with None the NIC
+    /// places all.
     pub fn incoming(&mut self, number: u32, program: Region, eager: Option<u64>) -> Result<Region, NoPlace> {
         match self.in_session(program) {
             Some(region) => Ok(region),
@@ -199,7 +200,8 @@ impl<B: Buffer> Arena<B> {
         Self::region(number, 0, self.slots.get(number as usize).map_or(0, Slot::length))
     }
 
-    /// Copies between a buffer of the program in one piece and session memory, without a stop between. None: it is another copy.
+    /// Copies between a buffer of the program in one piece and session memory, without a stop between. None: it is
+    /// another copy.
     fn copy_shared(&mut self, source: (usize, u64), target: (usize, u64), length: u64) -> Option<bool> {
         let [first, second] = self.slots.get_disjoint_mut([source.0, target.0]).ok()?;
         match (first, second) {

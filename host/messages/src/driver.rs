@@ -1,8 +1,9 @@
 //! An endpoint shared by the program's threads, and a thread of its own that drives it while the program does not.
 //!
-//! While the program polls, the thread leaves the endpoint to it: two threads that look at the same socket would only get into
-//! each other's way. It looks every [`LOOK`] whether the program still does; once that has not polled for [`QUIET`], the
-//! thread waits for packets itself. So the endpoint answers its peers whatever the program does, at the latest after both.
+//! While the program polls, the thread leaves the endpoint to it: two threads that look at the same socket would only
+//! get into each other's way. It looks every [`LOOK`] whether the program still does; once that has not polled for
+//! [`QUIET`], the thread waits for packets itself. So the endpoint answers its peers whatever the program does, at the
+//! latest after both.
 
 use crate::arena::Buffer;
 use crate::endpoint::Endpoint;
@@ -22,13 +23,13 @@ const QUIET_WITH_NIC: u64 = 4000;
 const LOOK: Duration = Duration::from_micros(1000);
 /// The same with a NIC, which needs the endpoint less often.
 const LOOK_WITH_NIC: Duration = Duration::from_micros(4000);
-/// Microseconds in which polls find nothing, after which each offers the processor to others: the peer may need it to go on. A
-/// reply that comes sooner finds the program polling.
+/// Microseconds in which polls find nothing, after which each offers the processor to others: the peer may need it to
+/// go on. A reply that comes sooner finds the program polling.
 const YIELD: u64 = 1000;
 /// The same with a NIC, which is a process on one of the host's processors.
 const YIELD_TO_NIC: u64 = 20;
-/// A program that has polled more often than this, with fewer microseconds between than that, does nothing else: only then is its
-/// processor offered.
+/// A program that has polled more often than this, with fewer microseconds between than that, does nothing else: only
+/// then is its processor offered.
 const SPINS: u32 = 8;
 const DENSE: u64 = 10;
 /// Longest wait while something may time out.

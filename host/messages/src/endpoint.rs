@@ -15,8 +15,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
 
-/// Microseconds in which polls find nothing, after which replies leave that nobody waits for: longer than a short message and its
-/// answer take.
+/// Microseconds in which polls find nothing, after which replies leave that nobody waits for: longer than a short
+/// message and its answer take.
 const PATIENCE: u64 = 30;
 /// Messages that may be acknowledged late: a quarter of those that a peer may have under way.
 const MOST_REPLIES: usize = 16;
@@ -201,8 +201,9 @@ pub struct Endpoint<B: Buffer> {
 pub(crate) type Keys = std::hash::BuildHasherDefault<std::hash::DefaultHasher>;
 
 impl<B: Buffer> Endpoint<B> {
-    /// An endpoint that receives at the address of the settings. `regions` finds the program's memory that peers may reach;
-    /// `random` is 32 random bytes; `now` is in microseconds of a clock that no earlier endpoint of this address was ahead of.
+    /// An endpoint that receives at the address of the settings. `regions` finds the program's memory that peers may
+    /// reach; `random` is 32 random bytes; `now` is in microseconds of a clock that no earlier endpoint of this address
+    /// was ahead of.
     ///
     /// # Errors
     /// The failed system call's, or `InvalidInput` for settings that contradict each other.
@@ -285,13 +286,14 @@ impl<B: Buffer> Endpoint<B> {
         self.policy.peers() > 0
     }
 
-    /// Bytes of message that fit into one packet. A message of that length needs nothing of its receiver but to take it.
+    /// Bytes of message that fit into one packet. A message of that length needs nothing of its receiver but to take
+    /// it.
     pub fn eager(&self) -> usize {
         usize::from(first_bytes(self.packet))
     }
 
-    /// What the endpoint has counted: packets of both halves, those that were refused and dropped by reason, and datagrams that
-    /// the socket did not take. For a log.
+    /// What the endpoint has counted: packets of both halves, those that were refused and dropped by reason, and
+    /// datagrams that the socket did not take. For a log.
     pub fn report(&self) -> String {
         let policy = self.policy.counters();
         let (data, unsent, on_nic, deaths) = self.half.report();
@@ -419,8 +421,8 @@ impl<B: Buffer> Endpoint<B> {
         self.purposes[slot] = Some(purpose);
     }
 
-    /// Takes a send back that has not begun, by the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
-    /// comes, if it is on its way or has ended.
+    /// Takes a send back that has not begun, by the caller's name for it. Its completion is [`Error::Cancelled`];
+    /// false, and none comes, if it is on its way or has ended.
     pub fn cancel_send(&mut self, token: Token, now: u64) -> bool {
         let send = |purpose: &Option<Purpose>| matches!(purpose, Some(Purpose::Send(owner)) if *owner == token);
         let slot = self.purposes.iter().position(send);
@@ -429,9 +431,9 @@ impl<B: Buffer> Endpoint<B> {
         cancelled
     }
 
-    /// Takes a receive back, by its number and the caller's name for it. Its completion is [`Error::Cancelled`]; false, and none
-    /// comes, if it has matched a message or has ended. Where the NIC matches it is asked: the completion comes with its answer, and
-    /// is of a message if that was faster ([`Endpoint::outcome`]).
+    /// Takes a receive back, by its number and the caller's name for it. Its completion is [`Error::Cancelled`]; false,
+    /// and none comes, if it has matched a message or has ended. Where the NIC matches it is asked: the completion
+    /// comes with its answer, and is of a message if that was faster ([`Endpoint::outcome`]).
     pub fn cancel(&mut self, number: u32, token: Token, now: u64) -> bool {
         let cancelled = match self.purposes.get(number as usize) {
             Some(Some(Purpose::Receive(owner, id))) if *owner == token => self.policy.cancel(*id),
@@ -446,7 +448,8 @@ impl<B: Buffer> Endpoint<B> {
         self.completions.iter().rev().find(|completion| completion.token == token).map(|completion| &completion.result)
     }
 
-    /// Finds the oldest unexpected message that a receive would get. With `claim` it is taken, for [`Endpoint::receive_claimed`].
+    /// Finds the oldest unexpected message that a receive would get. With `claim` it is taken, for
+    /// [`Endpoint::receive_claimed`].
     pub fn probe(&mut self, selector: &Selector, claim: bool) -> Option<Found> {
         let Selector { peer, channel, tag, ignore } = *selector;
         let (keeper, found) = match self.spill.find(selector, claim) {
@@ -530,7 +533,8 @@ impl<B: Buffer> Endpoint<B> {
         self.idle_until = 0;
     }
 
-    /// When there is something to do even if no packet comes, once all there was is done. With a NIC its ring is to be looked at.
+    /// When there is something to do even if no packet comes, once all there was is done. With a NIC its ring is to be
+    /// looked at.
     fn next_work(&self) -> u64 {
         let replies = (!self.policy.has_no_commands()).then_some(self.replies_due);
         if self.half.is_on_nic() { 0 } else { [self.next_timeout(), replies].into_iter().flatten().min().unwrap_or(u64::MAX) }
@@ -570,7 +574,8 @@ impl<B: Buffer> Endpoint<B> {
         any
     }
 
-    /// Passes on those commands and events that there are. Returns whether there were any: then they may have caused others.
+    /// Passes on those commands and events that there are. Returns whether there were any: then they may have caused
+    /// others.
     fn pass(&mut self, now: u64) -> bool {
         let mut moved = false;
         while self.policy.is_ready()

@@ -1,8 +1,8 @@
-//! The data half: on this host, or on the NIC. With a NIC there is one on this host as well, for peers to which no way leads by
-//! the NIC: those of this host, and those behind other devices.
+//! The data half: on this host, or on the NIC. With a NIC there is one on this host as well, for peers to which no way
+//! leads by the NIC: those of this host, and those behind other devices.
 //!
-//! The policy knows of one data half. Its commands go to the one that has the peer or the message; the buffers for RTS packets are
-//! divided between the two.
+//! The policy knows of one data half. Its commands go to the one that has the peer or the message; the buffers for RTS
+//! packets are divided between the two.
 
 use crate::arena::{Arena, Buffer};
 use crate::streams::Streams;
@@ -57,7 +57,8 @@ pub struct DataHalf {
 }
 
 impl DataHalf {
-    /// The data half for a policy with these settings: of this host alone, with streams or without, or also of the NIC behind `link`.
+    /// The data half for a policy with these settings: of this host alone, with streams or without, or also of the NIC
+    /// behind `link`.
     pub fn new(config: Config, socket: Carrier, link: Option<Link>, streams: Option<(StreamConfig, Streams)>) -> DataHalf {
         let nic = link.map(|link| OnNic {
             link,
@@ -104,14 +105,15 @@ impl DataHalf {
         self.nic.as_ref().is_some_and(|nic| !nic.has_others)
     }
 
-    /// What this host's data half has counted; datagrams that the socket did not take; packets of the NIC's, and NICs that died.
+    /// What this host's data half has counted; datagrams that the socket did not take; packets of the NIC's, and NICs
+    /// that died.
     pub fn report(&self) -> (&Counters, u64, u64, u32) {
         let on_nic = self.nic.as_ref().map_or(0, |nic| nic.link.packets()[..2].iter().sum());
         (self.local.data.counters(), self.socket.dropped(), on_nic, self.deaths)
     }
 
-    /// Begins to use another NIC if the last one has died, or this host's data half alone if Baton has ended. True: the data half
-    /// knows nothing of what there is ([`baton_rmpp::Policy::restart`]).
+    /// Begins to use another NIC if the last one has died, or this host's data half alone if Baton has ended. True: the
+    /// data half knows nothing of what there is ([`baton_rmpp::Policy::restart`]).
     pub fn renew(&mut self) -> bool {
         let Some(nic) = &mut self.nic else { return false };
         if nic.ended {
@@ -188,8 +190,8 @@ impl DataHalf {
         sent || streamed
     }
 
-    /// Asks again for ways to hosts that were not known. The kernel finds a neighbour when there is something to send to it, so
-    /// it is given an empty datagram, which is no packet.
+    /// Asks again for ways to hosts that were not known. The kernel finds a neighbour when there is something to send
+    /// to it, so it is given an empty datagram, which is no packet.
     pub fn retry(&mut self, now: u64) {
         let Some(nic) = self.nic.as_mut().filter(|nic| nic.link.next_retry().is_some_and(|at| at <= now)) else { return };
         let unreached = nic.link.retry(now);

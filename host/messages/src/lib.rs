@@ -1,6 +1,6 @@
-//! Messages between programs over RMPP: the policy half, the data half, an ordinary UDP socket, and a thread that keeps them going
-//! while the program computes. The data half is on the NIC if there is one (step 2 of the paper), else in the program's process,
-//! too (step 0). It needs no privilege.
+//! Messages between programs over RMPP: the policy half, the data half, an ordinary UDP socket, and a thread that keeps
+//! them going while the program computes. The data half is on the NIC if there is one (step 2 of the paper), else in
+//! the program's process, too (step 0). It needs no privilege.
 //!
 //! | file | what |
 //! |---|---|

@@ -1,7 +1,7 @@
 //! Buffers that receive one message after the other (libfabric: FI_MULTI_RECV).
 //!
-//! RMPP's receives take one message each. Of the buffers with the same selector the oldest has a receive posted, for the part of
-//! it that is still empty; when that completes, the next one is posted.
+//! RMPP's receives take one message each. Of the buffers with the same selector the oldest has a receive posted, for
+//! the part of it that is still empty; when that completes, the next one is posted.
 
 use crate::arena::{Arena, Buffer, Slot};
 use crate::endpoint::{Completion, Endpoint, Incoming, Kind, Purpose, Selector, Token};

@@ -1,8 +1,8 @@
 //! Reads and writes of another program's memory, made of messages.
 //!
-//! A request names an operation, key, address and length. What is read or written follows as a message of its own, tagged with
-//! the operation's number, for which the side that gets it posts a receive. So both go by RTS and CTS, and data is placed where it
-//! belongs without a copy.
+//! A request names an operation, key, address and length. What is read or written follows as a message of its own,
+//! tagged with the operation's number, for which the side that gets it posts a receive. So both go by RTS and CTS, and
+//! data is placed where it belongs without a copy.
 //!
 //! | | initiator | target |
 //! |---|---|---|
@@ -224,8 +224,8 @@ impl<B: Buffer> Endpoint<B> {
         }
     }
 
-    /// Posts the receives for requests that are missing, as far as there is room. To be tried again in each pass: without them peers' requests
-    /// would wait for ever.
+    /// Posts the receives for requests that are missing, as far as there is room. To be tried again in each pass:
+    /// without them peers' requests would wait for ever.
     pub(crate) fn post_missing_requests(&mut self, now: u64) {
         while self.rma.unposted > 0 && self.post_request(now).is_ok() {
             self.rma.unposted -= 1;
@@ -245,7 +245,8 @@ impl<B: Buffer> Endpoint<B> {
                 }
             }
             (Step::Write { operation, length }, result) => {
-                // The contents of a write that is refused are received into no memory, whether the refusal has come or is late.
+                // The contents of a write that is refused are received into no memory, whether the refusal has come or
+                // is late.
                 let result = result.and_then(|sent| if sent.placed < sent.length { Err(Error::Aborted) } else { Ok(sent) });
                 let result = result.map(|sent| Delivered { length, placed: length, ..sent });
                 self.finish_pending(operation, Kind::Write, result);
@@ -340,8 +341,8 @@ impl<B: Buffer> Endpoint<B> {
         self.send_for(Purpose::Rma(Step::WasRead), contents, now)
     }
 
-    /// A peer does not allow one of our operations. A read ends when its receive has been cancelled, which the caller collects; a write when
-    /// the peer has discarded its contents.
+    /// A peer does not allow one of our operations. A read ends when its receive has been cancelled, which the caller
+    /// collects; a write when the peer has discarded its contents.
     fn refused(&mut self, request: &Request) {
         if let Some(pending) = self.rma.pending.get_mut(&request.operation) {
             pending.refused = true;
@@ -359,8 +360,8 @@ mod tests {
     use crate::testing::endpoint;
     use baton_linux::events::monotonic_micros;
 
-    /// Receives for requests that cannot be posted again when they end, since the program's take all the room, are posted when there is
-    /// room: else a peer's reads and writes would wait for ever once all of them are lost.
+    /// Receives for requests that cannot be posted again when they end, since the program's take all the room, are
+    /// posted when there is room: else a peer's reads and writes would wait for ever once all of them are lost.
     #[test]
     fn receives_for_requests_are_posted_when_there_is_room_again() {
         let mut end = endpoint(RECEIVES as u16);

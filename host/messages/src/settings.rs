@@ -17,9 +17,9 @@ pub enum Use {
     Always,
 }
 
-/// Lends so many bytes of memory that the NIC reaches to the program: a part of the shared memory behind a descriptor, from an
-/// offset on. What is sent from there, or received there, is not copied. False: the program does not take it; else it has the part
-/// until the process ends.
+/// Lends so many bytes of memory that the NIC reaches to the program: a part of the shared memory behind a descriptor,
+/// from an offset on. What is sent from there, or received there, is not copied. False: the program does not take it;
+/// else it has the part until the process ends.
 pub type Lend = fn(NonNull<u8>, usize, BorrowedFd<'_>, u64) -> bool;
 
 /// Settings of an endpoint. Sizes are bytes, times microseconds.

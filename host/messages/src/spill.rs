@@ -1,9 +1,9 @@
 //! Unexpected messages that are taken out of the protocol's hands.
 //!
-//! A sender's numbers run at most [`baton_rmpp::WINDOW`] ahead of the oldest message that its receiver has not acknowledged. If
-//! that one waits for a receive, the messages behind it, for which the program may be waiting, would stop to come. So when half of
-//! a sender's window is used, the unexpected messages are received into memory of the endpoint, and matched there: a receive
-//! looks first among them, since they are older than whatever the protocol has.
+//! A sender's numbers run at most [`baton_rmpp::WINDOW`] ahead of the oldest message that its receiver has not
+//! acknowledged. If that one waits for a receive, the messages behind it, for which the program may be waiting, would
+//! stop to come. So when half of a sender's window is used, the unexpected messages are received into memory of the
+//! endpoint, and matched there: a receive looks first among them, since they are older than whatever the protocol has.
 
 use crate::arena::{Arena, Buffer, Slot};
 use crate::endpoint::{Completion, Endpoint, Kind, Purpose, Selector, Token};
@@ -127,7 +127,8 @@ impl Spill {
 }
 
 impl<B: Buffer> Endpoint<B> {
-    /// Takes the unexpected messages out, if a sender or all of them together are far ahead. Returns whether there were any.
+    /// Takes the unexpected messages out, if a sender or all of them together are far ahead. Returns whether there were
+    /// any.
     pub(crate) fn spill(&mut self, now: u64) -> bool {
         let crowded = std::mem::take(&mut self.spill.crowded);
         if !crowded && self.policy.usage().1 < BACKLOG && !self.is_short_of_buffers() {
@@ -149,7 +150,8 @@ impl<B: Buffer> Endpoint<B> {
         any
     }
 
-    /// Whether unexpected messages hold so many buffers for RTS packets that one of two data halves might be left without.
+    /// Whether unexpected messages hold so many buffers for RTS packets that one of two data halves might be left
+    /// without.
     fn is_short_of_buffers(&self) -> bool {
         self.is_on_nic() && self.policy.buffers_held() > usize::from(RTS_BUFFERS) / 4
     }

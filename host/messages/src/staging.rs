@@ -1,5 +1,6 @@
-//! The part of session memory in which messages lie that the NIC sends or receives: it reaches nothing else of the program. A
-//! message that is sent is copied there first, and one that is received is copied from there to the program's buffer.
+//! The part of session memory in which messages lie that the NIC sends or receives: it reaches nothing else of the
+//! program. A message that is sent is copied there first, and one that is received is copied from there to the
+//! program's buffer.
 
 use baton_client::heap::Heap;
 use baton_rmpp::Region;

@@ -1,6 +1,6 @@
-//! The sockets of streams: TCP connections by which the data of long messages comes and goes (docs/reference/rmpp.md). The
-//! program's buffers are written from and read into without a copy. Nothing here is waited for: what a socket does not take now it
-//! is given again.
+//! The sockets of streams: TCP connections by which the data of long messages comes and goes (docs/reference/rmpp.md).
+//! The program's buffers are written from and read into without a copy. Nothing here is waited for: what a socket does
+//! not take now it is given again.
 
 use crate::arena::{Arena, Buffer};
 use baton_linux::events::{Poller, Trigger};
@@ -277,7 +277,8 @@ impl Streams {
         }
     }
 
-    /// Accepts connections, reads greetings, and writes those of streams that are being opened. Returns whether there was anything.
+    /// Accepts connections, reads greetings, and writes those of streams that are being opened. Returns whether there
+    /// was anything.
     fn admit(&mut self, data: &mut Data) -> bool {
         let mut any = false;
         for at in 0..self.outgoing.len() {

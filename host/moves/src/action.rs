@@ -15,8 +15,8 @@ pub enum Source {
     Record,
 }
 
-/// Something to be done. Those that ask something of the NIC ([`Action::asks_nic`]) may have the outcome [`Outcome::Sent`]; any may
-/// have [`Outcome::NotYet`], and is then repeated.
+/// Something to be done. Those that ask something of the NIC ([`Action::asks_nic`]) may have the outcome
+/// [`Outcome::Sent`]; any may have [`Outcome::NotYet`], and is then repeated.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Action {
     /// Kernel and agent: whether the connection may move, by which route; reserve a slot.
@@ -31,12 +31,14 @@ pub enum Action {
     KeepOut,
     /// Program: whether it has left the operation that it was in.
     Leave,
-    /// Kernel and NIC: look once more whether the connection may move, then the NIC alone gets its frames, and nothing of the kernel's
-    /// leaves.
+    /// Kernel and NIC: look once more whether the connection may move, then the NIC alone gets its frames, and nothing
+    /// of the kernel's leaves.
     Steal,
-    /// Journal: write this phase. With [`Phase::Copied`] the image, with [`Phase::Sending`] what the kernel goes on from.
+    /// Journal: write this phase. With [`Phase::Copied`] the image, with [`Phase::Sending`] what the kernel goes on
+    /// from.
     Note(Phase),
-    /// Kernel: let a filter drop all that the socket receives, enter repair mode, read the numbers twice. A refusal leaves the socket as it was.
+    /// Kernel: let a filter drop all that the socket receives, enter repair mode, read the numbers twice. A refusal
+    /// leaves the socket as it was.
     Export,
     /// Kernel: copy the bytes of both queues into session memory.
     Copy,
@@ -54,9 +56,9 @@ pub enum Action {
     Import(Source),
     /// NIC: the frames are the kernel's; replay to it what the peer said last and what was held.
     Release,
-    /// Agent: the same without a NIC that has run the connection: replay what the import could not carry, the peer's FIN too, from the
-    /// image and, if there is one, the record. The NIC, if it holds frames, gives them up; those that were mirrored, too, since the
-    /// kernel's copies went with its out-of-order queue.
+    /// Agent: the same without a NIC that has run the connection: replay what the import could not carry, the peer's
+    /// FIN too, from the image and, if there is one, the record. The NIC, if it holds frames, gives them up; those that
+    /// were mirrored, too, since the kernel's copies went with its out-of-order queue.
     Replay,
     /// NIC: undo a mirror or a steal; what was held goes to the kernel, which has everything that was mirrored.
     Cancel,
@@ -82,11 +84,11 @@ pub enum Action {
     Shrink,
     /// NIC: the next one holds the connection's frames; nothing of it meets the kernel.
     StealAgain,
-    /// The connection has ended on the NIC: its frames are nobody's, the slot is free, the shell is closed in silence. What the program
-    /// has not read stays where it is.
+    /// The connection has ended on the NIC: its frames are nobody's, the slot is free, the shell is closed in silence.
+    /// What the program has not read stays where it is.
     End,
-    /// The connection cannot go to the kernel and is given up: as [`Action::End`], but what is held goes to the kernel, which resets
-    /// the peer.
+    /// The connection cannot go to the kernel and is given up: as [`Action::End`], but what is held goes to the kernel,
+    /// which resets the peer.
     GiveUp,
     /// The NIC does not answer, or does what it must not: end it. [`crate::Event::NicDied`] follows.
     EndNic,
@@ -114,15 +116,16 @@ pub enum Conclusion {
 pub enum Outcome {
     /// It is done.
     Done,
-    /// Of [`Action::Import`]: it is done, and the peer had acknowledged our FIN. The kernel accepts that acknowledgement only after it
-    /// has sent its own FIN, which is silenced: so [`Action::Finish`] comes before the frames are released.
+    /// Of [`Action::Import`]: it is done, and the peer had acknowledged our FIN. The kernel accepts that
+    /// acknowledgement only after it has sent its own FIN, which is silenced: so [`Action::Finish`] comes before the
+    /// frames are released.
     DoneFinAcknowledged,
     /// Not yet: ask again a moment later.
     NotYet,
     /// The NIC has been sent a command. [`crate::Event::Answered`] says what has come of it.
     Sent,
-    /// It is performed elsewhere, since it may take as long as the program likes: [`crate::Move::complete`] goes on when it is done, and
-    /// no event comes before.
+    /// It is performed elsewhere, since it may take as long as the program likes: [`crate::Move::complete`] goes on
+    /// when it is done, and no event comes before.
     Later,
     /// It cannot be done.
     Refused(Refusal),
@@ -139,13 +142,15 @@ impl From<Result<(), Refusal>> for Outcome {
 
 /// Kernel, NIC, program, agent and journal, as one connection's move sees them.
 pub trait World {
-    /// Performs an action of the connection. One whose outcome was [`Outcome::Later`] is performed again when what it waits for is done.
+    /// Performs an action of the connection. One whose outcome was [`Outcome::Later`] is performed again when what it
+    /// waits for is done.
     fn perform(&mut self, action: &Action) -> Outcome;
 
     /// Completes an action whose outcome was [`Outcome::Sent`], now that the NIC has answered.
     fn answered(&mut self, action: &Action, answer: Result<(), Refusal>) -> Outcome;
 
-    /// The time, microseconds of a clock that does not run back. Performing takes time: a program's time to leave begins when it is kept out.
+    /// The time, microseconds of a clock that does not run back. Performing takes time: a program's time to leave
+    /// begins when it is kept out.
     fn now(&self) -> u64;
 
     /// A step has been made. Tests let somebody die here.

@@ -15,8 +15,8 @@ pub enum Arrived {
 
 /// Messages of the NIC that have not been handled.
 ///
-/// While a command about a connection is unanswered, other messages about its slot wait: what the NIC says of a connection that it has
-/// just been handed comes before the answer, and concerns whoever has it then.
+/// While a command about a connection is unanswered, other messages about its slot wait: what the NIC says of a
+/// connection that it has just been handed comes before the answer, and concerns whoever has it then.
 #[derive(Default, Debug)]
 pub struct Inbox {
     queued: VecDeque<Message>,

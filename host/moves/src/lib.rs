@@ -1,13 +1,16 @@
-//! A move of a connection between the kernel and the NIC, as a pure machine: a [`Step`] and an [`Event`] give the next [`Action`].
+//! A move of a connection between the kernel and the NIC, as a pure machine: a [`Step`] and an [`Event`] give the next
+//! [`Action`].
 //!
 //! A connection is always at one [`Step`]. A move is a walk over the steps towards a [`Goal`]: an *offload* leads from
-//! [`Step::Kernel`] to [`Step::Nic`], a *restore* back. A refusal turns the walk around, so each step has its inverse. The death of
-//! the NIC or of the agent puts the connection at a defined step, from which the same walk leads to the kernel.
+//! [`Step::Kernel`] to [`Step::Nic`], a *restore* back. A refusal turns the walk around, so each step has its inverse.
+//! The death of the NIC or of the agent puts the connection at a defined step, from which the same walk leads to the
+//! kernel.
 //!
-//! A move never waits for the NIC: a command goes out, its answer is an [`Event`], and so is that there was none in time.
+//! A move never waits for the NIC: a command goes out, its answer is an [`Event`], and so is that there was none in
+//! time.
 //!
-//! Whoever performs the actions (the agent, the simulator, the model in the tests) implements [`World`]. There is no I/O and no clock
-//! here: times are arguments, in microseconds.
+//! Whoever performs the actions (the agent, the simulator, the model in the tests) implements [`World`]. There is no
+//! I/O and no clock here: times are arguments, in microseconds.
 //!
 //! ```text
 //! offload   Kernel ─ Reserved ─ Mirrored ─ Covered ─ Quiescing ─ Quiesced ─ Stolen ─ Reading ─ Read ─ Copied ─

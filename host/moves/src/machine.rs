@@ -9,10 +9,12 @@ use baton_abi::layout::Owner;
 /// Microseconds that a program may take to leave an operation on a connection that is to move.
 pub const QUIESCE_LIMIT: u64 = 20_000;
 
-/// Microseconds that it may take for a growth, which is asked for again: as long as copying what it sends or receives takes.
+/// Microseconds that it may take for a growth, which is asked for again: as long as copying what it sends or receives
+/// takes.
 pub const GROW_LIMIT: u64 = 1_000;
 
-/// Microseconds of mirroring after which the kernel is made to send its SACK blocks: a connection without traffic sends none by itself.
+/// Microseconds of mirroring after which the kernel is made to send its SACK blocks: a connection without traffic sends
+/// none by itself.
 pub const QUIET: u64 = 5_000;
 
 /// Microseconds after which a NIC that has not answered a command counts as dead.
@@ -89,8 +91,9 @@ pub enum Event {
     Answered(Result<(), Refusal>),
 }
 
-/// A connection's place, and its move if one is under way. An event gives the next action; its outcome is the next event. Other events
-/// come between the outcome of one action and the next action, or while [`Move::on`] has returned none.
+/// A connection's place, and its move if one is under way. An event gives the next action; its outcome is the next
+/// event. Other events come between the outcome of one action and the next action, or while [`Move::on`] has returned
+/// none.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Move {
     step: Step,
@@ -162,8 +165,8 @@ impl Move {
         }
     }
 
-    /// Of a connection whose agent has died, as the journal has it; `fin_acknowledged`: our FIN is, by the image in the slot. What is to
-    /// be done [`Event::Tick`] tells, or for one that the NIC had [`Event::NicStarted`].
+    /// Of a connection whose agent has died, as the journal has it; `fin_acknowledged`: our FIN is, by the image in the
+    /// slot. What is to be done [`Event::Tick`] tells, or for one that the NIC had [`Event::NicStarted`].
     pub fn adopted(phase: Phase, fin_acknowledged: bool) -> Move {
         Move {
             step: phase.resumes_at(),
@@ -177,8 +180,8 @@ impl Move {
         }
     }
 
-    /// Of a connection that the NIC has made: its shell is there, the NIC holds its frames, and image and journal are written.
-    /// [`Event::Tick`] hands it off, or, unless `to_nic`, lets the kernel have it.
+    /// Of a connection that the NIC has made: its shell is there, the NIC holds its frames, and image and journal are
+    /// written. [`Event::Tick`] hands it off, or, unless `to_nic`, lets the kernel have it.
     pub fn made(to_nic: bool) -> Move {
         let goal = if to_nic { Goal::Nic } else { Goal::Kernel };
         Move { step: Step::Purged, goal: Some(goal), ..Move::new() }
@@ -194,8 +197,8 @@ impl Move {
         Move { step, ..Move::new() }
     }
 
-    /// The step at which it rests, if [`Move::resting_at`] that one goes on as this does: no move is under way, nothing is awaited, and
-    /// none is put off. What is left of the last move is set anew when the next one begins.
+    /// The step at which it rests, if [`Move::resting_at`] that one goes on as this does: no move is under way, nothing
+    /// is awaited, and none is put off. What is left of the last move is set anew when the next one begins.
     pub fn rests_at(&self) -> Option<Step> {
         let Move { step, since, patience, deadline, because, lost, asked, fin_first, .. } = self.clone();
         let left = Move { since, patience, deadline, because, lost, asked, fin_first, ..Move::resting_at(step) };
@@ -258,8 +261,9 @@ impl Move {
         }
     }
 
-    /// Goes on after [`Outcome::Later`]: the action is performed once more, and finds what was done for it elsewhere. `meanwhile` is what has
-    /// happened first since then; it is taken before the next action is performed, unless this one has the same outcome again.
+    /// Goes on after [`Outcome::Later`]: the action is performed once more, and finds what was done for it elsewhere.
+    /// `meanwhile` is what has happened first since then; it is taken before the next action is performed, unless this
+    /// one has the same outcome again.
     pub fn complete(&mut self, meanwhile: &mut Option<Event>, world: &mut impl World) {
         let Some(action) = self.pending.clone() else { return };
         let outcome = world.perform(&action);
@@ -376,7 +380,8 @@ impl Move {
         (self.goal, self.because) = (Some(back), Some(refusal));
     }
 
-    /// What the NIC had goes to the kernel; what it had not got yet stays there. What the NIC is not needed for goes on.
+    /// What the NIC had goes to the kernel; what it had not got yet stays there. What the NIC is not needed for goes
+    /// on.
     fn nic_died(&mut self) {
         use Step::*;
         self.lose_answer();
@@ -399,8 +404,8 @@ impl Move {
         }
     }
 
-    /// The NIC will not answer any more. What is left of it shows whether it has done what it was asked; what only the NIC had to do
-    /// is done.
+    /// The NIC will not answer any more. What is left of it shows whether it has done what it was asked; what only the
+    /// NIC had to do is done.
     fn lose_answer(&mut self) {
         let sent = self.pending.take().filter(|_| self.answer_by.take().is_some());
         match self.unanswered.take().or(sent) {
@@ -581,15 +586,18 @@ impl Move {
     fn refused(&mut self, action: &Action, refusal: Refusal) -> bool {
         match action {
             Action::Enlarge => self.goal = Some(Goal::Stay),
-            // A NIC that does not answer, refuses what it must not, or writes images that nobody can read must not go on.
+            // A NIC that does not answer, refuses what it must not, or writes images that nobody can read must not go
+            // on.
             Action::Rest | Action::Import(Source::Rested) if refusal == Refusal::NicGone => return self.end_nic(),
             Action::Grow | Action::Resume => return self.end_nic(),
-            // It may have died after it had run the connection and acknowledged data that only session memory has. Its record tells.
+            // It may have died after it had run the connection and acknowledged data that only session memory has. Its
+            // record tells.
             Action::HandOff if refusal == Refusal::NicGone => {
                 self.step = Step::HandedOff;
                 return self.end_nic();
             }
-            // Its program has closed it, and wants no more events: for those that have no room nobody would ever make any.
+            // Its program has closed it, and wants no more events: for those that have no room nobody would ever make
+            // any.
             Action::Rest if self.forced && refusal == Refusal::Ended => self.goal = Some(Goal::End),
             Action::Rest if self.goal == Some(Goal::Grow) => self.goal = Some(Goal::Stay),
             Action::Rest | Action::Check => self.turn_around(refusal),

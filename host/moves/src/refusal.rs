@@ -56,8 +56,8 @@ pub enum Refusal {
     /// It is bound to a device, and its route leads through another.
     #[error("it is bound to interface {0} (SO_BINDTODEVICE), and its route leads through interface {1}")]
     Bound(u32, u32),
-    /// A connection has the same addresses and ports and is on a NIC, and no device tells the two apart: one of them is bound to none, or both
-    /// are to the same.
+    /// A connection has the same addresses and ports and is on a NIC, and no device tells the two apart: one of them is
+    /// bound to none, or both are to the same.
     #[error(
         "a connection with the same addresses and ports is on a NIC, and no interface to which both are bound tells them apart"
     )]
@@ -126,7 +126,8 @@ pub enum Refusal {
     /// Somebody asked for it in the kernel before its move was made.
     #[error("it was asked to be in the kernel before it had moved")]
     CalledOff,
-    /// The firewall, or a program of its control group, has changed since it was last seen to let the connection through.
+    /// The firewall, or a program of its control group, has changed since it was last seen to let the connection
+    /// through.
     #[error("the firewall has changed (or a program of its control group), and no traffic of it has been seen to pass since")]
     Unproved,
     /// It was to end on the NIC, which knows for how long its peer has not answered, and its peer has answered.
@@ -144,7 +145,8 @@ pub enum Refusal {
     /// Another process holds the same socket.
     #[error("another process holds the same socket")]
     Shared,
-    /// Its socket has another connection than the one that was registered, or is another socket: its program has disconnected it, say.
+    /// Its socket has another connection than the one that was registered, or is another socket: its program has
+    /// disconnected it, say.
     #[error("its socket does not have the connection any more that its program has registered")]
     Swapped,
     /// It belongs to another user than the attacher; to which.
@@ -188,7 +190,8 @@ pub enum Refusal {
     /// The connection was closed just then, found out by this call.
     #[error("{0}: it has been closed")]
     Closed(&'static str),
-    /// The kernel refused what was to bring it back: there is no connection any more. The call, and what the kernel said.
+    /// The kernel refused what was to bring it back: there is no connection any more. The call, and what the kernel
+    /// said.
     #[error("it is lost: {0}: {1}")]
     Lost(&'static str, String),
     /// The kernel refused a call. The call, and what the kernel said.
@@ -224,8 +227,8 @@ impl Refusal {
         matches!(self, Refusal::NoRoute | Refusal::NoCarrier | Refusal::SourceGone(_) | Refusal::PolicyBlocks)
     }
 
-    /// Whether it stays true for the connection's life, so that trying again is of no use. Everything else may pass: a route, a rule, an
-    /// option, a lack of room.
+    /// Whether it stays true for the connection's life, so that trying again is of no use. Everything else may pass: a
+    /// route, a rule, an option, a lack of room.
     pub fn is_for_good(&self) -> bool {
         use Refusal::*;
         matches!(

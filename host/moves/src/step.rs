@@ -1,6 +1,6 @@
-//! Where a connection is on its way between kernel and NIC. Everything else that is said of a connection's place, the program's
-//! [`Owner`] word, who gets its frames ([`Custody`]), what the journal holds ([`Phase`]), and what a death leads to ([`Fate`]), is a
-//! view of the step.
+//! Where a connection is on its way between kernel and NIC. Everything else that is said of a connection's place, the
+//! program's [`Owner`] word, who gets its frames ([`Custody`]), what the journal holds ([`Phase`]), and what a death
+//! leads to ([`Fate`]), is a view of the step.
 
 use crate::action::{Action, Source};
 use baton_abi::layout::Owner;
@@ -54,14 +54,16 @@ steps! {
     Left,
     /// The NIC has written the image and holds what comes.
     Rested,
-    /// The kernel's socket has numbers and queues and can receive. It does not send, and the NIC still holds the frames.
+    /// The kernel's socket has numbers and queues and can receive. It does not send, and the NIC still holds the
+    /// frames.
     Imported,
-    /// The journal says that the kernel is to go on from its own numbers: an import from the image would go back in time.
+    /// The journal says that the kernel is to go on from its own numbers: an import from the image would go back in
+    /// time.
     Sending,
     /// The frames are the kernel's again, and what was held is replayed to it.
     Released,
-    /// As [`Step::Sending`], but the kernel sends already, silenced: the peer has acknowledged our FIN, and the kernel accepts that only
-    /// after it has sent its own.
+    /// As [`Step::Sending`], but the kernel sends already, silenced: the peer has acknowledged our FIN, and the kernel
+    /// accepts that only after it has sent its own.
     Finished,
     /// The kernel receives and sends.
     Back,
@@ -92,7 +94,8 @@ pub enum Custody {
     Kernel,
     /// The kernel; the NIC has copies.
     Mirrored,
-    /// Nobody: the NIC holds them, and the kernel is silenced. Without a NIC they are lost, and the peer sends them again.
+    /// Nobody: the NIC holds them, and the kernel is silenced. Without a NIC they are lost, and the peer sends them
+    /// again.
     Held,
     /// The NIC.
     Nic,
@@ -104,7 +107,8 @@ pub enum Custody {
 pub enum Phase {
     /// The socket is being read: its input may be blocked and it may be in repair mode, but nothing of it is gone.
     Reading = 1,
-    /// The queues' bytes are in session memory: whatever the socket has become, the connection can be made anew from them.
+    /// The queues' bytes are in session memory: whatever the socket has become, the connection can be made anew from
+    /// them.
     Copied = 2,
     /// The connection is in the kernel again; what it had not sent is being sent.
     Sending = 3,
@@ -254,8 +258,8 @@ impl Step {
         })
     }
 
-    /// What becomes of the connection if somebody dies just after this step of an offload, a restore or a recovery. A growth that has
-    /// rested is recovered when its NIC dies.
+    /// What becomes of the connection if somebody dies just after this step of an offload, a restore or a recovery. A
+    /// growth that has rested is recovered when its NIC dies.
     pub fn fate(self, death: Death) -> Fate {
         use Step::*;
         match (death, self) {
@@ -265,8 +269,9 @@ impl Step {
                 Some(Phase::Copied) => Fate::Recovered,
                 Some(Phase::Sending) => Fate::Continued,
             },
-            // Before the steal the NIC's death is noticed in time. Between steal and handoff nothing checks for it, unless calls are made
-            // elsewhere, and then it is undone; and a handoff that is not answered may have taken place.
+            // Before the steal the NIC's death is noticed in time. Between steal and handoff nothing checks for it,
+            // unless calls are made elsewhere, and then it is undone; and a handoff that is not answered may have taken
+            // place.
             (Death::Nic, Kernel | Reserved | Mirrored | Covered | Quiescing | Quiesced) => Fate::Undone,
             (Death::Nic, Stolen | Reading | Read | Copied | Recorded | Purged) => Fate::Recovered,
             (Death::Nic, HandedOff | Nic | Leaving | Left | Grown | Orphaned | Barred | Retaken | Vacated) => Fate::Recovered,

@@ -1,5 +1,5 @@
-//! When something is tried again that the agent has not done, or has not answered: after pauses that double, from a second on. An agent
-//! that does not answer costs the program most of a second each time.
+//! When something is tried again that the agent has not done, or has not answered: after pauses that double, from a
+//! second on. An agent that does not answer costs the program most of a second each time.
 
 use crate::wait;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

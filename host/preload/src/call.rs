@@ -3,8 +3,8 @@
 use crate::real;
 use libc::{c_int, msghdr, ssize_t};
 
-/// The system call that the program made. A call that is passed on to the kernel must have the same number: a process under a seccomp filter
-/// may be killed for an equivalent one, such as recvmsg(2) for read(2).
+/// The system call that the program made. A call that is passed on to the kernel must have the same number: a process
+/// under a seccomp filter may be killed for an equivalent one, such as recvmsg(2) for read(2).
 #[derive(Clone, Copy)]
 pub(crate) enum Call {
     /// read(2), write(2): one buffer, no flags.
@@ -27,7 +27,8 @@ impl Call {
     /// # Safety
     /// As recvmsg(2); for one buffer the message has one vector.
     pub unsafe fn receive(self, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
-        // SAFETY: the message's buffers are those of the program's call (`# Safety`); calls for one buffer have one vector.
+        // SAFETY: the message's buffers are those of the program's call (`# Safety`); calls for one buffer have one
+        // vector.
         unsafe {
             match self {
                 Call::Plain => real::read(fd, (*message.msg_iov).iov_base, (*message.msg_iov).iov_len),

@@ -12,9 +12,9 @@ mod transfer;
 pub(crate) use events::epoll_ctl;
 pub(crate) use stdio::is_standard;
 
-/// Intercepts functions that cannot be called from here: they return twice, or take a variable number of arguments. After what comes first
-/// (the last expression, which gets the function's first arguments) control jumps to the C library's function, with stack and registers
-/// unchanged.
+/// Intercepts functions that cannot be called from here: they return twice, or take a variable number of arguments.
+/// After what comes first (the last expression, which gets the function's first arguments) control jumps to the C
+/// library's function, with stack and registers unchanged.
 #[cfg(target_arch = "x86_64")]
 macro_rules! jumps {
     ($($name:ident = $symbol:literal, $at:ident, $prepare:ident($($argument:ident: $type:ty),*), $first:expr;)*) => {$(
@@ -29,8 +29,8 @@ macro_rules! jumps {
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         pub extern "C" fn $name() {
-            // Saves six argument registers, al, which says how many vector registers have arguments, and those; then the stack
-            // is as it was.
+            // Saves six argument registers, al, which says how many vector registers have arguments, and those; then
+            // the stack is as it was.
             std::arch::naked_asm!(
                 "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
                 "sub rsp, 128",

@@ -1,7 +1,8 @@
 //! connect(2) by the NIC (`--offload full`).
 //!
-//! While the NIC opens a connection its socket is managed like one on the NIC, with nothing to receive and no room to send, so that
-//! every way of waiting for it works: it becomes writable when it is open, and reports an error when it could not be opened.
+//! While the NIC opens a connection its socket is managed like one on the NIC, with nothing to receive and no room to
+//! send, so that every way of waiting for it works: it becomes writable when it is open, and reports an error when it
+//! could not be opened.
 
 use crate::signals::Mark;
 use crate::tcp::Tcp;

@@ -1,11 +1,11 @@
 //! Epoll sets with sockets that may be on the NIC.
 //!
-//! The program's epoll set stays the kernel's. It reports events of connections in the kernel; the set's [`Interest`] decides
-//! which of these the program gets, and adds those of connections on the NIC. The session's doorbell and an eventfd of the set's
-//! own are in the kernel's set, too, so that a thread that sleeps in it wakes for either.
+//! The program's epoll set stays the kernel's. It reports events of connections in the kernel; the set's [`Interest`]
+//! decides which of these the program gets, and adds those of connections on the NIC. The session's doorbell and an
+//! eventfd of the set's own are in the kernel's set, too, so that a thread that sleeps in it wakes for either.
 //!
-//! A child of fork shares the kernel's set with its parent. It changes nothing there of its own accord, and only translates what
-//! the kernel reports ([`leave_inherited`]).
+//! A child of fork shares the kernel's set with its parent. It changes nothing there of its own accord, and only
+//! translates what the kernel reports ([`leave_inherited`]).
 //!
 //! Locks are taken in this order: a set's `inner`, the session's events, a socket's list of sets, a set's `marked`.
 
@@ -172,7 +172,8 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
         EPOLL_CTL_ADD | EPOLL_CTL_MOD if given.is_some() && epfd != fd => given,
         _ => return native(),
     };
-    // In a process that is closed for good nothing moves any more: what is waited for past this library must not have its data.
+    // In a process that is closed for good nothing moves any more: what is waited for past this library must not have
+    // its data.
     let is_known = table::set_of(epfd).is_some();
     if table::tcp(epfd).is_some() || !is_known && process::is_closed_for_good() {
         return native();
@@ -590,8 +591,8 @@ impl Set {
         native: Native<'_>,
         deadline: Option<u64>,
     ) -> c_int {
-        // A thread that marks a socket, or adds one that has moved already, reads this count; also if there was no session when
-        // this thread fell asleep.
+        // A thread that marks a socket, or adds one that has moved already, reads this count; also if there was no
+        // session when this thread fell asleep.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         if let Some(session) = session {
             session.shared.count_sleeper();
@@ -618,8 +619,8 @@ impl Set {
             if got <= 0 {
                 return got;
             }
-            // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of the
-            // set.
+            // If a thread of the parent held this lock during the fork, it is never released here: then nothing is
+            // known of the set.
             let inner = self.inner.try_lock();
             let data_of = |data| {
                 if interest::is_token(data) {
@@ -675,8 +676,8 @@ fn keep(out: &mut [epoll_event], got: c_int, data_of: impl Fn(u64) -> Option<u64
     kept as c_int
 }
 
-/// Goes on with an epoll_wait that slept while the library withdrew. Events of this library's registrations are dropped: each was replaced
-/// by the program's own since, and the kernel has looked then whether it is ready.
+/// Goes on with an epoll_wait that slept while the library withdrew. Events of this library's registrations are
+/// dropped: each was replaced by the program's own since, and the kernel has looked then whether it is ready.
 #[cold]
 fn only_programs(out: &mut [epoll_event], mut got: c_int, deadline: Option<u64>, native: Native<'_>) -> c_int {
     loop {
@@ -706,13 +707,14 @@ fn ask(epfd: c_int, out: &mut [epoll_event], deadline: Option<u64>, mask: *const
     if mask.is_null() { ask() } else { leaving::asleep(ask) }
 }
 
-/// Handles inherited sets in a child of fork: they are its parent's, too, and nothing is changed in them from here. The sockets
-/// in them stay in the kernel, which alone can report to both.
+/// Handles inherited sets in a child of fork: they are its parent's, too, and nothing is changed in them from here. The
+/// sockets in them stay in the kernel, which alone can report to both.
 pub(crate) fn leave_inherited() {
     for (_, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };
         set.inherit();
-        // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of the set.
+        // If a thread of the parent held this lock during the fork, it is never released here: then nothing is known of
+        // the set.
         if let Ok(inner) = set.inner.try_lock() {
             for (_, file) in inner.interest.files() {
                 if let File::Tcp(parents) = file {
@@ -723,8 +725,8 @@ pub(crate) fn leave_inherited() {
     }
 }
 
-/// Brings the kernel's registrations of every set in line with where connections are, for a child that is about to inherit the
-/// sets.
+/// Brings the kernel's registrations of every set in line with where connections are, for a child that is about to
+/// inherit the sets.
 pub(crate) fn settle() {
     for (epfd, file) in table::known(0, u32::MAX) {
         if let table::File::Set(set) = file
@@ -740,8 +742,8 @@ pub(crate) fn settle() {
     }
 }
 
-/// Makes the kernel's registrations the program's own, of every set that is this process's, and takes this library's out: it withdraws. The
-/// caller is the only thread inside.
+/// Makes the kernel's registrations the program's own, of every set that is this process's, and takes this library's
+/// out: it withdraws. The caller is the only thread inside.
 pub(crate) fn release_all() {
     for (epfd, file) in table::known(0, u32::MAX) {
         let table::File::Set(set) = file else { continue };

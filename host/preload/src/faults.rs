@@ -1,12 +1,14 @@
 //! The program's memory, whose addresses nobody has checked.
 //!
-//! A call with a bad pointer fails with EFAULT, as in the kernel. To ask the kernel before each access would cost a system call, so the
-//! access is tried ([`guarded`]): this library has a handler for SIGSEGV and SIGBUS, which ends a copy that fails. Every other such
-//! signal is the program's, and the program sees its own action: what it sets and asks for is kept here ([`change`]). An ignored signal stays
-//! ignored in the kernel, since programs that are executed inherit that.
+//! A call with a bad pointer fails with EFAULT, as in the kernel. To ask the kernel before each access would cost a
+//! system call, so the access is tried ([`guarded`]): this library has a handler for SIGSEGV and SIGBUS, which ends a
+//! copy that fails. Every other such signal is the program's, and the program sees its own action: what it sets and
+//! asks for is kept here ([`change`]). An ignored signal stays ignored in the kernel, since programs that are executed
+//! inherit that.
 //!
-//! In a thread that blocks these signals, and after a system call that sets an action without the C library's function, a bad pointer ends
-//! the program where the NIC has the connection, or where the library has to look at what the pointer names.
+//! In a thread that blocks these signals, and after a system call that sets an action without the C library's function,
+//! a bad pointer ends the program where the NIC has the connection, or where the library has to look at what the
+//! pointer names.
 
 use crate::sections::Section;
 use crate::{process, real, signals, thread};
@@ -20,7 +22,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const SIGNALS: [c_int; 2] = [libc::SIGSEGV, libc::SIGBUS];
 
-/// The program's actions, in the order of [`SIGNALS`]. The kernel's is this library's, unless the program ignores the signal.
+/// The program's actions, in the order of [`SIGNALS`]. The kernel's is this library's, unless the program ignores the
+/// signal.
 struct Actions {
     taken: AtomicBool,
     of: UnsafeCell<[MaybeUninit<libc::sigaction>; 2]>,
@@ -55,8 +58,9 @@ fn is_handler(action: &libc::sigaction) -> bool {
     action.sa_sigaction != libc::SIG_DFL && action.sa_sigaction != libc::SIG_IGN
 }
 
-/// What the kernel gets for an action of the program's: this library's handler, and the program's flags. No other handler interrupts it: that
-/// would find the library in the middle of something, and this handler's mask in place of the thread's. The program's runs with its own.
+/// What the kernel gets for an action of the program's: this library's handler, and the program's flags. No other
+/// handler interrupts it: that would find the library in the middle of something, and this handler's mask in place of
+/// the thread's. The program's runs with its own.
 fn instead(programs: &libc::sigaction) -> libc::sigaction {
     let mut action = *programs;
     if programs.sa_sigaction == libc::SIG_IGN {
@@ -115,7 +119,8 @@ pub(crate) unsafe fn change(signal: c_int, new: *const libc::sigaction, old: *mu
     if !INSTALLED.load(Ordering::Acquire) || !process::is_mine() {
         return None;
     }
-    // A bad pointer raises SIGSEGV here or at the end, as in the C library: nothing is held then that its handler needs.
+    // A bad pointer raises SIGSEGV here or at the end, as in the C library: nothing is held then that its handler
+    // needs.
     // SAFETY: the program's own action (`# Safety`).
     let next = unsafe { new.as_ref() }.copied();
     let section = Section::enter()?;
@@ -151,7 +156,8 @@ extern "C-unwind" fn on_fault(signal: c_int, info: *mut siginfo_t, context: *mut
     let errno = thread::errno();
     #[cfg(target_arch = "x86_64")]
     {
-        // SAFETY: the kernel passes a context, whose registers count when the handler returns, and the signal's description.
+        // SAFETY: the kernel passes a context, whose registers count when the handler returns, and the signal's
+        // description.
         let (registers, raised, address) = unsafe {
             let registers = &mut (*context.cast::<libc::ucontext_t>()).uc_mcontext.gregs;
             (registers, (*info).si_code > 0, (*info).si_addr() as usize)

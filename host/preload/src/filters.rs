@@ -1,11 +1,13 @@
 //! Filters of system calls (seccomp).
 //!
-//! Before the process sets one, every connection is restored and the library withdraws: see [`sections`](crate::sections).
+//! Before the process sets one, every connection is restored and the library withdraws: see
+//! [`sections`](crate::sections).
 //!
 //! A program may also be started under filters. If they let through what the library needs
-//! ([`seccomp`](baton_linux::seccomp)) it goes on as usual, otherwise it is withdrawn from the start. It cannot ask: a filter may kill for
-//! the question. So what filters let through is known beforehand, and stands in [`RUN_VARIABLE`], with their number: `baton run` has tried
-//! those that it was started under, and a process that sets one judges it, for the programs that it executes.
+//! ([`seccomp`](baton_linux::seccomp)) it goes on as usual, otherwise it is withdrawn from the start. It cannot ask: a
+//! filter may kill for the question. So what filters let through is known beforehand, and stands in [`RUN_VARIABLE`],
+//! with their number: `baton run` has tried those that it was started under, and a process that sets one judges it, for
+//! the programs that it executes.
 
 use crate::{epoll, faults, process, rings, sections, signals, starts, table, thread, udp, waiter};
 use baton_client::preload;
@@ -25,11 +27,13 @@ const PATIENCE: u64 = 5_000_000;
 /// Most instructions of a filter (Linux, BPF_MAXINSNS).
 const MOST: usize = 4096;
 
-/// What [`RUN_VARIABLE`] is to say in programs that are executed after a second filter, of which nothing is known. Null before the first.
+/// What [`RUN_VARIABLE`] is to say in programs that are executed after a second filter, of which nothing is known. Null
+/// before the first.
 static UNKNOWN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
-/// LD_PRELOAD for programs that are executed under filters which may not let through readlink(2): the dynamic linker needs that for what
-/// only glibc understands in the library's path. Null before the first filter, and if there is no such thing.
+/// LD_PRELOAD for programs that are executed under filters which may not let through readlink(2): the dynamic linker
+/// needs that for what only glibc understands in the library's path. Null before the first filter, and if there is no
+/// such thing.
 static PLAIN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Sets a filter, by the program's own call, after the library has withdrawn. `filter` is null for the strict mode.
@@ -114,8 +118,8 @@ enum Look<T> {
     Refused,
 }
 
-/// Runs the program's filter on each system call that the library needs. None if the filter cannot be read or is too long, so that the
-/// kernel will refuse it.
+/// Runs the program's filter on each system call that the library needs. None if the filter cannot be read or is too
+/// long, so that the kernel will refuse it.
 fn judge(filter: *const sock_fprog) -> Option<Judged> {
     let program: sock_fprog = match look(filter, 1) {
         Look::Seen(mut found) => found.pop()?,
@@ -137,14 +141,15 @@ fn judge(filter: *const sock_fprog) -> Option<Judged> {
     })
 }
 
-/// Copies `count` values from an unchecked pointer. process_vm_readv(2) returns EFAULT where a load would raise SIGSEGV, and needs no
-/// descriptor: a program that confines itself may be at its limit.
+/// Copies `count` values from an unchecked pointer. process_vm_readv(2) returns EFAULT where a load would raise
+/// SIGSEGV, and needs no descriptor: a program that confines itself may be at its limit.
 fn look<T: Copy>(from: *const T, count: usize) -> Look<T> {
     let bytes = count * size_of::<T>();
     let mut values: Vec<T> = Vec::with_capacity(count);
     let ours = iovec { iov_base: values.as_mut_ptr().cast(), iov_len: bytes };
     let theirs = iovec { iov_base: from.cast_mut().cast(), iov_len: bytes };
-    // SAFETY: `ours` has room for `count` values: structures of the kernel's, of any bytes. The kernel checks the program's pointer.
+    // SAFETY: `ours` has room for `count` values: structures of the kernel's, of any bytes. The kernel checks the
+    // program's pointer.
     unsafe {
         let copied = libc::process_vm_readv(libc::getpid(), &ours, 1, &theirs, 1, 0);
         if copied == bytes as isize {
@@ -189,13 +194,14 @@ fn leave() {
     waiter::close_all();
 }
 
-/// Whether there are filters of which it is not known what they let through: the program has set them by instructions of its own.
+/// Whether there are filters of which it is not known what they let through: the program has set them by instructions
+/// of its own.
 pub(crate) fn are_unknown() -> bool {
     process::plan().is_some_and(|plan| seccomp::filters().is_some_and(|filters| filters > plan.run().filters))
 }
 
-/// Withdraws from the start if the program was started under filters that do not let through what the library needs, as far as known, and
-/// says so. Makes no other system calls than the dynamic linker until that is known.
+/// Withdraws from the start if the program was started under filters that do not let through what the library needs, as
+/// far as known, and says so. Makes no other system calls than the dynamic linker until that is known.
 pub(crate) fn withdraw_if_confined(run: &Run) -> bool {
     let confined = seccomp::filters().is_some_and(|filters| filters > run.filters);
     if confined {

@@ -1,15 +1,17 @@
 //! What a fork does to this library.
 //!
-//! - Before it every connection is restored, and nothing is handed over until it is done. Both processes have the sockets then: a
-//!   connection may move when the agent finds that its process alone has it ([`Tcp::note_shared`](crate::tcp::Tcp::note_shared)).
-//! - The forking thread holds the locks of what the library keeps for its next use, and the one for opening a session. So the child finds
-//!   them free, and what they guard whole. It waits for their holders, unless it is one itself ([`short_lock`](crate::short_lock)).
+//! - Before it every connection is restored, and nothing is handed over until it is done. Both processes have the
+//!   sockets then: a connection may move when the agent finds that its process alone has it
+//!   ([`Tcp::note_shared`](crate::tcp::Tcp::note_shared)).
+//! - The forking thread holds the locks of what the library keeps for its next use, and the one for opening a session.
+//!   So the child finds them free, and what they guard whole. It waits for their holders, unless it is one itself
+//!   ([`short_lock`](crate::short_lock)).
 //! - The child has a session and eventfds of its own. What it has inherited of its parent's is closed.
 //! - Once the library has withdrawn ([`sections`]) it does nothing of this.
-//! - A child of clone(2), `_Fork` or `syscall` may run at a moment at which another thread has any lock, malloc's too. It takes
-//!   none, and leaves everything to the kernel: [`after_unprepared`].
-//! - A child that was made past this library (instructions of the program's own, the C library's function by dlsym) finds an empty
-//!   [`table`], and leaves everything to the kernel, too. What its parent has on the NIC stays there.
+//! - A child of clone(2), `_Fork` or `syscall` may run at a moment at which another thread has any lock, malloc's too.
+//!   It takes none, and leaves everything to the kernel: [`after_unprepared`].
+//! - A child that was made past this library (instructions of the program's own, the C library's function by dlsym)
+//!   finds an empty [`table`], and leaves everything to the kernel, too. What its parent has on the NIC stays there.
 
 use crate::sections::{self, Section};
 use crate::short_lock::Held;
@@ -75,7 +77,8 @@ pub(crate) extern "C" fn before() {
 
 /// Releases what [`before`] has taken.
 fn release() {
-    // SAFETY: `before` has taken the lock for opening a session, in this thread. Nothing of it is left there when it is released.
+    // SAFETY: `before` has taken the lock for opening a session, in this thread. Nothing of it is left there when it is
+    // released.
     let Locks { short, opening, undisturbed, section } = unsafe { std::mem::take(&mut *LOCKS.0.get()) };
     FORKING.store(0, Ordering::SeqCst);
     drop(short);

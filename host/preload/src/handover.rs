@@ -1,9 +1,9 @@
-//! Whether a socket may be called in the kernel, and how many threads are inside the kernel for it, in one atomic word: neither
-//! can change without the other being seen.
+//! Whether a socket may be called in the kernel, and how many threads are inside the kernel for it, in one atomic word:
+//! neither can change without the other being seen.
 //!
-//! While a socket is a candidate any thread may call the kernel for it, and sleep there. Once the agent manages the socket no
-//! thread may: the connection can leave the kernel at any time, and a call would find the shell. Between the two is the
-//! hand-over, which keeps further threads out and waits until those inside have left.
+//! While a socket is a candidate any thread may call the kernel for it, and sleep there. Once the agent manages the
+//! socket no thread may: the connection can leave the kernel at any time, and a call would find the shell. Between the
+//! two is the hand-over, which keeps further threads out and waits until those inside have left.
 
 use baton_linux::events;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -26,7 +26,8 @@ pub(crate) enum State {
 /// The state is in the highest 8 bits, the number of threads inside the kernel below.
 const SHIFT: u32 = 24;
 const INSIDE: u32 = (1 << SHIFT) - 1;
-/// Microseconds that a hand-over waits for other threads to leave the kernel. It does not wait for calls that may sleep long.
+/// Microseconds that a hand-over waits for other threads to leave the kernel. It does not wait for calls that may sleep
+/// long.
 const PATIENCE: u64 = 1_000;
 
 fn state(word: u32) -> State {
@@ -122,8 +123,8 @@ impl HandOver {
         self.0.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change).is_ok()
     }
 
-    /// Begins the hand-over of a candidate. On true nobody is inside and everybody is kept out until [`HandOver::put`]. False if
-    /// it is no candidate, or somebody stays inside; only short calls are waited for, and only if `patient`.
+    /// Begins the hand-over of a candidate. On true nobody is inside and everybody is kept out until [`HandOver::put`].
+    /// False if it is no candidate, or somebody stays inside; only short calls are waited for, and only if `patient`.
     pub fn begin(&self, patient: bool) -> bool {
         if !patient && self.0.load(Ordering::SeqCst) & INSIDE != 0 || !self.change(State::Candidate, State::HandingOver) {
             return false;

@@ -1,14 +1,15 @@
-//! The interest list and the ready list of epoll(7), for sockets whose events come from the kernel at one time and from the NIC
-//! at another. Kernel and NIC are behind the trait [`World`], so that this file can be tested against a model of both.
+//! The interest list and the ready list of epoll(7), for sockets whose events come from the kernel at one time and from
+//! the NIC at another. Kernel and NIC are behind the trait [`World`], so that this file can be tested against a model
+//! of both.
 //!
-//! The kernel's registration of a socket carries a *token* of this library's instead of the program's data. A token stands for
-//! one call of epoll_ctl: each call makes a new one, and an event with an older one is dropped. Nothing is lost by that, because
-//! the kernel checks the socket anew whenever it is registered or modified. So after each move a socket is modified, and
-//! whatever the kernel reported while the socket was between two owners is dropped.
+//! The kernel's registration of a socket carries a *token* of this library's instead of the program's data. A token
+//! stands for one call of epoll_ctl: each call makes a new one, and an event with an older one is dropped. Nothing is
+//! lost by that, because the kernel checks the socket anew whenever it is registered or modified. So after each move a
+//! socket is modified, and whatever the kernel reported while the socket was between two owners is dropped.
 //!
-//! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is ready for
-//! is computed from the NIC's events. Registrations to check are in a queue, each at most once; level-triggered ones that were
-//! reported go to its end.
+//! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is
+//! ready for is computed from the NIC's events. Registrations to check are in a queue, each at most once;
+//! level-triggered ones that were reported go to its end.
 
 use libc::{
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
@@ -24,8 +25,8 @@ const EXCLUSIVE: u32 = EPOLLEXCLUSIVE as u32;
 /// Events that end one direction or both.
 const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32;
 
-/// The highest 24 bits of a token, with which neither an address of the program's nor a small number begins. Then 20 bits that
-/// count the calls of epoll_ctl, then 20 bits of slot.
+/// The highest 24 bits of a token, with which neither an address of the program's nor a small number begins. Then 20
+/// bits that count the calls of epoll_ctl, then 20 bits of slot.
 const TAG: u64 = 0xba_702e << 40;
 const TAG_BITS: u64 = 0xff_ffff << 40;
 const VERSION_BITS: u32 = 20;
@@ -70,8 +71,8 @@ pub(crate) struct Progress {
 pub(crate) trait World {
     /// A watched file.
     type File: Copy + PartialEq;
-    /// Where it is, and how many moves it has begun or made. A file that is in the kernel with the same number of moves as
-    /// before has been there all the time.
+    /// Where it is, and how many moves it has begun or made. A file that is in the kernel with the same number of moves
+    /// as before has been there all the time.
     fn place(&mut self, file: Self::File) -> (Place, u32);
     /// Events that it is ready for, on the NIC.
     fn on_nic(&mut self, file: Self::File) -> u32;
@@ -111,8 +112,8 @@ struct Registration<F> {
     /// The kernel was made to report anew, perhaps what was reported before.
     repeated: bool,
     seen: Seen,
-    /// Moves that the connection had made when it was last registered in the kernel. If it has made more, what the kernel has
-    /// reported since does not count.
+    /// Moves that the connection had made when it was last registered in the kernel. If it has made more, what the
+    /// kernel has reported since does not count.
     moves: u32,
     /// The round in which it was last reported, and its index in the program's array.
     reported: (u64, usize),
@@ -138,8 +139,8 @@ impl<F> Registration<F> {
 pub(crate) struct Interest<F> {
     slots: Vec<Slot<F>>,
     free: Vec<u32>,
-    /// Slots by descriptor, ordered so that nothing depends on hashing. What was registered under a descriptor that was closed
-    /// while its file stayed open has a slot, but is not here.
+    /// Slots by descriptor, ordered so that nothing depends on hashing. What was registered under a descriptor that was
+    /// closed while its file stayed open has a slot, but is not here.
     by_fd: BTreeMap<c_int, u32>,
     queue: VecDeque<u32>,
     /// Entries of the queue that this round has not checked yet.
@@ -208,7 +209,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         let known = self.find(fd, file);
         let (place, moves) = world.place(file);
         let exclusive = (events | known.and_then(|slot| self.used(slot)).map_or(0, |known| known.events)) & EXCLUSIVE != 0;
-        // The kernel refuses to modify an exclusive registration, so it is registered as asked first, and muted afterwards.
+        // The kernel refuses to modify an exclusive registration, so it is registered as asked first, and muted
+        // afterwards.
         let muted = place == Place::Nic && !exclusive;
         let slot = known.unwrap_or_else(|| self.take_slot());
         let place_of = &mut self.slots[slot as usize];
@@ -268,22 +270,23 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((gone, numbered))
     }
 
-    /// As `drop_slot`, if the slot is this file's. None also if its descriptor stands for another file now, so that the kernel's
-    /// registration cannot be changed.
+    /// As `drop_slot`, if the slot is this file's. None also if its descriptor stands for another file now, so that the
+    /// kernel's registration cannot be changed.
     fn drop_file(&mut self, slot: u32, file: F) -> Option<Registration<F>> {
         self.used(slot).filter(|known| known.file == file)?;
         self.drop_slot(slot).and_then(|(gone, numbered)| numbered.then_some(gone))
     }
 
-    /// Removes a file that is about to be closed for good. Others may hold it (the agent does), in which case the kernel would
-    /// keep its registration.
+    /// Removes a file that is about to be closed for good. Others may hold it (the agent does), in which case the
+    /// kernel would keep its registration.
     pub fn forget<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
         if let Some(gone) = self.drop_file(slot, file) {
             world.register(EPOLL_CTL_DEL, gone.fd, 0, 0);
         }
     }
 
-    /// Removes a file that will be closed without this library's knowledge: the kernel gets the program's own registration.
+    /// Removes a file that will be closed without this library's knowledge: the kernel gets the program's own
+    /// registration.
     pub fn release<W: World<File = F>>(&mut self, world: &mut W, slot: u32, file: F) {
         if let Some(gone) = self.drop_file(slot, file) {
             change(world, gone.fd, gone.events, gone.programs(), gone.data);
@@ -298,8 +301,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
     }
 
-    /// Handles the closing of one of several descriptors of a file. Returns whether something is registered under it. That stays
-    /// in the set as long as the file is open, as in the kernel, but nobody can modify it any more.
+    /// Handles the closing of one of several descriptors of a file. Returns whether something is registered under it.
+    /// That stays in the set as long as the file is open, as in the kernel, but nobody can modify it any more.
     pub fn remove_number(&mut self, slot: u32, fd: c_int) -> bool {
         let known = self.used(slot).is_some_and(|known| known.fd == fd);
         known && self.by_fd.get(&fd) == Some(&slot) && self.by_fd.remove(&fd).is_some()
@@ -335,8 +338,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         known.muted = mute;
         known.dropped = false;
         known.repeated = !mute;
-        // A one-shot registration that has reported is silent until it is armed again. The kernel would report some events
-        // nevertheless, but only once.
+        // A one-shot registration that has reported is silent until it is armed again. The kernel would report some
+        // events nevertheless, but only once.
         let events = match () {
             // EPOLLEXCLUSIVE is kept, so that the kernel goes on refusing what it refuses.
             () if mute => EDGE | known.events & EXCLUSIVE,
@@ -351,10 +354,10 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some(place)
     }
 
-    /// Collects all events that can be reported without waiting. None if nothing on the NIC is ready: then the caller can wait
-    /// for the kernel. Connections on the NIC and descriptors in the kernel get half of the room each, or take turns if there is
-    /// room for one event; what one side leaves the other may use. `own` gets the data of events that may be the caller's own,
-    /// and returns whether they are. Returns the number of events.
+    /// Collects all events that can be reported without waiting. None if nothing on the NIC is ready: then the caller
+    /// can wait for the kernel. Connections on the NIC and descriptors in the kernel get half of the room each, or take
+    /// turns if there is room for one event; what one side leaves the other may use. `own` gets the data of events that
+    /// may be the caller's own, and returns whether they are. Returns the number of events.
     pub fn gather<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], own: impl FnMut(u64) -> bool) -> usize {
         self.begin();
         if self.queue.is_empty() {
@@ -394,8 +397,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.moving = None;
     }
 
-    /// Writes events of connections on the NIC after the first `filled` events of `out`, at most `most` of them. Returns the new
-    /// number of events.
+    /// Writes events of connections on the NIC after the first `filled` events of `out`, at most `most` of them.
+    /// Returns the new number of events.
     fn collect<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], mut filled: usize, most: usize) -> usize {
         let end = out.len().min(filled.saturating_add(most));
         while filled < end && self.unseen > 0 {
@@ -444,8 +447,8 @@ impl<F: Copy + PartialEq> Interest<F> {
         }
     }
 
-    /// Filters the kernel's events in `out[first..end]`: drops those that do not count, and puts the program's data into the
-    /// others. Returns the new number of events.
+    /// Filters the kernel's events in `out[first..end]`: drops those that do not count, and puts the program's data
+    /// into the others. Returns the new number of events.
     fn sift<W: World<File = F>>(
         &mut self,
         world: &mut W,
@@ -511,8 +514,8 @@ impl<F: Copy + PartialEq> Interest<F> {
             (Place::Set, _) => {}
             (Place::Kernel, moves) if moves == known.moves => {}
             (place, _) => {
-                // It may have been reported during a move, when the socket is disconnected for a moment. What is true of it the
-                // kernel reports again when the registration is brought in line.
+                // It may have been reported during a move, when the socket is disconnected for a moment. What is true
+                // of it the kernel reports again when the registration is brought in line.
                 events = 0;
                 let file = known.file;
                 known.dropped |= place == Place::Moving;

@@ -1,7 +1,7 @@
 //! Receiving and sending on a socket that may be on the NIC.
 //!
-//! Each call first tries the fast path (`send_at_once`, `receive_at_once`): the connection is on the NIC and the whole request
-//! can be served now. Otherwise the slow path waits where the call would wait.
+//! Each call first tries the fast path (`send_at_once`, `receive_at_once`): the connection is on the NIC and the whole
+//! request can be served now. Otherwise the slow path waits where the call would wait.
 
 use crate::call::{Call, sum};
 use crate::handover::Inside;
@@ -34,7 +34,8 @@ const MOST_PIECES: usize = 1024;
 /// An address without memory, in place of null, which no slice may have.
 const NOWHERE: usize = 1;
 
-/// The program's buffer as a slice. There may be no such memory: it is only accessed by guarded copies ([`crate::faults`]).
+/// The program's buffer as a slice. There may be no such memory: it is only accessed by guarded copies
+/// ([`crate::faults`]).
 ///
 /// # Safety
 /// Where there is memory, it must be the program's, for the call that it makes.
@@ -77,8 +78,8 @@ pub(crate) fn takes_name(name: *const c_void, length: socklen_t) -> bool {
     name.is_null() || length <= MOST_NAME && faults::read_all(name.cast(), &mut copy[..length as usize])
 }
 
-/// The message with its pieces read from the program's memory, as the kernel takes them, and those pieces. None if the kernel would refuse
-/// it before it looks at the socket.
+/// The message with its pieces read from the program's memory, as the kernel takes them, and those pieces. None if the
+/// kernel would refuse it before it looks at the socket.
 fn import(message: &msghdr) -> Option<(msghdr, Vec<iovec>)> {
     let count = message.msg_iovlen;
     if count > MOST_PIECES {
@@ -104,8 +105,8 @@ fn import(message: &msghdr) -> Option<(msghdr, Vec<iovec>)> {
     Some((imported, pieces))
 }
 
-/// Fast path of send(2) of one buffer: the connection is on the NIC, and there is room for all of it. False, with nothing sent,
-/// in any other case.
+/// Fast path of send(2) of one buffer: the connection is on the NIC, and there is room for all of it. False, with
+/// nothing sent, in any other case.
 ///
 /// # Safety
 /// As send(2).
@@ -116,8 +117,8 @@ pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_
         return false;
     }
     let Some((connection, session)) = table::in_tcp(fd, Tcp::managed) else { return false };
-    // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only passed on to a
-    // guarded copy, and what has sent nothing then goes the slow path, which knows null.
+    // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only
+    // passed on to a guarded copy, and what has sent nothing then goes the slow path, which knows null.
     let bytes = unsafe { std::slice::from_raw_parts(start.cast(), length) };
     whole::begin();
     let sent = session.shared.send_at_once(connection, token(), bytes);
@@ -330,8 +331,8 @@ unsafe fn send_as_it_is(
     unsafe { send_rest(section, call, tcp, fd, message, flags, (0, false)) }
 }
 
-/// sendmsg(2) of what lies after the first `done` bytes, without waiting inside the kernel. `stuck`: there was no room for it
-/// just now.
+/// sendmsg(2) of what lies after the first `done` bytes, without waiting inside the kernel. `stuck`: there was no room
+/// for it just now.
 ///
 /// # Safety
 /// As sendmsg(2).
@@ -423,7 +424,8 @@ fn unusual_send(flags: c_int) -> &'static str {
     }
 }
 
-/// Resets the peers of all lost connections, if this one has failed because its session has ended: no thread may sleep that would.
+/// Resets the peers of all lost connections, if this one has failed because its session has ended: no thread may sleep
+/// that would.
 #[cold]
 fn leave_if_lost(tcp: &Tcp) {
     if let Some((_, session)) = tcp.managed() {
@@ -469,8 +471,8 @@ unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, 
     attempt(session.shared.send_pieces(connection, token(), (left, flags & libc::MSG_MORE != 0), pieces))
 }
 
-/// Fast path of recv(2) into one buffer: the connection is on the NIC, and data waits. None, with nothing received, in any other
-/// case.
+/// Fast path of recv(2) into one buffer: the connection is on the NIC, and data waits. None, with nothing received, in
+/// any other case.
 ///
 /// # Safety
 /// As recv(2).
@@ -493,8 +495,8 @@ pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size
     if received == 0 { None } else { Some(received as ssize_t) }
 }
 
-/// The arguments of a call for one buffer, in memory: they are needed again only if the fast path does not serve it, which has the
-/// registers to itself meanwhile.
+/// The arguments of a call for one buffer, in memory: they are needed again only if the fast path does not serve it,
+/// which has the registers to itself meanwhile.
 pub(crate) struct Arguments {
     pub fd: c_int,
     pub flags: c_int,
@@ -728,15 +730,15 @@ unsafe fn receive_imported(
             return if done > 0 { done as ssize_t } else { fail(number) };
         }
         if room == 0 && wait::is_readable(tcp, fd) {
-            // A receive of no bytes waits for data, the end or an error, and consumes nothing (Linux, tcp_recvmsg_locked). A move also
-            // ends the wait, but not the call.
+            // A receive of no bytes waits for data, the end or an error, and consumes nothing (Linux,
+            // tcp_recvmsg_locked). A move also ends the wait, but not the call.
             return 0;
         }
     }
 }
 
-/// One attempt to receive from the kernel into the buffers after the first `from` bytes, without waiting. `more`: the call has
-/// received something already.
+/// One attempt to receive from the kernel into the buffers after the first `from` bytes, without waiting. `more`: the
+/// call has received something already.
 ///
 /// # Safety
 /// As recvmsg(2).
@@ -764,7 +766,8 @@ fn leave_unmapped(tcp: &Tcp, session: &Session) -> Attempt {
     Attempt::Moving
 }
 
-/// One attempt to receive into the buffers after the first `done` bytes, without waiting. `more`: the call has received something already.
+/// One attempt to receive into the buffers after the first `done` bytes, without waiting. `more`: the call has received
+/// something already.
 ///
 /// # Safety
 /// As recvmsg(2).

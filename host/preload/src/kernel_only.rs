@@ -1,10 +1,12 @@
-//! Calls that move bytes past this library, or let somebody else do so: splice, a descriptor passed to another process, the C library's
-//! streams. On the shell of a connection that is on the NIC they would lose bytes, or find none. So such a call waits until the connection
-//! is in the kernel, also where the agent refuses to restore it for long: there is no route to the peer, the device has no carrier, or
-//! another thread is in the middle of an operation and gets no processor.
+//! Calls that move bytes past this library, or let somebody else do so: splice, a descriptor passed to another process,
+//! the C library's streams. On the shell of a connection that is on the NIC they would lose bytes, or find none. So
+//! such a call waits until the connection is in the kernel, also where the agent refuses to restore it for long: there
+//! is no route to the peer, the device has no carrier, or another thread is in the middle of an operation and gets no
+//! processor.
 //!
-//! fork, exec and the entries of a ring do not wait so ([`Tcp::give_back`] tries some times): a fork would keep all other threads from
-//! opening a session meanwhile, a child of vfork would keep its parent from running, and an entry would keep the ring's lock.
+//! fork, exec and the entries of a ring do not wait so ([`Tcp::give_back`] tries some times): a fork would keep all
+//! other threads from opening a session meanwhile, a child of vfork would keep its parent from running, and an entry
+//! would keep the ring's lock.
 
 use crate::sections::{self, Section};
 use crate::signals::Mark;
@@ -13,7 +15,8 @@ use crate::{io, leaving, process, table, thread, wait};
 use baton_protocol::program::Until;
 use libc::c_int;
 
-/// Microseconds of the first pause between two attempts, and of the longest; it doubles in between. The end of a move ends it.
+/// Microseconds of the first pause between two attempts, and of the longest; it doubles in between. The end of a move
+/// ends it.
 const FIRST: u64 = 1_000;
 const LONGEST: u64 = 100_000;
 

@@ -1,8 +1,9 @@
 //! Sleeping in a system call, which a signal handler may leave by longjmp(3), and in which the thread may be cancelled.
 //!
-//! A thread that sleeps has registered itself with sockets and sets, and holds memory. So what leaves its call goes the way of a return: a
-//! jump past it comes back to where the thread fell asleep, as if the call were interrupted, the library's functions return one after the
-//! other, and where the program has called the first of them, with nothing left to undo, the jump goes on. So does the end of the thread.
+//! A thread that sleeps has registered itself with sockets and sets, and holds memory. So what leaves its call goes the
+//! way of a return: a jump past it comes back to where the thread fell asleep, as if the call were interrupted, the
+//! library's functions return one after the other, and where the program has called the first of them, with nothing
+//! left to undo, the jump goes on. So does the end of the thread.
 
 use crate::whole::{self, Here};
 use crate::{real, sections, thread};
@@ -130,13 +131,15 @@ extern "C-unwind" fn make<F: FnOnce() -> T, T>(made: *mut c_void) {
     made.here.close(parts);
 }
 
-/// Makes the program's own call, which may sleep: meanwhile signals are handled as they come, also those that were deferred. The caller holds
-/// no lock, and is in a [`whole::Whole`]. If a handler leaves the call the result is -1 with EINTR, and [`is_leaving`] is true.
+/// Makes the program's own call, which may sleep: meanwhile signals are handled as they come, also those that were
+/// deferred. The caller holds no lock, and is in a [`whole::Whole`]. If a handler leaves the call the result is -1 with
+/// EINTR, and [`is_leaving`] is true.
 pub(crate) fn asleep<T: From<i8>>(call: impl FnOnce() -> T) -> T {
     make_asleep(false, call)
 }
 
-/// As [`asleep`], for a call that may go on with a sleep of the program's: it fails with EINTR also if a signal was deferred.
+/// As [`asleep`], for a call that may go on with a sleep of the program's: it fails with EINTR also if a signal was
+/// deferred.
 pub(crate) fn asleep_again<T: From<i8>>(call: impl FnOnce() -> T) -> T {
     make_asleep(true, call)
 }
@@ -242,7 +245,8 @@ fn goes_past(here: &Here, sleep: *mut Sleep, to: usize) -> bool {
 pub(crate) unsafe fn jump(to: *mut c_void, value: c_int, checked: bool) -> ! {
     let here = whole::here();
     let sleep = here.sleep.load(RELAXED);
-    // SAFETY: a call in which the thread sleeps is in its stack, whose frames end after it. The program's buffer (`# Safety`).
+    // SAFETY: a call in which the thread sleeps is in its stack, whose frames end after it. The program's buffer
+    // (`# Safety`).
     unsafe {
         if sleep.is_null() || !goes_past(here, sleep, stack_of(to)) {
             if checked { real::longjmp_checked(to, value) } else { real::siglongjmp(to, value) }

@@ -1,13 +1,13 @@
-//! The sockets API of unmodified programs, over the client library. This library is preloaded (LD_PRELOAD) and intercepts the C
-//! library's functions that concern sockets.
+//! The sockets API of unmodified programs, over the client library. This library is preloaded (LD_PRELOAD) and
+//! intercepts the C library's functions that concern sockets.
 //!
-//! A socket stays the kernel's until a rule says that its connection is worth moving. Then the library registers it with the
-//! agent, and from that moment no thread of the program waits inside the kernel for that socket alone. Calls on a connection
-//! that is on the NIC are served here, without a system call where possible; what only the kernel can do is done by the kernel,
-//! after the connection has been restored.
+//! A socket stays the kernel's until a rule says that its connection is worth moving. Then the library registers it
+//! with the agent, and from that moment no thread of the program waits inside the kernel for that socket alone. Calls
+//! on a connection that is on the NIC are served here, without a system call where possible; what only the kernel can
+//! do is done by the kernel, after the connection has been restored.
 //!
-//! Not intercepted: what the C library does internally (stdio on a socket: see `calls/stdio.rs`), and system calls that a program
-//! makes with instructions of its own.
+//! Not intercepted: what the C library does internally (stdio on a socket: see `calls/stdio.rs`), and system calls that
+//! a program makes with instructions of its own.
 
 mod again;
 mod call;
@@ -47,7 +47,8 @@ mod worth;
 
 /// Inode number of a descriptor's file, 0 if there is none.
 fn fd_inode(fd: libc::c_int) -> u64 {
-    // SAFETY: `fd` is open for the duration of this call: it comes from the program's own call on it, or from /proc/self/fd.
+    // SAFETY: `fd` is open for the duration of this call: it comes from the program's own call on it, or from
+    // /proc/self/fd.
     let borrowed = unsafe { std::os::fd::BorrowedFd::borrow_raw(fd) };
     baton_linux::socket::inode(borrowed).unwrap_or(0)
 }

@@ -1,11 +1,12 @@
 //! Listening sockets whose connections the NIC makes (`--offload full`).
 //!
-//! The listening socket stays the kernel's, and the kernel may have connections for it, too. What the NIC makes is counted by a
-//! second socket, the *queue*: it is readable as long as a connection waits. Sets and polls watch it beside the listener, with the
-//! program's own data, and accept(2) looks there first. The agent is asked for the queue when the process first waits for the
-//! listener: a process that only passes it on to others never gets one, and the NIC makes no connections for it. Where the agent refuses
-//! or does not answer, and when the session has ended, it is asked again when the process waits or accepts ([`Again`]): the kernel makes
-//! the connections meanwhile, so that a process which waits in a set accepts one of those.
+//! The listening socket stays the kernel's, and the kernel may have connections for it, too. What the NIC makes is
+//! counted by a second socket, the *queue*: it is readable as long as a connection waits. Sets and polls watch it
+//! beside the listener, with the program's own data, and accept(2) looks there first. The agent is asked for the queue
+//! when the process first waits for the listener: a process that only passes it on to others never gets one, and the
+//! NIC makes no connections for it. Where the agent refuses or does not answer, and when the session has ended, it is
+//! asked again when the process waits or accepts ([`Again`]): the kernel makes the connections meanwhile, so that a
+//! process which waits in a set accepts one of those.
 
 use crate::again::Again;
 use crate::process::{self, Session};
@@ -45,7 +46,8 @@ impl Asking {
 pub(crate) enum Accepted {
     /// The kernel's: a descriptor, or -1 with errno.
     Kernel(c_int),
-    /// One that the NIC has made: its descriptor and its socket, which is in this session; and the section in which it was taken.
+    /// One that the NIC has made: its descriptor and its socket, which is in this session; and the section in which it
+    /// was taken.
     Nic(c_int, &'static Tcp, &'static Session, Section),
 }
 
@@ -171,8 +173,8 @@ pub(crate) fn forget_inherited() {
     wait::close_all(&OURS);
 }
 
-/// Whether a byte was read from a queue, so that a connection waits. An end means that the agent has no such listener any more: the queue is
-/// dropped.
+/// Whether a byte was read from a queue, so that a connection waits. An end means that the agent has no such listener
+/// any more: the queue is dropped.
 fn take_byte(tcp: &Tcp, queue: &'static Queue) -> bool {
     let mut byte = 0u8;
     let errno = thread::errno();
@@ -202,8 +204,8 @@ fn take(listener: &Tcp, queue: &'static Queue) -> Option<(c_int, &'static Tcp)> 
     accepted.ok().flatten().and(made)
 }
 
-/// accept(2) from a listener: a connection that the NIC has made, or what `native` gets from the kernel. None if the NIC makes none
-/// for this process.
+/// accept(2) from a listener: a connection that the NIC has made, or what `native` gets from the kernel. None if the
+/// NIC makes none for this process.
 pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -> Option<Accepted> {
     if !process::plan().is_some_and(process::Plan::is_full) {
         return None;
@@ -238,8 +240,8 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
     }
 }
 
-/// Waits until kernel or NIC has a connection. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does
-/// not restart calls. None if the library has withdrawn meanwhile.
+/// Waits until kernel or NIC has a connection. Err with errno: EAGAIN after the deadline, EINTR after a signal whose
+/// handler does not restart calls. None if the library has withdrawn meanwhile.
 fn sleep(section: Section, queue: &Queue, fd: c_int, deadline: Option<u64>) -> Option<(Section, Result<(), c_int>)> {
     let mut fds = [fd, queue.fd].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
     let left =

@@ -16,8 +16,8 @@ const TCP_ZEROCOPY_RECEIVE: c_int = 35;
 enum Meaning {
     /// Set on the descriptor; the NIC gets the value if it acts on the option.
     Direct,
-    /// Set for the NIC alone: SO_KEEPALIVE, since it sends keep-alive probes in place of the shell, and TCP_CORK, which servers
-    /// set twice for each answer. A restore sets it on the socket.
+    /// Set for the NIC alone: SO_KEEPALIVE, since it sends keep-alive probes in place of the shell, and TCP_CORK, which
+    /// servers set twice for each answer. A restore sets it on the socket.
     NicOnly,
     /// The connection is restored first, and may move again: the next offload reads the option.
     ReadAtHandoff,
@@ -28,8 +28,8 @@ enum Meaning {
 fn meaning(level: c_int, option: c_int) -> Meaning {
     match (level, option) {
         (1, 9) | (6, 3) => Meaning::NicOnly,
-        // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, IPV6_AUTOFLOWLABEL, TCP_WINDOW_CLAMP, TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG,
-        // SO_BINDTODEVICE, SO_BINDTOIFINDEX, SO_MARK, SO_DONTROUTE.
+        // SO_REUSEADDR, IP_TOS, IP_TTL, IPV6_TCLASS, IPV6_UNICAST_HOPS, IPV6_AUTOFLOWLABEL, TCP_WINDOW_CLAMP,
+        // TCP_RTO_MIN_US, TCP_DELACK_MAX_US, TCP_MAXSEG, SO_BINDTODEVICE, SO_BINDTOIFINDEX, SO_MARK, SO_DONTROUTE.
         (1, 2 | 25 | 62 | 36 | 5) | (0, 1 | 2) | (41, 16 | 67 | 70) | (6, 10 | 45 | 46 | 2) => Meaning::ReadAtHandoff,
         _ if baton_handoff::unenforced::may_keep_in_kernel(level, option) => Meaning::ReadAtHandoff,
         (6, 31) => Meaning::Never("TCP_ULP"),
@@ -116,8 +116,8 @@ pub(crate) unsafe fn set(
     done
 }
 
-/// Records SO_RCVLOWAT after it was set: the value that the kernel made of it, which is at most half of the largest receive
-/// memory.
+/// Records SO_RCVLOWAT after it was set: the value that the kernel made of it, which is at most half of the largest
+/// receive memory.
 pub(crate) fn note_lowat(tcp: &Tcp, fd: c_int) {
     tcp.set_lowat(kernels(fd, libc::SOL_SOCKET, libc::SO_RCVLOWAT).unwrap_or(1).max(1) as u32);
 }

@@ -33,8 +33,8 @@ impl Watched {
         self.sockets.is_empty() && self.sets.is_empty()
     }
 
-    /// Fills in results for sockets on the NIC, and takes their descriptors out of what the kernel is asked. Returns how many
-    /// are ready.
+    /// Fills in results for sockets on the NIC, and takes their descriptors out of what the kernel is asked. Returns
+    /// how many are ready.
     fn answer(&self, fds: &mut [pollfd], asked: &mut [pollfd]) -> usize {
         let mut ready = 0;
         for (at, tcp) in &self.sockets {
@@ -55,8 +55,8 @@ impl Watched {
         self.sockets.iter().map(|(_, tcp)| (tcp.generation(), tcp.moves())).collect()
     }
 
-    /// Takes over the kernel's results, except for sockets that have moved since `versions` were read, and for sets only if they
-    /// really have events. Returns how many are ready.
+    /// Takes over the kernel's results, except for sockets that have moved since `versions` were read, and for sets
+    /// only if they really have events. Returns how many are ready.
     fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], versions: &[(u32, Option<u32>)]) -> usize {
         for (entry, answer) in fds.iter_mut().zip(asked) {
             if answer.fd >= 0 {
@@ -265,8 +265,8 @@ fn concerns(count: c_int, sets: &[*mut fd_set; 3]) -> bool {
     end > 0 && sets.iter().any(|set| Bits::read(*set, end).is_some_and(|bits| bits.descriptors().any(is_tracked)))
 }
 
-/// Number of bits that the kernel looks at: not more than its table of descriptors has entries. Programs say more, such as
-/// getdtablesize(3), and their sets may end before.
+/// Number of bits that the kernel looks at: not more than its table of descriptors has entries. Programs say more, such
+/// as getdtablesize(3), and their sets may end before.
 fn looked_at(count: c_int) -> c_int {
     const USUAL: c_int = libc::FD_SETSIZE as c_int;
     if count <= USUAL {
@@ -278,7 +278,8 @@ fn looked_at(count: c_int) -> c_int {
     count.min(size.unwrap_or(USUAL.max(table::end() as c_int)))
 }
 
-/// For each of select(2)'s three sets: the poll events that it waits for, and those that count as ready (Linux, fs/select.c).
+/// For each of select(2)'s three sets: the poll events that it waits for, and those that count as ready (Linux,
+/// fs/select.c).
 const SELECT: [(i16, i16); 3] = [
     (libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND, libc::POLLIN | libc::POLLRDNORM | libc::POLLRDBAND | POLLHUP | POLLERR),
     (libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND, libc::POLLOUT | libc::POLLWRNORM | libc::POLLWRBAND | POLLERR),

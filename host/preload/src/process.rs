@@ -34,16 +34,18 @@ static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
 static SESSION: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Process id to which memory and session belong: a child of vfork shares both but must not use them.
 static OWNER: AtomicU32 = AtomicU32::new(0);
-/// No connection may be offloaded any more: the process filters its system calls, or does what this library cannot follow.
+/// No connection may be offloaded any more: the process filters its system calls, or does what this library cannot
+/// follow.
 static CLOSED: AtomicBool = AtomicBool::new(false);
-/// This process was made without its parent's knowledge, or by a call after which it may take no lock and no memory: it has no plan.
+/// This process was made without its parent's knowledge, or by a call after which it may take no lock and no memory: it
+/// has no plan.
 static UNPREPARED: AtomicBool = AtomicBool::new(false);
 /// Why it was closed for good, and whether the agent knows.
 static WHY: OnceLock<Native> = OnceLock::new();
 static SAID: AtomicBool = AtomicBool::new(false);
 static OPENING: Mutex<()> = Mutex::new(());
-/// The last session that ended. The next one reuses its descriptors' numbers: none of them is ever free while a late thread may
-/// still use it.
+/// The last session that ended. The next one reuses its descriptors' numbers: none of them is ever free while a late
+/// thread may still use it.
 static LEFT: AtomicPtr<Session> = AtomicPtr::new(std::ptr::null_mut());
 /// Time (microseconds of the monotonic clock) before which no attempt is made to reach the agent.
 static NOT_BEFORE: AtomicU64 = AtomicU64::new(0);
@@ -199,7 +201,8 @@ fn open() -> Option<&'static Session> {
             Some(made)
         }
         Err(error) => {
-            // Without a reason the agent has ended, or cannot be reached from here: everything stays in the kernel for now.
+            // Without a reason the agent has ended, or cannot be reached from here: everything stays in the kernel for
+            // now.
             if matches!(error.kind(), std::io::ErrorKind::Other | std::io::ErrorKind::InvalidData) {
                 static SAID: std::sync::Once = std::sync::Once::new();
                 SAID.call_once(|| report!("baton: this program's connections stay in the kernel: {error}"));
@@ -215,8 +218,8 @@ pub(crate) fn hold_opening() -> MutexGuard<'static, ()> {
     OPENING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes this process, a child, the owner of its copy of the memory. Its parent's session is not its own: the descriptors are closed. Takes
-/// no lock and no memory.
+/// Makes this process, a child, the owner of its copy of the memory. Its parent's session is not its own: the
+/// descriptors are closed. Takes no lock and no memory.
 pub(crate) fn become_owner() {
     OWNER.store(identity(), Ordering::Release);
     SAID.store(false, Ordering::Release);
@@ -235,8 +238,8 @@ pub(crate) fn give_up_plan() {
     CLOSED.store(true, Ordering::SeqCst);
 }
 
-/// Opens the session of a program that has a TCP socket, before it changes what it can reach or who it is: afterwards the agent may be out
-/// of reach, or take it for another user. A program without TCP sockets gets none.
+/// Opens the session of a program that has a TCP socket, before it changes what it can reach or who it is: afterwards
+/// the agent may be out of reach, or take it for another user. A program without TCP sockets gets none.
 #[cold]
 pub(crate) fn ask_while_possible() {
     let Some(_section) = Section::enter() else { return };
@@ -265,9 +268,9 @@ fn left() -> Option<&'static Session> {
     if left.is_null() { None } else { Some(unsafe { &*left }) }
 }
 
-/// The lowest number for this library's descriptors. Programs expect to get low numbers themselves; but the kernel's table of descriptors
-/// is as long as the highest number makes it, and select(2), fork(2) and close_range(2) look at all of it. An `fd_set` has no bits for
-/// numbers from FD_SETSIZE on.
+/// The lowest number for this library's descriptors. Programs expect to get low numbers themselves; but the kernel's
+/// table of descriptors is as long as the highest number makes it, and select(2), fork(2) and close_range(2) look at
+/// all of it. An `fd_set` has no bits for numbers from FD_SETSIZE on.
 fn lowest_descriptor() -> c_int {
     (most_descriptors().min(libc::FD_SETSIZE as u64) as c_int - 96).max(3)
 }
@@ -347,7 +350,8 @@ impl Session {
         }
     }
 
-    /// Abandons it if some thread has noticed that it has ended. That thread may have held a lock, so that it could not do so itself.
+    /// Abandons it if some thread has noticed that it has ended. That thread may have held a lock, so that it could not
+    /// do so itself.
     #[inline]
     pub fn leave_if_known_over(&'static self) {
         if self.shared.has_ended() {
@@ -355,8 +359,9 @@ impl Session {
         }
     }
 
-    /// Abandons a session that has ended, or that the program leaves: its sockets are the kernel's until another session is opened, and
-    /// connections that were on the NIC are lost. The caller must not hold the lock of a set or a socket.
+    /// Abandons a session that has ended, or that the program leaves: its sockets are the kernel's until another
+    /// session is opened, and connections that were on the NIC are lost. The caller must not hold the lock of a set or
+    /// a socket.
     #[cold]
     pub fn leave(&'static self) {
         let this = std::ptr::from_ref(self).cast_mut();

@@ -5,8 +5,8 @@ use crate::thread;
 use baton_client::Readiness;
 use libc::{EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM};
 
-/// Bytes that make a connection on the NIC readable: SO_RCVLOWAT, capped at half of the receive memory as the kernel caps it
-/// (tcp_set_rcvlowat), since more might never fit.
+/// Bytes that make a connection on the NIC readable: SO_RCVLOWAT, capped at half of the receive memory as the kernel
+/// caps it (tcp_set_rcvlowat), since more might never fit.
 pub(crate) fn least(tcp: &Tcp, state: &Readiness) -> u32 {
     tcp.lowat().min(state.receive_memory / 2).max(1)
 }

@@ -3,7 +3,8 @@
 use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, nfds_t, off64_t, pid_t, size_t, sockaddr, socklen_t, ssize_t};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Looks up the next definition of a symbol after this library's. Aborts if there is none: the program's call cannot be served.
+/// Looks up the next definition of a symbol after this library's. Aborts if there is none: the program's call cannot be
+/// served.
 #[cold]
 fn find(name: &'static std::ffi::CStr, at: &AtomicUsize) -> usize {
     // SAFETY: the name is NUL-terminated, and RTLD_NEXT is a valid handle.

@@ -1,16 +1,19 @@
 //! Rings of io_uring(7), by which a program has the kernel make its calls.
 //!
-//! What a program submits lies in memory that it shares with the kernel. Where the library sees each submission, since the program makes it
-//! by the C library's `syscall` and no thread of the kernel's polls the ring, it reads the entries before the kernel does:
+//! What a program submits lies in memory that it shares with the kernel. Where the library sees each submission, since
+//! the program makes it by the C library's `syscall` and no thread of the kernel's polls the ring, it reads the entries
+//! before the kernel does:
 //!
-//! - epoll_ctl(2) for a tracked socket or set is made here, so that the library's model of the set has it, and the entry becomes one that
-//!   does nothing: its completion is that of a success. libuv (from 1.45 on) registers every descriptor so. One that fails is left for
-//!   the kernel, which finds the same error, and is submitted before the next one is looked at.
+//! - epoll_ctl(2) for a tracked socket or set is made here, so that the library's model of the set has it, and the
+//!   entry becomes one that does nothing: its completion is that of a success. libuv (from 1.45 on) registers every
+//!   descriptor so. One that fails is left for the kernel, which finds the same error, and is submitted before the next
+//!   one is looked at.
 //! - A connection that any other entry names, or that is registered with a ring, is restored and stays in the kernel.
 //! - Where this cannot be told, every connection of the process stays in the kernel, which `baton ls` says.
 //!
-//! The program can write entries at any time, also after they were read here: that harms only itself. Its numbers are bounded before they
-//! are used. No entry reaches the kernel that was not looked at: never more are submitted than were read, one thread at a time.
+//! The program can write entries at any time, also after they were read here: that harms only itself. Its numbers are
+//! bounded before they are used. No entry reaches the kernel that was not looked at: never more are submitted than were
+//! read, one thread at a time.
 
 use crate::sections::Section;
 use crate::table::{self, File};
@@ -24,8 +27,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// The cause for restoring connections, in lists.
 const CAUSE: &str = "io_uring";
 
-/// Flags of a ring that leave its submissions as they are read here: all that Linux 6.18 knows but IORING_SETUP_SQPOLL, SQ_AFF, NO_MMAP and
-/// REGISTERED_FD_ONLY.
+/// Flags of a ring that leave its submissions as they are read here: all that Linux 6.18 knows but IORING_SETUP_SQPOLL,
+/// SQ_AFF, NO_MMAP and REGISTERED_FD_ONLY.
 const READABLE: u32 = 0x3_3ff9;
 const SETUP_SUBMIT_ALL: u32 = 1 << 7;
 const SETUP_SQE128: u32 = 1 << 10;
@@ -104,8 +107,8 @@ const EPOLL_CTL: u8 = 29;
 const SPLICES: [u8; 2] = [30, 33];
 /// Flag of a splice: its source is a registered file.
 const SPLICE_FROM_FIXED: u32 = 1 << 31;
-/// Operations whose `fd` is no descriptor of a connection's: NOP, POLL_REMOVE, TIMEOUT and its relatives, ASYNC_CANCEL, buffers, MSG_RING,
-/// SOCKET, WAITID, FUTEX, FIXED_FD_INSTALL.
+/// Operations whose `fd` is no descriptor of a connection's: NOP, POLL_REMOVE, TIMEOUT and its relatives, ASYNC_CANCEL,
+/// buffers, MSG_RING, SOCKET, WAITID, FUTEX, FIXED_FD_INSTALL.
 const NAMELESS: [u8; 16] = [0, 7, 11, 12, 14, 15, 31, 32, 40, 45, 50, 51, 52, 53, 54, 20];
 
 /// Operations of io_uring_register(2).
@@ -113,7 +116,8 @@ const REGISTER_FILES: u32 = 2;
 const REGISTER_FILES_UPDATE: u32 = 6;
 const REGISTER_FILES2: u32 = 13;
 const REGISTER_FILES_UPDATE2: u32 = 14;
-/// Those that concern neither descriptors nor how entries are submitted: buffers, eventfds, probes, personalities, workers, cancellation.
+/// Those that concern neither descriptors nor how entries are submitted: buffers, eventfds, probes, personalities,
+/// workers, cancellation.
 const REGISTER_OTHERS: [u32; 28] =
     [0, 1, 3, 4, 5, 7, 8, 9, 10, 12, 15, 16, 17, 18, 19, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 34];
 /// Most files of a ring (Linux, IORING_MAX_FIXED_FILES).
@@ -136,7 +140,8 @@ impl Memory {
     /// The word at an offset, if it lies inside.
     fn word(&self, at: usize) -> Option<&AtomicU32> {
         let inside = at.is_multiple_of(4) && at.checked_add(4).is_some_and(|end| end <= self.length);
-        // SAFETY: it lies in the mapping, which is aligned to a page and stays as long as its ring is open; others write it as atomics do.
+        // SAFETY: it lies in the mapping, which is aligned to a page and stays as long as its ring is open; others
+        // write it as atomics do.
         inside.then(|| unsafe { &*self.base.add(at).cast::<AtomicU32>() })
     }
 
@@ -169,7 +174,8 @@ pub(crate) struct Ring {
     open: Lock<bool>,
 }
 
-// SAFETY: the mappings are not bound to a thread. Their words are reached as atomics, and entries by copies, of any bytes.
+// SAFETY: the mappings are not bound to a thread. Their words are reached as atomics, and entries by copies, of any
+// bytes.
 unsafe impl Sync for Ring {}
 // SAFETY: the mappings are not bound to a thread, and stay until the ring is closed, whichever thread does that.
 unsafe impl Send for Ring {}
@@ -207,7 +213,8 @@ pub(crate) fn set_up(parameters: *const Parameters, call: impl FnOnce() -> c_lon
     made
 }
 
-/// io_uring_enter(2), by `call`, the program's own for so many entries, to wait for so many completions, with these flags.
+/// io_uring_enter(2), by `call`, the program's own for so many entries, to wait for so many completions, with these
+/// flags.
 pub(crate) fn enter(fd: c_int, count: u32, least: u32, flags: u32, call: impl Fn(u32, u32, u32) -> c_long) -> c_long {
     if count == 0 || fd < 0 || !are_watched() {
         return call(count, least, flags);
@@ -249,7 +256,8 @@ pub(crate) fn register(operation: u32, argument: *const c_void, count: u32) {
         REGISTER_FILES2 => leave_all_to_kernel(word(2) as *const c_int, word(0) as u32),
         REGISTER_FILES_UPDATE2 => leave_all_to_kernel(word(1) as *const c_int, word(3) as u32),
         other if REGISTER_OTHERS.contains(&other) => {}
-        // Among them those by which a ring is entered without its descriptor, resized, or may refuse an entry that does nothing.
+        // Among them those by which a ring is entered without its descriptor, resized, or may refuse an entry that does
+        // nothing.
         _ => process::close_for_good(Native::IoUring),
     }
 }
@@ -393,8 +401,8 @@ impl Ring {
         (index <= self.mask).then(|| unsafe { self.entries.base.add((index as usize) << self.shift).cast() })
     }
 
-    /// Handles the next `count` entries, and has the kernel submit them by `call`: so many, and whether these are the last. Returns how many
-    /// were submitted, or -1 with errno. None in a signal handler that has interrupted this.
+    /// Handles the next `count` entries, and has the kernel submit them by `call`: so many, and whether these are the
+    /// last. Returns how many were submitted, or -1 with errno. None in a signal handler that has interrupted this.
     fn submit(&self, count: u32, call: impl Fn(u32, bool) -> c_long) -> Option<c_long> {
         let open = self.open.lock(thread::token())?;
         if !*open {

@@ -1,9 +1,10 @@
 //! Whether this library takes part in the program's calls, and which threads are inside it.
 //!
-//! A process that filters its system calls (seccomp) may be killed for any that it does not make itself. Once the library has
-//! *withdrawn*, each intercepted function is the program's own call, with its arguments, and nothing else: no system call before it,
-//! none after it, and no lock that might need one. Withdrawing waits for threads that are inside the library: every part of it that may
-//! make a system call of its own is a [`Section`]. A thread that makes the program's own call, and may sleep there, is in none.
+//! A process that filters its system calls (seccomp) may be killed for any that it does not make itself. Once the
+//! library has *withdrawn*, each intercepted function is the program's own call, with its arguments, and nothing else:
+//! no system call before it, none after it, and no lock that might need one. Withdrawing waits for threads that are
+//! inside the library: every part of it that may make a system call of its own is a [`Section`]. A thread that makes
+//! the program's own call, and may sleep there, is in none.
 
 use crate::signals::Mark;
 use crate::wait;
@@ -12,7 +13,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 static WITHDRAWN: AtomicBool = AtomicBool::new(false);
 
-/// Counters of threads inside sections. Each thread has one of them, which few others share, since sections are entered often.
+/// Counters of threads inside sections. Each thread has one of them, which few others share, since sections are entered
+/// often.
 const COUNTERS: usize = 64;
 
 #[repr(align(64))]
@@ -71,7 +73,8 @@ impl Drop for Section {
     }
 }
 
-/// Forgets the parent's threads, in a child that has copied its memory. Its own one is in some sections: a handler may have forked.
+/// Forgets the parent's threads, in a child that has copied its memory. Its own one is in some sections: a handler may
+/// have forked.
 pub(crate) fn forget_inherited() {
     INSIDE.iter().for_each(|counter| counter.0.store(0, Ordering::SeqCst));
     counter().store(whole::here().sections.load(Ordering::Relaxed), Ordering::SeqCst);
@@ -82,7 +85,8 @@ pub(crate) fn withdraw() {
     WITHDRAWN.store(true, Ordering::SeqCst);
 }
 
-/// Waits until no thread is inside. `wake` wakes those that sleep there. False if one still is after `patience` microseconds.
+/// Waits until no thread is inside. `wake` wakes those that sleep there. False if one still is after `patience`
+/// microseconds.
 pub(crate) fn await_none(patience: u64, wake: impl Fn()) -> bool {
     let deadline = wait::now() + patience;
     while INSIDE.iter().any(|counter| counter.0.load(Ordering::SeqCst) > 0) {

@@ -1,9 +1,11 @@
-//! Locks of pools, and of lists of this library's own descriptors. Whoever holds one waits for nothing but the allocator, a system call that
-//! returns at once, or another of these locks; two of them are taken in the order in which a fork takes all.
+//! Locks of pools, and of lists of this library's own descriptors. Whoever holds one waits for nothing but the
+//! allocator, a system call that returns at once, or another of these locks; two of them are taken in the order in
+//! which a fork takes all.
 //!
-//! A fork waits until it has each: a child that found one locked could never take it. Its holder may be slow, since it is preempted, or its
-//! control group has no processor time left. But it may be the forking thread itself, interrupted by a signal whose handler forks. So each
-//! thread counts the locks that it has or waits for. It counts before it asks for one, so that no moment of the interrupted part is missed.
+//! A fork waits until it has each: a child that found one locked could never take it. Its holder may be slow, since it
+//! is preempted, or its control group has no processor time left. But it may be the forking thread itself, interrupted
+//! by a signal whose handler forks. So each thread counts the locks that it has or waits for. It counts before it asks
+//! for one, so that no moment of the interrupted part is missed.
 
 use crate::{wait, whole};
 use baton_ring::give_way;

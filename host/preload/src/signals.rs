@@ -1,13 +1,14 @@
 //! The program's signal handlers.
 //!
-//! The kernel's handler of each signal that the program handles is this library's, with the program's mask and flags. It calls the
-//! program's, unless it interrupts a part of the library that must stay whole ([`crate::whole`]): then the signal is sent to this thread
-//! once more, as it was, and all signals are blocked until the end of that part. So the kernel delivers it there, on the stack and with the
-//! mask that the program has asked for. A real-time signal, which would come to stand behind others of its number in the queue, is kept by
-//! the thread, which calls the handler itself then; so is one for which the queue has no room. sigaction shows the program's own action.
+//! The kernel's handler of each signal that the program handles is this library's, with the program's mask and flags.
+//! It calls the program's, unless it interrupts a part of the library that must stay whole ([`crate::whole`]): then the
+//! signal is sent to this thread once more, as it was, and all signals are blocked until the end of that part. So the
+//! kernel delivers it there, on the stack and with the mask that the program has asked for. A real-time signal, which
+//! would come to stand behind others of its number in the queue, is kept by the thread, which calls the handler itself
+//! then; so is one for which the queue has no room. sigaction shows the program's own action.
 //!
-//! Not so: the signals that report faults ([`FAULTS`]), which run at once, and are the kernel's own business but for those in
-//! [`crate::faults`]; and handlers that the program sets by a system call of its own.
+//! Not so: the signals that report faults ([`FAULTS`]), which run at once, and are the kernel's own business but for
+//! those in [`crate::faults`]; and handlers that the program sets by a system call of its own.
 
 use crate::whole::{self, Here, Whole};
 use crate::{leaving, process, real, sections, thread};
@@ -21,8 +22,8 @@ const FAULTS: [c_int; 7] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIG
 
 const SIGNALS: usize = 65;
 
-/// The program's handler of each signal for which the kernel has this library's: its address, with [`TAKES_INFO`] and [`RESTARTS`]. It
-/// stays when the action becomes another one: the signal may have come before.
+/// The program's handler of each signal for which the kernel has this library's: its address, with [`TAKES_INFO`] and
+/// [`RESTARTS`]. It stays when the action becomes another one: the signal may have come before.
 static HANDLERS: [AtomicU64; SIGNALS] = [const { AtomicU64::new(0) }; SIGNALS];
 
 /// SA_SIGINFO, which the kernel's action always has.
@@ -154,7 +155,8 @@ pub(crate) unsafe fn change(signal: c_int, new: *const sigaction, old: *mut siga
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::sigaction(signal, new, old) };
     };
-    // A bad pointer raises SIGSEGV here or at the end, as in the C library: nothing is held then that its handler needs.
+    // A bad pointer raises SIGSEGV here or at the end, as in the C library: nothing is held then that its handler
+    // needs.
     // SAFETY: the program's own action (`# Safety`).
     let next = unsafe { new.as_ref() }.copied();
     let whole = Whole::begin();
@@ -237,8 +239,9 @@ unsafe fn run(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     }
 }
 
-/// Sends the signal to this thread once more, or keeps it, and blocks all until the part that it has interrupted has ended. False if it can
-/// neither be sent, since the program has as many waiting signals as it may, nor kept, since another one is.
+/// Sends the signal to this thread once more, or keeps it, and blocks all until the part that it has interrupted has
+/// ended. False if it can neither be sent, since the program has as many waiting signals as it may, nor kept, since
+/// another one is.
 ///
 /// # Safety
 /// The arguments of a handler.
@@ -295,15 +298,16 @@ unsafe fn keep(here: &Here, signal: c_int, info: *const siginfo_t) -> bool {
     is_free
 }
 
-/// Calls the handler of a signal that was kept as the kernel would, but on the thread's present stack. `mask` is the thread's.
+/// Calls the handler of a signal that was kept as the kernel would, but on the thread's present stack. `mask` is the
+/// thread's.
 ///
 /// # Safety
 /// `info` is the signal's description.
 #[cold]
 unsafe fn run_kept(signal: c_int, info: &mut siginfo_t, mask: u64) {
     let mut action = MaybeUninit::<sigaction>::uninit();
-    // SAFETY: zero is a value of ucontext_t; room for an action and for a context, which the calls fill in; the kernel uses the first word
-    // of a mask.
+    // SAFETY: zero is a value of ucontext_t; room for an action and for a context, which the calls fill in; the kernel
+    // uses the first word of a mask.
     unsafe {
         let mut context: libc::ucontext_t = zeroed();
         libc::getcontext(&mut context);
@@ -340,8 +344,8 @@ pub(crate) fn note(flags: c_int) {
     here.interrupted.fetch_add(u32::from(flags & libc::SA_RESTART == 0), Ordering::Relaxed);
 }
 
-/// How many handlers had run in this thread when a call began, or when it fell asleep. The handler that has run decides whether a call that
-/// sleeps here goes on (SA_RESTART), and ppoll(2) only says that one has.
+/// How many handlers had run in this thread when a call began, or when it fell asleep. The handler that has run decides
+/// whether a call that sleeps here goes on (SA_RESTART), and ppoll(2) only says that one has.
 #[derive(Clone, Copy)]
 pub(crate) struct Mark {
     handled: u32,
@@ -356,7 +360,8 @@ impl Mark {
         Mark { handled: here.handled.load(Ordering::Relaxed), interrupted: here.interrupted.load(Ordering::Relaxed) }
     }
 
-    /// Whether a handler has run since that ends a call with EINTR: any, or, if the call may be `restarted`, one without SA_RESTART.
+    /// Whether a handler has run since that ends a call with EINTR: any, or, if the call may be `restarted`, one
+    /// without SA_RESTART.
     pub fn is_over(self, restarted: bool) -> bool {
         let now = Mark::now();
         if restarted { now.interrupted != self.interrupted } else { now.handled != self.handled }
@@ -377,7 +382,8 @@ impl Mark {
     }
 }
 
-/// Whether all handlers that are not counted have SA_RESTART: those that the program has set by a system call of its own.
+/// Whether all handlers that are not counted have SA_RESTART: those that the program has set by a system call of its
+/// own.
 #[cold]
 fn uncounted_restart() -> bool {
     (1..SIGNALS as c_int).all(|signal| {

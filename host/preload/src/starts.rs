@@ -1,12 +1,14 @@
-//! Programs that the process executes: what each of them needs in its environment so that this library is there, and those that it
-//! cannot be in.
+//! Programs that the process executes: what each of them needs in its environment so that this library is there, and
+//! those that it cannot be in.
 //!
-//! - A sanitizer's library must come before all others in LD_PRELOAD, but in that program alone. So the variable gets it when such a program
-//!   is executed, and [`RESTORED`] keeps what it was; there [`restore`] puts it back before the program looks.
-//! - A program of musl does not find the library under the name that `baton run` gives it ([`baton_client::preload`]), and a statically
-//!   linked one does not look. Both run natively, which is said.
+//! - A sanitizer's library must come before all others in LD_PRELOAD, but in that program alone. So the variable gets
+//!   it when such a program is executed, and [`RESTORED`] keeps what it was; there [`restore`] puts it back before the
+//!   program looks.
+//! - A program of musl does not find the library under the name that `baton run` gives it ([`baton_client::preload`]),
+//!   and a statically linked one does not look. Both run natively, which is said.
 //!
-//! All of this may happen in a child of vfork, or of a process with threads: nothing here takes memory of the heap, or a lock.
+//! All of this may happen in a child of vfork, or of a process with threads: nothing here takes memory of the heap, or
+//! a lock.
 
 use crate::sections::Section;
 use crate::{filters, thread};
@@ -130,8 +132,8 @@ unsafe fn examine(target: Target) -> (Path, Start) {
     (script.or(path).unwrap_or_default(), start)
 }
 
-/// Whether it has been said that a program runs without Baton. It is said once by a program and the children that it forks, which share
-/// this, so that a shell does not say it for each command.
+/// Whether it has been said that a program runs without Baton. It is said once by a program and the children that it
+/// forks, which share this, so that a shell does not say it for each command.
 static SAID: AtomicPtr<AtomicBool> = AtomicPtr::new(std::ptr::null_mut());
 
 /// As [`SAID`], for a process without it.
@@ -218,7 +220,8 @@ unsafe fn with_libraries<T>(environment: Strings, value: &[&[u8]], before: Optio
         let mut put = |name: &[&[u8]], value: &[&[u8]]| {
             let begin = free as usize;
             for part in name.iter().chain(&[&b"="[..]]).chain(value) {
-                // SAFETY: `bytes` counts both texts, and for each the sign and the NUL after it, which is there already.
+                // SAFETY: `bytes` counts both texts, and for each the sign and the NUL after it, which is there
+                // already.
                 unsafe {
                     std::ptr::copy_nonoverlapping(part.as_ptr(), free, part.len());
                     free = free.add(part.len());
@@ -241,7 +244,8 @@ unsafe fn with_libraries<T>(environment: Strings, value: &[&[u8]], before: Optio
 
 /// Puts LD_PRELOAD back as it was when this program was executed ([`with_libraries`]): its children are to have that.
 pub(crate) fn restore() {
-    // SAFETY: the program's list, before any other thread runs. An entry of it is a string that stays, so the tail of one is, too.
+    // SAFETY: the program's list, before any other thread runs. An entry of it is a string that stays, so the tail of
+    // one is, too.
     unsafe {
         let list = environ;
         let kept = |list| variables(list).position(|variable| value_of(variable, RESTORED).is_some());
@@ -263,8 +267,8 @@ pub(crate) fn replace(name: &str, variable: *mut c_char) {
     if variable.is_null() {
         return;
     }
-    // SAFETY: the list ends with null, and each entry is a string. A thread that reads the entry meanwhile gets the old one or the new one,
-    // which are never freed.
+    // SAFETY: the list ends with null, and each entry is a string. A thread that reads the entry meanwhile gets the old
+    // one or the new one, which are never freed.
     unsafe {
         let list = environ;
         if let Some(at) = variables(list.cast_const().cast()).position(|variable| value_of(variable, name).is_some()) {

@@ -1,11 +1,11 @@
 //! Maps a descriptor to what this library knows of it. Every intercepted call looks here, so it takes no lock.
 //!
-//! Entries are never freed, only reused for another descriptor. So a thread that still uses a descriptor which another thread
-//! has closed reads a valid entry, and can harm only its own program.
+//! Entries are never freed, only reused for another descriptor. So a thread that still uses a descriptor which another
+//! thread has closed reads a valid entry, and can harm only its own program.
 //!
-//! The kernel wipes the table in a child that has a copy of this memory. One that this library has seen coming takes it back
-//! ([`restore`]). Any other one, made by instructions of the program's own for example, finds nothing tracked: all its calls are the
-//! kernel's. It shares the memory of its parent's session, but uses none of it.
+//! The kernel wipes the table in a child that has a copy of this memory. One that this library has seen coming takes it
+//! back ([`restore`]). Any other one, made by instructions of the program's own for example, finds nothing tracked: all
+//! its calls are the kernel's. It shares the memory of its parent's session, but uses none of it.
 
 use crate::epoll::Set;
 use crate::rings::Ring;
@@ -27,8 +27,8 @@ pub(crate) enum File {
 /// Number of descriptors that can be tracked; higher ones stay the kernel's.
 const SIZE: usize = 1 << 20;
 
-/// One pointer per descriptor; the lowest bit is set for a TCP socket, the next one for a ring (all types are aligned to more than 4).
-/// Pages are only allocated for numbers in use.
+/// One pointer per descriptor; the lowest bit is set for a TCP socket, the next one for a ring (all types are aligned
+/// to more than 4). Pages are only allocated for numbers in use.
 type Entries = [AtomicPtr<u8>; SIZE];
 
 /// Bit of an entry for a ring.
@@ -79,8 +79,8 @@ fn as_tcp(found: *mut u8) -> Option<&'static Tcp> {
     if found as usize & 1 == 0 {
         return None;
     }
-    // SAFETY: `put` stores only pointers from `&'static` references, tagged with the lowest bit for `Tcp`; nothing is ever
-    // freed.
+    // SAFETY: `put` stores only pointers from `&'static` references, tagged with the lowest bit for `Tcp`; nothing is
+    // ever freed.
     Some(unsafe {
         std::hint::assert_unchecked(found as usize > 1);
         &*found.wrapping_byte_sub(1).cast::<Tcp>()
@@ -143,7 +143,8 @@ pub(crate) fn put(fd: c_int, file: Option<File>) {
 /// Begins to track descriptors.
 pub(crate) fn begin() {
     let length = size_of::<Wiped>();
-    // SAFETY: whole pages of this library's own, which stay. Where the kernel cannot do it (before Linux 4.14) a child has a copy.
+    // SAFETY: whole pages of this library's own, which stay. Where the kernel cannot do it (before Linux 4.14) a child
+    // has a copy.
     unsafe { libc::madvise(std::ptr::from_ref(&TABLE).cast_mut().cast(), length, libc::MADV_WIPEONFORK) };
     TABLE.is_whole.store(true, Ordering::Release);
     BEGUN.store(true, Ordering::Release);
@@ -152,7 +153,8 @@ pub(crate) fn begin() {
 /// Unlocks the tables, which mlockall(2) has locked as a whole with the program's memory.
 pub(crate) fn unlock() {
     for (start, length) in [((&raw const TABLE).cast(), size_of::<Wiped>()), ((&raw const COPY).cast(), size_of::<Entries>())] {
-        // SAFETY: this library's own memory, whose pages may be written to disk, which changes nothing of what they hold.
+        // SAFETY: this library's own memory, whose pages may be written to disk, which changes nothing of what they
+        // hold.
         unsafe { libc::munlock(start, length) };
     }
 }

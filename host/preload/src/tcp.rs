@@ -1,5 +1,5 @@
-//! A TCP socket of the program's. At first it is left to the kernel and its traffic is counted; once its rule matches, the agent
-//! manages it, and it can move.
+//! A TCP socket of the program's. At first it is left to the kernel and its traffic is counted; once its rule matches,
+//! the agent manages it, and it can move.
 
 mod lifecycle;
 mod plan;
@@ -35,12 +35,12 @@ const NEVER: u64 = u64::MAX;
 const REQUESTS: u64 = 1 << 63;
 const UNPLANNED: u64 = u64::MAX - 1;
 
-/// How often the agent is asked to restore a connection. Each time it waits 20 ms for the program's threads to leave their
-/// operations.
+/// How often the agent is asked to restore a connection. Each time it waits 20 ms for the program's threads to leave
+/// their operations.
 const ATTEMPTS: u32 = 20;
 
-/// Longest sleep until the end of a move, which is seen at once; then the agent's own end is looked for. Much shorter, and the threads that
-/// wait for many moves would take the processors from the agent, which makes them.
+/// Longest sleep until the end of a move, which is seen at once; then the agent's own end is looked for. Much shorter,
+/// and the threads that wait for many moves would take the processors from the agent, which makes them.
 const MOVES: Duration = Duration::from_millis(10);
 
 /// The same for a thread that waits for other connections, too.
@@ -48,7 +48,8 @@ const A_LITTLE: Duration = Duration::from_millis(1);
 
 /// Reason for restoring connections while the process forks. They may move again afterwards.
 pub(crate) const FORK: &str = "fork";
-/// Whether the agent has been told that this process has connections on which receiving returns more than bytes. Once is enough.
+/// Whether the agent has been told that this process has connections on which receiving returns more than bytes. Once
+/// is enough.
 static REPORTED_RECEIVES: AtomicBool = AtomicBool::new(false);
 
 /// How a socket came to be connected.
@@ -68,8 +69,8 @@ struct Link {
 #[repr(align(64))]
 pub(crate) struct Tcp {
     handover: HandOver,
-    /// Generation: counts the connections that it has represented. A late thread of a closed connection sees that it has
-    /// changed.
+    /// Generation: counts the connections that it has represented. A late thread of a closed connection sees that it
+    /// has changed.
     generation: AtomicU32,
     /// Link to the session that it was in last; null if none.
     link: AtomicPtr<Link>,
@@ -95,8 +96,8 @@ pub(crate) struct Tcp {
     inherited: AtomicBool,
     /// It stays in the kernel for good, although the agent manages it.
     pinned: AtomicBool,
-    /// Whether it was O_NONBLOCK when a call last read the flags. Only a hint: a call that sleeps in the kernel nevertheless
-    /// only delays the hand-over.
+    /// Whether it was O_NONBLOCK when a call last read the flags. Only a hint: a call that sleeps in the kernel
+    /// nevertheless only delays the hand-over.
     nonblocking: AtomicBool,
     /// How its calls wait.
     waiting: Waiting,
@@ -184,15 +185,15 @@ impl Tcp {
             && !thread::is_alone()
     }
 
-    /// Enters the kernel for a call; None if the agent manages the socket, whose connection may then be on the NIC. A hand-over
-    /// waits until the guard is dropped: see [`Tcp::may_sleep`].
+    /// Enters the kernel for a call; None if the agent manages the socket, whose connection may then be on the NIC. A
+    /// hand-over waits until the guard is dropped: see [`Tcp::may_sleep`].
     #[inline]
     pub fn enter_kernel(&self) -> Option<Inside<'_>> {
         self.handover.enter()
     }
 
-    /// Whether a call may sleep inside the kernel, which keeps the socket there meanwhile: it stays there anyway, or no other
-    /// thread could hand it over, or the call does not sleep as far as known.
+    /// Whether a call may sleep inside the kernel, which keeps the socket there meanwhile: it stays there anyway, or no
+    /// other thread could hand it over, or the call does not sleep as far as known.
     pub fn may_sleep(&self, inside: &Inside<'_>, flags: c_int) -> bool {
         inside.for_good()
             || flags & libc::MSG_DONTWAIT != 0
@@ -211,12 +212,14 @@ impl Tcp {
         self.waiting.forget();
     }
 
-    /// Whether something holds of how its calls wait: known, or asked for. What other processes can change is asked for every time.
+    /// Whether something holds of how its calls wait: known, or asked for. What other processes can change is asked for
+    /// every time.
     pub fn waits(&self, fact: Fact, asks: impl FnOnce() -> bool) -> bool {
         if self.inherited.load(RELAXED) { asks() } else { self.waiting.holds(fact, asks) }
     }
 
-    /// Whether O_NONBLOCK is known to be set. No other process shares the descriptor, which could have changed it since.
+    /// Whether O_NONBLOCK is known to be set. No other process shares the descriptor, which could have changed it
+    /// since.
     pub fn is_nonblocking(&self) -> bool {
         self.nonblocking.load(RELAXED) && !self.inherited.load(RELAXED)
     }
@@ -269,8 +272,8 @@ impl Tcp {
             return process::report_closed();
         }
         let Some(session) = process::open_session() else { return };
-        // Where hundreds of threads share few processors each would wait for the others' turns. Its connection works meanwhile, and its
-        // next operation tries again.
+        // Where hundreds of threads share few processors each would wait for the others' turns. Its connection works
+        // meanwhile, and its next operation tries again.
         if session.shared.is_asking() && !thread::is_alone() {
             return;
         }
@@ -305,8 +308,8 @@ impl Tcp {
             Ok(()) => {
                 session.note_socket(connection.number(), Some(self));
                 self.put_into(State::Managed);
-                // A thread that begins to wait after the fence sees that the connection may move; one that waits already is
-                // woken.
+                // A thread that begins to wait after the fence sees that the connection may move; one that waits
+                // already is woken.
                 fence(Ordering::SeqCst);
                 self.changed();
                 // Not with the list locked: the lock order is set first, then list.
@@ -363,7 +366,8 @@ impl Tcp {
         }
     }
 
-    /// Restores the connection to the kernel, if that is possible now. Does nothing for a socket that the agent does not manage.
+    /// Restores the connection to the kernel, if that is possible now. Does nothing for a socket that the agent does
+    /// not manage.
     pub fn give_back(&self, reason: &str, until: Until) {
         self.restore(reason, until);
     }
@@ -383,8 +387,8 @@ impl Tcp {
         (0..ATTEMPTS).any(|_| self.restore_once(reason, until))
     }
 
-    /// One attempt of [`Tcp::restore`]. True also if there is nothing to wait for: the session has ended, or this thread is in a signal
-    /// handler that has interrupted an operation on the connection, which keeps it where it is.
+    /// One attempt of [`Tcp::restore`]. True also if there is nothing to wait for: the session has ended, or this
+    /// thread is in a signal handler that has interrupted an operation on the connection, which keeps it where it is.
     pub fn restore_once(&self, reason: &str, until: Until) -> bool {
         let Some((connection, session)) = self.managed() else { return true };
         if connection.is_inside(thread::token()) {
@@ -482,8 +486,8 @@ impl Tcp {
         self.handover.settled();
     }
 
-    /// Where the connection is, once it is neither being moved nor handed over. None for a socket that the agent does not
-    /// manage.
+    /// Where the connection is, once it is neither being moved nor handed over. None for a socket that the agent does
+    /// not manage.
     pub fn settled_owner(&self) -> Option<Owner> {
         self.settle();
         let (connection, session) = self.managed()?;
@@ -498,8 +502,8 @@ impl Tcp {
         }
     }
 
-    /// Makes a call to the kernel that does not wait, at a time when no move is under way. The call gets the connection's owner,
-    /// if the agent manages it.
+    /// Makes a call to the kernel that does not wait, at a time when no move is under way. The call gets the
+    /// connection's owner, if the agent manages it.
     pub fn undisturbed<T>(&self, call: impl Fn(Option<Owner>) -> T) -> T {
         loop {
             if let Some(_inside) = self.enter_kernel() {

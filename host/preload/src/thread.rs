@@ -10,7 +10,8 @@ pub(crate) fn token() -> Token {
     #[cfg(target_arch = "x86_64")]
     {
         let block: usize;
-        // SAFETY: the first word of the thread control block is its own address (System V ABI for x86-64, TLS variant II).
+        // SAFETY: the first word of the thread control block is its own address (System V ABI for x86-64, TLS variant
+        // II).
         unsafe { std::arch::asm!("mov {}, fs:0", out(reg) block, options(nostack, preserves_flags, readonly, pure)) };
         (block >> 4) as u32 | 1
     }
@@ -39,7 +40,8 @@ pub(crate) fn is_alone() -> bool {
     static AT: OnceLock<usize> = OnceLock::new();
     // SAFETY: the name is a NUL-terminated string literal.
     let at = *AT.get_or_init(|| unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) } as usize);
-    // SAFETY: if found, the symbol is a byte of the C library's that lives as long as the process; a racing write does not tear.
+    // SAFETY: if found, the symbol is a byte of the C library's that lives as long as the process; a racing write does
+    // not tear.
     at != 0 && unsafe { (at as *const u8).read_volatile() } != 0
 }
 

@@ -1,9 +1,10 @@
 //! UDP sockets whose datagrams the NIC receives and sends (`--offload full`).
 //!
-//! The socket stays the kernel's as well, and whatever the NIC does not do the kernel does with it: a datagram is taken from the
-//! NIC's ring or else from the socket, and sent by the NIC or else by the socket. Sets and polls watch the NIC's doorbell beside
-//! the socket, with the program's own data. The agent is asked for it when the process first waits for the socket, receives or
-//! sends, once it has a port; where that fails for now it is asked again at a later call ([`Again`]).
+//! The socket stays the kernel's as well, and whatever the NIC does not do the kernel does with it: a datagram is taken
+//! from the NIC's ring or else from the socket, and sent by the NIC or else by the socket. Sets and polls watch the
+//! NIC's doorbell beside the socket, with the program's own data. The agent is asked for it when the process first
+//! waits for the socket, receives or sends, once it has a port; where that fails for now it is asked again at a later
+//! call ([`Again`]).
 
 use crate::again::Again;
 use crate::call::Call;
@@ -44,7 +45,8 @@ pub(crate) fn end() -> usize {
 /// Datagrams from the ring after which the kernel's socket is looked at, so that those of the same host get their turn.
 const TURN: u32 = 64;
 
-/// Microseconds between looks at a connected socket for an error that the kernel has received for it (ICMP), while it only sends.
+/// Microseconds between looks at a connected socket for an error that the kernel has received for it (ICMP), while it
+/// only sends.
 const ERROR_CHECK: u64 = 100;
 
 /// Microseconds for which a sender that does not block waits for room: the NIC empties the ring at once.
@@ -211,8 +213,8 @@ fn renumber(fd: OwnedFd) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(process::lift(fd.into_raw_fd())) }
 }
 
-/// Whether the agent may serve a socket later that it has not served now: it refuses for a while (`WouldBlock`), does not answer
-/// (`TimedOut`), or the session has ended (the others), after which another one is opened.
+/// Whether the agent may serve a socket later that it has not served now: it refuses for a while (`WouldBlock`), does
+/// not answer (`TimedOut`), or the session has ended (the others), after which another one is opened.
 fn may_pass(error: &std::io::Error) -> bool {
     use std::io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected, TimedOut, UnexpectedEof, WouldBlock};
     matches!(error.kind(), WouldBlock | TimedOut | NotConnected | BrokenPipe | ConnectionReset | UnexpectedEof)

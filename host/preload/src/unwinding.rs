@@ -1,11 +1,11 @@
 //! A thread that a signal handler ends, by pthread_exit(3), while it is in one of the library's functions.
 //!
-//! The C library then unwinds the stack from the interrupted instruction (a forced unwind). Rust's tables list only the calls of a function
-//! as places from which it can unwind. At any other instruction, for example `ret`, Rust's personality routine returns an error, and the C
-//! library aborts the process.
+//! The C library then unwinds the stack from the interrupted instruction (a forced unwind). Rust's tables list only the
+//! calls of a function as places from which it can unwind. At any other instruction, for example `ret`, Rust's
+//! personality routine returns an error, and the C library aborts the process.
 //!
-//! The routine here lets a forced unwind continue to the next frame instead. Nothing has to be cleaned up in this one: signals are deferred
-//! inside a [`crate::whole::Whole`], and values with a destructor exist only inside one.
+//! The routine here lets a forced unwind continue to the next frame instead. Nothing has to be cleaned up in this one:
+//! signals are deferred inside a [`crate::whole::Whole`], and values with a destructor exist only inside one.
 //!
 //! The linker replaces Rust's routine by this one (`--wrap`, build.rs).
 

@@ -1,7 +1,8 @@
 //! Waiting for the kernel and the NIC at once.
 //!
-//! A thread that waits for a socket has an eventfd, perhaps together with others (a [`Waiter`]), which is written when something happens to the socket. The
-//! thread that is woken by the session's doorbell first reads the NIC's events and passes them on to the other waiters.
+//! A thread that waits for a socket has an eventfd, perhaps together with others (a [`Waiter`]), which is written when
+//! something happens to the socket. The thread that is woken by the session's doorbell first reads the NIC's events and
+//! passes them on to the other waiters.
 
 use crate::process::Session;
 use crate::short_lock::ShortLock;
@@ -63,9 +64,10 @@ pub(crate) fn now() -> u64 {
     baton_linux::events::monotonic_micros()
 }
 
-/// Waits until the kernel has an event for `fds`, or something has happened to one of `sockets`. `ready` is checked once more
-/// before sleeping. Results are in `fds` as by ppoll(2); errno if that fails. Without a session nothing is on the NIC yet: a
-/// thread that hands one of `sockets` over wakes this one. The program's own call is for so many entries as the number beside `fds` says.
+/// Waits until the kernel has an event for `fds`, or something has happened to one of `sockets`. `ready` is checked
+/// once more before sleeping. Results are in `fds` as by ppoll(2); errno if that fails. Without a session nothing is on
+/// the NIC yet: a thread that hands one of `sockets` over wakes this one. The program's own call is for so many entries
+/// as the number beside `fds` says.
 pub(crate) fn sleep(
     session: Option<&'static Session>,
     sockets: &[&Tcp],
@@ -123,8 +125,9 @@ pub(crate) fn sleep(
     result
 }
 
-/// ppoll(2) for these entries, of which the program's own call has `given`. The kernel takes no more than the program may have descriptors:
-/// where this library's entries are too many it is asked for each descriptor once, and not for what is none.
+/// ppoll(2) for these entries, of which the program's own call has `given`. The kernel takes no more than the program
+/// may have descriptors: where this library's entries are too many it is asked for each descriptor once, and not for
+/// what is none.
 pub(crate) fn ask_kernel(fds: &mut [pollfd], given: usize, limit: Option<&libc::timespec>, mask: *const libc::sigset_t) -> c_int {
     let limit = limit.map_or(std::ptr::null(), std::ptr::from_ref);
     // SAFETY: a live slice of that length; `mask` is the program's own, or null.
@@ -157,7 +160,8 @@ pub(crate) fn ask_kernel(fds: &mut [pollfd], given: usize, limit: Option<&libc::
 pub(crate) enum Want {
     /// This many bytes to receive, or the end of the stream.
     Receive(u32),
-    /// The same, where fewer are there already and stay unread. The kernel reports those again and again: so it is asked from time to time.
+    /// The same, where fewer are there already and stay unread. The kernel reports those again and again: so it is
+    /// asked from time to time.
     More(u32),
     /// Room to send.
     Send,
@@ -203,7 +207,8 @@ pub(crate) fn has_ended(tcp: &Tcp, fd: c_int) -> bool {
 pub(crate) struct Wait {
     /// Microseconds of the monotonic clock.
     pub deadline: Option<u64>,
-    /// It goes on after handlers with SA_RESTART (Linux, sock_intr_errno): it has no time limit, and has transferred nothing yet.
+    /// It goes on after handlers with SA_RESTART (Linux, sock_intr_errno): it has no time limit, and has transferred
+    /// nothing yet.
     pub restarted: bool,
     /// When the call began.
     pub begun: Mark,
@@ -222,8 +227,8 @@ impl Wait {
     }
 }
 
-/// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does not
-/// restart the call, EBADF if another thread has closed the socket.
+/// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does
+/// not restart the call, EBADF if another thread has closed the socket.
 pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result<(), c_int> {
     let owner = tcp.settled_owner();
     if owner == Some(Owner::Nic) && satisfied(tcp, want) {
@@ -264,8 +269,8 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
             Ok(_) if over() => return Ok(()),
             Ok(_) if is_interrupted() => return Err(libc::EINTR),
             Ok(_) if wait.deadline.is_some_and(|deadline| now() >= deadline) => return Err(libc::EAGAIN),
-            // Woken for another connection's sake, or for less than is wanted. In the kernel, and where the session has ended,
-            // the caller finds out by trying.
+            // Woken for another connection's sake, or for less than is wanted. In the kernel, and where the session has
+            // ended, the caller finds out by trying.
             Ok(_) if tcp.settled_owner() == Some(Owner::Nic) && process::session().is_some_and(|s| !s.shared.has_ended()) => {}
             Ok(_) => return Ok(()),
             Err(libc::EINTR) if !before.is_over_by_kernel(restarted) => return Ok(()),

@@ -1,8 +1,9 @@
 //! What wakes threads that sleep for sockets: eventfds, which are kept for the next sleep.
 //!
-//! Descriptors are the program's, which may have few. So there are at most [`most`] eventfds, and threads that find none free share: an
-//! event for one of them wakes all, and those that it does not concern sleep again. A shared eventfd that was written is not given to
-//! further threads until each of those that slept on it has left, and it is made unreadable then: none of them can miss the event.
+//! Descriptors are the program's, which may have few. So there are at most [`most`] eventfds, and threads that find
+//! none free share: an event for one of them wakes all, and those that it does not concern sleep again. A shared
+//! eventfd that was written is not given to further threads until each of those that slept on it has left, and it is
+//! made unreadable then: none of them can miss the event.
 
 use crate::process;
 use crate::short_lock::{Held, ShortLock};
@@ -74,7 +75,8 @@ pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
     OURS.try_lock()?.iter().copied().filter(|fd| *fd >= first).min()
 }
 
-/// Most eventfds, unless threads would have to wait for one another: a sixteenth of the descriptors that the program may have.
+/// Most eventfds, unless threads would have to wait for one another: a sixteenth of the descriptors that the program
+/// may have.
 fn most() -> usize {
     (process::most_descriptors() / 16).clamp(4, 4096) as usize
 }
@@ -165,7 +167,8 @@ impl Waiter {
 mod tests {
     use super::*;
 
-    /// Threads share when there may be no further eventfd, but none joins those that are being woken; what all have left is free again.
+    /// Threads share when there may be no further eventfd, but none joins those that are being woken; what all have
+    /// left is free again.
     #[test]
     fn those_that_are_woken_leave_before_others_join() {
         let mut pool = Pool { free: Vec::new(), all: Vec::new(), next: 0 };

@@ -1,6 +1,6 @@
-//! What is known of how a socket's calls wait, so that a call that sleeps need not ask the kernel again: that they do (O_NONBLOCK is not
-//! set), and that they do without a limit (SO_RCVTIMEO, SO_SNDTIMEO). Whatever the program does that may change one of these makes
-//! all of them unknown.
+//! What is known of how a socket's calls wait, so that a call that sleeps need not ask the kernel again: that they do
+//! (O_NONBLOCK is not set), and that they do without a limit (SO_RCVTIMEO, SO_SNDTIMEO). Whatever the program does that
+//! may change one of these makes all of them unknown.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -29,7 +29,8 @@ impl Waiting {
         let _ = self.0.fetch_update(Ordering::AcqRel, Ordering::Relaxed, next);
     }
 
-    /// Asks whether something holds, unless it is known, and remembers that it does. What another thread changes meanwhile stays unknown.
+    /// Asks whether something holds, unless it is known, and remembers that it does. What another thread changes
+    /// meanwhile stays unknown.
     pub fn holds(&self, fact: Fact, asks: impl FnOnce() -> bool) -> bool {
         let known = self.0.load(Ordering::Acquire);
         if known & fact.0 != 0 {

@@ -1,9 +1,10 @@
 //! Parts of this library that no signal handler interrupts.
 //!
-//! A handler may call any function that is a system call in the C library. It must not do so in the middle of an operation on a connection,
-//! nor while its thread holds a lock or is in malloc. So each thread counts how many such parts it is in, and a signal that comes meanwhile
-//! is handled at the end of the outermost one ([`crate::signals`]). Entering one costs an addition to memory of the thread's own. Where
-//! the thread sleeps it is in none ([`crate::leaving`]).
+//! A handler may call any function that is a system call in the C library. It must not do so in the middle of an
+//! operation on a connection, nor while its thread holds a lock or is in malloc. So each thread counts how many such
+//! parts it is in, and a signal that comes meanwhile is handled at the end of the outermost one ([`crate::signals`]).
+//! Entering one costs an addition to memory of the thread's own. Where the thread sleeps it is in none
+//! ([`crate::leaving`]).
 
 use crate::leaving::{Exit, Sleep};
 use crate::thread;
@@ -83,7 +84,8 @@ pub(crate) fn here<'a>() -> &'a Here {
     let at: usize;
     // SAFETY: the first word of the thread control block is its own address (System V ABI for x86-64, TLS variant II).
     unsafe { std::arch::asm!("mov {}, qword ptr fs:0", out(reg) at, options(nostack, preserves_flags, readonly, pure)) };
-    // SAFETY: the thread's memory for `baton_here`, of this type, which is zero at first and lives as long as the thread.
+    // SAFETY: the thread's memory for `baton_here`, of this type, which is zero at first and lives as long as the
+    // thread.
     unsafe { &*std::ptr::with_exposed_provenance::<Here>(at.wrapping_add(offset())) }
 }
 
@@ -183,7 +185,8 @@ impl Whole {
         Whole(PhantomData)
     }
 
-    /// As [`Whole::begin`], for a function in which a thread is cancelled that was asked to end before (POSIX, cancellation points).
+    /// As [`Whole::begin`], for a function in which a thread is cancelled that was asked to end before (POSIX,
+    /// cancellation points).
     #[inline]
     pub fn begin_cancelable() -> Whole {
         if !thread::is_alone() {
@@ -236,8 +239,8 @@ impl Here {
         last == ENABLED
     }
 
-    /// Is in no part any more, and handles what came meanwhile: signals, and cancellation ([`Here::forbid_cancellation`]). Returns what
-    /// [`Here::depth`] was. The caller has nothing to undo.
+    /// Is in no part any more, and handles what came meanwhile: signals, and cancellation
+    /// ([`Here::forbid_cancellation`]). Returns what [`Here::depth`] was. The caller has nothing to undo.
     fn resume(&self) -> u32 {
         let is_cancelable = self.depth.load(RELAXED) & CANCELLED_LATER != 0;
         // A handler may use the place.
@@ -268,7 +271,8 @@ impl Here {
         self.depth.load(RELAXED) & !(DEFERRED | LEAVING)
     }
 
-    /// Is in no part until [`Here::close`]: signals are handled as they come, also those that were deferred, and the thread can be cancelled.
+    /// Is in no part until [`Here::close`]: signals are handled as they come, also those that were deferred, and the
+    /// thread can be cancelled.
     pub fn open(&self) {
         self.resume();
     }

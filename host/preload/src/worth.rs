@@ -1,16 +1,17 @@
 //! Whether a connection that its rule allows to move is worth the move now.
 //!
-//! A move costs about as much as some tens of requests, and closing a connection on the NIC costs a move back. So two things
-//! delay a hand-over to the agent:
+//! A move costs about as much as some tens of requests, and closing a connection on the NIC costs a move back. So two
+//! things delay a hand-over to the agent:
 //!
-//! - *Patience.* Each listener, and each remote address that the program connects to, has a time that its short connections
-//!   rarely outlive, learnt as they close. A connection younger than that stays in the kernel. The first few of a listener move
-//!   too early.
-//! - *Pace.* Hand-overs, and the closing of what was handed over, take at most a ninth of the program's time: when a thousand
-//!   connections are made at once they move one after the other, and the program goes on with its requests in between.
+//! - *Patience.* Each listener, and each remote address that the program connects to, has a time that its short
+//!   connections rarely outlive, learnt as they close. A connection younger than that stays in the kernel. The first
+//!   few of a listener move too early.
+//! - *Pace.* Hand-overs, and the closing of what was handed over, take at most a ninth of the program's time: when a
+//!   thousand connections are made at once they move one after the other, and the program goes on with its requests in
+//!   between.
 //!
-//! A connection that alternates between requests and answers moves when it has just answered (or been answered), so that nobody
-//! waits for it while it moves.
+//! A connection that alternates between requests and answers moves when it has just answered (or been answered), so
+//! that nobody waits for it while it moves.
 
 use crate::tcp::Origin;
 use crate::wait;
@@ -30,13 +31,14 @@ const PACE: u64 = 8;
 /// Microseconds after which a thread that is handing over counts as lost, and another may begin.
 const LEASE: u64 = 20_000;
 
-/// Microseconds without an answer after which a connection's data counts as flowing one way: then any moment is as good.
+/// Microseconds without an answer after which a connection's data counts as flowing one way: then any moment is as
+/// good.
 const ONE_WAY: u64 = 50_000;
 /// Bytes without an answer after which a connection's data counts as flowing one way.
 const ONE_WAY_BYTES: u64 = 8192;
 
-/// Patience in microseconds of listeners and remote addresses, by hash. Two that share an entry share their patience, which only
-/// delays. Entry 0 is never changed.
+/// Patience in microseconds of listeners and remote addresses, by hash. Two that share an entry share their patience,
+/// which only delays. Entry 0 is never changed.
 static PATIENCE: [AtomicU32; 256] = [const { AtomicU32::new(0) }; 256];
 
 /// Time (microseconds of the monotonic clock) before which no further connection is handed over.
@@ -97,8 +99,8 @@ impl Worth {
         }
     }
 
-    /// Whether to hand it over now, given that its rule allows it. `answers`: how often it has sent after it had received;
-    /// `bytes`: sum of both directions.
+    /// Whether to hand it over now, given that its rule allows it. `answers`: how often it has sent after it had
+    /// received; `bytes`: sum of both directions.
     pub fn is_ripe(&self, origin: Origin, moment: Moment, answers: u32, bytes: u64) -> bool {
         let now = wait::now();
         let age = now.saturating_sub(self.since.load(RELAXED));
@@ -147,8 +149,8 @@ impl Drop for Turn {
 mod tests {
     use super::*;
 
-    /// Of a thousand connections that close after one to three milliseconds, hardly any is older than the patience learnt
-    /// before.
+    /// Of a thousand connections that close after one to three milliseconds, hardly any is older than the patience
+    /// learnt before.
     #[test]
     fn short_connections_are_left_alone() {
         let (mut patience, mut moved) = (0, 0);

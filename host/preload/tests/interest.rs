@@ -1,8 +1,8 @@
-//! The interest list against a model of what it works with: sockets that move between a kernel and a NIC, the kernel's own epoll
-//! set (Linux, fs/eventpoll.c), and a program whose threads wait and change the set at the same time.
+//! The interest list against a model of what it works with: sockets that move between a kernel and a NIC, the kernel's
+//! own epoll set (Linux, fs/eventpoll.c), and a program whose threads wait and change the set at the same time.
 //!
-//! Properties: an event is reported only for a registration that is in the set now, at most once in a call, and only with events
-//! that were asked for and are true; and whatever is ready is reported in the end.
+//! Properties: an event is reported only for a registration that is in the set now, at most once in a call, and only
+//! with events that were asked for and are true; and whatever is ready is reported in the end.
 
 #[path = "../src/interest.rs"]
 #[allow(dead_code, unreachable_pub, missing_docs, reason = "the library's own")]
@@ -211,7 +211,8 @@ struct Program {
     current: BTreeMap<c_int, u64>,
     next: u64,
     asleep: Vec<epoll_event>,
-    /// What every socket was ready for when the kernel woke the thread that is asleep: another thread may have read meanwhile.
+    /// What every socket was ready for when the kernel woke the thread that is asleep: another thread may have read
+    /// meanwhile.
     then: Vec<(u32, State)>,
 }
 

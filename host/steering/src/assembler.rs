@@ -1,5 +1,5 @@
-//! A BPF assembler, with the part of the instruction set that the programs here need (RFC 9669). With it the build needs no BPF
-//! compiler.
+//! A BPF assembler, with the part of the instruction set that the programs here need (RFC 9669). With it the build
+//! needs no BPF compiler.
 
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, BorrowedFd};

@@ -179,12 +179,14 @@ fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, mut visit: impl FnMut(&[u
     }
 }
 
-/// Loads a program, with the name `baton`, which `ip link show` and bpftool print. The verifier's messages are in the error.
+/// Loads a program, with the name `baton`, which `ip link show` and bpftool print. The verifier's messages are in the
+/// error.
 pub(crate) fn load(kind: ProgramKind, instructions: &[u8]) -> io::Result<OwnedFd> {
     load_for(kind, Purpose::default(), instructions)
 }
 
-/// Loads a program for the driver of one device. It may call functions that the driver has, and takes frames in several pieces.
+/// Loads a program for the driver of one device. It may call functions that the driver has, and takes frames in several
+/// pieces.
 ///
 /// # Errors
 /// As [`load`]'s; `Unsupported` if the driver runs no such programs.
@@ -257,7 +259,8 @@ fn attach_at(program: BorrowedFd<'_>, interface: u32, hook: Hook, flags: u32) ->
     })
 }
 
-/// Attaches a program to a device's driver, which must have no other, until the returned descriptor is closed everywhere.
+/// Attaches a program to a device's driver, which must have no other, until the returned descriptor is closed
+/// everywhere.
 ///
 /// # Errors
 /// The failed system call's, in words where what it means is known.

@@ -1,4 +1,5 @@
-//! BPF type information (BTF) of the running kernel: finds the type ids of tracepoints and of functions that programs may call.
+//! BPF type information (BTF) of the running kernel: finds the type ids of tracepoints and of functions that programs
+//! may call.
 
 use std::io;
 

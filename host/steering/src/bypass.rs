@@ -1,11 +1,11 @@
-//! The bypass for programs that run already, into which no library can be loaded. Their sockets are in a map of sockets, and
-//! what a program sends is put into the receive queue of another socket, its *engine*, and the reverse. None of it goes through
-//! TCP.
+//! The bypass for programs that run already, into which no library can be loaded. Their sockets are in a map of
+//! sockets, and what a program sends is put into the receive queue of another socket, its *engine*, and the reverse.
+//! None of it goes through TCP.
 //!
-//! One map holds both: its key is a socket's own addresses, its value the socket that gets what is sent there. Three programs at
-//! tracepoints report what else is needed: how much a program has read (nothing else limits what is put into its queue), when it
-//! closes a socket, and when an unwatched socket has carried a given number of bytes. A fourth one reports that a program reads a socket
-//! by splice(2), which does not find what was put into the queue.
+//! One map holds both: its key is a socket's own addresses, its value the socket that gets what is sent there. Three
+//! programs at tracepoints report what else is needed: how much a program has read (nothing else limits what is put
+//! into its queue), when it closes a socket, and when an unwatched socket has carried a given number of bytes. A fourth
+//! one reports that a program reads a socket by splice(2), which does not find what was put into the queue.
 
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::bpf::{self, MapKind, ProgramKind};
@@ -22,8 +22,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Number of unwatched sockets whose bytes are counted.
 const UNWATCHED_SOCKETS: u32 = 1 << 16;
 
-/// Bytes that a program reads from one report to the next: a power of two, far below the least receive buffer of a socket (2304), since
-/// the peer waits for a window that nobody reports. An event for each short message would wake this process for nothing.
+/// Bytes that a program reads from one report to the next: a power of two, far below the least receive buffer of a
+/// socket (2304), since the peer waits for a window that nobody reports. An event for each short message would wake
+/// this process for nothing.
 pub const READ_EVERY: u32 = 1 << 9;
 
 /// An event of a socket, which is identified by its cookie.
@@ -71,8 +72,8 @@ impl SocketBypass {
     /// Makes it for `sockets` sockets. Unwatched ones are reported after this many bytes (1: at once).
     ///
     /// # Errors
-    /// The failed system call's. If this process may not load BPF programs, or this kernel lacks something, the message says
-    /// what to do.
+    /// The failed system call's. If this process may not load BPF programs, or this kernel lacks something, the message
+    /// says what to do.
     pub fn new(sockets: u32, unwatched_after: u32) -> io::Result<SocketBypass> {
         let map = bpf::create_map_of(MapKind::SocketHash, ENDS as u32, 8, 2 * sockets)?;
         let known = Known::new(2 * sockets)?;
@@ -92,12 +93,12 @@ impl SocketBypass {
         Ok(SocketBypass { sockets: map, joined: HashSet::new(), known, _unwatched: unwatched, ring, _links: links })
     }
 
-    /// Makes what the program sends on its socket go to `engine`, and what is sent on `engine` go to the program. No thread of
-    /// the program may be inside a call on the socket. Both must be ESTABLISHED.
+    /// Makes what the program sends on its socket go to `engine`, and what is sent on `engine` go to the program. No
+    /// thread of the program may be inside a call on the socket. Both must be ESTABLISHED.
     ///
     /// # Errors
-    /// The failed system call's; `EADDRINUSE` if a socket with the same addresses and ports is joined. (Devices may tell the two apart,
-    /// and this map does not.)
+    /// The failed system call's; `EADDRINUSE` if a socket with the same addresses and ports is joined. (Devices may
+    /// tell the two apart, and this map does not.)
     pub fn join(&mut self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
         if !self.joined.insert(ends(program.0)) {
             return Err(io::ErrorKind::AddrInUse.into());
@@ -243,8 +244,8 @@ struct Maps<'a> {
     ring: BorrowedFd<'a>,
 }
 
-/// Program at a send on a socket of the map: redirects what is sent to the map's value for the sender's own addresses. It must
-/// never refuse: the refusal would stick to the socket.
+/// Program at a send on a socket of the map: redirects what is sent to the map's value for the sender's own addresses.
+/// It must never refuse: the refusal would stick to the socket.
 fn redirect(sockets: BorrowedFd<'_>) -> Vec<u8> {
     const KEY: i16 = -40;
     const INTERNET: i32 = 2;
@@ -340,12 +341,13 @@ fn transferred(maps: &Maps<'_>, unwatched_after: u32, receive: bool) -> Vec<u8> 
     a.finish()
 }
 
-/// Offset, in a watched socket's entry, of the word that says whether it is joined: 1 until a splice has been reported, then 2.
+/// Offset, in a watched socket's entry, of the word that says whether it is joined: 1 until a splice has been reported,
+/// then 2.
 const JOINED: i16 = 4;
 
-/// Program at the end of a look into TCP's own receive queue, whose argument is the socket. The queue of a joined socket is empty, and
-/// receives that find what was put into the other one do not come here: this one reads by splice(2). Each is reported once, since a proxy
-/// makes many such calls.
+/// Program at the end of a look into TCP's own receive queue, whose argument is the socket. The queue of a joined
+/// socket is empty, and receives that find what was put into the other one do not come here: this one reads by
+/// splice(2). Each is reported once, since a proxy makes many such calls.
 fn looked(maps: &Maps<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     note_cookie(&mut a);

@@ -1,4 +1,5 @@
-//! BPF programs that are attached to a control group, its ancestors' included: what they mean for the connections of its sockets.
+//! BPF programs that are attached to a control group, its ancestors' included: what they mean for the connections of
+//! its sockets.
 
 use crate::bpf::{bpf, owned};
 use std::io;
@@ -20,7 +21,8 @@ const STATES: [u32; 1] = [3];
 const BINDS: [u32; 4] = [8, 9, 12, 13];
 /// BPF_CGROUP_INET{4,6}_CONNECT.
 const CONNECTS: [u32; 2] = [10, 11];
-/// Those that change what a socket's options and names seem to be: BPF_CGROUP_{GET,SET}SOCKOPT, BPF_CGROUP_INET{4,6}_GET{PEER,SOCK}NAME.
+/// Those that change what a socket's options and names seem to be: BPF_CGROUP_{GET,SET}SOCKOPT,
+/// BPF_CGROUP_INET{4,6}_GET{PEER,SOCK}NAME.
 const CALLS: [u32; 6] = [21, 22, 29, 30, 31, 32];
 
 /// Ids of the programs of a control group, by what they do.
@@ -39,8 +41,8 @@ pub struct Group {
 }
 
 impl Group {
-    /// Why the connections of such a group's sockets have to be the kernel's, if they have to. Programs that judge a connect(2) are asked
-    /// by a connect(2).
+    /// Why the connections of such a group's sockets have to be the kernel's, if they have to. Programs that judge a
+    /// connect(2) are asked by a connect(2).
     pub fn keeps(&self) -> Option<&'static str> {
         if !self.states.is_empty() {
             return Some("that are told of a connection's states (sock_ops), and would see a new one at each move");
@@ -114,8 +116,8 @@ fn word(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).and_then(|word| word.try_into().ok()).map_or(0, u32::from_ne_bytes)
 }
 
-/// Whether nothing that a program reads from its maps can change: it has none, or nobody can write to them any more. Maps into which it
-/// only puts events are not read.
+/// Whether nothing that a program reads from its maps can change: it has none, or nobody can write to them any more.
+/// Maps into which it only puts events are not read.
 ///
 /// # Errors
 /// If it cannot be found out: the rights for that are root's.

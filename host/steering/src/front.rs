@@ -1,21 +1,23 @@
-//! Large receive in front of a device that the kernel keeps: a program takes the TCP segments that may be merged off the kernel's path,
-//! and queues them at a TAP, where the NIC's process reads them. No byte of them is copied until then. What that process makes of
-//! them it writes to the same TAP, whose program gives each frame to the kernel as if the device had received it.
+//! Large receive in front of a device that the kernel keeps: a program takes the TCP segments that may be merged off
+//! the kernel's path, and queues them at a TAP, where the NIC's process reads them. No byte of them is copied until
+//! then. What that process makes of them it writes to the same TAP, whose program gives each frame to the kernel as if
+//! the device had received it.
 //!
 //! **Where.** The program is in the device's driver, or at its ingress ([`Path`]), with the same decisions.
 //!
-//! **Which connections.** Only a connection whose segments come close together is taken: a request and its answer would wait for
-//! the process, and win nothing. So the first segments of a burst pass.
+//! **Which connections.** Only a connection whose segments come close together is taken: a request and its answer would
+//! wait for the process, and win nothing. So the first segments of a burst pass.
 //!
-//! **Order.** Once a segment of a connection is in the queue, later ones must not overtake it. They all go through the queue, too,
-//! until the process reports that everything that came before a given moment is with the kernel ([`Front::clear_until`]).
-//! Connections are told apart by a hash alone: connections that share an entry are taken or left together, which is harmless.
-//! Pure acknowledgements pass, since nothing in them depends on the data before them. A connection begins to pass only after
-//! [`PAUSE`] without a segment: a process that has read none for so long can take the next one for the first.
+//! **Order.** Once a segment of a connection is in the queue, later ones must not overtake it. They all go through the
+//! queue, too, until the process reports that everything that came before a given moment is with the kernel
+//! ([`Front::clear_until`]). Connections are told apart by a hash alone: connections that share an entry are taken or
+//! left together, which is harmless. Pure acknowledgements pass, since nothing in them depends on the data before them.
+//! A connection begins to pass only after [`PAUSE`] without a segment: a process that has read none for so long can
+//! take the next one for the first.
 //!
-//! **Death.** The process writes the time into memory shared with the program, its heartbeat. If that is [`DEAD_AFTER`] old, the
-//! program passes everything. Until then segments are queued however late the process is. If the queue is full the TAP drops them,
-//! as a card drops what does not fit its ring, and counts them as dropped.
+//! **Death.** The process writes the time into memory shared with the program, its heartbeat. If that is [`DEAD_AFTER`]
+//! old, the program passes everything. Until then segments are queued however late the process is. If the queue is full
+//! the TAP drops them, as a card drops what does not fit its ring, and counts them as dropped.
 
 mod programs;
 
@@ -30,8 +32,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// Age of the heartbeat, in nanoseconds, from which on the process counts as dead.
 pub const DEAD_AFTER: u64 = 70_000_000;
 
-/// Largest MTU of a device, in bytes, whose segments are taken in the driver. A larger frame comes in several pieces: a page, without
-/// what the kernel keeps in front of and behind a frame.
+/// Largest MTU of a device, in bytes, whose segments are taken in the driver. A larger frame comes in several pieces: a
+/// page, without what the kernel keeps in front of and behind a frame.
 pub const LARGEST_MTU: u32 = 3400;
 
 /// Time without a segment, in nanoseconds, after which segments of a connection may pass that was taken before.
@@ -73,11 +75,12 @@ pub enum Path {
 }
 
 impl Front {
-    /// Puts it in front of `device`. What is taken is sent by `tap`; frames that `tap` receives count as received by the device.
-    /// Nothing is taken before the first [`Front::beat`].
+    /// Puts it in front of `device`. What is taken is sent by `tap`; frames that `tap` receives count as received by
+    /// the device. Nothing is taken before the first [`Front::beat`].
     ///
     /// # Errors
-    /// If this process may not load BPF programs, or this kernel or the device lacks something; the message says what to do.
+    /// If this process may not load BPF programs, or this kernel or the device lacks something; the message says what
+    /// to do.
     pub fn attach(path: Path, device: u32, tap: u32) -> io::Result<Front> {
         let shared = bpf::create_mappable_array(SHARED as u32, 1)?;
         let flows = bpf::create_array(FLOW, FLOWS)?;
@@ -88,14 +91,15 @@ impl Front {
         let giving = bpf::attach_to_device(give.as_fd(), tap, bpf::Hook::Ingress)?;
         let taking = match path {
             Path::Driver => take_in_driver(maps, device, tap)?,
-            // Before Baton's steering: that recognizes frames by their mark which are not to be taken here, and removes it.
+            // Before Baton's steering: that recognizes frames by their mark which are not to be taken here, and removes
+            // it.
             Path::Ingress => bpf::attach_to_device_first(load_ingress(maps, tap)?.as_fd(), device, bpf::Hook::Ingress)?,
         };
         Ok(Front { shared: Region::map_fixed(shared, SHARED)?, _taking: taking, _giving: giving })
     }
 
-    /// Takes nothing any more, from this moment on: detaching the program can take the kernel tens of milliseconds. What is queued
-    /// can still be read.
+    /// Takes nothing any more, from this moment on: detaching the program can take the kernel tens of milliseconds.
+    /// What is queued can still be read.
     pub fn stop(&self) {
         self.beat(0);
     }
@@ -147,8 +151,8 @@ pub fn supported() -> io::Result<()> {
     load_ingress(Maps { flows: flows.as_fd(), shared: shared.as_fd() }, crate::LOOPBACK).map(drop)
 }
 
-/// The program that selects the queue of a TAP with one queue, for TUNSETSTEERINGEBPF: without one the TAP hashes the addresses of
-/// each frame, on the processor that should be spared.
+/// The program that selects the queue of a TAP with one queue, for TUNSETSTEERINGEBPF: without one the TAP hashes the
+/// addresses of each frame, on the processor that should be spared.
 ///
 /// # Errors
 /// The failed system call's.

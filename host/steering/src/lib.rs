@@ -1,10 +1,12 @@
 //! Steering for the *beside* shape: the kernel keeps its devices, and the NIC shares them.
 //!
-//! One map holds the flows that the NIC owns (4-tuples, with the device of those that are link-local or bound to one), the addresses of its sessions for messages (RMPP), and the endpoints at which it
-//! makes connections; another the devices at which the kernel accepts packets whose answers leave by other devices; a third the
-//! 4-tuples of handshakes, which the program at a device's ingress enters itself. Four small programs use them. Two at the devices (tc) keep the kernel from receiving and from sending those
-//! connections' frames; two at packet sockets let the NIC receive exactly those. A fifth gives frames to the kernel as if a
-//! device had received them. All of it exists as long as a process holds its descriptors.
+//! One map holds the flows that the NIC owns (4-tuples, with the device of those that are link-local or bound to one),
+//! the addresses of its sessions for messages (RMPP), and the endpoints at which it makes connections; another the
+//! devices at which the kernel accepts packets whose answers leave by other devices; a third the 4-tuples of
+//! handshakes, which the program at a device's ingress enters itself. Four small programs use them. Two at the devices
+//! (tc) keep the kernel from receiving and from sending those connections' frames; two at packet sockets let the NIC
+//! receive exactly those. A fifth gives frames to the kernel as if a device had received them. All of it exists as long
+//! as a process holds its descriptors.
 
 mod assembler;
 mod bpf;
@@ -39,8 +41,8 @@ pub fn messages_flow(local: Endpoint) -> Flow {
     Flow { local, remote: Endpoint { address: [0; 16], port: 0 }, device: 0 }
 }
 
-/// What stands in the map for a listener whose connections the NIC makes: the remote endpoint is none that a client can have, and
-/// differs from that of [`messages_flow`].
+/// What stands in the map for a listener whose connections the NIC makes: the remote endpoint is none that a client can
+/// have, and differs from that of [`messages_flow`].
 pub fn listener_flow(local: Endpoint) -> Flow {
     Flow { local, remote: Endpoint { address: [0; 16], port: LISTENER_PORT }, device: 0 }
 }
@@ -65,13 +67,15 @@ const AGGREGATED: u32 = 0x4e49_4304;
 /// Index of the loopback device in every network namespace.
 pub const LOOPBACK: u32 = 1;
 
-/// First two bytes of the source address of a frame to inject; the device's index follows, unless it is sent on the loopback device.
+/// First two bytes of the source address of a frame to inject; the device's index follows, unless it is sent on the
+/// loopback device.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// Descriptors of a steering, in the order in which [`Steering::from_fds`] takes them.
 pub const DESCRIPTORS: usize = 6;
 
-/// Devices at which a connection can be received, besides those in the map of devices and the one by which its frames leave.
+/// Devices at which a connection can be received, besides those in the map of devices and the one by which its frames
+/// leave.
 pub const FURTHER: usize = 5;
 
 /// Entries of the map of devices.
@@ -108,7 +112,8 @@ pub struct Steering {
     flows: OwnedFd,
     devices: OwnedFd,
     handshakes: OwnedFd,
-    /// Two words: whether there are listeners, and whether there has been a flow that is bound to a device and not link-local.
+    /// Two words: whether there are listeners, and whether there has been a flow that is bound to a device and not
+    /// link-local.
     kinds: OwnedFd,
     ingress: OwnedFd,
     egress: OwnedFd,
@@ -165,8 +170,8 @@ impl Steering {
         [flows, devices, handshakes, kinds, ingress, egress].map(AsFd::as_fd)
     }
 
-    /// Attaches the programs to a device of the calling thread's network namespace. For each of the two the kernel waits until no processor
-    /// is in what was there before, some milliseconds.
+    /// Attaches the programs to a device of the calling thread's network namespace. For each of the two the kernel
+    /// waits until no processor is in what was there before, some milliseconds.
     ///
     /// # Errors
     /// The failed system call's; `EINVAL` from kernels before 6.6, which have no tcx links.
@@ -176,8 +181,8 @@ impl Steering {
         Ok(Attached { links: [ingress, egress] })
     }
 
-    /// Attaches the injecting program to a device: a frame that this device receives counts as received by the device that the
-    /// frame names.
+    /// Attaches the injecting program to a device: a frame that this device receives counts as received by the device
+    /// that the frame names.
     ///
     /// # Errors
     /// See [`Steering::attach`].
@@ -186,8 +191,8 @@ impl Steering {
         bpf::attach_to_device(program.as_fd(), interface, bpf::Hook::Ingress)
     }
 
-    /// Sets a packet socket's filter, so that it receives what comes in for a NIC's connections, and all ICMP. None: for all
-    /// connections, where there is one NIC.
+    /// Sets a packet socket's filter, so that it receives what comes in for a NIC's connections, and all ICMP. None:
+    /// for all connections, where there is one NIC.
     ///
     /// # Errors
     /// The failed system call's.
@@ -196,7 +201,8 @@ impl Steering {
         bpf::attach_to_socket(&bpf::load(bpf::ProgramKind::Socket, &program)?, socket)
     }
 
-    /// Sets a packet socket's filter, so that it receives what the kernel sends for a NIC's connections that are being mirrored.
+    /// Sets a packet socket's filter, so that it receives what the kernel sends for a NIC's connections that are being
+    /// mirrored.
     ///
     /// # Errors
     /// The failed system call's.
@@ -208,8 +214,8 @@ impl Steering {
         programs::Maps::of([&self.flows, &self.devices, &self.handshakes, &self.kinds])
     }
 
-    /// Sets what happens to a connection's frames. The first of those that are bound to a device makes the programs look for such flows,
-    /// which costs each frame one more search from then on.
+    /// Sets what happens to a connection's frames. The first of those that are bound to a device makes the programs
+    /// look for such flows, which costs each frame one more search from then on.
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if the map is full.
@@ -227,8 +233,8 @@ impl Steering {
         bpf::update(self.flows.as_fd(), &key(flow), &value)
     }
 
-    /// Sets for which families connections are received at a device by which their frames do not leave, and the device's
-    /// address, to which injected frames are sent.
+    /// Sets for which families connections are received at a device by which their frames do not leave, and the
+    /// device's address, to which injected frames are sent.
     ///
     /// # Errors
     /// The failed system call's; `E2BIG` if the map is full.
@@ -256,8 +262,8 @@ impl Steering {
         bpf::delete(self.flows.as_fd(), &key(flow))
     }
 
-    /// Sets whether there are listeners ([`listener_flow`]). Without any, frames of the kernel's connections cost no search for
-    /// their handshake. The handshakes known so far are forgotten when there are none any more.
+    /// Sets whether there are listeners ([`listener_flow`]). Without any, frames of the kernel's connections cost no
+    /// search for their handshake. The handshakes known so far are forgotten when there are none any more.
     ///
     /// # Errors
     /// The failed system call's.

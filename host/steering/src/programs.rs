@@ -1,11 +1,12 @@
 //! The BPF programs.
 //!
-//! All but the injector begin alike: they read the frame's headers through a helper (so that the frame may be in pieces), build
-//! the flow's key as this host sees it, and look it up.
+//! All but the injector begin alike: they read the frame's headers through a helper (so that the frame may be in
+//! pieces), build the flow's key as this host sees it, and look it up.
 //!
-//! A client's first SYN to a listener of the NIC's is seen by the program at the ingress alone, which can ask the kernel whether it
-//! has a connection of this 4-tuple. If not, the program enters the handshake in a map and lets the device receive the frame once
-//! more. Then it is found there, by the NIC's packet socket too, like all that follows of this handshake.
+//! A client's first SYN to a listener of the NIC's is seen by the program at the ingress alone, which can ask the
+//! kernel whether it has a connection of this 4-tuple. If not, the program enters the handshake in a map and lets the
+//! device receive the frame once more. Then it is found there, by the NIC's packet socket too, like all that follows of
+//! this handshake.
 
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::{AGGREGATED, FURTHER, INJECT, INJECTED, LISTENER_PORT, LOOPBACK, MARK, ROUTED, Steer};
@@ -32,8 +33,9 @@ impl<'a> Maps<'a> {
 pub(crate) const KEY_BYTES: usize = ENDS + 4;
 pub(crate) const ENDS: usize = 36;
 
-/// Bytes of its value: the state; the device by which the connection's frames leave; the bit of the connection's family, if it
-/// is received at the devices of the map of devices, too; further devices at which it is received in any case; the NIC's number.
+/// Bytes of its value: the state; the device by which the connection's frames leave; the bit of the connection's
+/// family, if it is received at the devices of the map of devices, too; further devices at which it is received in any
+/// case; the NIC's number.
 pub(crate) const VALUE_BYTES: usize = 16 + 4 * FURTHER;
 /// Bytes of a value of the map of devices: families, then the device's address.
 pub(crate) const DEVICE_BYTES: usize = 12;
@@ -78,7 +80,8 @@ const TCP: i32 = 6;
 const UDP: i32 = 17;
 const ICMP: i32 = 1;
 const ICMPV6: i32 = 58;
-/// IPv6's header of hop-by-hop options; and one in front of TCP with nothing but a jumbo option (RFC 2675), up to the length.
+/// IPv6's header of hop-by-hop options; and one in front of TCP with nothing but a jumbo option (RFC 2675), up to the
+/// length.
 const HOP_BY_HOP: i32 = 0;
 const JUMBO: [u8; 4] = [TCP as u8, 0, 0xc2, 4];
 /// IPv6's fragment header; [`find`] returns it for IPv4 fragments of TCP, too.
@@ -123,9 +126,10 @@ enum Opens {
     Entered,
 }
 
-/// Looks up the flow in the map of flows, where the key without a device is on the stack. Goes on with its value in R0, 0 if there is none,
-/// and the key as it was. A flow of link-local addresses has the frame's device (R8 is not 0), so that it is another one at each link.
-/// One of other addresses may be bound to the device, if there are such flows at all; those go first.
+/// Looks up the flow in the map of flows, where the key without a device is on the stack. Goes on with its value in R0,
+/// 0 if there is none, and the key as it was. A flow of link-local addresses has the frame's device (R8 is not 0), so
+/// that it is another one at each link. One of other addresses may be bound to the device, if there are such flows at
+/// all; those go first.
 fn look_up_flow(a: &mut Assembler, flows: BorrowedFd<'_>, kinds: BorrowedFd<'_>) {
     a.jump_if(R::R8, 0, "not link-local");
     a.load(Size::Word, R::R1, R::R6, INTERFACE).store(Size::Word, R::R10, DEVICE, R::R1);
@@ -152,8 +156,8 @@ fn find_link_local(a: &mut Assembler) {
     a.set(R::R8, 0).label("link-local");
 }
 
-/// Looks for the handshake that a TCP segment without a flow belongs to: goes on with the map's value in R0, or jumps to `unknown`.
-/// The offset of the segment's header is at [`SMALL`].
+/// Looks for the handshake that a TCP segment without a flow belongs to: goes on with the map's value in R0, or jumps
+/// to `unknown`. The offset of the segment's header is at [`SMALL`].
 fn find_handshake(a: &mut Assembler, opens: Opens, maps: Maps<'_>) {
     // The NIC has no listeners at link-local addresses.
     a.jump_unless(R::R8, 0, "unknown");
@@ -189,8 +193,8 @@ fn look_up(a: &mut Assembler, map: BorrowedFd<'_>, key: i16) {
     a.map(R::R1, map).mov(R::R2, R::R10).add(R::R2, i32::from(key)).call(Helper::MapLookup);
 }
 
-/// Jumps to `unknown` unless the kernel would give a SYN to a listening socket: it has no connection and no handshake of this
-/// 4-tuple.
+/// Jumps to `unknown` unless the kernel would give a SYN to a listening socket: it has no connection and no handshake
+/// of this 4-tuple.
 fn is_for_listener(a: &mut Assembler) {
     // The 4-tuple as the kernel's table has it: source first, IPv4 addresses in 4 bytes.
     a.load(Size::Half, R::R1, R::R10, LOCAL + 10).jump_if(R::R1, 0xffff, "four bytes");
@@ -213,8 +217,8 @@ fn is_for_listener(a: &mut Assembler) {
     a.load(Size::Word, R::R7, R::R0, STATE).mov(R::R1, R::R0).call(Helper::SocketRelease).jump_unless(R::R7, LISTEN, "unknown");
 }
 
-/// Goes on if the IP protocol in R7 is that of a TCP segment, with 0 in R7, or that of a datagram that comes in. Jumps to `other`
-/// with any other protocol.
+/// Goes on if the IP protocol in R7 is that of a TCP segment, with 0 in R7, or that of a datagram that comes in. Jumps
+/// to `other` with any other protocol.
 fn judge(a: &mut Assembler, way: Way, [segment, datagram]: [&'static str; 2]) {
     if way == Way::Outgoing {
         a.jump_unless(R::R7, TCP, "other").set(R::R7, 0);
@@ -224,9 +228,9 @@ fn judge(a: &mut Assembler, way: Way, [segment, datagram]: [&'static str; 2]) {
     a.label(segment).set(R::R7, 0).label(datagram);
 }
 
-/// Looks up the frame's flow; of a datagram that comes in, its destination, at which a session for messages may receive. Jumps to
-/// `other` if the frame is neither, with its IP protocol in R7 (0 if it is not IP), and to `unknown` if the map does not contain
-/// it. Else goes on, with the state in R7, and a pointer to the map's value in R0.
+/// Looks up the frame's flow; of a datagram that comes in, its destination, at which a session for messages may
+/// receive. Jumps to `other` if the frame is neither, with its IP protocol in R7 (0 if it is not IP), and to `unknown`
+/// if the map does not contain it. Else goes on, with the state in R7, and a pointer to the map's value in R0.
 fn find(a: &mut Assembler, way: Way, maps: Maps<'_>, opening: Option<Opens>) {
     let [source, destination] = way.places();
     a.mov(R::R6, R::R1).set(R::R7, 0).set(R::R8, 0).store_word(R::R10, DEVICE, 0).set(R::R2, 12);
@@ -299,9 +303,10 @@ fn leaves_here(a: &mut Assembler) {
     a.load(Size::Word, R::R2, R::R6, INTERFACE).jump_unless_equal(R::R1, R::R2, "unknown");
 }
 
-/// Jumps to `unknown` unless the kernel would accept the flow's frames at this device: where they leave, at the further devices
-/// of its value, and at those in the map of devices that have the flow's family. A frame that is tagged for a VLAN, or addressed
-/// to another host, does not count for this device: it is seen again at the device that it belongs to.
+/// Jumps to `unknown` unless the kernel would accept the flow's frames at this device: where they leave, at the further
+/// devices of its value, and at those in the map of devices that have the flow's family. A frame that is tagged for a
+/// VLAN, or addressed to another host, does not count for this device: it is seen again at the device that it belongs
+/// to.
 fn comes_here(a: &mut Assembler, devices: BorrowedFd<'_>) {
     a.load(Size::Word, R::R1, R::R6, TAGGED).jump_unless(R::R1, 0, "unknown");
     a.load(Size::Word, R::R1, R::R6, PACKET_TYPE).jump_if(R::R1, OTHER_HOST, "unknown");
@@ -341,8 +346,8 @@ pub(crate) fn ingress(maps: Maps<'_>) -> Vec<u8> {
     a.finish()
 }
 
-/// Program at a device's egress: the kernel sends nothing for the NIC's connections, by any device; of one that is bound to a device, by
-/// that one: by another device another connection may have the same addresses and ports.
+/// Program at a device's egress: the kernel sends nothing for the NIC's connections, by any device; of one that is
+/// bound to a device, by that one: by another device another connection may have the same addresses and ports.
 pub(crate) fn egress(maps: Maps<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, SKB_MARK).jump_if(R::R2, MARK as i32, "ours");
@@ -351,25 +356,25 @@ pub(crate) fn egress(maps: Maps<'_>) -> Vec<u8> {
     a.load(Size::Word, R::R1, R::R0, ANYWHERE).jump_unless(R::R1, 0, "theirs");
     leaves_here(&mut a);
     a.jump("theirs");
-    // The kernel drops frames that come in at the loopback device without a route as martians, so the NIC's frames get the route
-    // that the kernel's own have.
+    // The kernel drops frames that come in at the loopback device without a route as martians, so the NIC's frames get
+    // the route that the kernel's own have.
     a.label("ours").load(Size::Word, R::R2, R::R1, INTERFACE).jump_unless(R::R2, LOOPBACK as i32, "other");
     a.mov(R::R6, R::R1).store_word(R::R1, SKB_MARK, ROUTED as i32).set(R::R2, SOURCE);
     load_bytes(&mut a, SMALL, 2);
     a.load(Size::Half, R::R1, R::R10, SMALL).jump_unless(R::R1, i32::from(u16::from_ne_bytes(INJECT)), "routed");
     a.store_word(R::R6, SKB_MARK, INJECTED as i32).label("routed");
     a.set(R::R1, LOOPBACK as i32).set(R::R2, 0).set(R::R3, 0).set(R::R4, 0).call(Helper::RedirectNeighbour).exit();
-    // To a device that does not exist: this counts as sent. A plain drop would be reported to the kernel's TCP, which would then
-    // not count the data as sent.
+    // To a device that does not exist: this counts as sent. A plain drop would be reported to the kernel's TCP, which
+    // would then not count the data as sent.
     a.label("theirs").jump_unless(R::R7, Steer::Steal as i32, "other");
     a.set(R::R1, NOWHERE).set(R::R2, 0).call(Helper::Redirect).exit();
     a.label("unknown").label("other").set(R::R0, NEXT).exit();
     a.finish()
 }
 
-/// Filter of a NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them, but nothing
-/// that is injected, and no aggregates, whose segments it has received. The kernel gets the fragments, too: only a whole datagram
-/// shows whose it is, and a shell drops what it receives.
+/// Filter of a NIC's packet socket: what comes in for its connections, and ICMP and fragments, which may concern them,
+/// but nothing that is injected, and no aggregates, whose segments it has received. The kernel gets the fragments, too:
+/// only a whole datagram shows whose it is, and a shell drops what it receives.
 pub(crate) fn incoming(maps: Maps<'_>, nic: Option<u32>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.load(Size::Word, R::R2, R::R1, PACKET_TYPE).jump_if(R::R2, OUTGOING, "unknown");
@@ -397,8 +402,8 @@ pub(crate) fn outgoing(maps: Maps<'_>, nic: Option<u32>) -> Vec<u8> {
     a.finish()
 }
 
-/// Program at the injector's ingress: the frame counts as received by the device whose index is in its source address, and is
-/// addressed to it.
+/// Program at the injector's ingress: the frame counts as received by the device whose index is in its source address,
+/// and is addressed to it.
 pub(crate) fn inject(devices: BorrowedFd<'_>) -> Vec<u8> {
     let mut a = Assembler::default();
     a.mov(R::R6, R::R1).set(R::R2, SOURCE + INJECT.len() as i32);

@@ -15,8 +15,8 @@ const HEADER: usize = 8;
 /// Bytes of a record.
 pub(crate) const RECORD: usize = 16;
 
-/// The ring, mapped: the consumer's page, which this process writes, and the producer's page followed by the data, which is
-/// mapped twice in a row.
+/// The ring, mapped: the consumer's page, which this process writes, and the producer's page followed by the data,
+/// which is mapped twice in a row.
 #[derive(Debug)]
 pub(crate) struct RingBuffer {
     fd: OwnedFd,
@@ -80,8 +80,8 @@ impl RingBuffer {
             let length = (header & !(BUSY | DISCARDED)) as usize;
             let mut record = [0; RECORD];
             if header & DISCARDED == 0 && length == RECORD {
-                // SAFETY: the record's bytes lie after its header, within the doubled mapping; the kernel does not write them
-                // until the consumer's position has passed.
+                // SAFETY: the record's bytes lie after its header, within the doubled mapping; the kernel does not
+                // write them until the consumer's position has passed.
                 unsafe { self.producer.add(offset + HEADER).as_ptr().copy_to_nonoverlapping(record.as_mut_ptr(), RECORD) };
             }
             let whole = (HEADER + length).next_multiple_of(8) as u64;

@@ -1,6 +1,6 @@
-//! Receive-side scaling by the kernel's TAP driver, in place of a card: a program at the interface hashes each frame and looks
-//! up its queue. Its tables are in a map that can be mapped into memory: the card's registers, in the layout of
-//! `baton_datapath::Registers`.
+//! Receive-side scaling by the kernel's TAP driver, in place of a card: a program at the interface hashes each frame
+//! and looks up its queue. Its tables are in a map that can be mapped into memory: the card's registers, in the layout
+//! of `baton_datapath::Registers`.
 
 use crate::assembler::{Assembler, Helper, R, Size};
 use crate::bpf;
@@ -23,8 +23,8 @@ pub fn registers(bytes: usize) -> io::Result<OwnedFd> {
     bpf::create_mappable_array(bytes as u32, 1)
 }
 
-/// Makes the program that selects the queue of each frame that the kernel sends through a TAP, for TUNSETSTEERINGEBPF. `from`:
-/// whether the frames are the host's own or come to it.
+/// Makes the program that selects the queue of each frame that the kernel sends through a TAP, for TUNSETSTEERINGEBPF.
+/// `from`: whether the frames are the host's own or come to it.
 ///
 /// # Errors
 /// The failed system call's.

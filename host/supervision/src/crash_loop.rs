@@ -1,10 +1,10 @@
 //! How long connections keep away from a NIC that dies again and again, and which of them makes it die.
 //!
-//! Only deaths that the NIC has brought about itself count: what somebody has killed or stopped from outside does not die of what it was
-//! given. After three in a minute the wait before connections go back doubles with each further one. Connections that the NIC had at
-//! *each* of these deaths are suspects: they go back when the others are there, one at a time. The suspect on trial goes first after the
-//! next death, so that it meets the NIC without the other suspects; and if the NIC dies again, with no other suspect on it, that
-//! connection stays in the kernel.
+//! Only deaths that the NIC has brought about itself count: what somebody has killed or stopped from outside does not
+//! die of what it was given. After three in a minute the wait before connections go back doubles with each further one.
+//! Connections that the NIC had at *each* of these deaths are suspects: they go back when the others are there, one at
+//! a time. The suspect on trial goes first after the next death, so that it meets the NIC without the other suspects;
+//! and if the NIC dies again, with no other suspect on it, that connection stays in the kernel.
 
 use alloc::collections::{BTreeSet, VecDeque};
 
@@ -46,8 +46,8 @@ pub struct CrashLoop {
 }
 
 impl CrashLoop {
-    /// The NIC has died at `now`. `by_itself`: nobody has killed or stopped it; `present`: what it had, or was about to get. Returns the
-    /// connection of which it dies, if that is certain now.
+    /// The NIC has died at `now`. `by_itself`: nobody has killed or stopped it; `present`: what it had, or was about to
+    /// get. Returns the connection of which it dies, if that is certain now.
     pub fn died(&mut self, now: u64, by_itself: bool, present: impl IntoIterator<Item = u64>) -> Option<u64> {
         self.forget_old(now);
         if !by_itself {
@@ -115,7 +115,8 @@ impl CrashLoop {
         self.wait().max(TRIAL)
     }
 
-    /// A NIC that has served connections for a period without dying is no suspect's victim. While connections wait it has not served them.
+    /// A NIC that has served connections for a period without dying is no suspect's victim. While connections wait it
+    /// has not served them.
     fn forget_old(&mut self, now: u64) {
         let since = self.trial.map_or(self.open_at, |(_, until)| until.max(self.open_at));
         let over = self.deaths.back().is_none_or(|last| now >= last + PERIOD) && now >= since + PERIOD;
@@ -136,8 +137,8 @@ mod tests {
 
     const SECOND: u64 = 1_000_000;
 
-    /// A NIC with connections, one of which kills it some time after it has come. Returns the waits after each death, and what was
-    /// convicted when.
+    /// A NIC with connections, one of which kills it some time after it has come. Returns the waits after each death,
+    /// and what was convicted when.
     fn run(connections: u64, killer: u64, after: u64) -> (Vec<u64>, u64, u64) {
         let mut crash_loop = CrashLoop::default();
         let (mut there, mut now, mut waits) = (BTreeSet::new(), SECOND, Vec::new());

@@ -1,8 +1,9 @@
-//! Decisions of whoever supervises a process: when the process counts as hung ([`Watchdog`]), when a connection is tried on the NIC again
-//! ([`Retry`]), and how long connections keep away from a NIC that dies again and again ([`CrashLoop`]).
+//! Decisions of whoever supervises a process: when the process counts as hung ([`Watchdog`]), when a connection is
+//! tried on the NIC again ([`Retry`]), and how long connections keep away from a NIC that dies again and again
+//! ([`CrashLoop`]).
 //!
-//! There is no I/O and no clock here: times are arguments, microseconds of a clock that does not run back. Agent, keeper and simulator
-//! use the same code.
+//! There is no I/O and no clock here: times are arguments, microseconds of a clock that does not run back. Agent,
+//! keeper and simulator use the same code.
 #![no_std]
 #![forbid(unsafe_code)]
 

@@ -41,7 +41,8 @@ impl Retry {
         earlier
     }
 
-    /// Takes the try that was planned for this time. False if it was replaced by an earlier one, or is of no use any more.
+    /// Takes the try that was planned for this time. False if it was replaced by an earlier one, or is of no use any
+    /// more.
     pub fn take(&mut self, at: u64) -> bool {
         let planned = self.due == at.max(1);
         if planned {

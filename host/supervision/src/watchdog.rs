@@ -1,18 +1,21 @@
 //! When a process counts as hung, from samples of its workers.
 //!
-//! Each worker publishes how many rounds it has made, and whether it sleeps. A worker that does not sleep makes rounds, unless
+//! Each worker publishes how many rounds it has made, and whether it sleeps. A worker that does not sleep makes rounds,
+//! unless
 //!
-//! - it *spins*: it uses processor time of its own without completing a round. That does not depend on how busy the machine is;
+//! - it *spins*: it uses processor time of its own without completing a round. That does not depend on how busy the
+//!   machine is;
 //! - it is *stuck*: it neither runs nor wants to, in a system call, for a long time;
 //! - its process is *stopped* (SIGSTOP);
 //! - it is *starved*: it wants to run and gets no processor. That is the machine's fault, and passes;
 //! - somebody *traces* it (a debugger), who stops it for as long as he likes.
 //!
-//! Only the first three are a reason to end the process. The last two of those go by time that passes, so they count only over samples
-//! that were taken on time: whoever took one late may have been stopped together with the process, or starved like it.
+//! Only the first three are a reason to end the process. The last two of those go by time that passes, so they count
+//! only over samples that were taken on time: whoever took one late may have been stopped together with the process, or
+//! starved like it.
 //!
-//! A process that others are stopped with (the agent, by whom its NIC would be ended) can be *resumed* first, once: after that both are as
-//! before, and nothing is ended. It is harmless, so samples that are late count for it.
+//! A process that others are stopped with (the agent, by whom its NIC would be ended) can be *resumed* first, once:
+//! after that both are as before, and nothing is ended. It is harmless, so samples that are late count for it.
 
 use alloc::vec::Vec;
 
@@ -123,7 +126,8 @@ struct Still {
     /// Processor time that it had used then, or when it was first looked at since; and at the last sample.
     used: Option<u64>,
     last_used: Option<u64>,
-    /// Since when, as far as samples were on time, it has waited in a system call; None if it has run since the last sample.
+    /// Since when, as far as samples were on time, it has waited in a system call; None if it has run since the last
+    /// sample.
     waits_since: Option<u64>,
     starved: bool,
 }
@@ -164,7 +168,8 @@ impl Watchdog {
         self.starved
     }
 
-    /// Whether the process has been starved or traced in the last `period` microseconds: what it has not done by then is not its fault.
+    /// Whether the process has been starved or traced in the last `period` microseconds: what it has not done by then
+    /// is not its fault.
     pub fn is_excused(&self, now: u64, period: u64) -> bool {
         self.excused_at.is_some_and(|at| now < at + period)
     }
@@ -294,8 +299,8 @@ mod tests {
             self.watchdog.judge(&Sample { at: self.now, due, process: self.process, workers: [self.worker].into() })
         }
 
-        /// Samples on time for this long, before each of which `step` happens. The first verdict that is none of `Well`, and after how
-        /// many microseconds.
+        /// Samples on time for this long, before each of which `step` happens. The first verdict that is none of
+        /// `Well`, and after how many microseconds.
         fn run(&mut self, micros: u64, mut step: impl FnMut(&mut Worker)) -> (Verdict, u64) {
             let begun = self.now;
             while self.now < begun + micros {
@@ -456,7 +461,8 @@ mod tests {
         assert_eq!(verdicts[1..3], [Verdict::Well, Verdict::Hung(Cause::Spins(1))]);
     }
 
-    /// A tracer, a late observer and a lack of processors, in any order, with a worker that is slow but not hung: it is not ended.
+    /// A tracer, a late observer and a lack of processors, in any order, with a worker that is slow but not hung: it is
+    /// not ended.
     #[test]
     fn no_mixture_of_excuses_is_hung() {
         let mut seed = 1u64;

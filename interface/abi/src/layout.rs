@@ -1,16 +1,18 @@
 //! The layout of shared memory. There are two kinds of region.
 //!
-//! *NIC memory* is shared by agent and NIC, not by programs: a header, the two control rings, one slot per connection. *Session
-//! memory* is shared by one program, the agent and the NIC: a header, the two rings, one block per connection, the heap with the
-//! send and receive memory. The program can write all of its session memory, so the NIC checks everything that it reads there.
+//! *NIC memory* is shared by agent and NIC, not by programs: a header, the two control rings, one slot per connection.
+//! *Session memory* is shared by one program, the agent and the NIC: a header, the two rings, one block per connection,
+//! the heap with the send and receive memory. The program can write all of its session memory, so the NIC checks
+//! everything that it reads there.
 
 /// Messages that a ring holds.
 pub const RING_MESSAGES: usize = 4096;
 
-/// Messages of a program after which the NIC reports that it has read them, so that a program that found the ring full can sleep.
+/// Messages of a program after which the NIC reports that it has read them, so that a program that found the ring full
+/// can sleep.
 pub const ANSWERED: u64 = 1024;
-/// 8-byte words of a ring: producer's index, consumer's index and the consumer's sleep flag on a cache line each, then the
-/// messages.
+/// 8-byte words of a ring: producer's index, consumer's index and the consumer's sleep flag on a cache line each, then
+/// the messages.
 pub const RING_WORDS: usize = 24 + 2 * RING_MESSAGES;
 /// Bytes of a ring, rounded up to a page.
 pub const RING_BYTES: usize = (RING_WORDS * 8).next_multiple_of(4096);
@@ -21,8 +23,8 @@ pub mod nic {
 
     /// 4-byte word: nonzero while the NIC sleeps, so that whoever sends it a message must ring its doorbell.
     pub const SLEEPING: usize = 0;
-    /// 4-byte word: incremented by the agent when it has sent a message on the control connection (a socket), so that a NIC that
-    /// does not sleep looks there.
+    /// 4-byte word: incremented by the agent when it has sent a message on the control connection (a socket), so that a
+    /// NIC that does not sleep looks there.
     pub const CHANNEL: usize = 32;
     /// The agent's sign of life ([`crate::layout::pulse`]), for the keeper.
     pub const AGENT_PULSE: usize = ADDRESSES + 8 * crate::AddressEntry::WORDS * MOST_ADDRESSES;
@@ -30,11 +32,11 @@ pub mod nic {
     pub const PULSES: usize = AGENT_PULSE + super::pulse::BYTES;
     /// 4-byte word for tests: how many times the step has been made after which the NIC or the agent is to be killed.
     pub const CHAOS: usize = 96;
-    /// 4-byte word, written by the agent: the number of slots, counted from the first, that have ever had a connection. The
-    /// memory of the others was never touched.
+    /// 4-byte word, written by the agent: the number of slots, counted from the first, that have ever had a connection.
+    /// The memory of the others was never touched.
     pub const SLOTS_USED: usize = 100;
-    /// 4-byte word, written by the agent: the number, plus one, of the session whose requests it is serving, or 0. The keeper
-    /// reads it after the agent has died, to find a session that makes agents die.
+    /// 4-byte word, written by the agent: the number, plus one, of the session whose requests it is serving, or 0. The
+    /// keeper reads it after the agent has died, to find a session that makes agents die.
     pub const ATTENDED: usize = 104;
     /// The counters: per worker a block of 8-byte words, one for each [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
@@ -42,8 +44,8 @@ pub mod nic {
     pub const COUNTERS_BYTES: usize = 384;
     /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
-    /// The NIC's own addresses, which the NIC writes: entries of [`crate::AddressEntry::WORDS`] words of 8 bytes. The next NIC reads
-    /// which of them the last one used.
+    /// The NIC's own addresses, which the NIC writes: entries of [`crate::AddressEntry::WORDS`] words of 8 bytes. The
+    /// next NIC reads which of them the last one used.
     pub const ADDRESSES: usize = counters(MAX_WORKERS);
     /// Number of entries.
     pub const MOST_ADDRESSES: usize = 16;
@@ -53,7 +55,8 @@ pub mod nic {
     pub const COMMANDS: usize = 12_288;
     /// Ring of messages from the NIC to the agent.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
-    /// The slots, one per connection, in groups: first the slots of a group, close to each other, then a page of scratch for each.
+    /// The slots, one per connection, in groups: first the slots of a group, close to each other, then a page of
+    /// scratch for each.
     pub const SLOTS: usize = (EVENTS + RING_BYTES).next_multiple_of(HUGE_PAGE);
     /// Bytes of a slot.
     pub const SLOT_BYTES: usize = 448;
@@ -64,8 +67,8 @@ pub mod nic {
     const GROUP_BYTES: usize = HUGE_PAGE + GROUP * SCRATCH_BYTES;
     const HUGE_PAGE: usize = 2 << 20;
 
-    /// Number of active-acknowledgement buffers, which lie behind the slots. Each holds the data of one kernel connection that
-    /// the NIC has acknowledged and the kernel has not.
+    /// Number of active-acknowledgement buffers, which lie behind the slots. Each holds the data of one kernel
+    /// connection that the NIC has acknowledged and the kernel has not.
     pub const ACKNOWLEDGED: usize = 256;
     /// Bytes of such a buffer: 256 KiB of data behind a header of one page.
     pub const ACKNOWLEDGED_BYTES: usize = (256 << 10) + 4096;
@@ -80,7 +83,8 @@ pub mod nic {
         SLOTS + slots.div_ceil(GROUP) * GROUP_BYTES
     }
 
-    /// The slots of each group but the first, for which agent and NIC want huge pages: with few connections none is used.
+    /// The slots of each group but the first, for which agent and NIC want huge pages: with few connections none is
+    /// used.
     pub fn many_slots(slots: usize) -> impl Iterator<Item = core::ops::Range<usize>> {
         (1..slots.div_ceil(GROUP)).map(|group| SLOTS + group * GROUP_BYTES).map(|at| at..at + HUGE_PAGE)
     }
@@ -113,8 +117,8 @@ pub mod nic {
     }
 }
 
-/// A sign of life, by which a supervisor sees whether a worker makes progress. Offsets are in bytes from its beginning; it has a cache line
-/// of its own.
+/// A sign of life, by which a supervisor sees whether a worker makes progress. Offsets are in bytes from its beginning;
+/// it has a cache line of its own.
 pub mod pulse {
     /// 8-byte word: rounds that the worker, and those before it at this place, have made.
     pub const ROUNDS: usize = 0;
@@ -132,7 +136,8 @@ pub mod host_tcp {
 
     /// 4-byte word: nonzero while the host's TCP sleeps, so that the NIC must ring its doorbell.
     pub const SLEEPING: usize = 0;
-    /// 4-byte word, written by the NIC: the largest number of payload bytes in a frame that its wire accepts for segmentation.
+    /// 4-byte word, written by the NIC: the largest number of payload bytes in a frame that its wire accepts for
+    /// segmentation.
     pub const SEGMENTATION: usize = 64;
     /// Its sign of life ([`super::pulse`]), for the agent.
     pub const PULSE: usize = 128;
@@ -165,24 +170,27 @@ pub mod host_tcp {
     }
 }
 
-/// A slot of NIC memory: what a connection has as long as it is on the NIC. Offsets are in bytes from the slot's beginning.
+/// A slot of NIC memory: what a connection has as long as it is on the NIC. Offsets are in bytes from the slot's
+/// beginning.
 pub mod slot {
-    /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size, number of the
-    /// connection's block.
+    /// Parameters of a handoff, words of 4 bytes: session, receive base, receive size, send base, send size, number of
+    /// the connection's block.
     pub const PARAMETERS: usize = 8;
     /// 4-byte word, written by the agent: the [`crate::Cid`] of the slot's next occupant, 0 for the first one.
     pub const NEXT_CID: usize = 32;
     /// 4-byte word: the mirroring NIC sets it to 1 while its copy covers what the kernel holds out of order, else to 0.
     pub const COVERED: usize = 36;
-    /// Parameters of a handoff, continued: the largest window in bytes that it may advertise, 0 for all of its receive memory, plus
-    /// [`MAY_GROW`]; then the most bytes of send memory that it may grow to.
+    /// Parameters of a handoff, continued: the largest window in bytes that it may advertise, 0 for all of its receive
+    /// memory, plus [`MAY_GROW`]; then the most bytes of send memory that it may grow to.
     pub const LIMITS: usize = 40;
-    /// Bit of the first of [`LIMITS`]: the connection may get more receive memory, and a larger window, if it could use them.
+    /// Bit of the first of [`LIMITS`]: the connection may get more receive memory, and a larger window, if it could use
+    /// them.
     pub const MAY_GROW: u32 = 1 << 31;
-    /// 4-byte word: sequence number of the first byte that the program has not read, at the time of [`crate::Control::Resume`].
+    /// 4-byte word: sequence number of the first byte that the program has not read, at the time of
+    /// [`crate::Control::Resume`].
     pub const READ: usize = 48;
-    /// 4-byte word, written by the NIC: of a connection of which it keeps only the fast path, twice the number of times that it was
-    /// lent to the host's TCP (see [`super::host_tcp`]), plus 1 while it is.
+    /// 4-byte word, written by the NIC: of a connection of which it keeps only the fast path, twice the number of times
+    /// that it was lent to the host's TCP (see [`super::host_tcp`]), plus 1 while it is.
     pub const LENT: usize = 52;
     /// 4-byte word, written by the NIC: 1 while the connection is dormant, else 0.
     pub const DORMANT: usize = 56;
@@ -190,28 +198,30 @@ pub mod slot {
     pub const POSTED: usize = 60;
     /// The two copies of the record.
     pub const RECORDS: usize = 64;
-    /// The encoded flow: local address, remote address, local port, remote port, index of its device (40 bytes, numbers little-endian).
+    /// The encoded flow: local address, remote address, local port, remote port, index of its device (40 bytes, numbers
+    /// little-endian).
     pub const FLOW: usize = 192;
-    /// Written by the agent: memory that the connection has grown into, which replaces that of the journal. A 4-byte word that
-    /// says which of two copies is valid, 0 for none; then the copies of [`GROWN_WORDS`] words.
+    /// Written by the agent: memory that the connection has grown into, which replaces that of the journal. A 4-byte
+    /// word that says which of two copies is valid, 0 for none; then the copies of [`GROWN_WORDS`] words.
     pub const GROWN: usize = 232;
     /// 4-byte words of one such copy: cid, receive base and size, send base and size.
     pub const GROWN_WORDS: usize = 5;
-    /// The agent's journal of a move: phase, length, entry. Of a longer one the entry lies in [`super::scratch::JOURNAL`].
+    /// The agent's journal of a move: phase, length, entry. Of a longer one the entry lies in
+    /// [`super::scratch::JOURNAL`].
     pub const JOURNAL: usize = 276;
     /// Bytes of the journal.
     pub const JOURNAL_BYTES: usize = super::nic::SLOT_BYTES - JOURNAL;
 }
 
-/// What a connection needs while it moves, or while something is out of order. Offsets are in bytes from the beginning of a slot's
-/// scratch.
+/// What a connection needs while it moves, or while something is out of order. Offsets are in bytes from the beginning
+/// of a slot's scratch.
 pub mod scratch {
     /// The encoded connection image.
     pub const IMAGE: usize = 0;
     /// Bytes of room for it.
     pub const IMAGE_BYTES: usize = RANGES - IMAGE;
-    /// Two tables of out-of-order ranges, each of [`MOST_RANGES`] pairs of sequence numbers (8 bytes). [`crate::Record`] says which
-    /// one is valid. Of a connection with more ranges it holds the first ones.
+    /// Two tables of out-of-order ranges, each of [`MOST_RANGES`] pairs of sequence numbers (8 bytes).
+    /// [`crate::Record`] says which one is valid. Of a connection with more ranges it holds the first ones.
     pub const RANGES: usize = 768;
     /// Bytes of one table of ranges.
     pub const RANGES_BYTES: usize = 8 * MOST_RANGES;
@@ -225,8 +235,8 @@ pub mod scratch {
     pub const JOURNAL: usize = FORWARD + FORWARD_BYTES;
     /// Bytes of room for it.
     pub const JOURNAL_BYTES: usize = 1024;
-    /// The buffers that the program has posted, for the recovery after the NIC's death: 16 bytes each (sequence number, address,
-    /// length, 0). They count while [`super::slot::POSTED`] is set.
+    /// The buffers that the program has posted, for the recovery after the NIC's death: 16 bytes each (sequence number,
+    /// address, length, 0). They count while [`super::slot::POSTED`] is set.
     pub const POSTS: usize = JOURNAL + JOURNAL_BYTES;
     /// Bytes of that table.
     pub const POSTS_BYTES: usize = 16 * super::POSTS;
@@ -240,26 +250,28 @@ pub const POSTS: usize = 4;
 
 /// Session memory.
 ///
-/// It begins with an area for each NIC that may serve the session ([`area`]): a page of words and two rings. The words that are not a
-/// NIC's own are in the first area only.
+/// It begins with an area for each NIC that may serve the session ([`area`]): a page of words and two rings. The words
+/// that are not a NIC's own are in the first area only.
 pub mod session {
     use super::RING_BYTES;
     use super::nic::MAX_NICS;
 
     /// 4-byte word of a NIC's area: nonzero while the NIC sleeps and wants its doorbell rung.
     pub const NIC_SLEEPING: usize = 0;
-    /// 4-byte word of a NIC's area: nonzero while the NIC sends what the program has given it, and does not look at its messages.
+    /// 4-byte word of a NIC's area: nonzero while the NIC sends what the program has given it, and does not look at its
+    /// messages.
     pub const NIC_SENDING: usize = 4;
-    /// 4-byte word: number of the program's sleeping threads, and in its highest bit whether a NIC has rung its doorbell since the
-    /// program last looked at its rings. Nonzero without that bit: a NIC must ring.
+    /// 4-byte word: number of the program's sleeping threads, and in its highest bit whether a NIC has rung its
+    /// doorbell since the program last looked at its rings. Nonzero without that bit: a NIC must ring.
     pub const PROGRAM_SLEEPING: usize = 64;
-    /// 4-byte word: one more than the number of the processor on which the thread ran that went to sleep last; 0 if that is not known.
+    /// 4-byte word: one more than the number of the processor on which the thread ran that went to sleep last; 0 if
+    /// that is not known.
     pub const PROGRAM_PROCESSOR: usize = 68;
-    /// 4-byte word: number of moves that the agent has finished. A change makes the program look at its connections' owners
-    /// again.
+    /// 4-byte word: number of moves that the agent has finished. A change makes the program look at its connections'
+    /// owners again.
     pub const MOVES: usize = 128;
-    /// 4-byte words: numbers of the connections that moved last. That of move `n` (counted by [`MOVES`] from 0) is at `n` modulo
-    /// [`MOVED_ENTRIES`]; [`ANY`] stands for all connections.
+    /// 4-byte words: numbers of the connections that moved last. That of move `n` (counted by [`MOVES`] from 0) is at
+    /// `n` modulo [`MOVED_ENTRIES`]; [`ANY`] stands for all connections.
     pub const MOVED: usize = 2048;
     /// Number of words of that table; a power of two.
     pub const MOVED_ENTRIES: u32 = 256;
@@ -267,13 +279,13 @@ pub mod session {
     pub const ANY: u32 = u32::MAX;
     /// 4-byte word: number of times that an agent has taken the session over from one that died.
     pub const AGENT_STARTS: usize = 192;
-    /// 4-byte word: tag of the request that the program waits for and may still withdraw. The agent puts 0 in its place when it takes the
-    /// request up, the program when it withdraws it; whoever finds another value there is too late.
+    /// 4-byte word: tag of the request that the program waits for and may still withdraw. The agent puts 0 in its place
+    /// when it takes the request up, the program when it withdraws it; whoever finds another value there is too late.
     pub const ASKED: usize = 196;
     /// 4-byte word of a session for messages, written by the agent: how many NICs it has been given to.
     pub const NIC_STARTS: usize = 256;
-    /// 8-byte words of a session for messages, written by the NIC: packets received and sent, data packets placed, packets refused
-    /// or dropped, since the program began to use this NIC.
+    /// 8-byte words of a session for messages, written by the NIC: packets received and sent, data packets placed,
+    /// packets refused or dropped, since the program began to use this NIC.
     pub const PACKETS: usize = 320;
     /// Number of these words.
     pub const PACKETS_WORDS: usize = 4;
@@ -283,8 +295,8 @@ pub mod session {
     pub const COMMANDS: usize = 4096;
     /// In a NIC's area: ring of messages from the NIC to the program.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
-    /// 4-byte words in the second NIC's area, written by the agent: a bit for each connection, set while the connection is wanted on the
-    /// NIC. The next agent reads them.
+    /// 4-byte words in the second NIC's area, written by the agent: a bit for each connection, set while the connection
+    /// is wanted on the NIC. The next agent reads them.
     pub const WISHES: usize = area(1) + 2048;
     /// Bytes of a NIC's area.
     pub const AREA_BYTES: usize = EVENTS + RING_BYTES;
@@ -297,8 +309,8 @@ pub mod session {
     /// The heap: send and receive memory, and buffers of the program's own.
     pub const HEAP: usize = BLOCKS + MAX_CONNECTIONS * BLOCK_BYTES;
 
-    /// End of the part of the heap that holds the connections' send and receive memory. The rest of session memory is for buffers
-    /// of the program's own.
+    /// End of the part of the heap that holds the connections' send and receive memory. The rest of session memory is
+    /// for buffers of the program's own.
     pub const fn heap_end(bytes: usize) -> usize {
         (bytes - bytes / 4) & !4095
     }
@@ -332,7 +344,8 @@ pub mod block {
     pub const SEND_BASE: usize = 24;
     /// Size of the send memory in bytes, a power of two. A byte lies at its sequence number modulo this.
     pub const SEND_SIZE: usize = 28;
-    /// Sequence number of the first byte that the program has not read. Written by the agent at a handoff, then by the program.
+    /// Sequence number of the first byte that the program has not read. Written by the agent at a handoff, then by the
+    /// program.
     pub const READ_SEQ: usize = 32;
     /// Next sequence number expected at the handoff, a received FIN not counted.
     pub const RECEIVE_SEQ: usize = 36;
@@ -340,18 +353,18 @@ pub mod block {
     pub const ACKED_SEQ: usize = 40;
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
-    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`], [`FLAG_CLOSED`] and
-    /// [`FLAG_NODELAY`], and from [`QUEUE_SHIFT`] and [`REPORT_SHIFT`] on a number. Written by the agent at a handoff, then by the program, and by the agent once
-    /// that has closed the connection.
+    /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`],
+    /// [`FLAG_CLOSED`] and [`FLAG_NODELAY`], and from [`QUEUE_SHIFT`] and [`REPORT_SHIFT`] on a number. Written by the
+    /// agent at a handoff, then by the program, and by the agent once that has closed the connection.
     pub const FLAGS: usize = 48;
-    /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known. Written
-    /// by the NIC.
+    /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known.
+    /// Written by the NIC.
     pub const PROCESSOR: usize = 52;
 
     /// Linux's number of the error for which the NIC could not open the connection, 0 for none. Written by the agent.
     pub const ERROR: usize = 56;
-    /// Written by the program: while more than this many bytes are queued or unacknowledged, an acknowledgement does not ring its
-    /// doorbell, since nobody waits for so little room; 0 if each one shall.
+    /// Written by the program: while more than this many bytes are queued or unacknowledged, an acknowledgement does
+    /// not ring its doorbell, since nobody waits for so little room; 0 if each one shall.
     pub const QUIET_ABOVE: usize = 60;
 
     /// Bit of [`FLAGS`]: the peer's FIN had been received at the handoff.
@@ -364,18 +377,19 @@ pub mod block {
     pub const FLAG_OPENING: u32 = 1 << 3;
     /// Bit of [`FLAGS`]: TCP_CORK is on.
     pub const FLAG_CORK: u32 = 1 << 4;
-    /// Bit of [`FLAGS`]: the program has closed the connection, which is forgotten when it is in the kernel, or when the NIC has closed it in
-    /// order. Written by the program before it asks for that, and by the agent when the NIC does it.
+    /// Bit of [`FLAGS`]: the program has closed the connection, which is forgotten when it is in the kernel, or when
+    /// the NIC has closed it in order. Written by the program before it asks for that, and by the agent when the NIC
+    /// does it.
     pub const FLAG_CLOSED: u32 = 1 << 5;
     /// Bit of [`FLAGS`]: TCP_NODELAY is on.
     pub const FLAG_NODELAY: u32 = 1 << 6;
-    /// The bits of [`FLAGS`] from this one on: the most bytes that the program may queue, in units of 1024, [`QUEUE_MASK`] of them; 0 if
-    /// that is all of its send memory. The program changes it when it sets SO_SNDBUF.
+    /// The bits of [`FLAGS`] from this one on: the most bytes that the program may queue, in units of 1024,
+    /// [`QUEUE_MASK`] of them; 0 if that is all of its send memory. The program changes it when it sets SO_SNDBUF.
     pub const QUEUE_SHIFT: u32 = 7;
     /// Greatest value of these bits.
     pub const QUEUE_MASK: u32 = (1 << 17) - 1;
-    /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may have read before the NIC has a message about it, if
-    /// that is less than usual since SO_RCVBUF makes the window small; else 0.
+    /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may have read before the NIC has a
+    /// message about it, if that is less than usual since SO_RCVBUF makes the window small; else 0.
     pub const REPORT_SHIFT: u32 = 24;
 
     /// What [`FLAGS`] has for a program that may queue `bytes`.
@@ -397,7 +411,8 @@ pub mod block {
 pub mod datagrams {
     /// 1 while the NIC has the socket's datagrams, else 0. Written by the agent.
     pub const ON_NIC: usize = 0;
-    /// Counts changes of the ways to the hosts that the socket sends to: the program asks for them again. Written by the agent.
+    /// Counts changes of the ways to the hosts that the socket sends to: the program asks for them again. Written by
+    /// the agent.
     pub const WAYS: usize = 4;
     /// Position behind the last datagram in the receive ring. Written by the NIC.
     pub const RECEIVE_HEAD: usize = 64;
@@ -505,7 +520,8 @@ pub enum Counter {
     Doorbells,
     /// SYN segments that the copy engine sent to the kernel before frames that had waited longer.
     SynPrioritized,
-    /// Nanoseconds spent writing frames to the kernel: the first half of an interrupt (the deferred half runs in the kernel).
+    /// Nanoseconds spent writing frames to the kernel: the first half of an interrupt (the deferred half runs in the
+    /// kernel).
     InterruptNanoseconds,
     /// Nanoseconds spent ringing programs' doorbells.
     DoorbellNanoseconds,

@@ -1,5 +1,5 @@
-//! The interface between host and NIC: the commands of Figures 4 and 5 of the handoff paper, and the layout of the memory that
-//! both sides share. All of it is fixed at compile time; offsets are in bytes.
+//! The interface between host and NIC: the commands of Figures 4 and 5 of the handoff paper, and the layout of the
+//! memory that both sides share. All of it is fixed at compile time; offsets are in bytes.
 #![no_std]
 #![forbid(unsafe_code)]
 

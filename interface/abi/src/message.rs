@@ -2,8 +2,9 @@
 
 use crate::layout::nic::MAX_NICS;
 
-/// Connection identifier: the number of the NIC that has the connection, its slot there, and a generation, so that a message for an
-/// earlier occupant of the slot is recognised. Generations begin at 1; the default value identifies no connection.
+/// Connection identifier: the number of the NIC that has the connection, its slot there, and a generation, so that a
+/// message for an earlier occupant of the slot is recognised. Generations begin at 1; the default value identifies no
+/// connection.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Cid(pub u32);
 
@@ -45,7 +46,8 @@ impl Cid {
 
 const _: () = assert!(1 << (32 - Cid::NIC_SHIFT) == MAX_NICS);
 
-/// The operation of a message. The first seven are commands to the NIC (Figure 4), the others go to the host (Figure 5).
+/// The operation of a message. The first seven are commands to the NIC (Figure 4), the others go to the host (Figure
+/// 5).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Operation {
@@ -98,9 +100,9 @@ pub enum Control {
     Steal = 2,
     /// The kernel owns the connection again: replay and held frames go to it.
     Release = 3,
-    /// Undo a mirror or a steal; the held frames go to the kernel. [`LOST_QUEUE`] in the address field says that the kernel has lost
-    /// its out-of-order queue: then the mirrored frames go to it, too. [`RESET_PEER`] says that nobody will have the connection,
-    /// which the NIC has made: its peer is reset, and the held frames are dropped.
+    /// Undo a mirror or a steal; the held frames go to the kernel. [`LOST_QUEUE`] in the address field says that the
+    /// kernel has lost its out-of-order queue: then the mirrored frames go to it, too. [`RESET_PEER`] says that nobody
+    /// will have the connection, which the NIC has made: its peer is reset, and the held frames are dropped.
     Cancel = 4,
     /// The program has shut down its sending side.
     Shutdown = 5,
@@ -110,33 +112,35 @@ pub enum Control {
     NoDelay = 7,
     /// TCP_CORK; the value is in the address field.
     Cork = 8,
-    /// Keep-alive. Address field: bit 31 on or off, idle time in seconds below. Length field: interval in seconds in the low 16
-    /// bits, number of probes above.
+    /// Keep-alive. Address field: bit 31 on or off, idle time in seconds below. Length field: interval in seconds in
+    /// the low 16 bits, number of probes above.
     KeepAlive = 9,
     /// TCP_USER_TIMEOUT in milliseconds, in the address field.
     UserTimeout = 10,
     /// The path MTU in bytes, in the address field.
     Mtu = 11,
-    /// To the NIC: the session in the address field ends, its memory is unmapped. To the host: the NIC has stopped reading the
-    /// session in the address field, since its program broke the ring's rules; the host has to take its connections back.
+    /// To the NIC: the session in the address field ends, its memory is unmapped. To the host: the NIC has stopped
+    /// reading the session in the address field, since its program broke the ring's rules; the host has to take its
+    /// connections back.
     Detach = 12,
-    /// The connection's frames leave through the interface with the index in the address field from now on; 2³²-1: they are
-    /// dropped.
+    /// The connection's frames leave through the interface with the index in the address field from now on; 2³²-1: they
+    /// are dropped.
     Interface = 13,
-    /// A connection stopped by `nic_restore` goes on, in the memory of its slot's parameters and with the [`Cid`] in the address
-    /// field.
+    /// A connection stopped by `nic_restore` goes on, in the memory of its slot's parameters and with the [`Cid`] in
+    /// the address field.
     Resume = 14,
     /// The slot is free for a connection that the NIC makes for the listener in the address field.
     Grant = 15,
-    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. Address field: how often the SYN is
-    /// sent again at most (TCP_SYNCNT), 0 for the default. The NIC answers with [`Control::Made`] or [`Control::NotMade`].
+    /// Open the connection whose 4-tuple and image (for link, MTU and options) lie in the slot. Address field: how
+    /// often the SYN is sent again at most (TCP_SYNCNT), 0 for the default. The NIC answers with [`Control::Made`] or
+    /// [`Control::NotMade`].
     Connect = 16,
-    /// Close the connection, whose program has closed it and has read the bytes before the sequence number in the address field.
-    /// [`Control::Closed`] follows when its peer has acknowledged the FIN, or the connection has ended otherwise; what comes then
-    /// (TIME-WAIT) needs neither slot nor memory.
+    /// Close the connection, whose program has closed it and has read the bytes before the sequence number in the
+    /// address field. [`Control::Closed`] follows when its peer has acknowledged the FIN, or the connection has ended
+    /// otherwise; what comes then (TIME-WAIT) needs neither slot nor memory.
     Close = 17,
-    /// From a program: the UDP socket whose number is in the address field has datagrams to send, or its program wants its doorbell
-    /// rung if there are some to read.
+    /// From a program: the UDP socket whose number is in the address field has datagrams to send, or its program wants
+    /// its doorbell rung if there are some to read.
     Datagrams = 18,
     /// To the host: the command has been carried out; its result is in the address field.
     Done = 32,
@@ -146,29 +150,30 @@ pub enum Control {
     Fin = 34,
     /// To the host: the connection has ended; the address field has the error number, 0 for none.
     Closed = 35,
-    /// To the host: a posted buffer has been accepted. Address field: the sequence number of the first byte that goes into it;
-    /// bytes before that stay in receive memory.
+    /// To the host: a posted buffer has been accepted. Address field: the sequence number of the first byte that goes
+    /// into it; bytes before that stay in receive memory.
     Posted = 36,
-    /// To the host: the connection could use more memory. Address field: bytes of receive memory wanted; length field: bytes of
-    /// send memory wanted; 0 for no change.
+    /// To the host: the connection could use more memory. Address field: bytes of receive memory wanted; length field:
+    /// bytes of send memory wanted; 0 for no change.
     Grow = 37,
-    /// To the host: the NIC has made a connection for the listener in the address field, 0 for one that it has opened; its image is in the slot, and its frames
-    /// are held. Length field: 1 if it was made from a SYN cookie, else 0.
+    /// To the host: the NIC has made a connection for the listener in the address field, 0 for one that it has opened;
+    /// its image is in the slot, and its frames are held. Length field: 1 if it was made from a SYN cookie, else 0.
     Made = 38,
     /// To the host: a connection could not be opened, for Linux's error number in the address field. Its slot is free.
     NotMade = 39,
     /// From the host's TCP to the NIC: the connection has been quiet for a while and can be on its fast path again.
     Quiet = 40,
-    /// From the host's TCP to the NIC, before [`Control::Returned`]: a range received behind a hole; its first sequence number is in
-    /// the address field, the one behind it in the length field.
+    /// From the host's TCP to the NIC, before [`Control::Returned`]: a range received behind a hole; its first sequence
+    /// number is in the address field, the one behind it in the length field.
     Range = 41,
-    /// From the host's TCP to the NIC, before [`Control::Returned`]: a FIN was received behind a hole, with the sequence number in the
-    /// address field.
+    /// From the host's TCP to the NIC, before [`Control::Returned`]: a FIN was received behind a hole, with the
+    /// sequence number in the address field.
     FinBehindHole = 42,
-    /// From the host's TCP to the NIC: a connection comes back. Address field: 1 if its state lies in [`crate::layout::host_tcp`]'s
-    /// memory, 0 if it has ended.
+    /// From the host's TCP to the NIC: a connection comes back. Address field: 1 if its state lies in
+    /// [`crate::layout::host_tcp`]'s memory, 0 if it has ended.
     Returned = 43,
-    /// To the program: the NIC has read messages up to one with [`ANSWER`], or another [`crate::layout::ANSWERED`] of them.
+    /// To the program: the NIC has read messages up to one with [`ANSWER`], or another [`crate::layout::ANSWERED`] of
+    /// them.
     Taken = 44,
     /// To the host: one of the NIC's own addresses has changed its state, or was claimed by another host (see
     /// [`crate::layout::nic::ADDRESSES`]).
@@ -233,11 +238,12 @@ pub enum RestoreCause {
 /// Reason of a refusal after which the same command may succeed a moment later.
 pub const NOT_YET: u32 = 8;
 
-/// Reason of a refusal: the connection has ended, which is reported when there is room for its last events in its program's ring.
+/// Reason of a refusal: the connection has ended, which is reported when there is room for its last events in its
+/// program's ring.
 pub const ENDED: u32 = 9;
 
-/// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN cookie a moment
-/// ago, which the agent is about to drop.
+/// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN
+/// cookie a moment ago, which the agent is about to drop.
 pub const ALREADY_HERE: u32 = 6;
 
 /// Address field of [`Control::Cancel`]: see there.
@@ -246,8 +252,8 @@ pub const LOST_QUEUE: u32 = 1;
 /// Address field of [`Control::Cancel`]: see there.
 pub const RESET_PEER: u32 = 2;
 
-/// Flag of `nic_send`: the next message holds more bytes of the same send call, so no segment needs to leave before it (as
-/// MSG_MORE).
+/// Flag of `nic_send`: the next message holds more bytes of the same send call, so no segment needs to leave before it
+/// (as MSG_MORE).
 pub const MORE: u16 = 1;
 
 /// Bit of the kind of a message that the host's TCP sends through the NIC to the agent.
@@ -255,12 +261,13 @@ pub const FOR_AGENT: u16 = 1 << 15;
 /// Flag of `nic_send`: the NIC answers with [`Control::Taken`] once it has read the message.
 pub const ANSWER: u16 = 2;
 
-/// Flag of `nic_send`: the message stands for all bytes up to the block's [`crate::layout::block::QUEUED_SEQ`], whatever its
-/// address and length. From then on the NIC looks there itself whenever it has reported an acknowledgement of the peer's, or has
-/// released such a message.
+/// Flag of `nic_send`: the message stands for all bytes up to the block's [`crate::layout::block::QUEUED_SEQ`],
+/// whatever its address and length. From then on the NIC looks there itself whenever it has reported an acknowledgement
+/// of the peer's, or has released such a message.
 pub const FETCH: u16 = 4;
 
-/// Flag of `nic_send`: the program has more to send (MSG_MORE). What does not fill a segment waits for that, for 200 ms at most.
+/// Flag of `nic_send`: the program has more to send (MSG_MORE). What does not fill a segment waits for that, for 200 ms
+/// at most.
 pub const HOLD: u16 = 8;
 
 /// One message, 16 bytes.
@@ -313,8 +320,8 @@ impl Message {
     }
 }
 
-/// Whether the length field of a message with this first word is a number of bytes (`os_recv`, `os_ack`). Several such messages
-/// with the same first word can be merged by adding their lengths modulo 2³².
+/// Whether the length field of a message with this first word is a number of bytes (`os_recv`, `os_ack`). Several such
+/// messages with the same first word can be merged by adding their lengths modulo 2³².
 #[inline(always)]
 pub const fn counts_bytes(first: u64) -> bool {
     first as u8 == Operation::OsRecv as u8 || first as u8 == Operation::OsAck as u8
@@ -332,8 +339,8 @@ pub const fn is_plain_send(first: u64) -> bool {
     first as u32 == Operation::NicSend as u32
 }
 
-/// The second word of a `nic_send` of the bytes of two, given their second words. None if the second one's bytes do not lie behind
-/// the first one's, or are none.
+/// The second word of a `nic_send` of the bytes of two, given their second words. None if the second one's bytes do not
+/// lie behind the first one's, or are none.
 #[inline(always)]
 pub const fn join_sends(one: u64, next: u64) -> Option<u64> {
     let (address, length) = (one as u32, (one >> 32) as u32);

@@ -1,12 +1,13 @@
 //! The recovery record: the state from which a connection goes on after the NIC has died.
 //!
-//! Payload is not in the record: it lies in session memory at its sequence number. How far the program has read and queued is in
-//! its connection block.
+//! Payload is not in the record: it lies in session memory at its sequence number. How far the program has read and
+//! queued is in its connection block.
 //!
-//! A slot holds two copies of the record, each a cache line, and in its last word the number of the publication: the greater one is
-//! valid. The NIC writes the other copy, and then publishes it by storing its number, which is the next one. So a
-//! crash at any instant leaves a whole record, and a publication touches one cache line. Nothing is sent that the published record does
-//! not cover.
+//! A slot holds two copies of the record, each a cache line, and in its last word the number of the publication: the
+//! greater one is valid. The NIC writes the other copy, and then publishes it by storing its number, which is the next
+//! one. So a
+//! crash at any instant leaves a whole record, and a publication touches one cache line. Nothing is sent that the
+//! published record does not cover.
 
 /// Words of 8 bytes in one copy: a cache line, the number included.
 pub const WORDS: usize = 8;
@@ -15,7 +16,8 @@ pub const NUMBER: usize = 7;
 /// The first words, which nearly every segment changes; the others change seldom.
 pub const PREDICTED: usize = 3;
 
-/// The difference of two numbers that follow each other: the bytes of a copy, so that where a copy lies is a bit of its number.
+/// The difference of two numbers that follow each other: the bytes of a copy, so that where a copy lies is a bit of its
+/// number.
 pub const STEP: u64 = 8 * WORDS as u64;
 
 /// Offset in words of the copy with this number from the first one.

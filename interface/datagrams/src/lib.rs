@@ -1,8 +1,9 @@
-//! A UDP socket's datagrams in session memory: a receive ring from the NIC to the program, a send ring from the program to the NIC.
+//! A UDP socket's datagrams in session memory: a receive ring from the NIC to the program, a send ring from the program
+//! to the NIC.
 //!
-//! A ring holds records: a header of 24 bytes (length, port, address of the other end), then the datagram, rounded up to 8
-//! bytes. It has one writer and one reader, and each keeps its own position to itself and only shows it: a program that writes
-//! nonsense into shared memory reads or sends nonsense, and the NIC stays within the ring.
+//! A ring holds records: a header of 24 bytes (length, port, address of the other end), then the datagram, rounded up
+//! to 8 bytes. It has one writer and one reader, and each keeps its own position to itself and only shows it: a program
+//! that writes nonsense into shared memory reads or sends nonsense, and the NIC stays within the ring.
 
 use baton_abi::layout::datagrams as at;
 use baton_shm::{Circle, Region};
@@ -91,8 +92,8 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// The writing end of a socket's ring, which goes on where the last one stopped. At most `limit` bytes are in the ring at a
-    /// time. None if the place is not inside of session memory.
+    /// The writing end of a socket's ring, which goes on where the last one stopped. At most `limit` bytes are in the
+    /// ring at a time. None if the place is not inside of session memory.
     pub fn new(memory: &Arc<Region>, place: &Place, direction: Direction, limit: u32) -> Option<Writer> {
         let ring = Ring::new(memory, place, direction)?;
         let head = ring.load(ring.head);
@@ -152,16 +153,16 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// The reading end of a socket's ring, which goes on where the last one stopped. None if the place is not inside of session
-    /// memory.
+    /// The reading end of a socket's ring, which goes on where the last one stopped. None if the place is not inside of
+    /// session memory.
     pub fn new(memory: &Arc<Region>, place: &Place, direction: Direction) -> Option<Reader> {
         let ring = Ring::new(memory, place, direction)?;
         let tail = ring.load(ring.tail);
         Some(Reader { ring, tail })
     }
 
-    /// The next datagram. A ring whose contents contradict each other is empty from then on, until its writer goes on behind
-    /// them.
+    /// The next datagram. A ring whose contents contradict each other is empty from then on, until its writer goes on
+    /// behind them.
     pub fn peek(&self) -> Option<Record> {
         let there = self.ring.load(self.ring.head).wrapping_sub(self.tail);
         if there < HEADER || there > self.ring.bytes.length() {

@@ -1,11 +1,12 @@
 //! The connection image: the state of a connection that moves at handoff and at restore, and that a recovery builds.
 //!
-//! Every field belongs to one class, with the terms of TCP Chimney: *constant* fields never change after the handoff; *cached*
-//! fields belong to the host, which may update them; *delegated* fields belong to whoever runs the connection, and are returned
-//! at restore. The payload of the queues is not in the image: it lies in the session's memory.
+//! Every field belongs to one class, with the terms of TCP Chimney: *constant* fields never change after the handoff;
+//! *cached* fields belong to the host, which may update them; *delegated* fields belong to whoever runs the connection,
+//! and are returned at restore. The payload of the queues is not in the image: it lies in the session's memory.
 //!
-//! [`Image`] has what a kernel and a NIC both can take up. What only a NIC's TCP knows, [`NicState`], follows it where the NIC writes the
-//! image; it grows neither the agent's nor the NIC's copy of the image. Over a stay in the kernel the agent keeps it ([`Stay`]).
+//! [`Image`] has what a kernel and a NIC both can take up. What only a NIC's TCP knows, [`NicState`], follows it where
+//! the NIC writes the image; it grows neither the agent's nor the NIC's copy of the image. Over a stay in the kernel
+//! the agent keeps it ([`Stay`]).
 //!
 //! Sequence numbers are modulo 2³², times are in microseconds and sizes in bytes unless a field says otherwise.
 #![no_std]
@@ -27,8 +28,9 @@ pub use short::MAX_SHORT;
 pub use silence::Silence;
 pub use stay::Stay;
 
-/// Microseconds after which TS.Recent proves no segment old: half of the round of a clock that ticks every microsecond, the fastest in
-/// use (Linux's TCP_PAWS_WRAP). RFC 7323 section 5.5 has 24 days, for clocks of a millisecond. No segment is on its way for so long.
+/// Microseconds after which TS.Recent proves no segment old: half of the round of a clock that ticks every microsecond,
+/// the fastest in use (Linux's TCP_PAWS_WRAP). RFC 7323 section 5.5 has 24 days, for clocks of a millisecond. No
+/// segment is on its way for so long.
 pub const TS_RECENT_LASTS: u64 = i32::MAX as u64;
 
 /// Version of the encoding; an image of another version is refused.
@@ -215,8 +217,8 @@ image! {
 }
 
 impl Image {
-    /// A connection that has just been opened, with the usual options and sequence numbers that start at 1, for tests and
-    /// benches.
+    /// A connection that has just been opened, with the usual options and sequence numbers that start at 1, for tests
+    /// and benches.
     pub fn open(flow: Flow) -> Image {
         Image {
             flow,
@@ -293,8 +295,8 @@ impl Image {
         Image::read(bytes).map(|(image, _)| image)
     }
 
-    /// The same with what only a NIC knows, if the image says it. Its segments in flight are checked against the image; its other
-    /// numbers are bounded by whoever takes them up.
+    /// The same with what only a NIC knows, if the image says it. Its segments in flight are checked against the image;
+    /// its other numbers are bounded by whoever takes them up.
     ///
     /// # Errors
     /// What is wrong with the bytes; the caller leaves the connection where it was.
@@ -371,8 +373,8 @@ impl Image {
         if self.state.fin_acknowledged() { 0 } else { self.snd_end.wrapping_sub(self.snd_una) }
     }
 
-    /// Sequence number of the first byte that the program has not read. A received FIN occupies the number behind the last byte,
-    /// and is not counted.
+    /// Sequence number of the first byte that the program has not read. A received FIN occupies the number behind the
+    /// last byte, and is not counted.
     pub fn read_seq(&self) -> u32 {
         self.rcv_nxt.wrapping_sub(u32::from(self.state.fin_received())).wrapping_sub(self.unread)
     }

@@ -1,10 +1,11 @@
-//! What only a NIC's TCP knows of a connection: the kernel neither shows it in repair mode nor takes it. It follows the image's fields
-//! where one NIC hands a connection to another, or where it still holds after a stay in the kernel, and is absent otherwise. Whoever takes a connection up without it goes on with the
-//! safe assumptions of `Connection::from_image`.
+//! What only a NIC's TCP knows of a connection: the kernel neither shows it in repair mode nor takes it. It follows the
+//! image's fields where one NIC hands a connection to another, or where it still holds after a stay in the kernel, and
+//! is absent otherwise. Whoever takes a connection up without it goes on with the safe assumptions of
+//! `Connection::from_image`.
 //!
-//! Every field is *delegated* ([`crate::Class`]). Two NICs have different clocks, so a moment is an age, or a time that is left,
-//! in microseconds at the moment of the image: the image is to be taken up at once. Whoever takes it up believes no number: it bounds
-//! each by what the image's own fields allow.
+//! Every field is *delegated* ([`crate::Class`]). Two NICs have different clocks, so a moment is an age, or a time that
+//! is left, in microseconds at the moment of the image: the image is to be taken up at once. Whoever takes it up
+//! believes no number: it bounds each by what the image's own fields allow.
 
 use crate::codec::{Field, Reader, Writer, fields};
 use crate::{Image, ImageError};
@@ -22,7 +23,8 @@ pub const RETRANSMITTED: u8 = 4;
 pub const EVER: u8 = 8;
 /// The segment carries PSH, also when it is sent again.
 pub const PUSHED: u8 = 16;
-/// An earlier owner sent the segment, and its time was not kept: no round-trip sample, but its order among the others counts.
+/// An earlier owner sent the segment, and its time was not kept: no round-trip sample, but its order among the others
+/// counts.
 pub const UNTIMED: u8 = 32;
 
 /// Records that a flight of any bytes may have: as many as a NIC keeps of small segments.
@@ -116,7 +118,8 @@ pub struct Receiving {
     pub echo: bool,
     /// A duplicate to be reported (RFC 2883).
     pub duplicate: Option<(u32, u32)>,
-    /// Left edges of the out-of-order ranges that grew last, newest first (RFC 2018 section 4). The ranges go beside the image.
+    /// Left edges of the out-of-order ranges that grew last, newest first (RFC 2018 section 4). The ranges go beside
+    /// the image.
     pub recent: [u32; 4],
     /// Microseconds until a challenge acknowledgement (RFC 5961) may be sent again.
     pub challenge_in: u32,
@@ -136,9 +139,10 @@ fields!(Receiving {
 });
 
 impl Receiving {
-    /// Goes on after the kernel had the connection, which has acknowledged what it received up to `rcv_nxt`. An acknowledgement is due:
-    /// the kernel's last one may have been held back, and the peer learns our window. What the kernel received brought timestamps that
-    /// it does not show: the NIC's last one would count as no older than those, and after weeks as newer.
+    /// Goes on after the kernel had the connection, which has acknowledged what it received up to `rcv_nxt`. An
+    /// acknowledgement is due: the kernel's last one may have been held back, and the peer learns our window. What the
+    /// kernel received brought timestamps that it does not show: the NIC's last one would count as no older than those,
+    /// and after weeks as newer.
     pub(crate) fn take_from_kernel(&mut self, received: bool, rcv_nxt: u32) {
         self.ack_due = true;
         if received {
@@ -167,8 +171,8 @@ pub struct Timers {
     pub probes: u8,
 }
 impl Timers {
-    /// Keep-alive's timer follows from the peer's silence and from how many probes were sent: the kernel ran its own meanwhile. Other
-    /// probes go on.
+    /// Keep-alive's timer follows from the peer's silence and from how many probes were sent: the kernel ran its own
+    /// meanwhile. Other probes go on.
     pub(crate) fn take_from_kernel(&mut self, nothing_in_flight: bool, probes: u8) {
         (self.keepalive_in, self.probes) = (None, probes);
         if nothing_in_flight && self.send != SendTimer::Persist {
@@ -312,8 +316,8 @@ pub struct Newest {
 }
 fields!(Newest { age, end, rtt });
 
-/// Segments in flight that follow each other and share their fate. All have the same length, but the last may be shorter, and may
-/// carry the FIN beside its data.
+/// Segments in flight that follow each other and share their fate. All have the same length, but the last may be
+/// shorter, and may carry the FIN beside its data.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Run {
     /// Sequence numbers of all of them; a FIN counts.
@@ -334,8 +338,9 @@ impl Run {
     }
 }
 
-/// What was sent and is not acknowledged cumulatively, oldest first, as runs. Where there are too many, the last run stands for all that
-/// is behind the others, sent last and neither SACKed nor lost: a peer may take a SACK back anyway, and what is lost is found again.
+/// What was sent and is not acknowledged cumulatively, oldest first, as runs. Where there are too many, the last run
+/// stands for all that is behind the others, sent last and neither SACKed nor lost: a peer may take a SACK back anyway,
+/// and what is lost is found again.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Flight {
     count: u8,
@@ -375,7 +380,8 @@ impl Flight {
         }
     }
 
-    /// Checks that the runs are exactly the `in_flight` sequence numbers of the image, in segments of which there are not too many.
+    /// Checks that the runs are exactly the `in_flight` sequence numbers of the image, in segments of which there are
+    /// not too many.
     fn check(&self, in_flight: u32) -> Result<(), ImageError> {
         let fail = |what| Err(ImageError::Inconsistent(what));
         let mut segments = 0u64;

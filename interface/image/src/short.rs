@@ -1,7 +1,8 @@
-//! A short encoding, for an image that is kept for long while its connection is idle: only bytes that differ from those of a usual
-//! connection are written. The 4-tuple is not, since whoever keeps the image knows it.
+//! A short encoding, for an image that is kept for long while its connection is idle: only bytes that differ from those
+//! of a usual connection are written. The 4-tuple is not, since whoever keeps the image knows it.
 //!
-//! The form is read by the program that wrote it, or by the next one of the same version: it has a digest and no version.
+//! The form is read by the program that wrote it, or by the next one of the same version: it has a digest and no
+//! version.
 
 use crate::codec::{self, Field, Reader, Writer};
 use crate::nic::{Congestion, Newest, Receiving, Recovery, Sending};
@@ -13,7 +14,8 @@ const GROUP: usize = 8;
 const GROUPS: usize = GROUP * 8;
 /// Largest length of the short form, in bytes.
 pub const MAX_SHORT: usize = BASE + MAX_ENCODED + MAX_ENCODED / GROUP + MAX_ENCODED / GROUPS;
-/// Bytes in front of the masks: two sequence numbers, from which the usual image is made, the digest, and what is there.
+/// Bytes in front of the masks: two sequence numbers, from which the usual image is made, the digest, and what is
+/// there.
 const BASE: usize = 13;
 const _: () = assert!(MAX_ENCODED.is_multiple_of(GROUPS));
 
@@ -23,7 +25,8 @@ type Plain = [u8; MAX_ENCODED];
 /// What becomes of a field that usually is close to another one.
 #[derive(Clone, Copy)]
 enum Turn {
-    /// It becomes its distance from the other, of which the lowest bit is the sign, so that a short distance has few bytes that are not 0.
+    /// It becomes its distance from the other, of which the lowest bit is the sign, so that a short distance has few
+    /// bytes that are not 0.
     Relative,
     /// The distance becomes the field again.
     Absolute,
@@ -50,8 +53,8 @@ impl Turn {
         };
     }
 
-    /// Turns the fields that are close to others: what has been received and sent, smallest round-trip times, and ages, which count
-    /// from the last traffic.
+    /// Turns the fields that are close to others: what has been received and sent, smallest round-trip times, and ages,
+    /// which count from the last traffic.
     fn apply(self, image: &mut Image, nic: Option<&mut NicState>) {
         self.u32(&mut image.rcv_adv, image.rcv_nxt);
         self.u32(&mut image.max_window, image.snd_wnd);
@@ -110,7 +113,8 @@ fn usual(flow: Flow, snd_una: u32, rcv_nxt: u32, nic: bool) -> Result<Plain, Ima
 }
 
 impl Image {
-    /// Writes the short form of the image, and of what only a NIC knows if that is given, into `out`. Returns its length in bytes.
+    /// Writes the short form of the image, and of what only a NIC knows if that is given, into `out`. Returns its
+    /// length in bytes.
     ///
     /// # Errors
     /// [`ImageError::Truncated`] if `out` is too short; [`MAX_SHORT`] bytes are enough.
@@ -139,7 +143,8 @@ impl Image {
         Ok(writer.length() - zeros.min(writer.length() - BASE))
     }
 
-    /// Reads the short form of an image of the connection with this 4-tuple, and checks it as [`Image::decode_with`] does.
+    /// Reads the short form of an image of the connection with this 4-tuple, and checks it as [`Image::decode_with`]
+    /// does.
     ///
     /// # Errors
     /// What is wrong with the bytes.

@@ -1,11 +1,12 @@
-//! A connection's stay in the kernel, between a restore and the next offload. TCP_REPAIR takes and shows neither congestion state nor
-//! what is known of the segments in flight. So the agent keeps what the NIC wrote when it gave the connection up, and completes the
-//! kernel's image with as much of it as still holds.
+//! A connection's stay in the kernel, between a restore and the next offload. TCP_REPAIR takes and shows neither
+//! congestion state nor what is known of the segments in flight. So the agent keeps what the NIC wrote when it gave the
+//! connection up, and completes the kernel's image with as much of it as still holds.
 
 use crate::nic::{Receiving, SendTimer};
 use crate::{Image, NicState, Silence, State};
 
-/// The least part of a retransmission time-out that is added to the round-trip time, in microseconds (Linux's TCP_RTO_MIN).
+/// The least part of a retransmission time-out that is added to the round-trip time, in microseconds (Linux's
+/// TCP_RTO_MIN).
 const LEAST_VARIATION: u64 = 200_000;
 
 /// What a NIC knew of a connection that was restored.
@@ -24,8 +25,8 @@ impl Stay {
         Stay { image, nic, since }
     }
 
-    /// Whether the kernel need not send anything when the stay begins: everything sent is acknowledged, everything received is acknowledged
-    /// and read, and the advertised window still holds.
+    /// Whether the kernel need not send anything when the stay begins: everything sent is acknowledged, everything
+    /// received is acknowledged and read, and the advertised window still holds.
     pub fn is_idle(&self) -> bool {
         let image = &self.image;
         let told = self.nic.is_some_and(|NicState { receiving, sending, .. }| {
@@ -35,13 +36,13 @@ impl Stay {
         told && image.state == State::Established && image.snd_una == image.snd_end && image.unread == 0
     }
 
-    /// Completes an image that was `exported` from the kernel, and returns what only the NIC knew, if that still holds: nothing was sent
-    /// and nothing acknowledged meanwhile. `retransmitted` is the number of segments that the kernel has sent again since it got the
-    /// connection, `now` is in microseconds of the clock of [`Stay::new`].
+    /// Completes an image that was `exported` from the kernel, and returns what only the NIC knew, if that still holds:
+    /// nothing was sent and nothing acknowledged meanwhile. `retransmitted` is the number of segments that the kernel
+    /// has sent again since it got the connection, `now` is in microseconds of the clock of [`Stay::new`].
     ///
-    /// The congestion window and the round-trip times are the NIC's until the kernel has measured a round trip of its own: it begins
-    /// anew, as after a handshake. TS.Recent, which the kernel does not show, is still the NIC's if nothing was received meanwhile, and so
-    /// much older; else PAWS begins anew (RFC 7323 section 5.2).
+    /// The congestion window and the round-trip times are the NIC's until the kernel has measured a round trip of its
+    /// own: it begins anew, as after a handshake. TS.Recent, which the kernel does not show, is still the NIC's if
+    /// nothing was received meanwhile, and so much older; else PAWS begins anew (RFC 7323 section 5.2).
     pub fn complete(&self, exported: &mut Image, retransmitted: u32, now: u64) -> Option<NicState> {
         self.add_silence(exported, now);
         let kept = if retransmitted == 0 && self.sent_nothing(exported) { self.nic } else { None };
@@ -68,8 +69,9 @@ impl Stay {
         Some(state)
     }
 
-    /// When the connection ends by TCP_USER_TIMEOUT if its peer goes on being silent, in microseconds of the clock of [`Stay::new`]. The
-    /// kernel, which takes no time that has run, and has measured no round trip yet, would end it seconds later.
+    /// When the connection ends by TCP_USER_TIMEOUT if its peer goes on being silent, in microseconds of the clock of
+    /// [`Stay::new`]. The kernel, which takes no time that has run, and has measured no round trip yet, would end it
+    /// seconds later.
     pub fn gives_up_at(&self) -> Option<u64> {
         let limit = u64::from(self.image.user_timeout) * 1000;
         self.unanswered_since().filter(|_| limit > 0).map(|since| since.saturating_add(limit))
@@ -242,7 +244,8 @@ mod tests {
         let receiving = Receiving { silent_for: 900_000, ..state.receiving };
         let stay = Stay::new(image, Some(NicState { timers, receiving, ..state }), 1_000_000);
         assert_eq!(stay.gives_up_at(), Some(2_300_000));
-        // The kernel has sent again: what the NIC knew of the segments holds no more, but the peer has still not answered.
+        // The kernel has sent again: what the NIC knew of the segments holds no more, but the peer has still not
+        // answered.
         let mut shown = Image { silence: Silence { probes: 1, ..Silence::default() }, ..exported(&image) };
         assert_eq!(stay.complete(&mut shown, 1, 1_500_000), None);
         let ran = Silence { unanswered_for: Some(1_200_000), probes: 3, heard_ago: 1_400_000, ..Silence::default() };
@@ -254,7 +257,8 @@ mod tests {
         let mut shown = Image { silence: heard, snd_una: image.snd_una.wrapping_add(1), ..exported(&image) };
         assert_eq!(stay.complete(&mut shown, 1, 1_500_000), None);
         assert_eq!(shown.silence, heard);
-        // Before the first time-out nothing has run; nothing is given up without a limit or without anything that waits.
+        // Before the first time-out nothing has run; nothing is given up without a limit or without anything that
+        // waits.
         let due = Timers { send: SendTimer::Retransmit, send_in: Some(900), ..Timers::default() };
         let gives_up_at = |image, timers| Stay::new(image, Some(NicState { timers, ..state }), 1_000_000).gives_up_at();
         assert_eq!(gives_up_at(image, due), Some(3_000_900));

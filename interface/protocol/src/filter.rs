@@ -1,5 +1,5 @@
-//! The filter's messages: between the owner of a NIC, the NIC, the agent and tools. Rules travel as text (`baton_filter::parse`), so
-//! that each process checks them itself.
+//! The filter's messages: between the owner of a NIC, the NIC, the agent and tools. Rules travel as text
+//! (`baton_filter::parse`), so that each process checks them itself.
 
 use crate::nic::NicSettings;
 use serde::{Deserialize, Serialize};
@@ -39,8 +39,8 @@ pub enum OwnerDescriptor {
     Card = 7,
 }
 
-/// From an agent to the owner, with a number that the answer repeats: successive agents share one connection, and one that died may
-/// have left an answer there.
+/// From an agent to the owner, with a number that the answer repeats: successive agents share one connection, and one
+/// that died may have left an answer there.
 pub type AgentRequest = (u64, ToOwner);
 
 /// The answer.

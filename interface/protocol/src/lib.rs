@@ -1,5 +1,5 @@
-//! Every message between programs, agent, keeper and NIC, each once. Messages are encoded with postcard, which does not say what it encodes:
-//! so each control connection begins with a version.
+//! Every message between programs, agent, keeper and NIC, each once. Messages are encoded with postcard, which does not
+//! say what it encodes: so each control connection begins with a version.
 #![forbid(unsafe_code)]
 
 pub mod address;
@@ -15,8 +15,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
 
-/// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory. They are processes of one program, so they differ only if that was replaced while a
-/// keeper runs, which then starts the next agent.
+/// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory. They are processes of one
+/// program, so they differ only if that was replaced while a keeper runs, which then starts the next agent.
 pub const VERSION: u32 = 7;
 
 /// Sends a process that was just started the version and its settings.

@@ -1,5 +1,5 @@
-//! Why the kernel alone serves a program, or some of its connections: what no line of a connection in `baton ls` can say, since the agent
-//! has no such connection. Those that it has say why themselves.
+//! Why the kernel alone serves a program, or some of its connections: what no line of a connection in `baton ls` can
+//! say, since the agent has no such connection. Those that it has say why themselves.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

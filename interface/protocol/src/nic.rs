@@ -17,8 +17,8 @@ fn standard_probes() -> u64 {
 /// Microseconds between two probes of RFC 5227 (PROBE_MIN).
 pub const STANDARD_PROBES: u64 = 1_000_000;
 
-/// The emulated link in front of the wire, the same in both directions. Times are in microseconds, probabilities in parts per
-/// million.
+/// The emulated link in front of the wire, the same in both directions. Times are in microseconds, probabilities in
+/// parts per million.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkSettings {
     /// Bits per second, 0 for no limit.
@@ -57,26 +57,29 @@ pub struct NicSettings {
     /// Cores that the workers are bound to, in order; workers without one are not bound.
     #[serde(default)]
     pub cores: Vec<usize>,
-    /// The host's interface and the wire have a queue for each worker, and registers (an indirection table) that say which frame
-    /// goes to which queue. Without them the first worker receives all frames and forwards those of the others.
+    /// The host's interface and the wire have a queue for each worker, and registers (an indirection table) that say
+    /// which frame goes to which queue. Without them the first worker receives all frames and forwards those of the
+    /// others.
     #[serde(default)]
     pub card: bool,
-    /// One thread, the copy engine, writes the frames of all workers to the kernel, in turn; else each worker writes its own. The
-    /// engine's core is the one after the workers' in `cores`, if there is one. Not used beside the kernel, where there is one
-    /// worker.
+    /// One thread, the copy engine, writes the frames of all workers to the kernel, in turn; else each worker writes
+    /// its own. The engine's core is the one after the workers' in `cores`, if there is one. Not used beside the
+    /// kernel, where there is one worker.
     #[serde(default)]
     pub copy_engine: bool,
     /// Microseconds for which a worker polls without work before it sleeps.
     pub spin: u64,
     /// The wire accepts frames of up to 64 KB.
     pub segmentation: bool,
-    /// The offloads for the kernel's own connections. Not used beside the kernel, where their frames do not pass through the NIC.
+    /// The offloads for the kernel's own connections. Not used beside the kernel, where their frames do not pass
+    /// through the NIC.
     #[serde(default)]
     pub offloads: Offloads,
     /// Frames that arrive during a move are dropped instead of kept for the connection's next owner.
     #[serde(default)]
     pub drop_during_moves: bool,
-    /// The NIC receives and sends on the kernel's own network devices, instead of standing between the kernel and the wire.
+    /// The NIC receives and sends on the kernel's own network devices, instead of standing between the kernel and the
+    /// wire.
     #[serde(default)]
     pub beside: bool,
     /// The NIC has an owner, which starts it for the agent and sets the rules of its filter: see [`crate::filter`].
@@ -85,7 +88,8 @@ pub struct NicSettings {
     /// Addresses that are the NIC's own. Where it has an owner, these are the owner's to choose.
     #[serde(default)]
     pub addresses: Vec<OwnAddress>,
-    /// Microseconds between two probes for such an address, at least; other times are in proportion (RFC 5227 section 1.1).
+    /// Microseconds between two probes for such an address, at least; other times are in proportion (RFC 5227 section
+    /// 1.1).
     #[serde(default = "standard_probes")]
     pub between_probes: u64,
     /// The emulated link.
@@ -95,14 +99,14 @@ pub struct NicSettings {
 }
 
 impl NicSettings {
-    /// First of the two descriptors that a NIC with an owner has after all others: the connection to the owner, and the memory of the
-    /// filter's counters and flows.
+    /// First of the two descriptors that a NIC with an owner has after all others: the connection to the owner, and the
+    /// memory of the filter's counters and flows.
     pub fn owner_descriptors(&self) -> i32 {
         Descriptor::Injector as i32 + self.card_descriptors() as i32
     }
 
-    /// Number of descriptors for a card with several queues: its registers, then, for each worker but the first, a queue of the
-    /// host's interface and one of the wire's.
+    /// Number of descriptors for a card with several queues: its registers, then, for each worker but the first, a
+    /// queue of the host's interface and one of the wire's.
     pub fn card_descriptors(&self) -> usize {
         if self.card { 1 + 2 * (self.workers - 1) } else { 0 }
     }
@@ -112,10 +116,11 @@ impl NicSettings {
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
 pub enum Descriptor {
-    /// Inline: the TAP that is the kernel's interface. Beside the kernel: the packet socket that receives what the kernel sends.
+    /// Inline: the TAP that is the kernel's interface. Beside the kernel: the packet socket that receives what the
+    /// kernel sends.
     Host = 3,
-    /// Inline: the wire. Beside the kernel: the packet socket on all devices. For an agent whose NIC has an owner: the connection to
-    /// that.
+    /// Inline: the wire. Beside the kernel: the packet socket on all devices. For an agent whose NIC has an owner: the
+    /// connection to that.
     Wire = 4,
     /// NIC memory.
     Memory = 5,
@@ -130,8 +135,8 @@ pub enum Descriptor {
     Injector = 9,
 }
 
-/// The beginning of the source address of a frame for the injector; the interface's index follows. The same number is in
-/// baton_steering.
+/// The beginning of the source address of a frame for the injector; the interface's index follows. The same number is
+/// in baton_steering.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// The way to a host: what its frames' headers say.
@@ -195,8 +200,8 @@ pub struct DatagramWay {
 /// Messages from the agent on the control connection.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToNic {
-    /// A new session. The descriptors of its memory and of the program's doorbell come with it; then, to any NIC but the first, the
-    /// doorbell by which the program wakes this one.
+    /// A new session. The descriptors of its memory and of the program's doorbell come with it; then, to any NIC but
+    /// the first, the doorbell by which the program wakes this one.
     Attach {
         /// The session's number.
         session: u32,
@@ -216,15 +221,16 @@ pub enum ToNic {
     Listen(Listen),
     /// The NIC makes no more connections of the listener with this number.
     StopListening(u32),
-    /// There is a host's TCP, to which connections can be lent. The descriptors of the memory that the NIC shares with it, and of its
-    /// doorbell, come along.
+    /// There is a host's TCP, to which connections can be lent. The descriptors of the memory that the NIC shares with
+    /// it, and of its doorbell, come along.
     HostTcp,
-    /// The NIC keeps only the fast path of this session's connections, and lends them to the host's TCP when they leave it.
+    /// The NIC keeps only the fast path of this session's connections, and lends them to the host's TCP when they leave
+    /// it.
     FastPath(u32),
     /// To the host's TCP: the session has ended.
     Detach(u32),
-    /// The NIC receives and sends the datagrams of a UDP socket from now on, or does so in another way. The doorbell that it rings
-    /// for the program comes with it.
+    /// The NIC receives and sends the datagrams of a UDP socket from now on, or does so in another way. The doorbell
+    /// that it rings for the program comes with it.
     Datagrams(DatagramSocket),
     /// The way of a socket's datagrams to a host; None while there is none.
     DatagramWay {

@@ -41,8 +41,8 @@ pub enum Ask {
     Open(Opening),
     /// A client that connected to another agent's listener (same user or root); its control connection comes along.
     Admit,
-    /// Makes a group, which programs join when they open their sessions. If a descriptor comes along, it is the file for the
-    /// group's report, on a disk or in memory.
+    /// Makes a group, which programs join when they open their sessions. If a descriptor comes along, it is the file
+    /// for the group's report, on a disk or in memory.
     Group {
         /// How its connections are moved there and back at random, if at all.
         flip: Option<Flip>,
@@ -54,16 +54,16 @@ pub enum Ask {
         /// Process id of the connection's program, if that is not the sender: for lists.
         process: Option<u32>,
     },
-    /// Moves one of this session's connections. In an attacher's session its descriptor comes along, and the program stands
-    /// still.
+    /// Moves one of this session's connections. In an attacher's session its descriptor comes along, and the program
+    /// stands still.
     Move {
         /// The connection.
         connection: u32,
         /// Where to.
         to: Place,
     },
-    /// Restores a connection to the kernel, since the program uses something that only the kernel can do. In an attacher's
-    /// session its descriptor comes along, and the program stands still.
+    /// Restores a connection to the kernel, since the program uses something that only the kernel can do. In an
+    /// attacher's session its descriptor comes along, and the program stands still.
     GiveBack {
         /// The connection.
         connection: u32,
@@ -77,8 +77,8 @@ pub enum Ask {
         /// The connection.
         connection: u32,
     },
-    /// From an attacher: the program has closed the connection's socket, and everything that it sent has been queued. The
-    /// connection is to end as it would have in the kernel.
+    /// From an attacher: the program has closed the connection's socket, and everything that it sent has been queued.
+    /// The connection is to end as it would have in the kernel.
     Closed {
         /// The connection.
         connection: u32,
@@ -87,18 +87,19 @@ pub enum Ask {
     },
     /// Whether the NIC can make connections itself: [`Reply::Done`], or [`Reply::Stayed`] with the reason.
     MakesConnections,
-    /// Whether the NIC can keep only the fast path of connections: [`Reply::Done`], or [`Reply::Stayed`] with the reason.
+    /// Whether the NIC can keep only the fast path of connections: [`Reply::Done`], or [`Reply::Stayed`] with the
+    /// reason.
     KeepsFastPath,
-    /// The NIC makes the connections of a listening socket from now on; its descriptor comes along. Repeated when the program has
-    /// changed the socket's options.
+    /// The NIC makes the connections of a listening socket from now on; its descriptor comes along. Repeated when the
+    /// program has changed the socket's options.
     Listen,
     /// Takes the next connection that the NIC has made for a listener.
     Accept {
         /// The listener, from [`Reply::Listening`].
         listener: u32,
     },
-    /// The NIC opens a connection from the socket whose descriptor comes along. The answer, [`Reply::Registered`], comes before the
-    /// connection is open.
+    /// The NIC opens a connection from the socket whose descriptor comes along. The answer, [`Reply::Registered`],
+    /// comes before the connection is open.
     Connect {
         /// The peer.
         peer: SocketAddr,
@@ -108,8 +109,8 @@ pub enum Ask {
         /// The listener.
         listener: u32,
     },
-    /// The NIC receives and sends the datagrams of a UDP socket from now on. Its descriptor comes along, then the end of a doorbell
-    /// that the NIC rings. Repeated when the program has connected the socket or changed its options.
+    /// The NIC receives and sends the datagrams of a UDP socket from now on. Its descriptor comes along, then the end
+    /// of a doorbell that the NIC rings. Repeated when the program has connected the socket or changed its options.
     Datagrams {
         /// Where its rings lie: in session memory, behind the part that the agent gives out.
         rings: Rings,
@@ -149,7 +150,8 @@ pub enum Ask {
         /// Why.
         why: Native,
     },
-    /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent forgets it.
+    /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent
+    /// forgets it.
     Forget {
         /// The connection.
         connection: u32,
@@ -227,21 +229,25 @@ pub struct Opening {
     pub group: u64,
     /// The program's name, for lists; for an attacher, what it is attached to.
     pub program: String,
-    /// The session is an attacher's, whose connections are other processes': the agent has their descriptors only during a move.
+    /// The session is an attacher's, whose connections are other processes': the agent has their descriptors only
+    /// during a move.
     pub attacher: bool,
-    /// The NIC keeps only the fast path of its connections, where it can: the host's TCP has the rest (partial offload).
+    /// The NIC keeps only the fast path of its connections, where it can: the host's TCP has the rest (partial
+    /// offload).
     pub fast_path: bool,
-    /// The session is for messages (RMPP) instead of connections. The UDP socket whose packets the NIC is to handle comes along.
+    /// The session is for messages (RMPP) instead of connections. The UDP socket whose packets the NIC is to handle
+    /// comes along.
     pub messages: Option<Messages>,
 }
 
 /// The endpoint of a session for messages, as the NIC is to serve it. The NIC checks it again.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Messages {
-    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set. In raw Ethernet it is the MAC
-    /// address, as `baton_wire::rmpp::envelope::ethernet_address` writes it, with port 0.
+    /// Address of the endpoint. The agent reads it from the socket, whatever the program has set. In raw Ethernet it is
+    /// the MAC address, as `baton_wire::rmpp::envelope::ethernet_address` writes it, with port 0.
     pub address: SocketAddr,
-    /// Raw Ethernet frames carry the packets: the socket is a packet socket, bound to RMPP's type and the NIC's interface.
+    /// Raw Ethernet frames carry the packets: the socket is a packet socket, bound to RMPP's type and the NIC's
+    /// interface.
     pub ethernet: bool,
     /// Number of the endpoint.
     pub endpoint: u16,
@@ -274,8 +280,8 @@ pub struct Messages {
 impl Messages {
     /// Most peers, and most messages in each direction.
     pub const MOST: u16 = 8192;
-    /// Most receives that may be posted on the NIC, slots of their handles, and unexpected messages there. A new kind of wildcard
-    /// makes the NIC hash all unexpected messages once more.
+    /// Most receives that may be posted on the NIC, slots of their handles, and unexpected messages there. A new kind
+    /// of wildcard makes the NIC hash all unexpected messages once more.
     pub const MOST_POSTED: u16 = 16_384;
     const MOST_RECEIVES: u32 = 1 << 16;
     /// See [`Messages::MOST_POSTED`].
@@ -284,7 +290,8 @@ impl Messages {
     pub const PACKET: std::ops::RangeInclusive<u16> = 128..=9216;
 
     /// # Errors
-    /// With the reason, if a NIC cannot serve such an endpoint in `memory` bytes of session memory, whose heap begins at `heap`.
+    /// With the reason, if a NIC cannot serve such an endpoint in `memory` bytes of session memory, whose heap begins
+    /// at `heap`.
     pub fn check(&self, heap: u64, memory: u64) -> Result<(), String> {
         let most = Messages::MOST;
         if [self.peers, self.incoming, self.outgoing].iter().any(|count| *count == 0 || *count > most) {
@@ -357,8 +364,8 @@ pub struct Report {
     pub moves: u64,
     /// Connections by the number of moves that they made.
     pub connections_by_moves: std::collections::BTreeMap<u32, u64>,
-    /// Connections that never moved: the longest life in milliseconds, by the reason why they stayed. The reason is empty if no
-    /// move was due.
+    /// Connections that never moved: the longest life in milliseconds, by the reason why they stayed. The reason is
+    /// empty if no move was due.
     pub unmoved: std::collections::BTreeMap<String, u64>,
     /// Restores that the program caused, by cause.
     pub given_back: std::collections::BTreeMap<String, u64>,
@@ -397,8 +404,8 @@ pub enum Reply {
         /// Its number.
         connection: u32,
     },
-    /// The NIC makes the listener's connections. A socket comes along, from which a byte can be read for each of them that waits to
-    /// be accepted.
+    /// The NIC makes the listener's connections. A socket comes along, from which a byte can be read for each of them
+    /// that waits to be accepted.
     Listening {
         /// Its number.
         listener: u32,
@@ -444,9 +451,9 @@ pub enum Reply {
         /// Where to.
         to: Place,
     },
-    /// Sent without a request to an attacher: its programs must stand still until [`Reply::Returned`] or [`Reply::Restarted`]
-    /// comes, and the descriptors of these connections are needed ([`Ask::Lend`], [`Ask::Closed`]). The connections are in the
-    /// kernel afterwards.
+    /// Sent without a request to an attacher: its programs must stand still until [`Reply::Returned`] or
+    /// [`Reply::Restarted`] comes, and the descriptors of these connections are needed ([`Ask::Lend`],
+    /// [`Ask::Closed`]). The connections are in the kernel afterwards.
     Fetch {
         /// The connections.
         connections: Vec<u32>,
@@ -516,7 +523,8 @@ pub struct ConnectionInfo {
     pub made_by: Place,
     /// Number of its moves.
     pub moves: u32,
-    /// On the NIC, of which that keeps only the fast path: how often it was lent to the host's TCP, and whether it is now.
+    /// On the NIC, of which that keeps only the fast path: how often it was lent to the host's TCP, and whether it is
+    /// now.
     pub lent: Option<(u32, bool)>,
     /// On the NIC, and dormant: it has carried nothing for a while, and the NIC keeps its state in few bytes.
     pub dormant: bool,

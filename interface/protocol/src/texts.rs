@@ -1,7 +1,8 @@
-//! Texts that come from elsewhere: programs' names and reasons, what an agent that is not ours sends. They end up in terminals and logs.
+//! Texts that come from elsewhere: programs' names and reasons, what an agent that is not ours sends. They end up in
+//! terminals and logs.
 
-/// The text with control characters escaped, and those that change the direction of writing: a terminal would act on them, or show
-/// something else than what is there.
+/// The text with control characters escaped, and those that change the direction of writing: a terminal would act on
+/// them, or show something else than what is there.
 pub fn plain(text: &str) -> String {
     let acts =
         |c: char| c.is_control() || matches!(c, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');

@@ -1,5 +1,5 @@
-//! What a session for messages (RMPP) has instead of connections: commands and events of 128 bytes in the session's two rings, and
-//! the part of session memory that they name.
+//! What a session for messages (RMPP) has instead of connections: commands and events of 128 bytes in the session's two
+//! rings, and the part of session memory that they name.
 //!
 //! | what | who writes it |
 //! |---|---|
@@ -7,9 +7,9 @@
 //! | [`baton_rmpp::Command`] | the program: its policy half |
 //! | [`baton_rmpp::Event`] | the NIC: its data half |
 //!
-//! The agent counts the NICs that a session was given to ([`baton_abi::layout::session::NIC_STARTS`]). A NIC ignores what comes
-//! before the [`begin`] with its own number: that was meant for one that has died. It sends no event before it either, so what
-//! a program finds in the ring until then is the dead one's.
+//! The agent counts the NICs that a session was given to ([`baton_abi::layout::session::NIC_STARTS`]). A NIC ignores
+//! what comes before the [`begin`] with its own number: that was meant for one that has died. It sends no event before
+//! it either, so what a program finds in the ring until then is the dead one's.
 #![forbid(unsafe_code)]
 
 mod memory;

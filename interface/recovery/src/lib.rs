@@ -1,4 +1,5 @@
-//! What agent and NIC both need to restore a connection to the kernel: the NIC when it is asked to, the agent when the NIC has died.
+//! What agent and NIC both need to restore a connection to the kernel: the NIC when it is asked to, the agent when the
+//! NIC has died.
 #![forbid(unsafe_code)]
 
 mod posted;

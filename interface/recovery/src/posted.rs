@@ -1,5 +1,6 @@
-//! The table of posted buffers in a slot (`nic_post`, Figure 4 of the handoff paper): which received bytes lie in a program's buffer instead
-//! of the receive circle. The NIC keeps it; whoever restores the connection of a dead NIC reads it.
+//! The table of posted buffers in a slot (`nic_post`, Figure 4 of the handoff paper): which received bytes lie in a
+//! program's buffer instead of the receive circle. The NIC keeps it; whoever restores the connection of a dead NIC
+//! reads it.
 
 use baton_abi::layout::{nic, scratch, slot};
 use baton_shm::{Circle, Region};
@@ -23,8 +24,8 @@ impl Post {
     }
 }
 
-/// Splits the bytes `seq..seq + length` by the memory that they belong to. `each` gets the parts as offsets from `seq`, with the
-/// address in a posted buffer, or None for the circular buffer.
+/// Splits the bytes `seq..seq + length` by the memory that they belong to. `each` gets the parts as offsets from `seq`,
+/// with the address in a posted buffer, or None for the circular buffer.
 pub fn pieces(posts: &[Post], seq: u32, length: usize, mut each: impl FnMut(core::ops::Range<usize>, Option<u32>)) {
     let mut done = 0;
     while done < length {

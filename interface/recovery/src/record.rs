@@ -26,7 +26,8 @@ pub fn published(words: &[AtomicU64]) -> u64 {
     record::valid([0, record::STEP].map(|number| words[record::copy(number) + record::NUMBER].load(Ordering::Acquire)))
 }
 
-/// Invalidates a record, of which `words` are both copies: the valid one last, so that the other one is never taken for it.
+/// Invalidates a record, of which `words` are both copies: the valid one last, so that the other one is never taken for
+/// it.
 pub fn clear_records(words: &[AtomicU64]) {
     let published = published(words);
     for copy in [published + record::STEP, published] {
@@ -34,8 +35,8 @@ pub fn clear_records(words: &[AtomicU64]) {
     }
 }
 
-/// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the last. `at` is the
-/// number of the connection's slot.
+/// Returns the sequence ranges that the NIC had received out of order: first sequence number, and the one behind the
+/// last. `at` is the number of the connection's slot.
 pub fn read_ranges(nic_memory: &Region, at: u32, record: &Record) -> Vec<(u32, u32)> {
     let table = nic::scratch(at) + scratch::RANGES + usize::from(record.ranges_table & 1) * scratch::RANGES_BYTES;
     let count = usize::from(record.ranges).min(scratch::MOST_RANGES);
@@ -76,7 +77,8 @@ fn image_bytes(nic_memory: &Region, cid: Cid) -> [u8; MAX_ENCODED] {
     bytes
 }
 
-/// How far a program has come with a connection, as the connection's block says. The program can write there whatever it likes.
+/// How far a program has come with a connection, as the connection's block says. The program can write there whatever
+/// it likes.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
     /// [`block::FLAGS`].
@@ -94,26 +96,27 @@ impl Progress {
         Progress { flags: load(block::FLAGS), queued: load(block::QUEUED_SEQ), read: load(block::READ_SEQ) }
     }
 
-    /// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`: the NIC is
-    /// notified of reads late.
+    /// Returns the bytes that the program has not read, where the NIC believes that `told` are left before `data_end`:
+    /// the NIC is notified of reads late.
     pub fn unread(&self, data_end: u32, told: u32) -> u32 {
         data_end.wrapping_sub(self.read).min(told)
     }
 }
 
-/// Whether the receive memory and the send memory of a connection that rests with this image hold no byte that anybody may still
-/// read. `unread` of its bytes are left for the program; `ranges` have arrived out of order, None if that is not known.
+/// Whether the receive memory and the send memory of a connection that rests with this image hold no byte that anybody
+/// may still read. `unread` of its bytes are left for the program; `ranges` have arrived out of order, None if that is
+/// not known.
 pub fn empty_memory(image: &Image, unread: u32, ranges: Option<&[(u32, u32)]>) -> (bool, bool) {
     (unread == 0 && ranges.is_some_and(<[_]>::is_empty), image.send_queue() == 0)
 }
 
-/// Makes the image of a connection at its NIC's death, `elapsed` microseconds after its handoff with the image `handed` and
-/// `send_memory` bytes of send memory. The program's progress is believed only as far as it can be true. None if the record has
-/// no state that an image can have.
+/// Makes the image of a connection at its NIC's death, `elapsed` microseconds after its handoff with the image `handed`
+/// and `send_memory` bytes of send memory. The program's progress is believed only as far as it can be true. None if
+/// the record has no state that an image can have.
 pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &Record, program: &Progress) -> Option<Image> {
     let mut state = State::from_number(record.state)?;
-    // The connection has ended in order, and the agent has no message about it yet. The kernel sends our FIN once more, which the peer
-    // acknowledges in TIME-WAIT; so the program gets what it has not read, and the end of the stream.
+    // The connection has ended in order, and the agent has no message about it yet. The kernel sends our FIN once more,
+    // which the peer acknowledges in TIME-WAIT; so the program gets what it has not read, and the end of the stream.
     let ended = state == State::Closed && record.snd_una == record.snd_end.wrapping_add(1);
     let snd_una = if ended { record.snd_end } else { record.snd_una };
     if ended {
@@ -203,8 +206,8 @@ mod tests {
         assert_eq!(empty_memory(&sending, 0, Some(&[])), (true, false), "a byte is not acknowledged");
     }
 
-    /// A connection that has ended in order, of which the agent has no message yet: what is unread is still the program's, and the FIN that
-    /// was acknowledged is sent again.
+    /// A connection that has ended in order, of which the agent has no message yet: what is unread is still the
+    /// program's, and the FIN that was acknowledged is sent again.
     #[test]
     fn the_end_of_a_connection_does_not_take_unread_bytes_with_it() {
         let record = Record {
@@ -232,7 +235,8 @@ mod tests {
         assert_eq!(at_death(&record, &program).map(|image| image.state), Some(State::Closed));
     }
 
-    /// The kernel counts what the replay brings as new. A peer that has sent nothing for weeks would be refused by its old timestamp.
+    /// The kernel counts what the replay brings as new. A peer that has sent nothing for weeks would be refused by its
+    /// old timestamp.
     #[test]
     fn a_timestamp_of_long_ago_is_forgotten() {
         let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 4000), device: 0 };

@@ -1,5 +1,5 @@
-//! The replay: segments sent to the kernel when it gets a connection back, as if the peer had sent them. They carry what an
-//! import cannot: the peer's last acknowledgement and timestamp, the data behind a hole, its FIN.
+//! The replay: segments sent to the kernel when it gets a connection back, as if the peer had sent them. They carry
+//! what an import cannot: the peer's last acknowledgement and timestamp, the data behind a hole, its FIN.
 
 use baton_device::{Checksum, Device, Frame};
 use baton_image::Image;
@@ -20,8 +20,9 @@ pub struct Replay<'a> {
 }
 
 impl Replay<'_> {
-    /// Sends the peer's last header, the out-of-order data, and the FIN to the kernel, in that order. `fetch` reads received
-    /// bytes by sequence number. Returns the numbers of frames sent and of frames that the device did not accept.
+    /// Sends the peer's last header, the out-of-order data, and the FIN to the kernel, in that order. `fetch` reads
+    /// received bytes by sequence number. Returns the numbers of frames sent and of frames that the device did not
+    /// accept.
     pub fn send<H: Device>(&self, host: &mut H, fetch: impl Fn(u32, &mut [u8])) -> (u64, u64) {
         let image = self.image;
         let link = Link { source: image.link.destination, destination: image.link.source, ..image.link };
@@ -43,8 +44,8 @@ impl Replay<'_> {
             if host.transmit(&mut frame) { sent += 1 } else { dropped += 1 }
         };
         let in_order = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
-        // One segment carries all of it: a kernel that answered before it knew of the FIN would send to a peer that may have
-        // closed, and be reset.
+        // One segment carries all of it: a kernel that answered before it knew of the FIN would send to a peer that may
+        // have closed, and be reset.
         if image.state.fin_received() && !cfg!(feature = "sabotage-forget-fin") {
             transmit(in_order, Flags::ACK | Flags::FIN, 0);
             return (sent, dropped);

@@ -1,7 +1,7 @@
 //! Single-producer single-consumer rings, and the sleep flags behind doorbells.
 //!
-//! The process at the other side may write anything at any time. So every index is bounded before it is used, and every value is
-//! copied once and then checked.
+//! The process at the other side may write anything at any time. So every index is bounded before it is used, and every
+//! value is copied once and then checked.
 
 #[cfg(not(loom))]
 mod lock;

@@ -1,5 +1,5 @@
-//! A spin lock that records its holder: a thread that asks for it again while it holds it, from a signal handler, gets None
-//! instead of a deadlock.
+//! A spin lock that records its holder: a thread that asks for it again while it holds it, from a signal handler, gets
+//! None instead of a deadlock.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
@@ -15,9 +15,9 @@ const AWAKE: u32 = 1024;
 /// How long one that does not keep it sleeps.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Waits a little for another thread, which is about to do something: round `round`, counted from 0. Most are done at once. But the other one
-/// may wait for this processor, and does not get it from a thread of a real-time priority (SCHED_FIFO) that only yields. So later rounds
-/// sleep.
+/// Waits a little for another thread, which is about to do something: round `round`, counted from 0. Most are done at
+/// once. But the other one may wait for this processor, and does not get it from a thread of a real-time priority
+/// (SCHED_FIFO) that only yields. So later rounds sleep.
 #[cold]
 pub fn give_way(round: u32) {
     match round {
@@ -34,8 +34,8 @@ pub struct Lock<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is only reached through a `LockGuard`, and `holder` lets one exist at a time, so that threads hand the value
-// on (hence `T: Send`) but never share it.
+// SAFETY: the value is only reached through a `LockGuard`, and `holder` lets one exist at a time, so that threads hand
+// the value on (hence `T: Send`) but never share it.
 unsafe impl<T: Send> Sync for Lock<T> {}
 
 /// Access to the value of a [`Lock`], which is released when this is dropped.

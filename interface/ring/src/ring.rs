@@ -1,7 +1,8 @@
 //! A ring of 16-byte messages with one producer and one consumer.
 //!
-//! Words 0, 8 and 16 hold the producer's index, the consumer's index and the consumer's sleep flag, each on a cache line of its
-//! own; the messages begin at word 24. Indices count all messages ever passed; they do not wrap at the ring's size.
+//! Words 0, 8 and 16 hold the producer's index, the consumer's index and the consumer's sleep flag, each on a cache
+//! line of its own; the messages begin at word 24. Indices count all messages ever passed; they do not wrap at the
+//! ring's size.
 
 use crate::sync::{AtomicU32, AtomicU64, Ordering, fence};
 
@@ -88,8 +89,8 @@ impl<W: AsRef<[AtomicU64]>> Producer<W> {
         self.limit.wrapping_sub(self.head) >= count
     }
 
-    /// Sets `limit` from the consumer's index. A consumer that publishes a wrong index makes its own messages be overwritten, or
-    /// gets no more of them.
+    /// Sets `limit` from the consumer's index. A consumer that publishes a wrong index makes its own messages be
+    /// overwritten, or gets no more of them.
     fn set_limit(&mut self, tail: u64) {
         let size = mask(self.words.as_ref()) + 1;
         let used = self.head.wrapping_sub(tail).min(size);
@@ -133,8 +134,8 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         Consumer { words, tail, head: tail, corrupt: false }
     }
 
-    /// Takes the next message, copied once. Returns None for good once the producer has claimed more messages than the ring
-    /// holds: see [`Consumer::is_corrupt`].
+    /// Takes the next message, copied once. Returns None for good once the producer has claimed more messages than the
+    /// ring holds: see [`Consumer::is_corrupt`].
     #[inline]
     pub fn pop(&mut self) -> Option<[u64; 2]> {
         let words = self.words.as_ref();
@@ -157,8 +158,8 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         Some(message)
     }
 
-    /// The message that comes `further` messages after the next one, if it was there when [`Consumer::pop`] last read the producer's
-    /// index. It may be another one when it is taken: for what needs no certainty.
+    /// The message that comes `further` messages after the next one, if it was there when [`Consumer::pop`] last read
+    /// the producer's index. It may be another one when it is taken: for what needs no certainty.
     #[inline(always)]
     pub fn glance(&self, further: u64) -> Option<[u64; 2]> {
         let words = self.words.as_ref();
@@ -167,8 +168,8 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
             .then(|| [words[at].load(Ordering::Relaxed), words[at + 1].load(Ordering::Relaxed)])
     }
 
-    /// Whether the producer has ever claimed more messages than the ring holds. No producer that follows the interface does so;
-    /// nothing that follows in such a ring can be trusted.
+    /// Whether the producer has ever claimed more messages than the ring holds. No producer that follows the interface
+    /// does so; nothing that follows in such a ring can be trusted.
     pub fn is_corrupt(&self) -> bool {
         self.corrupt
     }
@@ -180,8 +181,8 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         self.release();
     }
 
-    /// Takes the messages that follow and have `first` as their first word, of those that were there when [`Consumer::pop`] last
-    /// read the producer's index, until `take`, which gets their second words, refuses one.
+    /// Takes the messages that follow and have `first` as their first word, of those that were there when
+    /// [`Consumer::pop`] last read the producer's index, until `take`, which gets their second words, refuses one.
     #[inline(always)]
     pub fn pop_like(&mut self, first: u64, mut take: impl FnMut(u64) -> bool) {
         let words = self.words.as_ref();
@@ -211,13 +212,14 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
     /// Whether a message waits.
     #[inline]
     pub fn has_message(&self) -> bool {
-        // Covers messages that were seen before and not taken, too. A producer that sets its index back harms only itself.
+        // Covers messages that were seen before and not taken, too. A producer that sets its index back harms only
+        // itself.
         self.words.as_ref()[HEAD].load(Ordering::Acquire) != self.tail
     }
 }
 
-/// Announces that the consumer is about to sleep. After this it must look for messages once more, and sleep only if there are
-/// none.
+/// Announces that the consumer is about to sleep. After this it must look for messages once more, and sleep only if
+/// there are none.
 pub fn go_to_sleep(flag: &AtomicU32) {
     flag.store(1, Ordering::Relaxed);
     fence(Ordering::SeqCst);
@@ -228,8 +230,8 @@ pub fn wake_up(flag: &AtomicU32) {
     flag.store(0, Ordering::Relaxed);
 }
 
-/// Bit of a counted flag: the doorbell was rung, and the consumer has not looked at its ring since. The other bits are the number of
-/// sleeping threads.
+/// Bit of a counted flag: the doorbell was rung, and the consumer has not looked at its ring since. The other bits are
+/// the number of sleeping threads.
 const RUNG: u32 = 1 << 31;
 
 /// As [`go_to_sleep`] for a consumer of several threads: counts one more sleeping thread.
@@ -246,15 +248,15 @@ pub fn uncount_sleeper(flag: &AtomicU32) {
     flag.fetch_sub(1, Ordering::Relaxed);
 }
 
-/// Announces that a consumer of several threads looks at its ring from now on, so that its doorbell is rung again for what it does not
-/// see there. To be called after the doorbell was cleared.
+/// Announces that a consumer of several threads looks at its ring from now on, so that its doorbell is rung again for
+/// what it does not see there. To be called after the doorbell was cleared.
 pub fn clear_rung(flag: &AtomicU32) {
     flag.fetch_and(!RUNG, Ordering::SeqCst);
     fence(Ordering::SeqCst);
 }
 
-/// As [`needs_doorbell`] for such a consumer: whether a thread sleeps, and the doorbell was not rung since it last looked at its ring.
-/// However long it takes to wake up, it is rung once. Who rings calls [`note_rung`] before.
+/// As [`needs_doorbell`] for such a consumer: whether a thread sleeps, and the doorbell was not rung since it last
+/// looked at its ring. However long it takes to wake up, it is rung once. Who rings calls [`note_rung`] before.
 #[inline]
 pub fn wants_ring(flag: &AtomicU32) -> bool {
     needs_doorbell(flag) && flag.load(Ordering::Relaxed) & RUNG == 0
@@ -277,8 +279,8 @@ pub fn needs_doorbell(flag: &AtomicU32) -> bool {
     flag.load(Ordering::Relaxed) != 0
 }
 
-/// As [`needs_doorbell`] for a consumer of one thread: answers true once for each of its sleeps, so that the producers ring once
-/// however long the consumer takes to wake up. Who is answered true must ring.
+/// As [`needs_doorbell`] for a consumer of one thread: answers true once for each of its sleeps, so that the producers
+/// ring once however long the consumer takes to wake up. Who is answered true must ring.
 #[inline(always)]
 pub fn must_ring(flag: &AtomicU32) -> bool {
     needs_doorbell(flag) && take_flag(flag)
@@ -461,7 +463,8 @@ mod model {
         sender.join().unwrap();
     }
 
-    /// Either the consumer sees the message before it sleeps, or the producer sees that the consumer sleeps: no wake-up is lost.
+    /// Either the consumer sees the message before it sleeps, or the producer sees that the consumer sleeps: no wake-up
+    /// is lost.
     #[test]
     fn no_wake_up_is_lost() {
         for asks in [needs_doorbell, must_ring, wants_ring] {
@@ -486,7 +489,8 @@ mod model {
         }
     }
 
-    /// A consumer that has been rung, and that is going to sleep again, sees the message that came meanwhile, or is rung for it.
+    /// A consumer that has been rung, and that is going to sleep again, sees the message that came meanwhile, or is
+    /// rung for it.
     #[test]
     fn none_is_lost_between_two_sleeps() {
         loom::model(|| {

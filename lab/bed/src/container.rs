@@ -1,4 +1,5 @@
-//! A host whose root has no rights outside of it: user, PID, mount and network namespaces of its own, as a container has.
+//! A host whose root has no rights outside of it: user, PID, mount and network namespaces of its own, as a container
+//! has.
 
 use anyhow::{Context, Result, bail};
 use baton_linux::namespace::Namespace;

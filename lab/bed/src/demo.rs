@@ -142,8 +142,8 @@ pub fn run(directory: &Path) -> Result<DemoReport> {
     let files = Files::new()?;
     (0..http::KEYS).try_for_each(|key| files.add(key, LENGTH))?;
     files.add(LARGE.0, LARGE.1)?;
-    // One thread for the receive work of each of Baton's hosts, so that host B's does not run on the NIC's account. The comparison's
-    // link is as Linux sets it up.
+    // One thread for the receive work of each of Baton's hosts, so that host B's does not run on the NIC's account. The
+    // comparison's link is as Linux sets it up.
     let settings = TestbedSettings { spin: 60, ..TestbedSettings::default() };
     let plain = without_baton(&settings)?;
     let bed = Testbed::new(&TestbedSettings { threaded_napi: true, ..settings })?;

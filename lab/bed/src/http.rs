@@ -1,5 +1,5 @@
-//! A load of HTTP requests from ordinary sockets that checks every byte: `GET /KEY/LENGTH` returns the first LENGTH bytes of
-//! stream KEY.
+//! A load of HTTP requests from ordinary sockets that checks every byte: `GET /KEY/LENGTH` returns the first LENGTH
+//! bytes of stream KEY.
 
 use anyhow::{Context, Result, bail};
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
@@ -46,8 +46,9 @@ struct Client {
 /// Keys of the streams: from 0 on.
 pub const KEYS: u64 = 256;
 
-/// While it is active, requests `length` bytes again and again on each of `connections` connections to `server`, one request at
-/// a time on each. Returns latencies in microseconds. Runs in the calling thread's namespace until the counters say stop.
+/// While it is active, requests `length` bytes again and again on each of `connections` connections to `server`, one
+/// request at a time on each. Returns latencies in microseconds. Runs in the calling thread's namespace until the
+/// counters say stop.
 ///
 /// # Errors
 /// If it cannot connect. What breaks later is counted.

@@ -1,8 +1,9 @@
 //! Blackout: for how long a connection carries nothing when it moves, as its peer sees it.
 //!
-//! A peer sends a small message every 20 µs on two connections, one that moves and one that does not; the program on the other
-//! host answers each. The blackout of a move is the largest gap between answers around it, minus the usual gap of the connection
-//! that stays. Peer and program take turns on one thread, so that the move is measured and not the scheduler.
+//! A peer sends a small message every 20 µs on two connections, one that moves and one that does not; the program on
+//! the other host answers each. The blackout of a move is the largest gap between answers around it, minus the usual
+//! gap of the connection that stays. Peer and program take turns on one thread, so that the move is measured and not
+//! the scheduler.
 
 use crate::statistics::Percentiles;
 use crate::testbed::{Testbed, connect_pairs};
@@ -58,7 +59,8 @@ impl Probed {
             self.unsent.resize(PROBE, 0);
             self.unsent[..8].copy_from_slice(&self.sent.to_le_bytes());
         }
-        // A full queue means that the program has not answered for long; more probes would add nothing. It may have room for a part.
+        // A full queue means that the program has not answered for long; more probes would add nothing. It may have
+        // room for a part.
         match socket::send(self.client.as_fd(), &self.unsent) {
             Ok(sent) => {
                 self.unsent.drain(..sent);

@@ -1,5 +1,5 @@
-//! A small web server for machines without nginx: one thread, epoll, ordinary sockets, persistent connections, GET only. It knows
-//! nothing of Baton. A request costs it little, so that what is measured is the network.
+//! A small web server for machines without nginx: one thread, epoll, ordinary sockets, persistent connections, GET
+//! only. It knows nothing of Baton. A request costs it little, so that what is measured is the network.
 
 use anyhow::{Context, Result};
 use mio::net::{TcpListener, TcpStream};
@@ -50,8 +50,8 @@ impl Files {
 }
 
 impl Client {
-    /// Sends answers, then reads requests, until neither goes on: a client that does not read its answers is not read either. False
-    /// if the connection has ended.
+    /// Sends answers, then reads requests, until neither goes on: a client that does not read its answers is not read
+    /// either. False if the connection has ended.
     fn serve(&mut self, files: &mut Files, buffer: &mut [u8]) -> io::Result<bool> {
         loop {
             while let Some(answer) = self.answers.front() {

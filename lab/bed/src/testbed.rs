@@ -1,12 +1,14 @@
-//! Two hosts with a link between them: namespaces, interfaces, and on the first host a Baton of its own (keeper, agent, NIC).
+//! Two hosts with a link between them: namespaces, interfaces, and on the first host a Baton of its own (keeper, agent,
+//! NIC).
 //!
 //! ```text
 //!   host A (namespace)                              host B (namespace)
 //!   programs, kernel ── TAP baton0 ── NIC ── link ── TAP eth0 ── kernel, clients
 //! ```
 //!
-//! The link is the NIC's wire: a TAP in host B, with an emulated link before it when faults are wanted. Nothing has a name in
-//! the file system that outlives this process: all is held by descriptors, so nothing is left behind however it ends.
+//! The link is the NIC's wire: a TAP in host B, with an emulated link before it when faults are wanted. Nothing has a
+//! name in the file system that outlives this process: all is held by descriptors, so nothing is left behind however it
+//! ends.
 
 use crate::container::{Container, ROOT};
 use anyhow::{Context, Result, bail};
@@ -62,8 +64,8 @@ pub struct TestbedSettings {
     pub spin: u64,
     /// Number of the NIC's workers.
     pub workers: usize,
-    /// Each worker has queues of its own, which the kernels fill according to the NIC's indirection table; otherwise the first
-    /// takes every frame.
+    /// Each worker has queues of its own, which the kernels fill according to the NIC's indirection table; otherwise
+    /// the first takes every frame.
     pub card: bool,
     /// A copy engine writes the workers' frames to the host.
     pub copy_engine: bool,
@@ -79,8 +81,8 @@ pub struct TestbedSettings {
     pub devices: Vec<String>,
     /// Path of the `baton` program, if it is not the running one.
     pub program: Option<PathBuf>,
-    /// Most frames that wait at host B's interface, instead of the kernel's default. A TAP does not hold its senders back as a
-    /// card's driver does, so where they may send much the wire loses what its queue does not hold.
+    /// Most frames that wait at host B's interface, instead of the kernel's default. A TAP does not hold its senders
+    /// back as a card's driver does, so where they may send much the wire loses what its queue does not hold.
     pub peer_queue: Option<u16>,
     /// Settings below /proc/sys/net of host B, by path.
     pub peer_sysctls: Vec<(&'static str, String)>,
@@ -182,9 +184,9 @@ struct Host {
     peers: [IpAddr; 2],
 }
 
-/// Makes the calling thread's network namespace use CUBIC, as the NIC does; or Reno, where the machine's owner reserves CUBIC to the
-/// first namespace (`net.ipv4.tcp_allowed_congestion_control`), which is the same as long as nothing is lost. A machine's own default
-/// may be one that paces, which costs the kernel more.
+/// Makes the calling thread's network namespace use CUBIC, as the NIC does; or Reno, where the machine's owner reserves
+/// CUBIC to the first namespace (`net.ipv4.tcp_allowed_congestion_control`), which is the same as long as nothing is
+/// lost. A machine's own default may be one that paces, which costs the kernel more.
 pub fn use_loss_based() {
     let set = |name| std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", name);
     if ["cubic", "reno"].into_iter().all(|name| set(name).is_err()) {
@@ -236,13 +238,15 @@ fn set_interface<T>(host: &Host, settings: &TestbedSettings, open: impl FnOnce()
     Ok(fd)
 }
 
-/// Sets up host B's interface, which is there already, and its host, whose network namespace must be the calling thread's.
+/// Sets up host B's interface, which is there already, and its host, whose network namespace must be the calling
+/// thread's.
 pub fn set_interface_b() -> Result<()> {
     let [_, b] = hosts();
     set_interface(&b, &TestbedSettings::default(), || Ok(())).with_context(|| format!("setting up {}", b.name))
 }
 
-/// Descriptors that only a card with several queues has, see [`Devices::card`]. The kernels of both hosts do the card's work.
+/// Descriptors that only a card with several queues has, see [`Devices::card`]. The kernels of both hosts do the card's
+/// work.
 fn make_card(
     settings: &TestbedSettings,
     hosts: [&Namespace; 2],
@@ -264,8 +268,8 @@ fn make_card(
     Ok(card)
 }
 
-/// Makes a veth pair whose one end is host B's interface, and a packet socket on the other, in a namespace that contains nothing
-/// else: it lives as long as the socket.
+/// Makes a veth pair whose one end is host B's interface, and a packet socket on the other, in a namespace that
+/// contains nothing else: it lives as long as the socket.
 fn open_veth(name: &str, host: &Namespace, mtu: u32) -> io::Result<OwnedFd> {
     Namespace::new()?.run(|| {
         let netlink = rtnetlink::open()?;
@@ -276,8 +280,8 @@ fn open_veth(name: &str, host: &Namespace, mtu: u32) -> io::Result<OwnedFd> {
     })
 }
 
-/// Hosts A and B with a veth pair between them and without Baton: what a Baton is compared with. Addresses, MTU and sysctls are those
-/// of a test bed.
+/// Hosts A and B with a veth pair between them and without Baton: what a Baton is compared with. Addresses, MTU and
+/// sysctls are those of a test bed.
 ///
 /// # Errors
 /// If something is missing; the message says what to do.
@@ -433,7 +437,8 @@ fn nic_settings(settings: &TestbedSettings, segmentation: bool) -> NicSettings {
     }
 }
 
-/// Gives the devices to an owner. Returns it, and what is left for the host: its own interface, the way to the owner, and settings.
+/// Gives the devices to an owner. Returns it, and what is left for the host: its own interface, the way to the owner,
+/// and settings.
 fn hand_over(
     control_point: &ControlPoint,
     devices: Devices,

@@ -18,8 +18,9 @@ pub enum What {
     Bulk,
     /// Messages of 64 bytes to a program that echoes them, on 64 and 1024 connections, one at a time on each.
     Rpc,
-    /// The same on one connection, between two programs that never sleep. Those of the kernel and of smoltcp have a core each. Baton's
-    /// NIC never sleeps either and has a core, so that both programs share the other one, and offer it to each other.
+    /// The same on one connection, between two programs that never sleep. Those of the kernel and of smoltcp have a
+    /// core each. Baton's NIC never sleeps either and has a core, so that both programs share the other one, and offer
+    /// it to each other.
     PingPong,
 }
 

@@ -1,9 +1,10 @@
-//! One server on several ways: in the kernel, on Baton's NIC, with another TCP. Compared are rate, waiting time, and all CPU time that a
-//! request or a byte costs.
+//! One server on several ways: in the kernel, on Baton's NIC, with another TCP. Compared are rate, waiting time, and
+//! all CPU time that a request or a byte costs.
 //!
-//! The ways take turns, and each round has hosts, a server, and, if it is Baton's turn, a Baton of its own: in the kernel's turn no frame
-//! passes a NIC, and none runs. CPU time is that of the client, the server, agent, attacher and NIC, and of the kernel's threads that
-//! process frames; what else runs on the machine does not count. A NIC that polls counts in full.
+//! The ways take turns, and each round has hosts, a server, and, if it is Baton's turn, a Baton of its own: in the
+//! kernel's turn no frame passes a NIC, and none runs. CPU time is that of the client, the server, agent, attacher and
+//! NIC, and of the kernel's threads that process frames; what else runs on the machine does not count. A NIC that polls
+//! counts in full.
 
 mod load;
 mod programs;
@@ -67,7 +68,8 @@ pub struct Column {
 pub struct Row {
     /// The load.
     pub load: &'static str,
-    /// Whether bytes count, and not requests: rates are Gb/s, CPU time is seconds per GB. Else requests/s and microseconds per request.
+    /// Whether bytes count, and not requests: rates are Gb/s, CPU time is seconds per GB. Else requests/s and
+    /// microseconds per request.
     pub bulk: bool,
     /// The ways, the kernel first.
     pub columns: Vec<Column>,
@@ -91,8 +93,8 @@ impl CompareReport {
     }
 }
 
-/// Runs every load of a bench. A way that fails, as one does that this machine lacks something for, is left out from then on, and is in
-/// the report with its error.
+/// Runs every load of a bench. A way that fails, as one does that this machine lacks something for, is left out from
+/// then on, and is in the report with its error.
 ///
 /// # Errors
 /// If the kernel's turn fails: a program is not installed or does not start, or a connection breaks.

@@ -19,10 +19,12 @@ pub(super) const LENGTH: usize = 256;
 const MESSAGE: usize = 64;
 /// The server's port, and with bulk data out the client's.
 const PORT: u16 = 8092;
-/// The server's processor with two programs that never sleep. Without a NIC the client has the other one; else the NIC has that.
+/// The server's processor with two programs that never sleep. Without a NIC the client has the other one; else the NIC
+/// has that.
 const SERVER_CORE: usize = 1;
 
-/// A program that receives in bulk, and one that sends: with the C library's calls, which Baton's library stands in front of.
+/// A program that receives in bulk, and one that sends: with the C library's calls, which Baton's library stands in
+/// front of.
 const SINK: &str = "
 import socket, sys
 connection = socket.create_server((sys.argv[1], int(sys.argv[2]))).accept()[0]

@@ -46,7 +46,8 @@ pub struct Round {
     pub attacher: f64,
     /// Of the NIC's process.
     pub nic: f64,
-    /// Time of the NIC's rounds that found work, waiting for a processor included: the rest of its CPU time went into polling.
+    /// Time of the NIC's rounds that found work, waiting for a processor included: the rest of its CPU time went into
+    /// polling.
     pub nic_busy: f64,
     /// Of the kernel's threads.
     pub kernel: f64,
@@ -239,7 +240,8 @@ impl Parties {
     }
 }
 
-/// Waits until more than so many answers have come, or no more time is left for that. The first comes when all connections are made.
+/// Waits until more than so many answers have come, or no more time is left for that. The first comes when all
+/// connections are made.
 fn await_answers(progress: &Progress, done: u64) {
     let deadline = monotonic_micros() + (MOVING * 1e6) as u64;
     while progress.done.load(Ordering::Relaxed) <= done && monotonic_micros() < deadline {

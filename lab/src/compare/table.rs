@@ -3,7 +3,8 @@
 use super::{Column, Round, Row};
 use std::fmt::Write;
 
-/// A load's result as a table: for each way its figures, then those over the kernel's, and below them whose CPU time it was.
+/// A load's result as a table: for each way its figures, then those over the kernel's, and below them whose CPU time it
+/// was.
 pub fn text(row: &Row) -> String {
     let (unit, cost) = if row.bulk { ("Gb/s", "s/GB") } else { ("per second", "CPU µs") };
     let mut text = format!("{:<30}{unit:>10}{:>10}{:>10}{cost:>9}  │", row.load, "p50 ms", "p99 ms");

@@ -24,7 +24,8 @@ pub enum Way {
     Library,
     /// `baton run`, with the NIC between the kernel's device and the wire (both TAPs).
     Inline,
-    /// `baton attach`, with the NIC beside the kernel on the veth, and the kernel's map of sockets between attacher and program.
+    /// `baton attach`, with the NIC beside the kernel on the veth, and the kernel's map of sockets between attacher and
+    /// program.
     Attached,
     /// smoltcp, another TCP for programs, on a TAP: the program contains its stack, and the kernel has no part in it.
     Smoltcp,
@@ -64,7 +65,8 @@ impl Way {
     }
 }
 
-/// The two hosts of a round, and what is between them. Every round has its own, so that nothing of one way's runs in another's turn.
+/// The two hosts of a round, and what is between them. Every round has its own, so that nothing of one way's runs in
+/// another's turn.
 pub(super) enum Hosts {
     Without([Namespace; 2]),
     Baton(Box<Testbed>),

@@ -1,5 +1,5 @@
-//! Processor availability (the paper's figure 9): how much of host A's processor a program has that works while messages are on
-//! their way, and looks for their completion in intervals.
+//! Processor availability (the paper's figure 9): how much of host A's processor a program has that works while
+//! messages are on their way, and looks for their completion in intervals.
 
 use super::bed::{Bed, Conditions, Offload};
 use super::pingpong::{Ending, echo, receive, send};

@@ -1,5 +1,5 @@
-//! What offloading messages is worth, with bars. All modes are measured in turn, several times over, so that each meets the same
-//! disturbances.
+//! What offloading messages is worth, with bars. All modes are measured in turn, several times over, so that each meets
+//! the same disturbances.
 
 use super::availability::{Availability, availability};
 use super::bed::{Conditions, Offload};
@@ -17,7 +17,8 @@ const SIZE: u64 = 1_000_000;
 const AVAILABILITY: (u64, u64) = (100_000, 100);
 /// Round trips of a measurement.
 const ROUND_TRIPS: u32 = 30;
-/// MPI programs: messages whose latency, bandwidth and cost are measured. The cost is that beside 100 us of work between polls.
+/// MPI programs: messages whose latency, bandwidth and cost are measured. The cost is that beside 100 us of work
+/// between polls.
 const LATENCY: Load = Load { size: 8, rounds: 5000, work: 0 };
 const BANDWIDTH: Load = Load { size: 1_000_000, rounds: 200, work: 0 };
 const COST: Load = Load { size: 1_000_000, rounds: 100, work: 100 };
@@ -148,8 +149,8 @@ fn mpi(rounds: u32, progress: &dyn Fn(&str)) -> Result<Vec<MpiCell>> {
     Ok(cells)
 }
 
-/// A carrier over TCP, with the same messages on the same link: the median of the rounds' ratios, since a machine's speed changes
-/// between rounds more than within one.
+/// A carrier over TCP, with the same messages on the same link: the median of the rounds' ratios, since a machine's
+/// speed changes between rounds more than within one.
 fn ratio(cells: &[MpiCell], nic: bool, load: Load, ours: Carrier, figure: impl Fn(&MpiCell) -> f64 + Copy) -> f64 {
     let of =
         |carrier| cells.iter().filter(move |cell| (cell.nic, cell.size, cell.carrier) == (nic, load.size, carrier)).map(figure);

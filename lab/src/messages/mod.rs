@@ -1,5 +1,6 @@
-//! Messages (RMPP). Without MPI: a program on host A, whose data half is in the program, in part on the NIC, or wholly there, and
-//! a peer on host B that always has both halves in its own process. The figures are host A's. With MPI (`mpi.rs`): a program over the libfabric provider, against TCP.
+//! Messages (RMPP). Without MPI: a program on host A, whose data half is in the program, in part on the NIC, or wholly
+//! there, and a peer on host B that always has both halves in its own process. The figures are host A's. With MPI
+//! (`mpi.rs`): a program over the libfabric provider, against TCP.
 
 mod availability;
 mod bed;

@@ -59,7 +59,8 @@ pub struct MpiCell {
     pub least_us: f64,
     /// Megabytes per second, from the median.
     pub mb_per_s: f64,
-    /// Milliseconds of host A's CPU per megabyte: rank 0's process beside its work, and with a NIC its kernel's receiving.
+    /// Milliseconds of host A's CPU per megabyte: rank 0's process beside its work, and with a NIC its kernel's
+    /// receiving.
     pub host_cpu_ms_per_mb: f64,
     /// The kernel's and the agent's part of it.
     pub kernel_cpu_ms_per_mb: f64,
@@ -85,8 +86,8 @@ pub struct Load {
     pub work: u32,
 }
 
-/// A process that holds a namespace open, so that others can be started in it. It ends with this one, however that ends, and
-/// removes a folder then.
+/// A process that holds a namespace open, so that others can be started in it. It ends with this one, however that
+/// ends, and removes a folder then.
 struct Anchor(Child);
 
 impl Anchor {
@@ -196,7 +197,8 @@ impl MpiHosts {
             bail!("{carrier:?}, {load:?}: bytes are wrong");
         }
         let used = self.used()?;
-        // The launcher's own frames, and the round trips that warm up, are among the kernel's and the NIC's: for both carriers.
+        // The launcher's own frames, and the round trips that warm up, are among the kernel's and the NIC's: for both
+        // carriers.
         let megabytes = 2.2e-6 * f64::from(load.size) * f64::from(load.rounds);
         let [kernel, nic] = [0, 1].map(|at| (used[at] - before[at]) as f64 / 1e6 / megabytes.max(1e-9));
         Ok(MpiCell {

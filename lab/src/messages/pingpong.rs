@@ -39,7 +39,8 @@ pub struct PingPong {
     pub max_us: f64,
     /// Megabits per second, from the mean.
     pub megabits: f64,
-    /// Milliseconds of host A's CPU per MB sent and received: the program's and its kernel's. The NIC's is not among them.
+    /// Milliseconds of host A's CPU per MB sent and received: the program's and its kernel's. The NIC's is not among
+    /// them.
     pub host_cpu_ms_per_mb: f64,
     /// Milliseconds of the NIC's CPU per MB.
     pub nic_cpu_ms_per_mb: f64,

@@ -1,5 +1,5 @@
-//! Messages of random sizes both ways over a faulty link, while NICs are killed and the peer is started anew: every byte right, every
-//! message once and in MPI's order, nothing left over.
+//! Messages of random sizes both ways over a faulty link, while NICs are killed and the peer is started anew: every
+//! byte right, every message once and in MPI's order, nothing left over.
 
 use super::bed::{Bed, Conditions};
 use super::pingpong::{Ending, compare, fill};
@@ -286,8 +286,8 @@ fn settle(endpoint: &mut Endpoint, over: &dyn Fn() -> bool) -> Result<[u64; 7]> 
     }
 }
 
-/// Takes messages of a round that nobody waits for any more, until `over`: what was not sent yet when a peer was restarted goes to
-/// its successor.
+/// Takes messages of a round that nobody waits for any more, until `over`: what was not sent yet when a peer was
+/// restarted goes to its successor.
 fn discard(endpoint: &mut Endpoint, round: u32, over: &dyn Fn() -> bool) -> Result<()> {
     let region = Region { offset: endpoint.heap()[0], length: LONGEST };
     let request = Request { source: None, context: round, tag: 0, ignore: u64::MAX, region, token: 0 };

@@ -1,6 +1,6 @@
-//! The paper's machines as numbers: two 500 MHz Pentium III with an Alteon ACEnic each, on a Gigabit Ethernet cable (sections 1, 2
-//! and 5). Three numbers that it does not say are calibrated, each at one of its results and at no other. One assumption goes with
-//! them: a copy by the processor and a DMA exclude each other on the host's memory bus.
+//! The paper's machines as numbers: two 500 MHz Pentium III with an Alteon ACEnic each, on a Gigabit Ethernet cable
+//! (sections 1, 2 and 5). Three numbers that it does not say are calibrated, each at one of its results and at no
+//! other. One assumption goes with them: a copy by the processor and a DMA exclude each other on the host's memory bus.
 
 use serde::Serialize;
 

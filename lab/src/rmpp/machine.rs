@@ -1,5 +1,5 @@
-//! One of the paper's machines in virtual time: a processor, a NIC, and a memory bus that DMA and copies share. They run the real
-//! protocol code; only its cost comes from the model.
+//! One of the paper's machines in virtual time: a processor, a NIC, and a memory bus that DMA and copies share. They
+//! run the real protocol code; only its cost comes from the model.
 
 use super::hardware::Hardware;
 use baton_rmpp::{Command, Completion, Config, Data, Disposition, Event, Half, Halves, Policy};
@@ -276,8 +276,8 @@ impl Machine {
         }
     }
 
-    /// Interrupts the host for what the data half on the NIC reports. That all packets have been placed can wait for the END,
-    /// which follows.
+    /// Interrupts the host for what the data half on the NIC reports. That all packets have been placed can wait for
+    /// the END, which follows.
     fn report(&mut self) {
         let mut urgent = false;
         while let Some(event) = self.nic.poll_event() {

@@ -1,5 +1,5 @@
-//! The evaluation of "Experience in Offloading Protocol Processing to a Programmable NIC" (section 5), repeated: the real protocol
-//! code on a model of the paper's machines, in virtual time.
+//! The evaluation of "Experience in Offloading Protocol Processing to a Programmable NIC" (section 5), repeated: the
+//! real protocol code on a model of the paper's machines, in virtual time.
 
 mod cable;
 mod hardware;

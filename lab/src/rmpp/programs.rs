@@ -64,7 +64,8 @@ fn wait(cable: &mut Cable, at: usize, side: Side) {
     }
 }
 
-/// The ping-pong test of Figure 6: half a round trip, `rounds` times. A first round, in which the machines meet, is left out.
+/// The ping-pong test of Figure 6: half a round trip, `rounds` times. A first round, in which the machines meet, is
+/// left out.
 pub fn ping_pong(hardware: Hardware, step: Step, length: u64, rounds: u32) -> Latency {
     let mut cable = Cable::new(hardware, step.on_nic, step.early);
     let mut latencies = Vec::new();
@@ -99,8 +100,9 @@ pub struct Availability {
     pub availability: f64,
 }
 
-/// The measurement of Figure 9: the program sends, posts a receive, and works in pieces of `interval` microseconds until a poll
-/// finds that the reply has come; `rounds` times. Availability is the work done over the time that it took.
+/// The measurement of Figure 9: the program sends, posts a receive, and works in pieces of `interval` microseconds
+/// until a poll finds that the reply has come; `rounds` times. Availability is the work done over the time that it
+/// took.
 pub fn availability(hardware: Hardware, step: Step, length: u64, interval: f64, rounds: u32) -> Availability {
     let mut cable = Cable::new(hardware, step.on_nic, step.early);
     let (mut worked, mut begin) = (0.0, 0.0);

@@ -132,8 +132,8 @@ fn bandwidths(hardware: Hardware, figures: &mut Vec<Figure>, results: &mut Vec<C
     result("rmpp.model.bubble", 16.0 * (both.1 - early.1), 72.0, "µs");
 }
 
-/// Figures 10 and 11, and what the text says about them: the polling interval is not said, so availability is compared at the
-/// paper's bandwidth.
+/// Figures 10 and 11, and what the text says about them: the polling interval is not said, so availability is compared
+/// at the paper's bandwidth.
 fn availabilities(hardware: Hardware, figures: &mut Vec<Figure>, results: &mut Vec<Comparison>) {
     let papers = [(12.0, 0.72), (38.0, 0.58), (61.0, 0.92)];
     let names = [
@@ -231,7 +231,8 @@ mod tests {
         assert!(report.bars.len() > 19 && report.bars.iter().all(|bar| bar.holds), "{text}");
     }
 
-    /// Section 4.4: an RSM that is sent early keeps the pipeline full, and five packets are early enough for a bubble of 72 µs.
+    /// Section 4.4: an RSM that is sent early keeps the pipeline full, and five packets are early enough for a bubble
+    /// of 72 µs.
     #[test]
     fn the_bubble_is_hidden_once_the_rsm_is_early_enough() {
         let hardware = Hardware::of_the_paper(STANDARD);

@@ -1,5 +1,5 @@
-//! Faults far enough apart that what follows each can be seen: for how long connections carry nothing, and whether those that are wanted
-//! on the NIC are there again.
+//! Faults far enough apart that what follows each can be seen: for how long connections carry nothing, and whether
+//! those that are wanted on the NIC are there again.
 
 use super::{Mover, Shared, SoakReport};
 use crate::status::StatusLine;
@@ -179,8 +179,8 @@ impl Mover<'_> {
         list.iter().find(|info| info.session == self.session && info.connection == self.ids[at])
     }
 
-    /// All connections are wanted on the NIC, which crashes whenever the first one is there. It goes on until that one stays in the kernel
-    /// and the others are on the NIC.
+    /// All connections are wanted on the NIC, which crashes whenever the first one is there. It goes on until that one
+    /// stays in the kernel and the others are on the NIC.
     pub(super) fn run_poisoned(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<()> {
         let (session, deadline) = (self.session, monotonic_micros() + POISONED);
         for connection in self.ids {

@@ -1,6 +1,7 @@
-//! What buffering costs the NIC, from a message to the acknowledgement of its segments, by strategy: a copy in a chain of small
-//! buffers, as BSD's mbufs are; a reference to the host's send memory, which is Baton's own way; a list of the host's pages. Each is a
-//! send queue without a protocol. Segments have an MTU's payload. Instructions are counted by callgrind.
+//! What buffering costs the NIC, from a message to the acknowledgement of its segments, by strategy: a copy in a chain
+//! of small buffers, as BSD's mbufs are; a reference to the host's send memory, which is Baton's own way; a list of the
+//! host's pages. Each is a send queue without a protocol. Segments have an MTU's payload. Instructions are counted by
+//! callgrind.
 
 use super::cost::difference;
 use anyhow::{Context, Result, ensure};
@@ -228,7 +229,8 @@ impl Runs {
     }
 }
 
-/// References to the host's send memory, which stays where it is: one for each message, or for several that follow each other there.
+/// References to the host's send memory, which stays where it is: one for each message, or for several that follow each
+/// other there.
 struct References(Runs);
 
 impl SendQueue for References {
@@ -256,8 +258,8 @@ impl SendQueue for References {
 /// Bytes of a page.
 const PAGE: usize = 4096;
 
-/// Lists of the pages that messages lie in, which need not be neighbours, as a program's own memory is not for a device. Each message
-/// has a list of its own.
+/// Lists of the pages that messages lie in, which need not be neighbours, as a program's own memory is not for a
+/// device. Each message has a list of its own.
 struct Pages(Runs);
 
 impl SendQueue for Pages {
@@ -345,8 +347,8 @@ impl<Q: SendQueue> Stream<Q> {
         Ok(Stream { queue, host, frame: [0; SEGMENT], at: 0, unsent: 0, unacknowledged: (0, 0) })
     }
 
-    /// Queues the next message, behind the last one in host memory. What there is in full segments leaves, each looked at by `sent`;
-    /// the rest of a message that is longer than one does, too. Callgrind finds it by its name.
+    /// Queues the next message, behind the last one in host memory. What there is in full segments leaves, each looked
+    /// at by `sent`; the rest of a message that is longer than one does, too. Callgrind finds it by its name.
     #[inline(never)]
     fn measured_message(&mut self, size: usize, mut sent: impl FnMut(&[u8])) -> Result<()> {
         if self.at + size > HOST {

@@ -1,5 +1,6 @@
-//! Instructions of the NIC for a packet, by function: a segment of an MTU, a pure acknowledgement, and a segment of aggregated 1-byte
-//! messages. Counted as in [`crate::datapath`]; rounds of the worker that find no work are not counted.
+//! Instructions of the NIC for a packet, by function: a segment of an MTU, a pure acknowledgement, and a segment of
+//! aggregated 1-byte messages. Counted as in [`crate::datapath`]; rounds of the worker that find no work are not
+//! counted.
 
 use crate::datapath::{self, Bench, Source};
 use anyhow::{Context, Result};
@@ -22,8 +23,8 @@ const BUFFER: u32 = 1 << 16;
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Packet {
-    /// A message of an MTU's payload, sent as one segment: one of 16 that were queued together. The peer acknowledges every second
-    /// one.
+    /// A message of an MTU's payload, sent as one segment: one of 16 that were queued together. The peer acknowledges
+    /// every second one.
     Mtu,
     /// The same, alone: the worker looks for one message, and then for the acknowledgement of this one segment.
     LoneMtu,
@@ -33,7 +34,8 @@ pub enum Packet {
     PureAck,
     /// The same, alone.
     LonePureAck,
-    /// 940 messages of one byte that arrive while data is in flight, and leave as one segment when the acknowledgement comes.
+    /// 940 messages of one byte that arrive while data is in flight, and leave as one segment when the acknowledgement
+    /// comes.
     OneByte,
 }
 
@@ -106,8 +108,8 @@ const FILES: [(&str, &str); 17] = [
     ("nic/datapath/src/", BUFFERS),
 ];
 
-/// Source files of several functions: their lines belong to the function that they were inlined into, or called from, as far as that
-/// says; else to this one.
+/// Source files of several functions: their lines belong to the function that they were inlined into, or called from,
+/// as far as that says; else to this one.
 const SHARED: [(&str, &str); 4] = [
     ("platform/", BUFFERS),
     // Parses segments and, where it is inlined into their writer, describes acknowledgements.
@@ -168,7 +170,8 @@ fn cost(packet: Packet) -> Result<Cost> {
     Ok(Cost { packet, instructions: functions.values().sum(), functions })
 }
 
-/// Instructions for one packet of a workload by `group`: the difference of two runs, of `packets` packets and of three times as many.
+/// Instructions for one packet of a workload by `group`: the difference of two runs, of `packets` packets and of three
+/// times as many.
 pub(super) fn difference(workload: &str, packets: u64, group: impl Fn(&Source) -> &'static str) -> Result<BTreeMap<String, f64>> {
     let count = |packets: u64| {
         datapath::count("*measured_*", &["ttcp-workload".to_owned(), workload.to_owned(), packets.to_string()], &group)

@@ -1,12 +1,12 @@
-//! TTCP: a program on host A transmits to host B or receives from it, in messages of one size, through the kernel and through the
-//! NIC in its variants. Everything that the same amount of data costs is counted.
+//! TTCP: a program on host A transmits to host B or receives from it, in messages of one size, through the kernel and
+//! through the NIC in its variants. Everything that the same amount of data costs is counted.
 //!
-//! Host CPU is that of the program, the agent, the host's TCP and the kernel's thread that processes host A's received frames; the NIC's is
-//! beside it. Events are the wake-ups of those processes: each is an interrupt or a doorbell that a sleeper was woken by. All ways
-//! take turns, message size by message size; medians count.
+//! Host CPU is that of the program, the agent, the host's TCP and the kernel's thread that processes host A's received
+//! frames; the NIC's is beside it. Events are the wake-ups of those processes: each is an interrupt or a doorbell that
+//! a sleeper was woken by. All ways take turns, message size by message size; medians count.
 //!
-//! The kernel's turn is on the same two hosts, with the NIC as an ordinary card. A veth between two hosts is measured for
-//! comparison, but does not tell their costs apart: whoever sends a frame does the work of receiving it, too.
+//! The kernel's turn is on the same two hosts, with the NIC as an ordinary card. A veth between two hosts is measured
+//! for comparison, but does not tell their costs apart: whoever sends a frame does the work of receiving it, too.
 
 pub mod buffering;
 pub mod cost;

@@ -1,10 +1,12 @@
-//! The program that is measured, and its peer: TTCP's transmit and receive over ordinary blocking sockets. All bytes are checked.
+//! The program that is measured, and its peer: TTCP's transmit and receive over ordinary blocking sockets. All bytes
+//! are checked.
 
 use anyhow::{Context, Result, bail, ensure};
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 
-/// Period of the data: byte `n` of the stream is `n` modulo this. It divides no message size, so a byte in the wrong place shows.
+/// Period of the data: byte `n` of the stream is `n` modulo this. It divides no message size, so a byte in the wrong
+/// place shows.
 const PERIOD: usize = 251;
 /// Bytes that the peer reads at a time.
 const PEER_READS: usize = 1 << 17;

@@ -27,9 +27,9 @@ const COST_BARS: [(&str, Packet, f64); 3] = [
 pub struct TtcpReport {
     /// Every way at every message size, in the order of measurement.
     pub cells: Vec<Cell>,
-    /// Message size from which on full offload with a handshake for each message costs the host less than the kernel does, by
-    /// interpolation. The smallest size that was measured if it does at every size, as where system calls are dear. None if it
-    /// does not at the largest.
+    /// Message size from which on full offload with a handshake for each message costs the host less than the kernel
+    /// does, by interpolation. The smallest size that was measured if it does at every size, as where system calls are
+    /// dear. None if it does not at the largest.
     pub crossover_handshake_bytes: Option<f64>,
     /// Instructions of the NIC by packet, if they were counted.
     pub costs: Vec<Cost>,
@@ -68,8 +68,9 @@ impl TtcpReport {
     }
 }
 
-/// The message size at which a way's host CPU falls to the kernel's, when transmitting: the last such crossing, interpolated on
-/// logarithmic axes. The smallest size if it lies below at every size; None if it does not stay there up to the largest.
+/// The message size at which a way's host CPU falls to the kernel's, when transmitting: the last such crossing,
+/// interpolated on logarithmic axes. The smallest size if it lies below at every size; None if it does not stay there
+/// up to the largest.
 fn crossover(cells: &[Cell], way: &str) -> Option<f64> {
     let mut points: Vec<(f64, f64)> = cells
         .iter()

@@ -1,15 +1,16 @@
 //! Which processor a worker runs on that was not given one: that of the program that it wakes, where that pays.
 //!
-//! To wake a program on another processor is dear, above all in a virtual machine, where it takes an interrupt that leaves the machine.
-//! But a program that keeps a processor busy needs it for itself. Which of the two counts more is tried: the worker moves to the
-//! processor of the program that it wakes most often, and goes back if that does not bring more frames. It is moved, not bound: the
-//! kernel may wake the program on an idle processor at any time.
+//! To wake a program on another processor is dear, above all in a virtual machine, where it takes an interrupt that
+//! leaves the machine. But a program that keeps a processor busy needs it for itself. Which of the two counts more is
+//! tried: the worker moves to the processor of the program that it wakes most often, and goes back if that does not
+//! bring more frames. It is moved, not bound: the kernel may wake the program on an idle processor at any time.
 
-/// Microseconds over which frames are counted before and after a move. A move that does not pay is one that delays frames, so it is tried
-/// for a short time.
+/// Microseconds over which frames are counted before and after a move. A move that does not pay is one that delays
+/// frames, so it is tried for a short time.
 const PERIOD: u64 = 20_000;
 const TRYING_PERIOD: u64 = 10_000;
-/// For how long a move that has paid is repeated at once if the kernel parts the two, and how often the worker looks then.
+/// For how long a move that has paid is repeated at once if the kernel parts the two, and how often the worker looks
+/// then.
 const PAYS_FOR: u64 = 2_000_000;
 const PAYING_PERIOD: u64 = 5_000;
 /// Microseconds until the next try after one that has not paid: at first, and at most. Each failure doubles them.
@@ -50,9 +51,9 @@ impl Company {
         Company { state: State::Looking, wakes, looked: 0, frames: 0, pause: LEAST_PAUSE, next_try: 0 }
     }
 
-    /// Counts a wake at `now` of a program that says it ran on `processor`. `frames` is the number of frames that the worker has handled
-    /// so far. Returns the processor to which the worker, which runs on `mine`, should move. Numbers of processors that there are not
-    /// do not count.
+    /// Counts a wake at `now` of a program that says it ran on `processor`. `frames` is the number of frames that the
+    /// worker has handled so far. Returns the processor to which the worker, which runs on `mine`, should move. Numbers
+    /// of processors that there are not do not count.
     pub fn woke(&mut self, processor: usize, mine: usize, frames: u64, now: u64) -> Option<usize> {
         *self.wakes.get_mut(processor)? += 1;
         let passed = now.saturating_sub(self.looked);
@@ -96,8 +97,8 @@ impl Company {
         }
     }
 
-    /// The processor where at least three of four programs ran that were woken in the `passed` microseconds since the last look, if those
-    /// were often enough.
+    /// The processor where at least three of four programs ran that were woken in the `passed` microseconds since the
+    /// last look, if those were often enough.
     fn most_woken(&self, passed: u64) -> Option<usize> {
         let all: u64 = self.wakes.iter().map(|wakes| u64::from(*wakes)).sum();
         let (most, wakes) = self.wakes.iter().copied().enumerate().max_by_key(|(_, wakes)| *wakes)?;
@@ -109,9 +110,10 @@ impl Company {
 mod tests {
     use super::*;
 
-    /// The moves of a worker in ten seconds in which it wakes a program every `interval` microseconds, on the processors that `ran`
-    /// gives for each wake and the worker's processor. With a program on its own processor it handles `together` frames for each
-    /// wake, otherwise 100. It begins on processor 0. Also how much of the time it ran there.
+    /// The moves of a worker in ten seconds in which it wakes a program every `interval` microseconds, on the
+    /// processors that `ran` gives for each wake and the worker's processor. With a program on its own processor it
+    /// handles `together` frames for each wake, otherwise 100. It begins on processor 0. Also how much of the time it
+    /// ran there.
     fn moves(interval: usize, together: u64, ran: impl Fn(usize, usize) -> usize) -> (Vec<usize>, f64) {
         let (mut company, mut mine, mut moves, mut frames, mut at_home) = (Company::new(4), 0, Vec::new(), 0, 0);
         let times = (1_000_000..11_000_000).step_by(interval);

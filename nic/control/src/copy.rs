@@ -1,7 +1,8 @@
 //! The copy engine's thread, which writes the frames of all workers to the kernel, and the workers' ends of it.
 //!
-//! On a card the engine is hardware that the workers share. Here every worker can write to the kernel by itself, and does so if
-//! it has a queue there. With one queue for all, or if configured, one thread writes for all, in the order of [`baton_copy`].
+//! On a card the engine is hardware that the workers share. Here every worker can write to the kernel by itself, and
+//! does so if it has a queue there. With one queue for all, or if configured, one thread writes for all, in the order
+//! of [`baton_copy`].
 
 use anyhow::{Context, Result};
 use baton_backends::{Kernel, VnetDevice};
@@ -25,7 +26,8 @@ const BATCH: usize = 4;
 /// What the engine has done for a worker.
 #[derive(Default)]
 struct Progress {
-    /// Frames written; those of them that the kernel did not accept; SYNs sent before other frames that had waited longer.
+    /// Frames written; those of them that the kernel did not accept; SYNs sent before other frames that had waited
+    /// longer.
     done: AtomicU64,
     failed: AtomicU64,
     syns_first: AtomicU64,

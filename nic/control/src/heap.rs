@@ -1,12 +1,13 @@
-//! Gives pages of the heap back to the system, in a thread of its own: walking a heap that thousands of connections have used takes up
-//! to a millisecond, in which no frame may have to wait for a worker.
+//! Gives pages of the heap back to the system, in a thread of its own: walking a heap that thousands of connections
+//! have used takes up to a millisecond, in which no frame may have to wait for a worker.
 
 use anyhow::Result;
 use baton_linux::process;
 use std::sync::mpsc::{self, Receiver, SyncSender};
 use std::time::Duration;
 
-/// Least time between two walks. What allocates meanwhile waits for the walk, and a longer pause lets one walk serve for more.
+/// Least time between two walks. What allocates meanwhile waits for the walk, and a longer pause lets one walk serve
+/// for more.
 const PAUSE: Duration = Duration::from_millis(100);
 
 /// Asks the thread for a walk.

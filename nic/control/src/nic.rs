@@ -66,7 +66,8 @@ struct Runner {
     company: Option<Company>,
     busy_nanos: u64,
     doorbell_nanos: u64,
-    /// Has the heap trimmed; and the number of dormant connections when that was last asked for, or fewer if some have woken up since.
+    /// Has the heap trimmed; and the number of dormant connections when that was last asked for, or fewer if some have
+    /// woken up since.
     trimmer: Trimmer,
     trimmed_at: u64,
     /// Present if the NIC has an owner.
@@ -432,7 +433,8 @@ impl Runner {
         next.map_or(1_000_000, |at| at.saturating_sub(now.0)).min(1_000_000)
     }
 
-    /// Has pages given back to the system that connections used while they were awake, when many have become dormant, or the last one.
+    /// Has pages given back to the system that connections used while they were awake, when many have become dormant,
+    /// or the last one.
     fn trim_heap(&mut self) {
         let (dormant, others) = self.worker.dormant();
         self.trimmed_at = self.trimmed_at.min(dormant);

@@ -1,9 +1,9 @@
 //! The owner of a NIC: the process that holds the wire and the filter's rules, and starts the NIC for the host's agent.
 //!
-//! The host and its agent have no descriptor of the wire, and no way to the rules: the agent asks over a connection for a NIC on its own
-//! memory, and gets a control connection to one that has the rules before it receives its first frame. Rules are changed over a socket of
-//! the owner's, with a key. So it does not matter what root on the host does, as long as the owner runs where the host's root has no
-//! rights (docs/operate/filter.md).
+//! The host and its agent have no descriptor of the wire, and no way to the rules: the agent asks over a connection for
+//! a NIC on its own memory, and gets a control connection to one that has the rules before it receives its first frame.
+//! Rules are changed over a socket of the owner's, with a key. So it does not matter what root on the host does, as
+//! long as the owner runs where the host's root has no rights (docs/operate/filter.md).
 
 mod book;
 
@@ -56,8 +56,9 @@ pub struct Owner {
 }
 
 impl Owner {
-    /// Starts an owner of the devices, and waits until tools can connect. Returns it, and the end of the connection at which agents ask for
-    /// NICs; it takes the wire's place among an agent's descriptors. `command` starts this program.
+    /// Starts an owner of the devices, and waits until tools can connect. Returns it, and the end of the connection at
+    /// which agents ask for NICs; it takes the wire's place among an agent's descriptors. `command` starts this
+    /// program.
     ///
     /// # Errors
     /// If it does not start. It has printed the cause itself.
@@ -304,7 +305,8 @@ impl Process {
         if let Some(nic) = &mut self.nic
             && let Err(error) = nic.apply(&planned, self.key, generation)
         {
-            // A NIC that has not answered must not go on with other rules than those that are listed. The next one gets the new rules.
+            // A NIC that has not answered must not go on with other rules than those that are listed. The next one gets
+            // the new rules.
             report!("baton nic owner: the NIC does not answer ({error:#}): it is ended");
             self.end_nic();
         }

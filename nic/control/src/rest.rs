@@ -1,11 +1,11 @@
 //! What a worker without work does: it polls on, naps, or sleeps until it is woken.
 //!
-//! A worker that sleeps is woken by the next frame or message, which costs it and whoever wakes it some microseconds each. Under
-//! load the next ones come anyway. So the worker naps for a short time instead, in which nobody has to wake it, and then takes
-//! all that has come at once; so do the programs and peers behind it. A nap would only delay a load that waits for the worker's
-//! answer before it goes on, so naps go on only while they bring several frames each on average. A load comes in bursts, so that a
-//! single nap that brings few proves nothing: what earlier ones brought beyond that is held to their credit. After a nap that brought
-//! nothing the worker sleeps.
+//! A worker that sleeps is woken by the next frame or message, which costs it and whoever wakes it some microseconds
+//! each. Under load the next ones come anyway. So the worker naps for a short time instead, in which nobody has to wake
+//! it, and then takes all that has come at once; so do the programs and peers behind it. A nap would only delay a load
+//! that waits for the worker's answer before it goes on, so naps go on only while they bring several frames each on
+//! average. A load comes in bursts, so that a single nap that brings few proves nothing: what earlier ones brought
+//! beyond that is held to their credit. After a nap that brought nothing the worker sleeps.
 
 /// Microseconds of a nap.
 pub(crate) const NAP: u64 = 50;
@@ -13,12 +13,12 @@ pub(crate) const NAP: u64 = 50;
 const ENOUGH: u64 = 3;
 /// Most frames beyond that which count for later naps.
 const MOST_CREDIT: u64 = 8 * ENOUGH;
-/// The period over which frames are counted while the worker polls or sleeps, and the longest average interval of frames with
-/// which it tries a nap, microseconds.
+/// The period over which frames are counted while the worker polls or sleeps, and the longest average interval of
+/// frames with which it tries a nap, microseconds.
 const PERIOD: u64 = 250;
 const INTERVAL: u64 = 25;
-/// Microseconds until the next try after naps that brought too little: at first, and at most. Each try that fails at once doubles
-/// them.
+/// Microseconds until the next try after naps that brought too little: at first, and at most. Each try that fails at
+/// once doubles them.
 const LEAST_PAUSE: u64 = 500;
 const MOST_PAUSE: u64 = 20_000;
 
@@ -71,8 +71,8 @@ impl Rest {
         }
     }
 
-    /// Notes that there was work, or that the worker was woken for some. The worker goes on to poll twice as long as it had to
-    /// wait, if that is short; if it had to wait long, it polls for half as long the next time.
+    /// Notes that there was work, or that the worker was woken for some. The worker goes on to poll twice as long as it
+    /// had to wait, if that is short; if it had to wait long, it polls for half as long the next time.
     pub fn worked(&mut self, now: u64) {
         if std::mem::take(&mut self.idled) {
             let waited = now - self.idle_since;
@@ -138,8 +138,8 @@ mod tests {
         assert_eq!([polls(1000), polls(10), polls(25), polls(60)], [3, 10, 25, 3]);
     }
 
-    /// The numbers of naps and of frames in a second of a load that has `most` frames under way at a time, each of which comes
-    /// `delay` microseconds after the worker handled the one before.
+    /// The numbers of naps and of frames in a second of a load that has `most` frames under way at a time, each of
+    /// which comes `delay` microseconds after the worker handled the one before.
     fn load(most: u64, delay: u64) -> (usize, u64) {
         let (mut rest, mut naps, mut frames, mut now) = (Rest::new(100, 0), 0, 0, 0);
         let mut arrivals: Vec<u64> = (0..most).map(|number| number * delay / most).collect();

@@ -1,4 +1,5 @@
-//! The filter's rules in a NIC that has an owner: a thread that receives and compiles them, and the workers that put them in force.
+//! The filter's rules in a NIC that has an owner: a thread that receives and compiles them, and the workers that put
+//! them in force.
 
 use anyhow::{Context, Result, bail};
 use baton_datapath::Gate;

@@ -1,8 +1,9 @@
-//! The sandbox of a NIC process: it may only move frames between the descriptors that it has, and map the memory that it gets.
+//! The sandbox of a NIC process: it may only move frames between the descriptors that it has, and map the memory that
+//! it gets.
 //!
-//! The process parses what the network sends and what programs write, so a bug in it must not open a way into the host. Before
-//! its first frame it becomes a user of its own without capabilities. Landlock denies it all files and new connections; seccomp
-//! denies all system calls that it does not need.
+//! The process parses what the network sends and what programs write, so a bug in it must not open a way into the host.
+//! Before its first frame it becomes a user of its own without capabilities. Landlock denies it all files and new
+//! connections; seccomp denies all system calls that it does not need.
 
 use anyhow::{Context, Result};
 use baton_linux::process;

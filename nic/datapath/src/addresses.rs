@@ -45,7 +45,8 @@ impl Addresses {
         if let Addresses::Here(resolver) = self { resolver.due() } else { u64::MAX }
     }
 
-    /// Sets the addresses and their MAC address. One that the NIC before this one used is in use, and its counters go on.
+    /// Sets the addresses and their MAC address. One that the NIC before this one used is in use, and its counters go
+    /// on.
     pub fn set(&mut self, settings: &AddressSettings, memory: &Region, now: u64) {
         if !matches!(self, Addresses::Here(_)) {
             let timing = Timing::in_proportion(settings.between_probes.max(1));

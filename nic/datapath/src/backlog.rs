@@ -1,12 +1,13 @@
-//! Messages to the agent that found its ring full. They wait here in order, and the NIC does not sleep until they are sent.
+//! Messages to the agent that found its ring full. They wait here in order, and the NIC does not sleep until they are
+//! sent.
 
 use baton_abi::{Control, FOR_AGENT, Message, Operation};
 use baton_ring::Producer;
 use baton_shm::RingWords;
 use std::collections::VecDeque;
 
-/// The waiting messages. Their number is bounded, however long the agent does not read: by the answers to the commands that it has sent,
-/// and by what there is to tell of connections, sessions and addresses, each once.
+/// The waiting messages. Their number is bounded, however long the agent does not read: by the answers to the commands
+/// that it has sent, and by what there is to tell of connections, sessions and addresses, each once.
 #[derive(Default)]
 pub(crate) struct Backlog(VecDeque<Message>);
 
@@ -21,8 +22,8 @@ impl Backlog {
         self.0.is_empty()
     }
 
-    /// Appends a message. A later `os_resource` replaces an earlier one, as a later `os_restore` of the same connection does; an event that
-    /// waits already is not repeated.
+    /// Appends a message. A later `os_resource` replaces an earlier one, as a later `os_restore` of the same connection
+    /// does; an event that waits already is not repeated.
     #[cold]
     pub fn add(&mut self, message: Message) {
         let same = |other: &&mut Message| other.operation == message.operation && other.cid == message.cid;
@@ -55,8 +56,8 @@ mod tests {
     use super::*;
     use baton_abi::Cid;
 
-    /// However often an address's state changes or a session breaks the rules while the agent does not read: there is one event of each. Each
-    /// answer is an event of its own.
+    /// However often an address's state changes or a session breaks the rules while the agent does not read: there is
+    /// one event of each. Each answer is an event of its own.
     #[test]
     fn events_that_repeat_take_no_more_room() {
         let mut backlog = Backlog::default();

@@ -1,5 +1,6 @@
-//! Connections that their programs have closed, and whose peers have acknowledged the FIN: in FIN-WAIT-2 and TIME-WAIT. They need
-//! neither a program's memory nor the agent; should the NIC die they are forgotten, and the kernel answers their peers with a RST.
+//! Connections that their programs have closed, and whose peers have acknowledged the FIN: in FIN-WAIT-2 and TIME-WAIT.
+//! They need neither a program's memory nor the agent; should the NIC die they are forgotten, and the kernel answers
+//! their peers with a RST.
 
 use crate::listeners::Opening;
 use baton_tables::Lookup;
@@ -25,8 +26,8 @@ pub(crate) struct Closed {
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
     lookup: Lookup,
-    /// Each entry once, with the time (microseconds) at which it is looked at next. Nearly in the order of time, since all wait
-    /// equally long.
+    /// Each entry once, with the time (microseconds) at which it is looked at next. Nearly in the order of time, since
+    /// all wait equally long.
     queue: VecDeque<(u64, u32)>,
     count: usize,
 }

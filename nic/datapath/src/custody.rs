@@ -95,8 +95,8 @@ impl Slot {
         FlowKey::from_words([first, ports ^ device << DEVICE], self.rest.as_deref().copied(), device as u32)
     }
 
-    /// Whether a frame with this key is its connection's: see [`FlowKey::admits`]. Of one that is bound to no device the words are those of
-    /// the 4-tuple, so that its frames cost no comparison of devices.
+    /// Whether a frame with this key is its connection's: see [`FlowKey::admits`]. Of one that is bound to no device
+    /// the words are those of the 4-tuple, so that its frames cost no comparison of devices.
     #[inline(always)]
     pub fn has_key(&self, key: &FlowKey) -> bool {
         let ([first, ports], rest) = key.words();

@@ -1,4 +1,5 @@
-//! Programs' UDP sockets, as the NIC serves them: who gets a datagram, their rings, and the ways to the hosts that they send to.
+//! Programs' UDP sockets, as the NIC serves them: who gets a datagram, their rings, and the ways to the hosts that they
+//! send to.
 
 use baton_datagrams::{Direction, Place, Reader, Wish, Writer};
 use baton_shm::Region;

@@ -1,5 +1,6 @@
-//! The delivery of frames to the kernel. They wait, in order, for as long as moderation says, and go in one burst, so that the
-//! receiver is woken once for many. Writing to the kernel's interface corresponds to the interrupt of a network card.
+//! The delivery of frames to the kernel. They wait, in order, for as long as moderation says, and go in one burst, so
+//! that the receiver is woken once for many. Writing to the kernel's interface corresponds to the interrupt of a
+//! network card.
 
 use crate::counters::Counters;
 use baton_abi::layout::Counter;
@@ -26,8 +27,8 @@ impl Delivery {
         delivery
     }
 
-    /// Changes the moderation; no frame may be waiting. Buffers are kept, since settings that change once are likely to change
-    /// again.
+    /// Changes the moderation; no frame may be waiting. Buffers are kept, since settings that change once are likely to
+    /// change again.
     pub fn set(&mut self, mode: Mode) {
         self.moderator = Moderator::new(mode);
         if self.moderator.is_on() {

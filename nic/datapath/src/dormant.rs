@@ -1,8 +1,8 @@
 //! A connection that has carried nothing for a while, in few bytes.
 //!
-//! Everything that the NIC knows of it is in its image and in its slot. The image is kept in its short form; the rest is read from the
-//! slot when the connection wakes up. Both owners are the same NIC, with one clock: a moment that the image holds as an age is
-//! exactly the same moment afterwards.
+//! Everything that the NIC knows of it is in its image and in its slot. The image is kept in its short form; the rest
+//! is read from the slot when the connection wakes up. Both owners are the same NIC, with one clock: a moment that the
+//! image holds as an age is exactly the same moment afterwards.
 
 use crate::growth::{Growth, largest_window};
 use crate::offloaded::{Memory, Offloaded};
@@ -35,8 +35,8 @@ pub(crate) struct Place {
 }
 
 impl Dormant {
-    /// The dormant form of a connection at `now`. None if something is under way, or it has carried something in the last `patience`
-    /// microseconds.
+    /// The dormant form of a connection at `now`. None if something is under way, or it has carried something in the
+    /// last `patience` microseconds.
     pub fn of(offloaded: &Offloaded, patience: u64, now: Instant) -> Option<Dormant> {
         let flag = match offloaded.path {
             Path::Whole => 0,
@@ -213,7 +213,8 @@ mod tests {
         Place { memory: MEMORY, limits: [1 << 17, 1 << 20], session: 7, session_memory, nic_memory, slot: 2 }
     }
 
-    /// What a NIC knows beside the image. Sequence numbers at which something ends count as over from the oldest unacknowledged one on.
+    /// What a NIC knows beside the image. Sequence numbers at which something ends count as over from the oldest
+    /// unacknowledged one on.
     fn nic_state(tcp: &Connection, now: Instant) -> NicState {
         let mut state = tcp.nic_state(now);
         let (recovery, congestion) = (&mut state.recovery, &mut state.congestion);

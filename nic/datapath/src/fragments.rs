@@ -1,6 +1,6 @@
-//! Reassembly of IP datagrams that carry TCP (RFC 791 section 3.2, RFC 8200 section 4.5). A router in front of a smaller MTU cuts
-//! packets that are sent without DF, and only the first fragment has ports. Memory and time are bounded; fragments that do not
-//! become whole are passed on as they came.
+//! Reassembly of IP datagrams that carry TCP (RFC 791 section 3.2, RFC 8200 section 4.5). A router in front of a
+//! smaller MTU cuts packets that are sent without DF, and only the first fragment has ports. Memory and time are
+//! bounded; fragments that do not become whole are passed on as they came.
 
 use baton_device::{Checksum, Frame};
 use baton_tcp::Instant;
@@ -27,8 +27,8 @@ const IPV4_MORE_FRAGMENTS: usize = 0x2000;
 const IPV6_OFFSET: usize = 0xfff8;
 const IPV6_MORE_FRAGMENTS: usize = 1;
 
-/// Identifies the datagram that a fragment belongs to: addresses, identification, IP version; of link-local addresses, which another host
-/// may have on another link, the device, else 0.
+/// Identifies the datagram that a fragment belongs to: addresses, identification, IP version; of link-local addresses,
+/// which another host may have on another link, the device, else 0.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 struct Key([u8; 32], u32, u8, u32);
 
@@ -344,7 +344,8 @@ mod tests {
         }
     }
 
-    /// RFC 6946: what has a Fragment header and is no part of anything harms no datagram with its identification, nor the other way round.
+    /// RFC 6946: what has a Fragment header and is no part of anything harms no datagram with its identification, nor
+    /// the other way round.
     #[test]
     fn an_atomic_fragment_has_nothing_to_do_with_others() {
         let whole = segment(true);

@@ -1,7 +1,7 @@
 //! A ring of frames in shared memory, with one producer and one consumer: the way between the NIC and the host's TCP.
 //!
-//! The indices count bytes and do not wrap at the ring's size. A frame lies contiguously behind its header; where the rest of the ring
-//! is too short for it, a header alone says that the next one is at the beginning.
+//! The indices count bytes and do not wrap at the ring's size. A frame lies contiguously behind its header; where the
+//! rest of the ring is too short for it, a header alone says that the next one is at the beginning.
 
 use baton_abi::layout::host_tcp::{FRAMES_BYTES, FRAMES_DATA};
 use baton_device::{Checksum, Frame, Parts, Segmentation};
@@ -105,7 +105,8 @@ impl FrameSender {
         FrameSender { memory, base, head }
     }
 
-    /// Sends a copy of a frame. `tag` is the cid of the connection whose frames it is to be held with, or 0. False if there is no room.
+    /// Sends a copy of a frame. `tag` is the cid of the connection whose frames it is to be held with, or 0. False if
+    /// there is no room.
     pub fn send(&mut self, frame: &Parts, tag: u32) -> bool {
         let length = frame.bytes().len();
         let tail = index(&self.memory, self.base + TAIL).load(Ordering::Acquire);

@@ -125,7 +125,8 @@ impl<W: Device> GatedWire<W> {
         counters.add(if sent { Counter::WireSent } else { Counter::Dropped }, 1);
     }
 
-    /// Whether a frame that was received may pass now. If not, nothing else must be done with it; it is another buffer afterwards.
+    /// Whether a frame that was received may pass now. If not, nothing else must be done with it; it is another buffer
+    /// afterwards.
     #[inline(always)]
     pub fn admits(&mut self, frame: &mut Frame) -> bool {
         !self.is_gated() || self.judge(Direction::In, frame)
@@ -195,8 +196,8 @@ impl<W: Device> GatedWire<W> {
         self.held.peek().map(|held| held.at.0)
     }
 
-    /// Sends the frames to the wire whose time has come, up to the first one from the wire, which is put into `frame`. False if there is
-    /// none.
+    /// Sends the frames to the wire whose time has come, up to the first one from the wire, which is put into `frame`.
+    /// False if there is none.
     pub fn pass_held(&mut self, frame: &mut Frame, counters: &Counters) -> bool {
         while self.next_passing().is_some_and(|at| at <= self.now) {
             let Some(mut held) = self.held.pop() else { return false };
@@ -248,7 +249,8 @@ mod tests {
             self.wire.set(Gate::Filtered(Box::new(Filter::new(table, [1; 4])), self.words.clone()));
         }
 
-        /// Sends a frame, and returns the number of frames that the other end of the wire has received since the last call.
+        /// Sends a frame, and returns the number of frames that the other end of the wire has received since the last
+        /// call.
         fn send(&mut self) -> usize {
             self.wire.transmit(&mut segment(), &self.counters);
             self.arrived()

@@ -1,6 +1,6 @@
-//! More memory for a connection whose path can hold more data than its memory, or whose program may queue more than has room there. The NIC notices that and asks for memory. The
-//! agent takes it from the session's heap, copies the contents while the connection is stopped, and resumes the connection in the
-//! new memory.
+//! More memory for a connection whose path can hold more data than its memory, or whose program may queue more than has
+//! room there. The NIC notices that and asks for memory. The agent takes it from the session's heap, copies the
+//! contents while the connection is stopped, and resumes the connection in the new memory.
 
 use crate::offloaded::{Memory, Offloaded, Pending};
 use crate::posted::Receive;
@@ -64,8 +64,8 @@ impl Growth {
         queued >= self.send.min(self.most_queued)
     }
 
-    /// Makes a request for a program that has filled its send memory though it may queue more; or though the kernel would let it
-    /// queue more, since the congestion window has grown. `flags` are those of the connection's block.
+    /// Makes a request for a program that has filled its send memory though it may queue more; or though the kernel
+    /// would let it queue more, since the congestion window has grown. `flags` are those of the connection's block.
     #[cold]
     fn consider_writer(&mut self, queued: u32, cwnd: u32, flags: u32, now: Instant) {
         self.most_queued = block::most_queued(flags);
@@ -106,7 +106,8 @@ impl Offloaded {
         }
     }
 
-    /// Moves the connection to other memory, to which its contents have been copied. False if it does not lie in the session's.
+    /// Moves the connection to other memory, to which its contents have been copied. False if it does not lie in the
+    /// session's.
     pub fn move_into(&mut self, memory: Memory, limits: [u32; 2], image: &Image) -> bool {
         let Some(circle) = self.session_memory.circle(memory.receive_base, memory.receive_size) else { return false };
         self.receive = Receive::new(circle, &self.posts_table());

@@ -1,12 +1,13 @@
-//! The frames of a connection that are held while it moves. All operations take time logarithmic in the number of frames, since
-//! the peer decides how many there are, and how small they are.
+//! The frames of a connection that are held while it moves. All operations take time logarithmic in the number of
+//! frames, since the peer decides how many there are, and how small they are.
 
 use baton_device::Frame;
 use baton_tcp::seq::before;
 use baton_wire::{Flags, TcpFrame};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Largest number of frames held for one connection, and of their bytes; further frames are dropped, as by any full queue.
+/// Largest number of frames held for one connection, and of their bytes; further frames are dropped, as by any full
+/// queue.
 const HELD_FRAMES: usize = 4096;
 const HELD_BYTES: usize = 8 << 20;
 
@@ -175,7 +176,8 @@ mod tests {
         held.push(&parsed, &frame);
     }
 
-    /// With a list of these frames one acknowledgement with a SACK block took 9.8 ms, and this test would take a minute.
+    /// With a list of these frames one acknowledgement with a SACK block took 9.8 ms, and this test would take a
+    /// minute.
     #[test]
     fn many_small_frames_cost_no_more_than_few() {
         let (done, finished) = std::sync::mpsc::channel();

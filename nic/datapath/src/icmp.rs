@@ -1,5 +1,6 @@
-//! ICMP messages about a connection on the NIC: about its path MTU (RFC 1191, RFC 8201, RFC 4443), and, while it is opened, that its
-//! peer cannot be reached (RFC 1122 section 4.2.3.9). They also go to the kernel, which keeps the MTU of the route.
+//! ICMP messages about a connection on the NIC: about its path MTU (RFC 1191, RFC 8201, RFC 4443), and, while it is
+//! opened, that its peer cannot be reached (RFC 1122 section 4.2.3.9). They also go to the kernel, which keeps the MTU
+//! of the route.
 
 use baton_wire::checksum::{self, Sum};
 use baton_wire::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV6, PROTOCOL_ICMP, PROTOCOL_ICMPV6, PROTOCOL_TCP};
@@ -34,13 +35,15 @@ const EHOSTDOWN: u32 = 112;
 const EHOSTUNREACH: u32 = 113;
 const ENONET: u32 = 64;
 
-/// ICMP's types "destination unreachable", "time exceeded", "parameter problem" (RFC 792), and the code "fragmentation needed".
+/// ICMP's types "destination unreachable", "time exceeded", "parameter problem" (RFC 792), and the code "fragmentation
+/// needed".
 const UNREACHABLE: u8 = 3;
 const TIME_EXCEEDED: u8 = 11;
 const PARAMETER_PROBLEM: u8 = 12;
 const FRAGMENTATION_NEEDED: u8 = 4;
 
-/// Linux's error for each code of "destination unreachable" (RFC 792, RFC 1122, RFC 1812); 0 for the fourth, which is none.
+/// Linux's error for each code of "destination unreachable" (RFC 792, RFC 1122, RFC 1812); 0 for the fourth, which is
+/// none.
 const ERRORS: [u32; 16] = [
     ENETUNREACH,
     EHOSTUNREACH,
@@ -67,8 +70,9 @@ const TIME_EXCEEDED_6: u8 = 3;
 const PARAMETER_PROBLEM_6: u8 = 4;
 const ERRORS_6: [u32; 7] = [ENETUNREACH, EACCES, EHOSTUNREACH, EHOSTUNREACH, ECONNREFUSED, EACCES, EACCES];
 
-/// Smallest path MTU in bytes that a message can set (Linux's net.ipv4.route.min_pmtu): one that says less, or 0 as routers do that are older
-/// than RFC 1191, stands for this. What is sent may be fragmented then ([`Offloaded::set_mtu`](crate::offloaded::Offloaded::set_mtu)).
+/// Smallest path MTU in bytes that a message can set (Linux's net.ipv4.route.min_pmtu): one that says less, or 0 as
+/// routers do that are older than RFC 1191, stands for this. What is sent may be fragmented then
+/// ([`Offloaded::set_mtu`](crate::offloaded::Offloaded::set_mtu)).
 pub(crate) const MIN_MTU: u32 = 552;
 /// The same for IPv6, where a message that says less is dropped (RFC 8201 section 4).
 const MIN_MTU_6: u32 = 1280;
@@ -77,8 +81,8 @@ fn be16(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
 
-/// Reads a message about a TCP segment, which came by this device. None for any other frame, and over IPv6 for an MTU that is too small to
-/// be true.
+/// Reads a message about a TCP segment, which came by this device. None for any other frame, and over IPv6 for an MTU
+/// that is too small to be true.
 pub(crate) fn about(frame: &[u8], device: u32) -> Option<About> {
     match be16(frame, ethernet::TYPE)? {
         ETHERTYPE_IPV4 if *frame.get(ETHERNET + ipv4::PROTOCOL)? == PROTOCOL_ICMP => about_v4(frame, device),

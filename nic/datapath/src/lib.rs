@@ -1,9 +1,9 @@
-//! Receive → lookup → TCP → transmit: one worker, run to completion, without locks and without types of the operating system, so
-//! that the simulator runs it unchanged.
+//! Receive → lookup → TCP → transmit: one worker, run to completion, without locks and without types of the operating
+//! system, so that the simulator runs it unchanged.
 //!
-//! A [`Worker`] stands between two devices, the *host* (the kernel's interface) and the *wire*. Frames of connections that it
-//! does not own pass through it. For the connections that it owns it runs TCP: it writes received payload into the program's
-//! memory, reads payload to be sent from there, and exchanges messages with the program through rings.
+//! A [`Worker`] stands between two devices, the *host* (the kernel's interface) and the *wire*. Frames of connections
+//! that it does not own pass through it. For the connections that it owns it runs TCP: it writes received payload into
+//! the program's memory, reads payload to be sent from there, and exchanges messages with the program through rings.
 #![forbid(unsafe_code)]
 
 mod addresses;

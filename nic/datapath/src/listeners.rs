@@ -1,5 +1,5 @@
-//! The programs' listening sockets, as the NIC serves them, and the handshakes with their clients. Both are bounded: what does
-//! not fit into the table of handshakes is answered by SYN cookies, and not remembered.
+//! The programs' listening sockets, as the NIC serves them, and the handshakes with their clients. Both are bounded:
+//! what does not fit into the table of handshakes is answered by SYN cookies, and not remembered.
 
 use baton_abi::Cid;
 use baton_tables::Lookup;
@@ -14,8 +14,8 @@ const MOST_HANDSHAKES: usize = 512;
 /// Retransmissions of a SYN-ACK before the handshake is given up (Linux's tcp_synack_retries).
 const SYN_ACK_RETRIES: u8 = 5;
 
-/// Microseconds for which acknowledgements of SYN cookies are accepted after the last one was sent, or after the start of a NIC that
-/// has a predecessor, whose handshakes it continues. Cookies are no older.
+/// Microseconds for which acknowledgements of SYN cookies are accepted after the last one was sent, or after the start
+/// of a NIC that has a predecessor, whose handshakes it continues. Cookies are no older.
 const COOKIES_LAST: u64 = 134_000_000;
 
 /// Bytes of receive memory that a connection has until it is handed off: its first window, which is not scaled.
@@ -114,8 +114,8 @@ impl Listeners {
         self.listeners.is_empty()
     }
 
-    /// Adds a listener, or changes its settings. Handshakes under way at endpoints that it keeps go on: their clients have been
-    /// answered.
+    /// Adds a listener, or changes its settings. Handshakes under way at endpoints that it keeps go on: their clients
+    /// have been answered.
     pub fn add(&mut self, settings: ListenerSettings) {
         let (granted, open) = self.take(settings.id).map_or((Vec::new(), false), |listener| (listener.granted, listener.open));
         self.forget_all(settings.id, &settings.endpoints);

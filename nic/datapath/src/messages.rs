@@ -1,5 +1,5 @@
-//! A session's messages (RMPP): the data half, or its receiving part, between the session's rings and the wire. The policy half runs
-//! in the program.
+//! A session's messages (RMPP): the data half, or its receiving part, between the session's rings and the wire. The
+//! policy half runs in the program.
 
 use baton_abi::layout::session;
 use baton_records::{SLOTS, SessionMemory, Torn, begins, pop, push};
@@ -56,8 +56,8 @@ impl Messages {
         self.endpoint.data.address
     }
 
-    /// Allows packets to a host by `link`; without one there is no way, and they are dropped. False if there are too many hosts
-    /// already.
+    /// Allows packets to a host by `link`; without one there is no way, and they are dropped. False if there are too
+    /// many hosts already.
     pub fn reach(&mut self, host: [u8; 16], link: Option<Link>) -> bool {
         let Some(link) = link else {
             self.hops.remove(&host);
@@ -70,7 +70,8 @@ impl Messages {
         room
     }
 
-    /// The way to an endpoint. With raw Ethernet it is given by the two MAC addresses; frames for groups of hosts are not sent.
+    /// The way to an endpoint. With raw Ethernet it is given by the two MAC addresses; frames for groups of hosts are
+    /// not sent.
     pub fn link_to(&self, remote: &Endpoint) -> Option<Link> {
         const GROUP: u8 = 1;
         let local = self.address();
@@ -122,8 +123,9 @@ impl Messages {
         self.data.as_ref().is_none_or(Data::has_room)
     }
 
-    /// Handles the packet in a datagram, or all of them if a device on the way has left a run of datagrams in one piece. False if
-    /// the kernel is to have it. Before the program has begun packets are dropped: their sender sends them again.
+    /// Handles the packet in a datagram, or all of them if a device on the way has left a run of datagrams in one
+    /// piece. False if the kernel is to have it. Before the program has begun packets are dropped: their sender sends
+    /// them again.
     pub fn receive(&mut self, from: &Endpoint, datagram: &[u8]) -> bool {
         let Some(data) = &mut self.data else { return true };
         if self.endpoint.data.address.port == 0 {

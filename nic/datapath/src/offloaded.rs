@@ -24,7 +24,8 @@ pub(crate) use tcp::Tcp;
 /// Queued bytes that last longer on a short path than a program needs to wake up: 80 us at 25 Gb/s.
 const LASTS: u32 = 1 << 18;
 
-/// A contiguous part of the send queue: where its bytes lie in the session's memory, and the sequence number of the first.
+/// A contiguous part of the send queue: where its bytes lie in the session's memory, and the sequence number of the
+/// first.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Pair {
     pub address: u32,
@@ -89,8 +90,8 @@ impl Pending {
     }
 }
 
-/// An offloaded connection. A predicted segment needs three cache lines of it: what comes before the template, the beginning of that, and
-/// [`Connection::USUAL`].
+/// An offloaded connection. A predicted segment needs three cache lines of it: what comes before the template, the
+/// beginning of that, and [`Connection::USUAL`].
 #[repr(C)]
 pub(crate) struct Offloaded {
     /// The two copies of the record.
@@ -116,8 +117,8 @@ pub(crate) struct Offloaded {
     /// IPv4 identification of the next segment.
     pub ident: u16,
     pub growth: Growth,
-    /// In the host's TCP: segments of the fast path since the last other one; [`u32::MAX`] once it has offered to give the connection
-    /// back.
+    /// In the host's TCP: segments of the fast path since the last other one; [`u32::MAX`] once it has offered to give
+    /// the connection back.
     pub in_order: u32,
     pub memory: Memory,
     /// The send queue, a ring; the indices count without wrapping at its size.
@@ -185,7 +186,8 @@ impl Memory {
 }
 
 impl Offloaded {
-    /// Makes an offloaded connection of the one that was made from an image. None if its memory does not lie in the session's.
+    /// Makes an offloaded connection of the one that was made from an image. None if its memory does not lie in the
+    /// session's.
     pub fn new(
         tcp: Connection,
         image: &Image,
@@ -233,8 +235,8 @@ impl Offloaded {
         Some(offloaded)
     }
 
-    /// Sets the path MTU of what is sent. The smallest one may be more than the path has: then routers may cut the packets, as those of a
-    /// Linux route whose MTU is locked.
+    /// Sets the path MTU of what is sent. The smallest one may be more than the path has: then routers may cut the
+    /// packets, as those of a Linux route whose MTU is locked.
     pub fn set_mtu(&mut self, mtu: u32) {
         self.image.mtu = mtu;
         if mtu <= MIN_MTU {
@@ -250,8 +252,8 @@ impl Offloaded {
         prefetch(self, tcp + Connection::USUAL.start, tcp + Connection::USUAL.end);
     }
 
-    /// Begins to load what it uses elsewhere, once its state is there: the recovery record that is published next, and the place of the
-    /// next bytes to be received.
+    /// Begins to load what it uses elsewhere, once its state is there: the recovery record that is published next, and
+    /// the place of the next bytes to be received.
     #[inline(always)]
     pub fn prefetch_memory(&self) {
         prefetch(&self.record[copy(self.next)], 0, 8);
@@ -279,9 +281,10 @@ impl Offloaded {
         self.session_memory.word32(layout::session::block(self.memory.block) + layout::block::FLAGS).load(Ordering::Acquire)
     }
 
-    /// Whether acknowledgements so far free less send memory than a sleeping program is worth waking for: what it waits for (see
-    /// [`layout::block::QUIET_ABOVE`]), and on a short path most of the memory, as long as another acknowledgement must come. There the
-    /// rest lasts longer than the program needs to wake up; on a long path the memory may be what limits the rate.
+    /// Whether acknowledgements so far free less send memory than a sleeping program is worth waking for: what it waits
+    /// for (see [`layout::block::QUIET_ABOVE`]), and on a short path most of the memory, as long as another
+    /// acknowledgement must come. There the rest lasts longer than the program needs to wake up; on a long path the
+    /// memory may be what limits the rate.
     pub fn frees_too_little(&self) -> bool {
         let most = self.session_memory.word32(self.quiet_offset).load(Ordering::Relaxed);
         let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
@@ -290,8 +293,8 @@ impl Offloaded {
         most != 0 && (left > most || goes_on && left > LASTS.min(self.send_size / 2))
     }
 
-    /// Fills the send queue with the bytes that came with the image. They lie in send memory at their sequence numbers: as one
-    /// pair, or two around the end.
+    /// Fills the send queue with the bytes that came with the image. They lie in send memory at their sequence numbers:
+    /// as one pair, or two around the end.
     fn adopt_send_queue(&mut self, image: &Image, memory: Memory) {
         let mut seq = image.snd_una;
         let mut left = image.send_queue();
@@ -318,7 +321,8 @@ impl Offloaded {
         self.template.set_interface(interface);
     }
 
-    /// Appends bytes to the send queue. Bytes that directly follow the last pair in memory extend it. False if the queue is full.
+    /// Appends bytes to the send queue. Bytes that directly follow the last pair in memory extend it. False if the
+    /// queue is full.
     pub fn add_pair(&mut self, address: u32, length: u32, seq: u32) -> bool {
         let mask = layout::PAIRS as u8 - 1;
         if self.pair_next != self.pair_first {
@@ -338,14 +342,15 @@ impl Offloaded {
         true
     }
 
-    /// Whether send memory has room for `length` bytes more than the peer has not acknowledged. Numbers that a program gives are
-    /// differences modulo 2³²: one that moves backwards is a large one, and what does not fit into send memory cannot go back to the kernel.
+    /// Whether send memory has room for `length` bytes more than the peer has not acknowledged. Numbers that a program
+    /// gives are differences modulo 2³²: one that moves backwards is a large one, and what does not fit into send
+    /// memory cannot go back to the kernel.
     pub fn has_room_to_send(&self, length: u32) -> bool {
         self.tcp.unacknowledged().checked_add(length).is_some_and(|all| all <= self.send_size)
     }
 
-    /// Appends to the send queue what the program has put into send memory so far. False if it claims more than fits there, or
-    /// sending is closed: then nothing is appended.
+    /// Appends to the send queue what the program has put into send memory so far. False if it claims more than fits
+    /// there, or sending is closed: then nothing is appended.
     pub fn take_queued(&mut self) -> bool {
         let queued = self.session_memory.word32(self.queued_offset).load(Ordering::Acquire);
         let mut seq = self.tcp.snd_end();
@@ -388,8 +393,8 @@ impl Offloaded {
         ident
     }
 
-    /// Copies `out.len()` bytes of the send queue from sequence number `seq` on: the NIC's DMA. False if the queue does not have
-    /// them, which no program can bring about but by corrupting its own connection.
+    /// Copies `out.len()` bytes of the send queue from sequence number `seq` on: the NIC's DMA. False if the queue does
+    /// not have them, which no program can bring about but by corrupting its own connection.
     #[inline(always)]
     pub fn fetch(&mut self, seq: u32, out: &mut [u8]) -> bool {
         // Segments that follow each other nearly always lie in the same pair.
@@ -426,8 +431,8 @@ impl Offloaded {
         copied.is_some()
     }
 
-    /// The places of the `length` bytes of the send queue from sequence number `seq` on. None if they lie in more than two pieces, or
-    /// as in [`Offloaded::fetch`].
+    /// The places of the `length` bytes of the send queue from sequence number `seq` on. None if they lie in more than
+    /// two pieces, or as in [`Offloaded::fetch`].
     pub fn places(&self, seq: u32, length: u32) -> Option<Payload<'_>> {
         let mut places: Payload<'_> = [&[], &[]];
         let mut free = places.iter_mut();
@@ -438,8 +443,8 @@ impl Offloaded {
         Some(places)
     }
 
-    /// Gives `each` offset and length of the pieces of session memory in which the `length` bytes of the send queue from sequence number
-    /// `seq` on lie, in order, until it returns None. None also if the queue does not have them.
+    /// Gives `each` offset and length of the pieces of session memory in which the `length` bytes of the send queue
+    /// from sequence number `seq` on lie, in order, until it returns None. None also if the queue does not have them.
     #[inline(always)]
     fn each_piece(&self, mut seq: u32, mut length: u32, mut each: impl FnMut(usize, usize) -> Option<()>) -> Option<()> {
         let mask = layout::PAIRS as u8 - 1;
@@ -461,8 +466,8 @@ impl Offloaded {
         Some(())
     }
 
-    /// `nic_post`: a buffer for the bytes that follow those of earlier buffers. False if as many answers wait as buffers can be
-    /// posted.
+    /// `nic_post`: a buffer for the bytes that follow those of earlier buffers. False if as many answers wait as
+    /// buffers can be posted.
     pub fn post(&mut self, address: u32, length: u32) -> bool {
         let waiting = usize::from(self.pending.answers);
         if waiting == layout::POSTS {

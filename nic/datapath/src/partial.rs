@@ -1,6 +1,6 @@
-//! Partial offload: what NIC and host's TCP have in common. The NIC *lends* a connection that leaves its fast path to the host's TCP,
-//! which goes on with it and gives it back when it is quiet. Both are workers over the same slots and the same session memory; only
-//! the state of the protocol changes hands, through memory that the two share.
+//! Partial offload: what NIC and host's TCP have in common. The NIC *lends* a connection that leaves its fast path to
+//! the host's TCP, which goes on with it and gives it back when it is quiet. Both are workers over the same slots and
+//! the same session memory; only the state of the protocol changes hands, through memory that the two share.
 
 use crate::growth::largest_window;
 use crate::offloaded::{Memory, Offloaded, Tcp};
@@ -105,8 +105,8 @@ impl State {
 }
 
 impl Offloaded {
-    /// Writes the state for its next owner to the slot's place in `shared`, after messages (sent with `send`) of what does not fit
-    /// there. False, and nothing is sent, if the connection has ended.
+    /// Writes the state for its next owner to the slot's place in `shared`, after messages (sent with `send`) of what
+    /// does not fit there. False, and nothing is sent, if the connection has ended.
     pub fn pass_on(&self, shared: &Region, now: Instant, mut send: impl FnMut(Control, u32, u32)) -> bool {
         // A reset may have ended it just now.
         let image = Some(&self.tcp).filter(|tcp| tcp.state() != TcpState::Closed).and_then(|tcp| tcp.to_image(&self.image, now));

@@ -1,5 +1,5 @@
-//! The workers of one NIC, as one of them sees the others: rings with one producer and one consumer between any two, the owner of
-//! each bucket, and the cross-worker calls. No locks.
+//! The workers of one NIC, as one of them sees the others: rings with one producer and one consumer between any two,
+//! the owner of each bucket, and the cross-worker calls. No locks.
 
 use crate::custody::Slot;
 use crate::listeners::ListenerSettings;
@@ -17,7 +17,8 @@ use rtrb::{Consumer, Producer, RingBuffer};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// The number of the front worker, which alone serves the rings of agent and programs and decides which worker owns which bucket.
+/// The number of the front worker, which alone serves the rings of agent and programs and decides which worker owns
+/// which bucket.
 pub(crate) const FRONT: usize = 0;
 
 /// Number of calls that a ring holds.
@@ -109,8 +110,8 @@ pub(crate) enum BucketOwner {
     Moving,
 }
 
-/// The registers of a network card that distributes frames by itself: the indirection table, then the tables of its Toeplitz
-/// hash, in words of 4 bytes.
+/// The registers of a network card that distributes frames by itself: the indirection table, then the tables of its
+/// Toeplitz hash, in words of 4 bytes.
 #[derive(Clone)]
 pub struct Registers(Arc<Region>);
 
@@ -157,8 +158,8 @@ pub(crate) struct Leaving {
     pub which: Move,
     /// Number of workers that may still send calls of this bucket.
     awaiting: usize,
-    /// When the card was switched, in microseconds: from then on the bucket's frames no longer arrive here, except those in this
-    /// worker's queues.
+    /// When the card was switched, in microseconds: from then on the bucket's frames no longer arrive here, except
+    /// those in this worker's queues.
     pub switched: Option<u64>,
     /// For each queue (wire, host), since the switch: frames taken, and whether it was found empty.
     pub taken: [(usize, bool); 2],
@@ -178,8 +179,8 @@ pub struct Peers {
     next_inbox: usize,
 }
 
-/// Connects `workers` workers with each other. Every bucket is worker 0's at first. With `registers` the card delivers each frame
-/// to the worker that the table gives; without them all frames arrive at worker 0.
+/// Connects `workers` workers with each other. Every bucket is worker 0's at first. With `registers` the card delivers
+/// each frame to the worker that the table gives; without them all frames arrive at worker 0.
 pub fn crossbar(workers: usize, key: &Key, registers: Option<Registers>) -> Vec<Peers> {
     let workers = workers.clamp(1, baton_rss::MOST_WORKERS);
     let shared = Arc::new(Shared {
@@ -233,8 +234,8 @@ impl Peers {
         self.outboxes.len()
     }
 
-    /// The worker that handles the packets and rings of session `id`, if it is one for messages. It does not change: a session
-    /// has one data half, whatever peers it has.
+    /// The worker that handles the packets and rings of session `id`, if it is one for messages. It does not change: a
+    /// session has one data half, whatever peers it has.
     pub(crate) fn owner_of_messages(&self, id: u32) -> usize {
         owner_of_messages(id, self.workers())
     }
@@ -291,8 +292,8 @@ impl Peers {
         None
     }
 
-    /// Moves calls that found their ring full to the rings. Returns whether some remain: then the worker takes no new work from
-    /// the devices and rings.
+    /// Moves calls that found their ring full to the rings. Returns whether some remain: then the worker takes no new
+    /// work from the devices and rings.
     pub(crate) fn flush_overflow(&mut self) -> bool {
         self.outboxes.iter_mut().flatten().fold(false, |overflowing, outbox| {
             outbox.flush();
@@ -300,14 +301,15 @@ impl Peers {
         })
     }
 
-    /// Holds a call for a bucket that is moving. False if the bucket does not move, or there is no room for another frame.
+    /// Holds a call for a bucket that is moving. False if the bucket does not move, or there is no room for another
+    /// frame.
     pub(crate) fn hold(&mut self, bucket: u8, call: Call) -> bool {
         let Some(held) = &mut self.moving[usize::from(bucket) % BUCKETS] else { return false };
         if call.is_frame() && held.len() >= MAX_HELD_FRAMES {
             return false;
         }
-        // A connection that has just been made comes before its frames, of which some may have been held already: the segment that it
-        // was made by reached the front worker by another one.
+        // A connection that has just been made comes before its frames, of which some may have been held already: the
+        // segment that it was made by reached the front worker by another one.
         let at = if matches!(call, Call::Made(..)) { 0 } else { held.len() };
         held.insert(at, call);
         true

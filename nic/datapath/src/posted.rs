@@ -1,5 +1,5 @@
-//! Receive memory: a circular buffer, and buffers that the program has posted (`nic_post`, Figure 4), which take the bytes of
-//! certain sequence numbers instead.
+//! Receive memory: a circular buffer, and buffers that the program has posted (`nic_post`, Figure 4), which take the
+//! bytes of certain sequence numbers instead.
 
 use baton_abi::layout::{self, nic, scratch, slot};
 use baton_device::Payload;
@@ -106,9 +106,10 @@ impl Receive {
         self.circle.read(seq, out);
     }
 
-    /// Posts a buffer of `length` bytes at `address` in session memory for the bytes that follow those of earlier buffers. `read` is the
-    /// first unread sequence number. Bytes before `free` have been received, and stay in the circular buffer. Returns the sequence
-    /// number of the first byte that goes into the buffer; that of its end if there is no room for another buffer.
+    /// Posts a buffer of `length` bytes at `address` in session memory for the bytes that follow those of earlier
+    /// buffers. `read` is the first unread sequence number. Bytes before `free` have been received, and stay in the
+    /// circular buffer. Returns the sequence number of the first byte that goes into the buffer; that of its end if
+    /// there is no room for another buffer.
     pub fn post(&mut self, buffer: (u32, u32), read: u32, free: u32, session: &Arc<Region>, table: Table) -> u32 {
         let nothing = || Box::new(Posted { posts: Default::default(), count: 0, to: None, session: session.clone(), table });
         self.posted.get_or_insert_with(nothing).post(buffer, read, free)
@@ -122,8 +123,8 @@ impl Receive {
         }
     }
 
-    /// Moves the bytes in posted buffers from `read` on to the circular buffer, and drops all buffers, before the connection
-    /// leaves the NIC.
+    /// Moves the bytes in posted buffers from `read` on to the circular buffer, and drops all buffers, before the
+    /// connection leaves the NIC.
     pub fn gather(&mut self, read: u32) {
         if let Some(posted) = self.posted.take() {
             gather(posted.valid(), &posted.session, &self.circle, read);
@@ -187,8 +188,8 @@ impl Table {
         for (at, entry) in words.chunks_exact(2).enumerate() {
             let Post { seq, length, address } = posts.get(at).copied().unwrap_or_default();
             let (place, length) = (u64::from(seq) | u64::from(address) << 32, u64::from(length));
-            // An entry that does not change stays valid throughout; one that moves towards the front is written there before its
-            // old entry is cleared.
+            // An entry that does not change stays valid throughout; one that moves towards the front is written there
+            // before its old entry is cleared.
             if (entry[0].load(Ordering::Relaxed), entry[1].load(Ordering::Relaxed)) != (place, length) {
                 // While it is being written an entry has length 0, which means that there is none.
                 entry[1].store(0, Ordering::Release);

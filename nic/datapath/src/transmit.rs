@@ -11,7 +11,8 @@ use baton_tcp::{Events, Instant, Received, Transmit};
 use baton_wire::frame::{self, ETHERNET, Header, IPV4, MAX_HEADER, TCP_CHECKSUM, Template};
 use baton_wire::{Acknowledgement, Flags};
 
-/// Payload bytes that a connection may send at once if the device does not cut large frames: about as many as a device takes.
+/// Payload bytes that a connection may send at once if the device does not cut large frames: about as many as a device
+/// takes.
 const RUN: u32 = 1 << 16;
 
 /// The wire, and the buffer of the frame that is being built for it.
@@ -19,8 +20,9 @@ pub(crate) struct Output<W> {
     pub wire: GatedWire<W>,
     frame: Frame,
     capabilities: Capabilities,
-    /// Slot of the connection whose acknowledgement is in the frame and has not been sent; else [`NO_SLOT`]. The connection's next one
-    /// takes its place: segments that come together are acknowledged together, as the kernel does for an aggregate.
+    /// Slot of the connection whose acknowledgement is in the frame and has not been sent; else [`NO_SLOT`]. The
+    /// connection's next one takes its place: segments that come together are acknowledged together, as the kernel does
+    /// for an aggregate.
     held: u32,
     /// Whether acknowledgements are held until the end of a batch.
     holds: bool,
@@ -75,8 +77,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing its
-    /// checksum.
+    /// Sends a frame of the kernel's, after the work that the wire does not do: cutting it into segments, completing
+    /// its checksum.
     pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
         self.send_held(counters);
         if frame.segmentation.is_some() && self.capabilities.segmentation == 0 {
@@ -103,8 +105,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends all segments that the connection may send now. The recovery record is published before each segment or run of segments,
-    /// and once if there is none.
+    /// Sends all segments that the connection may send now. The recovery record is published before each segment or run
+    /// of segments, and once if there is none.
     #[inline(never)]
     pub fn send_all(&mut self, offloaded: &mut Offloaded, counters: &Counters, now: Instant) {
         let most = if self.capabilities.segmentation > 0 { self.capabilities.segmentation } else { RUN };
@@ -132,8 +134,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends what a connection whose handshake is under way has to send: its SYN or SYN-ACK, or a RST. It has no program yet, and
-    /// no record.
+    /// Sends what a connection whose handshake is under way has to send: its SYN or SYN-ACK, or a RST. It has no
+    /// program yet, and no record.
     pub fn send_handshake(&mut self, opening: &mut Opening, counters: &Counters, now: Instant) {
         self.send_held(counters);
         while let Some(transmit) = opening.tcp.poll_transmit(now, 0) {
@@ -156,8 +158,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Sends a pure acknowledgement of the connection in slot `index`, which has nothing out of order, after publishing the recovery
-    /// record, or holds it.
+    /// Sends a pure acknowledgement of the connection in slot `index`, which has nothing out of order, after publishing
+    /// the recovery record, or holds it.
     #[inline(always)]
     pub fn acknowledge(
         &mut self,
@@ -193,7 +195,8 @@ impl<W: Device> Output<W> {
         self.capabilities.checksum && !self.wire.is_gated()
     }
 
-    /// Sends the acknowledgement that is held, unless it is that of the connection in slot `index`, whose next one may take its place.
+    /// Sends the acknowledgement that is held, unless it is that of the connection in slot `index`, whose next one may
+    /// take its place.
     #[inline(always)]
     pub fn make_free_for(&mut self, index: u32, counters: &Counters) {
         if self.held != NO_SLOT && self.held != index {
@@ -201,8 +204,9 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Writes the acknowledgement of a predicted segment, and the record that covers it, without publishing that: [`Output::acknowledge`]
-    /// over IPv4 with timestamps, where the wire [`Output::is_usual`] and no acknowledgement of another connection is held.
+    /// Writes the acknowledgement of a predicted segment, and the record that covers it, without publishing that:
+    /// [`Output::acknowledge`] over IPv4 with timestamps, where the wire [`Output::is_usual`] and no acknowledgement of
+    /// another connection is held.
     #[inline(always)]
     pub fn prepare_usual(&mut self, offloaded: &Offloaded, ack: &Acknowledgement) {
         let timestamps = ack.timestamps.unwrap_or_default();
@@ -214,8 +218,8 @@ impl<W: Device> Output<W> {
         offloaded.prepare_predicted(timestamps.0);
     }
 
-    /// Publishes the record, and sends or holds the acknowledgement, that [`Output::prepare_usual`] has written for the connection in slot
-    /// `index`. Counts the segment.
+    /// Publishes the record, and sends or holds the acknowledgement, that [`Output::prepare_usual`] has written for the
+    /// connection in slot `index`. Counts the segment.
     #[inline(always)]
     pub fn acknowledge_usual(&mut self, index: u32, offloaded: &mut Offloaded, counters: &Counters) {
         if !cfg!(feature = "sabotage-ack-before-record") {
@@ -256,8 +260,8 @@ impl<W: Device> Output<W> {
         }
     }
 
-    /// Builds the segments of a run for a device that does not cut, and sends them. As a device that cuts does, it leaves CWR to the
-    /// first one, and PSH and FIN to the last.
+    /// Builds the segments of a run for a device that does not cut, and sends them. As a device that cuts does, it
+    /// leaves CWR to the first one, and PSH and FIN to the last.
     #[inline(never)]
     fn emit_run(&mut self, offloaded: &mut Offloaded, mut header: Header<'_>, transmit: &Transmit, counters: &Counters) {
         const AT_END: u8 = Flags::PSH.0 | Flags::FIN.0;
@@ -322,8 +326,8 @@ impl<W: Device> Output<W> {
     }
 }
 
-/// Sets the interface of a frame that was built, whose TCP header is at offset `start`, and completes its checksum, or leaves it to a
-/// device that does so (`by_device`).
+/// Sets the interface of a frame that was built, whose TCP header is at offset `start`, and completes its checksum, or
+/// leaves it to a device that does so (`by_device`).
 #[inline(always)]
 fn complete(frame: &mut Parts, start: usize, interface: u32, by_device: bool) {
     frame.interface = interface;
@@ -356,7 +360,8 @@ impl Offloaded {
         self.note_events(events);
     }
 
-    /// Sabotage (see `Cargo.toml`): send memory counts as free once its bytes have been sent, from sequence number `fresh` on.
+    /// Sabotage (see `Cargo.toml`): send memory counts as free once its bytes have been sent, from sequence number
+    /// `fresh` on.
     fn drop_send_memory(&mut self, fresh: u32) {
         let end = self.tcp.snd_end();
         let sent = self.tcp.snd_nxt().wrapping_sub(fresh);

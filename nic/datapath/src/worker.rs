@@ -56,8 +56,8 @@ pub struct WorkerSettings {
     pub slots: usize,
     /// Key of the lookup table's hash; it must be random.
     pub hash_key: [u64; 4],
-    /// Connections from which on frames are received ahead, so that their connections' state is loaded together: as many as fill the
-    /// caches of a processor's core.
+    /// Connections from which on frames are received ahead, so that their connections' state is loaded together: as
+    /// many as fill the caches of a processor's core.
     pub many: u64,
     /// Number of frames taken from one device before the next source gets its turn; at least 1.
     pub batch: usize,
@@ -79,7 +79,8 @@ pub struct WorkerSettings {
     pub active_ack: bool,
     /// No frame passes until [`Worker::set_gate`] is called.
     pub closed: bool,
-    /// The NIC is beside the kernel, which has network devices of its own: frames that are not the NIC's are not passed on.
+    /// The NIC is beside the kernel, which has network devices of its own: frames that are not the NIC's are not passed
+    /// on.
     pub beside: bool,
 }
 
@@ -147,21 +148,22 @@ pub struct Worker<H, W> {
     due: u64,
     /// Whether frames are received.
     started: bool,
-    /// Number of frames that may come from the wire before it is the other sources' turn; at least 1 between two rounds.
+    /// Number of frames that may come from the wire before it is the other sources' turn; at least 1 between two
+    /// rounds.
     turn: usize,
     /// Whether what runs for every frame runs in its wide form.
     wide: Option<Wide>,
-    /// There may be many connections, a gate, a host's TCP, sessions for messages, UDP sockets or messages for which the agent's ring
-    /// had no room, or frames are not received yet, or the wire's device computes no checksums. Set with each of them, so that a round
-    /// without them asks once.
+    /// There may be many connections, a gate, a host's TCP, sessions for messages, UDP sockets or messages for which
+    /// the agent's ring had no room, or frames are not received yet, or the wire's device computes no checksums. Set
+    /// with each of them, so that a round without them asks once.
     has_extras: bool,
     /// The processor that the worker runs on, plus one; 0 if not known.
     processor: u32,
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Makes a worker over NIC memory. If an earlier worker has used the memory the rings continue; its connections are the
-    /// agent's to recover.
+    /// Makes a worker over NIC memory. If an earlier worker has used the memory the rings continue; its connections are
+    /// the agent's to recover.
     pub fn new(host: H, wire: W, nic_memory: Arc<Region>, settings: WorkerSettings, now: Instant) -> Self {
         let (counters, agent) = (nic_memory.clone(), AgentLink::new(&nic_memory));
         Worker::assemble(host, wire, nic_memory, &counters, agent, settings, now)
@@ -210,8 +212,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Begins to receive frames. Until then only commands are served: after a NIC's death the agent first steals the flows of the
-    /// connections that it is about to restore, so that none of their frames reaches a kernel that does not know them.
+    /// Begins to receive frames. Until then only commands are served: after a NIC's death the agent first steals the
+    /// flows of the connections that it is about to restore, so that none of their frames reaches a kernel that does
+    /// not know them.
     pub fn start(&mut self, now: Instant) {
         self.broadcast(|| Call::Start);
         self.started = true;
@@ -239,8 +242,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.due = now.0;
     }
 
-    /// Changes what frames have to pass between this worker and the wire, beginning with the next one. The settings of other workers
-    /// do not change.
+    /// Changes what frames have to pass between this worker and the wire, beginning with the next one. The settings of
+    /// other workers do not change.
     pub fn set_gate(&mut self, gate: Gate) {
         self.output.wire.set(gate);
         self.has_extras = true;
@@ -284,10 +287,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         &mut self.output.wire.device
     }
 
-    /// One round: frames from the wire, as long as it is its turn, else the other sources of work. Returns whether there was any.
+    /// One round: frames from the wire, as long as it is its turn, else the other sources of work. Returns whether
+    /// there was any.
     ///
-    /// It is the wire's turn until no frame waits there, or a batch of them has come since the other sources had theirs. So while
-    /// frames come they cost no look at the others, which wait for a batch of them at most.
+    /// It is the wire's turn until no frame waits there, or a batch of them has come since the other sources had
+    /// theirs. So while frames come they cost no look at the others, which wait for a batch of them at most.
     #[inline]
     pub fn poll(&mut self, now: Instant) -> bool {
         if self.has_extras || !self.to_kernel.device.is_ready() {
@@ -353,7 +357,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     fn poll_others(&mut self, now: Instant) -> bool {
         let mut worked = self.started && self.poll_host(now);
-        // Before the programs: what the agent has forbidden a connection counts for all that its program sends afterwards.
+        // Before the programs: what the agent has forbidden a connection counts for all that its program sends
+        // afterwards.
         if self.agent.commands.has_message() {
             worked |= self.poll_commands(now);
         }
@@ -495,8 +500,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front())
     }
 
-    /// When something is due for the NIC's own addresses, in microseconds; `u64::MAX` if nothing is. Before the start the answers would
-    /// not be received.
+    /// When something is due for the NIC's own addresses, in microseconds; `u64::MAX` if nothing is. Before the start
+    /// the answers would not be received.
     fn addresses_due(&self) -> u64 {
         if self.started { self.addresses.due() } else { u64::MAX }
     }

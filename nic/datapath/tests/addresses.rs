@@ -1,5 +1,5 @@
-//! A worker with addresses of its own: it probes, answers in the kernel's place, passes what is not about them, and leaves the next
-//! worker on its memory what it needs to go on.
+//! A worker with addresses of its own: it probes, answers in the kernel's place, passes what is not about them, and
+//! leaves the next worker on its memory what it needs to go on.
 
 use baton_abi::layout::{Counter, nic};
 use baton_abi::{AddressEntry, AddressState, Control, Message, Operation};

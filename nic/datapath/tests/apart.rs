@@ -1,5 +1,5 @@
-//! Large frames whose payload never passes through a frame's buffer: a device that shows a frame's headers, and puts the payload into
-//! receive memory, or takes it out of send memory.
+//! Large frames whose payload never passes through a frame's buffer: a device that shows a frame's headers, and puts
+//! the payload into receive memory, or takes it out of send memory.
 
 use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};

@@ -1,5 +1,5 @@
-//! Several workers, polled in any order. However and whenever the indirection table changes, no connection gets its segments out
-//! of order, and offloaded connections go on wherever they are.
+//! Several workers, polled in any order. However and whenever the indirection table changes, no connection gets its
+//! segments out of order, and offloaded connections go on wherever they are.
 
 use baton_abi::layout::{Counter, block, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -276,7 +276,8 @@ impl Bed {
         let length = 1 + self.random.below(200) as u32;
         let place = self.queued[at] % BUFFER;
         if self.queued[at] + length - self.acked[at] > 2000 || place + length > BUFFER {
-            // At the end of its memory a program sends up to the end, once everything is acknowledged, and then begins anew.
+            // At the end of its memory a program sends up to the end, once everything is acknowledged, and then begins
+            // anew.
             if place + length > BUFFER && self.queued[at] == self.acked[at] {
                 self.send(of, BUFFER - place);
             }

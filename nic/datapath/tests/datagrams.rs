@@ -1,5 +1,5 @@
-//! UDP sockets on the NIC: what comes from the wire goes to the socket that is to have it, what a program sends leaves with the
-//! socket's address and nobody else's, and no program's memory harms another or the NIC.
+//! UDP sockets on the NIC: what comes from the wire goes to the socket that is to have it, what a program sends leaves
+//! with the socket's address and nobody else's, and no program's memory harms another or the NIC.
 
 use baton_abi::layout::{Counter, datagrams as page, nic, session};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -183,7 +183,8 @@ fn what_is_sent_has_the_sockets_address() {
 const AT_END: u64 = 8192;
 const A_ROUND: u64 = 512;
 
-/// A wire at which a program fills its ring again for each datagram that leaves, as one on another processor can, so many times.
+/// A wire at which a program fills its ring again for each datagram that leaves, as one on another processor can, so
+/// many times.
 struct Refilling {
     memory: Arc<Region>,
     left: Arc<AtomicU64>,
@@ -266,7 +267,8 @@ fn many_sockets_do_not_hold_up_a_round() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(100)))]
 
-    /// Whatever a program writes into its memory, its frames have its own address, and the other program's datagrams go on.
+    /// Whatever a program writes into its memory, its frames have its own address, and the other program's datagrams go
+    /// on.
     #[test]
     fn a_hostile_program_harms_itself_only(writes in proptest::collection::vec((any::<u16>(), any::<u32>(), 0u32..32), 1..60)) {
         let mut bed = Bed::new();

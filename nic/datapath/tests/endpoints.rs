@@ -1,5 +1,5 @@
-//! Connections that the worker makes and closes, with smoltcp as the peer, in virtual time: handshakes, half close, both ends at once,
-//! TIME-WAIT.
+//! Connections that the worker makes and closes, with smoltcp as the peer, in virtual time: handshakes, half close,
+//! both ends at once, TIME-WAIT.
 
 use baton_abi::layout::{RING_MESSAGES, nic, pulse, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -371,8 +371,8 @@ fn header(seq: u32, ack: u32, flags: Flags, options: &TcpOptions) -> Header<'_> 
     Header { seq, ack, flags, window: 500, options, ecn: 0, ident: 0 }
 }
 
-/// A client that comes before the listener has slots is answered by the kernel, at once. Later, when all slots are taken, it is answered
-/// when it sends its SYN again, as by Linux.
+/// A client that comes before the listener has slots is answered by the kernel, at once. Later, when all slots are
+/// taken, it is answered when it sends its SYN again, as by Linux.
 #[test]
 fn clients_that_come_before_the_first_slot_are_the_kernels() {
     let mut pair = Pair::new();
@@ -400,7 +400,8 @@ fn clients_that_come_before_the_first_slot_are_the_kernels() {
     assert_eq!(seen_by_kernel(&mut pair), 0);
 }
 
-/// The last segment of a handshake that an earlier NIC has answered, which comes before this one has slots: the kernel would reset it.
+/// The last segment of a handshake that an earlier NIC has answered, which comes before this one has slots: the kernel
+/// would reset it.
 #[test]
 fn a_cookie_waits_for_a_slot() {
     let mut first = Pair::new();
@@ -423,8 +424,8 @@ fn a_cookie_waits_for_a_slot() {
     assert!(next.nic.saw(Cid::new(0, 1), Control::Made));
 }
 
-/// RFC 9293 section 3.8.6.1: a peer that acknowledges and takes nothing more keeps neither slot nor memory of what the program has closed;
-/// the kernel's orphan ends after some minutes, too.
+/// RFC 9293 section 3.8.6.1: a peer that acknowledges and takes nothing more keeps neither slot nor memory of what the
+/// program has closed; the kernel's orphan ends after some minutes, too.
 #[test]
 fn a_peer_that_reads_nothing_does_not_keep_a_closed_connection() {
     let mut pair = Pair::new();
@@ -576,8 +577,9 @@ fn unread_data_resets_the_peer() {
     assert_eq!(pair.nic.worker.next_timeout(), None);
 }
 
-/// In TIME-WAIT: a FIN that comes again is acknowledged, a RST changes nothing (RFC 1337), an old SYN gets an acknowledgement, the
-/// kernel cannot open the 4-tuple, and a SYN that is later than all that was received begins the next connection (RFC 6191).
+/// In TIME-WAIT: a FIN that comes again is acknowledged, a RST changes nothing (RFC 1337), an old SYN gets an
+/// acknowledgement, the kernel cannot open the 4-tuple, and a SYN that is later than all that was received begins the
+/// next connection (RFC 6191).
 #[test]
 fn time_wait_protects_the_next_connection() {
     let mut pair = Pair::new();
@@ -610,8 +612,8 @@ fn time_wait_protects_the_next_connection() {
     assert!(pair.nic.saw(Cid::new(1, 1), Control::Made));
 }
 
-/// A connection that has ended in order, whose program still reads what has arrived: nothing is sent to the peer, which has
-/// forgotten the connection and would answer with a reset, and a reset changes nothing.
+/// A connection that has ended in order, whose program still reads what has arrived: nothing is sent to the peer, which
+/// has forgotten the connection and would answer with a reset, and a reset changes nothing.
 #[test]
 fn a_program_reads_after_the_end_in_peace() {
     let mut pair = Pair::new();
@@ -636,8 +638,8 @@ fn a_program_reads_after_the_end_in_peace() {
     assert!(pair.nic.seen.is_empty() && pair.nic.restores == 0, "{:?}", pair.nic.seen);
 }
 
-/// A program that is slow to read its events gets the last ones of a connection, too: the agent, which takes the slot of one that has
-/// ended, is notified after the program.
+/// A program that is slow to read its events gets the last ones of a connection, too: the agent, which takes the slot
+/// of one that has ended, is notified after the program.
 #[test]
 fn the_program_is_notified_of_the_end_before_the_agent() {
     let mut pair = Pair::new();
@@ -675,8 +677,8 @@ fn unreachable(code: u8, quoted: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// What ends a SYN-SENT connection: an ICMP message about its SYN, with the error that Linux has for the code; one about another
-/// segment changes nothing.
+/// What ends a SYN-SENT connection: an ICMP message about its SYN, with the error that Linux has for the code; one
+/// about another segment changes nothing.
 #[test]
 fn icmp_ends_a_connection_that_is_opened() {
     for (code, error) in [(0, 101), (1, 113), (3, 111), (13, 113)] {

@@ -1,4 +1,5 @@
-//! Handshakes with a listener's clients that are not as they should be: segments of others, and more of them than are remembered.
+//! Handshakes with a listener's clients that are not as they should be: segments of others, and more of them than are
+//! remembered.
 
 use baton_abi::layout::{nic, scratch};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -113,8 +114,8 @@ fn header(seq: u32, ack: u32, flags: Flags, options: &TcpOptions) -> Header<'_> 
     Header { seq, ack, flags, window: 500, options, ecn: 0, ident: 0 }
 }
 
-/// Anybody can send a segment that acknowledges anything. The kernel, whose socket listens, answers it with a RST (RFC 9293 section
-/// 3.10.7.4), or it belongs to a connection that the kernel has; the handshake goes on.
+/// Anybody can send a segment that acknowledges anything. The kernel, whose socket listens, answers it with a RST (RFC
+/// 9293 section 3.10.7.4), or it belongs to a connection that the kernel has; the handshake goes on.
 #[test]
 fn a_blind_acknowledgement_does_not_end_a_handshake() {
     let mut bed = Bed::new();
@@ -132,7 +133,8 @@ fn a_blind_acknowledgement_does_not_end_a_handshake() {
     assert_eq!(bed.made().len(), 1, "the client's own acknowledgement still makes the connection");
 }
 
-/// RFC 9293 section 3.10.7.4: a segment outside of the window is answered with an acknowledgement, in SYN-RECEIVED as well.
+/// RFC 9293 section 3.10.7.4: a segment outside of the window is answered with an acknowledgement, in SYN-RECEIVED as
+/// well.
 #[test]
 fn a_segment_outside_of_the_window_is_answered_during_the_handshake() {
     let mut bed = Bed::new();
@@ -148,8 +150,8 @@ fn a_segment_outside_of_the_window_is_answered_during_the_handshake() {
     assert_eq!(bed.made().len(), 1);
 }
 
-/// Whatever a client asks for, the connection that is made from its acknowledgement has what its SYN-ACK said, and no more; also where the
-/// SYN-ACK was not remembered (RFC 4987 section 3.6).
+/// Whatever a client asks for, the connection that is made from its acknowledgement has what its SYN-ACK said, and no
+/// more; also where the SYN-ACK was not remembered (RFC 4987 section 3.6).
 #[test]
 fn a_connection_has_what_its_syn_ack_said() {
     for flooded in [false, true] {

@@ -1,5 +1,5 @@
-//! Connections that several workers make, polled in any order, while the indirection table changes: each client of a listener and
-//! each connection that the NIC opens gets exactly one, and no frame of theirs reaches the kernel.
+//! Connections that several workers make, polled in any order, while the indirection table changes: each client of a
+//! listener and each connection that the NIC opens gets exactly one, and no frame of theirs reaches the kernel.
 
 use baton_abi::layout::{COUNTERS, Counter, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -313,7 +313,8 @@ proptest! {
     }
 }
 
-/// A client's second acknowledgement was held for a bucket on its way to the front worker when its first one made the connection.
+/// A client's second acknowledgement was held for a bucket on its way to the front worker when its first one made the
+/// connection.
 #[test]
 fn frames_that_are_held_already_come_behind_a_connection_that_is_made() {
     each_connection_is_made_once(5, false, 6_536_404_219_690_612_564);

@@ -1,5 +1,5 @@
-//! Frames that are not TCP segments cross the NIC in both directions unchanged and in order, with all settings of the offloads,
-//! also while these change. Frames with wrong headers are counted, and nothing panics.
+//! Frames that are not TCP segments cross the NIC in both directions unchanged and in order, with all settings of the
+//! offloads, also while these change. Frames with wrong headers are counted, and nothing panics.
 
 use baton_abi::layout::{Counter, nic};
 use baton_backends::{MemoryDevice, memory_pair};

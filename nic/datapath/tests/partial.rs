@@ -1,6 +1,6 @@
-//! Partial offload in virtual time: a NIC worker, a host's TCP, a program and a peer on a link with faults. Whatever is lost,
-//! overtaken, doubled or damaged, and whenever the agent asks for the connection, both streams arrive as they were sent; the connection
-//! leaves its fast path when it must, and is on it again when it is quiet.
+//! Partial offload in virtual time: a NIC worker, a host's TCP, a program and a peer on a link with faults. Whatever is
+//! lost, overtaken, doubled or damaged, and whenever the agent asks for the connection, both streams arrive as they
+//! were sent; the connection leaves its fast path when it must, and is on it again when it is quiet.
 
 use baton_abi::layout::{Counter, host_tcp, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};

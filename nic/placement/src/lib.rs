@@ -1,10 +1,10 @@
-//! The placement of a NIC's workers, their queues and their memory on a machine of several NUMA nodes: the device's node first,
-//! then balanced.
+//! The placement of a NIC's workers, their queues and their memory on a machine of several NUMA nodes: the device's
+//! node first, then balanced.
 //!
-//! A worker uses three kinds of memory: the device's rings, its connections' state, and its programs' buffers. The first two
-//! belong to its own node, so it is best placed near the device. The third is the program's, so programs are told where their
-//! connections are and can be placed there, which "Mainstream NUMA and the TCP/IP stack", part III, leaves out. No I/O: the
-//! topology comes in as an argument.
+//! A worker uses three kinds of memory: the device's rings, its connections' state, and its programs' buffers. The
+//! first two belong to its own node, so it is best placed near the device. The third is the program's, so programs are
+//! told where their connections are and can be placed there, which "Mainstream NUMA and the TCP/IP stack", part III,
+//! leaves out. No I/O: the topology comes in as an argument.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -25,8 +25,8 @@ pub struct Node {
     pub cpus: Vec<usize>,
     /// The node's memory in MB; 0 for none.
     pub megabytes: u64,
-    /// Cost of an access from this node to each node of the machine, in their order; 10 is the cost of local memory (ACPI's
-    /// SLIT).
+    /// Cost of an access from this node to each node of the machine, in their order; 10 is the cost of local memory
+    /// (ACPI's SLIT).
     pub distances: Vec<u32>,
 }
 
@@ -123,8 +123,8 @@ impl Topology {
         Ok(Placement { workers: places, programs })
     }
 
-    /// Number of workers that a node takes before others have to: half of its processors, rounded down, but at least one if it
-    /// has any.
+    /// Number of workers that a node takes before others have to: half of its processors, rounded down, but at least
+    /// one if it has any.
     fn share(&self, at: usize) -> usize {
         (self.nodes[at].cpus.len() / 2).max(usize::from(!self.nodes[at].cpus.is_empty()))
     }
@@ -193,7 +193,8 @@ impl Topology {
         if others.is_empty() { all().collect() } else { others }
     }
 
-    /// Processors near a worker's, for the programs of its connections. The workers' own are left out unless there are no others.
+    /// Processors near a worker's, for the programs of its connections. The workers' own are left out unless there are
+    /// no others.
     pub fn near(&self, placement: &Placement, worker: usize) -> Vec<usize> {
         let Some(place) = placement.workers.get(worker) else { return Vec::new() };
         let Some(node) = self.nodes.iter().find(|node| node.number == place.node) else { return Vec::new() };
@@ -210,8 +211,8 @@ mod tests {
     use alloc::vec;
     use proptest::prelude::*;
 
-    /// A machine of `nodes` nodes with `cpus` processors each, numbered one after the other, with the distances that `distance`
-    /// gives.
+    /// A machine of `nodes` nodes with `cpus` processors each, numbered one after the other, with the distances that
+    /// `distance` gives.
     fn machine(nodes: usize, cpus: usize, distance: impl Fn(usize, usize) -> u32) -> Topology {
         let node = |number: usize| Node {
             number,

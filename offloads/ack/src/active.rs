@@ -12,14 +12,15 @@ use baton_wire::offset::{ethernet, ipv4, ipv6};
 use baton_wire::{Flags, FlowKey, TcpFrame, TcpOptions};
 use core::mem;
 
-/// Microseconds after which data is acknowledged that has waited for a second segment, or for the kernel's acknowledgement.
+/// Microseconds after which data is acknowledged that has waited for a second segment, or for the kernel's
+/// acknowledgement.
 const ACK_DELAY: u64 = 500;
 
 /// Number of segments that are acknowledged together (RFC 9293 section 3.8.6.3).
 const SEGMENTS_PER_ACK: u32 = 2;
 
-/// Microseconds after which the kernel gets data again that it has not acknowledged, at first and at most (it doubles): more than
-/// the kernel's delayed acknowledgement and than large receive's waits.
+/// Microseconds after which the kernel gets data again that it has not acknowledged, at first and at most (it doubles):
+/// more than the kernel's delayed acknowledgement and than large receive's waits.
 const MIN_REDELIVERY: u64 = 300_000;
 const MAX_REDELIVERY: u64 = 4_000_000;
 
@@ -44,8 +45,8 @@ pub struct Counters {
     pub raised: u64,
     /// Segments that were delivered to the kernel again.
     pub redelivered: u64,
-    /// Data segments left to the kernel to acknowledge: unacceptable, out of order, too many for the buffer or the window, or not plain
-    /// data.
+    /// Data segments left to the kernel to acknowledge: unacceptable, out of order, too many for the buffer or the
+    /// window, or not plain data.
     pub left: u64,
 }
 
@@ -67,7 +68,8 @@ pub struct ActiveAck<S> {
 }
 
 impl<S: Store> ActiveAck<S> {
-    /// Makes it over memory in which it may use the buffers `buffers`, and takes over what an earlier NIC has left there.
+    /// Makes it over memory in which it may use the buffers `buffers`, and takes over what an earlier NIC has left
+    /// there.
     pub fn new(store: S, buffers: &[usize], hash_key: [u64; 4], on: bool, now: u64) -> ActiveAck<S> {
         let count = store.buffers();
         let mut active = ActiveAck {
@@ -170,8 +172,8 @@ impl<S: Store> ActiveAck<S> {
         }
     }
 
-    /// Ends the active acknowledgements of a connection that is about to leave the kernel. False, and nothing changes, while the
-    /// kernel has not acknowledged everything that the NIC has.
+    /// Ends the active acknowledgements of a connection that is about to leave the kernel. False, and nothing changes,
+    /// while the kernel has not acknowledged everything that the NIC has.
     pub fn end(&mut self, key: &FlowKey) -> bool {
         let Some(at) = self.find(key) else { return true };
         if self.entries[at as usize].as_ref().is_some_and(AckEntry::holds) {
@@ -196,8 +198,8 @@ impl<S: Store> ActiveAck<S> {
         }
     }
 
-    /// Examines a frame from the wire, before it is changed by anything else. Acknowledgements go to `to_wire`. A segment that the
-    /// kernel will not accept changes nothing.
+    /// Examines a frame from the wire, before it is changed by anything else. Acknowledgements go to `to_wire`. A
+    /// segment that the kernel will not accept changes nothing.
     pub fn from_wire(&mut self, frame: &Frame, now: u64, to_wire: &mut impl FnMut(&mut Frame)) {
         let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { return };
         let Some(at) = self.find(&FlowKey::from(&parsed.flow)) else { return };
@@ -299,8 +301,8 @@ impl<S: Store> ActiveAck<S> {
         to_wire(&mut self.scratch);
     }
 
-    /// Examines a frame of the kernel's before it goes to the wire, and rewrites it if it acknowledges too little. Data that the
-    /// kernel lacks goes to `to_kernel`.
+    /// Examines a frame of the kernel's before it goes to the wire, and rewrites it if it acknowledges too little. Data
+    /// that the kernel lacks goes to `to_kernel`.
     pub fn from_kernel(&mut self, frame: &mut Frame, now: u64, to_kernel: &mut impl FnMut(&mut Frame)) {
         let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { return };
         let flow = parsed.flow.reversed();
@@ -335,8 +337,8 @@ impl<S: Store> ActiveAck<S> {
         self.schedule(at);
     }
 
-    /// Notes the kernel's SYN or SYN-ACK. A repeated one changes no more than the timestamp: the kernel repeats its SYN-ACK while its
-    /// accept queue is full, and for late SYNs.
+    /// Notes the kernel's SYN or SYN-ACK. A repeated one changes no more than the timestamp: the kernel repeats its
+    /// SYN-ACK while its accept queue is full, and for late SYNs.
     fn kernels_handshake(&mut self, flow: baton_wire::Flow, parsed: &TcpFrame, frame: &Frame) {
         let key = FlowKey::from(&flow);
         let answers = parsed.flags.contains(Flags::ACK);
@@ -409,7 +411,8 @@ impl<S: Store> ActiveAck<S> {
         }
     }
 
-    /// Time before which [`ActiveAck::expire`] has nothing to do, in microseconds; never later than [`ActiveAck::next_expiry`].
+    /// Time before which [`ActiveAck::expire`] has nothing to do, in microseconds; never later than
+    /// [`ActiveAck::next_expiry`].
     pub fn next_tick(&self) -> u64 {
         self.wheel.next_tick()
     }
@@ -440,8 +443,8 @@ impl<S: Store> ActiveAck<S> {
     }
 }
 
-/// Updates an entry from a frame of the kernel's. Returns whether the kernel has acknowledged held data. `repeats` says that the
-/// frame would count as a duplicate acknowledgement: it has neither data nor FIN.
+/// Updates an entry from a frame of the kernel's. Returns whether the kernel has acknowledged held data. `repeats` says
+/// that the frame would count as a duplicate acknowledgement: it has neither data nor FIN.
 fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, now: u64) -> bool {
     let fin = u32::from(parsed.flags.contains(Flags::FIN));
     let end = parsed.seq.wrapping_add(parsed.payload_length as u32).wrapping_add(fin);
@@ -488,8 +491,9 @@ fn update(entry: &mut AckEntry, parsed: &TcpFrame, bytes: &[u8], repeats: bool, 
     released
 }
 
-/// Whether a segment has options other than those of RFC 9293, RFC 7323 and RFC 2018: signatures (RFC 2385, RFC 5925), without which the
-/// ends refuse a segment, or mappings (RFC 8684), without which they cannot use its data. The NIC's own segments have none of them.
+/// Whether a segment has options other than those of RFC 9293, RFC 7323 and RFC 2018: signatures (RFC 2385, RFC 5925),
+/// without which the ends refuse a segment, or mappings (RFC 8684), without which they cannot use its data. The NIC's
+/// own segments have none of them.
 fn has_other_options(bytes: &[u8], parsed: &TcpFrame) -> bool {
     let mut area = &bytes[parsed.tcp_offset + TCP..parsed.payload_offset];
     loop {

@@ -4,8 +4,8 @@ use crate::before;
 use baton_wire::frame::Link;
 use baton_wire::{Flow, FlowKey, TcpFrame};
 
-/// Acknowledgement, window field and timestamps of the peer's last acceptable segment, for segments that are delivered to the
-/// kernel again.
+/// Acknowledgement, window field and timestamps of the peer's last acceptable segment, for segments that are delivered
+/// to the kernel again.
 #[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct Peer {
     pub ack: u32,
@@ -32,8 +32,8 @@ pub struct AckEntry {
     pub(crate) peer_scales: Option<bool>,
     /// The kernel has acknowledged something, so that the sequence numbers below are valid.
     pub(crate) synchronized: bool,
-    /// The kernel has sent something after its SYN. Until then it may have no socket that keeps data: a listener whose queue is full
-    /// ignores all that completes a handshake.
+    /// The kernel has sent something after its SYN. Until then it may have no socket that keeps data: a listener whose
+    /// queue is full ignores all that completes a handshake.
     pub(crate) established: bool,
     /// First sequence number that the kernel has not acknowledged.
     pub(crate) una: u32,
@@ -54,8 +54,8 @@ pub struct AckEntry {
     pub(crate) peer: Peer,
     /// Number of segments held since the last acknowledgement.
     pub(crate) segments_since_ack: u32,
-    /// Number of duplicate acknowledgements of the kernel's while bytes were held, and whether they have brought a delivery since the
-    /// kernel last acknowledged more: refused segments are answered by duplicates, too.
+    /// Number of duplicate acknowledgements of the kernel's while bytes were held, and whether they have brought a
+    /// delivery since the kernel last acknowledged more: refused segments are answered by duplicates, too.
     pub(crate) duplicate_acks: u32,
     pub(crate) answered_duplicates: bool,
     /// When an acknowledgement is due, in microseconds; `u64::MAX` for never.
@@ -104,9 +104,9 @@ impl AckEntry {
         &self.flow
     }
 
-    /// Whether the kernel will accept a segment of the peer's (RFC 9293 section 3.10.7.4, RFC 7323 section 5.3, RFC 5961 section 5):
-    /// it is in the window, its timestamp is not old, and it acknowledges what the kernel has sent, and not less than before. What
-    /// it says may be used only then: anybody can send segments with this 4-tuple.
+    /// Whether the kernel will accept a segment of the peer's (RFC 9293 section 3.10.7.4, RFC 7323 section 5.3, RFC
+    /// 5961 section 5): it is in the window, its timestamp is not old, and it acknowledges what the kernel has sent,
+    /// and not less than before. What it says may be used only then: anybody can send segments with this 4-tuple.
     pub(crate) fn accepts(&self, parsed: &TcpFrame) -> bool {
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32);
         let in_window = !before(self.rcv_adv, parsed.seq) && !before(end, self.una);
@@ -150,8 +150,8 @@ impl AckEntry {
         }
     }
 
-    /// The window field that, with the acknowledgement `ack`, keeps the kernel's right edge; rounded down by the scale, so that
-    /// it never lies beyond.
+    /// The window field that, with the acknowledgement `ack`, keeps the kernel's right edge; rounded down by the scale,
+    /// so that it never lies beyond.
     pub(crate) fn window_at(&self, ack: u32) -> u16 {
         let window = self.rcv_adv.wrapping_sub(ack);
         let window = if window > u32::MAX / 2 { 0 } else { window };

@@ -13,9 +13,9 @@ const NOP: u8 = 1;
 const END: u8 = 0;
 const SACK: u8 = 5;
 
-/// Raises the acknowledgement of a frame of the kernel's that acknowledges less than the NIC has. The frame gets the NIC's
-/// acknowledgement and the window field that keeps its right edge, and loses the SACK blocks that the acknowledgement covers.
-/// Blocks below the kernel's own acknowledgement stay: they report duplicates (RFC 2883).
+/// Raises the acknowledgement of a frame of the kernel's that acknowledges less than the NIC has. The frame gets the
+/// NIC's acknowledgement and the window field that keeps its right edge, and loses the SACK blocks that the
+/// acknowledgement covers. Blocks below the kernel's own acknowledgement stay: they report duplicates (RFC 2883).
 pub(crate) fn raise(frame: &mut Frame, parsed: &TcpFrame, entry: &AckEntry) {
     let start = parsed.tcp_offset;
     let partial = matches!(frame.checksum, Checksum::Partial { .. });

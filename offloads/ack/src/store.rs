@@ -1,4 +1,5 @@
-//! The memory that survives the NIC. It holds for each connection its 4-tuple, the sequence numbers, and the acknowledged bytes.
+//! The memory that survives the NIC. It holds for each connection its 4-tuple, the sequence numbers, and the
+//! acknowledged bytes.
 
 use crate::entry::{AckEntry, Peer};
 use baton_wire::Flow;
@@ -11,8 +12,9 @@ pub const ENTRY_BYTES: usize = RING + HEADER;
 
 const HEADER: usize = 4096;
 
-/// Offsets in the header: whether the buffer is used; the range of sequence numbers held; the 4-tuple; the link addresses; the
-/// peer's last acknowledgement, window and timestamps, with the window scale, the kernel's initial and next sequence number.
+/// Offsets in the header: whether the buffer is used; the range of sequence numbers held; the 4-tuple; the link
+/// addresses; the peer's last acknowledgement, window and timestamps, with the window scale, the kernel's initial and
+/// next sequence number.
 const USED: usize = 0;
 const RANGE: usize = 8;
 const FLOW: usize = 64;
@@ -120,7 +122,8 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
         window_seq: una,
     };
     entry.ts_recent = four(8);
-    // The peer may have got an acknowledgement of all of it. The right edge of the window comes with the kernel's next segment.
+    // The peer may have got an acknowledgement of all of it. The right edge of the window comes with the kernel's next
+    // segment.
     (entry.una, entry.next, entry.acked, entry.rcv_adv) = (una, next, next, next);
     (entry.synchronized, entry.established) = (true, true);
     // At most what the kernel has sent, and close to it; its next segment gives the true number.

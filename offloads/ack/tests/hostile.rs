@@ -1,5 +1,6 @@
-//! A listener whose accept queue is full, SYNs that come late, and somebody who sends segments with the connection's 4-tuple without
-//! knowing its numbers: what was acknowledged to the peer reaches the program, and the blind segments change nothing at all.
+//! A listener whose accept queue is full, SYNs that come late, and somebody who sends segments with the connection's
+//! 4-tuple without knowing its numbers: what was acknowledged to the peer reaches the program, and the blind segments
+//! change nothing at all.
 
 mod common;
 
@@ -120,7 +121,8 @@ struct World {
     kernel: Kernel,
     to_kernel: VecDeque<Frame>,
     to_peer: VecDeque<Frame>,
-    /// The peer: first unacknowledged and next sequence number, edge of the window, next number expected, timestamp to echo.
+    /// The peer: first unacknowledged and next sequence number, edge of the window, next number expected, timestamp to
+    /// echo.
     una: u32,
     nxt: u32,
     may: u32,
@@ -361,7 +363,8 @@ proptest! {
     }
 }
 
-/// An accept queue that stays full for many repetitions of the SYN-ACK. The NIC makes no promise for a kernel that keeps nothing.
+/// An accept queue that stays full for many repetitions of the SYN-ACK. The NIC makes no promise for a kernel that
+/// keeps nothing.
 #[test]
 fn nothing_is_acknowledged_for_a_full_accept_queue() {
     let mut world = World::new(1, 30_000);

@@ -1,5 +1,5 @@
-//! A sender that forgets acknowledged data, a kernel that refuses segments at random, a NIC that dies: every byte arrives, and
-//! the NIC sends nothing that the kernel has not promised.
+//! A sender that forgets acknowledged data, a kernel that refuses segments at random, a NIC that dies: every byte
+//! arrives, and the NIC sends nothing that the kernel has not promised.
 
 mod common;
 
@@ -18,8 +18,8 @@ struct World {
     memory: Memory,
     active: ActiveAck<Memory>,
     now: u64,
-    /// The kernel: next sequence number expected, right edge that it has advertised, its timestamp, segments since its last
-    /// acknowledgement, its buffer.
+    /// The kernel: next sequence number expected, right edge that it has advertised, its timestamp, segments since its
+    /// last acknowledgement, its buffer.
     rcv_nxt: u32,
     promised: u32,
     value: u32,
@@ -27,7 +27,8 @@ struct World {
     window: u32,
     /// Share of the segments that it refuses, in 256ths.
     refuses: u64,
-    /// The sender: first unacknowledged and next sequence number, right edge that it knows, time of the last acknowledgement.
+    /// The sender: first unacknowledged and next sequence number, right edge that it knows, time of the last
+    /// acknowledgement.
     una: u32,
     nxt: u32,
     may: u32,
@@ -271,8 +272,8 @@ proptest! {
     }
 }
 
-/// A kernel that gets nothing for a long time, as behind an aggregate that waits: the sender goes on to the window's edge, not
-/// beyond, and sends nothing again.
+/// A kernel that gets nothing for a long time, as behind an aggregate that waits: the sender goes on to the window's
+/// edge, not beyond, and sends nothing again.
 #[test]
 fn the_sender_goes_on_while_the_kernel_waits() {
     let mut world = World::new(1, 77, 4, 30_000, 256, false);

@@ -7,7 +7,8 @@ use alloc::vec::Vec;
 /// How the workers share the engine.
 #[derive(Clone, Copy, Debug)]
 pub struct CopySettings {
-    /// Bytes that a queue sends in its turn. At least the length of the largest frame, so that each turn is one frame or more.
+    /// Bytes that a queue sends in its turn. At least the length of the largest frame, so that each turn is one frame
+    /// or more.
     pub turn: usize,
     /// Number of SYNs sent in a row while other frames wait, so that no flood of SYNs stops the other frames.
     pub set_ups: usize,

@@ -1,9 +1,9 @@
-//! The paper's test: clients set up many connections at once, and send as soon as each is established, through an engine that is
-//! the bottleneck. With requests in a stack a few connections run and the others time out; with queues in turn all are
-//! established at once.
+//! The paper's test: clients set up many connections at once, and send as soon as each is established, through an
+//! engine that is the bottleneck. With requests in a stack a few connections run and the others time out; with queues
+//! in turn all are established at once.
 //!
-//! A model in virtual time. Engine and hosts take microseconds. A sender's window grows by one segment for each segment that
-//! arrives, and an unanswered SYN is sent again after the time-out of RFC 6298.
+//! A model in virtual time. Engine and hosts take microseconds. A sender's window grows by one segment for each segment
+//! that arrives, and an unanswered SYN is sent again after the time-out of RFC 6298.
 
 use baton_copy::{CopySettings, Engine, Kind};
 use std::collections::BTreeMap;
@@ -18,7 +18,8 @@ const SEGMENT: usize = 1514;
 const SYN: usize = 74;
 /// Largest number of segments in flight: the 64 KB of a window without scale.
 const WINDOW: u32 = 45;
-/// Time-out of a SYN, doubled each time; and when a client gives up (the paper's clients did; Linux's do after seven SYNs).
+/// Time-out of a SYN, doubled each time; and when a client gives up (the paper's clients did; Linux's do after seven
+/// SYNs).
 const TIMEOUT: u64 = 1_000_000;
 const PATIENCE: u64 = 10_000_000;
 /// Number of requests that the engine holds.

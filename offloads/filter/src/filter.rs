@@ -40,8 +40,8 @@ impl Filter {
         &self.table
     }
 
-    /// Judges a frame that stands for `packets` frames of `bytes` bytes in all, at `now` microseconds. The verdict is only
-    /// [`Verdict::Later`] if the frame `can_wait`.
+    /// Judges a frame that stands for `packets` frames of `bytes` bytes in all, at `now` microseconds. The verdict is
+    /// only [`Verdict::Later`] if the frame `can_wait`.
     ///
     /// A later fragment shares the verdict of its datagram's first one; without that it is dropped.
     pub fn judge(

@@ -1,12 +1,14 @@
-//! The flows of TCP and UDP, and fragmented datagrams: in which directions frames of each have been accepted, and which rule decided
-//! last.
+//! The flows of TCP and UDP, and fragmented datagrams: in which directions frames of each have been accepted, and which
+//! rule decided last.
 //!
-//! A flow of TCP lasts as long as this host keeps sending: what comes from the wire anybody may have sent, so it neither keeps a flow
-//! nor ends one by an RST. It ends soon after FINs in both directions, or an RST of this host, unless this host goes on.
+//! A flow of TCP lasts as long as this host keeps sending: what comes from the wire anybody may have sent, so it
+//! neither keeps a flow nor ends one by an RST. It ends soon after FINs in both directions, or an RST of this host,
+//! unless this host goes on.
 //!
-//! A flow is found by a keyed hash of 64 bits of its addresses, protocol and ports. The hash stands for the flow: two flows with the
-//! same one are taken for one, which happens once in 2^45 new flows when the table is full, and which nobody who does not know the key
-//! can bring about. An entry is four words, written and read one at a time by any worker:
+//! A flow is found by a keyed hash of 64 bits of its addresses, protocol and ports. The hash stands for the flow: two
+//! flows with the same one are taken for one, which happens once in 2^45 new flows when the table is full, and which
+//! nobody who does not know the key can bring about. An entry is four words, written and read one at a time by any
+//! worker:
 //!
 //! | word | |
 //! |---|---|
@@ -15,7 +17,8 @@
 //! | 1, upper half | upper half of the hash |
 //! | 2, 3 | in, out: rule that decided plus one (16 bits), the table's generation (24), lower bits of the hash (24) |
 //!
-//! Words 1 to 3 repeat bits of the hash, so that an entry which another worker replaces between two reads does not count.
+//! Words 1 to 3 repeat bits of the hash, so that an entry which another worker replaces between two reads does not
+//! count.
 
 use crate::packet::{Direction, Step};
 use crate::words::{FIRST_FLOW, FLOW, FLOWS};
@@ -104,7 +107,8 @@ impl Flows<'_> {
         (state >> 32 == hash >> 32 && !is_over(state, second)).then_some(Found { at, hash, state })
     }
 
-    /// The rule that decided about the last frame of a flow in this direction, if it did so in this generation of the table.
+    /// The rule that decided about the last frame of a flow in this direction, if it did so in this generation of the
+    /// table.
     #[inline]
     pub fn decided(&self, found: &Found, direction: Direction, generation: u32) -> Option<Option<u16>> {
         let word = self.word(found.at, 2 + direction as usize).load(Ordering::Relaxed);

@@ -1,11 +1,12 @@
 //! Rate limits: a token bucket in one word, so that several workers can share it without a lock.
 //!
-//! The word holds the time at which the bucket is full again (the theoretical arrival time of the generic cell rate algorithm, ITU-T
-//! I.371), in nanoseconds. A frame passes if the bucket holds any tokens at all, and takes as many as it has bytes: a frame that is
-//! larger than the burst passes, too, and those after it wait longer. So in any time t at most rate · t + burst + one frame pass.
+//! The word holds the time at which the bucket is full again (the theoretical arrival time of the generic cell rate
+//! algorithm, ITU-T I.371), in nanoseconds. A frame passes if the bucket holds any tokens at all, and takes as many as
+//! it has bytes: a frame that is larger than the burst passes, too, and those after it wait longer. So in any time t at
+//! most rate · t + burst + one frame pass.
 //!
-//! Without tokens a frame waits until there are some, if no more than another burst waits already; else it is dropped. So TCP finds a
-//! queue, as at a slow link, and not a wall at which it loses whole windows.
+//! Without tokens a frame waits until there are some, if no more than another burst waits already; else it is dropped.
+//! So TCP finds a queue, as at a slow link, and not a wall at which it loses whole windows.
 
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -47,8 +48,8 @@ impl Limit {
         (u128::from(amount) * u128::from(SECOND) / u128::from(self.rate.max(1))).min(1 << 60) as u64
     }
 
-    /// When a frame that comes at `now` passes, both in microseconds: now, or later if it `can_wait`. It takes its tokens. None if it is
-    /// over the limit.
+    /// When a frame that comes at `now` passes, both in microseconds: now, or later if it `can_wait`. It takes its
+    /// tokens. None if it is over the limit.
     pub fn admit(&self, bucket: &AtomicU64, packets: u64, bytes: u64, now: u64, can_wait: bool) -> Option<u64> {
         let amount = if self.unit == Unit::Bytes { bytes } else { packets };
         let (nanos, cost, burst) = (now.saturating_mul(1000), self.nanos(amount), self.nanos(self.burst).max(1));

@@ -1,10 +1,10 @@
-//! The classifier: finds the first rule that matches a packet by tuple space search (Srinivasan, Suri and Varghese, "Packet
-//! classification using tuple space search", SIGCOMM 1999).
+//! The classifier: finds the first rule that matches a packet by tuple space search (Srinivasan, Suri and Varghese,
+//! "Packet classification using tuple space search", SIGCOMM 1999).
 //!
-//! Rules that look at the same bits of a packet have one *tuple*: a mask, and a hash table of the masked values that the rules ask
-//! for. A lookup probes each tuple once, those with earlier rules first, and ends when the rule that it has found comes before all
-//! rules of the tuples that are left. So its time depends on how many kinds of rules there are, not on how many rules. A range of
-//! ports is cut into prefixes.
+//! Rules that look at the same bits of a packet have one *tuple*: a mask, and a hash table of the masked values that
+//! the rules ask for. A lookup probes each tuple once, those with earlier rules first, and ends when the rule that it
+//! has found comes before all rules of the tuples that are left. So its time depends on how many kinds of rules there
+//! are, not on how many rules. A range of ports is cut into prefixes.
 
 use crate::packet::{Direction, Packet};
 use crate::rule::{Action, Class, Matches, Ports, Prefix, Rule, State};
@@ -65,8 +65,8 @@ impl fmt::Display for Refused {
 
 impl core::error::Error for Refused {}
 
-/// Fields of a packet, or bits of them, as the hash tables have them: source and destination address, and a word of ports,
-/// protocol, state and EtherType.
+/// Fields of a packet, or bits of them, as the hash tables have them: source and destination address, and a word of
+/// ports, protocol, state and EtherType.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 struct Key {
     source: u128,
@@ -144,7 +144,8 @@ pub struct Table {
 }
 
 impl Table {
-    /// Compiles rules, the first of which has precedence. `generation` must differ from those of the last tables; `seeds` are random.
+    /// Compiles rules, the first of which has precedence. `generation` must differ from those of the last tables;
+    /// `seeds` are random.
     ///
     /// # Errors
     /// If they need more memory, or time of each lookup, than there is to be.
@@ -276,7 +277,8 @@ fn keys(matches: &Matches) -> impl Iterator<Item = (Key, Key)> {
     })
 }
 
-/// Cuts a range of ports into masks and values: prefixes of 0, 4, 8, 12 or 16 bits, so that ranges have few kinds of masks.
+/// Cuts a range of ports into masks and values: prefixes of 0, 4, 8, 12 or 16 bits, so that ranges have few kinds of
+/// masks.
 fn prefixes(ports: Option<Ports>) -> Vec<(u16, u16)> {
     let Some(Ports { first, last }) = ports else { return alloc::vec![(0, 0)] };
     let (mut from, end) = (u32::from(first), u32::from(last) + 1);

@@ -296,7 +296,8 @@ pub fn parse(line: &str) -> Result<Rule, ParseError> {
 /// Parses a file of rules.
 ///
 /// # Errors
-/// The first word that is wrong, its line and why; or a rule that can never match, because an earlier one has the same matches.
+/// The first word that is wrong, its line and why; or a rule that can never match, because an earlier one has the same
+/// matches.
 pub fn parse_all(text: &str) -> Result<Vec<Rule>, ParseError> {
     let (mut rules, mut lines) = (Vec::new(), Vec::new());
     for (number, whole) in text.lines().enumerate() {
@@ -317,8 +318,8 @@ pub fn parse_all(text: &str) -> Result<Vec<Rule>, ParseError> {
     }
 }
 
-/// Finds a rule that has the same matches as an earlier one, which therefore always comes first: their numbers. A rule that only
-/// counts hides none.
+/// Finds a rule that has the same matches as an earlier one, which therefore always comes first: their numbers. A rule
+/// that only counts hides none.
 pub fn check(rules: &[Rule]) -> Option<(usize, usize)> {
     let mut known: HashMap<(Matches, bool), usize, ahash::RandomState> =
         HashMap::with_hasher(ahash::RandomState::with_seeds(1, 2, 3, 4));

@@ -1,15 +1,17 @@
-//! What outlives a table, and a NIC: counters, token buckets and flows, in words of memory that all workers share. The memory belongs
-//! to whoever owns the rules; a new one is all zero.
+//! What outlives a table, and a NIC: counters, token buckets and flows, in words of memory that all workers share. The
+//! memory belongs to whoever owns the rules; a new one is all zero.
 
 use core::sync::atomic::{AtomicU64, Ordering};
 
 /// Most rules of a table.
 pub const RULES: usize = 1 << 14;
-/// Number of slots for rules, each with counters and a token bucket: as many as two tables need, of which one replaces the other.
+/// Number of slots for rules, each with counters and a token bucket: as many as two tables need, of which one replaces
+/// the other.
 pub const SLOTS: usize = 2 * RULES;
 /// Slot of the frames that no rule has decided about: they pass.
 pub const UNMATCHED: usize = SLOTS;
-/// Slot of the frames that are dropped because they cannot be judged: damaged ones, and fragments whose first part is not known.
+/// Slot of the frames that are dropped because they cannot be judged: damaged ones, and fragments whose first part is
+/// not known.
 pub const UNREADABLE: usize = SLOTS + 1;
 /// Number of flows that are kept.
 pub const FLOWS: usize = 1 << 16;

@@ -1,15 +1,16 @@
-//! Large receive offload: puts the segments of a connection in order and merges them before the kernel receives them (Li, Chen
-//! and Su, "Implementation of TCP Large Receive Offload on Multi-core NPU Platform").
+//! Large receive offload: puts the segments of a connection in order and merges them before the kernel receives them
+//! (Li, Chen and Su, "Implementation of TCP Large Receive Offload on Multi-core NPU Platform").
 //!
-//! No I/O, clock or randomness: frames come in with the time, and go out through a closure, at once or later. The frames of a
-//! connection go out in the order in which they came in, except where [`Mode::Reorder`] puts them in order. Nothing is ever
-//! dropped, and a frame that is not merged goes out unchanged. Each [`Lro`] belongs to one worker, with descriptors and buffers
-//! of its own, and without locks.
+//! No I/O, clock or randomness: frames come in with the time, and go out through a closure, at once or later. The
+//! frames of a connection go out in the order in which they came in, except where [`Mode::Reorder`] puts them in order.
+//! Nothing is ever dropped, and a frame that is not merged goes out unchanged. Each [`Lro`] belongs to one worker, with
+//! descriptors and buffers of its own, and without locks.
 //!
-//! Differences from the paper: out-of-order segments are in an ordered tree with a cap, where the paper walks a list that an
-//! attacker can make long. Time-outs are in a timing wheel, where the paper has a thread that looks at every descriptor. The mean
-//! interval between segments is taken over some eight arrivals, since frames come in bursts. Segments with data that went out
-//! already are passed on, where the paper drops them, so that the kernel can answer them.
+//! Differences from the paper: out-of-order segments are in an ordered tree with a cap, where the paper walks a list
+//! that an attacker can make long. Time-outs are in a timing wheel, where the paper has a thread that looks at every
+//! descriptor. The mean interval between segments is taken over some eight arrivals, since frames come in bursts.
+//! Segments with data that went out already are passed on, where the paper drops them, so that the kernel can answer
+//! them.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -37,8 +38,8 @@ pub enum Mode {
     Off,
     /// Segments that come in order, by the rules of Linux's GRO.
     InOrder,
-    /// Segments in any order, within [`LroSettings::gap`] and the caps. Acknowledgement numbers, windows and timestamps may
-    /// differ between merged segments.
+    /// Segments in any order, within [`LroSettings::gap`] and the caps. Acknowledgement numbers, windows and timestamps
+    /// may differ between merged segments.
     Reorder,
 }
 
@@ -49,7 +50,8 @@ pub enum Push {
     /// The aggregate goes out at once, as in GRO.
     #[default]
     Flush,
-    /// As `Flush`, except in a bulk transfer, whose sender sets PSH wherever its writes end: there the time-out decides.
+    /// As `Flush`, except in a bulk transfer, whose sender sets PSH wherever its writes end: there the time-out
+    /// decides.
     Bulk,
     /// None, as in the paper: small messages wait for the time-out, too.
     Ignore,
@@ -69,8 +71,8 @@ pub struct LroSettings {
     pub aggregates: usize,
     /// Largest IP packet of an aggregate in bytes, up to 65535.
     pub most: usize,
-    /// Shortest and longest time without a segment after which an aggregate goes out. Between these limits it is ten times the
-    /// mean interval between segments.
+    /// Shortest and longest time without a segment after which an aggregate goes out. Between these limits it is ten
+    /// times the mean interval between segments.
     pub quiet: (u64, u64),
     /// Time after which an aggregate goes out, however fast segments arrive.
     pub age: u64,

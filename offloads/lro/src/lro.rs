@@ -12,15 +12,16 @@ use baton_tables::{Lookup, Wheel};
 use baton_wire::{Flags, FlowKey, TcpFrame};
 use core::mem;
 
-/// Number of islands that may be built in the full-sized buffers of their first segments. Beyond it each held segment is copied
-/// to a buffer of its own, so that it does not occupy 64 KB.
+/// Number of islands that may be built in the full-sized buffers of their first segments. Beyond it each held segment
+/// is copied to a buffer of its own, so that it does not occupy 64 KB.
 const MAX_ISLAND_BUFFERS: usize = 128;
 /// Bytes of a buffer for such a copy, unless the segment is larger; and how many free ones are kept.
 const SMALL_BUFFER: usize = 2048;
 const MAX_SMALL_BUFFERS: usize = 1024;
 
-/// An island of up to this many segments is copied into the open aggregate; a longer one closes the aggregate and opens its own.
-/// Copying fewer makes smaller aggregates; copying more costs the NIC what larger aggregates would save the kernel.
+/// An island of up to this many segments is copied into the open aggregate; a longer one closes the aggregate and opens
+/// its own. Copying fewer makes smaller aggregates; copying more costs the NIC what larger aggregates would save the
+/// kernel.
 const MAX_ISLAND_COPY: u32 = 32;
 
 /// Number of descriptors that are examined in the search for an idle one.
@@ -82,8 +83,8 @@ impl Lro {
         }
     }
 
-    /// For one that does not see all segments: when a connection has nothing waiting and was idle for so many microseconds, others
-    /// of its segments may have gone another way, and none is waited for.
+    /// For one that does not see all segments: when a connection has nothing waiting and was idle for so many
+    /// microseconds, others of its segments may have gone another way, and none is waited for.
     pub fn missing_some_after(self, idle: u64) -> Lro {
         Lro { idle, ..self }
     }
@@ -114,8 +115,8 @@ impl Lro {
         self.held_bytes
     }
 
-    /// Takes a frame at `now` microseconds. The frame, or an aggregate that it completes, goes to `deliver`. If the frame is
-    /// kept, `frame` is another buffer of the same size afterwards.
+    /// Takes a frame at `now` microseconds. The frame, or an aggregate that it completes, goes to `deliver`. If the
+    /// frame is kept, `frame` is another buffer of the same size afterwards.
     pub fn receive(&mut self, frame: &mut Frame, now: u64, deliver: &mut impl FnMut(&mut Frame)) {
         if self.settings.mode == Mode::Off {
             return deliver(frame);
@@ -271,8 +272,8 @@ impl Lro {
         }
     }
 
-    /// Merges an island that is next in order. A single segment is treated as if it arrived now; a few are copied to the open
-    /// aggregate if they fit; many become the open aggregate.
+    /// Merges an island that is next in order. A single segment is treated as if it arrived now; a few are copied to
+    /// the open aggregate if they fit; many become the open aggregate.
     fn append_island(&mut self, at: u32, island: Island, now: u64, deliver: &mut impl FnMut(&mut Frame)) -> Progress {
         let Island { mut aggregate, sealed, .. } = island;
         if aggregate.count == 1 {
@@ -442,7 +443,8 @@ impl Lro {
         }
     }
 
-    /// Time before which [`Lro::expire`] has nothing to do, in microseconds; cheaper than [`Lro::next_expiry`], and never later.
+    /// Time before which [`Lro::expire`] has nothing to do, in microseconds; cheaper than [`Lro::next_expiry`], and
+    /// never later.
     #[inline]
     pub fn next_tick(&self) -> u64 {
         if self.settings.mode == Mode::Off { u64::MAX } else { self.wheel.next_tick() }

@@ -1,6 +1,6 @@
-//! The segments of a connection that are held behind gaps, as islands: segments that follow each other are merged when they
-//! arrive, so that nothing has to be copied again when a gap is filled. The islands are in an ordered tree: the place of a
-//! segment is found in time logarithmic in the number of islands, whatever an attacker sends.
+//! The segments of a connection that are held behind gaps, as islands: segments that follow each other are merged when
+//! they arrive, so that nothing has to be copied again when a gap is filled. The islands are in an ordered tree: the
+//! place of a segment is found in time logarithmic in the number of islands, whatever an attacker sends.
 
 use crate::aggregate::Aggregate;
 use crate::counters::Reason;

@@ -1,4 +1,5 @@
-//! Merging never changes the byte stream: random sizes, flags, orders, duplicates and waits, several connections at once.
+//! Merging never changes the byte stream: random sizes, flags, orders, duplicates and waits, several connections at
+//! once.
 
 use baton_device::{Checksum, Frame, MAX_FRAME};
 use baton_lro::{Lro, LroSettings, Mode, Push};
@@ -250,8 +251,8 @@ fn what_went_another_way_in_a_pause_is_not_waited_for() {
     }
 }
 
-/// A flood of out-of-order segments costs logarithmic time per segment, stays below its cap, and delays no other connection's
-/// segments.
+/// A flood of out-of-order segments costs logarithmic time per segment, stays below its cap, and delays no other
+/// connection's segments.
 #[test]
 fn floods_out_of_order_stay_cheap() {
     let settings = LroSettings { mode: Mode::Reorder, held_segments: 1 << 20, held_bytes: 64 << 20, ..LroSettings::default() };
@@ -285,7 +286,8 @@ fn floods_out_of_order_stay_cheap() {
     let (few, many) = (cost(100), cost(100_000));
     // The logarithm grows by two and a half, and cache misses come on top; with a list the factor would be a thousand.
     assert!(many < 50.0 * few, "a segment cost {few} ns with 100 held, {many} ns with 100000");
-    // Other connections are about as fast as without the flood: they look at none of the hundred thousand, but share the caches.
+    // Other connections are about as fast as without the flood: they look at none of the hundred thousand, but share
+    // the caches.
     let mut quiet = Lro::new(settings, 0);
     let mut times = [f64::MAX; 2];
     for round in 0..40 {

@@ -117,7 +117,8 @@ impl Groups {
         }
     }
 
-    /// Takes an empty group out of its bucket. Buckets hold one group on average, so the search for its predecessor is short.
+    /// Takes an empty group out of its bucket. Buckets hold one group on average, so the search for its predecessor is
+    /// short.
     fn free_group(&mut self, at: u32) {
         let bucket = self.bucket(&self.groups[at as usize].key);
         let next = self.groups[at as usize].next;

@@ -1,12 +1,12 @@
-//! Matching of messages with receives by MPI's rules (MPI 4.1 section 3.5; the libfabric form with ignore bits): what the RMPP
-//! paper leaves as future work (section 7), so that it can run on the host or on the NIC.
+//! Matching of messages with receives by MPI's rules (MPI 4.1 section 3.5; the libfabric form with ignore bits): what
+//! the RMPP paper leaves as future work (section 7), so that it can run on the host or on the NIC.
 //!
-//! A receive names a context (communicator), a source or any source, and a tag with bits to ignore. A message that arrives is
-//! given the *oldest* posted receive that matches; a receive that is posted is given the *oldest* unexpected message. Both are
-//! found by hashing, in time that does not depend on how many are posted or waiting: receives with the same ignore bits form a
-//! *class*, in which a message can match only receives of one hash key. A lookup asks each class in use once and takes the oldest
-//! answer. Only when more than [`CLASSES`] kinds of wildcard are in use at once, receives of further kinds are searched one by
-//! one.
+//! A receive names a context (communicator), a source or any source, and a tag with bits to ignore. A message that
+//! arrives is given the *oldest* posted receive that matches; a receive that is posted is given the *oldest* unexpected
+//! message. Both are found by hashing, in time that does not depend on how many are posted or waiting: receives with
+//! the same ignore bits form a *class*, in which a message can match only receives of one hash key. A lookup asks each
+//! class in use once and takes the oldest answer. Only when more than [`CLASSES`] kinds of wildcard are in use at once,
+//! receives of further kinds are searched one by one.
 #![no_std]
 #![forbid(unsafe_code)]
 

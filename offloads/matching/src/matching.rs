@@ -7,7 +7,8 @@ use crate::{Criteria, Full, Message};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
-/// Identifies a posted receive. A number is used again only with another generation, so that an old one cancels nothing.
+/// Identifies a posted receive. A number is used again only with another generation, so that an old one cancels
+/// nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct PostedId {
     entry: u32,
@@ -44,7 +45,8 @@ struct Posted {
     criteria: Criteria,
 }
 
-/// Posted receives and unexpected messages of one endpoint. A *value* is a number by which the caller knows the receive or message.
+/// Posted receives and unexpected messages of one endpoint. A *value* is a number by which the caller knows the receive
+/// or message.
 pub struct Matching {
     classes: Classes,
     posted: Box<[Posted]>,
@@ -63,7 +65,8 @@ pub struct Matching {
 }
 
 impl Matching {
-    /// Room for so many posted receives and unexpected messages. `hash_key` must be random: peers choose their messages' tags.
+    /// Room for so many posted receives and unexpected messages. `hash_key` must be random: peers choose their
+    /// messages' tags.
     pub fn new(posted: usize, unexpected: usize, hash_key: [u64; 4]) -> Matching {
         let criteria = Criteria { source: None, context: 0, tag: 0, ignore: 0 };
         let unused = Posted { order: 0, value: 0, generation: 0, class: 0, waiting: false, criteria };
@@ -180,7 +183,8 @@ impl Matching {
         self.find_unexpected(class, criteria).map(|entry| self.take_unexpected(entry))
     }
 
-    /// Forgets an unexpected message (its sender has ended), given its place and its value. False if it is not there any more.
+    /// Forgets an unexpected message (its sender has ended), given its place and its value. False if it is not there
+    /// any more.
     pub fn discard(&mut self, place: u32, value: u32) -> bool {
         let waits = self.unexpected.get(place as usize).is_some_and(|(_, waiting)| *waiting == Some(value));
         if waits {

@@ -4,8 +4,8 @@
 use baton_matching::{Arrival, Criteria, Matching, Message};
 use baton_netem::Rng;
 
-/// Nanoseconds of a message's arrival and the posting of a receive in its place, with `posted` receives posted. Every tenth
-/// receive has a wildcard, and messages match any of them.
+/// Nanoseconds of a message's arrival and the posting of a receive in its place, with `posted` receives posted. Every
+/// tenth receive has a wildcard, and messages match any of them.
 fn nanoseconds(posted: u64) -> f64 {
     let mut matching = Matching::new(posted as usize, 16, [1, 2, 3, 4]);
     let mut rng = Rng::new(9);
@@ -44,6 +44,7 @@ fn ten_thousand_posted_receives_cost_what_ten_do() {
     ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
     let (ratio, few, many) = ratios[4];
     println!("match and post: {few:.0} ns with 10 posted, {many:.0} ns with 10,000: {ratio:.2} times (median of nine pairs)");
-    // 1.1 to 1.6 with the caches of this processor to itself. A search along a list would take a thousand times as long.
+    // 1.1 to 1.6 with the caches of this processor to itself. A search along a list would take a thousand times as
+    // long.
     assert!(ratio <= 10.0);
 }

@@ -2,8 +2,8 @@
 
 use crate::Counters;
 
-/// Limits in microseconds and frames, from the shortest delay to the longest: net_dim's profile for receive queues whose timer
-/// starts at the first frame.
+/// Limits in microseconds and frames, from the shortest delay to the longest: net_dim's profile for receive queues
+/// whose timer starts at the first frame.
 const PROFILES: [(u32, u32); 5] = [(1, 256), (8, 256), (64, 256), (128, 256), (256, 256)];
 /// Number of interrupts between two decisions; with fewer of them a decision is made after [`LONGEST`].
 const EVENTS: u64 = 64;
@@ -11,8 +11,8 @@ const EVENTS: u64 = 64;
 const LONGEST: u64 = 100_000;
 /// A change of at most one tenth counts as none.
 const TENTH: u64 = 10;
-/// Below this many frames per second, and this many bytes per frame, the traffic is requests and answers: delay then costs
-/// latency and brings nothing.
+/// Below this many frames per second, and this many bytes per frame, the traffic is requests and answers: delay then
+/// costs latency and brings nothing.
 const FEW_FRAMES: u64 = 20_000;
 const SMALL_FRAME: u64 = 4096;
 

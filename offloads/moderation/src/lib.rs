@@ -1,7 +1,7 @@
-//! Interrupt moderation: decides when the producer of a queue signals the consumer (an interrupt, a doorbell). Off, by time and
-//! count, or adaptively in the manner of Linux's dynamic interrupt moderation (`lib/dim`): a small table of limits in which the
-//! search steps to the left or right as long as that brings more bytes, else more packets, else fewer interrupts for the same; or at
-//! the end of a burst.
+//! Interrupt moderation: decides when the producer of a queue signals the consumer (an interrupt, a doorbell). Off, by
+//! time and count, or adaptively in the manner of Linux's dynamic interrupt moderation (`lib/dim`): a small table of
+//! limits in which the search steps to the left or right as long as that brings more bytes, else more packets, else
+//! fewer interrupts for the same; or at the end of a burst.
 //!
 //! No I/O and no clock. Times are in microseconds.
 #![no_std]
@@ -28,14 +28,15 @@ pub enum Mode {
     },
     /// By limits that follow the traffic.
     Adaptive,
-    /// Under load at the end of a burst: once nothing more has come for [`LULL`], after [`LONGEST`] at the latest. Otherwise at every
-    /// frame. Under load means that the consumer has got at least [`LOAD`] frames since it was last signalled: then it sleeps for a
-    /// short time only, and to be woken costs it more than a few further frames are late. A consumer that gets a single request and
-    /// answers it is never kept waiting.
+    /// Under load at the end of a burst: once nothing more has come for [`LULL`], after [`LONGEST`] at the latest.
+    /// Otherwise at every frame. Under load means that the consumer has got at least [`LOAD`] frames since it was last
+    /// signalled: then it sleeps for a short time only, and to be woken costs it more than a few further frames are
+    /// late. A consumer that gets a single request and answers it is never kept waiting.
     Burst,
 }
 
-/// How long nothing more must have come at a burst's end, and how long it lasts at most, microseconds ([`Mode::Burst`]).
+/// How long nothing more must have come at a burst's end, and how long it lasts at most, microseconds
+/// ([`Mode::Burst`]).
 pub const LULL: u64 = 3;
 /// See [`LULL`].
 pub const LONGEST: u32 = 20;
@@ -193,8 +194,8 @@ mod tests {
         assert!(moderator.queued(100, 6000), "the load has ended");
     }
 
-    /// Sends frames of `bytes` bytes, one every `interval` microseconds, for a second; returns the number of interrupts and the
-    /// longest wait.
+    /// Sends frames of `bytes` bytes, one every `interval` microseconds, for a second; returns the number of interrupts
+    /// and the longest wait.
     fn second(moderator: &mut Moderator, interval: u64, bytes: usize, from: u64) -> (u64, u64) {
         let (before, mut longest, mut first) = (moderator.counters().interrupts, 0, None);
         for now in from..from + 1_000_000 {

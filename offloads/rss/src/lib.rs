@@ -1,8 +1,8 @@
-//! Receive-side scaling (Microsoft's RSS specification): the Toeplitz hash of a frame's addresses and ports selects a *bucket*,
-//! an entry of the indirection table, which holds the number of the worker that the frame goes to.
+//! Receive-side scaling (Microsoft's RSS specification): the Toeplitz hash of a frame's addresses and ports selects a
+//! *bucket*, an entry of the indirection table, which holds the number of the worker that the frame goes to.
 //!
-//! TCP segments are hashed with their ports. All other IP packets are hashed by their addresses alone, since the later fragments
-//! of a datagram have no ports and must not overtake the first one. Frames that are not IP go to bucket 0.
+//! TCP segments are hashed with their ports. All other IP packets are hashed by their addresses alone, since the later
+//! fragments of a datagram have no ports and must not overtake the first one. Frames that are not IP go to bucket 0.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -34,7 +34,8 @@ pub fn even(workers: usize) -> Table {
     core::array::from_fn(|bucket| (bucket % workers.clamp(1, MOST_WORKERS)) as u8)
 }
 
-/// Where a frame comes from. Both directions of a connection get the same hash: that of the frames that come from the peer.
+/// Where a frame comes from. Both directions of a connection get the same hash: that of the frames that come from the
+/// peer.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum From {
     /// The wire: its source is the peer.

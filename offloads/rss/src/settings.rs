@@ -25,7 +25,8 @@ pub enum Indirection {
     },
 }
 
-/// Error of parsing an [`Indirection`]: the text is not `balanced`, `even`, or up to 64 hexadecimal digits, each a worker.
+/// Error of parsing an [`Indirection`]: the text is not `balanced`, `even`, or up to 64 hexadecimal digits, each a
+/// worker.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoIndirection;
 
@@ -109,8 +110,8 @@ impl RssSettings {
         if self.queues == 0 { most } else { most.min(usize::from(self.queues)) }
     }
 
-    /// The indirection table to begin with. In a pattern, the number of a worker that does not exist counts modulo the number
-    /// that get frames.
+    /// The indirection table to begin with. In a pattern, the number of a worker that does not exist counts modulo the
+    /// number that get frames.
     pub fn table(&self, workers: usize) -> Table {
         let active = self.active(workers);
         match self.indirection {

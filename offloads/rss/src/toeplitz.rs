@@ -19,8 +19,8 @@ impl Key {
         0xae, 0x7b, 0x30, 0xb4, 0x77, 0xcb, 0x2d, 0xa3, 0x80, 0x30, 0xf2, 0x0c, 0x6a, 0x42, 0xb7, 0x3b, 0xbe, 0xac, 0x01, 0xfa,
     ]);
 
-    /// A key that gives both directions of a connection the same hash (Woo and Park, "Scalable TCP Session Monitoring with
-    /// Symmetric Receive-side Scaling"): 16 bits, repeated.
+    /// A key that gives both directions of a connection the same hash (Woo and Park, "Scalable TCP Session Monitoring
+    /// with Symmetric Receive-side Scaling"): 16 bits, repeated.
     pub const SYMMETRIC: Key = {
         let mut key = [0x6d; KEY_BYTES];
         let mut at = 1;
@@ -55,7 +55,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Error of parsing a [`Key`]: the text is not 40 bytes in hexadecimal with colons between them, `microsoft` or `symmetric`.
+/// Error of parsing a [`Key`]: the text is not 40 bytes in hexadecimal with colons between them, `microsoft` or
+/// `symmetric`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct NoKey;
 

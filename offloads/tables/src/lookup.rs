@@ -1,5 +1,5 @@
-//! The lookup from a 4-tuple to a slot: open addressing with a keyed hash, so that nobody who does not know the key can produce
-//! collisions.
+//! The lookup from a 4-tuple to a slot: open addressing with a keyed hash, so that nobody who does not know the key can
+//! produce collisions.
 
 use alloc::boxed::Box;
 use alloc::vec::Vec;
@@ -69,8 +69,8 @@ impl Lookup {
         fold(hash ^ c, d)
     }
 
-    /// Finds the slot of a 4-tuple. `is` says whether a slot is the one; it is called with slots whose hash has the same upper
-    /// half, and may be called with `u32::MAX`, which is no slot.
+    /// Finds the slot of a 4-tuple. `is` says whether a slot is the one; it is called with slots whose hash has the
+    /// same upper half, and may be called with `u32::MAX`, which is no slot.
     #[inline(always)]
     pub fn find(&self, key: &FlowKey, is: impl Fn(u32) -> bool) -> Option<u32> {
         let hash = self.hash(key);
@@ -100,8 +100,8 @@ impl Lookup {
         &self.entries[search.at & self.mask]
     }
 
-    /// Ends a search as [`Lookup::find`] does without looking at the slot: it may be another one's with the same hash. [`NO_SLOT`] if
-    /// there is none.
+    /// Ends a search as [`Lookup::find`] does without looking at the slot: it may be another one's with the same hash.
+    /// [`NO_SLOT`] if there is none.
     #[inline(always)]
     pub fn end(&self, search: Search) -> u32 {
         let Search { tag, mut at } = search;
@@ -114,8 +114,8 @@ impl Lookup {
         }
     }
 
-    /// [`Lookup::find`] for the IPv4 4-tuples of frames: the one that was found last is found again without a hash. The slot may be
-    /// another one's with the same hash.
+    /// [`Lookup::find`] for the IPv4 4-tuples of frames: the one that was found last is found again without a hash. The
+    /// slot may be another one's with the same hash.
     #[inline(always)]
     pub fn find_again(&mut self, key: &FlowKey) -> Option<u32> {
         let (words, _) = key.words();
@@ -139,8 +139,8 @@ impl Lookup {
         self.entries[at] = ((hash >> 32) as u32, slot);
     }
 
-    /// Removes a 4-tuple and its slot, and moves later entries into the gap, so that no tombstones are needed. `key_of` gives the
-    /// 4-tuple of another slot.
+    /// Removes a 4-tuple and its slot, and moves later entries into the gap, so that no tombstones are needed. `key_of`
+    /// gives the 4-tuple of another slot.
     pub fn remove(&mut self, key: &FlowKey, slot: u32, key_of: impl Fn(u32) -> FlowKey) {
         self.last = NOTHING;
         let mut at = self.hash(key) as usize & self.mask;

@@ -1,5 +1,6 @@
-//! A timing wheel of slots. A slot is entered again only when its next time-out is earlier than its entry. When its bucket
-//! expires, the caller asks the connection for its time-out, so that time-outs which only move later cost nothing.
+//! A timing wheel of slots. A slot is entered again only when its next time-out is earlier than its entry. When its
+//! bucket expires, the caller asks the connection for its time-out, so that time-outs which only move later cost
+//! nothing.
 
 use alloc::vec::Vec;
 
@@ -8,9 +9,9 @@ const BUCKETS: usize = 8192;
 
 /// A timing wheel whose buckets are `TICK` microseconds wide.
 ///
-/// The entries of all buckets lie in one array, and each bucket is a list in it: so the wheel takes 8 bytes for each of the most entries
-/// that it ever had at a time, in a single allocation. A `Vec` for each bucket would be thousands of small ones all over the heap, which
-/// would keep its pages from going back to the system.
+/// The entries of all buckets lie in one array, and each bucket is a list in it: so the wheel takes 8 bytes for each of
+/// the most entries that it ever had at a time, in a single allocation. A `Vec` for each bucket would be thousands of
+/// small ones all over the heap, which would keep its pages from going back to the system.
 pub struct Wheel<const TICK: u64> {
     /// Of each bucket the entry that came last, or [`NONE`].
     buckets: Vec<u32>,
@@ -39,8 +40,8 @@ impl<const TICK: u64> Wheel<TICK> {
         Wheel { buckets, entries: Vec::new(), free: NONE, occupied: [0; BUCKETS / 64], next: now / TICK }
     }
 
-    /// Enters a slot for time `at` in microseconds, or for the end of the wheel if that is earlier. Returns the tick of the
-    /// entry.
+    /// Enters a slot for time `at` in microseconds, or for the end of the wheel if that is earlier. Returns the tick of
+    /// the entry.
     pub fn enter(&mut self, slot: u32, at: u64) -> u64 {
         let tick = at.div_ceil(TICK).clamp(self.next, self.next + BUCKETS as u64 - 1);
         let bucket = tick as usize % BUCKETS;
@@ -68,7 +69,8 @@ impl<const TICK: u64> Wheel<TICK> {
         self.next * TICK
     }
 
-    /// Moves the slots of the next bucket that is due at `now` to `out`, and returns the bucket's tick. None if no bucket is due.
+    /// Moves the slots of the next bucket that is due at `now` to `out`, and returns the bucket's tick. None if no
+    /// bucket is due.
     pub fn expire(&mut self, now: u64, out: &mut Vec<u32>) -> Option<u64> {
         let due = now / TICK;
         while self.next <= due {

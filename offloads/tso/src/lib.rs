@@ -1,8 +1,8 @@
-//! Large sends (TCP segmentation offload): cuts a frame that stands for many into segments, as hardware does. No I/O: the caller
-//! sends each segment.
+//! Large sends (TCP segmentation offload): cuts a frame that stands for many into segments, as hardware does. No I/O:
+//! the caller sends each segment.
 //!
-//! Every segment has the headers of the frame, except for: lengths, sequence number, IPv4 identification (increasing), FIN and
-//! PSH (in the last segment only), CWR (in the first segment only, RFC 3168 section 6.1.2), checksums.
+//! Every segment has the headers of the frame, except for: lengths, sequence number, IPv4 identification (increasing),
+//! FIN and PSH (in the last segment only), CWR (in the first segment only, RFC 3168 section 6.1.2), checksums.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -40,8 +40,8 @@ pub struct Cut<'a> {
 pub fn cut(frame: &Frame, partial: bool) -> Result<Cut<'_>, Refusal> {
     let segmentation = frame.segmentation.ok_or(Refusal::BadSize)?;
     let parsed = TcpFrame::parse(frame.bytes(), 0).map_err(|_| Refusal::NotTcp)?;
-    // The length of the headers that the device gives is not needed, but a wrong one says that the other fields may be wrong,
-    // too.
+    // The length of the headers that the device gives is not needed, but a wrong one says that the other fields may be
+    // wrong, too.
     if segmentation.size == 0 || usize::from(segmentation.headers) > parsed.payload_offset + parsed.payload_length {
         return Err(Refusal::BadSize);
     }
@@ -131,7 +131,8 @@ mod tests {
     }
 
     proptest! {
-        /// The segments are valid TCP segments, their payloads make up the frame's, and the flags are in the right segments.
+        /// The segments are valid TCP segments, their payloads make up the frame's, and the flags are in the right
+        /// segments.
         #[test]
         fn segments_make_the_frame(v6: bool, timestamps: bool, flags: u8, length in 0usize..30_000, size in 1u16..9000, partial: bool) {
             let length = length.min(usize::from(size) * 100);

@@ -1,6 +1,6 @@
-//! Frames of more than 64 KB (BIG TCP: a peer on this machine whose `gso_max_size` was raised). An IPv6 packet then has no length, or one
-//! in a jumbo option (RFC 2675), an IPv4 packet has the length 0. They are cut into frames of whole segments that are as long as any other
-//! before anything else sees them.
+//! Frames of more than 64 KB (BIG TCP: a peer on this machine whose `gso_max_size` was raised). An IPv6 packet then has
+//! no length, or one in a jumbo option (RFC 2675), an IPv4 packet has the length 0. They are cut into frames of whole
+//! segments that are as long as any other before anything else sees them.
 
 use baton_device::{Checksum, Frame, Segmentation};
 use baton_wire::Flags;
@@ -71,7 +71,8 @@ impl Large {
     /// The same as a device takes payload.
     pub fn shared_rest(&mut self) -> &[AtomicU8] {
         let rest: *mut [u8] = self.rest();
-        // SAFETY: an atomic has the size and alignment of its byte, and these bytes are borrowed exclusively as long as what is returned.
+        // SAFETY: an atomic has the size and alignment of its byte, and these bytes are borrowed exclusively as long as
+        // what is returned.
         unsafe { &*(rest as *const [AtomicU8]) }
     }
 
@@ -87,8 +88,8 @@ impl Large {
         !self.left.is_empty()
     }
 
-    /// Makes a frame that [`Large::concerns`] the first part of itself. So much of it is in `frame` as that has room for, and `beyond` bytes
-    /// are in [`Large::rest`]. False if it is lost: it is damaged, or too long.
+    /// Makes a frame that [`Large::concerns`] the first part of itself. So much of it is in `frame` as that has room
+    /// for, and `beyond` bytes are in [`Large::rest`]. False if it is lost: it is damaged, or too long.
     #[cold]
     pub fn begin(&mut self, frame: &mut Frame, beyond: usize) -> bool {
         self.left = 0..0;
@@ -184,7 +185,8 @@ impl Large {
         ETHERNET + MOST_IP + if self.segmentation.ipv6 { IPV6 } else { 0 }
     }
 
-    /// Writes lengths and checksums of a part with so many bytes of payload, and counts the identification of the next one.
+    /// Writes lengths and checksums of a part with so many bytes of payload, and counts the identification of the next
+    /// one.
     fn finish(&mut self, bytes: &mut [u8], payload: usize) {
         let (headers, transport) = self.lengths;
         let segment = headers - transport + payload;
@@ -219,7 +221,8 @@ mod tests {
         (at ^ at >> 8 ^ at >> 16) as u8
     }
 
-    /// The headers of a packet with so many bytes of payload, which has no length, as Linux makes it; and where TCP's begin.
+    /// The headers of a packet with so many bytes of payload, which has no length, as Linux makes it; and where TCP's
+    /// begin.
     fn headers(ipv6: bool, jumbo: bool, payload: usize) -> (Vec<u8>, usize) {
         let mut bytes = vec![2; 12];
         if ipv6 {

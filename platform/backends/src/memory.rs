@@ -21,8 +21,8 @@ pub struct MemoryDevice {
     capabilities: Capabilities,
 }
 
-/// Makes the two ends of a wire that holds `depth` frames (rounded up to a power of two) of up to `frame_bytes` bytes in each
-/// direction.
+/// Makes the two ends of a wire that holds `depth` frames (rounded up to a power of two) of up to `frame_bytes` bytes
+/// in each direction.
 pub fn memory_pair(depth: usize, frame_bytes: usize, capabilities: Capabilities) -> (MemoryDevice, MemoryDevice) {
     let queue = || {
         let frames: Box<[_]> = (0..depth.next_power_of_two()).map(|_| Cell::new(Frame::with_capacity(frame_bytes))).collect();
@@ -38,8 +38,8 @@ impl Queue {
     /// Exchanges the frame at an index of the ring; indices count without wrapping at its size.
     #[inline]
     fn exchange(&self, index: usize, frame: &mut Frame) {
-        // SAFETY: `mask` is the greatest index. The cell is not shared between threads, nobody else holds a reference to what is in it, and
-        // `frame`, which is borrowed mutably, lies elsewhere.
+        // SAFETY: `mask` is the greatest index. The cell is not shared between threads, nobody else holds a reference
+        // to what is in it, and `frame`, which is borrowed mutably, lies elsewhere.
         core::mem::swap(unsafe { &mut *self.frames.get_unchecked(index & self.mask).as_ptr() }, frame);
     }
 }

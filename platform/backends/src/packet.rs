@@ -1,5 +1,5 @@
-//! Devices of a NIC beside the kernel: a packet socket that receives and sends on every network device, and the path to the
-//! kernel.
+//! Devices of a NIC beside the kernel: a packet socket that receives and sends on every network device, and the path to
+//! the kernel.
 
 use crate::large::Large;
 use crate::ring::{self, MAX_SENT, Next, ReceiveRing, SendRing};
@@ -10,8 +10,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
 use std::sync::atomic::AtomicU8;
 
-/// A packet socket that is bound to no network device: each frame carries the index of the device that it came from or goes to.
-/// The descriptor must be non-blocking.
+/// A packet socket that is bound to no network device: each frame carries the index of the device that it came from or
+/// goes to. The descriptor must be non-blocking.
 #[derive(Debug)]
 pub struct PacketDevice {
     fd: OwnedFd,
@@ -20,7 +20,8 @@ pub struct PacketDevice {
     takes_datagrams: bool,
     /// Received frames, if the socket has a ring for them (`baton_linux::packet_ring`).
     received: Option<ReceiveRing>,
-    /// Frames to be sent, if it has a ring for those, too; and the socket by which frames are sent that the ring has no room for.
+    /// Frames to be sent, if it has a ring for those, too; and the socket by which frames are sent that the ring has no
+    /// room for.
     to_send: Option<(SendRing, OwnedFd)>,
     /// The interface that the gathered frames go to.
     gathered_for: u32,
@@ -45,8 +46,8 @@ impl PacketDevice {
         Ok(PacketDevice { received: rings.map(|rings| rings.0), ..self })
     }
 
-    /// Receives and sends through the socket's rings, if it has them. `plain` is a packet socket without a ring for frames to be
-    /// sent.
+    /// Receives and sends through the socket's rings, if it has them. `plain` is a packet socket without a ring for
+    /// frames to be sent.
     ///
     /// # Errors
     /// If the rings cannot be mapped.
@@ -81,8 +82,8 @@ impl PacketDevice {
         self.receive_whole(frame, length)
     }
 
-    /// Receives the frame of so many bytes that the ring has shown, or the first part of one that is longer than others. False if it is
-    /// lost.
+    /// Receives the frame of so many bytes that the ring has shown, or the first part of one that is longer than
+    /// others. False if it is lost.
     fn receive_whole(&mut self, frame: &mut Frame, length: usize) -> bool {
         let (here, beyond) = (frame.length(), length - frame.length());
         let front = &mut frame.room()[HEADROOM - VNET_HEADER..][..VNET_HEADER + here];
@@ -99,11 +100,12 @@ impl PacketDevice {
     }
 }
 
-/// Takes the frame that the ring has shown from the socket's queue: its virtio header and beginning into `front`, the rest into
-/// `payload`. Returns the bytes that were received, fewer or more than there is room for if it is not as the ring has shown it.
+/// Takes the frame that the ring has shown from the socket's queue: its virtio header and beginning into `front`, the
+/// rest into `payload`. Returns the bytes that were received, fewer or more than there is room for if it is not as the
+/// ring has shown it.
 ///
-/// A process that ended before it gave back the slot of a frame that it had received leaves a slot without a frame. So frames that
-/// do not begin as the ring has shown are lost, until ring and queue are empty.
+/// A process that ended before it gave back the slot of a frame that it had received leaves a slot without a frame. So
+/// frames that do not begin as the ring has shown are lost, until ring and queue are empty.
 fn take_queued(fd: &OwnedFd, received: &mut Option<ReceiveRing>, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
     let ring = received.as_mut()?;
     let got = loop {
@@ -129,16 +131,16 @@ fn link_address(interface: u32) -> libc::sockaddr_ll {
     address
 }
 
-/// Receives the next frame of a socket's queue; what it has no room for goes to `rest`. Returns the bytes there; None if no frame
-/// waits.
+/// Receives the next frame of a socket's queue; what it has no room for goes to `rest`. Returns the bytes there; None
+/// if no frame waits.
 fn receive_queued(fd: &OwnedFd, frame: &mut Frame, rest: &[AtomicU8]) -> Option<usize> {
     let mut from = link_address(0);
     let room = &mut frame.room()[HEADROOM - VNET_HEADER..];
     let most = room.len();
     let (mut parts, _) = vnet::parts(room, [rest, &[]]);
     let mut message = message(&raw mut from, &mut parts);
-    // SAFETY: recvmsg(2) writes an address to `from`, which is a `sockaddr_ll` of the size that the message says, and into `parts`: the
-    // frame is borrowed mutably, and the bytes of `rest` are atomics.
+    // SAFETY: recvmsg(2) writes an address to `from`, which is a `sockaddr_ll` of the size that the message says, and
+    // into `parts`: the frame is borrowed mutably, and the bytes of `rest` are atomics.
     let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     let got = usize::try_from(got).ok().filter(|got| *got >= VNET_HEADER)?;
     let mut header = [0u8; VNET_HEADER];
@@ -266,13 +268,13 @@ fn send(fd: &OwnedFd, front: &mut [u8], interface: u32, payload: Payload<'_>) ->
     sent == length as isize
 }
 
-/// Receives the next frame of a socket's queue behind its virtio header into `front` and `payload`. Returns its length there, and that
-/// of the header; what does not fit is cut off. None if no frame waits.
+/// Receives the next frame of a socket's queue behind its virtio header into `front` and `payload`. Returns its length
+/// there, and that of the header; what does not fit is cut off. None if no frame waits.
 fn receive_parts(fd: &OwnedFd, front: &mut [u8], payload: Payload<'_>) -> Option<usize> {
     let (mut parts, _) = vnet::parts(front, payload);
     let mut message = message(std::ptr::null(), &mut parts);
-    // SAFETY: recvmsg(2) writes into `parts`: `front` is borrowed mutably, and the bytes of `payload` are atomics, which others may
-    // write at any time.
+    // SAFETY: recvmsg(2) writes into `parts`: `front` is borrowed mutably, and the bytes of `payload` are atomics,
+    // which others may write at any time.
     let got = unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) };
     usize::try_from(got).ok()
 }
@@ -290,9 +292,9 @@ fn message(to: *const libc::sockaddr_ll, parts: &mut [libc::iovec; 3]) -> libc::
     }
 }
 
-/// The kernel as reached from beside it. What it sends of mirrored connections is received by a packet socket. Frames for it go
-/// through an injector: a TAP at which a BPF program makes each frame count as received by the interface whose index the frame
-/// carries.
+/// The kernel as reached from beside it. What it sends of mirrored connections is received by a packet socket. Frames
+/// for it go through an injector: a TAP at which a BPF program makes each frame count as received by the interface
+/// whose index the frame carries.
 #[derive(Debug)]
 pub struct BesideKernel {
     outgoing: PacketDevice,

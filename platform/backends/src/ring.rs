@@ -1,4 +1,5 @@
-//! The frames that a packet socket has received and is to send, in rings shared with the kernel (`baton_linux::packet_ring`).
+//! The frames that a packet socket has received and is to send, in rings shared with the kernel
+//! (`baton_linux::packet_ring`).
 
 use crate::vnet::{self, VNET_HEADER};
 use baton_device::{BEGINNING, Frame};
@@ -13,15 +14,16 @@ use std::sync::atomic::Ordering;
 const FILLED: u32 = 1;
 const QUEUED: u32 = 2;
 
-// Offsets in a slot: fields of `tpacket2_hdr`, and of the `sockaddr_ll` behind it (Linux, `include/uapi/linux/if_packet.h`).
+// Offsets in a slot: fields of `tpacket2_hdr`, and of the `sockaddr_ll` behind it (Linux,
+// `include/uapi/linux/if_packet.h`).
 const LENGTH: usize = 4;
 const CAPTURED: usize = 8;
 const FRAME_AT: usize = 12;
 const INTERFACE: usize = 32 + 4;
 const HEADER: usize = 52;
 
-/// A reader of the ring. The kernel's place in the ring cannot be asked for, so the reader's is kept in the ring itself, for the
-/// next process that reads it.
+/// A reader of the ring. The kernel's place in the ring cannot be asked for, so the reader's is kept in the ring
+/// itself, for the next process that reads it.
 #[derive(Debug)]
 pub(crate) struct ReceiveRing {
     memory: Arc<Region>,
@@ -92,7 +94,8 @@ impl ReceiveRing {
         self.memory.word32(slot).store(0, Ordering::Release);
     }
 
-    /// Whether the queued frame whose slot was looked at last begins like `frame`, of which there are at most [`BEGINNING`] bytes.
+    /// Whether the queued frame whose slot was looked at last begins like `frame`, of which there are at most
+    /// [`BEGINNING`] bytes.
     pub fn is_shown(&self, frame: &[u8]) -> bool {
         let slot = self.at * SLOT;
         let mut at = [0u8; 4];
@@ -129,7 +132,8 @@ impl ReceiveRing {
     }
 }
 
-/// `TP_STATUS_AVAILABLE`: the slot is free. `TP_STATUS_SEND_REQUEST`: its frame is to be sent. Other values: it is being sent.
+/// `TP_STATUS_AVAILABLE`: the slot is free. `TP_STATUS_SEND_REQUEST`: its frame is to be sent. Other values: it is
+/// being sent.
 const FREE: u32 = 0;
 const TO_SEND: u32 = 1;
 
@@ -143,8 +147,8 @@ pub(crate) const MAX_SENT: usize = WRITER_AT - SENT_FROM - VNET_HEADER;
 /// Most frames that are gathered.
 const MOST_GATHERED: usize = 64;
 
-/// A writer of frames to be sent, which the kernel sends when it is asked to. As with [`ReceiveRing`], the writer's place is kept
-/// in the ring.
+/// A writer of frames to be sent, which the kernel sends when it is asked to. As with [`ReceiveRing`], the writer's
+/// place is kept in the ring.
 #[derive(Debug)]
 pub(crate) struct SendRing {
     memory: Arc<Region>,
@@ -197,7 +201,8 @@ impl SendRing {
         self.gathered >= MOST_GATHERED
     }
 
-    /// To be called after the kernel was asked to send: takes those that it left back, the latest ones. Returns their number.
+    /// To be called after the kernel was asked to send: takes those that it left back, the latest ones. Returns their
+    /// number.
     pub fn sent(&mut self) -> u64 {
         let mut left = 0;
         while left < self.gathered {

@@ -1,6 +1,6 @@
-//! Devices over descriptors that carry frames behind a `virtio_net_hdr`: a TAP with `IFF_VNET_HDR`, a packet socket with
-//! `PACKET_VNET_HDR`. The header describes partial checksums, and frames of up to 64 KB that stand for several segments (Linux,
-//! `include/uapi/linux/virtio_net.h`). Larger ones are cut when they are received (`large.rs`).
+//! Devices over descriptors that carry frames behind a `virtio_net_hdr`: a TAP with `IFF_VNET_HDR`, a packet socket
+//! with `PACKET_VNET_HDR`. The header describes partial checksums, and frames of up to 64 KB that stand for several
+//! segments (Linux, `include/uapi/linux/virtio_net.h`). Larger ones are cut when they are received (`large.rs`).
 
 use crate::large::Large;
 use baton_device::{Capabilities, Checksum, Device, Frame, HEADROOM, NOWHERE, Payload, Segmentation};
@@ -64,8 +64,8 @@ fn le16(bytes: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([bytes[at], bytes[at + 1]])
 }
 
-/// Decodes the header into the offload state of a frame whose data is there. An unknown `gso_type` is ignored: the packet's length is checked by its
-/// parser.
+/// Decodes the header into the offload state of a frame whose data is there. An unknown `gso_type` is ignored: the
+/// packet's length is checked by its parser.
 pub(crate) fn decode(header: &[u8; VNET_HEADER], frame: &mut Frame) {
     frame.checksum = if header[FLAGS] & NEEDS_CSUM != 0 {
         Checksum::Partial { start: le16(header, CSUM_START), offset: le16(header, CSUM_OFFSET) }

@@ -186,7 +186,8 @@ fn the_payload_of_large_frames_goes_elsewhere_and_comes_from_elsewhere() {
     }
 }
 
-/// A process that ended before it gave back the slot of a frame that it had received costs no frame but those that wait.
+/// A process that ended before it gave back the slot of a frame that it had received costs no frame but those that
+/// wait.
 #[test]
 fn a_slot_without_its_frame_is_passed_over() {
     let Some(wire) = Wire::new() else { return };

@@ -11,8 +11,8 @@ use core::sync::atomic::AtomicU8;
 
 /// Bytes in front of every frame's data in its buffer, where a backend may put its own header.
 pub const HEADROOM: usize = 16;
-/// Capacity for the largest frame: an IP packet of 64 KB and its Ethernet header, and 100 bytes to spare, since segments are
-/// written before the length of their options is known.
+/// Capacity for the largest frame: an IP packet of 64 KB and its Ethernet header, and 100 bytes to spare, since
+/// segments are written before the length of their options is known.
 pub const MAX_FRAME: usize = 65_535 + 14 + 100;
 
 /// Interface of a frame that no wire accepts.
@@ -32,8 +32,8 @@ pub enum Checksum {
     Unknown,
     /// A device has verified it.
     Verified,
-    /// The field holds the sum of the pseudo-header. Whoever puts the frame on a real wire completes it: sums from `start` to the
-    /// end and stores the result at `start + offset`.
+    /// The field holds the sum of the pseudo-header. Whoever puts the frame on a real wire completes it: sums from
+    /// `start` to the end and stores the result at `start + offset`.
     Partial {
         /// Offset in the frame at which the sum begins.
         start: u16,
@@ -70,8 +70,8 @@ pub struct Parts {
     pub checksum: Checksum,
     /// Present on a frame that stands for several segments.
     pub segmentation: Option<Segmentation>,
-    /// Index of the interface that the frame came from or goes to, on a wire that covers several; else 0. [`NOWHERE`]: no wire
-    /// accepts it.
+    /// Index of the interface that the frame came from or goes to, on a wire that covers several; else 0. [`NOWHERE`]:
+    /// no wire accepts it.
     pub interface: u32,
 }
 
@@ -218,25 +218,27 @@ pub trait Device {
     /// The offloads that it supports.
     fn capabilities(&self) -> Capabilities;
 
-    /// Whether it cuts frames that stand for several UDP datagrams, too. It may find out that it does not when it sends one, which
-    /// is lost then.
+    /// Whether it cuts frames that stand for several UDP datagrams, too. It may find out that it does not when it sends
+    /// one, which is lost then.
     fn cuts_datagrams(&self) -> bool {
         false
     }
 
-    /// Receives one frame into `frame`, whose buffer may be exchanged for another of the same size. False if no frame waits.
+    /// Receives one frame into `frame`, whose buffer may be exchanged for another of the same size. False if no frame
+    /// waits.
     fn receive(&mut self, frame: &mut Frame) -> bool;
 
-    /// Receives one frame as [`Device::receive`] does, or shows a large one. That goes on waiting, but `frame` has its length, its
-    /// offload state and its first [`BEGINNING`] bytes; the bytes behind them have any value. [`Device::receive_apart`] or
-    /// [`Device::receive`] takes it.
+    /// Receives one frame as [`Device::receive`] does, or shows a large one. That goes on waiting, but `frame` has its
+    /// length, its offload state and its first [`BEGINNING`] bytes; the bytes behind them have any value.
+    /// [`Device::receive_apart`] or [`Device::receive`] takes it.
     #[inline]
     fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
         if self.receive(frame) { Arrival::Frame } else { Arrival::Nothing }
     }
 
-    /// Receives the payload of the frame that is being shown: what follows its first `headers` bytes, of which there are at most
-    /// [`BEGINNING`]. `payload` must have that length. False if the frame is lost; then the bytes there have any value.
+    /// Receives the payload of the frame that is being shown: what follows its first `headers` bytes, of which there
+    /// are at most [`BEGINNING`]. `payload` must have that length. False if the frame is lost; then the bytes there
+    /// have any value.
     fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
         let _ = (headers, payload);
         false
@@ -248,25 +250,26 @@ pub trait Device {
         false
     }
 
-    /// As [`Device::transmit`], for a frame whose headers are in `frame` and whose payload lies in `payload`. Only for a device that
-    /// [`Device::transmits_apart`].
+    /// As [`Device::transmit`], for a frame whose headers are in `frame` and whose payload lies in `payload`. Only for
+    /// a device that [`Device::transmits_apart`].
     fn transmit_apart(&mut self, frame: &mut Frame, payload: Payload<'_>) -> bool {
         let _ = (frame, payload);
         false
     }
 
-    /// Sends a frame, whose buffer may be exchanged. False if the device had no room: then the frame is lost, as on any wire.
+    /// Sends a frame, whose buffer may be exchanged. False if the device had no room: then the frame is lost, as on any
+    /// wire.
     fn transmit(&mut self, frame: &mut Frame) -> bool;
 
-    /// Sends the frames that it has accepted and not sent yet: a device may gather some, and send them together. Returns how many
-    /// of them are lost. To be called after every batch.
+    /// Sends the frames that it has accepted and not sent yet: a device may gather some, and send them together.
+    /// Returns how many of them are lost. To be called after every batch.
     #[inline]
     fn flush(&mut self) -> u64 {
         0
     }
 
-    /// Whether frames would be sent without waiting. A device that is not ready still accepts frames, but should get only those
-    /// that cannot be avoided.
+    /// Whether frames would be sent without waiting. A device that is not ready still accepts frames, but should get
+    /// only those that cannot be avoided.
     #[inline]
     fn is_ready(&mut self) -> bool {
         true

@@ -1,8 +1,8 @@
 //! The doorbells between a program and the NIC: a pair of datagram sockets, one end each.
 //!
-//! An eventfd would be one object for both processes, and either could make the other block, by its flags or by filling its
-//! count. Here each call says by itself that it must not block. Datagram sockets do not report that the other end is closed;
-//! both sides learn that elsewhere.
+//! An eventfd would be one object for both processes, and either could make the other block, by its flags or by filling
+//! its count. Here each call says by itself that it must not block. Datagram sockets do not report that the other end
+//! is closed; both sides learn that elsewhere.
 
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};

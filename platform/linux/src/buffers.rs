@@ -1,5 +1,5 @@
-//! The sizes of a socket's send and receive buffers: SO_SNDBUF and SO_RCVBUF, as the kernel has chosen them or the program has fixed
-//! them.
+//! The sizes of a socket's send and receive buffers: SO_SNDBUF and SO_RCVBUF, as the kernel has chosen them or the
+//! program has fixed them.
 
 use crate::socket::{SIOCOUTQ, get, queue_bytes, send, set};
 use std::io;
@@ -53,8 +53,8 @@ impl Buffer {
         Ok(Buffer { side, size, fixed: locks & side.lock() != 0 })
     }
 
-    /// Gives the socket's buffer another size, in bytes as getsockopt(2) returns it, whatever the host's limits are. Whether the kernel
-    /// may change it from then on stays as it was.
+    /// Gives the socket's buffer another size, in bytes as getsockopt(2) returns it, whatever the host's limits are.
+    /// Whether the kernel may change it from then on stays as it was.
     ///
     /// # Errors
     /// The failed system call's.
@@ -65,8 +65,8 @@ impl Buffer {
         set(fd, libc::SOL_SOCKET, SO_BUF_LOCK, locks)
     }
 
-    /// Makes a buffer that is too small take `bytes` more. `factor`: bytes of buffer that a byte may cost. Returns the size that it
-    /// had, if it has another one now.
+    /// Makes a buffer that is too small take `bytes` more. `factor`: bytes of buffer that a byte may cost. Returns the
+    /// size that it had, if it has another one now.
     ///
     /// # Errors
     /// The failed system call's.
@@ -81,8 +81,8 @@ impl Buffer {
         Ok(Some(buffer))
     }
 
-    /// Gives the socket's buffer the size that this has. What is queued already stays: with more than the size, nothing is accepted
-    /// until it has become less.
+    /// Gives the socket's buffer the size that this has. What is queued already stays: with more than the size, nothing
+    /// is accepted until it has become less.
     ///
     /// # Errors
     /// The failed system call's.

@@ -1,4 +1,5 @@
-//! A socket of another control group: BPF programs at the group judge what is done with it, as with the sockets of the group's programs.
+//! A socket of another control group: BPF programs at the group judge what is done with it, as with the sockets of the
+//! group's programs.
 
 use crate::socket::check;
 use std::io;
@@ -14,8 +15,8 @@ const CLONE_WORDS: usize = 11;
 const CLONE_PIDFD: u64 = 0x1000;
 const CLONE_INTO_CGROUP: u64 = 1 << 33;
 
-/// Makes a TCP socket that belongs to a control group, of which `group` is the directory. A socket belongs to the group of the process
-/// that makes it, so a process in that group does: it lives for a moment and runs nothing else.
+/// Makes a TCP socket that belongs to a control group, of which `group` is the directory. A socket belongs to the group
+/// of the process that makes it, so a process in that group does: it lives for a moment and runs nothing else.
 ///
 /// # Errors
 /// The failed system call's; `ETIMEDOUT` if the group's processes do not run.
@@ -34,7 +35,8 @@ pub fn make(group: BorrowedFd<'_>, v6: bool) -> io::Result<OwnedFd> {
     // SAFETY: without CLONE_VM this is a fork; the arguments are as long as said, and the pidfd's place is live.
     let process = unsafe { libc::syscall(libc::SYS_clone3, arguments.as_mut_ptr(), size_of_val(&arguments)) };
     if process == 0 {
-        // SAFETY: this is the new process. It calls the kernel only, and takes no lock that a thread of the old one may have held.
+        // SAFETY: this is the new process. It calls the kernel only, and takes no lock that a thread of the old one may
+        // have held.
         unsafe { give_socket(theirs.as_raw_fd(), v6) }
     }
     if process < 0 {
@@ -128,7 +130,8 @@ fn take_socket(channel: &OwnedFd) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(control.descriptor) })
 }
 
-/// Ends the process and takes its status, unless it takes too long to end: then it stays a zombie until this process ends.
+/// Ends the process and takes its status, unless it takes too long to end: then it stays a zombie until this process
+/// ends.
 fn end(child: &OwnedFd) {
     // SAFETY: a pidfd, a signal, no more.
     let _ = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, child.as_raw_fd(), libc::SIGKILL, 0usize, 0) };

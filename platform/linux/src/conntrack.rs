@@ -1,6 +1,7 @@
-//! Connection tracking. An offloaded connection's segments bypass the host's tracker, whose window check would then drop the
-//! segments after a restore as invalid. So the connection's entry is set to be liberal about windows; the system-wide setting is
-//! not changed. Nor do those segments renew the entry, which would run out: that is done here, in their place.
+//! Connection tracking. An offloaded connection's segments bypass the host's tracker, whose window check would then
+//! drop the segments after a restore as invalid. So the connection's entry is set to be liberal about windows; the
+//! system-wide setting is not changed. Nor do those segments renew the entry, which would run out: that is done here,
+//! in their place.
 
 use crate::netlink::{ACK, Netlink, Request, attributes};
 use baton_wire::Flow;
@@ -16,8 +17,8 @@ const CTA_TIMEOUT: u16 = 7;
 /// IP_CT_TCP_FLAG_BE_LIBERAL.
 const BE_LIBERAL: u8 = 0x08;
 
-/// Number of entries that the tracker has; 0 without a tracker. `netlink` is of family [`crate::netlink::NETFILTER`], as for all
-/// functions here.
+/// Number of entries that the tracker has; 0 without a tracker. `netlink` is of family [`crate::netlink::NETFILTER`],
+/// as for all functions here.
 ///
 /// # Errors
 /// The failed system call's.
@@ -44,8 +45,8 @@ pub struct Entry {
     pub left: u32,
 }
 
-/// Makes the tracker's entry of a connection liberal in both directions, and lets it run out in `seconds`. Returns whether there was an
-/// entry.
+/// Makes the tracker's entry of a connection liberal in both directions, and lets it run out in `seconds`. Returns
+/// whether there was an entry.
 ///
 /// # Errors
 /// The failed system call's. A missing tracker or entry is no error.
@@ -133,8 +134,8 @@ impl Timeouts {
 /// Most entries that are renewed by one call: their refusals have to fit into a socket's buffer.
 pub const MOST_RENEWED: usize = 64;
 
-/// Lets the entries of connections run out in so many seconds from now, unless there are none. Passes the place of each that has no
-/// entry. At most [`MOST_RENEWED`] at once.
+/// Lets the entries of connections run out in so many seconds from now, unless there are none. Passes the place of each
+/// that has no entry. At most [`MOST_RENEWED`] at once.
 ///
 /// # Errors
 /// The failed system call's.
@@ -150,8 +151,8 @@ pub fn renew(netlink: &Netlink, entries: &[(Flow, u32)], missing: impl FnMut(usi
     })
 }
 
-/// Notes the end of a connection, of which the tracker has seen nothing: its entry runs out in so many seconds, and a new connection
-/// of the same addresses and ports may begin before.
+/// Notes the end of a connection, of which the tracker has seen nothing: its entry runs out in so many seconds, and a
+/// new connection of the same addresses and ports may begin before.
 ///
 /// # Errors
 /// The failed system call's. A missing entry is no error.

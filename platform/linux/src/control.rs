@@ -1,5 +1,6 @@
-//! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep message
-//! boundaries. They are used in programs with signals of their own: calls that a signal interrupts are repeated.
+//! Control connections between Baton's processes: messages that may carry descriptors, over Unix sockets that keep
+//! message boundaries. They are used in programs with signals of their own: calls that a signal interrupts are
+//! repeated.
 
 use crate::events::monotonic_micros;
 use crate::foreign::Foreign;
@@ -63,8 +64,8 @@ impl Channel {
         Ok((Channel { fd: one }, Channel { fd: other }))
     }
 
-    /// Connects to a listener of root's or of this user's. In a user namespace also to one outside, where the path shows that nobody
-    /// inside can have put it there.
+    /// Connects to a listener of root's or of this user's. In a user namespace also to one outside, where the path
+    /// shows that nobody inside can have put it there.
     ///
     /// # Errors
     /// The failed system call's; `PermissionDenied` for a listener of another user.
@@ -105,15 +106,16 @@ impl Channel {
         }
     }
 
-    /// Connects to a listener, whoever that is: nothing may be sent to it that is not for everybody, and nothing that it sends may be
-    /// believed. Does not wait for one that does not accept.
+    /// Connects to a listener, whoever that is: nothing may be sent to it that is not for everybody, and nothing that
+    /// it sends may be believed. Does not wait for one that does not accept.
     ///
     /// # Errors
     /// The failed system call's: `WouldBlock` if the listener's queue is full.
     pub fn try_connect_to_anybody(path: &Path) -> io::Result<Channel> {
         const SO_PASSRIGHTS: i32 = 83;
         let fd = unix_socket()?;
-        // Descriptors would be this process's to close, which may take as long as their sender likes. Linux before 6.16 cannot refuse them.
+        // Descriptors would be this process's to close, which may take as long as their sender likes. Linux before 6.16
+        // cannot refuse them.
         let _ = crate::socket::set(fd.as_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
         rustix::io::ioctl_fionbio(&fd, true)?;
         let address = unix_address(path)?;
@@ -189,8 +191,8 @@ impl Channel {
         self.receive_with(RecvFlags::empty())
     }
 
-    /// As [`Channel::try_receive`], from another user's process: descriptors that do not belong to a message are not closed by this thread
-    /// either, if that may wait.
+    /// As [`Channel::try_receive`], from another user's process: descriptors that do not belong to a message are not
+    /// closed by this thread either, if that may wait.
     ///
     /// # Errors
     /// See there.
@@ -214,8 +216,8 @@ impl Channel {
         self.until(limit, || self.try_receive())
     }
 
-    /// As [`Channel::receive_within`], from whom nothing but messages is expected: descriptors that come along do not become this process's,
-    /// which would have to close them, and that may take as long as the sender likes.
+    /// As [`Channel::receive_within`], from whom nothing but messages is expected: descriptors that come along do not
+    /// become this process's, which would have to close them, and that may take as long as the sender likes.
     ///
     /// # Errors
     /// See there.
@@ -287,8 +289,8 @@ impl Channel {
         Ok(u32::from_ne_bytes([raw[4], raw[5], raw[6], raw[7]]))
     }
 
-    /// A descriptor of the process at the other end, from the kernel: it stands for that process even after its number has become
-    /// another's.
+    /// A descriptor of the process at the other end, from the kernel: it stands for that process even after its number
+    /// has become another's.
     ///
     /// # Errors
     /// The failed system call's: `ENOPROTOOPT` before Linux 6.5.
@@ -351,15 +353,15 @@ impl Listener {
         }
         let fd = unix_socket()?;
         rustix::net::bind(&fd, &unix_address(path)?)?;
-        // Any process that can reach the path may connect: a program that gives up its user keeps its connections. What each may
-        // do is decided by what it sends.
+        // Any process that can reach the path may connect: a program that gives up its user keeps its connections. What
+        // each may do is decided by what it sends.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         rustix::net::listen(&fd, 64)?;
         Ok(Listener { fd, path: Some(path.to_owned()), spare: Mutex::new(spare()) })
     }
 
-    /// Listens at a name of the network namespace (an abstract address), which no file stands for: it is free again as soon as the
-    /// process has ended, however it ends.
+    /// Listens at a name of the network namespace (an abstract address), which no file stands for: it is free again as
+    /// soon as the process has ended, however it ends.
     ///
     /// # Errors
     /// `AddrInUse` if another process listens there, else the system's.
@@ -370,8 +372,8 @@ impl Listener {
         Ok(Listener { fd, path: None, spare: Mutex::new(spare()) })
     }
 
-    /// Waits for the next connection and accepts it. If this process has no descriptor left, the connection is closed instead,
-    /// and an error returned.
+    /// Waits for the next connection and accepts it. If this process has no descriptor left, the connection is closed
+    /// instead, and an error returned.
     ///
     /// # Errors
     /// The failed system call's.

@@ -1,5 +1,5 @@
-//! A UDP socket for many datagrams: runs of equal length to one address leave in one system call (UDP_SEGMENT) and arrive in one
-//! (UDP_GRO), which udp(7) describes. Needs no privilege.
+//! A UDP socket for many datagrams: runs of equal length to one address leave in one system call (UDP_SEGMENT) and
+//! arrive in one (UDP_GRO), which udp(7) describes. Needs no privilege.
 
 use crate::partner::Partner;
 use crate::raw_address::RawAddress;
@@ -14,7 +14,8 @@ const MOST: usize = 64;
 const MOST_BYTES: usize = 65_535 - 48;
 /// Looks at the socket that brought something last, for each at the other one.
 const LOOKS: u32 = 8;
-/// How long a full send buffer is waited for, in milliseconds. A datagram that does not go then is dropped, as by any full queue.
+/// How long a full send buffer is waited for, in milliseconds. A datagram that does not go then is dropped, as by any
+/// full queue.
 const PATIENCE: i32 = 2;
 
 /// A datagram that was received.
@@ -30,7 +31,8 @@ pub struct Received<'a> {
 #[repr(C, align(8))]
 struct Control([u8; 64]);
 
-/// A UDP socket with a run of datagrams that are to be sent, and if wanted a second one for the peer that most is sent to.
+/// A UDP socket with a run of datagrams that are to be sent, and if wanted a second one for the peer that most is sent
+/// to.
 #[derive(Debug)]
 pub struct Datagrams {
     socket: UdpSocket,
@@ -61,8 +63,8 @@ impl Datagrams {
     /// Datagrams that one system call sends at most.
     pub const MOST: usize = MOST;
 
-    /// A socket bound to `address`, with at least `buffer` bytes of receive buffer if the system allows it, for datagrams of up to
-    /// `longest` bytes.
+    /// A socket bound to `address`, with at least `buffer` bytes of receive buffer if the system allows it, for
+    /// datagrams of up to `longest` bytes.
     ///
     /// # Errors
     /// The failed system call's.
@@ -136,8 +138,8 @@ impl Datagrams {
         self.dropped
     }
 
-    /// Receives what one system call brings, and hands each datagram to `each`. Returns how many there were; 0 if none waits. With a
-    /// second socket it looks at the one that has brought nothing for a while only now and then.
+    /// Receives what one system call brings, and hands each datagram to `each`. Returns how many there were; 0 if none
+    /// waits. With a second socket it looks at the one that has brought nothing for a while only now and then.
     pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
         let partner = self.partner.as_ref().filter(|partner| partner.is_bound()).map(Partner::as_fd);
         let sockets = [self.socket.as_fd(), partner.unwrap_or(self.socket.as_fd())];
@@ -169,8 +171,8 @@ impl Datagrams {
         &mut self.out[self.length..self.length + bytes]
     }
 
-    /// Adds the `length` bytes that were written to [`Datagrams::room`]: datagrams of `segment` bytes each, of which the last may be
-    /// shorter. They leave with the run that they belong to, at the latest with [`Datagrams::flush`].
+    /// Adds the `length` bytes that were written to [`Datagrams::room`]: datagrams of `segment` bytes each, of which
+    /// the last may be shorter. They leave with the run that they belong to, at the latest with [`Datagrams::flush`].
     pub fn push(&mut self, to: SocketAddr, length: usize, segment: usize) {
         let count = length.div_ceil(segment.max(1));
         let fits = self.count + count <= MOST && self.length + length <= MOST_BYTES;
@@ -250,7 +252,8 @@ fn wait_writable(fd: BorrowedFd<'_>) {
     unsafe { libc::poll(&mut poll, 1, PATIENCE) };
 }
 
-/// Sends one datagram to `to`, or to the peer that the socket is connected to. sendto(2) has less to copy than sendmsg(2).
+/// Sends one datagram to `to`, or to the peer that the socket is connected to. sendto(2) has less to copy than
+/// sendmsg(2).
 fn send_one(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>) -> io::Result<()> {
     let address = to.map(|to| RawAddress::new(*to));
     let (name, name_length) = address.as_ref().map_or((std::ptr::null(), 0), RawAddress::as_parts);
@@ -275,8 +278,8 @@ fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>, segment: 
     message.msg_iov = &raw mut vector;
     message.msg_iovlen = 1;
     message.msg_control = (&raw mut control).cast();
-    // SAFETY: CMSG_SPACE and CMSG_LEN only calculate; the control buffer of 64 bytes is aligned for a cmsghdr and has room for one with
-    // two bytes of data, so CMSG_FIRSTHDR and CMSG_DATA point into it.
+    // SAFETY: CMSG_SPACE and CMSG_LEN only calculate; the control buffer of 64 bytes is aligned for a cmsghdr and has
+    // room for one with two bytes of data, so CMSG_FIRSTHDR and CMSG_DATA point into it.
     unsafe {
         message.msg_controllen = libc::CMSG_SPACE(2) as _;
         let header = libc::CMSG_FIRSTHDR(&raw const message);
@@ -285,13 +288,14 @@ fn send_run(fd: BorrowedFd<'_>, bytes: &[u8], to: Option<&SocketAddr>, segment: 
         (*header).cmsg_len = libc::CMSG_LEN(2) as _;
         libc::CMSG_DATA(header).cast::<u16>().write_unaligned(segment as u16);
     }
-    // SAFETY: the address, the vector, the bytes behind it and the control buffer live for the call, which only reads them.
+    // SAFETY: the address, the vector, the bytes behind it and the control buffer live for the call, which only reads
+    // them.
     check_size(unsafe { system_call(libc::SYS_sendmsg, fd, &raw mut message, libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) })
         .map(|_| ())
 }
 
-/// sendmsg(2) or recvmsg(2). Those of the C library are cancellation points of pthreads, which costs each call of a process with
-/// several threads two atomic operations; nobody cancels a thread here.
+/// sendmsg(2) or recvmsg(2). Those of the C library are cancellation points of pthreads, which costs each call of a
+/// process with several threads two atomic operations; nobody cancels a thread here.
 ///
 /// # Safety
 /// As those calls: every pointer of the message is to a live buffer of the length that it gives.
@@ -300,7 +304,8 @@ unsafe fn system_call(number: libc::c_long, fd: BorrowedFd<'_>, message: *mut li
     unsafe { libc::syscall(number, fd.as_raw_fd(), message, flags) as isize }
 }
 
-/// Receives one datagram or a run of them. Returns the bytes, the sender, and the length of each datagram but the last, 0 for one.
+/// Receives one datagram or a run of them. Returns the bytes, the sender, and the length of each datagram but the last,
+/// 0 for one.
 fn receive_run(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<(usize, SocketAddr, usize)> {
     // SAFETY: sockaddr_storage and msghdr are plain data, for which zero is a value.
     let (mut storage, mut message): (libc::sockaddr_storage, libc::msghdr) = unsafe { std::mem::zeroed() };
@@ -325,8 +330,8 @@ fn receive_run(fd: BorrowedFd<'_>, out: &mut [u8]) -> io::Result<(usize, SocketA
 
 /// The length of each datagram of a run, from the control message that came with it.
 fn segment_of(message: &libc::msghdr) -> usize {
-    // SAFETY: the kernel has filled the control buffer, which is live, and set its length; the macros stay inside. The kernel
-    // writes an int behind a UDP_GRO header.
+    // SAFETY: the kernel has filled the control buffer, which is live, and set its length; the macros stay inside. The
+    // kernel writes an int behind a UDP_GRO header.
     unsafe {
         let mut header = libc::CMSG_FIRSTHDR(message);
         while let Some(found) = header.as_ref() {

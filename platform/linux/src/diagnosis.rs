@@ -42,7 +42,8 @@ pub fn with_own<T>(run: impl FnOnce(&Netlink) -> io::Result<T>) -> io::Result<T>
     })
 }
 
-/// Whether a TCP MD5 key (RFC 2385) is set on a connection's socket. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+/// Whether a TCP MD5 key (RFC 2385) is set on a connection's socket. `netlink` is of family
+/// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
 /// The failed system call's; `ENOENT` if there is no such connection here.
@@ -143,8 +144,8 @@ fn find(netlink: &Netlink, flow: &Flow, cookie: Option<u64>) -> io::Result<(TcpI
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// Both ends of every TCP connection of this network namespace, by their sockets' cookies, as the sockets name them. No socket's lock is
-/// waited for. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+/// Both ends of every TCP connection of this network namespace, by their sockets' cookies, as the sockets name them. No
+/// socket's lock is waited for. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
 /// The failed system call's.
@@ -195,7 +196,8 @@ pub struct Described {
 /// Describes a connection's socket, without waiting for its lock. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The failed system call's; `ENOENT` if there is no such connection here, `ESTALE` if it is another socket's than the one with this cookie.
+/// The failed system call's; `ENOENT` if there is no such connection here, `ESTALE` if it is another socket's than the
+/// one with this cookie.
 pub fn describe(netlink: &Netlink, flow: &Flow, cookie: u64) -> io::Result<Described> {
     const DROPS: usize = 4 * 8;
     const STATE: usize = 1;
@@ -224,7 +226,8 @@ pub fn describe(netlink: &Netlink, flow: &Flow, cookie: u64) -> io::Result<Descr
     found.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-/// Whether the socket with this cookie listens at an address and port. `netlink` is of family [`crate::netlink::SOCK_DIAG`].
+/// Whether the socket with this cookie listens at an address and port. `netlink` is of family
+/// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
 /// The failed system call's.
@@ -248,12 +251,13 @@ fn cookie_bytes(cookie: Option<u64>) -> [u8; 8] {
     bytes
 }
 
-/// Destroys a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`; only that of the socket with this cookie,
-/// if there is one. `netlink` is of family
+/// Destroys a connection in the kernel, whoever holds its socket, as ss(8) does with `--kill`; only that of the socket
+/// with this cookie, if there is one. `netlink` is of family
 /// [`crate::netlink::SOCK_DIAG`].
 ///
 /// # Errors
-/// The failed system call's; `ENOENT` if there is no such connection here, `EOPNOTSUPP` if this kernel cannot (CONFIG_INET_DIAG_DESTROY).
+/// The failed system call's; `ENOENT` if there is no such connection here, `EOPNOTSUPP` if this kernel cannot
+/// (CONFIG_INET_DIAG_DESTROY).
 pub fn destroy(netlink: &Netlink, flow: &Flow, cookie: Option<u64>) -> io::Result<()> {
     let (_, cookie) = find(netlink, flow, cookie)?;
     netlink.ask(Request::new(SOCK_DESTROY, ACK, &request_header(flow, cookie)), |_| {})

@@ -106,7 +106,8 @@ impl Poller {
         Ok(epoll::delete(&self.0, fd)?)
     }
 
-    /// Waits up to `timeout` and appends the tokens of ready descriptors. An interruption by a signal counts as none ready.
+    /// Waits up to `timeout` and appends the tokens of ready descriptors. An interruption by a signal counts as none
+    /// ready.
     ///
     /// # Errors
     /// The failed system call's.
@@ -121,8 +122,9 @@ impl Poller {
         Ok(())
     }
 
-    /// As [`Poller::wait`], and ends, too, when one of `others` is readable, which the instance does not watch: whoever makes a watched
-    /// descriptor readable or writable runs the instance's callback, even if nobody waits, and on a socket of frames for each frame.
+    /// As [`Poller::wait`], and ends, too, when one of `others` is readable, which the instance does not watch: whoever
+    /// makes a watched descriptor readable or writable runs the instance's callback, even if nobody waits, and on a
+    /// socket of frames for each frame.
     ///
     /// # Errors
     /// The failed system call's.
@@ -162,8 +164,8 @@ pub fn monotonic_micros() -> u64 {
     nanos(libc::CLOCK_MONOTONIC) / 1000
 }
 
-/// Nanoseconds of a clock. The workers read clocks in every round, and libc already knows where the kernel has put its vDSO;
-/// rustix would look that up in /proc.
+/// Nanoseconds of a clock. The workers read clocks in every round, and libc already knows where the kernel has put its
+/// vDSO; rustix would look that up in /proc.
 fn nanos(clock: libc::clockid_t) -> u64 {
     let mut spec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: one live timespec.

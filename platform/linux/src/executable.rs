@@ -1,8 +1,8 @@
-//! How an executable file becomes a program: which dynamic linker the kernel starts for it, if any, and whether that has to load a
-//! sanitizer's library before all others.
+//! How an executable file becomes a program: which dynamic linker the kernel starts for it, if any, and whether that
+//! has to load a sanitizer's library before all others.
 //!
-//! Nothing here takes memory or a lock, since a child of vfork(2) asks, too; nor does it make a system call that a dynamic linker does not
-//! make: a filter that lets the program start lets this through.
+//! Nothing here takes memory or a lock, since a child of vfork(2) asks, too; nor does it make a system call that a
+//! dynamic linker does not make: a filter that lets the program start lets this through.
 
 use rustix::fs::{Mode, OFlags};
 use std::ffi::CStr;
@@ -112,7 +112,8 @@ fn open(directory: Option<BorrowedFd<'_>>, path: &CStr) -> Option<OwnedFd> {
     rustix::fs::openat(directory.unwrap_or(rustix::fs::CWD), path, flags, Mode::empty()).ok()
 }
 
-/// The file that execvp(3) finds for this name, with the PATH of the environment, unless a file of that name cannot be executed.
+/// The file that execvp(3) finds for this name, with the PATH of the environment, unless a file of that name cannot be
+/// executed.
 pub fn search(name: &CStr, path: Option<&[u8]>) -> Option<Path> {
     let name = name.to_bytes();
     if name.contains(&b'/') || name.is_empty() {
@@ -232,7 +233,8 @@ impl Elf<'_> {
     }
 }
 
-/// How the names of the libraries begin which stand in front of the C library's functions and demand to be the first, or expect it.
+/// How the names of the libraries begin which stand in front of the C library's functions and demand to be the first,
+/// or expect it.
 const SANITIZERS: &[&[u8]] = &[
     b"libasan.so",
     b"libhwasan.so",

@@ -7,8 +7,8 @@ use std::os::fd::BorrowedFd;
 /// statfs(2)'s type of file systems whose reads and writes a program answers (FUSE).
 const FUSE: u64 = 0x6573_5546;
 
-/// Whether a descriptor's file is on a disk or in memory. Writing to anything else (a pipe, a terminal, a FUSE file) can block
-/// for as long as another process likes.
+/// Whether a descriptor's file is on a disk or in memory. Writing to anything else (a pipe, a terminal, a FUSE file)
+/// can block for as long as another process likes.
 ///
 /// # Errors
 /// The failed system call's.

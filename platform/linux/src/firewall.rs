@@ -1,9 +1,10 @@
-//! The firewall's rules (nftables, and iptables on top of it). They are searched for rules that a packet of an established
-//! connection may reach and whose verdict changes from packet to packet, or comes from another program. Such changes are not
-//! notified, so the connection stays in the kernel.
+//! The firewall's rules (nftables, and iptables on top of it). They are searched for rules that a packet of an
+//! established connection may reach and whose verdict changes from packet to packet, or comes from another program.
+//! Such changes are not notified, so the connection stays in the kernel.
 //!
-//! The rules are walked as the kernel would, once for a packet that goes out and once for one that comes in, with what is known
-//! of such packets: addresses, ports, protocol, and that the connection is established. Any other condition may match or not.
+//! The rules are walked as the kernel would, once for a packet that goes out and once for one that comes in, with what
+//! is known of such packets: addresses, ports, protocol, and that the connection is established. Any other condition
+//! may match or not.
 
 mod parse;
 
@@ -44,8 +45,8 @@ enum Step {
         verdicts: bool,
     },
     Verdict(Verdict),
-    /// iptables' match of ports: lowest and highest source and destination, which of the two are inverted, and whether the match
-    /// has no other conditions.
+    /// iptables' match of ports: lowest and highest source and destination, which of the two are inverted, and whether
+    /// the match has no other conditions.
     Ports {
         ports: [u16; 4],
         inverted: u8,
@@ -220,8 +221,8 @@ impl Firewall {
         })
     }
 
-    /// Whether a connection's first packet may meet any chain on its way in, or its answer on its way out: the chain may stop or
-    /// translate it.
+    /// Whether a connection's first packet may meet any chain on its way in, or its answer on its way out: the chain
+    /// may stop or translate it.
     pub fn judges_openings(&self) -> bool {
         self.chains.values().any(|chain| chain.base.is_some())
     }
@@ -378,7 +379,8 @@ impl Firewall {
                 Step::Never => return Ok((Match::No, None)),
                 Step::Changing(why) => changing = changing.or(Some(why)),
                 Step::Marks if reroutes => return Err("a route by mark (a chain of type route)"),
-                // An entry in a zone is not found by the connection's addresses and ports alone, and could not be renewed.
+                // An entry in a zone is not found by the connection's addresses and ports alone, and could not be
+                // renewed.
                 Step::Zone => return Err("a zone of the connection tracker (ct zone, -j CT --zone)"),
                 Step::Marks | Step::Nothing => {}
             }

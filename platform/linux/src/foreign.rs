@@ -1,9 +1,9 @@
-//! Descriptors that came from another user's process. Of such a one nothing is known: closing it, or asking its file for anything, may take
-//! as long as that user likes.
+//! Descriptors that came from another user's process. Of such a one nothing is known: closing it, or asking its file
+//! for anything, may take as long as that user likes.
 //!
-//! A TCP socket with SO_LINGER and unsent data waits for its peer, a file of FUSE or NFS for its server. So a [`Foreign`] is never closed by
-//! the thread that drops it unless it is known not to wait: then threads for its user close it. One that is stuck delays only what else
-//! comes from that user.
+//! A TCP socket with SO_LINGER and unsent data waits for its peer, a file of FUSE or NFS for its server. So a
+//! [`Foreign`] is never closed by the thread that drops it unless it is known not to wait: then threads for its user
+//! close it. One that is stuck delays only what else comes from that user.
 
 use crate::socket;
 use rustix::io::Errno;
@@ -96,8 +96,8 @@ impl Foreign {
         rustix::net::sockopt::socket_type(self) != Err(Errno::NOTSOCK)
     }
 
-    /// Whether it is a file with a path, be its server ever so slow: no socket, pipe or anonymous one, which may hold other descriptors, the
-    /// other end of a control connection for example. The file itself is not asked.
+    /// Whether it is a file with a path, be its server ever so slow: no socket, pipe or anonymous one, which may hold
+    /// other descriptors, the other end of a control connection for example. The file itself is not asked.
     pub fn has_path(&self) -> bool {
         let link = format!("/proc/self/fd/{}", self.as_fd().as_raw_fd());
         std::fs::read_link(link).is_ok_and(|target| target.is_absolute())
@@ -144,8 +144,8 @@ impl Drop for Foreign {
     }
 }
 
-/// Sockets and other files are closed by different threads: what is stuck in one kind does not delay the other. Calls on sockets wait for
-/// the socket's lock, which its program can hold as long as it likes.
+/// Sockets and other files are closed by different threads: what is stuck in one kind does not delay the other. Calls
+/// on sockets wait for the socket's lock, which its program can hold as long as it likes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Lane {
     Sockets,
@@ -314,8 +314,8 @@ fn close_all(lane: Lane) {
     }
 }
 
-/// Interrupts this thread's system calls: a close that lingers has sent its FIN by then, and ends when a signal comes. The socket goes on
-/// without a descriptor, as after the end of its program.
+/// Interrupts this thread's system calls: a close that lingers has sent its FIN by then, and ends when a signal comes.
+/// The socket goes on without a descriptor, as after the end of its program.
 struct Alarm(libc::timer_t);
 
 extern "C" fn nothing(_: libc::c_int) {}
@@ -323,7 +323,8 @@ extern "C" fn nothing(_: libc::c_int) {}
 impl Alarm {
     fn new() -> Option<Alarm> {
         let signal = libc::SIGRTMAX();
-        // SAFETY: all three structs may be zero; `nothing` may run in any thread at any time; the timer is this thread's own.
+        // SAFETY: all three structs may be zero; `nothing` may run in any thread at any time; the timer is this
+        // thread's own.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = nothing as *const () as usize;
@@ -379,8 +380,8 @@ mod tests {
         (ours, theirs)
     }
 
-    /// Sockets that linger for a thousand seconds hold up neither who drops them nor each other: every peer gets everything and
-    /// the FIN.
+    /// Sockets that linger for a thousand seconds hold up neither who drops them nor each other: every peer gets
+    /// everything and the FIN.
     #[test]
     fn sockets_that_linger_hold_up_nobody() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");

@@ -36,8 +36,8 @@ pub(crate) fn link_address(ethertype: u16, interface: u32) -> libc::sockaddr_ll 
 const LENGTH: libc::socklen_t = size_of::<libc::sockaddr_ll>() as libc::socklen_t;
 
 impl Frames {
-    /// A socket for frames of a type at a device, with at least `buffer` bytes of receive buffer if the system allows it, for up to
-    /// `longest` bytes behind the Ethernet header.
+    /// A socket for frames of a type at a device, with at least `buffer` bytes of receive buffer if the system allows
+    /// it, for up to `longest` bytes behind the Ethernet header.
     ///
     /// # Errors
     /// The failed system call's: EPERM without CAP_NET_RAW.
@@ -66,7 +66,8 @@ impl Frames {
         self.dropped
     }
 
-    /// Receives a frame, and hands what is behind its header to `each`, with padding if there is any. Returns 0 if none waits.
+    /// Receives a frame, and hands what is behind its header to `each`, with padding if there is any. Returns 0 if none
+    /// waits.
     pub fn receive(&mut self, each: &mut dyn FnMut(Received<'_>)) -> usize {
         let mut from = link_address(0, 0);
         let mut length = LENGTH;
@@ -89,7 +90,8 @@ impl Frames {
         &mut self.out
     }
 
-    /// Sends the `length` bytes that were written to [`Frames::room`]. A frame for which the device has no room is dropped.
+    /// Sends the `length` bytes that were written to [`Frames::room`]. A frame for which the device has no room is
+    /// dropped.
     pub fn push(&mut self, to: SocketAddr, length: usize) {
         let mut address = link_address(self.ethertype, self.interface);
         address.sll_halen = 6;

@@ -1,11 +1,11 @@
-//! Stops every thread of a process for a moment, between two system calls, without the process or its parent seeing a signal;
-//! and takes a descriptor out of a process.
+//! Stops every thread of a process for a moment, between two system calls, without the process or its parent seeing a
+//! signal; and takes a descriptor out of a process.
 //!
 //! ptrace's SEIZE and INTERRUPT do this. If the process that stopped another dies, the kernel resumes the other.
 //!
-//! A call in which a thread was waiting is interrupted by the stop, and the kernel restarts most such calls. Those that it would
-//! not restart are made to restart: a receive on a socket in a map of sockets would return EAGAIN, one with a time-out and
-//! epoll_wait EINTR.
+//! A call in which a thread was waiting is interrupted by the stop, and the kernel restarts most such calls. Those that
+//! it would not restart are made to restart: a receive on a socket in a map of sockets would return EAGAIN, one with a
+//! time-out and epoll_wait EINTR.
 
 use crate::foreign::Foreign;
 use crate::socket::check;
@@ -22,8 +22,9 @@ const YIELDS: u32 = 100;
 const NAP: std::time::Duration = std::time::Duration::from_micros(50);
 
 thread_local! {
-    /// Threads that were asked to stop and had not when their process was resumed: they will still stop, and have to be resumed
-    /// then. And those that were killed while they stood still, of whose end nobody else knows before this process has taken note of it.
+    /// Threads that were asked to stop and had not when their process was resumed: they will still stop, and have to be
+    /// resumed then. And those that were killed while they stood still, of whose end nobody else knows before this
+    /// process has taken note of it.
     static LATE: RefCell<Vec<i32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -32,8 +33,8 @@ pub fn any_late() -> bool {
     LATE.with_borrow(|late| !late.is_empty())
 }
 
-/// Resumes threads that stopped too late. Returns whether others have not stopped yet: then the thread that froze them must call
-/// this again soon.
+/// Resumes threads that stopped too late. Returns whether others have not stopped yet: then the thread that froze them
+/// must call this again soon.
 pub fn release_late() -> bool {
     for number in LATE.take() {
         let mut thread = Thread { process: 0, number, stopped: false, signal: 0 };
@@ -97,7 +98,8 @@ impl Frozen {
     /// Stops one more process. One that has ended counts as stopped.
     ///
     /// # Errors
-    /// As [`Frozen::freeze`]; what is stopped already stays so, and threads that have not stopped are waited for again by the next call.
+    /// As [`Frozen::freeze`]; what is stopped already stays so, and threads that have not stopped are waited for again
+    /// by the next call.
     pub fn add(&mut self, process: u32) -> io::Result<()> {
         for thread in self.threads.iter_mut().filter(|thread| thread.process == process && !thread.stopped) {
             thread.wait()?;
@@ -189,8 +191,9 @@ impl Thread {
     }
 }
 
-/// Makes the kernel restart the call in which a stopped thread was waiting, if it would not by itself. The value that makes it
-/// do so is one that programs never see. If a signal handler runs in between, its flags decide as usual whether the call ends.
+/// Makes the kernel restart the call in which a stopped thread was waiting, if it would not by itself. The value that
+/// makes it do so is one that programs never see. If a signal handler runs in between, its flags decide as usual
+/// whether the call ends.
 #[cfg(target_arch = "x86_64")]
 fn restart_call(thread: i32) -> io::Result<()> {
     const ERESTARTSYS: u64 = -512i64 as u64;
@@ -236,7 +239,8 @@ impl Drop for Frozen {
     }
 }
 
-/// Duplicates a process's descriptor (pidfd_getfd), which may be of any file by the time of the call. `process` is a pidfd.
+/// Duplicates a process's descriptor (pidfd_getfd), which may be of any file by the time of the call. `process` is a
+/// pidfd.
 ///
 /// # Errors
 /// `EPERM` if the process may not be inspected, `EBADF` if it has no such descriptor, `ESRCH` if it has ended.

@@ -1,8 +1,9 @@
 //! Whether processes other than its program hold a socket, as far as /proc shows their descriptors to this process.
 //!
-//! A process can hold up whoever reads the links of its descriptors (see [`crate::process::apart`]). So a thread reads one process after another;
-//! if it does not get on, another thread goes on with the next process, and what the first one finds is used if it comes in time. A process that
-//! is not read at all makes a difference only for the sockets that it can have inherited.
+//! A process can hold up whoever reads the links of its descriptors (see [`crate::process::apart`]). So a thread reads
+//! one process after another; if it does not get on, another thread goes on with the next process, and what the first
+//! one finds is used if it comes in time. A process that is not read at all makes a difference only for the sockets
+//! that it can have inherited.
 
 use crate::events::monotonic_micros;
 use crate::process::{self, Reading};
@@ -13,8 +14,8 @@ use std::time::Duration;
 /// Time that one process is waited for before another thread goes on with the next.
 const GLANCE: Duration = Duration::from_millis(50);
 
-/// Time that processes are waited for at the end which are still being read and may have inherited one of the sockets. Even one with some
-/// hundred thousand descriptors has been read by then.
+/// Time that processes are waited for at the end which are still being read and may have inherited one of the sockets.
+/// Even one with some hundred thousand descriptors has been read by then.
 const PATIENCE: Duration = Duration::from_millis(250);
 
 /// Most ancestors of a process that are looked at.
@@ -51,7 +52,8 @@ pub struct Answers {
     pub took: u64,
 }
 
-/// Searches all processes. Takes as long as there are many, and waits for those that hold it up: not for a loop that others wait for.
+/// Searches all processes. Takes as long as there are many, and waits for those that hold it up: not for a loop that
+/// others wait for.
 pub fn search(questions: &[Question]) -> Answers {
     let search = Search { sockets_of: process::sockets_of, may_inherit: may_have_inherited, glance: GLANCE, patience: PATIENCE };
     search.run(process::all(), questions)
@@ -209,9 +211,10 @@ fn held(progress: &Progress, heirs: &Heirs, question: &Question) -> Held {
     }
 }
 
-/// Whether a process can have inherited a descriptor of a program's, or the program one of its: it runs as one of the program's users, belongs to
-/// its session, or descends from the program or the program's parent. Another user's process that neither shares the session nor the parent
-/// cannot have got a descriptor without a holder's passing it on by a message.
+/// Whether a process can have inherited a descriptor of a program's, or the program one of its: it runs as one of the
+/// program's users, belongs to its session, or descends from the program or the program's parent. Another user's
+/// process that neither shares the session nor the parent cannot have got a descriptor without a holder's passing it on
+/// by a message.
 fn may_have_inherited(process: u32, program: u32) -> bool {
     // One that has ended holds nothing.
     let Some(users) = process::users(process) else { return false };
@@ -257,8 +260,8 @@ mod tests {
         Question { inode, program: PROGRAM, except: vec![PROGRAM] }
     }
 
-    /// A process that holds up its reader holds up no other one, and makes a difference only if it may have inherited the socket; that does not
-    /// keep later searches from reading the others.
+    /// A process that holds up its reader holds up no other one, and makes a difference only if it may have inherited
+    /// the socket; that does not keep later searches from reading the others.
     #[test]
     fn a_process_that_holds_up_its_reader_is_unknown_alone() {
         // Waits: for what never comes, once. The other processes are to be read meanwhile.

@@ -1,5 +1,5 @@
-//! ICMP messages that a packet was too big (RFC 1191, RFC 8201), as they reach this host. They change the kernel's route
-//! exceptions without a netlink notification, so the routes must be looked up again after one.
+//! ICMP messages that a packet was too big (RFC 1191, RFC 8201), as they reach this host. They change the kernel's
+//! route exceptions without a netlink notification, so the routes must be looked up again after one.
 
 use crate::socket::set_bytes;
 use rustix::io::Errno;
@@ -39,8 +39,8 @@ impl TooBig {
         Ok(TooBig { fd, v6 })
     }
 
-    /// Reads the waiting messages, at most a queue's worth, and passes each destination for which a packet was too big to
-    /// `each`.
+    /// Reads the waiting messages, at most a queue's worth, and passes each destination for which a packet was too big
+    /// to `each`.
     pub fn receive(&self, mut each: impl FnMut(IpAddr)) {
         const MOST: usize = 1024;
         let mut buffer = [0u8; 256];

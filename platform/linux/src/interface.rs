@@ -47,7 +47,8 @@ fn interface_request(name: &str) -> io::Result<libc::ifreq> {
     Ok(request)
 }
 
-/// Makes a TAP in the calling thread's network namespace, or opens another queue of it. It vanishes with its last descriptor.
+/// Makes a TAP in the calling thread's network namespace, or opens another queue of it. It vanishes with its last
+/// descriptor.
 ///
 /// # Errors
 /// The failed system call's; if /dev/net/tun is missing or may not be used, the message says what to do.
@@ -180,8 +181,8 @@ fn ethtool(name: &str, command: u32, number: u32) -> io::Result<u32> {
     Ok(value[1])
 }
 
-/// Sets the greatest number of frames that wait at an interface for its driver (`ip link set NAME txqueuelen`); at a TAP: that
-/// wait to be read.
+/// Sets the greatest number of frames that wait at an interface for its driver (`ip link set NAME txqueuelen`); at a
+/// TAP: that wait to be read.
 ///
 /// # Errors
 /// The failed system call's.
@@ -207,8 +208,8 @@ pub fn open_packet_socket(interface: u32) -> io::Result<OwnedFd> {
     open_filtered_packet_socket(interface, true, |_| Ok(()))
 }
 
-/// As [`open_packet_socket`], on all interfaces if the index is 0, with a filter that `attach` sets before the socket receives
-/// anything.
+/// As [`open_packet_socket`], on all interfaces if the index is 0, with a filter that `attach` sets before the socket
+/// receives anything.
 ///
 /// # Errors
 /// The failed system call's.
@@ -222,7 +223,8 @@ pub fn open_filtered_packet_socket(
     Ok(fd)
 }
 
-/// As [`open_filtered_packet_socket`], but it receives nothing before [`receive_at`], and costs no frame of the host anything.
+/// As [`open_filtered_packet_socket`], but it receives nothing before [`receive_at`], and costs no frame of the host
+/// anything.
 ///
 /// # Errors
 /// The failed system call's.

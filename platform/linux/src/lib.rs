@@ -1,7 +1,9 @@
-//! Linux: system calls on sockets, netlink and its families, namespaces and interfaces, processes, descriptors over Unix sockets.
+//! Linux: system calls on sockets, netlink and its families, namespaces and interfaces, processes, descriptors over
+//! Unix sockets.
 
-/// Writes a line to standard error, as `eprintln!` does, but waits for nothing. A line that cannot be written is lost: whoever reads the
-/// log may have ended, or stopped, or its disk be full, and that must neither end nor hold up a process of ours.
+/// Writes a line to standard error, as `eprintln!` does, but waits for nothing. A line that cannot be written is lost:
+/// whoever reads the log may have ended, or stopped, or its disk be full, and that must neither end nor hold up a
+/// process of ours.
 #[macro_export]
 macro_rules! report {
     ($($text:tt)*) => {

@@ -1,5 +1,5 @@
-//! Network namespaces without names: they live as long as a process holds their descriptor or runs in them, so nothing is left
-//! behind however a process ends.
+//! Network namespaces without names: they live as long as a process holds their descriptor or runs in them, so nothing
+//! is left behind however a process ends.
 
 use rustix::mount::{MountFlags, MountPropagationFlags};
 use rustix::process::Signal;
@@ -17,8 +17,8 @@ pub struct Namespace {
 }
 
 fn unshare(flags: UnshareFlags) -> io::Result<()> {
-    // SAFETY: the callers' flags make new namespaces for the calling thread; none of them is CLONE_FILES, after which descriptors
-    // that other threads own would not be this thread's any more.
+    // SAFETY: the callers' flags make new namespaces for the calling thread; none of them is CLONE_FILES, after which
+    // descriptors that other threads own would not be this thread's any more.
     Ok(unsafe { rustix::thread::unshare_unsafe(flags) }?)
 }
 
@@ -117,8 +117,8 @@ impl AsFd for Namespace {
     }
 }
 
-/// Makes an ordinary user's process root of a new user namespace, so that it can make network namespaces. Does nothing for root.
-/// Must be called before the process has threads.
+/// Makes an ordinary user's process root of a new user namespace, so that it can make network namespaces. Does nothing
+/// for root. Must be called before the process has threads.
 ///
 /// # Errors
 /// If user namespaces are switched off; the message says what to do.
@@ -138,8 +138,8 @@ pub fn become_root_if_needed() -> io::Result<()> {
     std::fs::write("/proc/self/gid_map", format!("0 {group} 1"))
 }
 
-/// Mounts a /sys that shows the calling thread's network namespace, in a mount namespace of its own, for settings that only /sys
-/// has.
+/// Mounts a /sys that shows the calling thread's network namespace, in a mount namespace of its own, for settings that
+/// only /sys has.
 ///
 /// # Errors
 /// The failed system call's.

@@ -1,5 +1,5 @@
-//! Netlink requests and their answers, for routes, connection tracking, nftables, IPsec and socket diagnosis: a message or two
-//! of each.
+//! Netlink requests and their answers, for routes, connection tracking, nftables, IPsec and socket diagnosis: a message
+//! or two of each.
 
 use rustix::io::Errno;
 use rustix::net::netlink::SocketAddrNetlink;
@@ -139,8 +139,8 @@ impl Netlink {
 }
 
 impl Netlink {
-    /// Sends several requests at once, in one system call, and passes the place and the error of each that the kernel refused. The
-    /// requests have no answers but that.
+    /// Sends several requests at once, in one system call, and passes the place and the error of each that the kernel
+    /// refused. The requests have no answers but that.
     ///
     /// # Errors
     /// The system's; then it is not known which requests were carried out.
@@ -182,8 +182,8 @@ impl Netlink {
     }
 }
 
-/// Route groups that report changes of links, neighbours, addresses, routes and rules, IPv4 and IPv6, and of links' settings
-/// (rp_filter).
+/// Route groups that report changes of links, neighbours, addresses, routes and rules, IPv4 and IPv6, and of links'
+/// settings (rp_filter).
 pub const ROUTE_CHANGES: u32 = 0x1 | 0x4 | 0x10 | 0x40 | 0x80 | 0x100 | 0x400 | 1 << 18 | 1 << 23;
 /// The route group that reports changes of links.
 pub const LINK_CHANGES: u32 = 0x1;
@@ -223,8 +223,8 @@ impl Changes {
         any
     }
 
-    /// Reads all waiting notifications, and passes each one's type and body. For lost ones it passes type 0 and an empty body
-    /// once.
+    /// Reads all waiting notifications, and passes each one's type and body. For lost ones it passes type 0 and an
+    /// empty body once.
     pub fn each(&self, mut each: impl FnMut(u16, &[u8])) {
         let mut buffer = [0u8; 16384];
         loop {

@@ -1,8 +1,9 @@
-//! The memory that a packet socket shares with its user: a ring of slots into which the kernel puts frames as they come, and
-//! behind it one of frames to be sent (Linux, `Documentation/networking/packet_mmap.rst`, TPACKET_V2). Taking a frame out needs
-//! no system call, and one system call sends all that wait.
+//! The memory that a packet socket shares with its user: a ring of slots into which the kernel puts frames as they
+//! come, and behind it one of frames to be sent (Linux, `Documentation/networking/packet_mmap.rst`, TPACKET_V2). Taking
+//! a frame out needs no system call, and one system call sends all that wait.
 //!
-//! A received frame that is larger than a slot waits in the socket's queue as well, and its slot says so (PACKET_COPY_THRESH).
+//! A received frame that is larger than a slot waits in the socket's queue as well, and its slot says so
+//! (PACKET_COPY_THRESH).
 
 use crate::socket;
 use std::io;
@@ -27,9 +28,9 @@ pub const OWN_WORD: usize = 56;
 /// Bytes that the kernel allocates at a time.
 const BLOCK: usize = 1 << 16;
 
-/// Gives a packet socket the ring for received frames, and with `sending` the one for frames to be sent, to be mapped at offset 0
-/// of its descriptor. Virtio headers must have been switched on before. A socket with a ring for frames to be sent can send no
-/// others.
+/// Gives a packet socket the ring for received frames, and with `sending` the one for frames to be sent, to be mapped
+/// at offset 0 of its descriptor. Virtio headers must have been switched on before. A socket with a ring for frames to
+/// be sent can send no others.
 ///
 /// # Errors
 /// The failed system call's: the socket then works as before.

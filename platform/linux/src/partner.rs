@@ -1,7 +1,8 @@
 //! A second UDP socket at the address of a first one, connected to the peer that most is sent to at the time.
 //!
-//! For a connected socket the kernel keeps the route: what is sent by it, and what it receives, needs no look-up. That is a sixth of
-//! the time that a short datagram and its answer take. Datagrams of the peer come by the connected socket, all others by the first.
+//! For a connected socket the kernel keeps the route: what is sent by it, and what it receives, needs no look-up. That
+//! is a sixth of the time that a short datagram and its answer take. Datagrams of the peer come by the connected
+//! socket, all others by the first.
 
 use crate::socket::set;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
@@ -39,7 +40,8 @@ impl Partner {
         Ok(Partner { socket, address, bound: false, peer: None, candidate: address, streak: 0, refused: false })
     }
 
-    /// Whether what is sent to `to` goes by this socket. Counts a send to `to`, and may connect the socket; `first` is the other one.
+    /// Whether what is sent to `to` goes by this socket. Counts a send to `to`, and may connect the socket; `first` is
+    /// the other one.
     pub fn sends_to(&mut self, to: SocketAddr, first: &UdpSocket) -> bool {
         if self.peer != Some(to) {
             self.streak = if self.candidate == to { self.streak + 1 } else { 1 };
@@ -55,8 +57,8 @@ impl Partner {
 
     fn connect(&mut self, to: SocketAddr, first: &UdpSocket) -> io::Result<()> {
         if !self.bound {
-            // Two sockets can only have one address if both allow it, and belong to one user. The first allows it no longer than
-            // necessary: another program of the user could take its datagrams.
+            // Two sockets can only have one address if both allow it, and belong to one user. The first allows it no
+            // longer than necessary: another program of the user could take its datagrams.
             let allow = |socket: BorrowedFd<'_>, value| set(socket, libc::SOL_SOCKET, libc::SO_REUSEPORT, value);
             allow(first.as_fd(), 1)?;
             let bound = allow(self.socket.as_fd(), 1).and_then(|()| Ok(rustix::net::bind(&self.socket, &self.address)?));

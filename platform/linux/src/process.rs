@@ -37,7 +37,8 @@ fn allow_few_descriptors() {
     }
 }
 
-/// Makes a command's process get these descriptors as 3, 4, …. If `tied`, it is killed when the thread that starts it ends.
+/// Makes a command's process get these descriptors as 3, 4, …. If `tied`, it is killed when the thread that starts it
+/// ends.
 pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool) {
     let raw: Vec<i32> = descriptors.iter().map(AsRawFd::as_raw_fd).collect();
     let work = move || {
@@ -66,8 +67,8 @@ pub fn inherit(command: &mut Command, descriptors: &[BorrowedFd<'_>], tied: bool
     unsafe { command.pre_exec(work) };
 }
 
-/// Makes a command's process a child of init, in a session of its own. The process that is spawned, and can be waited for, ends
-/// at once.
+/// Makes a command's process a child of init, in a session of its own. The process that is spawned, and can be waited
+/// for, ends at once.
 pub fn orphan(command: &mut Command) {
     let work = || {
         rustix::process::setsid()?;
@@ -109,8 +110,8 @@ pub fn inherited(number: i32) -> io::Result<OwnedFd> {
     }
 }
 
-/// Empties the capability bounding set, so that no program that is started later gets a capability back. Needs CAP_SETPCAP, so
-/// call it before a change of user.
+/// Empties the capability bounding set, so that no program that is started later gets a capability back. Needs
+/// CAP_SETPCAP, so call it before a change of user.
 ///
 /// # Errors
 /// The failed system call's.
@@ -149,28 +150,30 @@ pub fn pin_to(cores: &[usize]) -> bool {
     rustix::thread::sched_setaffinity(None, &cpu_set(cores)).is_ok()
 }
 
-/// Moves the calling thread to a processor, if it may run there, without binding it: the kernel may move it again. Returns whether it
-/// worked.
+/// Moves the calling thread to a processor, if it may run there, without binding it: the kernel may move it again.
+/// Returns whether it worked.
 pub fn move_to(core: usize) -> bool {
     let Ok(allowed) = rustix::thread::sched_getaffinity(None) else { return false };
     let moved = core < CpuSet::MAX_CPU && allowed.is_set(core) && pin(0, core);
     moved && rustix::thread::sched_setaffinity(None, &allowed).is_ok()
 }
 
-/// Makes short sleeps of the calling thread, and of threads that it starts, end when they should. By default the kernel may add
-/// 50 microseconds.
+/// Makes short sleeps of the calling thread, and of threads that it starts, end when they should. By default the kernel
+/// may add 50 microseconds.
 pub fn wake_in_time() {
     // SAFETY: PR_SET_TIMERSLACK takes its argument, in nanoseconds, by value.
     unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
 }
 
-/// Nice value of processes for which programs wait as for the kernel's own work: others run before them only if they are as urgent.
+/// Nice value of processes for which programs wait as for the kernel's own work: others run before them only if they
+/// are as urgent.
 const URGENT: i32 = -15;
 
 /// The nice value that this process had before [`raise_priority`].
 static USUAL: OnceLock<i32> = OnceLock::new();
 
-/// Makes the calling process, which has one thread, as urgent as the kernel's own work, if it has the right to. Returns whether it worked.
+/// Makes the calling process, which has one thread, as urgent as the kernel's own work, if it has the right to. Returns
+/// whether it worked.
 pub fn raise_priority() -> bool {
     let before = rustix::process::getpriority_process(None);
     let raised = rustix::process::setpriority_process(None, URGENT).is_ok();
@@ -187,13 +190,14 @@ pub fn raise_priority_in_own_session() -> bool {
     raised
 }
 
-/// Puts the calling process into a session of its own that has a nice value, given as text. Linux deals out the processors among
-/// sessions first (autogroups, sched(7)); a process's own nice value counts only within its session, so one that is among those of a
-/// busy terminal, or of a NIC with several workers, has to share what that session gets. Async-signal-safe.
+/// Puts the calling process into a session of its own that has a nice value, given as text. Linux deals out the
+/// processors among sessions first (autogroups, sched(7)); a process's own nice value counts only within its session,
+/// so one that is among those of a busy terminal, or of a NIC with several workers, has to share what that session
+/// gets. Async-signal-safe.
 ///
 /// # Errors
-/// The failed system call's: this process leads a session or a group already, has no right to the nice value, or the kernel has
-/// no autogroups.
+/// The failed system call's: this process leads a session or a group already, has no right to the nice value, or the
+/// kernel has no autogroups.
 fn in_own_session(nice: &[u8]) -> io::Result<()> {
     rustix::process::setsid()?;
     let file = rustix::fs::open(c"/proc/self/autogroup", OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())?;
@@ -201,11 +205,12 @@ fn in_own_session(nice: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// How much more urgent than programs a process is that shares the processors with those for which it works, as a nice value: as urgent
-/// as all of them would do nothing but that work, and less would keep all waiting for it.
+/// How much more urgent than programs a process is that shares the processors with those for which it works, as a nice
+/// value: as urgent as all of them would do nothing but that work, and less would keep all waiting for it.
 const SHARING: i32 = -5;
 
-/// Makes a command's process, in a session of its own, a little more urgent than this one was before [`raise_priority`].
+/// Makes a command's process, in a session of its own, a little more urgent than this one was before
+/// [`raise_priority`].
 pub fn with_sharing_priority(command: &mut Command) {
     let Some(usual) = USUAL.get().copied() else { return };
     let text = (usual + SHARING).to_string();
@@ -226,15 +231,16 @@ pub fn run_last() -> bool {
     unsafe { libc::sched_setscheduler(0, libc::SCHED_IDLE, &raw const parameters) == 0 }
 }
 
-/// The processor that this thread runs on now. By libc, which reads it from memory that it shares with the kernel (rseq).
+/// The processor that this thread runs on now. By libc, which reads it from memory that it shares with the kernel
+/// (rseq).
 #[inline]
 pub fn current_cpu() -> usize {
     // SAFETY: the call takes no arguments.
     unsafe { libc::sched_getcpu() }.max(0) as usize
 }
 
-/// Makes new memory of the calling thread come from a node, as far as it has any; with None, from the node where the thread
-/// runs. Returns whether the system knows nodes.
+/// Makes new memory of the calling thread come from a node, as far as it has any; with None, from the node where the
+/// thread runs. Returns whether the system knows nodes.
 pub fn prefer_memory(node: Option<usize>) -> bool {
     let mask = baton_shm::node_mask(node);
     let mode = if node.is_some() { libc::MPOL_PREFERRED } else { libc::MPOL_DEFAULT };
@@ -287,7 +293,8 @@ pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// The machine in a line, for those who read figures from it: processors, their model as far as the kernel names it, the kernel.
+/// The machine in a line, for those who read figures from it: processors, their model as far as the kernel names it,
+/// the kernel.
 pub fn machine() -> String {
     let processors = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let model = processors.lines().find(|line| line.starts_with("model name")).and_then(|line| line.split_once(':'));
@@ -325,7 +332,8 @@ pub fn thread() -> u32 {
     rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
 }
 
-/// Whether a process was ended from outside, by a signal that no process sends itself when it fails: SIGKILL, SIGTERM, SIGINT, SIGHUP.
+/// Whether a process was ended from outside, by a signal that no process sends itself when it fails: SIGKILL, SIGTERM,
+/// SIGINT, SIGHUP.
 pub fn is_killed(status: std::process::ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     matches!(status.signal(), Some(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP))
@@ -342,7 +350,8 @@ pub fn wakeups(process: u32) -> Option<u64> {
     Some(total)
 }
 
-/// Nanoseconds that all processors of the machine have been busy, programs, kernel and interrupts together; in steps of 10 ms.
+/// Nanoseconds that all processors of the machine have been busy, programs, kernel and interrupts together; in steps of
+/// 10 ms.
 ///
 /// # Errors
 /// If /proc/stat is not there or not as expected.
@@ -351,9 +360,9 @@ pub fn machine_nanos() -> io::Result<u64> {
     Ok(user + nice + system + interrupts + deferred)
 }
 
-/// Nanoseconds that a processor was idle, had been taken from this machine by its host, or ran programs whose nice value is above 0;
-/// in steps of 10 ms. The kernel samples how it is busy, but measures how long it is idle: so what is left of the time is more exact than
-/// what it counts as busy.
+/// Nanoseconds that a processor was idle, had been taken from this machine by its host, or ran programs whose nice
+/// value is above 0; in steps of 10 ms. The kernel samples how it is busy, but measures how long it is idle: so what is
+/// left of the time is more exact than what it counts as busy.
 ///
 /// # Errors
 /// If /proc/stat is not there or not as expected, or there is no such processor.
@@ -418,8 +427,8 @@ pub fn raise_descriptor_limit() -> u64 {
     now.unwrap_or(u64::MAX)
 }
 
-/// Gives the free pages of the heap back to the system. Takes longer the more free pieces there are; other threads that allocate or free
-/// meanwhile wait.
+/// Gives the free pages of the heap back to the system. Takes longer the more free pieces there are; other threads that
+/// allocate or free meanwhile wait.
 pub fn trim_heap() {
     #[cfg(target_env = "gnu")]
     // SAFETY: it only changes which memory the allocator keeps for itself, under the allocator's own locks.
@@ -450,7 +459,8 @@ static READING: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
 pub(crate) struct Reading(u32);
 
 impl Reading {
-    /// None if an earlier reading of this process has not come to its end, or too many have not: of processes of its user, or at all.
+    /// None if an earlier reading of this process has not come to its end, or too many have not: of processes of its
+    /// user, or at all.
     pub fn begin(process: u32) -> Option<Reading> {
         let mut reading = READING.lock().unwrap_or_else(PoisonError::into_inner);
         if reading.len() >= MOST_OF_A_USER {
@@ -470,9 +480,10 @@ impl Drop for Reading {
     }
 }
 
-/// Reads something of another process that may hold up the reader, in a thread of its own: a process in execve(2) holds up who reads the links
-/// of its descriptors, and stays there if it has a file that does not close. What has been read is sent to `to`. Returns whether the reading has
-/// begun: until it has come to its end nothing more is read of that process.
+/// Reads something of another process that may hold up the reader, in a thread of its own: a process in execve(2) holds
+/// up who reads the links of its descriptors, and stays there if it has a file that does not close. What has been read
+/// is sent to `to`. Returns whether the reading has begun: until it has come to its end nothing more is read of that
+/// process.
 pub fn apart<T: Send + 'static>(process: u32, read: impl FnOnce() -> T + Send + 'static, to: mpsc::Sender<T>) -> bool {
     let Some(reading) = Reading::begin(process) else { return false };
     let act = move || {
@@ -505,7 +516,8 @@ pub fn signal(process: u32, signal: i32) -> io::Result<()> {
     Ok(rustix::process::kill_process(pid(process)?, named(signal)?)?)
 }
 
-/// Lets a process go on that somebody has stopped (SIGSTOP), and that this one has started. Nothing happens to one that runs.
+/// Lets a process go on that somebody has stopped (SIGSTOP), and that this one has started. Nothing happens to one that
+/// runs.
 ///
 /// # Errors
 /// The failed system call's.
@@ -547,7 +559,8 @@ pub fn has_socket(process: u32, number: i32, inode: u64) -> bool {
     target.is_ok_and(|target| target.to_str() == Some(&*format!("socket:[{inode}]")))
 }
 
-/// Whether a process has a socket, by its inode, at this number, and in blocking mode. None if it does not have it there.
+/// Whether a process has a socket, by its inode, at this number, and in blocking mode. None if it does not have it
+/// there.
 ///
 /// It waits if the process puts an epoll set into the socket's place meanwhile, whose lock a thread of it holds: see
 /// [`crate::foreign::call_for`].
@@ -561,8 +574,8 @@ pub fn blocks(process: u32, number: i32, inode: u64) -> Option<bool> {
     Some(flags & libc::O_NONBLOCK == 0)
 }
 
-/// What a line of a process's status says, as in proc_pid_status(5). None if the process has ended. Its `stat` is not read: that waits while the
-/// process is in execve(2) (Linux 6.18), where a file of its own can keep it.
+/// What a line of a process's status says, as in proc_pid_status(5). None if the process has ended. Its `stat` is not
+/// read: that waits while the process is in execve(2) (Linux 6.18), where a file of its own can keep it.
 fn status(process: u32, line: &str) -> Option<String> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
     let found = status.lines().find_map(|text| text.strip_prefix(line)?.strip_prefix(':'));
@@ -579,7 +592,8 @@ pub fn parent(process: u32) -> Option<u32> {
     status(process, "PPid")?.parse().ok()
 }
 
-/// The session of a process, in this process's namespace of numbers; None if it has ended, or this kernel has no such namespaces.
+/// The session of a process, in this process's namespace of numbers; None if it has ended, or this kernel has no such
+/// namespaces.
 pub(crate) fn session(process: u32) -> Option<u32> {
     status(process, "NSsid")?.split_whitespace().next()?.parse().ok()
 }
@@ -594,7 +608,8 @@ fn real_user(process: u32) -> Option<u32> {
     users(process).map(|users| users[0])
 }
 
-/// A number that tells a process from a later one with its process number; None if it has ended. Before Linux 6.9 there is none: 0.
+/// A number that tells a process from a later one with its process number; None if it has ended. Before Linux 6.9 there
+/// is none: 0.
 pub fn identity(process: u32) -> Option<u64> {
     const PID_FS_MAGIC: i64 = 0x5049_4446;
     let process = open_process(process).ok()?;
@@ -641,8 +656,8 @@ pub fn take_signals(signals: &OwnedFd) {
     while rustix::io::read(signals, &mut info).is_ok_and(|got| got > 0) {}
 }
 
-/// A descriptor that becomes readable when one of these signals arrives. The signals are blocked, so they have no other effect.
-/// A SIGHUP that this process was started to ignore (`nohup`) stays ignored; blocked, it would arrive here.
+/// A descriptor that becomes readable when one of these signals arrives. The signals are blocked, so they have no other
+/// effect. A SIGHUP that this process was started to ignore (`nohup`) stays ignored; blocked, it would arrive here.
 ///
 /// # Errors
 /// The failed system call's.
@@ -671,8 +686,8 @@ pub fn signal_descriptor(signals: &[i32]) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// While this lives no signal is delivered to the calling thread, except faults of its own: a signal handler could call into
-/// whatever the thread is in the middle of.
+/// While this lives no signal is delivered to the calling thread, except faults of its own: a signal handler could call
+/// into whatever the thread is in the middle of.
 #[derive(Debug)]
 pub struct Undisturbed {
     before: libc::sigset_t,
@@ -705,8 +720,8 @@ impl Drop for Undisturbed {
     }
 }
 
-/// Makes SIGPIPE end this process silently when it writes into a pipe that nobody reads any more, as programs in a shell's
-/// pipeline do. (Rust ignores SIGPIPE.)
+/// Makes SIGPIPE end this process silently when it writes into a pipe that nobody reads any more, as programs in a
+/// shell's pipeline do. (Rust ignores SIGPIPE.)
 pub fn end_on_broken_pipe() {
     // SAFETY: the default action takes no handler.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };

@@ -1,4 +1,5 @@
-//! Lines on standard error. Whoever reads them can neither hold a process up nor, by what it does, have it write without end.
+//! Lines on standard error. Whoever reads them can neither hold a process up nor, by what it does, have it write
+//! without end.
 
 use crate::events::monotonic_micros;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};

@@ -1,5 +1,5 @@
-//! Frames of ARP and neighbour discovery by which hosts claim one address on one link, for a host that probes for it and announces
-//! it. It needs CAP_NET_RAW.
+//! Frames of ARP and neighbour discovery by which hosts claim one address on one link, for a host that probes for it
+//! and announces it. It needs CAP_NET_RAW.
 
 use crate::diagnosis::{self, Use};
 use crate::frames::link_address;
@@ -13,7 +13,8 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixDatagram;
 
-/// A packet socket that receives only other hosts' claims to the address. It costs no frame of another EtherType anything.
+/// A packet socket that receives only other hosts' claims to the address. It costs no frame of another EtherType
+/// anything.
 #[derive(Debug)]
 pub struct ResolutionSocket(OwnedFd);
 
@@ -95,8 +96,8 @@ fn attach(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<(
     .map(|_| ())
 }
 
-/// Claims an address of a NIC's in this network namespace, by a socket with a name: it vanishes with the last process that has the
-/// descriptor. So an address that a Baton has left in the kernel can be told from one that another has.
+/// Claims an address of a NIC's in this network namespace, by a socket with a name: it vanishes with the last process
+/// that has the descriptor. So an address that a Baton has left in the kernel can be told from one that another has.
 ///
 /// # Errors
 /// `EADDRINUSE` if it is claimed.
@@ -132,8 +133,8 @@ pub fn release(routes: &Netlink, diagnosis: &Netlink, interface: u32, address: I
     }
 }
 
-/// Joins the multicast group in which others ask for an IPv6 address (RFC 4862 section 5.4.2 wants that before the first probe). It
-/// lasts as long as the returned socket.
+/// Joins the multicast group in which others ask for an IPv6 address (RFC 4862 section 5.4.2 wants that before the
+/// first probe). It lasts as long as the returned socket.
 ///
 /// # Errors
 /// The failed system call's.
@@ -191,7 +192,8 @@ mod tests {
     use baton_wire::neighbour::{NEIGHBOUR_FRAME, Neighbour};
     use std::net::Ipv4Addr;
 
-    /// What a program of loads, comparisons and returns makes of a frame, as the kernel runs it: a load beyond the end refuses.
+    /// What a program of loads, comparisons and returns makes of a frame, as the kernel runs it: a load beyond the end
+    /// refuses.
     fn accepts(program: &[libc::sock_filter], frame: &[u8]) -> bool {
         let (mut at, mut value) = (0, 0);
         loop {

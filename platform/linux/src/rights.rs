@@ -18,8 +18,8 @@ pub enum User {
     Same(u32),
 }
 
-/// Gives the calling process, which must have one thread, a user id of its own and no groups. If `tied`, its parent's death
-/// still kills it afterwards.
+/// Gives the calling process, which must have one thread, a user id of its own and no groups. If `tied`, its parent's
+/// death still kills it afterwards.
 ///
 /// # Errors
 /// The failed system call's, for calls that should always work.

@@ -1,5 +1,5 @@
-//! Route look-ups with all that the kernel uses for a socket's packets: mark, bound device, user, class, flow label, protocol
-//! and ports. (Rules can match each of them, and ports select between equal paths.)
+//! Route look-ups with all that the kernel uses for a socket's packets: mark, bound device, user, class, flow label,
+//! protocol and ports. (Rules can match each of them, and ports select between equal paths.)
 
 use crate::netlink::{Netlink, Request, attributes};
 use crate::rtnetlink::{bytes, family, parse, word};
@@ -183,8 +183,8 @@ pub fn is_local(netlink: &Netlink, address: IpAddr) -> io::Result<bool> {
     }
 }
 
-/// Devices of all paths of a connection's route, if there are several: a strict reverse path filter accepts the peer's packets
-/// at each of them.
+/// Devices of all paths of a connection's route, if there are several: a strict reverse path filter accepts the peer's
+/// packets at each of them.
 ///
 /// # Errors
 /// The failed system call's.

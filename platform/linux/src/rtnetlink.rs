@@ -92,7 +92,8 @@ pub struct LinkInfo {
 /// Linux's flag of a link that has a carrier (`libc` has no name for it).
 const IFF_LOWER_UP: u32 = 1 << 16;
 
-/// What is at the other end of a link. From software frames come as it has made them: large ones uncut, and without checksums.
+/// What is at the other end of a link. From software frames come as it has made them: large ones uncut, and without
+/// checksums.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Wire {
     /// Another link, of a veth pair.
@@ -314,7 +315,8 @@ pub fn with_ipv4_address(netlink: &Netlink) -> io::Result<HashSet<u32>> {
     Ok(found)
 }
 
-/// The addresses of all links, without those of the loopback network and IPv6's link-local ones, which are valid on one link only.
+/// The addresses of all links, without those of the loopback network and IPv6's link-local ones, which are valid on one
+/// link only.
 ///
 /// # Errors
 /// The failed system call's.
@@ -416,8 +418,8 @@ pub fn add_address(netlink: &Netlink, index: u32, address: IpAddr, prefix: u8) -
     netlink.ask(address_request(RTM_NEWADDR, ACK | CREATE_REPLACE, index, address, prefix), |_| {})
 }
 
-/// Adds an address that is Baton's to a link: this host only, so no route to others comes with it, and no source of packets whose
-/// sockets name none, as a deprecated address. IPv6 does not probe for it.
+/// Adds an address that is Baton's to a link: this host only, so no route to others comes with it, and no source of
+/// packets whose sockets name none, as a deprecated address. IPv6 does not probe for it.
 ///
 /// # Errors
 /// The failed system call's.

@@ -1,5 +1,6 @@
-//! Filters of system calls (seccomp): how many this process has, and whether they let through what a program under Baton needs. That is
-//! a fixed list, [`CALLS`], of calls which the default profiles of Docker and podman and systemd's `@system-service` allow.
+//! Filters of system calls (seccomp): how many this process has, and whether they let through what a program under
+//! Baton needs. That is a fixed list, [`CALLS`], of calls which the default profiles of Docker and podman and systemd's
+//! `@system-service` allow.
 
 use crate::socket::check;
 use std::io;
@@ -97,8 +98,8 @@ const CALLS: &[Call] = calls! {
     getrandom = SYS_getrandom() -> 0;
 };
 
-/// Number of filters that this process has. None if /proc does not say so. Makes no system calls that the dynamic linker does not make,
-/// since a filter may kill for any other.
+/// Number of filters that this process has. None if /proc does not say so. Makes no system calls that the dynamic
+/// linker does not make, since a filter may kill for any other.
 pub fn filters() -> Option<u32> {
     // SAFETY: the path is NUL-terminated.
     let fd = unsafe { libc::open(c"/proc/self/status".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };

@@ -118,7 +118,8 @@ fn ip_address(address: SocketAddrAny) -> io::Result<SocketAddr> {
     SocketAddr::try_from(address).map(swap_flow_info).map_err(|_| not_ip())
 }
 
-/// Translates between std's IPv6 addresses, whose flow information is in network order, and rustix's, which have it in the host's.
+/// Translates between std's IPv6 addresses, whose flow information is in network order, and rustix's, which have it in
+/// the host's.
 fn swap_flow_info(mut address: SocketAddr) -> SocketAddr {
     if let SocketAddr::V6(v6) = &mut address {
         v6.set_flowinfo(v6.flowinfo().to_be());
@@ -176,8 +177,8 @@ pub fn disconnect(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(())
 }
 
-/// Resets a connection and its peer. The next call fails with ECONNRESET, as after a reset by the peer; later ones return the
-/// end of the stream.
+/// Resets a connection and its peer. The next call fails with ECONNRESET, as after a reset by the peer; later ones
+/// return the end of the stream.
 ///
 /// # Errors
 /// The failed system call's.
@@ -196,8 +197,9 @@ pub struct Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    /// `length` bytes of an area (offset, size) from the byte of sequence number `seq` on. The size is a power of two, and a
-    /// byte lies at its sequence number modulo the size. None if the area lies outside the region or is too small.
+    /// `length` bytes of an area (offset, size) from the byte of sequence number `seq` on. The size is a power of two,
+    /// and a byte lies at its sequence number modulo the size. None if the area lies outside the region or is too
+    /// small.
     pub fn of(region: &'a Region, area: (u32, u32), seq: u32, length: u32) -> Option<Pieces<'a>> {
         let (base, size) = (area.0 as usize, area.1);
         if !size.is_power_of_two() || length > size {
@@ -356,7 +358,8 @@ pub fn inode(fd: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(fstat(fd)?.st_ino)
 }
 
-/// The user id of a socket's owner, which routing rules can match. Anything else is not asked: a file's server may never answer.
+/// The user id of a socket's owner, which routing rules can match. Anything else is not asked: a file's server may
+/// never answer.
 ///
 /// # Errors
 /// The failed system call's; `ENOTSOCK`.
@@ -374,7 +377,8 @@ pub fn send_urgent(fd: BorrowedFd<'_>, byte: u8) -> io::Result<()> {
     Ok(())
 }
 
-/// Index of the device that a socket is bound to, 0 for none: its program has bound it (SO_BINDTODEVICE), or its addresses are link-local.
+/// Index of the device that a socket is bound to, 0 for none: its program has bound it (SO_BINDTODEVICE), or its
+/// addresses are link-local.
 ///
 /// # Errors
 /// The failed system call's.
@@ -410,8 +414,8 @@ pub fn own_namespace() -> io::Result<u64> {
     namespace(stream(false, 0)?.as_fd())
 }
 
-/// The cookie of a socket's network namespace, which no other gets while the machine runs. For an accepted Unix socket it is the
-/// peer's namespace.
+/// The cookie of a socket's network namespace, which no other gets while the machine runs. For an accepted Unix socket
+/// it is the peer's namespace.
 ///
 /// # Errors
 /// The failed system call's.

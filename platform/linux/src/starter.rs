@@ -1,9 +1,9 @@
 //! Starts processes of Baton's from a process that holds other users' descriptors.
 //!
-//! A new process gets a copy of the table of descriptors of the thread that starts it, and closes what is not meant for it when it executes its
-//! program. Closing even a copy may wait for whoever is behind it: a FUSE server that is asked to flush its file, a socket that lingers. So
-//! the thread here, which has a table of its own that never holds such a descriptor, starts them. It gets what the new process is to have
-//! by a socket.
+//! A new process gets a copy of the table of descriptors of the thread that starts it, and closes what is not meant for
+//! it when it executes its program. Closing even a copy may wait for whoever is behind it: a FUSE server that is asked
+//! to flush its file, a socket that lingers. So the thread here, which has a table of its own that never holds such a
+//! descriptor, starts them. It gets what the new process is to have by a socket.
 
 use crate::control::{Channel, MAX_DESCRIPTORS};
 use crate::process;
@@ -29,8 +29,8 @@ struct Starter {
 
 static STARTER: OnceLock<Mutex<Starter>> = OnceLock::new();
 
-/// Starts the thread. It has to be done before this process receives the first descriptor of another process's; the new processes get
-/// the calling thread's signal mask and priority.
+/// Starts the thread. It has to be done before this process receives the first descriptor of another process's; the new
+/// processes get the calling thread's signal mask and priority.
 ///
 /// # Errors
 /// If there is no room for a thread or a socket.
@@ -42,8 +42,8 @@ pub fn begin() -> io::Result<()> {
     Ok(())
 }
 
-/// Starts this program once more, with one argument and these descriptors as 3, 4, …. A `tied` process is killed when this one ends, and
-/// is a little more urgent than programs ([`process::with_sharing_priority`]).
+/// Starts this program once more, with one argument and these descriptors as 3, 4, …. A `tied` process is killed when
+/// this one ends, and is a little more urgent than programs ([`process::with_sharing_priority`]).
 ///
 /// # Errors
 /// If it cannot be started.
@@ -84,8 +84,8 @@ fn take_own_table(channel: i32) -> io::Result<Channel> {
         // SAFETY: the call takes no pointers. What it closes are copies in this thread's own table, which nobody owns.
         check(unsafe { libc::syscall(libc::SYS_close_range, first, last, flags) } as i32)
     };
-    // Nothing has the number from which on this would close something: the table is copied whole. In containers this is allowed where
-    // unshare(2) is not.
+    // Nothing has the number from which on this would close something: the table is copied whole. In containers this is
+    // allowed where unshare(2) is not.
     close(u32::MAX, u32::MAX, libc::CLOSE_RANGE_UNSHARE)?;
     let channel = channel as u32;
     if channel > FIRST {

@@ -56,7 +56,8 @@ pub fn shares_numbers(process: u32) -> bool {
 const THREADS: usize = 24;
 const STACK: usize = 2048;
 
-/// What the threads of a process are doing, for a report: state, system call and, where the system shows it, the kernel's stack.
+/// What the threads of a process are doing, for a report: state, system call and, where the system shows it, the
+/// kernel's stack.
 pub fn account(process: u32) -> String {
     let mut account = String::new();
     let entries = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();

@@ -1,9 +1,10 @@
-//! Whether the process that listens at a path may be believed: programs send it their descriptors, and use memory that it shares with
-//! them.
+//! Whether the process that listens at a path may be believed: programs send it their descriptors, and use memory that
+//! it shares with them.
 //!
-//! It must be root's or this process's own user's: the kernel says whose it is (SO_PEERCRED), whatever the path and whoever could make
-//! it. In a user namespace the users outside of it, the host's root too, are all shown as one (65534, the overflow user). There the path
-//! decides: it must lead through directories that nobody in the namespace can write, or through a mount that only its root could make.
+//! It must be root's or this process's own user's: the kernel says whose it is (SO_PEERCRED), whatever the path and
+//! whoever could make it. In a user namespace the users outside of it, the host's root too, are all shown as one
+//! (65534, the overflow user). There the path decides: it must lead through directories that nobody in the namespace
+//! can write, or through a mount that only its root could make.
 
 use rustix::fs::{AtFlags, CWD, StatxAttributes, StatxFlags, statx};
 use std::io;
@@ -28,7 +29,8 @@ struct Component {
     mount: bool,
 }
 
-/// From now on this process believes listeners of this user and of root only, whatever its own user becomes: others may have that, too.
+/// From now on this process believes listeners of this user and of root only, whatever its own user becomes: others may
+/// have that, too.
 pub fn believe(user: u32) {
     BELIEVED.store(user, Ordering::Relaxed);
 }
@@ -42,7 +44,8 @@ fn believes(believed: u32, own: u32, peer: u32) -> bool {
     peer == 0 || peer == if believed == NOBODY { own } else { believed }
 }
 
-/// Checks that a path is a directory into which, and in the place of which, nobody but root and this user can put anything.
+/// Checks that a path is a directory into which, and in the place of which, nobody but root and this user can put
+/// anything.
 ///
 /// # Errors
 /// If the path cannot be read, or is no such directory.
@@ -74,8 +77,8 @@ fn overflow_user() -> io::Result<u32> {
     std::fs::read_to_string("/proc/sys/kernel/overflowuid")?.trim().parse().map_err(io::Error::other)
 }
 
-/// The canonical path of a socket whose listener is of a user outside of this user namespace, if the path shows that whoever put it there
-/// may be believed. None if `peer` is not shown as such a user.
+/// The canonical path of a socket whose listener is of a user outside of this user namespace, if the path shows that
+/// whoever put it there may be believed. None if `peer` is not shown as such a user.
 ///
 /// # Errors
 /// If the path cannot be read.
@@ -102,8 +105,8 @@ fn is_inside_of_another(map: &str) -> bool {
     map.split_whitespace().collect::<Vec<_>>() != ["0", "0", "4294967295"]
 }
 
-/// Whether the components of a path from the root to a socket can have been put there by somebody outside of the namespace only, or by its
-/// root or this user (`own`), who may name whom they like.
+/// Whether the components of a path from the root to a socket can have been put there by somebody outside of the
+/// namespace only, or by its root or this user (`own`), who may name whom they like.
 fn leads_outside(components: impl Iterator<Item = Component>, own: u32, overflow: u32) -> bool {
     // In a directory that everybody can write only what is root's, or our own, is not anybody's.
     let mut shared = false;

@@ -90,8 +90,8 @@ impl Policies {
         Ok(all)
     }
 
-    /// What happens to a connection's packets, which leave by `device` with `mark`. Where it is not clear which of several
-    /// policies counts, one that acts does.
+    /// What happens to a connection's packets, which leave by `device` with `mark`. Where it is not clear which of
+    /// several policies counts, one that acts does.
     pub fn judge(&self, flow: &Flow, device: u32, mark: u32) -> Verdict {
         let [input, output] = [(IN, flow.reversed()), (OUT, *flow)].map(|(direction, packet)| {
             let matching = |policy: &&Policy| {

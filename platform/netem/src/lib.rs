@@ -1,5 +1,5 @@
-//! A link with rate, delay and faults, where the kernel has no netem: in virtual time in the simulator, in real time in front of the NIC's
-//! wire.
+//! A link with rate, delay and faults, where the kernel has no netem: in virtual time in the simulator, in real time in
+//! front of the NIC's wire.
 #![forbid(unsafe_code)]
 
 pub mod link;

@@ -1,4 +1,5 @@
-//! A wire behind an emulated link with rate, delay and faults in both directions, for machines whose kernel has no netem.
+//! A wire behind an emulated link with rate, delay and faults in both directions, for machines whose kernel has no
+//! netem.
 
 use crate::link::{Carried, Counters, Impairments, Link};
 use baton_device::{Capabilities, Checksum, Device, Frame};
@@ -16,8 +17,8 @@ impl Carried for InFlight {
 
     fn corrupt(&mut self, random: u64) {
         let bytes = self.0.bytes_mut();
-        // The Ethernet header stays intact: on a real link the frame check sequence protects it, but not the packet beyond the
-        // link.
+        // The Ethernet header stays intact: on a real link the frame check sequence protects it, but not the packet
+        // beyond the link.
         let bits = (bytes.len().saturating_sub(14)) as u64 * 8;
         if bits > 0 {
             let bit = 14 * 8 + (random % bits) as usize;
@@ -36,8 +37,8 @@ pub struct EmulatedWire<W> {
 }
 
 impl<W: Device> EmulatedWire<W> {
-    /// Puts a link in front of a wire: `outgoing` for sent frames, `incoming` for received ones. Without impairments it adds
-    /// nothing.
+    /// Puts a link in front of a wire: `outgoing` for sent frames, `incoming` for received ones. Without impairments it
+    /// adds nothing.
     pub fn new(wire: W, outgoing: Impairments, incoming: Impairments, seed: u64) -> Self {
         EmulatedWire {
             wire,
@@ -48,8 +49,8 @@ impl<W: Device> EmulatedWire<W> {
         }
     }
 
-    /// Sets the time, moves frames that have crossed the outgoing link to the wire, and puts what the wire has received on the
-    /// incoming link.
+    /// Sets the time, moves frames that have crossed the outgoing link to the wire, and puts what the wire has received
+    /// on the incoming link.
     pub fn tick(&mut self, now: u64) {
         self.now = now;
         while let Some(mut in_flight) = self.outgoing.pop(now) {

@@ -1,13 +1,14 @@
 //! A copy without a call, for payload.
 
-/// Copies `length` bytes, as `copy_nonoverlapping` does, up to 2 KB of them without a call: with wide registers where this is inlined into
-/// [`crate::Wide::run`]. Bytes in the middle may be written twice.
+/// Copies `length` bytes, as `copy_nonoverlapping` does, up to 2 KB of them without a call: with wide registers where
+/// this is inlined into [`crate::Wide::run`]. Bytes in the middle may be written twice.
 ///
 /// # Safety
 /// That of `copy_nonoverlapping`.
 #[inline(always)]
 pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
-    /// Bytes behind 1024 that a segment of a usual Ethernet frame has at most: whole registers that cover 1448 and 1460.
+    /// Bytes behind 1024 that a segment of a usual Ethernet frame has at most: whole registers that cover 1448
+    /// and 1460.
     const MOST_FULL: usize = 448;
     /// Copies `N` bytes at an offset: at most 256 at once, since of more the compiler makes a call.
     ///
@@ -29,8 +30,8 @@ pub(crate) unsafe fn copy_inline(from: *const u8, to: *mut u8, length: usize) {
         }
     }
     let left = length;
-    // SAFETY: each piece lies in the caller's `length` bytes, of which there are at least as many as lie before the end of a piece that is
-    // copied at a fixed place, and as a piece has that is copied up to their end.
+    // SAFETY: each piece lies in the caller's `length` bytes, of which there are at least as many as lie before the end
+    // of a piece that is copied at a fixed place, and as a piece has that is copied up to their end.
     unsafe {
         if left > 128 {
             if left > 1024 && left <= 1024 + MOST_FULL {

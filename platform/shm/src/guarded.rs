@@ -1,9 +1,11 @@
 //! Copies between shared memory and a program's own, whose addresses nobody has checked.
 //!
-//! To check them would cost a system call. Instead the copy is tried: where there is no memory it raises SIGSEGV, and the process's handler
-//! of that signal continues it where it fails ([`resume`]). In a process without such a handler it ends the process, as any other copy.
+//! To check them would cost a system call. Instead the copy is tried: where there is no memory it raises SIGSEGV, and
+//! the process's handler of that signal continues it where it fails ([`resume`]). In a process without such a handler
+//! it ends the process, as any other copy.
 
-/// For each guarded copy: where the C library's function returns to, relative to the entry's own address. The linker collects them.
+/// For each guarded copy: where the C library's function returns to, relative to the entry's own address. The linker
+/// collects them.
 #[cfg(target_arch = "x86_64")]
 type Entry = i32;
 
@@ -18,7 +20,8 @@ core::arch::global_asm!(
     ".hidden __stop_baton_guarded",
 );
 
-/// Copies `length` bytes, to another place than null. Returns false if there is no such memory; then any part of it may have been copied.
+/// Copies `length` bytes, to another place than null. Returns false if there is no such memory; then any part of it may
+/// have been copied.
 ///
 /// # Safety
 /// Where there is memory at `from` and `to`, it must be valid for a copy, as for `copy_nonoverlapping`.
@@ -27,7 +30,8 @@ core::arch::global_asm!(
 #[must_use]
 pub unsafe fn copy(from: *const u8, to: *mut u8, length: usize) -> bool {
     let copied: usize;
-    // SAFETY: the C library's function keeps to its calling convention, and returns `to`. Where it faults, `resume` lets it return 0.
+    // SAFETY: the C library's function keeps to its calling convention, and returns `to`. Where it faults, `resume`
+    // lets it return 0.
     unsafe {
         core::arch::asm!(
             "call qword ptr [rip + memcpy@GOTPCREL]",
@@ -65,8 +69,8 @@ const STACK: usize = 1 << 16;
 /// The result of a guarded copy that failed.
 pub const FAILED: i64 = 0;
 
-/// Where a thread goes on (instruction pointer, stack pointer) that has raised SIGSEGV there at `address`, with [`FAILED`] in its register
-/// for results. None if that was no guarded copy.
+/// Where a thread goes on (instruction pointer, stack pointer) that has raised SIGSEGV there at `address`, with
+/// [`FAILED`] in its register for results. None if that was no guarded copy.
 ///
 /// # Safety
 /// The thread's stack must be mapped, unless `address` is close to its pointer.
@@ -76,7 +80,8 @@ pub unsafe fn resume(address: usize, stack: usize) -> Option<(usize, usize)> {
     if address.wrapping_sub(stack).wrapping_add(STACK) < 2 * STACK || !stack.is_multiple_of(8) {
         return None;
     }
-    // SAFETY: the caller's promise. The C library's functions for copies have no frame: the address that they return to comes first.
+    // SAFETY: the caller's promise. The C library's functions for copies have no frame: the address that they return to
+    // comes first.
     let returns = unsafe { core::ptr::with_exposed_provenance::<usize>(stack).read() };
     entries().any(|entry| entry == returns).then(|| (returns, stack + size_of::<usize>()))
 }

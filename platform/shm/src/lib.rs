@@ -1,5 +1,5 @@
-//! Memory shared between processes. Whoever is at the other side may write anything at any time: every value is copied once and then
-//! checked.
+//! Memory shared between processes. Whoever is at the other side may write anything at any time: every value is copied
+//! once and then checked.
 
 mod copy;
 pub mod guarded;

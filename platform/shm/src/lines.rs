@@ -18,7 +18,8 @@ pub(crate) fn each_line(at: *const u8, length: u32, act: impl Fn(*const u8)) {
     (0..lines).for_each(|line| act(at.wrapping_sub(before).wrapping_add(line * LINE)));
 }
 
-/// Begins to load the bytes of `value` from offset `from` to offset `to` into the cache, as far as it has them. Nothing waits for them.
+/// Begins to load the bytes of `value` from offset `from` to offset `to` into the cache, as far as it has them. Nothing
+/// waits for them.
 #[inline(always)]
 pub fn prefetch<T: ?Sized>(value: &T, from: usize, to: usize) {
     let base = core::ptr::from_ref(value).cast::<u8>();
@@ -31,13 +32,14 @@ pub fn prefetch<T: ?Sized>(value: &T, from: usize, to: usize) {
     }
 }
 
-/// Begins to load the line at an address, which may be any, into the second-level cache: a core can wait for more lines there than in
-/// its first-level cache, and from there they are near enough.
+/// Begins to load the line at an address, which may be any, into the second-level cache: a core can wait for more lines
+/// there than in its first-level cache, and from there they are near enough.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 pub(crate) fn prefetch_line(at: *const u8) {
     use core::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-    // SAFETY: a prefetch reads nothing that the program could see, and one of an address that is not mapped does nothing.
+    // SAFETY: a prefetch reads nothing that the program could see, and one of an address that is not mapped does
+    // nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) };
 }
 
@@ -58,8 +60,8 @@ pub(crate) fn prefetch_line_to_write(at: *const u8) {
 #[inline(always)]
 pub(crate) fn prefetch_line_to_write(_: *const u8) {}
 
-/// Asks for huge pages for memory that is not used yet, as far as it covers whole ones: so that a large table that is used all over needs
-/// few entries of the processor's address translation. Does nothing where the system has none.
+/// Asks for huge pages for memory that is not used yet, as far as it covers whole ones: so that a large table that is
+/// used all over needs few entries of the processor's address translation. Does nothing where the system has none.
 pub fn advise_huge<T>(unused: &mut [MaybeUninit<T>]) {
     advise(unused.as_mut_ptr().cast(), size_of_val(unused));
 }
@@ -69,8 +71,8 @@ pub(crate) fn advise(base: *mut u8, length: usize) {
     let skipped = base.addr().next_multiple_of(HUGE) - base.addr();
     let whole = length.saturating_sub(skipped) / HUGE * HUGE;
     if whole > 0 {
-        // SAFETY: the range lies inside the caller's memory. The advice changes how it is mapped, not what it holds; it may fail, which
-        // leaves ordinary pages.
+        // SAFETY: the range lies inside the caller's memory. The advice changes how it is mapped, not what it holds; it
+        // may fail, which leaves ordinary pages.
         unsafe { libc::madvise(base.wrapping_add(skipped).cast(), whole, libc::MADV_HUGEPAGE) };
     }
 }

@@ -1,9 +1,10 @@
 //! Regions of which a process maps what it uses.
 //!
-//! Session memory is gigabytes, of which a program uses some: all of it would count as the program's address space (RLIMIT_AS), be locked by
-//! mlockall(2) and be written into core files. So its beginning is mapped at once, and the rest by pieces, when they are first reached.
-//! The addresses of the others are not reserved, which would count as well. They are far below those that the kernel gives out, and a
-//! piece whose addresses have been taken nevertheless cannot be mapped.
+//! Session memory is gigabytes, of which a program uses some: all of it would count as the program's address space
+//! (RLIMIT_AS), be locked by mlockall(2) and be written into core files. So its beginning is mapped at once, and the
+//! rest by pieces, when they are first reached. The addresses of the others are not reserved, which would count as
+//! well. They are far below those that the kernel gives out, and a piece whose addresses have been taken nevertheless
+//! cannot be mapped.
 
 use core::mem::MaybeUninit;
 use core::ptr::NonNull;
@@ -15,15 +16,15 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 /// Bytes of a piece: as many as a connection begins with in each direction.
 const PIECE: usize = 1 << 18;
 
-/// Bytes between the region's end and the addresses that the kernel gives out. A smaller one where something stands at the first: a sanitizer
-/// lets its program have addresses near the top only.
+/// Bytes between the region's end and the addresses that the kernel gives out. A smaller one where something stands at
+/// the first: a sanitizer lets its program have addresses near the top only.
 const DISTANCES: [usize; 2] = [1 << 44, 1 << 38];
 
 /// What is mapped from now on would be locked: see [`keep_unlocked`].
 static LOCKING: AtomicBool = AtomicBool::new(false);
 
-/// Says whether the process locks what it maps from now on (mlockall(2), MCL_FUTURE). Pieces stay unlocked: they take the place of memory of
-/// the kernel's, which does not count.
+/// Says whether the process locks what it maps from now on (mlockall(2), MCL_FUTURE). Pieces stay unlocked: they take
+/// the place of memory of the kernel's, which does not count.
 pub fn keep_unlocked(locking: bool) {
     LOCKING.store(locking, Ordering::Release);
 }
@@ -52,7 +53,8 @@ fn map_at(address: usize, length: usize, fd: BorrowedFd<'_>, offset: usize) -> i
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the mapping that was just made. It is made readable after it is unlocked, so that no page of it is filled.
+    // SAFETY: the mapping that was just made. It is made readable after it is unlocked, so that no page of it is
+    // filled.
     let unlocked = || unsafe { libc::munlock(base, length) == 0 && libc::mprotect(base, length, whole) == 0 };
     match NonNull::new(base.cast()) {
         Some(made) if base as usize == address && (!locking || unlocked()) => Ok(made),
@@ -70,7 +72,8 @@ const STRIDE: usize = 1 << 33;
 /// Regions of this process so far. One that is not used any more may still be mapped.
 static REGIONS: AtomicUsize = AtomicUsize::new(0);
 
-/// An address that the kernel has given out when the first region was made: all others are told from this one, so that no two overlap.
+/// An address that the kernel has given out when the first region was made: all others are told from this one, so that
+/// no two overlap.
 fn given_address() -> Option<usize> {
     static GIVEN: OnceLock<Option<usize>> = OnceLock::new();
     *GIVEN.get_or_init(|| {
@@ -100,7 +103,8 @@ impl Pieces {
         Some((base, pieces))
     }
 
-    /// Maps what is not mapped yet of the `length` bytes at `at`. False if they lie outside, or there is no place for them.
+    /// Maps what is not mapped yet of the `length` bytes at `at`. False if they lie outside, or there is no place for
+    /// them.
     pub fn reach(&self, base: NonNull<u8>, fd: Option<BorrowedFd<'_>>, at: usize, length: usize) -> bool {
         let Some(fd) = fd.filter(|_| at <= self.whole && length <= self.whole - at) else { return false };
         let piece = |at: usize| at.saturating_sub(self.first) / PIECE;
@@ -152,7 +156,8 @@ impl Pieces {
     /// Unlocks what is mapped.
     pub fn unlock(&self, base: NonNull<u8>) {
         for (from, to) in self.ranges() {
-            // SAFETY: a range of the region's own mappings. Whether its pages may be written to disk changes nothing of what they hold.
+            // SAFETY: a range of the region's own mappings. Whether its pages may be written to disk changes nothing of
+            // what they hold.
             unsafe { libc::munlock(base.as_ptr().add(from).cast(), to - from) };
         }
     }

@@ -1,5 +1,5 @@
-//! Objects of one type, close to each other: the first ones in ordinary pages, the many that follow in huge ones. Pages that hold no
-//! object any more go back to the system.
+//! Objects of one type, close to each other: the first ones in ordinary pages, the many that follow in huge ones. Pages
+//! that hold no object any more go back to the system.
 
 use crate::lines::{HUGE, advise, discard};
 use core::fmt;
@@ -9,14 +9,16 @@ use std::alloc::{Layout, alloc, handle_alloc_error};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// An object whose places are a pool's, which all objects of its type share: so that a pointer to one is all there is to it.
+/// An object whose places are a pool's, which all objects of its type share: so that a pointer to one is all there is
+/// to it.
 pub trait Shared: Sized + 'static {
     /// The pool.
     fn pool() -> &'static Pool<Self>;
 }
 
-/// Places for objects of type `T`. An object gets the lowest place that is free, so that few objects are close to each other even after
-/// many have come and gone. Taking a place and giving it back takes a lock, which is not for what happens with every packet.
+/// Places for objects of type `T`. An object gets the lowest place that is free, so that few objects are close to each
+/// other even after many have come and gone. Taking a place and giving it back takes a lock, which is not for what
+/// happens with every packet.
 pub struct Pool<T: 'static>(Mutex<Places<T>>);
 
 struct Places<T> {

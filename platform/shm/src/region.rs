@@ -26,8 +26,8 @@ pub struct Region {
     pieces: Option<Box<Pieces>>,
 }
 
-// SAFETY: the mapping is not bound to a thread, and it lives as long as the region. All accesses to it are atomic, or copies of
-// bytes, for which any value is valid.
+// SAFETY: the mapping is not bound to a thread, and it lives as long as the region. All accesses to it are atomic, or
+// copies of bytes, for which any value is valid.
 unsafe impl Send for Region {}
 // SAFETY: all that changes through a shared reference is the mapping's bytes, which are reached as atomics or copied,
 // for which any value is valid; other processes change them at any time, too.
@@ -39,8 +39,8 @@ pub fn node_mask(node: Option<usize>) -> [u64; 16] {
 }
 
 impl Region {
-    /// Makes a region of `length` zero bytes. Its memory is sealed: no process that gets the descriptor can shrink, grow or
-    /// unseal it.
+    /// Makes a region of `length` zero bytes. Its memory is sealed: no process that gets the descriptor can shrink,
+    /// grow or unseal it.
     ///
     /// # Errors
     /// The system's error, if it gives no memory or descriptor.
@@ -51,7 +51,8 @@ impl Region {
         Region::map(fd)
     }
 
-    /// Maps a region that another process has made. Refuses memory that is not sealed, since its maker could take it away.
+    /// Maps a region that another process has made. Refuses memory that is not sealed, since its maker could take it
+    /// away.
     ///
     /// # Errors
     /// `InvalidData` for unsealed memory, else the system's error.
@@ -60,8 +61,9 @@ impl Region {
         Region::map_pages(length, libc::MAP_SHARED, Some(fd))
     }
 
-    /// As [`Region::map`], but only the first `first` bytes, which are whole pages, are mapped at once, and the others by pieces when they
-    /// are first reached. A piece that cannot be mapped counts as outside. All is mapped where there is no place for that.
+    /// As [`Region::map`], but only the first `first` bytes, which are whole pages, are mapped at once, and the others
+    /// by pieces when they are first reached. A piece that cannot be mapped counts as outside. All is mapped where
+    /// there is no place for that.
     ///
     /// # Errors
     /// As [`Region::map`].
@@ -81,8 +83,8 @@ impl Region {
         Ok(rustix::fs::fstat(fd)?.st_size as usize)
     }
 
-    /// Maps `length` bytes of memory of the kernel's that has a fixed size, such as an array map's, whose descriptor does not
-    /// tell its length.
+    /// Maps `length` bytes of memory of the kernel's that has a fixed size, such as an array map's, whose descriptor
+    /// does not tell its length.
     ///
     /// # Errors
     /// The system's error, if the memory is shorter.
@@ -90,16 +92,16 @@ impl Region {
         Region::map_pages(length.next_multiple_of(4096), libc::MAP_SHARED, Some(fd))
     }
 
-    /// Prefers a NUMA node for the region's memory: pages that nobody has touched yet come from it, whoever touches them first,
-    /// and pages that only this process uses move there (mbind(2), MPOL_PREFERRED).
+    /// Prefers a NUMA node for the region's memory: pages that nobody has touched yet come from it, whoever touches
+    /// them first, and pages that only this process uses move there (mbind(2), MPOL_PREFERRED).
     ///
     /// # Errors
     /// The system's error, if it has no NUMA nodes, or not this one.
     pub fn prefer_node(&self, node: usize) -> io::Result<()> {
         let nodes = node_mask(Some(node));
         const MPOL_MF_MOVE: libc::c_uint = 2;
-        // SAFETY: mbind reads 1024 bits at `nodes`, which has 16 words of 64. It changes on which node the pages of our own
-        // mapping lie, not their contents.
+        // SAFETY: mbind reads 1024 bits at `nodes`, which has 16 words of 64. It changes on which node the pages of our
+        // own mapping lie, not their contents.
         let bound = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
@@ -141,7 +143,8 @@ impl Region {
         crate::lines::each_line(self.base.as_ptr().wrapping_add(at), length, crate::lines::prefetch_line);
     }
 
-    /// Asks for huge pages for a range that is not used yet, as far as it covers whole ones: for large tables that are used all over.
+    /// Asks for huge pages for a range that is not used yet, as far as it covers whole ones: for large tables that are
+    /// used all over.
     pub fn advise_huge(&self, range: Range<usize>) {
         if let Some(base) = self.span(range.start, range.len()) {
             crate::lines::advise(base.as_ptr(), range.len());
@@ -159,7 +162,8 @@ impl Region {
     pub fn unlock(&self) {
         match &self.pieces {
             Some(pieces) => pieces.unlock(self.base),
-            // SAFETY: the region's own mapping. Whether its pages may be written to disk changes nothing of what they hold.
+            // SAFETY: the region's own mapping. Whether its pages may be written to disk changes nothing of what they
+            // hold.
             None => drop(unsafe { libc::munlock(self.base.as_ptr().cast(), self.length) }),
         }
     }
@@ -204,8 +208,9 @@ impl Region {
     #[inline]
     pub fn read(&self, at: usize, out: &mut [u8]) -> Result<(), OutOfRegion> {
         let from = self.span(at, out.len()).ok_or(OutOfRegion)?;
-        // SAFETY: `span` has checked that the source lies in the mapping; the target is borrowed mutably, so that they do not
-        // overlap. The other side may write meanwhile: then some bytes are old and some new, and every byte is a valid u8.
+        // SAFETY: `span` has checked that the source lies in the mapping; the target is borrowed mutably, so that they
+        // do not overlap. The other side may write meanwhile: then some bytes are old and some new, and every byte is a
+        // valid u8.
         unsafe { core::ptr::copy_nonoverlapping(from.as_ptr(), out.as_mut_ptr(), out.len()) };
         Ok(())
     }
@@ -217,8 +222,9 @@ impl Region {
     #[inline]
     pub fn write(&self, at: usize, bytes: &[u8]) -> Result<(), OutOfRegion> {
         let to = self.span(at, bytes.len()).ok_or(OutOfRegion)?;
-        // SAFETY: `span` has checked that the target lies in the mapping. References into the mapping are only ever to atomics,
-        // so that no reference that the compiler relies on is written through; the source is a live slice elsewhere.
+        // SAFETY: `span` has checked that the target lies in the mapping. References into the mapping are only ever to
+        // atomics, so that no reference that the compiler relies on is written through; the source is a live slice
+        // elsewhere.
         unsafe { core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         Ok(())
     }
@@ -226,8 +232,8 @@ impl Region {
     /// The `length` bytes at `at`, which other processes may write at any time. None if they lie outside of the region.
     pub fn bytes(&self, at: usize, length: usize) -> Option<&[AtomicU8]> {
         let base = self.span(at, length)?;
-        // SAFETY: `span` has checked that the bytes lie in the mapping, which `self` keeps alive; AtomicU8 has the layout of u8,
-        // and atomics may be written by others at any time.
+        // SAFETY: `span` has checked that the bytes lie in the mapping, which `self` keeps alive; AtomicU8 has the
+        // layout of u8, and atomics may be written by others at any time.
         Some(unsafe { core::slice::from_raw_parts(base.as_ptr().cast(), length) })
     }
 
@@ -239,8 +245,8 @@ impl Region {
     pub fn words(&self, at: usize, count: usize) -> &[AtomicU64] {
         assert!(at.is_multiple_of(8));
         let base = self.span(at, count * 8).expect("the layout lies inside the region");
-        // SAFETY: `span` has checked that the words lie in the mapping, which `self` keeps alive; they are aligned to 8, since
-        // the mapping is aligned to a page and `at` to 8; atomics may be written by others at any time.
+        // SAFETY: `span` has checked that the words lie in the mapping, which `self` keeps alive; they are aligned to
+        // 8, since the mapping is aligned to a page and `at` to 8; atomics may be written by others at any time.
         unsafe { core::slice::from_raw_parts(base.as_ptr().cast(), count) }
     }
 
@@ -257,8 +263,8 @@ impl Region {
         unsafe { &*base.as_ptr().cast() }
     }
 
-    /// The `N` words of 8 bytes at `at`, as an array that keeps the region alive. Indexing it by a constant needs no bounds
-    /// check.
+    /// The `N` words of 8 bytes at `at`, as an array that keeps the region alive. Indexing it by a constant needs no
+    /// bounds check.
     pub fn shared_array<const N: usize>(self: &Arc<Self>, at: usize) -> WordArray<N> {
         let words: &[AtomicU64; N] = self.words(at, N).first_chunk().expect("as many words as were asked for");
         WordArray { words: NonNull::from(words), _region: self.clone() }
@@ -269,7 +275,8 @@ impl Region {
         self.shared_array(at)
     }
 
-    /// The `length` bytes at `at` as a circular buffer. None if they lie outside of the region, or `length` is no power of two.
+    /// The `length` bytes at `at` as a circular buffer. None if they lie outside of the region, or `length` is no power
+    /// of two.
     pub fn circle(self: &Arc<Self>, at: u32, length: u32) -> Option<Circle> {
         let base = self.span(at as usize, length as usize)?;
         length.is_power_of_two().then(|| Circle { base, mask: length - 1, at, region: self.clone() })
@@ -278,8 +285,8 @@ impl Region {
     /// Returns the pages of a range to the system; they read as zero afterwards.
     pub fn discard(&self, at: usize, length: usize) {
         if let Some(fd) = &self.fd {
-            // The bytes that it clears are only reached through atomics and copies. A failure leaves the pages in place, which is
-            // harmless.
+            // The bytes that it clears are only reached through atomics and copies. A failure leaves the pages in
+            // place, which is harmless.
             let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
             let _ = rustix::fs::fallocate(fd, mode, at as u64, length as u64);
         }
@@ -288,7 +295,8 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: `map_pages` or `Pieces` made these mappings, and everything that refers to them borrows the region or holds an `Arc` of it.
+        // SAFETY: `map_pages` or `Pieces` made these mappings, and everything that refers to them borrows the region or
+        // holds an `Arc` of it.
         unsafe {
             match &self.pieces {
                 Some(pieces) => pieces.unmap(self.base),
@@ -298,7 +306,8 @@ impl Drop for Region {
     }
 }
 
-/// A circular buffer in a region: each byte of a sequence lies at its sequence number modulo the length, which is a power of two.
+/// A circular buffer in a region: each byte of a sequence lies at its sequence number modulo the length, which is a
+/// power of two.
 #[derive(Clone, Debug)]
 pub struct Circle {
     base: NonNull<u8>,
@@ -308,8 +317,8 @@ pub struct Circle {
     region: Arc<Region>,
 }
 
-// SAFETY: `base` points into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are only
-// copied from and to.
+// SAFETY: `base` points into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are
+// only copied from and to.
 unsafe impl Send for Circle {}
 
 impl Circle {
@@ -331,8 +340,8 @@ impl Circle {
         if bytes.len() > (self.mask & !seq) as usize {
             return self.write_to_end(seq, bytes);
         }
-        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region` keeps mapped, and
-        // the bytes end before the last of them; see `Region::write` for concurrent writes.
+        // SAFETY: `Region::circle` has checked that the `mask + 1` bytes at `base` lie in the region, which `region`
+        // keeps mapped, and the bytes end before the last of them; see `Region::write` for concurrent writes.
         unsafe {
             let to = self.base.add(offset as usize);
             core::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len());
@@ -368,8 +377,8 @@ impl Circle {
         unsafe { write_around(self.base, self.mask, seq, bytes) };
     }
 
-    /// The places of the `length` bytes from sequence number `seq` on, which other processes may write at any time: in two pieces, the
-    /// second of which is empty or at the buffer's beginning. None if they are more than fit.
+    /// The places of the `length` bytes from sequence number `seq` on, which other processes may write at any time: in
+    /// two pieces, the second of which is empty or at the buffer's beginning. None if they are more than fit.
     pub fn places(&self, seq: u32, length: u32) -> Option<[&[AtomicU8]; 2]> {
         let first = before_end(self.mask, seq, length as usize);
         let rest = length as usize - first;
@@ -401,8 +410,8 @@ fn before_end(mask: u32, seq: u32, length: usize) -> usize {
 unsafe fn write_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut bytes: &[u8]) {
     loop {
         let (piece, rest) = bytes.split_at(before_end(mask, seq, bytes.len()));
-        // SAFETY: `seq & mask` is at most `mask`, and `before_end` has cut the piece to the bytes left before the end, so that
-        // the caller's `mask + 1` mapped bytes contain it; see `Region::write` for concurrent writes.
+        // SAFETY: `seq & mask` is at most `mask`, and `before_end` has cut the piece to the bytes left before the end,
+        // so that the caller's `mask + 1` mapped bytes contain it; see `Region::write` for concurrent writes.
         unsafe {
             let to = base.add((seq & mask) as usize);
             core::ptr::copy_nonoverlapping(piece.as_ptr(), to.as_ptr(), piece.len());
@@ -437,20 +446,21 @@ unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut 
     }
 }
 
-/// An array of `N` words of 4 bytes of a region, and `CIRCLES` circular buffers there. All of them can be moved to other places of the
-/// region at any time. They share what there is to know of the region, since there may be very many.
+/// An array of `N` words of 4 bytes of a region, and `CIRCLES` circular buffers there. All of them can be moved to
+/// other places of the region at any time. They share what there is to know of the region, since there may be very
+/// many.
 #[derive(Debug)]
 pub struct MovableParts<const N: usize, const CIRCLES: usize> {
     words: AtomicPtr<[AtomicU32; N]>,
-    /// Of each buffer the offset in the region in the lower half, the mask in the upper half: in one word, so that they always belong
-    /// together.
+    /// Of each buffer the offset in the region in the lower half, the mask in the upper half: in one word, so that they
+    /// always belong together.
     circles: [AtomicU64; CIRCLES],
     base: NonNull<u8>,
     region: Arc<Region>,
 }
 
-// SAFETY: `base` and `words` point into the mapping, which is not bound to a thread and which `region` keeps alive; its bytes are
-// only copied from and to, or reached as atomics.
+// SAFETY: `base` and `words` point into the mapping, which is not bound to a thread and which `region` keeps alive; its
+// bytes are only copied from and to, or reached as atomics.
 unsafe impl<const N: usize, const CIRCLES: usize> Send for MovableParts<N, CIRCLES> {}
 // SAFETY: the fields that change, `words` and `circles`, are atomics, and so are the words in the mapping; its other
 // bytes are only copied from and to.
@@ -486,7 +496,8 @@ impl<const N: usize, const CIRCLES: usize> MovableParts<N, CIRCLES> {
     /// The words.
     #[inline(always)]
     pub fn words(&self) -> &[AtomicU32; N] {
-        // SAFETY: `move_words` has stored the aligned address of `N` words inside the mapping, which `region` keeps alive.
+        // SAFETY: `move_words` has stored the aligned address of `N` words inside the mapping, which `region` keeps
+        // alive.
         unsafe { &*self.words.load(Ordering::Acquire) }
     }
 
@@ -507,8 +518,8 @@ pub struct MovableCircle<'a> {
 }
 
 impl MovableCircle<'_> {
-    /// Moves the buffer to the `length` bytes at `at`. Returns false, and changes nothing, if they lie outside of the region or
-    /// `length` is no power of two.
+    /// Moves the buffer to the `length` bytes at `at`. Returns false, and changes nothing, if they lie outside of the
+    /// region or `length` is no power of two.
     #[must_use]
     pub fn move_to(&self, at: u32, length: u32) -> bool {
         let fits = length.is_power_of_two() && self.region.span(at as usize, length as usize).is_some();
@@ -551,8 +562,8 @@ impl MovableCircle<'_> {
         crate::lines::each_line(place, length, crate::lines::prefetch_line_to_write);
     }
 
-    /// Writes bytes of a program's, at least one, from sequence number `seq` on if they do not wrap around, and returns their offset in the
-    /// region. Returns None if they would, or cannot be read ([`guarded`]).
+    /// Writes bytes of a program's, at least one, from sequence number `seq` on if they do not wrap around, and returns
+    /// their offset in the region. Returns None if they would, or cannot be read ([`guarded`]).
     #[inline(always)]
     pub fn write_straight(&self, seq: u32, bytes: &[u8]) -> Option<u32> {
         let (at, mask) = self.place();
@@ -560,8 +571,8 @@ impl MovableCircle<'_> {
         if bytes.len().wrapping_sub(1) > (mask - offset) as usize {
             return None;
         }
-        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped, and the bytes end before
-        // the buffer does; see `Region::write` for concurrent writes.
+        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped, and the bytes
+        // end before the buffer does; see `Region::write` for concurrent writes.
         let written = unsafe {
             let to = self.base.add(at as usize + offset as usize);
             guarded::copy(bytes.as_ptr(), to.as_ptr(), bytes.len())
@@ -569,14 +580,14 @@ impl MovableCircle<'_> {
         written.then_some(at + offset)
     }
 
-    /// Writes bytes of a program's from sequence number `seq` on, not more than the buffer has. Returns false if they cannot be read
-    /// ([`guarded`]).
+    /// Writes bytes of a program's from sequence number `seq` on, not more than the buffer has. Returns false if they
+    /// cannot be read ([`guarded`]).
     #[must_use]
     pub fn write(&self, seq: u32, bytes: &[u8]) -> bool {
         let (at, mask) = self.place();
         let (piece, rest) = bytes.split_at(before_end(mask, seq, bytes.len()));
-        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped; `before_end` cuts at its end, and
-        // what is left begins at its beginning.
+        // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped; `before_end`
+        // cuts at its end, and what is left begins at its beginning.
         unsafe {
             let base = self.base.add(at as usize);
             let to = base.add((seq & mask) as usize);
@@ -585,8 +596,8 @@ impl MovableCircle<'_> {
         }
     }
 
-    /// Reads the bytes from sequence number `seq` on into a program's memory if they do not wrap around. Returns false if they would, or
-    /// cannot be written there ([`guarded`]).
+    /// Reads the bytes from sequence number `seq` on into a program's memory if they do not wrap around. Returns false
+    /// if they would, or cannot be written there ([`guarded`]).
     #[inline(always)]
     #[must_use]
     pub fn read_straight(&self, seq: u32, out: &mut [u8]) -> bool {
@@ -603,8 +614,8 @@ impl MovableCircle<'_> {
         }
     }
 
-    /// Reads the bytes from sequence number `seq` on into a program's memory, not more than the buffer has. Returns false if they cannot be
-    /// written there ([`guarded`]).
+    /// Reads the bytes from sequence number `seq` on into a program's memory, not more than the buffer has. Returns
+    /// false if they cannot be written there ([`guarded`]).
     #[must_use]
     pub fn read(&self, seq: u32, out: &mut [u8]) -> bool {
         let (at, mask) = self.place();
@@ -640,7 +651,8 @@ impl<const N: usize> Deref for WordArray<N> {
 
     #[inline(always)]
     fn deref(&self) -> &[AtomicU64; N] {
-        // SAFETY: `Region::words` has checked that the words lie in the mapping and are aligned; `_region` keeps it alive.
+        // SAFETY: `Region::words` has checked that the words lie in the mapping and are aligned; `_region` keeps it
+        // alive.
         unsafe { self.words.as_ref() }
     }
 }
@@ -773,7 +785,8 @@ mod tests {
         assert_eq!(other as usize, taken);
         let before = mapped().len();
         assert!(pieces.circle(8192 + (100 << 18), 4096).is_none() && mapped().len() == before);
-        // Another region is not in the way of what the first one still reaches, wherever the kernel gives out addresses by then.
+        // Another region is not in the way of what the first one still reaches, wherever the kernel gives out addresses
+        // by then.
         let second = Region::map_by_pieces(copy(), 8192).unwrap();
         assert_eq!(second.length, 8192, "there is a place for it");
         let apart = (pieces.base.as_ptr() as usize).abs_diff(second.base.as_ptr() as usize);

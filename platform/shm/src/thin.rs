@@ -5,10 +5,11 @@ use core::ops::Deref;
 use core::ptr::NonNull;
 use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 
-/// Bytes in a single allocation, which begins with their number: what holds them is one word, where a `Box<[u8]>` has two.
+/// Bytes in a single allocation, which begins with their number: what holds them is one word, where a `Box<[u8]>` has
+/// two.
 ///
-/// A few hundred bytes lie in a pool with others of about their number, apart from what is allocated for a short time: so they keep no
-/// page from going back to the system that such memory has left.
+/// A few hundred bytes lie in a pool with others of about their number, apart from what is allocated for a short time:
+/// so they keep no page from going back to the system that such memory has left.
 pub struct ThinBytes(NonNull<u8>);
 
 /// Bytes in front of the bytes: their number.

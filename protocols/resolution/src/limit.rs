@@ -1,4 +1,5 @@
-//! A bound on the answers to each neighbour. One that asks too often uses up its own share, so that others are still answered.
+//! A bound on the answers to each neighbour. One that asks too often uses up its own share, so that others are still
+//! answered.
 
 /// Number of shares. A neighbour has the one that its MAC address falls into.
 pub const SOURCES: usize = 256;
@@ -30,7 +31,8 @@ impl Limit {
     /// Whether a neighbour may be answered now; if so, that is counted.
     pub fn admits(&mut self, mac: [u8; 6], now: u64) -> bool {
         let [a, b, c, d, e, f] = mac;
-        // A multiplication spreads every bit to the highest ones; the key keeps others from choosing whose share they use up.
+        // A multiplication spreads every bit to the highest ones; the key keeps others from choosing whose share they
+        // use up.
         let mixed =
             (u64::from_be_bytes([0, 0, a, b, c, d, e, f]) ^ self.key).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ (self.key << 1));
         let share = &mut self.shares[(mixed >> 56) as usize % SOURCES];

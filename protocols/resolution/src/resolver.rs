@@ -105,8 +105,8 @@ impl Resolver {
         Resolver { mac, speaker, timing, own, limit, random, changed: false, due: u64::MAX }
     }
 
-    /// Adds an address, unless it is there already or there are too many. One that is `used` already, by a NIC before this one, is
-    /// announced; any other is probed for.
+    /// Adds an address, unless it is there already or there are too many. One that is `used` already, by a NIC before
+    /// this one, is announced; any other is probed for.
     pub fn add(&mut self, address: IpAddr, used: bool, now: u64) {
         if self.own.len() == MOST_ADDRESSES || self.own.iter().any(|own| own.address == address) {
             return;
@@ -210,7 +210,8 @@ impl Resolver {
         }
     }
 
-    /// Takes a frame from the link. `verified`: a device has verified its checksum. The answer, if there is one, goes to `send`.
+    /// Takes a frame from the link. `verified`: a device has verified its checksum. The answer, if there is one, goes
+    /// to `send`.
     pub fn receive(&mut self, frame: &[u8], verified: bool, now: u64, send: &mut impl FnMut(&[u8])) -> Received {
         if let Some(arp) = Arp::parse(frame) {
             return arp.map_or(Received::Malformed, |arp| self.on_arp(&arp, now, send));
@@ -281,9 +282,9 @@ impl Resolver {
         may
     }
 
-    /// Another host claims the address. While it is probed for, it is given up. One in use is kept, since connections are bound to it,
-    /// and defended, but not more often than the timing says: hosts that defend at every claim would go on for ever (RFC 5227 section
-    /// 2.4 (c)).
+    /// Another host claims the address. While it is probed for, it is given up. One in use is kept, since connections
+    /// are bound to it, and defended, but not more often than the timing says: hosts that defend at every claim would
+    /// go on for ever (RFC 5227 section 2.4 (c)).
     fn conflict(&mut self, index: usize, rival: [u8; 6], now: u64, send: &mut impl FnMut(&[u8])) {
         let mac = self.mac;
         let own = &mut self.own[index];

@@ -20,8 +20,9 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// The time between two probes of RFC 5227 section 1.1 (PROBE_MIN), in microseconds. IPv6's probes use the same times: RFC 4862
-    /// section 5.1 wants at least one probe (DupAddrDetectTransmits), and a second behind it (RetransTimer).
+    /// The time between two probes of RFC 5227 section 1.1 (PROBE_MIN), in microseconds. IPv6's probes use the same
+    /// times: RFC 4862 section 5.1 wants at least one probe (DupAddrDetectTransmits), and a second behind it
+    /// (RetransTimer).
     pub const STANDARD: u64 = 1_000_000;
 
     /// The times of RFC 5227 section 1.1, in proportion to the least time between two probes.

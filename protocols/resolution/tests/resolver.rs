@@ -115,7 +115,8 @@ fn questions_are_answered_once_it_is_in_use() {
     let answer = Neighbour::parse(&sent[0], false).expect("a message").expect("a good one");
     assert_eq!((received, answer.destination, answer.link_address), (Received::Own, PEER_V6, Some(OURS)));
     assert_eq!(answer.kind, Kind::Advertisement { solicited: true, replaces: true });
-    // A host that probes for an address which is in use gets an answer: by ARP, and for IPv6 as an advertisement to all nodes.
+    // A host that probes for an address which is in use gets an answer: by ARP, and for IPv6 as an advertisement to all
+    // nodes.
     let (_, sent) = receive(&mut resolver, &Arp::probe(THEIRS, V4).emit(), now);
     assert_eq!(Arp::parse(&sent[0]).map(|arp| arp.map(|arp| (arp.sender, arp.target))), Some(Ok((V4, [0; 4]))));
     let (_, sent) = receive(&mut resolver, &frame(&Neighbour::probe(THEIRS, V6)), now);
@@ -276,8 +277,8 @@ fn forged() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
-    /// Whatever comes, as often as it comes: an address in use stays so, no second has more answers than all shares give, and there is
-    /// at most one frame for each that came.
+    /// Whatever comes, as often as it comes: an address in use stays so, no second has more answers than all shares
+    /// give, and there is at most one frame for each that came.
     #[test]
     fn any_frames_are_bounded_and_harmless(frames in proptest::collection::vec(forged(), 1..400), verified in any::<bool>()) {
         let (mut resolver, now) = used();

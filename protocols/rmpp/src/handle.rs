@@ -1,4 +1,5 @@
-//! Handles: a slot's number and a generation in 32 bits, never 0. A handle of an earlier occupant of the slot is recognised.
+//! Handles: a slot's number and a generation in 32 bits, never 0. A handle of an earlier occupant of the slot is
+//! recognised.
 
 /// Most slots that handles can name.
 pub const SLOTS: usize = 1 << 16;

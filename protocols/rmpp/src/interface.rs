@@ -1,7 +1,7 @@
 //! The interface between the halves: [`Command`]s from the policy to the data half, [`Event`]s back.
 //!
-//! Both have one fixed size, [`WORDS`] words, so that they can cross a ring in shared memory. What is read from one is checked
-//! field by field: the other process may be an untrusted program, or dead in the middle of a word.
+//! Both have one fixed size, [`WORDS`] words, so that they can cross a ring in shared memory. What is read from one is
+//! checked field by field: the other process may be an untrusted program, or dead in the middle of a word.
 
 use crate::memory::Region;
 use baton_wire::Endpoint;
@@ -68,8 +68,8 @@ pub enum Command {
         /// Lowest message number to this peer that is not acknowledged.
         floor: u32,
     },
-    /// Sends the RTS of a message again if no CTS has answered it, or nothing was sent of it since the last Resend; its END if
-    /// all of it was sent.
+    /// Sends the RTS of a message again if no CTS has answered it, or nothing was sent of it since the last Resend; its
+    /// END if all of it was sent.
     Resend {
         /// Our handle of the message.
         handle: u32,
@@ -100,8 +100,8 @@ pub enum Command {
         first: u32,
         /// Packets cleared by this CTS.
         count: u16,
-        /// Packets behind these that the data half may clear by itself, with further CTS of up to `count` packets, when the RSM
-        /// comes.
+        /// Packets behind these that the data half may clear by itself, with further CTS of up to `count` packets, when
+        /// the RSM comes.
         ahead: u32,
         /// Number of the grant. Further CTS get the numbers behind it.
         grant: u16,
@@ -127,8 +127,8 @@ pub enum Command {
         /// Who matches from now on.
         matcher: Matcher,
     },
-    /// Posts a receive to a data half that matches. It takes the oldest unexpected message that it accepts, as the policy's own
-    /// matching does.
+    /// Posts a receive to a data half that matches. It takes the oldest unexpected message that it accepts, as the
+    /// policy's own matching does.
     Post {
         /// Our handle of the receive.
         receive: u32,

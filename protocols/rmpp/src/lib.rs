@@ -1,15 +1,15 @@
-//! RMPP, the Reliable Message Passing Protocol, without I/O, clock or randomness: "Experience in Offloading Protocol Processing to
-//! a Programmable NIC" (Maccabe et al. 2002).
+//! RMPP, the Reliable Message Passing Protocol, without I/O, clock or randomness: "Experience in Offloading Protocol
+//! Processing to a Programmable NIC" (Maccabe et al. 2002).
 //!
 //! It comes in two halves, as the paper divides it (sections 3 and 4.1):
 //!
-//! - [`Policy`] decides: which receive a message belongs to, how much of it is cleared, what is sent again, when a peer is dead.
-//!   It handles RTS, END, ACK and CLEANUP, and answers each request to send more (RSM).
-//! - [`Data`] carries out: it cuts messages into packets, answers CTS with data, checks CRCs, places data where it belongs, and
-//!   reports requests and gaps.
+//! - [`Policy`] decides: which receive a message belongs to, how much of it is cleared, what is sent again, when a peer
+//!   is dead. It handles RTS, END, ACK and CLEANUP, and answers each request to send more (RSM).
+//! - [`Data`] carries out: it cuts messages into packets, answers CTS with data, checks CRCs, places data where it
+//!   belongs, and reports requests and gaps.
 //!
-//! They talk by [`Command`]s and [`Event`]s of a fixed size, through a queue in one process or a ring between host and NIC. A
-//! [`Data`] has the receiving half, the sending half, or both ([`Halves`]); so the paper's steps are settings:
+//! They talk by [`Command`]s and [`Event`]s of a fixed size, through a queue in one process or a ring between host and
+//! NIC. A [`Data`] has the receiving half, the sending half, or both ([`Halves`]); so the paper's steps are settings:
 //!
 //! | step | on the host | on the NIC |
 //! |---|---|---|
@@ -41,8 +41,8 @@ pub use policy::{
     Completion, Config, Delivered, Error, Limit, Outgoing, PeerId, Policy, Probed, ReceiveId, Request, SetupError, Side,
 };
 
-/// Messages between two endpoints that the receiver need not have acknowledged: numbers beyond that wait at the sender, and are
-/// refused by the receiver. It bounds what a receiver keeps for one peer.
+/// Messages between two endpoints that the receiver need not have acknowledged: numbers beyond that wait at the sender,
+/// and are refused by the receiver. It bounds what a receiver keeps for one peer.
 pub const WINDOW: u32 = 64;
 
 /// Whether number `a` comes before `b`, modulo 2³².

@@ -37,8 +37,9 @@ impl Connection {
         self.process_ack(&Segment::from(&segment), now)
     }
 
-    /// A segment came while nothing was in flight. It answers probes; but while the peer's window is closed, answers neither shorten the
-    /// intervals between probes nor begin TCP_USER_TIMEOUT anew (RFC 9293 section 3.8.6.1, as in Linux).
+    /// A segment came while nothing was in flight. It answers probes; but while the peer's window is closed, answers
+    /// neither shorten the intervals between probes nor begin TCP_USER_TIMEOUT anew (RFC 9293 section 3.8.6.1, as in
+    /// Linux).
     #[inline(always)]
     fn peer_answers(&mut self) {
         if self.timers.probes > 0 || self.rtt.backoff > 0 {
@@ -112,7 +113,8 @@ impl Connection {
         let blocks = segment.options.sack.as_slice();
         let (una, nxt) = (self.send.una, self.send.nxt);
         let (left, right) = blocks[0];
-        // RFC 2883 section 4: below the acknowledgement, or inside the second block, the first block reports a duplicate.
+        // RFC 2883 section 4: below the acknowledgement, or inside the second block, the first block reports a
+        // duplicate.
         let inside_second = blocks.get(1).is_some_and(|second| at_or_before(second.0, left) && at_or_before(right, second.1));
         let duplicate = before(left, segment.ack) && at_or_before(right, segment.ack) || inside_second;
         if duplicate {
@@ -142,9 +144,9 @@ impl Connection {
         }
     }
 
-    /// RFC 9293 section 3.10.7.4: the window moves with newer segments only, and not with an acknowledgement that another one has
-    /// overtaken. Of two that acknowledge the same, the one with the larger window is the newer one, unless the other closes it (as in
-    /// Linux).
+    /// RFC 9293 section 3.10.7.4: the window moves with newer segments only, and not with an acknowledgement that
+    /// another one has overtaken. Of two that acknowledge the same, the one with the larger window is the newer one,
+    /// unless the other closes it (as in Linux).
     #[inline(always)]
     pub(crate) fn update_window(&mut self, seq: u32, ack: u32, window: u32) {
         let (send, wl1) = (&mut self.send, &mut self.receive.wl1);

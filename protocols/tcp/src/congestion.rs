@@ -1,4 +1,5 @@
-//! Congestion avoidance: slow start with HyStart's delay test, and CUBIC (RFC 9438). Windows are in segments, as in Linux.
+//! Congestion avoidance: slow start with HyStart's delay test, and CUBIC (RFC 9438). Windows are in segments, as in
+//! Linux.
 
 use crate::rtt::Rtt;
 use crate::time::Instant;
@@ -42,7 +43,8 @@ pub(crate) struct Cubic {
     credit: u64,
     /// HyStart: smallest round-trip time of this round, and what ends the round.
     round_min: u32,
-    /// Smallest round-trip time of data. The handshake's does not count: Linux, too, begins congestion control when it is over.
+    /// Smallest round-trip time of data. The handshake's does not count: Linux, too, begins congestion control when it
+    /// is over.
     delay_min: u32,
     round_samples: u8,
     pub round_end: u32,
@@ -137,7 +139,8 @@ impl Cubic {
         self.cwnd < self.ssthresh
     }
 
-    /// A congestion event: returns the new slow start threshold (sections 4.6 and 4.7). The window itself is the caller's.
+    /// A congestion event: returns the new slow start threshold (sections 4.6 and 4.7). The window itself is the
+    /// caller's.
     pub fn reduce(&mut self) -> u32 {
         self.epoch = Instant::NEVER;
         let cwnd = u64::from(self.cwnd) << SHIFT;
@@ -177,7 +180,8 @@ impl Cubic {
         }
         let elapsed = (now.since(self.epoch) + u64::from(min_rtt)) / 1000;
         let target = self.cubic_at(elapsed);
-        // Growth per acknowledged segment in 1/1024 segments: up to the target within a round trip, at most 1.5 times (section 4.4).
+        // Growth per acknowledged segment in 1/1024 segments: up to the target within a round trip, at most 1.5 times
+        // (section 4.4).
         let mut growth = if target > cwnd { ((target - cwnd).min(cwnd / 2) << SHIFT) / cwnd } else { 10 };
         // Section 4.3, with α = 3(1 - β)/(1 + β) = 0.53 until the flow is back where it was, then 1.
         let alpha = if self.w_est < self.w_max { 542 } else { 1024 };

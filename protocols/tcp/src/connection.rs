@@ -78,7 +78,8 @@ pub struct Config {
     pub user_timeout: u32,
     /// Negotiate ECN (RFC 3168) when opening.
     pub ecn: bool,
-    /// Bytes that receive memory may grow to: it decides the window scale (RFC 7323 section 2.3). 0 for `receive_buffer`.
+    /// Bytes that receive memory may grow to: it decides the window scale (RFC 7323 section 2.3). 0 for
+    /// `receive_buffer`.
     pub receive_limit: u32,
     /// Offer or accept timestamps (RFC 7323 section 3) when opening.
     pub timestamps: bool,
@@ -90,7 +91,8 @@ pub struct Config {
     pub max_segment: u32,
     /// Retransmissions of a SYN or SYN-ACK before the connection is given up (TCP_SYNCNT).
     pub syn_retries: u8,
-    /// How long data is sent again without TCP_USER_TIMEOUT, and how often a closed window is probed (Linux's tcp_retries2).
+    /// How long data is sent again without TCP_USER_TIMEOUT, and how often a closed window is probed (Linux's
+    /// tcp_retries2).
     pub retries: u8,
     /// Wear the congestion window down while nothing is sent (RFC 2861; Linux's tcp_slow_start_after_idle).
     pub slow_start_after_idle: bool,
@@ -235,8 +237,8 @@ impl Due {
     }
 }
 
-/// A TCP connection. What ordinary segments need comes first and fills three cache lines; the second of them is all that a predicted one
-/// needs ([`Connection::predict_data`]).
+/// A TCP connection. What ordinary segments need comes first and fills three cache lines; the second of them is all
+/// that a predicted one needs ([`Connection::predict_data`]).
 #[derive(Clone, Debug)]
 #[repr(C, align(64))]
 pub struct Connection {
@@ -482,8 +484,9 @@ impl Connection {
         self.send.fin_queued = matches!(self.state, State::SynReceived | State::FinWait1 | State::LastAck);
     }
 
-    /// The program closes the connection and has nothing more to do with it: [`Connection::shutdown`], and from now on there is an end to
-    /// what the peer can make it wait for (Linux's orphans, RFC 9293 section 3.8.6.1): acknowledgements, and an open window.
+    /// The program closes the connection and has nothing more to do with it: [`Connection::shutdown`], and from now on
+    /// there is an end to what the peer can make it wait for (Linux's orphans, RFC 9293 section 3.8.6.1):
+    /// acknowledgements, and an open window.
     pub fn close(&mut self) {
         self.set_cork(false);
         self.orphan = true;

@@ -1,5 +1,6 @@
-//! The fast path, for a connection whose TCP runs in two places: one has the fast path and nothing else, the other has the whole
-//! protocol and goes on with the connection whenever it leaves the fast path. Here is the line between the two; both run the same code.
+//! The fast path, for a connection whose TCP runs in two places: one has the fast path and nothing else, the other has
+//! the whole protocol and goes on with the connection whenever it leaves the fast path. Here is the line between the
+//! two; both run the same code.
 
 use crate::connection::{Connection, Due, State};
 use crate::recovery::Phase;
@@ -9,8 +10,9 @@ use crate::timers::SendTimer;
 use baton_wire::{Flags, Plain};
 
 impl Connection {
-    /// Whether a plain segment belongs to the fast path: the next data in order, or an acknowledgement, of an open connection. A closed
-    /// window does not, nor does a duplicate acknowledgement, which is the first sign of a loss. To be asked of a quiet connection.
+    /// Whether a plain segment belongs to the fast path: the next data in order, or an acknowledgement, of an open
+    /// connection. A closed window does not, nor does a duplicate acknowledgement, which is the first sign of a loss.
+    /// To be asked of a quiet connection.
     #[inline]
     pub fn is_fast(&self, segment: Plain) -> bool {
         let window = u32::from(segment.window) << self.send.wscale;
@@ -19,8 +21,8 @@ impl Connection {
         self.expects(&segment) && window > 0 && !duplicate
     }
 
-    /// The same for any segment: one with other flags than ACK and PSH, other options than timestamps, or a congestion mark (RFC 3168)
-    /// does not belong to the fast path.
+    /// The same for any segment: one with other flags than ACK and PSH, other options than timestamps, or a congestion
+    /// mark (RFC 3168) does not belong to the fast path.
     pub fn is_fast_segment(&self, segment: &Segment) -> bool {
         let Segment { seq, ack, window, length, options, .. } = *segment;
         let plain = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0
@@ -32,8 +34,8 @@ impl Connection {
         plain && self.is_fast(Plain { seq, ack, window, timestamps: options.timestamps, length })
     }
 
-    /// Whether nothing is under way but the fast path: the connection is open both ways, nothing is out of order, lost or sent again, the
-    /// peer's window is open, and no timer runs but those of ordinary data and acknowledgements.
+    /// Whether nothing is under way but the fast path: the connection is open both ways, nothing is out of order, lost
+    /// or sent again, the peer's window is open, and no timer runs but those of ordinary data and acknowledgements.
     pub fn is_quiet(&self) -> bool {
         let board = &self.scoreboard;
         self.state == State::Established
@@ -50,7 +52,8 @@ impl Connection {
             && !self.due.intersects(Due::RESET | Due::PROBE | Due::FORCE | Due::ECHO | Due::DUPLICATE)
     }
 
-    /// Whether a timer has expired at `now` that is not the fast path's own, which is that of the delayed acknowledgement.
+    /// Whether a timer has expired at `now` that is not the fast path's own, which is that of the delayed
+    /// acknowledgement.
     pub fn slow_timer_is_due(&self, now: Instant) -> bool {
         let timers = &self.timers;
         timers.send_at.min(timers.keepalive_at).min(timers.time_wait_at) <= now
@@ -65,7 +68,8 @@ mod tests {
     use baton_abi::record::PREDICTED;
     use baton_wire::{Fields, TcpOptions};
 
-    /// An open connection without timestamps, whose peer's next segment has sequence number 501, with `bytes` in flight from 101 on.
+    /// An open connection without timestamps, whose peer's next segment has sequence number 501, with `bytes` in flight
+    /// from 101 on.
     fn open(bytes: u32) -> Connection {
         let now = Instant(0);
         let syn = Segment { seq: 500, flags: Flags::SYN, window: 1000, ..Segment::default() };

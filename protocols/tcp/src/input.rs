@@ -12,13 +12,15 @@ use baton_wire::{Acknowledgement, Fields, Flags, Plain};
 
 /// Microseconds for which a new gap may be reordering rather than a loss.
 const REORDERING: u64 = 50;
-/// Bytes of payload from which on a segment counts as full if the one in front of it is as long: less than any usual path carries.
+/// Bytes of payload from which on a segment counts as full if the one in front of it is as long: less than any usual
+/// path carries.
 const SMALL: u32 = 500;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
 pub(crate) const CHALLENGE_GAP: u64 = 500_000;
 
 impl Connection {
-    /// Feeds one segment. The caller then does what [`Received`] says and asks [`Connection::poll_transmit`] for answers.
+    /// Feeds one segment. The caller then does what [`Received`] says and asks [`Connection::poll_transmit`] for
+    /// answers.
     #[inline]
     pub fn input(&mut self, segment: &Segment, now: Instant) -> Received {
         let ordinary = segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
@@ -33,7 +35,8 @@ impl Connection {
         self.input_any(segment, now)
     }
 
-    /// Van Jacobson's header prediction: feeds a segment that [`Connection::expects`]. All of its payload lies in receive memory.
+    /// Van Jacobson's header prediction: feeds a segment that [`Connection::expects`]. All of its payload lies in
+    /// receive memory.
     #[inline(always)]
     pub fn predict(&mut self, segment: &Plain, now: Instant) -> Predicted {
         debug_assert!(self.expects(segment));
@@ -45,10 +48,10 @@ impl Connection {
         Predicted { acked, events, acknowledgement: quiet.then(|| self.acknowledge_now(timestamps, now)) }
     }
 
-    /// Looks whether the next segment may be the most usual one: data with timestamps while the connection is open, nothing is in flight,
-    /// out of order or waits to be sent, and everything is acknowledged. If so, notes it for [`Connection::predict_data`], which looks at
-    /// the segment alone, as Linux does with `pred_flags`. [`Connection::disable_prediction`] must be called before anything else is done
-    /// to the connection.
+    /// Looks whether the next segment may be the most usual one: data with timestamps while the connection is open,
+    /// nothing is in flight, out of order or waits to be sent, and everything is acknowledged. If so, notes it for
+    /// [`Connection::predict_data`], which looks at the segment alone, as Linux does with `pred_flags`.
+    /// [`Connection::disable_prediction`] must be called before anything else is done to the connection.
     pub fn enable_prediction(&mut self) -> bool {
         let (send, receive) = (&self.send, &self.receive);
         let field = send.wnd >> send.wscale;
@@ -82,9 +85,10 @@ impl Connection {
         self.receive.predicted = NOT_PREDICTED;
     }
 
-    /// [`Connection::predict`] for the segment that [`Connection::enable_prediction`] has found possible, if it is to be acknowledged at
-    /// once. The next one is possible, too. All of its payload has to be put into receive memory before the acknowledgement leaves. None,
-    /// and nothing is done, for any other segment. `clock` is the time in milliseconds.
+    /// [`Connection::predict`] for the segment that [`Connection::enable_prediction`] has found possible, if it is to
+    /// be acknowledged at once. The next one is possible, too. All of its payload has to be put into receive memory
+    /// before the acknowledgement leaves. None, and nothing is done, for any other segment. `clock` is the time in
+    /// milliseconds.
     #[inline(always)]
     pub fn predict_data(&mut self, segment: &Fields, now: Instant, clock: u32) -> Option<Acknowledgement> {
         let Fields { control, numbers, value, length } = *segment;
@@ -111,8 +115,8 @@ impl Connection {
         Some(Acknowledgement { seq: ack, ack: seq.wrapping_add(length), window: self.next_window(), timestamps })
     }
 
-    /// Whether the segment is the next one in order of an open connection with nothing out of order, and holds no surprise. Any other one
-    /// is [`Connection::input`]'s.
+    /// Whether the segment is the next one in order of an open connection with nothing out of order, and holds no
+    /// surprise. Any other one is [`Connection::input`]'s.
     #[inline(always)]
     pub fn expects(&self, segment: &Plain) -> bool {
         if segment.seq != self.receive.nxt || self.state != State::Established || !self.reassembly.is_empty() {
@@ -230,9 +234,10 @@ impl Connection {
         }
     }
 
-    /// Whether a segment whose timestamp is this many milliseconds too old is an acknowledgement that was overtaken on the way: it has no
-    /// data that could be wrong, and what its SACK blocks say counts. (Linux, tcp_disordered_ack_check, takes only those that say nothing
-    /// new; a path that reorders and duplicates was slower by a tenth so.)
+    /// Whether a segment whose timestamp is this many milliseconds too old is an acknowledgement that was overtaken on
+    /// the way: it has no data that could be wrong, and what its SACK blocks say counts. (Linux,
+    /// tcp_disordered_ack_check, takes only those that say nothing new; a path that reorders and duplicates was slower
+    /// by a tenth so.)
     fn was_overtaken(&self, segment: &Segment, age: u32) -> bool {
         let plain = segment.length == 0 && segment.flags.0 & !Flags::PSH.0 == Flags::ACK.0;
         plain
@@ -244,15 +249,17 @@ impl Connection {
     /// The four cases of RFC 9293 table 6, in the lenient form that also lets retransmissions of old data be answered.
     fn acceptable(&self, segment: &Segment) -> bool {
         let r = &self.receive;
-        // The left edge is the last acknowledgement sent, so that what lies between it and rcv_nxt can still update the window.
+        // The left edge is the last acknowledgement sent, so that what lies between it and rcv_nxt can still update the
+        // window.
         !before(segment.end(), r.last_ack) && at_or_before(segment.seq, r.adv)
     }
 
-    /// Answers an unacceptable segment with our state (section 3.10.7.4): at once if it carries data, else not too often.
+    /// Answers an unacceptable segment with our state (section 3.10.7.4): at once if it carries data, else not too
+    /// often.
     fn refuse(&mut self, segment: &Segment, now: Instant) {
         if segment.length > 0 || segment.flags.contains(Flags::FIN) {
-            // Only data that is here is a duplicate: a report of more would be taken for an acknowledgement of it. Before RCV.NXT also
-            // where the sequence space wraps.
+            // Only data that is here is a duplicate: a report of more would be taken for an acknowledgement of it.
+            // Before RCV.NXT also where the sequence space wraps.
             let (left, next) = (segment.seq, self.receive.nxt);
             if before(left, next) {
                 self.report_duplicate(left, earlier(left.wrapping_add(segment.length), next));
@@ -274,8 +281,9 @@ impl Connection {
         }
     }
 
-    /// Whether it is a reset with the number of the peer's FIN. A host that ends a program abruptly may send both, and not answer a challenge
-    /// (macOS); so it counts, as in Linux (tcp_reset_check), though RFC 5961 section 3.2 asks for RCV.NXT.
+    /// Whether it is a reset with the number of the peer's FIN. A host that ends a program abruptly may send both, and
+    /// not answer a challenge (macOS); so it counts, as in Linux (tcp_reset_check), though RFC 5961 section 3.2 asks
+    /// for RCV.NXT.
     fn resets_with_fin(&self, segment: &Segment) -> bool {
         segment.flags.contains(Flags::RST)
             && segment.seq == self.receive.nxt.wrapping_sub(1)
@@ -320,7 +328,8 @@ impl Connection {
         }
     }
 
-    /// TS.Recent for whoever has the connection next and does not learn how old it is; 0 if it is too old to be compared with.
+    /// TS.Recent for whoever has the connection next and does not learn how old it is; 0 if it is too old to be
+    /// compared with.
     pub(crate) fn recent_timestamp(&self, now: Instant) -> u32 {
         let r = &self.receive;
         if now.since(r.last_at) < TS_RECENT_LASTS { r.ts_recent } else { 0 }
@@ -362,7 +371,8 @@ impl Connection {
         let fin = segment.flags.contains(Flags::FIN) && end == whole_end && at_or_before(next, whole_end);
         (received.skip, received.place, received.place_seq) = (skip.min(segment.length), length, seq);
         if end != whole_end {
-            // What lies beyond the window is dropped, and answered: a closed window is probed with a byte of data (section 3.8.6.1).
+            // What lies beyond the window is dropped, and answered: a closed window is probed with a byte of data
+            // (section 3.8.6.1).
             self.due |= Due::ACK;
         }
         if seq != next {
@@ -413,7 +423,8 @@ impl Connection {
         }
     }
 
-    /// A gap is acknowledged at once (RFC 5681 section 4.2), or, where the peer learns by SACK all that it has missed by then, after
+    /// A gap is acknowledged at once (RFC 5681 section 4.2), or, where the peer learns by SACK all that it has missed
+    /// by then, after
     /// [`REORDERING`]: segments that come by several processors overtake each other, and none is lost.
     fn report_gap(&mut self, now: Instant) {
         let report_at = now.after(REORDERING);
@@ -459,8 +470,8 @@ impl Connection {
         }
     }
 
-    /// Delayed acknowledgement (RFC 5681 section 4.2): every second full segment, or after 40 ms. The peer's full segments may be smaller
-    /// than ours: then the second of the same size is one.
+    /// Delayed acknowledgement (RFC 5681 section 4.2): every second full segment, or after 40 ms. The peer's full
+    /// segments may be smaller than ours: then the second of the same size is one.
     #[inline(always)]
     fn schedule_ack(&mut self, length: u32, now: Instant) {
         let r = &mut self.receive;

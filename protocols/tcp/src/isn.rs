@@ -1,5 +1,5 @@
-//! Initial sequence numbers that are hard to guess (RFC 6528), and such numbers that stand for a SYN which nobody has stored (SYN
-//! cookies, RFC 4987 section 3.6).
+//! Initial sequence numbers that are hard to guess (RFC 6528), and such numbers that stand for a SYN which nobody has
+//! stored (SYN cookies, RFC 4987 section 3.6).
 
 use crate::connection::Config;
 use crate::segment::Segment;
@@ -8,7 +8,8 @@ use baton_wire::{Flags, Flow, TcpOptions};
 use core::hash::Hasher;
 use siphasher::sip::SipHasher24;
 
-/// MSS options that a cookie can stand for, ascending: those of common paths. A peer's option counts as the next lower one.
+/// MSS options that a cookie can stand for, ascending: those of common paths. A peer's option counts as the next lower
+/// one.
 const SEGMENT_SIZES: [u16; 8] = [216, 536, 1220, 1360, 1400, 1440, 1460, 8960];
 /// In place of the index of one of these: the number is no cookie.
 const NO_COOKIE: u32 = SEGMENT_SIZES.len() as u32;
@@ -35,8 +36,8 @@ enum Purpose {
     Clock = 3,
 }
 
-/// The key from which numbers are made. It must be random and secret; as long as it stays the same, what an earlier process has
-/// sent can be checked.
+/// The key from which numbers are made. It must be random and secret; as long as it stays the same, what an earlier
+/// process has sent can be checked.
 #[derive(Clone, Copy, Debug)]
 pub struct Secret([u64; 2]);
 
@@ -50,8 +51,9 @@ pub struct Numbers {
 }
 
 impl Config {
-    /// The configuration with which a SYN is accepted whose answer is a cookie: the answer promises nothing that the peer's acknowledgement
-    /// does not bring back. Window scale, SACK and ECN lie in its timestamp, so without one there are none (as in Linux).
+    /// The configuration with which a SYN is accepted whose answer is a cookie: the answer promises nothing that the
+    /// peer's acknowledgement does not bring back. Window scale, SACK and ECN lie in its timestamp, so without one
+    /// there are none (as in Linux).
     #[must_use]
     pub fn of_cookie(self, syn: &Segment) -> Config {
         let holds = self.timestamps && syn.options.timestamps.is_some();
@@ -85,16 +87,17 @@ impl Secret {
         hasher.finish() as u32
     }
 
-    /// Numbers for a connection that is opened actively: a clock that counts 4 µs, plus a keyed hash of the 4-tuple (RFC 6528
-    /// section 3). The timestamp clock of a 4-tuple never goes back either.
+    /// Numbers for a connection that is opened actively: a clock that counts 4 µs, plus a keyed hash of the 4-tuple
+    /// (RFC 6528 section 3). The timestamp clock of a 4-tuple never goes back either.
     pub fn numbers(&self, flow: &Flow, now: Instant) -> Numbers {
         let isn = self.hash(Purpose::Sequence, flow, 0).wrapping_add((now.0 / 4) as u32);
         Numbers { isn, ts_offset: self.hash(Purpose::Clock, flow, 0) }
     }
 
-    /// Numbers with which a SYN is answered. If `config`, with which it is accepted, agrees on nothing else than [`Config::of_cookie`]
-    /// allows they suffice to make the connection from the peer's acknowledgement ([`Secret::syn_of`]), so that the answer need not be
-    /// remembered; else they are no cookie. Sequence numbers of a 4-tuple grow with the peer's and with the time.
+    /// Numbers with which a SYN is answered. If `config`, with which it is accepted, agrees on nothing else than
+    /// [`Config::of_cookie`] allows they suffice to make the connection from the peer's acknowledgement
+    /// ([`Secret::syn_of`]), so that the answer need not be remembered; else they are no cookie. Sequence numbers of a
+    /// 4-tuple grow with the peer's and with the time.
     pub fn answer(&self, flow: &Flow, syn: &Segment, config: &Config, now: Instant) -> Numbers {
         let count = (now.0 >> COUNT_BITS) as u32;
         let size = SEGMENT_SIZES.iter().rposition(|size| *size <= syn.options.mss.unwrap_or(536)).unwrap_or(0) as u32;
@@ -113,8 +116,9 @@ impl Secret {
         Numbers { isn, ts_offset: marked.wrapping_sub(now.millis()) }
     }
 
-    /// The SYN whose answer a segment acknowledges, as far as it was agreed to, and the numbers of that answer. None if no cookie of the last
-    /// two minutes had that number. What the timestamps hold is not there without them, and was not promised then.
+    /// The SYN whose answer a segment acknowledges, as far as it was agreed to, and the numbers of that answer. None if
+    /// no cookie of the last two minutes had that number. What the timestamps hold is not there without them, and was
+    /// not promised then.
     pub fn syn_of(&self, flow: &Flow, acknowledgement: &Segment, now: Instant) -> Option<(Segment, Numbers)> {
         let (isn, peer_isn) = (acknowledgement.ack.wrapping_sub(1), acknowledgement.seq.wrapping_sub(1));
         let rest = isn.wrapping_sub(self.hash(Purpose::Sequence, flow, 0)).wrapping_sub(peer_isn);
@@ -204,8 +208,8 @@ mod tests {
         }
     }
 
-    /// Every SYN that a client can send, answered with a cookie and with what is remembered: the SYN-ACK says only what the connection has that
-    /// is made from the client's acknowledgement; and what is no cookie makes none.
+    /// Every SYN that a client can send, answered with a cookie and with what is remembered: the SYN-ACK says only what
+    /// the connection has that is made from the client's acknowledgement; and what is no cookie makes none.
     #[test]
     fn a_cookie_promises_only_what_it_can_restore() {
         let then = Instant(11 * MINUTE);

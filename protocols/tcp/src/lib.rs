@@ -2,8 +2,8 @@
 //!
 //! A [`Connection`] starts from a connection image, a SYN or a call to [`Connection::connect`], and ends in an image.
 //! Its caller feeds it segments ([`Connection::input`]), program actions and the time, puts received payload where the
-//! connection says, and asks it for segments to send ([`Connection::poll_transmit`]) until there is none. Payload is never
-//! held here: sent and received bytes are named by their sequence numbers.
+//! connection says, and asks it for segments to send ([`Connection::poll_transmit`]) until there is none. Payload is
+//! never held here: sent and received bytes are named by their sequence numbers.
 //!
 //! The files follow Linux's split: input, ack, output, timers, recovery, congestion; one concern each.
 #![no_std]

@@ -10,15 +10,17 @@ use crate::timers::{SendTimer, Timers};
 use baton_image::nic::{Flight, Receiving, Sending};
 use baton_image::{NicState, TS_RECENT_LASTS};
 
-/// Bytes that an image may count as received and not acknowledged, or acknowledged late: the largest window (RFC 7323 section 2.3).
+/// Bytes that an image may count as received and not acknowledged, or acknowledged late: the largest window (RFC 7323
+/// section 2.3).
 const MOST_UNACKED: u32 = 1 << 30;
 
 impl Connection {
-    /// Writes down what an image leaves out. Ranges received out of order go beside both ([`Connection::out_of_order`]).
+    /// Writes down what an image leaves out. Ranges received out of order go beside both
+    /// ([`Connection::out_of_order`]).
     pub fn nic_state(&self, now: Instant) -> NicState {
-        // No `..`, here and in the parts: a new field breaks the build until it is decided how it moves. What is left out is in the
-        // image, or the host's to set, or measured anew (`tuning`), or over when a connection can move (the rest of `opening`); one that its
-        // program has closed moves to the kernel only.
+        // No `..`, here and in the parts: a new field breaks the build until it is decided how it moves. What is left
+        // out is in the image, or the host's to set, or measured anew (`tuning`), or over when a connection can move
+        // (the rest of `opening`); one that its program has closed moves to the kernel only.
         let Connection {
             agreed: Agreed { mss: _, sack: _, timestamps: _, ecn: _ },
             state,
@@ -88,9 +90,9 @@ impl Connection {
         (self.send.fin_queued && self.send.nxt == self.send.end.wrapping_add(1)).then_some(self.send.nxt)
     }
 
-    /// Goes on where the NIC was that wrote this down, after all of the image's own fields are set. It comes from outside: the image
-    /// has checked the segments in flight; every other number is bounded here, so that a wrong one harms this connection only, and
-    /// no timer that must run is missing.
+    /// Goes on where the NIC was that wrote this down, after all of the image's own fields are set. It comes from
+    /// outside: the image has checked the segments in flight; every other number is bounded here, so that a wrong one
+    /// harms this connection only, and no timer that must run is missing.
     pub(crate) fn take_up(&mut self, state: &NicState, now: Instant) {
         let NicState { sending, receiving, timers, congestion, recovery, newest, flight } = state;
         let (una, nxt) = (self.send.una, self.send.nxt);
@@ -159,8 +161,8 @@ impl Connection {
         }
     }
 
-    /// Takes up ranges that were received out of order before the connection moved, in order, and a FIN behind them. Their bytes lie
-    /// in receive memory. Ranges outside of the window are left out.
+    /// Takes up ranges that were received out of order before the connection moved, in order, and a FIN behind them.
+    /// Their bytes lie in receive memory. Ranges outside of the window are left out.
     pub fn hold(&mut self, ranges: impl Iterator<Item = (u32, u32)>, fin: Option<u32>) {
         let (next, edge) = (self.receive.nxt, self.receive.adv);
         let recent = self.reassembly.recent();

@@ -1,5 +1,5 @@
-//! Opening a connection: connect, the answer to a SYN, and both at once (RFC 9293 section 3.5, options of RFC 7323, 2018, 6691), with data
-//! in the SYN where the caller has a Fast Open cookie (RFC 7413).
+//! Opening a connection: connect, the answer to a SYN, and both at once (RFC 9293 section 3.5, options of RFC 7323,
+//! 2018, 6691), with data in the SYN where the caller has a Fast Open cookie (RFC 7413).
 
 use crate::connection::{Agreed, Config, Connection, Due, EndReason, State};
 use crate::recovery::Phase;
@@ -38,15 +38,17 @@ fn scale_for(capacity: u32) -> u8 {
 }
 
 impl Connection {
-    /// Opens a connection actively. `isn` is the initial sequence number, which must be hard to guess (RFC 6528); so must `ts_offset`.
+    /// Opens a connection actively. `isn` is the initial sequence number, which must be hard to guess (RFC 6528); so
+    /// must `ts_offset`.
     pub fn connect(config: Config, isn: u32, ts_offset: u32, now: Instant) -> Connection {
         let mut connection = Connection::opening(config, isn, ts_offset, now);
         connection.state = State::SynSent;
         connection
     }
 
-    /// Lets the SYN carry up to `most` of the bytes that are queued before it leaves (RFC 7413 section 4.2.1). The payload of that
-    /// transmission begins behind the SYN's own sequence number. The option with the cookie is the caller's to add.
+    /// Lets the SYN carry up to `most` of the bytes that are queued before it leaves (RFC 7413 section 4.2.1). The
+    /// payload of that transmission begins behind the SYN's own sequence number. The option with the cookie is the
+    /// caller's to add.
     pub fn send_data_in_syn(&mut self, most: u32) {
         self.opening.syn_data = most;
     }
@@ -64,8 +66,9 @@ impl Connection {
         Some(connection)
     }
 
-    /// Takes the data of the SYN that [`Connection::accept`] was called with, since its cookie is good (RFC 7413 section 4.2.2), and
-    /// lets data leave before the handshake is over. Returns what the caller has to put into receive memory.
+    /// Takes the data of the SYN that [`Connection::accept`] was called with, since its cookie is good (RFC 7413
+    /// section 4.2.2), and lets data leave before the handshake is over. Returns what the caller has to put into
+    /// receive memory.
     pub fn take_data_of_syn(&mut self, length: u32) -> Received {
         let place = length.min(self.receive.capacity);
         let place_seq = self.receive.nxt;
@@ -163,8 +166,8 @@ impl Connection {
         received
     }
 
-    /// The peer's SYN once more while its acknowledgement of ours is awaited: it lacks our answer, or it opened at the same time and this
-    /// is its own answer.
+    /// The peer's SYN once more while its acknowledgement of ours is awaited: it lacks our answer, or it opened at the
+    /// same time and this is its own answer.
     pub(crate) fn input_second_syn(&mut self, segment: &Segment, now: Instant) -> Received {
         self.due |= Due::ACK;
         self.opening.resend = true;
@@ -201,7 +204,8 @@ impl Connection {
         Some(Transmit { seq, flags: Flags::RST, ..Transmit::default() })
     }
 
-    /// Our SYN is acknowledged, and the data in it as far as the segment says. Returns the bytes of send memory that are free now.
+    /// Our SYN is acknowledged, and the data in it as far as the segment says. Returns the bytes of send memory that
+    /// are free now.
     fn acknowledge_syn(&mut self, segment: &Segment, now: Instant) -> u32 {
         let mut sample = Sample { now, ..Sample::default() };
         let isn_end = self.send.una.wrapping_add(1);
@@ -227,9 +231,9 @@ impl Connection {
         segment.ack.wrapping_sub(isn_end)
     }
 
-    /// Congestion control starts (RFC 6928); a handshake that took more than one retransmission starts with one segment (RFC 5681 section
-    /// 3.1, with Linux's tolerance for one that was early). Data that was in our SYN and was not acknowledged goes out again: that
-    /// says nothing about the network (RFC 7413 section 4.1.3).
+    /// Congestion control starts (RFC 6928); a handshake that took more than one retransmission starts with one segment
+    /// (RFC 5681 section 3.1, with Linux's tolerance for one that was early). Data that was in our SYN and was not
+    /// acknowledged goes out again: that says nothing about the network (RFC 7413 section 4.1.3).
     fn begin_transfer(&mut self, acknowledged: u32) {
         let lossy = self.opening.syn_retransmissions > 1;
         self.congestion.cwnd = if lossy { 1 } else { crate::congestion::INITIAL_WINDOW };

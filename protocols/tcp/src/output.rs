@@ -9,8 +9,8 @@ use crate::timers::{DELAYED_ACK, SendTimer};
 use baton_wire::{Acknowledgement, Flags, SackBlocks, TcpOptions};
 
 impl Connection {
-    /// The next segment to send, if any. `most` is how many payload bytes the device takes at once (it cuts them into segments);
-    /// anything below two segments means one segment at a time. Call until there is none.
+    /// The next segment to send, if any. `most` is how many payload bytes the device takes at once (it cuts them into
+    /// segments); anything below two segments means one segment at a time. Call until there is none.
     #[inline]
     pub fn poll_transmit(&mut self, now: Instant, most: u32) -> Option<Transmit> {
         if self.nothing_to_send() {
@@ -131,8 +131,8 @@ impl Connection {
         // A SYN-ACK that is answered later takes no part of the window.
         let in_flight = self.in_flight() - u32::from(self.state == State::SynReceived);
         let forced = self.due.contains(Due::FORCE);
-        // No burst is larger than half of the window, so that acknowledgements go on to clock what follows; a FIN by itself may be more
-        // than the window allows (both as in Linux).
+        // No burst is larger than half of the window, so that acknowledgements go on to clock what follows; a FIN by
+        // itself may be more than the window allows (both as in Linux).
         let half = (self.congestion.cwnd / 2).max(1);
         let lone_fin = unsent == 0 && self.send.fin_queued;
         let slots = self.congestion.cwnd.saturating_sub(in_flight).min(half).max(u32::from(forced || lone_fin));
@@ -162,14 +162,16 @@ impl Connection {
         Some(self.send_new(length, fin, last, now))
     }
 
-    /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and 3.8.6.2.1).
+    /// Nagle (Minshall's variant), cork, and the sender's silly window avoidance (RFC 9293 sections 3.7.4 and
+    /// 3.8.6.2.1).
     fn worth_sending(&self, length: u32, unsent: u32, ends: bool, forced: bool) -> bool {
         let partial = !length.is_multiple_of(self.send.mss) || length == 0;
         if !partial || ends || forced {
             return true;
         }
         if length < unsent {
-            // The window ends here: the partial segment goes if it is at least half of the largest window, else it waits for more.
+            // The window ends here: the partial segment goes if it is at least half of the largest window, else it
+            // waits for more.
             return length % self.send.mss >= self.send.max_wnd / 2;
         }
         if self.cork {
@@ -208,7 +210,8 @@ impl Connection {
         }
         self.due.remove(Due::FORCE);
         let mut flags = Flags::ACK;
-        // PSH on what the device cuts, too, so that the peer's large receive passes on each burst as it is (as Linux does).
+        // PSH on what the device cuts, too, so that the peer's large receive passes on each burst as it is (as Linux
+        // does).
         if push && length > 0 {
             self.scoreboard.push_last();
         }
@@ -248,8 +251,8 @@ impl Connection {
         }
     }
 
-    /// Data goes out shortly after data came in: the two answer each other, so acknowledgements may wait for the next answer (Linux's
-    /// ping-pong mode; RFC 9293 section 3.8.6.3).
+    /// Data goes out shortly after data came in: the two answer each other, so acknowledgements may wait for the next
+    /// answer (Linux's ping-pong mode; RFC 9293 section 3.8.6.3).
     fn answer_later(&mut self, now: Instant) {
         let r = &mut self.receive;
         let came = r.nxt != self.opening.peer_isn.wrapping_add(1);
@@ -290,8 +293,8 @@ impl Connection {
         Transmit { seq, ack: self.receive.nxt, flags, window, options, length, segment_size: 0, ecn: 0 }
     }
 
-    /// The same while there is a gap or a duplicate to report. A segment with data says nothing of these, and is no duplicate
-    /// acknowledgement either (RFC 5681 section 2): what is owed stays so.
+    /// The same while there is a gap or a duplicate to report. A segment with data says nothing of these, and is no
+    /// duplicate acknowledgement either (RFC 5681 section 2): what is owed stays so.
     fn acknowledged_beside_gap(&mut self, length: u32) {
         let (is_due, ack_at) = (self.due.contains(Due::ACK), self.timers.ack_at);
         self.acknowledged();
@@ -319,7 +322,8 @@ impl Connection {
         blocks
     }
 
-    /// The path MTU has changed (ICMP, RFC 1191 and 8201, or the route): later segments fit it, and what is in flight is cut and sent again.
+    /// The path MTU has changed (ICMP, RFC 1191 and 8201, or the route): later segments fit it, and what is in flight
+    /// is cut and sent again.
     pub fn on_mtu_change(&mut self, mtu: u32, now: Instant) {
         let before_change = self.send.mss;
         self.set_mtu(mtu);
@@ -337,8 +341,8 @@ impl Connection {
         }
     }
 
-    /// What is in flight is known only as a range: it counts as sent now, and gives no round-trip sample. All of it is taken over,
-    /// however much it is: an acknowledgement of what counted as unsent would be refused for ever.
+    /// What is in flight is known only as a range: it counts as sent now, and gives no round-trip sample. All of it is
+    /// taken over, however much it is: an acknowledgement of what counted as unsent would be refused for ever.
     pub(crate) fn adopt_in_flight(&mut self, sent_at: Instant) {
         let mss = self.send.mss;
         let data_end = earlier(self.send.nxt, self.send.end);

@@ -6,13 +6,14 @@ use baton_wire::SackBlocks;
 
 /// Ranges that every connection can have.
 const BASE: usize = 64;
-/// Receive window in bytes that allows one range more: a full buffer on the path may drop every other segment of a window.
+/// Receive window in bytes that allows one range more: a full buffer on the path may drop every other segment of a
+/// window.
 const BYTES_PER_RANGE: u32 = 2048;
 /// Most ranges of any connection. An insertion moves at most half of them: 64 KB.
 const MOST: usize = 1 << 14;
 
-/// Most ranges of a connection with a receive window of so many bytes. A segment that would make one more is not accepted, so that the
-/// work per packet and the memory are bounded.
+/// Most ranges of a connection with a receive window of so many bytes. A segment that would make one more is not
+/// accepted, so that the work per packet and the memory are bounded.
 pub(crate) fn most_ranges(window: u32) -> usize {
     (BASE + (window / BYTES_PER_RANGE) as usize).min(MOST)
 }

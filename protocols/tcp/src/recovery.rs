@@ -1,5 +1,5 @@
-//! Loss detection and recovery: RACK-TLP (RFC 8985), proportional rate reduction (RFC 6937), and undoing what was spurious
-//! (RFC 2883 with 3708, RFC 3522, RFC 5682), in Linux's phases.
+//! Loss detection and recovery: RACK-TLP (RFC 8985), proportional rate reduction (RFC 6937), and undoing what was
+//! spurious (RFC 2883 with 3708, RFC 3522, RFC 5682), in Linux's phases.
 
 use crate::congestion::{MOST_WINDOW, threshold, window};
 use crate::connection::{Connection, Due, State};
@@ -14,7 +14,8 @@ pub(crate) const DUPLICATE_THRESHOLD: u32 = 3;
 /// Reordering by more segments is not believed (Linux's tcp_max_reordering).
 const MOST_REORDERING: u32 = 300;
 
-/// Most steps by which RACK's reordering window grows, and recoveries for which it stays grown (RFC 8985 section 6.2, step 4).
+/// Most steps by which RACK's reordering window grows, and recoveries for which it stays grown (RFC 8985 section 6.2,
+/// step 4).
 const MOST_STEPS: u32 = 255;
 const RECOVERIES_KEPT: u32 = 16;
 /// Segments that an image may count since a reduction.
@@ -54,7 +55,8 @@ pub(crate) struct Recovery {
     pub tail_probe_pending: bool,
     /// Duplicate acknowledgements of a peer without SACK.
     duplicates: u32,
-    /// How well the window was used in the round trip that ends with `usage_end`: whether it was the limit, and the most segments out.
+    /// How well the window was used in the round trip that ends with `usage_end`: whether it was the limit, and the
+    /// most segments out.
     limited: bool,
     most_out: u32,
     usage_end: u32,
@@ -140,7 +142,8 @@ impl Recovery {
         }
     }
 
-    /// What an image holds, as far as it can be: `within` bounds sequence numbers to those in flight, of `out` segments.
+    /// What an image holds, as far as it can be: `within` bounds sequence numbers to those in flight, of `out`
+    /// segments.
     pub fn from_image(
         image: &nic::Recovery,
         reordering_seen: bool,
@@ -205,7 +208,8 @@ impl Recovery {
 }
 
 impl Connection {
-    /// Segments in the network. Without SACK each duplicate acknowledgement says that one has left it (RFC 5681 section 3.2, RFC 3042).
+    /// Segments in the network. Without SACK each duplicate acknowledgement says that one has left it (RFC 5681 section
+    /// 3.2, RFC 3042).
     pub(crate) fn in_flight(&self) -> u32 {
         self.scoreboard.in_flight().saturating_sub(self.recovery.duplicates)
     }
@@ -375,7 +379,8 @@ impl Connection {
         self.begin_reduction(Phase::Recovery);
     }
 
-    /// ECN echo (RFC 3168 section 6.1.2), or a loss that a probe repaired: the window shrinks, nothing is retransmitted.
+    /// ECN echo (RFC 3168 section 6.1.2), or a loss that a probe repaired: the window shrinks, nothing is
+    /// retransmitted.
     pub(crate) fn enter_reduced(&mut self) {
         if matches!(self.recovery.phase, Phase::Open | Phase::Disorder) {
             self.begin_reduction(Phase::Reduced);
@@ -477,7 +482,8 @@ impl Connection {
             }
             self.recovery.high_seq = self.send.nxt;
         }
-        // The peer SACKed what follows the first segment long ago and still lacks it: its SACKs may not hold (RFC 2018 section 8).
+        // The peer SACKed what follows the first segment long ago and still lacks it: its SACKs may not hold (RFC 2018
+        // section 8).
         let forget = self.scoreboard.front().is_some_and(|first| first.flags & crate::scoreboard::SACKED != 0);
         self.scoreboard.mark_all_lost(forget);
         self.congestion.cwnd = self.scoreboard.in_flight() + 1;

@@ -95,15 +95,18 @@ pub(crate) struct Scoreboard {
     pub sacked: u32,
     pub lost: u32,
     pub retransmitted: u32,
-    /// When what was sent, by its end, in that order: what loss detection goes over. Entries of segments that are SACKed, acknowledged,
-    /// lost or sent again meanwhile are dropped when they are met, so that each is looked at about once.
+    /// When what was sent, by its end, in that order: what loss detection goes over. Entries of segments that are
+    /// SACKed, acknowledged, lost or sent again meanwhile are dropped when they are met, so that each is looked at
+    /// about once.
     ///
-    /// It is there only from the first look for losses on, until all that was in flight then is acknowledged: so each segment is
-    /// written into it once by [`Scoreboard::write_timeline`], and not at all as long as nothing gets lost or overtaken.
+    /// It is there only from the first look for losses on, until all that was in flight then is acknowledged: so each
+    /// segment is written into it once by [`Scoreboard::write_timeline`], and not at all as long as nothing gets lost
+    /// or overtaken.
     timeline: VecDeque<(Instant, u32)>,
     /// Behind what was in flight when the timeline was begun; `None` while there is none.
     timeline_until: Option<u32>,
-    /// SACK blocks of the last acknowledgements, all of whose segments are SACKed: a block that grew is not gone over again.
+    /// SACK blocks of the last acknowledgements, all of whose segments are SACKed: a block that grew is not gone over
+    /// again.
     blocks: [(u32, u32); 4],
     /// End of the highest segment that was SACKed, if any is.
     pub highest_sacked: Option<u32>,
@@ -264,8 +267,8 @@ impl Scoreboard {
         }
     }
 
-    /// The acknowledged segments at the front that were sent once, as long as nothing was SACKed. Only the latest of them tells a
-    /// round-trip time, and the oldest whether any was sent before `high_seq`.
+    /// The acknowledged segments at the front that were sent once, as long as nothing was SACKed. Only the latest of
+    /// them tells a round-trip time, and the oldest whether any was sent before `high_seq`.
     #[inline]
     fn acknowledge_plain(&mut self, ack: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         if self.highest_sacked.is_some() {
@@ -287,7 +290,8 @@ impl Scoreboard {
         }
     }
 
-    /// Drops what is acknowledged from the timeline, and all of it when everything that was in flight at its beginning is.
+    /// Drops what is acknowledged from the timeline, and all of it when everything that was in flight at its beginning
+    /// is.
     #[cold]
     fn shorten_timeline(&mut self, ack: u32, until: u32) {
         if at_or_before(until, ack) && self.sacked == 0 && self.retransmitted == 0 {
@@ -374,8 +378,8 @@ impl Scoreboard {
         }
     }
 
-    /// Marks as lost what was sent more than `window` microseconds before the newest delivered segment (RFC 8985 section 6.2, step 5).
-    /// Returns how many are newly lost, and in how many microseconds the next one would be.
+    /// Marks as lost what was sent more than `window` microseconds before the newest delivered segment (RFC 8985
+    /// section 6.2, step 5). Returns how many are newly lost, and in how many microseconds the next one would be.
     pub fn detect_loss(&mut self, window: u64, now: Instant) -> (u32, Option<u64>) {
         let mut found = 0;
         let newest = self.newest;
@@ -522,7 +526,8 @@ impl Scoreboard {
 mod tests {
     use super::*;
 
-    /// Loss detection finds every segment that is open and older than the newest delivered one, whatever has happened to them before.
+    /// Loss detection finds every segment that is open and older than the newest delivered one, whatever has happened
+    /// to them before.
     #[test]
     fn nothing_open_escapes_loss_detection() {
         let mut random = 1u32;

@@ -84,7 +84,8 @@ pub struct Predicted {
     pub acked: u32,
     /// What else happened.
     pub events: Events,
-    /// What there is to send, if it is an acknowledgement and nothing else; else [`crate::Connection::poll_transmit`] is to be asked.
+    /// What there is to send, if it is an acknowledgement and nothing else; else [`crate::Connection::poll_transmit`]
+    /// is to be asked.
     pub acknowledgement: Option<Acknowledgement>,
 }
 

@@ -14,21 +14,21 @@ pub(crate) const DELAYED_ACK: u64 = 40_000;
 pub(crate) const TIME_WAIT: u64 = 60_000_000;
 /// A corked partial segment goes out after this long, as in Linux.
 const CORK_LIMIT: u64 = 200_000;
-/// Longest wait for a window that has room for a whole segment: then what fits goes out (RFC 9293 section 3.8.6.2.1, between 0.1 and 1 s).
-/// Like Linux, less if the retransmission time-out is less.
+/// Longest wait for a window that has room for a whole segment: then what fits goes out (RFC 9293 section 3.8.6.2.1,
+/// between 0.1 and 1 s). Like Linux, less if the retransmission time-out is less.
 const OVERRIDE: u64 = 1_000_000;
-/// Milliseconds for which the data of a connection that its program has closed is sent again: as long as by Linux, eight times
-/// (tcp_orphan_retries).
+/// Milliseconds for which the data of a connection that its program has closed is sent again: as long as by Linux,
+/// eight times (tcp_orphan_retries).
 const ORPHAN_MILLIS: u32 = 100_000;
 /// Unanswered probes that end such a connection.
 const ORPHAN_PROBES: u8 = 8;
-/// The time-out from which Linux reckons how long tcp_retries2 retransmissions take, in microseconds (TCP_RTO_MIN), and how often that
-/// doubles before it is [`RTO_MAX`].
+/// The time-out from which Linux reckons how long tcp_retries2 retransmissions take, in microseconds (TCP_RTO_MIN), and
+/// how often that doubles before it is [`RTO_MAX`].
 const LEAST_RTO: u64 = 200_000;
 const DOUBLINGS: u8 = 9;
 
-/// Microseconds after the first retransmission at which a connection ends: those of so many, on a path with the least time-out (as in
-/// Linux, tcp_model_timeout).
+/// Microseconds after the first retransmission at which a connection ends: those of so many, on a path with the least
+/// time-out (as in Linux, tcp_model_timeout).
 fn time_of(retries: u8) -> u64 {
     let linear = u64::from(retries.saturating_sub(DOUBLINGS)) * RTO_MAX;
     ((2 << retries.min(DOUBLINGS)) - 1) * LEAST_RTO + linear
@@ -48,7 +48,8 @@ pub(crate) struct Timers {
     pub probes: u8,
 }
 
-/// Microseconds after which a connection that came with data in flight probes for its loss, if no acknowledgement has come.
+/// Microseconds after which a connection that came with data in flight probes for its loss, if no acknowledgement has
+/// come.
 const ADOPTED_PROBE: u64 = 10_000;
 
 impl Default for Timers {
@@ -179,8 +180,8 @@ impl Connection {
         Events::empty()
     }
 
-    /// Whether this time-out exceeds a limit: that in time (RFC 5482), which a connection that its program has closed always has, or, if
-    /// there is none, that in number (RFC 9293 R2), as `tried` says.
+    /// Whether this time-out exceeds a limit: that in time (RFC 5482), which a connection that its program has closed
+    /// always has, or, if there is none, that in number (RFC 9293 R2), as `tried` says.
     fn gave_up(&mut self, tried: bool, now: Instant) -> bool {
         if self.timers.silent_since == Instant::NEVER {
             self.timers.silent_since = now;
@@ -190,8 +191,8 @@ impl Connection {
         if limit > 0 { now.since(self.timers.silent_since) >= limit } else { tried }
     }
 
-    /// Whether the peer's closed window is probed no more. If nobody waits for the connection any longer, not even answers keep it when
-    /// the interval between probes has become as long as it can (Linux's tcp_probe_timer).
+    /// Whether the peer's closed window is probed no more. If nobody waits for the connection any longer, not even
+    /// answers keep it when the interval between probes has become as long as it can (Linux's tcp_probe_timer).
     fn gave_up_probing(&mut self, now: Instant) -> bool {
         let tried = self.timers.probes >= self.config.retries;
         if !self.orphan || self.config.user_timeout > 0 {
@@ -218,8 +219,9 @@ impl Connection {
         Events::empty()
     }
 
-    /// The time-out after one that got no answer, in microseconds, but no more than is left of TCP_USER_TIMEOUT: the connection ends when
-    /// that has passed, and not at the first time-out after it (as in Linux, tcp_clamp_rto_to_user_timeout).
+    /// The time-out after one that got no answer, in microseconds, but no more than is left of TCP_USER_TIMEOUT: the
+    /// connection ends when that has passed, and not at the first time-out after it (as in Linux,
+    /// tcp_clamp_rto_to_user_timeout).
     fn within_user_timeout(&self, now: Instant) -> u64 {
         match u64::from(self.config.user_timeout) * 1000 {
             0 => self.rtt.timeout(),
@@ -252,8 +254,9 @@ impl Connection {
         }
     }
 
-    /// Data waits, and nothing is in flight whose acknowledgement would come: the persist timer runs (RFC 9293 section 3.8.6.1). It may
-    /// have been set when the window was closed, and run for longer than what waits for more room, or for a cork, should.
+    /// Data waits, and nothing is in flight whose acknowledgement would come: the persist timer runs (RFC 9293 section
+    /// 3.8.6.1). It may have been set when the window was closed, and run for longer than what waits for more room, or
+    /// for a cork, should.
     #[cold]
     pub(crate) fn watch_what_waits(&mut self, now: Instant) {
         match self.timers.send {
@@ -276,8 +279,8 @@ impl Connection {
         }
     }
 
-    /// Whoever had the connection before may have waited for an acknowledgement already, and it is unknown for how long; a connection
-    /// that moves often would never see a time-out. So the tail is probed soon.
+    /// Whoever had the connection before may have waited for an acknowledgement already, and it is unknown for how
+    /// long; a connection that moves often would never see a time-out. So the tail is probed soon.
     pub(crate) fn probe_what_was_adopted(&mut self, now: Instant) {
         let soon = now.after(ADOPTED_PROBE);
         if !self.scoreboard.is_empty() && self.timers.send_at > soon {

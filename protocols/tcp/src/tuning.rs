@@ -1,21 +1,23 @@
-//! How much memory a connection can use: as much as its path holds. The receiver sees that its window will be the limit when half of it is
-//! read within a round trip: in slow start the next one brings twice as much (Linux's dynamic right-sizing keeps the window at twice of what
-//! was read, too). The sender sees it when its congestion window outgrows what the program may queue
+//! How much memory a connection can use: as much as its path holds. The receiver sees that its window will be the limit
+//! when half of it is read within a round trip: in slow start the next one brings twice as much (Linux's dynamic
+//! right-sizing keeps the window at twice of what was read, too). The sender sees it when its congestion window
+//! outgrows what the program may queue
 //! (Linux's tcp_sndbuf_expand). The memory is the caller's, who asks now and then and gives more if it has more.
 
 use crate::connection::{Connection, Due};
 use crate::time::Instant;
 
-/// Round trips in microseconds that are shorter are those of a short path: 256 KB fill one of 4 Gb/s. What limits the rate there is how
-/// long NIC and programs need to take notice of each other, which no round trip shows.
+/// Round trips in microseconds that are shorter are those of a short path: 256 KB fill one of 4 Gb/s. What limits the
+/// rate there is how long NIC and programs need to take notice of each other, which no round trip shows.
 const SHORT: u32 = 500;
 /// Most bytes of receive memory that a connection on a short path can use: see [`Tuning::windows`].
 const SHORT_RECEIVE: u32 = 1 << 21;
-/// The same of send memory, which grows if the program fills what it has: the more there is, the less often the program has to be woken
-/// to fill it again.
+/// The same of send memory, which grows if the program fills what it has: the more there is, the less often the program
+/// has to be woken to fill it again.
 const SHORT_SEND: u32 = 1 << 22;
-/// Windows one after the other that a short path must use up before it gets more receive memory; and how often send memory must have
-/// been used in whole, since the program filled it first, before it gets more of that. More memory costs the connection a moment of rest.
+/// Windows one after the other that a short path must use up before it gets more receive memory; and how often send
+/// memory must have been used in whole, since the program filled it first, before it gets more of that. More memory
+/// costs the connection a moment of rest.
 const USED_UP: u8 = 4;
 /// Memory grows by this factor, so that slow start is not waited for.
 const FACTOR: u32 = 4;
@@ -27,15 +29,16 @@ const MOST: u32 = 1 << 30;
 pub(crate) struct Tuning {
     quarters: [Instant; 2],
     read: u32,
-    /// Where the program was when it had read the last whole window, and what was seen since then: that the peer had used up most of the
-    /// window, and that the program had read most of what came.
+    /// Where the program was when it had read the last whole window, and what was seen since then: that the peer had
+    /// used up most of the window, and that the program had read most of what came.
     window_read: u32,
     full: bool,
     empty: bool,
-    /// Windows one after the other in which both were seen: peer and program could do more, and wait for each other. A program that does
-    /// not keep up with its peer never empties its memory, and would gain nothing by more.
+    /// Windows one after the other in which both were seen: peer and program could do more, and wait for each other. A
+    /// program that does not keep up with its peer never empties its memory, and would gain nothing by more.
     windows: u8,
-    /// Where the peer's acknowledgements were when the program had filled send memory on a short path for the first time.
+    /// Where the peer's acknowledgements were when the program had filled send memory on a short path for the first
+    /// time.
     filled_at: Option<u32>,
 }
 
@@ -60,7 +63,8 @@ impl Connection {
         (took <= round + round / 4).then(|| window.saturating_mul(FACTOR).min(MOST))
     }
 
-    /// Notes how much of the window, of which `offered` bytes are left, peer and program have used when the program has read.
+    /// Notes how much of the window, of which `offered` bytes are left, peer and program have used when the program has
+    /// read.
     #[inline]
     pub(crate) fn note_window(&mut self, offered: u32) {
         let few = self.receive.capacity / 4;
@@ -68,7 +72,8 @@ impl Connection {
         self.tuning.empty |= self.readable() < few;
     }
 
-    /// Whether the window has been the limit for some time although the program reads all that comes. To be asked at each quarter.
+    /// Whether the window has been the limit for some time although the program reads all that comes. To be asked at
+    /// each quarter.
     fn waits_for_window(&mut self) -> bool {
         let (read, window) = (self.receive.read, self.receive.capacity);
         let tuning = &mut self.tuning;
@@ -98,14 +103,15 @@ impl Connection {
         Some(window.saturating_mul(FACTOR).min(MOST))
     }
 
-    /// Whether the path's round trip is long enough to need more memory. The smallest one counts: a busy host makes others longer.
+    /// Whether the path's round trip is long enough to need more memory. The smallest one counts: a busy host makes
+    /// others longer.
     pub fn is_long_path(&self) -> bool {
         let rtt = if self.rtt.min == 0 { self.rtt.smoothed } else { self.rtt.min };
         rtt >= SHORT
     }
 
-    /// The connection has this much receive memory now, which holds all that it held. The window opens as far as that allows, and is no
-    /// larger than `most`.
+    /// The connection has this much receive memory now, which holds all that it held. The window opens as far as that
+    /// allows, and is no larger than `most`.
     pub fn set_receive_memory(&mut self, bytes: u32, most: u32) {
         self.receive.memory = bytes;
         self.limit_window(most);
@@ -154,8 +160,8 @@ mod tests {
         while tcp.poll_transmit(Instant(0), 0).is_some() {}
     }
 
-    /// The peer sends as much as the window allows but `spared` bytes, then the program reads all but `left` bytes, `rounds` times.
-    /// Returns the memory that is wanted at last.
+    /// The peer sends as much as the window allows but `spared` bytes, then the program reads all but `left` bytes,
+    /// `rounds` times. Returns the memory that is wanted at last.
     fn exchange(tcp: &mut Connection, rounds: u32, spared: u32, left: u32) -> Option<u32> {
         let mut wanted = None;
         for _ in 0..rounds {

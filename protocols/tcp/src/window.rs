@@ -2,15 +2,16 @@
 
 use crate::connection::{Connection, Due};
 
-/// How far the edge moves at least where segments are larger: half the buffer (section 3.8.6.2.2), less the eighth by which programs are
-/// late in telling what they have read. Otherwise an edge that waits for the last piece would never move.
+/// How far the edge moves at least where segments are larger: half the buffer (section 3.8.6.2.2), less the eighth by
+/// which programs are late in telling what they have read. Otherwise an edge that waits for the last piece would never
+/// move.
 fn large_enough(capacity: u32) -> u32 {
     capacity / 8 * 3
 }
 
 impl Connection {
-    /// Silly window avoidance (section 3.8.6.2.2): the edge moves by a segment or a good part of the buffer, or not at all. To be called
-    /// when either changes.
+    /// Silly window avoidance (section 3.8.6.2.2): the edge moves by a segment or a good part of the buffer, or not at
+    /// all. To be called when either changes.
     pub(crate) fn set_window_step(&mut self) {
         self.receive.step = self.send.mss.min(large_enough(self.receive.capacity)).max(1);
     }
@@ -21,14 +22,15 @@ impl Connection {
         self.receive.adv.wrapping_sub(self.receive.nxt) <= 65535 << self.receive.wscale
     }
 
-    /// The window field for the next segment; moves the advertised right edge, which never goes back (RFC 9293, SHLD-14).
+    /// The window field for the next segment; moves the advertised right edge, which never goes back (RFC 9293,
+    /// SHLD-14).
     #[inline(always)]
     pub(crate) fn select_window(&mut self) -> u16 {
         if self.has_ordinary_window() { self.next_window() } else { u16::MAX }
     }
 
-    /// [`Connection::select_window`] where what is advertised fits the field, as [`Connection::limit_window`] sees to for all that the edge
-    /// may move to.
+    /// [`Connection::select_window`] where what is advertised fits the field, as [`Connection::limit_window`] sees to
+    /// for all that the edge may move to.
     #[inline(always)]
     pub(crate) fn next_window(&mut self) -> u16 {
         debug_assert!(self.has_ordinary_window());
@@ -39,8 +41,9 @@ impl Connection {
         let offered = r.adv.wrapping_sub(r.nxt);
         let mut field = edge.wrapping_sub(r.nxt) >> r.wscale;
         let mut window = field << r.wscale;
-        // Rounding down would take back a part of what was advertised, so round up where receive memory has the room; where it has
-        // not, RFC 7323 section 2.4 allows the shrinking by less than a unit, and what was advertised is still accepted.
+        // Rounding down would take back a part of what was advertised, so round up where receive memory has the room;
+        // where it has not, RFC 7323 section 2.4 allows the shrinking by less than a unit, and what was advertised is
+        // still accepted.
         if window < offered {
             let up = r.nxt.wrapping_add((field + 1) << r.wscale);
             if up.wrapping_sub(r.read) <= r.memory {
@@ -53,8 +56,8 @@ impl Connection {
         field as u16
     }
 
-    /// After the program has read: a window update goes out if the edge can move far enough to matter. A peer that has sent its FIN
-    /// sends nothing more, and may have forgotten the connection: it would answer with a reset.
+    /// After the program has read: a window update goes out if the edge can move far enough to matter. A peer that has
+    /// sent its FIN sends nothing more, and may have forgotten the connection: it would answer with a reset.
     #[inline]
     pub(crate) fn after_read(&mut self) {
         let offered = self.receive.adv.wrapping_sub(self.receive.nxt);

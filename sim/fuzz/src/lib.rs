@@ -1,6 +1,7 @@
-//! Fuzzing on the stable compiler, without instrumentation: a seed gives scripts, a script is a list of words, and a word says all that
-//! happens in one step of a [`World`], by way of a generator that it is the seed of ([`Choice`]). So every list of words is a script, also
-//! one that words have been taken out of, which is how a script that fails is made small.
+//! Fuzzing on the stable compiler, without instrumentation: a seed gives scripts, a script is a list of words, and a
+//! word says all that happens in one step of a [`World`], by way of a generator that it is the seed of ([`Choice`]). So
+//! every list of words is a script, also one that words have been taken out of, which is how a script that fails is
+//! made small.
 //!
 //! | variable | |
 //! |---|---|

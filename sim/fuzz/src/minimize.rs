@@ -1,7 +1,7 @@
 //! Makes a script that fails small.
 
-/// The script without the words that it fails without, too, as far as that shows when scripts are played `most` times. The first word, which
-/// makes the world, stays.
+/// The script without the words that it fails without, too, as far as that shows when scripts are played `most` times.
+/// The first word, which makes the world, stays.
 pub(crate) fn minimize(mut script: Vec<u64>, most: usize, mut fails: impl FnMut(&[u64]) -> bool) -> Vec<u64> {
     let mut plays = 0;
     let mut piece = script.len().div_ceil(2);

@@ -31,8 +31,8 @@ pub fn setting(name: &str, otherwise: u64) -> u64 {
 pub struct Fuzzer {
     /// Its name, that of its corpus.
     pub name: &'static str,
-    /// The text of its corpus, one script a line: its words in hexadecimal, or `seed` and the seed that it is drawn from. Behind `#` are
-    /// comments.
+    /// The text of its corpus, one script a line: its words in hexadecimal, or `seed` and the seed that it is drawn
+    /// from. Behind `#` are comments.
     pub corpus: &'static str,
 }
 

@@ -1,8 +1,9 @@
 //! Calls from packetdrill's two threads in virtual time.
 //!
-//! packetdrill runs scripts on its main thread, and each call that may block on a second one. Time only moves by the main thread, which
-//! sleeps, waits for packets or asks for the time. After everything that happens it lets waiting calls look whether they can end, and
-//! waits for their answer, so that a call ends at a certain moment of virtual time and not when its thread is scheduled.
+//! packetdrill runs scripts on its main thread, and each call that may block on a second one. Time only moves by the
+//! main thread, which sleeps, waits for packets or asks for the time. After everything that happens it lets waiting
+//! calls look whether they can end, and waits for their answer, so that a call ends at a certain moment of virtual time
+//! and not when its thread is scheduled.
 
 use crate::errors::{Answer, Attempt};
 use crate::settings::Flags;
@@ -167,8 +168,8 @@ impl Adapter {
         turn
     }
 
-    /// Sleeps for `micros`. A thread whose blocking call has ended gets home first: packetdrill's own bookkeeping of it would otherwise
-    /// come at some later virtual time.
+    /// Sleeps for `micros`. A thread whose blocking call has ended gets home first: packetdrill's own bookkeeping of it
+    /// would otherwise come at some later virtual time.
     pub fn sleep(&self, micros: u64) {
         let threads: Vec<u64> = std::mem::take(&mut self.lock().returning);
         for thread in threads {
@@ -179,8 +180,8 @@ impl Adapter {
         drop(self.advance(turn, to));
     }
 
-    /// Waits until a thread has asked when its call ended and sleeps again, which packetdrill itself watches for in the same way. Bounded,
-    /// should it never.
+    /// Waits until a thread has asked when its call ended and sleeps again, which packetdrill itself watches for in the
+    /// same way. Bounded, should it never.
     fn let_home(&self, thread: u64) {
         let asleep = || {
             let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap_or_default();
@@ -194,8 +195,8 @@ impl Adapter {
         }
     }
 
-    /// The time in microseconds. It moves by one with each question, since packetdrill spins until its moment has come. A thread whose
-    /// blocking call has ended is given the time of that first.
+    /// The time in microseconds. It moves by one with each question, since packetdrill spins until its moment has come.
+    /// A thread whose blocking call has ended is given the time of that first.
     pub fn time(&self) -> u64 {
         let mut turn = self.lock();
         if let Some(ended) = turn.ended.remove(&thread_number()) {

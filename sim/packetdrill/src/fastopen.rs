@@ -193,8 +193,8 @@ impl World {
         self.open_fast(id, remote, bytes, flags, done)
     }
 
-    /// sendto() with MSG_FASTOPEN, or the first write after a deferred connect(): the SYN leaves with as much as it may carry.
-    /// Whether the call is over.
+    /// sendto() with MSG_FASTOPEN, or the first write after a deferred connect(): the SYN leaves with as much as it may
+    /// carry. Whether the call is over.
     pub fn open_fast(&mut self, id: SocketId, remote: Endpoint, bytes: &[u8], flags: i32, done: &mut usize) -> Answer<bool> {
         let opening = Opening { data: bytes.to_vec(), fast: true };
         let carried = self.open_stream(id, remote, &opening)?;

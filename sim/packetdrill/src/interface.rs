@@ -61,8 +61,8 @@ static CURRENT: Mutex<Weak<Adapter>> = Mutex::new(Weak::new());
 /// Fills in the interface. `flags` is what `--so_flags` says.
 ///
 /// # Safety
-/// `flags` is null or a C string; `interface` points to a `struct packetdrill_interface`. The calling thread is the one that runs the
-/// script; only one other may call in.
+/// `flags` is null or a C string; `interface` points to a `struct packetdrill_interface`. The calling thread is the one
+/// that runs the script; only one other may call in.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn packetdrill_interface_init(flags: *const c_char, interface: *mut Interface) {
     let text = if flags.is_null() {
@@ -163,7 +163,8 @@ unsafe fn put(source: &[u8], room: *mut c_void, length: usize) -> usize {
         return 0;
     }
     let length = length.min(source.len());
-    // SAFETY: `room` is valid for at least `length` bytes by this function's contract, and the source is another object.
+    // SAFETY: `room` is valid for at least `length` bytes by this function's contract, and the source is another
+    // object.
     unsafe { core::ptr::copy_nonoverlapping(source.as_ptr(), room.cast(), length) };
     length
 }
@@ -289,7 +290,8 @@ pub unsafe fn answer_sendfile(to: c_int, from: c_int, offset: *mut loff_t, count
         return None;
     }
     let mut data = vec![0u8; count];
-    // SAFETY: `data` has room for `count` bytes; `offset` is null, for the file's own position, or valid by this function's contract.
+    // SAFETY: `data` has room for `count` bytes; `offset` is null, for the file's own position, or valid by this
+    // function's contract.
     let got = unsafe {
         if offset.is_null() {
             libc::read(from, data.as_mut_ptr().cast(), count)
@@ -317,8 +319,8 @@ unsafe fn give_option(answer: Answer<Vec<u8>>, value: *mut c_void, length: *mut 
     }))
 }
 
-// The functions of the table. Each has packetdrill's promises as its contract: `userdata` is what the table holds, pointers are as the
-// system call of the same name takes them.
+// The functions of the table. Each has packetdrill's promises as its contract: `userdata` is what the table holds,
+// pointers are as the system call of the same name takes them.
 
 unsafe extern "C" fn free_adapter(userdata: *mut c_void) {
     // SAFETY: `userdata` came from `Arc::into_raw`, and packetdrill frees it once.
@@ -502,8 +504,8 @@ unsafe extern "C" fn sendmsg(userdata: *mut c_void, fd: c_int, header: *const ms
 }
 
 unsafe extern "C" fn fcntl(userdata: *mut c_void, fd: c_int, command: c_int, argument: c_long) -> c_int {
-    // SAFETY: the table's contract. The last argument is variadic in C: on x86-64 and AArch64 Linux an integer is passed there as any
-    // other, and none at all leaves some value, of which F_GETFL makes no use.
+    // SAFETY: the table's contract. The last argument is variadic in C: on x86-64 and AArch64 Linux an integer is
+    // passed there as any other, and none at all leaves some value, of which F_GETFL makes no use.
     let adapter = unsafe { adapter(userdata) };
     result(adapter.now(|world| {
         let id = world.socket_of(fd)?;
@@ -596,7 +598,8 @@ unsafe extern "C" fn netdev_receive(
 ) -> c_int {
     // SAFETY: the table's contract.
     let (at, packet) = unsafe { adapter(userdata) }.next_packet().unwrap_or_default();
-    // SAFETY: the table's contract. A packet of no bytes, which packetdrill reports as an error, if none will ever come.
+    // SAFETY: the table's contract. A packet of no bytes, which packetdrill reports as an error, if none will ever
+    // come.
     unsafe {
         *length = put(&packet, room, *length);
         *time = at as c_longlong;

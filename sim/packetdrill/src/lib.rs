@@ -1,8 +1,10 @@
-//! The NIC's TCP behind packetdrill's C interface (`--so_filename`): a socket layer over `protocols/tcp` in virtual time.
+//! The NIC's TCP behind packetdrill's C interface (`--so_filename`): a socket layer over `protocols/tcp` in virtual
+//! time.
 //!
-//! A script's packets come in through [`Interface::netdev_send`] and its answers are asked for with [`Interface::netdev_receive`];
-//! its system calls come as the other functions. The clock is the adapter's: it moves when packetdrill sleeps, waits for a packet
-//! or asks for the time, so that a script takes no longer than its work and always gives the same result.
+//! A script's packets come in through [`Interface::netdev_send`] and its answers are asked for with
+//! [`Interface::netdev_receive`]; its system calls come as the other functions. The clock is the adapter's: it moves
+//! when packetdrill sleeps, waits for a packet or asks for the time, so that a script takes no longer than its work and
+//! always gives the same result.
 //!
 //! `--so_flags=move=N` ends the connection in an image and makes it anew from that before every N-th event.
 

@@ -120,7 +120,8 @@ impl World {
         child
     }
 
-    /// Puts a connection into its listener's queue. If that is full the connection is dropped as if its last segment had not come.
+    /// Puts a connection into its listener's queue. If that is full the connection is dropped as if its last segment
+    /// had not come.
     pub fn enqueue(&mut self, child: SocketId) {
         let Some(parent) = self.sockets[&child].stream().and_then(|stream| stream.parent) else { return };
         let Some(listener) = self.sockets.get_mut(&parent) else { return };

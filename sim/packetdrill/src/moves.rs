@@ -1,5 +1,5 @@
-//! Moves through the connection image: before every N-th event each connection ends in an image and is made anew from it, from NIC to NIC
-//! or by a kernel in between.
+//! Moves through the connection image: before every N-th event each connection ends in an image and is made anew from
+//! it, from NIC to NIC or by a kernel in between.
 
 use crate::socket::Socket;
 use crate::stream::{FIRST_WINDOW, Stream};
@@ -36,8 +36,8 @@ impl World {
 }
 
 impl Stream {
-    /// Writes the connection down, encoded as between host and NIC, and goes on with what is made from that. A connection that is
-    /// opening stays as it is, and false is returned.
+    /// Writes the connection down, encoded as between host and NIC, and goes on with what is made from that. A
+    /// connection that is opening stays as it is, and false is returned.
     fn pass_through_image(&mut self, by_kernel: bool, now: Instant) -> bool {
         let Some(image) = self.tcp.to_image(&Image::open(self.flow), now) else { return false };
         let (mut image, mut nic) = encoded(&image, Some(&self.tcp.nic_state(now)));
@@ -67,8 +67,9 @@ fn encoded(image: &Image, nic: Option<&NicState>) -> (Image, Option<NicState>) {
     Image::decode_with(&bytes[..length]).expect("an image that was written reads back")
 }
 
-/// What a kernel shows of a connection: no TS.Recent, and a timestamp clock without its lowest bit, to which the export adds one. If it
-/// has the connection from a NIC (`imported`), the clock was set to an even value, and congestion control and the time since data was sent begin anew.
+/// What a kernel shows of a connection: no TS.Recent, and a timestamp clock without its lowest bit, to which the export
+/// adds one. If it has the connection from a NIC (`imported`), the clock was set to an even value, and congestion
+/// control and the time since data was sent begin anew.
 fn shown_by_kernel(image: &Image, imported: bool) -> Image {
     let clock = if imported { image.ts_clock.wrapping_add(1) } else { image.ts_clock };
     // The kernel's jiffies; an import counts as a moment of sending.

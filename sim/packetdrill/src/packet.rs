@@ -5,7 +5,8 @@ use baton_wire::checksum::{Sum, pseudo_header};
 use baton_wire::frame::{ETHERNET, TcpFrame};
 use baton_wire::{Endpoint, Flags, Flow};
 
-/// Kind numbers of TCP options that only a SYN carries and `wire` does not know: Fast Open (RFC 7413) and its experimental form.
+/// Kind numbers of TCP options that only a SYN carries and `wire` does not know: Fast Open (RFC 7413) and its
+/// experimental form.
 const FAST_OPEN: u8 = 34;
 const EXPERIMENTAL: u8 = 254;
 const FAST_OPEN_MAGIC: [u8; 2] = [0xf9, 0x89];

@@ -1,5 +1,5 @@
-//! getsockopt and sendfile for packetdrill itself, which calls the C library's functions, past its interface, for TCP_INFO and for files.
-//! Preloaded, this library answers for its own descriptors and passes everything else on.
+//! getsockopt and sendfile for packetdrill itself, which calls the C library's functions, past its interface, for
+//! TCP_INFO and for files. Preloaded, this library answers for its own descriptors and passes everything else on.
 
 use crate::interface::{answer_getsockopt, answer_sendfile};
 use core::ffi::{c_int, c_void};

@@ -40,7 +40,8 @@ impl World {
     fn input_tcp(&mut self, tcp: &TcpIn<'_>) {
         let syn = tcp.segment.flags.contains(Flags::SYN) && !tcp.segment.flags.contains(Flags::ACK);
         match self.stream_for(&tcp.flow) {
-            // RFC 9293 section 3.6.1: a new connection may follow at once on one in TIME-WAIT if its numbers lie behind.
+            // RFC 9293 section 3.6.1: a new connection may follow at once on one in TIME-WAIT if its numbers lie
+            // behind.
             Some(id) if syn && self.can_replace(id, tcp) => {
                 self.sockets.remove(&id);
                 self.input_unknown(tcp);

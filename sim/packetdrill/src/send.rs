@@ -219,7 +219,8 @@ impl World {
         Ok(())
     }
 
-    /// close(): what comes of the connection is its own business from here on (RFC 9293 section 3.10.4, RFC 1122 section 4.2.2.13).
+    /// close(): what comes of the connection is its own business from here on (RFC 9293 section 3.10.4, RFC 1122
+    /// section 4.2.2.13).
     pub fn close(&mut self, fd: i32) -> Answer<()> {
         let descriptor = self.descriptors.remove(&fd).ok_or(libc::EBADF)?;
         let id = match descriptor.object {
@@ -255,7 +256,8 @@ impl World {
 }
 
 impl Socket {
-    /// Bytes that go into one piece of the send queue now: behind the last one whatever the limits, in a new one if they allow it.
+    /// Bytes that go into one piece of the send queue now: behind the last one whatever the limits, in a new one if
+    /// they allow it.
     pub fn room(&self, lowat: u32) -> u32 {
         let Some(stream) = self.stream() else { return 0 };
         match stream.tail_room() {
@@ -270,8 +272,8 @@ impl Socket {
         if self.options.notsent_lowat > 0 { self.options.notsent_lowat } else { lowat }
     }
 
-    /// Whether a writer is woken, or gets the answer that it may write: a third of the buffer is free (Linux's sk_stream_is_writeable), and no more
-    /// than TCP_NOTSENT_LOWAT waits to be sent.
+    /// Whether a writer is woken, or gets the answer that it may write: a third of the buffer is free (Linux's
+    /// sk_stream_is_writeable), and no more than TCP_NOTSENT_LOWAT waits to be sent.
     pub fn is_writable(&self, lowat: u32) -> bool {
         let Some(stream) = self.stream() else { return true };
         let queued = stream.queue_cost();
@@ -322,8 +324,8 @@ impl Socket {
         self.report(done, now);
     }
 
-    /// Lets the send buffer follow the congestion window unless the program has set it (Linux's tcp_sndbuf_expand): twice the window, each
-    /// segment with its bookkeeping.
+    /// Lets the send buffer follow the congestion window unless the program has set it (Linux's tcp_sndbuf_expand):
+    /// twice the window, each segment with its bookkeeping.
     pub fn expand_send_buffer(&mut self, most: u32) {
         let fixed = self.options.fixed_send_buffer;
         let Some(stream) = self.stream().filter(|_| !fixed) else { return };

@@ -79,7 +79,8 @@ pub struct Stream {
     pub parent: Option<SocketId>,
     /// It was put into its listener's queue.
     pub queued: bool,
-    /// What follows the last byte that left, and the last segment's acknowledgement and window, none for a SYN's, which is not scaled.
+    /// What follows the last byte that left, and the last segment's acknowledgement and window, none for a SYN's, which
+    /// is not scaled.
     last_sent: (u32, u32, Option<u16>),
     /// The connection has just moved: the acknowledgement that goes with it has not left yet.
     pub moved: bool,
@@ -111,8 +112,8 @@ pub struct Stream {
     pub last_data_received: u64,
     /// Sequence number of the first byte of data.
     pub first_sent: u32,
-    /// Ends of the pieces in which the send queue lies, as Linux's socket buffers: what is written goes behind the last one while that is
-    /// unsent, and into a new one when it is full.
+    /// Ends of the pieces in which the send queue lies, as Linux's socket buffers: what is written goes behind the last
+    /// one while that is unsent, and into a new one when it is full.
     pieces: VecDeque<Piece>,
     /// The program has closed its sending side.
     closing: bool,
@@ -210,8 +211,8 @@ impl Stream {
         open
     }
 
-    /// Gives the protocol what was written, up to the end of the next piece behind which nothing may be put (MSG_EOR): no segment crosses
-    /// that. What is in front of it does not wait for more.
+    /// Gives the protocol what was written, up to the end of the next piece behind which nothing may be put (MSG_EOR):
+    /// no segment crosses that. What is in front of it does not wait for more.
     pub fn feed(&mut self, nodelay: bool) {
         let fed = self.tcp.snd_end();
         let held = self.pieces.iter().any(|piece| piece.closed && piece.end == fed);
@@ -229,8 +230,8 @@ impl Stream {
         }
     }
 
-    /// Whether a segment is the acknowledgement that every move sends, and has nothing new for the peer: it is not put on the
-    /// wire, where scripts could not tell when a move took place.
+    /// Whether a segment is the acknowledgement that every move sends, and has nothing new for the peer: it is not put
+    /// on the wire, where scripts could not tell when a move took place.
     pub fn repeats_itself(&mut self, transmit: &Transmit) -> bool {
         let (syn, fin) = (transmit.flags.contains(Flags::SYN), transmit.flags.contains(Flags::FIN));
         let end = transmit.seq.wrapping_add(transmit.length + u32::from(syn) + u32::from(fin));
@@ -265,8 +266,8 @@ impl Stream {
         }
     }
 
-    /// Payload bytes that leave in one burst (Linux's tcp_tso_autosize): about a millisecond of the pacing rate, more where the round trip is
-    /// short, at least `least` segments.
+    /// Payload bytes that leave in one burst (Linux's tcp_tso_autosize): about a millisecond of the pacing rate, more
+    /// where the round trip is short, at least `least` segments.
     pub fn burst(&self, least: u32) -> u32 {
         let info = self.tcp.info();
         let mss = u64::from(info.snd_mss);

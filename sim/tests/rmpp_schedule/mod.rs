@@ -1,5 +1,5 @@
-//! A schedule: two RMPP endpoints that send and receive, and all that can befall them. Each message is delivered at most once, what was
-//! acknowledged was delivered, and all state is given back.
+//! A schedule: two RMPP endpoints that send and receive, and all that can befall them. Each message is delivered at
+//! most once, what was acknowledged was delivered, and all state is given back.
 #![allow(dead_code, reason = "each user takes some of it")]
 
 use crate::rmpp_worlds::{clean, config};
@@ -14,7 +14,8 @@ const PLACE: u64 = 1 << 16;
 /// Places for sending, and as many behind them for receiving.
 const PLACES: u64 = 8;
 
-/// What a forged message says it is. It is delivered like any other if its sender knew the receiver's incarnation and came before the peer.
+/// What a forged message says it is. It is delivered like any other if its sender knew the receiver's incarnation and
+/// came before the peer.
 pub const FORGED: u64 = 1 << 40;
 
 /// What a schedule has shown, so that the test can say that it saw what it is for.
@@ -148,7 +149,8 @@ impl Schedule {
         }
     }
 
-    /// Looks at what has completed: receives first, so that a message which was acknowledged is known to have been delivered.
+    /// Looks at what has completed: receives first, so that a message which was acknowledged is known to have been
+    /// delivered.
     pub fn collect(&mut self) {
         for (node, config) in self.world.nodes.iter().zip(&self.configs) {
             let (packets, bytes) = node.policy.cleared();

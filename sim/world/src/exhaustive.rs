@@ -1,5 +1,5 @@
-//! One connection, and every crash after every action of its move there and back, and every pair of crashes; and a NIC that dies
-//! before and after every frame that it sends meanwhile.
+//! One connection, and every crash after every action of its move there and back, and every pair of crashes; and a NIC
+//! that dies before and after every frame that it sends meanwhile.
 
 use crate::program::{Opening, Plan};
 use crate::scenario::{Offloads, Placed, Scenario, address};
@@ -18,7 +18,8 @@ pub enum Crash {
     Nic,
     /// The agent, and its NIC with it.
     Agent,
-    /// The NIC, at a point counted from the beginning of the move: 0 and 1 are before and after the first frame that it sends.
+    /// The NIC, at a point counted from the beginning of the move: 0 and 1 are before and after the first frame that it
+    /// sends.
     NicAtFrame,
 }
 

@@ -25,7 +25,8 @@ pub enum Fault {
     ShortMemory(u64),
     /// A program writes this many random words into its session memory, and as many into its ring.
     Scribble(u32),
-    /// A program repeats commands that it queued for connections which the NIC has no more, as a thread that was stopped for long.
+    /// A program repeats commands that it queued for connections which the NIC has no more, as a thread that was
+    /// stopped for long.
     Repeat,
     /// The host's network is cut off for this long, microseconds.
     Cut(u64),

@@ -1,5 +1,5 @@
-//! What the agent writes down before each step of a move, for the next agent: the content of the slots' journals, and the cids of
-//! the slots' next occupants. It survives NIC and agent.
+//! What the agent writes down before each step of a move, for the next agent: the content of the slots' journals, and
+//! the cids of the slots' next occupants. It survives NIC and agent.
 
 use baton_abi::Cid;
 use baton_image::Image;

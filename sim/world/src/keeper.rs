@@ -1,5 +1,5 @@
-//! The keeper: what survives an agent besides memory. It learns of connections late, and starts the next agent only when it has
-//! received everything that the last one had sent.
+//! The keeper: what survives an agent besides memory. It learns of connections late, and starts the next agent only
+//! when it has received everything that the last one had sent.
 
 use crate::kernel::Descriptor;
 use baton_wire::Flow;

@@ -1,5 +1,6 @@
-//! The whole machine in virtual time: hosts with a model of the kernel's sockets, the NIC's real datapath, the real machine of moves
-//! performed by a modelled agent, the real records and their replay, programs, links and faults; and what must hold of all of it.
+//! The whole machine in virtual time: hosts with a model of the kernel's sockets, the NIC's real datapath, the real
+//! machine of moves performed by a modelled agent, the real records and their replay, programs, links and faults; and
+//! what must hold of all of it.
 //!
 //! A run is a function of its seed. There is no I/O, and the only clock is the world's, in microseconds.
 #![forbid(unsafe_code)]

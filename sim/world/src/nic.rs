@@ -1,5 +1,5 @@
-//! The NIC process: real workers of the datapath, and with partial offload the host's TCP, which die together, between two rounds or in
-//! the middle of one.
+//! The NIC process: real workers of the datapath, and with partial offload the host's TCP, which die together, between
+//! two rounds or in the middle of one.
 
 use crate::fault::Halt;
 use crate::port::{Killed, Port};
@@ -32,7 +32,8 @@ pub(crate) struct Nic {
     workers: Vec<Worker<Port, Port>>,
     host_tcp: Option<Worker<NoKernel, HostWire>>,
     flows: bool,
-    /// When a timer is due next. Finding out takes the workers longer than a round, and it changes only in rounds that find work.
+    /// When a timer is due next. Finding out takes the workers longer than a round, and it changes only in rounds that
+    /// find work.
     due: u64,
     /// Until when the process does nothing useful, microseconds; 0 if that never was. And why, and since when.
     halted_until: u64,
@@ -83,8 +84,8 @@ impl Nic {
         self.flows && self.halted_until <= now.0
     }
 
-    /// From `now` to `until`, microseconds, the process does nothing useful, and does not die of it. If it does so already it goes on in
-    /// that way.
+    /// From `now` to `until`, microseconds, the process does nothing useful, and does not die of it. If it does so
+    /// already it goes on in that way.
     pub fn halt(&mut self, halt: Halt, now: u64, until: u64) {
         let (halt, since) = self.halted(now).unwrap_or((halt, now));
         self.halted = Some((halt, since));

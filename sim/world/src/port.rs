@@ -55,7 +55,8 @@ pub(crate) struct Fuse {
 }
 
 impl Fuse {
-    /// Lets the NIC die at a point counted from now: points 0 and 1 are before and after the next frame that it sends, and so on.
+    /// Lets the NIC die at a point counted from now: points 0 and 1 are before and after the next frame that it sends,
+    /// and so on.
     pub fn light(&self, points: u32) {
         self.left.set(Some(points));
     }
@@ -136,8 +137,8 @@ impl Device for Port {
     }
 }
 
-/// Whether the device has checked a frame, and shows it before it gives it away: those of every second stretch of sequence numbers, if
-/// they are large and their checksum is right.
+/// Whether the device has checked a frame, and shows it before it gives it away: those of every second stretch of
+/// sequence numbers, if they are large and their checksum is right.
 fn is_shown(frame: &Frame) -> bool {
     let bytes = frame.bytes();
     bytes.len() > BEGINNING

@@ -1,4 +1,5 @@
-//! A program at one end of a connection: it sends a known stream, checks the one that it receives, sleeps, shuts down, closes.
+//! A program at one end of a connection: it sends a known stream, checks the one that it receives, sleeps, shuts down,
+//! closes.
 
 use crate::agent::{Agent, Answer, Request};
 use crate::block::Block;

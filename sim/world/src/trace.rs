@@ -1,4 +1,5 @@
-//! The account of a run: a hash over everything that happened, which is the same on every machine, and readable lines if wanted.
+//! The account of a run: a hash over everything that happened, which is the same on every machine, and readable lines
+//! if wanted.
 
 use baton_moves::Step;
 use baton_wire::{Flags, Flow};

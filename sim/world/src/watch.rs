@@ -59,7 +59,8 @@ impl Watch {
 }
 
 impl Watch {
-    /// Checks the record of a connection whose NIC has died: it must cover everything that the host has said. Returns what is wrong.
+    /// Checks the record of a connection whose NIC has died: it must cover everything that the host has said. Returns
+    /// what is wrong.
     pub fn check_record(&self, flow: Flow, memory: &Region, cid: Cid) -> Option<String> {
         let said = self.said.get(&flow)?;
         let mut bytes = [0; Flow::BYTES];

@@ -1,4 +1,5 @@
-//! The world: hosts, network, programs, a clock that jumps to the next thing that happens, and what must hold of all of it.
+//! The world: hosts, network, programs, a clock that jumps to the next thing that happens, and what must hold of all of
+//! it.
 
 use crate::agent::{Agent, Request};
 use crate::client::{Client, View};
@@ -18,8 +19,8 @@ use baton_tcp::Instant;
 use baton_wire::TcpFrame;
 use std::sync::atomic::Ordering;
 
-/// Time after the last fault within which everything must have finished, microseconds: the longest retransmission time-out is two
-/// minutes.
+/// Time after the last fault within which everything must have finished, microseconds: the longest retransmission
+/// time-out is two minutes.
 const PATIENCE: u64 = 600_000_000;
 /// Time in which a keeper starts an agent, microseconds.
 const AGENT_START: u64 = 20_000;

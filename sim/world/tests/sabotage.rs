@@ -1,5 +1,5 @@
-//! The simulator finds nothing in the product, and finds each of the builds that are sabotaged on purpose. Each sabotage is a feature
-//! of its own: `make sim` runs this test once for each.
+//! The simulator finds nothing in the product, and finds each of the builds that are sabotaged on purpose. Each
+//! sabotage is a feature of its own: `make sim` runs this test once for each.
 
 /// Seeds within which a sabotage has to be found.
 const SEEDS: u64 = 3_000;

@@ -38,8 +38,8 @@ pub enum EnvelopeError {
 /// Where a received packet came from, and where it lies in its frame.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Received {
-    /// Address of the sender: its IP address and UDP port, or its MAC address in the first six bytes and port 0. A MAC address is
-    /// no IP address: the bytes behind it are zero, and IPv6 addresses of that form are refused.
+    /// Address of the sender: its IP address and UDP port, or its MAC address in the first six bytes and port 0. A MAC
+    /// address is no IP address: the bytes behind it are zero, and IPv6 addresses of that form are refused.
     pub source: Endpoint,
     /// Offset of the packet in the frame.
     pub offset: usize,
@@ -98,9 +98,9 @@ impl Envelope {
         }
     }
 
-    /// As [`Envelope::emit`], but in the field of UDP's checksum is the sum of the pseudo-header, for a device that cuts the frame
-    /// into datagrams or completes the checksum. Returns where the sum begins, and the field's offset from there; None for raw
-    /// Ethernet.
+    /// As [`Envelope::emit`], but in the field of UDP's checksum is the sum of the pseudo-header, for a device that
+    /// cuts the frame into datagrams or completes the checksum. Returns where the sum begins, and the field's offset
+    /// from there; None for raw Ethernet.
     ///
     /// # Panics
     /// As [`Envelope::emit`].

@@ -1,9 +1,9 @@
-//! RMPP packets: the message passing protocol of "Experience in Offloading Protocol Processing to a Programmable NIC" (Maccabe et
-//! al. 2002), section 3. The paper names the packets; the layout is ours, see `docs/reference/rmpp.md`.
+//! RMPP packets: the message passing protocol of "Experience in Offloading Protocol Processing to a Programmable NIC"
+//! (Maccabe et al. 2002), section 3. The paper names the packets; the layout is ours, see `docs/reference/rmpp.md`.
 //!
-//! A packet is a header of [`HEADER`] bytes and a body that depends on its kind. It travels as the payload of an Ethernet frame
-//! or of a UDP datagram ([`envelope`]). [`Packet::parse`] checks every field; what it refuses it names ([`Refusal`]), for the
-//! caller to count.
+//! A packet is a header of [`HEADER`] bytes and a body that depends on its kind. It travels as the payload of an
+//! Ethernet frame or of a UDP datagram ([`envelope`]). [`Packet::parse`] checks every field; what it refuses it names
+//! ([`Refusal`]), for the caller to count.
 
 pub mod envelope;
 mod packet;
@@ -25,8 +25,8 @@ pub const HEADER: usize = 40;
 pub const RTS_BODY: usize = 40;
 /// Bytes of a CTS packet's body.
 pub const CTS_BODY: usize = 20;
-/// Most packets that one CTS may clear if they come as packets: the receiver keeps a bit for each in one integer. For those that come
-/// by a stream it is [`stream::MAX_STREAMED`].
+/// Most packets that one CTS may clear if they come as packets: the receiver keeps a bit for each in one integer. For
+/// those that come by a stream it is [`stream::MAX_STREAMED`].
 pub const MAX_CLEARED: u16 = 128;
 
 /// Offsets in the header, in bytes.
@@ -59,7 +59,8 @@ fn be64(bytes: &[u8], at: usize) -> u64 {
     u64::from(be32(bytes, at)) << 32 | u64::from(be32(bytes, at + 4))
 }
 
-/// CRC32C (Castagnoli), the polynomial of iSCSI and SCTP, by tables: for where there is no std to ask the processor what it can.
+/// CRC32C (Castagnoli), the polynomial of iSCSI and SCTP, by tables: for where there is no std to ask the processor
+/// what it can.
 #[cfg(any(not(feature = "hardware"), test))]
 static CRC32C: Crc<u32, Table<16>> = Crc::<u32, Table<16>>::new(&CRC_32_ISCSI);
 
@@ -78,8 +79,9 @@ fn checksum(first: &[u8], second: &[u8]) -> u32 {
     digest.finalize()
 }
 
-/// CRC32C over a pseudo-header (the addresses and ports of sender and receiver) and a packet, its own CRC field left out. Ethernet
-/// and UDP without a checksum leave the sender's address unprotected, and an address with a wrong bit is another peer.
+/// CRC32C over a pseudo-header (the addresses and ports of sender and receiver) and a packet, its own CRC field left
+/// out. Ethernet and UDP without a checksum leave the sender's address unprotected, and an address with a wrong bit is
+/// another peer.
 pub(crate) fn crc32c(source: &Endpoint, destination: &Endpoint, packet: &[u8]) -> u32 {
     let mut head = [0; 2 * PSEUDO + at::CRC];
     for (to, endpoint) in head.chunks_exact_mut(PSEUDO).zip([source, destination]) {

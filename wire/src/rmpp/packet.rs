@@ -48,18 +48,19 @@ pub struct Header {
     pub from: u32,
     /// Incarnation of its receiver as the sender knows it; 0 in a Hello only.
     pub to: u32,
-    /// Number of the message among those from its sender to its receiver; the first is 1. 0 in packets that concern no message.
+    /// Number of the message among those from its sender to its receiver; the first is 1. 0 in packets that concern no
+    /// message.
     pub message: u32,
     /// CTS: the number of the grant. Data and END: the grant that they answer. 0 in other packets.
     pub grant: u16,
-    /// Data: the packet's number in the message, from 0. CTS: the first packet cleared. END: number of data packets. RTS, CLEANUP,
-    /// Ping and Bye: lowest message number that the receiver has not acknowledged (the *floor*). Reset: the incarnation that was
-    /// addressed. 0 in other packets.
+    /// Data: the packet's number in the message, from 0. CTS: the first packet cleared. END: number of data packets.
+    /// RTS, CLEANUP, Ping and Bye: lowest message number that the receiver has not acknowledged (the *floor*). Reset:
+    /// the incarnation that was addressed. 0 in other packets.
     pub packet: u32,
     /// CTS: number of packets cleared. ACK: a [`Status`]. Hold: a [`HoldReason`]. 0 in other packets.
     pub count: u16,
-    /// The handle that the packet's receiver gave out: of the message for its sender (CTS, ACK, Hold), or for its receiver (Data,
-    /// END). 0 in other packets.
+    /// The handle that the packet's receiver gave out: of the message for its sender (CTS, ACK, Hold), or for its
+    /// receiver (Data, END). 0 in other packets.
     pub handle: u32,
 }
 
@@ -132,7 +133,8 @@ pub struct Packet<'a> {
     pub body: Body<'a>,
 }
 
-/// Bytes of the packet that begins here, as its header says: another one may follow it. None if there is no whole header.
+/// Bytes of the packet that begins here, as its header says: another one may follow it. None if there is no whole
+/// header.
 pub fn packet_length(bytes: &[u8]) -> Option<usize> {
     (bytes.len() >= HEADER).then(|| HEADER + usize::from(be16(bytes, at::LENGTH)))
 }
@@ -150,8 +152,8 @@ impl<'a> Packet<'a> {
         if crc32c(source, destination, bytes) != be32(bytes, at::CRC) {
             return Err(Refusal::Checksum);
         }
-        // Version, kind, source, sender's incarnation, length and CRC are where they are in every version, so a damaged packet is
-        // none of another version, and its sender can be answered.
+        // Version, kind, source, sender's incarnation, length and CRC are where they are in every version, so a damaged
+        // packet is none of another version, and its sender can be answered.
         if bytes[0] != VERSION {
             return Err(Refusal::Version);
         }
@@ -258,8 +260,8 @@ impl<'a> Body<'a> {
     }
 }
 
-/// Writes header and fixed body of a packet, its length and CRC left to [`append_data`] or [`seal`]. Returns the bytes written.
-/// The data of `Body::Rts` and `Body::Data` is not written.
+/// Writes header and fixed body of a packet, its length and CRC left to [`append_data`] or [`seal`]. Returns the bytes
+/// written. The data of `Body::Rts` and `Body::Data` is not written.
 ///
 /// # Panics
 /// If `out` is shorter than [`HEADER`] + [`RTS_BODY`].
@@ -372,7 +374,8 @@ mod tests {
         })
     }
 
-    /// RFC 3720 appendix B.4: CRC32C of 32 bytes of zeros. Here it covers the addresses and all but the packet's own CRC field.
+    /// RFC 3720 appendix B.4: CRC32C of 32 bytes of zeros. Here it covers the addresses and all but the packet's own
+    /// CRC field.
     #[test]
     fn the_checksum_is_crc32c() {
         assert_eq!(super::super::CRC32C.checksum(&[0; 32]), 0x8a91_36aa);

@@ -1,8 +1,9 @@
-//! What goes over a stream: a TCP connection by which one endpoint sends the data of long messages to another. It begins with a
-//! [`Greeting`], which says whose it is, and goes on with runs: a [`RunHeader`], then the bytes of consecutive data packets without
-//! their headers. Nothing comes back by it.
+//! What goes over a stream: a TCP connection by which one endpoint sends the data of long messages to another. It
+//! begins with a [`Greeting`], which says whose it is, and goes on with runs: a [`RunHeader`], then the bytes of
+//! consecutive data packets without their headers. Nothing comes back by it.
 //!
-//! The CRCs here protect the fields alone. The bytes of messages have TCP's checksum, as those of MPI libraries over TCP have.
+//! The CRCs here protect the fields alone. The bytes of messages have TCP's checksum, as those of MPI libraries over
+//! TCP have.
 
 use super::{Refusal, VERSION, be16, be32, be64, checksum};
 use crate::flow::Endpoint;
@@ -11,10 +12,11 @@ use crate::flow::Endpoint;
 pub const GREETING: usize = 56;
 /// Bytes of a [`RunHeader`].
 pub const RUN: usize = 48;
-/// Most packets that a CTS clears whose answer comes by a stream, and most that one run carries. At the receiver nothing is kept for
-/// each.
+/// Most packets that a CTS clears whose answer comes by a stream, and most that one run carries. At the receiver
+/// nothing is kept for each.
 pub const MAX_STREAMED: u16 = 4096;
-/// Most packets of a run that is sent unasked: behind the RTS, before there is a CTS. The receiver takes it as a whole, or not at all.
+/// Most packets of a run that is sent unasked: behind the RTS, before there is a CTS. The receiver takes it as a whole,
+/// or not at all.
 pub const MAX_UNASKED: u16 = MAX_STREAMED;
 
 const KIND_GREETING: u8 = 1;

@@ -25,7 +25,8 @@ pub struct HostsArguments {
     mtu: u32,
     #[command(flatten)]
     workers: WorkerArguments,
-    /// Number of NICs. Between a kernel and its wire there is one; only NICs beside the kernel can be several (`baton up --nics`).
+    /// Number of NICs. Between a kernel and its wire there is one; only NICs beside the kernel can be several
+    /// (`baton up --nics`).
     #[arg(long, default_value_t = 1, value_name = "N")]
     nics: usize,
     /// A setting of the NIC's, as for `baton nic set`. Can be given several times.

@@ -5,15 +5,16 @@ use clap::Args;
 
 #[derive(Args)]
 pub struct WorkerArguments {
-    /// Number of the NIC's workers. Each has queues of its own at the interface and at the wire; `baton nic set rss-…` divides
-    /// the frames.
+    /// Number of the NIC's workers. Each has queues of its own at the interface and at the wire; `baton nic set rss-…`
+    /// divides the frames.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     workers: u8,
-    /// One queue: all frames come to the first worker, which gives the others theirs. This is used where BPF is not allowed.
+    /// One queue: all frames come to the first worker, which gives the others theirs. This is used where BPF is not
+    /// allowed.
     #[arg(long)]
     one_queue: bool,
-    /// A copy engine, which is a thread of its own, writes all workers' frames to the host, each worker's in turn. Without it
-    /// each worker writes to its own queue; with --one-queue there always is one.
+    /// A copy engine, which is a thread of its own, writes all workers' frames to the host, each worker's in turn.
+    /// Without it each worker writes to its own queue; with --one-queue there always is one.
     #[arg(long)]
     copy_engine: bool,
 }

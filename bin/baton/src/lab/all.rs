@@ -12,14 +12,16 @@ use std::path::Path;
 
 /// Moves of a round.
 const MOVES: u64 = 5_000;
-/// Bounds of `baton bench datapath`: instructions a segment of 1448 bytes with one connection and with 1024, and of 64 bytes.
+/// Bounds of `baton bench datapath`: instructions a segment of 1448 bytes with one connection and with 1024, and of 64
+/// bytes.
 const INSTRUCTIONS: [(&str, f64); 3] = [
     ("datapath.instr_per_segment_1", 450.0),
     ("datapath.instr_per_segment_1024", 450.0),
     ("datapath.instr_per_segment_64", 300.0),
 ];
 
-/// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and met their bounds.
+/// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and
+/// met their bounds.
 pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
     // Not after twenty minutes.
     let mut page = page.map(|path| File::create(path).with_context(|| format!("writing {}", path.display()))).transpose()?;
@@ -55,7 +57,8 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
             "Large receive in front of a veth that the kernel keeps, the receiver's CPU; a connection in the kernel beside a Baton.",
             Part::of(baton_lab::front::run(how.rounds, how.seconds, "xdp", |line| eprintln!("{line}")), |report| &report.bars),
         ),
-        // Last: for a while after it has given 12 GB back, whatever runs on a virtual machine is held up for milliseconds.
+        // Last: for a while after it has given 12 GB back, whatever runs on a virtual machine is held up for
+        // milliseconds.
         section(
             "connections",
             "A packet with a million connections over one with 1024; bytes of an idle connection.",

@@ -38,8 +38,8 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
     },
-    /// Partial offload beside handoff and full offload: bulk transfers of a program over links that lose nothing, 0.1 % and 1 %: share of
-    /// the segments on the fast path, goodput, the host's CPU.
+    /// Partial offload beside handoff and full offload: bulk transfers of a program over links that lose nothing, 0.1 %
+    /// and 1 %: share of the segments on the fast path, goodput, the host's CPU.
     Fastpath {
         /// Print one JSON object.
         #[arg(long)]
@@ -51,8 +51,8 @@ pub enum Bench {
         #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
         megabytes: u32,
     },
-    /// A web server (nginx, 256 bytes, 64 and 512 connections) in the kernel, under Baton on every way, in turn: rate, waiting times, all CPU
-    /// time of a request.
+    /// A web server (nginx, 256 bytes, 64 and 512 connections) in the kernel, under Baton on every way, in turn: rate,
+    /// waiting times, all CPU time of a request.
     #[command(after_help = COMPARE_EXAMPLES)]
     Http {
         #[command(flatten)]
@@ -70,14 +70,15 @@ pub enum Bench {
         #[command(flatten)]
         how: Compare,
     },
-    /// Messages of 64 bytes to a program that echoes them, the same, with smoltcp and with a program that is written for the client library:
-    /// 64 and 1024 connections, one message at a time on each.
+    /// Messages of 64 bytes to a program that echoes them, the same, with smoltcp and with a program that is written
+    /// for the client library: 64 and 1024 connections, one message at a time on each.
     #[command(after_help = COMPARE_EXAMPLES)]
     Rpc {
         #[command(flatten)]
         how: Compare,
     },
-    /// A ping-pong of 64 bytes between two programs that never sleep, the same and with smoltcp. The NIC never sleeps either.
+    /// A ping-pong of 64 bytes between two programs that never sleep, the same and with smoltcp. The NIC never sleeps
+    /// either.
     #[command(after_help = COMPARE_EXAMPLES)]
     Pingpong {
         #[command(flatten)]
@@ -88,8 +89,8 @@ pub enum Bench {
         #[command(flatten)]
         how: Rounds,
     },
-    /// What a packet costs with a million connections over 1024, on a wire in memory, which takes 12 GB; and the memory of an idle
-    /// connection.
+    /// What a packet costs with a million connections over 1024, on a wire in memory, which takes 12 GB; and the memory
+    /// of an idle connection.
     Connections {
         #[command(flatten)]
         how: Rounds,
@@ -105,8 +106,8 @@ pub enum Bench {
         #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u64).range(100..))]
         moves: u64,
     },
-    /// Large receive in front of a veth that the kernel keeps (`baton nic attach`), over the veth alone: the receiver's CPU of a GB. And
-    /// what a bulk connection that stays in the kernel gets beside a Baton, over without one.
+    /// Large receive in front of a veth that the kernel keeps (`baton nic attach`), over the veth alone: the receiver's
+    /// CPU of a GB. And what a bulk connection that stays in the kernel gets beside a Baton, over without one.
     Attach {
         #[command(flatten)]
         how: Rounds,
@@ -117,8 +118,8 @@ pub enum Bench {
         #[arg(long, default_value = "xdp")]
         path: String,
     },
-    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections. Takes about
-    /// twenty minutes.
+    /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections.
+    /// Takes about twenty minutes.
     All {
         #[command(flatten)]
         how: Compare,
@@ -126,8 +127,8 @@ pub enum Bench {
         #[arg(long, value_name = "FILE")]
         page: Option<std::path::PathBuf>,
     },
-    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes about six
-    /// minutes.
+    /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes
+    /// about six minutes.
     Lro {
         /// Print one JSON object.
         #[arg(long)]
@@ -145,7 +146,8 @@ pub enum Bench {
         #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
         verify: Option<f64>,
     },
-    /// Moderation of interrupts and of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in turn.
+    /// Moderation of interrupts and of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in
+    /// turn.
     Moderation {
         /// Print one JSON object.
         #[arg(long)]
@@ -154,8 +156,8 @@ pub enum Bench {
         #[arg(long, default_value_t = 3)]
         rounds: usize,
     },
-    /// Messages (RMPP) of 1 MB, with nothing, receiving or both on the NIC in turn: host A's CPU, events, processor availability;
-    /// and what asking early for the next packets gains on a link of 1 Gb/s with 100 us of round trip.
+    /// Messages (RMPP) of 1 MB, with nothing, receiving or both on the NIC in turn: host A's CPU, events, processor
+    /// availability; and what asking early for the next packets gains on a link of 1 Gb/s with 100 us of round trip.
     Rmpp {
         /// Print one JSON object.
         #[arg(long)]
@@ -167,8 +169,8 @@ pub enum Bench {
         #[arg(long)]
         mpi: bool,
     },
-    /// Receive-side scaling: a thousand connections with weights by Zipf's law over four workers, with the static table and the
-    /// balanced one in turn. The weights move to other connections from time to time.
+    /// Receive-side scaling: a thousand connections with weights by Zipf's law over four workers, with the static table
+    /// and the balanced one in turn. The weights move to other connections from time to time.
     Rss {
         /// Print one JSON object.
         #[arg(long)]
@@ -198,8 +200,8 @@ pub enum Bench {
         #[arg(long, default_value_t = 5.0)]
         seconds: f64,
     },
-    /// Longest waits of requests, and cost of short connections: a web server in the kernel and under Baton, in turn. Takes
-    /// about three minutes.
+    /// Longest waits of requests, and cost of short connections: a web server in the kernel and under Baton, in turn.
+    /// Takes about three minutes.
     Tail {
         /// Print one JSON object.
         #[arg(long)]
@@ -243,7 +245,8 @@ pub struct Compare {
     /// Microseconds that the NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
-    /// Ways that take turns with the kernel, where there is a server for them: beside, library, inline, attached, smoltcp. Default: all.
+    /// Ways that take turns with the kernel, where there is a server for them: beside, library, inline, attached,
+    /// smoltcp. Default: all.
     #[arg(long, value_name = "WAY", value_delimiter = ',', value_parser = way)]
     ways: Vec<Way>,
 }
@@ -469,7 +472,8 @@ fn verify_lro(gigabytes: f64, json: bool) -> Result<bool> {
     Ok(mismatches == 0)
 }
 
-/// What benches and the demonstration run as processes of their own: workloads whose instructions are counted, and a server.
+/// What benches and the demonstration run as processes of their own: workloads whose instructions are counted, and a
+/// server.
 #[derive(Subcommand)]
 pub enum Workload {
     #[command(hide = true, name = "bench-workload")]

@@ -1,4 +1,5 @@
-//! The commands that measure and test. Nothing else of this program uses the lab; without the feature `lab` they are left out.
+//! The commands that measure and test. Nothing else of this program uses the lab; without the feature `lab` they are
+//! left out.
 
 mod all;
 mod bench;
@@ -21,7 +22,8 @@ pub enum Command {
         after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20\n  baton soak --beside --kill-nic 20 --stop-nic 20\n  baton soak --poison\n  baton soak --offload fast-path --loss 1 --transitions 10000\n  baton soak --rmpp --messages 10000 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --kill-nic 20 --restart-peer 1"
     )]
     Soak(soak::SoakArguments),
-    /// Simulates whole machines in virtual time: hosts, links, programs, moves, faults and deaths; and checks what must hold.
+    /// Simulates whole machines in virtual time: hosts, links, programs, moves, faults and deaths; and checks what must
+    /// hold.
     #[command(
         after_help = "Examples:\n  baton sim --seeds 0..3000 --json\n  baton sim --seed 1725 --trace\n  baton sim --exhaustive\n  baton sim --walk fin-received,7:nic,12:agent --trace"
     )]
@@ -159,8 +161,8 @@ fn ntttcp(command: &Ntttcp) -> Result<bool> {
 
 #[derive(Subcommand)]
 pub enum Lab {
-    /// Number and cost of a card's interrupts: the three equations of "Mainstream NUMA and the TCP/IP stack", with the paper's
-    /// numbers, this machine's, and yours.
+    /// Number and cost of a card's interrupts: the three equations of "Mainstream NUMA and the TCP/IP stack", with the
+    /// paper's numbers, this machine's, and yours.
     #[command(
         after_help = "Examples:\n  baton lab equations\n  baton lab equations --paper-only --packet 1500 --per-interrupt 16 --path 20000"
     )]
@@ -187,8 +189,8 @@ pub enum Lab {
         #[arg(long)]
         json: bool,
     },
-    /// The evaluation of RMPP, message passing offloaded in steps: the real protocol on a model of the paper's machines, in virtual
-    /// time, and the paper's figures 7, 8, 10, 11 and 12 beside ours.
+    /// The evaluation of RMPP, message passing offloaded in steps: the real protocol on a model of the paper's
+    /// machines, in virtual time, and the paper's figures 7, 8, 10, 11 and 12 beside ours.
     #[command(after_help = "Examples:\n  baton lab rmpp\n  baton lab rmpp --json\n  baton lab rmpp --output rmpp.html")]
     Rmpp {
         /// Print one JSON object.

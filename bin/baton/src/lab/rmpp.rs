@@ -31,8 +31,8 @@ pub enum Rmpp {
         #[arg(long)]
         json: bool,
     },
-    /// How much of its processor a program has that works while messages are on their way, by the interval in which it looks for
-    /// their completion.
+    /// How much of its processor a program has that works while messages are on their way, by the interval in which it
+    /// looks for their completion.
     Availability {
         #[command(flatten)]
         conditions: ConditionArguments,

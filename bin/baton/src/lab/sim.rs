@@ -19,7 +19,8 @@ pub struct SimArguments {
     /// Runs the scenario of one seed.
     #[arg(long)]
     seed: Option<u64>,
-    /// Runs one connection with every crash after every action of a move there and back, and with every pair of crashes.
+    /// Runs one connection with every crash after every action of a move there and back, and with every pair of
+    /// crashes.
     #[arg(long)]
     exhaustive: bool,
     /// Runs one connection with these crashes, as --exhaustive prints them.

@@ -44,8 +44,9 @@ pub struct SoakArguments {
     /// Kill the agent, and with it the NIC, this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_agent: u32,
-    /// Stop the NIC for good (SIGSTOP) this many times, at random moments. All faults are 4 s apart then, and the report says how long
-    /// connections carried nothing, and how many of those that are wanted on the NIC are there 3 s later.
+    /// Stop the NIC for good (SIGSTOP) this many times, at random moments. All faults are 4 s apart then, and the
+    /// report says how long connections carried nothing, and how many of those that are wanted on the NIC are there 3 s
+    /// later.
     #[arg(long, default_value_t = 0, conflicts_with = "rmpp")]
     stop_nic: u32,
     /// Instead of random moves: all connections are wanted on the NIC, which crashes whenever the first one is there.
@@ -54,7 +55,8 @@ pub struct SoakArguments {
     /// MTU of the link, 576 to 9000.
     #[arg(long, default_value_t = 1500, value_parser = clap::value_parser!(u32).range(576..=9000))]
     mtu: u32,
-    /// What the NIC has of the connections: handoff (all) or fast-path (data in order and acknowledgements; the host's TCP has the rest).
+    /// What the NIC has of the connections: handoff (all) or fast-path (data in order and acknowledgements; the host's
+    /// TCP has the rest).
     #[arg(long, value_enum, default_value_t = Offloading::Handoff, value_name = "WHAT", conflicts_with_all = ["workers", "one_queue", "rmpp"])]
     offload: Offloading,
     /// With --offload fast-path: go on until so many times a connection has left its fast path or come back to it.
@@ -63,7 +65,8 @@ pub struct SoakArguments {
     /// Drop frames that come during a move, instead of holding them for the connection's next owner.
     #[arg(long)]
     drop_during_moves: bool,
-    /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not impaired then.
+    /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not
+    /// impaired then.
     #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
     beside: bool,
     /// With --beside: number of NICs. Connections move between them, too, and each death is one NIC's.

@@ -35,7 +35,8 @@ pub struct TtcpArguments {
     /// Without TSO and GSO on either side: every frame is at most an MTU long.
     #[arg(long)]
     no_segmentation: bool,
-    /// Count the NIC's instructions, too: for a packet by function, and for a message by buffering strategy; needs valgrind.
+    /// Count the NIC's instructions, too: for a packet by function, and for a message by buffering strategy; needs
+    /// valgrind.
     #[arg(long, visible_alias = "cost")]
     costs: bool,
     /// Write the figures to this directory: ttcp-transmit.svg, ttcp-receive.svg.

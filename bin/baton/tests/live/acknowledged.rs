@@ -1,5 +1,5 @@
-//! Active acknowledgements between two kernels: large receive waits for 64 KB, and neither side retransmits; acknowledged data
-//! arrives although the NIC that holds it dies.
+//! Active acknowledgements between two kernels: large receive waits for 64 KB, and neither side retransmits;
+//! acknowledged data arrives although the NIC that holds it dies.
 
 use crate::common::{before_others, connect, hosts, unacknowledged, wait_until};
 use crate::full::on_b;
@@ -32,8 +32,8 @@ fn count(bed: &Testbed, of: Counter) -> u64 {
     bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").counters[of as usize]
 }
 
-/// Sends `bytes` to a receiver that reads 16 KB every 2 ms. Returns the number of segments that the sender retransmitted, without
-/// its loss probes: a busy machine's answer may come late (RFC 8985 section 7).
+/// Sends `bytes` to a receiver that reads 16 KB every 2 ms. Returns the number of segments that the sender
+/// retransmitted, without its loss probes: a busy machine's answer may come late (RFC 8985 section 7).
 fn slow_transfer(bed: &Testbed, ipv6: bool, bytes: u64) -> u64 {
     let (mut server, client) = connect(bed, ipv6, 8080);
     server.set_nonblocking(false).expect("a blocking socket");
@@ -124,7 +124,8 @@ fn survives(workers: usize) {
             // A bucket that moves passes what large receive holds to the kernel: wait until no bucket moves any more.
             let mut moved = u64::MAX;
             wait_until("buckets that stay", || {
-                // Waits: the NIC does not tell when no bucket is left to move; it moves the next one within a millisecond.
+                // Waits: the NIC does not tell when no bucket is left to move; it moves the next one within a
+                // millisecond.
                 std::thread::sleep(Duration::from_millis(30));
                 let before = std::mem::replace(&mut moved, count(&bed, Counter::Buckets));
                 before == moved
@@ -134,7 +135,8 @@ fn survives(workers: usize) {
         let mut piece = vec![0; 14 * 1448];
         stream::fill(9, sent, &mut piece);
         let nic = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").nic_process;
-        // Large receive waits for a tenth of a second only. Where a busy machine kills the NIC later than that, the round is not counted.
+        // Large receive waits for a tenth of a second only. Where a busy machine kills the NIC later than that, the
+        // round is not counted.
         let waiting = before_others(|| {
             assert_eq!(socket::send(client.as_fd(), &piece).expect("a send"), piece.len());
             wait_until("the NIC's acknowledgement", || unacknowledged(&client) == 0);
@@ -155,11 +157,12 @@ fn survives(workers: usize) {
     }
 }
 
-/// A listener whose accept queue is full ignores the end of a handshake and repeats its SYN-ACK. Every request of its clients arrives
-/// once it accepts again.
+/// A listener whose accept queue is full ignores the end of a handshake and repeats its SYN-ACK. Every request of its
+/// clients arrives once it accepts again.
 #[test]
 fn requests_to_a_listener_whose_queue_is_full_arrive() {
-    // The queue holds one more than this. A SYN is ignored while the queue is full, and so many handshakes may be under way.
+    // The queue holds one more than this. A SYN is ignored while the queue is full, and so many handshakes may be under
+    // way.
     const BACKLOG: usize = 4;
     const BYTES: usize = 5000;
     let bed = bed(Offloads { active_ack: true, ..Offloads::default() });
@@ -174,8 +177,8 @@ fn requests_to_a_listener_whose_queue_is_full_arrive() {
     let repeated = || counter(&bed.host_a, "snmp", "Tcp:", "RetransSegs").expect("a counter");
     let first = (0..BACKLOG).map(|_| bed.host_b.run(|| TcpStream::connect(address)).expect("a connection"));
     let mut clients: Vec<TcpStream> = first.collect();
-    // All SYNs of these are there before the first of them completes its handshake, since their answers are dropped until then: one
-    // finds a place in the queue.
+    // All SYNs of these are there before the first of them completes its handshake, since their answers are dropped
+    // until then: one finds a place in the queue.
     let deaf = "add table ip deaf; add chain ip deaf input { type filter hook input priority 0; }; add rule ip deaf input tcp sport 8090 drop";
     nft(&bed.host_b, &[deaf]);
     clients.extend((0..BACKLOG).map(|_| {

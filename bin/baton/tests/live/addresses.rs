@@ -1,5 +1,5 @@
-//! Addresses of the NIC's own: a client that does not know them finds them by ARP and neighbour discovery, programs use them, they
-//! survive deaths, are defended, and are gone at the end.
+//! Addresses of the NIC's own: a client that does not know them finds them by ARP and neighbour discovery, programs use
+//! them, they survive deaths, are defended, and are gone at the end.
 
 use crate::common::hosts;
 use crate::full::{ECHO, Program, connect, connections, count, exchange, in_both_shapes, on_b, start, statistics, wait_until};
@@ -61,8 +61,8 @@ fn info(bed: &Testbed, address: IpAddr) -> AddressInfo {
     ask(bed, false).into_iter().find(|one| one.address == address).expect("the address")
 }
 
-/// Two hosts, the first with a NIC that uses both addresses. Where the NIC stands between kernel and wire, the kernel's own answers to ARP
-/// are turned off: then every answer is the NIC's.
+/// Two hosts, the first with a NIC that uses both addresses. Where the NIC stands between kernel and wire, the kernel's
+/// own answers to ARP are turned off: then every answer is the NIC's.
 fn bed(settings: TestbedSettings) -> Testbed {
     let beside = settings.beside;
     let bed = hosts(settings);
@@ -154,7 +154,8 @@ fn a_client_finds_the_address_and_a_server_behind_it(beside: bool) {
             let made = count(&bed, Counter::Made);
             fetch().status.success() && count(&bed, Counter::Made) > made
         });
-        // Segments of connections that have just ended may look for it once more, and be answered: at any time after this count.
+        // Segments of connections that have just ended may look for it once more, and be answered: at any time after
+        // this count.
         let mut before = info(&bed, at.ip());
         wait_until("an unknown address", || {
             before = info(&bed, at.ip());
@@ -213,8 +214,8 @@ while data := one.recv(65536): one.sendall(data)
     }
 }
 
-/// NIC and agent are killed one after the other: connections go on, the address is answered for, and the next NIC announces it
-/// without probing for it.
+/// NIC and agent are killed one after the other: connections go on, the address is answered for, and the next NIC
+/// announces it without probing for it.
 fn the_address_survives_nic_and_agent(beside: bool) {
     let bed = both(beside);
     for ipv6 in [false, true] {
@@ -366,8 +367,8 @@ while True:
     }
 }
 
-/// The kernel's interface gets another MAC address, and goes down and up: the NIC announces the addresses there, and the kernel has
-/// them again.
+/// The kernel's interface gets another MAC address, and goes down and up: the NIC announces the addresses there, and
+/// the kernel has them again.
 #[test]
 fn the_addresses_follow_their_device() {
     let bed = both(false);
@@ -478,7 +479,8 @@ impl Host {
     }
 }
 
-/// What a killed Baton leaves is taken over by the next one that wants it, and removed by any other. Another that runs keeps its own.
+/// What a killed Baton leaves is taken over by the next one that wants it, and removed by any other. Another that runs
+/// keeps its own.
 #[test]
 fn what_a_killed_baton_has_left_is_taken_over_or_removed() {
     let host = Host::new();
@@ -511,8 +513,8 @@ fn what_a_killed_baton_has_left_is_taken_over_or_removed() {
     assert!(!is_in_kernel(&host.namespace, address));
 }
 
-/// `baton up` ends while programs use the address: their connections go on in the kernel, and so does the address, until the next Baton
-/// has it again; when nobody uses it any more, it is removed.
+/// `baton up` ends while programs use the address: their connections go on in the kernel, and so does the address,
+/// until the next Baton has it again; when nobody uses it any more, it is removed.
 #[test]
 fn an_address_stays_as_long_as_programs_use_it() {
     let host = Host::new();
@@ -581,7 +583,8 @@ fn an_address_stays_as_long_as_programs_use_it() {
     assert!(!is_in_kernel(&host.namespace, address) || expires());
 }
 
-/// A program sends, closes and ends, and its Baton with it: what is under way reaches the client before the address goes.
+/// A program sends, closes and ends, and its Baton with it: what is under way reaches the client before the address
+/// goes.
 #[test]
 fn what_a_program_has_sent_arrives_after_its_end() {
     let host = Host::new();

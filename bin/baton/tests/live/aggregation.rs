@@ -1,5 +1,5 @@
-//! Which segments are merged, which end an aggregate, which pass unchanged: one table of cases, run through the NIC's large
-//! receive by GRO's rules and, through a TAP, through Linux's GRO. Where the two differ, the case says why.
+//! Which segments are merged, which end an aggregate, which pass unchanged: one table of cases, run through the NIC's
+//! large receive by GRO's rules and, through a TAP, through Linux's GRO. Where the two differ, the case says why.
 
 use crate::common::{before_others, wait_until};
 use baton_backends::VnetDevice;
@@ -441,9 +441,9 @@ fn ours(case: &Case) -> String {
     in_order(groups)
 }
 
-/// A TAP whose frames GRO sees all at once, and a socket that receives from it. GRO releases what it holds at the end of a round of the
-/// kernel's, or after a tick of its clock; so the kernel's thread that runs the rounds has the writer's processor, and runs only when the
-/// writer, which goes before all others, waits.
+/// A TAP whose frames GRO sees all at once, and a socket that receives from it. GRO releases what it holds at the end
+/// of a round of the kernel's, or after a tick of its clock; so the kernel's thread that runs the rounds has the
+/// writer's processor, and runs only when the writer, which goes before all others, waits.
 struct Gro {
     _host: Namespace,
     tap: VnetDevice,

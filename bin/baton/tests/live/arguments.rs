@@ -1,4 +1,5 @@
-//! Arguments of calls: what the kernel refuses is refused with its errno, wherever the connection is, and nothing else happens.
+//! Arguments of calls: what the kernel refuses is refused with its errno, wherever the connection is, and nothing else
+//! happens.
 
 use crate::library::{as_natively, finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
@@ -50,8 +51,9 @@ pub(crate) fn compare(how: &str, arguments: &[&str], native: &[String], ours: &[
     assert!(different.is_empty() && native.len() == ours.len(), "{how} {arguments:?}:\n{}", different.join("\n"));
 }
 
-/// Five hundred calls with bad pointers, lengths, counts, limits and flags: natively, on a socket that is no TCP connection, on a connection
-/// in the kernel and on one on the NIC; in a program without a handler for SIGSEGV, and in one with.
+/// Five hundred calls with bad pointers, lengths, counts, limits and flags: natively, on a socket that is no TCP
+/// connection, on a connection in the kernel and on one on the NIC; in a program without a handler for SIGSEGV, and in
+/// one with.
 #[test]
 fn arguments_are_judged_as_by_the_kernel() {
     let scratch = Scratch::new("arguments");
@@ -71,7 +73,8 @@ fn arguments_are_judged_as_by_the_kernel() {
     }
 }
 
-/// The signals that a bad address raises are the program's: its handlers see its own faults, and it sees its own actions.
+/// The signals that a bad address raises are the program's: its handlers see its own faults, and it sees its own
+/// actions.
 #[test]
 fn faults_are_the_programs() {
     for case in ["sigaction", "SIGBUS", "profiler", "ends"] {

@@ -30,7 +30,8 @@ fn summary(attacher: Child, scratch: &Scratch) -> Value {
     serde_json::from_slice(&ended.stdout).expect("JSON")
 }
 
-/// Both ends of connections move while every byte is compared, in every way to wait for a socket. Those of blocking sockets stay.
+/// Both ends of connections move while every byte is compared, in every way to wait for a socket. Those of blocking
+/// sockets stay.
 #[test]
 fn running_programs_do_not_notice() {
     for way in ["threads", "select", "poll", "epoll", "edge", "asyncio"] {
@@ -344,7 +345,8 @@ pub fn listed(scratch: &Scratch) -> Vec<baton_protocol::program::ConnectionInfo>
     connect().and_then(|mut tool| tool.connections().ok()).unwrap_or_default()
 }
 
-/// Asks over a connection, in pieces of all sizes, until the end; every byte that comes back is compared. Returns the number of questions.
+/// Asks over a connection, in pieces of all sizes, until the end; every byte that comes back is compared. Returns the
+/// number of questions.
 fn ask_until(end: Instant, client: &TcpStream, seed: u64) -> u64 {
     client.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
     let (mut questions, mut at) = (0, 0);
@@ -363,7 +365,8 @@ fn ask_until(end: Instant, client: &TcpStream, seed: u64) -> u64 {
     questions
 }
 
-/// Go copies between connections by splice(2), which does not find what comes by the map of sockets: its connections go back, and stay.
+/// Go copies between connections by splice(2), which does not find what comes by the map of sockets: its connections go
+/// back, and stay.
 #[test]
 fn a_proxy_that_splices_is_left_in_the_kernel() {
     const CLIENTS: usize = 3;
@@ -407,7 +410,8 @@ fn a_proxy_that_splices_is_left_in_the_kernel() {
     assert_eq!(summary["connections"], 2 * CLIENTS, "{summary}");
 }
 
-/// A client in C that waits in recv while its children end and timers expire, with SA_RESTART: as in the kernel no call fails.
+/// A client in C that waits in recv while its children end and timers expire, with SA_RESTART: as in the kernel no call
+/// fails.
 #[test]
 fn a_blocking_client_with_signals_does_not_notice() {
     let scratch = Scratch::new("attach-signals");
@@ -435,8 +439,8 @@ fn a_blocking_client_with_signals_does_not_notice() {
     assert_eq!((&summary["moves"], &summary["stayed"]["blocking socket"]), (&0.into(), &1.into()), "{summary}");
 }
 
-/// A Python program that echoes each line of its standard input. On the line "connect" it first opens a connection to the port in its
-/// first argument, exchanges a byte, and makes the socket non-blocking.
+/// A Python program that echoes each line of its standard input. On the line "connect" it first opens a connection to
+/// the port in its first argument, exchanges a byte, and makes the socket non-blocking.
 /// Opens a connection at the line that asks for it, exchanges a byte, and prints each line when it is done.
 pub const ANSWERS: &str = "
 import socket, sys
@@ -450,8 +454,9 @@ for line in sys.stdin:
     print(line, end='', flush=True)
 ";
 
-/// A debugger stops the agent, then an attached program opens a connection. The attacher stops the program to register the connection; it
-/// lets the program run again after 0.8 s without an answer, and the connection moves to the NIC once the agent runs again.
+/// A debugger stops the agent, then an attached program opens a connection. The attacher stops the program to register
+/// the connection; it lets the program run again after 0.8 s without an answer, and the connection moves to the NIC
+/// once the agent runs again.
 #[test]
 fn an_agent_that_is_held_does_not_stop_an_attached_program() {
     let scratch = Scratch::new("attach-held");
@@ -483,7 +488,8 @@ fn an_agent_that_is_held_does_not_stop_an_attached_program() {
     let debugger = std::thread::spawn(move || {
         let frozen = Frozen::freeze(&[agent]).expect("a tracer");
         held.send(()).expect("it waits");
-        // Waits: much longer than the limit of 0.8 s, so that a program that waits for the agent exceeds the bound below.
+        // Waits: much longer than the limit of 0.8 s, so that a program that waits for the agent exceeds the bound
+        // below.
         std::thread::sleep(Duration::from_secs(5));
         drop(frozen);
     });

@@ -11,8 +11,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// Bytes in flight at a time: a multiple of the program's buffers, some of which are posted before the bytes arrive. Each move
-/// takes two of these pieces, so every other piece finds the connection on the NIC.
+/// Bytes in flight at a time: a multiple of the program's buffers, some of which are posted before the bytes arrive.
+/// Each move takes two of these pieces, so every other piece finds the connection on the NIC.
 const PIECE: usize = 21_000;
 const BYTES: usize = 100 * PIECE;
 

@@ -28,11 +28,12 @@ fn requests_until_in_the_kernel(scene: &Scene) -> u32 {
     requests
 }
 
-/// Far more than an agent answers while it restores a connection, and far fewer than until it looks at everything again.
+/// Far more than an agent answers while it restores a connection, and far fewer than until it looks at everything
+/// again.
 const MOST_REQUESTS: u32 = 2000;
 
-/// A new rule that drops a connection's packets stops it before the agent does much else, and it does not leave the kernel again until
-/// traffic passes.
+/// A new rule that drops a connection's packets stops it before the agent does much else, and it does not leave the
+/// kernel again until traffic passes.
 #[test]
 fn a_new_drop_rule_stops_a_connection_on_the_nic() {
     for beside in [true, false] {
@@ -69,7 +70,8 @@ fn a_changed_neighbour_brings_the_connection_back() {
     scene.exchange(10_000, Place::Kernel);
 }
 
-/// A connection whose route or address is removed sends nothing, wherever it is, and goes on when the route or address is back.
+/// A connection whose route or address is removed sends nothing, wherever it is, and goes on when the route or address
+/// is back.
 #[test]
 fn without_a_route_nothing_is_sent() {
     let commands: [[&[&str]; 2]; 3] = [
@@ -90,7 +92,8 @@ fn without_a_route_nothing_is_sent() {
                 let reason = reason(&scene);
                 reason.contains("no route") || reason.contains("not one of this host's")
             });
-            // The agent sends the NIC its command at the same moment; until the NIC has run it, it may still send, and acknowledge.
+            // The agent sends the NIC its command at the same moment; until the NIC has run it, it may still send, and
+            // acknowledge.
             scene.until_silent();
             scene.send(1000);
             // It would send again by the same time-outs as the peer does.
@@ -104,8 +107,8 @@ fn without_a_route_nothing_is_sent() {
     }
 }
 
-/// The NIC has acknowledged the peer's FIN, and notified the program. A rule drops the frame that replays it to the kernel: until it has
-/// arrived the program does not find a socket without it, and it is replayed again.
+/// The NIC has acknowledged the peer's FIN, and notified the program. A rule drops the frame that replays it to the
+/// kernel: until it has arrived the program does not find a socket without it, and it is replayed again.
 #[test]
 fn the_end_of_a_stream_reaches_the_kernel_in_spite_of_a_drop() {
     for beside in [true, false] {

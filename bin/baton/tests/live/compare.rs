@@ -1,5 +1,5 @@
-//! The benches that compare ways of serving, for a moment each: every way runs, its connections are where they should be, and the CPU time
-//! is that of those who take part.
+//! The benches that compare ways of serving, for a moment each: every way runs, its connections are where they should
+//! be, and the CPU time is that of those who take part.
 
 use serde_json::Value;
 use std::process::Command;

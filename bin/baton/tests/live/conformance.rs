@@ -1,5 +1,5 @@
-//! Behaviour of sockets, case by case: the same in the kernel, on the NIC, when the connection moves in between, and when the NIC has
-//! made it.
+//! Behaviour of sockets, case by case: the same in the kernel, on the NIC, when the connection moves in between, and
+//! when the NIC has made it.
 
 use crate::common::hosts;
 use crate::full::count;
@@ -18,7 +18,8 @@ use std::process::{Command, Stdio};
 /// Cases by their names, with their results.
 type Cases = Vec<(String, Value)>;
 
-/// Runs all cases in one column, on `host`. Each request of the program is answered with what `answer` makes of its words.
+/// Runs all cases in one column, on `host`. Each request of the program is answered with what `answer` makes of its
+/// words.
 fn run(host: &Namespace, command: &mut Command, file: &str, mut answer: impl FnMut(&[&str]) -> String) -> Cases {
     command.env_remove("BATON_SOCKET").env_remove("BATON_RUN").stdin(Stdio::piped()).stdout(Stdio::piped());
     let mut child = host.spawn(command).expect("the program");
@@ -32,7 +33,8 @@ fn run(host: &Namespace, command: &mut Command, file: &str, mut answer: impl FnM
     text.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect()
 }
 
-/// Runs all cases in one column, on the loopback address. Returns each result, and how many moves were requested and made.
+/// Runs all cases in one column, on the loopback address. Returns each result, and how many moves were requested and
+/// made.
 fn on_loopback(column: &str, family: &str) -> (Cases, usize, usize) {
     let scratch = Scratch::new(&format!("conformance-{column}-{family}"));
     let file = scratch.file("cases");
@@ -105,8 +107,8 @@ fn compare_moved(family: &str) {
     }
 }
 
-/// The NIC makes each case's connection. Across a wire the kernel may report an edge once or twice, as its other processor receives
-/// while the program looks, so there are several runs of it.
+/// The NIC makes each case's connection. Across a wire the kernel may report an edge once or twice, as its other
+/// processor receives while the program looks, so there are several runs of it.
 fn compare_made(family: &str) {
     let bed = hosts(TestbedSettings::default());
     let kernel = [(); 3].map(|()| on_two_hosts(&bed, "kernel", family));

@@ -1,5 +1,5 @@
-//! Baton in a container: its connections come through a published port, which another namespace translates, and pass a firewall
-//! that drops invalid packets.
+//! Baton in a container: its connections come through a published port, which another namespace translates, and pass a
+//! firewall that drops invalid packets.
 
 use crate::common::{SetsAtEnd, until_moved};
 use crate::scratch::{Scratch, agent_socket, script};
@@ -21,7 +21,8 @@ const MOVES: u32 = 10;
 /// Each of these tests keeps both cores of a small machine busy, so they run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// Rules of the containers' host: port 8080 is the container's, and what conntrack calls invalid is counted and dropped.
+/// Rules of the containers' host: port 8080 is the container's, and what conntrack calls invalid is counted and
+/// dropped.
 const RULES: &str = "table ip nat {
   chain prerouting { type nat hook prerouting priority -100; tcp dport 8080 dnat to 10.88.0.2:PORT; }
   chain postrouting { type nat hook postrouting priority 100; oifname c0 masquerade; }
@@ -74,7 +75,8 @@ impl Network {
     }
 }
 
-/// Exchanges bytes over `count` connections to the published port until each has moved often enough; every byte is compared.
+/// Exchanges bytes over `count` connections to the published port until each has moved often enough; every byte is
+/// compared.
 fn talk(network: &Network, count: usize, socket: impl Fn() -> Option<PathBuf>) {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {

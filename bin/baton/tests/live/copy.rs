@@ -1,5 +1,5 @@
-//! The copy engine between several workers and one queue of the kernel's: what it delivers is complete, and new connections are
-//! established while others keep it busy.
+//! The copy engine between several workers and one queue of the kernel's: what it delivers is complete, and new
+//! connections are established while others keep it busy.
 
 use crate::common::{SetsAtEnd, connect, hosts};
 use baton_abi::layout::Counter;

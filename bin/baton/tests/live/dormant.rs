@@ -1,4 +1,5 @@
-//! Connections that are idle on the NIC are dormant there: their state takes a few hundred bytes. They wake up when anything happens.
+//! Connections that are idle on the NIC are dormant there: their state takes a few hundred bytes. They wake up when
+//! anything happens.
 
 use crate::common::{hosts, wait_until};
 use crate::full::{connections, count, in_both_shapes, statistics};
@@ -98,7 +99,8 @@ impl Many {
         assert!(!list.is_empty() && list.iter().all(|info| info.dormant && info.place == Place::Nic));
     }
 
-    /// Each connection carries `bytes` both ways. The first byte comes from the program of every other one, and from the others' peers.
+    /// Each connection carries `bytes` both ways. The first byte comes from the program of every other one, and from
+    /// the others' peers.
     fn carry(&mut self, bytes: u64) {
         let deadline = Instant::now() + 2 * LONG;
         let goals: Vec<[u64; 2]> = self.all.iter().map(|one| one.sent.map(|sent| sent + bytes)).collect();
@@ -202,8 +204,8 @@ fn what_has_carried_nothing_returns_its_scratch(beside: bool) {
 /// Connections of the test: more than the agent returns the pages of in one period, and no more than it polls in one.
 const SOME: usize = 160;
 
-/// All idle connections have to leave the NIC while the agent still returns the pages of one after the other. In the next period it
-/// does both to some of them. Program and peers go on as soon as the first has left.
+/// All idle connections have to leave the NIC while the agent still returns the pages of one after the other. In the
+/// next period it does both to some of them. Program and peers go on as soon as the first has left.
 fn idle_connections_that_have_to_leave_lose_nothing(beside: bool) {
     const WHY: &str = "its program has set";
     let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });

@@ -1,4 +1,5 @@
-//! How connections end: a reset behind the end of a stream, a descriptor that another thread closes, a connection that its program dissolves.
+//! How connections end: a reset behind the end of a stream, a descriptor that another thread closes, a connection that
+//! its program dissolves.
 
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
@@ -78,7 +79,8 @@ fn a_reset_behind_the_end_is_a_broken_pipe() {
     as_natively(RESETS);
 }
 
-/// One thread sleeps in recv, another one closes the descriptor, whose number the next connection gets. Then both peers send.
+/// One thread sleeps in recv, another one closes the descriptor, whose number the next connection gets. Then both peers
+/// send.
 const CLOSES: &str = "
 import errno, os, socket, sys, threading
 listener = socket.create_server(('127.0.0.1', 0), backlog=100)

@@ -1,5 +1,5 @@
-//! Entries of /proc that hold up whoever reads them: a process can see to that. Who looks for Batons, is attached to programs, or searches for
-//! other holders of a socket, goes on.
+//! Entries of /proc that hold up whoever reads them: a process can see to that. Who looks for Batons, is attached to
+//! programs, or searches for other holders of a socket, goes on.
 
 use crate::attach::{attach, listed};
 use crate::common::{hosts, scene, wait_until};
@@ -16,13 +16,14 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// What is promised.
-// Waits: compared with the same call without such a process in the same run. Another test's listener may cost a second of it.
+// Waits: compared with the same call without such a process in the same run. Another test's listener may cost a second
+// of it.
 const PROMISED: Duration = Duration::from_secs(3);
 
 pub const PYTHON: &str = "/usr/bin/python3";
 
-/// Holds the lock of its own memory: one thread reads that through /proc, at an address whose page does not come, and another one waits to
-/// map more, behind which all others wait.
+/// Holds the lock of its own memory: one thread reads that through /proc, at an address whose page does not come, and
+/// another one waits to map more, behind which all others wait.
 const LOCKS_ITS_MEMORY: &str = "
 import ctypes, mmap, os, sys, threading
 libc = ctypes.CDLL(None)
@@ -82,7 +83,8 @@ fn list() -> (String, Duration) {
     })
 }
 
-/// A process whose memory is locked, so that reading its command line waits, is passed by; so is one that calls itself an agent.
+/// A process whose memory is locked, so that reading its command line waits, is passed by; so is one that calls itself
+/// an agent.
 #[test]
 fn a_process_that_locks_its_memory_holds_up_no_list() {
     let scene = scene(TestbedSettings::default());
@@ -148,8 +150,9 @@ for line in sys.stdin:
     exchange('has forked')
 ";
 
-/// A process of another user stays in execve(2): a program that forks gets its connection back on the NIC all the same, once its child has ended.
-/// That process can hold none of the program's sockets, since they share neither user, session nor parent.
+/// A process of another user stays in execve(2): a program that forks gets its connection back on the NIC all the same,
+/// once its child has ended. That process can hold none of the program's sockets, since they share neither user,
+/// session nor parent.
 #[test]
 fn a_process_that_stays_in_execve_keeps_no_forked_program_from_the_nic() {
     let bed = hosts(TestbedSettings::default());
@@ -218,8 +221,8 @@ pub fn echo(peer: &mut TcpStream) {
     peer.read_exact(&mut [0; 5]).expect("an echo");
 }
 
-/// An attached program closes a connection, and has a file that does not close at its number: the peer receives the end of the stream, and its
-/// other connection goes on.
+/// An attached program closes a connection, and has a file that does not close at its number: the peer receives the end
+/// of the stream, and its other connection goes on.
 #[test]
 fn a_file_in_the_place_of_a_socket_holds_up_no_attacher() {
     let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };

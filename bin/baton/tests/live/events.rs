@@ -1,4 +1,5 @@
-//! Events that epoll reports for connections that move: only for sockets in the set, at most once per call, and only true ones.
+//! Events that epoll reports for connections that move: only for sockets in the set, at most once per call, and only
+//! true ones.
 
 use crate::scratch::{Scratch, script, text};
 use baton_linux::namespace::Namespace;
@@ -25,8 +26,8 @@ fn compile(scratch: &Scratch) -> PathBuf {
     program
 }
 
-/// Under every rule and under random moves: no event of a socket that is not in the set, or that has reported and was not armed
-/// again; none twice in a call; and a socket that is reported as readable can be read.
+/// Under every rule and under random moves: no event of a socket that is not in the set, or that has reported and was
+/// not armed again; none twice in a call; and a socket that is reported as readable can be read.
 fn expect_nothing_wrong(name: &str, way: &str, connections: [&str; 2], others: &str) {
     let scratch = Scratch::new(name);
     let program = compile(&scratch);
@@ -68,8 +69,8 @@ fn clients_get_only_true_events() {
     expect_nothing_wrong("clients", "client", ["32", "8"], "2");
 }
 
-/// A child that shares its parent's set closes everything and ends: the parent's set still reports its sockets, old and new.
-/// This also holds before any connection has moved.
+/// A child that shares its parent's set closes everything and ends: the parent's set still reports its sockets, old and
+/// new. This also holds before any connection has moved.
 #[test]
 fn children_leave_their_parents_sets_alone() {
     let scratch = Scratch::new("children");

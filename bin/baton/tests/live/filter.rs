@@ -1,5 +1,5 @@
-//! The NIC as a point of control: rules of the NIC's owner about the kernel's frames and those of connections on the NIC, compared with
-//! what is captured on both sides; and a host whose root has turned against the owner.
+//! The NIC as a point of control: rules of the NIC's owner about the kernel's frames and those of connections on the
+//! NIC, compared with what is captured on both sides; and a host whose root has turned against the owner.
 
 use crate::common::{Scene, SetsAtEnd, connect, hosts, scene, wait_until};
 use baton_backends::PacketDevice;
@@ -19,8 +19,8 @@ use std::time::{Duration, Instant};
 
 const KEY: &[u8] = b"0123456789abcdef0123456789abcdef";
 
-/// Settings of a test bed whose NIC has an owner with these rules. Frames are cut before they reach the wire, so that a capture counts
-/// what the NIC counts.
+/// Settings of a test bed whose NIC has an owner with these rules. Frames are cut before they reach the wire, so that a
+/// capture counts what the NIC counts.
 fn settings(rules: &[&str]) -> TestbedSettings {
     let rules = rules.iter().map(|rule| parse(rule).expect(rule).to_string()).collect();
     let control_point = Some(ControlPoint { key: KEY.to_vec(), rules, contained: false });
@@ -109,7 +109,8 @@ fn transfer(mut from: TcpStream, mut to: TcpStream, pieces: usize) {
     });
 }
 
-/// Each rule has counted exactly what crossed the wire: TCP and UDP, IPv4 and IPv6, both directions, one and several workers.
+/// Each rule has counted exactly what crossed the wire: TCP and UDP, IPv4 and IPv6, both directions, one and several
+/// workers.
 #[test]
 fn counters_are_those_of_a_capture() {
     for workers in [1, 2] {
@@ -167,9 +168,10 @@ fn counters_are_those_of_a_capture() {
     }
 }
 
-/// Frames of 10 Mb/s get through, within 5 %, of more that is offered: TCP and UDP, in and out. A machine that is busy with other things
-/// lets sender or NIC wait for tenths of a second; then nothing passes for that long, and the bucket keeps its burst only. So the time
-/// between two frames counts up to the time of a burst. And TCP loses what passes while it waits for a time-out.
+/// Frames of 10 Mb/s get through, within 5 %, of more that is offered: TCP and UDP, in and out. A machine that is busy
+/// with other things lets sender or NIC wait for tenths of a second; then nothing passes for that long, and the bucket
+/// keeps its burst only. So the time between two frames counts up to the time of a burst. And TCP loses what passes
+/// while it waits for a time-out.
 #[test]
 fn a_limit_holds() {
     const RATE: f64 = 10e6;
@@ -249,8 +251,9 @@ fn a_limit_holds() {
     }
 }
 
-/// Over 10 s datagrams of 10 Mb/s reach their receiver, within 5 %, of three times as many that are sent: in and out, at the same time.
-/// They come in order, and none twice. A thread that has to wait for its turn sends, or reads, what is due all the same.
+/// Over 10 s datagrams of 10 Mb/s reach their receiver, within 5 %, of three times as many that are sent: in and out,
+/// at the same time. They come in order, and none twice. A thread that has to wait for its turn sends, or reads, what
+/// is due all the same.
 #[test]
 fn a_limit_of_datagrams_holds_over_ten_seconds() {
     const RATE: f64 = 10e6;
@@ -338,8 +341,8 @@ fn expect_silence(bed: &Testbed, host: &Namespace, to: SocketAddr, rule: usize) 
     assert!(socket.take_error().expect("its error").is_none() && socket.peer_addr().is_err(), "{to} has answered");
 }
 
-/// A rejected SYN is refused at once, in both directions and both families; a rejected datagram is reported to its sender; a dropped SYN
-/// is not answered.
+/// A rejected SYN is refused at once, in both directions and both families; a rejected datagram is reported to its
+/// sender; a dropped SYN is not answered.
 #[test]
 fn rejected_is_refused_and_dropped_is_silent() {
     let rules = ["tcp dport 7001 reject", "udp dport 7001 reject", "tcp dport 7002 drop"];
@@ -471,8 +474,8 @@ fn errors_say_what_is_wrong() {
 const FORBIDDEN: u16 = 6666;
 const ALLOWED: u16 = 7777;
 
-/// A Perl program that sends raw frames of UDP to the forbidden port: plain, with a VLAN tag, as fragments, and of an EtherType that no
-/// rule allows. Its arguments are the index of the interface and the number of rounds.
+/// A Perl program that sends raw frames of UDP to the forbidden port: plain, with a VLAN tag, as fragments, and of an
+/// EtherType that no rule allows. Its arguments are the index of the interface and the number of rounds.
 const RAW_FRAMES: &str = r#"
 my ($index, $rounds) = @ARGV;
 socket(my $s, 17, 3, 0) or die "packet socket: $!";
@@ -491,8 +494,9 @@ my @frames = (
 for (1..$rounds) { send($s, $_, 0, $to) for @frames; select(undef, undef, undef, 0.001); }
 "#;
 
-/// Root of the host kills its agent and keeper, sends raw frames, and tries to change the rules. Nothing that the rules forbid reaches the
-/// other side, nor this one, before, while and after; what they allow does, whenever there is an agent.
+/// Root of the host kills its agent and keeper, sends raw frames, and tries to change the rules. Nothing that the rules
+/// forbid reaches the other side, nor this one, before, while and after; what they allow does, whenever there is an
+/// agent.
 #[test]
 fn a_compromised_host_changes_nothing() {
     let rules = ["arp accept", "icmpv6 accept", "udp dport 7777 accept", "drop"];

@@ -5,8 +5,9 @@ use crate::library::as_natively;
 use crate::scratch::Scratch;
 use crate::waits::compile;
 
-/// Every set of MSG_PEEK, MSG_WAITALL, MSG_TRUNC and MSG_DONTWAIT, with what is asked for there, partly, or not, before the end of the stream or
-/// a reset; blocking or not, with a time limit, with a low-water mark: the kernel's results, bytes and rests.
+/// Every set of MSG_PEEK, MSG_WAITALL, MSG_TRUNC and MSG_DONTWAIT, with what is asked for there, partly, or not, before
+/// the end of the stream or a reset; blocking or not, with a time limit, with a low-water mark: the kernel's results,
+/// bytes and rests.
 #[test]
 fn flags_mean_together_what_they_mean_natively() {
     let scratch = Scratch::new("flags");
@@ -25,7 +26,8 @@ fn what_is_sent_with_more_behind_it_waits() {
     }
 }
 
-/// O_ASYNC by fcntl and ioctl, for a process, a thread and a group, with SIGIO and with a signal of the program's choice; SIGURG.
+/// O_ASYNC by fcntl and ioctl, for a process, a thread and a group, with SIGIO and with a signal of the program's
+/// choice; SIGURG.
 #[test]
 fn signals_for_input_come_however_they_are_asked_for() {
     for case in ["fcntl", "thread", "ioctl", "group", "urgent"] {

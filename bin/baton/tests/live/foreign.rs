@@ -32,8 +32,8 @@ fn agent(bed: &Testbed) -> u32 {
     bed.tool().expect("a tool").statistics().expect("statistics").agent_process
 }
 
-/// A program dies with sockets that linger, and whose peers do not read. Agent and keeper, which have the last descriptors, go on; each peer
-/// gets everything and the FIN when it reads.
+/// A program dies with sockets that linger, and whose peers do not read. Agent and keeper, which have the last
+/// descriptors, go on; each peer gets everything and the FIN when it reads.
 #[test]
 fn a_dead_programs_sockets_that_linger_hold_up_nobody() {
     let bed = hosts(TestbedSettings::default());
@@ -61,7 +61,8 @@ fn a_dead_programs_sockets_that_linger_hold_up_nobody() {
     });
 }
 
-/// Files of FUSE, sent along with requests that need none, hold up nobody: closing each would wait for its server. Their user is turned away meanwhile.
+/// Files of FUSE, sent along with requests that need none, hold up nobody: closing each would wait for its server.
+/// Their user is turned away meanwhile.
 #[test]
 fn files_that_do_not_close_hold_up_nobody() {
     let bed = hosts(TestbedSettings::default());
@@ -87,8 +88,9 @@ fn files_that_do_not_close_hold_up_nobody() {
     assert_eq!(agent(&bed), before);
 }
 
-/// Another user's program has died with a thousand such sockets, and yet another of its programs sends a hundred files that do not close. A
-/// closed socket of root's sends its FIN as soon as without them, and agent and keeper have few threads.
+/// Another user's program has died with a thousand such sockets, and yet another of its programs sends a hundred files
+/// that do not close. A closed socket of root's sends its FIN as soon as without them, and agent and keeper have few
+/// threads.
 #[test]
 fn a_thousand_sockets_and_a_hundred_files_hold_up_nobody() {
     let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
@@ -136,8 +138,8 @@ fn a_reports_file_that_never_answers_holds_up_nobody() {
     assert_eq!(listed(&bed), 0);
 }
 
-/// The answer to a program's last request comes when its group's report has been written, however late that is: whoever reads the report when the
-/// program has ended finds it.
+/// The answer to a program's last request comes when its group's report has been written, however late that is: whoever
+/// reads the report when the program has ended finds it.
 #[test]
 fn a_program_that_ends_waits_for_its_own_report_alone() {
     let bed = hosts(TestbedSettings::default());

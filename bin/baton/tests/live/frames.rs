@@ -1,4 +1,5 @@
-//! Frames of every kind, whole and damaged, at a live NIC with every offload on, while a connection beside them goes on and moves.
+//! Frames of every kind, whole and damaged, at a live NIC with every offload on, while a connection beside them goes on
+//! and moves.
 //!
 //! A step is a frame.
 
@@ -277,7 +278,8 @@ impl World for Live {
     }
 }
 
-/// The NIC gets most of the frames (a TAP's queue drops what it does not hold), the connection goes on, and then the NIC rests.
+/// The NIC gets most of the frames (a TAP's queue drops what it does not hold), the connection goes on, and then the
+/// NIC rests.
 #[test]
 fn no_frame_disturbs_a_nic_with_every_offload() {
     let corpus = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../sim/fuzz/corpus/frames.txt"));

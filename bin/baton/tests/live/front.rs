@@ -1,4 +1,5 @@
-//! `baton nic attach`: large receive in front of a device that the kernel keeps, on a veth between two hosts without Baton.
+//! `baton nic attach`: large receive in front of a device that the kernel keeps, on a veth between two hosts without
+//! Baton.
 
 use crate::common::{self, wait_until};
 use baton_backends::VnetDevice;
@@ -28,8 +29,9 @@ const PIECE: usize = 1 << 17;
 /// Where segments are taken.
 const PATHS: [&str; 2] = ["path=xdp", "path=tc"];
 
-/// Two hosts. Host B cuts what it sends into segments itself, as a host behind a cable does. One processor receives all of host A's
-/// frames, as by a card's only queue: a veth receives on the processor that sends, and frames that two have sent overtake each other.
+/// Two hosts. Host B cuts what it sends into segments itself, as a host behind a cable does. One processor receives all
+/// of host A's frames, as by a card's only queue: a veth receives on the processor that sends, and frames that two have
+/// sent overtake each other.
 fn hosts() -> [Namespace; 2] {
     let [a, b] = without_baton(&TestbedSettings::default()).expect("two test hosts (root is needed)");
     b.run(|| interface::set_segmentation(INTERFACE_B, false)).expect("segmentation off");
@@ -221,9 +223,9 @@ fn segments_are_merged_and_none_is_lost_or_reordered() {
     }
 }
 
-/// Transfers 200 MB, and checks that they were merged, and nothing lost or overtaken. The process goes before all others, since one
-/// that gets no processor for a while is passed by, which is another test's matter. And the sender has fewer segments in flight than
-/// the veth's queue takes while its receiver gets no processor.
+/// Transfers 200 MB, and checks that they were merged, and nothing lost or overtaken. The process goes before all
+/// others, since one that gets no processor for a while is passed by, which is another test's matter. And the sender
+/// has fewer segments in flight than the veth's queue takes while its receiver gets no processor.
 fn merges(ipv6: bool, settings: &[&str]) {
     const BYTES: u64 = 200 << 20;
     let hosts = hosts();
@@ -251,9 +253,9 @@ fn merges(ipv6: bool, settings: &[&str]) {
     println!(
         "{settings:?} IPv6 {ipv6}: {segments} segments, {lost} lost on the wire, {again} again, {gaps} behind a gap; {figures}"
     );
-    // What was lost or overtaken leaves a gap. A sender whose acknowledgements are late sends again what has arrived, up to a window
-    // of it: on a busy machine that says nothing. Nor does what the veth loses there while its receiver gets no processor: a window of
-    // segments comes behind each.
+    // What was lost or overtaken leaves a gap. A sender whose acknowledgements are late sends again what has arrived,
+    // up to a window of it: on a busy machine that says nothing. Nor does what the veth loses there while its receiver
+    // gets no processor: a window of segments comes behind each.
     const WINDOW: u64 = 200;
     assert_eq!(lapses, 0, "the process was passed by");
     assert!(taken * 10 > segments * 9, "of {segments} segments only {taken} were taken");
@@ -286,8 +288,8 @@ fn small_messages(path: &str) {
     drop(attached);
 }
 
-/// The transfer goes on at once when the process is killed, and within a third of a second when it is stopped. It merges again
-/// when it goes on, or the next one does.
+/// The transfer goes on at once when the process is killed, and within a third of a second when it is stopped. It
+/// merges again when it goes on, or the next one does.
 #[test]
 fn a_dead_process_is_passed_by() {
     PATHS.iter().for_each(|path| dies(path));
@@ -315,7 +317,8 @@ fn dies(path: &str) {
             progress.await_bytes(60 << 20);
             let timeouts = progress.take_timeouts();
             println!("{path}, round {round}: killed, {timeouts} time-outs");
-            // A sender that lost its last segments waits for a time-out. If frames went nowhere for long, it would wait for a third.
+            // A sender that lost its last segments waits for a time-out. If frames went nowhere for long, it would wait
+            // for a third.
             assert!(timeouts < 3, "{timeouts} time-outs one after the other after it was killed");
             attached.process.wait().expect("its end");
             // In a driver there can be only one program: the last one's is gone.
@@ -526,8 +529,8 @@ impl Drop for Killed {
     }
 }
 
-/// Listens as a user at names of its network namespace until its input ends, in a process that the one with the listener's id leaves
-/// behind.
+/// Listens as a user at names of its network namespace until its input ends, in a process that the one with the
+/// listener's id leaves behind.
 const LISTENS: &str = "import os, socket, sys
 def listen(name):
     at = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -540,7 +543,8 @@ if os.fork() == 0:
     print(os.getpid(), flush=True)
     sys.stdin.read()";
 
-/// Starts that, and returns the process id that a client sees, which is that of a process that has ended, and what keeps it going.
+/// Starts that, and returns the process id that a client sees, which is that of a process that has ended, and what
+/// keeps it going.
 fn listening(host: &Namespace, user: u32, names: &[String]) -> (u32, ChildStdin) {
     let mut command = Command::new("python3");
     command.args(["-c", LISTENS, &user.to_string()]).args(names).stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -572,7 +576,8 @@ fn a_user_that_may_not_attach_is_in_nobodys_way() {
     drop(attached);
 }
 
-/// Any process can get the process id of one that has ended and has left its socket to others. A detach must not end that.
+/// Any process can get the process id of one that has ended and has left its socket to others. A detach must not end
+/// that.
 #[test]
 fn a_detach_ends_no_stranger() {
     let [host, _b] = hosts();
@@ -673,7 +678,8 @@ fn damaged_segments_are_not_merged() {
     assert!(figures["aggregates"].as_u64().expect("a number") > 0, "{figures}");
 }
 
-/// What is no TCP passes a program in the driver as it is; so do large frames, which its peer cuts itself as long as it is there.
+/// What is no TCP passes a program in the driver as it is; so do large frames, which its peer cuts itself as long as it
+/// is there.
 #[test]
 fn other_traffic_passes() {
     let [a, b] = without_baton(&TestbedSettings::default()).expect("two test hosts (root is needed)");
@@ -731,7 +737,8 @@ fn a_connection_on_a_nic_beside_it_gets_everything() {
     }
 }
 
-/// A frame that is tagged for a VLAN passes a program in the driver, with the tag beside it: its segments are not this network's.
+/// A frame that is tagged for a VLAN passes a program in the driver, with the tag beside it: its segments are not this
+/// network's.
 #[test]
 fn segments_of_a_vlan_are_not_taken() {
     const SENT: u64 = 100;

@@ -232,8 +232,8 @@ fn try_exchange(mut client: &TcpStream, byte: u8) -> std::io::Result<()> {
     Ok(())
 }
 
-/// NIC or agent is killed: connections go on, also one that waits to be accepted with data, and later ones are made by the next
-/// NIC.
+/// NIC or agent is killed: connections go on, also one that waits to be accepted with data, and later ones are made by
+/// the next NIC.
 fn listeners_are_there_again_after_a_death(beside: bool) {
     for agent_dies in [false, true] {
         let bed = bed(beside);
@@ -273,8 +273,8 @@ fn listeners_are_there_again_after_a_death(beside: bool) {
     }
 }
 
-/// While the firewall has chains that may judge a connection's first packets the kernel makes the connections: it alone can ask
-/// them.
+/// While the firewall has chains that may judge a connection's first packets the kernel makes the connections: it alone
+/// can ask them.
 fn listeners_are_the_kernels_while_there_are_rules(beside: bool) {
     let bed = bed(beside);
     let at = address(false, 7000);
@@ -324,8 +324,9 @@ for n in range(count):
     raw.sendto(ip + tcp, (address, 0))
 ";
 
-/// A connection that the NIC has made, and that has moved to the kernel, is not disturbed by a SYN with its addresses and ports, as
-/// somebody may forge one; nor does the NIC get its segments then. Clients of the same host are served, too.
+/// A connection that the NIC has made, and that has moved to the kernel, is not disturbed by a SYN with its addresses
+/// and ports, as somebody may forge one; nor does the NIC get its segments then. Clients of the same host are served,
+/// too.
 fn what_has_moved_to_the_kernel_is_its_own(beside: bool) {
     let bed = bed(beside);
     let at = address(false, 7000);
@@ -368,8 +369,8 @@ fn resident(process: u32) -> u64 {
     pages.split_whitespace().nth(1).and_then(|pages| pages.parse::<u64>().ok()).expect("a number") * 4096
 }
 
-/// Ten thousand SYNs from forged addresses: most are answered and not remembered, an honest client connects nevertheless, with
-/// window scaling and SACK, and the NIC's memory does not grow with their number.
+/// Ten thousand SYNs from forged addresses: most are answered and not remembered, an honest client connects
+/// nevertheless, with window scaling and SACK, and the NIC's memory does not grow with their number.
 fn a_flood_of_syns_leaves_room_for_honest_clients(beside: bool) {
     let bed = bed(beside);
     let at = address(false, 7000);

@@ -19,7 +19,8 @@ pub const NEVER_FLUSHED: [u32; 3] = [FLUSH, STATFS, GETATTR];
 
 /// A file of a FUSE server that answers everything but some operations. When this is dropped, all who wait go on.
 ///
-/// The server is a process of its own, which ends with this one: a process whose own thread serves a file that it has could not end.
+/// The server is a process of its own, which ends with this one: a process whose own thread serves a file that it has
+/// could not end.
 pub struct FuseFile {
     path: String,
     file: OnceLock<File>,
@@ -30,8 +31,8 @@ pub struct FuseFile {
 
 impl Drop for FuseFile {
     fn drop(&mut self) {
-        // The end of its input may not come: a process that another test starts has this end of the pipe, too, and may wait for this very
-        // file in execve(2).
+        // The end of its input may not come: a process that another test starts has this end of the pipe, too, and may
+        // wait for this very file in execve(2).
         let _ = self.server.kill();
         let _ = self.server.wait();
     }
@@ -59,7 +60,8 @@ impl FuseFile {
         Some(FuseFile { path, file: OnceLock::new(), server, lines, _scratch: scratch })
     }
 
-    /// A descriptor of it. While this process has one every process that it starts begins with one, too, and has to close it.
+    /// A descriptor of it. While this process has one every process that it starts begins with one, too, and has to
+    /// close it.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.file.get_or_init(|| File::open(&self.path).expect("the file")).as_fd()
     }

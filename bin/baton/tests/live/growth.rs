@@ -70,8 +70,8 @@ fn windows_grow_with_the_path() {
     }
 }
 
-/// On a short path the first window is that of the kernel, and it grows only if peer and program wait for each other, and not as far as on
-/// a long one.
+/// On a short path the first window is that of the kernel, and it grows only if peer and program wait for each other,
+/// and not as far as on a long one.
 #[test]
 fn a_short_path_needs_less() {
     let first_window = |place| {
@@ -107,8 +107,8 @@ fn buffers_that_the_program_has_set_do_not_grow() {
     scene.drain();
 }
 
-/// SO_SNDBUF on a connection that the NIC has limits what the program may queue at once, about as in the kernel, and no longer does when it
-/// is set to more, there or in the kernel.
+/// SO_SNDBUF on a connection that the NIC has limits what the program may queue at once, about as in the kernel, and no
+/// longer does when it is set to more, there or in the kernel.
 #[test]
 fn a_send_buffer_set_on_the_nic_limits_what_is_queued() {
     let mut scene = scene(TestbedSettings::default());
@@ -159,7 +159,8 @@ fn pages_return(scene: &mut Scene, few: u64) {
     }
 }
 
-/// The pages of an idle connection's memory go back to the system, also of memory that it has outgrown; the connection goes on.
+/// The pages of an idle connection's memory go back to the system, also of memory that it has outgrown; the connection
+/// goes on.
 #[test]
 fn an_idle_connection_returns_its_pages() {
     for settings in [TestbedSettings::default(), long_path()] {

@@ -1,5 +1,5 @@
-//! A program whose socket's lock is held, by a system call that waits for memory which does not come: the agent waits for it, and nobody
-//! waits for the agent.
+//! A program whose socket's lock is held, by a system call that waits for memory which does not come: the agent waits
+//! for it, and nobody waits for the agent.
 
 mod requests;
 
@@ -12,8 +12,9 @@ use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Makes another thread wait inside setsockopt(2) with the socket's lock: its filter is in memory that userfaultfd does not deliver. Lets go
-/// when its input ends, or after a minute: whoever waits for the lock then fails, instead of hanging.
+/// Makes another thread wait inside setsockopt(2) with the socket's lock: its filter is in memory that userfaultfd does
+/// not deliver. Lets go when its input ends, or after a minute: whoever waits for the lock then fails, instead of
+/// hanging.
 const HOLDER: &str = r"
 import ctypes, fcntl, mmap, os, select, struct, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
@@ -69,8 +70,8 @@ fn longest_round(scene: &mut Scene) -> Duration {
     (0..10).map(round).max().unwrap_or_default()
 }
 
-/// Moves of the honest program and lists, each within a second, beyond what they take on this machine when nothing is held: usually some
-/// milliseconds.
+/// Moves of the honest program and lists, each within a second, beyond what they take on this machine when nothing is
+/// held: usually some milliseconds.
 fn goes_on(scene: &mut Scene, usual: Duration) {
     let longest = longest_round(scene);
     // Waits: this is what is promised.
@@ -165,7 +166,8 @@ fn a_registration_that_waits_for_a_sockets_lock_holds_up_no_other() {
     both.hostile.expect_success();
 }
 
-/// The NIC dies while a move waits for a socket's lock. Everybody else goes on at once, and that connection when the lock is let go.
+/// The NIC dies while a move waits for a socket's lock. Everybody else goes on at once, and that connection when the
+/// lock is let go.
 #[test]
 fn a_nic_dies_while_a_sockets_lock_is_held() {
     for to in [Place::Nic, Place::Kernel] {
@@ -180,8 +182,8 @@ fn a_nic_dies_while_a_sockets_lock_is_held() {
     }
 }
 
-/// The agent dies while a move waits for a socket's lock: a thread of its goes on waiting. The next agent serves everybody else, and that
-/// connection when the lock is let go.
+/// The agent dies while a move waits for a socket's lock: a thread of its goes on waiting. The next agent serves
+/// everybody else, and that connection when the lock is let go.
 #[test]
 fn an_agent_dies_while_a_sockets_lock_is_held() {
     for to in [Place::Nic, Place::Kernel] {
@@ -198,8 +200,8 @@ fn an_agent_dies_while_a_sockets_lock_is_held() {
     }
 }
 
-/// A program sends thousands of requests to move a connection whose move is held up. The agent keeps a bounded number of them and refuses
-/// the others at once; other programs go on.
+/// A program sends thousands of requests to move a connection whose move is held up. The agent keeps a bounded number
+/// of them and refuses the others at once; other programs go on.
 #[test]
 fn a_program_keeps_only_so_many_requests_waiting_for_a_move() {
     let mut both = Both::new();

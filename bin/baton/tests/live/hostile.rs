@@ -1,5 +1,5 @@
-//! One user cannot harm another. Each attack is a program of user `nobody`, beside an honest one whose bytes go on, while agent
-//! and NIC remain the same processes.
+//! One user cannot harm another. Each attack is a program of user `nobody`, beside an honest one whose bytes go on,
+//! while agent and NIC remain the same processes.
 
 use crate::common::{Scene, scene};
 use crate::hostile_client::{Hostile, setting};

@@ -2,7 +2,8 @@
 
 use crate::library::as_natively;
 
-/// One handler with SA_RESTART and one without, in the same program, and every call that sleeps; with a time limit, too.
+/// One handler with SA_RESTART and one without, in the same program, and every call that sleeps; with a time limit,
+/// too.
 #[test]
 fn the_handler_that_has_run_decides() {
     for case in ["mixed", "limit"] {

@@ -9,7 +9,8 @@ use std::net::TcpListener;
 use std::process::Command;
 use std::time::Duration;
 
-/// Splices bytes into its connection, and sends some more. With O_NONBLOCK, it prints "waits" when that has been refused with EAGAIN.
+/// Splices bytes into its connection, and sends some more. With O_NONBLOCK, it prints "waits" when that has been
+/// refused with EAGAIN.
 const PROGRAM: &str = "
 import os, select, socket, sys
 one = socket.create_connection((sys.argv[1], int(sys.argv[2])))
@@ -44,8 +45,8 @@ fn sleeps_in(process: u32) -> Option<i64> {
     line.split(' ').next()?.parse().ok()
 }
 
-/// A program splices into a connection on the NIC while there is no route to the peer, so that it cannot be restored. The call waits, or fails
-/// with EAGAIN if it may not; when the route is back the peer gets all bytes, in order.
+/// A program splices into a connection on the NIC while there is no route to the peer, so that it cannot be restored.
+/// The call waits, or fails with EAGAIN if it may not; when the route is back the peer gets all bytes, in order.
 #[test]
 fn a_splice_waits_until_the_connection_is_in_the_kernel() {
     for (beside, way) in [(false, "blocking"), (true, "blocking"), (false, "nonblocking")] {

@@ -1,5 +1,5 @@
-//! What the real kernel shows of a connection that it has from a NIC, from which the next offload concludes whether the NIC's state holds
-//! (`baton_image::Stay`).
+//! What the real kernel shows of a connection that it has from a NIC, from which the next offload concludes whether the
+//! NIC's state holds (`baton_image::Stay`).
 
 use crate::common::{connect, hosts, sent_again, unacknowledged, wait_until};
 use crate::moves::nft;
@@ -75,8 +75,8 @@ impl Moved<'_> {
     }
 }
 
-/// Acknowledgements are lost: the kernel sends the data in flight again. That counts against the NIC's state only if it happened after the
-/// import, and the time since data was sent begins there, too.
+/// Acknowledgements are lost: the kernel sends the data in flight again. That counts against the NIC's state only if it
+/// happened after the import, and the time since data was sent begins there, too.
 #[test]
 fn the_kernel_shows_what_it_sent_again_since_an_import() {
     let bed = hosts(TestbedSettings::default());

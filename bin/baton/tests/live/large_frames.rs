@@ -1,4 +1,5 @@
-//! Large frames beside the kernel, whose payload goes between a packet socket and session memory without a copy of the NIC's.
+//! Large frames beside the kernel, whose payload goes between a packet socket and session memory without a copy of the
+//! NIC's.
 
 use crate::common::{Scene, hosts, scene_at, scene_in};
 use baton_abi::layout::Counter;
@@ -57,7 +58,8 @@ fn bulk_data_passes_in_large_frames_beside_the_kernel() {
     }
 }
 
-/// Sets the largest sends of a network device, of IPv6 and of IPv4, in bytes (RTM_NEWLINK: older versions of `ip` do not know them all).
+/// Sets the largest sends of a network device, of IPv6 and of IPv4, in bytes (RTM_NEWLINK: older versions of `ip` do
+/// not know them all).
 const BIG_TCP: &str = "
 import socket, struct, sys
 attributes = b''.join(struct.pack('=HHI', 8, kind, int(sys.argv[2])) for kind in (41, 58, 63, 64))
@@ -69,8 +71,8 @@ error = struct.unpack_from('=i', netlink.recv(4096), 16)[0]
 sys.exit(error and f'error {-error}')
 ";
 
-/// BIG TCP: a peer that sends frames of up to 200 or 512 KB, without a length field that could tell it. They are not lost, and
-/// connections move while they come: they are mirrored, held and replayed like any other.
+/// BIG TCP: a peer that sends frames of up to 200 or 512 KB, without a length field that could tell it. They are not
+/// lost, and connections move while they come: they are mirrored, held and replayed like any other.
 #[test]
 fn frames_of_more_than_64_kb_are_received() {
     for ipv6 in [true, false] {
@@ -87,7 +89,8 @@ fn frames_of_more_than_64_kb_are_received() {
             transfer(&mut scene, Scene::peer_sends, Scene::receive);
             let natively = begun.elapsed();
             scene.move_to(Place::Nic);
-            // Without loss probes: a busy machine's answer may come late (RFC 8985 section 7), and later than a time-out now and then.
+            // Without loss probes: a busy machine's answer may come late (RFC 8985 section 7), and later than a
+            // time-out now and then.
             let again = |scene: &Scene| {
                 let probes = counter(&scene.bed.host_b, "netstat", "TcpExt:", "TCPLossProbes").expect("a counter");
                 counter(&scene.bed.host_b, "snmp", "Tcp:", "RetransSegs").expect("a counter").saturating_sub(probes)

@@ -1,5 +1,5 @@
-//! The preloaded library in whole programs in C: each case succeeds natively, and under `baton run` before its connection has moved and
-//! after.
+//! The preloaded library in whole programs in C: each case succeeds natively, and under `baton run` before its
+//! connection has moved and after.
 
 use crate::scratch::{Scratch, text};
 use crate::waits::compile;
@@ -16,7 +16,8 @@ pub fn finish(namespace: &Namespace, mut command: Command) -> Output {
     namespace.spawn(&mut command).expect("a program").wait_with_output().expect("its output")
 }
 
-/// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved before it begins.
+/// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved
+/// before it begins.
 pub fn as_natively(program: &str, case: &str) {
     let scratch = Scratch::new(program);
     let compiled = compile(program, &scratch);
@@ -68,8 +69,8 @@ fn a_fork_does_not_reopen_what_is_closed_for_good() {
     }
 }
 
-/// Parent and child, whichever way it was made, use one connection together: what one sends and the other receives is complete, whether
-/// the connection has moved before or is due to move after.
+/// Parent and child, whichever way it was made, use one connection together: what one sends and the other receives is
+/// complete, whether the connection has moved before or is due to move after.
 #[test]
 fn two_processes_share_a_connection() {
     for case in ["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "exec", "popen", "system"] {
@@ -85,8 +86,8 @@ fn a_child_does_not_depend_on_its_parents_threads() {
     }
 }
 
-/// Hundreds of forks beside threads that make, wait for, use and close connections: no child hangs that does so, too, or closes what it has
-/// inherited, and its parent's threads go on.
+/// Hundreds of forks beside threads that make, wait for, use and close connections: no child hangs that does so, too,
+/// or closes what it has inherited, and its parent's threads go on.
 #[test]
 fn children_of_a_busy_process_go_on() {
     for case in ["serve", "serve, _Fork", "serve, unseen"] {
@@ -94,8 +95,8 @@ fn children_of_a_busy_process_go_on() {
     }
 }
 
-/// A child that was made by instructions of the program's own: nothing that it sends or receives is lost in silence, of its own or of its
-/// parent's.
+/// A child that was made by instructions of the program's own: nothing that it sends or receives is lost in silence, of
+/// its own or of its parent's.
 #[test]
 fn a_child_that_nobody_saw_loses_nothing() {
     as_natively("processes", "unseen");
@@ -143,8 +144,8 @@ fn sleeping_threads_need_no_descriptor() {
     as_natively("limits", "none left");
 }
 
-/// A program that may have many descriptors: select for all of them looks no further than the kernel natively does, and what closes all
-/// of them takes no longer.
+/// A program that may have many descriptors: select for all of them looks no further than the kernel natively does, and
+/// what closes all of them takes no longer.
 #[test]
 fn large_tables_of_descriptors_cost_nothing() {
     for case in ["select", "closefrom"] {
@@ -158,7 +159,8 @@ fn poll_takes_as_many_entries_as_natively() {
     as_natively("limits", "poll");
 }
 
-/// Handlers of signals that come a thousand times a second make the same calls as what they interrupt, on its connections and on others.
+/// Handlers of signals that come a thousand times a second make the same calls as what they interrupt, on its
+/// connections and on others.
 #[test]
 fn handlers_use_sockets() {
     as_natively("handlers", "calls");
@@ -206,8 +208,8 @@ fn short_waits_are_as_short_as_natively() {
     as_natively("limits", "short waits");
 }
 
-/// What a connection on the NIC adds to a program's address space, to what mlockall(2) locks, and to core files, is not session memory as a
-/// whole; and a program without address space for more goes on.
+/// What a connection on the NIC adds to a program's address space, to what mlockall(2) locks, and to core files, is not
+/// session memory as a whole; and a program without address space for more goes on.
 #[test]
 fn session_memory_is_no_memory_of_the_programs() {
     for case in ["address space", "locked", "locked before", "limited", "dumped"] {

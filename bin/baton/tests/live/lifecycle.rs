@@ -1,4 +1,5 @@
-//! How Baton ends and starts again, in order or killed, and what its programs notice: nothing, or ECONNRESET within a second.
+//! How Baton ends and starts again, in order or killed, and what its programs notice: nothing, or ECONNRESET within a
+//! second.
 
 pub(crate) use crate::common::wait_until as wait_for;
 use crate::scratch::{Scratch, agent_socket, script, text};
@@ -17,9 +18,10 @@ const SIGKILL: i32 = 9;
 const SIGTERM: i32 = 15;
 const SIGSTOP: i32 = 19;
 
-/// Kills keeper and agent, and the NIC if it is given. Keeper and agent are stopped first: the agent would restore connections once the
-/// keeper is dead, and the keeper would start another agent. The agent is killed first: the kernel lets a stopped process go on whose
-/// parent ends, since nobody is left who would (its process group is orphaned). The NIC may have ended by itself by then.
+/// Kills keeper and agent, and the NIC if it is given. Keeper and agent are stopped first: the agent would restore
+/// connections once the keeper is dead, and the keeper would start another agent. The agent is killed first: the kernel
+/// lets a stopped process go on whose parent ends, since nobody is left who would (its process group is orphaned). The
+/// NIC may have ended by itself by then.
 fn kill_at_once(helpers: &[u32]) {
     let [keeper, agent, ref nic @ ..] = *helpers else { panic!("keeper and agent") };
     for helper in [keeper, agent] {
@@ -36,8 +38,8 @@ fn kill_at_once(helpers: &[u32]) {
     wait_for("the end of those who were killed", || !helpers.iter().any(|helper| process::lives(*helper)));
 }
 
-/// Seconds in which everything that ends must end, though the machine is busy. The kernel's own time-outs would need more: nine probes,
-/// a second apart.
+/// Seconds in which everything that ends must end, though the machine is busy. The kernel's own time-outs would need
+/// more: nine probes, a second apart.
 const SOON: f64 = 8.0;
 
 /// The ways in which a program may wait.
@@ -192,8 +194,8 @@ impl Survivor {
     /// It has used hardly any CPU since the last answer, and uses hardly any while it has nothing to do.
     fn rests(&mut self, way: &str) {
         let _ = self.ask("echo");
-        // Waits: until it has done what follows an answer, and then for a span in which a program that spins would use all of a
-        // processor. On a busy machine both would use less.
+        // Waits: until it has done what follows an answer, and then for a span in which a program that spins would use
+        // all of a processor. On a busy machine both would use less.
         std::thread::sleep(Duration::from_millis(100));
         let busy = process::cpu_nanos(self.child.id()).expect("its time");
         // Waits: see above.
@@ -209,8 +211,8 @@ impl Survivor {
     }
 }
 
-/// `baton up` is ended by SIGTERM and started again: programs go on, sleep when they have nothing to do, and their connections
-/// move again.
+/// `baton up` is ended by SIGTERM and started again: programs go on, sleep when they have nothing to do, and their
+/// connections move again.
 #[test]
 fn an_orderly_end_goes_unnoticed_and_the_next_baton_is_used() {
     for way in WAYS {
@@ -249,8 +251,8 @@ fn a_killed_keeper_goes_unnoticed() {
     }
 }
 
-/// Keeper and agent are killed together, or all three: what the NIC had fails with ECONNRESET within a second, in every way to
-/// wait, and no program spins. What was in the kernel goes on.
+/// Keeper and agent are killed together, or all three: what the NIC had fails with ECONNRESET within a second, in every
+/// way to wait, and no program spins. What was in the kernel goes on.
 #[test]
 fn when_all_are_killed_connections_are_reset_at_once() {
     for (at, way) in WAYS.into_iter().enumerate() {
@@ -272,8 +274,8 @@ fn when_all_are_killed_connections_are_reset_at_once() {
     }
 }
 
-/// All are killed while no thread of the program sleeps in a call of the library's: a look that does not wait finds it out. The lost
-/// connections' sockets are closed all the same, so their peers are reset by what they send next.
+/// All are killed while no thread of the program sleeps in a call of the library's: a look that does not wait finds it
+/// out. The lost connections' sockets are closed all the same, so their peers are reset by what they send next.
 #[test]
 fn lost_connections_are_reset_although_no_thread_sleeps() {
     let host = Host::with_baton("spinning");
@@ -295,9 +297,9 @@ fn lost_connections_are_reset_although_no_thread_sleeps() {
     program.ends_well();
 }
 
-/// The agent is killed while it restores connections after the keeper was killed: each connection works in the kernel or is
-/// reset. Where one side was restored and the other lost, the kernel finds out by its next retransmission, whose timer begins at
-/// a second.
+/// The agent is killed while it restores connections after the keeper was killed: each connection works in the kernel
+/// or is reset. Where one side was restored and the other lost, the kernel finds out by its next retransmission, whose
+/// timer begins at a second.
 #[test]
 fn an_agent_killed_while_it_restores_leaves_each_connection_working_or_reset() {
     for (at, way) in WAYS.into_iter().enumerate() {
@@ -334,7 +336,8 @@ fn writers_get_the_error_when_all_are_killed() {
     }
 }
 
-/// A program of another version, whose requests the agent cannot read, gets an answer. Without one it would wait for ever.
+/// A program of another version, whose requests the agent cannot read, gets an answer. Without one it would wait for
+/// ever.
 #[test]
 fn a_program_of_another_version_is_refused() {
     let host = Host::with_baton("version");
@@ -349,8 +352,8 @@ fn a_program_of_another_version_is_refused() {
     assert!(matches!(&said, Some(Reply::Failed { reason }) if reason.contains("version")), "{said:?}");
 }
 
-/// A unit is stopped as systemd does it: SIGTERM to all processes at once. A program that shuts down by itself can do so, and
-/// then nothing is left.
+/// A unit is stopped as systemd does it: SIGTERM to all processes at once. A program that shuts down by itself can do
+/// so, and then nothing is left.
 #[test]
 fn a_stopped_unit_ends_in_order() {
     for way in ["block", "epoll"] {
@@ -371,8 +374,8 @@ fn a_stopped_unit_ends_in_order() {
     }
 }
 
-/// With 128 descriptors (hard limit) the agent has too few for 160 connections and 40 idle clients: it refuses some, which changes nothing for
-/// the program, and serves others again once the idle ones have left.
+/// With 128 descriptors (hard limit) the agent has too few for 160 connections and 40 idle clients: it refuses some,
+/// which changes nothing for the program, and serves others again once the idle ones have left.
 #[test]
 fn few_descriptors_end_no_agent() {
     let mut host = Host::new("descriptors");

@@ -1,5 +1,5 @@
-//! Two links with the same addresses, link-local ones or such of sockets that are bound to a device, and connections with the same ports:
-//! the device alone tells them apart, on the NIC as in the kernel.
+//! Two links with the same addresses, link-local ones or such of sockets that are bound to a device, and connections
+//! with the same ports: the device alone tells them apart, on the NIC as in the kernel.
 
 use crate::common::{answered, hosts, wait_until};
 use crate::full::{ECHO, Program};
@@ -135,7 +135,8 @@ enum End {
     Kernel(TcpStream),
 }
 
-/// One of the connections, with the bytes that each end has sent and received. Link, direction and place in the stream determine each byte.
+/// One of the connections, with the bytes that each end has sent and received. Link, direction and place in the stream
+/// determine each byte.
 struct One {
     link: u64,
     end: End,
@@ -302,7 +303,8 @@ fn both_links_connections_survive_nic_and_agent() {
     }
 }
 
-/// A connection that is reset, and one that ends, takes nothing of the other's with it; the next one with the same ports is another.
+/// A connection that is reset, and one that ends, takes nothing of the other's with it; the next one with the same
+/// ports is another.
 #[test]
 fn what_ends_at_one_link_goes_on_at_the_other() {
     for kind in KINDS {
@@ -345,8 +347,8 @@ fn what_ends_at_one_link_goes_on_at_the_other() {
     }
 }
 
-/// The second link is removed with a connection on the NIC, and made again: the device has another index, and is another link. In the
-/// kernel, too, the connection of the old one gets nothing any more.
+/// The second link is removed with a connection on the NIC, and made again: the device has another index, and is
+/// another link. In the kernel, too, the connection of the old one gets nothing any more.
 #[test]
 fn a_device_that_is_made_again_is_another_link() {
     for kind in KINDS {
@@ -366,7 +368,8 @@ fn a_device_that_is_made_again_is_another_link() {
     }
 }
 
-/// Under full offload, connections of link-local addresses are made by the kernel, each with its own bytes, wherever they are.
+/// Under full offload, connections of link-local addresses are made by the kernel, each with its own bytes, wherever
+/// they are.
 #[test]
 fn a_server_of_the_nics_keeps_two_links_apart() {
     let kind = Kind::LinkLocal;
@@ -404,8 +407,9 @@ fn a_server_of_the_nics_keeps_two_links_apart() {
     }
 }
 
-/// Endpoints for messages at the same link-local address and port of two links: the NIC has one of them, and the other is refused, whose
-/// program handles its messages itself. A host with such an address is reached by the link that the endpoint is bound to alone.
+/// Endpoints for messages at the same link-local address and port of two links: the NIC has one of them, and the other
+/// is refused, whose program handles its messages itself. A host with such an address is reached by the link that the
+/// endpoint is bound to alone.
 #[test]
 fn messages_of_two_links_stay_apart() {
     let bed = bed(Kind::LinkLocal);

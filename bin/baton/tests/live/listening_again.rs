@@ -1,5 +1,5 @@
-//! A server is started again with SO_REUSEADDR while connections of its last run still exist. listen(2) succeeds natively, so it must
-//! succeed wherever those connections are.
+//! A server is started again with SO_REUSEADDR while connections of its last run still exist. listen(2) succeeds
+//! natively, so it must succeed wherever those connections are.
 
 use crate::common::{connect, hosts, listen_at_freed, scene_at};
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
@@ -61,8 +61,8 @@ fn segments(fd: BorrowedFd<'_>) -> u32 {
     u32::from_ne_bytes(info[AT..].try_into().expect("four bytes"))
 }
 
-/// An idle connection: the NIC sends one acknowledgement at each offload, and the kernel sends no window probe at a restore. While that probe
-/// is sent, SO_REUSEADDR is off and nobody can listen on the port.
+/// An idle connection: the NIC sends one acknowledgement at each offload, and the kernel sends no window probe at a
+/// restore. While that probe is sent, SO_REUSEADDR is off and nobody can listen on the port.
 #[test]
 fn an_idle_connection_returns_in_silence() {
     const ROUNDS: u32 = 20;

@@ -1,4 +1,5 @@
-//! Tests against the real kernel, in network namespaces: moves, programs, changes on the host, hostile programs. They need root.
+//! Tests against the real kernel, in network namespaces: moves, programs, changes on the host, hostile programs. They
+//! need root.
 
 mod acknowledged;
 mod addresses;

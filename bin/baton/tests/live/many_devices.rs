@@ -1,5 +1,5 @@
-//! A host with many devices, as one with many containers. At the first move the steering's programs are attached to each, for which the
-//! kernel takes some milliseconds a device; nobody but that move waits for it.
+//! A host with many devices, as one with many containers. At the first move the steering's programs are attached to
+//! each, for which the kernel takes some milliseconds a device; nobody but that move waits for it.
 
 use crate::common::{SetsAtEnd, before_others, connect, hosts, scene, session, wait_until};
 use baton_bed::testbed::{Testbed, TestbedSettings};
@@ -43,7 +43,8 @@ fn is_attaching(agent: u32) -> bool {
     threads.flatten().any(|thread| std::fs::read_to_string(thread.path().join("comm")).is_ok_and(|name| name == "attach\n"))
 }
 
-/// Does what makes the agent attach to many devices. Returns how long that has taken, and the longest time for an answer meanwhile.
+/// Does what makes the agent attach to many devices. Returns how long that has taken, and the longest time for an
+/// answer meanwhile.
 fn meanwhile(bed: &Testbed, attach: impl FnOnce()) -> (Duration, Duration) {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {

@@ -1,5 +1,5 @@
-//! Messages (RMPP): the data half on the NIC, in part there, or in the program; NICs that die, peers that start anew, programs that
-//! are refused or end.
+//! Messages (RMPP): the data half on the NIC, in part there, or in the program; NICs that die, peers that start anew,
+//! programs that are refused or end.
 
 use crate::common::{hosts, wait_until};
 use crate::hostile_client::kinds::messages;
@@ -132,8 +132,8 @@ fn beside_the_kernel_half_a_data_half_is_refused() {
     bed.host_a.run(|| Endpoint::new(&good)).expect("both halves");
 }
 
-/// Messages beside the kernel, with several workers, over IPv6, and matched by the NIC: with NICs that die and a peer that starts
-/// anew.
+/// Messages beside the kernel, with several workers, over IPv6, and matched by the NIC: with NICs that die and a peer
+/// that starts anew.
 #[test]
 fn messages_survive_nics_in_every_shape() {
     let faults = ["--loss", "1", "--reorder", "2", "--duplicate", "1", "--corrupt", "0.1"];
@@ -191,7 +191,8 @@ fn sessions_are_divided_among_workers() {
     assert_eq!(bed.tool().unwrap().statistics().unwrap().nic_starts, 1);
 }
 
-/// A NIC that matches is killed while receives are posted: the next one has them again, and gives them messages in their order.
+/// A NIC that matches is killed while receives are posted: the next one has them again, and gives them messages in
+/// their order.
 #[test]
 fn the_next_nic_matches_what_was_posted_before() {
     const COUNT: u64 = 8;
@@ -238,8 +239,8 @@ fn the_next_nic_matches_what_was_posted_before() {
     }
 }
 
-/// Opens an endpoint on the NIC of host A, and one on another host that its NIC has no part in, and sends a message. Returns the packets
-/// that the NIC has handled.
+/// Opens an endpoint on the NIC of host A, and one on another host that its NIC has no part in, and sends a message.
+/// Returns the packets that the NIC has handled.
 pub(crate) fn exchange_between(bed: &testbed::Testbed, here: IpAddr, peer: &Namespace, there: IpAddr) -> u64 {
     let mut near = bed.host_a.run(|| Endpoint::new(&settings(bed, here))).expect("an endpoint");
     let far = Settings { on_nic: Halves::default(), ..settings(bed, there) };
@@ -341,7 +342,8 @@ impl Hostile {
     }
 }
 
-/// Records of random words, most of them nearly commands, harm neither the NIC nor others; a part of a record ends the session.
+/// Records of random words, most of them nearly commands, harm neither the NIC nor others; a part of a record ends the
+/// session.
 #[test]
 fn a_program_that_writes_nonsense_harms_itself_only() {
     let bed = hosts(TestbedSettings::default());

@@ -87,7 +87,8 @@ fn without_window_scaling_windows_are_as_large_as_before() {
     }
 }
 
-/// More than a megabyte unread and more than a megabyte unsent, both with a closed window, in both directions of the move.
+/// More than a megabyte unread and more than a megabyte unsent, both with a closed window, in both directions of the
+/// move.
 #[test]
 fn full_queues_move() {
     let mut scene = scene(TestbedSettings::default());
@@ -123,8 +124,8 @@ fn moves_during_fast_recovery_and_with_data_out_of_order() {
     }
 }
 
-/// Segments arrived out of order once, and the program has not read since: the kernel does not report that the hole is filled
-/// unless it is made to acknowledge.
+/// Segments arrived out of order once, and the program has not read since: the kernel does not report that the hole is
+/// filled unless it is made to acknowledge.
 #[test]
 fn a_quiet_connection_that_saw_reordering_moves() {
     let mut scene = scene(TestbedSettings { link: LinkSettings { reorder: 300_000, ..lossy() }, ..TestbedSettings::default() });
@@ -206,8 +207,8 @@ fn counter(host: &Namespace, table: &str, row: &str, name: &str) -> u64 {
     testbed::counter(host, table, row, name).expect("a counter")
 }
 
-/// Host B marks every packet both ways as having met congestion (CE): the NIC echoes that to the peer, and slows down on the
-/// peer's echo.
+/// Host B marks every packet both ways as having met congestion (CE): the NIC echoes that to the peer, and slows down
+/// on the peer's echo.
 #[test]
 fn congestion_marks_are_echoed_and_reduce_the_rate() {
     let mut scene =
@@ -316,8 +317,8 @@ fn close_on_the_nic_is_close() {
     }
 }
 
-/// Moves there and back with data in flight and out of order, while a process dies after every third time that the step is
-/// made.
+/// Moves there and back with data in flight and out of order, while a process dies after every third time that the step
+/// is made.
 fn die_after(step: Step, agent: bool) {
     for link in [LinkSettings::default(), lossy()] {
         eprintln!("after {step:?}, loss {}", link.loss);
@@ -369,9 +370,9 @@ fn an_agent_may_die_after_any_step() {
     Step::OF_A_MOVE.into_iter().for_each(|step| die_after(step, true));
 }
 
-/// Beside the kernel the NIC stands still, and is ended for that, just when a connection that both sides have closed is to return with
-/// unread data: about when the kernel sends its FIN again, which the peer would answer with a reset. The program finds the data and the
-/// end of the stream.
+/// Beside the kernel the NIC stands still, and is ended for that, just when a connection that both sides have closed is
+/// to return with unread data: about when the kernel sends its FIN again, which the peer would answer with a reset. The
+/// program finds the data and the end of the stream.
 #[test]
 fn an_ended_connection_returns_in_peace_while_the_nic_stands_still() {
     let crash = Some(Crash { after: Step::Finished, fault: Fault::NicStops });
@@ -393,8 +394,8 @@ pub(crate) fn resets_sent(host: &Namespace) -> u64 {
     counter(host, "snmp", "Tcp:", "OutRsts")
 }
 
-/// A connection that both sides have closed ends on the NIC, and its program may close the descriptor at any moment: the close
-/// succeeds, and the shell sends nothing that the peer would answer with a RST.
+/// A connection that both sides have closed ends on the NIC, and its program may close the descriptor at any moment:
+/// the close succeeds, and the shell sends nothing that the peer would answer with a RST.
 #[test]
 fn closing_an_ended_connection_sends_nothing() {
     let bed = hosts(TestbedSettings::default());
@@ -452,8 +453,8 @@ fn a_reset_reaches_the_program() {
     drop(bed);
 }
 
-/// A connection ends on the NIC, by TCP_USER_TIMEOUT, and the program, which has not read yet, sets an option that only the kernel
-/// can do: what it has not read stays there for it, also when another connection takes memory.
+/// A connection ends on the NIC, by TCP_USER_TIMEOUT, and the program, which has not read yet, sets an option that only
+/// the kernel can do: what it has not read stays there for it, also when another connection takes memory.
 #[test]
 fn what_a_connection_had_received_when_it_ended_can_be_read_after_a_request_to_restore_it() {
     let mut scene = scene(TestbedSettings::default());
@@ -490,8 +491,8 @@ fn what_a_connection_had_received_when_it_ended_can_be_read_after_a_request_to_r
     drop(bed);
 }
 
-/// KEEPIDLE=1, KEEPINTVL=1, KEEPCNT=2: while the peer answers, the connection stays; once it does not, the connection ends with
-/// ETIMEDOUT.
+/// KEEPIDLE=1, KEEPINTVL=1, KEEPCNT=2: while the peer answers, the connection stays; once it does not, the connection
+/// ends with ETIMEDOUT.
 #[test]
 fn keep_alive_is_the_nics() {
     let mut scene = scene(TestbedSettings::default());

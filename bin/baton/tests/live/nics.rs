@@ -249,7 +249,8 @@ fn checked(got: io::Result<usize>, key: u64, from: u64, buffer: &[u8]) -> usize 
     got
 }
 
-/// Connections go to the NIC of the device by which they leave. Each NIC sees its own connections' segments and no others.
+/// Connections go to the NIC of the device by which they leave. Each NIC sees its own connections' segments and no
+/// others.
 #[test]
 fn each_connection_is_on_the_nic_of_its_device() {
     let mut scene = Scene::with_both(two_nics());
@@ -271,8 +272,8 @@ fn each_connection_is_on_the_nic_of_its_device() {
     }
 }
 
-/// A NIC dies under load: its own connection is recovered, and goes by itself to the next NIC of that number. The other NIC and its connection
-/// notice nothing.
+/// A NIC dies under load: its own connection is recovered, and goes by itself to the next NIC of that number. The other
+/// NIC and its connection notice nothing.
 #[test]
 fn a_nic_dies_alone() {
     let mut scene = Scene::with_both(two_nics());
@@ -371,8 +372,8 @@ fn a_changed_route_leads_to_the_other_nic() {
     assert_eq!((statistics.lost, statistics.failed_moves, statistics.nic_starts), (0, 0, 2));
 }
 
-/// A device goes away: its NIC's connection has no route any more, and waits; the other one goes on. A device that comes is the NIC's
-/// that has the fewest.
+/// A device goes away: its NIC's connection has no route any more, and waits; the other one goes on. A device that
+/// comes is the NIC's that has the fewest.
 #[test]
 fn devices_go_and_come() {
     let mut scene = Scene::with_both(two_nics());
@@ -402,7 +403,8 @@ fn devices_go_and_come() {
     scene.drain();
 }
 
-/// The agent dies, and both NICs with it: the next agent recovers the connections of both, and hands them to the same NICs.
+/// The agent dies, and both NICs with it: the next agent recovers the connections of both, and hands them to the same
+/// NICs.
 #[test]
 fn the_next_agent_takes_over_both_nics() {
     let mut scene = Scene::with_both(two_nics());
@@ -445,8 +447,8 @@ fn made(bed: &Testbed) -> Vec<u64> {
     statistics.nics.iter().map(|nic| nic.counters[Counter::Made as usize]).collect()
 }
 
-/// Full offload: clients of a listener are served by the NIC whose device has the address that they connect to, also after one of the
-/// NICs has died.
+/// Full offload: clients of a listener are served by the NIC whose device has the address that they connect to, also
+/// after one of the NICs has died.
 #[test]
 fn each_nic_makes_the_connections_at_its_addresses() {
     // The link has to be there until the test bed has ended.
@@ -478,7 +480,8 @@ fn each_nic_makes_the_connections_at_its_addresses() {
         connections().into_iter().find(|info| info.peer == peer).expect("it is listed")
     };
     assert_eq!([0, 1].map(|at: usize| of(&clients[at]).nic), [Some(0), Some(1)]);
-    // A client of the first link connects to the second link's address: that NIC makes the connection, and the first one gets it.
+    // A client of the first link connects to the second link's address: that NIC makes the connection, and the first
+    // one gets it.
     run(&bed.host_b, &format!("ip route add {} via {}", IpAddr::from(SECOND_A), address_a(false)));
     let before = made(&bed);
     let at = SocketAddr::new(IpAddr::from(SECOND_A), 7000);
@@ -504,7 +507,8 @@ fn each_nic_makes_the_connections_at_its_addresses() {
     assert_eq!((after.nics[0].process, after.lost, after.failed_moves), (before.nics[0].process, 0, 0));
 }
 
-/// Connects to port 7000 of each host that it is given, and exchanges bytes over all connections until it has done so for a while.
+/// Connects to port 7000 of each host that it is given, and exchanges bytes over all connections until it has done so
+/// for a while.
 const CLIENT: &str = "
 import os, socket, sys, time
 # With a time-out they are not in blocking mode, in which an attached program's connections stay in the kernel.
@@ -541,8 +545,8 @@ fn host_with_echoes() -> (Namespace, [Namespace; 2], Vec<full::Program>) {
     (host, peers, servers)
 }
 
-/// The peers of connections that have been on a NIC, each with that NIC's number, by the agent of a program with its temporary files in
-/// `scratch`: when there have been two.
+/// The peers of connections that have been on a NIC, each with that NIC's number, by the agent of a program with its
+/// temporary files in `scratch`: when there have been two.
 fn seen_on_nics(scratch: &Scratch) -> BTreeSet<(String, u32)> {
     let mut seen = BTreeSet::new();
     wait_for("a connection on each NIC", || {
@@ -554,7 +558,8 @@ fn seen_on_nics(scratch: &Scratch) -> BTreeSet<(String, u32)> {
     seen
 }
 
-/// An unmodified program with connections over two links, which move at random; it notices nothing, and nothing is left.
+/// An unmodified program with connections over two links, which move at random; it notices nothing, and nothing is
+/// left.
 #[test]
 fn a_program_over_two_links_does_not_notice() {
     let (host, _peers, _servers) = host_with_echoes();
@@ -605,8 +610,8 @@ fn an_attached_program_over_two_links_does_not_notice() {
     assert!(attacher.wait_with_output().expect("its output").status.success());
 }
 
-/// A NIC, or the agent with both, dies after any step of a move of one connection between two NICs; the other connection stays on its
-/// own.
+/// A NIC, or the agent with both, dies after any step of a move of one connection between two NICs; the other
+/// connection stays on its own.
 #[test]
 fn a_nic_or_the_agent_may_die_after_any_step_of_a_move_between_nics() {
     for (step, fault) in
@@ -630,8 +635,8 @@ fn a_nic_or_the_agent_may_die_after_any_step_of_a_move_between_nics() {
     }
 }
 
-/// A program breaks the ring that it shares with the second NIC: it loses its session, and its connections go to the kernel. Those of
-/// another program stay where they are, on both NICs.
+/// A program breaks the ring that it shares with the second NIC: it loses its session, and its connections go to the
+/// kernel. Those of another program stay where they are, on both NICs.
 #[test]
 fn a_broken_ring_of_one_nic_ends_its_own_session_only() {
     let mut scene = Scene::with_both(two_nics());
@@ -737,7 +742,8 @@ fn settings_are_of_all_nics_or_of_one() {
     assert!(baton(&["nic", "show"]).contains("baton0"), "the NICs' devices are shown");
 }
 
-/// An address of Baton's own belongs to the NIC whose device it is reached by: full offload makes its connections there.
+/// An address of Baton's own belongs to the NIC whose device it is reached by: full offload makes its connections
+/// there.
 #[test]
 fn an_own_address_is_served_by_the_nic_of_its_device() {
     let address = IpAddr::from([10, 77, 0, 50]);

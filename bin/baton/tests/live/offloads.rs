@@ -1,5 +1,5 @@
-//! The kernel's own connections through the NIC, with large sends, large receive and moderated deliveries, over a link that
-//! reorders: every byte is compared, and frames that are not TCP cross unchanged.
+//! The kernel's own connections through the NIC, with large sends, large receive and moderated deliveries, over a link
+//! that reorders: every byte is compared, and frames that are not TCP cross unchanged.
 
 use crate::common::{SetsAtEnd, hosts};
 use baton_abi::layout::Counter;

@@ -1,4 +1,5 @@
-//! `baton run --offload fast-path`: the NIC keeps the fast path of unmodified programs' connections, the host's TCP has the rest.
+//! `baton run --offload fast-path`: the NIC keeps the fast path of unmodified programs' connections, the host's TCP has
+//! the rest.
 
 use crate::common::{hosts, wait_until};
 use crate::scratch::{Scratch, text};

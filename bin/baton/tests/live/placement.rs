@@ -72,7 +72,8 @@ fn a_program_runs_near_its_nic() {
     assert_eq!(anywhere != near, process::cores() > 1, "{anywhere:?}, {near:?}");
 }
 
-/// A program can ask for the processor of the NIC's worker while the NIC has its connection, and for that processor's node.
+/// A program can ask for the processor of the NIC's worker while the NIC has its connection, and for that processor's
+/// node.
 #[test]
 fn a_program_can_ask_where_its_connection_is() {
     let mut scene = crate::common::scene(TestbedSettings { nic_cores: vec![0], ..TestbedSettings::default() });

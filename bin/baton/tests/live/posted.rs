@@ -1,5 +1,5 @@
-//! Buffers that the NIC fills: every byte arrives once, in order, wherever the connection is, through a link with faults and
-//! across the NIC's death.
+//! Buffers that the NIC fills: every byte arrives once, in order, wherever the connection is, through a link with
+//! faults and across the NIC's death.
 
 use crate::common::{Scene, scene, wait_until};
 use baton_bed::testbed::TestbedSettings;
@@ -76,7 +76,8 @@ impl Reader {
         self.receive_until(|reader| reader.received >= end);
     }
 
-    /// Receives until the NIC has put `bytes` more into posted buffers. What lay in the receive circle before they were posted comes first.
+    /// Receives until the NIC has put `bytes` more into posted buffers. What lay in the receive circle before they were
+    /// posted comes first.
     fn receive_placed(&mut self, bytes: u64) {
         let end = self.placed + bytes;
         self.receive_until(|reader| reader.placed >= end);

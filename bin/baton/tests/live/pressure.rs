@@ -1,5 +1,6 @@
-//! What a program can queue for a peer that never reads: as much as natively, wherever the connection is and however often it has moved,
-//! and without more memory. A part of all combinations is tried, drawn from `BATON_FUZZ_SEED` (1); all if `BATON_EVERY_PRESSURE` is set.
+//! What a program can queue for a peer that never reads: as much as natively, wherever the connection is and however
+//! often it has moved, and without more memory. A part of all combinations is tried, drawn from `BATON_FUZZ_SEED` (1);
+//! all if `BATON_EVERY_PRESSURE` is set.
 
 use crate::scratch::{Scratch, script, text};
 use baton_linux::namespace::Namespace;
@@ -28,8 +29,8 @@ const AT_ONCE: usize = 10;
 /// Connections whose memory is compared.
 const MANY: u32 = 200;
 
-/// What `pressure.py` prints: the bytes taken in all; of one socket SO_SNDBUF, what is not acknowledged, and what is not sent; and the
-/// bytes of memory that all takes.
+/// What `pressure.py` prints: the bytes taken in all; of one socket SO_SNDBUF, what is not acknowledged, and what is
+/// not sent; and the bytes of memory that all takes.
 struct Taken {
     bytes: u64,
     buffer: u64,
@@ -85,7 +86,8 @@ impl Trial {
         println!("{what}: {} bytes, natively {median}: {ratio:.3}; SO_SNDBUF {} at last", taken.bytes, taken.buffer);
         // The last buffer of the kernel's queue may take up to 64 KB more after a restore.
         let most = if both { 1.2 } else { 1.1 };
-        // The peer's kernel counts small segments for more than their payload: of those that the NIC sends it may take 64 KB, not 128.
+        // The peer's kernel counts small segments for more than their payload: of those that the NIC sends it may take
+        // 64 KB, not 128.
         let least = if place == "nic" && sndbuf == 65_536 { 0.8 } else { 0.9 };
         assert!((least..=most).contains(&ratio), "{what}: {} bytes, natively {median}", taken.bytes);
         assert!(sndbuf == 0 || taken.buffer == u64::from(2 * sndbuf), "{what}: SO_SNDBUF is {}", taken.buffer);
@@ -153,8 +155,8 @@ fn as_much_is_queued_as_natively() {
     }
 }
 
-/// The host's memory for many connections whose peers do not read: the sockets of both ends, Baton's shared memory, and what program and
-/// Baton have for themselves.
+/// The host's memory for many connections whose peers do not read: the sockets of both ends, Baton's shared memory, and
+/// what program and Baton have for themselves.
 #[test]
 fn connections_whose_peers_do_not_read_take_no_more_memory() {
     for sndbuf in BUFFERS.into_iter().filter(|sndbuf| every() || *sndbuf == 1 << 20) {

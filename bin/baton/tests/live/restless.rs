@@ -1,5 +1,5 @@
-//! Attached programs that do not stop when they are asked to, NICs that die meanwhile, and an attacher that misses events: no connection is
-//! lost by that, and each comes to the NIC in the end.
+//! Attached programs that do not stop when they are asked to, NICs that die meanwhile, and an attacher that misses
+//! events: no connection is lost by that, and each comes to the NIC in the end.
 
 use crate::attach::{ANSWERS, attach, echo as echo_server, listed};
 use crate::common::wait_until;

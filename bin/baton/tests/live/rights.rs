@@ -14,8 +14,8 @@ fn status(process: u32, thread: u32) -> impl Fn(&str) -> String {
     }
 }
 
-/// Whatever the network or a program makes it do: the NIC has a user id of its own, and no capabilities, files or system calls
-/// that it does not need. It works nevertheless, with several workers and a copy engine, too.
+/// Whatever the network or a program makes it do: the NIC has a user id of its own, and no capabilities, files or
+/// system calls that it does not need. It works nevertheless, with several workers and a copy engine, too.
 #[test]
 fn the_nic_has_no_rights() {
     for settings in [
@@ -49,8 +49,8 @@ fn the_nic_has_no_rights() {
     }
 }
 
-/// Any user can read a process's arguments. They contain neither the key of the lookup's hash, with which an attacker could aim
-/// at one bucket, nor any other setting.
+/// Any user can read a process's arguments. They contain neither the key of the lookup's hash, with which an attacker
+/// could aim at one bucket, nor any other setting.
 #[test]
 fn arguments_contain_no_settings() {
     let scene = scene(TestbedSettings::default());

@@ -1,9 +1,10 @@
-//! Programs that use rings of io_uring by the C library's `syscall` (`c/rings.c`): each case succeeds natively, and under `baton run` before
-//! its connections have moved and after.
+//! Programs that use rings of io_uring by the C library's `syscall` (`c/rings.c`): each case succeeds natively, and
+//! under `baton run` before its connections have moved and after.
 
 use crate::library::as_natively;
 
-/// Entries that are epoll_ctl(2) count for sets whose connections are on the NIC: in a child, by several threads, and those that fail.
+/// Entries that are epoll_ctl(2) count for sets whose connections are on the NIC: in a child, by several threads, and
+/// those that fail.
 #[test]
 fn rings_register_connections_on_the_nic() {
     for case in ["control", "forked", "together"] {

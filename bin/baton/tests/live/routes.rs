@@ -1,5 +1,5 @@
-//! Frames leave by the device that the kernel would use, and are received at each device at which it would accept them: several
-//! devices, policy routing, IPsec, MTUs.
+//! Frames leave by the device that the kernel would use, and are received at each device at which it would accept them:
+//! several devices, policy routing, IPsec, MTUs.
 
 use crate::common::{Scene, connect, hosts, scene, scene_at, wait_until};
 use baton_bed::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
@@ -129,8 +129,8 @@ fn frames_by_every_path_of_a_route_are_received() {
     }
 }
 
-/// Inline only one device is the NIC's: frames that come by another one reach the shell, which counts them, and the connection
-/// is restored.
+/// Inline only one device is the NIC's: frames that come by another one reach the shell, which counts them, and the
+/// connection is restored.
 #[test]
 fn inline_a_connection_that_comes_by_another_device_returns() {
     let mut scene = scene(TestbedSettings::default());
@@ -262,9 +262,9 @@ fn reason(bed: &Testbed) -> String {
     tool.connections().expect("connections").into_iter().map(|connection| connection.reason).collect()
 }
 
-/// An IPsec policy that is added while the connection is on the NIC counts at once; one for other addresses does not. The kernel
-/// must judge what comes in. A connection that must not send could not be imported either, so it stays where it is and sends
-/// nothing.
+/// An IPsec policy that is added while the connection is on the NIC counts at once; one for other addresses does not.
+/// The kernel must judge what comes in. A connection that must not send could not be imported either, so it stays where
+/// it is and sends nothing.
 #[test]
 fn an_ipsec_policy_counts() {
     for shape in [true, false] {
@@ -312,8 +312,8 @@ out = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
 out.sendto(head(sum16(head(0) + inner)) + inner, ('10.77.0.1', 0))
 ";
 
-/// A smaller MTU of the route, of the device, or of a route exception caused by another socket's packet: the NIC's segments fit
-/// it.
+/// A smaller MTU of the route, of the device, or of a route exception caused by another socket's packet: the NIC's
+/// segments fit it.
 #[test]
 fn a_smaller_path_mtu_reaches_the_nic() {
     for shape in [true, false] {
@@ -350,7 +350,8 @@ fn a_smaller_path_mtu_reaches_the_nic() {
     }
 }
 
-/// A socket is bound to another device while on the NIC: the connection is restored, since the NIC does not receive there.
+/// A socket is bound to another device while on the NIC: the connection is restored, since the NIC does not receive
+/// there.
 #[test]
 fn a_socket_that_is_bound_while_on_the_nic_returns() {
     let bed = hosts(beside());
@@ -389,8 +390,9 @@ fn packets_have_a_flow_label_on_the_nic_too() {
     scene.exchange(10_000, Place::Nic);
 }
 
-/// The link's other end goes down with data under way: the kernel forgets its neighbour and could not send either, so the connection stays
-/// on the NIC, whose TCP_USER_TIMEOUT runs on, and ends as in the kernel: ETIMEDOUT, not EHOSTUNREACH after the time-outs of two stacks.
+/// The link's other end goes down with data under way: the kernel forgets its neighbour and could not send either, so
+/// the connection stays on the NIC, whose TCP_USER_TIMEOUT runs on, and ends as in the kernel: ETIMEDOUT, not
+/// EHOSTUNREACH after the time-outs of two stacks.
 #[test]
 fn a_user_timeout_runs_on_without_a_carrier() {
     // Waits: the time-out is what is tested, and the kernel would take twice as long.

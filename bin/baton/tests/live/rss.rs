@@ -1,5 +1,5 @@
-//! Several workers on real devices: the kernel's TAP driver hashes as the NIC does, and connections of the kernel's and of the
-//! NIC's go on while the indirection table and the key change.
+//! Several workers on real devices: the kernel's TAP driver hashes as the NIC does, and connections of the kernel's and
+//! of the NIC's go on while the indirection table and the key change.
 
 use crate::common::{Scene, SetsAtEnd, connect, scene};
 use baton_abi::layout::Counter;
@@ -61,7 +61,8 @@ fn the_tap_driver_hashes_as_the_nic_does() {
     let host = Namespace::new().expect("a namespace (root is needed)");
     let cases =
         [(From::Wire, Key::MICROSOFT), (From::Host, Key::SYMMETRIC), (From::Host, Key(std::array::from_fn(|at| at as u8)))];
-    // Each has a TAP of its own name: a process that another test starts may keep the last one's descriptors for a moment.
+    // Each has a TAP of its own name: a process that another test starts may keep the last one's descriptors for a
+    // moment.
     for (name, (from, key)) in ["rss0", "rss1", "rss2"].into_iter().zip(cases) {
         let registers = baton_steering::rss::registers(4 * (BUCKETS + 16 * NIBBLES)).expect("registers");
         let program = baton_steering::rss::distribute(registers.as_fd(), from).expect("a program that the kernel takes");

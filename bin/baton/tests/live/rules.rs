@@ -1,5 +1,5 @@
-//! Firewall rules whose verdict changes from packet to packet, and rules whose changes cannot be observed: connections that they
-//! may judge stay in the kernel, others move.
+//! Firewall rules whose verdict changes from packet to packet, and rules whose changes cannot be observed: connections
+//! that they may judge stay in the kernel, others move.
 
 use crate::common::{Scene, scene, scene_at};
 use baton_bed::testbed::TestbedSettings;
@@ -40,7 +40,8 @@ fn returned(scene: &Scene) -> String {
     tool.connections().expect("connections").into_iter().map(|connection| connection.reason).collect()
 }
 
-/// Packets put their sender into a set, and packets from members are dropped: a connection's own packets must be checked, too.
+/// Packets put their sender into a set, and packets from members are dropped: a connection's own packets must be
+/// checked, too.
 const BLACKLIST: &str = "table inet t {
   set bad { type ipv4_addr; flags dynamic,timeout; timeout 1m; }
   chain input { type filter hook input priority 0; RULE udp dport 7 add @bad { ip saddr }; ip saddr @bad drop; }
@@ -56,8 +57,8 @@ fn a_set_that_packets_change_counts() {
     assert_eq!(scene.receive(), 0, "the set does not count");
 }
 
-/// Rules that cannot judge the connection do not keep it: other ports, new connections, rules after the one that accepts it;
-/// counters, logs, and the translations and verdict maps of containers' hosts.
+/// Rules that cannot judge the connection do not keep it: other ports, new connections, rules after the one that
+/// accepts it; counters, logs, and the translations and verdict maps of containers' hosts.
 #[test]
 fn rules_that_cannot_judge_it_do_not_keep_it() {
     let harmless = [
@@ -252,7 +253,8 @@ fn zones_of_the_tracker_keep_connections() {
     stays(&mut scene, "a zone of the connection tracker");
 }
 
-/// The NIC's packets pass neither rules of iptables-legacy nor filters at a device's ingress, so these keep a connection in the kernel.
+/// The NIC's packets pass neither rules of iptables-legacy nor filters at a device's ingress, so these keep a
+/// connection in the kernel.
 #[test]
 fn rules_that_the_nics_packets_do_not_pass_keep_it() {
     for (lines, why) in [

@@ -14,8 +14,8 @@ fn baton_run(scratch: &Scratch, arguments: &[&str]) -> Output {
     Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its output")
 }
 
-/// Runs a program under random moves, until each of its connections has moved so often, and then ends it. Returns its report,
-/// after it has ended with success.
+/// Runs a program under random moves, until each of its connections has moved so often, and then ends it. Returns its
+/// report, after it has ended with success.
 fn flip(name: &str, program: &[&str], connections: usize, moves: u32) -> Value {
     let scratch = Scratch::new(name);
     let report = scratch.file("report");
@@ -39,8 +39,8 @@ fn least_moves(report: &Value) -> Option<u32> {
     report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse().ok()).min()
 }
 
-/// Both ends move: a program with connections to itself, every way to wait for a socket, IPv4 and IPv6. The program compares
-/// every byte.
+/// Both ends move: a program with connections to itself, every way to wait for a socket, IPv4 and IPv6. The program
+/// compares every byte.
 #[test]
 fn programs_that_talk_to_themselves_do_not_notice() {
     let program = script("itself.py");
@@ -97,8 +97,9 @@ while piece := server.recv(65536):
 print(received)
 ";
 
-/// Programs tell the NIC what they have read after a part of the window, however small SO_RCVBUF makes it: the peer's data goes on. Whoever
-/// waits for a window that nobody opens probes it ever less often, and after 15 seconds here the upload counts as stuck.
+/// Programs tell the NIC what they have read after a part of the window, however small SO_RCVBUF makes it: the peer's
+/// data goes on. Whoever waits for a window that nobody opens probes it ever less often, and after 15 seconds here the
+/// upload counts as stuck.
 #[test]
 fn an_upload_into_a_small_receive_buffer_goes_on() {
     for size in ["1", "2304", "3000", "20000"] {
@@ -109,9 +110,9 @@ fn an_upload_into_a_small_receive_buffer_goes_on() {
     }
 }
 
-/// What one call sends leaves as one piece, whether it is in several buffers or wraps around the end of send memory: nothing
-/// waits for an acknowledgement that the peer's kernel delays. A program that gets no processor for 40 ms lets its kernel send one, too,
-/// with Baton or without.
+/// What one call sends leaves as one piece, whether it is in several buffers or wraps around the end of send memory:
+/// nothing waits for an acknowledgement that the peer's kernel delays. A program that gets no processor for 40 ms lets
+/// its kernel send one, too, with Baton or without.
 #[test]
 fn one_call_leaves_as_one_piece() {
     const ROUNDS: u64 = 400;
@@ -143,7 +144,8 @@ fn signals_do_not_disturb_forks() {
     }
 }
 
-/// A BPF program at the connection's control group that drops its packets stops it; once it is detached the connection goes on.
+/// A BPF program at the connection's control group that drops its packets stops it; once it is detached the connection
+/// goes on.
 #[test]
 fn programs_at_control_groups_count() {
     let scratch = Scratch::new("cgroup");
@@ -215,8 +217,8 @@ fn the_process_is_the_program() {
     assert_eq!(text(&seen.stdout).trim(), std::process::id().to_string(), "the program's parent is baton's");
 }
 
-/// A connection that is handed over after its first request, and whose requests all have one length: an edge-triggered set
-/// reports each.
+/// A connection that is handed over after its first request, and whose requests all have one length: an edge-triggered
+/// set reports each.
 #[test]
 fn edges_are_reported_across_the_handover() {
     const PROGRAM: &str = "
@@ -258,8 +260,8 @@ thread.join()
     }
 }
 
-/// The first connections of a listener close soon, so the next ones are not worth a move: hardly any of them is handed to the
-/// agent. A connection that lives on is.
+/// The first connections of a listener close soon, so the next ones are not worth a move: hardly any of them is handed
+/// to the agent. A connection that lives on is.
 #[test]
 fn short_connections_stay_in_the_kernel() {
     const PROGRAM: &str = "
@@ -345,8 +347,8 @@ fn nothing_is_left() {
     wait_until(&format!("{directory} is removed"), gone);
 }
 
-/// A server that leaves the agent's reach before its first connection: its root directory is another one, and its user, too. The library
-/// has asked for Baton before.
+/// A server that leaves the agent's reach before its first connection: its root directory is another one, and its user,
+/// too. The library has asked for Baton before.
 #[test]
 fn programs_that_confine_themselves_are_offloaded() {
     let scratch = Scratch::new("confined");

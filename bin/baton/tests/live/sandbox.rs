@@ -1,5 +1,5 @@
-//! Programs that filter their system calls, in C (`c/sandbox.c`): each case succeeds natively, and under `baton run`, whether its
-//! connections have moved when the filter is set or not.
+//! Programs that filter their system calls, in C (`c/sandbox.c`): each case succeeds natively, and under `baton run`,
+//! whether its connections have moved when the filter is set or not.
 
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, agent_socket, text};
@@ -8,7 +8,8 @@ use baton_linux::namespace::Namespace;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-/// How each case is run: the options of `baton run`, natively without any, and whether its connections have moved before the filter.
+/// How each case is run: the options of `baton run`, natively without any, and whether its connections have moved
+/// before the filter.
 const WAYS: [(&[&str], bool); 4] = [
     (&[], false),
     (&["--eager", "--rule", "accepted"], false),
@@ -122,8 +123,8 @@ fn a_list_says_why_a_filtered_program_gains_nothing() {
     assert!(text(&listed.stdout).contains(&why), "{}{}", text(&listed.stdout), text(&listed.stderr));
 }
 
-/// Runs the server under a filter that it inherits, as `sandbox under` sets it: natively, with the filter inside of `baton run` and around it.
-/// Returns what is written to standard error, of each.
+/// Runs the server under a filter that it inherits, as `sandbox under` sets it: natively, with the filter inside of
+/// `baton run` and around it. Returns what is written to standard error, of each.
 fn under(list: &str, ways: &[(&[&str], bool)]) -> Vec<String> {
     let scratch = Scratch::new("sandbox");
     let compiled = compile("sandbox", &scratch);
@@ -153,7 +154,8 @@ fn under(list: &str, ways: &[(&[&str], bool)]) -> Vec<String> {
     said
 }
 
-/// Under the profiles that containers and services have, and with no more than what the library needs, connections move.
+/// Under the profiles that containers and services have, and with no more than what the library needs, connections
+/// move.
 #[test]
 fn connections_move_under_usual_filters() {
     for list in ["docker", "podman", "system-service", "enough"] {

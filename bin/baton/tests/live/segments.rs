@@ -1,5 +1,5 @@
-//! Segments that a peer seldom sends, on the NIC: fragments made by a router, probes into a closed window, a FIN that overtakes
-//! data; and more in flight than this host would ever have sent.
+//! Segments that a peer seldom sends, on the NIC: fragments made by a router, probes into a closed window, a FIN that
+//! overtakes data; and more in flight than this host would ever have sent.
 
 use crate::common::{Scene, connect, hosts, scene, unacknowledged, wait_until};
 use baton_backends::VnetDevice;
@@ -177,8 +177,8 @@ fn a_byte_into_a_closed_window_is_answered() {
         let mut scene = scene(TestbedSettings::default());
         scene.move_to(place);
         let mut forger = Forger::new(&mut scene);
-        // Until nothing more fits: the window is closed. Less of it than a segment may be left, which the peer fills when its timer for
-        // closed windows expires.
+        // Until nothing more fits: the window is closed. Less of it than a segment may be left, which the peer fills
+        // when its timer for closed windows expires.
         scene.fill(64 << 20);
         wait_until("a closed window", || {
             scene.peer_sends(1 << 16);
@@ -232,7 +232,8 @@ const SO_RCVBUFFORCE: i32 = 33;
 
 const IN_FLIGHT: u32 = 4300 * 1448;
 
-/// More than four thousand segments are in flight when the connection moves to the NIC: every acknowledgement of them counts.
+/// More than four thousand segments are in flight when the connection moves to the NIC: every acknowledgement of them
+/// counts.
 #[test]
 fn thousands_of_segments_in_flight_move() {
     let link = LinkSettings { delay: 90_000, ..LinkSettings::default() };

@@ -1,5 +1,5 @@
-//! A peer that does not answer any more: the time that has run for it goes with a connection that moves, so that it ends when it would
-//! have ended in the kernel, and with the same error.
+//! A peer that does not answer any more: the time that has run for it goes with a connection that moves, so that it
+//! ends when it would have ended in the kernel, and with the same error.
 
 use crate::common::{Scene, connect, hosts, scene_in, wait_until};
 use baton_bed::testbed::{Testbed, TestbedSettings};
@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 /// TCP_USER_TIMEOUT of the connections.
 // Waits: the time is what is tested, and compared with the kernel's in the same run.
 const LIMIT: Duration = Duration::from_secs(2);
-/// How much later than in the kernel a connection may end: a time-out after its loss probe, whose times the two stacks choose differently,
-/// the agent's timers, and a busy machine.
+/// How much later than in the kernel a connection may end: a time-out after its loss probe, whose times the two stacks
+/// choose differently, the agent's timers, and a busy machine.
 // Waits: compared with the kernel in the same run.
 const LATE: Duration = Duration::from_millis(800);
 
@@ -60,8 +60,8 @@ struct Case<'a> {
     bytes: usize,
 }
 
-/// A connection that `moves` moves, and one that stays in the kernel, to a peer that falls silent. Returns how they ended: this one, the
-/// kernel's.
+/// A connection that `moves` moves, and one that stays in the kernel, to a peer that falls silent. Returns how they
+/// ended: this one, the kernel's.
 fn ends(case: Case<'_>, mut moves: impl FnMut(&mut Scene, Duration)) -> [End; 2] {
     let bed = hosts(case.settings);
     bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_retries2", case.resends.to_string())).expect("the limit");
@@ -205,10 +205,10 @@ fn keepalive_goes_on_over_moves() {
 #[test]
 fn the_hosts_retransmissions_are_the_nics() {
     const RESENDS: u8 = 3;
-    // A connection ends at the first time-out that comes 3 s or more after its first retransmission (Linux, tcp_model_timeout), and each
-    // time-out takes twice as long as the one before. The first one takes .2 s, up to a second if the machine was busy when round trips
-    // were measured: so the end comes after 3.2 s at the earliest, and after less than twice 3 s and three first time-outs. With one
-    // resend more allowed it would come after 12.6 s.
+    // A connection ends at the first time-out that comes 3 s or more after its first retransmission (Linux,
+    // tcp_model_timeout), and each time-out takes twice as long as the one before. The first one takes .2 s, up to a
+    // second if the machine was busy when round trips were measured: so the end comes after 3.2 s at the earliest, and
+    // after less than twice 3 s and three first time-outs. With one resend more allowed it would come after 12.6 s.
     // Waits: times that the kernel's connection keeps in the same run.
     let (least, most) = (Duration::from_millis(3200), Duration::from_secs(9));
     for (starts, what) in [(Place::Nic, "on the NIC"), (Place::Kernel, "to the NIC")] {

@@ -1,5 +1,5 @@
-//! Programs that the preloaded library cannot be in, or that want to be before it, in C (`c/starts.c`): linked with musl, statically
-//! linked, with AddressSanitizer, with a library of their own in LD_PRELOAD. Each succeeds natively.
+//! Programs that the preloaded library cannot be in, or that want to be before it, in C (`c/starts.c`): linked with
+//! musl, statically linked, with AddressSanitizer, with a library of their own in LD_PRELOAD. Each succeeds natively.
 
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};

@@ -122,7 +122,8 @@ fn options_that_the_nic_does_not_act_on_stay() {
     }
 }
 
-/// Without a route, or with its source address gone, a connection stays on the side where it is, and goes on when they are back.
+/// Without a route, or with its source address gone, a connection stays on the side where it is, and goes on when they
+/// are back.
 #[test]
 fn no_route_and_a_changed_source_address_stay() {
     for start in [Place::Kernel, Place::Nic] {
@@ -160,7 +161,8 @@ fn sockets_that_are_no_connections_are_refused() {
     assert!(error.to_string().contains("interface") || error.to_string().contains("address"), "{error}");
 }
 
-/// The addresses on the wire are not the socket's: destinations that this host translates, whoever opened the connection.
+/// The addresses on the wire are not the socket's: destinations that this host translates, whoever opened the
+/// connection.
 #[test]
 fn translated_connections_stay() {
     const RULES: &str = "table ip nat {

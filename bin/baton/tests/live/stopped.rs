@@ -129,8 +129,8 @@ fn what_needs_a_stopped_nic_is_refused_after_a_while() {
     assert_eq!(nic_process(&bed), process);
 }
 
-/// A listener on the NIC has changed its options while the NIC is stopped, so that the agent's answer is late. When the NIC goes on it makes
-/// the listener's connections, and the program gets them.
+/// A listener on the NIC has changed its options while the NIC is stopped, so that the agent's answer is late. When the
+/// NIC goes on it makes the listener's connections, and the program gets them.
 #[test]
 fn a_late_refresh_leaves_a_listener_on_the_nic() {
     let bed = hosts(TestbedSettings::default());
@@ -155,8 +155,8 @@ fn a_late_refresh_leaves_a_listener_on_the_nic() {
     assert!(accepted.expect("an answer").is_some() && fd.is_some());
 }
 
-/// While the agent is stopped a program's closes return, its new connections stay in the kernel, and a tool says what does not answer. All
-/// that was asked for is done when the agent goes on.
+/// While the agent is stopped a program's closes return, its new connections stay in the kernel, and a tool says what
+/// does not answer. All that was asked for is done when the agent goes on.
 #[test]
 fn a_stopped_agent_holds_up_no_program_for_long() {
     let bed = hosts(TestbedSettings::default());
@@ -231,8 +231,8 @@ one.close()
 print('closed', flush=True)
 ";
 
-/// An unmodified program closes a connection that the NIC has while the agent is stopped: close(2) returns, the program ends, and its peer gets
-/// the FIN when the agent goes on.
+/// An unmodified program closes a connection that the NIC has while the agent is stopped: close(2) returns, the program
+/// ends, and its peer gets the FIN when the agent goes on.
 #[test]
 fn a_program_closes_and_ends_while_the_agent_is_stopped() {
     let bed = hosts(TestbedSettings::default());
@@ -319,8 +319,8 @@ fn echoes(bed: &Testbed) -> SocketAddr {
     at
 }
 
-/// Runs [`CALLS`] and returns the milliseconds of each call. Under Baton a debugger stops the agent until the program forks, because fork
-/// restores the program's connections, which the agent does.
+/// Runs [`CALLS`] and returns the milliseconds of each call. Under Baton a debugger stops the agent until the program
+/// forks, because fork restores the program's connections, which the agent does.
 fn times_of_calls(bed: &Testbed, at: SocketAddr, with_baton: bool) -> Vec<(String, u64)> {
     let (mut program, lines) = start_python(bed, CALLS, at, with_baton);
     let mut lines = lines.lines().map(|line| line.expect("text"));
@@ -346,8 +346,8 @@ fn times_of_calls(bed: &Testbed, at: SocketAddr, with_baton: bool) -> Vec<(Strin
     times
 }
 
-/// While the agent is stopped, calls that do not need it take at most a second longer than natively, all together: the library waits for the
-/// agent once. No data is lost.
+/// While the agent is stopped, calls that do not need it take at most a second longer than natively, all together: the
+/// library waits for the agent once. No data is lost.
 #[test]
 fn a_programs_calls_do_without_an_agent_that_is_held() {
     let bed = hosts(TestbedSettings::default());

@@ -1,4 +1,5 @@
-//! An attacher that does not run for a while: its connections leave the NIC as soon as it runs again, however many they are.
+//! An attacher that does not run for a while: its connections leave the NIC as soon as it runs again, however many they
+//! are.
 
 use crate::attach::{attach, listed};
 use crate::common::wait_until;
@@ -10,7 +11,8 @@ use std::io::{BufRead, BufReader, Lines, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-/// Connections: more than there is room for requests in the attacher's channel, which has 208 KB, and 768 bytes for each.
+/// Connections: more than there is room for requests in the attacher's channel, which has 208 KB, and 768 bytes for
+/// each.
 const MANY: usize = 350;
 
 /// Echoes what comes on any number of connections; prints its port.
@@ -35,7 +37,8 @@ while True:
             open_ones.pop(fd).close()
 ";
 
-/// Opens connections: to which port, and how many. At each line, and at the beginning, asks over each of them, and prints a line.
+/// Opens connections: to which port, and how many. At each line, and at the beginning, asks over each of them, and
+/// prints a line.
 const CLIENT: &str = "
 import socket, sys
 every = [socket.create_connection(('127.0.0.1', int(sys.argv[1])), timeout=30) for _ in range(int(sys.argv[2]))]
@@ -90,8 +93,8 @@ impl Drop for Attacher {
     }
 }
 
-/// The firewall changes while the attacher of many connections is stopped: all leave the NIC when it runs again, since only the kernel knows
-/// what the new rules mean for them.
+/// The firewall changes while the attacher of many connections is stopped: all leave the NIC when it runs again, since
+/// only the kernel knows what the new rules mean for them.
 #[test]
 fn all_connections_of_an_attacher_that_was_stopped_leave_the_nic() {
     let scratch = Scratch::new("stopped-attacher");

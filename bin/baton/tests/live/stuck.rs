@@ -50,7 +50,8 @@ fn time_of_a_close(bed: &Testbed, port: u16) -> Duration {
     begun.elapsed()
 }
 
-/// A move that waits for its program does not hold up moves and closes of others' connections, and is given up after a while.
+/// A move that waits for its program does not hold up moves and closes of others' connections, and is given up after a
+/// while.
 #[test]
 fn a_program_inside_an_operation_delays_no_other() {
     let bed = hosts(TestbedSettings::default());
@@ -75,7 +76,8 @@ fn a_program_inside_an_operation_delays_no_other() {
         }
         median(9100)
     });
-    // Waits: if they were waited for one after the other, everybody else would wait 24 times 20 ms more than alone in the same run.
+    // Waits: if they were waited for one after the other, everybody else would wait 24 times 20 ms more than alone in
+    // the same run.
     assert!(beside < 2 * alone + Duration::from_millis(24 * 20 / 2), "a close takes {beside:?}, and {alone:?} without them");
     for program in &stuck {
         program.is_inside(false);
@@ -111,8 +113,8 @@ fn nic_process(bed: &Testbed) -> u32 {
     bed.tool().expect("a tool").statistics().expect("statistics").nic_process
 }
 
-/// While a debugger has stopped the NIC, and moves wait for its answers, other programs register connections and close them, and tools list them.
-/// The moves go on when the NIC does.
+/// While a debugger has stopped the NIC, and moves wait for its answers, other programs register connections and close
+/// them, and tools list them. The moves go on when the NIC does.
 #[test]
 fn a_nic_that_is_stopped_delays_only_what_needs_it() {
     let bed = hosts(TestbedSettings::default());

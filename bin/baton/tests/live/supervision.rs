@@ -270,8 +270,8 @@ fn a_nic_that_gets_no_processor_is_counted_and_not_ended() {
     assert_eq!((after.nic_process, after.nics[0].hung, after.recovered), (before.nic_process, 0, 0));
 }
 
-/// The NIC crashes whenever one of four connections is there. That one stays in the kernel, with the reason in the list; the others go on
-/// on the NIC.
+/// The NIC crashes whenever one of four connections is there. That one stays in the kernel, with the reason in the
+/// list; the others go on on the NIC.
 #[test]
 fn a_connection_that_kills_the_nic_stays_in_the_kernel() {
     let mut scene = Scene::on_nic(TestbedSettings::default(), 4);
@@ -298,8 +298,8 @@ fn a_connection_that_kills_the_nic_stays_in_the_kernel() {
     assert_eq!(scene.session.place(scene.ids[0]), Some(Place::Kernel));
 }
 
-/// The keeper lets an agent go on that somebody has stopped for good, and with it the NIC and the host's TCP, which nobody else would end
-/// meanwhile. Nothing is ended.
+/// The keeper lets an agent go on that somebody has stopped for good, and with it the NIC and the host's TCP, which
+/// nobody else would end meanwhile. Nothing is ended.
 #[test]
 fn an_agent_that_is_stopped_goes_on_with_all_that_is_stopped_with_it() {
     for (settings, fast_path) in [(beside(), false), (TestbedSettings::default(), true)] {

@@ -1,6 +1,6 @@
-//! What stops or never answers, each alone and some together: another user's program under Baton goes on exchanging bytes, and a list answers
-//! or says what does not. NIC and agent are stopped for good. An agent that a debugger holds is not resumed; no NIC is stopped beside it,
-//! which nobody would end then.
+//! What stops or never answers, each alone and some together: another user's program under Baton goes on exchanging
+//! bytes, and a list answers or says what does not. NIC and agent are stopped for good. An agent that a debugger holds
+//! is not resumed; no NIC is stopped beside it, which nobody would end then.
 
 use crate::blocked::{PROMISED, echoes};
 use crate::common::{answered, hosts, start_python, wait_until};
@@ -18,8 +18,8 @@ use std::net::SocketAddr;
 use std::process::{Child, ChildStdout, Command};
 use std::time::{Duration, Instant};
 
-/// Exchanges a byte every two milliseconds on a connection that it keeps, and now and then on one that it closes again. Prints the longest
-/// exchange or connect since the last line that it read, in milliseconds, and what that was.
+/// Exchanges a byte every two milliseconds on a connection that it keeps, and now and then on one that it closes again.
+/// Prints the longest exchange or connect since the last line that it read, in milliseconds, and what that was.
 const PROGRAM: &str = "
 import select, socket, sys, time
 where = (sys.argv[1], int(sys.argv[2]))

@@ -88,7 +88,8 @@ fn the_doctor_misses_the_tun_device() {
     assert!(of_attach[0]["advice"].as_str().is_some_and(|advice| advice.contains("/dev/net/tun")), "{of_attach:?}");
 }
 
-/// The program's exit status and output are its own, the peer's command runs on the other host, and nothing is left behind.
+/// The program's exit status and output are its own, the peer's command runs on the other host, and nothing is left
+/// behind.
 #[test]
 fn a_program_runs_on_one_of_two_hosts() {
     let script = "test -S $BATON_SOCKET || exit 9; echo $BATON_SOCKET; timeout 10 ping -c 1 -W 5 $BATON_B >&2 || exit 8; exit 7";
@@ -108,7 +109,8 @@ fn a_command_on_a_host_ends_with_who_started_it() {
     assert_eq!(child.wait().expect("its end").signal(), Some(libc::SIGTERM));
 }
 
-/// Who asks for the NIC while a move there is being called off gets what it asked for, and not the answer to the wish before.
+/// Who asks for the NIC while a move there is being called off gets what it asked for, and not the answer to the wish
+/// before.
 #[test]
 fn a_wish_counts_that_comes_while_a_move_is_called_off() {
     let mut scene = scene(TestbedSettings::default());
@@ -127,8 +129,8 @@ fn a_wish_counts_that_comes_while_a_move_is_called_off() {
     }
 }
 
-/// A tool of root's may move any connection. A program that has opened a session may not, whoever it was then: it may have changed its user
-/// or its root directory since, and keeps the session.
+/// A tool of root's may move any connection. A program that has opened a session may not, whoever it was then: it may
+/// have changed its user or its root directory since, and keeps the session.
 #[test]
 fn a_programs_session_has_no_rights_over_others() {
     let scene = scene(TestbedSettings::default());

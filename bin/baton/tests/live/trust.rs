@@ -150,7 +150,8 @@ fn baton(arguments: &[&str]) -> Command {
     command
 }
 
-/// What another user listens at is no agent: neither library nor tool sends it anything, and a list does not wait for it.
+/// What another user listens at is no agent: neither library nor tool sends it anything, and a list does not wait for
+/// it.
 #[test]
 fn a_listener_of_another_user_is_not_believed() {
     let bed = hosts(TestbedSettings::default());
@@ -202,7 +203,8 @@ fn run_directory(temporary: &str) -> (String, String) {
     (path.to_owned(), rest.trim().to_owned())
 }
 
-/// The directory of a Baton that `run` has started is in one that only its user can write: nobody else can make it again.
+/// The directory of a Baton that `run` has started is in one that only its user can write: nobody else can make it
+/// again.
 #[test]
 fn a_run_directory_is_where_nobody_else_can_make_it() {
     let scratch = Scratch::new("run-directory");
@@ -246,7 +248,8 @@ c.sendall(b'hello')
 assert s.accept()[0].recv(5) == b'hello'
 ";
 
-/// A program that has become `nobody` since `baton run` started it does not believe what another one of that user listens at.
+/// A program that has become `nobody` since `baton run` started it does not believe what another one of that user
+/// listens at.
 #[test]
 fn a_program_that_changes_its_user_believes_who_started_it() {
     let scratch = Scratch::new("changed-user");
@@ -285,8 +288,8 @@ fn a_program_that_changes_its_user_believes_who_started_it() {
     }
 }
 
-/// In a container, whose users are all others outside: what the administrator has put where nobody inside can write is believed, what
-/// anybody can have put into a shared directory is not.
+/// In a container, whose users are all others outside: what the administrator has put where nobody inside can write is
+/// believed, what anybody can have put into a shared directory is not.
 #[test]
 fn in_a_container_the_path_decides() {
     let container = Container::new().expect("a container (root is needed)");

@@ -6,8 +6,8 @@ fn ttcp(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_baton")).arg("ttcp").args(arguments).env_remove("BATON_SOCKET").output().expect("baton")
 }
 
-/// A short run has every cell, and its data are right: a wrong byte or a connection that hangs fails the command. Messages of
-/// 3000 bytes end in the middle of segments.
+/// A short run has every cell, and its data are right: a wrong byte or a connection that hangs fails the command.
+/// Messages of 3000 bytes end in the middle of segments.
 #[test]
 fn every_way_transfers_what_was_sent() {
     let output = ttcp(&["--sizes", "1,3000,65536", "--messages", "1500", "--rounds", "1", "--json"]);

@@ -47,8 +47,8 @@ one.setblocking(False)
 asyncio.run(serve())
 ";
 
-/// Sends datagrams of all lengths to an echo server, some at a time, and repeats what gets no answer. `fragments`: also some that
-/// are longer than the link carries.
+/// Sends datagrams of all lengths to an echo server, some at a time, and repeats what gets no answer. `fragments`: also
+/// some that are longer than the link carries.
 const CLIENT: &str = "
 import os, socket, sys
 at = (sys.argv[1], 7000)
@@ -138,7 +138,8 @@ fn a_socket_survives_nic_and_agent() {
     }
 }
 
-/// Has a session for one socket, then receives from another one for the first time, without waiting, and echoes what comes to it.
+/// Has a session for one socket, then receives from another one for the first time, without waiting, and echoes what
+/// comes to it.
 const LATE: &str = "
 import socket, sys
 def asked(port):
@@ -158,7 +159,8 @@ while True:
     one.sendto(data, peer)
 ";
 
-/// The agent is held while a program receives from a socket for the first time: the kernel has the socket then, and the NIC later.
+/// The agent is held while a program receives from a socket for the first time: the kernel has the socket then, and the
+/// NIC later.
 #[test]
 fn a_socket_whose_agent_was_held_is_taken_later() {
     let bed = hosts(TestbedSettings::default());
@@ -266,8 +268,8 @@ fn connected_sockets_report_errors() {
     }
 }
 
-/// Reads nothing before a line comes on standard input; then prints how many datagrams there are, which must be in order. With `fork` a child
-/// reads them.
+/// Reads nothing before a line comes on standard input; then prints how many datagrams there are, which must be in
+/// order. With `fork` a child reads them.
 const BURST: &str = "
 import os, socket, sys
 one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -311,7 +313,8 @@ for line in sys.stdin:
     n += 1
 ";
 
-/// What finds no room is dropped and counted; what is unread when the program forks goes to the kernel's socket, in order.
+/// What finds no room is dropped and counted; what is unread when the program forks goes to the kernel's socket, in
+/// order.
 #[test]
 fn a_burst_is_bounded_and_stays_in_order() {
     for (way, pieces, piece) in [("alone", 20, 100), ("fork", 1, 20)] {

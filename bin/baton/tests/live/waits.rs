@@ -1,5 +1,5 @@
-//! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and compares
-//! every result with the kernel's.
+//! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and
+//! compares every result with the kernel's.
 
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
@@ -46,8 +46,8 @@ fn kernels_counters(namespace: &Namespace) -> String {
     counters.filter(|(_, count)| *count != "0").map(|(name, count)| format!("{name} {count}\n")).collect()
 }
 
-/// Threads that receive, send and wait, each in a call of its own, on connections that are handed over and move meanwhile: no
-/// call is disturbed, and none sleeps on. BATON_WAITS_MOVES sets the number of moves by each rule.
+/// Threads that receive, send and wait, each in a call of its own, on connections that are handed over and move
+/// meanwhile: no call is disturbed, and none sleeps on. BATON_WAITS_MOVES sets the number of moves by each rule.
 #[test]
 fn blocked_threads_do_not_notice_moves() {
     let scratch = Scratch::new("waits");
@@ -104,8 +104,8 @@ fn a_moving_socket_answers_as_before() {
     assert!(report["moves"].as_u64() > Some(100), "{report}");
 }
 
-/// Two connections with full queues and a FIN after unsent data: neither a byte nor the FIN is lost, although the NIC's command
-/// ring was full when the FIN was requested.
+/// Two connections with full queues and a FIN after unsent data: neither a byte nor the FIN is lost, although the NIC's
+/// command ring was full when the FIN was requested.
 #[test]
 fn a_fin_after_a_full_queue_is_sent() {
     const PROGRAM: &str = "
@@ -136,7 +136,8 @@ for round in range(10):
     }
 }
 
-/// Urgent data arrives for a connection on the NIC: it is restored first, and the program sees what it sees in the kernel.
+/// Urgent data arrives for a connection on the NIC: it is restored first, and the program sees what it sees in the
+/// kernel.
 #[test]
 fn urgent_data_is_seen_as_such() {
     const PROGRAM: &str = "
@@ -202,7 +203,8 @@ talk()
     assert!(report["moves"].as_u64() >= Some(2), "{report}");
 }
 
-/// A program asks for more than the NIC's receive memory at a time (SO_RCVLOWAT): the connection becomes readable nevertheless.
+/// A program asks for more than the NIC's receive memory at a time (SO_RCVLOWAT): the connection becomes readable
+/// nevertheless.
 #[test]
 fn a_low_water_mark_above_receive_memory_is_reached() {
     const PROGRAM: &str = "

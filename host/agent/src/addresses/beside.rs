@@ -1,5 +1,5 @@
-//! Beside the kernel the agent probes for the NIC's addresses, announces and defends them. The kernel, which has them and receives
-//! every frame, answers.
+//! Beside the kernel the agent probes for the NIC's addresses, announces and defends them. The kernel, which has them
+//! and receives every frame, answers.
 
 use crate::agent::Agent;
 use crate::ground::Shape;

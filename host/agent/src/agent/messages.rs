@@ -25,8 +25,8 @@ const MAX_HOSTS: usize = 8192;
 const HOSTS_AT_ONCE: usize = 64;
 
 impl Agent {
-    /// Checks the endpoint that a session is to be opened with. The address is that of the socket: who can bind a port may have
-    /// its packets, and nobody else.
+    /// Checks the endpoint that a session is to be opened with. The address is that of the socket: who can bind a port
+    /// may have its packets, and nobody else.
     pub(super) fn examine_messages(&self, opening: &Opening, socket: Option<&(Foreign, Bound)>) -> Result<Option<Messages>> {
         let Some(asked) = &opening.messages else { return Ok(None) };
         if opening.attacher {
@@ -55,8 +55,8 @@ impl Agent {
         Ok(Some(messages))
     }
 
-    /// The address of an endpoint that raw Ethernet frames come to. Who may open a packet socket of RMPP's type at the NIC's
-    /// interface may have its frames.
+    /// The address of an endpoint that raw Ethernet frames come to. Who may open a packet socket of RMPP's type at the
+    /// NIC's interface may have its frames.
     fn ethernet_address(&self, binding: Option<(u16, u32)>) -> Result<SocketAddr> {
         let Shape::Inline { interface } = &self.shape else {
             bail!("messages in raw Ethernet frames need a NIC between kernel and wire; this one is beside the kernel");
@@ -70,8 +70,8 @@ impl Agent {
         Ok(SocketAddr::from(ethernet_address(link.address)))
     }
 
-    /// Polls the sockets of sessions for messages: one whose program has disconnected it has lost the port that the kernel had chosen.
-    /// Such a session is ended. Returns whether there are any.
+    /// Polls the sockets of sessions for messages: one whose program has disconnected it has lost the port that the
+    /// kernel had chosen. Such a session is ended. Returns whether there are any.
     pub(crate) fn look_at_messages(&mut self) -> bool {
         let mut any = false;
         for number in 0..self.sessions.len() as u32 {
@@ -123,8 +123,8 @@ impl Agent {
         }
     }
 
-    /// Has the ways to those hosts looked up again for which `of` is true, a bounded number in each round of the agent. Packets to
-    /// a host without a way are dropped, as the kernel would drop them, until it has one again.
+    /// Has the ways to those hosts looked up again for which `of` is true, a bounded number in each round of the agent.
+    /// Packets to a host without a way are dropped, as the kernel would drop them, until it has one again.
     pub(crate) fn follow_hosts(&mut self, of: impl Fn(&Host) -> bool) {
         let open = self.sessions.iter_mut().flatten().filter_map(|session| session.open.as_mut());
         for host in open.flat_map(|open| open.hosts.values_mut()).filter(|host| of(host)) {
@@ -144,7 +144,8 @@ impl Agent {
             left -= due.len();
             for host in due {
                 open.hosts.entry(host).and_modify(|host| host.stale = false);
-                // Why there is no way is not kept: a request for this host asks the kernel again, and its answer says why.
+                // Why there is no way is not kept: a request for this host asks the kernel again, and its answer says
+                // why.
                 let _ = ground.find_host(number, messages.address, open, host, None);
             }
         }
@@ -153,7 +154,8 @@ impl Agent {
 }
 
 impl Ground<'_> {
-    /// Looks up the way to a host and gives it to the NIC, if it is another one than before. Returns whether the NIC's answer is awaited.
+    /// Looks up the way to a host and gives it to the NIC, if it is another one than before. Returns whether the NIC's
+    /// answer is awaited.
     fn find_host(
         &mut self,
         number: u32,
@@ -185,7 +187,8 @@ impl Ground<'_> {
         if matches!(found, Err(Refusal::NoNeighbour))
             && let Some(socket) = open.socket.as_ref()
         {
-            // The kernel looks for the neighbour, and reports it when it has an answer. Whatever becomes of it, nobody waits.
+            // The kernel looks for the neighbour, and reports it when it has an answer. Whatever becomes of it, nobody
+            // waits.
             let (socket, to) = (socket.clone(), SocketAddr::new(host, local.port()));
             let send = move || _ = socket::send_empty(socket.as_fd(), to);
             match outsider(self.user, self.process, None) {
@@ -224,8 +227,8 @@ impl Bound {
     }
 }
 
-/// The devices at which a session's datagrams are received: the one that its socket is bound to; or else those by which its own leave, and all
-/// that the kernel accepts packets at whose answers leave by others.
+/// The devices at which a session's datagrams are received: the one that its socket is bound to; or else those by which
+/// its own leave, and all that the kernel accepts packets at whose answers leave by others.
 fn path_of(open: &OpenSession) -> Result<Path, Refusal> {
     let socket = open.socket.as_ref().ok_or(Refusal::NoRoute)?;
     let bound = socket::device(socket.as_fd()).map_err(|error| system("SO_BINDTOIFINDEX", &error))?;

@@ -9,8 +9,8 @@ use baton_abi::{Cid, Control, Message, Operation, RestoreCause};
 use baton_moves::{Arrived, Event};
 
 impl Agent {
-    /// Handles the NIC's messages: answers to commands, a broken command ring, a connection that it wants to restore, that has
-    /// ended or that needs more memory.
+    /// Handles the NIC's messages: answers to commands, a broken command ring, a connection that it wants to restore,
+    /// that has ended or that needs more memory.
     pub(crate) fn handle_nic_messages(&mut self) {
         let outermost = !std::mem::replace(&mut self.moves.handling, true);
         self.handle_arrived();

@@ -34,8 +34,8 @@ impl Agent {
         }
     }
 
-    /// Begins to open a session: makes its memory and doorbells, and gives them to the NICs; those of a session for messages to the first
-    /// one only.
+    /// Begins to open a session: makes its memory and doorbells, and gives them to the NICs; those of a session for
+    /// messages to the first one only.
     fn begin_session(&mut self, (number, tag): Asker, opening: &Opening, socket: Option<(Foreign, Bound)>) -> Result<()> {
         let entry = self.sessions.get(number as usize).and_then(Option::as_ref);
         let entry = entry.filter(|session| session.open.is_none() && session.begun.is_none());
@@ -74,7 +74,8 @@ impl Agent {
         self.sessions.get_mut(number as usize)?.as_mut().filter(|session| session.name == name)
     }
 
-    /// Handles a NIC's answer to a session that it was given, which is being opened, or was open before there was this NIC.
+    /// Handles a NIC's answer to a session that it was given, which is being opened, or was open before there was this
+    /// NIC.
     pub(crate) fn attached(&mut self, nic: usize, at: (u32, u64), starts: Option<u32>, answer: Result<(), String>) {
         let Some(Some(session)) = self.sessions.get_mut(at.0 as usize) else { return };
         if session.name != at.1 {

@@ -53,8 +53,8 @@ const STUCK: &str = "the files whose descriptors its user has sent do not close"
 /// File descriptors that registrations leave for clients, besides the agent's reserve.
 const FOR_CLIENTS: u64 = 16;
 
-/// Returns the TCP state of a connection that the kernel has. `user` has opened its session. Of a socket whose lock others may hold only
-/// what can be told without it.
+/// Returns the TCP state of a connection that the kernel has. `user` has opened its session. Of a socket whose lock
+/// others may hold only what can be told without it.
 fn kernel_detail(user: u32, connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
     let fd = connection.fd.as_ref().map(AsFd::as_fd);
     if connection.call().is_some() || outsider(user, connection.process, fd).is_some() {
@@ -317,8 +317,9 @@ impl Agent {
         }
     }
 
-    /// The user with whose rights a client asks for what concerns others. None: it has only a program's rights, over its own session. A program
-    /// keeps its session when it changes its user or its root directory, and nobody is to find more there than the program has.
+    /// The user with whose rights a client asks for what concerns others. None: it has only a program's rights, over
+    /// its own session. A program keeps its session when it changes its user or its root directory, and nobody is to
+    /// find more there than the program has.
     pub(crate) fn rights_of(&self, number: u32) -> Option<u32> {
         let session = self.sessions.get(number as usize)?.as_ref()?;
         (session.open.is_none() || session.opening.attacher).then_some(session.user)
@@ -360,7 +361,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Answers a session that ends when its group's report has been written. Returns the answer if there is no such file.
+    /// Answers a session that ends when its group's report has been written. Returns the answer if there is no such
+    /// file.
     fn answer_when_written(&mut self, number: u32, tag: u32) -> Option<Reply> {
         let group = self.sessions.get(number as usize).and_then(Option::as_ref).map_or(0, |session| session.opening.group);
         if !self.groups.get(group).is_some_and(|group| group.has_file()) {
@@ -453,8 +455,8 @@ impl Agent {
         }
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
         let Some(open) = &session.open else { return stays(Refusal::NoRoom) };
-        // A repeated request, since the first one's agent died: one connection has one entry. Another connection may have the same
-        // addresses and ports by another device.
+        // A repeated request, since the first one's agent died: one connection has one entry. Another connection may
+        // have the same addresses and ports by another device.
         let identity = Identity { cookie: socket::cookie(fd.as_fd()).unwrap_or_default(), ends: (local, peer) };
         if let Some(known) = session.connections.with_ends(&flow).find(|known| known.identity().is(&identity)) {
             return Reply::Registered { connection: known.number() };

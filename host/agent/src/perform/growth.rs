@@ -1,6 +1,6 @@
-//! Enlarges the memory of a connection on the NIC, or returns the pages of its memory to the system. The connection rests while its
-//! bytes are copied: the program is kept out, frames that arrive are held. Until it continues both memories hold the same bytes, so
-//! a recovery may use either.
+//! Enlarges the memory of a connection on the NIC, or returns the pages of its memory to the system. The connection
+//! rests while its bytes are copied: the program is kept out, frames that arrive are held. Until it continues both
+//! memories hold the same bytes, so a recovery may use either.
 
 use super::Performer;
 use super::offload::write_block;
@@ -22,7 +22,8 @@ use std::sync::atomic::Ordering;
 const PIECE: usize = 1 << 16;
 
 impl Performer<'_> {
-    /// Allocates larger receive memory, send memory or both. If only pages are to be returned, the memory stays the same.
+    /// Allocates larger receive memory, send memory or both. If only pages are to be returned, the memory stays the
+    /// same.
     pub(super) fn enlarge(&mut self) -> Result<(), Refusal> {
         let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
@@ -47,9 +48,9 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Copies the send queue of a connection that is still active: queued bytes do not change until they are acknowledged. So only
-    /// those that the program queues from now on are left for the time of rest, which the peer sees as a delay. Returns the
-    /// sequence number behind the last byte copied.
+    /// Copies the send queue of a connection that is still active: queued bytes do not change until they are
+    /// acknowledged. So only those that the program queues from now on are left for the time of rest, which the peer
+    /// sees as a delay. Returns the sequence number behind the last byte copied.
     fn copy_ahead(&self, base: usize, old: (u32, u32), new: (u32, u32)) -> Option<u32> {
         let record = read_record(self.ground.nic_memory, base).filter(|_| new != old)?;
         let (from, to) = (self.open.memory.circle(old.0, old.1)?, self.open.memory.circle(new.0, new.1)?);
@@ -58,8 +59,8 @@ impl Performer<'_> {
         Some(record.snd_end)
     }
 
-    /// Frees the memory that is not in use, and returns its pages to the system: connections seldom grow, and what one has outgrown
-    /// may not be needed again for long.
+    /// Frees the memory that is not in use, and returns its pages to the system: connections seldom grow, and what one
+    /// has outgrown may not be needed again for long.
     pub(super) fn shrink(&mut self) {
         for block in self.connection.extra().growing.take().into_iter().flat_map(|growing| growing.unused.into_iter().flatten()) {
             self.open.memory.discard(block.0 as usize, block.1 as usize);
@@ -105,9 +106,9 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Lets the connection use what it has got. The shell's buffers grow as they would if the kernel ran the connection: it goes on with
-    /// them after a restore, and tells their sizes to the program. `wants`: receive memory, send memory; `wanted` is how much of the
-    /// latter.
+    /// Lets the connection use what it has got. The shell's buffers grow as they would if the kernel ran the
+    /// connection: it goes on with them after a restore, and tells their sizes to the program. `wants`: receive memory,
+    /// send memory; `wanted` is how much of the latter.
     fn use_more(&mut self, image: &Image, old: Memory, new: Memory, wants: [bool; 2], wanted: u32) {
         let (Some(cid), Ok(fd)) = (self.connection.cid, self.connection.fd()) else { return };
         let limits = memory::Limits::of(fd, self.ground.known);
@@ -144,8 +145,8 @@ impl Performer<'_> {
         b.store(block::FLAGS, flags);
     }
 
-    /// Returns the pages of a resting connection's empty memory, and of its slot's scratch, to the system. Nobody can write there
-    /// now: the program is kept out, and the NIC holds the frames that arrive.
+    /// Returns the pages of a resting connection's empty memory, and of its slot's scratch, to the system. Nobody can
+    /// write there now: the program is kept out, and the NIC holds the frames that arrive.
     fn return_pages(&self, cid: Cid, image: &Image, memory: Memory) {
         let nic_memory = self.ground.nic_memory;
         let ranges = ranges_of(nic_memory, cid);
@@ -159,8 +160,8 @@ impl Performer<'_> {
         }
     }
 
-    /// Copies the bytes of a resting connection: unread ones, out-of-order ones, unacknowledged and unsent ones that have not been
-    /// copied yet.
+    /// Copies the bytes of a resting connection: unread ones, out-of-order ones, unacknowledged and unsent ones that
+    /// have not been copied yet.
     fn copy_over(&self, cid: Cid, image: &Image, old: Memory, growing: &Growing) -> Option<()> {
         let new = growing.larger;
         let circle = |(offset, size)| self.open.memory.circle(offset, size);
@@ -186,8 +187,8 @@ impl Performer<'_> {
         Some(())
     }
 
-    /// Writes the location of the connection's memory and its sequence numbers into its slot, for the NIC, and its block, for the
-    /// program.
+    /// Writes the location of the connection's memory and its sequence numbers into its slot, for the NIC, and its
+    /// block, for the program.
     fn write_location(&mut self, base: usize, image: &Image, memory: Memory, cid: Cid) {
         let nic_memory = self.ground.nic_memory;
         for (at, value) in [memory.receive.0, memory.receive.1, memory.send.0, memory.send.1].into_iter().enumerate() {

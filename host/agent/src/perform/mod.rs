@@ -1,5 +1,5 @@
-//! Performs the actions of one connection's move: those that the state machine in `baton-moves` requests of kernel, NIC, program
-//! and journal.
+//! Performs the actions of one connection's move: those that the state machine in `baton-moves` requests of kernel,
+//! NIC, program and journal.
 
 mod growth;
 mod offload;
@@ -140,8 +140,8 @@ impl<'a> Performer<'a> {
         let _ = self.connection.block.keep_out();
     }
 
-    /// Whether the program has left the operation that it was in. A program that requested the move itself is in none; one with
-    /// an attacher did not request more memory.
+    /// Whether the program has left the operation that it was in. A program that requested the move itself is in none;
+    /// one with an attacher did not request more memory.
     fn has_left(&self) -> bool {
         let asked = self.connection.growing().is_none() && !self.connection.waits_for_program();
         asked || self.connection.block.is_left()
@@ -158,8 +158,8 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// Makes the NIC drop what it has of the connection, without waiting for its answer: what it is asked about the slot from now on
-    /// it does afterwards. `forgotten`: the kernel has lost its out-of-order queue.
+    /// Makes the NIC drop what it has of the connection, without waiting for its answer: what it is asked about the
+    /// slot from now on it does afterwards. `forgotten`: the kernel has lost its out-of-order queue.
     fn cancel(&mut self, forgotten: bool) {
         self.ground.shape.unsteer(&self.connection.flow);
         if let Some(cid) = self.connection.cid {
@@ -169,9 +169,10 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// Clears the journal entry, then invalidates the record. Only after that is the record ignored: should this agent die
-    /// before, the next one starts from journal and record. The entry is also what the next agent knows the cid from: before it
-    /// goes, the slot's next cid is noted. A cid that came twice would let events of its first use count for the second.
+    /// Clears the journal entry, then invalidates the record. Only after that is the record ignored: should this agent
+    /// die before, the next one starts from journal and record. The entry is also what the next agent knows the cid
+    /// from: before it goes, the slot's next cid is noted. A cid that came twice would let events of its first use
+    /// count for the second.
     fn clear(&mut self) {
         if let Some(cid) = self.connection.cid {
             journal::note_next_name(self.ground.nic_memory, cid.next_generation());
@@ -193,7 +194,8 @@ impl<'a> Performer<'a> {
         }
     }
 
-    /// Releases a connection that has ended on the NIC, which has dropped it; its memory stays until the program has read it.
+    /// Releases a connection that has ended on the NIC, which has dropped it; its memory stays until the program has
+    /// read it.
     fn end(&mut self) {
         if let Some(cid) = self.connection.cid {
             let netfilter = self.ground.guards.netfilter();

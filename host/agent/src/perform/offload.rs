@@ -138,8 +138,8 @@ impl Performer<'_> {
         }
     }
 
-    /// Makes the kernel send an acknowledgement: an idle connection sends none, and only its SACK blocks show what the kernel
-    /// holds out of order. Not yet while its program is inside an operation.
+    /// Makes the kernel send an acknowledgement: an idle connection sends none, and only its SACK blocks show what the
+    /// kernel holds out of order. Not yet while its program is inside an operation.
     pub(super) fn acknowledge(&mut self) -> Outcome {
         if self.fd().is_err() {
             return Outcome::NotYet;
@@ -198,7 +198,8 @@ impl Performer<'_> {
         self.own()?;
         let way = self.way.as_ref().ok_or(Refusal::NoRoute)?;
         self.ground.shape.steer(&self.connection.flow, &way.path, Steer::Steal)?;
-        // Somebody else's connection may have the 4-tuple if the socket was disconnected meanwhile: its frames are stolen no longer then.
+        // Somebody else's connection may have the 4-tuple if the socket was disconnected meanwhile: its frames are
+        // stolen no longer then.
         self.own()
     }
 
@@ -263,8 +264,8 @@ impl Performer<'_> {
         let (Some(exporter), Some(entry)) = (&self.exporter, &self.entry) else { return Err(Refusal::NoRoom) };
         let mut image = Image { retries: self.ground.known.retries(), ..*exporter.image() };
         if self.connection.attached {
-            // The program's TCP_CORK and TCP_NODELAY are not seen while it is attached. It would also uncork the socket; a
-            // segment sent early is better than one that is held for an uncorking that is not seen.
+            // The program's TCP_CORK and TCP_NODELAY are not seen while it is attached. It would also uncork the
+            // socket; a segment sent early is better than one that is held for an uncorking that is not seen.
             (image.nodelay, image.cork) = (true, false);
         }
         let retransmitted = exporter.retransmitted();
@@ -316,8 +317,8 @@ impl Performer<'_> {
         let on_nic = self.connection.on_nic.as_deref().ok_or(Refusal::NoRoom)?;
         write_down(self.ground.nic_memory, self.session, self.connection, cid, on_nic)?;
         self.connection.forget_stay();
-        // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its block, find no
-        // move there, and not look again when that notification arrives.
+        // The NIC may notify the program before the move is over. Noted any earlier, the program would look at its
+        // block, find no move there, and not look again when that notification arrives.
         self.open.note_move(self.connection.number());
         Ok(cid)
     }
@@ -373,8 +374,8 @@ fn needs_cover(fd: BorrowedFd<'_>) -> Option<bool> {
     Some(!empty)
 }
 
-/// Writes image and parameters into the connection's slot, for the NIC, and its memory and sequence numbers into its block, for
-/// the program.
+/// Writes image and parameters into the connection's slot, for the NIC, and its memory and sequence numbers into its
+/// block, for the program.
 fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
     let Some(Handoff { exported: Exported { image, saved, .. }, nic }) = connection.handoff() else {

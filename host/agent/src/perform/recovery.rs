@@ -11,8 +11,8 @@ use baton_recovery::{gather, posts_of};
 use baton_steering::Path;
 
 impl Performer<'_> {
-    /// Makes the next NIC hold the connection's frames, under a new cid: none may reach the kernel while the socket is being
-    /// restored.
+    /// Makes the next NIC hold the connection's frames, under a new cid: none may reach the kernel while the socket is
+    /// being restored.
     pub(super) fn steal_again(&mut self) -> Outcome {
         let exported = self.connection.exported(self.ground.nic_memory);
         let (Some(cid), Some(on_nic), Some(exported)) = (self.connection.cid, &self.connection.on_nic, exported) else {
@@ -29,7 +29,8 @@ impl Performer<'_> {
         self.ask(Action::StealAgain, Control::Steal, 0)
     }
 
-    /// Restores the connection from record, block and memory; or, if its NIC never ran it, from the image that was handed off.
+    /// Restores the connection from record, block and memory; or, if its NIC never ran it, from the image that was
+    /// handed off.
     pub(super) fn import_record(&mut self) -> Result<(), Stop> {
         let cid = self.cid()?;
         let on_nic = self.connection.on_nic.as_deref().ok_or_else(|| damaged("journal"))?;

@@ -28,8 +28,8 @@ pub(super) fn damaged(what: &'static str) -> Refusal {
 }
 
 impl Performer<'_> {
-    /// Checks that the connection can be restored now. Without a route the import would close the socket for good, so it waits on
-    /// the NIC. Other reasons that would keep it off the NIC do not keep it from the kernel.
+    /// Checks that the connection can be restored now. Without a route the import would close the socket for good, so
+    /// it waits on the NIC. Other reasons that would keep it off the NIC do not keep it from the kernel.
     pub(super) fn check(&mut self) -> Result<(), Refusal> {
         self.fd()?;
         // The connection stands still soon, and needs the route once more then.
@@ -69,7 +69,8 @@ impl Performer<'_> {
         self.begin_import(Image { unread, ..image }, nic)
     }
 
-    /// Makes the shell a connection again, from the NIC's image or from its record. `nic` is what only the NIC knows, which is kept.
+    /// Makes the shell a connection again, from the NIC's image or from its record. `nic` is what only the NIC knows,
+    /// which is kept.
     pub(super) fn begin_import(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Stop> {
         self.image = Some(image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
@@ -111,8 +112,8 @@ impl Performer<'_> {
         self.ask(Action::Release, Control::Release, 0)
     }
 
-    /// Replays to the kernel what an import does not carry, in place of a NIC that has died or has never run the connection: the data
-    /// that the NIC held out of order, and a FIN.
+    /// Replays to the kernel what an import does not carry, in place of a NIC that has died or has never run the
+    /// connection: the data that the NIC held out of order, and a FIN.
     pub(super) fn replay(&mut self) -> Outcome {
         self.replay_fin();
         self.ground.shape.unsteer(&self.connection.flow);
@@ -137,9 +138,9 @@ impl Performer<'_> {
         Ok(())
     }
 
-    /// Beside the kernel: sends it the peer's FIN, if there was one, before the steering lets it send and receive frames of the
-    /// connection. A peer that has closed would reset a socket that does not know of the FIN yet, and whose FIN or data it gets again:
-    /// the NIC may be slow to replay.
+    /// Beside the kernel: sends it the peer's FIN, if there was one, before the steering lets it send and receive
+    /// frames of the connection. A peer that has closed would reset a socket that does not know of the FIN yet, and
+    /// whose FIN or data it gets again: the NIC may be slow to replay.
     fn replay_fin(&self) {
         if let (Shape::Beside { .. }, Some(fin)) = (&self.ground.shape, self.connection.fin()) {
             self.send_fin(&fin.image);
@@ -159,8 +160,9 @@ impl Performer<'_> {
         self.connection.expect_fin(image.map(|image| ReplayedFin { image, again_at: now + FIN_AGAIN, until: now + FIN_LIMIT }));
     }
 
-    /// Whether the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told of the stream's end
-    /// already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send it again.
+    /// Whether the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told of
+    /// the stream's end already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send it
+    /// again.
     pub(super) fn has_end_of_stream(&mut self) -> bool {
         let Some(&ReplayedFin { image, again_at, until }) = self.connection.fin() else { return true };
         let now = monotonic_micros();
@@ -196,7 +198,8 @@ impl Performer<'_> {
         Ok(finished??)
     }
 
-    /// Finishes the import of a connection that an earlier agent had restored; unsent bytes may be missing in the kernel.
+    /// Finishes the import of a connection that an earlier agent had restored; unsent bytes may be missing in the
+    /// kernel.
     pub(super) fn finish_anew(&mut self) -> Result<(), Stop> {
         let (Some(image), Some(entry)) = (self.image, &self.entry) else { return Err(damaged("journal").into()) };
         let (memory, region, saved) = (entry.memory(), self.open.memory.clone(), entry.saved.clone());

@@ -23,8 +23,8 @@ impl Performer<'_> {
         *self.outsider.get_or_insert_with(known)
     }
 
-    /// What the calls for an action on the program's socket return. They are made now, or elsewhere; then the action is performed again
-    /// when they have returned, with their result instead of the calls: an action makes calls once.
+    /// What the calls for an action on the program's socket return. They are made now, or elsewhere; then the action is
+    /// performed again when they have returned, with their result instead of the calls: an action makes calls once.
     ///
     /// # Errors
     /// That it comes later, or that the agent does not have the socket.

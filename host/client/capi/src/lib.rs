@@ -1,8 +1,8 @@
-//! libbaton: the client library for C. `include/baton.h` documents it. This file translates C's pointers and errno into calls of
-//! [`baton_client::Session`].
+//! libbaton: the client library for C. `include/baton.h` documents it. This file translates C's pointers and errno into
+//! calls of [`baton_client::Session`].
 //!
-//! Every function must be called as the header says: with a session from `baton_open` that has not ended and is used by one
-//! thread at a time, and with buffers of the given lengths.
+//! Every function must be called as the header says: with a session from `baton_open` that has not ended and is used by
+//! one thread at a time, and with buffers of the given lengths.
 
 use baton_client::{Buffer, Session, agent_socket};
 use baton_protocol::program::Place;
@@ -165,7 +165,8 @@ pub unsafe extern "C" fn baton_receive(pointer: *mut CSession, connection: c_int
     if bytes.is_null() && length > 0 {
         return fail(&io::Error::from_raw_os_error(libc::EFAULT)) as isize;
     }
-    // SAFETY: the session is valid and `bytes` has room for `length` bytes (`# Safety`), for which every value is valid.
+    // SAFETY: the session is valid and `bytes` has room for `length` bytes (`# Safety`), for which every value is
+    // valid.
     let (session, bytes) = unsafe {
         let bytes: &mut [u8] = if length == 0 { &mut [] } else { std::slice::from_raw_parts_mut(bytes.cast(), length) };
         (session(pointer), bytes)
@@ -337,7 +338,8 @@ pub unsafe extern "C" fn baton_poll(pointer: *mut CSession, timeout: c_int, read
     if ready.is_null() || count == 0 {
         return fail(&io::Error::from_raw_os_error(libc::EINVAL));
     }
-    // SAFETY: the session is valid and `ready` has room for `count` numbers (`# Safety`), for which every value is valid.
+    // SAFETY: the session is valid and `ready` has room for `count` numbers (`# Safety`), for which every value is
+    // valid.
     let (session, out) = unsafe { (session(pointer), std::slice::from_raw_parts_mut(ready, count)) };
     let waited = session.and_then(|s| {
         let timeout = u64::try_from(timeout).ok().map(Duration::from_millis);

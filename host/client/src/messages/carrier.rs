@@ -64,8 +64,8 @@ impl Carrier {
         }
     }
 
-    /// Sends the packets in the room, `length` bytes in all, each of `segment` bytes but the last, which may be shorter; at the latest
-    /// with [`Carrier::flush`].
+    /// Sends the packets in the room, `length` bytes in all, each of `segment` bytes but the last, which may be
+    /// shorter; at the latest with [`Carrier::flush`].
     pub fn push(&mut self, to: SocketAddr, length: usize, segment: usize) {
         match self {
             Carrier::Udp(socket) => socket.push(to, length, segment),

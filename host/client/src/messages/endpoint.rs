@@ -51,7 +51,8 @@ pub struct Settings {
     pub memory: usize,
     /// Messages in each direction, and receives.
     pub messages: u16,
-    /// Receives that the NIC is to have room for, so that it matches and answers by itself; 0 if this process always matches.
+    /// Receives that the NIC is to have room for, so that it matches and answers by itself; 0 if this process always
+    /// matches.
     pub posted_on_nic: u16,
     /// Random: the key of the hash by which messages are matched.
     pub hash_key: [u64; 4],
@@ -168,8 +169,9 @@ impl Endpoint {
         }
     }
 
-    /// What it holds for messages that have not ended: sends, incoming messages, receives, buffers for RTS packets, packets that
-    /// are cleared, messages of the data half in this process, and of the NIC's. All are 0 when nothing is left.
+    /// What it holds for messages that have not ended: sends, incoming messages, receives, buffers for RTS packets,
+    /// packets that are cleared, messages of the data half in this process, and of the NIC's. All are 0 when nothing is
+    /// left.
     pub fn held(&self) -> [u64; 7] {
         let (sends, incoming, receives) = self.policy.usage();
         let (received, sent) = self.local.as_ref().map_or((0, 0), |local| local.data.messages());

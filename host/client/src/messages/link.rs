@@ -1,4 +1,5 @@
-//! A session for messages: commands to the NIC's data half, its events, and the change to another NIC after one has died.
+//! A session for messages: commands to the NIC's data half, its events, and the change to another NIC after one has
+//! died.
 
 use crate::shared::Shared;
 use baton_abi::layout::session;
@@ -41,7 +42,8 @@ pub struct Link {
 }
 
 impl Link {
-    /// Opens a session for messages with the agent that listens at `path`. The NIC takes the packets that come to `socket`.
+    /// Opens a session for messages with the agent that listens at `path`. The NIC takes the packets that come to
+    /// `socket`.
     ///
     /// # Errors
     /// With the reason, if there is no agent or it refuses.
@@ -94,8 +96,8 @@ impl Link {
         self.memory.region().word32(session::NIC_STARTS).load(Ordering::Acquire)
     }
 
-    /// Begins to use another NIC, if the agent has started one. True: it knows nothing, and the last one touches nothing any
-    /// more. What that had reported and was not taken is dropped.
+    /// Begins to use another NIC, if the agent has started one. True: it knows nothing, and the last one touches
+    /// nothing any more. What that had reported and was not taken is dropped.
     pub fn renew(&mut self) -> bool {
         let starts = self.starts_now();
         if starts != self.starts {
@@ -124,7 +126,8 @@ impl Link {
         std::array::from_fn(|at| words[at].load(Ordering::Relaxed))
     }
 
-    /// Packets that NICs have received and sent, data packets that they have placed, and packets that they have dropped.
+    /// Packets that NICs have received and sent, data packets that they have placed, and packets that they have
+    /// dropped.
     pub fn packets(&self) -> [u64; session::PACKETS_WORDS] {
         let now = self.packets_of_this_nic();
         std::array::from_fn(|at| self.packets[at] + now[at])
@@ -166,8 +169,8 @@ impl Link {
         }
     }
 
-    /// Lets the NIC send to a host, unless it may already. False if the NIC has no way to it. While the way is not known yet,
-    /// packets are lost, and the host is asked for again later.
+    /// Lets the NIC send to a host, unless it may already. False if the NIC has no way to it. While the way is not
+    /// known yet, packets are lost, and the host is asked for again later.
     pub fn leads_to(&mut self, host: IpAddr, now: u64) -> bool {
         if self.reached.contains(&host) || self.unreached.iter().any(|(other, _)| *other == host) {
             return true;
@@ -190,8 +193,8 @@ impl Link {
         true
     }
 
-    /// Asks again for hosts whose way was not known. Returns those for which it still is not: a packet of the kernel's own may
-    /// make it find the neighbour.
+    /// Asks again for hosts whose way was not known. Returns those for which it still is not: a packet of the kernel's
+    /// own may make it find the neighbour.
     pub fn retry(&mut self, now: u64) -> Vec<IpAddr> {
         let (due, later) = std::mem::take(&mut self.unreached).into_iter().partition::<Vec<_>, _>(|(_, at)| *at <= now);
         self.unreached = later;

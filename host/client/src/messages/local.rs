@@ -25,9 +25,9 @@ impl Local {
         Local { data: Data::new(config), packets: [0; 2], copied: 0 }
     }
 
-    /// Takes packets from the socket, as long as there is room for what they bring, and until there is something for the policy:
-    /// a program that waits for a short message does not wait for the system call that finds nothing behind it. Returns how many
-    /// there were.
+    /// Takes packets from the socket, as long as there is room for what they bring, and until there is something for
+    /// the policy: a program that waits for a short message does not wait for the system call that finds nothing behind
+    /// it. Returns how many there were.
     pub fn receive(&mut self, socket: &mut Carrier, memory: &mut impl Memory) -> usize {
         let mut count = 0;
         while count < BURST && self.data.has_room() {
@@ -44,16 +44,16 @@ impl Local {
         count
     }
 
-    /// Sends what the data half has to send. What the socket does not take is lost, as in any full queue. Returns how many
-    /// packets there were.
+    /// Sends what the data half has to send. What the socket does not take is lost, as in any full queue. Returns how
+    /// many packets there were.
     pub fn transmit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let count = self.emit(socket, memory);
         socket.flush();
         count
     }
 
-    /// Gives the socket what the data half has to send; it leaves at the latest with [`Carrier::flush`]. Returns how many
-    /// packets there were.
+    /// Gives the socket what the data half has to send; it leaves at the latest with [`Carrier::flush`]. Returns how
+    /// many packets there were.
     pub fn emit(&mut self, socket: &mut Carrier, memory: &impl Memory) -> usize {
         let mut count = 0;
         let most = socket.longest_run();

@@ -16,19 +16,20 @@ use std::sync::{Arc, PoisonError};
 pub(crate) struct Events {
     /// A ring for each NIC.
     rings: Vec<Consumer<RingWords>>,
-    /// For each NIC: cid and number of the connection that was noted last for each of its slots. [`NOBODY`] if none was.
+    /// For each NIC: cid and number of the connection that was noted last for each of its slots. [`NOBODY`] if none
+    /// was.
     by_slot: [Vec<(Cid, u32)>; MAX_NICS],
-    /// Numbers by cid of connections that were noted, and whose slot's entry in `by_slot` is another's now: one that has left the slot
-    /// may be noted after the one that has come there.
+    /// Numbers by cid of connections that were noted, and whose slot's entry in `by_slot` is another's now: one that
+    /// has left the slot may be noted after the one that has come there.
     displaced: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
     /// Connections that were between two owners when they were last checked.
     pub(super) between: Vec<u32>,
-    /// Number of threads that are accepting a connection that the NIC has made. Its first events may be read before its number is
-    /// known; they are kept here until then.
+    /// Number of threads that are accepting a connection that the NIC has made. Its first events may be read before its
+    /// number is known; they are kept here until then.
     accepting: u32,
     unclaimed: Vec<Message>,
-    /// Answers to posted buffers that have not been handled yet, by the number of the connection: the first sequence number that the NIC
-    /// puts into each.
+    /// Answers to posted buffers that have not been handled yet, by the number of the connection: the first sequence
+    /// number that the NIC puts into each.
     pub(crate) posted: BTreeMap<u32, VecDeque<u32>>,
 }
 
@@ -140,16 +141,16 @@ impl Shared {
         Some(connection.number())
     }
 
-    /// Begins to accept a connection that the NIC has made, or to register one; [`Shared::end_accepting`] follows. Until then events of
-    /// connections that are not known are kept.
+    /// Begins to accept a connection that the NIC has made, or to register one; [`Shared::end_accepting`] follows.
+    /// Until then events of connections that are not known are kept.
     pub(super) fn begin_accepting(&self, token: Token) {
         if let Some(mut events) = self.events.lock(token) {
             events.accepting += 1;
         }
     }
 
-    /// Ends what [`Shared::begin_accepting`] began. The connection, if one was accepted, is known by its number now: it gets the
-    /// events that were kept for it.
+    /// Ends what [`Shared::begin_accepting`] began. The connection, if one was accepted, is known by its number now: it
+    /// gets the events that were kept for it.
     pub(super) fn end_accepting(&self, connection: Option<&Connection>, token: Token) {
         let Some(mut events) = self.events.lock(token) else { return };
         let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
@@ -205,8 +206,8 @@ impl Shared {
         moved.into_iter().for_each(|number| self.check_move(events, connections, number, false));
     }
 
-    /// Checks a connection that may have moved. One that is between two owners is checked later, unless `now`; one that a thread
-    /// is using is refreshed when it is entered next.
+    /// Checks a connection that may have moved. One that is between two owners is checked later, unless `now`; one that
+    /// a thread is using is refreshed when it is entered next.
     pub(super) fn check_move(&self, events: &mut Events, connections: &Connections, number: u32, now: bool) {
         let Some(Some(connection)) = connections.get(number as usize) else { return };
         if !connection.has_moved() {

@@ -1,5 +1,5 @@
-//! A program's side of the interface, for any number of threads: the session with the agent, and the operations on a connection
-//! while the NIC has it. No operation waits for the network.
+//! A program's side of the interface, for any number of threads: the session with the agent, and the operations on a
+//! connection while the NIC has it. No operation waits for the network.
 
 use crate::connection::{Connection, Entered, Readiness};
 use crate::ending::Ending;
@@ -41,8 +41,8 @@ const OPEN_LIMIT: Duration = Duration::from_secs(20);
 /// Descriptors that a session has at most: see [`Shared::descriptors`].
 pub const DESCRIPTORS: usize = 2 + MAX_NICS;
 
-/// How often a connection's numbers are read again because it has moved meanwhile. A thread that holds the lock of the session's
-/// events and was interrupted by a signal cannot refresh the connection, and must not try for ever.
+/// How often a connection's numbers are read again because it has moved meanwhile. A thread that holds the lock of the
+/// session's events and was interrupted by a signal cannot refresh the connection, and must not try for ever.
 const READINESS_ATTEMPTS: u32 = 8;
 
 /// A session with the agent.
@@ -61,8 +61,8 @@ pub struct Shared {
     pub(crate) events: Lock<Events>,
     pub(crate) connections: RwLock<Connections>,
     next_tag: AtomicU32,
-    /// Time (microseconds of the monotonic clock) before which the agent, which has not taken up a request in time, is not waited for unless
-    /// something comes from it.
+    /// Time (microseconds of the monotonic clock) before which the agent, which has not taken up a request in time, is
+    /// not waited for unless something comes from it.
     silent_until: AtomicU64,
     /// Requests without an answer for which there was no room.
     unsent: Mutex<VecDeque<Request>>,
@@ -124,8 +124,8 @@ impl Lane {
     }
 }
 
-/// Called with the number of each connection that may have become readable or writable. It is called with the session's events
-/// locked, so it must not call the session.
+/// Called with the number of each connection that may have become readable or writable. It is called with the session's
+/// events locked, so it must not call the session.
 pub struct Listener(pub Box<dyn Fn(u32) + Send + Sync>);
 
 impl std::fmt::Debug for Listener {
@@ -158,9 +158,10 @@ impl Shared {
         Self::open(path, opening, None, listener, OPEN_LIMIT, Region::map, Ok)
     }
 
-    /// As [`Shared::connect`], for a program that goes on without a session if the agent does not answer within a second (`TimedOut` or
-    /// `WouldBlock`), and maps of the session's memory what its connections use: one that has no place there is [`Connection::is_unmapped`].
-    /// Each of the session's descriptors is passed through `renumber`, in the order of [`Shared::descriptors`].
+    /// As [`Shared::connect`], for a program that goes on without a session if the agent does not answer within a
+    /// second (`TimedOut` or `WouldBlock`), and maps of the session's memory what its connections use: one that has no
+    /// place there is [`Connection::is_unmapped`]. Each of the session's descriptors is passed through `renumber`, in
+    /// the order of [`Shared::descriptors`].
     ///
     /// # Errors
     /// See there.
@@ -203,8 +204,8 @@ impl Shared {
         let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
         let given: Vec<BorrowedFd<'_>> = socket.into_iter().collect();
         let sent = channel.try_send(&Request { tag: 1, body: Ask::Open(opening) }, &given);
-        // An agent that turns a client away sends the reason and closes the connection, perhaps before it has read the request:
-        // then the first receive reports only the latter.
+        // An agent that turns a client away sends the reason and closes the connection, perhaps before it has read the
+        // request: then the first receive reports only the latter.
         let received = channel.receive_within(limit).or_else(|error| match error.kind() {
             io::ErrorKind::ConnectionReset => channel.receive_within(limit),
             _ => Err(error),
@@ -269,8 +270,8 @@ impl Shared {
         self.sends_plainly = interface == Interface::Batched && nagle == Nagle::Nic;
     }
 
-    /// Promises, before there are connections, that whoever waits for room to send waits until [`Readiness::is_writable`]. Then a
-    /// sleeping program is not woken by acknowledgements that free less.
+    /// Promises, before there are connections, that whoever waits for room to send waits until
+    /// [`Readiness::is_writable`]. Then a sleeping program is not woken by acknowledgements that free less.
     pub fn wait_until_writable(&mut self) {
         self.patient = true;
     }
@@ -283,7 +284,8 @@ impl Shared {
         Shared::new(0, Arc::new(channel), memory, bell, Vec::new(), Listener(Box::new(|_| {})))
     }
 
-    /// All descriptors of the session: the control connection, the memory, a doorbell for each NIC. -1 for each that there is not.
+    /// All descriptors of the session: the control connection, the memory, a doorbell for each NIC. -1 for each that
+    /// there is not.
     pub fn descriptors(&self) -> [i32; DESCRIPTORS] {
         use std::os::fd::AsRawFd;
         let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner).as_fd().as_raw_fd();
@@ -310,14 +312,14 @@ impl Shared {
         }
     }
 
-    /// The control connection, for a session whose agent sends messages without a request. No other thread may send requests
-    /// then; tags are from [`Shared::begin_withdrawable`] or below those.
+    /// The control connection, for a session whose agent sends messages without a request. No other thread may send
+    /// requests then; tags are from [`Shared::begin_withdrawable`] or below those.
     pub fn channel(&self) -> &Mutex<Arc<Channel>> {
         &self.channel
     }
 
-    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), or if this
-    /// thread is inside already.
+    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), or
+    /// if this thread is inside already.
     #[inline(always)]
     pub fn enter<'a>(&self, connection: &'a Connection, token: Token) -> Option<Entered<'a>> {
         let entered = connection.enter(token)?;
@@ -337,8 +339,8 @@ impl Shared {
             let before = connection.moves.load(Ordering::Acquire);
             let readiness = connection.readiness();
             fence(Ordering::Acquire);
-            // Another thread may refresh the connection after a move meanwhile: numbers from before and after it do not fit
-            // together.
+            // Another thread may refresh the connection after a move meanwhile: numbers from before and after it do not
+            // fit together.
             if connection.moves.load(RELAXED) == before && (!connection.has_moved() || connection.owner() == Owner::Moving) {
                 return readiness;
             }
@@ -346,8 +348,8 @@ impl Shared {
         connection.readiness()
     }
 
-    /// `nic_post`: makes the bytes after those that buffers were posted for, or the first unread ones, go to this place in
-    /// session memory. The caller has entered the connection, which is on the NIC.
+    /// `nic_post`: makes the bytes after those that buffers were posted for, or the first unread ones, go to this place
+    /// in session memory. The caller has entered the connection, which is on the NIC.
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full.
@@ -379,15 +381,15 @@ impl Shared {
         &self.first.bell
     }
 
-    /// Clears the doorbell. The caller looks for events next: it is not rung again for those that are there already. It is seldom
-    /// rung twice before (by the agent, too); then the next wait ends at once.
+    /// Clears the doorbell. The caller looks for events next: it is not rung again for those that are there already. It
+    /// is seldom rung twice before (by the agent, too); then the next wait ends at once.
     pub fn clear_bell(&self) {
         self.first.bell.take();
         clear_rung(self.memory.word32(at::PROGRAM_SLEEPING));
     }
 
-    /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`], which returns false, it is woken by the
-    /// doorbell.
+    /// Counts a thread that is about to sleep. If it then calls [`Shared::has_events`], which returns false, it is
+    /// woken by the doorbell.
     pub fn count_sleeper(&self) {
         self.memory.word32(at::PROGRAM_PROCESSOR).store(current_cpu() as u32 + 1, Ordering::Relaxed);
         count_sleeper(self.memory.word32(at::PROGRAM_SLEEPING));
@@ -418,8 +420,8 @@ mod tests {
         assert!(connection.has_moved());
     }
 
-    /// Another thread reads the events of a connection while this one is accepting it: before the connection's number is known, and
-    /// after. All of them count.
+    /// Another thread reads the events of a connection while this one is accepting it: before the connection's number
+    /// is known, and after. All of them count.
     #[test]
     fn events_of_a_connection_that_is_being_accepted_count() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
@@ -446,8 +448,8 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1110);
     }
 
-    /// While connections are registered all the time, events of others that have left the NIC come, too: more than are kept. A new
-    /// connection's own events count.
+    /// While connections are registered all the time, events of others that have left the NIC come, too: more than are
+    /// kept. A new connection's own events count.
     #[test]
     fn events_of_connections_that_have_left_displace_no_new_ones() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());
@@ -523,8 +525,8 @@ mod tests {
         (shared, connection, memory)
     }
 
-    /// A connection that the NIC opens has the same cid before and after. Bytes that arrive at once are counted on the numbers that it
-    /// has when it is open, also if their event is read before the program has noticed that it is.
+    /// A connection that the NIC opens has the same cid before and after. Bytes that arrive at once are counted on the
+    /// numbers that it has when it is open, also if their event is read before the program has noticed that it is.
     #[test]
     fn bytes_on_a_connection_that_has_just_opened_count() {
         let (shared, _, memory) = session_that_sends(Interface::Batched, Nagle::Nic);
@@ -573,8 +575,8 @@ mod tests {
         assert_eq!(shared.send(&connection, 1, b"b").unwrap(), 1);
     }
 
-    /// Small sends are joined while data is in flight: one message stands for them. The NIC is notified when nothing is in flight,
-    /// when the program wants no delay, and never of the same bytes by length.
+    /// Small sends are joined while data is in flight: one message stands for them. The NIC is notified when nothing is
+    /// in flight, when the program wants no delay, and never of the same bytes by length.
     #[test]
     fn small_sends_are_joined() {
         let (shared, connection, memory) = session_that_sends(Interface::Aggregated, Nagle::Host);
@@ -593,7 +595,8 @@ mod tests {
         assert_eq!(messages().len(), 1, "no delay");
     }
 
-    /// With Nagle's rule on the host a message with a handshake stands for all that was kept back, and keeping back needs none.
+    /// With Nagle's rule on the host a message with a handshake stands for all that was kept back, and keeping back
+    /// needs none.
     #[test]
     fn a_handshake_is_for_what_the_host_lets_go() {
         let (shared, connection, memory) = session_that_sends(Interface::Handshake, Nagle::Host);
@@ -611,8 +614,8 @@ mod tests {
         assert!(nic.pop().is_some() && nic.pop().is_none());
     }
 
-    /// With Nagle's rule on the NIC sends are joined while it has not read the last message, whatever the peer has acknowledged. A
-    /// segment's worth is no reason for another message, but much is.
+    /// With Nagle's rule on the NIC sends are joined while it has not read the last message, whatever the peer has
+    /// acknowledged. A segment's worth is no reason for another message, but much is.
     #[test]
     fn sends_are_joined_while_the_nic_is_busy() {
         let (shared, connection, memory) = session_that_sends(Interface::Aggregated, Nagle::Nic);
@@ -659,7 +662,8 @@ mod tests {
         assert!(shared.takes(&connection, 1) && shared.send(&connection, 1, b"a").is_ok());
     }
 
-    /// A connection that has left the NIC is checked later than the next one in its slot: the next one's events still reach it.
+    /// A connection that has left the NIC is checked later than the next one in its slot: the next one's events still
+    /// reach it.
     #[test]
     fn slots_are_reused() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());

@@ -11,8 +11,8 @@ use std::sync::atomic::{Ordering, fence};
 const LARGEST: usize = 0x7fff_f000;
 
 impl Shared {
-    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived. 0, with nothing received, in any
-    /// other case.
+    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived. 0, with nothing received,
+    /// in any other case.
     #[inline(always)]
     pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> usize {
         let Some(block) = connection.step_in(token) else { return 0 };
@@ -46,8 +46,8 @@ impl Shared {
         length
     }
 
-    /// The requested bytes have all arrived, but they may wrap around the end of receive memory, or the NIC must get a message
-    /// that they are read.
+    /// The requested bytes have all arrived, but they may wrap around the end of receive memory, or the NIC must get a
+    /// message that they are read.
     #[inline(never)]
     pub(super) fn take_and_report(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
@@ -79,8 +79,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Bytes that can be received now after the first `skip` unread ones, at most `wanted`; 0 at the end of the stream, or if
-    /// none are wanted. The caller has entered the connection, which is on the NIC.
+    /// Bytes that can be received now after the first `skip` unread ones, at most `wanted`; 0 at the end of the stream,
+    /// or if none are wanted. The caller has entered the connection, which is on the NIC.
     #[inline(always)]
     pub(super) fn unread(&self, connection: &Connection, token: Token, skip: u32, wanted: usize) -> io::Result<usize> {
         let known = connection.received.load(RELAXED).wrapping_sub(connection.read.load(RELAXED)).saturating_sub(skip);
@@ -116,11 +116,12 @@ impl Shared {
         }
     }
 
-    /// Receives bytes. Returns how many; 0 at the end of the stream. The caller has entered the connection, which is on the NIC.
+    /// Receives bytes. Returns how many; 0 at the end of the stream. The caller has entered the connection, which is on
+    /// the NIC.
     ///
     /// # Errors
-    /// `WouldBlock` if none have arrived, EFAULT if they cannot be written there ([`baton_shm::guarded`]; they stay unread), else the error
-    /// that ended the connection.
+    /// `WouldBlock` if none have arrived, EFAULT if they cannot be written there ([`baton_shm::guarded`]; they stay
+    /// unread), else the error that ended the connection.
     #[inline(always)]
     pub fn receive(&self, connection: &Connection, token: Token, out: &mut [u8]) -> io::Result<usize> {
         let length = self.unread(connection, token, 0, out.len())?;
@@ -135,7 +136,8 @@ impl Shared {
         Ok(length)
     }
 
-    /// Marks bytes as read that [`Shared::peek`] has returned. The caller has entered the connection, which is on the NIC.
+    /// Marks bytes as read that [`Shared::peek`] has returned. The caller has entered the connection, which is on the
+    /// NIC.
     ///
     /// # Errors
     /// `WouldBlock` if the ring is full.
@@ -195,8 +197,8 @@ impl Shared {
     }
 }
 
-/// Whether the NIC should get a message that the program has read up to `read`: a small part of the memory opens no window.
-/// Whoever takes the connection over next reads the block.
+/// Whether the NIC should get a message that the program has read up to `read`: a small part of the memory opens no
+/// window. Whoever takes the connection over next reads the block.
 #[inline(always)]
 fn should_report(connection: &Connection, read: u32) -> bool {
     read.wrapping_sub(connection.report_at.load(RELAXED)) as i32 >= 0

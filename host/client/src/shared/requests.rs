@@ -18,7 +18,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
 
-/// Time that a program waits for an agent that does not take up its request. What natively returns at once goes on without the agent then.
+/// Time that a program waits for an agent that does not take up its request. What natively returns at once goes on
+/// without the agent then.
 pub const LIMIT: Duration = Duration::from_millis(800);
 
 /// Microseconds after which an agent that has not answered is waited for again.
@@ -29,7 +30,8 @@ const SILENCE: u64 = 5_000_000;
 enum Patience {
     /// Until it comes: the program cannot go on without.
     Endless,
-    /// If the agent has not taken up the request after [`LIMIT`] it is withdrawn: the error is `TimedOut`, and nothing has been done.
+    /// If the agent has not taken up the request after [`LIMIT`] it is withdrawn: the error is `TimedOut`, and nothing
+    /// has been done.
     Withdraw,
     /// After [`LIMIT`] the error is `TimedOut`, and the agent does what was asked for later.
     Leave,
@@ -143,15 +145,16 @@ impl Shared {
         }
     }
 
-    /// A tag for a request of whoever has this session's channel to itself ([`Shared::channel`]), which may be withdrawn. One request at a
-    /// time.
+    /// A tag for a request of whoever has this session's channel to itself ([`Shared::channel`]), which may be
+    /// withdrawn. One request at a time.
     pub fn begin_withdrawable(&self) -> u32 {
         let tag = self.tag() | MAY_WITHDRAW;
         self.memory.word32(at::ASKED).store(tag, Ordering::Release);
         tag
     }
 
-    /// Withdraws a request, unless the agent has taken it up. Returns whether it is withdrawn: nothing will be done then.
+    /// Withdraws a request, unless the agent has taken it up. Returns whether it is withdrawn: nothing will be done
+    /// then.
     pub fn withdraw(&self, tag: u32) -> bool {
         self.memory.word32(at::ASKED).compare_exchange(tag, 0, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
@@ -185,9 +188,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Registers a connected TCP socket with the agent; it stays in the kernel until it is moved. `inherited`: other processes
-    /// may hold the same socket. From now on no thread may wait inside the kernel for that socket while the connection can be
-    /// moved.
+    /// Registers a connected TCP socket with the agent; it stays in the kernel until it is moved. `inherited`: other
+    /// processes may hold the same socket. From now on no thread may wait inside the kernel for that socket while the
+    /// connection can be moved.
     ///
     /// # Errors
     /// With the reason, if this connection can never be moved.
@@ -197,8 +200,8 @@ impl Shared {
         Ok(connection)
     }
 
-    /// A connection that is not registered yet. A program whose threads may be late with a closed connection keeps these for
-    /// ever, and lets each represent one connection after another.
+    /// A connection that is not registered yet. A program whose threads may be late with a closed connection keeps
+    /// these for ever, and lets each represent one connection after another.
     pub fn unregistered(&self) -> Arc<Connection> {
         Arc::new(Connection::unregistered(self.memory.clone(), self.patient))
     }
@@ -211,8 +214,9 @@ impl Shared {
         self.take_on(connection, &Ask::Register { inherited, process: None }, fd, token)
     }
 
-    /// Asks the agent to take a connection on, and makes `connection` represent it then. The agent may move it at once, and another thread
-    /// may come across the NIC's first events of it before its number is known here: they count nevertheless.
+    /// Asks the agent to take a connection on, and makes `connection` represent it then. The agent may move it at once,
+    /// and another thread may come across the NIC's first events of it before its number is known here: they count
+    /// nevertheless.
     fn take_on(&self, connection: &Arc<Connection>, ask: &Ask, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
         self.begin_accepting(token);
         let taken = match self.ask_or_withdraw(ask, Some(fd)) {
@@ -249,8 +253,8 @@ impl Shared {
         }
     }
 
-    /// Makes the NIC have a UDP socket's datagrams; `bell` is the end of a doorbell that it is to ring. Returns the socket's number.
-    /// Called again when the socket was connected or its options have changed.
+    /// Makes the NIC have a UDP socket's datagrams; `bell` is the end of a doorbell that it is to ring. Returns the
+    /// socket's number. Called again when the socket was connected or its options have changed.
     ///
     /// # Errors
     /// With the reason, if only the kernel can have it: `WouldBlock` if trying again later may help.
@@ -299,9 +303,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Makes the NIC make the connections of a listening socket. Returns the listener's number and its queue: a socket with a byte
-    /// for each connection that waits to be accepted; whoever has read one calls [`Shared::accept`]. Called again when the socket's
-    /// options have changed.
+    /// Makes the NIC make the connections of a listening socket. Returns the listener's number and its queue: a socket
+    /// with a byte for each connection that waits to be accepted; whoever has read one calls [`Shared::accept`]. Called
+    /// again when the socket's options have changed.
     ///
     /// # Errors
     /// With the reason, if only the kernel can make its connections now.
@@ -315,8 +319,8 @@ impl Shared {
         }
     }
 
-    /// Takes the next connection that the NIC has made for a listener. None if none waits. `begin` gets its descriptor, and returns
-    /// the connection from [`Shared::unregistered`] that is to represent it.
+    /// Takes the next connection that the NIC has made for a listener. None if none waits. `begin` gets its descriptor,
+    /// and returns the connection from [`Shared::unregistered`] that is to represent it.
     ///
     /// # Errors
     /// If the agent has ended, or this session has no such listener.
@@ -344,8 +348,9 @@ impl Shared {
         }
     }
 
-    /// Makes the NIC open a connection from an unconnected socket, known as `connection` from [`Shared::unregistered`] from then on.
-    /// Returns before it is open: until then nothing can be sent or received, and [`Connection::is_opening`] is true.
+    /// Makes the NIC open a connection from an unconnected socket, known as `connection` from [`Shared::unregistered`]
+    /// from then on. Returns before it is open: until then nothing can be sent or received, and
+    /// [`Connection::is_opening`] is true.
     ///
     /// # Errors
     /// With the reason, if only the kernel can open it; nothing has been done then, but the socket may be bound.
@@ -370,7 +375,8 @@ impl Shared {
     /// Moves a connection and waits until the move is done.
     ///
     /// # Errors
-    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; the connection stays where it was.
+    /// `WouldBlock` with the reason if trying again may help, `Other` with the reason if not; the connection stays
+    /// where it was.
     pub fn move_to(&self, connection: u32, to: Place) -> io::Result<()> {
         match self.ask(&Ask::Move { connection, to }, None)? {
             Reply::Done => Ok(()),
@@ -409,8 +415,8 @@ impl Shared {
         }
     }
 
-    /// Makes the agent forget a connection, which is then in the kernel and the program's alone. An agent that does not answer forgets it
-    /// later, and has the socket until then.
+    /// Makes the agent forget a connection, which is then in the kernel and the program's alone. An agent that does not
+    /// answer forgets it later, and has the socket until then.
     ///
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
@@ -489,7 +495,8 @@ impl Shared {
         self.ask_or_leave(&Ask::Withdraw { why }).map(|_| ())
     }
 
-    /// Reports to the agent why the kernel alone serves the program, or a connection of its; waits as [`Shared::report_withdrawal`].
+    /// Reports to the agent why the kernel alone serves the program, or a connection of its; waits as
+    /// [`Shared::report_withdrawal`].
     ///
     /// # Errors
     /// If the agent has ended.
@@ -498,8 +505,8 @@ impl Shared {
     }
 }
 
-/// Receives the answer to request `tag`. None if the agent died before it answered: `is_lost` reads that from session memory, and is called
-/// after each message. The next agent sends a message if no other one is unread.
+/// Receives the answer to request `tag`. None if the agent died before it answered: `is_lost` reads that from session
+/// memory, and is called after each message. The next agent sends a message if no other one is unread.
 fn await_answer(
     channel: &Channel,
     tag: u32,
@@ -525,7 +532,8 @@ fn await_answer(
 mod tests {
     use super::*;
 
-    /// While the report of an agent's death is unread the next agents send none. A program that reads it looks whether more have died.
+    /// While the report of an agent's death is unread the next agents send none. A program that reads it looks whether
+    /// more have died.
     #[test]
     fn any_message_shows_that_an_agent_has_died_with_a_request() {
         let (program, agent) = Channel::pair().expect("a channel");

@@ -16,28 +16,29 @@ use std::sync::atomic::{Ordering, fence};
 /// Bytes that are joined on the host at most before the NIC is notified of them.
 const JOINED: u32 = 16 << 10;
 
-/// Bytes that Nagle's rule on the host does not keep back: about a segment. With a smaller one the NIC's TCP cuts it; with a larger
-/// one it applies the same rule.
+/// Bytes that Nagle's rule on the host does not keep back: about a segment. With a smaller one the NIC's TCP cuts it;
+/// with a larger one it applies the same rule.
 const SEGMENT: u32 = 1448;
 
-/// Number of looks for the NIC's answer to a message before a thread sleeps until it comes: about as long as going to sleep and
-/// being woken takes, so that the wait costs at most twice of what it would cost if its length were known before.
+/// Number of looks for the NIC's answer to a message before a thread sleeps until it comes: about as long as going to
+/// sleep and being woken takes, so that the wait costs at most twice of what it would cost if its length were known
+/// before.
 const ANSWER_LOOKS: u32 = 200;
 
 impl Shared {
-    /// Queues bytes for sending, as many as there is room for. Returns how many. The caller has entered the connection, which is
-    /// on the NIC.
+    /// Queues bytes for sending, as many as there is room for. Returns how many. The caller has entered the connection,
+    /// which is on the NIC.
     ///
     /// # Errors
-    /// `WouldBlock` if there is no room, EFAULT if the bytes cannot be read ([`baton_shm::guarded`]), else the error that ended the
-    /// connection.
+    /// `WouldBlock` if there is no room, EFAULT if the bytes cannot be read ([`baton_shm::guarded`]), else the error
+    /// that ended the connection.
     #[inline]
     pub fn send(&self, connection: &Connection, token: Token, bytes: &[u8]) -> io::Result<usize> {
         self.send_pieces(connection, token, (bytes.len(), false), std::iter::once(bytes))
     }
 
-    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one. What does not fill a segment waits for more
-    /// if it is `held` (MSG_MORE) and there is room for all of it.
+    /// As [`Shared::send`], for `total` bytes in pieces, which leave as if they were one. What does not fill a segment
+    /// waits for more if it is `held` (MSG_MORE) and there is room for all of it.
     ///
     /// # Errors
     /// See there.
@@ -113,8 +114,8 @@ impl Shared {
         Ok(length as usize)
     }
 
-    /// Whether the NIC takes another message of the connection now: it has acknowledged the last one, if it has to, and the ring
-    /// is not full. When that changes there is an event.
+    /// Whether the NIC takes another message of the connection now: it has acknowledged the last one, if it has to, and
+    /// the ring is not full. When that changes there is an event.
     pub fn takes(&self, connection: &Connection, token: Token) -> bool {
         let lane = self.lane(connection);
         let full_until = lane.full_until.load(RELAXED);
@@ -130,8 +131,8 @@ impl Shared {
         taken && (!handshake || commands.is_released(connection.given.load(RELAXED)))
     }
 
-    /// Looks for the NIC's answer to the connection's last message for a few microseconds, before the thread sleeps. Returns whether it
-    /// has come. On the NIC's own processor that would only keep the NIC from answering.
+    /// Looks for the NIC's answer to the connection's last message for a few microseconds, before the thread sleeps.
+    /// Returns whether it has come. On the NIC's own processor that would only keep the NIC from answering.
     pub fn await_answer(&self, connection: &Connection, token: Token) -> bool {
         let answers = self.interface == Interface::Handshake && connection.room() > 0;
         let answers = answers && connection.processor() != u32::try_from(process::current_cpu()).ok();
@@ -148,11 +149,11 @@ impl Shared {
         self.interface == Interface::Aggregated || self.nagle == Nagle::Host
     }
 
-    /// Queues bytes that lie in send memory up to `end`. With Nagle's rule on the host (RFC 9293 section 3.7.4) the NIC is notified
-    /// if the peer has acknowledged all bytes before them, if many have been joined since the last time, or if the program wants no
-    /// delay. With the rule on the NIC it is notified once it has read the last message, or if many have been joined. If it is not,
-    /// it looks for them when it has read that message, and when it has reported the next acknowledgement. Returns whether it was
-    /// notified. The ring has room for a message.
+    /// Queues bytes that lie in send memory up to `end`. With Nagle's rule on the host (RFC 9293 section 3.7.4) the NIC
+    /// is notified if the peer has acknowledged all bytes before them, if many have been joined since the last time, or
+    /// if the program wants no delay. With the rule on the NIC it is notified once it has read the last message, or if
+    /// many have been joined. If it is not, it looks for them when it has read that message, and when it has reported
+    /// the next acknowledgement. Returns whether it was notified. The ring has room for a message.
     #[inline]
     fn join(
         &self,
@@ -164,7 +165,8 @@ impl Shared {
     ) -> bool {
         let before = connection.queued.load(RELAXED);
         connection.note_queued(block, end);
-        // The NIC reports acknowledgements, or releases messages, first and then looks for queued bytes: one side sees the other's.
+        // The NIC reports acknowledgements, or releases messages, first and then looks for queued bytes: one side sees
+        // the other's.
         fence(Ordering::SeqCst);
         if self.nagle == Nagle::Host && !connection.is_quiet(before) && self.has_events(token) {
             self.catch_up(token);
@@ -187,8 +189,8 @@ impl Shared {
         due
     }
 
-    /// Fast path of [`Shared::enter`], [`Shared::send`] and leaving: the NIC has the connection, no other thread is inside, and
-    /// there is room for all bytes, of which there are some. False, with nothing sent, in any other case.
+    /// Fast path of [`Shared::enter`], [`Shared::send`] and leaving: the NIC has the connection, no other thread is
+    /// inside, and there is room for all bytes, of which there are some. False, with nothing sent, in any other case.
     #[inline(always)]
     pub fn send_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
         if !self.sends_plainly {
@@ -207,8 +209,8 @@ impl Shared {
         true
     }
 
-    /// [`Shared::send_at_once`] for the other interfaces: bytes are joined, and the NIC is notified only if it is due. A message
-    /// that has to be acknowledged is not sent here.
+    /// [`Shared::send_at_once`] for the other interfaces: bytes are joined, and the NIC is notified only if it is due.
+    /// A message that has to be acknowledged is not sent here.
     #[inline(never)]
     fn join_at_once(&self, connection: &Connection, token: Token, bytes: &[u8]) -> bool {
         if self.interface == Interface::Handshake {
@@ -256,8 +258,8 @@ impl Shared {
         let lane = self.lane(connection);
         let Some(mut commands) = lane.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
         commands.push(message.to_words()).map_err(|_| would_block())?;
-        // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the flag is
-        // left.
+        // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the
+        // flag is left.
         connection.set_shut(true);
         connection.set_flag(block::FLAG_SHUT_DOWN, true);
         commands.publish();
@@ -287,8 +289,9 @@ impl Shared {
         Ok(())
     }
 
-    /// Reports to the NIC, if it acts on the option, that a socket option has been set on the descriptor of a connection that it
-    /// has. SO_KEEPALIVE must not be set on the descriptor, since the shell would send probes; its value is `keepalive`.
+    /// Reports to the NIC, if it acts on the option, that a socket option has been set on the descriptor of a
+    /// connection that it has. SO_KEEPALIVE must not be set on the descriptor, since the shell would send probes; its
+    /// value is `keepalive`.
     ///
     /// # Errors
     /// As [`Shared::shutdown`], else the failed system call's.

@@ -1,6 +1,6 @@
-//! fork(2): lent memory is shared, so a child would see what its parent writes, and the other way round. A child gets copies of the
-//! blocks in use instead, before fork(2) returns in either process. vfork(2) and posix_spawn(3), whose children only execute another
-//! program, need none.
+//! fork(2): lent memory is shared, so a child would see what its parent writes, and the other way round. A child gets
+//! copies of the blocks in use instead, before fork(2) returns in either process. vfork(2) and posix_spawn(3), whose
+//! children only execute another program, need none.
 
 use crate::lent::{Blocks, Lent, shared};
 use rustix::fs::SeekFrom;
@@ -12,8 +12,8 @@ use std::sync::MutexGuard;
 /// Held from before a fork until after it, so that the blocks stay as they are.
 struct Forking {
     blocks: MutexGuard<'static, Blocks>,
-    /// A pipe whose writing end only the child has once the parent has closed its own: the parent waits for its end. Without a pipe the
-    /// parent does not wait, and what it writes in the first microseconds may show in the child.
+    /// A pipe whose writing end only the child has once the parent has closed its own: the parent waits for its end.
+    /// Without a pipe the parent does not wait, and what it writes in the first microseconds may show in the child.
     pipe: Option<(PipeReader, PipeWriter)>,
 }
 
@@ -64,8 +64,8 @@ extern "C" fn child() {
 /// Replaces a block by a copy. Pages that nobody has written to are not copied: they are zero in both.
 fn make_private(lent: &Lent, place: *mut u8, length: usize, at: u64) -> bool {
     let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
-    // SAFETY: new memory at an address that the kernel chooses. The copies go from the block into it, inside both. Then it takes the
-    // block's place, which no other thread sees: there is none.
+    // SAFETY: new memory at an address that the kernel chooses. The copies go from the block into it, inside both. Then
+    // it takes the block's place, which no other thread sees: there is none.
     unsafe {
         let copy = libc::mmap(std::ptr::null_mut(), length, protection, flags, -1, 0);
         if copy == libc::MAP_FAILED {

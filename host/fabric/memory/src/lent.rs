@@ -1,7 +1,8 @@
 //! The memory that the provider has lent, and its blocks.
 //!
-//! Blocks are powers of two, at least a page, and are found by their address. What keeps track of them lies in ordinary memory: the
-//! NIC reaches only the blocks' contents. Small allocations made meanwhile go to the C library, so the lock is taken once.
+//! Blocks are powers of two, at least a page, and are found by their address. What keeps track of them lies in ordinary
+//! memory: the NIC reaches only the blocks' contents. Small allocations made meanwhile go to the C library, so the lock
+//! is taken once.
 
 use crate::fork;
 use baton_client::heap::Heap;
@@ -129,8 +130,8 @@ impl Lent {
         self.fd.as_fd()
     }
 
-    /// Returns the pages of a range to the system; they read as zero afterwards. free(3) leaves errno alone, and so does this: rustix
-    /// makes the system call without the C library. False if that is not possible.
+    /// Returns the pages of a range to the system; they read as zero afterwards. free(3) leaves errno alone, and so
+    /// does this: rustix makes the system call without the C library. False if that is not possible.
     fn discard(&self, offset: usize, length: usize) -> bool {
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         rustix::fs::fallocate(&self.fd, mode, self.at + offset as u64, length as u64).is_ok()

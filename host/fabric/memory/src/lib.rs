@@ -1,7 +1,8 @@
-//! Large blocks of an unmodified MPI program's malloc(3) in memory that the NIC reaches, so that its messages need no copy.
+//! Large blocks of an unmodified MPI program's malloc(3) in memory that the NIC reaches, so that its messages need no
+//! copy.
 //!
-//! A library for LD_PRELOAD, which `baton mpi` sets. Until the provider `rmpp` has a session with a NIC and lends a part of its
-//! memory here ([`rmpp_memory_lend`]), and for small blocks for ever, every call goes on to the C library.
+//! A library for LD_PRELOAD, which `baton mpi` sets. Until the provider `rmpp` has a session with a NIC and lends a
+//! part of its memory here ([`rmpp_memory_lend`]), and for small blocks for ever, every call goes on to the C library.
 //!
 //! | file | what |
 //! |---|---|
@@ -35,8 +36,9 @@ mod real {
     }
 }
 
-/// Lends `length` bytes at `start`, which the NIC reaches: from now on large blocks lie there. They are zero, and are the part from
-/// `at` on of the shared memory behind `fd`. False if there is such memory already; then nothing has happened.
+/// Lends `length` bytes at `start`, which the NIC reaches: from now on large blocks lie there. They are zero, and are
+/// the part from `at` on of the shared memory behind `fd`. False if there is such memory already; then nothing has
+/// happened.
 ///
 /// # Safety
 /// The memory stays mapped until the process ends, and nobody else in this process writes to it. `fd` is open.
@@ -186,8 +188,8 @@ mod tests {
 
     const MEGABYTE: usize = 1 << 20;
 
-    /// Memory that was lent, and where it lies. A process is lent memory once, so the tests share it, and one has it at a time: what
-    /// one of them takes, another does not find free.
+    /// Memory that was lent, and where it lies. A process is lent memory once, so the tests share it, and one has it at
+    /// a time: what one of them takes, another does not find free.
     static MEMORY: LazyLock<Mutex<Region>> = LazyLock::new(|| {
         let memory = Region::create("test", 64 * MEGABYTE).unwrap();
         let (start, fd) = (memory.span(0, memory.len()).unwrap(), memory.fd().unwrap());

@@ -256,7 +256,8 @@ pub struct CqEntry {
     pub tag: u64,
 }
 
-/// struct fi_cq_err_entry of 1.17; 1.20 has appended `src_addr`, which only programs look at that asked for `FI_SOURCE_ERR`.
+/// struct fi_cq_err_entry of 1.17; 1.20 has appended `src_addr`, which only programs look at that asked for
+/// `FI_SOURCE_ERR`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CqErrEntry {

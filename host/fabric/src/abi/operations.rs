@@ -6,8 +6,8 @@ use super::{
 };
 use std::ffi::{c_char, c_int, c_void};
 
-/// A function that is not supported. It takes no arguments: in C's calling conventions on Linux the caller passes and removes
-/// them, so a function that reads none can stand for any. Its result serves for `int` and for `ssize_t`.
+/// A function that is not supported. It takes no arguments: in C's calling conventions on Linux the caller passes and
+/// removes them, so a function that reads none can stand for any. Its result serves for `int` and for `ssize_t`.
 pub type Missing = unsafe extern "C" fn() -> isize;
 
 /// The getinfo function of a provider.

@@ -1,9 +1,9 @@
 //! Random calls of libfabric at two endpoints of this process that talk over loopback.
 //!
-//! A step is a call: a send, a receive, FI_PEEK with and without FI_CLAIM and FI_DISCARD, what is claimed, fi_cancel(), a read of a
-//! completion queue, a change of an address vector, or that an endpoint and what belongs to it are closed in any order and opened anew.
-//! Arguments are good and bad; only pointers are always good. Each operation ends at most once and, unless an endpoint was closed, as it
-//! should; each message comes once, and none before an earlier one.
+//! A step is a call: a send, a receive, FI_PEEK with and without FI_CLAIM and FI_DISCARD, what is claimed, fi_cancel(),
+//! a read of a completion queue, a change of an address vector, or that an endpoint and what belongs to it are closed
+//! in any order and opened anew. Arguments are good and bad; only pointers are always good. Each operation ends at most
+//! once and, unless an endpoint was closed, as it should; each message comes once, and none before an earlier one.
 
 mod model;
 mod rma;
@@ -320,7 +320,8 @@ impl Calls {
         message.taken.is_none() && self.lives(message.to) && self.side(message.from.0) == message.from
     }
 
-    /// Posts a receive for whatever comes, on each side and channel from which something is missing and for which none waits.
+    /// Posts a receive for whatever comes, on each side and channel from which something is missing and for which none
+    /// waits.
     fn catch_all(&mut self) {
         for (at, tag) in [(0, None), (1, None), (0, Some((0, u64::MAX))), (1, Some((0, u64::MAX)))] {
             let missing = |message: &model::Message| {

@@ -18,8 +18,8 @@ pub type Ended = (CqEntry, u64, Option<(c_int, usize)>);
 macro_rules! call {
     ($object:expr, $($table:ident).+ => $function:ident($($argument:expr),* $(,)?)) => {{
         let object = $object;
-        // SAFETY: the world calls only objects that it has opened and not closed, with pointers that are live and as long as it says;
-        // buffers are left alone until their operation or their endpoint has ended.
+        // SAFETY: the world calls only objects that it has opened and not closed, with pointers that are live and as
+        // long as it says; buffers are left alone until their operation or their endpoint has ended.
         unsafe { ((*(*object).$($table).+).$function)(object.cast(), $($argument),*) }
     }};
 }

@@ -1,5 +1,5 @@
-//! Walks the machine over a model of kernel, NIC, program and journal: every death after every action, every pair of deaths, and random
-//! schedules of refusals, deaths, time-outs and traffic.
+//! Walks the machine over a model of kernel, NIC, program and journal: every death after every action, every pair of
+//! deaths, and random schedules of refusals, deaths, time-outs and traffic.
 
 mod model;
 
@@ -270,7 +270,8 @@ fn check_fate(rig: &Rig) {
     }
 }
 
-/// Every death after every action of an offload, a growth and a restore, and every pair of deaths, also during a recovery.
+/// Every death after every action of an offload, a growth and a restore, and every pair of deaths, also during a
+/// recovery.
 #[test]
 fn every_death_and_every_pair_of_deaths_has_its_outcome() {
     let (mut one, mut two) = (0, 0);
@@ -444,8 +445,9 @@ fn what_ends_on_the_nic_is_the_programs_until_it_forgets_it() {
     }
 }
 
-/// A connection has ended on the NIC, which has no room to say so since its program does not read its events any more: when that has
-/// closed it, it ends, and is not given up with a reset. A program that is there is to read its last events first.
+/// A connection has ended on the NIC, which has no room to say so since its program does not read its events any more:
+/// when that has closed it, it ends, and is not given up with a reset. A program that is there is to read its last
+/// events first.
 #[test]
 fn what_its_program_has_closed_ends_although_the_nic_cannot_report_it() {
     for forced in [false, true] {
@@ -466,7 +468,8 @@ fn what_its_program_has_closed_ends_although_the_nic_cannot_report_it() {
     }
 }
 
-/// The kernel refuses an import although everything had been checked: the connection is lost, and nothing is left behind.
+/// The kernel refuses an import although everything had been checked: the connection is lost, and nothing is left
+/// behind.
 #[test]
 fn a_lost_connection_leaves_nothing_behind() {
     for recovering in [false, true] {
@@ -578,7 +581,8 @@ fn a_move_that_is_called_off_takes_back_what_the_nic_was_asked() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Whatever goes wrong, in whatever order: no byte is lost, kernel and NIC never both send, every move ends, and nothing is left behind.
+    /// Whatever goes wrong, in whatever order: no byte is lost, kernel and NIC never both send, every move ends, and
+    /// nothing is left behind.
     #[test]
     fn random_schedules(
         schedule in prop::collection::vec(any::<u8>(), 0..300),

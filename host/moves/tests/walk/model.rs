@@ -1,5 +1,6 @@
-//! A model of one connection's world: the kernel's socket, the NIC, the program, the journal, and the peer. Bytes are counted, not kept: a
-//! stream is whole if whoever has the connection knows all that was written, sent, acknowledged and read.
+//! A model of one connection's world: the kernel's socket, the NIC, the program, the journal, and the peer. Bytes are
+//! counted, not kept: a stream is whole if whoever has the connection knows all that was written, sent, acknowledged
+//! and read.
 
 use baton_abi::layout::Owner;
 use baton_moves::{Action, Custody, Outcome, Phase, Refusal, Source, Step};
@@ -52,7 +53,8 @@ pub struct World {
     pub owner: Owner,
     /// Looks until the program leaves the operation that it is in.
     pub inside: u32,
-    /// What survives agent and NIC: the journal, the record, the image in the slot, and how far the program has written and read.
+    /// What survives agent and NIC: the journal, the record, the image in the slot, and how far the program has written
+    /// and read.
     pub journal: Option<(Phase, Streams)>,
     pub record: Option<Streams>,
     pub rested: Option<Streams>,
@@ -72,8 +74,8 @@ pub struct World {
     pub read: u32,
     pub fin_acknowledged: bool,
     pub finished: bool,
-    /// The kernel's socket knows of the peer's FIN, which came before the first move. An import does not carry it, and the peer does
-    /// not send it again.
+    /// The kernel's socket knows of the peer's FIN, which came before the first move. An import does not carry it, and
+    /// the peer does not send it again.
     pub knows_fin: bool,
     /// Everything that was done, for the message of a failure.
     pub done: Vec<Action>,

@@ -52,7 +52,8 @@ fn forget_stale(fd: c_int) {
     }
 }
 
-/// accept(2) and accept4(2): of what the NIC has made for the listener, then of what the kernel has, by `native`, the program's own call.
+/// accept(2) and accept4(2): of what the NIC has made for the listener, then of what the kernel has, by `native`, the
+/// program's own call.
 ///
 /// # Safety
 /// As for the C library's function.
@@ -133,7 +134,8 @@ pub unsafe extern "C-unwind" fn accept4(fd: c_int, address: *mut sockaddr, lengt
     unsafe { accept_from(fd, address, length, flags, || real::accept4(fd, address, length, flags)) }
 }
 
-/// Dissolves the association of a socket, whose connection must be the kernel's: of one on the NIC that would be the shell.
+/// Dissolves the association of a socket, whose connection must be the kernel's: of one on the NIC that would be the
+/// shell.
 fn dissolve(tcp: &'static Tcp, native: impl Fn() -> c_int) -> c_int {
     /// How often it is asked for, each time as often as that may be refused.
     const ATTEMPTS: u32 = 10;
@@ -404,8 +406,8 @@ unsafe fn control(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
     if matches!(command, libc::F_DUPFD | libc::F_DUPFD_CLOEXEC) { copied(fd, result) } else { result }
 }
 
-/// Intercepts the C library's `fcntl`. In the calling conventions that this library is built for, a variadic argument is passed
-/// like a named one.
+/// Intercepts the C library's `fcntl`. In the calling conventions that this library is built for, a variadic argument
+/// is passed like a named one.
 ///
 /// # Safety
 /// As for the C library's function.
@@ -559,7 +561,8 @@ pub unsafe extern "C-unwind" fn getsockname(fd: c_int, address: *mut sockaddr, l
     undisturbed(fd, || unsafe { real::getsockname(fd, address, length) })
 }
 
-/// Makes a call that does not wait at a time when no move is under way: during a move the socket has no address for a moment.
+/// Makes a call that does not wait at a time when no move is under way: during a move the socket has no address for a
+/// moment.
 fn undisturbed(fd: c_int, call: impl Fn() -> c_int) -> c_int {
     match (table::tcp(fd), Section::enter()) {
         (Some(tcp), Some(_section)) => tcp.undisturbed(|_| call()),

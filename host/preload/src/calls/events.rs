@@ -9,7 +9,8 @@ use libc::{c_int, epoll_event, fd_set, nfds_t, pollfd, sigset_t, size_t, timespe
 
 /// Whether a poll's entries contain a descriptor that this library tracks. False if the kernel refuses the array.
 fn is_concerned(fds: *const pollfd, count: nfds_t) -> bool {
-    /// Arrays up to this length need not be compared with how many descriptors the program may have, which is asked for.
+    /// Arrays up to this length need not be compared with how many descriptors the program may have, which is asked
+    /// for.
     const USUAL: nfds_t = 1024;
     const PIECE: usize = 64;
     if table::end() == 0 && udp::end() == 0 || count > USUAL && count > process::most_descriptors() {
@@ -29,8 +30,8 @@ fn is_concerned(fds: *const pollfd, count: nfds_t) -> bool {
     false
 }
 
-/// poll(2) of entries that contain a descriptor which this library tracks; nothing is left of it when the kernel is to be asked. None if there
-/// is none, or if the kernel refuses the array.
+/// poll(2) of entries that contain a descriptor which this library tracks; nothing is left of it when the kernel is to
+/// be asked. None if there is none, or if the kernel refuses the array.
 ///
 /// # Safety
 /// As poll(2).
@@ -265,8 +266,8 @@ pub unsafe extern "C-unwind" fn epoll_ctl(set: c_int, operation: c_int, fd: c_in
     done
 }
 
-/// The variants of epoll_wait, for a set that this library tracks; else None. `limit` is in microseconds, and so is the one with which
-/// `native` makes the program's own call.
+/// The variants of epoll_wait, for a set that this library tracks; else None. `limit` is in microseconds, and so is the
+/// one with which `native` makes the program's own call.
 ///
 /// # Safety
 /// `events` must be null, or have room for `most` events.

@@ -1,5 +1,5 @@
-//! Functions that lock the program's memory. Session memory is none of it: it stands for memory of the kernel's, which is not counted. Nor
-//! are the tables of descriptors, of which few pages are used.
+//! Functions that lock the program's memory. Session memory is none of it: it stands for memory of the kernel's, which
+//! is not counted. Nor are the tables of descriptors, of which few pages are used.
 
 use crate::sections::Section;
 use crate::{process, real, table, thread, udp};

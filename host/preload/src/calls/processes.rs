@@ -217,13 +217,14 @@ pub unsafe extern "C-unwind" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, 
     }
 }
 
-/// Whether a system call's first argument is no descriptor, or one that the call only reads or that this library itself passes
-/// on.
+/// Whether a system call's first argument is no descriptor, or one that the call only reads or that this library itself
+/// passes on.
 fn is_harmless(number: c_long) -> bool {
     matches!(number, libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_gettid | libc::SYS_getrandom | libc::SYS_fstat)
 }
 
-/// Restores a connection for good, before a system call of the program's own on its socket. One that moves bytes waits for that.
+/// Restores a connection for good, before a system call of the program's own on its socket. One that moves bytes waits
+/// for that.
 fn before_raw(number: c_long, fd: c_int) -> Result<(), c_int> {
     const RAW: &str = "raw system call";
     match number {
@@ -244,7 +245,8 @@ fn before_raw(number: c_long, fd: c_int) -> Result<(), c_int> {
     }
 }
 
-/// Whether seccomp(2) with these arguments filters system calls. Libraries ask by it which filters there are, without one.
+/// Whether seccomp(2) with these arguments filters system calls. Libraries ask by it which filters there are, without
+/// one.
 fn sets_filter(operation: c_long, flags: c_long, filter: c_long) -> bool {
     match operation as u32 {
         libc::SECCOMP_SET_MODE_STRICT => flags == 0 && filter == 0,
@@ -305,7 +307,8 @@ pub unsafe extern "C-unwind" fn clone(
     }
     let mut started = Started { function, argument };
     forks::before();
-    // SAFETY: the program's own arguments (`# Safety`), but for the function: `started` lives as long as the child's copy of this stack.
+    // SAFETY: the program's own arguments (`# Safety`), but for the function: `started` lives as long as the child's
+    // copy of this stack.
     let made = unsafe { real::clone(start, stack, flags, (&raw mut started).cast(), parent, storage, child) };
     forks::after_in_parent();
     made
@@ -405,7 +408,8 @@ pub unsafe extern "C-unwind" fn syscall(
 
 macro_rules! uses_io_uring {
     ($($name:ident = $symbol:literal($($argument:ident),*);)*) => {$(
-        /// Intercepts liburing, which enters its rings by instructions of its own: from here on everything stays in the kernel.
+        /// Intercepts liburing, which enters its rings by instructions of its own: from here on everything stays in the
+        /// kernel.
         ///
         /// # Safety
         /// As for the C library's function.
@@ -460,8 +464,8 @@ mod variadic {
         }
     }
 
-    /// Functions whose arguments behind the first are a list that null ends. Those in registers are put before those on the stack, in
-    /// place of the return address, which goes before them for as long as the call lasts.
+    /// Functions whose arguments behind the first are a list that null ends. Those in registers are put before those on
+    /// the stack, in place of the return address, which goes before them for as long as the call lasts.
     macro_rules! lists {
         ($($name:ident = $with:ident;)*) => {$(
             /// Intercepts the C library's function of this name.

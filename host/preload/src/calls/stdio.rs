@@ -1,5 +1,6 @@
-//! The C library's own input and output on sockets. It reads and writes without this library, so the connection is restored first, and
-//! stays in the kernel: one of a stream or of dprintf for good, one that is standard input, output or error as long as it is.
+//! The C library's own input and output on sockets. It reads and writes without this library, so the connection is
+//! restored first, and stays in the kernel: one of a stream or of dprintf for good, one that is standard input, output
+//! or error as long as it is.
 
 use crate::kernel_only::{self, Patience};
 use crate::sections::Section;
@@ -17,8 +18,8 @@ pub(crate) fn is_standard(fd: c_int) -> bool {
     (0..=libc::STDERR_FILENO).contains(&fd)
 }
 
-/// Restores a connection that has become standard input, output or error. (One that is not handed over yet stays so: see
-/// `Tcp::is_standard`.)
+/// Restores a connection that has become standard input, output or error. (One that is not handed over yet stays so:
+/// see `Tcp::is_standard`.)
 pub(super) fn take_over(tcp: &Tcp) {
     tcp.settle();
     if tcp.is_managed() {
@@ -27,13 +28,14 @@ pub(super) fn take_over(tcp: &Tcp) {
     }
 }
 
-/// Restores a connection, and waits until it is in the kernel: what the C library does on it cannot be made to wait later.
+/// Restores a connection, and waits until it is in the kernel: what the C library does on it cannot be made to wait
+/// later.
 fn await_kernel(tcp: &Tcp) -> Result<(), c_int> {
     kernel_only::leave(tcp, STDIO, || Patience::Always)
 }
 
-/// Restores a connection, but does not wait for that: a thread that is cancelled where it sleeps could not go past the frame of a function
-/// with a variable number of arguments ([`crate::calls::jumps`]).
+/// Restores a connection, but does not wait for that: a thread that is cancelled where it sleeps could not go past the
+/// frame of a function with a variable number of arguments ([`crate::calls::jumps`]).
 #[cfg(target_arch = "x86_64")]
 fn leave_to_library(fd: c_int) {
     if let Some(tcp) = table::tcp(fd)

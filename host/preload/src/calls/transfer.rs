@@ -414,7 +414,8 @@ pub unsafe extern "C-unwind" fn sendto(
         return unsafe { udp::send_message(Call::Flagged, udp, fd, &message, flags) };
     }
     match table::tcp(fd) {
-        // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores an address that the kernel can read.
+        // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores an address that the kernel can
+        // read.
         Some(tcp) if address.is_null() || tcp.is_managed() && io::takes_name(address.cast(), size) => unsafe {
             io::send(Call::Flagged, tcp, fd, buffer, length, flags)
         },
@@ -465,7 +466,8 @@ unsafe fn note_length(entry: *mut mmsghdr, length: ssize_t) -> bool {
     written
 }
 
-/// Restores connections whose descriptors a message passes to another process, for good. Err with errno if the call fails for that.
+/// Restores connections whose descriptors a message passes to another process, for good. Err with errno if the call
+/// fails for that.
 fn give_back_passed(fd: c_int, message: *const msghdr, flags: c_int) -> Result<(), c_int> {
     /// More descriptors than a message can have.
     const MOST: usize = 1 << 16;

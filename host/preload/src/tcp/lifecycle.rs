@@ -101,11 +101,12 @@ pub(crate) fn forget_pool() {
     }
 }
 
-/// Resets a socket whose connection is lost, and its peer. Further calls fail with ECONNRESET, as after a reset by the peer.
+/// Resets a socket whose connection is lost, and its peer. Further calls fail with ECONNRESET, as after a reset by the
+/// peer.
 fn reset(fd: c_int) {
     let nowhere = libc::sockaddr { sa_family: libc::AF_UNSPEC as _, sa_data: [0; 14] };
-    // SAFETY: a live sockaddr of the given length. The descriptor is open, since the list of its socket's descriptors is locked.
-    // The second call shuts both directions although the socket has no peer any more.
+    // SAFETY: a live sockaddr of the given length. The descriptor is open, since the list of its socket's descriptors
+    // is locked. The second call shuts both directions although the socket has no peer any more.
     unsafe {
         real::connect(fd, &nowhere, size_of::<libc::sockaddr>() as libc::socklen_t);
         real::shutdown(fd, libc::SHUT_RDWR);
@@ -128,8 +129,8 @@ impl Tcp {
         self.fds.try_lock().map(|fds| fds.clone()).unwrap_or_default()
     }
 
-    /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the kernel
-    /// reports its events to the sets that it is in.
+    /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the
+    /// kernel reports its events to the sets that it is in.
     pub fn forget_connection(&'static self) {
         for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
             set.release(slot, self);
@@ -139,8 +140,8 @@ impl Tcp {
         fds.into_iter().for_each(|fd| self.remove_fd(fd));
     }
 
-    /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that the NIC
-    /// had is lost: its peer is reset, and what it had received can still be read. Returns whether it is lost.
+    /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that
+    /// the NIC had is lost: its peer is reset, and what it had received can still be read. Returns whether it is lost.
     pub fn leave_session(&self) -> bool {
         let Some((connection, session)) = self.managed() else { return false };
         let lost = session.shared.has_lost(connection);
@@ -157,7 +158,8 @@ impl Tcp {
         lost
     }
 
-    /// Has the agent forget the connection, which stays in the kernel. Afterwards the agent has no copy of its descriptor.
+    /// Has the agent forget the connection, which stays in the kernel. Afterwards the agent has no copy of its
+    /// descriptor.
     pub fn end_care(&self) {
         if let Some((connection, session)) = self.managed() {
             let _ = session.shared.forget(connection, thread::token());
@@ -178,8 +180,8 @@ impl Tcp {
         locked(&self.fds).push(fd);
     }
 
-    /// Handles the closing of one of several descriptors. What is registered under it stays in its set, as in the kernel: nobody
-    /// can modify it any more, and only the kernel can go on reporting it.
+    /// Handles the closing of one of several descriptors. What is registered under it stays in its set, as in the
+    /// kernel: nobody can modify it any more, and only the kernel can go on reporting it.
     pub(super) fn remove_number(&'static self, fd: c_int) {
         // Not with the list locked: the lock order is set first, then list.
         let sets = locked(&self.sets).clone();
@@ -191,8 +193,8 @@ impl Tcp {
         }
     }
 
-    /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and given up by
-    /// the agent, so that closing it means what it always meant.
+    /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and given
+    /// up by the agent, so that closing it means what it always meant.
     pub fn remove_fd(&'static self, fd: c_int) {
         let last = {
             let mut fds = locked(&self.fds);

@@ -20,8 +20,8 @@ impl Tcp {
             return;
         }
         if !sending {
-            // Edges are found by the position in the stream, whoever had the connection when it was read. (Peeked bytes count,
-            // too: that can cause an edge too many, never one too few.)
+            // Edges are found by the position in the stream, whoever had the connection when it was read. (Peeked bytes
+            // count, too: that can cause an edge too many, never one too few.)
             self.took(bytes as usize);
         }
         if self.handover.state() != State::Candidate {
@@ -96,8 +96,8 @@ pub(super) fn planned(fd: c_int, origin: Origin) -> u64 {
     }
 }
 
-/// Whether options are set by which receiving returns more than bytes (TCP_INQ, the time-stamping family), which only the kernel
-/// can do.
+/// Whether options are set by which receiving returns more than bytes (TCP_INQ, the time-stamping family), which only
+/// the kernel can do.
 pub(super) fn receives_more_than_bytes(fd: c_int) -> bool {
     let value = |level, option| options::kernels(fd, level, option);
     let set = |level, option| value(level, option).is_some_and(|value| value != 0);

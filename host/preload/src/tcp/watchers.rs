@@ -58,7 +58,8 @@ impl Tcp {
         self.remove_watchers(&self.sets, |(other, at)| std::ptr::eq(*other, set) && *at == slot);
     }
 
-    /// Has every set that it is in watch a descriptor of this library's, too, with the program's own registration of this socket.
+    /// Has every set that it is in watch a descriptor of this library's, too, with the program's own registration of
+    /// this socket.
     pub fn watch_beside(&'static self, ours: c_int) {
         // Not with the list locked: the lock order is set first, then list.
         let sets = locked(&self.sets).clone();

@@ -51,14 +51,14 @@ pub(super) struct Maps<'a> {
 pub(super) enum Place<'a> {
     /// At the device's ingress (tc): to the TAP with this index.
     Ingress { tap: u32 },
-    /// In the device's driver (XDP): to the only device in a map. `tag`: the function by which the driver tells of a VLAN tag that
-    /// it has taken out of the frame, if this kernel has it.
+    /// In the device's driver (XDP): to the only device in a map. `tag`: the function by which the driver tells of a
+    /// VLAN tag that it has taken out of the frame, if this kernel has it.
     Driver { devices: BorrowedFd<'a>, tag: Option<u32> },
 }
 
 impl Place<'_> {
-    /// Begins the program, with the context in R6. Jumps to `pass` if the frame has a VLAN tag beside it, or must not be taken
-    /// whatever it contains, and to `merged` if it has been taken before.
+    /// Begins the program, with the context in R6. Jumps to `pass` if the frame has a VLAN tag beside it, or must not
+    /// be taken whatever it contains, and to `merged` if it has been taken before.
     fn begin(self, a: &mut Assembler) {
         a.mov(R::R6, R::R1);
         match self {
@@ -94,8 +94,8 @@ impl Place<'_> {
         a.jump_unless(R::R0, 0, "pass");
     }
 
-    /// Jumps to `pass` with a frame that can never be taken. After it its connection, whose entry is at R0, is not taken for long:
-    /// others like it would overtake what waits in the queue.
+    /// Jumps to `pass` with a frame that can never be taken. After it its connection, whose entry is at R0, is not
+    /// taken for long: others like it would overtake what waits in the queue.
     fn refuse_large(self, a: &mut Assembler) {
         if let Place::Driver { .. } = self {
             a.load(Size::Word, R::R4, R::R10, LARGE).jump_if(R::R4, 0, "small").set(R::R3, -AVOIDED);
@@ -103,7 +103,8 @@ impl Place<'_> {
         }
     }
 
-    /// Jumps to `unlike` if the frame stands for several segments; to `pass` while its connection is not taken for long.
+    /// Jumps to `unlike` if the frame stands for several segments; to `pass` while its connection is not taken for
+    /// long.
     fn refuse_merged(self, a: &mut Assembler) {
         match self {
             Place::Ingress { .. } => a.load(Size::Word, R::R4, R::R6, SEGMENT_SIZE).jump_unless(R::R4, 0, "unlike"),
@@ -142,8 +143,8 @@ fn mix(a: &mut Assembler, size: Size, at: i16) {
     a.load(size, R::R1, R::R10, at).xor_register(R::R8, R::R1).multiply(R::R8, SPREAD);
 }
 
-/// Reads the headers. Goes on with the hash in R8, the bytes behind the IP header in R7, and the TCP header on the stack. Jumps to
-/// `pass` if the frame is no TCP segment, tagged for a VLAN, or a fragment, or has IP options.
+/// Reads the headers. Goes on with the hash in R8, the bytes behind the IP header in R7, and the TCP header on the
+/// stack. Jumps to `pass` if the frame is no TCP segment, tagged for a VLAN, or a fragment, or has IP options.
 fn read_network(a: &mut Assembler, place: Place<'_>) {
     a.set(R::R2, 0);
     // The headers of the shortest segment: one call.
@@ -169,8 +170,8 @@ fn read_network(a: &mut Assembler, place: Place<'_>) {
     a.label("segment");
 }
 
-/// Reads the TCP header. Goes on with the bytes of payload in R7, and the index of the connection's entry on the stack. Jumps to
-/// `pass` if the segment sets up a connection, or is a pure acknowledgement.
+/// Reads the TCP header. Goes on with the bytes of payload in R7, and the index of the connection's entry on the stack.
+/// Jumps to `pass` if the segment sets up a connection, or is a pure acknowledgement.
 fn read_segment(a: &mut Assembler) {
     mix(a, Size::Word, SEGMENT);
     a.shift_right(R::R8, 64 - FLOW_BITS).store(Size::Word, R::R10, ENTRY, R::R8);

@@ -1,4 +1,5 @@
-//! The rules that an owner has, with their numbers and slots. A change is first planned and checked, then put in force, then committed.
+//! The rules that an owner has, with their numbers and slots. A change is first planned and checked, then put in force,
+//! then committed.
 
 use anyhow::{Result, anyhow, bail};
 use baton_filter::words::SLOTS;

@@ -32,8 +32,8 @@ impl Offloaded {
         self.publish_record(self.tcp.record_with(clock), 0);
     }
 
-    /// Writes the words that a predicted segment has changed to the copy of the record that is not valid, whose other words
-    /// [`Offloaded::prepare_other_copy`] has written. The connection's timestamp clock stands at `clock`.
+    /// Writes the words that a predicted segment has changed to the copy of the record that is not valid, whose other
+    /// words [`Offloaded::prepare_other_copy`] has written. The connection's timestamp clock stands at `clock`.
     #[inline(always)]
     pub fn prepare_predicted(&self, clock: u32) {
         let copy = &self.record[record::copy(self.next)..][..record::WORDS];
@@ -43,7 +43,8 @@ impl Offloaded {
         }
     }
 
-    /// Publishes what [`Offloaded::prepare_predicted`] has written: [`Offloaded::publish_in_order`] for a predicted segment.
+    /// Publishes what [`Offloaded::prepare_predicted`] has written: [`Offloaded::publish_in_order`] for a predicted
+    /// segment.
     #[inline(always)]
     pub fn publish_predicted(&mut self) {
         let copy = &self.record[record::copy(self.next)..][..record::WORDS];
@@ -82,8 +83,8 @@ impl Offloaded {
         self.ranges_table.into()
     }
 
-    /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is valid is not
-    /// written.
+    /// Goes on with the record of another owner, whose valid table of out-of-order ranges is `ranges_table`: what is
+    /// valid is not written.
     pub fn continue_record(&mut self, ranges_table: u32) {
         self.next = published(&*self.record) + record::STEP;
         self.ranges_table = ranges_table as u8 & 1;
@@ -94,8 +95,8 @@ impl Offloaded {
         clear_records(&*self.record);
     }
 
-    /// Writes the out-of-order ranges, the first ones if there are many, to the table that is not valid, which becomes valid with the
-    /// record. When the NIC dies, the others are sent again by the peer (RFC 2018 section 8).
+    /// Writes the out-of-order ranges, the first ones if there are many, to the table that is not valid, which becomes
+    /// valid with the record. When the NIC dies, the others are sent again by the peer (RFC 2018 section 8).
     #[cold]
     fn store_ranges(&mut self) {
         self.ranges_table ^= 1;

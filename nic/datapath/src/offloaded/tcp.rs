@@ -4,8 +4,8 @@ use baton_tcp::{Connection, Instant};
 use baton_wire::{Acknowledgement, Fields};
 use core::ops::{Deref, DerefMut};
 
-/// A connection. To reach it to change it disables its prediction ([`Connection::enable_prediction`]), so that a predicted segment finds it
-/// as it was when its record was published last.
+/// A connection. To reach it to change it disables its prediction ([`Connection::enable_prediction`]), so that a
+/// predicted segment finds it as it was when its record was published last.
 #[derive(Debug)]
 pub(crate) struct Tcp(Connection);
 

@@ -20,8 +20,9 @@ pub(super) struct AckBuffers {
     base: usize,
 }
 
-/// The buffers that a worker begins with. Those in which an earlier NIC has left data go to worker 0, as every bucket does at
-/// first: with its bucket a connection moves to its worker. To be called for all workers before any of them runs.
+/// The buffers that a worker begins with. Those in which an earlier NIC has left data go to worker 0, as every bucket
+/// does at first: with its bucket a connection moves to its worker. To be called for all workers before any of them
+/// runs.
 fn share(buffers: &AckBuffers, worker: usize, workers: usize) -> Vec<usize> {
     let of = |worker: usize| worker * nic::ACKNOWLEDGED / workers;
     let own = of(worker)..of(worker + 1);
@@ -119,8 +120,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         count(active, counters);
     }
 
-    /// Ends the active acknowledgements of a connection that is about to leave the kernel. False while the kernel has not
-    /// acknowledged everything that the NIC has.
+    /// Ends the active acknowledgements of a connection that is about to leave the kernel. False while the kernel has
+    /// not acknowledged everything that the NIC has.
     pub(super) fn end_active_ack(&mut self, key: &FlowKey) -> bool {
         self.to_kernel.active_ack.as_mut().is_none_or(|active| active.end(key))
     }

@@ -1,5 +1,5 @@
-//! Frames about the NIC's own addresses: ARP and neighbour discovery from the wire, probes and announcements to it. The front worker
-//! has the addresses; other workers pass it what they receive.
+//! Frames about the NIC's own addresses: ARP and neighbour discovery from the wire, probes and announcements to it. The
+//! front worker has the addresses; other workers pass it what they receive.
 
 use super::Worker;
 use crate::addresses::{AddressSettings, Addresses, publish};
@@ -47,7 +47,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// In another worker than the front one: passes the frame to that if it may be about an address. False if it is none.
+    /// In another worker than the front one: passes the frame to that if it may be about an address. False if it is
+    /// none.
     fn forward_resolution(&mut self) -> bool {
         let bytes = self.frame.bytes();
         if Arp::parse(bytes).is_none() && Neighbour::parse(bytes, true).is_none() {

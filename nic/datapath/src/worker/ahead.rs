@@ -1,5 +1,6 @@
-//! Frames received ahead, by a worker with many connections. Their state is not in the processor's caches, and each access waits for
-//! memory. So what several frames need is loaded at the same time, step by step, before the first of them is processed.
+//! Frames received ahead, by a worker with many connections. Their state is not in the processor's caches, and each
+//! access waits for memory. So what several frames need is loaded at the same time, step by step, before the first of
+//! them is processed.
 
 use super::Worker;
 use super::connections::Connections;
@@ -17,8 +18,8 @@ const AHEAD: usize = 16;
 /// A frame that was received ahead, and where its connection seems to be.
 struct Early {
     frame: Frame,
-    /// What [`Connections::lookup`] has for its 4-tuple: [`NO_SLOT`] for any but a usual frame. Only a hint: the frames before it may
-    /// change all that.
+    /// What [`Connections::lookup`] has for its 4-tuple: [`NO_SLOT`] for any but a usual frame. Only a hint: the frames
+    /// before it may change all that.
     search: Search,
     slot: u32,
 }
@@ -28,8 +29,8 @@ struct Early {
 pub(super) struct Ahead(Vec<Early>);
 
 impl Ahead {
-    /// Takes part of a batch of at most `most` frames from a device. Returns how many there are, and what ended it: the next one that is
-    /// large is shown in the frame behind them.
+    /// Takes part of a batch of at most `most` frames from a device. Returns how many there are, and what ended it: the
+    /// next one that is large is shown in the frame behind them.
     #[inline(always)]
     fn receive(&mut self, device: &mut impl Device, most: usize, frame_bytes: usize) -> (usize, Arrival) {
         while self.0.len() < AHEAD {

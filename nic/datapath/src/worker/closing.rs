@@ -1,7 +1,7 @@
 //! Closing a connection on the NIC, whose program has closed it.
 //!
-//! Until the peer has acknowledged the FIN the connection keeps slot, memory and recovery record, so that the kernel can close it
-//! should the NIC die. What follows needs only the table of [`Closed`](crate::closed::Closed).
+//! Until the peer has acknowledged the FIN the connection keeps slot, memory and recovery record, so that the kernel
+//! can close it should the NIC die. What follows needs only the table of [`Closed`](crate::closed::Closed).
 
 use super::Worker;
 use super::opening::ANY_DEVICE;
@@ -17,8 +17,8 @@ use baton_tcp::{Config, Connection, Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Sends the FIN of a connection whose program has closed it, and has read the bytes before `read`. If more have been received
-    /// the peer is reset, as by Linux (RFC 2525 section 2.17).
+    /// Sends the FIN of a connection whose program has closed it, and has read the bytes before `read`. If more have
+    /// been received the peer is reset, as by Linux (RFC 2525 section 2.17).
     pub(super) fn close(&mut self, cid: Cid, read: u32, now: Instant) -> Result<u32, Refusal> {
         let session = match &self.occupant(cid)?.custody {
             Custody::Active(offloaded) => offloaded.session,
@@ -42,7 +42,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Resets a connection that its socket does not have any more. Its program is sent the end of it, as if it had aborted it.
+    /// Resets a connection that its socket does not have any more. Its program is sent the end of it, as if it had
+    /// aborted it.
     pub(super) fn abort(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         self.occupant(cid)?;
         let Some(slot) = self.connections.slots[cid.slot() as usize].as_mut() else { return Err(Refusal::NotYours) };
@@ -59,7 +60,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Processes a segment of a connection that its program has closed. Data that nobody will read resets the peer, as in Linux.
+    /// Processes a segment of a connection that its program has closed. Data that nobody will read resets the peer, as
+    /// in Linux.
     pub(super) fn on_segment_of_closing(&mut self, index: u32, segment: &Segment, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let Custody::Active(offloaded) = &mut slot.custody else { return };
@@ -94,8 +96,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Takes a segment from the wire that belongs to a connection in FIN-WAIT-2 or TIME-WAIT. False if it belongs to none, or begins
-    /// the next connection of the 4-tuple (RFC 6191).
+    /// Takes a segment from the wire that belongs to a connection in FIN-WAIT-2 or TIME-WAIT. False if it belongs to
+    /// none, or begins the next connection of the 4-tuple (RFC 6191).
     #[cold]
     pub(super) fn take_closed(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(index) = self.closed.find(&FlowKey::from(&parsed.flow)) else { return false };
@@ -132,7 +134,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Some(at)
     }
 
-    /// Whether the frame from the kernel opens a connection whose 4-tuple cannot be used yet. The kernel sends its SYN again.
+    /// Whether the frame from the kernel opens a connection whose 4-tuple cannot be used yet. The kernel sends its SYN
+    /// again.
     #[cold]
     pub(super) fn is_too_early(&mut self, now: Instant) -> bool {
         let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by()) else { return false };

@@ -209,7 +209,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Processes the held frames. A segment that the kernel had received before the steal is not answered as a duplicate.
+    /// Processes the held frames. A segment that the kernel had received before the steal is not answered as a
+    /// duplicate.
     pub(super) fn run_held(&mut self, index: u32, now: Instant) {
         self.note_awake(index);
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
@@ -249,11 +250,12 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.follow_up(index, events);
     }
 
-    /// `nic_restore`: runs all commands that the program has queued so far, stops the connection, and writes its image to the
-    /// slot.
+    /// `nic_restore`: runs all commands that the program has queued so far, stops the connection, and writes its image
+    /// to the slot.
     fn restore(&mut self, cid: Cid, now: Instant) -> Result<u32, Refusal> {
         let session = match &self.occupant(cid)?.custody {
-            // A connection that has ended has no image. Its end is reported to the agent when its program has been sent its last events.
+            // A connection that has ended has no image. Its end is reported to the agent when its program has been sent
+            // its last events.
             Custody::Active(offloaded) if offloaded.tcp.state() == State::Closed => return Err(Refusal::Ended),
             Custody::Active(offloaded) => offloaded.session as usize,
             _ => return Err(Refusal::WrongState),
@@ -305,7 +307,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.counters.add(Counter::Dropped, dropped);
         }
         for mut frame in slot.held.take() {
-            // The checksum was verified, but the kernel only trusts its own devices, so its state stays as it was received.
+            // The checksum was verified, but the kernel only trusts its own devices, so its state stays as it was
+            // received.
             let sent = self.to_kernel.device.transmit(&mut frame);
             self.counters.add(if sent { Counter::HostSent } else { Counter::Dropped }, 1);
         }
@@ -335,8 +338,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Beside the kernel: receives the frames that still wait at this NIC's socket, since only the NIC gets those of a connection
-    /// that it is about to give up.
+    /// Beside the kernel: receives the frames that still wait at this NIC's socket, since only the NIC gets those of a
+    /// connection that it is about to give up.
     fn drain_wire(&mut self, now: Instant) {
         for _ in 0..MAX_DRAIN_BATCHES {
             self.turn = self.settings.batch;
@@ -395,8 +398,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Sets the interface that a connection's frames leave through. Without one its segments are lost, as in a kernel without a
-    /// route, and are retransmitted by time-out.
+    /// Sets the interface that a connection's frames leave through. Without one its segments are lost, as in a kernel
+    /// without a route, and are retransmitted by time-out.
     fn set_interface(&mut self, cid: Cid, interface: u32) -> Result<u32, Refusal> {
         let Custody::Active(offloaded) = &mut self.occupant(cid)?.custody else { return Err(Refusal::WrongState) };
         offloaded.set_interface(interface);
@@ -429,8 +432,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         core::array::from_fn(|word| self.nic_memory.word32(base + 4 * word).load(Ordering::Acquire))
     }
 
-    /// Resumes a stopped connection in other memory and with another cid, so that the program can tell events that the agent has
-    /// already put into the block from later ones.
+    /// Resumes a stopped connection in other memory and with another cid, so that the program can tell events that the
+    /// agent has already put into the block from later ones.
     pub(super) fn resume(&mut self, cid: Cid, next: Cid, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         let [_, receive_base, receive_size, send_base, send_size, block] = self.parameters(index);
@@ -446,7 +449,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if !memory.fits(&offloaded.session_memory) || !memory.holds(&image) || !offloaded.move_into(memory, limits, &image) {
             return Err(Refusal::BadMemory);
         }
-        // The program's `nic_recvd` lags behind what it has read. A program that gives a wrong number harms only itself.
+        // The program's `nic_recvd` lags behind what it has read. A program that gives a wrong number harms only
+        // itself.
         let before = offloaded.tcp.rcv_read();
         let _ = offloaded.tcp.consumed(read.wrapping_sub(before));
         offloaded.tcp.shrink();

@@ -55,8 +55,8 @@ impl Connections {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Does what follows every change of a connection: enters its time-out into the wheel, lists it if it has events, and
-    /// notifies the agent.
+    /// Does what follows every change of a connection: enters its time-out into the wheel, lists it if it has events,
+    /// and notifies the agent.
     #[inline]
     pub(super) fn follow_up(&mut self, index: u32, events: Events) {
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };

@@ -1,10 +1,10 @@
-//! Several workers: each dispatches what it receives to the worker that owns the frame's bucket, and buckets move between workers
-//! without one frame overtaking another.
+//! Several workers: each dispatches what it receives to the worker that owns the frame's bucket, and buckets move
+//! between workers without one frame overtaking another.
 //!
-//! A bucket moves in four steps. All workers pause: they hold what is for the bucket, and notify the old owner that they will send
-//! nothing more of it. When all have done so the card is switched to the new owner, and the old owner processes the frames in its
-//! own queues. Then the bucket's connections go to the new owner, through the front worker. Last, all workers send what they held
-//! to the new owner.
+//! A bucket moves in four steps. All workers pause: they hold what is for the bucket, and notify the old owner that
+//! they will send nothing more of it. When all have done so the card is switched to the new owner, and the old owner
+//! processes the frames in its own queues. Then the bucket's connections go to the new owner, through the front worker.
+//! Last, all workers send what they held to the new owner.
 
 use super::Worker;
 use super::opening::ANY_DEVICE;
@@ -25,8 +25,8 @@ const BATCH: usize = 256;
 
 /// Microseconds after the switch of the card within which a frame may still arrive in the old queue.
 const SWITCH_DELAY: u64 = 500;
-/// Number of frames above the capacity of any queue (a TAP's: 500): once as many were taken, all frames that waited at the switch
-/// are among them.
+/// Number of frames above the capacity of any queue (a TAP's: 500): once as many were taken, all frames that waited at
+/// the switch are among them.
 const QUEUE_FRAMES: usize = 1024;
 
 /// The part of a worker that only exists if there are several.
@@ -54,8 +54,8 @@ struct RemoteEvents {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Makes this one of several workers. To be called for worker 0 first, for all before any of them runs, and before sessions
-    /// are attached.
+    /// Makes this one of several workers. To be called for worker 0 first, for all before any of them runs, and before
+    /// sessions are attached.
     pub fn join(&mut self, peers: Peers, now: Instant) {
         self.counters.move_to(&self.nic_memory, peers.me());
         self.counters.set(Counter::Connections, 0);
@@ -70,8 +70,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.take_ack_buffers(me, workers, now);
     }
 
-    /// Sets how connections are spread over the workers; `random` is the hash key if the settings have none. Only the front
-    /// worker uses it.
+    /// Sets how connections are spread over the workers; `random` is the hash key if the settings have none. Only the
+    /// front worker uses it.
     pub fn set_rss(&mut self, settings: &baton_rss::RssSettings, random: &Key) {
         if let Some(Crossbar { front: Some(front), .. }) = self.crossbar.as_deref_mut() {
             front.balance.set(settings, random);
@@ -207,7 +207,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn run_here(&mut self, call: Call, now: Instant) {
         match call {
             Call::Frame(bucket, from, frame) => {
-                // Copied, since its buffer has no more room than its data needs, and a device may exchange this worker's buffer.
+                // Copied, since its buffer has no more room than its data needs, and a device may exchange this
+                // worker's buffer.
                 self.frame.copy_from(&frame);
                 self.run_frame(bucket, from, now);
             }
@@ -266,8 +267,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         taken > 0
     }
 
-    /// Processes the frame from the wire in the worker's buffer, which the gate has let pass, here, or dispatches it: to the worker of its
-    /// session for messages, or of its bucket.
+    /// Processes the frame from the wire in the worker's buffer, which the gate has let pass, here, or dispatches it:
+    /// to the worker of its session for messages, or of its bucket.
     pub(super) fn dispatch_admitted(&mut self, now: Instant) {
         if self.programs.message_ports.is_empty() || !self.dispatch_packet(now) {
             self.dispatch_frame(From::Wire, now);
@@ -331,8 +332,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// In the front worker: processes a segment to a listener for another worker, or sends it back, behind the connection that an
-    /// earlier segment has made.
+    /// In the front worker: processes a segment to a listener for another worker, or sends it back, behind the
+    /// connection that an earlier segment has made.
     fn on_handshake(&mut self, frame: &Frame, now: Instant) {
         self.frame.copy_from(frame);
         let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by()) else { return };
@@ -345,8 +346,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Gives a connection that has been made for a listener to the worker that owns its bucket. Until that worker has added it,
-    /// its segments still come to the front worker.
+    /// Gives a connection that has been made for a listener to the worker that owns its bucket. Until that worker has
+    /// added it, its segments still come to the front worker.
     pub(super) fn place_made(&mut self, slot: Slot, now: Instant) {
         let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref_mut() else { return self.add_made(slot) };
         let bucket = peers.hash().bucket_of(&Input::of_flow(&slot.flow()));
@@ -360,7 +361,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn add_made(&mut self, slot: Slot) {
         let (index, key) = (slot.cid.slot(), slot.key());
         if self.connections.overlaps(&key) {
-            // One by another device has come from the kernel meanwhile. The agent's handoff of this one will be refused.
+            // One by another device has come from the kernel meanwhile. The agent's handoff of this one will be
+            // refused.
             return self.forget_made(key);
         }
         self.connections.slots[index as usize] = Some(slot);
@@ -475,7 +477,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// The old owner's last step: hands the bucket's connections over, now that nothing of the bucket is in any of its queues.
+    /// The old owner's last step: hands the bucket's connections over, now that nothing of the bucket is in any of its
+    /// queues.
     fn hand_over(&mut self, which: Move, now: Instant) {
         self.to_kernel.flush(&self.counters, now.0);
         self.to_kernel.device.settle();
@@ -508,8 +511,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.on_moved(which, now);
     }
 
-    /// In the front worker: sends the connections of a bucket to its new owner, which may be itself. All workers learn of the new
-    /// owner from the front worker alone, so that they get it before the calls that the front worker sends for the bucket later.
+    /// In the front worker: sends the connections of a bucket to its new owner, which may be itself. All workers learn
+    /// of the new owner from the front worker alone, so that they get it before the calls that the front worker sends
+    /// for the bucket later.
     fn forward_hand_over(&mut self, which: Move, contents: Box<BucketContents>, now: Instant) {
         let Some(peers) = self.peers() else { return };
         let notified = peers.others().filter(|other| ![which.from, which.to].map(usize::from).contains(other));
@@ -574,7 +578,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// The bucket of a frame. An ICMP message about a connection belongs to that connection's bucket, by whatever device it came.
+/// The bucket of a frame. An ICMP message about a connection belongs to that connection's bucket, by whatever device it
+/// came.
 fn bucket_of(peers: &Peers, bytes: &[u8], from: From) -> u8 {
     let about = if from == From::Wire { crate::icmp::about(bytes, ANY_DEVICE) } else { None };
     match about {

@@ -1,6 +1,6 @@
-//! UDP for programs: datagrams to the addresses and ports of their sockets go into the sockets' receive rings, what lies in their
-//! send rings goes to the wire. All sockets are the front worker's. What is not plain (fragments, errors, IP options) is the
-//! kernel's, which has the same socket.
+//! UDP for programs: datagrams to the addresses and ports of their sockets go into the sockets' receive rings, what
+//! lies in their send rings goes to the wire. All sockets are the front worker's. What is not plain (fragments, errors,
+//! IP options) is the kernel's, which has the same socket.
 
 use super::Worker;
 use super::messages::{NO_LINK, complete_checksum, destination};
@@ -19,19 +19,21 @@ use baton_wire::{Endpoint, Flow};
 /// Datagrams that a socket sends before the next one gets its turn.
 const BATCH: usize = 64;
 
-/// Batches that all sockets together send in one round: a program may have many sockets, and other sources of work wait meanwhile.
+/// Batches that all sockets together send in one round: a program may have many sockets, and other sources of work wait
+/// meanwhile.
 const ROUND: usize = 8;
 
-/// Datagrams in each ring that are looked at when a session's sockets end, for all of them together. More than a kernel's socket holds
-/// of the shortest ones, and than a program that follows the interface leaves behind: every round empties the rings. What lies behind
-/// them is lost.
+/// Datagrams in each ring that are looked at when a session's sockets end, for all of them together. More than a
+/// kernel's socket holds of the shortest ones, and than a program that follows the interface leaves behind: every round
+/// empties the rings. What lies behind them is lost.
 const AT_END: usize = 8192;
 
 /// Offset of the checksum in a UDP header.
 const UDP_CHECKSUM: usize = 6;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Adds a UDP socket, or changes its settings. False if there is no such session, or its rings are not in its memory.
+    /// Adds a UDP socket, or changes its settings. False if there is no such session, or its rings are not in its
+    /// memory.
     pub fn add_datagrams(&mut self, settings: DatagramSettings) -> bool {
         let session = self.programs.sessions.get(settings.session as usize).and_then(Option::as_ref);
         let Some(memory) = session.map(|session| session.memory.clone()) else { return false };
@@ -55,15 +57,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.datagrams.sockets.get_mut(&id).is_some_and(|socket| socket.set_way(host, way))
     }
 
-    /// Gives a socket to the kernel: what its program has sent goes out, and, with `replay`, what it has not read goes to the
-    /// kernel.
+    /// Gives a socket to the kernel: what its program has sent goes out, and, with `replay`, what it has not read goes
+    /// to the kernel.
     pub fn end_datagrams(&mut self, id: u32, replay: bool) {
         let mut left = AT_END;
         self.end_datagrams_within(id, replay, &mut left);
     }
 
-    /// [`Worker::end_datagrams`], after which so many datagrams fewer are `left` to be sent. A program may go on filling the ring for as
-    /// long as it is read, and several of its sockets may have the same ring.
+    /// [`Worker::end_datagrams`], after which so many datagrams fewer are `left` to be sent. A program may go on
+    /// filling the ring for as long as it is read, and several of its sockets may have the same ring.
     fn end_datagrams_within(&mut self, id: u32, replay: bool, left: &mut usize) {
         self.broadcast(|| Call::DatagramsAt(id, Vec::new(), None));
         *left -= self.send_datagrams(id, *left);
@@ -113,7 +115,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Takes the frame from the wire if it carries a datagram for a program. Another worker than the front one sends it there.
+    /// Takes the frame from the wire if it carries a datagram for a program. Another worker than the front one sends it
+    /// there.
     pub(super) fn take_datagram(&mut self) -> bool {
         let whole = self.frame.segmentation.is_none();
         let local = destination(self.frame.bytes()).filter(|local| whole && self.datagrams.receives_at(local));
@@ -170,8 +173,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Sends what lies in the sockets' send rings: a batch of each, of as many sockets as a round has time for; the others come first in
-    /// the next one. Returns whether there was any.
+    /// Sends what lies in the sockets' send rings: a batch of each, of as many sockets as a round has time for; the
+    /// others come first in the next one. Returns whether there was any.
     pub(super) fn poll_datagrams(&mut self) -> bool {
         let mut worked = false;
         for _ in 0..self.datagrams.ready.len().min(ROUND) {
@@ -240,8 +243,8 @@ fn write_frame(frame: &mut Frame, link: &Link, flow: &Flow, record: &Record, rin
     true
 }
 
-/// Makes an IPv4 packet one that may be fragmented on its way, since the kernel alone follows its path's MTU, and gives its datagram
-/// a checksum.
+/// Makes an IPv4 packet one that may be fragmented on its way, since the kernel alone follows its path's MTU, and gives
+/// its datagram a checksum.
 fn allow_fragments(packet: &mut [u8], flow: &Flow, ident: u16) {
     let (ip, datagram) = packet.split_at_mut(IPV4);
     ip[ipv4::IDENT..ipv4::FRAGMENT].copy_from_slice(&ident.to_be_bytes());

@@ -1,9 +1,9 @@
-//! Connections that carry nothing for a while become dormant: they keep their slot, their entry in the lookup and their keep-alive
-//! timer, and their state shrinks to a few hundred bytes ([`Dormant`]). The first frame, message, command or time-out that concerns one
-//! wakes it up before it is processed, so neither program nor peer notices anything.
+//! Connections that carry nothing for a while become dormant: they keep their slot, their entry in the lookup and their
+//! keep-alive timer, and their state shrinks to a few hundred bytes ([`Dormant`]). The first frame, message, command or
+//! time-out that concerns one wakes it up before it is processed, so neither program nor peer notices anything.
 //!
-//! The worker looks at a few slots at a time, one after the other, so that all are seen in the time after which a connection counts as
-//! idle. While none is awake it does not look.
+//! The worker looks at a few slots at a time, one after the other, so that all are seen in the time after which a
+//! connection counts as idle. While none is awake it does not look.
 
 use super::Worker;
 use crate::custody::Custody;
@@ -97,7 +97,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Wakes the connection in slot `index` up, if it is dormant. False if it stays dormant since its session has ended.
+    /// Wakes the connection in slot `index` up, if it is dormant. False if it stays dormant since its session has
+    /// ended.
     #[cold]
     #[inline(never)]
     pub(super) fn wake_connection(&mut self, index: u32) -> bool {
@@ -123,7 +124,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Wakes the connections of a session up, whose memory the worker is about to let go: they keep it until the agent takes them back.
+    /// Wakes the connections of a session up, whose memory the worker is about to let go: they keep it until the agent
+    /// takes them back.
     pub(super) fn wake_session(&mut self, session: u32) {
         for index in 0..self.connections.rounds.end {
             if matches!(self.connections.slots.get(index as usize), Some(Some(slot)) if matches!(slot.custody, Custody::Dormant(_)))

@@ -18,7 +18,8 @@ use core::sync::atomic::Ordering;
 const MAX_SACK_BLOCKS: usize = 3;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Processes frames from any wire as long as it is its turn, unless the host device is busy. Returns whether there may be more to do.
+    /// Processes frames from any wire as long as it is its turn, unless the host device is busy. Returns whether there
+    /// may be more to do.
     #[inline(never)]
     pub(super) fn poll_wire(&mut self, now: Instant) -> bool {
         if !self.to_kernel.device.is_ready() {
@@ -70,8 +71,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
     }
 
-    /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes straight into
-    /// receive memory, without the copy from the frame.
+    /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes
+    /// straight into receive memory, without the copy from the frame.
     #[inline(never)]
     fn on_large_frame(&mut self, now: Instant) {
         if !self.output.wire.is_gated() && self.fast_path::<true>(now) {
@@ -117,8 +118,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Gives the gate the time of a round, and passes the frames that have waited there: those of a limit, and answers to rejected
-    /// frames of this host.
+    /// Gives the gate the time of a round, and passes the frames that have waited there: those of a limit, and answers
+    /// to rejected frames of this host.
     #[cold]
     pub(super) fn begin_gated_round(&mut self, now: Instant) {
         self.output.wire.set_time(now.0);
@@ -131,9 +132,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// The usual case of the fast path, with a copy of its own: data over IPv4 with timestamps, its checksum verified by a device, of a
-    /// connection that sends nothing, to be acknowledged at once. What differs only in the last two goes the general way from where that
-    /// is found. `found` is the slot, which may be another connection's, if it was looked up. False, and
+    /// The usual case of the fast path, with a copy of its own: data over IPv4 with timestamps, its checksum verified
+    /// by a device, of a connection that sends nothing, to be acknowledged at once. What differs only in the last two
+    /// goes the general way from where that is found. `found` is the slot, which may be another connection's, if it was
+    /// looked up. False, and
     /// nothing is done, for any other frame.
     #[inline(always)]
     pub(super) fn receive_usual(&mut self, found: Option<u32>, unannounced: &mut Unannounced, now: Instant, clock: u32) -> bool {
@@ -153,7 +155,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let Custody::Active(offloaded) = &mut slot.custody else { return false };
         let offloaded = &mut **offloaded;
         let fields = usual.fields();
-        // Events that wait go first. With posted buffers, or ranges out of order in the record, no segment is predicted.
+        // Events that wait go first. With posted buffers, or ranges out of order in the record, no segment is
+        // predicted.
         let predicted = if slot.dirty { None } else { offloaded.tcp.predict_data(&fields, now, clock) };
         let Some(acknowledgement) = predicted else {
             let Some(plain) = usual.plain() else { return false };
@@ -171,10 +174,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement. The caller counts
-    /// it. False, and nothing is done, for any other frame.
+    /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement.
+    /// The caller counts it. False, and nothing is done, for any other frame.
     ///
-    /// With `SHOWN` the device shows the frame's beginning, and still has the payload. Then false also means that the frame may be lost.
+    /// With `SHOWN` the device shows the frame's beginning, and still has the payload. Then false also means that the
+    /// frame may be lost.
     #[inline(always)]
     fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
         let bytes = self.frame.bytes();
@@ -212,8 +216,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         taken
     }
 
-    /// The fast path behind the lookup, for a plain segment of the connection in slot `index`. Its payload follows the first `headers`
-    /// bytes of the frame or, if that was `SHOWN`, lies in receive memory.
+    /// The fast path behind the lookup, for a plain segment of the connection in slot `index`. Its payload follows the
+    /// first `headers` bytes of the frame or, if that was `SHOWN`, lies in receive memory.
     #[inline(always)]
     fn take_plain<const SHOWN: bool>(&mut self, index: u32, plain: &Plain, headers: usize, now: Instant) -> bool {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
@@ -256,7 +260,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Index of the device by which the frame came, or by which the kernel sends it; inline, where there is one wire, 0.
+    /// Index of the device by which the frame came, or by which the kernel sends it; inline, where there is one
+    /// wire, 0.
     pub(super) fn came_by(&self) -> u32 {
         if self.settings.beside { self.frame.interface } else { 0 }
     }
@@ -268,8 +273,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.look_up(true, now);
     }
 
-    /// Gives the frame to its connection, to the handshake that it `may_open` or continue, or to the kernel. The front worker has
-    /// sent back a frame that may not: it is part of no handshake, or follows one.
+    /// Gives the frame to its connection, to the handshake that it `may_open` or continue, or to the kernel. The front
+    /// worker has sent back a frame that may not: it is part of no handshake, or follows one.
     pub(super) fn look_up(&mut self, may_open: bool, now: Instant) {
         if let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by()) {
             if let Some(slot) = self.connections.find(&FlowKey::from(&parsed.flow)) {
@@ -301,8 +306,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Delivers a frame from the wire that belongs to no offloaded connection to the kernel. ICMP messages about an offloaded
-    /// connection are used here, too.
+    /// Delivers a frame from the wire that belongs to no offloaded connection to the kernel. ICMP messages about an
+    /// offloaded connection are used here, too.
     pub(super) fn deliver_to_kernel(&mut self, now: Instant) {
         if self.connections.count > 0
             && let Some(about) = icmp::about(self.frame.bytes(), self.came_by())
@@ -321,8 +326,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Beside the kernel, gives it a client's segment that was kept from it because of a listener, and is of no connection or handshake
-    /// of the NIC's. Of all other frames it has its own copy, or they are no concern of its.
+    /// Beside the kernel, gives it a client's segment that was kept from it because of a listener, and is of no
+    /// connection or handshake of the NIC's. Of all other frames it has its own copy, or they are no concern of its.
     fn give_back_to_kernel(&mut self) {
         if !self.listeners.is_empty()
             && let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), self.came_by())
@@ -431,7 +436,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.lower_mtu(index, seq, mtu, now);
     }
 
-    /// Lowers the path MTU of the connection in slot `index`, if a segment with this sequence number can have been too big.
+    /// Lowers the path MTU of the connection in slot `index`, if a segment with this sequence number can have been too
+    /// big.
     pub(super) fn lower_mtu(&mut self, index: u32, seq: u32, mtu: u32, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         if let Custody::Active(offloaded) = &mut slot.custody {
@@ -448,8 +454,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Takes the frame if it is a fragment that may belong to an offloaded connection. A datagram that it completes is processed
-    /// as any frame, whichever connection it belongs to. False if the frame is no fragment.
+    /// Takes the frame if it is a fragment that may belong to an offloaded connection. A datagram that it completes is
+    /// processed as any frame, whichever connection it belongs to. False if the frame is no fragment.
     pub(super) fn take_fragment(&mut self, now: Instant) -> bool {
         let connections = self.crossbar.as_ref().map_or(self.connections.count, |crossbar| crossbar.peers.connections());
         if connections == 0 {
@@ -476,10 +482,10 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// Whether a segment has to be processed by the kernel, and why: it is held, the connection is restored, and the kernel gets the
-/// segment. The kernel knows best what a reset means to the program and its socket. The NIC has no urgent data: a segment that
-/// announces some goes to the kernel before any of its bytes is accepted. In TIME-WAIT a reset means nothing to the program: the
-/// connection has ended in order.
+/// Whether a segment has to be processed by the kernel, and why: it is held, the connection is restored, and the kernel
+/// gets the segment. The kernel knows best what a reset means to the program and its socket. The NIC has no urgent
+/// data: a segment that announces some goes to the kernel before any of its bytes is accepted. In TIME-WAIT a reset
+/// means nothing to the program: the connection has ended in order.
 pub(super) fn needs_kernel(segment: &Segment, tcp: &baton_tcp::Connection) -> Option<RestoreCause> {
     if segment.flags.contains(Flags::RST) {
         return (segment.seq == tcp.rcv_nxt() && tcp.state() != State::TimeWait).then_some(RestoreCause::Reset);
@@ -488,8 +494,9 @@ pub(super) fn needs_kernel(segment: &Segment, tcp: &baton_tcp::Connection) -> Op
     (segment.flags.contains(Flags::URG) && current).then_some(RestoreCause::Urgent)
 }
 
-/// Whether the mirrored frames cover everything that the kernel holds out of order, judged by an acknowledgement of the kernel's:
-/// it reports no SACK block, or fewer than a header has room for, so that these are all, and the frames cover them.
+/// Whether the mirrored frames cover everything that the kernel holds out of order, judged by an acknowledgement of the
+/// kernel's: it reports no SACK block, or fewer than a header has room for, so that these are all, and the frames cover
+/// them.
 fn mirror_covers(slot: &mut Slot, parsed: &TcpFrame) -> bool {
     if !parsed.flags.contains(Flags::ACK) {
         return false;

@@ -1,5 +1,6 @@
-//! The messages of a program that waits for each to be taken ([`baton_abi::ANSWER`]). To send takes longer than to answer, and the program
-//! would wait meanwhile. So a message is answered first, and what follows at once is sent together with it.
+//! The messages of a program that waits for each to be taken ([`baton_abi::ANSWER`]). To send takes longer than to
+//! answer, and the program would wait meanwhile. So a message is answered first, and what follows at once is sent
+//! together with it.
 
 use super::Worker;
 use super::programs::Taken;
@@ -14,15 +15,16 @@ use core::sync::atomic::Ordering;
 const MESSAGES: u32 = 64;
 const BYTES: u32 = 1 << 19;
 
-/// Looks for the next message, some two microseconds, in which a program sees the answer and begins with it; and most looks while it
-/// copies that.
+/// Looks for the next message, some two microseconds, in which a program sees the answer and begins with it; and most
+/// looks while it copies that.
 const LOOKS: u32 = 100;
 const COPYING_LOOKS: u32 = 800;
 
 /// Most looks between all messages that are sent together, some 80 microseconds: other programs wait meanwhile.
 const ALL_LOOKS: u32 = 4000;
 
-/// Microseconds for which bytes of a stream wait for the next message: about as long as a program that slept needs to wake up and to copy.
+/// Microseconds for which bytes of a stream wait for the next message: about as long as a program that slept needs to
+/// wake up and to copy.
 const PUT_OFF: u64 = 40;
 
 /// Microseconds after which the next message belongs to a stream no more.
@@ -32,8 +34,8 @@ const STREAM: u64 = 200;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Answered {
     at: Instant,
-    /// Its connection's slot, and what that had received: a program that sends after it has received something may wait for more
-    /// before it goes on.
+    /// Its connection's slot, and what that had received: a program that sends after it has received something may wait
+    /// for more before it goes on.
     index: u32,
     received: u32,
 }
@@ -62,8 +64,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Goes on behind a message that has queued bytes on the connection in slot `unsent`, and has been answered: takes and answers what
-    /// follows at once, and sends all together, or lets it wait for more.
+    /// Goes on behind a message that has queued bytes on the connection in slot `unsent`, and has been answered: takes
+    /// and answers what follows at once, and sends all together, or lets it wait for more.
     #[cold]
     pub(super) fn gather(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
         let mut looks = ALL_LOOKS;
@@ -98,8 +100,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             })
     }
 
-    /// Whether the message just answered is one of a stream of them, which only the program's sleep, or another thread on its processor,
-    /// has interrupted. Remembers it.
+    /// Whether the message just answered is one of a stream of them, which only the program's sleep, or another thread
+    /// on its processor, has interrupted. Remembers it.
     fn goes_on(&mut self, id: usize, index: u32, now: Instant) -> bool {
         let Some((received, has_room)) = self.active(index).map(|offloaded| (offloaded.tcp.rcv_nxt(), has_room(offloaded)))
         else {

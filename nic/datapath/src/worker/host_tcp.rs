@@ -1,5 +1,6 @@
-//! The host's TCP: a worker without devices, which goes on with the connections that the NIC lends it. It runs in a process of the
-//! host's. What it sends goes through the NIC, which alone serves the wire, the programs' rings and the agent.
+//! The host's TCP: a worker without devices, which goes on with the connections that the NIC lends it. It runs in a
+//! process of the host's. What it sends goes through the NIC, which alone serves the wire, the programs' rings and the
+//! agent.
 
 use super::agent::AgentLink;
 use super::frames::needs_kernel;
@@ -73,8 +74,8 @@ pub(super) struct Lender {
 }
 
 impl Worker<NoKernel, HostWire> {
-    /// Makes the host's TCP over NIC memory and the memory `shared` with the NIC, which must have been connected with it before
-    /// ([`Worker::set_host_tcp`]).
+    /// Makes the host's TCP over NIC memory and the memory `shared` with the NIC, which must have been connected with
+    /// it before ([`Worker::set_host_tcp`]).
     pub fn host_tcp(nic_memory: Arc<Region>, shared: Arc<Region>, settings: WorkerSettings, now: Instant) -> Self {
         let segmentation = shared.word32(host_tcp::SEGMENTATION).load(Ordering::Acquire);
         let wire = HostWire { frames: FrameSender::new(shared.clone(), host_tcp::FRAMES_OUT), segmentation };
@@ -182,8 +183,8 @@ impl Worker<NoKernel, HostWire> {
         }
     }
 
-    /// Whether the NIC has lent a connection that could not be taken, which breaks the interface's rules. The process must end then: what
-    /// it has is restored from the recovery records.
+    /// Whether the NIC has lent a connection that could not be taken, which breaks the interface's rules. The process
+    /// must end then: what it has is restored from the recovery records.
     pub fn is_broken(&self) -> bool {
         self.lender.as_ref().is_some_and(|lender| lender.broken)
     }
@@ -260,8 +261,8 @@ impl Worker<NoKernel, HostWire> {
         worked
     }
 
-    /// Processes a segment of a connection that the NIC has lent, and offers to give it back when it is quiet. A segment that only the
-    /// kernel can process is held by the NIC, for the kernel.
+    /// Processes a segment of a connection that the NIC has lent, and offers to give it back when it is quiet. A
+    /// segment that only the kernel can process is held by the NIC, for the kernel.
     fn on_lent_segment(&mut self, index: u32, parsed: &TcpFrame, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
         let (cid, segment) = (slot.cid, Segment::from(parsed));

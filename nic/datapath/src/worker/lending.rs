@@ -1,8 +1,8 @@
-//! Partial offload on the NIC: connections of which it keeps the fast path. When one leaves that, it is lent to the host's TCP. Until
-//! it is back its frames go there, and its program's messages; the agent's commands wait.
+//! Partial offload on the NIC: connections of which it keeps the fast path. When one leaves that, it is lent to the
+//! host's TCP. Until it is back its frames go there, and its program's messages; the agent's commands wait.
 //!
-//! Nothing is overtaken: the NIC sends the state before anything else, and nothing more once it has recalled the connection. What
-//! arrives from then on is held until the state is back.
+//! Nothing is overtaken: the NIC sends the state before anything else, and nothing more once it has recalled the
+//! connection. What arrives from then on is held until the state is back.
 
 use super::Worker;
 use crate::custody::Custody;
@@ -85,7 +85,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.has_extras = true;
     }
 
-    /// Keeps only the fast path of a session's connections from now on. False if there is no such session, or no host's TCP.
+    /// Keeps only the fast path of a session's connections from now on. False if there is no such session, or no host's
+    /// TCP.
     pub fn keep_fast_path(&mut self, session: u32) -> bool {
         let Some(Some(session)) = self.programs.sessions.get_mut(session as usize) else { return false };
         session.fast_path = self.host_tcp.is_some();
@@ -126,7 +127,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         word.store(word.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// Lends a connection whose state is not that of the fast path, unless a frame is held that only the kernel can process.
+    /// Lends a connection whose state is not that of the fast path, unless a frame is held that only the kernel can
+    /// process.
     pub(super) fn lend_unless_quiet(&mut self, index: u32, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return };
         if let Custody::Active(offloaded) = &slot.custody
@@ -167,7 +169,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.counters.add(if taken { Counter::LentSegments } else { Counter::Dropped }, 1);
     }
 
-    /// Whether a program's message is for the host's TCP: its connection is lent, or leaves its fast path with this message.
+    /// Whether a program's message is for the host's TCP: its connection is lent, or leaves its fast path with this
+    /// message.
     pub(super) fn lent_for(&mut self, index: u32, message: &Message, now: Instant) -> bool {
         let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return false };
         let control = Control::from_number(message.kind).filter(|_| message.operation == Operation::NicControl);
@@ -181,8 +184,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends a program's message to the host's TCP, which checks its numbers. False if it is none that a program may send there, or if
-    /// too many wait.
+    /// Sends a program's message to the host's TCP, which checks its numbers. False if it is none that a program may
+    /// send there, or if too many wait.
     pub(super) fn relay(&mut self, index: u32, message: &Message) -> bool {
         is_of_program(message) && self.pass_on(index, message)
     }
@@ -202,8 +205,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         room
     }
 
-    /// Gives the host's TCP what an ICMP message says of a path MTU, if it has the connection. Segments were lost: that is not the fast
-    /// path's.
+    /// Gives the host's TCP what an ICMP message says of a path MTU, if it has the connection. Segments were lost: that
+    /// is not the fast path's.
     pub(super) fn pass_on_mtu(&mut self, index: u32, seq: u32, mtu: u32, now: Instant) -> bool {
         let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return false };
         let lent = match &slot.custody {
@@ -357,7 +360,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 }
 
-/// Whether a message is one of those that a program may send of a connection. All others are the NIC's own on this ring.
+/// Whether a message is one of those that a program may send of a connection. All others are the NIC's own on this
+/// ring.
 fn is_of_program(message: &Message) -> bool {
     use Control::{Abort, Cork, KeepAlive, NoDelay, Shutdown, UserTimeout};
     match message.operation {

@@ -1,5 +1,6 @@
-//! Messages (RMPP) as one more engine of the worker: packets to the UDP port of a session for messages go to its data half, which
-//! places them in session memory, answers them, and reports to the program only what its policy has to decide.
+//! Messages (RMPP) as one more engine of the worker: packets to the UDP port of a session for messages go to its data
+//! half, which places them in session memory, answers them, and reports to the program only what its policy has to
+//! decide.
 
 use super::Worker;
 use super::programs::Session;
@@ -41,8 +42,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Lets a session for messages send to a host by `link`, or, without one, not at all. False if it has too many hosts; of a
-    /// session of another worker it is not known.
+    /// Lets a session for messages send to a host by `link`, or, without one, not at all. False if it has too many
+    /// hosts; of a session of another worker it is not known.
     pub fn reach(&mut self, id: u32, host: [u8; 16], link: Option<Link>) -> bool {
         match &mut self.crossbar {
             Some(crossbar) if crossbar.peers.owner_of_messages(id) != crossbar.peers.me() => {
@@ -80,8 +81,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         Some(ports[at].1)
     }
 
-    /// With several workers: handles the frame from the wire if it carries a packet of this worker's session, or sends it to the
-    /// session's worker. False if it is no such packet.
+    /// With several workers: handles the frame from the wire if it carries a packet of this worker's session, or sends
+    /// it to the session's worker. False if it is no such packet.
     pub(super) fn dispatch_packet(&mut self, now: Instant) -> bool {
         let Some(id) = self.session_of_packet() else { return false };
         if self.owns_messages(id) {
@@ -157,8 +158,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Runs the commands of this worker's sessions for messages, and sends their packets and events, a bounded number of each.
-    /// Returns whether there was any.
+    /// Runs the commands of this worker's sessions for messages, and sends their packets and events, a bounded number
+    /// of each. Returns whether there was any.
     pub(super) fn poll_messages(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.programs.message_ports.len() {
@@ -193,8 +194,8 @@ impl<H: Device, W: Device> Worker<H, W> {
 }
 
 impl<W: Device> crate::transmit::Output<W> {
-    /// Sends the next packets of a session, `most` at most: a single one, or a run for one address, which the wire cuts. Returns how
-    /// many there were; None if it has none.
+    /// Sends the next packets of a session, `most` at most: a single one, or a run for one address, which the wire
+    /// cuts. Returns how many there were; None if it has none.
     fn send_packets(&mut self, messages: &mut Messages, most: usize, counters: &crate::counters::Counters) -> Option<usize> {
         let local = messages.address();
         let header = envelope(NO_LINK, local, local).header();
@@ -232,8 +233,8 @@ fn envelope(link: Link, local: Endpoint, remote: Endpoint) -> Envelope {
 /// The length of a header depends on the addresses alone.
 pub(super) const NO_LINK: Link = Link { source: [0; 6], destination: [0; 6], ttl: 0, tos: 0, flow_label: 0, interface: 0 };
 
-/// The address and port that a frame with a UDP datagram is for, or the MAC address of a raw RMPP frame. None for other frames, fragments, and IPv6 with extension headers,
-/// which the kernel gets.
+/// The address and port that a frame with a UDP datagram is for, or the MAC address of a raw RMPP frame. None for other
+/// frames, fragments, and IPv6 with extension headers, which the kernel gets.
 pub(super) fn destination(frame: &[u8]) -> Option<Endpoint> {
     const ETHERNET: usize = 14;
     const UDP: u8 = 17;
@@ -257,8 +258,9 @@ pub(super) fn destination(frame: &[u8]) -> Option<Endpoint> {
     }
 }
 
-/// Makes the checksum of a UDP frame one that can be verified: what a kernel on this machine has sent holds the sum of the
-/// pseudo-header only. Returns place and contents of the field if it was changed, since the kernel would need it as it was.
+/// Makes the checksum of a UDP frame one that can be verified: what a kernel on this machine has sent holds the sum of
+/// the pseudo-header only. Returns place and contents of the field if it was changed, since the kernel would need it as
+/// it was.
 pub(super) fn complete_checksum(frame: &mut Frame) -> Option<(usize, [u8; 2])> {
     let Checksum::Partial { start, offset } = frame.checksum else { return None };
     let at = usize::from(start) + usize::from(offset);

@@ -1,8 +1,8 @@
 //! Connections that the NIC makes itself: the handshakes of listeners' clients.
 //!
-//! A connection that has been made is an image in a slot, and its frames are held there, as for a connection that has just left
-//! the kernel. The agent hands it off from there. What does not belong to a handshake goes to the kernel, which has the listening
-//! socket, too.
+//! A connection that has been made is an image in a slot, and its frames are held there, as for a connection that has
+//! just left the kernel. The agent hands it off from there. What does not belong to a handshake goes to the kernel,
+//! which has the listening socket, too.
 
 use super::Worker;
 use super::connections::Wheel;
@@ -28,7 +28,8 @@ pub(super) const ANY_DEVICE: u32 = 0;
 const MOST_RETRIES: u32 = 127;
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Adds a listener, or changes its settings. The NIC answers its clients once it has been granted slots, until then the kernel.
+    /// Adds a listener, or changes its settings. The NIC answers its clients once it has been granted slots, until then
+    /// the kernel.
     pub fn listen(&mut self, settings: ListenerSettings) {
         self.broadcast(|| Call::Listen(Box::new(settings.clone())));
         self.listeners.add(settings);
@@ -49,9 +50,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Takes a segment from the wire that belongs to no connection of this worker, if it is part of a handshake with a listener.
-    /// Several workers leave handshakes to the front worker, so that a listener has one accept queue and none of them moves with a
-    /// bucket; what is none comes back ([`Worker::look_up`]).
+    /// Takes a segment from the wire that belongs to no connection of this worker, if it is part of a handshake with a
+    /// listener. Several workers leave handshakes to the front worker, so that a listener has one accept queue and none
+    /// of them moves with a bucket; what is none comes back ([`Worker::look_up`]).
     #[cold]
     pub(super) fn take_handshake(&mut self, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
@@ -116,9 +117,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         Link { source: address(DESTINATION), destination: address(SOURCE), ttl, tos: 0, flow_label: 0, interface }
     }
 
-    /// Processes a segment of a handshake that is remembered. False if it acknowledges what the NIC has not sent. The kernel may have a
-    /// connection of this 4-tuple; if it has none it answers with the RST of RFC 9293 section 3.10.7.4, for its socket listens. The
-    /// handshake goes on, for anybody can send such a segment.
+    /// Processes a segment of a handshake that is remembered. False if it acknowledges what the NIC has not sent. The
+    /// kernel may have a connection of this 4-tuple; if it has none it answers with the RST of RFC 9293 section
+    /// 3.10.7.4, for its socket listens. The handshake goes on, for anybody can send such a segment.
     fn continue_handshake(&mut self, index: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
         let Some(handshake) = self.listeners.handshake(index) else { return false };
         let tcp = &mut handshake.opening.tcp;
@@ -143,7 +144,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered, if there is a slot for it. False if it is none.
+    /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered, if there is a slot for it.
+    /// False if it is none.
     fn take_cookie(&mut self, id: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
         if !self.listeners.accepts_cookies(now) {
             return false;
@@ -166,8 +168,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         true
     }
 
-    /// Puts a connection that has been made into one of the listener's slots, and notifies the agent. Data that came with the
-    /// last segment of the handshake is held with it.
+    /// Puts a connection that has been made into one of the listener's slots, and notifies the agent. Data that came
+    /// with the last segment of the handshake is held with it.
     fn finish_handshake(&mut self, id: u32, opening: &Opening, parsed: &TcpFrame, by_cookie: bool, now: Instant) {
         let Some(cid) = self.listeners.get_mut(id).and_then(|listener| listener.granted.pop()) else { return };
         if !self.write_image(cid, opening, by_cookie, now) {
@@ -210,8 +212,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.output.send_handshake(&mut opening, &self.counters, now);
     }
 
-    /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5). The SYN is sent again `retries` times at
-    /// most, 0 for the default.
+    /// Opens the connection whose 4-tuple and image lie in the slot (RFC 9293 section 3.5). The SYN is sent again
+    /// `retries` times at most, 0 for the default.
     pub(super) fn connect(&mut self, cid: Cid, retries: u32, now: Instant) -> Result<u32, Refusal> {
         let index = cid.slot();
         if self.connections.slots[index as usize].is_some() {
@@ -315,8 +317,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.send_to_agent(Message::control(Operation::OsControl, Control::NotMade, cid, error, 0));
     }
 
-    /// Gives up a connection that is being opened because an ICMP message says that its SYN did not reach the peer, as Linux does.
-    /// For one that is open the message means nothing: it is sent again (RFC 5461 section 2).
+    /// Gives up a connection that is being opened because an ICMP message says that its SYN did not reach the peer, as
+    /// Linux does. For one that is open the message means nothing: it is sent again (RFC 5461 section 2).
     pub(super) fn on_unreachable(&mut self, flow: &Flow, seq: u32, error: u32) {
         let Some(index) = self.connections.find(&FlowKey::from(flow)) else { return };
         let Some(Some(slot)) = self.connections.slots.get(index as usize) else { return };

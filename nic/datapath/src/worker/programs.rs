@@ -1,5 +1,5 @@
-//! The programs' messages, and the events that are sent to them. Nothing that comes from a program is trusted: each message is
-//! copied once, its connection must belong to the session, its addresses must lie in the session's memory.
+//! The programs' messages, and the events that are sent to them. Nothing that comes from a program is trusted: each
+//! message is copied once, its connection must belong to the session, its addresses must lie in the session's memory.
 
 use super::Worker;
 use super::gathering::{Answered, PutOff};
@@ -44,8 +44,8 @@ pub(super) struct Session {
     pub area: usize,
     pub commands: Consumer<RingWords>,
     pub events: Producer<RingWords>,
-    /// Bytes published to the program since its last doorbell (each event counts as one more), and how many of them the moderator
-    /// has accounted for.
+    /// Bytes published to the program since its last doorbell (each event counts as one more), and how many of them the
+    /// moderator has accounted for.
     pub unsignalled: u64,
     pub moderated: u64,
     /// Position of the event ring up to which the moderator has counted events.
@@ -61,12 +61,14 @@ pub(super) struct Session {
 }
 
 impl Session {
-    /// Whether a worker reads this session's ring: the front worker those for connections, their owners those for messages.
+    /// Whether a worker reads this session's ring: the front worker those for connections, their owners those for
+    /// messages.
     pub fn is_served(&self, front: bool) -> bool {
         front || self.messages.is_some()
     }
 
-    /// Whether commands wait that can be run. A program for messages that does not read its events does not keep the worker awake.
+    /// Whether commands wait that can be run. A program for messages that does not read its events does not keep the
+    /// worker awake.
     pub fn has_commands(&self) -> bool {
         self.commands.has_message() && self.messages.as_ref().is_none_or(|messages| messages.takes_commands())
     }
@@ -93,7 +95,8 @@ impl Session {
     }
 }
 
-/// Bytes that a connection without pending events has received in this batch, that have not been announced to its program.
+/// Bytes that a connection without pending events has received in this batch, that have not been announced to its
+/// program.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Unannounced {
     /// Slot of the connection; [`NO_SLOT`] if there are no such bytes.
@@ -121,7 +124,8 @@ impl Unannounced {
         self.slot != NO_SLOT
     }
 
-    /// Adds the `length` bytes from sequence number `seq` on of the connection in slot `index`. Returns those of another one.
+    /// Adds the `length` bytes from sequence number `seq` on of the connection in slot `index`. Returns those of
+    /// another one.
     #[inline(always)]
     pub fn add(&mut self, index: u32, cid: Cid, offloaded: &Offloaded, seq: u32, length: u32) -> Option<Unannounced> {
         if self.is_of(index) {
@@ -210,8 +214,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it, with the
-    /// processor that the program says it ran on, unless it is woken for bulk data. Returns whether messages were sent to the agent since the last call: then the caller
-    /// rings its doorbell, too.
+    /// processor that the program says it ran on, unless it is woken for bulk data. Returns whether messages were sent
+    /// to the agent since the last call: then the caller rings its doorbell, too.
     pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32, Option<usize>)) -> bool {
         for (id, session) in self.programs.sessions.iter_mut().enumerate() {
             if let Some(session) = session
@@ -248,9 +252,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         worked
     }
 
-    /// Runs every command that session `id` has queued so far, at most as many as its ring holds, so that a program that goes on
-    /// queueing does not keep the agent waiting. Only worker 0 reads the sessions' rings; it does so before it forwards an
-    /// agent's command that depends on this.
+    /// Runs every command that session `id` has queued so far, at most as many as its ring holds, so that a program
+    /// that goes on queueing does not keep the agent waiting. Only worker 0 reads the sessions' rings; it does so
+    /// before it forwards an agent's command that depends on this.
     pub(super) fn drain_session(&mut self, id: usize, now: Instant) {
         for _ in 0..RING_BATCHES {
             if !self.is_front() || self.programs.sessions.get(id).is_none_or(Option::is_none) || !self.poll_session(id, now) {
@@ -270,8 +274,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.send_to_agent(Message::control(Operation::OsControl, Control::Detach, Cid(0), id as u32, 0));
     }
 
-    /// Takes a session's messages: up to a batch, or several where the program waits for each message to be taken. Returns whether there
-    /// was any.
+    /// Takes a session's messages: up to a batch, or several where the program waits for each message to be taken.
+    /// Returns whether there was any.
     pub(super) fn poll_session(&mut self, id: usize, now: Instant) -> bool {
         let Some(session) = self.programs.sessions[id].as_ref().filter(|session| session.messages.is_none()) else {
             return false;
@@ -300,7 +304,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         waited || count > 0
     }
 
-    /// Takes up to a batch of a session's messages, and answers them if one asks for it. What the last ones have queued is `unsent`.
+    /// Takes up to a batch of a session's messages, and answers them if one asks for it. What the last ones have queued
+    /// is `unsent`.
     pub(super) fn take_messages(&mut self, id: usize, unsent: &mut Option<u32>, now: Instant) -> Taken {
         let (mut answer, mut handshake) = (None, false);
         for _ in 0..BATCH {
@@ -355,8 +360,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         if handshake { Taken::Answered } else { Taken::Some }
     }
 
-    /// Looks again for what the programs of connections in `fetched` have queued: until the message was released they may have kept
-    /// back more without another one.
+    /// Looks again for what the programs of connections in `fetched` have queued: until the message was released they
+    /// may have kept back more without another one.
     #[cold]
     fn fetch_more(&mut self, now: Instant) {
         while let Some(index) = self.programs.fetched.pop() {
@@ -392,8 +397,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         accepted
     }
 
-    /// Runs a program's message. False if it is malformed or not allowed. Bytes that are queued one message after the other on the
-    /// same connection leave together: its slot is `unsent` until another message comes, or [`Worker::send_queued`] is called.
+    /// Runs a program's message. False if it is malformed or not allowed. Bytes that are queued one message after the
+    /// other on the same connection leave together: its slot is `unsent` until another message comes, or
+    /// [`Worker::send_queued`] is called.
     fn run_program_message(&mut self, session: usize, message: &Message, unsent: &mut Option<u32>, now: Instant) -> bool {
         let index = message.cid.slot();
         // What a message with MORE or HOLD begins does not leave with what came before.
@@ -441,7 +447,8 @@ impl<H: Device, W: Device> Worker<H, W> {
                 inside && offloaded.has_room_to_send(message.length) && offloaded.tcp.queue(message.length) && {
                     let room = offloaded.add_pair(message.address, message.length, seq);
                     if !room {
-                        // More pairs than were ever advertised: the program has broken the interface, and loses the connection.
+                        // More pairs than were ever advertised: the program has broken the interface, and loses the
+                        // connection.
                         events |= offloaded.tcp.abort();
                     }
                     room
@@ -479,7 +486,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             return accepted;
         }
-        // As under a cork that is taken off at once: whatever else makes this end send takes what waits along (as in Linux).
+        // As under a cork that is taken off at once: whatever else makes this end send takes what waits along (as in
+        // Linux).
         let corked = offloaded.tcp.is_corked();
         offloaded.tcp.set_cork(corked || holds);
         self.output.send_all(offloaded, &self.counters, now);
@@ -505,7 +513,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.announce(unannounced, now);
     }
 
-    /// [`Worker::announce`], if there are any, before anything else can happen to the connection. There are none afterwards.
+    /// [`Worker::announce`], if there are any, before anything else can happen to the connection. There are none
+    /// afterwards.
     pub(super) fn announce_and_clear(&mut self, unannounced: &mut Unannounced, now: Instant) {
         let unannounced = std::mem::replace(unannounced, Unannounced::NONE);
         if unannounced.any() {
@@ -523,8 +532,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.programs.dirty.push(index);
     }
 
-    /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for the next
-    /// round.
+    /// Sends the pending events of all connections to their programs, as far as the rings have room; the rest waits for
+    /// the next round.
     #[inline(never)]
     pub(super) fn send_events(&mut self, now: Instant) {
         while let Some(index) = self.programs.dirty.pop() {
@@ -565,9 +574,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends what the program of a connection has queued without a message since the NIC last looked (see [`FETCH`]). The program
-    /// looks for acknowledgements and released messages after it has queued, and the NIC for queued bytes after it has reported or
-    /// released them, so one of them sees the other's.
+    /// Sends what the program of a connection has queued without a message since the NIC last looked (see [`FETCH`]).
+    /// The program looks for acknowledgements and released messages after it has queued, and the NIC for queued bytes
+    /// after it has reported or released them, so one of them sees the other's.
     #[cold]
     fn take_up(&mut self, index: u32, now: Instant) {
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return };
@@ -585,10 +594,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Sends the pending events of a connection without received bytes. If acknowledgements are the only events, the program sleeps, and
-    /// they free less send memory than it waits for, or it waits for its next message to be taken, the doorbell is not rung for them,
-    /// unless the ring is full. A program that is about to sleep looks for acknowledgements once more. What the peer has acknowledged of a lent connection is known to the
-    /// host's TCP only.
+    /// Sends the pending events of a connection without received bytes. If acknowledgements are the only events, the
+    /// program sleeps, and they free less send memory than it waits for, or it waits for its next message to be taken,
+    /// the doorbell is not rung for them, unless the ring is full. A program that is about to sleep looks for
+    /// acknowledgements once more. What the peer has acknowledged of a lent connection is known to the host's TCP only.
     #[inline(never)]
     fn send_other_events(&mut self, index: u32, now: Instant) {
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
@@ -613,7 +622,8 @@ impl<H: Device, W: Device> Worker<H, W> {
 }
 
 impl Session {
-    /// Reports to the program that its messages so far have been read. Without room there are other events that wake it.
+    /// Reports to the program that its messages so far have been read. Without room there are other events that wake
+    /// it.
     fn answer(&mut self, cid: Cid) {
         if self.events.push(Message::control(Operation::OsControl, Control::Taken, cid, 0, 0).to_words()).is_ok() {
             self.events.publish();
@@ -659,8 +669,8 @@ impl Session {
     }
 }
 
-/// Adds to a message those that follow it in the ring, if they are sends of the same connection whose bytes follow each other in
-/// memory, too.
+/// Adds to a message those that follow it in the ring, if they are sends of the same connection whose bytes follow each
+/// other in memory, too.
 #[inline]
 fn pop_more(commands: &mut Consumer<RingWords>, [first, mut second]: [u64; 2]) -> [u64; 2] {
     if is_plain_send(first) {
@@ -717,7 +727,8 @@ fn control(offloaded: &mut crate::offloaded::Offloaded, message: &Message, now: 
     const KEEPALIVE_SECONDS: RangeInclusive<u32> = 1..=32_767;
     const KEEPALIVE_COUNT: RangeInclusive<u32> = 1..=127;
     if offloaded.fetches {
-        // What was queued before this command is sent before it takes effect. A program that claims more than fits harms only itself.
+        // What was queued before this command is sent before it takes effect. A program that claims more than fits
+        // harms only itself.
         offloaded.take_queued();
     }
     let tcp = &mut offloaded.tcp;

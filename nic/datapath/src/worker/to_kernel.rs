@@ -28,8 +28,8 @@ impl<H: Device> ToKernel<H> {
         ToKernel { device, lro, delivery, active_ack: None, ack_buffers: Vec::new() }
     }
 
-    /// Gives a frame to large receive, which delivers it, alone or in an aggregate, now or later. `frame` is another buffer
-    /// afterwards.
+    /// Gives a frame to large receive, which delivers it, alone or in an aggregate, now or later. `frame` is another
+    /// buffer afterwards.
     pub fn receive(&mut self, frame: &mut Frame, counters: &Counters, now: u64) {
         let ToKernel { device, lro, delivery, .. } = self;
         lro.receive(frame, now, &mut |frame| delivery.deliver(frame, device, counters, now));

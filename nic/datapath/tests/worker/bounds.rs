@@ -109,7 +109,8 @@ fn keep_alive_numbers_that_linux_refuses_are_refused() {
     assert!((100..=130).contains(&probes), "{probes} probes, then it ends");
 }
 
-/// The agent ends a connection that its socket has lost: its peer is reset, its program gets ECONNABORTED, the agent is notified.
+/// The agent ends a connection that its socket has lost: its peer is reset, its program gets ECONNABORTED, the agent is
+/// notified.
 #[test]
 fn a_connection_that_its_socket_has_lost_is_reset() {
     const ECONNABORTED: u32 = 103;
@@ -260,8 +261,9 @@ fn run(steps: &[Step]) -> Result<(), TestCaseError> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(200)))]
 
-    /// Random and extreme values in every word that a program can write: each round's work is bounded, the other program's connection goes
-    /// on, and the attacker's own can be given to the kernel, with no more than its memory holds.
+    /// Random and extreme values in every word that a program can write: each round's work is bounded, the other
+    /// program's connection goes on, and the attacker's own can be given to the kernel, with no more than its memory
+    /// holds.
     #[test]
     fn a_rounds_work_is_bounded(steps in proptest::collection::vec(steps(), 1..80)) {
         run(&steps)?;

@@ -97,8 +97,8 @@ fn the_programs_processor_is_told() {
     assert_eq!(rung, [(0, None)], "it is woken for bulk data");
 }
 
-/// A sleeping program that waits for room is not woken by acknowledgements that free less, but by the one that frees enough, and by
-/// data.
+/// A sleeping program that waits for room is not woken by acknowledgements that free less, but by the one that frees
+/// enough, and by data.
 #[test]
 fn acknowledgements_that_free_too_little_wake_nobody() {
     let mut stage = Stage::new();
@@ -159,7 +159,8 @@ fn a_sender_on_a_short_path_is_woken_for_half_of_its_memory() {
     }
 }
 
-/// However many events a program gets while it wakes up, its doorbell is rung once; and again for those after it has looked at its ring.
+/// However many events a program gets while it wakes up, its doorbell is rung once; and again for those after it has
+/// looked at its ring.
 #[test]
 fn a_program_that_wakes_up_is_rung_once() {
     let mut stage = Stage::new();
@@ -201,8 +202,8 @@ impl Waits {
         count
     }
 
-    /// Sends a message of 100 bytes, `after` microseconds. It must be answered at once. Returns the payloads of the frames that left
-    /// with it.
+    /// Sends a message of 100 bytes, `after` microseconds. It must be answered at once. Returns the payloads of the
+    /// frames that left with it.
     fn send(&mut self, after: u64) -> Vec<usize> {
         self.queue();
         let left = self.pass(after);

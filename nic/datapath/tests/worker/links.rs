@@ -81,7 +81,8 @@ fn a_frame_is_its_devices_connections() {
     }
 }
 
-/// Of two connections that would get the same frames the NIC takes one: a connection that is bound to no device gets all devices' frames.
+/// Of two connections that would get the same frames the NIC takes one: a connection that is bound to no device gets
+/// all devices' frames.
 #[test]
 fn connections_that_no_device_tells_apart_are_refused() {
     for flow in flows() {

@@ -1,5 +1,5 @@
-//! One worker on memory wires, with a hostile program and hostile frames: nothing panics, and another session's connection goes
-//! on without a wrong byte. Also forwarded frames, and ICMP.
+//! One worker on memory wires, with a hostile program and hostile frames: nothing panics, and another session's
+//! connection goes on without a wrong byte. Also forwarded frames, and ICMP.
 
 mod ahead;
 mod bounds;
@@ -120,8 +120,8 @@ proptest! {
     }
 }
 
-/// A command ring whose head is further ahead than the ring is long is not read any more; the agent is notified, and can restore
-/// the connection.
+/// A command ring whose head is further ahead than the ring is long is not read any more; the agent is notified, and
+/// can restore the connection.
 #[test]
 fn a_corrupt_ring_is_not_read_any_more() {
     for index in [1 << 40, 4097, u64::MAX] {
@@ -183,8 +183,8 @@ fn a_forwarded_frame_is_processed_after_the_handoff() {
     assert_eq!(&found, b"early");
 }
 
-/// What one NIC had in flight, and what of it was SACKed, the next one knows: it sends again what the peer lacks, and nothing else. An
-/// image whose segments in flight are not its own is refused.
+/// What one NIC had in flight, and what of it was SACKed, the next one knows: it sends again what the peer lacks, and
+/// nothing else. An image whose segments in flight are not its own is refused.
 #[test]
 fn what_is_in_flight_moves_from_nic_to_nic() {
     let (cid, base, flow) = (Cid::new(2, 1), nic::slot(2), flow(2));
@@ -265,7 +265,8 @@ fn frames(stage: &mut Stage, messages: &[Message]) -> Vec<usize> {
     lengths
 }
 
-/// What a program sends at once in two messages leaves in one segment, although Nagle's algorithm would hold back the second.
+/// What a program sends at once in two messages leaves in one segment, although Nagle's algorithm would hold back the
+/// second.
 #[test]
 fn two_pieces_of_one_send_leave_together() {
     let mut stage = Stage::new();
@@ -305,8 +306,8 @@ fn what_is_held_waits_for_more() {
     }
 }
 
-/// "Fragmentation needed" for a segment in flight: it is cut and sent again. One for what was never sent, or with a wrong
-/// checksum, changes nothing.
+/// "Fragmentation needed" for a segment in flight: it is cut and sent again. One for what was never sent, or with a
+/// wrong checksum, changes nothing.
 #[test]
 fn the_path_mtu_follows_icmp() {
     let mut stage = Stage::new();
@@ -357,8 +358,8 @@ fn the_path_mtu_follows_icmp() {
     assert!(!again.is_empty() && again.iter().all(|length| (1..=548).contains(length)), "{again:?}");
 }
 
-/// What is queued at once leaves as a run of segments: of the full size but for the last one, which alone has PSH, with the bytes in
-/// their order, also around pieces of send memory.
+/// What is queued at once leaves as a run of segments: of the full size but for the last one, which alone has PSH, with
+/// the bytes in their order, also around pieces of send memory.
 #[test]
 fn a_run_of_segments_is_cut() {
     let mut stage = Stage::new();
@@ -391,8 +392,8 @@ fn a_run_of_segments_is_cut() {
     assert_eq!(received, bytes);
 }
 
-/// A segment that announces urgent data is held, the agent is asked once to restore the connection, and the kernel gets the
-/// segment. An old one, and one beyond the window, are answered as usual.
+/// A segment that announces urgent data is held, the agent is asked once to restore the connection, and the kernel gets
+/// the segment. An old one, and one beyond the window, are answered as usual.
 #[test]
 fn urgent_data_goes_to_the_kernel() {
     let mut stage = Stage::new();
@@ -474,8 +475,8 @@ fn a_slow_agent_loses_no_message() {
     assert_eq!((answers, returns), (4096, 1));
 }
 
-/// A connection has ended whose program does not read its events: its end is reported only after the last of them, but an agent that
-/// restores it learns that it has ended.
+/// A connection has ended whose program does not read its events: its end is reported only after the last of them, but
+/// an agent that restores it learns that it has ended.
 #[test]
 fn an_end_that_cannot_be_reported_is_why_a_restore_is_refused() {
     let (mut stage, cid) = (Stage::new(), Cid::new(0, 1));

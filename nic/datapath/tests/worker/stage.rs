@@ -35,7 +35,8 @@ pub struct Stage {
     pub programs: Vec<Program>,
     pub frame: Frame,
     pub now: Instant,
-    /// The victim's peer: its next sequence number, and the number of bytes that the victim's program was sent events for.
+    /// The victim's peer: its next sequence number, and the number of bytes that the victim's program was sent events
+    /// for.
     pub seq: u32,
     pub delivered: u32,
 }
@@ -50,7 +51,8 @@ impl Stage {
         Stage::with(true, WorkerSettings::default().many)
     }
 
-    /// With every segment acknowledged at once, or as segments of one batch are; frames are received ahead from `many` connections on.
+    /// With every segment acknowledged at once, or as segments of one batch are; frames are received ahead from `many`
+    /// connections on.
     pub fn with(quick_ack: bool, many: u64) -> Stage {
         let mut stage = Stage::empty(WorkerSettings { many, quick_ack, ..WorkerSettings::default() });
         for of in 0..2 {
@@ -134,8 +136,8 @@ impl Stage {
         self.far.transmit(&mut self.frame);
     }
 
-    /// The victim's peer sends a segment. It must be acknowledged, announced to the victim's program, and lie in the victim's
-    /// memory.
+    /// The victim's peer sends a segment. It must be acknowledged, announced to the victim's program, and lie in the
+    /// victim's memory.
     pub fn victim_goes_on(&mut self, length: usize) {
         let payload: Vec<u8> = (0..length).map(|at| (self.seq as usize + at) as u8).collect();
         self.send_to_victim(self.seq, &payload);

@@ -211,8 +211,8 @@ fn of_xtables(name: &str, info: &[u8]) -> Step {
         "conntrack" | "state" => {
             const ESTABLISHED: u16 = 2;
             let half = |at: usize| info.get(at..at + 2).map_or(0, |half| u16::from_ne_bytes([half[0], half[1]]));
-            // struct xt_conntrack_mtinfo3: which conditions are set, which are inverted, the states; struct xt_state_info: the
-            // states only.
+            // struct xt_conntrack_mtinfo3: which conditions are set, which are inverted, the states; struct
+            // xt_state_info: the states only.
             let (asked, inverted, states) = if name == "state" { (1, 0, half(0)) } else { (half(146), half(148), half(150)) };
             let excluded = asked & 1 != 0 && (states & ESTABLISHED != 0) == (inverted & 1 != 0);
             match (excluded, asked) {

@@ -1,4 +1,5 @@
-//! Marks descriptors of other users in a trace (ftrace, `trace_marker`), so that `scripts/foreign-calls` can list the calls on them.
+//! Marks descriptors of other users in a trace (ftrace, `trace_marker`), so that `scripts/foreign-calls` can list the
+//! calls on them.
 
 use rustix::net::sockopt::{socket_domain, socket_type};
 use rustix::net::{AddressFamily, SocketType};
@@ -17,8 +18,8 @@ pub const FOREIGN: &str = "foreign";
 /// The descriptor has left its `Foreign`: it counts as this process's own.
 pub const OWN: &str = "own";
 
-/// Writes `WHAT PROCESS DESCRIPTOR KIND USER` to the trace, if [`VARIABLE`] is set. `what` is [`FOREIGN`] or [`OWN`]; USER is the socket's
-/// owner, or `unknown` for anything else.
+/// Writes `WHAT PROCESS DESCRIPTOR KIND USER` to the trace, if [`VARIABLE`] is set. `what` is [`FOREIGN`] or [`OWN`];
+/// USER is the socket's owner, or `unknown` for anything else.
 pub fn note(fd: BorrowedFd<'_>, what: &str) {
     static MARKER: OnceLock<Option<File>> = OnceLock::new();
     if let Some(mut marker) = MARKER.get_or_init(open).as_ref() {
@@ -27,7 +28,8 @@ pub fn note(fd: BorrowedFd<'_>, what: &str) {
         let user = if SOCKETS.contains(&kind) { crate::socket::owner(fd).ok() } else { None };
         let user = user.map_or("unknown".into(), |user| user.to_string());
         let line = format!("{what} {} {} {kind} {user}", std::process::id(), fd.as_raw_fd());
-        // If the write fails, the descriptor's calls are missing from the list. The trace itself reports events that it has lost.
+        // If the write fails, the descriptor's calls are missing from the list. The trace itself reports events that it
+        // has lost.
         let _ = marker.write_all(line.as_bytes());
     }
 }

@@ -1,11 +1,11 @@
-//! Matching in the data half (what the paper's section 7 leaves as future work): an RTS that matches a posted receive is answered
-//! with a CTS, and the policy learns of it afterwards.
+//! Matching in the data half (what the paper's section 7 leaves as future work): an RTS that matches a posted receive
+//! is answered with a CTS, and the policy learns of it afterwards.
 //!
-//! The policy goes through the same posts and, by [`Event::Arrived`], the same arrivals in the same order, only interleaved
-//! otherwise: it posts earlier, and messages arrive later. That gives the same pairs. If a post and an arrival that follow each
-//! other change places, either both still get what they got, or one of them was all that the other could get, and is so after the
-//! change, too. So both sides agree without asking each other. A cancellation does not change places with an arrival; it counts
-//! only when this side has answered it.
+//! The policy goes through the same posts and, by [`Event::Arrived`], the same arrivals in the same order, only
+//! interleaved otherwise: it posts earlier, and messages arrive later. That gives the same pairs. If a post and an
+//! arrival that follow each other change places, either both still get what they got, or one of them was all that the
+//! other could get, and is so after the change, too. So both sides agree without asking each other. A cancellation does
+//! not change places with an arrival; it counts only when this side has answered it.
 
 use super::{Data, Receiving};
 use crate::counters::Drop;
@@ -112,8 +112,8 @@ impl DataMatching {
         }
     }
 
-    /// Posts a receive. What the policy may not ask for is refused: more than there is room for, a slot that is taken, and
-    /// wildcards of more kinds than are hashed, which would have to be searched.
+    /// Posts a receive. What the policy may not ask for is refused: more than there is room for, a slot that is taken,
+    /// and wildcards of more kinds than are hashed, which would have to be searched.
     fn post(&mut self, receive: u32, criteria: Criteria, region: Region) -> Result<(), Drop> {
         let slot = handle::slot(receive);
         let free = self.posted.get(slot).is_some_and(Option::is_none);
@@ -298,8 +298,9 @@ impl Data {
         self.events.push_back(Event::Arrived(arrived));
     }
 
-    /// Places the first bytes of a message that has matched, and sends its CTS if more is wanted. Returns how many packets were
-    /// cleared. The ACK is always the policy's: what it does not know of yet is lost with this side, and must come again.
+    /// Places the first bytes of a message that has matched, and sends its CTS if more is wanted. Returns how many
+    /// packets were cleared. The ACK is always the policy's: what it does not know of yet is lost with this side, and
+    /// must come again.
     fn answer(
         &mut self,
         arrived: &Arrived,

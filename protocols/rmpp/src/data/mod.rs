@@ -1,7 +1,7 @@
 //! The data half: cuts messages into packets, places what comes, answers CTS, notices gaps. It decides nothing.
 //!
-//! Its state is made of fixed tables, and its work per packet does not depend on their sizes. It trusts neither the network nor
-//! the policy: a command for a peer or message that it does not have is counted and dropped.
+//! Its state is made of fixed tables, and its work per packet does not depend on their sizes. It trusts neither the
+//! network nor the policy: a command for a peer or message that it does not have is counted and dropped.
 
 mod matching;
 mod receive;
@@ -25,7 +25,8 @@ use stream::Streams;
 pub use matching::MatchConfig;
 pub use stream::{Intake, Outflow, StreamConfig, StreamId, StreamOrder};
 
-/// Which halves a [`Data`] has. What is for a half that it does not have goes to the other one: see [`Disposition::PassUp`].
+/// Which halves a [`Data`] has. What is for a half that it does not have goes to the other one: see
+/// [`Disposition::PassUp`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Halves {
     /// Places data, reads RTS and control packets.
@@ -176,7 +177,8 @@ impl Data {
         self.buffers.len()
     }
 
-    /// Whether there is room for what a command makes: an event, and a packet without data. If not, the command is to wait.
+    /// Whether there is room for what a command makes: an event, and a packet without data. If not, the command is to
+    /// wait.
     pub fn has_room(&self) -> bool {
         self.events.len() < self.config.events.into() && self.control.len() < self.config.events.into()
     }
@@ -196,8 +198,8 @@ impl Data {
         !self.control.is_empty() || self.sending.has_ready()
     }
 
-    /// Carries out a command of the policy. Call it only if [`Data::has_room`]; commands for a half that this one does not have
-    /// are dropped, but for [`Command::SetPeer`] and [`Command::DropPeer`], which concern both.
+    /// Carries out a command of the policy. Call it only if [`Data::has_room`]; commands for a half that this one does
+    /// not have are dropped, but for [`Command::SetPeer`] and [`Command::DropPeer`], which concern both.
     pub fn handle_command(&mut self, command: &Command) {
         match *command {
             Command::SetPeer { peer, address, endpoint, local, remote, next, floor } => {
@@ -327,15 +329,15 @@ impl Data {
         Ok(())
     }
 
-    /// Writes the next packet into `out`, which has room for [`DataConfig::packet`] bytes. Packets without data come first; then
-    /// messages take turns, one packet each.
+    /// Writes the next packet into `out`, which has room for [`DataConfig::packet`] bytes. Packets without data come
+    /// first; then messages take turns, one packet each.
     pub fn poll_transmit(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8]) -> Option<Outbound> {
         self.poll_run(memory, out, 1).map(|Run { to, length, .. }| Outbound { to, length })
     }
 
-    /// Writes the next packets for one address into `out`, one behind the other: of a message as many as it may send now, but at
-    /// most `most` and those that `out` has room for. All have the same length but the last, which may be shorter: so a device can
-    /// cut them (UDP segmentation). `out` has room for [`DataConfig::packet`] bytes at least.
+    /// Writes the next packets for one address into `out`, one behind the other: of a message as many as it may send
+    /// now, but at most `most` and those that `out` has room for. All have the same length but the last, which may be
+    /// shorter: so a device can cut them (UDP segmentation). `out` has room for [`DataConfig::packet`] bytes at least.
     pub fn poll_run(&mut self, memory: &(impl Memory + ?Sized), out: &mut [u8], most: usize) -> Option<Run> {
         let run = match take_first(&mut self.control) {
             Some((to, header, cts)) => {

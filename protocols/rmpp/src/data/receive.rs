@@ -53,7 +53,8 @@ pub(super) struct Message {
     takes_unasked: bool,
     /// Packets behind missing ones that a stream has brought, from the first to before the second.
     island: (u32, u32),
-    /// Bytes that had come by the stream when the message was last cleared anew, and how often in a row there were no more.
+    /// Bytes that had come by the stream when the message was last cleared anew, and how often in a row there were no
+    /// more.
     streamed: u64,
     stalled: u8,
 }
@@ -106,7 +107,8 @@ impl Receiving {
         self.find(header.handle).filter(is_of)
     }
 
-    /// Checks a run. Returns where it begins, counted in bytes from the first behind the RTS's; None if its message has ended.
+    /// Checks a run. Returns where it begins, counted in bytes from the first behind the RTS's; None if its message has
+    /// ended.
     ///
     /// # Errors
     /// Why it makes no sense.
@@ -151,7 +153,8 @@ impl Receiving {
         self.messages.iter().flatten().filter(is_of).map(|message| message.handle)
     }
 
-    /// Enters a message if it is new. None if its slot is another one's: the policy reuses a slot only after it has released it.
+    /// Enters a message if it is new. None if its slot is another one's: the policy reuses a slot only after it has
+    /// released it.
     fn enter(&mut self, message: Message) -> Option<&mut Message> {
         let place = self.messages.get_mut(handle::slot(message.handle))?;
         if place.is_none() {
@@ -210,7 +213,8 @@ impl Message {
         header
     }
 
-    /// The packets from `first` on, up to before `end`, have been placed by a stream. Returns how many had not been before.
+    /// The packets from `first` on, up to before `end`, have been placed by a stream. Returns how many had not been
+    /// before.
     pub fn advance(&mut self, first: u32, end: u32) -> u32 {
         if end <= first.max(self.base) {
             return 0;
@@ -305,7 +309,8 @@ enum Asked {
     Policy,
 }
 
-/// Packets after which the policy learns how far a message is that this side clears by itself: its time-outs depend on it.
+/// Packets after which the policy learns how far a message is that this side clears by itself: its time-outs depend on
+/// it.
 const REPORT: u32 = 128;
 
 impl Data {
@@ -385,8 +390,9 @@ impl Data {
         }
     }
 
-    /// Takes the run that the sender of a message which is cleared for the first time may have sent unasked, unless that has come
-    /// and was dropped, or reaches beyond what is cleared. Returns whether its CTS waits for a look at the stream.
+    /// Takes the run that the sender of a message which is cleared for the first time may have sent unasked, unless
+    /// that has come and was dropped, or reaches beyond what is cleared. Returns whether its CTS waits for a look at
+    /// the stream.
     fn take_unasked(&mut self, handle: u32) -> bool {
         let Some(message) = self.receiving.find(handle) else { return false };
         let Some(streams) = self.streams.as_mut().filter(|_| message.stream != 0 && !message.takes_unasked) else { return false };
@@ -446,8 +452,9 @@ impl Data {
         }
     }
 
-    /// A message that comes by a stream is cleared anew, as the policy has not learned of any progress. Whether that is done with: a
-    /// stream repeats nothing, so what it has begun to bring goes on, and one that brings nothing is given up.
+    /// A message that comes by a stream is cleared anew, as the policy has not learned of any progress. Whether that is
+    /// done with: a stream repeats nothing, so what it has begun to bring goes on, and one that brings nothing is given
+    /// up.
     fn waits_for_stream(&mut self, handle: u32, first: u32) -> bool {
         let Some(message) = self.receiving.find(handle).filter(|message| message.stream != 0 && first < message.limit) else {
             return false;
@@ -470,8 +477,8 @@ impl Data {
         arriving
     }
 
-    /// Clears packets of a message, and sends the CTS for those that have not been placed. What lies behind the packets that this
-    /// side has cleared only moves its limit, unless the RSM has come.
+    /// Clears packets of a message, and sends the CTS for those that have not been placed. What lies behind the packets
+    /// that this side has cleared only moves its limit, unless the RSM has come.
     pub(super) fn clear(&mut self, command: &Command) {
         let Command::Clear { handle, peer, message, sender, region, rest, fragment, packets, first, count, ahead, grant } =
             *command
@@ -550,8 +557,9 @@ impl Data {
 mod tests {
     use super::*;
 
-    /// The stream that brought a message has ended, so less is cleared again than had been cleared before: what had come as packets reaches
-    /// beyond that. Once the first missing packet is there, the next ones are cleared from there on, and not from where clearing had begun.
+    /// The stream that brought a message has ended, so less is cleared again than had been cleared before: what had
+    /// come as packets reaches beyond that. Once the first missing packet is there, the next ones are cleared from
+    /// there on, and not from where clearing had begun.
     #[test]
     fn what_had_come_before_a_stream_ended_counts_as_cleared() {
         let mut message = Message {

@@ -1,4 +1,5 @@
-//! The sending half: a CTS is answered with data packets, the last of them but k with the RSM, and END (sections 4.3 and 4.4).
+//! The sending half: a CTS is answered with data packets, the last of them but k with the RSM, and END (sections 4.3
+//! and 4.4).
 
 use super::{Data, DataConfig, Run};
 use crate::counters::Drop;
@@ -39,7 +40,8 @@ struct Message {
     idle_at: Option<u32>,
     rts_pending: bool,
     end_pending: bool,
-    /// The stream by which the current grant is answered; 0: by packets. Then `next` is the first packet that no run has.
+    /// The stream by which the current grant is answered; 0: by packets. Then `next` is the first packet that no run
+    /// has.
     stream: u32,
     /// The first packet that this stream was given.
     streamed: u32,
@@ -85,8 +87,8 @@ impl Sending {
         }
     }
 
-    /// Sends a message's RTS again, or its END if all of it was sent: the answer may have been lost. A receiver that clears
-    /// nothing more may have been a NIC that has died, of whose CTS its policy never knew.
+    /// Sends a message's RTS again, or its END if all of it was sent: the answer may have been lost. A receiver that
+    /// clears nothing more may have been a NIC that has died, of whose CTS its policy never knew.
     pub fn resend(&mut self, handle: u32, floor: u32, anew: bool) {
         if let Some(message) = self.find(handle) {
             message.floor = floor;
@@ -111,7 +113,8 @@ impl Sending {
         self.find(handle).is_some_and(|message| message.stream == stream && message.next < message.limit)
     }
 
-    /// The next packets of a message as a run, `most` at most: its header, but for what the stream knows, and its bytes.
+    /// The next packets of a message as a run, `most` at most: its header, but for what the stream knows, and its
+    /// bytes.
     pub fn next_run(&mut self, handle: u32, stream: u32, most: u32) -> Option<(RunHeader, Region)> {
         let message = self.find(handle).filter(|message| message.stream == stream && message.next < message.limit)?;
         let (first, fragment) = (message.next, u64::from(message.rts.fragment));
@@ -185,8 +188,8 @@ impl Message {
         let (first, end) = (header.packet, header.packet + u32::from(count));
         let goes_on = stream != 0 && self.stream == stream && first >= self.streamed;
         if goes_on {
-            // What this stream was given comes, or the receiver notices that the stream has ended. What it has cleared and was not
-            // given yet is still to go, unless the receiver has it already.
+            // What this stream was given comes, or the receiver notices that the stream has ended. What it has cleared
+            // and was not given yet is still to go, unless the receiver has it already.
             if first > self.limit {
                 self.next = first;
             }
@@ -275,7 +278,8 @@ impl Data {
         self.send_unasked(handle, peer, region.length - u64::from(first));
     }
 
-    /// Has the stream to a peer send the first packets of a new message behind its RTS, if it would be idle until the CTS comes.
+    /// Has the stream to a peer send the first packets of a new message behind its RTS, if it would be idle until the
+    /// CTS comes.
     fn send_unasked(&mut self, handle: u32, peer: u16, rest: u64) {
         if let Some(streams) = &mut self.streams
             && let Some(message) = self.sending.find(handle)

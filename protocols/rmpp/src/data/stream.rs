@@ -1,9 +1,10 @@
-//! Streams: TCP connections that carry the data of long messages between two data halves on hosts. What they carry is in
-//! [`baton_wire::rmpp::stream`]; here is which runs are written, and where received bytes go. Sockets are the caller's.
+//! Streams: TCP connections that carry the data of long messages between two data halves on hosts. What they carry is
+//! in [`baton_wire::rmpp::stream`]; here is which runs are written, and where received bytes go. Sockets are the
+//! caller's.
 //!
-//! A stream has one direction. The receiver of a long message offers it in its CTS; the sender opens it, and uses it once a CTS says
-//! that the receiver reads it. Whoever does not read or open any gets packets, and nothing depends on a stream: when one ends, the
-//! receiver clears again what has not come.
+//! A stream has one direction. The receiver of a long message offers it in its CTS; the sender opens it, and uses it
+//! once a CTS says that the receiver reads it. Whoever does not read or open any gets packets, and nothing depends on a
+//! stream: when one ends, the receiver clears again what has not come.
 
 use super::{Data, Peer};
 use crate::counters::Drop;
@@ -21,13 +22,15 @@ use siphasher::sip::SipHasher24;
 
 /// CTS that offer a stream and do not name the one that was opened, after which it is given up.
 const MOST_UNANSWERED: u8 = 64;
-/// Offers that are not taken after a stream has ended by itself: doubled with each end in a row, up to 1024 times as many.
+/// Offers that are not taken after a stream has ended by itself: doubled with each end in a row, up to 1024 times as
+/// many.
 const PAUSE: u32 = 2;
 /// Looks at the listener for each offer: a peer that takes it does so at once.
 const LOOKS: u32 = 256;
 /// Packets of a run while other messages to the same peer wait.
 const TURN: u32 = MAX_CLEARED as u32;
-/// Looks at a run that was sent unasked and whose RTS has not come, while other messages wait behind it, after which it is dropped.
+/// Looks at a run that was sent unasked and whose RTS has not come, while other messages wait behind it, after which it
+/// is dropped.
 const MOST_LOOKS: u8 = 32;
 /// CTS that wait for a look at the streams.
 const MOST_DEFERRED: usize = 64;
@@ -264,7 +267,8 @@ impl Streams {
         0
     }
 
-    /// The stream by which the first packets of a message go unasked: one that the peer reads, and that has nothing else to send.
+    /// The stream by which the first packets of a message go unasked: one that the peer reads, and that has nothing
+    /// else to send.
     pub fn may_send_unasked(&mut self, peer: u16, rest: u64) -> Option<u32> {
         let out = &mut self.outgoing[usize::from(peer)];
         if !out.confirmed || rest < self.config.least || out.ready {
@@ -277,7 +281,8 @@ impl Streams {
         Some(out.number)
     }
 
-    /// Whether a run that was sent unasked is taken. A peer that drops them, since it posts its receives late, is asked for a while.
+    /// Whether a run that was sent unasked is taken. A peer that drops them, since it posts its receives late, is asked
+    /// for a while.
     pub fn note_unasked(&mut self, peer: u16, taken: bool) {
         let out = &mut self.outgoing[usize::from(peer)];
         if taken {
@@ -378,7 +383,8 @@ impl Data {
         self.incoming(stream).is_some_and(|incoming| incoming.awaited > 0 || incoming.run.is_some())
     }
 
-    /// Whether something that is wanted waits in a stream without a packet or more bytes having to come: the program may not sleep.
+    /// Whether something that is wanted waits in a stream without a packet or more bytes having to come: the program
+    /// may not sleep.
     pub fn has_unread(&self) -> bool {
         let waits = |incoming: &Incoming| incoming.awaited > 0 && incoming.run.is_some_and(|run| run.unknown.is_some());
         let streams = self.streams.as_ref().filter(|streams| streams.awaited > 0);
@@ -580,7 +586,8 @@ impl Data {
         }
     }
 
-    /// Checks a run against what is cleared. One of a message that has ended is read and forgotten: its sender did not know yet.
+    /// Checks a run against what is cleared. One of a message that has ended is read and forgotten: its sender did not
+    /// know yet.
     fn begin_run(&mut self, stream: StreamId, header: &RunHeader) -> Result<(), Drop> {
         let peer = self.peers.get(usize::from(stream.peer)).copied().flatten().ok_or(Drop::Stranger)?;
         if header.stream != stream.number || header.incarnations != [peer.remote, peer.local] {
@@ -615,8 +622,8 @@ impl Data {
         }
     }
 
-    /// Looks for the message of a run that was sent unasked. Its RTS has left before it by another way, so it may come later; and it
-    /// may not have been matched. It is dropped if others would wait for that.
+    /// Looks for the message of a run that was sent unasked. Its RTS has left before it by another way, so it may come
+    /// later; and it may not have been matched. It is dropped if others would wait for that.
     fn find_unasked(&mut self, stream: StreamId, looks: u8) -> Option<Intake> {
         let incoming = self.streams.as_mut()?.incoming.get_mut(usize::from(stream.peer))?;
         let run = incoming.run.as_mut()?;
@@ -693,7 +700,8 @@ impl Data {
         }
     }
 
-    /// The messages from a peer that come by a stream which has ended: each is cleared again from where it has come to, by packets.
+    /// The messages from a peer that come by a stream which has ended: each is cleared again from where it has come to,
+    /// by packets.
     fn clear_by_packets(&mut self, at: usize, stream: u32) {
         let Some(peer) = self.peers.get(at).copied().flatten() else { return };
         let handles: Vec<u32> = self.receiving.of_stream(at as u16, stream).collect();
@@ -702,8 +710,8 @@ impl Data {
         }
     }
 
-    /// Of the stream from a peer: whether a run of this message is coming in that brings packet `base`, and how many bytes of runs have
-    /// come in all.
+    /// Of the stream from a peer: whether a run of this message is coming in that brings packet `base`, and how many
+    /// bytes of runs have come in all.
     pub(super) fn arriving(&self, peer: u16, handle: u32, base: u32) -> (bool, u64) {
         let Some(incoming) = self.streams.as_ref().and_then(|streams| streams.incoming.get(usize::from(peer))) else {
             return (false, 0);

@@ -45,8 +45,8 @@ impl Policy {
         Ok(ReceiveId(receive))
     }
 
-    /// Takes a posted receive back: it completes with [`Error::Cancelled`]. False if it has matched a message, or has ended. Where
-    /// the data half matches, a message may still be faster: then the receive completes with that.
+    /// Takes a posted receive back: it completes with [`Error::Cancelled`]. False if it has matched a message, or has
+    /// ended. Where the data half matches, a message may still be faster: then the receive completes with that.
     pub fn cancel(&mut self, id: ReceiveId) -> bool {
         let Some(posted) = self.receives.get(id.0).and_then(|receive| receive.posted) else { return false };
         if self.cancel_in_data(id.0, Error::Cancelled) {
@@ -83,8 +83,8 @@ impl Policy {
         }
     }
 
-    /// Fails the posted receives that only a message of this peer could match. Those that the data half has end once it has given
-    /// them up, so that nothing is placed in their memory afterwards.
+    /// Fails the posted receives that only a message of this peer could match. Those that the data half has end once it
+    /// has given them up, so that nothing is placed in their memory afterwards.
     pub(super) fn fail_posted(&mut self, at: usize, error: Error) {
         for slot in 0..self.receives.slots() {
             if self.peers[at].awaited == 0 {
@@ -231,8 +231,8 @@ impl Policy {
         }
     }
 
-    /// Whether another buffer can be kept: a quarter of them always stays with the data half, so that an RTS which matches gets
-    /// through.
+    /// Whether another buffer can be kept: a quarter of them always stays with the data half, so that an RTS which
+    /// matches gets through.
     pub(super) fn free_to_keep(&self) -> bool {
         self.buffers_held() <= usize::from(self.config.buffer_count) * 3 / 4
     }

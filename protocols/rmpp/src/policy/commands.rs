@@ -1,5 +1,5 @@
-//! The commands that wait for the data half. Packets without data leave behind all other commands, an RTS among them: so replies
-//! that nobody waits for can wait without being in the way of a message.
+//! The commands that wait for the data half. Packets without data leave behind all other commands, an RTS among them:
+//! so replies that nobody waits for can wait without being in the way of a message.
 
 use crate::interface::Command;
 use crate::queue::take_first;

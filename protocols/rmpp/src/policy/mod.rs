@@ -1,7 +1,9 @@
-//! The policy half: which receive a message belongs to, how much of it is cleared, what is sent again, and when a peer is dead.
+//! The policy half: which receive a message belongs to, how much of it is cleared, what is sent again, and when a peer
+//! is dead.
 //!
 //! It is driven by the program's calls, the data half's [`Event`]s and the time, and answers with [`Command`]s and
-//! [`Completion`]s. Each call makes a bounded number of commands; [`Policy::is_ready`] says whether there is room for them.
+//! [`Completion`]s. Each call makes a bounded number of commands; [`Policy::is_ready`] says whether there is room for
+//! them.
 
 mod arriving;
 mod buffers;
@@ -32,8 +34,8 @@ use messages::{Incoming, Outgoings, Slab};
 use peers::Peer;
 use timers::Timers;
 
-/// Commands that one call makes at most: a peer with full windows both ways is given up, its messages released and its buffers
-/// posted again, or a window of held messages is matched.
+/// Commands that one call makes at most: a peer with full windows both ways is given up, its messages released and its
+/// buffers posted again, or a window of held messages is matched.
 const MOST_COMMANDS: usize = 512;
 
 /// Settings and limits of an endpoint. Times are microseconds, sizes bytes.
@@ -41,7 +43,8 @@ const MOST_COMMANDS: usize = 512;
 pub struct Config {
     /// Number of our endpoint.
     pub endpoint: u16,
-    /// Our first incarnation. It must be above every number that this endpoint has used before, modulo 2³²: from a clock, say.
+    /// Our first incarnation. It must be above every number that this endpoint has used before, modulo 2³²: from a
+    /// clock, say.
     pub incarnation: u32,
     /// Key of the hash by which messages are matched. It must be random.
     pub hash_key: [u64; 4],
@@ -53,8 +56,8 @@ pub struct Config {
     pub sends: u16,
     /// Posted receives.
     pub receives: u16,
-    /// Incoming messages, unexpected ones included. As many as peers may have unexpected messages: without room, messages of
-    /// other peers wait, too.
+    /// Incoming messages, unexpected ones included. As many as peers may have unexpected messages: without room,
+    /// messages of other peers wait, too.
     pub incoming: u16,
     /// Offset of the buffers for RTS packets.
     pub buffers: u64,
@@ -68,8 +71,8 @@ pub struct Config {
     pub packet: u16,
     /// Most packets that one CTS clears: the paper's 16.
     pub grant: u16,
-    /// Packets of a message that the data half may clear by itself, CTS by CTS, before it must ask: 0 if every CTS is the policy's,
-    /// as in the paper.
+    /// Packets of a message that the data half may clear by itself, CTS by CTS, before it must ask: 0 if every CTS is
+    /// the policy's, as in the paper.
     pub ahead: u32,
     /// Packets that the NIC has buffers for: most packets that are cleared and have not come, over all messages.
     pub nic_buffers: u32,
@@ -139,8 +142,8 @@ pub enum SetupError {
     BufferCount,
     /// The buffers lie outside the memory.
     Memory,
-    /// A CTS must clear 1 to 128 packets, `ahead` be 4096 at most; `early` must be below 128; there must be at least one NIC buffer and
-    /// one packet pinned.
+    /// A CTS must clear 1 to 128 packets, `ahead` be 4096 at most; `early` must be below 128; there must be at least
+    /// one NIC buffer and one packet pinned.
     Grant,
     /// Every limit must be above 0, every time-out too.
     Zero,
@@ -387,7 +390,8 @@ impl Policy {
         self.commands.len() <= MOST_COMMANDS
     }
 
-    /// The next command for the data half. After [`Policy::restart`] those come first that enter what there is in a new data half.
+    /// The next command for the data half. After [`Policy::restart`] those come first that enter what there is in a new
+    /// data half.
     pub fn poll_command(&mut self) -> Option<Command> {
         if let Some(command) = self.poll_replay() {
             return Some(command);
@@ -406,8 +410,8 @@ impl Policy {
         self.poll_loan()
     }
 
-    /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that their RTS
-    /// carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do.
+    /// Whether there are commands, and all of them can wait some milliseconds: CLEANUPs, and ACKs of messages that
+    /// their RTS carried. Meanwhile others may join them, and an RTS to the same peer may say what the CLEANUPs do.
     pub fn is_patient(&self) -> bool {
         !self.awaited && !self.commands.is_empty() && self.commands.can_wait()
     }
@@ -501,7 +505,8 @@ impl Policy {
             }
             Kind::Bye => self.on_bye(peer, header, now),
             Kind::ByeAck => self.on_bye_ack(peer, now),
-            // `admit` has noted that the peer lives, which is all that a Pong says; the others come as events of their own.
+            // `admit` has noted that the peer lives, which is all that a Pong says; the others come as events of their
+            // own.
             _ => {}
         }
     }
@@ -545,7 +550,8 @@ impl Policy {
 }
 
 impl Config {
-    /// Settings of a data half that fits a policy with these: `address` is our own, `events` the most that may wait to be taken.
+    /// Settings of a data half that fits a policy with these: `address` is our own, `events` the most that may wait to
+    /// be taken.
     pub fn data(&self, halves: Halves, address: Endpoint, events: u16) -> DataConfig {
         DataConfig {
             halves,

@@ -1,5 +1,5 @@
-//! Matching by the data half, as the policy sees it: it keeps all receives and unexpected messages itself, too, passes on what
-//! changes, and takes note of what the data half has matched. See `data/matching.rs` for why both sides agree.
+//! Matching by the data half, as the policy sees it: it keeps all receives and unexpected messages itself, too, passes
+//! on what changes, and takes note of what the data half has matched. See `data/matching.rs` for why both sides agree.
 //!
 //! | stage | who matches | begins with | ends with |
 //! |---|---|---|---|
@@ -83,8 +83,8 @@ impl Policy {
         self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage == Stage::Data)
     }
 
-    /// Whether the data half may match. It may not while some peers' packets come by another data half, which does not know what
-    /// this one has matched.
+    /// Whether the data half may match. It may not while some peers' packets come by another data half, which does not
+    /// know what this one has matched.
     pub fn let_data_match(&mut self, permitted: bool) {
         let Some(offloaded) = &mut self.offloaded else { return };
         offloaded.permitted = permitted;
@@ -128,7 +128,8 @@ impl Policy {
         self.pass_on(Command::Discard { handle });
     }
 
-    /// Asks the data half to take a posted receive back, which then ends with `error`. False if the policy decides alone.
+    /// Asks the data half to take a posted receive back, which then ends with `error`. False if the policy decides
+    /// alone.
     pub(super) fn cancel_in_data(&mut self, receive: u32, error: Error) -> bool {
         let Some(offloaded) = &self.offloaded else { return false };
         if matches!(offloaded.stage, Stage::Policy | Stage::Asked | Stage::Ready) {
@@ -141,8 +142,9 @@ impl Policy {
         true
     }
 
-    /// The data half has taken a receive back, if no message that it reported before has got it. While the policy is about to
-    /// match, the receive ends with the confirmation: a message that was refused may still be placed until then.
+    /// The data half has taken a receive back, if no message that it reported before has got it. While the policy is
+    /// about to match, the receive ends with the confirmation: a message that was refused may still be placed until
+    /// then.
     pub(super) fn on_cancelled(&mut self, receive: u32) {
         if self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage != Stage::Leaving) {
             self.end_cancelled(receive);
@@ -217,8 +219,8 @@ impl Policy {
         }
     }
 
-    /// Lets the policy match once the data half has confirmed that it does not, and places nothing more of the messages that were
-    /// refused: their receives are here, and would be given to others or end.
+    /// Lets the policy match once the data half has confirmed that it does not, and places nothing more of the messages
+    /// that were refused: their receives are here, and would be given to others or end.
     pub(super) fn finish_leaving(&mut self) {
         let left = self.offloaded.as_ref().is_some_and(|offloaded| offloaded.stage == Stage::Leaving && offloaded.confirmed);
         let returning = |handle| self.incoming.get(handle).is_some_and(|message| message.state == ReceiveState::Returning);
@@ -260,7 +262,8 @@ impl Policy {
         }
     }
 
-    /// Makes the list of what the data half must know. The commands given so far have been taken, or are no concern of it.
+    /// Makes the list of what the data half must know. The commands given so far have been taken, or are no concern of
+    /// it.
     fn begin_telling(&mut self) {
         let mut told = VecDeque::with_capacity(self.matching.unexpected() + self.matching.posted());
         for (Message { source, context, tag }, handle) in self.matching.unexpected_in_order() {
@@ -277,8 +280,8 @@ impl Policy {
         }
     }
 
-    /// Forgets the messages that wait for one with a lower number: the data half takes none out of order, so they are asked for
-    /// again behind that one.
+    /// Forgets the messages that wait for one with a lower number: the data half takes none out of order, so they are
+    /// asked for again behind that one.
     fn defer_held(&mut self) {
         for slot in 0..self.incoming.slots() {
             let Some(handle) = self.incoming.at(slot) else { continue };
@@ -322,8 +325,8 @@ impl Policy {
         if self.offloaded.is_some() { self.config.pinned / 2 / fragment * fragment } else { 0 }
     }
 
-    /// Lends the data half what it needs to take up messages by itself: handles, and packets to clear, half of the NIC's buffers and of
-    /// what may be pinned.
+    /// Lends the data half what it needs to take up messages by itself: handles, and packets to clear, half of the
+    /// NIC's buffers and of what may be pinned.
     pub(super) fn poll_loan(&mut self) -> Option<Command> {
         let pinned = self.most_lent().min(self.config.pinned.saturating_sub(self.cleared_bytes));
         let pinned = u32::try_from(pinned / u64::from(fragment(self.config.packet))).unwrap_or(u32::MAX);
@@ -389,8 +392,8 @@ impl Policy {
         self.ask_for_early(at);
     }
 
-    /// A message came to a peer's association that has ended meanwhile. Its receive still waits here, so both sides differ, and
-    /// have to agree anew.
+    /// A message came to a peer's association that has ended meanwhile. Its receive still waits here, so both sides
+    /// differ, and have to agree anew.
     fn refuse_arrival(&mut self, arrived: &Arrived) {
         self.counters.drop(Drop::Stale);
         if arrived.receive.is_none() {
@@ -432,7 +435,8 @@ impl Policy {
         self.timers.set(timer, now + self.config.timeout);
     }
 
-    /// The data half keeps a message as unexpected. A receive that was posted before this was known here gets it on both sides.
+    /// The data half keeps a message as unexpected. A receive that was posted before this was known here gets it on
+    /// both sides.
     fn on_unexpected(&mut self, arrived: &Arrived, now: u64, memory: &mut (impl Memory + ?Sized)) {
         let (at, handle, rts) = (usize::from(arrived.peer), arrived.handle, &arrived.rts);
         let kept = self.peers[at].buffers < self.config.buffers_per_peer && self.free_to_keep();
@@ -467,8 +471,8 @@ impl Policy {
         }
     }
 
-    /// Whether an RTS that the data half has reported is one that it has to match: it did not know its peer, or waits for an
-    /// earlier one. Then it is asked for again, at once or behind the earlier one.
+    /// Whether an RTS that the data half has reported is one that it has to match: it did not know its peer, or waits
+    /// for an earlier one. Then it is asked for again, at once or behind the earlier one.
     pub(super) fn defer_rts(&mut self, at: usize, header: &Header, rts: &Rts) -> bool {
         let next = self.peers[at].next_match;
         let ahead = header.message.wrapping_sub(next);

@@ -1,8 +1,8 @@
 //! Peers: how an association begins and ends, incarnations, keep-alive.
 //!
-//! An association is named by an incarnation of each side. Both are in every packet, so a packet of an earlier association is
-//! recognised. A Hello is answered without keeping anything; a peer takes a place in the table only when it has shown, by
-//! naming our incarnation, that it received our answer.
+//! An association is named by an incarnation of each side. Both are in every packet, so a packet of an earlier
+//! association is recognised. A Hello is answered without keeping anything; a peer takes a place in the table only when
+//! it has shown, by naming our incarnation, that it received our answer.
 
 use super::messages::ReceiveState;
 use super::{Error, Limit, PeerId, Policy};
@@ -40,8 +40,8 @@ pub(super) struct Peer {
     pub local: u32,
     /// The latest incarnation of it that `local` is known to, 0 if none.
     pub remote: u32,
-    /// The first incarnation of it that `local` was known to: none half of the numbers later is believed, so that one which comes again
-    /// after others that somebody has made up is not taken for a newer one.
+    /// The first incarnation of it that `local` was known to: none half of the numbers later is believed, so that one
+    /// which comes again after others that somebody has made up is not taken for a newer one.
     oldest: u32,
     /// The incarnation whose association with `local` has ended, 0 if none.
     ended: u32,
@@ -55,7 +55,8 @@ pub(super) struct Peer {
     /// When a packet of it last came to the policy, or something began.
     pub heard: u64,
     attempts: u8,
-    /// Number of the next message to it, the lowest that it has not acknowledged, and which above that it has (bit i: floor + i).
+    /// Number of the next message to it, the lowest that it has not acknowledged, and which above that it has (bit i:
+    /// floor + i).
     pub next_number: u32,
     pub floor: u32,
     pub acknowledged: u64,
@@ -71,7 +72,8 @@ pub(super) struct Peer {
     pub finished: u64,
     /// Messages from it, by number modulo the window.
     pub received: [u32; WINDOW as usize],
-    /// Senders' handles of messages that the data half is to match and that came too early, by number modulo the window.
+    /// Senders' handles of messages that the data half is to match and that came too early, by number modulo the
+    /// window.
     pub early: [u32; WINDOW as usize],
     /// Messages from it that are not forgotten, and buffers that they fill.
     pub incoming: u32,
@@ -168,8 +170,8 @@ impl Policy {
         Ok(PeerId(peer as u16))
     }
 
-    /// Ends the association with a peer in order: messages to it are finished first, then it gets a Bye. Messages from it that are
-    /// unfinished fail. Its number becomes free.
+    /// Ends the association with a peer in order: messages to it are finished first, then it gets a Bye. Messages from
+    /// it that are unfinished fail. Its number becomes free.
     pub fn close(&mut self, peer: PeerId, now: u64) {
         let at = usize::from(peer.0);
         let Some(entry) = self.peers.get_mut(at) else { return };
@@ -195,8 +197,8 @@ impl Policy {
         Some((peer.address, peer.endpoint))
     }
 
-    /// Whether nothing may begin with a peer: there is none of this number, or the program has closed it. Then everything of it goes when
-    /// its association has ended, in whatever state it is until then.
+    /// Whether nothing may begin with a peer: there is none of this number, or the program has closed it. Then
+    /// everything of it goes when its association has ended, in whatever state it is until then.
     pub(super) fn is_leaving(&self, at: usize) -> bool {
         self.peers.get(at).is_none_or(|peer| peer.state == PeerState::Free || peer.closed)
     }
@@ -220,7 +222,8 @@ impl Policy {
         Some(place)
     }
 
-    /// Frees a place. The incarnation that unknown peers get changes, so that packets for the old association are recognised.
+    /// Frees a place. The incarnation that unknown peers get changes, so that packets for the old association are
+    /// recognised.
     fn forget_peer(&mut self, at: usize) {
         let Peer { address, endpoint, .. } = self.peers[at];
         self.addresses.remove(&(address, endpoint));
@@ -264,8 +267,8 @@ impl Policy {
         Ok(at)
     }
 
-    /// A packet of an incarnation that we believe to be gone. Whoever claimed to be a newer one may have lied: that is asked for, and the
-    /// true peer answers that it is not the one.
+    /// A packet of an incarnation that we believe to be gone. Whoever claimed to be a newer one may have lied: that is
+    /// asked for, and the true peer answers that it is not the one.
     fn doubt(&mut self, at: usize, kind: Kind) {
         let peer = &self.peers[at];
         if peer.is_open() && wants_answer(kind) {
@@ -315,7 +318,8 @@ impl Policy {
         self.commands.push(Command::Control { to: *from, header: answer });
     }
 
-    /// A peer of another version cannot be talked to. Its Hello is answered, so that it learns that, too, from our version.
+    /// A peer of another version cannot be talked to. Its Hello is answered, so that it learns that, too, from our
+    /// version.
     pub(super) fn on_other_version(&mut self, from: &Endpoint, (source, incarnation): (u16, u32), hello: bool, now: u64) {
         if hello && incarnation != 0 {
             let header = Header::new(Kind::Reset, [self.config.endpoint, source], [self.base, incarnation]);
@@ -463,7 +467,8 @@ impl Policy {
         self.finish_failing(at, now);
     }
 
-    /// Fails what waits for an association with a peer: messages to it without a number, and receives that only it could match.
+    /// Fails what waits for an association with a peer: messages to it without a number, and receives that only it
+    /// could match.
     fn fail_all_waiting(&mut self, at: usize, error: Error) {
         self.fail_waiting(at, error);
         self.fail_posted(at, error);

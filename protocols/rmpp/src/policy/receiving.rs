@@ -8,13 +8,13 @@ use crate::handle;
 use crate::interface::{Command, Half};
 use baton_wire::rmpp::{Header, Kind, MAX_CLEARED, Status};
 
-/// Packets of the longest message that the data half clears by itself: numbers of grants are compared modulo 2¹⁶, and each packet
-/// may take one.
+/// Packets of the longest message that the data half clears by itself: numbers of grants are compared modulo 2¹⁶, and
+/// each packet may take one.
 const LONGEST_ALONE: u32 = 1 << 14;
 
 impl Policy {
-    /// Clears the next packets of a message: n = min(16 packets, what is pinned, what the NIC has buffers for) (section 3). Without
-    /// room for one, it waits its turn.
+    /// Clears the next packets of a message: n = min(16 packets, what is pinned, what the NIC has buffers for) (section
+    /// 3). Without room for one, it waits its turn.
     pub(super) fn clear_more(&mut self, handle: u32, now: u64) {
         let room = self.config.nic_buffers.saturating_sub(self.cleared_packets + self.lent().1);
         let pinned = self.config.pinned.saturating_sub(self.cleared_bytes + self.lent_bytes());

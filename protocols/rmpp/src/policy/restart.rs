@@ -1,4 +1,5 @@
-//! A new data half in place of one that died. The policy knows what was acknowledged: nothing is lost, nothing delivered twice.
+//! A new data half in place of one that died. The policy knows what was acknowledged: nothing is lost, nothing
+//! delivered twice.
 
 use super::Policy;
 use super::messages::{ReceiveState, SendState};
@@ -15,8 +16,8 @@ pub(super) struct Replay {
 }
 
 impl Policy {
-    /// Notes that the halves given have died, and new ones without state have taken their place. The caller has dropped what
-    /// they had reported, and their memory accesses have ended. The next commands enter peers and messages again:
+    /// Notes that the halves given have died, and new ones without state have taken their place. The caller has dropped
+    /// what they had reported, and their memory accesses have ended. The next commands enter peers and messages again:
     /// messages go on from what is known to have been placed.
     pub fn restart(&mut self, dead: Halves, now: u64) {
         let died = |half: Half| if half == Half::Receiving { dead.receiving } else { dead.sending };

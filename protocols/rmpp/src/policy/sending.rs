@@ -158,7 +158,8 @@ impl Policy {
         }
     }
 
-    /// Nothing has come for a message: its RTS is sent again if the data half has seen no CTS, its END if all of it was sent.
+    /// Nothing has come for a message: its RTS is sent again if the data half has seen no CTS, its END if all of it was
+    /// sent.
     pub(super) fn send_timeout(&mut self, slot: usize, now: u64) {
         let Some(handle) = self.outgoing.at(slot) else { return };
         let Some(message) = self.outgoing.get_mut(handle).filter(|message| message.state == SendState::Sent) else { return };

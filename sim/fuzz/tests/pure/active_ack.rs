@@ -1,8 +1,9 @@
-//! Active acknowledgements between kernels' connections and their peers', on wires that lose, reorder, repeat and forge frames, for a kernel
-//! that refuses what it is given at random, on workers that exchange connections, on NICs that die. What was acknowledged arrives.
+//! Active acknowledgements between kernels' connections and their peers', on wires that lose, reorder, repeat and forge
+//! frames, for a kernel that refuses what it is given at random, on workers that exchange connections, on NICs that
+//! die. What was acknowledged arrives.
 //!
-//! A step is a frame that arrives, is lost, repeated or forged; a call of a program's; a change of settings or of workers; the death of a
-//! NIC; or a time that passes with all that becomes due in it.
+//! A step is a frame that arrives, is lost, repeated or forged; a call of a program's; a change of settings or of
+//! workers; the death of a NIC; or a time that passes with all that becomes due in it.
 
 use crate::active_ack_memory::Memory;
 use crate::end::{End, before, byte, segment_of};
@@ -318,8 +319,8 @@ impl Nics {
         match choice.below(5) {
             0 if !opening => segment.ack = tcp.snd_nxt(),
             2 if !opening => {
-                // All is right but that it acknowledges what the kernel has not sent, nor will have when it gets there (RFC 9293 section
-                // 3.10.7.4, fifth check).
+                // All is right but that it acknowledges what the kernel has not sent, nor will have when it gets there
+                // (RFC 9293 section 3.10.7.4, fifth check).
                 segment.seq = tcp.rcv_nxt();
                 segment.ack = tcp.snd_nxt().wrapping_add((1 << 21) + choice.magnitude(30));
                 (segment.flags, segment.congestion_experienced) = (Flags::ACK, false);
@@ -344,7 +345,8 @@ impl Nics {
         self.at_nic(number, forged);
     }
 
-    /// A bit of a segment on its way flips: of its sequence number, its acknowledgement, or what lies behind its checksum.
+    /// A bit of a segment on its way flips: of its sequence number, its acknowledgement, or what lies behind its
+    /// checksum.
     fn damage(&mut self, choice: &mut Choice) {
         let wire = if choice.one_in(3) { &mut self.to_peer } else { &mut self.to_nic };
         let Some((_, frame)) = wire.front_mut() else { return };

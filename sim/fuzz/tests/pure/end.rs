@@ -110,7 +110,8 @@ impl End {
         self.input(segment, payload, fast, now)
     }
 
-    /// Feeds any segment. Without payload it has that of the other end's stream. Returns the acknowledgement that header prediction has made.
+    /// Feeds any segment. Without payload it has that of the other end's stream. Returns the acknowledgement that
+    /// header prediction has made.
     pub fn input(&mut self, segment: &Segment, payload: Option<&[u8]>, fast: bool, now: Instant) -> Option<Transmit> {
         let opening = matches!(self.tcp.state(), State::SynSent | State::SynReceived);
         let (una, nxt) = (self.tcp.snd_una(), self.tcp.snd_nxt());

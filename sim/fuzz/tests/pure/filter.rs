@@ -1,5 +1,5 @@
-//! The filter of frames of some flows, whole, in fragments and damaged, in both directions, while rules change and time passes, beside the
-//! plainest list of rules, flows and buckets.
+//! The filter of frames of some flows, whole, in fragments and damaged, in both directions, while rules change and time
+//! passes, beside the plainest list of rules, flows and buckets.
 //!
 //! A step is a frame, another set of rules, or a time that passes.
 

@@ -1,5 +1,6 @@
-//! Large receive of frames of several connections and of none, while its settings change: every byte comes out as often as it went in, and
-//! what is not plain data comes out unchanged. With GRO's rules cutting the aggregates gives the very frames in their order.
+//! Large receive of frames of several connections and of none, while its settings change: every byte comes out as often
+//! as it went in, and what is not plain data comes out unchanged. With GRO's rules cutting the aggregates gives the
+//! very frames in their order.
 //!
 //! A step is a frame, a change of settings, or a time that passes with all that becomes due in it.
 
@@ -22,8 +23,8 @@ struct Connection {
     /// Where the next segment begins, and its number.
     next: u32,
     ident: u16,
-    /// The sum of what [`mark`] says of the ends of all ranges that are inside, less that of their beginnings: 0 if each byte has come out
-    /// as often as it went in.
+    /// The sum of what [`mark`] says of the ends of all ranges that are inside, less that of their beginnings: 0 if
+    /// each byte has come out as often as it went in.
     inside: u64,
     /// Frames of data that are inside, in order.
     in_order: VecDeque<u64>,
@@ -45,7 +46,8 @@ struct Model {
     /// Frames that are not plain data, and how many of them are inside.
     others: Frames,
     others_inside: u64,
-    /// Whether the data frames of a connection come out as they went in: without reordering and where every PSH ends an aggregate.
+    /// Whether the data frames of a connection come out as they went in: without reordering and where every PSH ends an
+    /// aggregate.
     keeps_order: bool,
     cut: Frame,
 }

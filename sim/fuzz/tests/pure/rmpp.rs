@@ -1,6 +1,8 @@
-//! Two RMPP endpoints that send and receive over links with every fault, forged packets among them, while NICs die and endpoints begin anew.
+//! Two RMPP endpoints that send and receive over links with every fault, forged packets among them, while NICs die and
+//! endpoints begin anew.
 //!
-//! A step is an arrival or time-out of the world, a call of a program's, a forged packet, a death, or a change of faults.
+//! A step is an arrival or time-out of the world, a call of a program's, a forged packet, a death, or a change of
+//! faults.
 
 use crate::rmpp_schedule::{FORGED, Schedule};
 use crate::rmpp_worlds::readable;

@@ -1,8 +1,9 @@
-//! Two connections and a network that loses, reorders, repeats and forges segments, or holds them for weeks; both move through their images,
-//! and their programs write, read and close when they like. Then the network is good again, and everything arrives.
+//! Two connections and a network that loses, reorders, repeats and forges segments, or holds them for weeks; both move
+//! through their images, and their programs write, read and close when they like. Then the network is good again, and
+//! everything arrives.
 //!
-//! A step is a segment that arrives, is lost, repeated or forged; a call of a program's; a move; or a time that passes with all that
-//! becomes due in it.
+//! A step is a segment that arrives, is lost, repeated or forged; a call of a program's; a move; or a time that passes
+//! with all that becomes due in it.
 
 use crate::end::{End, segment_of};
 use baton_fuzz::{Choice, World, note};
@@ -244,7 +245,8 @@ impl Pair {
         note!("{:?} {micros} µs pass", self.now);
         self.wait(micros);
         if micros >= DAY {
-            // No segment is under way for so long (RFC 9293 section 3.4.2): its timestamp could seem to be newer than today's.
+            // No segment is under way for so long (RFC 9293 section 3.4.2): its timestamp could seem to be newer than
+            // today's.
             self.old.iter_mut().for_each(Vec::clear);
         }
     }

@@ -1,7 +1,9 @@
-//! A peer that does anything it can, in virtual time: segments that are valid, odd or forged, windows that open, shrink and close, weeks of
-//! silence; while the connection moves, its path MTU changes and its program does what it wants. Then either the peer answers as it should,
-//! and all that is queued gets through; or the program closes, and the connection ends, whatever the peer does.
-//! A step is a segment of the peer's, a call of the program's, a move, or a time that passes with all that becomes due in it.
+//! A peer that does anything it can, in virtual time: segments that are valid, odd or forged, windows that open, shrink
+//! and close, weeks of silence; while the connection moves, its path MTU changes and its program does what it wants.
+//! Then either the peer answers as it should, and all that is queued gets through; or the program closes, and the
+//! connection ends, whatever the peer does.
+//! A step is a segment of the peer's, a call of the program's, a move, or a time that passes with all that becomes due
+//! in it.
 
 use baton_fuzz::{Choice, World, note};
 use baton_image::Image;
@@ -50,7 +52,8 @@ fn later(a: u32, b: u32) -> u32 {
 }
 
 impl Play {
-    /// A connection whose handshake the peer could not disturb, and which, if its SYN-ACK was a cookie, was made from the last segment.
+    /// A connection whose handshake the peer could not disturb, and which, if its SYN-ACK was a cookie, was made from
+    /// the last segment.
     fn open(word: u64) -> Play {
         let mut rng = Choice::new(word);
         let now = Instant([1, 4_294_967_000_000, 5 * DAY, 1 << 50, rng.below(1 << 45)][rng.below(5) as usize] + SECOND);
@@ -286,7 +289,8 @@ impl Play {
         self.check();
     }
 
-    /// From now on the peer acknowledges what it gets after a round trip, has `window` bytes of room, and sends what it should.
+    /// From now on the peer acknowledges what it gets after a round trip, has `window` bytes of room, and sends what it
+    /// should.
     fn get_through(&mut self, window: u32) {
         let unit = 1 << self.scales[0];
         let field = (window / unit).clamp(1, 65_535) as u16;
@@ -314,7 +318,8 @@ impl Play {
             self.now = Instant(self.now.0.max(next.0));
             let due: Vec<_> = answers.extract_if(.., |(at, _)| *at <= self.now).collect();
             for (_, ack) in due {
-                // The peer's own data comes along, first what it has sent before: only a newer segment says how large its window is now.
+                // The peer's own data comes along, first what it has sent before: only a newer segment says how large
+                // its window is now.
                 let room = self.tcp.rcv_adv().wrapping_sub(self.tcp.rcv_nxt());
                 let again =
                     if before(self.tcp.rcv_nxt(), self.peers_end) { self.peers_end.wrapping_sub(self.tcp.rcv_nxt()) } else { 0 };

@@ -47,7 +47,8 @@ pub(super) struct Connection {
     pub machine: Move,
     pub cid: Option<Cid>,
     pub on_nic: Option<OnNic>,
-    /// Bytes of receive and of send memory that the NIC has asked for. None: it rests so that its empty memory can lose its contents.
+    /// Bytes of receive and of send memory that the NIC has asked for. None: it rests so that its empty memory can lose
+    /// its contents.
     pub wants: Option<(u32, u32)>,
     pub growing: Option<Growing>,
     /// What was read from the socket, until it is in session memory.

@@ -1,5 +1,5 @@
-//! The agent: one thing after another, as the real one. Each step is one action of a move, one message or one request, and takes
-//! some time, in which kernel, NIC, programs and network go on.
+//! The agent: one thing after another, as the real one. Each step is one action of a move, one message or one request,
+//! and takes some time, in which kernel, NIC, programs and network go on.
 
 mod connection;
 mod link;
@@ -81,7 +81,8 @@ enum Task {
     ForgetCommands,
     DropStaleFrames,
     LetFramesFlow,
-    /// The last of a takeover: programs get at what is in the kernel, and are notified that they have to repeat their requests.
+    /// The last of a takeover: programs get at what is in the kernel, and are notified that they have to repeat their
+    /// requests.
     Announce,
 }
 
@@ -603,7 +604,8 @@ impl Agent {
         }
     }
 
-    /// Makes the NIC's ring to the agent full: the NIC refuses a burst of commands, and the agent does not look for a while.
+    /// Makes the NIC's ring to the agent full: the NIC refuses a burst of commands, and the agent does not look for a
+    /// while.
     pub fn flood(&mut self, machine: &mut Machine, trace: &mut Trace) {
         self.nic.flood();
         machine.run_nic(trace);

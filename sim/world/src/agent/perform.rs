@@ -404,7 +404,8 @@ impl Performer<'_> {
         }
     }
 
-    /// Releases a connection that has ended on the NIC, which has dropped it; its memory stays until the program has read it.
+    /// Releases a connection that has ended on the NIC, which has dropped it; its memory stays until the program has
+    /// read it.
     fn end(&mut self) {
         self.clear();
         self.give_slot();

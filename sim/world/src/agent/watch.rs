@@ -1,5 +1,5 @@
-//! The agent's watch over its NIC, which the product's code decides: a NIC that is stopped or in an endless loop is ended soon, whether a
-//! move is under way or not, and one that gets no processor never.
+//! The agent's watch over its NIC, which the product's code decides: a NIC that is stopped or in an endless loop is
+//! ended soon, whether a move is under way or not, and one that gets no processor never.
 
 use super::Agent;
 use crate::fault::Halt;

@@ -1,5 +1,5 @@
-//! A host's kernel, as far as TCP sockets go: our own TCP behind sockets with Linux's rules. What repair mode gives, takes and
-//! refuses is in [`repair`].
+//! A host's kernel, as far as TCP sockets go: our own TCP behind sockets with Linux's rules. What repair mode gives,
+//! takes and refuses is in [`repair`].
 
 mod repair;
 mod socket;

@@ -30,7 +30,8 @@ impl Kernel {
         }
     }
 
-    /// Makes the socket deaf, enters repair mode, and reads what it shows. The out-of-order queue and TS.Recent are not shown.
+    /// Makes the socket deaf, enters repair mode, and reads what it shows. The out-of-order queue and TS.Recent are not
+    /// shown.
     pub fn export(&mut self, descriptor: Descriptor, now: Instant) -> Result<Image, Refusal> {
         self.examine(descriptor, now)?;
         let socket = self.socket(descriptor);
@@ -71,7 +72,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// Makes a socket, whatever it is, the connection of an image. It receives then, and [`Kernel::finish`] lets it send.
+    /// Makes a socket, whatever it is, the connection of an image. It receives then, and [`Kernel::finish`] lets it
+    /// send.
     pub fn import(
         &mut self,
         at: Descriptor,
@@ -160,7 +162,8 @@ impl Socket {
         self.send_seq = start;
     }
 
-    /// An acknowledgement is due at once: our TCP answers a keep-alive probe of the peer's with one (RFC 1122 section 4.2.3.6).
+    /// An acknowledgement is due at once: our TCP answers a keep-alive probe of the peer's with one (RFC 1122 section
+    /// 4.2.3.6).
     fn acknowledge(&mut self, now: Instant) {
         let Some(image) = self.tcp.to_image(&self.hosts_part(), now) else { return };
         // Before the peer has sent a timestamp there is none to send the probe with, and nothing out of order either.

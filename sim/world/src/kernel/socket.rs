@@ -119,7 +119,8 @@ impl Socket {
         if !matches!(self.place, Place::Live | Place::Imported) {
             return;
         }
-        // Linux's socket is not in TIME-WAIT any more: a separate entry is, which a reset does not take unread data from.
+        // Linux's socket is not in TIME-WAIT any more: a separate entry is, which a reset does not take unread data
+        // from.
         if parsed.flags.contains(Flags::RST) && self.tcp.state() == State::TimeWait {
             return;
         }
@@ -223,8 +224,8 @@ impl Socket {
         self.tcp.shutdown();
     }
 
-    /// `close`. That of the last process sends a FIN; or a RST if there is unread data (RFC 1122 section 4.2.2.13), or if one has
-    /// asked for it: `abort`.
+    /// `close`. That of the last process sends a FIN; or a RST if there is unread data (RFC 1122 section 4.2.2.13), or
+    /// if one has asked for it: `abort`.
     pub fn close(&mut self, abort: bool) {
         self.holders -= 1;
         self.aborts |= abort;

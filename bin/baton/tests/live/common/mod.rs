@@ -82,8 +82,8 @@ pub fn sent_again(socket: impl AsFd) -> u32 {
     TcpInfo::read(socket.as_fd()).expect("TCP_INFO").total_retrans
 }
 
-/// Waits for as long as host A's kernel needs to send a segment again so many times, to a peer that answers nothing. Whoever sends by
-/// the same time-outs has had its chances then, however busy the machine is.
+/// Waits for as long as host A's kernel needs to send a segment again so many times, to a peer that answers nothing.
+/// Whoever sends by the same time-outs has had its chances then, however busy the machine is.
 pub fn kernel_repeats(bed: &Testbed, port: u16, times: u32) {
     let (server, peer) = connect(bed, false, port);
     baton_handoff::shell::block_input(peer.as_fd()).expect("a deaf peer");
@@ -115,8 +115,9 @@ pub fn answered<T>(bed: &Testbed, ask: impl Fn(&mut Tool) -> anyhow::Result<T>) 
     }
 }
 
-/// Starts a Python program on host A, under Baton (each connection moves to the NIC as soon as it is established) or natively. Its arguments are
-/// the address and port of a peer. Returns it when it has printed that it is ready, with its further output.
+/// Starts a Python program on host A, under Baton (each connection moves to the NIC as soon as it is established) or
+/// natively. Its arguments are the address and port of a peer. Returns it when it has printed that it is ready, with
+/// its further output.
 pub fn start_python(bed: &Testbed, program: &str, peer: SocketAddr, with_baton: bool) -> (Child, BufReader<ChildStdout>) {
     let mut command = Command::new(if with_baton { env!("CARGO_BIN_EXE_baton") } else { "python3" });
     if with_baton {

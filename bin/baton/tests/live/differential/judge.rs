@@ -128,14 +128,15 @@ struct Meant {
 /// The list of differences.
 const MEANT: &[Meant] = &[
     Meant {
-        // RFC 5961 section 5.2 lets acknowledgements of up to MAX.SND.WND before SND.UNA in, RFC 9293 section 3.10.7.4 those of old data.
-        // Linux since 6.6 counts what it has sent since the connection was opened, and takes none of what lies before that.
+        // RFC 5961 section 5.2 lets acknowledgements of up to MAX.SND.WND before SND.UNA in, RFC 9293 section 3.10.7.4
+        // those of old data. Linux since 6.6 counts what it has sent since the connection was opened, and takes none of
+        // what lies before that.
         name: "an acknowledgement of what was sent before the connection was opened",
         holds: |it| it.any(|played| played.is_plain() && played.ack() < 0 && played.ack() >= -(65_535 << it.scale())),
     },
     Meant {
-        // RFC 7323 section 5.3 needs a valid TS.Recent. The kernel does not tell it: on the NIC it is valid from the first segment on that
-        // it is taken from (section 4.3).
+        // RFC 7323 section 5.3 needs a valid TS.Recent. The kernel does not tell it: on the NIC it is valid from the
+        // first segment on that it is taken from (section 4.3).
         name: "an old timestamp before the NIC knows the peer's",
         holds: |it| {
             let mut known = !it.script.offer.timestamps;
@@ -151,15 +152,16 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 7323 section 4.3: the timestamp of any segment at the left edge counts. Linux takes none beside an old acknowledgement.
+        // RFC 7323 section 4.3: the timestamp of any segment at the left edge counts. Linux takes none beside an old
+        // acknowledgement.
         name: "a clock that jumps ahead beside an old acknowledgement",
         holds: |it| {
             it.script.offer.timestamps && it.any(|played| played.is_plain() && played.segment.ack < 0 && played.segment.clock > 0)
         },
     },
     Meant {
-        // RFC 5961 section 5.2: a segment with an ancient acknowledgement is dropped as a whole. Linux takes its data where its header
-        // prediction holds.
+        // RFC 5961 section 5.2: a segment with an ancient acknowledgement is dropped as a whole. Linux takes its data
+        // where its header prediction holds.
         name: "the next data beside an ancient acknowledgement",
         holds: |it| {
             it.only(&["answered", "acknowledged", "sacked"])
@@ -170,8 +172,9 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 7323 section 5.3, R1. The NIC takes a bare acknowledgement whose timestamp is no older than a time-out and a fifth: it was
-        // overtaken. Linux only one that says nothing new; and the time-outs differ after something was sent again.
+        // RFC 7323 section 5.3, R1. The NIC takes a bare acknowledgement whose timestamp is no older than a time-out
+        // and a fifth: it was overtaken. Linux only one that says nothing new; and the time-outs differ after something
+        // was sent again.
         name: "an acknowledgement that was overtaken",
         holds: |it| {
             let overtaken = |played: &Played<'_>| {
@@ -182,7 +185,8 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 7323 section 5.3, R1: what has an old timestamp is answered. Linux says nothing to an old acknowledgement without data.
+        // RFC 7323 section 5.3, R1: what has an old timestamp is answered. Linux says nothing to an old acknowledgement
+        // without data.
         name: "an old acknowledgement with an old timestamp",
         holds: |it| {
             it.only(&["answered", "sacked"])
@@ -193,8 +197,8 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 9293 section 3.10.7.4: in CLOSE-WAIT and later "this should not occur": the text is ignored and the segment acknowledged.
-        // Linux resets the connection, or says nothing.
+        // RFC 9293 section 3.10.7.4: in CLOSE-WAIT and later "this should not occur": the text is ignored and the
+        // segment acknowledged. Linux resets the connection, or says nothing.
         name: "data behind the peer's end",
         holds: |it| {
             let mut ended = false;
@@ -206,23 +210,27 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 9293 section 3.10.7.4 looks at the sequence number first, and acknowledges what is unacceptable; Linux at the flag.
+        // RFC 9293 section 3.10.7.4 looks at the sequence number first, and acknowledges what is unacceptable; Linux at
+        // the flag.
         name: "a segment without ACK",
         holds: |it| it.only(&["answered", "sacked"]) && it.any(|played| !played.has(Flags::ACK | Flags::SYN | Flags::RST)),
     },
     Meant {
-        // RFC 2018 is about data: Linux counts a FIN as a byte, and forgets what it would report of a duplicate when one comes.
+        // RFC 2018 is about data: Linux counts a FIN as a byte, and forgets what it would report of a duplicate when
+        // one comes.
         name: "SACK blocks and a FIN",
         holds: |it| it.only(&["sacked"]) && it.any(|played| played.has(Flags::FIN)),
     },
     Meant {
-        // RFC 9293 section 3.8.6.2.1 (1): the NIC waits for half of the largest window, or for the override time-out. Linux sends at once.
+        // RFC 9293 section 3.8.6.2.1 (1): the NIC waits for half of the largest window, or for the override time-out.
+        // Linux sends at once.
         name: "a window smaller than a segment",
         holds: |it| it.only(&["answered", "sent", "fin", "sacked"]) && it.window() < 1500 && it.something_waits(),
     },
     Meant {
-        // What the congestion window lets out after a time-out: Linux takes it back by F-RTO (RFC 5682, which is not offered), counts
-        // what is in flight in other segments where they have SACK blocks, and holds a FIN back that the NIC lets out.
+        // What the congestion window lets out after a time-out: Linux takes it back by F-RTO (RFC 5682, which is not
+        // offered), counts what is in flight in other segments where they have SACK blocks, and holds a FIN back that
+        // the NIC lets out.
         name: "how much is sent after data was sent again",
         holds: |it| {
             let (kernel, nic) = it.now();
@@ -235,15 +243,16 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 9293 section 3.10.7.4: what lies inside of the window is taken, and a reset at RCV.NXT counts (RFC 5961 section 3.2). Linux
-        // takes a segment that ends beyond its window whole, if its queue is empty, or else drops it. How large a window is differs.
+        // RFC 9293 section 3.10.7.4: what lies inside of the window is taken, and a reset at RCV.NXT counts (RFC 5961
+        // section 3.2). Linux takes a segment that ends beyond its window whole, if its queue is empty, or else drops
+        // it. How large a window is differs.
         name: "a segment that ends beyond a window",
         holds: |it| it.any(|played| played.end > played.edges.0 && played.start <= played.edges.1),
     },
     Meant {
-        // RFC 2018 section 8 lets a receiver drop what it has reported and not acknowledged, RFC 9293 section 3.8.6 advises against taking
-        // back a window. Linux does both when the segments cost more than SO_RCVBUF, and does not answer what it has no room for. The NIC
-        // takes all that lies in its window, and keeps it.
+        // RFC 2018 section 8 lets a receiver drop what it has reported and not acknowledged, RFC 9293 section 3.8.6
+        // advises against taking back a window. Linux does both when the segments cost more than SO_RCVBUF, and does
+        // not answer what it has no room for. The NIC takes all that lies in its window, and keeps it.
         name: "data that Linux has no memory for",
         holds: |it| {
             let (kernel, nic) = it.now();
@@ -262,8 +271,8 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 2883 section 4: a segment that brings again what was held is reported. Linux does not look behind the block that it merges
-        // the segment with.
+        // RFC 2883 section 4: a segment that brings again what was held is reported. Linux does not look behind the
+        // block that it merges the segment with.
         name: "a duplicate in a segment that adjoins what is held",
         holds: |it| {
             let (kernel, nic) = it.now();
@@ -278,7 +287,8 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // The connection goes to the kernel, which has nothing of what was out of order, before the reset: it acknowledges once more.
+        // The connection goes to the kernel, which has nothing of what was out of order, before the reset: it
+        // acknowledges once more.
         name: "a reset behind data out of order",
         holds: |it| {
             let ahead = |played: &Played<'_>| played.start > played.acknowledged && played.start <= played.edges.1;
@@ -298,13 +308,14 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // RFC 5961 section 3.2: only a reset at RCV.NXT counts, any other one in the window is challenged. Linux also takes the one that is
-        // next behind all that was received out of order.
+        // RFC 5961 section 3.2: only a reset at RCV.NXT counts, any other one in the window is challenged. Linux also
+        // takes the one that is next behind all that was received out of order.
         name: "a reset at the right edge of what is held",
         holds: |it| it.any(|played| played.has(Flags::RST) && played.sack_edge == Some(played.start)),
     },
     Meant {
-        // RFC 9293 section 3.10.7.4: the acknowledgement that answers a segment may ride on data that is sent again at that moment.
+        // RFC 9293 section 3.10.7.4: the acknowledgement that answers a segment may ride on data that is sent again at
+        // that moment.
         name: "an answer on data that is sent again",
         holds: |it| {
             // Such data says nothing of SACK blocks: those of an earlier answer still stand.
@@ -317,15 +328,16 @@ const MEANT: &[Meant] = &[
         },
     },
     Meant {
-        // Nothing follows the peer's end: what the window is then says nothing. A socket of Linux's in TIME-WAIT has a small one.
+        // Nothing follows the peer's end: what the window is then says nothing. A socket of Linux's in TIME-WAIT has a
+        // small one.
         name: "the window behind the peer's end",
         holds: |it| {
             it.only(&["shrunk", "open"]) && it.any(|played| played.has(Flags::FIN) && played.end < it.now().0.wire.acknowledged)
         },
     },
     Meant {
-        // RFC 9293 section 3.10.7.4: <SEQ=SND.NXT>. Where the peer has taken back its window, Linux acknowledges with the number at its
-        // edge, as a probe does.
+        // RFC 9293 section 3.10.7.4: <SEQ=SND.NXT>. Where the peer has taken back its window, Linux acknowledges with
+        // the number at its edge, as a probe does.
         name: "an acknowledgement while the window has shrunk",
         holds: |it| {
             let shrunk = |played: &Played<'_>| played.segment.ack < 0 && u32::from(played.segment.window) << it.scale() < 1500;
@@ -377,7 +389,8 @@ fn kind(step: Option<&Step>) -> String {
 }
 
 impl Tally {
-    /// Judges one script by what its two connections in the kernel and the one on the NIC have seen. Whether they differ as is not meant.
+    /// Judges one script by what its two connections in the kernel and the one on the NIC have seen. Whether they
+    /// differ as is not meant.
     pub fn judge(&mut self, number: u64, script: &Script, lanes: [&[Outcome]; 3]) -> bool {
         let [first, second, moved] = lanes;
         for (at, ((one, other), nic)) in first.iter().zip(second).zip(moved).enumerate() {
@@ -424,8 +437,8 @@ impl Tally {
         self.differing.iter().filter(|(kind, _)| has(kind)).map(|(_, (count, _))| count).sum()
     }
 
-    /// Whether there were no differences but those that are meant, and enough was judged. Unless `on_the_wire`, only what the program sees
-    /// counts.
+    /// Whether there were no differences but those that are meant, and enough was judged. Unless `on_the_wire`, only
+    /// what the program sees counts.
     pub fn holds(&self, on_the_wire: bool) -> bool {
         const PROGRAMS: [&str; 5] = ["read", "wrong", "written", "end", "error"];
         let all = self.alike

@@ -1,8 +1,8 @@
-//! The same random peer is played to two sockets of the kernel's and to a connection on the NIC, thousands at a time through one TAP: the
-//! NIC's answers and what its program sees are the kernel's, but for the differences in `judge`.
+//! The same random peer is played to two sockets of the kernel's and to a connection on the NIC, thousands at a time
+//! through one TAP: the NIC's answers and what its program sees are the kernel's, but for the differences in `judge`.
 //!
-//! Where the kernel's two answers differ the script depends on the moment, and is not judged. `BATON_SCRIPTS` sets how many are played,
-//! `BATON_FIRST_SCRIPT` the number of the first.
+//! Where the kernel's two answers differ the script depends on the moment, and is not judged. `BATON_SCRIPTS` sets how
+//! many are played, `BATON_FIRST_SCRIPT` the number of the first.
 
 mod judge;
 mod peer;
@@ -32,8 +32,8 @@ use std::time::{Duration, Instant};
 const BATCH: usize = 500;
 /// Stages that play at once, each with a TAP of its own: a step waits most of the time.
 const STAGES: usize = 3;
-/// Bytes that the program sends, and the peer acknowledges, before the connection moves: an old acknowledgement is of something that was
-/// sent.
+/// Bytes that the program sends, and the peer acknowledges, before the connection moves: an old acknowledgement is of
+/// something that was sent.
 const OPENING: usize = 1200;
 /// Connections of a script: two in the kernel, one on the NIC.
 const LANES: usize = 3;
@@ -48,7 +48,8 @@ const CLOSED: u16 = 9;
 /// Waits: an acknowledgement may be delayed by 200 ms.
 const STEP: Duration = Duration::from_millis(260);
 /// A step is over when nothing has come for so long, too.
-// Waits: the answers of the peers of a step have no end that could be awaited; the kernel's two lanes show when it was too short.
+// Waits: the answers of the peers of a step have no end that could be awaited; the kernel's two lanes show when it was
+// too short.
 const QUIET: Duration = Duration::from_millis(60);
 
 /// The address of the peers, which is nobody's: host B's kernel does not answer in their place.
@@ -106,7 +107,8 @@ struct Stage {
     device: VnetDevice,
     frame: Frame,
     lanes: Vec<Lane>,
-    /// The peer's port of the first lane. Each batch has ports of its own, since late frames of the last one may be under way.
+    /// The peer's port of the first lane. Each batch has ports of its own, since late frames of the last one may be
+    /// under way.
     first_port: u16,
     /// Fences sent, and the last one that was answered.
     fences: u32,
@@ -213,7 +215,8 @@ impl Stage {
         }
     }
 
-    /// Waits until the NIC and host A's kernel have received all that was sent: the kernel answers a segment to a closed port.
+    /// Waits until the NIC and host A's kernel have received all that was sent: the kernel answers a segment to a
+    /// closed port.
     fn fence(&mut self) {
         self.fences += 1;
         let deadline = Instant::now() + Duration::from_secs(20);
@@ -232,7 +235,8 @@ impl Stage {
         }
     }
 
-    /// Makes the connections of a batch of scripts, each as many times as there are lanes, and moves the last one to the NIC.
+    /// Makes the connections of a batch of scripts, each as many times as there are lanes, and moves the last one to
+    /// the NIC.
     fn connect(&mut self, scripts: &[Script], first: u32) -> io::Result<()> {
         let lanes = scripts.iter().flat_map(|script| std::iter::repeat_n(script, LANES)).enumerate();
         let lanes = lanes.map(|(at, script)| {
@@ -287,8 +291,8 @@ impl Stage {
         Ok(())
     }
 
-    /// Accepts the next connection. The frame that completes its handshake, which `frame` still holds, is sent again now and then: on a
-    /// busy machine the kernel may have no room for it.
+    /// Accepts the next connection. The frame that completes its handshake, which `frame` still holds, is sent again
+    /// now and then: on a busy machine the kernel may have no room for it.
     fn accept(&mut self, ipv6: bool, port: u16, deadline: Instant) -> TcpStream {
         let mut again = Instant::now() + QUIET;
         let last = self.frame.bytes().to_vec();
@@ -502,8 +506,8 @@ fn setting(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(otherwise)
 }
 
-/// The NIC answers any peer as the kernel does: its program sees the same. That its answers on the wire are the same, but for the list of
-/// differences, is judged where the number of scripts is given.
+/// The NIC answers any peer as the kernel does: its program sees the same. That its answers on the wire are the same,
+/// but for the list of differences, is judged where the number of scripts is given.
 #[test]
 fn a_random_peer_is_answered_as_by_the_kernel() {
     let (first, count) = (setting("BATON_FIRST_SCRIPT", 0), setting("BATON_SCRIPTS", BATCH as u64));
@@ -551,8 +555,8 @@ fn a_broken_rule_is_found() {
     }
 }
 
-/// The peer ends the connection while it closes its window, after the program has: the program reads the end, though the connection is
-/// restored with both FINs, of which the kernel sends its own again.
+/// The peer ends the connection while it closes its window, after the program has: the program reads the end, though
+/// the connection is restored with both FINs, of which the kernel sends its own again.
 #[test]
 fn an_end_with_a_closed_window_is_read() {
     let acknowledge = Segment { at: 0, length: 0, flags: Flags::ACK, ack: 0, window: 65_535, clock: 0, bare: false };
@@ -569,8 +573,8 @@ fn an_end_with_a_closed_window_is_read() {
     assert!(outcomes.iter().all(|lane| lane.last().is_some_and(|last| last.program.end)), "{outcomes:?}");
 }
 
-/// The connection is reset with or without data in the segment, with or without data that was not sent or read, before the peer's end and
-/// behind it: the program sees what it sees with the kernel.
+/// The connection is reset with or without data in the segment, with or without data that was not sent or read, before
+/// the peer's end and behind it: the program sees what it sees with the kernel.
 #[test]
 fn a_reset_is_seen_as_in_the_kernel() {
     let segment = |at, flags, length, window| Step::Segment(Segment { at, length, flags, ack: 0, window, clock: 0, bare: false });

@@ -11,7 +11,8 @@ use baton_wire::{Flags, Flow, TcpFrame, TcpOptions};
 /// Key of the peer's byte stream.
 pub const KEY: u64 = 77;
 
-/// What a connection has answered since the last step, and how far it has come. Numbers are relative to the first byte of each side.
+/// What a connection has answered since the last step, and how far it has come. Numbers are relative to the first byte
+/// of each side.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Seen {
     /// There was an answer: anything but data that was sent before, and probes.
@@ -199,8 +200,8 @@ impl Peer {
             // Whoever restores a connection acknowledges once more what it had before the peer's FIN.
             self.seen.answered |= mine(parsed.ack) > self.seen.acknowledged;
             self.seen.acknowledged = self.seen.acknowledged.max(mine(parsed.ack));
-            // The NIC's segments with data have no SACK blocks: an acknowledgement with them goes out as well. The kernel's may have the
-            // same once more. Probes have none, nor has a FIN that goes out by itself.
+            // The NIC's segments with data have no SACK blocks: an acknowledgement with them goes out as well. The
+            // kernel's may have the same once more. Probes have none, nor has a FIN that goes out by itself.
             let sacked: Vec<_> = parsed.options.sack.as_slice().iter().map(|&(left, right)| (mine(left), mine(right))).collect();
             let says_something = sacked.iter().any(|block| !self.seen.sacked.contains(block));
             if says_something || parsed.payload_length == 0 && !is_old && !fin {

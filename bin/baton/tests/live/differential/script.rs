@@ -13,7 +13,8 @@ pub struct Offer {
     pub timestamps: bool,
 }
 
-/// A segment of the peer's. Sequence numbers are relative to what it would send next, acknowledgements to all that it has seen.
+/// A segment of the peer's. Sequence numbers are relative to what it would send next, acknowledgements to all that it
+/// has seen.
 #[derive(Clone, Copy)]
 pub struct Segment {
     pub at: i32,
@@ -37,7 +38,8 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// A rule that the NIC seems to break: its acknowledgements that obey it are not looked at. The comparison has to find that.
+/// A rule that the NIC seems to break: its acknowledgements that obey it are not looked at. The comparison has to find
+/// that.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Broken {
     /// RFC 9293 section 3.10.7.4: what lies outside of the window is acknowledged.

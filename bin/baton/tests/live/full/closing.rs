@@ -102,9 +102,11 @@ fn connect_from(from: SocketAddr, to: SocketAddr) -> std::io::Result<TcpStream> 
     Ok(TcpStream::from(stream))
 }
 
-/// A program closes, and the NIC or the agent dies before the peer has everything: the kernel sends the rest and the FIN.
+/// A program closes, and the NIC or the agent dies before the peer has everything: the kernel sends the rest and the
+/// FIN.
 fn a_death_while_the_nic_closes_loses_nothing(beside: bool) {
-    // More than the peer's window until it reads, and not more than that and send memory: all is closed when the death comes.
+    // More than the peer's window until it reads, and not more than that and send memory: all is closed when the death
+    // comes.
     a_death_while_some_is_unread(beside, 256 << 10, "its program has closed it");
 }
 
@@ -113,7 +115,8 @@ fn a_death_before_the_close_loses_nothing(beside: bool) {
     a_death_while_some_is_unread(beside, 4 << 20, "");
 }
 
-/// Four peers ask for so many bytes and read none. When the agent gives the reason for each of their connections, NIC or agent dies.
+/// Four peers ask for so many bytes and read none. When the agent gives the reason for each of their connections, NIC
+/// or agent dies.
 fn a_death_while_some_is_unread(beside: bool, length: usize, reason: &str) {
     for agent_dies in [false, true] {
         let bed = bed(beside);

@@ -1,4 +1,5 @@
-//! A server that begins to wait for its listener while the agent is held: the kernel makes its connections then, and the NIC later.
+//! A server that begins to wait for its listener while the agent is held: the kernel makes its connections then, and
+//! the NIC later.
 
 use super::{address, bed, connect, connections, exchange, start_printing, wait_for_server};
 use crate::stopped::{hold_agent, in_time};
@@ -9,7 +10,8 @@ in_both_shapes! {
     a_server_whose_agent_was_held_is_served_later
 }
 
-/// Echoes what comes to port 7000, all in one set. With `session` it has a listener on the NIC before; else no session either.
+/// Echoes what comes to port 7000, all in one set. With `session` it has a listener on the NIC before; else no session
+/// either.
 const SERVER: &str = "
 import select, socket, sys
 epoll = select.epoll()

@@ -6,8 +6,8 @@ use baton_bed::testbed::TestbedSettings;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
-/// A program whose connections the NIC makes and one of the kernel's take the same port at the same moment, one port after the other:
-/// each is had by exactly one of them.
+/// A program whose connections the NIC makes and one of the kernel's take the same port at the same moment, one port
+/// after the other: each is had by exactly one of them.
 fn race_for_ports(count: u16) {
     const TAKE: &str = "
 import select, socket, sys

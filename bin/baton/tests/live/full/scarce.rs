@@ -21,8 +21,8 @@ fn connect_briefly(bed: &Testbed, at: SocketAddr) -> io::Result<TcpStream> {
     bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_millis(2500)))
 }
 
-/// A server has accepted as many connections as the NIC has slots, so that its listener has none: new clients are served as soon as some of
-/// these connections have ended.
+/// A server has accepted as many connections as the NIC has slots, so that its listener has none: new clients are
+/// served as soon as some of these connections have ended.
 fn a_listener_is_served_again_when_slots_are_free(beside: bool) {
     let bed = hosts(TestbedSettings { beside, slots: SLOTS, ..TestbedSettings::default() });
     let at = address(false, 7000);

@@ -12,7 +12,8 @@ in_both_shapes! {
     servers_of_all_kinds_are_served
 }
 
-/// With several workers every connection is made, whichever worker owns its bucket, and goes on while buckets change hands.
+/// With several workers every connection is made, whichever worker owns its bucket, and goes on while buckets change
+/// hands.
 #[test]
 fn several_workers_make_connections() {
     let bed = hosts(TestbedSettings { workers: 3, nic_cores: Vec::new(), ..TestbedSettings::default() });

@@ -1,4 +1,5 @@
-//! Requests about sockets of every kind while the socket's lock is held, and what the agent does with such a socket afterwards.
+//! Requests about sockets of every kind while the socket's lock is held, and what the agent does with such a socket
+//! afterwards.
 
 use super::{Holder, goes_on, longest_round};
 use crate::common::{Scene, answered, scene, wait_until};
@@ -60,7 +61,8 @@ impl Kinds {
         self.hostile.hear()
     }
 
-    /// Others go on while a socket's lock is held and this is asked for; when it is let go the answer is as it would have been.
+    /// Others go on while a socket's lock is held and this is asked for; when it is let go the answer is as it would
+    /// have been.
     fn is_asked_while_held(&mut self, what: &str, kind: Kind, expected: &str) {
         let holder = self.hold(kind);
         self.hostile.tell(what);
@@ -165,7 +167,8 @@ fn a_connection_that_the_nic_has_opened_waits_for_its_socket_alone() {
     }
 }
 
-/// The kernel is to open a connection instead of the NIC, since its program or the NIC's death wants that, while the socket's lock is held.
+/// The kernel is to open a connection instead of the NIC, since its program or the NIC's death wants that, while the
+/// socket's lock is held.
 #[test]
 fn a_connection_that_the_kernel_is_to_open_waits_for_its_socket_alone() {
     for dies in [false, true] {

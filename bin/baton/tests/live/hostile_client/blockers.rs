@@ -33,8 +33,8 @@ pub const COUNT: &str = "HOSTILE_COUNT";
 /// Descriptors that come with one message.
 const AT_ONCE: usize = 16;
 
-/// Sends a file along with requests that need none, so many times, on as many connections as it takes: the agent turns away who sends much
-/// that does not close.
+/// Sends a file along with requests that need none, so many times, on as many connections as it takes: the agent turns
+/// away who sends much that does not close.
 pub fn send_files(socket: &Path, begun: impl Fn()) {
     let file = file();
     let mut kept = Vec::new();

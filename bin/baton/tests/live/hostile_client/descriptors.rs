@@ -1,4 +1,5 @@
-//! Requests with random fields, and with descriptors of every kind and state, for `BATON_FUZZ_SECONDS` (3), from `BATON_FUZZ_SEED` (1) on.
+//! Requests with random fields, and with descriptors of every kind and state, for `BATON_FUZZ_SECONDS` (3), from
+//! `BATON_FUZZ_SEED` (1) on.
 
 use super::{Client, PEER, alone};
 use baton_abi::layout::session as at;

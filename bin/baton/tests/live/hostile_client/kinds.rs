@@ -1,4 +1,5 @@
-//! Requests about a socket of each kind, as the lines say that the program reads: its test holds the sockets' locks meanwhile.
+//! Requests about a socket of each kind, as the lines say that the program reads: its test holds the sockets' locks
+//! meanwhile.
 
 use super::{Client, PEER, alone, ask_on, echo};
 use baton_abi::layout::session as at;

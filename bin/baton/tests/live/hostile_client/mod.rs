@@ -211,7 +211,8 @@ fn alone() -> Opening {
     Opening::alone()
 }
 
-/// Runs the attack, if this process was started for one; called by `hostile_program` of the test. Returns whether it was.
+/// Runs the attack, if this process was started for one; called by `hostile_program` of the test. Returns whether it
+/// was.
 pub fn run() -> bool {
     let (Ok(attack), Ok(socket)) = (std::env::var(ATTACK), std::env::var(SOCKET)) else { return false };
     let socket = Path::new(&socket);
@@ -241,7 +242,8 @@ pub fn run() -> bool {
     true
 }
 
-/// Moves the command ring's head far away; the connection is then moved to the kernel, which makes the NIC read the whole ring.
+/// Moves the command ring's head far away; the connection is then moved to the kernel, which makes the NIC read the
+/// whole ring.
 fn corrupt_once(socket: &Path, begun: impl Fn()) {
     let client = Client::open(socket, alone()).expect("a session");
     let (mut stream, connection) = client.offload().expect("a connection on the NIC");
@@ -258,7 +260,8 @@ fn corrupt_once(socket: &Path, begun: impl Fn()) {
     assert_eq!(&echo, b"still here");
 }
 
-/// Registers a connection, and moves it as the lines that it reads say. Says its process, and the number of the socket's descriptor.
+/// Registers a connection, and moves it as the lines that it reads say. Says its process, and the number of the
+/// socket's descriptor.
 fn move_when_told(socket: &Path) {
     let client = Client::open(socket, alone()).expect("a session");
     let peer: SocketAddr = std::env::var(PEER).expect("a peer").parse().expect("an address");
@@ -290,8 +293,8 @@ fn move_when_told(socket: &Path) {
 const REQUESTS: u32 = 10_000;
 const WAITING: u32 = 256;
 
-/// Requests moves, both ways, of a connection whose move is held up, and reads the answers. Prints how many answers came and the last one.
-/// Requests that the agent keeps are answered when the move ends.
+/// Requests moves, both ways, of a connection whose move is held up, and reads the answers. Prints how many answers
+/// came and the last one. Requests that the agent keeps are answered when the move ends.
 fn flood(channel: &Channel, connection: u32) -> String {
     let mut answers = Vec::new();
     let read = |answers: &mut Vec<Reply>, limit| match channel.receive_within::<Answer>(limit) {
@@ -496,8 +499,8 @@ pub fn echo(mut stream: &TcpStream) {
     assert_eq!(&echo, b"still here");
 }
 
-/// Calls itself an agent, listens where one would, and answers nothing, or that it has connections without end, whose texts are for a terminal;
-/// with an answer, a file may come along.
+/// Calls itself an agent, listens where one would, and answers nothing, or that it has connections without end, whose
+/// texts are for a terminal; with an answer, a file may come along.
 fn pretend(socket: &Path, begun: impl Fn(), lies: bool, gift: Option<OwnedFd>) {
     process::set_name(baton_protocol::keeper::AGENT_NAME).expect("a name");
     std::fs::create_dir_all(socket.parent().expect("a directory")).expect("a directory");
@@ -547,8 +550,8 @@ fn lie(session: u32) -> ConnectionInfo {
     }
 }
 
-/// Registers a connection, disconnects its socket, has it connected elsewhere, and asks for the move while somebody else has the
-/// connection's addresses and ports. What the agent answers, and the other's connection.
+/// Registers a connection, disconnects its socket, has it connected elsewhere, and asks for the move while somebody
+/// else has the connection's addresses and ports. What the agent answers, and the other's connection.
 pub fn swap(bed: &Testbed, elsewhere: bool) -> (Reply, TcpStream) {
     let client = Client::open(&bed.socket(), alone()).expect("a session");
     let [peer, other] = [(); 2].map(|()| echo_server(bed));
@@ -565,7 +568,8 @@ pub fn swap(bed: &Testbed, elsewhere: bool) -> (Reply, TcpStream) {
     (client.ask(Ask::Move { connection, to: Place::Nic }).expect("an answer"), victim)
 }
 
-/// A server on host B that accepts connections and never reads from them, with little room for what comes. It ends when it is dropped.
+/// A server on host B that accepts connections and never reads from them, with little room for what comes. It ends when
+/// it is dropped.
 pub struct NeverReads(Arc<TcpListener>);
 
 impl NeverReads {

@@ -1,11 +1,12 @@
-//! The matrix: every intercepted call that takes a socket or a set, with each flag alone and in pairs, blocking or not, with and without a
-//! time limit, with bad pointers, lengths and counts, on connections that have been through this and that (`c/matrix.c`). Result, errno,
-//! bytes and events are the kernel's, where the connection is in the kernel under the library, on the NIC, and while it moves; but for
-//! the differences in `judge`.
+//! The matrix: every intercepted call that takes a socket or a set, with each flag alone and in pairs, blocking or not,
+//! with and without a time limit, with bad pointers, lengths and counts, on connections that have been through this and
+//! that (`c/matrix.c`). Result, errno, bytes and events are the kernel's, where the connection is in the kernel under
+//! the library, on the NIC, and while it moves; but for the differences in `judge`.
 //!
-//! The kernel's own are played three times in the same run: what comes of a case in one of them counts. What differs is played a second
-//! time, by itself, and counts only if it differs again. `make test` plays cases that have differed once. `make conformance` plays a sample, drawn
-//! from `BATON_FUZZ_SEED`, or as many cases as `BATON_CASES` says (all), from `BATON_FIRST_CASE` on.
+//! The kernel's own are played three times in the same run: what comes of a case in one of them counts. What differs is
+//! played a second time, by itself, and counts only if it differs again. `make test` plays cases that have differed
+//! once. `make conformance` plays a sample, drawn from `BATON_FUZZ_SEED`, or as many cases as `BATON_CASES` says (all),
+//! from `BATON_FIRST_CASE` on.
 
 mod judge;
 
@@ -64,7 +65,8 @@ impl Stage {
         Stage { program: program.to_owned(), scratch: Scratch::new("matrix-stage") }
     }
 
-    /// Starts the program for these cases. Returns what it has printed, a line each, and how it has ended if it has not played all.
+    /// Starts the program for these cases. Returns what it has printed, a line each, and how it has ended if it has not
+    /// played all.
     fn run(&self, column: &Column, cases: &[Case]) -> (Vec<Answer>, String) {
         let list = self.scratch.file("cases");
         let mut lines = File::create(&list).expect("a file");
@@ -89,7 +91,8 @@ impl Stage {
         (answers, format!("dies: {} {}", ran.status, text(&ran.stderr).trim()))
     }
 
-    /// What comes of these cases, in their order. A case that ends the program has that as its answer, and the others go on in a new one.
+    /// What comes of these cases, in their order. A case that ends the program has that as its answer, and the others
+    /// go on in a new one.
     fn play(&self, column: &Column, cases: &[Case]) -> Vec<Answer> {
         let mut all = Vec::new();
         while all.len() < cases.len() {

@@ -1,9 +1,11 @@
-//! Random reads and writes of registered memory, fi_rma(3), at two endpoints of this process that talk over loopback, or to themselves.
+//! Random reads and writes of registered memory, fi_rma(3), at two endpoints of this process that talk over loopback,
+//! or to themselves.
 //!
-//! A step is some reads and writes in any of their forms, a message, a registration or its end, a read of a completion queue or counter, or
-//! that an endpoint is closed and opened anew. Keys, addresses, lengths and rights are good and bad; only pointers are always good. Every
-//! operation ends once, as it should, with the right bytes; what is not allowed changes nothing; counters count each, and a peer gets the
-//! completion of a write with immediate data once the bytes are there.
+//! A step is some reads and writes in any of their forms, a message, a registration or its end, a read of a completion
+//! queue or counter, or that an endpoint is closed and opened anew. Keys, addresses, lengths and rights are good and
+//! bad; only pointers are always good. Every operation ends once, as it should, with the right bytes; what is not
+//! allowed changes nothing; counters count each, and a peer gets the completion of a write with immediate data once the
+//! bytes are there.
 
 mod model;
 
