@@ -58,6 +58,8 @@ lint:
 	scripts/edges
 	scripts/waits
 	scripts/foreign
+	scripts/rules
+	scripts/rules --try
 	$(CARGO) fmt --check
 	$(CARGO) clippy --profile checked --locked --workspace -- -D warnings
 	$(CARGO) build --locked --manifest-path tests/no_std/Cargo.toml --target-dir target/no_std
