@@ -611,9 +611,9 @@ fn real_user(process: u32) -> Option<u32> {
 /// A number that tells a process from a later one with its process number; None if it has ended. Before Linux 6.9 there
 /// is none: 0.
 pub fn identity(process: u32) -> Option<u64> {
-    const PID_FS_MAGIC: i64 = 0x5049_4446;
+    const PID_FS_MAGIC: rustix::fs::FsWord = 0x5049_4446;
     let process = open_process(process).ok()?;
-    let has_numbers = rustix::fs::fstatfs(&process).is_ok_and(|system| system.f_type as i64 == PID_FS_MAGIC);
+    let has_numbers = rustix::fs::fstatfs(&process).is_ok_and(|system| system.f_type == PID_FS_MAGIC);
     if has_numbers { Some(rustix::fs::fstat(&process).ok()?.st_ino) } else { Some(0) }
 }
 
