@@ -66,6 +66,8 @@ pub(crate) struct Work {
     found: VecDeque<(u32, i32, u64)>,
     /// Sockets whose state has changed.
     pub changed: BTreeSet<u32>,
+    /// Connections that could not be restored when the NIC died.
+    pub lost_ones: BTreeSet<u32>,
     /// Restores, with their causes.
     pub postponed: BTreeMap<u32, Option<(String, Until)>>,
     /// Moves that the agent wants.
@@ -114,7 +116,7 @@ impl Work {
 
     /// How much waits for a batch.
     fn waiting(&self) -> usize {
-        self.found.len() + self.changed.len() + self.postponed.len() + self.wanted.len()
+        self.found.len() + self.changed.len() + self.lost_ones.len() + self.postponed.len() + self.wanted.len()
     }
 
     /// Has a process searched again, since the agent has refused one of its sockets for now: ever later, until it
@@ -196,6 +198,7 @@ impl Attacher {
         let waiting = self.work.waiting();
         // What does not succeed waits for the next batch.
         let mut changed = std::mem::take(&mut self.work.changed);
+        let mut lost_ones = std::mem::take(&mut self.work.lost_ones);
         let mut found = self.work.found.len();
         let mut postponed = self.work.postponed.len();
         let mut wanted = self.work.wanted.len();
@@ -206,6 +209,8 @@ impl Attacher {
             let work = &mut self.work;
             if let Some(number) = changed.pop_first() {
                 self.state_changed(number)?;
+            } else if let Some(number) = lost_ones.pop_first() {
+                self.end_lost(number)?;
             } else if postponed > 0
                 && let Some((number, cause)) = take_next(&mut work.postponed, &mut work.next_postponed)
             {
@@ -240,6 +245,7 @@ impl Attacher {
         self.thaw();
         let work = &mut self.work;
         work.changed.append(&mut changed);
+        work.lost_ones.append(&mut lost_ones);
         let now = monotonic_micros();
         let pause = now + PAUSE.min(now - begun);
         // If all of it waits for processes that were put off, there is nothing to do before.
@@ -270,10 +276,15 @@ impl Attacher {
         }
         work.refused = false;
         let found = work.searches.search(&mut work.processes);
+        // No program stands still for sockets of other ports.
+        let selected = if found.is_empty() { None } else { self.settings.target.sockets() };
+        let is_selected = |inode: &u64| selected.as_ref().is_none_or(|selected| selected.contains(inode));
         let waiting: BTreeSet<u64> = work.found.iter().map(|(_, _, inode)| *inode).collect();
         let mut took = 0;
         for Found { process, sockets, took: this } in found {
-            let new = sockets.into_iter().filter(|(_, inode)| !self.inodes.contains(inode) && !waiting.contains(inode));
+            let new = sockets
+                .into_iter()
+                .filter(|(_, inode)| !self.inodes.contains(inode) && !waiting.contains(inode) && is_selected(inode));
             work.found.extend(new.map(|(fd, inode)| (process, fd, inode)));
             took += this;
         }

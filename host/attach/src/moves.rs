@@ -28,6 +28,11 @@ const SILENT: &str = "the agent does not answer";
 const ESTABLISHED: u8 = 1;
 const CLOSE: u8 = 7;
 
+/// Whether a socket is in another map of sockets.
+fn is_busy(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EBUSY)
+}
+
 impl Attacher {
     /// Handles messages that the agent sends without a request.
     pub(crate) fn receive_from_agent(&mut self) -> Result<()> {
@@ -129,6 +134,8 @@ impl Attacher {
                 {
                     restless.insert(process);
                     self.note_stay("its process did not stop when the NIC had died");
+                    // The agent cannot restore it.
+                    self.work.lost_ones.insert(number);
                     continue;
                 }
                 match self.take_out(number)? {
@@ -292,6 +299,10 @@ impl Attacher {
         if socket::is_blocking(fd.as_fd())? {
             return self.decline(number, Unfit::Blocking);
         }
+        let flow = self.entries.get(&number).map(|entry| entry.flow);
+        if flow.is_some_and(|flow| self.bypass.may_join(&flow, fd.as_fd()).is_err_and(|error| is_busy(&error))) {
+            return self.decline(number, Unfit::Attached);
+        }
         let Some(reply) = self.ask_or_withdraw(&Ask::Move { connection: number, to: Place::Nic }, Some(fd.as_fd()))? else {
             self.work.wanted.insert(number, Place::Nic);
             return Ok(());
@@ -373,6 +384,19 @@ impl Attacher {
             Next::Ended => self.forget(number)?,
         }
         Ok(())
+    }
+
+    /// Resets a connection that could not be restored when the NIC died.
+    pub(crate) fn end_lost(&mut self, number: u32) -> Result<()> {
+        let Some(process) = self.entries.get(&number).map(|entry| entry.process) else { return Ok(()) };
+        if self.stop_users(process).is_err() {
+            self.work.lost_ones.insert(number);
+            return Ok(());
+        }
+        if let Some(fd) = self.take_out(number)? {
+            let _ = socket::reset(fd.as_fd());
+        }
+        self.forget(number)
     }
 
     /// Handles a change of a socket's state: the program has shut it down, or closed it.

@@ -1,6 +1,6 @@
 //! The target of an attacher: which programs' connections it offloads.
 
-use crate::searches::search_all;
+use crate::searches::{Found, search_all};
 use baton_linux::process;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -31,14 +31,23 @@ impl Target {
     pub(crate) fn covers(&self, process: u32) -> bool {
         match self {
             Target::Process(root) => descends(process, *root),
-            Target::Port(_) => process != std::process::id(),
-            Target::Cgroup(path) => process::cgroup(process).is_some_and(|group| is_in(&group, path)),
+            // An agent or a keeper has sockets of programs, and one that stood still could not answer.
+            Target::Port(_) => process != std::process::id() && !is_batons(process),
+            Target::Cgroup(path) => process::cgroup(process).is_some_and(|group| is_in(&group, path)) && !is_batons(process),
         }
     }
 
     /// Whether a connection with this local port is selected, if its process is.
     pub(crate) fn fits(&self, local_port: u16) -> bool {
         !matches!(self, Target::Port(port) if *port != local_port)
+    }
+
+    /// The inodes of the sockets that are selected by their port; None if each of a process may be.
+    pub(crate) fn sockets(&self) -> Option<BTreeSet<u64>> {
+        match self {
+            Target::Port(port) => Some(sockets_at(*port)),
+            Target::Process(_) | Target::Cgroup(_) => None,
+        }
     }
 
     /// Processes that have, or may come to have, selected connections.
@@ -49,7 +58,8 @@ impl Target {
         };
         let sockets = sockets_at(port);
         let found = search_all(process::all()).into_iter();
-        found.filter(|of| of.sockets.iter().any(|(_, inode)| sockets.contains(inode))).map(|of| of.process).collect()
+        let holds = |of: &Found| of.sockets.iter().any(|(_, inode)| sockets.contains(inode));
+        found.filter(holds).map(|of| of.process).filter(|process| self.covers(*process)).collect()
     }
 
     /// The reason why there is nothing to attach to; None if there is something.
@@ -67,6 +77,11 @@ impl Target {
             _ => None,
         }
     }
+}
+
+/// Whether a process calls itself one of Baton's: it is left alone.
+fn is_batons(process: u32) -> bool {
+    process::name(process).is_some_and(|name| name.starts_with("baton-"))
 }
 
 fn descends(mut process: u32, root: u32) -> bool {

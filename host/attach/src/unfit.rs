@@ -23,6 +23,8 @@ pub(crate) enum Unfit {
     Blocking,
     /// Its process reads sockets by splice(2).
     Spliced,
+    /// Another attacher has it.
+    Attached,
 }
 
 impl Unfit {
@@ -31,6 +33,7 @@ impl Unfit {
         match self {
             Unfit::Blocking => ("blocking socket", Until::Again),
             Unfit::Spliced => ("splice", Until::Never),
+            Unfit::Attached => ("attached by another process, too", Until::Again),
         }
     }
 }

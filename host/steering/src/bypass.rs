@@ -106,6 +106,16 @@ impl SocketBypass {
         self.put(cookie, program, engine).inspect_err(|_| self.part(cookie, program.0, engine.0))
     }
 
+    /// Checks that a program's socket is in no other map, without leaving it in this one. Nothing may be sent on it
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// The failed system call's: `EBUSY` if it is in another map, of a process that is attached to the same program.
+    pub fn may_join(&self, flow: &Flow, socket: BorrowedFd<'_>) -> io::Result<()> {
+        bpf::update(self.sockets.as_fd(), &ends(flow), &(socket.as_raw_fd() as u64).to_ne_bytes())?;
+        bpf::delete(self.sockets.as_fd(), &ends(flow))
+    }
+
     fn put(&mut self, cookie: u64, program: (&Flow, BorrowedFd<'_>), engine: (&Flow, BorrowedFd<'_>)) -> io::Result<()> {
         self.watch(cookie)?;
         self.known.set_joined(cookie, true)?;

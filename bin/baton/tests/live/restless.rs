@@ -2,17 +2,21 @@
 //! events: no connection is lost by that, and each comes to the NIC in the end.
 
 use crate::attach::{ANSWERS, attach, echo as echo_server, listed};
-use crate::common::wait_until;
+use crate::common::{SetsAtEnd, wait_until};
 use crate::entries::{PYTHON, echo, serve};
 use crate::fuse::{FuseFile, READ};
 use crate::scratch::{Scratch, agent_socket};
+use crate::stopped::in_time;
+use crate::stopped_attacher::{Program, SERVER};
 use baton_client::tool::Tool;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Place, Statistics};
+use std::io::ErrorKind::ConnectionReset;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Echoes what comes on a connection. At a line a thread of it reads its file 3, and does not stop before that answers.
@@ -114,6 +118,28 @@ fn a_nic_may_die_while_a_program_does_not_stop() {
     bed.end(attacher);
 }
 
+/// If that takes too long the connection is reset, and nobody waits for it.
+#[test]
+fn what_could_not_be_restored_is_reset() {
+    let Some(mut file) = FuseFile::new(&[READ]) else { return };
+    let mut bed = Bed::new(&file);
+    let mut attacher = bed.attach();
+    bed.until_on_nic();
+    bed.keep_going(&mut file);
+    let before = statistics(&bed.scratch);
+    process::signal(before.nic_process, libc::SIGKILL).expect("a signal");
+    wait_until("it is lost", || statistics(&bed.scratch).lost > before.lost);
+    drop(file);
+    bed.peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
+    // What has been sent is acknowledged by nobody but a reset.
+    let _ = bed.peer.write_all(b"hello");
+    let ended = bed.peer.read(&mut [0; 5]);
+    assert!(matches!(&ended, Ok(0)) || ended.as_ref().is_err_and(|error| error.kind() == ConnectionReset), "{ended:?}");
+    drop(bed.program.stdin.take());
+    bed.program.wait().expect("its end");
+    attacher.wait().expect("its end");
+}
+
 /// A program that does not stop for seconds is attached to when it does.
 #[test]
 fn a_program_that_does_not_stop_for_long_is_attached_to_later() {
@@ -212,4 +238,88 @@ fn what_an_attacher_misses_it_looks_for() {
     drop(input);
     program.wait().expect("its end");
     attacher.wait().expect("its end");
+}
+
+/// Exchanges different bytes over all connections while something is done; each byte is compared.
+fn exchange_during(peers: &mut [TcpStream], act: impl FnOnce()) {
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let exchanges = scope.spawn(|| {
+            let mut round = 0u32;
+            while !over.load(Ordering::Relaxed) {
+                round += 1;
+                let of = |at: usize| [round.to_be_bytes(), (at as u32).to_be_bytes()].concat();
+                for (at, peer) in peers.iter_mut().enumerate() {
+                    peer.write_all(&of(at)).expect("sent");
+                }
+                for (at, peer) in peers.iter_mut().enumerate() {
+                    let mut got = [0; 8];
+                    peer.read_exact(&mut got).expect("an echo");
+                    assert_eq!(got.as_slice(), of(at), "connection {at}, round {round}");
+                }
+            }
+        });
+        let ends = SetsAtEnd(&over);
+        act();
+        drop(ends);
+        exchanges.join().expect("every byte is right");
+    });
+}
+
+/// A server with many connections, its port, and their other ends.
+fn many(host: &Namespace) -> (Program, String, Vec<TcpStream>) {
+    let mut server = Program::start(host, SERVER, &[]);
+    let port = server.line();
+    let at = ("127.0.0.1", port.parse::<u16>().expect("a port"));
+    let peers = host.run(|| (0..30).map(|_| TcpStream::connect(at)).collect::<std::io::Result<Vec<_>>>()).expect("connections");
+    for peer in &peers {
+        peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
+    }
+    (server, port, peers)
+}
+
+/// Ends an attacher as Ctrl-C does.
+fn detach(mut attacher: Child) {
+    process::signal(attacher.id(), libc::SIGINT).expect("our child");
+    let ended = in_time("its end", move || attacher.wait());
+    assert!(ended.expect("its end").success());
+}
+
+/// Somebody attaches to a program to which another one is attached, with a Baton of his own: its connections stay where
+/// they are, and no byte is wrong.
+#[test]
+fn a_second_attacher_disturbs_nothing() {
+    let host = Namespace::new().expect("a namespace");
+    let (server, _port, mut peers) = many(&host);
+    let program = server.child.id().to_string();
+    let scratches = [(); 2].map(|()| Scratch::new("second"));
+    exchange_during(&mut peers, || {
+        let first = attach(&host, &scratches[0], &["--after", "0", &program]);
+        wait_until("all are on the NIC", || count_on_nic(&scratches[0]) == 30);
+        for _ in 0..3 {
+            let second = attach(&host, &scratches[1], &["--after", "0", &program]);
+            let refused = |one: &baton_protocol::program::ConnectionInfo| one.reason.contains("attached by another");
+            wait_until("it leaves all to the first one", || {
+                listed(&scratches[1]).iter().filter(|one| refused(one)).count() == 30
+            });
+            detach(second);
+        }
+        assert_eq!(count_on_nic(&scratches[0]), 30);
+        detach(first);
+    });
+}
+
+/// Whoever attaches to a port stops no process that has nothing there, least of all one of Baton's.
+#[test]
+fn an_attacher_to_a_port_ends_when_it_is_asked_to() {
+    let host = Namespace::new().expect("a namespace");
+    let (_server, port, mut peers) = many(&host);
+    let scratch = Scratch::new("to-a-port");
+    exchange_during(&mut peers, || {
+        for _ in 0..4 {
+            let attacher = attach(&host, &scratch, &["--after", "0", "--port", &port]);
+            wait_until("all are on the NIC", || count_on_nic(&scratch) == 30);
+            detach(attacher);
+        }
+    });
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 const MANY: usize = 350;
 
 /// Echoes what comes on any number of connections; prints its port.
-const SERVER: &str = "
+pub const SERVER: &str = "
 import select, socket
 listener = socket.create_server(('127.0.0.1', 0), backlog=100)
 print(listener.getsockname()[1], flush=True)
@@ -56,14 +56,14 @@ while True:
 ";
 
 /// A program in Python, killed when this is dropped.
-struct Program {
-    child: Child,
+pub struct Program {
+    pub child: Child,
     input: ChildStdin,
     lines: Lines<BufReader<ChildStdout>>,
 }
 
 impl Program {
-    fn start(host: &Namespace, program: &str, arguments: &[&str]) -> Program {
+    pub fn start(host: &Namespace, program: &str, arguments: &[&str]) -> Program {
         let mut command = Command::new("python3");
         command.args(["-c", program]).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = host.spawn(&mut command).expect("python3");
@@ -71,7 +71,7 @@ impl Program {
         Program { child, input, lines: BufReader::new(output).lines() }
     }
 
-    fn line(&mut self) -> String {
+    pub fn line(&mut self) -> String {
         self.lines.next().expect("a line").expect("text")
     }
 }
