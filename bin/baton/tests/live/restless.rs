@@ -213,6 +213,22 @@ fn flood(host: &Namespace) {
     flooded.expect("connections");
 }
 
+/// Stops an attacher while its program does not stand still for it.
+fn stop_between_moves(attacher: u32, program: u32) {
+    let is = |process: u32, state: &str| {
+        std::fs::read_to_string(format!("/proc/{process}/status")).is_ok_and(|status| status.contains(state))
+    };
+    wait_until("the program runs while its attacher is stopped", || {
+        process::signal(attacher, libc::SIGSTOP).expect("a signal");
+        wait_until("the attacher is stopped", || is(attacher, "(stopped)"));
+        let stands_still = is(program, "(tracing stop)");
+        if stands_still {
+            process::signal(attacher, libc::SIGCONT).expect("a signal");
+        }
+        !stands_still
+    });
+}
+
 /// A connection that is made while the attacher misses events is found.
 #[test]
 fn what_an_attacher_misses_it_looks_for() {
@@ -230,7 +246,7 @@ fn what_an_attacher_misses_it_looks_for() {
     open();
     let mut attacher = attach(&host, &scratch, &["--after", "0", &program.id().to_string()]);
     wait_until("its connection is on the NIC", || count_on_nic(&scratch) == 1);
-    process::signal(attacher.id(), libc::SIGSTOP).expect("a signal");
+    stop_between_moves(attacher.id(), program.id());
     flood(&host);
     open();
     process::signal(attacher.id(), libc::SIGCONT).expect("a signal");
