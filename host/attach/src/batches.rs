@@ -263,7 +263,8 @@ impl Attacher {
         self.work.lost = false;
         self.work.changed.extend(self.entries.keys());
         self.notified.lock().unwrap_or_else(PoisonError::into_inner).extend(self.entries.keys());
-        self.work.processes.extend(self.settings.target.processes());
+        // None of them is waited for here, and only sockets of the selected ports are found.
+        self.work.processes.extend(self.settings.target.candidates());
         self.work.next_everything = monotonic_micros() + EVERYTHING;
     }
 

@@ -54,12 +54,17 @@ impl Target {
     pub(crate) fn processes(&self) -> Vec<u32> {
         let port = match self {
             Target::Port(port) => *port,
-            _ => return process::all().into_iter().filter(|process| self.covers(*process) && process::lives(*process)).collect(),
+            _ => return self.candidates(),
         };
         let sockets = sockets_at(port);
         let found = search_all(process::all()).into_iter();
         let holds = |of: &Found| of.sockets.iter().any(|(_, inode)| sockets.contains(inode));
         found.filter(holds).map(|of| of.process).filter(|process| self.covers(*process)).collect()
+    }
+
+    /// Processes that may have selected connections, as far as that is known without a look at what they have.
+    pub(crate) fn candidates(&self) -> Vec<u32> {
+        process::all().into_iter().filter(|process| self.covers(*process) && process::lives(*process)).collect()
     }
 
     /// The reason why there is nothing to attach to; None if there is something.

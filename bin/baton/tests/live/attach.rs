@@ -570,8 +570,8 @@ fn a_connection_follows_the_mode_of_its_socket() {
     summary(attacher, &scratch);
 }
 
-/// A program that is killed when the test ends; its attacher ends with it.
-struct Killed(Child);
+/// A program that is killed when this is dropped.
+pub struct Killed(pub Child);
 
 impl Drop for Killed {
     fn drop(&mut self) {

@@ -160,40 +160,17 @@ fn a_program_that_does_not_stop_for_long_is_attached_to_later() {
     bed.end(attacher);
 }
 
-/// Has many connections, and ends with its input.
-const HAS_MANY: &str = "
-import os, select, socket, sys
-listener = socket.create_server(('127.0.0.1', 0), backlog=1000)
-print(listener.getsockname()[1], flush=True)
-many = [listener.accept()[0] for _ in range(int(sys.argv[1]))]
-for one in many:
-    one.setblocking(False)
-print('ready', flush=True)
-sys.stdin.readline()
-os._exit(0)
-";
-
 /// The NIC dies while the connections of a running program are registered and moved: all of them come to the next one.
 #[test]
 fn a_nic_may_die_while_connections_are_attached() {
     const MANY: usize = 300;
     let (host, scratch) = (Namespace::new().expect("a namespace"), Scratch::new("attaching"));
-    let mut command = Command::new(PYTHON);
-    command.args(["-c", HAS_MANY, &MANY.to_string()]).stdin(Stdio::piped()).stdout(Stdio::piped());
-    let mut program = host.spawn(&mut command).expect("python3");
-    let mut lines = BufReader::new(program.stdout.take().expect("its output")).lines().map_while(Result::ok);
-    let port: u16 = lines.next().expect("a line").parse().expect("a port");
-    let connect = || (0..MANY).map(|_| TcpStream::connect(("127.0.0.1", port))).collect::<std::io::Result<Vec<_>>>();
-    let peers = host.run(connect).expect("connections");
-    assert_eq!(lines.next().as_deref(), Some("ready"));
-    let mut attacher = attach(&host, &scratch, &["--after", "0", &program.id().to_string()]);
+    let (server, _port, mut peers) = many(&host, MANY);
+    let attacher = attach(&host, &scratch, &["--after", "0", &server.child.0.id().to_string()]);
     wait_until("some are on the NIC", || count_on_nic(&scratch) > 0);
     process::signal(statistics(&scratch).nic_process, libc::SIGKILL).expect("a signal");
     wait_until("all are on the NIC", || count_on_nic(&scratch) == MANY);
-    drop(program.stdin.take());
-    program.wait().expect("its end");
-    attacher.wait().expect("its end");
-    drop(peers);
+    exchange_during(&mut peers, || detach(attacher));
 }
 
 /// Connections that each carry a byte, so many that the attacher has no room for an event of each.
@@ -283,11 +260,12 @@ fn exchange_during(peers: &mut [TcpStream], act: impl FnOnce()) {
 }
 
 /// A server with many connections, its port, and their other ends.
-fn many(host: &Namespace) -> (Program, String, Vec<TcpStream>) {
+fn many(host: &Namespace, connections: usize) -> (Program, String, Vec<TcpStream>) {
     let mut server = Program::start(host, SERVER, &[]);
     let port = server.line();
     let at = ("127.0.0.1", port.parse::<u16>().expect("a port"));
-    let peers = host.run(|| (0..30).map(|_| TcpStream::connect(at)).collect::<std::io::Result<Vec<_>>>()).expect("connections");
+    let peers =
+        host.run(|| (0..connections).map(|_| TcpStream::connect(at)).collect::<std::io::Result<Vec<_>>>()).expect("connections");
     for peer in &peers {
         peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
     }
@@ -306,8 +284,8 @@ fn detach(mut attacher: Child) {
 #[test]
 fn a_second_attacher_disturbs_nothing() {
     let host = Namespace::new().expect("a namespace");
-    let (server, _port, mut peers) = many(&host);
-    let program = server.child.id().to_string();
+    let (server, _port, mut peers) = many(&host, 30);
+    let program = server.child.0.id().to_string();
     let scratches = [(); 2].map(|()| Scratch::new("second"));
     exchange_during(&mut peers, || {
         let first = attach(&host, &scratches[0], &["--after", "0", &program]);
@@ -329,7 +307,7 @@ fn a_second_attacher_disturbs_nothing() {
 #[test]
 fn an_attacher_to_a_port_ends_when_it_is_asked_to() {
     let host = Namespace::new().expect("a namespace");
-    let (_server, port, mut peers) = many(&host);
+    let (_server, port, mut peers) = many(&host, 30);
     let scratch = Scratch::new("to-a-port");
     exchange_during(&mut peers, || {
         for _ in 0..4 {

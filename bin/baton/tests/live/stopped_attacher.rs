@@ -1,14 +1,14 @@
 //! An attacher that does not run for a while: its connections leave the NIC as soon as it runs again, however many they
 //! are.
 
-use crate::attach::{attach, listed};
+use crate::attach::{Killed, attach, listed};
 use crate::common::wait_until;
 use crate::scratch::Scratch;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::Place;
 use std::io::{BufRead, BufReader, Lines, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 /// Connections: more than there is room for requests in the attacher's channel, which has 208 KB, and 768 bytes for
@@ -55,9 +55,9 @@ while True:
         break
 ";
 
-/// A program in Python, killed when this is dropped.
+/// A program in Python.
 pub struct Program {
-    pub child: Child,
+    pub child: Killed,
     input: ChildStdin,
     lines: Lines<BufReader<ChildStdout>>,
 }
@@ -68,28 +68,11 @@ impl Program {
         command.args(["-c", program]).args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = host.spawn(&mut command).expect("python3");
         let (input, output) = (child.stdin.take().expect("its input"), child.stdout.take().expect("its output"));
-        Program { child, input, lines: BufReader::new(output).lines() }
+        Program { child: Killed(child), input, lines: BufReader::new(output).lines() }
     }
 
     pub fn line(&mut self) -> String {
         self.lines.next().expect("a line").expect("text")
-    }
-}
-
-impl Drop for Program {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-/// An attacher, killed when this is dropped.
-struct Attacher(Child);
-
-impl Drop for Attacher {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 
@@ -103,7 +86,7 @@ fn all_connections_of_an_attacher_that_was_stopped_leave_the_nic() {
     let port = server.line();
     let mut client = Program::start(&host, CLIENT, &[&port, &MANY.to_string()]);
     assert_eq!(client.line(), "echoed");
-    let attacher = Attacher(attach(&host, &scratch, &["--after", "0", &server.child.id().to_string()]));
+    let attacher = Killed(attach(&host, &scratch, &["--after", "0", &server.child.0.id().to_string()]));
     let at = |place| listed(&scratch).iter().filter(|one| one.place == place).count();
     wait_until("all are on the NIC", || at(Place::Nic) == MANY);
     process::signal(attacher.0.id(), libc::SIGSTOP).expect("our child");
