@@ -51,8 +51,9 @@ static struct ring set_up(unsigned size, unsigned flags)
     return ring;
 }
 
-/* The next entry, empty but for these. With an array the entries are taken from the end, so that the array matters. */
-static struct io_uring_sqe *add(struct ring *ring, int operation, int fd, unsigned long data)
+/* The next entry, empty but for these, which nobody takes before `publish`. With an array the entries are taken from the
+ * end, so that the array matters. */
+static struct io_uring_sqe *prepare(struct ring *ring, int operation, int fd, unsigned long data)
 {
     unsigned slot = *ring->tail & ring->mask, index = ring->array ? ring->mask - slot : slot;
     CHECK(*ring->tail - __atomic_load_n(ring->head, __ATOMIC_ACQUIRE) <= ring->mask);
@@ -63,16 +64,29 @@ static struct io_uring_sqe *add(struct ring *ring, int operation, int fd, unsign
     entry->user_data = data;
     if (ring->array)
         ring->array[slot] = index;
+    return entry;
+}
+
+static void publish(struct ring *ring)
+{
     __atomic_store_n(ring->tail, *ring->tail + 1, __ATOMIC_RELEASE);
+}
+
+/* The same, published at once: its other words may be written as long as no thread enters the ring. */
+static struct io_uring_sqe *add(struct ring *ring, int operation, int fd, unsigned long data)
+{
+    struct io_uring_sqe *entry = prepare(ring, operation, fd, data);
+    publish(ring);
     return entry;
 }
 
 static struct io_uring_sqe *add_control(struct ring *ring, int set, int operation, int fd, struct epoll_event *event, unsigned long data)
 {
-    struct io_uring_sqe *entry = add(ring, IORING_OP_EPOLL_CTL, set, data);
+    struct io_uring_sqe *entry = prepare(ring, IORING_OP_EPOLL_CTL, set, data);
     entry->addr = (unsigned long)event;
     entry->len = operation;
     entry->off = fd;
+    publish(ring);
     return entry;
 }
 
