@@ -19,12 +19,14 @@ pub const EXAMPLES: &str = "Examples:
   baton nic set lro=reorder tso=on adaptive-rx=on
   baton nic set rx-usecs=50 rx-frames=16
   baton nic set queues=2 rss-key=symmetric rss-indir=balanced
+  baton nic set connections=256 memory=64M processor=80
   baton nic filter add in tcp dport 22 drop
   baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
 
-`show` and `set` are for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do
-all this: see `ethtool -K` and `-C`. `attach` puts large receive in front of any of them, whether a Baton runs or not.";
+What a NIC has room for (connections, memory, processor, when-full) and its programs' doorbells can always be set; the other settings are for
+a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do these things: see
+`ethtool -K` and `-C`. `attach` puts large receive in front of any of them, whether a Baton runs or not.";
 
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
@@ -118,7 +120,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 27] = [
+const FIGURES: [(Counter, &str); 30] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -146,6 +148,9 @@ const FIGURES: [(Counter, &str); 27] = [
     (Counter::Cut, "large frames cut into segments"),
     (Counter::CutSegments, "segments cut from them"),
     (Counter::Uncut, "large frames refused"),
+    (Counter::Announcements, "announcements of what the NIC has room for"),
+    (Counter::Exceeded, "commands beyond what was announced"),
+    (Counter::TooBusy, "times that the processor was too busy for further connections"),
 ];
 
 /// Of each worker: nanoseconds of rounds that found work, frames, connections, buckets that it has given to other
@@ -194,6 +199,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         let shown = json!({
             "settings": settings, "counters": figures(counters), "mean_aggregate_bytes": mean,
             "workers": workers_in_json(workers), "nics": nics, "addresses": addresses::to_json(&addresses),
+            "too_full": statistics.full, "colder": statistics.colder,
         });
         println!("{shown}");
         return Ok(true);
@@ -212,6 +218,8 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     let [starved, hung] = nics.fold([0, 0], |[starved, hung], (_, nic)| [starved + nic.starved, hung + nic.hung]);
     println!("{starved:>14}  times that a worker wanted to run and got no processor");
     println!("{hung:>14}  NICs ended since they hung");
+    println!("{:>14}  moves to the NIC that it was too full for", statistics.full);
+    println!("{:>14}  connections returned from it since others carried more", statistics.colder);
     if statistics.nics.len() > 1 {
         print_nics(&statistics, arguments.nic);
     } else if workers.len() > 1 {

@@ -1,9 +1,11 @@
-//! `--nics` and `--device`: several NICs for one agent.
+//! `--nics` and `--device`: several NICs for one agent; `--nic-connections` and its like: what each has room for.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use baton_abi::layout::nic::MAX_NICS;
 use baton_agent::AgentSettings;
 use baton_linux::rtnetlink;
+use baton_offloads::{Limits, Offloads};
+use baton_protocol::nic::NicSettings;
 use clap::Args;
 
 #[derive(Args)]
@@ -16,6 +18,44 @@ pub struct NicsArguments {
     /// be given several times.
     #[arg(long = "device", value_name = "NAME")]
     devices: Vec<String>,
+    #[command(flatten)]
+    limits: LimitArguments,
+}
+
+/// What a NIC has room for. `baton nic set` changes it at run time.
+#[derive(Args, Clone, Default)]
+pub struct LimitArguments {
+    /// If a Baton is started: most connections that each NIC has at a time, the busiest of those that are to go there.
+    #[arg(long, value_name = "N")]
+    nic_connections: Option<String>,
+    /// Most bytes of send and receive memory that they have there, such as 64M.
+    #[arg(long, value_name = "BYTES")]
+    nic_memory: Option<String>,
+    /// Percent of its time for which a NIC may be busy: while it is busier, no further connection goes there.
+    #[arg(long, value_name = "PERCENT")]
+    nic_processor: Option<String>,
+}
+
+impl LimitArguments {
+    /// The limits.
+    ///
+    /// # Errors
+    /// With the option's name, if a value is none that [`Offloads::set`] takes.
+    pub fn limits(&self) -> Result<Limits> {
+        let mut offloads = Offloads::default();
+        let given = [("connections", &self.nic_connections), ("memory", &self.nic_memory), ("processor", &self.nic_processor)];
+        for (key, value) in given {
+            if let Some(value) = value {
+                offloads.set(&format!("{key}={value}")).map_err(|why| anyhow!("--nic-{why}"))?;
+            }
+        }
+        Ok(offloads.limits)
+    }
+
+    /// Whether any is given.
+    pub fn is_given(&self) -> bool {
+        [&self.nic_connections, &self.nic_memory, &self.nic_processor].iter().any(|value| value.is_some())
+    }
 }
 
 fn number(text: &str) -> Result<usize, String> {
@@ -31,11 +71,12 @@ impl NicsArguments {
 
     /// Whether anything but the usual one NIC is asked for.
     pub fn is_given(&self) -> bool {
-        self.nics > 1 || !self.devices.is_empty()
+        self.nics > 1 || !self.devices.is_empty() || self.limits.is_given()
     }
 
     /// Fails if the devices cannot be dealt in the calling thread's network namespace.
     pub fn check(&self) -> Result<()> {
+        self.limits.limits()?;
         if self.nics == 1 && !self.devices.is_empty() {
             bail!("--device says which of several NICs has a device, and one NIC has them all: add --nics 2");
         }
@@ -56,9 +97,11 @@ impl NicsArguments {
         Ok(())
     }
 
-    /// Adds them to an agent's settings.
+    /// Adds them to an agent's settings. They have been checked.
     pub fn apply(&self, settings: AgentSettings) -> AgentSettings {
-        AgentSettings { nics: self.nics, devices: self.devices.clone(), ..settings }
+        let offloads = Offloads { limits: self.limits.limits().unwrap_or_default(), ..settings.nic.offloads };
+        let nic = NicSettings { offloads, ..settings.nic };
+        AgentSettings { nics: self.nics, devices: self.devices.clone(), nic, ..settings }
     }
 }
 
@@ -76,9 +119,28 @@ mod tests {
     }
 
     #[test]
+    fn limits_are_checked() {
+        let limits = |connections: Option<&str>, memory: Option<&str>| {
+            let arguments = LimitArguments {
+                nic_connections: connections.map(Into::into),
+                nic_memory: memory.map(Into::into),
+                nic_processor: None,
+            };
+            arguments.limits().map_err(|why| why.to_string())
+        };
+        let set = Limits { connections: Some(0), memory: Some(64 << 20), ..Limits::default() };
+        assert_eq!(limits(Some("0"), Some("64M")), Ok(set));
+        assert_eq!(limits(None, None), Ok(Limits::default()));
+        assert!(limits(Some("many"), None).is_err_and(|why| why.starts_with("--nic-connections=many: expected a number")));
+        assert!(limits(None, Some("-1")).is_err_and(|why| why.contains("--nic-memory=-1: expected a number of bytes")));
+    }
+
+    #[test]
     fn devices_are_checked() {
-        let arguments =
-            |nics, devices: &[&str]| NicsArguments { nics, devices: devices.iter().map(ToString::to_string).collect() };
+        let arguments = |nics, devices: &[&str]| {
+            let devices = devices.iter().map(ToString::to_string).collect();
+            NicsArguments { nics, devices, limits: LimitArguments::default() }
+        };
         let why = |nics, devices| arguments(nics, devices).check().expect_err("it is wrong").to_string();
         assert!(why(1, &["lo"]).contains("--nics 2"));
         assert!(why(2, &["lo", "lo"]).contains("twice"));

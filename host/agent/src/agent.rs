@@ -491,6 +491,7 @@ impl Agent {
             Err(refusal) => {
                 let transient = refusal.is_transient();
                 self.statistics.deferred += u64::from(transient);
+                self.statistics.full += u64::from(*refusal == Refusal::Full);
                 Reply::Stayed { reason: refusal.to_string(), transient }
             }
         };

@@ -117,6 +117,7 @@ impl Agent {
                 let reply = match answer {
                     Ok(()) => {
                         self.nics[nic].has_set(&offloads);
+                        self.moves.placements[nic].look_now();
                         self.keep(&Kept::Offloads(nic, offloads), &[]);
                         Reply::Done
                     }

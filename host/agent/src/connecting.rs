@@ -146,7 +146,7 @@ impl Agent {
         let image = Image { link: way.link, mtu: way.mtu, ..Image::open(connection.flow) };
         self.write_opening(session, &connection, &image);
         let command = Message::control(Operation::NicControl, Control::Connect, cid, retries, 0);
-        let begun = self.nics[nic].post(command);
+        let begun = self.nics[nic].post_within(command);
         // If the NIC refuses it, the kernel opens the connection.
         if let Err(refusal) = begun {
             self.nics[nic].give_slot(cid);

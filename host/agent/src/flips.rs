@@ -219,7 +219,7 @@ impl Agent {
 
     /// Begins a move for which nobody has asked now, to wherever the connection is not and should be. A connection
     /// whose program was inside an operation for too long the last time stays.
-    fn begin_unasked(&mut self, session: u32, number: u32, flips: bool) {
+    pub(crate) fn begin_unasked(&mut self, session: u32, number: u32, flips: bool) {
         let attacher = self.is_attacher(session);
         let Some(connection) = self.connection(session, number) else { return };
         match connection.stage() {
@@ -292,7 +292,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return };
         match conclusion {
             Conclusion::Stays(Refusal::Attaching) if connection.attached => self.attach_devices(),
-            Conclusion::Stays(Refusal::Attaching | Refusal::Searching) => return,
+            Conclusion::Stays(Refusal::Attaching | Refusal::Searching | Refusal::Full) => return,
             _ => {}
         }
         let Some(connection) = self.connection(session, number) else { return };

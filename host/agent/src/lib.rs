@@ -43,6 +43,7 @@ mod nic;
 mod nic_requests;
 mod owned;
 mod perform;
+mod placement;
 mod record;
 mod recovery;
 mod released;

@@ -97,7 +97,7 @@ struct Listener {
 
 /// Grants a NIC a slot for a listener's next connection. None if it has no slot, or no room for the command.
 fn grant_slot(nic: &mut NicProcess, hardware: &Hardware, listener: u32) -> Option<Cid> {
-    let cid = nic.take_slot()?;
+    let cid = nic.take_slot_to_grant()?;
     // A record that is there is of an earlier occupant.
     unpublish(&hardware.memory, cid.slot());
     if nic.post(Message::control(Operation::NicControl, Control::Grant, cid, listener, 0)).is_err() {
@@ -588,6 +588,10 @@ impl Agent {
         }
         let image = adapt(connection, image, &saved, way.as_ref().ok())?;
         let memory = memory::take(open, &image, limits).ok_or(Refusal::NoRoom)?;
+        if !ground.nics.get_mut(cid.nic()).is_some_and(|nic| nic.promise_memory(cid, memory)) {
+            memory::give(open, memory);
+            return Err(Refusal::NoRoom);
+        }
         let handed_off_at = monotonic_micros();
         let journalled = Entry::new(session, number, cid, saved.clone()).copied(&image, memory, handed_off_at);
         if !journal::write(ground.nic_memory, Phase::Copied, &journalled) {

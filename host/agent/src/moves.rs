@@ -6,18 +6,25 @@
 
 use crate::agent::Agent;
 use crate::attaching::ForDevices;
-use crate::connection::{Asker, Connection, Stage, Then, Waiting};
+use crate::connection::{Asker, Connection, OnNic, Stage, Then, Waiting};
 use crate::journal;
 use crate::memory;
 use crate::perform::Performer;
+use crate::placement::Placement;
+use crate::record::read_record;
 use crate::wanted::Requests;
-use baton_abi::Cid;
+use baton_abi::layout::nic::MAX_NICS;
+use baton_abi::layout::{block, nic};
+use baton_abi::resource::{PAGE, pages};
+use baton_abi::{Cid, Resource};
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Move, Refusal};
+use baton_offloads::WhenFull;
+use baton_policy::{Demand, Place as At, Sample};
 use baton_protocol::program::{Place, Reply, Until};
 use baton_supervision::Leave;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
 /// Share of a round for each kind of work on moves, in microseconds. A move that has begun is finished.
@@ -54,6 +61,8 @@ pub(crate) struct Moves {
     returning: VecDeque<(Key, &'static str)>,
     /// Sessions whose attachers have been asked for descriptors.
     pub fetching: Vec<u32>,
+    /// Who goes to each NIC that is full.
+    pub placements: [Placement; MAX_NICS],
     /// Moves that attachers have not been asked for yet, by session.
     pub unsent: BTreeMap<u32, Requests>,
     /// Moves and requests that are queued until the programs are attached to the host's devices.
@@ -83,7 +92,7 @@ impl Moves {
             () if !self.returning.is_empty() => 0,
             () if !self.suggested.is_empty() => LOOK.min(IDLE),
             () if !self.under_way.is_empty() => LOOK,
-            () => return None,
+            () => return self.placements.iter().filter_map(Placement::wait).min(),
         };
         Some(Duration::from_micros(micros))
     }
@@ -95,6 +104,88 @@ pub(crate) fn named(sessions: &mut [Option<crate::session::Session>], (session, 
     (connection.serial == serial).then_some(connection)
 }
 
+/// Why a connection leaves a NIC that is full.
+const COLDER: &str = "the NIC is full, and others carry more";
+
+/// Moves connections to and from NICs that are full.
+fn place(agent: &mut Agent) {
+    for nic in 0..agent.nics.len() {
+        let now = monotonic_micros();
+        if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
+            look_at(agent, nic, now);
+        }
+        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has(Resource::Connections, 1)) {
+            if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
+                agent.attend(key.0);
+                agent.begin_unasked(key.0, key.1, false);
+            }
+        }
+    }
+}
+
+/// Decides which connections a NIC that is full is to have.
+fn look_at(agent: &mut Agent, nic: usize, now: u64) {
+    let Known { samples, keys, connections, pages } = samples(agent, nic);
+    let (limits, room) = (agent.nics[nic].settings().offloads.limits, &agent.nics[nic].room);
+    let most = limits.connections.map_or(usize::MAX, |most| most as usize);
+    let most_pages = limits.memory.map_or(u64::MAX, |bytes| bytes / u64::from(PAGE));
+    let over = (connections.saturating_sub(most), u64::from(pages).saturating_sub(most_pages) as u32);
+    let demand = Demand { over, free: room.free(Resource::Connections) as usize, swaps: limits.when_full == WhenFull::Coldest };
+    let leave = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, demand, now);
+    for (session, number, serial) in leave.iter().filter_map(|serial| keys.get(serial)) {
+        agent.statistics.colder += 1;
+        agent.moves.placements[nic].note_leaving((*session, *number, *serial));
+        agent.return_soon(*session, *number, COLDER);
+    }
+}
+
+/// What is known of the connections of a NIC, and of those that wait for it.
+#[derive(Default)]
+struct Known {
+    samples: Vec<Sample>,
+    /// By serial number, of those on the NIC.
+    keys: HashMap<u64, Key>,
+    /// Of those on the NIC, and on their way there: how many, and their pages.
+    connections: usize,
+    pages: u32,
+}
+
+fn samples(agent: &mut Agent, nic: usize) -> Known {
+    let mut known = Known::default();
+    let memory = &agent.hardware[nic].memory;
+    for (session, entry) in agent.sessions.iter().enumerate() {
+        for connection in entry.iter().flat_map(|entry| entry.connections.iter().flatten()) {
+            let Some(cid) = connection.cid.filter(|cid| cid.nic() == nic) else { continue };
+            if connection.is_leaving() || connection.must_return().is_some() {
+                continue;
+            }
+            let on_nic = connection.on_nic.as_deref().map(OnNic::memory);
+            let pages = on_nic.map_or(0, |memory| pages(memory.receive.1, memory.send.1));
+            known.connections += 1;
+            known.pages = known.pages.saturating_add(pages);
+            if connection.stage() == Stage::Nic && !connection.closed && !connection.opening {
+                let record = read_record(memory, nic::slot(cid.slot()));
+                let carried = record.map(|record| record.snd_una.wrapping_add(record.rcv_nxt));
+                known.samples.push(Sample { key: connection.serial, place: At::Nic, carried, pages });
+                known.keys.insert(connection.serial, (session as u32, connection.number(), connection.serial));
+            }
+        }
+    }
+    for key in agent.moves.placements[nic].waiting() {
+        let connection = named(&mut agent.sessions, key).filter(|connection| connection.goes_by_itself(false));
+        match connection.map(|connection| (connection.stage(), connection)) {
+            Some((Stage::Kernel, connection)) => {
+                // Of an attached program nobody counts what it sends and receives.
+                let carried = (!connection.attached).then(|| connection.block.load(block::TRAFFIC));
+                known.samples.push(Sample { key: key.2, place: At::Waits, carried, pages: 0 });
+            }
+            Some((_, connection)) if connection.is_leaving() || connection.must_return().is_some() => {}
+            _ => agent.moves.placements[nic].forget(key.2),
+        }
+    }
+    known
+}
+
 impl Agent {
     /// Does a slice of each kind of work on moves.
     pub(crate) fn work_on_moves(&mut self) {
@@ -103,6 +194,7 @@ impl Agent {
         self.advance_moves();
         self.return_connections();
         self.begin_suggested();
+        place(self);
         self.flip();
         self.begin_search();
     }

@@ -1,19 +1,22 @@
 //! The NIC process as the agent sees it: its start, its commands, its notifications and its end.
 
 use crate::answers::After;
+use crate::connection::Memory;
 use crate::ground::Shape;
 use crate::host_tcp::{HostTcp, Shared};
 use crate::journal;
 use crate::nic_requests::{Answered, Requests};
 use crate::owned::OwnedNic;
+use crate::placement::Gate;
 use crate::session::OpenSession;
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
-use baton_abi::{Cid, Control, Message, Operation, RESET_PEER};
+use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout, slot};
+use baton_abi::resource::pages;
+use baton_abi::{Announcement, Cid, Control, Message, Operation, RESET_PEER, Resource};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::{process, starter};
-use baton_moves::{Inbox, Refusal};
+use baton_moves::{Inbox, Refusal, Room};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::nic::{NicSettings, ToAgent, ToNic};
@@ -93,8 +96,10 @@ pub(crate) struct NicProcess {
     /// Sessions that end on the NIC, in the order in which it answers, and those that have ended there.
     detaching: VecDeque<u32>,
     detached: Vec<u32>,
-    /// Number of connections that it has room for, as advertised.
-    pub room: u32,
+    /// What it has room for, as announced.
+    pub room: Room,
+    /// Who may take a slot.
+    pub gate: Gate,
     free: FreeSlots,
     /// The process has been ended: it gets no more commands.
     ended: bool,
@@ -197,7 +202,7 @@ impl NicProcess {
         let mut process = process;
         let (own_addresses, between_probes) = await_start(&ours).inspect_err(|_| process.end())?;
         let slots = settings.slots as u32;
-        Ok(NicProcess {
+        let mut nic = NicProcess {
             process,
             requests: Requests::new(ours),
             answered: VecDeque::new(),
@@ -211,12 +216,16 @@ impl NicProcess {
             dropping: BTreeMap::new(),
             detaching: VecDeque::new(),
             detached: Vec::new(),
-            room: slots,
+            room: Room::default(),
+            gate: Gate::default(),
             free: FreeSlots::read(&hardware.memory, settings.number, slots),
             ended: false,
             own_addresses,
             between_probes,
-        })
+        };
+        // What it has room for, behind what the last NIC has left in the ring.
+        nic.receive();
+        Ok(nic)
     }
 
     /// The settings with which it runs.
@@ -300,13 +309,36 @@ impl NicProcess {
         self.answered.extend(unanswered.map(|after| (after, Err(GONE.into()))));
     }
 
-    /// Takes a free slot, if the NIC advertised room, and returns its cid.
+    /// Takes a free slot for a connection that goes to the NIC, if that has announced room, and returns its cid.
     pub fn take_slot(&mut self) -> Option<Cid> {
-        if self.room == 0 { None } else { self.free.take(&self.memory) }
+        if !self.room.has(Resource::Connections, 1) {
+            return None;
+        }
+        let cid = self.free.take(&self.memory)?;
+        self.room.promise_connection(cid.slot());
+        Some(cid)
+    }
+
+    /// Takes a free slot for a connection that the NIC is to make, and returns its cid.
+    pub fn take_slot_to_grant(&mut self) -> Option<Cid> {
+        self.free.take(&self.memory)
+    }
+
+    /// Promises a connection memory on the NIC, instead of what it has there. False if the NIC has not announced room
+    /// for it.
+    pub fn promise_memory(&mut self, cid: Cid, memory: Memory) -> bool {
+        self.room.promise_memory(cid.slot(), pages(memory.receive.1, memory.send.1))
+    }
+
+    /// Pages of the memory that a slot's parameters name.
+    fn pages_of(&self, cid: Cid) -> u32 {
+        let parameter = |at: usize| self.memory.word32(nic::slot(cid.slot()) + slot::PARAMETERS + 4 * at).load(Ordering::Acquire);
+        pages(parameter(2), parameter(4))
     }
 
     /// Frees a slot.
     pub fn give_slot(&mut self, cid: Cid) {
+        self.room.end(cid.slot());
         journal::note_next_name(&self.memory, cid.next_generation());
         self.free.names.insert(cid.slot(), cid.next_generation());
     }
@@ -527,6 +559,8 @@ impl NicProcess {
             return Err(Refusal::NoRoom);
         }
         self.commands.publish();
+        let pages = self.pages_of(message.cid);
+        self.room.sent(&message, |_| pages);
         if must_ring(self.memory.word32(nic::SLEEPING)) {
             self.bell.ring();
         }
@@ -538,9 +572,15 @@ impl NicProcess {
         self.ended || self.commands.has_room(COMMANDS)
     }
 
-    /// Sends a command whose answer [`NicProcess::inbox`] returns as one. See [`NicProcess::post`] for the errors.
+    /// As [`NicProcess::post`], within what the NIC has announced.
+    pub fn post_within(&mut self, command: Message) -> Result<(), Refusal> {
+        self.post(self.room.name(command))
+    }
+
+    /// Sends a command whose answer [`NicProcess::inbox`] returns as one, within what the NIC has announced. See
+    /// [`NicProcess::post`] for the errors.
     pub fn ask(&mut self, command: Message) -> Result<(), Refusal> {
-        self.post(command)?;
+        self.post_within(command)?;
         self.inbox.expect(&command);
         Ok(())
     }
@@ -563,11 +603,17 @@ impl NicProcess {
             let words = self.events.pop()?;
             self.events.release();
             match Message::from_words(words) {
-                Some(Message { operation: Operation::OsResource, length, .. }) => self.room = length,
+                Some(message) if message.operation == Operation::OsResource => self.hear(&message),
                 Some(message) if self.is_own(&message) => {}
                 Some(message) => return Some(message),
                 None => {}
             }
+        }
+    }
+
+    fn hear(&mut self, message: &Message) {
+        if let Some(announcement) = Announcement::from_message(message) {
+            self.room.hear(&announcement);
         }
     }
 

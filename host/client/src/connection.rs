@@ -523,6 +523,13 @@ impl Connection {
         self.load(block::PROCESSOR).checked_sub(1)
     }
 
+    /// Counts bytes that the program has sent or received in the kernel: by these the agent finds which connections are
+    /// worth a place on a NIC that is full. Where threads count at the same time, or the connection moves meanwhile, a
+    /// count may be lost.
+    pub fn count_in_kernel(&self, bytes: u32) {
+        self.store(block::TRAFFIC, self.load(block::TRAFFIC).wrapping_add(bytes));
+    }
+
     /// Notes whether the program has closed it: the agent may die before it reads the request that says so, and the
     /// next one looks here.
     pub(crate) fn note_closed(&self, closed: bool) {

@@ -215,7 +215,10 @@ impl Session {
             return Ok(bytes.len());
         }
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
-        if entered.owner == Owner::Nic { self.shared.send(connection, ME, bytes) } else { socket::send(fd.as_fd(), bytes) }
+        if entered.owner == Owner::Nic {
+            return self.shared.send(connection, ME, bytes);
+        }
+        counted(connection, socket::send(fd.as_fd(), bytes))
     }
 
     /// Makes a buffer for [`Session::post`], in memory that the NIC can write.
@@ -260,7 +263,7 @@ impl Session {
         if entered.owner == Owner::Nic {
             posts.advance(&self.shared, connection, ME)
         } else {
-            posts.advance_in_kernel(|out| socket::receive(fd.as_fd(), out))
+            posts.advance_in_kernel(|out| counted(connection, socket::receive(fd.as_fd(), out)))
         }
     }
 
@@ -286,7 +289,10 @@ impl Session {
             return Ok(received);
         }
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
-        if entered.owner == Owner::Nic { self.shared.receive(connection, ME, out) } else { socket::receive(fd.as_fd(), out) }
+        if entered.owner == Owner::Nic {
+            return self.shared.receive(connection, ME, out);
+        }
+        counted(connection, socket::receive(fd.as_fd(), out))
     }
 
     /// Shuts down the sending side.
@@ -413,4 +419,12 @@ impl Session {
         self.catch_up();
         Ok(())
     }
+}
+
+/// Counts bytes that the kernel has sent or received for a connection.
+fn counted(connection: &Connection, done: io::Result<usize>) -> io::Result<usize> {
+    if let Ok(bytes) = &done {
+        connection.count_in_kernel(*bytes as u32);
+    }
+    done
 }

@@ -2,7 +2,7 @@
 
 use crate::refusal::Refusal;
 use alloc::collections::{BTreeMap, VecDeque};
-use baton_abi::{ALREADY_HERE, Cid, Control, ENDED, Message, NOT_YET, Operation};
+use baton_abi::{ALREADY_HERE, Cid, Control, ENDED, EXCEEDED, Message, NOT_YET, Operation};
 
 /// A message that is to be handled now.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -108,6 +108,7 @@ fn answer_to((cid, kind): &(Cid, u16), message: &Message) -> Option<Result<(), R
             NOT_YET => Refusal::Acknowledged,
             ALREADY_HERE => Refusal::StillThere,
             ENDED => Refusal::Ended,
+            EXCEEDED => Refusal::NoRoom,
             reason => Refusal::Refused(reason),
         })),
         _ => None,

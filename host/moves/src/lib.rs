@@ -29,6 +29,7 @@ mod backoff;
 mod inbox;
 mod machine;
 mod refusal;
+mod room;
 mod step;
 
 pub use action::{Action, Conclusion, Outcome, Source, World};
@@ -36,4 +37,5 @@ pub use backoff::Backoff;
 pub use inbox::{Arrived, Inbox};
 pub use machine::{ANSWER_LIMIT, Barrier, Event, GROW_LIMIT, Goal, Move, QUIESCE_LIMIT, QUIET};
 pub use refusal::Refusal;
+pub use room::Room;
 pub use step::{Custody, Death, Fate, Phase, Step};

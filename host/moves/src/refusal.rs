@@ -167,6 +167,9 @@ pub enum Refusal {
     /// The NIC, or its session's memory, has no room.
     #[error("the NIC has no room for it")]
     NoRoom,
+    /// The NIC has announced no room for it, or others carry more.
+    #[error("the NIC is full: it goes there when there is room, or when it carries more than others there")]
+    Full,
     /// The agent needs the descriptors that it has left for itself; how many it may have.
     #[error(
         "the agent has no descriptor left for it: it may have {0} (raise the hard limit, ulimit -Hn, of whoever starts Baton)"
@@ -216,6 +219,7 @@ impl Refusal {
                 | NoCarrier
                 | Attaching
                 | NoRoom
+                | Full
                 | NicGone
                 | AnotherNic
                 | Rebound
@@ -282,9 +286,15 @@ mod tests {
 
     #[test]
     fn what_may_pass_is_not_for_good() {
-        for refusal in
-            [Refusal::NoRoom, Refusal::Busy, Refusal::NoNeighbour, Refusal::NoRoute, Refusal::Unproved, Refusal::Shared]
-        {
+        for refusal in [
+            Refusal::NoRoom,
+            Refusal::Full,
+            Refusal::Busy,
+            Refusal::NoNeighbour,
+            Refusal::NoRoute,
+            Refusal::Unproved,
+            Refusal::Shared,
+        ] {
             assert!(!refusal.is_for_good(), "{refusal}");
         }
         assert!(Refusal::Mptcp.is_for_good() && Refusal::Lost("connect", "refused".into()).is_for_good());

@@ -360,6 +360,9 @@ pub mod block {
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known.
     /// Written by the NIC.
     pub const PROCESSOR: usize = 52;
+    /// The same word while the kernel owns the connection: bytes that the program has sent and received meanwhile,
+    /// modulo 2³², from wherever it begins. Written by the program.
+    pub const TRAFFIC: usize = PROCESSOR;
 
     /// Linux's number of the error for which the NIC could not open the connection, 0 for none. Written by the agent.
     pub const ERROR: usize = 56;
@@ -549,10 +552,16 @@ pub enum Counter {
     BadResolution,
     /// Offloaded connections that are dormant at present.
     Dormant,
+    /// Announcements of what there is room for (`os_resource`).
+    Announcements,
+    /// Commands of the agent's beyond what was announced, which are refused.
+    Exceeded,
+    /// Times that the NIC began to announce no room since its processor was too busy.
+    TooBusy,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 44;
+pub const COUNTERS: usize = 47;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::pulse(nic::MAX_WORKERS) <= nic::COMMANDS);

@@ -51,7 +51,9 @@ const _: () = assert!(1 << (32 - Cid::NIC_SHIFT) == MAX_NICS);
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u8)]
 pub enum Operation {
-    /// `nic_handoff(connection)`: the image and parameters lie in the connection's slot.
+    /// `nic_handoff(connection)`: the image and parameters lie in the connection's slot. The length field names the
+    /// announcement that it keeps to (see [`crate::resource`]), as it does in [`Control::Mirror`], [`Control::Resume`],
+    /// [`Control::Grant`] and [`Control::Connect`].
     NicHandoff = 1,
     /// `nic_restore(cid)`: stop the connection, write its image, and hold the frames that arrive from then on.
     NicRestore = 2,
@@ -71,7 +73,7 @@ pub enum Operation {
     OsAck = 18,
     /// `os_ctrl(cid, command)`: the connection's state has changed, or a command has completed.
     OsControl = 19,
-    /// `os_resource(type, number)`: how many of a resource are free.
+    /// `os_resource(type, number)`: how much the NIC has room for, see [`crate::resource`].
     OsResource = 20,
     /// `os_restore(cid)`: the NIC asks the host to take the connection back; see [`RestoreCause`].
     OsRestore = 21,
@@ -242,6 +244,9 @@ pub const NOT_YET: u32 = 8;
 /// program's ring.
 pub const ENDED: u32 = 9;
 
+/// Reason of a refusal: the command goes beyond what the NIC has announced room for (see [`crate::resource`]).
+pub const EXCEEDED: u32 = 10;
+
 /// Reason of a refusal: the NIC has a connection with the same 4-tuple. It may be one that it has made from a SYN
 /// cookie a moment ago, which the agent is about to drop.
 pub const ALREADY_HERE: u32 = 6;
@@ -275,7 +280,8 @@ pub const HOLD: u16 = 8;
 pub struct Message {
     /// The operation.
     pub operation: Operation,
-    /// The [`Control`] number of a control message; [`MORE`], [`ANSWER`], [`FETCH`] and [`HOLD`] in `nic_send`; else 0.
+    /// The [`Control`] number of a control message; [`MORE`], [`ANSWER`], [`FETCH`] and [`HOLD`] in `nic_send`;
+    /// else 0.
     pub kind: u16,
     /// The connection.
     pub cid: Cid,

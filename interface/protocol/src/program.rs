@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 14;
+pub const VERSION: u32 = 15;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -636,6 +636,10 @@ pub struct Statistics {
     pub failed_moves: u64,
     /// Moves given up for a transient reason.
     pub deferred: u64,
+    /// Of these: since the NIC was full.
+    pub full: u64,
+    /// Connections returned from a NIC that was full, since others carried more.
+    pub colder: u64,
     /// Connections restored after the NIC's death.
     pub recovered: u64,
     /// Connections lost at the NIC's death: must stay 0.

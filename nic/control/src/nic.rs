@@ -10,6 +10,7 @@ use crate::rules::{self, Rules};
 use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{self, Counter, nic};
+use baton_abi::resource::PAGE;
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datagrams::Place;
 use baton_datapath::{
@@ -353,6 +354,7 @@ impl Runner {
             active_ack: settings.offloads.active_ack,
             closed: settings.owned,
             beside: settings.beside,
+            limits: limits(&settings.offloads.limits),
             ..WorkerSettings::default()
         };
         let now = Instant(monotonic_micros());
@@ -361,6 +363,9 @@ impl Runner {
         let processors = process::allowed_cpus().iter().max().map_or(0, |most| most + 1);
         if let Some(peers) = peers {
             worker.join(peers, now);
+        }
+        if front.is_some() {
+            worker.review(now, 0);
         }
         Ok(Runner {
             worker,
@@ -409,6 +414,7 @@ impl Runner {
                 pulse.beat();
             }
             if self.front.is_some() {
+                self.worker.review(now, self.busy_nanos);
                 self.serve_new_messages()?;
             }
             self.take_new_bells()?;
@@ -645,6 +651,16 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
         moderation: set.moderation,
         doorbells: set.doorbells,
         active_ack: set.active_ack,
+        limits: limits(&set.limits),
+    }
+}
+
+/// What the NIC has room for, as the datapath counts it.
+fn limits(set: &baton_offloads::Limits) -> baton_datapath::Limits {
+    baton_datapath::Limits {
+        connections: set.connections.unwrap_or(u32::MAX),
+        pages: set.memory.map_or(u32::MAX, |bytes| u32::try_from(bytes / u64::from(PAGE)).unwrap_or(u32::MAX)),
+        processor: set.processor.map_or(100, u32::from),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Messages to the agent that found its ring full. They wait here in order, and the NIC does not sleep until they are
 //! sent.
 
-use baton_abi::{Control, FOR_AGENT, Message, Operation};
+use baton_abi::{Announcement, Control, FOR_AGENT, Message, Operation};
 use baton_ring::Producer;
 use baton_shm::RingWords;
 use std::collections::VecDeque;
@@ -22,11 +22,15 @@ impl Backlog {
         self.0.is_empty()
     }
 
-    /// Appends a message. A later `os_resource` replaces an earlier one, as a later `os_restore` of the same connection
-    /// does; an event that waits already is not repeated.
+    /// Appends a message. A later `os_resource` replaces an earlier one about the same, as a later `os_restore` of the
+    /// same connection does; an event that waits already is not repeated.
     #[cold]
     pub fn add(&mut self, message: Message) {
-        let same = |other: &&mut Message| other.operation == message.operation && other.cid == message.cid;
+        let resource = Announcement::from_message(&message).map(|announcement| announcement.resource);
+        let same = |other: &&mut Message| match resource {
+            None => other.operation == message.operation && other.cid == message.cid,
+            Some(_) => Announcement::from_message(other).map(|announcement| announcement.resource) == resource,
+        };
         match message.operation {
             Operation::OsResource | Operation::OsRestore => match self.0.iter_mut().find(same) {
                 Some(other) => *other = message,
@@ -54,7 +58,7 @@ impl Backlog {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_abi::Cid;
+    use baton_abi::{Cid, Resource};
 
     /// However often an address's state changes or a session breaks the rules while the agent does not read: there is
     /// one event of each. Each answer is an event of its own.
@@ -62,13 +66,16 @@ mod tests {
     fn events_that_repeat_take_no_more_room() {
         let mut backlog = Backlog::default();
         let event = |control, cid| Message::control(Operation::OsControl, control, Cid(cid), 0, 0);
-        for _ in 0..1000 {
+        for at in 1..1000 {
             backlog.add(event(Control::Addresses, 0));
             backlog.add(event(Control::Detach, 0));
             backlog.add(Message::new(Operation::OsRestore, Cid(7), 0, 0));
+            for resource in Resource::ALL {
+                backlog.add(Announcement { number: at, resource, taken: at.into(), free: 1 }.to_message());
+            }
         }
-        assert_eq!(backlog.0.len(), 3);
+        assert_eq!(backlog.0.len(), 5);
         (0..10).for_each(|_| backlog.add(event(Control::Done, 7)));
-        assert_eq!(backlog.0.len(), 13);
+        assert_eq!(backlog.0.len(), 15);
     }
 }

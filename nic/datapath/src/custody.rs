@@ -31,6 +31,8 @@ pub enum Refusal {
     NotYet = baton_abi::NOT_YET,
     /// The connection has ended, so there is nothing to restore.
     Ended = baton_abi::ENDED,
+    /// The command goes beyond what the NIC has announced room for.
+    Exceeded = baton_abi::EXCEEDED,
 }
 
 /// The owner of a connection.

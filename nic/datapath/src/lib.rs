@@ -27,6 +27,7 @@ mod offloaded;
 mod partial;
 mod peers;
 mod posted;
+mod resources;
 mod transmit;
 mod worker;
 
@@ -37,4 +38,5 @@ pub use gate::Gate;
 pub use listeners::ListenerSettings;
 pub use messages::MessageEndpoint;
 pub use peers::{Peers, Registers, crossbar, owner_of_messages};
+pub use resources::Limits;
 pub use worker::{HostWire, NoKernel, Worker, WorkerOffloads, WorkerSettings};

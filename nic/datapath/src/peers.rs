@@ -5,6 +5,7 @@ use crate::custody::Slot;
 use crate::listeners::ListenerSettings;
 use crate::messages::MessageEndpoint;
 use crate::offloaded::Pending;
+use crate::resources::Charges;
 use baton_abi::{Cid, Message};
 use baton_device::Frame;
 use baton_ring::{go_to_sleep, needs_doorbell, wake_up};
@@ -15,7 +16,7 @@ use baton_wire::{Endpoint, FlowKey};
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rtrb::{Consumer, Producer, RingBuffer};
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// The number of the front worker, which alone serves the rings of agent and programs and decides which worker owns
 /// which bucket.
@@ -143,6 +144,8 @@ struct Shared {
     connections: Vec<AtomicU64>,
     /// Number of frames of each bucket that each worker has ever processed.
     loads: Vec<[AtomicU64; BUCKETS]>,
+    /// What the slots hold of the NIC's resources: those of the first worker that joined.
+    charges: OnceLock<Arc<Charges>>,
 }
 
 /// The ring to another worker, and the calls that found it full.
@@ -187,6 +190,7 @@ pub fn crossbar(workers: usize, key: &Key, registers: Option<Registers>) -> Vec<
         sleeping: (0..workers).map(|_| AtomicU32::new(0)).collect(),
         connections: (0..workers).map(|_| AtomicU64::new(0)).collect(),
         loads: (0..workers).map(|_| [const { AtomicU64::new(0) }; BUCKETS]).collect(),
+        charges: OnceLock::new(),
     });
     if let Some(registers) = &registers {
         registers.set_hash(&Toeplitz::new(key));
@@ -329,6 +333,11 @@ impl Peers {
 
     pub(crate) fn set_connections(&self, count: u64) {
         self.shared.connections[self.me].store(count, Ordering::Release);
+    }
+
+    /// What the slots hold, which all workers share: `own`, if this is the first that joins.
+    pub(crate) fn share_charges(&self, own: &Arc<Charges>) -> Arc<Charges> {
+        self.shared.charges.get_or_init(|| own.clone()).clone()
     }
 
     /// Number of offloaded connections of all workers.

@@ -17,6 +17,7 @@ mod lending;
 mod messages;
 mod opening;
 mod programs;
+mod room;
 mod to_kernel;
 
 use crate::addresses::Addresses;
@@ -28,6 +29,7 @@ use crate::fragments::Fragments;
 use crate::gate::Gate;
 use crate::listeners::Listeners;
 use crate::peers::Call;
+use crate::resources::{Charges, Limits, Resources};
 use crate::transmit::Output;
 use agent::AgentLink;
 use ahead::Ahead;
@@ -82,6 +84,8 @@ pub struct WorkerSettings {
     /// The NIC is beside the kernel, which has network devices of its own: frames that are not the NIC's are not passed
     /// on.
     pub beside: bool,
+    /// What the NIC has room for, beside its slots.
+    pub limits: Limits,
 }
 
 impl Default for WorkerSettings {
@@ -102,6 +106,7 @@ impl Default for WorkerSettings {
             active_ack: false,
             closed: false,
             beside: false,
+            limits: Limits::default(),
         }
     }
 }
@@ -117,6 +122,8 @@ pub struct WorkerOffloads {
     pub doorbells: baton_moderation::Mode,
     /// Active acknowledgements.
     pub active_ack: bool,
+    /// What the NIC has room for.
+    pub limits: Limits,
 }
 
 /// A worker between the kernel's interface `H` and the wire `W`.
@@ -127,6 +134,7 @@ pub struct Worker<H, W> {
     output: Output<W>,
     programs: Programs,
     agent: AgentLink,
+    resources: Resources,
     /// Present if there are several workers.
     crossbar: Option<Box<Crossbar>>,
     /// Present if there is a host's TCP to which connections can be lent.
@@ -190,6 +198,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             output: Output::new(wire, gate, settings.frame_bytes, !settings.quick_ack),
             programs: Programs::new(settings.slots),
             agent,
+            resources: Resources::new(Arc::new(Charges::new(settings.slots)), settings.limits),
             crossbar: None,
             host_tcp: None,
             lender: None,
@@ -227,7 +236,11 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Changes the offloads. Frames that wait go to the kernel first.
     pub fn set_offloads(&mut self, set: &WorkerOffloads, now: Instant) {
         self.broadcast(|| Call::Offloads(Box::new(*set)));
-        let WorkerOffloads { lro, moderation, doorbells, active_ack } = *set;
+        let WorkerOffloads { lro, moderation, doorbells, active_ack, limits } = *set;
+        self.resources.set(limits);
+        if room::serves_agent(self) {
+            room::advertise(self, true);
+        }
         if doorbells != self.settings.doorbells {
             self.settings.doorbells = doorbells;
             self.programs.sessions.iter_mut().flatten().for_each(|session| session.moderator = Moderator::new(doorbells));
@@ -240,6 +253,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.settings.moderation = moderation;
         self.to_kernel.set(self.settings.lro, moderation, &self.counters, now.0);
         self.due = now.0;
+    }
+
+    /// Announces what there is room for, the first time that this is called, and later as far as it depends on how busy
+    /// the workers are. To be called for the front worker once all have joined, then in each round. `busy` is the time,
+    /// in nanoseconds, for which this worker has been busy so far; the others' counters say theirs.
+    #[inline]
+    pub fn review(&mut self, now: Instant, busy: u64) {
+        room::review(self, now, busy);
     }
 
     /// Changes what frames have to pass between this worker and the wire, beginning with the next one. The settings of
@@ -514,6 +535,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let unsignalled = self.programs.sessions.iter().flatten().filter(|session| session.unsignalled > 0);
         let doorbells = unsignalled.filter_map(|session| session.moderator.due()).min();
         let handshakes = self.listeners.due().min(self.closed.due()).min(self.addresses_due()).min(self.connections.rounds.due());
+        let handshakes = handshakes.min(self.resources.reopens_at());
         let delivery = delivery.into_iter().chain(Some(handshakes).filter(|due| *due != u64::MAX));
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
         let others = others.chain(self.output.wire.next_passing());

@@ -81,7 +81,10 @@ fn other_frames_cross_unchanged() {
                     let next = MODES[number / 10 % 3];
                     let lro = baton_lro::LroSettings { mode: next, ..Default::default() };
                     let (moderation, active_ack) = (MODERATIONS[number / 30 % 3], number / 20 % 2 == 0);
-                    stage.worker.set_offloads(&WorkerOffloads { lro, moderation, doorbells: moderation, active_ack }, stage.now);
+                    stage.worker.set_offloads(
+                        &WorkerOffloads { lro, moderation, doorbells: moderation, active_ack, limits: Default::default() },
+                        stage.now,
+                    );
                 }
                 at_kernel.extend(Stage::out(&mut stage.kernel));
                 at_wire.extend(Stage::out(&mut stage.far));

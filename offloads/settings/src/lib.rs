@@ -12,7 +12,30 @@ use baton_moderation::Mode as Moderation;
 use core::fmt::Display;
 use serde::{Deserialize, Serialize};
 
-/// What the NIC does for the connections that the kernel runs.
+/// Who is on a NIC that is full.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum WhenFull {
+    /// Who carries most: the coldest connections return to the kernel for hotter ones.
+    #[default]
+    Coldest,
+    /// Who is there.
+    Refuse,
+}
+
+/// What a NIC has room for. None: as much as there is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub struct Limits {
+    /// Connections; 0 ends offloading.
+    pub connections: Option<u32>,
+    /// Bytes of send and receive memory of these.
+    pub memory: Option<u64>,
+    /// Percent of the workers' time: while they are busy for more, no connection more comes to the NIC.
+    pub processor: Option<u8>,
+    /// Who is there when it is full.
+    pub when_full: WhenFull,
+}
+
+/// What the NIC does for the connections that the kernel runs, and what it has room for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Offloads {
     /// Large sends: the kernel hands over frames of up to 64 KB, which the NIC cuts if the wire does not take them.
@@ -27,6 +50,9 @@ pub struct Offloads {
     pub doorbells: Moderation,
     /// How frames are spread over the NIC's workers.
     pub rss: baton_rss::RssSettings,
+    /// What it has room for.
+    #[serde(default)]
+    pub limits: Limits,
 }
 
 impl Default for Offloads {
@@ -39,6 +65,7 @@ impl Default for Offloads {
             moderation: Moderation::Off,
             doorbells: Moderation::Burst,
             rss: baton_rss::RssSettings::default(),
+            limits: Limits::default(),
         }
     }
 }
@@ -48,7 +75,12 @@ const ON_OFF: &[(&str, bool)] = &[("off", false), ("on", true)];
 const BELLS: &[(&str, Option<Moderation>)] =
     &[("off", None), ("on", Some(Moderation::Adaptive)), ("burst", Some(Moderation::Burst))];
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
+const FULL: &[(&str, WhenFull)] = &[("coldest", WhenFull::Coldest), ("refuse", WhenFull::Refuse)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
+
+/// Largest limits of connections, and of bytes of memory: what a NIC's announcements can express.
+const MOST_CONNECTIONS: u64 = 1 << 20;
+const MOST_MEMORY: u64 = 1 << 42;
 
 const KEYS: &str = "expected random, microsoft, symmetric, or 40 bytes in hexadecimal with colons between them";
 const TABLES: &str = "expected balanced, even, or up to 64 hexadecimal digits, each the worker of a bucket, repeated for all 128";
@@ -67,6 +99,26 @@ fn number(key: &str, value: &str, least: u64, most: u64) -> Result<u64, String> 
     let unit = [("-usecs", " (microseconds)"), ("-bytes", " (bytes)")].iter().find(|(of, _)| key.ends_with(of));
     let unit = unit.map_or("", |(_, unit)| unit);
     found.ok_or_else(|| format!("{key}={value}: expected a number from {least} to {most}{unit}"))
+}
+
+/// Parses a value that is a number from `least` to `most`, or `all` for no limit.
+fn limit(key: &str, value: &str, least: u64, most: u64) -> Result<Option<u64>, String> {
+    if value == "all" {
+        return Ok(None);
+    }
+    number(key, value, least, most).map(Some).map_err(|why| format!("{why}, or all"))
+}
+
+/// Parses a number of bytes, with K, M or G for their powers of 1024.
+fn bytes(key: &str, value: &str) -> Result<u64, String> {
+    let (digits, shift) = match value.char_indices().next_back() {
+        Some((at, 'K' | 'k')) => (&value[..at], 10),
+        Some((at, 'M' | 'm')) => (&value[..at], 20),
+        Some((at, 'G' | 'g')) => (&value[..at], 30),
+        _ => (value, 0),
+    };
+    let found = digits.parse::<u64>().ok().and_then(|found| found.checked_mul(1 << shift)).filter(|found| *found <= MOST_MEMORY);
+    found.ok_or_else(|| format!("{key}={value}: expected a number of bytes, such as 64M or 2G, or all"))
 }
 
 /// The word of a value.
@@ -125,6 +177,10 @@ impl Offloads {
             "rss-key" if value == "random" => self.rss.key = None,
             "rss-key" => self.rss.key = Some(value.parse().map_err(|_| format!("{key}={value}: {KEYS}"))?),
             "rss-indir" => self.rss.indirection = value.parse().map_err(|_| format!("{key}={value}: {TABLES}"))?,
+            "connections" => self.limits.connections = limit(key, value, 0, MOST_CONNECTIONS)?.map(|most| most as u32),
+            "memory" => self.limits.memory = if value == "all" { None } else { Some(bytes(key, value)?) },
+            "when-full" => self.limits.when_full = word(key, value, FULL)?,
+            "processor" => self.limits.processor = limit(key, value, 1, 99)?.map(|most| most as u8),
             _ => {
                 let known: Vec<&str> = self.list().iter().map(|(key, _)| *key).collect();
                 return Err(format!("{key}: unknown setting; known are {}", known.join(", ")));
@@ -161,6 +217,10 @@ impl Offloads {
         if self.moderation == Moderation::Burst {
             return Err("adaptive-rx=burst: expected one of off, on".into());
         }
+        let Limits { connections, memory, processor, when_full: _ } = self.limits;
+        between("connections", connections.unwrap_or(0).into(), 0, MOST_CONNECTIONS)?;
+        between("memory", memory.unwrap_or(0), 0, MOST_MEMORY)?;
+        between("processor", processor.unwrap_or(1).into(), 1, 99)?;
         between("queues", self.rss.queues.into(), 0, 16)
     }
 
@@ -192,6 +252,10 @@ impl Offloads {
             ("queues", if self.rss.queues == 0 { text(&"all") } else { text(&self.rss.queues) }),
             ("rss-key", self.rss.key.map_or(text(&"random"), |key| text(&key))),
             ("rss-indir", text(&self.rss.indirection)),
+            ("connections", self.limits.connections.map_or(text(&"all"), |most| text(&most))),
+            ("memory", self.limits.memory.map_or(text(&"all"), |most| text(&most))),
+            ("processor", self.limits.processor.map_or(text(&"all"), |most| text(&most))),
+            ("when-full", text(&name(&self.limits.when_full, FULL))),
         ]
         .into()
     }
@@ -206,6 +270,7 @@ mod tests {
         let mut wanted = Offloads { large_sends: true, active_ack: true, ..Offloads::default() };
         wanted.rss =
             baton_rss::RssSettings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
+        wanted.limits = Limits { connections: Some(0), memory: Some(3 << 30), processor: Some(70), when_full: WhenFull::Refuse };
         wanted.lro = baton_lro::LroSettings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };
         for moderation in [Moderation::Off, Moderation::Static { time: 50, frames: 8 }] {
             (wanted.moderation, wanted.doorbells) = (moderation, moderation);
@@ -241,6 +306,12 @@ mod tests {
             ("queues=0", "1 to 16"),
             ("rss-key=abc", "40 bytes"),
             ("rss-indir=0,1", "balanced"),
+            ("connections=-1", "0 to 1048576, or all"),
+            ("memory=32X", "such as 64M"),
+            ("memory=", "such as 64M"),
+            ("memory=99999999999G", "such as 64M"),
+            ("when-full=drop", "coldest, refuse"),
+            ("processor=0", "1 to 99, or all"),
             ("rings=4", "known are tso, lro,"),
         ] {
             let error = set.set(wrong).unwrap_err();

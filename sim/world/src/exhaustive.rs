@@ -154,7 +154,7 @@ fn scenario(traffic: Traffic, crashes: &[Planned]) -> Scenario {
             ..Impairments::default()
         },
         config: Config { receive_buffer: 1 << 16, nodelay: true, ..Config::default() },
-        offloads: Offloads::default(),
+        offloads: Offloads::NONE,
         programs,
         moves_every: INTERVAL,
         end_of_faults: END,

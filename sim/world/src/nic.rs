@@ -5,7 +5,7 @@ use crate::fault::Halt;
 use crate::port::{Killed, Port};
 use crate::scenario::Offloads;
 use baton_abi::layout;
-use baton_datapath::{HostWire, NoKernel, Worker, WorkerSettings, crossbar};
+use baton_datapath::{HostWire, Limits, NoKernel, Worker, WorkerSettings, crossbar};
 use baton_device::MAX_FRAME;
 use baton_lro::LroSettings;
 use baton_rss::{Key, RssSettings};
@@ -156,6 +156,7 @@ fn settings(offloads: &Offloads) -> WorkerSettings {
         lro: LroSettings { mode: offloads.lro, connections: SLOTS, aggregates: 4, hash_key, ..LroSettings::default() },
         moderation,
         // What waits for the kernel may be an aggregate.
+        limits: Limits { connections: offloads.room[0], pages: offloads.room[1], ..Limits::default() },
         frame_bytes: if moderation == baton_moderation::Mode::Off { FRAME_BYTES } else { MAX_FRAME },
         ..WorkerSettings::default()
     }
@@ -172,7 +173,9 @@ fn workers(
 ) -> Vec<Worker<Port, Port>> {
     let new = |host, wire| Worker::new(host, wire, memory.clone(), *settings, now);
     if number == 1 {
-        return vec![new(host.clone(), wire.clone())];
+        let mut worker = new(host.clone(), wire.clone());
+        worker.review(now, 0);
+        return vec![worker];
     }
     let peers = crossbar(number, &Key::MICROSOFT, None).into_iter().enumerate();
     let join = |(at, peers)| {
@@ -183,6 +186,7 @@ fn workers(
     };
     let mut workers: Vec<_> = peers.map(join).collect();
     workers[0].set_rss(&RssSettings::default(), &Key::MICROSOFT);
+    workers[0].review(now, 0);
     workers
 }
 

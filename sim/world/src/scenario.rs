@@ -24,7 +24,7 @@ pub(crate) struct Placed {
 }
 
 /// How all NICs are made.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Offloads {
     /// Large receive and moderation, for the connections that the kernels have.
     pub lro: Mode,
@@ -33,6 +33,14 @@ pub(crate) struct Offloads {
     pub workers: usize,
     /// The NIC, which has one worker then, keeps only the fast path of its connections; the rest is the host's TCP's.
     pub fast_path: bool,
+    /// What a NIC has room for: connections, and pages of memory; `u32::MAX` for all.
+    pub room: [u32; 2],
+}
+
+impl Offloads {
+    /// One worker, nothing for the kernels' connections, and no limits.
+    pub const NONE: Offloads =
+        Offloads { lro: Mode::Off, moderation: baton_moderation::Mode::Off, workers: 1, fast_path: false, room: [u32::MAX; 2] };
 }
 
 /// A run's plan.
@@ -119,6 +127,11 @@ fn offloads(rng: &mut Rng) -> Offloads {
             0 => baton_moderation::Mode::Static { time: 1 + rng.below(500) as u32, frames: 1 + rng.below(20) as u32 },
             1 => baton_moderation::Mode::Adaptive,
             _ => baton_moderation::Mode::Off,
+        },
+        room: match rng.below(6) {
+            0 => [rng.below(3) as u32, u32::MAX],
+            1 => [u32::MAX, 8 + rng.below(100) as u32],
+            _ => [u32::MAX; 2],
         },
     }
 }

@@ -13,7 +13,7 @@ use crate::scenario::{Placed, SESSIONS, Scenario, address, host_of};
 use crate::trace::{Happening, Trace};
 use crate::watch::{About, Watch};
 use baton_abi::Cid;
-use baton_abi::layout::{Owner, block, session};
+use baton_abi::layout::{COUNTERS, Counter, Owner, block, nic, session};
 use baton_sim::{Impairments, Rng};
 use baton_tcp::Instant;
 use baton_wire::TcpFrame;
@@ -442,7 +442,13 @@ impl World {
     fn check_host(&mut self, at: usize) {
         let host = &mut self.hosts[at];
         let lost = host.agent.as_ref().and_then(|agent| agent.lost.first().cloned());
-        let found = host.machine.failure.take().or(lost.map(|lost| format!("host {at}: {lost}")));
+        let exceeded =
+            host.machine.card.as_ref().map_or(0, |card| {
+                card.memory.words(nic::counters(0), COUNTERS)[Counter::Exceeded as usize].load(Ordering::Relaxed)
+            });
+        let exceeded = (exceeded > 0).then(|| format!("host {at}: its agent went beyond what the NIC had announced"));
+        let lost = lost.map(|lost| format!("host {at}: {lost}"));
+        let found = host.machine.failure.take().or(lost).or(exceeded);
         if let Some(found) = found {
             self.fail(found);
         }

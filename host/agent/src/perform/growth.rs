@@ -43,6 +43,10 @@ impl Performer<'_> {
             return Err(Refusal::NoRoom);
         }
         let larger = Memory { receive: larger_receive.unwrap_or(old.receive), send: larger_send.unwrap_or(old.send) };
+        if !self.ground.nic().promise_memory(cid, larger) {
+            unused.into_iter().flatten().for_each(|block| memory::give_block(self.open, block));
+            return Err(Refusal::NoRoom);
+        }
         let copied = self.copy_ahead(nic::slot(cid.slot()), old.send, larger.send);
         self.connection.extra().growing = Some(Growing { cid, unused, larger, copied });
         Ok(())
@@ -62,6 +66,9 @@ impl Performer<'_> {
     /// Frees the memory that is not in use, and returns its pages to the system: connections seldom grow, and what one
     /// has outgrown may not be needed again for long.
     pub(super) fn shrink(&mut self) {
+        if let Some(cid) = self.connection.cid {
+            self.ground.nic().room.keep_memory(cid.slot());
+        }
         for block in self.connection.extra().growing.take().into_iter().flat_map(|growing| growing.unused.into_iter().flatten()) {
             self.open.memory.discard(block.0 as usize, block.1 as usize);
             memory::give_block(self.open, block);

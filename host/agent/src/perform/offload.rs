@@ -40,9 +40,12 @@ impl Performer<'_> {
         if !self.ground.shape.claim(&self.connection.flow) {
             return Err(Refusal::Twin.into());
         }
-        let Some(cid) = self.ground.nic().take_slot() else {
+        let key = key_of(self.session, self.connection);
+        let nic = self.ground.nic();
+        let Some(cid) = nic.gate.admits(key).then(|| nic.take_slot()).flatten() else {
+            nic.gate.refuse(key);
             self.ground.shape.give_up_claim(&self.connection.flow);
-            return Err(Refusal::NoRoom.into());
+            return Err(Refusal::Full.into());
         };
         self.connection.cid = Some(cid);
         if let Some(entry) = tracked {
@@ -83,7 +86,8 @@ impl Performer<'_> {
         }
         self.ground.cgroups.let_go(connection.cgroup.as_ref(), connection.peer())?;
         if connection.inherited {
-            self.ground.held_alone((self.session, connection.number(), connection.serial))?;
+            let key = key_of(self.session, connection);
+            self.ground.held_alone(key)?;
         }
         let netfilter = self.ground.tracker_of(connection.serial);
         let tracked = netfilter.and_then(|netfilter| conntrack::find(netfilter, &connection.flow).ok().flatten());
@@ -272,9 +276,16 @@ impl Performer<'_> {
         let stay = self.connection.stay();
         let nic = stay.and_then(|stay| stay.complete(&mut image, retransmitted, monotonic_micros()));
         let limits = Limits::of(self.connection.fd()?, self.ground.known);
+        let cid = self.cid()?;
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
+        if !self.ground.nic().promise_memory(cid, memory) {
+            memory::give(self.open, memory);
+            let key = key_of(self.session, self.connection);
+            self.ground.nic().gate.refuse(key);
+            return Err(Refusal::Full);
+        }
         let window = limits.first_window(self.connection.fd().ok(), &image);
-        limits.write(window, self.ground.nic_memory, self.cid()?);
+        limits.write(window, self.ground.nic_memory, cid);
         let exported = Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() };
         let way = self.way.map(|way| self.ground.known.shared(way));
         let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
@@ -347,6 +358,11 @@ impl Performer<'_> {
         self.connection.extra().stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
         self.import_with(memory, image, saved)
     }
+}
+
+/// What names a connection among all.
+fn key_of(session: u32, connection: &Connection) -> (u32, u32, u64) {
+    (session, connection.number(), connection.serial)
 }
 
 /// Looks through a socket's state and options: whether its connection may move.

@@ -1,7 +1,7 @@
 //! The agent's commands: the steps of a move on the NIC.
 
-use super::Worker;
 use super::frames::needs_kernel;
+use super::{Worker, room};
 use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::{Growth, largest_window};
 use crate::offloaded::{Memory, Offloaded};
@@ -36,7 +36,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                 self.counters.add(Counter::BadMessages, 1);
                 continue;
             };
+            let admitted = room::admits(self, &message);
             match self.crossbar {
+                _ if !admitted => room::refuse(self, &message),
                 None => self.run_command(&message, now),
                 Some(_) => self.route_command(&message, now),
             }
@@ -60,8 +62,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         // The answer says that the kernel has received everything that the command sends it.
         self.to_kernel.device.settle();
         self.send_to_agent(Message::control(Operation::OsControl, control, message.cid, value, u32::from(message.kind)));
-        if self.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front()) {
-            self.advertise();
+        if control == Control::Refused {
+            room::uncharge_unless_occupied(self, message.cid);
+        }
+        if room::serves_agent(self) {
+            room::advertise(self, false);
         }
     }
 
@@ -72,13 +77,6 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Some(crossbar) = &self.crossbar {
             crossbar.peers.set_connections(self.connections.count);
         }
-    }
-
-    /// `os_resource`: reports to the agent how many connections there is room for.
-    pub(super) fn advertise(&mut self) {
-        let connections = self.crossbar.as_ref().map_or(self.connections.count, |crossbar| crossbar.peers.connections());
-        let free = (self.connections.slots.len() as u64).saturating_sub(connections);
-        self.send_to_agent(Message::new(Operation::OsResource, Cid(0), 1, free as u32));
     }
 
     fn on_command(&mut self, message: &Message, now: Instant) -> Result<u32, Refusal> {
@@ -296,7 +294,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.drain_wire(now);
         let slot = self.occupant(cid)?;
         let Custody::Leaving(_) = slot.custody else { return Err(Refusal::WrongState) };
-        let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
+        let Some(mut slot) = room::free_slot(self, cid) else { return Err(Refusal::NotYours) };
         let Custody::Leaving(offloaded) = &slot.custody else { return Err(Refusal::WrongState) };
         offloaded.unpublish();
         if let Some(image) = offloaded.tcp.to_image(&offloaded.image, now) {
@@ -319,7 +317,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn cancel(&mut self, cid: Cid, how: u32, now: Instant) -> Result<u32, Refusal> {
         self.drain_wire(now);
         self.occupant(cid)?;
-        let Some(mut slot) = self.remove_slot(cid) else { return Err(Refusal::NotYours) };
+        let Some(mut slot) = room::free_slot(self, cid) else { return Err(Refusal::NotYours) };
         let flow = slot.flow();
         match slot.custody {
             // The recovery record remains until the agent has noted that the connection has ended: it may die before.
@@ -349,7 +347,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
     }
 
-    /// Removes a connection from its slot.
+    /// Removes a connection from its slot, which another worker may get.
     pub(super) fn remove_slot(&mut self, cid: Cid) -> Option<Slot> {
         let slot = self.connections.slots[cid.slot() as usize].take()?;
         let slots = &self.connections.slots;

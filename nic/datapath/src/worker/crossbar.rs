@@ -65,6 +65,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             unadded: Vec::new(),
             balance: Balance::new(peers.workers(), now.0),
         };
+        self.resources.charges = peers.share_charges(&self.resources.charges);
         let (me, workers) = (peers.me(), peers.workers());
         self.crossbar = Some(Box::new(Crossbar { front: peers.is_front().then(front), peers }));
         self.take_ack_buffers(me, workers, now);
@@ -349,6 +350,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Gives a connection that has been made for a listener to the worker that owns its bucket. Until that worker has
     /// added it, its segments still come to the front worker.
     pub(super) fn place_made(&mut self, slot: Slot, now: Instant) {
+        self.resources.charges.set(slot.cid.slot(), 0);
         let Some(Crossbar { peers, front: Some(front) }) = self.crossbar.as_deref_mut() else { return self.add_made(slot) };
         let bucket = peers.hash().bucket_of(&Input::of_flow(&slot.flow()));
         front.buckets[slot.cid.slot() as usize] = bucket;
@@ -363,6 +365,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if self.connections.overlaps(&key) {
             // One by another device has come from the kernel meanwhile. The agent's handoff of this one will be
             // refused.
+            self.resources.charges.end(index);
             return self.forget_made(key);
         }
         self.connections.slots[index as usize] = Some(slot);
@@ -427,7 +430,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     fn relay_to_agent(&mut self, message: Message) {
         self.send_to_agent(message);
         if matches!(Control::from_number(message.kind), Some(Control::Done | Control::Refused)) {
-            self.advertise();
+            super::room::advertise(self, false);
         }
     }
 

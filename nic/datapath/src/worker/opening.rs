@@ -4,13 +4,13 @@
 //! just left the kernel. The agent hands it off from there. What does not belong to a handshake goes to the kernel,
 //! which has the listening socket, too.
 
-use super::Worker;
 use super::connections::Wheel;
+use super::{Worker, room};
 use crate::custody::{Custody, Refusal, Slot};
 use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
 use crate::peers::Call;
 use baton_abi::layout::{Counter, nic, scratch, slot as at};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Control, Message, Operation, Resource};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_tcp::{Config, Connection, EndReason, Instant, Segment, State};
@@ -61,6 +61,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return false;
         }
         let (id, full, open) = (listener.settings.id, listener.granted.is_empty(), listener.open);
+        let has_room = self.resources.free(Resource::Connections) > 0;
         if !self.is_front() {
             self.forward_handshake();
             return true;
@@ -73,8 +74,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         let known = self.listeners.find(&FlowKey::from(&parsed.flow));
         let is_syn = segment.flags.contains(Flags::SYN) && !segment.flags.intersects(Flags::ACK | Flags::RST | Flags::FIN);
         let is_ack = segment.flags.contains(Flags::ACK) && !segment.flags.intersects(Flags::SYN | Flags::RST);
-        if is_syn && !open {
-            // A client that comes before the first slot does not have to wait for it.
+        if is_syn && (!open || known.is_none() && !has_room) {
+            // A client that comes before the first slot, or finds the NIC full, is the kernel's.
             return false;
         }
         if full && (is_syn || is_ack && known.is_some()) {
@@ -312,7 +313,7 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Gives up a connection that is being opened, for Linux's error number.
     fn give_up_opening(&mut self, cid: Cid, error: u32) {
-        self.remove_slot(cid);
+        room::free_slot(self, cid);
         self.count_connections();
         self.send_to_agent(Message::control(Operation::OsControl, Control::NotMade, cid, error, 0));
     }

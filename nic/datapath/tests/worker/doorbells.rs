@@ -25,7 +25,13 @@ fn doorbells_are_moderated() {
         rung
     };
     let set = |stage: &mut Stage, doorbells| {
-        let set = WorkerOffloads { lro: Default::default(), moderation: Default::default(), doorbells, active_ack: false };
+        let set = WorkerOffloads {
+            lro: Default::default(),
+            moderation: Default::default(),
+            doorbells,
+            active_ack: false,
+            limits: Default::default(),
+        };
         stage.worker.set_offloads(&set, stage.now);
     };
     asleep(&stage, 1);

@@ -3,21 +3,24 @@
 use crate::journal::Journal;
 use crate::machine::Machine;
 use crate::nic::SLOTS;
-use baton_abi::layout::nic;
-use baton_abi::{Cid, Message, Operation};
-use baton_moves::{Inbox, Refusal};
+use baton_abi::layout::{nic, slot};
+use baton_abi::resource::pages;
+use baton_abi::{Announcement, Cid, Message, Operation, Resource};
+use baton_moves::{Inbox, Refusal, Room};
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 pub(crate) struct NicLink {
     commands: Producer<RingWords>,
     events: Consumer<RingWords>,
     /// Answers and messages that have not been handled.
     pub inbox: Inbox,
-    /// Connections that the NIC has room for, as advertised.
-    room: u32,
+    /// What the NIC has room for, as announced.
+    pub room: Room,
+    memory: Arc<Region>,
     /// Free slots, with the cid of their next occupant.
     free: BTreeMap<u32, Cid>,
 }
@@ -28,16 +31,23 @@ impl NicLink {
             commands: Producer::new(memory.ring(nic::COMMANDS)),
             events: Consumer::new(memory.ring(nic::EVENTS)),
             inbox: Inbox::default(),
-            room: SLOTS as u32,
+            room: Room::default(),
+            memory: memory.clone(),
             free: (0..SLOTS as u32).map(|slot| (slot, journal.next_cid(slot))).collect(),
         }
     }
 
     pub fn take_slot(&mut self) -> Option<Cid> {
-        if self.room == 0 { None } else { self.free.pop_last().map(|(_, cid)| cid) }
+        if !self.room.has(Resource::Connections, 1) {
+            return None;
+        }
+        let (_, cid) = self.free.pop_last()?;
+        self.room.promise_connection(cid.slot());
+        Some(cid)
     }
 
     pub fn give_slot(&mut self, journal: &mut Journal, cid: Cid) {
+        self.room.end(cid.slot());
         journal.next_cids.insert(cid.slot(), cid.next_generation());
         self.free.insert(cid.slot(), cid.next_generation());
     }
@@ -51,9 +61,15 @@ impl NicLink {
         self.free.len()
     }
 
-    /// The next NIC: it has advertised nothing yet.
+    /// The next NIC: it has announced what it has room for, behind what the last one has left in the ring.
     pub fn restarted(&mut self) {
-        self.room = SLOTS as u32;
+        self.room = Room::default();
+        self.receive();
+    }
+
+    fn pages_of(&self, cid: Cid) -> u32 {
+        let parameter = |at: usize| self.memory.word32(nic::slot(cid.slot()) + slot::PARAMETERS + 4 * at).load(Ordering::Acquire);
+        pages(parameter(2), parameter(4))
     }
 
     /// Whether the ring has room for all commands of an action.
@@ -68,12 +84,14 @@ impl NicLink {
         }
         self.commands.push(message.to_words()).map_err(|_| Refusal::NoRoom)?;
         self.commands.publish();
+        let pages = self.pages_of(message.cid);
+        self.room.sent(&message, |_| pages);
         Ok(())
     }
 
-    /// Sends a command whose answer is waited for.
+    /// Sends a command whose answer is waited for, within what the NIC has announced.
     pub fn ask(&mut self, machine: &Machine, message: Message) -> Result<(), Refusal> {
-        self.post(machine, message)?;
+        self.post(machine, self.room.name(message))?;
         self.inbox.expect(&message);
         Ok(())
     }
@@ -83,7 +101,11 @@ impl NicLink {
             let words = self.events.pop()?;
             self.events.release();
             match Message::from_words(words) {
-                Some(Message { operation: Operation::OsResource, length, .. }) => self.room = length,
+                Some(message) if message.operation == Operation::OsResource => {
+                    if let Some(announcement) = Announcement::from_message(&message) {
+                        self.room.hear(&announcement);
+                    }
+                }
                 Some(message) => return Some(message),
                 None => {}
             }

@@ -8,6 +8,7 @@ use crate::machine::Machine;
 use crate::port::{Fuse, Lane, Port};
 use crate::trace::Trace;
 use baton_abi::layout::{Owner, block, nic, slot};
+use baton_abi::resource::pages;
 use baton_abi::{Cid, Control, LOST_QUEUE, Message, Operation};
 use baton_image::{Image, NicState, Stay};
 use baton_moves::{Action, Outcome, Phase, Refusal, Source, Step};
@@ -229,11 +230,22 @@ impl Performer<'_> {
             return Err(Refusal::NoRoom);
         };
         let memory = Memory { receive, send };
+        if !self.promise(memory) {
+            let heap = &mut self.agent.heaps[self.connection.session as usize];
+            [receive, send].into_iter().for_each(|block| heap.give(block));
+            return Err(Refusal::Full);
+        }
         self.connection.on_nic = Some(OnNic { image, memory, handed_off_at: 0 });
         let (unread, unacknowledged) = self.machine.kernel.queues(self.connection.descriptor);
         self.circle(receive)?.write(image.read_seq(), &unread);
         self.circle(send)?.write(image.snd_una, &unacknowledged);
         Ok(())
+    }
+
+    /// Promises the connection memory on the NIC. False if that has not announced room.
+    fn promise(&mut self, memory: Memory) -> bool {
+        let slot = self.connection.cid.map(Cid::slot);
+        slot.is_some_and(|slot| self.agent.nic.room.promise_memory(slot, pages(memory.receive.1, memory.send.1)))
     }
 
     fn circle(&self, (offset, size): (u32, u32)) -> Result<Circle, Refusal> {
@@ -449,11 +461,19 @@ impl Performer<'_> {
             return Err(Refusal::NoRoom);
         }
         let larger = Memory { receive: unused[0].unwrap_or(old.receive), send: unused[1].unwrap_or(old.send) };
+        if !self.promise(larger) {
+            let heap = &mut self.agent.heaps[self.connection.session as usize];
+            unused.into_iter().flatten().for_each(|block| heap.give(block));
+            return Err(Refusal::Full);
+        }
         self.connection.growing = Some(Growing { cid, unused, larger });
         Ok(())
     }
 
     fn shrink(&mut self) {
+        if let Some(cid) = self.connection.cid {
+            self.agent.nic.room.keep_memory(cid.slot());
+        }
         if let Some(growing) = self.connection.growing.take() {
             let heap = &mut self.agent.heaps[self.connection.session as usize];
             growing.unused.into_iter().flatten().for_each(|block| heap.give(block));

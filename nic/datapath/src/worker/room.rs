@@ -1,0 +1,94 @@
+//! What the NIC has room for: the agent's commands that take of it, and `os_resource`.
+
+use super::Worker;
+use crate::custody::{Refusal, Slot};
+use baton_abi::layout::{Counter, nic};
+use baton_abi::resource::pages;
+use baton_abi::{Cid, Control, Message, Operation, Resource};
+use baton_device::Device;
+use baton_tcp::Instant;
+use core::sync::atomic::Ordering;
+
+/// Whether this worker has the rings to the agent of a NIC. The host's TCP has those to its NIC.
+pub(super) fn serves_agent<H, W>(worker: &Worker<H, W>) -> bool {
+    worker.lender.is_none() && worker.crossbar.as_ref().is_none_or(|crossbar| crossbar.peers.is_front())
+}
+
+/// Counts what a command takes. Returns whether the announcement that it names allows it.
+pub(super) fn admits<H: Device, W: Device>(worker: &mut Worker<H, W>, message: &Message) -> bool {
+    let (cid, named) = (message.cid, message.length as u16);
+    if worker.lender.is_some() || cid.slot() as usize >= worker.connections.slots.len() {
+        return true;
+    }
+    let control = (message.operation == Operation::NicControl).then(|| Control::from_number(message.kind)).flatten();
+    let (resource, amount, charge) = match (message.operation, control) {
+        (_, Some(Control::Mirror | Control::Connect)) => (Resource::Connections, 1, 0),
+        (Operation::NicHandoff, _) | (_, Some(Control::Resume)) => {
+            let [_, _, receive, _, send, _] = worker.parameters(cid.slot());
+            let pages = pages(receive, send);
+            (Resource::Memory, pages.saturating_sub(worker.resources.charges.pages(cid.slot())), pages)
+        }
+        _ => return true,
+    };
+    let allowed = worker.resources.take(resource, amount, named);
+    if allowed {
+        worker.resources.charges.set(cid.slot(), charge);
+    }
+    allowed
+}
+
+/// Refuses a command that goes beyond what was announced.
+#[cold]
+pub(super) fn refuse<H: Device, W: Device>(worker: &mut Worker<H, W>, message: &Message) {
+    worker.counters.add(Counter::Exceeded, 1);
+    let (why, kind) = (Refusal::Exceeded as u32, u32::from(message.kind));
+    worker.send_to_agent(Message::control(Operation::OsControl, Control::Refused, message.cid, why, kind));
+    advertise(worker, false);
+}
+
+/// Removes a connection from its slot, which is free then.
+pub(super) fn free_slot<H: Device, W: Device>(worker: &mut Worker<H, W>, cid: Cid) -> Option<Slot> {
+    let slot = worker.remove_slot(cid)?;
+    worker.resources.charges.end(cid.slot());
+    Some(slot)
+}
+
+/// Notes that a slot holds nothing, if that is so, after a command for it was refused.
+pub(super) fn uncharge_unless_occupied<H, W>(worker: &Worker<H, W>, cid: Cid) {
+    if matches!(worker.connections.slots.get(cid.slot() as usize), Some(None)) {
+        worker.resources.charges.end(cid.slot());
+    }
+}
+
+/// `os_resource`: announces to the agent what there is room for, as far as that has changed, or all of it.
+pub(super) fn advertise<H: Device, W: Device>(worker: &mut Worker<H, W>, all: bool) {
+    for announcement in worker.resources.announcements(all) {
+        worker.counters.add(Counter::Announcements, 1);
+        worker.send_to_agent(announcement.to_message());
+    }
+}
+
+/// Measures how busy the workers are; `busy` as [`Worker::review`] has it.
+#[cold]
+fn measure<H: Device, W: Device>(worker: &mut Worker<H, W>, now: Instant, busy: u64) {
+    let (me, workers) = worker.crossbar.as_ref().map_or((0, 1), |crossbar| (crossbar.peers.me(), crossbar.peers.workers()));
+    let of = |worker_number| {
+        let counters = worker.nic_memory.words(nic::counters(worker_number), Counter::BusyNanoseconds as usize + 1);
+        counters[Counter::BusyNanoseconds as usize].load(Ordering::Relaxed)
+    };
+    let others: u64 = (0..workers).filter(|number| *number != me).map(of).sum();
+    if worker.resources.measure(now.0, (busy + others) / 1000, workers as u64) {
+        worker.counters.add(Counter::TooBusy, 1);
+    }
+    advertise(worker, false);
+}
+
+/// See [`Worker::review`].
+#[inline]
+pub(super) fn review<H: Device, W: Device>(worker: &mut Worker<H, W>, now: Instant, busy: u64) {
+    let is_new = !worker.resources.has_announced();
+    if !is_new && worker.resources.due().is_none_or(|due| now.0 < due) || !serves_agent(worker) {
+        return;
+    }
+    if is_new { advertise(worker, true) } else { measure(worker, now, busy) }
+}
