@@ -12,6 +12,7 @@ pub mod equations;
 pub mod fast_path;
 pub mod filter;
 pub mod front;
+pub mod heat;
 pub mod lro;
 pub mod messages;
 pub mod moderation;

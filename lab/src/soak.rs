@@ -98,6 +98,12 @@ pub struct SoakReport {
     pub connections_recovered: u64,
     /// Connections that were lost with the NIC.
     pub connections_lost: u64,
+    /// Moves that the NIC was too full for.
+    pub full: u64,
+    /// Connections returned from a full NIC since others carried more.
+    pub colder: u64,
+    /// Commands of the agent's beyond what a NIC had announced.
+    pub exceeded: u64,
     /// Largest gap in the answers to a probe on a moving connection, minus the median gap of one that does not move;
     /// microseconds. With faults that are 4 s apart: of the streams, after each fault.
     pub blackout_us: Percentiles,
@@ -127,6 +133,7 @@ impl SoakReport {
             && self.resets_seen_by_peer == 0
             && self.failed_moves == 0
             && self.connections_lost == 0
+            && self.exceeded == 0
     }
 }
 
@@ -606,5 +613,8 @@ impl SoakReport {
         self.failed_moves += statistics.failed_moves;
         self.connections_lost += statistics.lost;
         self.connections_recovered += statistics.recovered;
+        self.full += statistics.full;
+        self.colder += statistics.colder;
+        self.exceeded += statistics.counters.get(Counter::Exceeded as usize).copied().unwrap_or(0);
     }
 }

@@ -106,6 +106,16 @@ pub enum Bench {
         #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u64).range(100..))]
         moves: u64,
     },
+    /// A NIC with room for 256 of 1024 connections, whose rates follow Zipf's law and change all at once: what it
+    /// carries over what the hottest carry, and how many moves that takes.
+    Heat {
+        /// Shifts of the rates, each seven seconds after the one before.
+        #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(0..=100))]
+        shifts: u16,
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
     /// Large receive in front of a veth that the kernel keeps (`baton nic attach`), over the veth alone: the receiver's
     /// CPU of a GB. And what a bulk connection that stays in the kernel gets beside a Baton, over without one.
     Attach {
@@ -293,10 +303,7 @@ pub fn run(what: &Bench) -> Result<bool> {
         Bench::Bulk { how } => compared(What::Bulk, how),
         Bench::Rpc { how } => compared(What::Rpc, how),
         Bench::Pingpong { how } => compared(What::PingPong, how),
-        Bench::Wire { how } => {
-            let report = baton_lab::wire::run(how.rounds)?;
-            print_bars(&report.bars, &report, how.json)
-        }
+        Bench::Wire { how } => wire(how),
         Bench::Connections { how, memory } => {
             baton_linux::namespace::become_root_if_needed()?;
             if *memory {
@@ -311,6 +318,7 @@ pub fn run(what: &Bench) -> Result<bool> {
             let report = baton_lab::moves::run(*moves, how.rounds as u64, |one| eprintln!("{}", baton_lab::moves::line(one)))?;
             print_bars(&report.bars, &report, how.json)
         }
+        Bench::Heat { shifts, json } => heat(usize::from(*shifts), *json),
         Bench::Attach { how, seconds, path } => {
             baton_linux::namespace::become_root_if_needed()?;
             let report = baton_lab::front::run(how.rounds, *seconds, path, |line| eprintln!("{line}"))?;
@@ -446,6 +454,17 @@ fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path
     if let Some(path) = plot {
         std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
     }
+    print_bars(&report.bars, &report, json)
+}
+
+fn wire(how: &Rounds) -> Result<bool> {
+    let report = baton_lab::wire::run(how.rounds)?;
+    print_bars(&report.bars, &report, how.json)
+}
+
+fn heat(shifts: usize, json: bool) -> Result<bool> {
+    baton_linux::namespace::become_root_if_needed()?;
+    let report = baton_lab::heat::run(shifts)?;
     print_bars(&report.bars, &report, json)
 }
 

@@ -72,6 +72,8 @@ pub struct SoakArguments {
     /// With --beside: number of NICs. Connections move between them, too, and each death is one NIC's.
     #[arg(long, default_value_t = 1, requires = "beside", conflicts_with = "rmpp", value_name = "N", value_parser = clap::value_parser!(u8).range(1..=4))]
     nics: u8,
+    #[command(flatten)]
+    limits: crate::nics::LimitArguments,
     /// Give host A a firewall that drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
@@ -177,6 +179,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         ..TestbedSettings::default()
     };
     arguments.workers.apply(&mut bed);
+    bed.offloads.limits = arguments.limits.limits()?;
     if arguments.rmpp {
         return run_messages(arguments, &bed);
     }
