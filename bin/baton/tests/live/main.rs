@@ -36,6 +36,7 @@ mod kernel_stay;
 mod large_frames;
 mod library;
 mod lifecycle;
+mod limits;
 mod links;
 mod listening_again;
 mod many_devices;

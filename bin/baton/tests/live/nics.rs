@@ -44,8 +44,8 @@ fn run(host: &Namespace, line: &str) {
 }
 
 /// A connection of the program on host A, and its peer.
-struct Pair {
-    id: ConnectionId,
+pub(crate) struct Pair {
+    pub id: ConnectionId,
     peer: TcpStream,
     /// Bytes sent and received by the program, then by the peer.
     sent: [u64; 2],
@@ -53,10 +53,10 @@ struct Pair {
 }
 
 /// Host A with two links to two peers, a Baton with two NICs, and a program with connections over both links.
-struct Scene {
-    session: Session,
-    pairs: Vec<Pair>,
-    bed: Testbed,
+pub(crate) struct Scene {
+    pub session: Session,
+    pub pairs: Vec<Pair>,
+    pub bed: Testbed,
     /// The second peer, beside the test bed's host B. Its link has to be there until the test bed has ended.
     second: Option<Namespace>,
 }
@@ -87,7 +87,7 @@ impl Scene {
         Scene::on(bed, Some(second))
     }
 
-    fn on(bed: Testbed, second: Option<Namespace>) -> Scene {
+    pub fn on(bed: Testbed, second: Option<Namespace>) -> Scene {
         let session = Session::connect(&bed.socket()).expect("a session");
         Scene { session, pairs: Vec::new(), second, bed }
     }
@@ -101,7 +101,7 @@ impl Scene {
     }
 
     /// Adds a connection over a link, which a peer opens.
-    fn connect(&mut self, link: usize) -> usize {
+    pub fn connect(&mut self, link: usize) -> usize {
         let (peer, address) = match link {
             0 => (&self.bed.host_b, address_a(false)),
             _ => (self.second.as_ref().expect("a second peer"), IpAddr::from(SECOND_A)),
@@ -123,7 +123,7 @@ impl Scene {
     }
 
     /// Sends and receives what fits now on a connection, both ways, and checks it. Returns bytes received.
-    fn step(&mut self, at: usize, most: usize) -> usize {
+    pub fn step(&mut self, at: usize, most: usize) -> usize {
         let pair = &mut self.pairs[at];
         let mut piece = vec![0; most];
         stream::fill(KEYS[0], pair.sent[0], &mut piece);
@@ -145,12 +145,12 @@ impl Scene {
         program + peer
     }
 
-    fn wait_a_little(&mut self) {
+    pub fn wait_a_little(&mut self) {
         self.session.poll(Some(Duration::from_millis(1)), &mut Vec::new()).expect("poll");
     }
 
     /// Both ways on all connections until a condition holds.
-    fn load_until(&mut self, what: &str, mut holds: impl FnMut(&mut Scene) -> bool) {
+    pub fn load_until(&mut self, what: &str, mut holds: impl FnMut(&mut Scene) -> bool) {
         let deadline = Instant::now() + Duration::from_secs(20);
         while !holds(self) {
             assert!(Instant::now() < deadline, "{what}: not within twenty seconds; {:?}", self.all());
@@ -173,7 +173,7 @@ impl Scene {
     }
 
     /// Reads until everything that was sent has arrived.
-    fn drain(&mut self) {
+    pub fn drain(&mut self) {
         let deadline = Instant::now() + Duration::from_secs(20);
         let missing = |pair: &Pair| pair.received[0] < pair.sent[1] || pair.received[1] < pair.sent[0];
         while self.pairs.iter().any(missing) {
@@ -200,7 +200,7 @@ impl Scene {
         (0..2).for_each(|at| self.carry(at, bytes));
     }
 
-    fn all(&self) -> Vec<ConnectionInfo> {
+    pub fn all(&self) -> Vec<ConnectionInfo> {
         answered(&self.bed, Tool::connections)
     }
 
@@ -215,7 +215,7 @@ impl Scene {
         self.info(at).nic
     }
 
-    fn statistics(&self) -> Statistics {
+    pub fn statistics(&self) -> Statistics {
         answered(&self.bed, Tool::statistics)
     }
 

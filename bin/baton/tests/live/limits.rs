@@ -1,0 +1,161 @@
+//! A NIC that has not room for all: it says what it has room for, the agent keeps to that, and the busiest connections
+//! are there.
+
+use crate::common::{answered, hosts};
+use crate::nics::Scene;
+use baton_abi::layout::Counter;
+use baton_bed::testbed::TestbedSettings;
+use baton_client::tool::Tool;
+use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+fn beside() -> TestbedSettings {
+    TestbedSettings { beside: true, ..TestbedSettings::default() }
+}
+
+/// Sets what the NIC has room for.
+fn set(scene: &Scene, settings: &[&str]) {
+    let done = answered(&scene.bed, |tool: &mut Tool| {
+        let Reply::Offloads(mut offloads) = tool.ask(Ask::Offloads { nic: 0 })? else { anyhow::bail!("no settings") };
+        settings.iter().for_each(|setting| offloads.set(setting).expect("a setting"));
+        tool.ask(Ask::SetOffloads { nic: 0, offloads })
+    });
+    assert!(matches!(done, Reply::Done), "{done:?}");
+}
+
+/// Makes connections that are wanted on the NIC, as far as there is room.
+fn connections(bed: TestbedSettings, settings: &[&str], number: usize) -> Scene {
+    let mut scene = Scene::on(hosts(bed), None);
+    set(&scene, settings);
+    for at in 0..number {
+        scene.connect(0);
+        // It may have to stay; it is wanted there then.
+        let _ = scene.session.move_to(scene.pairs[at].id, Place::Nic);
+    }
+    scene
+}
+
+/// Which of the pairs are on the NIC.
+fn on_nic(scene: &Scene) -> BTreeSet<usize> {
+    let listed = scene.all();
+    let is_there = |id| listed.iter().any(|info: &ConnectionInfo| info.connection == id && info.place == Place::Nic);
+    (0..scene.pairs.len()).filter(|at| is_there(scene.pairs[*at].id)).collect()
+}
+
+/// Loads these pairs until those on the NIC are as expected.
+fn load_until(scene: &mut Scene, load: std::ops::Range<usize>, what: &str, holds: impl Fn(&BTreeSet<usize>) -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !holds(&on_nic(scene)) {
+        assert!(Instant::now() < deadline, "{what}: not within thirty seconds; {:?}", scene.all());
+        for _ in 0..50 {
+            if load.clone().map(|at| scene.step(at, 4096)).sum::<usize>() == 0 {
+                scene.wait_a_little();
+            }
+        }
+    }
+}
+
+fn counter(scene: &Scene, counter: Counter) -> u64 {
+    scene.statistics().counters[counter as usize]
+}
+
+fn the_busiest_are_there(bed: TestbedSettings) {
+    let mut scene = connections(bed, &["connections=4"], 12);
+    load_until(&mut scene, 8..12, "the last four are the busiest", |there| *there == (8..12).collect());
+    load_until(&mut scene, 2..6, "others are the busiest", |there| *there == (2..6).collect());
+    let waits = scene.all().into_iter().filter(|info| info.place == Place::Kernel);
+    let reasons: BTreeSet<String> = waits.map(|info| info.reason).collect();
+    assert!(reasons.iter().all(|reason| reason.contains("the NIC is full")), "{reasons:?}");
+    scene.drain();
+    assert_eq!(counter(&scene, Counter::Exceeded), 0);
+    let statistics = scene.statistics();
+    assert!(statistics.full >= 8 && statistics.colder >= 4, "{statistics:?}");
+}
+
+#[test]
+fn the_busiest_are_on_a_nic_beside_the_kernel() {
+    the_busiest_are_there(beside());
+}
+
+#[test]
+fn the_busiest_are_on_an_inline_nic_of_two_workers() {
+    the_busiest_are_there(TestbedSettings { workers: 2, ..TestbedSettings::default() });
+}
+
+#[test]
+fn who_is_there_stays_if_that_is_asked_for() {
+    let mut scene = connections(beside(), &["connections=4", "when-full=refuse"], 8);
+    assert_eq!(on_nic(&scene), (0..4).collect());
+    let began = Instant::now();
+    // Waits: that nothing happens shows only after a time in which it would have.
+    load_until(&mut scene, 4..8, "the load", |_| began.elapsed() > Duration::from_secs(3));
+    assert_eq!(on_nic(&scene), (0..4).collect());
+    scene.session.move_to(scene.pairs[1].id, Place::Kernel).expect("a move");
+    load_until(&mut scene, 4..6, "one place is free", |there| there.len() == 4 && !there.contains(&1));
+    scene.drain();
+}
+
+#[test]
+fn a_lowered_limit_returns_what_is_too_much() {
+    let mut scene = connections(beside(), &[], 10);
+    load_until(&mut scene, 6..8, "all are on the NIC", |there| there.len() == 10);
+    for (limit, expected) in [("connections=2", 2), ("connections=0", 0), ("connections=7", 7), ("connections=all", 10)] {
+        set(&scene, &[limit]);
+        load_until(&mut scene, 6..8, limit, |there| there.len() == expected);
+        assert!(expected < 2 || on_nic(&scene).is_superset(&(6..8).collect()), "the busiest stay: {:?}", on_nic(&scene));
+    }
+    scene.drain();
+    assert_eq!(counter(&scene, Counter::Exceeded), 0);
+}
+
+#[test]
+fn memory_has_a_limit() {
+    let mut scene = connections(beside(), &[], 8);
+    load_until(&mut scene, 0..8, "all are on the NIC", |there| there.len() == 8);
+    set(&scene, &["memory=1M"]);
+    load_until(&mut scene, 0..8, "some return", |there| there.len() < 8);
+    let mut scene = {
+        scene.drain();
+        scene
+    };
+    set(&scene, &["memory=0"]);
+    load_until(&mut scene, 0..8, "all return", |there| there.is_empty());
+    set(&scene, &["memory=all"]);
+    load_until(&mut scene, 0..8, "all are there again", |there| there.len() == 8);
+    scene.drain();
+    assert_eq!(counter(&scene, Counter::Exceeded), 0);
+}
+
+#[test]
+fn a_busy_processor_takes_no_more() {
+    let mut scene = connections(beside(), &["processor=1"], 2);
+    // The first two come before the NIC is busy.
+    load_until(&mut scene, 0..2, "the NIC is busy", |_| true);
+    while counter(&scene, Counter::TooBusy) == 0 {
+        load_until(&mut scene, 0..2, "load", |_| true);
+        for _ in 0..200 {
+            (0..2).for_each(|at| _ = scene.step(at, 16384));
+        }
+    }
+    scene.drain();
+    set(&scene, &["processor=all"]);
+    scene.connect(0);
+    scene.session.move_to(scene.pairs[2].id, Place::Nic).expect("there is room again");
+    assert_eq!(counter(&scene, Counter::Exceeded), 0);
+}
+
+#[test]
+fn limits_outlive_nic_and_agent() {
+    let mut scene = connections(beside(), &["connections=3"], 6);
+    for victim in ["nic", "agent"] {
+        let statistics = scene.statistics();
+        let process = if victim == "nic" { statistics.nic_process } else { statistics.agent_process };
+        baton_linux::process::signal(process, 9).expect("a kill");
+        // The next one answers.
+        load_until(&mut scene, 0..3, victim, |_| true);
+        load_until(&mut scene, 0..3, "three are there again", |there| there.len() == 3);
+    }
+    scene.drain();
+    assert_eq!(counter(&scene, Counter::Exceeded), 0);
+}
