@@ -21,10 +21,10 @@ dependencies:
 
 # Everything that must hold: lints, crates without std, unit and property tests, simulated pairs, the ring's model, the real kernel.
 # A test that hangs is killed after twenty minutes, so that the output shows its name. There are no examples in documentation comments
-# that could be run. Two tests more run at once than there are processors, since most wait for something most of the time.
+# that could be run. Four tests more run at once than there are processors, since most wait for something most of the time.
 test: CHECKED := target/checked/baton
 test: export BATON_PROGRAM := $(CURDIR)/target/checked/baton
-test: export RUST_TEST_THREADS := $(shell expr $$(nproc) + 2)
+test: export RUST_TEST_THREADS := $(shell expr $$(nproc) + 4)
 test: export BATON_FUZZ_SECONDS := 10
 test: export BATON_FUZZ_SEED := $(COMMIT_SEED)
 test: lint

@@ -152,7 +152,8 @@ int main(int number, char **arguments)
     struct sigaction action = {.sa_handler = act, .sa_flags = SA_RESTART};
     int before = 0;
     CHECK(number >= 2);
-    alarm(100);
+    /* It steps through a million instructions: some tens of seconds alone, minutes beside others. */
+    alarm(400);
     may_move = number > 2;
     what = arguments[1];
     sigaddset(&traced.sa_mask, SIGUSR1);

@@ -106,6 +106,8 @@ pub(crate) fn refused(bed: &testbed::Testbed, settings: &Settings, why: &str) {
 #[test]
 fn an_endpoint_is_admitted_with_its_address_and_goes_with_its_program() {
     let bed = hosts(TestbedSettings::default());
+    let sessions = || bed.tool().unwrap().statistics().unwrap().sessions;
+    let before = sessions();
     let mine = testbed::address_a(false);
     let good = settings(&bed, mine);
     refused(&bed, &settings(&bed, IpAddr::from([0, 0, 0, 0])), "bind the UDP socket to an address");
@@ -116,8 +118,7 @@ fn an_endpoint_is_admitted_with_its_address_and_goes_with_its_program() {
     let theirs =
         bed.host_b.run(|| Ok(Endpoint::new(&settings(&bed, testbed::address_b(false))).err().map(|error| error.to_string())));
     assert!(theirs.expect("host B").is_some_and(|reason| reason.contains("UDP socket")), "a socket of another namespace");
-    let sessions = || bed.tool().unwrap().statistics().unwrap().sessions;
-    let before = sessions();
+    wait_until("no session of those that were refused is left", || sessions() == before);
     let endpoints: Vec<_> = (0..20).map(|_| bed.host_a.run(|| Endpoint::new(&good)).expect("an endpoint")).collect();
     assert_eq!(sessions(), before + 20);
     drop(endpoints);
