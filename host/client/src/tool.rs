@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
-use baton_protocol::program::{Answer, Ask, ConnectionInfo, Reply, Request, Statistics};
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Load, Reply, Request, Statistics};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -191,6 +191,45 @@ impl Tool {
                 Reply::Connections(list) if list.is_empty() => return Ok(all),
                 Reply::Connections(list) if all.len() < MOST_LISTED => all.extend(list),
                 Reply::Connections(_) => bail!("the agent's list has no end"),
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            }
+        }
+    }
+
+    /// Describes these connections (session and number). What has ended meanwhile is missing.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn describe(&mut self, connections: &[(u32, u32)]) -> Result<Vec<ConnectionInfo>> {
+        let mut all: Vec<ConnectionInfo> = Vec::new();
+        let mut rest = connections;
+        while !rest.is_empty() {
+            let (asked, later) = rest.split_at(rest.len().min(Ask::MOST_DESCRIBED));
+            let list = match self.ask(Ask::Describe { connections: asked.to_vec() })? {
+                Reply::Connections(list) => list,
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            };
+            // Where not all did fit into one answer, the next one begins behind the last.
+            let last = list.last().map(|last| (last.session, last.connection));
+            let done = last.and_then(|last| asked.iter().position(|one| *one == last)).map_or(asked.len(), |at| at + 1);
+            rest = if done < asked.len() { &rest[done..] } else { later };
+            all.extend(list);
+        }
+        Ok(all)
+    }
+
+    /// What all connections have carried.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn traffic(&mut self) -> Result<Vec<Load>> {
+        let mut all: Vec<Load> = Vec::new();
+        loop {
+            let from = all.last().map_or((0, 0), |last| (last.session, last.connection.saturating_add(1)));
+            match self.ask(Ask::Traffic { from })? {
+                Reply::Traffic(list) if list.is_empty() => return Ok(all),
+                Reply::Traffic(list) if all.len() < MOST_LISTED => all.extend(list),
+                Reply::Traffic(_) => bail!("the agent's list has no end"),
                 other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
             }
         }
