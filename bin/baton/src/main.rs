@@ -18,6 +18,7 @@ mod run;
 mod run_directory;
 mod start;
 mod tools;
+mod top;
 mod topology;
 mod up;
 
@@ -62,6 +63,9 @@ enum Command {
     /// Lists the connections of a running Baton: where each is, how often it moved, and why it stays.
     #[command(after_help = list::help())]
     Ls(list::ListArguments),
+    /// Shows connections by what they carry, NICs and programs, on a terminal; moves connections by a key.
+    #[command(after_help = top::help())]
+    Top(top::TopArguments),
     /// Moves connections of a running Baton: your own, or any as root.
     #[command(
         after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711\n  baton move nic --nic 1 :8080"
@@ -101,6 +105,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Attach(arguments) => attach::attach(&arguments).map(|()| true),
         Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),
         Command::Ls(arguments) => list::list(&arguments),
+        Command::Top(arguments) => top::top(arguments).map(|()| true),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Nic(command) => nic::run(&command),
         Command::Doctor(arguments) => {
