@@ -18,18 +18,24 @@ pub struct SocketArgument {
 }
 
 impl SocketArgument {
-    /// The sockets of all agents that are meant, and the processes that are to listen there where they are known.
-    pub fn sockets(&self) -> Vec<(PathBuf, Option<u32>)> {
+    /// The sockets of all agents that are meant, and the processes that are to listen there where they are known; then
+    /// the processes that call themselves agents, and do not let anybody look.
+    pub fn find(&self) -> (Vec<(PathBuf, Option<u32>)>, Vec<u32>) {
         match self.socket.clone().or_else(baton_client::named_socket) {
-            Some(path) => vec![(path, None)],
+            Some(path) => (vec![(path, None)], Vec::new()),
             None => {
                 let found = discovery::agents();
-                for process in found.silent {
-                    eprintln!("baton: process {process} calls itself an agent, and does not let anybody look at it");
-                }
-                found.agents.into_iter().map(|Agent { socket, process }| (socket, Some(process))).collect()
+                let agents = found.agents.into_iter().map(|Agent { socket, process }| (socket, Some(process)));
+                (agents.collect(), found.silent)
             }
         }
+    }
+
+    /// The same; processes that do not let anybody look are reported.
+    pub fn sockets(&self) -> Vec<(PathBuf, Option<u32>)> {
+        let (agents, silent) = self.find();
+        silent.into_iter().for_each(|process| eprintln!("baton: {}", is_silent(process)));
+        agents
     }
 
     /// Connects to the agent that is meant.
@@ -43,6 +49,11 @@ impl SocketArgument {
             }
         }
     }
+}
+
+/// What is said of a process that does not let anybody look.
+pub fn is_silent(process: u32) -> String {
+    format!("process {process} calls itself an agent, and does not let anybody look at it")
 }
 
 #[derive(Args)]

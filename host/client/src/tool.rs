@@ -114,6 +114,14 @@ impl Tool {
         Ok(Tool { channel, tag: 0, limit: Limit::Until(deadline) })
     }
 
+    /// What is asked from now on may take as long as if the tool had just connected: for tools that look again and
+    /// again.
+    pub fn begin_round(&mut self) {
+        if let Limit::Until(deadline) = &mut self.limit {
+            *deadline = monotonic_micros() + LIMIT.as_micros() as u64;
+        }
+    }
+
     /// Sends a request whose answer is read later. Returns its tag.
     ///
     /// # Errors

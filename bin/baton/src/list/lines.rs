@@ -141,7 +141,7 @@ pub fn summary(rows: &[&Row]) -> Vec<String> {
     let on_nic = rows.iter().filter(|row| row.info.place == Place::Nic).count();
     let moves: u64 = rows.iter().map(|row| u64::from(row.info.moves)).sum();
     let kernel = rows.len() - on_nic;
-    let mut lines = vec![format!("{} connections: {on_nic} on the NIC, {kernel} in the kernel; {moves} moves", rows.len())];
+    let mut lines = vec![format!("{on_nic} on the NIC, {kernel} in the kernel, {moves} moves")];
     let mut add = |heading: &str, counts: BTreeMap<String, [usize; 2]>| {
         if counts.is_empty() {
             return;
@@ -224,7 +224,7 @@ mod tests {
     fn a_summary_counts() {
         let rows = rows();
         let lines = summary(&rows.iter().collect::<Vec<_>>());
-        assert_eq!(lines[0], "2 connections: 1 on the NIC, 1 in the kernel; 4 moves");
+        assert_eq!(lines[0], "1 on the NIC, 1 in the kernel, 4 moves");
         assert_eq!(lines[1..4], ["", "NIC KERNEL STATE", "  1      1 ESTABLISHED"]);
         assert_eq!(lines[9], "  1      1 asked to");
     }

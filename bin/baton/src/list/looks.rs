@@ -1,7 +1,7 @@
 //! Looks at the connections of all Batons that are meant, time after time. What does not answer is named.
 
 use super::row::{Baton, Key, Row};
-use crate::tools::SocketArgument;
+use crate::tools::{SocketArgument, is_silent};
 use anyhow::{Context, Result, bail};
 use baton_client::tool::Tool;
 use baton_linux::events::monotonic_micros;
@@ -104,6 +104,8 @@ struct Watched {
     rows: HashMap<(u32, u32), Row>,
     statistics: Option<Statistics>,
     trouble: Option<String>,
+    /// Place in the agent's list of the connection that is described next.
+    turn: usize,
 }
 
 /// Looks again and again at all Batons that are meant, for little: long descriptions only of connections that are new,
@@ -116,7 +118,12 @@ pub struct Watch {
     search_at: u64,
     /// Batons found so far.
     found: usize,
+    /// Processes that call themselves agents, and do not let anybody look.
+    silent: Vec<u32>,
 }
+
+/// Connections whose details are asked for in one look, besides those on the screen.
+const IN_TURN: usize = 256;
 
 /// Time between two searches for Batons, microseconds.
 const SEARCH: u64 = 5_000_000;
@@ -124,23 +131,24 @@ const SEARCH: u64 = 5_000_000;
 impl Watch {
     /// Of the Batons that are meant.
     pub fn new(argument: SocketArgument) -> Watch {
-        Watch { argument, batons: Vec::new(), names: Names::default(), search_at: 0, found: 0 }
+        Watch { argument, batons: Vec::new(), names: Names::default(), search_at: 0, found: 0, silent: Vec::new() }
     }
 
     /// Finds Batons that are new, and forgets those that are gone for good.
     fn search(&mut self, now: u64) {
         self.search_at = now + SEARCH;
         self.names = Names::default();
-        let found = self.argument.sockets();
+        let (found, silent) = self.argument.find();
+        self.silent = silent;
         self.batons.retain(|known| known.tool.is_some() || found.iter().any(|(socket, _)| *socket == known.socket));
         for (socket, process) in found {
             match self.batons.iter_mut().find(|known| known.socket == socket) {
                 Some(known) => known.process = process,
                 None => {
-                    let (rows, statistics, trouble) = (HashMap::new(), None, None);
+                    let (rows, statistics, trouble, turn) = (HashMap::new(), None, None, 0);
                     let number = self.found;
                     self.found += 1;
-                    self.batons.push(Watched { number, socket, process, tool: None, rows, statistics, trouble });
+                    self.batons.push(Watched { number, socket, process, tool: None, rows, statistics, trouble, turn });
                 }
             }
         }
@@ -171,11 +179,10 @@ impl Watch {
             let wanted: Vec<_> =
                 keys.iter().filter(|(of, ..)| *of == number).map(|(_, session, connection)| (*session, *connection)).collect();
             // What goes wrong shows at the next look.
-            let Some(list) = baton.tool.as_mut().and_then(|tool| tool.describe(&wanted).ok()) else { continue };
-            for info in list {
-                if let Some(row) = baton.rows.get_mut(&(info.session, info.connection)) {
-                    row.renew(info);
-                }
+            let Some(tool) = baton.tool.as_mut().filter(|_| !wanted.is_empty()) else { continue };
+            tool.begin_round();
+            if let Ok(list) = tool.describe(&wanted) {
+                baton.renew(list);
             }
         }
     }
@@ -202,16 +209,27 @@ impl Watch {
 
     /// What does not answer, and why.
     pub fn troubles(&self) -> Vec<String> {
-        self.batons.iter().filter_map(|baton| baton.trouble.clone()).collect()
+        let troubles = self.batons.iter().filter_map(|baton| baton.trouble.clone());
+        troubles.chain(self.silent.iter().map(|process| is_silent(*process))).collect()
     }
 }
 
 impl Watched {
+    /// Takes new descriptions of connections.
+    fn renew(&mut self, list: Vec<ConnectionInfo>) {
+        for info in list {
+            if let Some(row) = self.rows.get_mut(&(info.session, info.connection)) {
+                row.renew(info);
+            }
+        }
+    }
+
     fn refresh(&mut self, names: &mut Names) -> Result<()> {
         let mut tool = match self.tool.take() {
             Some(tool) => tool,
             None => Tool::look(&self.socket, self.process)?,
         };
+        tool.begin_round();
         let (loads, now) = (tool.traffic()?, monotonic_micros());
         let statistics = tool.statistics()?;
         let unknown = self.take(&loads, now);
@@ -225,6 +243,11 @@ impl Watched {
             }
             self.rows.insert(key, row);
         }
+        // The others' details in turn, for who sorts by them.
+        let turn = if self.turn < loads.len() { self.turn } else { 0 };
+        self.turn = loads.len().min(turn + IN_TURN);
+        let next: Vec<_> = loads[turn..self.turn].iter().map(|load| (load.session, load.connection)).collect();
+        self.renew(tool.describe(&next)?);
         (self.statistics, self.tool) = (Some(statistics), Some(tool));
         Ok(())
     }

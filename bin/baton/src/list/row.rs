@@ -84,6 +84,9 @@ impl Row {
     /// Takes what changes from the short list.
     pub fn update(&mut self, now: u64, load: &Load) {
         (self.info.place, self.info.nic, self.info.moves) = (load.place, load.nic, load.moves);
+        if let Some((sent, received)) = load.carried {
+            (self.info.detail.sent, self.info.detail.received) = (Some(sent), Some(received));
+        }
         self.note(now, load.carried);
     }
 

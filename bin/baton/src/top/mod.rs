@@ -188,7 +188,7 @@ impl Top {
     fn relocate(&mut self, key: Key) {
         let Some((row, socket)) = self.watch.row(key).zip(self.watch.socket(key)) else { return };
         let to = if row.info.place == Place::Nic { Place::Kernel } else { Place::Nic };
-        let name = if to == Place::Nic { "the NIC" } else { "the kernel" };
+        let (name, there) = if to == Place::Nic { ("the NIC", "on the NIC") } else { ("the kernel", "in the kernel") };
         let what = format!("{} -> {}", row.info.local, row.info.peer);
         self.app.message = Some(format!("{what} is on its way to {name}"));
         let (socket, sender) = (socket.to_owned(), self.sender.clone());
@@ -196,7 +196,7 @@ impl Top {
             let (_, session, connection) = key;
             let moved = Tool::connect(&socket).and_then(|mut tool| ask_to_move(&mut tool, (session, connection), to, None));
             let message = match moved {
-                Ok(None) => format!("{what} is with {name}"),
+                Ok(None) => format!("{what} is {there} now"),
                 Ok(Some(reason)) => format!("{what} stayed: {reason}"),
                 Err(error) => format!("{what} stayed: {error:#}"),
             };
