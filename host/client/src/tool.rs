@@ -53,6 +53,9 @@ impl Limit {
                 let process = channel.peer_process().unwrap_or_default();
                 bail!("it (process {process}) has not answered in time ({} s): it is stopped or overloaded", most.as_secs())
             }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                bail!("its answer cannot be read: it is of another version of Baton ({error})")
+            }
             received => Ok(received?),
         }
     }
@@ -180,6 +183,8 @@ impl Tool {
                     // The agent may have died with the request; a late answer to it is ignored.
                     Reply::Restarted { .. } => break,
                     body if answer.tag == tag => return Ok(body),
+                    // The request could not be read.
+                    Reply::Failed { reason } if answer.tag == 0 => bail!("{reason}"),
                     _ => {}
                 }
             }

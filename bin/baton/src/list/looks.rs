@@ -86,7 +86,7 @@ pub fn look_at_all(argument: &SocketArgument) -> Result<(Vec<Seen>, bool)> {
         match seen.with_context(|| format!("looking at {}", socket.display())) {
             Ok(seen) => all.push(seen),
             // One of several may end just now.
-            Err(error) if sockets.len() > 1 => eprintln!("baton: {}: {error:#}", socket.display()),
+            Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
             Err(error) => return Err(error),
         }
     }

@@ -210,13 +210,20 @@ fn draw_below(frame: &mut Frame<'_>, app: &App, theme: &Theme, area: Rect) {
             Line::from(vec![Span::styled("filter: ", theme.heading()), Span::raw(tail(text, width))])
         }
         Mode::Filter { error: Some(why), .. } => Line::styled(shortened(why, width), theme.trouble()),
-        _ => match (app.troubles.first(), &app.message) {
-            (Some(trouble), _) => Line::styled(shortened(trouble, width), theme.trouble()),
+        _ => match (trouble(app), &app.message) {
+            (Some(trouble), _) => Line::styled(shortened(&trouble, width), theme.trouble()),
             (None, Some(message)) => Line::from(shortened(message, width)),
             (None, None) => Line::from(shortened(KEYS, width)),
         },
     };
     frame.render_widget(Paragraph::new(line), Rect { y: area.y + area.height - 1, height: 1, ..area });
+}
+
+/// What does not answer, in one line.
+fn trouble(app: &App) -> Option<String> {
+    let first = app.troubles.first()?;
+    let more = app.troubles.len() - 1;
+    Some(if more > 0 { format!("(and {more} more) {first}") } else { first.clone() })
 }
 
 /// The end of what is typed, with a cursor.
