@@ -9,6 +9,7 @@ mod filter;
 mod front;
 #[cfg(feature = "lab")]
 mod lab;
+mod list;
 mod mpi;
 mod nic;
 mod nics;
@@ -17,6 +18,7 @@ mod run;
 mod run_directory;
 mod start;
 mod tools;
+mod top;
 mod topology;
 mod up;
 
@@ -59,8 +61,11 @@ enum Command {
     #[command(after_help = "Examples:\n  baton detach 4711\n  baton detach --port 6379")]
     Detach(attach::DetachArguments),
     /// Lists the connections of a running Baton: where each is, how often it moved, and why it stays.
-    #[command(after_help = "Examples:\n  baton ls\n  baton ls --json | jq '.[] | select(.place == \"nic\")'")]
-    Ls(tools::ListArguments),
+    #[command(after_help = list::help())]
+    Ls(list::ListArguments),
+    /// Shows connections by what they carry, NICs and programs, on a terminal; moves connections by a key.
+    #[command(after_help = top::help())]
+    Top(top::TopArguments),
     /// Moves connections of a running Baton: your own, or any as root.
     #[command(
         after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711\n  baton move nic --nic 1 :8080"
@@ -99,7 +104,8 @@ fn run(command: Command) -> Result<bool> {
         Command::Mpi(arguments) => mpi::run(&arguments).map(|()| true),
         Command::Attach(arguments) => attach::attach(&arguments).map(|()| true),
         Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),
-        Command::Ls(arguments) => tools::list(&arguments),
+        Command::Ls(arguments) => list::list(&arguments),
+        Command::Top(arguments) => top::top(arguments).map(|()| true),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Nic(command) => nic::run(&command),
         Command::Doctor(arguments) => {

@@ -1,6 +1,7 @@
 //! The agent's event loop: serves requests of programs and tools, handles the NIC's messages and advances moves.
 
 mod hardware;
+mod listing;
 mod messages;
 mod nic_messages;
 mod opening;

@@ -5,6 +5,7 @@ use crate::calls::Call;
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
+use crate::traffic::Traffic;
 use crate::way::Way;
 use baton_abi::Cid;
 use baton_abi::layout::session;
@@ -159,6 +160,16 @@ pub(crate) struct Handoff {
     pub exported: Exported,
     /// What an earlier NIC knew beside it, if that holds after the connection's stay in the kernel.
     pub nic: Option<NicState>,
+    /// Bytes that the kernel has counted as acknowledged and as received, until they are added to the connection's
+    /// [`Traffic`].
+    pub carried: Option<(u64, u64)>,
+}
+
+impl Handoff {
+    /// Of a connection of which nothing is known but this.
+    pub fn new(exported: Exported) -> Handoff {
+        Handoff { exported, nic: None, carried: None }
+    }
 }
 
 /// State that the agent keeps of a connection on the NIC.
@@ -348,6 +359,8 @@ pub(crate) struct Connection {
     pub made: u32,
     /// Time of its last move, in microseconds of the monotonic clock.
     pub since: u64,
+    /// What it has carried, up to a point that [`Connection::carried`] knows.
+    pub traffic: Traffic,
     /// Serial number, unique among all connections that were ever registered with this agent.
     pub serial: u64,
     /// Reason why it last stayed, moved or was restored.
@@ -375,7 +388,7 @@ pub(crate) struct Connection {
     pub block: Block,
 }
 
-const _: () = assert!(size_of::<Option<Connection>>() <= 168);
+const _: () = assert!(size_of::<Option<Connection>>() <= 184);
 
 impl Connection {
     /// Makes a connection that is in the kernel.
@@ -400,6 +413,7 @@ impl Connection {
             opening: false,
             made: 0,
             since: events::monotonic_micros(),
+            traffic: Traffic::default(),
             serial: 0,
             reason: Cow::default(),
             inherited: false,

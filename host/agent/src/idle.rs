@@ -2,6 +2,8 @@
 
 use crate::connection::Connection;
 use crate::record::read_record;
+use crate::traffic::Traffic;
+use baton_abi::Record;
 use baton_abi::layout::{block, nic};
 use baton_image::Image;
 use baton_linux::events::monotonic_micros;
@@ -42,14 +44,23 @@ impl Idleness {
         (self.seen, self.used) = ((image.rcv_nxt, image.snd_una), 0);
     }
 
-    /// Notes what has been received and acknowledged at `now`. Returns whether pages are to be returned, if they are
-    /// empty.
-    fn is_due(&mut self, seen: (u32, u32), now: u64) -> bool {
-        let now = millis(now);
+    /// Notes that what follows this sequence number is received once more, elsewhere.
+    pub fn recede(&mut self, read: u32) {
+        self.seen.0 = read;
+    }
+
+    /// Notes what has been received and acknowledged at `now`.
+    fn note(&mut self, seen: (u32, u32), now: u64) {
         if self.seen != seen {
             let carried = seen.0.wrapping_sub(self.seen.0).saturating_add(seen.1.wrapping_sub(self.seen.1));
-            (self.seen, self.since, self.used) = (seen, now, self.used.saturating_add(carried));
+            (self.seen, self.since, self.used) = (seen, millis(now), self.used.saturating_add(carried));
         }
+    }
+
+    /// As [`Idleness::note`]. Returns whether pages are to be returned, if they are empty.
+    fn is_due(&mut self, seen: (u32, u32), now: u64) -> bool {
+        self.note(seen, now);
+        let now = millis(now);
         self.used > 0 && now.wrapping_sub(self.since) >= PATIENCE[usize::from(self.used < MUCH)]
     }
 }
@@ -66,8 +77,27 @@ impl Connection {
         let unread = record.rcv_nxt.wrapping_sub(self.block.load(block::READ_SEQ));
         let unacknowledged = self.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_una);
         let empty = unread <= 1 && unacknowledged.wrapping_add(1) <= 1 && record.ranges == 0;
+        let (seen, carried) = ((record.rcv_nxt, record.snd_una), self.carried_on_nic(&record));
         let Some(on_nic) = self.running() else { return false };
-        on_nic.idleness.is_due((record.rcv_nxt, record.snd_una), now) && empty
+        let is_due = on_nic.idleness.is_due(seen, now);
+        self.traffic = carried;
+        is_due && empty
+    }
+
+    /// Counts what the connection has carried up to these sequence numbers, received and acknowledged, since the last
+    /// time. That is polled, so no 4 GiB pass in between.
+    pub fn count_to(&mut self, seen: (u32, u32)) {
+        if let Some(on_nic) = &mut self.on_nic {
+            self.traffic = self.traffic.after(on_nic.idleness.seen, seen);
+            on_nic.idleness.note(seen, monotonic_micros());
+        }
+    }
+
+    /// Bytes acknowledged by the peer and received since the agent has the connection, which is on the NIC with this
+    /// record.
+    pub fn carried_on_nic(&self, record: &Record) -> Traffic {
+        let seen = self.on_nic.as_ref().map(|on_nic| on_nic.idleness.seen);
+        seen.map_or(self.traffic, |seen| self.traffic.after(seen, (record.rcv_nxt, record.snd_una)))
     }
 }
 

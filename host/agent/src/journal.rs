@@ -67,7 +67,7 @@ impl Entry {
     /// damaged.
     pub fn on_nic(&self) -> Option<(OnNic, Handoff)> {
         let exported = self.exported()?;
-        Some((OnNic::new(&exported.image, self.memory(), None)?, Handoff { exported, nic: None }))
+        Some((OnNic::new(&exported.image, self.memory(), None)?, Handoff::new(exported)))
     }
 }
 

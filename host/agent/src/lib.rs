@@ -53,6 +53,7 @@ mod silence;
 mod slab;
 mod texts;
 mod tracker;
+mod traffic;
 mod users;
 mod wanted;
 mod watch;

@@ -604,7 +604,7 @@ impl Agent {
         let window = limits.first_window(connection.fd().ok(), &image);
         limits.write(window, ground.nic_memory, cid);
         let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
-        connection.enter_nic(on_nic, Handoff { exported: Exported { image, handed_off_at, saved }, nic: None });
+        connection.enter_nic(on_nic, Handoff::new(Exported { image, handed_off_at, saved }));
         Ok(())
     }
 

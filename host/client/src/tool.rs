@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
-use baton_protocol::program::{Answer, Ask, ConnectionInfo, Reply, Request, Statistics};
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Load, Reply, Request, Statistics};
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -52,6 +52,9 @@ impl Limit {
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 let process = channel.peer_process().unwrap_or_default();
                 bail!("it (process {process}) has not answered in time ({} s): it is stopped or overloaded", most.as_secs())
+            }
+            Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                bail!("its answer cannot be read: it is of another version of Baton ({error})")
             }
             received => Ok(received?),
         }
@@ -114,6 +117,14 @@ impl Tool {
         Ok(Tool { channel, tag: 0, limit: Limit::Until(deadline) })
     }
 
+    /// What is asked from now on may take as long as if the tool had just connected: for tools that look again and
+    /// again.
+    pub fn begin_round(&mut self) {
+        if let Limit::Until(deadline) = &mut self.limit {
+            *deadline = monotonic_micros() + LIMIT.as_micros() as u64;
+        }
+    }
+
     /// Sends a request whose answer is read later. Returns its tag.
     ///
     /// # Errors
@@ -172,6 +183,8 @@ impl Tool {
                     // The agent may have died with the request; a late answer to it is ignored.
                     Reply::Restarted { .. } => break,
                     body if answer.tag == tag => return Ok(body),
+                    // The request could not be read.
+                    Reply::Failed { reason } if answer.tag == 0 => bail!("{reason}"),
                     _ => {}
                 }
             }
@@ -191,6 +204,45 @@ impl Tool {
                 Reply::Connections(list) if list.is_empty() => return Ok(all),
                 Reply::Connections(list) if all.len() < MOST_LISTED => all.extend(list),
                 Reply::Connections(_) => bail!("the agent's list has no end"),
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            }
+        }
+    }
+
+    /// Describes these connections (session and number). What has ended meanwhile is missing.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn describe(&mut self, connections: &[(u32, u32)]) -> Result<Vec<ConnectionInfo>> {
+        let mut all: Vec<ConnectionInfo> = Vec::new();
+        let mut rest = connections;
+        while !rest.is_empty() {
+            let (asked, later) = rest.split_at(rest.len().min(Ask::MOST_DESCRIBED));
+            let list = match self.ask(Ask::Describe { connections: asked.to_vec() })? {
+                Reply::Connections(list) => list,
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            };
+            // Where not all did fit into one answer, the next one begins behind the last.
+            let last = list.last().map(|last| (last.session, last.connection));
+            let done = last.and_then(|last| asked.iter().position(|one| *one == last)).map_or(asked.len(), |at| at + 1);
+            rest = if done < asked.len() { &rest[done..] } else { later };
+            all.extend(list);
+        }
+        Ok(all)
+    }
+
+    /// What all connections have carried.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn traffic(&mut self) -> Result<Vec<Load>> {
+        let mut all: Vec<Load> = Vec::new();
+        loop {
+            let from = all.last().map_or((0, 0), |last| (last.session, last.connection.saturating_add(1)));
+            match self.ask(Ask::Traffic { from })? {
+                Reply::Traffic(list) if list.is_empty() => return Ok(all),
+                Reply::Traffic(list) if all.len() < MOST_LISTED => all.extend(list),
+                Reply::Traffic(_) => bail!("the agent's list has no end"),
                 other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
             }
         }

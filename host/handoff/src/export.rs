@@ -27,8 +27,17 @@ pub struct Exporter {
     local: SocketAddr,
     peer: SocketAddr,
     write_seq: u32,
-    retransmitted: u32,
+    counted: Counted,
     saved: Saved,
+}
+
+/// What the kernel has counted of a connection since its socket was connected, or reconnected by an import.
+#[derive(Clone, Copy)]
+struct Counted {
+    /// Segments sent again.
+    retransmitted: u32,
+    /// Bytes acknowledged by the peer, and received.
+    bytes: (u64, u64),
 }
 
 trait Step<T> {
@@ -98,14 +107,14 @@ impl Exporter {
         shell::block_input(fd).step("SO_ATTACH_FILTER")?;
         shell::repair(fd).step("TCP_REPAIR")?;
         let first = Numbers::read(fd)?;
-        let (image, numbers, retransmitted) = read_image(fd, flow, link, saved)?;
+        let (image, numbers, counted) = read_image(fd, flow, link, saved)?;
         if numbers != first {
             return Err(Refusal::Unsettled);
         }
         let local = socket::local_address(fd).step("getsockname")?;
         // Fails if the peer has ended or reset the connection meanwhile.
         let peer = socket::peer_address(fd).step("getpeername")?;
-        Ok(Exporter { image, local, peer, write_seq: numbers.write_seq, retransmitted, saved: saved.clone() })
+        Ok(Exporter { image, local, peer, write_seq: numbers.write_seq, counted, saved: saved.clone() })
     }
 
     /// The image that was read.
@@ -115,7 +124,13 @@ impl Exporter {
 
     /// Segments that the kernel has sent again since the socket was connected, or reconnected by an import.
     pub fn retransmitted(&self) -> u32 {
-        self.retransmitted
+        self.counted.retransmitted
+    }
+
+    /// Bytes that the peer has acknowledged and bytes that have arrived since the socket was connected, or reconnected
+    /// by an import.
+    pub fn carried(&self) -> (u64, u64) {
+        self.counted.bytes
     }
 
     /// Copies the queues' bytes: unread ones, then those in flight and unsent. The pieces must be exactly as long as
@@ -233,8 +248,8 @@ impl Numbers {
     }
 }
 
-/// The image, the numbers that are in it, and how many segments were sent again.
-fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, Numbers, u32), Refusal> {
+/// The image, the numbers that are in it, and what the kernel has counted.
+fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, Numbers, Counted), Refusal> {
     let info = TcpInfo::read(fd).step("TCP_INFO")?;
     // It may have arrived since the connection was examined.
     crate::examine::check_urgent(fd)?;
@@ -292,7 +307,8 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         silence: silence(&info, unsent),
     };
     image.check().map_err(|_| Refusal::Unsettled)?;
-    Ok((image, numbers, info.total_retrans))
+    let counted = Counted { retransmitted: info.total_retrans, bytes: (info.bytes_acked, info.bytes_received) };
+    Ok((image, numbers, counted))
 }
 
 /// How long the peer has not answered. The kernel shows how often it has sent again, and when it did so last: the

@@ -177,6 +177,18 @@ pub enum Ask {
         /// Session and number of the first.
         from: (u32, u32),
     },
+    /// Describes these connections (session and number): the answer is [`Reply::Connections`], with as many as fit into
+    /// it. At most [`Ask::MOST_DESCRIBED`].
+    Describe {
+        /// Session and number of each.
+        connections: Vec<(u32, u32)>,
+    },
+    /// What connections have carried, as many as fit into one answer, from this session and number on: cheaper than
+    /// [`Ask::List`].
+    Traffic {
+        /// Session and number of the first.
+        from: (u32, u32),
+    },
     /// The NIC's counters and the agent's.
     Statistics,
     /// A NIC's offloads.
@@ -196,6 +208,11 @@ pub enum Ask {
         /// The answer comes when none of them is being probed for any more.
         settled: bool,
     },
+}
+
+impl Ask {
+    /// Most connections that one [`Ask::Describe`] names.
+    pub const MOST_DESCRIBED: usize = 128;
 }
 
 /// Where a UDP socket's rings lie in session memory: a page of words, the receive ring, the send ring.
@@ -466,6 +483,8 @@ pub enum Reply {
     Detail(Detail),
     /// Connections; empty at the end of the list.
     Connections(Vec<ConnectionInfo>),
+    /// What connections have carried; empty at the end of the list.
+    Traffic(Vec<Load>),
     /// Statistics.
     Statistics(Box<Statistics>),
     /// The NIC's offloads.
@@ -557,6 +576,30 @@ pub struct Detail {
     pub retransmitted: u32,
     /// Largest segment, bytes.
     pub mss: u32,
+    /// Bytes that the peer has acknowledged since the agent has the connection. None if that is not known: of another
+    /// user's connection in the kernel.
+    pub sent: Option<u64>,
+    /// Bytes received since the agent has the connection, or None as for `sent`.
+    pub received: Option<u64>,
+}
+
+/// What a connection has carried.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Load {
+    /// Its session.
+    pub session: u32,
+    /// Its number in the session.
+    pub connection: u32,
+    /// Tells it from a later connection of the same number, as long as the agent lives.
+    pub serial: u64,
+    /// Where it is.
+    pub place: Place,
+    /// On a NIC: the NIC's number.
+    pub nic: Option<u32>,
+    /// Number of its moves.
+    pub moves: u32,
+    /// Bytes sent and received since the agent has it ([`Detail::sent`]). None in the middle of a move, too.
+    pub carried: Option<(u64, u64)>,
 }
 
 impl Detail {

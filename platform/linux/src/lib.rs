@@ -45,6 +45,7 @@ pub mod starter;
 pub mod stream;
 pub mod tasks;
 pub mod tcp_info;
+pub mod terminal;
 pub mod topology;
 pub mod trust;
 pub mod xfrm;

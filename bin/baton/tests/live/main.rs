@@ -69,6 +69,7 @@ mod stuck;
 mod supervision;
 mod together;
 mod tools;
+mod top;
 mod trust;
 mod ttcp;
 mod udp;

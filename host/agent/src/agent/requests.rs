@@ -1,48 +1,34 @@
 //! Handles the requests of programs, attachers and tools.
 
 use super::Agent;
+use super::listing::Listing;
 use crate::answers::{After, NO_ANSWER};
 use crate::block::Block;
-use crate::calls::{flow_of, outsider};
 use crate::connection::{Asker, Connection, Stage, Then};
 use crate::ground::Shape;
 use crate::group::Group;
-use crate::host_tcp::HostTcp;
 use crate::identity::Identity;
 use crate::moves::MANY_WAITING;
 use crate::nic::NicProcess;
-use crate::record::read_record;
 use crate::session::{NOT_READING, Sent, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
-use baton_abi::Cid;
-use baton_abi::layout::{COUNTERS, Owner, block, nic, slot};
+use baton_abi::layout::{Owner, block};
 use baton_handoff::examine;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::{self, Foreign};
-use baton_linux::netlink::Netlink;
-use baton_linux::tcp_info::TcpInfo;
-use baton_linux::{diagnosis, interface, process, socket};
+use baton_linux::{interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
 use baton_protocol::native::Native;
 use baton_protocol::nic::ToNic;
-use baton_protocol::program::{
-    Answer, Ask, ConnectionInfo, Detail, Flip, NicStatistics, Opening, Place, Reply, Request, Statistics, Until, VERSION,
-};
+use baton_protocol::program::{Answer, Ask, Flip, Opening, Place, Reply, Request, Until, VERSION};
 use baton_wire::Flow;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::Ordering;
-
-/// Most connections listed in one answer.
-const LISTED: usize = 128;
-/// Most bytes that one listed connection takes besides its texts, and that all in one answer take.
-const LISTED_BYTES: usize = 256;
-const LISTED_IN_ALL: usize = 60_000;
 
 /// Bound above all process numbers (Linux, PID_MAX_LIMIT).
 const NO_PROCESS: u32 = 1 << 22;
@@ -52,36 +38,6 @@ const STUCK: &str = "the files whose descriptors its user has sent do not close"
 
 /// File descriptors that registrations leave for clients, besides the agent's reserve.
 const FOR_CLIENTS: u64 = 16;
-
-/// Returns the TCP state of a connection that the kernel has. `user` has opened its session. Of a socket whose lock
-/// others may hold only what can be told without it.
-fn kernel_detail(user: u32, connection: &Connection, diagnosis: &Netlink) -> Option<Detail> {
-    let fd = connection.fd.as_ref().map(AsFd::as_fd);
-    if connection.call().is_some() || outsider(user, connection.process, fd).is_some() {
-        let found = diagnosis::describe(diagnosis, &flow_of(connection, fd), connection.cookie).ok()?;
-        let unsent = fd.and_then(|fd| socket::queue_bytes(fd, socket::SIOCOUTQNSD).ok()).unwrap_or(0);
-        let in_flight = found.unacknowledged.saturating_sub(unsent);
-        return Some(Detail { state: found.state, in_flight, unsent, unread: found.unread, ..Detail::default() });
-    }
-    let info = match fd {
-        Some(fd) => TcpInfo::read(fd),
-        None => diagnosis::information(diagnosis, &connection.flow, connection.cookie),
-    };
-    let info = info.ok()?;
-    let queue = |request| fd.and_then(|fd| socket::queue_bytes(fd, request).ok()).unwrap_or(0);
-    let (queued, unsent) = (queue(socket::SIOCOUTQ), queue(socket::SIOCOUTQNSD));
-    Some(Detail {
-        state: info.state,
-        srtt: info.rtt,
-        cwnd: info.snd_cwnd,
-        in_flight: queued.saturating_sub(unsent),
-        unsent,
-        unread: queue(socket::SIOCINQ),
-        send_window: 0,
-        retransmitted: info.total_retrans,
-        mss: info.snd_mss,
-    })
-}
 
 /// What a registration says of a connection.
 #[derive(Clone, Copy)]
@@ -282,7 +238,7 @@ impl Agent {
                     None => failed(format!("there is no session {session}")),
                 }
             }
-            Ask::Detail { connection } => Some((self.detail(number, connection), Vec::new())),
+            Ask::Detail { connection } => Some((Listing(self).detail(number, connection), Vec::new())),
             Ask::GiveBack { connection, reason, until } => {
                 self.lent(number, connection, descriptors.pop());
                 let reply = self.give_back(number, connection, shortened(&reason), until, (number, tag));
@@ -303,8 +259,10 @@ impl Agent {
                 self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
             }
             Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
-            Ask::List { from } => Some((Reply::Connections(self.list(from)), Vec::new())),
-            Ask::Statistics => Some((Reply::Statistics(Box::new(self.count())), Vec::new())),
+            Ask::List { from } => Some((Reply::Connections(Listing(self).list(from)), Vec::new())),
+            Ask::Describe { connections } => Some((Reply::Connections(Listing(self).describe(&connections)), Vec::new())),
+            Ask::Traffic { from } => Some((Reply::Traffic(Listing(self).traffic(from)), Vec::new())),
+            Ask::Statistics => Some((Reply::Statistics(Box::new(Listing(self).count())), Vec::new())),
             Ask::Offloads { nic } => match self.nics.get(nic as usize) {
                 Some(nic) => Some((Reply::Offloads(Box::new(nic.settings().offloads)), Vec::new())),
                 None => failed(self.no_such_nic(nic)),
@@ -524,37 +482,6 @@ impl Agent {
         self.sessions.get(session as usize).and_then(Option::as_ref).is_some_and(Session::may_listen)
     }
 
-    /// Returns the TCP state of a connection: from its record on the NIC, or from the kernel.
-    fn detail(&self, session: u32, number: u32) -> Reply {
-        let connection = self.sessions.get(session as usize).and_then(Option::as_ref);
-        let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        let user = self.sessions.get(session as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user);
-        match connection.and_then(|connection| self.detail_of(user, connection)) {
-            Some(detail) => Reply::Detail(detail),
-            None => Reply::Failed { reason: "it is not on the NIC".into() },
-        }
-    }
-
-    fn detail_of(&self, user: u32, connection: &Connection) -> Option<Detail> {
-        let (Some(cid), Some(_)) = (connection.cid, &connection.on_nic) else {
-            return kernel_detail(user, connection, &self.diagnosis);
-        };
-        let memory = &self.hardware.get(cid.nic())?.memory;
-        let record = read_record(memory, nic::slot(cid.slot()))?;
-        Some(Detail {
-            state: record.state,
-            srtt: record.srtt,
-            cwnd: record.cwnd,
-            in_flight: record.snd_nxt.wrapping_sub(record.snd_una),
-            // A FIN that was sent lies behind all that is queued.
-            unsent: (connection.block.load(block::QUEUED_SEQ).wrapping_sub(record.snd_nxt) as i32).max(0) as u32,
-            unread: record.rcv_nxt.wrapping_sub(connection.block.load(block::READ_SEQ)),
-            send_window: record.snd_wnd,
-            retransmitted: 0,
-            mss: u32::from(connection.exported(memory)?.image.mss),
-        })
-    }
-
     /// As [`Agent::request_move`], to this NIC, or back to the one that the connection's route leads to.
     fn request_move_to(
         &mut self,
@@ -626,84 +553,4 @@ impl Agent {
         }
         None
     }
-
-    fn list(&self, from: (u32, u32)) -> Vec<ConnectionInfo> {
-        let (mut list, mut bytes) = (Vec::new(), 0);
-        let (first, mut number) = from;
-        let now = monotonic_micros();
-        for (at, session) in self.sessions.iter().enumerate().skip(first as usize) {
-            let begin = std::mem::take(&mut number) as usize;
-            let Some(session) = session else { continue };
-            for connection in session.connections.iter().skip(begin).flatten() {
-                let key = (at as u32, connection.number(), connection.serial);
-                let waits = self.moves.for_devices.trouble(key).or_else(|| self.searches.trouble(key));
-                let trouble = connection.call().and_then(|call| call.trouble(now)).or(waits);
-                bytes += LISTED_BYTES + session.opening.program.len() + connection.reason.len();
-                if list.len() >= LISTED || bytes > LISTED_IN_ALL {
-                    return list;
-                }
-                list.push(ConnectionInfo {
-                    session: at as u32,
-                    connection: connection.number(),
-                    process: connection.process,
-                    program: session.opening.program.clone(),
-                    local: connection.local().to_string(),
-                    peer: connection.peer().to_string(),
-                    place: connection.place(),
-                    nic: connection.cid.filter(|_| connection.place() == Place::Nic).map(|cid| cid.nic() as u32),
-                    made_by: connection.made_by,
-                    moves: connection.made,
-                    lent: connection.cid.filter(|_| session.opening.fast_path).map(|cid| self.times_lent(cid)),
-                    dormant: connection.cid.is_some_and(|cid| self.slot_word(cid, slot::DORMANT) != 0),
-                    for_us: now.saturating_sub(connection.since),
-                    detail: self.detail_of(session.user, connection).unwrap_or_default(),
-                    reason: trouble.unwrap_or(&connection.reason).to_string(),
-                });
-            }
-        }
-        list
-    }
-
-    /// How often the NIC has lent a connection to the host's TCP, and whether it has now.
-    fn times_lent(&self, cid: Cid) -> (u32, bool) {
-        let word = self.slot_word(cid, slot::LENT);
-        (word.div_ceil(2), word & 1 != 0)
-    }
-
-    /// A word that the NIC has written to a connection's slot.
-    fn slot_word(&self, cid: Cid, at: usize) -> u32 {
-        let memory = self.hardware.get(cid.nic()).map(|hardware| &hardware.memory);
-        memory.map_or(0, |memory| memory.word32(nic::slot(cid.slot()) + at).load(Ordering::Relaxed))
-    }
-
-    fn count(&mut self) -> Statistics {
-        self.statistics.nics = (0..self.nics.len()).map(|nic| self.count_of(nic)).collect();
-        self.statistics.workers = self.statistics.nics.iter().flat_map(|nic| nic.workers.clone()).collect();
-        self.statistics.counters = sums(&self.statistics.workers);
-        self.statistics.nic_process = self.nics[0].process();
-        self.statistics.host_tcp_process = self.nics[0].host_tcp().map_or(0, HostTcp::process);
-        self.statistics.agent_process = std::process::id();
-        self.statistics.sessions = self.sessions.iter().flatten().count() as u32;
-        self.statistics.clone()
-    }
-
-    /// The counters of one NIC.
-    fn count_of(&self, nic: usize) -> NicStatistics {
-        let of = |worker| {
-            let words = self.hardware[nic].memory.words(nic::counters(worker), COUNTERS);
-            words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>()
-        };
-        let workers: Vec<Vec<u64>> = (0..self.settings.nic.workers).map(of).collect();
-        let devices = match &self.shape {
-            Shape::Beside { devices, .. } => devices.of_nic(nic),
-            Shape::Inline { .. } => Vec::new(),
-        };
-        let (starved, hung) = self.watch.counts(nic);
-        NicStatistics { process: self.nics[nic].process(), devices, counters: sums(&workers), workers, starved, hung }
-    }
-}
-
-/// The sums of workers' counters.
-fn sums(workers: &[Vec<u64>]) -> Vec<u64> {
-    (0..COUNTERS).map(|at| workers.iter().map(|worker| worker[at]).sum()).collect()
 }

@@ -96,6 +96,9 @@ impl Performer<'_> {
         if let Some(growing) = &mut self.connection.extra().growing {
             growing.unused = replaced;
         }
+        if returns {
+            self.connection.count_to((image.rcv_nxt, image.snd_una));
+        }
         if let Some(on_nic) = &mut self.connection.on_nic {
             if !on_nic.move_to(new) {
                 return Err(Refusal::NicGone);

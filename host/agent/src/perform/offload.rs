@@ -289,7 +289,8 @@ impl Performer<'_> {
         let exported = Exported { image, handed_off_at: monotonic_micros(), saved: entry.saved.clone() };
         let way = self.way.map(|way| self.ground.known.shared(way));
         let on_nic = OnNic::new(&image, memory, way).ok_or(Refusal::NoRoom)?;
-        self.connection.enter_nic(on_nic, Handoff { exported, nic });
+        let carried = Some(exporter.carried());
+        self.connection.enter_nic(on_nic, Handoff { exported, nic, carried });
         Ok((memory, image))
     }
 
@@ -311,6 +312,9 @@ impl Performer<'_> {
         };
         if let Some(handoff) = self.connection.extra().handoff.as_deref_mut() {
             handoff.exported.saved = saved;
+        }
+        if purged.is_ok() {
+            add_kernels_count(self.connection);
         }
         Ok(purged?)
     }
@@ -365,6 +369,17 @@ fn key_of(session: u32, connection: &Connection) -> (u32, u32, u64) {
     (session, connection.number(), connection.serial)
 }
 
+/// Adds to a connection's traffic what the kernel had counted. What was unread then counts again, behind the sequence
+/// number at which the NIC's count begins.
+fn add_kernels_count(connection: &mut Connection) {
+    let Some(handoff) = connection.extra().handoff.as_deref_mut() else { return };
+    if let Some((sent, received)) = handoff.carried.take() {
+        let image = &handoff.exported.image;
+        let unread = image.rcv_nxt.wrapping_sub(image.read_seq());
+        connection.traffic = connection.traffic.plus(sent, received).without_received(unread);
+    }
+}
+
 /// Looks through a socket's state and options: whether its connection may move.
 fn look_through(fd: BorrowedFd<'_>, namespace: u64, flow: &Flow) -> Result<TcpInfo, Refusal> {
     let info = examine::examine(fd, namespace)?;
@@ -394,7 +409,7 @@ fn needs_cover(fd: BorrowedFd<'_>) -> Option<bool> {
 /// block, for the program.
 fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: Cid, on_nic: &OnNic) -> Result<(), Refusal> {
     let base = nic::slot(cid.slot());
-    let Some(Handoff { exported: Exported { image, saved, .. }, nic }) = connection.handoff() else {
+    let Some(Handoff { exported: Exported { image, saved, .. }, nic, .. }) = connection.handoff() else {
         return Err(Refusal::NoRoom);
     };
     let (place, Memory { receive, send }) = (on_nic.memory(), on_nic.memory());

@@ -2,7 +2,7 @@
 
 use super::Performer;
 use crate::calls::Stop;
-use crate::connection::{Memory, ReplayedFin};
+use crate::connection::{Connection, Memory, ReplayedFin};
 use crate::ground::Shape;
 use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
@@ -25,6 +25,17 @@ const WITHOUT_FIN: [u8; 3] = [1, 4, 5];
 /// Refusal of a connection of which `what` is missing or damaged.
 pub(super) fn damaged(what: &'static str) -> Refusal {
     Refusal::from(ImportError { step: what, error: io::ErrorKind::InvalidData.into() })
+}
+
+/// Adds to a connection's traffic what it has carried on the NIC. The kernel counts what is unread as received once
+/// more.
+fn add_nics_count(connection: &mut Connection, image: &Image) {
+    let read = image.read_seq();
+    connection.count_to((image.rcv_nxt, image.snd_una));
+    if let Some(on_nic) = &mut connection.on_nic {
+        on_nic.idleness.recede(read);
+        connection.traffic = connection.traffic.without_received(image.rcv_nxt.wrapping_sub(read));
+    }
 }
 
 impl Performer<'_> {
@@ -73,6 +84,7 @@ impl Performer<'_> {
     /// which is kept.
     pub(super) fn begin_import(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Stop> {
         self.image = Some(image);
+        add_nics_count(self.connection, &image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
         let memory = self.connection.on_nic.as_deref().ok_or_else(|| damaged("its memory"))?.memory();
         let flags = self.connection.block.load(block::FLAGS);

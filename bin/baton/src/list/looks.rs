@@ -1,0 +1,270 @@
+//! Looks at the connections of all Batons that are meant, time after time. What does not answer is named.
+
+use super::row::{Baton, Key, Row};
+use crate::tools::{SocketArgument, is_silent};
+use anyhow::{Context, Result, bail};
+use baton_client::tool::Tool;
+use baton_linux::events::monotonic_micros;
+use baton_protocol::program::{ConnectionInfo, Load, Statistics, Withdrawn};
+use baton_protocol::texts::plain;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+/// Agents that are looked at at the same time.
+const LOOKS: usize = 64;
+
+/// What an agent has.
+pub struct Seen {
+    /// Its Baton.
+    pub baton: Baton,
+    /// Its connections, by number.
+    pub rows: Vec<Row>,
+    /// Its counters.
+    pub statistics: Statistics,
+}
+
+impl Seen {
+    /// The programs that run on without this Baton, or have connections that it does not have.
+    pub fn withdrawn(&self) -> impl Iterator<Item = &Withdrawn> {
+        let lives = |one: &&Withdrawn| baton_linux::process::identity(one.process) == Some(one.identity);
+        self.statistics.withdrawn.iter().filter(lives)
+    }
+}
+
+/// The name of a process, if it can be read.
+pub fn name_of(process: u32) -> String {
+    baton_linux::process::name(process).map_or_else(|| "?".into(), |name| plain(&name))
+}
+
+/// Names of processes, each read once.
+#[derive(Default)]
+pub struct Names(HashMap<u32, String>);
+
+impl Names {
+    /// The name of a process.
+    pub fn of(&mut self, process: u32) -> String {
+        self.0.entry(process).or_insert_with(|| name_of(process)).clone()
+    }
+}
+
+/// Looks at an agent once.
+fn look(number: usize, socket: &Path, process: Option<u32>) -> Result<Seen> {
+    let mut tool = Tool::look(socket, process)?;
+    let (list, at, statistics) = (tool.connections()?, monotonic_micros(), tool.statistics()?);
+    let mut names = Names::default();
+    let row = |info: ConnectionInfo| {
+        let name = names.of(info.process);
+        let carried = info.detail.sent.zip(info.detail.received);
+        let mut row = Row::new(number, info, name);
+        row.note(at, carried);
+        row
+    };
+    let rows = list.into_iter().map(row).collect();
+    Ok(Seen { baton: Baton { socket: socket.to_owned(), nics: statistics.nics.len() }, rows, statistics })
+}
+
+/// Looks once at all agents that are meant, many at a time: one that does not answer holds up few of the others. Of
+/// several those that do not answer are only named. Returns also whether there are any.
+///
+/// # Errors
+/// If the only one does not answer.
+pub fn look_at_all(argument: &SocketArgument) -> Result<(Vec<Seen>, bool)> {
+    let sockets = argument.sockets();
+    let mut all = Vec::new();
+    let numbered: Vec<_> = sockets.iter().enumerate().collect();
+    let looks = numbered.chunks(LOOKS).flat_map(|some| {
+        std::thread::scope(|scope| {
+            let begun: Vec<_> = some
+                .iter()
+                .map(|&(number, (socket, process))| (socket, scope.spawn(move || look(number, socket, *process))))
+                .collect();
+            begun.into_iter().map(|(socket, look)| (socket, look.join())).collect::<Vec<_>>()
+        })
+    });
+    for (socket, seen) in looks {
+        let seen = seen.unwrap_or_else(|_| bail!("no thread to look at it"));
+        match seen.with_context(|| format!("looking at {}", socket.display())) {
+            Ok(seen) => all.push(seen),
+            // One of several may end just now.
+            Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((all, !sockets.is_empty()))
+}
+
+/// A Baton that is looked at again and again.
+struct Watched {
+    /// Of all that were ever found.
+    number: usize,
+    socket: PathBuf,
+    process: Option<u32>,
+    tool: Option<Tool>,
+    /// By session and number.
+    rows: HashMap<(u32, u32), Row>,
+    statistics: Option<Statistics>,
+    trouble: Option<String>,
+    /// Place in the agent's list of the connection that is described next.
+    turn: usize,
+}
+
+/// Looks again and again at all Batons that are meant, for little: long descriptions only of connections that are new,
+/// or asked for.
+pub struct Watch {
+    argument: SocketArgument,
+    batons: Vec<Watched>,
+    names: Names,
+    /// When it is found out next which Batons there are.
+    search_at: u64,
+    /// Batons found so far.
+    found: usize,
+    /// Processes that call themselves agents, and do not let anybody look.
+    silent: Vec<u32>,
+}
+
+/// Connections whose details are asked for in one look, besides those on the screen.
+const IN_TURN: usize = 256;
+
+/// Time between two searches for Batons, microseconds.
+const SEARCH: u64 = 5_000_000;
+
+impl Watch {
+    /// Of the Batons that are meant.
+    pub fn new(argument: SocketArgument) -> Watch {
+        Watch { argument, batons: Vec::new(), names: Names::default(), search_at: 0, found: 0, silent: Vec::new() }
+    }
+
+    /// Finds Batons that are new, and forgets those that are gone for good.
+    fn search(&mut self, now: u64) {
+        self.search_at = now + SEARCH;
+        self.names = Names::default();
+        let (found, silent) = self.argument.find();
+        self.silent = silent;
+        self.batons.retain(|known| known.tool.is_some() || found.iter().any(|(socket, _)| *socket == known.socket));
+        for (socket, process) in found {
+            match self.batons.iter_mut().find(|known| known.socket == socket) {
+                Some(known) => known.process = process,
+                None => {
+                    let (rows, statistics, trouble, turn) = (HashMap::new(), None, None, 0);
+                    let number = self.found;
+                    self.found += 1;
+                    self.batons.push(Watched { number, socket, process, tool: None, rows, statistics, trouble, turn });
+                }
+            }
+        }
+    }
+
+    /// Looks at all of them. An agent that has ended is tried again at the next look.
+    pub fn refresh(&mut self) {
+        let now = monotonic_micros();
+        if now >= self.search_at || self.batons.iter().any(|baton| baton.tool.is_none()) {
+            self.search(now);
+        }
+        for baton in &mut self.batons {
+            match baton.refresh(&mut self.names) {
+                Ok(()) => baton.trouble = None,
+                Err(error) => {
+                    (baton.tool, baton.statistics) = (None, None);
+                    baton.rows.clear();
+                    baton.trouble = Some(format!("{}: {error:#}", baton.socket.display()));
+                }
+            }
+        }
+    }
+
+    /// Gets the long descriptions of these connections.
+    pub fn describe(&mut self, keys: &[Key]) {
+        for baton in &mut self.batons {
+            let number = baton.number;
+            let wanted: Vec<_> =
+                keys.iter().filter(|(of, ..)| *of == number).map(|(_, session, connection)| (*session, *connection)).collect();
+            // What goes wrong shows at the next look.
+            let Some(tool) = baton.tool.as_mut().filter(|_| !wanted.is_empty()) else { continue };
+            tool.begin_round();
+            if let Ok(list) = tool.describe(&wanted) {
+                baton.renew(list);
+            }
+        }
+    }
+
+    /// All connections, in no order.
+    pub fn rows(&self) -> impl Iterator<Item = &Row> {
+        self.batons.iter().flat_map(|baton| baton.rows.values())
+    }
+
+    /// The connection with this key.
+    pub fn row(&self, (number, session, connection): Key) -> Option<&Row> {
+        self.batons.iter().find(|baton| baton.number == number)?.rows.get(&(session, connection))
+    }
+
+    /// Where the agent of the connection with this key listens.
+    pub fn socket(&self, (number, ..): Key) -> Option<&Path> {
+        self.batons.iter().find(|baton| baton.number == number).map(|baton| baton.socket.as_path())
+    }
+
+    /// The number of each Baton, as its rows have it, and its counters while its agent answers.
+    pub fn batons(&self) -> impl Iterator<Item = (usize, Option<&Statistics>)> {
+        self.batons.iter().map(|baton| (baton.number, baton.statistics.as_ref()))
+    }
+
+    /// What does not answer, and why.
+    pub fn troubles(&self) -> Vec<String> {
+        let troubles = self.batons.iter().filter_map(|baton| baton.trouble.clone());
+        troubles.chain(self.silent.iter().map(|process| is_silent(*process))).collect()
+    }
+}
+
+impl Watched {
+    /// Takes new descriptions of connections.
+    fn renew(&mut self, list: Vec<ConnectionInfo>) {
+        for info in list {
+            if let Some(row) = self.rows.get_mut(&(info.session, info.connection)) {
+                row.renew(info);
+            }
+        }
+    }
+
+    fn refresh(&mut self, names: &mut Names) -> Result<()> {
+        let mut tool = match self.tool.take() {
+            Some(tool) => tool,
+            None => Tool::look(&self.socket, self.process)?,
+        };
+        tool.begin_round();
+        let (loads, now) = (tool.traffic()?, monotonic_micros());
+        let statistics = tool.statistics()?;
+        let unknown = self.take(&loads, now);
+        for info in tool.describe(&unknown)? {
+            let key = (info.session, info.connection);
+            let mut row = Row::new(self.number, info, String::new());
+            row.name = names.of(row.info.process);
+            if let Ok(at) = loads.binary_search_by_key(&key, |load| (load.session, load.connection)) {
+                row.serial = loads[at].serial;
+                row.update(now, &loads[at]);
+            }
+            self.rows.insert(key, row);
+        }
+        // The others' details in turn, for who sorts by them.
+        let turn = if self.turn < loads.len() { self.turn } else { 0 };
+        self.turn = loads.len().min(turn + IN_TURN);
+        let next: Vec<_> = loads[turn..self.turn].iter().map(|load| (load.session, load.connection)).collect();
+        self.renew(tool.describe(&next)?);
+        (self.statistics, self.tool) = (Some(statistics), Some(tool));
+        Ok(())
+    }
+
+    /// Takes what is new of connections that are known, and forgets those that have ended. Returns the others.
+    fn take(&mut self, loads: &[Load], now: u64) -> Vec<(u32, u32)> {
+        let mut unknown = Vec::new();
+        for load in loads {
+            match self.rows.get_mut(&(load.session, load.connection)) {
+                Some(row) if row.serial == load.serial => row.update(now, load),
+                _ => unknown.push((load.session, load.connection)),
+            }
+        }
+        if self.rows.len() + unknown.len() > loads.len() {
+            let there = |key: &(u32, u32)| loads.binary_search_by_key(key, |load| (load.session, load.connection)).is_ok();
+            self.rows.retain(|key, _| there(key));
+        }
+        unknown
+    }
+}
