@@ -19,6 +19,8 @@ mod start;
 mod tools;
 mod topology;
 mod up;
+mod up_config;
+mod wind_down;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -76,6 +78,9 @@ enum Command {
     #[cfg(feature = "lab")]
     #[command(flatten)]
     Lab(lab::Command),
+    /// Waits until what a `baton up` of this service has left has ended.
+    #[command(hide = true)]
+    WindDown,
     /// The processes of a running Baton, which start each other.
     #[command(hide = true)]
     KeeperProcess,
@@ -94,7 +99,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Bed(command) => bed::run(&command),
         #[cfg(feature = "lab")]
         Command::Lab(command) => lab::run(&command),
-        Command::Up(arguments) => up::up(&arguments).map(|()| true),
+        Command::Up(arguments) => up::up(&up_config::with_file(arguments)?).map(|()| true),
         Command::Run(arguments) => run::run(&arguments).map(|()| true),
         Command::Mpi(arguments) => mpi::run(&arguments).map(|()| true),
         Command::Attach(arguments) => attach::attach(&arguments).map(|()| true),
@@ -106,6 +111,7 @@ fn run(command: Command) -> Result<bool> {
             baton_linux::namespace::become_root_if_needed()?;
             doctor::run(&arguments)
         }
+        Command::WindDown => wind_down::run().map(|()| true),
         Command::KeeperProcess => baton_keeper::run().map(|()| true),
         Command::AgentProcess => baton_agent::run().map(|()| true),
         Command::NicProcess => baton_control::run().map(|()| true),
