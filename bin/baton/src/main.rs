@@ -16,6 +16,7 @@ mod placement;
 mod run;
 mod run_directory;
 mod start;
+mod status;
 mod tools;
 mod topology;
 mod up;
@@ -72,6 +73,9 @@ enum Command {
     /// its workers run on.
     #[command(after_help = nic::EXAMPLES)]
     Nic(nic::NicArguments),
+    /// Says whether a Baton is up (`baton up`), and what it has.
+    #[command(after_help = status::EXAMPLES)]
+    Status(status::StatusArguments),
     /// Checks what this machine can do for Baton, and says what to do where something is missing.
     #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
     Doctor(doctor::DoctorArguments),
@@ -111,6 +115,7 @@ fn run(command: Command) -> Result<bool> {
             baton_linux::namespace::become_root_if_needed()?;
             doctor::run(&arguments)
         }
+        Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
         Command::WindDown => wind_down::run().map(|()| true),
         Command::KeeperProcess => baton_keeper::run().map(|()| true),
         Command::AgentProcess => baton_agent::run().map(|()| true),
@@ -122,7 +127,7 @@ fn run(command: Command) -> Result<bool> {
 
 fn main() -> ExitCode {
     let command = Cli::parse().command;
-    if matches!(command, Command::Ls(_) | Command::Doctor(_) | Command::Nic(_)) {
+    if matches!(command, Command::Ls(_) | Command::Status(_) | Command::Doctor(_) | Command::Nic(_)) {
         baton_linux::process::end_on_broken_pipe();
     }
     match run(command) {
