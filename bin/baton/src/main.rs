@@ -19,6 +19,7 @@ mod start;
 mod status;
 mod tools;
 mod topology;
+mod units;
 mod up;
 mod up_config;
 mod wind_down;
@@ -76,6 +77,12 @@ enum Command {
     /// Says whether a Baton is up (`baton up`), and what it has.
     #[command(after_help = status::EXAMPLES)]
     Status(status::StatusArguments),
+    /// Makes a systemd unit's program run under Baton: `baton run` stands before it from the next start on.
+    #[command(after_help = units::ENABLE_EXAMPLES)]
+    Enable(units::EnableArguments),
+    /// Ends what `baton enable` did.
+    #[command(after_help = units::DISABLE_EXAMPLES)]
+    Disable(units::DisableArguments),
     /// Checks what this machine can do for Baton, and says what to do where something is missing.
     #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
     Doctor(doctor::DoctorArguments),
@@ -116,6 +123,8 @@ fn run(command: Command) -> Result<bool> {
             doctor::run(&arguments)
         }
         Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
+        Command::Enable(arguments) => units::enable(&arguments).map(|()| true),
+        Command::Disable(arguments) => units::disable(&arguments).map(|()| true),
         Command::WindDown => wind_down::run().map(|()| true),
         Command::KeeperProcess => baton_keeper::run().map(|()| true),
         Command::AgentProcess => baton_agent::run().map(|()| true),
