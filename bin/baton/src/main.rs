@@ -7,6 +7,7 @@ mod bed;
 mod doctor;
 mod filter;
 mod front;
+mod generate;
 #[cfg(feature = "lab")]
 mod lab;
 mod mpi;
@@ -25,7 +26,7 @@ mod up_config;
 mod wind_down;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 
 /// The end of `baton --help`.
@@ -89,6 +90,9 @@ enum Command {
     #[cfg(feature = "lab")]
     #[command(flatten)]
     Lab(lab::Command),
+    /// Writes manual pages and completions, for a package.
+    #[command(hide = true, subcommand)]
+    Generate(generate::Generate),
     /// Waits until what a `baton up` of this service has left has ended.
     #[command(hide = true)]
     WindDown,
@@ -125,6 +129,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
         Command::Enable(arguments) => units::enable(&arguments).map(|()| true),
         Command::Disable(arguments) => units::disable(&arguments).map(|()| true),
+        Command::Generate(what) => generate::run(&what, Cli::command()).map(|()| true),
         Command::WindDown => wind_down::run().map(|()| true),
         Command::KeeperProcess => baton_keeper::run().map(|()| true),
         Command::AgentProcess => baton_agent::run().map(|()| true),
