@@ -217,7 +217,7 @@ def configuration(container):
     container.says("systemctl", "restart", "baton")
 
 
-def serve(container):
+def serve(container, package):
     step("nginx runs under a drop-in of `baton enable`, and its connection goes to the NIC")
     assert "baton run --if-up" in container.says("baton", "enable", "--dry-run", "nginx")
     print("  " + container.says("baton", "enable", "nginx", "--restart", "--", "--rule", "accepted", "--eager").replace("\n", "\n  "))
@@ -237,6 +237,13 @@ def serve(container):
         lambda: container.says("systemctl", "show", "-p", "MainPID", "--value", "baton") not in (before, "0")
         and container.run("baton", "status", check=False)[0] == 0,
     )
+    client.ask(200)
+
+    step("an upgrade: the connection goes on, and the new Baton has the program's next one")
+    shutil.copy(package, container.root / "baton.deb")
+    container.says("apt-get", "install", "--reinstall", "-qy", "/baton.deb")
+    (container.root / "baton.deb").unlink()
+    container.says("baton", "status", "--wait", "60")
     client.ask(200)
 
     step("the service is stopped under a connection on the NIC: the connection goes on")
@@ -284,6 +291,18 @@ def refusals(container):
         assert status == 2 and reason in output, output
         (units / f"{name}.service").unlink()
     container.says("systemctl", "daemon-reload")
+    (units / "many@.service").write_text("[Service]\nExecStart=-@/bin/sleep sleep-%i \\\n  1000\n")
+    container.says("systemctl", "daemon-reload")
+    for name in ("many@", "many@one"):
+        output = container.says("baton", "enable", "--dry-run", name)
+        assert "ExecStart=-/usr/bin/baton run --if-up --argv0 sleep-%i -- /bin/sleep 1000" in output, output
+    container.says("baton", "enable", "many@")
+    container.says("systemctl", "start", "many@two")
+    assert "sleep-two 1000" in container.says("ps", "-e", "-o", "args=")
+    container.says("systemctl", "stop", "many@two")
+    assert "many@.service.d" in container.says("baton", "disable", "many@")
+    (units / "many@.service").unlink()
+    container.says("systemctl", "daemon-reload")
     status, output = container.run("baton", "enable", "there-is-none", check=False)
     assert status == 2 and "there-is-none.service" in output, output
 
@@ -326,7 +345,7 @@ def main():
         service(container)
         rights(container)
         configuration(container)
-        serve(container)
+        serve(container, sys.argv[1])
         refusals(container)
         purge(container, before)
     except BaseException:
