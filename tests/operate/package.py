@@ -137,7 +137,10 @@ def install(container, package):
     print(f"  {len(listed)} files and directories")
 
 
-def papers(container):
+def papers(container, package):
+    if shutil.which("lintian"):
+        step("lintian")
+        subprocess.run(["lintian", "--no-cfg", "--fail-on=error,warning", "--allow-root", package], check=True)
     step("manual pages, completions, the library for C")
     for command in COMMANDS:
         container.says("man", "-w", f"baton-{command}")
@@ -283,6 +286,7 @@ def refusals(container):
     for name, text, reason in [
         ("jail", "RootDirectory=/srv\nExecStart=/bin/sleep 1", "RootDirectory"),
         ("nothing", "Type=oneshot\nExecStop=/bin/true", "no ExecStart="),
+        ("early", "ExecStart=/bin/sleep 1\n[Unit]\nDefaultDependencies=no", "before a Baton"),
         ("shy", "RestrictAddressFamilies=AF_INET\nExecStart=/bin/sleep 1", "AF_UNIX"),
     ]:
         (units / f"{name}.service").write_text(f"[Service]\n{text}\n")
@@ -291,6 +295,9 @@ def refusals(container):
         assert status == 2 and reason in output, output
         (units / f"{name}.service").unlink()
     container.says("systemctl", "daemon-reload")
+    status, output = container.run("baton", "enable", "baton", check=False)
+    assert status == 2 and "Baton itself" in output, output
+    assert "enable systemd-hostnamed.service" in container.says("baton", "enable", "--dry-run", "dbus-org.freedesktop.hostname1")
     (units / "many@.service").write_text("[Service]\nExecStart=-@/bin/sleep sleep-%i \\\n  1000\n")
     container.says("systemctl", "daemon-reload")
     for name in ("many@", "many@one"):
@@ -341,7 +348,7 @@ def main():
         container.run("mandb", "-q", check=False)
         before = container.files()
         install(container, sys.argv[1])
-        papers(container)
+        papers(container, sys.argv[1])
         service(container)
         rights(container)
         configuration(container)

@@ -87,6 +87,12 @@ fn drop_in_of(unit: &str) -> PathBuf {
     Path::new(UNITS).join(format!("{unit}.d")).join(NAME)
 }
 
+/// The unit's own name, if this is another one for it. A template has one name.
+fn own_name(unit: &str) -> String {
+    let own = systemctl(&["show", "--property=Id", "--value", "--", unit]).unwrap_or_default();
+    if unit.contains("@.") || !own.trim().ends_with(".service") { unit.to_owned() } else { own.trim().to_owned() }
+}
+
 /// Runs systemctl, and returns what it prints.
 fn systemctl(arguments: &[&str]) -> Result<String> {
     let mut command = Command::new("systemctl");
@@ -143,8 +149,8 @@ fn plan(unit: &str, options: &[String]) -> Result<(String, Vec<String>)> {
         bail!("{unit} has no ExecStart=: there is no program that Baton could run");
     }
     for command in &commands {
-        if command.is_run_by_baton() {
-            bail!("{unit} runs its program by `baton run` already, by its own file");
+        if command.is_baton() {
+            bail!("{unit} starts Baton itself, or its program by `baton run`, by a file of its own");
         }
         if let Some(why) = command.program().and_then(|program| unserved(&program)) {
             bail!("{unit} cannot be run by Baton: {why}");
@@ -174,7 +180,7 @@ fn unserved(program: &str) -> Option<String> {
 /// # Errors
 /// Why the unit cannot be run by Baton, or what did not work.
 pub fn enable(arguments: &EnableArguments) -> Result<()> {
-    let unit = &arguments.unit;
+    let unit = &own_name(&arguments.unit);
     let (text, cautions) = plan(unit, &arguments.options)?;
     for caution in cautions {
         eprintln!("baton: {unit}: {caution}");
@@ -196,7 +202,7 @@ pub fn enable(arguments: &EnableArguments) -> Result<()> {
 /// # Errors
 /// What did not work.
 pub fn disable(arguments: &DisableArguments) -> Result<()> {
-    let units = if arguments.all { enabled()? } else { arguments.units.clone() };
+    let units = if arguments.all { enabled()? } else { arguments.units.iter().map(|unit| own_name(unit)).collect() };
     for unit in &units {
         let path = drop_in_of(unit);
         match fs::remove_file(&path) {

@@ -50,8 +50,12 @@ pub fn assignments(text: &str) -> Vec<Assignment> {
 
 /// The values of a key of the section [Service] in all files, in their order. An empty value forgets those before it.
 pub fn values<'a>(all: &'a [Assignment], key: &str) -> Vec<&'a str> {
+    values_in(all, "Service", key)
+}
+
+fn values_in<'a>(all: &'a [Assignment], section: &str, key: &str) -> Vec<&'a str> {
     let mut values = Vec::new();
-    for one in all.iter().filter(|one| one.section == "Service" && one.key == key) {
+    for one in all.iter().filter(|one| one.section == section && one.key == key) {
         if one.value.is_empty() {
             values.clear();
         } else {
@@ -163,10 +167,9 @@ impl Command {
         (!path.contains('%')).then(|| path.replace('\0', "%"))
     }
 
-    /// Whether it is `baton run` already.
-    pub fn is_run_by_baton(&self) -> bool {
+    /// Whether it is Baton's own command: `baton run` already, or `baton up`.
+    pub fn is_baton(&self) -> bool {
         self.program().is_some_and(|path| path == "baton" || path.ends_with("/baton"))
-            && self.arguments.first().is_some_and(|word| unquoted(word) == "run")
     }
 
     /// The value of ExecStart= by which `baton` runs it with these options.
@@ -195,6 +198,9 @@ pub fn drop_in(unit: &str, commands: &[Command], baton: &str, options: &[String]
 
 /// Why the program of a unit with these settings cannot be run by Baton; None if it can.
 pub fn refusal(all: &[Assignment]) -> Option<String> {
+    if values_in(all, "Unit", "DefaultDependencies").last().is_some_and(|value| is_off(value)) {
+        return Some("DefaultDependencies=no: it starts before a Baton can be up".into());
+    }
     for key in ["RootDirectory", "RootImage"] {
         if let Some(root) = values(all, key).last() {
             return Some(format!("{key}={root} gives it a root directory of its own, which has no Baton"));
@@ -210,11 +216,15 @@ pub fn refusal(all: &[Assignment]) -> Option<String> {
     None
 }
 
+fn is_off(value: &str) -> bool {
+    ["no", "false", "off", "0", "n", "f"].contains(&value)
+}
+
 /// What keeps the connections of a unit with these settings in the kernel, or may.
 pub fn cautions(all: &[Assignment]) -> Vec<String> {
     let mut cautions = Vec::new();
     for key in ["IPAccounting", "IPAddressDeny", "SocketBindDeny", "IPIngressFilterPath", "IPEgressFilterPath"] {
-        if let Some(value) = values(all, key).last().filter(|value| !["no", "false", "off", "0"].contains(value)) {
+        if let Some(value) = values(all, key).last().filter(|value| !is_off(value)) {
             cautions.push(format!("{key}={value} attaches BPF programs to its control group: connections stay in the kernel"));
         }
     }
@@ -222,7 +232,7 @@ pub fn cautions(all: &[Assignment]) -> Vec<String> {
         cautions
             .push("SystemCallFilter= may keep Baton from calls that it needs: then it runs without, which its log says".into());
     }
-    if values(all, "PrivateUsers").last().is_some_and(|value| !["no", "false", "off", "0"].contains(value)) {
+    if values(all, "PrivateUsers").last().is_some_and(|value| !is_off(value)) {
         cautions.push("PrivateUsers= hides who started Baton: it may refuse the agent's socket, which its log says".into());
     }
     cautions
@@ -336,8 +346,8 @@ mod tests {
         assert_eq!(program("/opt/a\\x20b/c"), Some("/opt/ax20b/c".into()));
         assert_eq!(program("/opt/%i"), None);
         assert_eq!(program("/opt/%%i").as_deref(), Some("/opt/%i"));
-        assert!(commands("/usr/bin/baton run -- /bin/a").expect("it can be read")[0].is_run_by_baton());
-        assert!(!commands("/usr/bin/baton up").expect("it can be read")[0].is_run_by_baton());
+        let is_baton = |value: &str| commands(value).expect("it can be read")[0].is_baton();
+        assert!(is_baton("/usr/bin/baton run -- /bin/a") && is_baton("-baton up") && !is_baton("/usr/bin/batons up"));
     }
 
     #[test]
@@ -350,6 +360,8 @@ mod tests {
         assert_eq!(why("RestrictAddressFamilies=AF_INET\nRestrictAddressFamilies=AF_UNIX"), None);
         assert_eq!(why("RestrictAddressFamilies=~AF_PACKET"), None);
         assert_eq!(why("RootDirectory=/srv/jail\nRootDirectory="), None);
+        let early = refusal(&assignments("[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/bin/a\n"));
+        assert!(early.expect("refused").contains("before"));
         let warned = |text: &str| cautions(&assignments(&format!("[Service]\n{text}\n"))).len();
         assert_eq!(warned("IPAccounting=yes\nSystemCallFilter=@system-service\nPrivateUsers=true"), 3);
         assert_eq!(warned("IPAccounting=no\nPrivateUsers=no"), 0);
