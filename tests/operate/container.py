@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-PACKAGES = "systemd,systemd-sysv,dbus,nginx-light,man-db,bash-completion,iproute2,procps"
+PACKAGES = "systemd,systemd-sysv,dbus,nginx-light,redis-server,man-db,bash-completion,iproute2,procps"
 # Longer than the slowest of these steps takes on a machine that is busy with other tests.
 PATIENCE = 300
 # What a container gets besides nspawn's usual set: Baton loads BPF programs.
@@ -37,8 +37,22 @@ def base(folder):
     return archive
 
 
+def groups():
+    """Control groups of its own for the container: of this process's, in the hierarchies in which systemd keeps its units."""
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, kind, path = line.split(":", 2)
+        places = {"name=systemd": ["systemd"], "": ["unified", "."]}.get(kind, [])
+        parents = (Path("/sys/fs/cgroup") / place / path.lstrip("/") for place in places)
+        found += [parent / f"baton-operate-{os.getpid()}" for parent in parents if (parent / "cgroup.procs").exists()]
+    for group in found:
+        group.mkdir()
+    return found
+
+
 class Container:
     def __init__(self, folder):
+        self.groups = []
         self.root = Path(tempfile.mkdtemp(prefix="root-", dir=folder))
         self.root.chmod(0o755)
         self.process = self.leader = None
@@ -60,6 +74,10 @@ class Container:
             command += [f"--directory={self.root}", f"--capability={CAPABILITIES}", f"--system-call-filter={CALLS}"]
             command += ["--bind=/dev/net/tun", "--boot"]
             environment = {**os.environ, "NOTIFY_SOCKET": f"{folder}/notify", "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"}
+            self.groups = groups()
+            # The shell joins them before it becomes nspawn.
+            join = "".join(f"echo $$ > '{group}/cgroup.procs'; " for group in self.groups)
+            command = ["sh", "-ec", join + 'exec "$@"', "sh", *command]
             self.process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
@@ -99,7 +117,8 @@ class Container:
 
     def files(self):
         """Every file but those that change by themselves: logs, caches, what is in memory, and dpkg's own lists."""
-        left_out = ("proc", "sys", "dev", "run", "tmp", "var/log", "var/cache", "var/tmp", "var/lib/dpkg", "var/lib/apt", "var/lib/systemd", "var/lib/nginx")
+        left_out = ["proc", "sys", "dev", "run", "tmp", "var/log", "var/cache", "var/tmp"]
+        left_out += [f"var/lib/{name}" for name in ("dpkg", "apt", "systemd", "nginx", "redis")]
         found = set()
         for folder, folders, names in os.walk(self.root):
             inside = os.path.relpath(folder, self.root)
@@ -121,3 +140,7 @@ class Container:
                 self.process.wait()
             self.process = None
         shutil.rmtree(self.root, ignore_errors=True)
+        for group in self.groups:
+            for folder, _, _ in os.walk(group, topdown=False):
+                os.rmdir(folder)
+        self.groups = []

@@ -44,6 +44,19 @@ for line in sys.stdin:
     print(peer.getsockname()[1], flush=True)
 """
 
+# The same of redis.
+REDIS = """
+import socket, sys
+peer = socket.create_connection(("127.0.0.1", 6379), 60)
+stream = peer.makefile("rb")
+for line in sys.stdin:
+    for number in range(int(line)):
+        peer.sendall(b"PING %d\\r\\n" % number)
+        assert stream.readline() == b"$%d\\r\\n" % len(str(number))
+        assert stream.readline() == b"%d\\r\\n" % number
+    print(peer.getsockname()[1], flush=True)
+"""
+
 
 def step(text):
     print(f"▸ {text}", flush=True)
@@ -59,8 +72,8 @@ def wait_until(what, holds):
 
 
 class Client:
-    def __init__(self, container):
-        command = container.in_network(sys.executable, "-c", CLIENT)
+    def __init__(self, container, script=None):
+        command = container.in_network(sys.executable, "-c", script or CLIENT)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def ask(self, requests=20):
@@ -231,6 +244,16 @@ def serve(container, package):
     assert "1 connections on NICs" in state, state
     print("  " + state.replace("\n", "\n  "))
 
+    step("redis as well: a unit of Type=notify, of an ordinary user, with restrictions of its own")
+    container.says("baton", "enable", "redis-server", "--restart", "--", "--rule", "accepted", "--eager")
+    assert container.says("systemctl", "show", "-p", "User", "--value", "redis-server") == "redis"
+    redis = Client(container, REDIS)
+    at_redis = redis.ask()
+    wait_until("redis' connection is on the NIC", lambda: redis.ask() and connections(container, at_redis) == ["nic"])
+    redis.end()
+    container.says("baton", "disable", "redis-server")
+    container.says("systemctl", "stop", "redis-server")
+
     step("`baton up` is killed: the connection goes on, and the next Baton has it")
     before = container.says("systemctl", "show", "-p", "MainPID", "--value", "baton")
     container.says("systemctl", "kill", "--kill-whom=main", "--signal=KILL", "baton")
@@ -305,7 +328,8 @@ def refusals(container):
         assert "ExecStart=-/usr/bin/baton run --if-up --argv0 sleep-%i -- /bin/sleep 1000" in output, output
     container.says("baton", "enable", "many@")
     container.says("systemctl", "start", "many@two")
-    assert "sleep-two 1000" in container.says("ps", "-e", "-o", "args=")
+    # It is started when `baton run` is, which becomes it a moment later.
+    wait_until("the program has its name", lambda: "sleep-two 1000" in container.says("ps", "-e", "-o", "args="))
     container.says("systemctl", "stop", "many@two")
     assert "many@.service.d" in container.says("baton", "disable", "many@")
     (units / "many@.service").unlink()

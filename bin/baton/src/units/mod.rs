@@ -2,7 +2,7 @@
 
 mod text;
 
-use crate::run::RunArguments;
+use crate::run::{self, RunArguments};
 use anyhow::{Context, Result, bail};
 use baton_linux::executable::{self, Start};
 use clap::{Args, Command as Line};
@@ -158,7 +158,9 @@ fn plan(unit: &str, options: &[String]) -> Result<(String, Vec<String>)> {
     }
     let baton = std::env::current_exe().context("finding this program's own path")?;
     let baton = baton.to_str().context("this program's own path is no UTF-8")?;
-    Ok((text::drop_in(unit, &commands, baton, options), text::cautions(&all)))
+    let library = run::find_library()?;
+    let library = library.parent().and_then(Path::to_str).context("the library's path is no UTF-8")?;
+    Ok((text::drop_in(unit, &all, &commands, baton, library, options), text::cautions(&all)))
 }
 
 /// Why a program runs natively under `baton run`; None if it is served, or if that cannot be told.

@@ -187,12 +187,17 @@ impl Command {
     }
 }
 
-/// The drop-in for a unit with these commands.
-pub fn drop_in(unit: &str, commands: &[Command], baton: &str, options: &[String]) -> String {
+/// The drop-in for a unit with these settings and commands. `library`: the folder of the preloaded library.
+pub fn drop_in(unit: &str, all: &[Assignment], commands: &[Command], baton: &str, library: &str, options: &[String]) -> String {
     let lines: String = commands.iter().map(|command| format!("ExecStart={}\n", command.under(baton, options))).collect();
+    let allowed = if values(all, "NoExecPaths").is_empty() {
+        String::new()
+    } else {
+        format!("ExecPaths={} {}\n", quoted(baton), quoted(library))
+    };
     format!(
         "# Written by `baton enable {unit}`; `baton disable {unit}` removes it.\n[Unit]\nWants=baton.service\n\
-         After=baton.service\n\n[Service]\nExecStart=\n{lines}"
+         After=baton.service\n\n[Service]\n{allowed}ExecStart=\n{lines}"
     )
 }
 
@@ -232,9 +237,6 @@ pub fn cautions(all: &[Assignment]) -> Vec<String> {
         cautions
             .push("SystemCallFilter= may keep Baton from calls that it needs: then it runs without, which its log says".into());
     }
-    if values(all, "PrivateUsers").last().is_some_and(|value| !is_off(value)) {
-        cautions.push("PrivateUsers= hides who started Baton: it may refuse the agent's socket, which its log says".into());
-    }
     cautions
 }
 
@@ -243,13 +245,14 @@ mod tests {
     use super::*;
 
     const BATON: &str = "/usr/bin/baton";
+    const LIBRARY: &str = "/usr/lib/baton";
 
     /// The ExecStart= lines of the drop-in of a unit.
     fn wrapped(unit: &str) -> Vec<String> {
         let all = assignments(unit);
         let commands: Vec<Command> =
             values(&all, "ExecStart").into_iter().flat_map(|value| commands(value).expect("it can be read")).collect();
-        let text = drop_in("some.service", &commands, BATON, &[]);
+        let text = drop_in("some.service", &all, &commands, BATON, LIBRARY, &[]);
         let (before, lines) = text.split_once("\nExecStart=\n").expect("the list is emptied first");
         assert!(before.ends_with("[Service]") && before.contains("After=baton.service"), "{text}");
         lines.lines().map(|line| line.strip_prefix("ExecStart=").expect("only commands").to_owned()).collect()
@@ -330,13 +333,20 @@ mod tests {
     fn options_are_quoted() {
         let commands = commands("/bin/a").expect("it can be read");
         let options = ["--rule", "accepted,local-port=80", "--log", "/var/log/a b", "--x", "5%$"].map(String::from);
-        let text = drop_in("a.service", &commands, "/opt/my baton/baton", &options);
+        let text = drop_in("a.service", &[], &commands, "/opt/my baton/baton", LIBRARY, &options);
         assert!(
             text.ends_with(
                 "ExecStart=\"/opt/my baton/baton\" run --if-up --rule accepted,local-port=80 --log \"/var/log/a b\" --x 5%%$$ -- /bin/a\n"
             ),
             "{text}"
         );
+    }
+
+    #[test]
+    fn baton_may_be_executed_where_little_may() {
+        let all = assignments("[Service]\nNoExecPaths=/\nExecPaths=/bin/a\nExecStart=/bin/a\n");
+        let text = drop_in("a.service", &all, &commands("/bin/a").expect("it can be read"), BATON, LIBRARY, &[]);
+        assert!(text.contains("[Service]\nExecPaths=/usr/bin/baton /usr/lib/baton\nExecStart=\n"), "{text}");
     }
 
     #[test]
@@ -363,7 +373,7 @@ mod tests {
         let early = refusal(&assignments("[Unit]\nDefaultDependencies=no\n[Service]\nExecStart=/bin/a\n"));
         assert!(early.expect("refused").contains("before"));
         let warned = |text: &str| cautions(&assignments(&format!("[Service]\n{text}\n"))).len();
-        assert_eq!(warned("IPAccounting=yes\nSystemCallFilter=@system-service\nPrivateUsers=true"), 3);
-        assert_eq!(warned("IPAccounting=no\nPrivateUsers=no"), 0);
+        assert_eq!(warned("IPAccounting=yes\nSystemCallFilter=@system-service"), 2);
+        assert_eq!(warned("IPAccounting=no\nPrivateUsers=yes"), 0);
     }
 }
