@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp conformance differential foreign-calls packetdrill-adapter packetdrill clean
+.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp conformance differential foreign-calls packetdrill-adapter packetdrill package operate clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -186,6 +186,20 @@ packetdrill-adapter:
 
 packetdrill: packetdrill-adapter
 	tests/packetdrill/run.py $(SCRIPTS) $(ARGUMENTS)
+
+# A Debian package, target/debian/baton_*.deb (docs/guide/install.md). PROFILE=checked is built faster and runs slower.
+package: PROFILE ?= release
+package:
+	@scripts/dependencies package
+	$(CARGO) build --profile $(PROFILE) --locked -p baton -p baton-preload -p baton-capi -p baton-fabric -p baton-mpi-memory --bins --lib
+	scripts/package $(PROFILE)
+
+# The package in a Debian system of its own with systemd: installed, used, stopped, purged.
+operate: PROFILE ?= release
+operate:
+	@scripts/dependencies operate
+	$(MAKE) package PROFILE=$(PROFILE)
+	tests/operate/package.py target/debian/baton_*.deb
 
 clean:
 	$(CARGO) clean

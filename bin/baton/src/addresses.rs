@@ -7,7 +7,7 @@ use baton_protocol::address::{AddressInfo, OwnAddress, Standing};
 use baton_protocol::program::{Ask, Reply};
 use clap::Args;
 
-#[derive(Args)]
+#[derive(Args, Debug)]
 pub struct AddressArguments {
     /// An address that is to be the NIC's own on its link, for example 10.1.0.50/24 or fd00::50/64: the NIC probes for
     /// it, announces it and answers for it, and programs can bind to it. Can be given several times.

@@ -60,6 +60,7 @@ fn examine() -> Vec<Finding> {
         finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
         finding("large receive in front of devices", "nic attach", in_front),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
+        finding("ports below 1024 (CAP_NET_BIND_SERVICE)", "connections at such ports", inside(bind_low)),
         finding("notification of route changes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
         finding(
             "notification of firewall changes (nftables)",
@@ -108,6 +109,18 @@ fn nic_rights() -> Finding {
     }
     let advice = (!missing.is_empty()).then(|| missing.join("; "));
     Finding { what: "a NIC without rights (user, seccomp, Landlock)", needed_for: "everything", works: true, advice }
+}
+
+/// A connection gets its port again when it is restored.
+fn bind_low() -> io::Result<()> {
+    match std::net::TcpListener::bind("0.0.0.0:1") {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+            let advice =
+                "give it CAP_NET_BIND_SERVICE, or connections at ports below 1024 are lost when they come back from the NIC";
+            Err(io::Error::new(error.kind(), format!("{error}: {advice}")))
+        }
+        bound => bound.map(drop),
+    }
 }
 
 fn repair() -> io::Result<()> {

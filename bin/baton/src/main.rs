@@ -7,6 +7,7 @@ mod bed;
 mod doctor;
 mod filter;
 mod front;
+mod generate;
 #[cfg(feature = "lab")]
 mod lab;
 mod list;
@@ -17,13 +18,17 @@ mod placement;
 mod run;
 mod run_directory;
 mod start;
+mod status;
 mod tools;
 mod top;
 mod topology;
+mod units;
 mod up;
+mod up_config;
+mod wind_down;
 
 use anyhow::Result;
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 
 /// The end of `baton --help`.
@@ -75,12 +80,27 @@ enum Command {
     /// its workers run on.
     #[command(after_help = nic::EXAMPLES)]
     Nic(nic::NicArguments),
+    /// Says whether a Baton is up (`baton up`), and what it has.
+    #[command(after_help = status::EXAMPLES)]
+    Status(status::StatusArguments),
+    /// Makes a systemd unit's program run under Baton: `baton run` stands before it from the next start on.
+    #[command(after_help = units::ENABLE_EXAMPLES)]
+    Enable(units::EnableArguments),
+    /// Ends what `baton enable` did.
+    #[command(after_help = units::DISABLE_EXAMPLES)]
+    Disable(units::DisableArguments),
     /// Checks what this machine can do for Baton, and says what to do where something is missing.
     #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
     Doctor(doctor::DoctorArguments),
     #[cfg(feature = "lab")]
     #[command(flatten)]
     Lab(lab::Command),
+    /// Writes manual pages and completions, for a package.
+    #[command(hide = true, subcommand)]
+    Generate(generate::Generate),
+    /// Waits until what a `baton up` of this service has left has ended.
+    #[command(hide = true)]
+    WindDown,
     /// The processes of a running Baton, which start each other.
     #[command(hide = true)]
     KeeperProcess,
@@ -99,7 +119,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Bed(command) => bed::run(&command),
         #[cfg(feature = "lab")]
         Command::Lab(command) => lab::run(&command),
-        Command::Up(arguments) => up::up(&arguments).map(|()| true),
+        Command::Up(arguments) => up::up(&up_config::with_file(arguments)?).map(|()| true),
         Command::Run(arguments) => run::run(&arguments).map(|()| true),
         Command::Mpi(arguments) => mpi::run(&arguments).map(|()| true),
         Command::Attach(arguments) => attach::attach(&arguments).map(|()| true),
@@ -112,6 +132,11 @@ fn run(command: Command) -> Result<bool> {
             baton_linux::namespace::become_root_if_needed()?;
             doctor::run(&arguments)
         }
+        Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
+        Command::Enable(arguments) => units::enable(&arguments).map(|()| true),
+        Command::Disable(arguments) => units::disable(&arguments).map(|()| true),
+        Command::Generate(what) => generate::run(&what, Cli::command()).map(|()| true),
+        Command::WindDown => wind_down::run().map(|()| true),
         Command::KeeperProcess => baton_keeper::run().map(|()| true),
         Command::AgentProcess => baton_agent::run().map(|()| true),
         Command::NicProcess => baton_control::run().map(|()| true),
@@ -122,7 +147,7 @@ fn run(command: Command) -> Result<bool> {
 
 fn main() -> ExitCode {
     let command = Cli::parse().command;
-    if matches!(command, Command::Ls(_) | Command::Doctor(_) | Command::Nic(_)) {
+    if matches!(command, Command::Ls(_) | Command::Status(_) | Command::Doctor(_) | Command::Nic(_)) {
         baton_linux::process::end_on_broken_pipe();
     }
     match run(command) {

@@ -8,7 +8,7 @@ use baton_offloads::{Limits, Offloads};
 use baton_protocol::nic::NicSettings;
 use clap::Args;
 
-#[derive(Args)]
+#[derive(Args, Debug)]
 pub struct NicsArguments {
     /// If a Baton is started: number of NICs, each a process of its own. A connection is handed to the one whose device
     /// its route leads to. Devices are dealt to them in turn, later ones to the NIC with the fewest.

@@ -32,6 +32,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --interface aggregated -- ./logger
   baton run --nagle host -- ./logger
   baton run --nics 2 --device eth0 --device eth1 -- nginx -g 'daemon off;'
+  baton run --if-up -- ./server
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,
 and Linux 6.6 or later. The program has BATON_SOCKET in its environment, so that `baton ls` in a shell shows its Baton.";
@@ -78,6 +79,12 @@ pub struct RunArguments {
     /// itself.
     #[arg(long, value_enum, default_value_t = Where::Anywhere, value_name = "WHERE")]
     place: Where,
+    /// Start the program without Baton if none is up, instead of starting one for it.
+    #[arg(long)]
+    if_up: bool,
+    /// The name by which the program is called (its argument 0), if that is not its path.
+    #[arg(long, value_name = "NAME")]
+    argv0: Option<OsString>,
     /// The program and its arguments.
     #[arg(last = true)]
     command: Vec<OsString>,
@@ -152,6 +159,12 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
             }
         },
     };
+    if arguments.if_up
+        && let Some(why) = arguments.start.why_none()
+    {
+        eprintln!("baton: this program runs without Baton: {why}");
+        become_program(&mut program(arguments))
+    }
     let (socket, channel) = arguments.start.agent(arguments.place)?;
     // A container's program may have found an agent of the host's, whose user it is not shown: the path counts then.
     let user = channel.peer_user().ok().filter(|user| *user == process::user()).unwrap_or(0);
@@ -251,6 +264,9 @@ fn say_natively(channel: &Channel, name: String, why: Native) -> Result<()> {
 fn program(arguments: &RunArguments) -> Command {
     let mut command = Command::new(&arguments.command[0]);
     command.args(&arguments.command[1..]);
+    if let Some(name) = &arguments.argv0 {
+        command.arg0(name);
+    }
     command
 }
 

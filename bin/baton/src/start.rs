@@ -87,6 +87,15 @@ impl StartArguments {
         Ok(found)
     }
 
+    /// Why there is no Baton that runs already; None if there is one.
+    pub fn why_none(&self) -> Option<String> {
+        match self.running() {
+            Ok(Some(_)) => None,
+            Ok(None) => Some("none is up".into()),
+            Err(error) => Some(format!("{error:#}")),
+        }
+    }
+
     fn running(&self) -> Result<Option<(PathBuf, Channel)>> {
         if let Some(path) = &self.socket {
             let channel = Channel::connect(path).with_context(|| format!("no agent at {}", path.display()))?;

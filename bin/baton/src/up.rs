@@ -12,7 +12,7 @@ use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
 use baton_linux::report;
-use baton_linux::{process, socket};
+use baton_linux::{process, service, socket};
 use baton_protocol::program::{Answer, Ask, Reply};
 use clap::Args;
 use std::collections::{BTreeMap, VecDeque};
@@ -26,12 +26,17 @@ pub const EXAMPLES: &str = "Examples:
   baton up &
   baton up --nics 2 --device eth0 --device eth1 &
   baton up --address 10.1.0.50/24 --address fd00::50/64 &
+  baton up --config ./baton.toml &
+  systemctl start baton                      (installed from the package)
   baton run -- nginx -g 'daemon off;'
   docker run -v /run/baton:/run/baton … baton run -- ./server
 
 Programs find it by themselves at /run/baton/agent.sock, those in containers too if that directory is mounted there. Each network
 namespace's agent also listens at that path followed by the namespace's number (for `baton ls --socket`). It needs root, and ends with
-Ctrl-C or SIGTERM: every connection is in the kernel then.";
+Ctrl-C or SIGTERM: every connection is in the kernel then. `baton status` says whether one is up.
+
+Every option can stand in the configuration file, as a key without dashes: spin = 50, device = [\"eth0\", \"eth1\"]. An option on the
+command line counts instead of the key, and so does BATON_SOCKET.";
 
 /// Interval of the checks whether a namespace is still used. Its Baton ends when it was unused at two checks in a row.
 const LOOK: Duration = Duration::from_secs(10);
@@ -42,8 +47,11 @@ const REFUSED: usize = 16;
 const LISTENER: u64 = 0;
 const SIGNALS: u64 = 1;
 
-#[derive(Args)]
+#[derive(Args, Debug)]
 pub struct UpArguments {
+    /// File with options: TOML, each key an option of this command. Without it: /etc/baton/config.toml, if it is there.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
     /// Path at which programs find it. The default is what BATON_SOCKET says, if anything.
     #[arg(long, default_value_os_t = baton_client::agent_socket(), value_name = "PATH")]
     socket: PathBuf,
@@ -158,6 +166,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     }
     up.served.insert(own, first);
     report!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
+    tell_manager(&format!("READY=1\nSTATUS=Serves programs at {}", path.display()));
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
     poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
@@ -191,10 +200,18 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
             }
         }
     }
+    tell_manager("STOPPING=1\nSTATUS=Every connection goes back to the kernel");
     // Before all else: programs that are disconnected would connect again at once, and wait for an answer.
     drop(listener);
     std::mem::take(&mut up.served).into_values().for_each(Served::end);
     Ok(())
+}
+
+/// Tells the service manager, if one has started this process, how far it is.
+fn tell_manager(lines: &str) {
+    if let Err(error) = service::notify(lines) {
+        report!("baton up: the service manager at NOTIFY_SOCKET cannot be told: {error}");
+    }
 }
 
 impl Up<'_> {

@@ -4,6 +4,7 @@
 //! Any process may call itself an agent, and hold up who reads some of its entries: so agents are found by name, which
 //! never waits, and not by command line, and the rest is read for a bounded time.
 
+use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;
 use baton_protocol::keeper::AGENT_NAME;
@@ -71,13 +72,19 @@ fn listening_at<'a>(line: &'a str, inodes: &HashSet<String>) -> Option<&'a Path>
     (flags == "00010000" && path.starts_with('/') && !path.contains(char::is_control)).then(|| Path::new(path))
 }
 
-/// A path of another process's mount namespace, as this process can reach it.
+/// A path of another process's mount namespace, as this process can reach it. A service has a namespace of its own that
+/// shows most of the host's paths: then the path leads to the process from here, too.
 fn reachable(process: u32, path: &Path) -> PathBuf {
     let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/mnt")).ok();
-    if namespace("self") == namespace(&process.to_string()) {
+    if namespace("self") == namespace(&process.to_string()) || listens_at(process, path) {
         return path.to_owned();
     }
     Path::new(&format!("/proc/{process}/root")).join(path.strip_prefix("/").unwrap_or(path))
+}
+
+/// Whether it is this process that listens at a path of this mount namespace.
+fn listens_at(process: u32, path: &Path) -> bool {
+    Channel::try_connect_to_anybody(path).and_then(|channel| channel.peer_process()).is_ok_and(|peer| peer == process)
 }
 
 #[cfg(test)]

@@ -51,7 +51,7 @@ const FURTHER: i32 = Descriptor::Parent as i32 + 1;
 /// If a descriptor is missing, or agents die as soon as they start.
 pub fn run() -> Result<()> {
     // Lists of processes show it. Without /proc nobody looks.
-    let _ = process::set_name("baton-keeper");
+    let _ = process::set_name(baton_protocol::keeper::KEEPER_NAME);
     let take = |descriptor: Descriptor| {
         process::inherited(descriptor as i32).with_context(|| format!("descriptor {descriptor:?} for the keeper"))
     };

@@ -13,6 +13,9 @@ pub const AGENT_ARGUMENT: &str = "agent-process";
 /// read command lines: that waits for the lock of the process's memory, which a process can hold as long as it likes.
 pub const AGENT_NAME: &str = "baton-agent";
 
+/// The name that a keeper gives its process, likewise.
+pub const KEEPER_NAME: &str = "baton-keeper";
+
 /// What an agent sends the keeper, and the keeper the next agent. Descriptors come along.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kept {

@@ -40,6 +40,7 @@ pub mod rights;
 pub mod route;
 pub mod rtnetlink;
 pub mod seccomp;
+pub mod service;
 pub mod socket;
 pub mod starter;
 pub mod stream;
