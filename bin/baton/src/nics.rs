@@ -23,7 +23,7 @@ pub struct NicsArguments {
 }
 
 /// What a NIC has room for. `baton nic set` changes it at run time.
-#[derive(Args, Clone, Default)]
+#[derive(Args, Clone, Debug, Default)]
 pub struct LimitArguments {
     /// If a Baton is started: most connections that each NIC has at a time, the busiest of those that are to go there.
     #[arg(long, value_name = "N")]
