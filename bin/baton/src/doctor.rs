@@ -115,8 +115,7 @@ fn nic_rights() -> Finding {
 fn bind_low() -> io::Result<()> {
     match std::net::TcpListener::bind("0.0.0.0:1") {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
-            let advice =
-                "give it CAP_NET_BIND_SERVICE, or connections at ports below 1024 are lost when they come back from the NIC";
+            let advice = "give it CAP_NET_BIND_SERVICE, or connections at ports below 1024 stay in the kernel";
             Err(io::Error::new(error.kind(), format!("{error}: {advice}")))
         }
         bound => bound.map(drop),

@@ -48,11 +48,21 @@ pub(crate) struct Known {
     last_way: Option<Arc<Way>>,
     /// The agent's network namespace, which it does not change.
     namespace: Option<u64>,
+    /// Whether the agent may bind ports that not everybody may, which does not change.
+    binds_low: Option<bool>,
+    /// The value of ip_unprivileged_port_start.
+    lowest: Option<u16>,
 }
 
 /// Returns the third field of a setting such as tcp_rmem: the greatest value.
 fn greatest(setting: &str) -> Option<u32> {
     std::fs::read_to_string(format!("/proc/sys/net/ipv4/{setting}")).ok()?.split_whitespace().nth(2)?.parse().ok()
+}
+
+/// Whether this process may not bind a port, whether that is in use or not.
+fn is_forbidden(port: u16) -> bool {
+    let bound = std::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, port));
+    bound.is_err_and(|error| error.kind() == io::ErrorKind::PermissionDenied)
 }
 
 impl Known {
@@ -76,8 +86,8 @@ impl Known {
     }
 
     fn empty(&mut self) {
-        let Known { changes, namespace, .. } = *self;
-        *self = Known { changes, namespace, ..Known::default() };
+        let Known { changes, namespace, binds_low, .. } = *self;
+        *self = Known { changes, namespace, binds_low, ..Known::default() };
     }
 
     /// Discards answers that are more than half as old as they may become, or older than a notification that is waiting
@@ -194,6 +204,14 @@ impl Known {
         self.expire(LIFETIME);
         let read = || std::fs::read_to_string("/proc/sys/net/ipv4/tcp_retries2").ok()?.trim().parse().ok();
         *self.retries.get_or_insert_with(|| read().unwrap_or(15))
+    }
+
+    /// Whether the agent may bind a port. A restored connection's socket gets its port again by that.
+    pub fn may_bind(&mut self, port: u16) -> bool {
+        self.expire(LIFETIME);
+        let read = || std::fs::read_to_string("/proc/sys/net/ipv4/ip_unprivileged_port_start").ok()?.trim().parse().ok();
+        let lowest = *self.lowest.get_or_insert_with(|| read().unwrap_or(1024));
+        port >= lowest || *self.binds_low.get_or_insert_with(|| !is_forbidden(lowest - 1))
     }
 
     /// The cookie of the agent's network namespace.

@@ -603,7 +603,7 @@ impl NicProcess {
             let words = self.events.pop()?;
             self.events.release();
             match Message::from_words(words) {
-                Some(message) if message.operation == Operation::OsResource => self.hear(&message),
+                Some(message) if message.operation == Operation::OsResource => self.note_announcement(&message),
                 Some(message) if self.is_own(&message) => {}
                 Some(message) => return Some(message),
                 None => {}
@@ -611,9 +611,9 @@ impl NicProcess {
         }
     }
 
-    fn hear(&mut self, message: &Message) {
+    fn note_announcement(&mut self, message: &Message) {
         if let Some(announcement) = Announcement::from_message(message) {
-            self.room.hear(&announcement);
+            self.room.note(&announcement);
         }
     }
 

@@ -133,6 +133,9 @@ pub enum Refusal {
     /// It was to end on the NIC, which knows for how long its peer has not answered, and its peer has answered.
     #[error("its peer answers again")]
     Answered,
+    /// The agent may not bind its port: the kernel would not give the connection back to its socket. The port.
+    #[error("Baton may not use its port {0} (its agent lacks CAP_NET_BIND_SERVICE), so it could not come back")]
+    LowPort(u16),
     /// This host translates its addresses (NAT).
     #[error("this host translates its addresses (NAT)")]
     Translated,

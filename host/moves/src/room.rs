@@ -29,7 +29,7 @@ pub struct Room {
 
 impl Room {
     /// Notes an announcement.
-    pub fn hear(&mut self, announcement: &Announcement) {
+    pub fn note(&mut self, announcement: &Announcement) {
         let at = announcement.resource.index();
         self.edges[at] = announcement.edge();
         self.number = announcement.number;
@@ -147,7 +147,7 @@ mod tests {
     fn announced(connections: u32, pages: u32) -> Room {
         let mut room = Room::default();
         for (number, resource, free) in [(1, Resource::Connections, connections), (2, Resource::Memory, pages)] {
-            room.hear(&Announcement { number, resource, taken: 0, free });
+            room.note(&Announcement { number, resource, taken: 0, free });
         }
         room
     }
@@ -176,8 +176,8 @@ mod tests {
         assert_eq!(room.free(Resource::Connections), 1);
         room.end(8);
         assert_eq!(room.free(Resource::Connections), 1, "what ends makes room when the NIC says so");
-        let heard = Announcement { number: 3, resource: Resource::Connections, taken: 1, free: 2 };
-        room.hear(&heard);
+        let later = Announcement { number: 3, resource: Resource::Connections, taken: 1, free: 2 };
+        room.note(&later);
         assert_eq!(room.free(Resource::Connections), 2);
     }
 

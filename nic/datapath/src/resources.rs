@@ -201,7 +201,7 @@ mod tests {
     }
 
     impl Host {
-        fn hear(&mut self, announcements: impl Iterator<Item = Announcement>) -> usize {
+        fn read(&mut self, announcements: impl Iterator<Item = Announcement>) -> usize {
             let before = self.number;
             for announcement in announcements {
                 self.edges[announcement.resource.index()] = announcement.edge();
@@ -219,18 +219,18 @@ mod tests {
     fn a_host_that_keeps_to_announcements_fills_the_nic_and_no_more() {
         let mut nic = resources(3, 100);
         let mut host = Host::default();
-        assert_eq!(host.hear(nic.announcements(true)), 2);
+        assert_eq!(host.read(nic.announcements(true)), 2);
         let mut slots = 0..;
         while host.may(Resource::Connections) {
             host.taken[0] += 1;
             assert!(nic.take(Resource::Connections, 1, host.number));
             nic.charges.set(slots.next().unwrap(), 0);
-            assert_eq!(host.hear(nic.announcements(false)), 0, "what was announced holds");
+            assert_eq!(host.read(nic.announcements(false)), 0, "what was announced holds");
         }
         assert_eq!((nic.charges.used(Resource::Connections), nic.free(Resource::Connections)), (3, 0));
         nic.charges.end(1);
         nic.charges.end(1);
-        assert_eq!(host.hear(nic.announcements(false)), 1);
+        assert_eq!(host.read(nic.announcements(false)), 1);
         assert!(host.may(Resource::Connections));
     }
 

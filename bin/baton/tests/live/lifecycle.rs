@@ -392,6 +392,50 @@ fn few_descriptors_end_no_agent() {
     program.ends_well();
 }
 
+/// A server at port 80 and its client, which exchange some bytes for each line of input.
+const AT_PORT_80: &str = "
+import socket, sys
+listener = socket.create_server(('127.0.0.1', 80))
+client = socket.create_connection(('127.0.0.1', 80))
+server, _ = listener.accept()
+while True:
+    for one, other in ((client, server), (server, client)):
+        one.sendall(b'x' * 1000)
+        assert len(other.recv(1000, socket.MSG_WAITALL)) == 1000
+    print('well', flush=True)
+    if not sys.stdin.readline():
+        break
+";
+
+/// An agent that may not bind its connections' ports could not give them back to the kernel: they stay there, and are
+/// well when it ends.
+#[test]
+fn connections_at_ports_that_the_agent_may_not_bind_stay() {
+    let mut host = Host::new("ports");
+    host.up_with("exec setpriv --bounding-set=-net_bind_service -- \"$@\"");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--eager", "--rule", "established", "--socket"]).arg(host.socket_path());
+    command.args(["--", "python3", "-c", AT_PORT_80]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = host.namespace.spawn(&mut command).expect("baton");
+    let (mut input, mut output) = (child.stdin.take().expect("its input"), BufReader::new(child.stdout.take().expect("output")));
+    let mut is_well = |input: &mut std::process::ChildStdin| {
+        let mut line = String::new();
+        output.read_line(&mut line).expect("a line");
+        assert_eq!(line, "well\n");
+        let _ = input.write_all(b"\n");
+    };
+    (0..3).for_each(|_| is_well(&mut input));
+    // Both ends of the connection: the client's port may be bound.
+    let list = || host.tool().and_then(|mut tool| tool.connections().ok()).unwrap_or_default();
+    let of_server = |info: &&ConnectionInfo| info.local.ends_with(":80");
+    let stays = |info: &ConnectionInfo| info.place == Place::Kernel && info.reason.contains("CAP_NET_BIND_SERVICE");
+    wait_for("the reason why it stays", || list().iter().find(of_server).is_some_and(stays));
+    host.down();
+    (0..3).for_each(|_| is_well(&mut input));
+    drop(input);
+    assert!(child.wait().expect("its end").success());
+}
+
 fn leftovers(scratch: &Scratch) -> bool {
     let entries = std::fs::read_dir(&scratch.0).expect("a directory").flatten();
     entries.into_iter().any(|entry| entry.file_name().to_string_lossy().starts_with("baton-run-"))

@@ -69,6 +69,10 @@ impl Performer<'_> {
         let flow = self.connection.flow;
         let info = self.on_socket(move |fd| look_through(fd, namespace, &flow))??;
         self.own()?;
+        let port = flow.local.port;
+        if !self.ground.known.may_bind(port) {
+            return Err(Refusal::LowPort(port).into());
+        }
         let connection = &mut *self.connection;
         if connection.unproved() == Some(UNKNOWN) {
             connection.extra().unproved = Some((info.bytes_acked, info.bytes_received));

@@ -103,7 +103,7 @@ impl NicLink {
             match Message::from_words(words) {
                 Some(message) if message.operation == Operation::OsResource => {
                     if let Some(announcement) = Announcement::from_message(&message) {
-                        self.room.hear(&announcement);
+                        self.room.note(&announcement);
                     }
                 }
                 Some(message) => return Some(message),
