@@ -130,7 +130,10 @@ fn look_at(agent: &mut Agent, nic: usize, now: u64) {
     let most = limits.connections.map_or(usize::MAX, |most| most as usize);
     let most_pages = limits.memory.map_or(u64::MAX, |bytes| bytes / u64::from(PAGE));
     let over = (connections.saturating_sub(most), u64::from(pages).saturating_sub(most_pages) as u32);
-    let demand = Demand { over, free: room.free(Resource::Connections) as usize, swaps: limits.when_full == WhenFull::Coldest };
+    // A connection that comes will have about as much memory as those that are there. With none there one may try.
+    let usual = pages.checked_div(connections as u32).unwrap_or_else(|| room.free(Resource::Memory)).max(1);
+    let free = room.free(Resource::Connections).min(room.free(Resource::Memory) / usual) as usize;
+    let demand = Demand { over, free, swaps: limits.when_full == WhenFull::Coldest };
     let leave = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, demand, now);
     for (session, number, serial) in leave.iter().filter_map(|serial| keys.get(serial)) {
         agent.statistics.colder += 1;

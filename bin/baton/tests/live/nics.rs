@@ -508,13 +508,13 @@ fn each_nic_makes_the_connections_at_its_addresses() {
 }
 
 /// Connects to port 7000 of each host that it is given, and exchanges bytes over all connections until it has done so
-/// for a while.
+/// for a while, and its input has ended.
 const CLIENT: &str = "
-import os, socket, sys, time
+import os, select, socket, sys, time
 # With a time-out they are not in blocking mode, in which an attached program's connections stay in the kernel.
 peers = [socket.create_connection((host, 7000), 60) for host in sys.argv[2:]]
 end = time.monotonic() + float(sys.argv[1])
-while time.monotonic() < end:
+while time.monotonic() < end or not select.select([sys.stdin], [], [], 0)[0]:
     for peer in peers:
         data = os.urandom(30000)
         peer.sendall(data)
@@ -569,6 +569,8 @@ fn a_program_over_two_links_does_not_notice() {
     command.args(["run", "--nics", "2", "--device", "link1", "--device", "link0", "--log", &log, "--flip", "1..20"]);
     command.args(["--flip-report", &report, "--", "python3", "-c", CLIENT, "3", "10.90.0.2", "10.90.1.2"]);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    // It goes on until its output is waited for.
+    command.stdin(Stdio::piped());
     let program = host.spawn(&mut command).expect("baton");
     // Each link's connection is on the NIC that it was dealt to.
     let expected = [("10.90.0.2:7000".to_string(), 1), ("10.90.1.2:7000".to_string(), 0)];
@@ -591,6 +593,7 @@ fn an_attached_program_over_two_links_does_not_notice() {
     let scratch = Scratch::new("two-links-attached");
     let mut command = Command::new("python3");
     command.args(["-c", CLIENT, "5", "10.90.0.2", "10.90.1.2"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.stdin(Stdio::piped());
     let program = host.spawn(&mut command).expect("the program");
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["attach", "--nics", "2", "--log", &scratch.file("log"), "--json", &program.id().to_string()]);
