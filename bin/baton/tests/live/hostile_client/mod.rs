@@ -292,6 +292,8 @@ fn move_when_told(socket: &Path) {
 /// Requests of [`flood`], and those of them that the agent may keep waiting.
 const REQUESTS: u32 = 10_000;
 const WAITING: u32 = 256;
+/// Requests beyond these that it sends before it reads the answers.
+const UNREAD: u32 = 32;
 
 /// Requests moves, both ways, of a connection whose move is held up, and reads the answers. Prints how many answers
 /// came and the last one. Requests that the agent keeps are answered when the move ends.
@@ -308,7 +310,9 @@ fn flood(channel: &Channel, connection: u32) -> String {
             _ => Ask::GiveBack { connection, reason: "flood".into(), until: Until::Again },
         };
         let request = Request { tag: 2 + number, body };
-        while channel.try_send(&request, &[]).is_err() {
+        // Who leaves very many answers unread is cut off.
+        let is_ahead = |answers: &[Reply]| number.saturating_sub(answers.len() as u32) > WAITING + UNREAD;
+        while is_ahead(&answers) || channel.try_send(&request, &[]).is_err() {
             // Waits: for room, or an answer.
             read(&mut answers, Duration::from_millis(1));
         }
