@@ -167,11 +167,16 @@ fn ask(clients: &[TcpStream], load: &Load) -> Result<()> {
             let client = clients[connection].as_fd();
             match socket::send(client, &buffer[..BYTES]) {
                 Ok(_) => {}
-                // It is made nevertheless: nobody waits here.
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                // It is made nevertheless: nobody waits here. And the program ends with the load.
+                Err(error) if error.kind() == ErrorKind::WouldBlock || load.ends.load(Ordering::Relaxed) => {}
                 Err(error) => return Err(error.into()),
             }
-            answered += read_all(client, &mut buffer)?;
+            match read_all(client, &mut buffer) {
+                Ok(bytes) => answered += bytes,
+                // The program ends with the load.
+                Err(_) if load.ends.load(Ordering::Relaxed) => return Ok(()),
+                Err(error) => return Err(error),
+            }
         }
         load.made.store(made, Ordering::Relaxed);
         load.answered.store(answered / BYTES as u64, Ordering::Relaxed);

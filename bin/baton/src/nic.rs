@@ -42,6 +42,7 @@ pub enum NicCommand {
     /// Prints the settings, and the counters so far.
     Show(ShowArguments),
     /// Changes settings at once, under load too.
+    #[command(after_help = EXAMPLES)]
     Set(SetArguments),
     /// Merges the segments that a device receives for the kernel's connections (large receive), until it is detached.
     /// Needs root.
@@ -70,7 +71,7 @@ pub struct ShowArguments {
 
 #[derive(Args)]
 pub struct SetArguments {
-    /// `tso`, `lro`, `adaptive-rx`, `rx-usecs`, …; `baton nic show` lists them.
+    /// `connections`, `memory`, `processor`, `when-full`, `tso`, `lro`, `adaptive-rx`, …; `baton nic show` lists them.
     #[arg(required = true, value_name = "KEY=VALUE")]
     settings: Vec<String>,
     #[command(flatten)]

@@ -26,13 +26,13 @@ pub struct NicsArguments {
 #[derive(Args, Clone, Debug, Default)]
 pub struct LimitArguments {
     /// If a Baton is started: most connections that each NIC has at a time, the busiest of those that are to go there.
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", allow_hyphen_values = true)]
     nic_connections: Option<String>,
     /// Most bytes of send and receive memory that they have there, such as 64M.
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
     nic_memory: Option<String>,
     /// Percent of its time for which a NIC may be busy: while it is busier, no further connection goes there.
-    #[arg(long, value_name = "PERCENT")]
+    #[arg(long, value_name = "PERCENT", allow_hyphen_values = true)]
     nic_processor: Option<String>,
 }
 

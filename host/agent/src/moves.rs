@@ -104,8 +104,9 @@ pub(crate) fn named(sessions: &mut [Option<crate::session::Session>], (session, 
     (connection.serial == serial).then_some(connection)
 }
 
-/// Why a connection leaves a NIC that is full.
+/// Why a connection leaves a NIC that is full: for another one, and since it has too many.
 const COLDER: &str = "the NIC is full, and others carry more";
+const TOO_MANY: &str = "the NIC has been given a lower limit, and others carry more";
 
 /// Moves connections to and from NICs that are full.
 fn place(agent: &mut Agent) {
@@ -133,12 +134,14 @@ fn look_at(agent: &mut Agent, nic: usize, now: u64) {
     // A connection that comes will have about as much memory as those that are there. With none there one may try.
     let usual = pages.checked_div(connections as u32).unwrap_or_else(|| room.free(Resource::Memory)).max(1);
     let free = room.free(Resource::Connections).min(room.free(Resource::Memory) / usual) as usize;
-    let demand = Demand { over, free, swaps: limits.when_full == WhenFull::Coldest };
+    // While its processor is too busy nobody comes for whoever would leave.
+    let is_full = connections >= most.min(agent.settings.nic.slots) || u64::from(pages) + u64::from(usual) > most_pages;
+    let demand = Demand { over, free, swaps: is_full && limits.when_full == WhenFull::Coldest };
     let leave = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, demand, now);
     for (session, number, serial) in leave.iter().filter_map(|serial| keys.get(serial)) {
-        agent.statistics.colder += 1;
+        agent.statistics.colder += u64::from(over == (0, 0));
         agent.moves.placements[nic].note_leaving((*session, *number, *serial));
-        agent.return_soon(*session, *number, COLDER);
+        agent.return_soon(*session, *number, if over == (0, 0) { COLDER } else { TOO_MANY });
     }
 }
 

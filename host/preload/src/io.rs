@@ -459,7 +459,11 @@ unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, 
     };
     let Some(entered) = session.shared.enter(connection, token()) else { return Attempt::Moving };
     if entered.owner != Owner::Nic {
-        return native();
+        let sent = native();
+        if let Attempt::Done(count) = sent {
+            connection.count_in_kernel(count as u32);
+        }
+        return sent;
     }
     if connection.is_unmapped() {
         drop(entered);
@@ -790,6 +794,7 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         let received = unsafe { receive_from_kernel(fd, message, from, flags, more) };
         if let (Attempt::Done(count), false) = (&received, peek) {
             tcp.took(*count);
+            connection.count_in_kernel(*count as u32);
         }
         return received;
     }

@@ -83,15 +83,17 @@ pub fn connections(rows: &[&Row], shown: Shown, width: Option<usize>) -> Vec<Str
 pub fn details(row: &Row) -> Vec<String> {
     let (info, d) = (&row.info, &row.info.detail);
     let carried = |count: Option<u64>| count.map_or_else(|| "?".into(), |count| bytes(count as f64));
+    // Of another user's connection in the kernel these are not known; every other one has a largest segment.
+    let known = |text: String| if d.mss == 0 { "?".into() } else { text };
     let mut lines = vec![format!(
-        "{} rtt {:.3} ms, cwnd {}, mss {}, window {}, retransmitted {}; unread {}, in flight {}, unsent {}; sent {}, received {}; \
+        "{} rtt {}, cwnd {}, mss {}, window {}, retransmitted {}; unread {}, in flight {}, unsent {}; sent {}, received {}; \
          made by {}",
         state_name(d.state),
-        f64::from(d.srtt) / 1000.0,
-        d.cwnd,
-        d.mss,
-        d.send_window,
-        d.retransmitted,
+        known(format!("{:.3} ms", f64::from(d.srtt) / 1000.0)),
+        known(d.cwnd.to_string()),
+        known(d.mss.to_string()),
+        known(d.send_window.to_string()),
+        known(d.retransmitted.to_string()),
         d.unread,
         d.in_flight,
         d.unsent,

@@ -2,12 +2,16 @@
 //! are there.
 
 use crate::common::{answered, hosts};
+use crate::full::{ECHO, Program, address, connect, exchange};
 use crate::nics::Scene;
 use baton_abi::layout::Counter;
 use baton_bed::testbed::TestbedSettings;
 use baton_client::tool::Tool;
 use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply};
 use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 fn beside() -> TestbedSettings {
@@ -81,6 +85,41 @@ fn the_busiest_are_on_a_nic_beside_the_kernel() {
 #[test]
 fn the_busiest_are_on_an_inline_nic_of_two_workers() {
     the_busiest_are_there(TestbedSettings { workers: 2, ..TestbedSettings::default() });
+}
+
+/// An unmodified program's connections, of which others become busy than were at first. What they carry in the kernel
+/// is counted by the preloaded library.
+#[test]
+fn an_unmodified_programs_busiest_connections_come() {
+    let bed = hosts(beside());
+    let socket = bed.socket();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--eager", "--rule", "established", "--socket"]).arg(&socket);
+    command.args(["--", "python3", "-c", ECHO]);
+    let _server = Program(bed.host_a.spawn(&mut command).expect("baton run"));
+    let at = address(false, 7000);
+    crate::lifecycle::wait_for("the server", || connect(&bed, at).is_ok());
+    let settings = |tool: &mut Tool| {
+        let Reply::Offloads(mut offloads) = tool.ask(Ask::Offloads { nic: 0 })? else { anyhow::bail!("no settings") };
+        offloads.set("connections=3").expect("a setting");
+        tool.ask(Ask::SetOffloads { nic: 0, offloads })
+    };
+    assert!(matches!(answered(&bed, settings), Reply::Done));
+    let clients: Vec<TcpStream> = (0..9).map(|_| connect(&bed, at).expect("a connection")).collect();
+    for busy in [0..3, 5..8] {
+        let expected: BTreeSet<String> =
+            clients[busy.clone()].iter().map(|client| client.local_addr().expect("its address").to_string()).collect();
+        crate::lifecycle::wait_for("the busiest are on the NIC", || {
+            // Hardly anything on the others.
+            clients.iter().for_each(|mut client| _ = (client.write_all(b"x"), client.read_exact(&mut [0])));
+            (0..20).for_each(|_| clients[busy.clone()].iter().for_each(|client| exchange(client, 7)));
+            let listed = answered(&bed, Tool::connections);
+            let there = listed.into_iter().filter(|info| info.place == Place::Nic).map(|info| info.peer);
+            there.collect::<BTreeSet<String>>() == expected
+        });
+    }
+    let counters = answered(&bed, Tool::statistics).counters;
+    assert_eq!(counters[Counter::Exceeded as usize], 0);
 }
 
 #[test]

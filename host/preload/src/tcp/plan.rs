@@ -24,9 +24,6 @@ impl Tcp {
             // count, too: that can cause an edge too many, never one too few.)
             self.took(bytes as usize);
         }
-        if let Some((connection, _)) = self.managed() {
-            connection.count_in_kernel(bytes as u32);
-        }
         if self.handover.state() != State::Candidate {
             return;
         }
