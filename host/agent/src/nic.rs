@@ -10,7 +10,7 @@ use crate::owned::OwnedNic;
 use crate::placement::Gate;
 use crate::session::OpenSession;
 use anyhow::{Context, Result, bail};
-use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout, slot};
+use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
 use baton_abi::resource::pages;
 use baton_abi::{Announcement, Cid, Control, Message, Operation, RESET_PEER, Resource};
 use baton_linux::control::Channel;
@@ -21,6 +21,7 @@ use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::nic::{NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Opening;
+use baton_recovery::pages_of;
 use baton_ring::{Consumer, Producer, must_ring};
 use baton_shm::{Pulse, Region, RingWords};
 use std::collections::{BTreeMap, VecDeque};
@@ -330,12 +331,6 @@ impl NicProcess {
         self.room.promise_memory(cid.slot(), pages(memory.receive.1, memory.send.1))
     }
 
-    /// Pages of the memory that a slot's parameters name.
-    fn pages_of(&self, cid: Cid) -> u32 {
-        let parameter = |at: usize| self.memory.word32(nic::slot(cid.slot()) + slot::PARAMETERS + 4 * at).load(Ordering::Acquire);
-        pages(parameter(2), parameter(4))
-    }
-
     /// Frees a slot.
     pub fn give_slot(&mut self, cid: Cid) {
         self.room.end(cid.slot());
@@ -559,8 +554,7 @@ impl NicProcess {
             return Err(Refusal::NoRoom);
         }
         self.commands.publish();
-        let pages = self.pages_of(message.cid);
-        self.room.sent(&message, |_| pages);
+        self.room.sent(&message, || pages_of(&self.memory, message.cid.slot()));
         if must_ring(self.memory.word32(nic::SLEEPING)) {
             self.bell.ring();
         }

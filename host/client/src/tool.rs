@@ -197,14 +197,26 @@ impl Tool {
     /// # Errors
     /// If the agent has ended.
     pub fn connections(&mut self) -> Result<Vec<ConnectionInfo>> {
-        let mut all: Vec<ConnectionInfo> = Vec::new();
+        let of = |reply| if let Reply::Connections(list) = reply { Ok(list) } else { Err(reply) };
+        self.whole_list(|from| Ask::List { from }, of, |one| (one.session, one.connection))
+    }
+
+    /// A list that comes in several answers: each is asked for from the session and number behind the last one on.
+    fn whole_list<T>(
+        &mut self,
+        ask: impl Fn((u32, u32)) -> Ask,
+        of: impl Fn(Reply) -> Result<Vec<T>, Reply>,
+        place: impl Fn(&T) -> (u32, u32),
+    ) -> Result<Vec<T>> {
+        let mut all = Vec::new();
         loop {
-            let from = all.last().map_or((0, 0), |last| (last.session, last.connection.saturating_add(1)));
-            match self.ask(Ask::List { from })? {
-                Reply::Connections(list) if list.is_empty() => return Ok(all),
-                Reply::Connections(list) if all.len() < MOST_LISTED => all.extend(list),
-                Reply::Connections(_) => bail!("the agent's list has no end"),
-                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            let behind = |(session, connection): (u32, u32)| (session, connection.saturating_add(1));
+            let from = all.last().map_or((0, 0), |last| behind(place(last)));
+            match of(self.ask(ask(from))?) {
+                Ok(list) if list.is_empty() => return Ok(all),
+                Ok(list) if all.len() < MOST_LISTED => all.extend(list),
+                Ok(_) => bail!("the agent's list has no end"),
+                Err(other) => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
             }
         }
     }
@@ -236,16 +248,8 @@ impl Tool {
     /// # Errors
     /// If the agent has ended.
     pub fn traffic(&mut self) -> Result<Vec<Load>> {
-        let mut all: Vec<Load> = Vec::new();
-        loop {
-            let from = all.last().map_or((0, 0), |last| (last.session, last.connection.saturating_add(1)));
-            match self.ask(Ask::Traffic { from })? {
-                Reply::Traffic(list) if list.is_empty() => return Ok(all),
-                Reply::Traffic(list) if all.len() < MOST_LISTED => all.extend(list),
-                Reply::Traffic(_) => bail!("the agent's list has no end"),
-                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
-            }
-        }
+        let of = |reply| if let Reply::Traffic(list) = reply { Ok(list) } else { Err(reply) };
+        self.whole_list(|from| Ask::Traffic { from }, of, |one| (one.session, one.connection))
     }
 
     /// The agent's and the NIC's counters.

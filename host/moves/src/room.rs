@@ -4,7 +4,7 @@
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 use baton_abi::resource::{EXEMPT, is_within};
-use baton_abi::{Announcement, Cid, Control, Message, Operation, Resource};
+use baton_abi::{Announcement, Message, Resource};
 
 /// What a slot has been promised, of what the NIC has not been told yet.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
@@ -89,21 +89,21 @@ impl Room {
 
     /// A command as it is to be sent: it names the announcement that it keeps to.
     pub fn name(&self, command: Message) -> Message {
-        if takes(&command).is_some() { Message { length: self.number.into(), ..command } } else { command }
+        if Resource::taken_by(&command).is_some() { Message { length: self.number.into(), ..command } } else { command }
     }
 
-    /// Notes that a command has been sent. `memory`: the pages that a connection's parameters say, which it takes if it
-    /// takes memory.
-    pub fn sent(&mut self, command: &Message, memory: impl FnOnce(Cid) -> u32) {
+    /// Notes that a command has been sent. `pages`: those of the memory that the connection's parameters name, which
+    /// are asked for only if the command takes memory.
+    pub fn sent(&mut self, command: &Message, pages: impl FnOnce() -> u32) {
         let slot = command.cid.slot();
-        match takes(command) {
+        match Resource::taken_by(command) {
             None => {}
             Some(Resource::Connections) => {
                 self.taken[0] = self.taken[0].wrapping_add(1);
                 self.drop_promise(slot, Promise { connection: true, pages: 0 });
             }
             Some(Resource::Memory) => {
-                let now = memory(command.cid);
+                let now = pages();
                 if self.pages.len() <= slot as usize {
                     self.pages.resize(slot as usize + 1, 0);
                 }
@@ -128,21 +128,12 @@ impl Room {
     }
 }
 
-/// What a command takes of the NIC.
-fn takes(command: &Message) -> Option<Resource> {
-    let control = (command.operation == Operation::NicControl).then(|| Control::from_number(command.kind)).flatten();
-    match (command.operation, control) {
-        (_, Some(Control::Mirror | Control::Connect)) => Some(Resource::Connections),
-        (Operation::NicHandoff, _) | (_, Some(Control::Resume)) => Some(Resource::Memory),
-        _ => None,
-    }
-}
-
 const _: () = assert!(EXEMPT == 0, "a command that is not named is exempt");
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_abi::{Cid, Control, Operation};
 
     fn announced(connections: u32, pages: u32) -> Room {
         let mut room = Room::default();
@@ -172,7 +163,7 @@ mod tests {
         // One is not made after all, the other one is.
         room.end(7);
         assert_eq!(room.name(mirror(8)).length, 2, "the last announcement is named");
-        room.sent(&mirror(8), |_| 0);
+        room.sent(&mirror(8), || 0);
         assert_eq!(room.free(Resource::Connections), 1);
         room.end(8);
         assert_eq!(room.free(Resource::Connections), 1, "what ends makes room when the NIC says so");
@@ -187,11 +178,11 @@ mod tests {
         let handoff = Message::new(Operation::NicHandoff, Cid::new(3, 1), 0, 0);
         assert!(room.promise_memory(3, 60) && !room.promise_memory(4, 41) && room.promise_memory(4, 40));
         room.end(4);
-        room.sent(&handoff, |_| 60);
+        room.sent(&handoff, || 60);
         assert!(!room.promise_memory(3, 101) && room.promise_memory(3, 100) && !room.has(Resource::Memory, 1));
         room.keep_memory(3);
         assert!(room.promise_memory(3, 90));
-        room.sent(&Message::control(Operation::NicControl, Control::Resume, Cid::new(3, 1), 0, 0), |_| 90);
+        room.sent(&Message::control(Operation::NicControl, Control::Resume, Cid::new(3, 1), 0, 0), || 90);
         assert_eq!(room.free(Resource::Memory), 10);
         assert!(room.promise_memory(3, 20), "less than it has is always there");
     }

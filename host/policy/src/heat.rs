@@ -127,11 +127,6 @@ impl Heat {
         choice
     }
 
-    /// Bytes a second that a connection carries, as far as is known.
-    pub fn rate(&self, key: u64) -> Option<u64> {
-        self.known.get(&key).map(|known| known.rate)
-    }
-
     fn observe(&mut self, now: u64, samples: &[Sample]) {
         let elapsed = now.saturating_sub(self.looked).max(1);
         let first = self.looks == 0;

@@ -52,8 +52,8 @@ const _: () = assert!(1 << (32 - Cid::NIC_SHIFT) == MAX_NICS);
 #[repr(u8)]
 pub enum Operation {
     /// `nic_handoff(connection)`: the image and parameters lie in the connection's slot. The length field names the
-    /// announcement that it keeps to (see [`crate::resource`]), as it does in [`Control::Mirror`], [`Control::Resume`],
-    /// [`Control::Grant`] and [`Control::Connect`].
+    /// announcement that it keeps to (see [`crate::resource`]), as it does in [`Control::Mirror`], [`Control::Connect`]
+    /// and [`Control::Resume`].
     NicHandoff = 1,
     /// `nic_restore(cid)`: stop the connection, write its image, and hold the frames that arrive from then on.
     NicRestore = 2,

@@ -6,13 +6,13 @@
 //! makes no room until the NIC announces it. Announcements are numbered, and a handoff names the last one that its
 //! host has read, so that the NIC can tell a host that keeps to it from one that does not.
 
-use crate::message::{Cid, Message, Operation};
+use crate::message::{Cid, Control, Message, Operation};
 
 /// What a NIC may run out of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u32)]
 pub enum Resource {
-    /// Connections: one for each slot that a command fills, or may fill.
+    /// Connections: one for each slot that a command fills.
     Connections = 1,
     /// Session memory of connections, in pages of [`PAGE`] bytes: what is handed off with a connection, and what it
     /// gets beyond that when it goes on in other memory.
@@ -32,6 +32,18 @@ impl Resource {
     /// Its place in a table of all.
     pub const fn index(self) -> usize {
         self as usize - 1
+    }
+
+    /// What a command to the NIC takes.
+    pub fn taken_by(command: &Message) -> Option<Resource> {
+        let is = |control: Control| command.operation == Operation::NicControl && command.kind == control as u16;
+        if is(Control::Mirror) || is(Control::Connect) {
+            Some(Resource::Connections)
+        } else if command.operation == Operation::NicHandoff || is(Control::Resume) {
+            Some(Resource::Memory)
+        } else {
+            None
+        }
     }
 
     fn from_number(number: u32) -> Option<Resource> {

@@ -8,7 +8,7 @@ mod replay;
 
 pub use posted::{Post, gather, pieces, posts_of};
 pub use record::{
-    Progress, clear_records, empty_memory, image_at_death, published, read_image, read_image_with, read_ranges, read_record,
-    unpublish, write_image,
+    Progress, clear_records, empty_memory, image_at_death, pages_of, published, read_image, read_image_with, read_ranges,
+    read_record, unpublish, write_image,
 };
 pub use replay::Replay;

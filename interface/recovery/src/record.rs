@@ -1,7 +1,7 @@
 //! Readers of a connection's recovery record, of the image in its slot, and of how far its program has come.
 
 use baton_abi::layout::{block, nic, scratch, session, slot};
-use baton_abi::{Cid, Record, record};
+use baton_abi::{Cid, Record, record, resource};
 use baton_image::{Image, ImageError, MAX_ENCODED, NicState, State, TS_RECENT_LASTS};
 use baton_shm::Region;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -14,6 +14,12 @@ pub fn read_record(nic_memory: &Region, base: usize) -> Option<Record> {
     let published = published(words);
     let copy = &words[record::copy(published)..];
     (published > 0).then(|| Record::from_words(std::array::from_fn(|at| copy[at].load(Ordering::Relaxed))))
+}
+
+/// Pages of the memory that the parameters in a slot name (see [`baton_abi::resource`]).
+pub fn pages_of(nic_memory: &Region, at: u32) -> u32 {
+    let size = |word: usize| nic_memory.word32(nic::slot(at) + slot::PARAMETERS + 4 * word).load(Ordering::Acquire);
+    resource::pages(size(2), size(4))
 }
 
 /// Invalidates the record in a slot.

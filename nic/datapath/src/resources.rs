@@ -124,11 +124,12 @@ impl Resources {
         let at = resource.index();
         let before = self.taken[at];
         self.taken[at] = before.wrapping_add(amount);
+        if named == EXEMPT {
+            return true;
+        }
         // Numbers wrap, and skip 0: from the last one back to `named`.
         let age = self.number.wrapping_sub(named).wrapping_sub(u16::from(named > self.number));
-        let known = named == EXEMPT || usize::from(age) < KEPT;
-        let edge = if usize::from(named) == 0 { before.wrapping_add(amount) } else { self.edges[usize::from(named) % KEPT][at] };
-        known && is_within(before, amount, edge)
+        usize::from(age) < KEPT && is_within(before, amount, self.edges[usize::from(named) % KEPT][at])
     }
 
     /// Whether anything has been announced yet.

@@ -3,9 +3,9 @@
 use super::Worker;
 use crate::custody::{Refusal, Slot};
 use baton_abi::layout::{Counter, nic};
-use baton_abi::resource::pages;
 use baton_abi::{Cid, Control, Message, Operation, Resource};
 use baton_device::Device;
+use baton_recovery::pages_of;
 use baton_tcp::Instant;
 use core::sync::atomic::Ordering;
 
@@ -20,15 +20,13 @@ pub(super) fn admits<H: Device, W: Device>(worker: &mut Worker<H, W>, message: &
     if worker.lender.is_some() || cid.slot() as usize >= worker.connections.slots.len() {
         return true;
     }
-    let control = (message.operation == Operation::NicControl).then(|| Control::from_number(message.kind)).flatten();
-    let (resource, amount, charge) = match (message.operation, control) {
-        (_, Some(Control::Mirror | Control::Connect)) => (Resource::Connections, 1, 0),
-        (Operation::NicHandoff, _) | (_, Some(Control::Resume)) => {
-            let [_, _, receive, _, send, _] = worker.parameters(cid.slot());
-            let pages = pages(receive, send);
-            (Resource::Memory, pages.saturating_sub(worker.resources.charges.pages(cid.slot())), pages)
+    let Some(resource) = Resource::taken_by(message) else { return true };
+    let (amount, charge) = match resource {
+        Resource::Connections => (1, 0),
+        Resource::Memory => {
+            let pages = pages_of(&worker.nic_memory, cid.slot());
+            (pages.saturating_sub(worker.resources.charges.pages(cid.slot())), pages)
         }
-        _ => return true,
     };
     let allowed = worker.resources.take(resource, amount, named);
     if allowed {

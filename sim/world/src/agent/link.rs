@@ -3,15 +3,14 @@
 use crate::journal::Journal;
 use crate::machine::Machine;
 use crate::nic::SLOTS;
-use baton_abi::layout::{nic, slot};
-use baton_abi::resource::pages;
+use baton_abi::layout::nic;
 use baton_abi::{Announcement, Cid, Message, Operation, Resource};
 use baton_moves::{Inbox, Refusal, Room};
+use baton_recovery::pages_of;
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 pub(crate) struct NicLink {
     commands: Producer<RingWords>,
@@ -67,11 +66,6 @@ impl NicLink {
         self.receive();
     }
 
-    fn pages_of(&self, cid: Cid) -> u32 {
-        let parameter = |at: usize| self.memory.word32(nic::slot(cid.slot()) + slot::PARAMETERS + 4 * at).load(Ordering::Acquire);
-        pages(parameter(2), parameter(4))
-    }
-
     /// Whether the ring has room for all commands of an action.
     pub fn has_room(&mut self) -> bool {
         self.commands.has_room(2)
@@ -84,8 +78,7 @@ impl NicLink {
         }
         self.commands.push(message.to_words()).map_err(|_| Refusal::NoRoom)?;
         self.commands.publish();
-        let pages = self.pages_of(message.cid);
-        self.room.sent(&message, |_| pages);
+        self.room.sent(&message, || pages_of(&self.memory, message.cid.slot()));
         Ok(())
     }
 
