@@ -70,7 +70,8 @@ impl Importer {
     ) -> Result<Importer, ImportError> {
         let saved = &saved.with_reuse_of_shell(fd);
         shell::repair(fd).step("TCP_REPAIR")?;
-        // FINs are not imported: the peer's is replayed to the kernel, ours is sent again by shutdown.
+        // The peer's FIN is not imported, but replayed to the kernel. Ours is sent again by a shutdown, unless the peer
+        // has acknowledged it.
         let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         let snd_start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
         let first_unread = rcv_data_end.wrapping_sub(unread.length() as u32);
@@ -89,6 +90,9 @@ impl Importer {
         let sent = image.snd_nxt.wrapping_sub(snd_start).min(unacknowledged.length() as u32) as usize;
         refill(fd, Queue::Send, &unacknowledged.front(sent)).step("send queue")?;
         count_as_sent(fd).step("send queue")?;
+        if image.state.fin_acknowledged() {
+            import_fin(fd).step("shutdown")?;
+        }
         shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
         write_window(fd, image, rcv_data_end).step("TCP_REPAIR_WINDOW")?;
         if image.flow.is_v4() {
@@ -207,6 +211,17 @@ fn count_as_sent(fd: BorrowedFd<'_>) -> io::Result<()> {
     match socket::queue_bytes(fd, socket::SIOCOUTQNSD)? {
         0 => Ok(()),
         left => Err(io::Error::other(format!("{left} bytes in flight count as unsent"))),
+    }
+}
+
+/// Makes our FIN count as sent, which the peer has acknowledged. In repair mode that is so at once. Otherwise the
+/// kernel may send it later (pacing), and until then it ignores every segment that acknowledges it, the peer's FIN too.
+fn import_fin(fd: BorrowedFd<'_>) -> io::Result<()> {
+    shell::select(fd, Queue::Send)?;
+    socket::shutdown_write(fd)?;
+    match socket::queue_bytes(fd, socket::SIOCOUTQNSD)? {
+        0 => Ok(()),
+        _ => Err(io::Error::other("our FIN counts as unsent")),
     }
 }
 

@@ -116,9 +116,9 @@ pub enum Conclusion {
 pub enum Outcome {
     /// It is done.
     Done,
-    /// Of [`Action::Import`]: it is done, and the peer had acknowledged our FIN. The kernel accepts that
-    /// acknowledgement only after it has sent its own FIN, which is silenced: so [`Action::Finish`] comes before the
-    /// frames are released.
+    /// Of [`Action::Import`]: it is done, and the peer had acknowledged our FIN. With the acknowledgement that is
+    /// replayed the kernel's socket may be over, and its entry for TIME-WAIT has the options that the socket has then:
+    /// so [`Action::Finish`], which puts the program's back, comes before the frames are released.
     DoneFinAcknowledged,
     /// Not yet: ask again a moment later.
     NotYet,

@@ -389,6 +389,39 @@ fn an_ended_connection_returns_in_peace_while_the_nic_stands_still() {
     scene.expect_end();
 }
 
+/// The kernel delays what a paced socket sends. A connection that both sides have closed returns in such a time: the
+/// FIN that its peer has acknowledged counts as sent nevertheless, so that the peer's FIN is taken, and the program
+/// finds the end of the stream.
+#[test]
+fn an_ended_connection_returns_while_its_socket_is_paced() {
+    for beside in [false, true] {
+        let mut scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
+        pace(&mut scene, 2000);
+        // The kernel does not pace a connection's first ten segments.
+        (0..20).for_each(|_| {
+            scene.fill_from_program(100);
+            scene.drain();
+        });
+        // Another segment would have to wait for more than a second.
+        scene.fill_from_program(2800);
+        scene.drain();
+        pace(&mut scene, -1);
+        scene.move_to(Place::Nic);
+        scene.session.shutdown(scene.id).expect("the program's shutdown");
+        scene.expect_peer_end();
+        scene.peer.shutdown(Shutdown::Write).expect("the peer's shutdown");
+        scene.expect_end();
+        scene.try_to_move(Place::Kernel);
+        scene.expect_end();
+    }
+}
+
+/// Bounds the rate at which the kernel sends for the program's socket, in bytes a second; -1 ends that.
+fn pace(scene: &mut Scene, rate: i32) {
+    const SO_MAX_PACING_RATE: i32 = 47;
+    scene.session.set_option(scene.id, libc::SOL_SOCKET, SO_MAX_PACING_RATE, rate).expect("SO_MAX_PACING_RATE");
+}
+
 /// RSTs that a host's kernel has sent.
 pub(crate) fn resets_sent(host: &Namespace) -> u64 {
     counter(host, "snmp", "Tcp:", "OutRsts")

@@ -9,6 +9,10 @@ use baton_tcp::{Connection, Instant};
 const INITIAL_WINDOW: u32 = 10;
 /// Slow start threshold of such a connection.
 const NO_THRESHOLD: u32 = u32::MAX;
+/// Of so many imported sockets one is paced: for up to so many microseconds it sends nothing, as the kernel does if it
+/// has sent faster before than the socket's congestion control likes (`tcp_wstamp_ns`).
+const PACED: u64 = 4;
+const PACED_FOR: u64 = 100_000;
 /// Receive memory in bytes of an imported connection, unless more arrives with it.
 const RECEIVE_BUFFER: u32 = 1 << 17;
 
@@ -83,6 +87,7 @@ impl Kernel {
         now: Instant,
     ) -> Result<(), Refusal> {
         let routed = self.routed;
+        let paced = if self.rng.below(PACED) == 0 { self.rng.below(PACED_FOR) } else { 0 };
         let socket = self.socket(at);
         if !routed {
             // ENETUNREACH, and the socket is closed for good.
@@ -90,6 +95,7 @@ impl Kernel {
             return Err(lost("reconnect"));
         }
         socket.import(image, unread, unacknowledged, now);
+        socket.paced_until = if paced > 0 { now.after(paced).0 } else { 0 };
         Ok(())
     }
 
@@ -126,15 +132,17 @@ impl Kernel {
 
 impl Socket {
     fn import(&mut self, image: &Image, unread: &[u8], unacknowledged: &[u8], now: Instant) {
-        // FINs are not imported: the peer's is replayed, ours is sent again by shutdown.
+        // The peer's FIN is not imported, but replayed; ours, if it has been acknowledged, counts as sent. Otherwise it
+        // is sent again by shutdown.
         let data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         let start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
         let sent = image.snd_nxt.wrapping_sub(start).min(unacknowledged.len() as u32);
+        let fin = image.state.fin_acknowledged();
         let window = image.rcv_adv.wrapping_sub(data_end) + unread.len() as u32 + (1 << image.rcv_wscale);
         let kernels = Image {
-            state: State::Established,
+            state: if fin { State::FinWait1 } else { State::Established },
             snd_una: start,
-            snd_nxt: start.wrapping_add(sent),
+            snd_nxt: start.wrapping_add(sent + u32::from(fin)),
             snd_end: start.wrapping_add(sent),
             rcv_nxt: data_end,
             unread: unread.len() as u32,

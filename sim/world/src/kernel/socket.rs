@@ -49,6 +49,8 @@ pub(crate) struct Socket {
     pub(super) send_seq: u32,
     /// Something arrived out of order since the socket was (re)connected.
     pub(super) had_disorder: bool,
+    /// Until when it sends nothing, in microseconds; 0 if it is not paced.
+    pub(super) paced_until: u64,
     ident: u16,
     error: Option<Errno>,
     /// Processes that have a descriptor of it.
@@ -68,6 +70,7 @@ impl Socket {
             send: VecDeque::new(),
             send_seq: isn.wrapping_add(1),
             had_disorder: false,
+            paced_until: 0,
             ident: 0,
             error: None,
             holders: 1,
@@ -104,6 +107,7 @@ impl Socket {
 
     pub fn next_timeout(&self) -> u64 {
         match self.place {
+            Place::Live | Place::Exported if self.paced_until > 0 => self.paced_until,
             Place::Live | Place::Exported => self.tcp.next_timeout().0,
             _ => u64::MAX,
         }
@@ -163,6 +167,10 @@ impl Socket {
             let events = self.tcp.on_timeout(now);
             self.note(events);
         }
+        if now.0 < self.paced_until {
+            return;
+        }
+        self.paced_until = 0;
         while let Some(transmit) = self.tcp.poll_transmit(now, 0) {
             let from = transmit.seq.wrapping_sub(self.send_seq) as usize;
             self.ident = self.ident.wrapping_add(1);
