@@ -1,6 +1,6 @@
 //! `--nics` and `--device`: several NICs for one agent; `--nic-connections` and its like: what each has room for.
 
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic::MAX_NICS;
 use baton_agent::AgentSettings;
 use baton_linux::rtnetlink;
@@ -26,35 +26,40 @@ pub struct NicsArguments {
 #[derive(Args, Clone, Debug, Default)]
 pub struct LimitArguments {
     /// If a Baton is started: most connections that each NIC has at a time, the busiest of those that are to go there.
-    #[arg(long, value_name = "N", allow_hyphen_values = true)]
+    #[arg(long, value_name = "N", allow_hyphen_values = true, value_parser = limit("connections"))]
     nic_connections: Option<String>,
     /// Most bytes of send and receive memory that they have there, such as 64M.
-    #[arg(long, value_name = "BYTES", allow_hyphen_values = true)]
+    #[arg(long, value_name = "BYTES", allow_hyphen_values = true, value_parser = limit("memory"))]
     nic_memory: Option<String>,
     /// Percent of its time for which a NIC may be busy: while it is busier, no further connection goes there.
-    #[arg(long, value_name = "PERCENT", allow_hyphen_values = true)]
+    #[arg(long, value_name = "PERCENT", allow_hyphen_values = true, value_parser = limit("processor"))]
     nic_processor: Option<String>,
 }
 
 impl LimitArguments {
     /// The limits.
-    ///
-    /// # Errors
-    /// With the option's name, if a value is none that [`Offloads::set`] takes.
-    pub fn limits(&self) -> Result<Limits> {
+    pub fn limits(&self) -> Limits {
         let mut offloads = Offloads::default();
         let given = [("connections", &self.nic_connections), ("memory", &self.nic_memory), ("processor", &self.nic_processor)];
         for (key, value) in given {
-            if let Some(value) = value {
-                offloads.set(&format!("{key}={value}")).map_err(|why| anyhow!("--nic-{why}"))?;
-            }
+            // That it can be read was checked when it was given.
+            let _ = value.as_ref().map(|value| offloads.set(&format!("{key}={value}")));
         }
-        Ok(offloads.limits)
+        offloads.limits
     }
 
     /// Whether any is given.
     pub fn is_given(&self) -> bool {
         [&self.nic_connections, &self.nic_memory, &self.nic_processor].iter().any(|value| value.is_some())
+    }
+}
+
+/// Checks the value of a limit: of this key of `baton nic set`.
+fn limit(key: &'static str) -> impl Fn(&str) -> Result<String, String> + Clone + Send + Sync + 'static {
+    move |value| {
+        let setting = format!("{key}={value}");
+        let wrong = |why: String| why.strip_prefix(&format!("{setting}: ")).map(ToOwned::to_owned).unwrap_or(why);
+        Offloads::default().set(&setting).map(|()| value.to_owned()).map_err(|why| wrong(why.to_string()))
     }
 }
 
@@ -76,7 +81,6 @@ impl NicsArguments {
 
     /// Fails if the devices cannot be dealt in the calling thread's network namespace.
     pub fn check(&self) -> Result<()> {
-        self.limits.limits()?;
         if self.nics == 1 && !self.devices.is_empty() {
             bail!("--device says which of several NICs has a device, and one NIC has them all: add --nics 2");
         }
@@ -99,7 +103,7 @@ impl NicsArguments {
 
     /// Adds them to an agent's settings. They have been checked.
     pub fn apply(&self, settings: AgentSettings) -> AgentSettings {
-        let offloads = Offloads { limits: self.limits.limits().unwrap_or_default(), ..settings.nic.offloads };
+        let offloads = Offloads { limits: self.limits.limits(), ..settings.nic.offloads };
         let nic = NicSettings { offloads, ..settings.nic };
         AgentSettings { nics: self.nics, devices: self.devices.clone(), nic, ..settings }
     }
@@ -120,19 +124,14 @@ mod tests {
 
     #[test]
     fn limits_are_checked() {
-        let limits = |connections: Option<&str>, memory: Option<&str>| {
-            let arguments = LimitArguments {
-                nic_connections: connections.map(Into::into),
-                nic_memory: memory.map(Into::into),
-                nic_processor: None,
-            };
-            arguments.limits().map_err(|why| why.to_string())
-        };
-        let set = Limits { connections: Some(0), memory: Some(64 << 20), ..Limits::default() };
-        assert_eq!(limits(Some("0"), Some("64M")), Ok(set));
-        assert_eq!(limits(None, None), Ok(Limits::default()));
-        assert!(limits(Some("many"), None).is_err_and(|why| why.starts_with("--nic-connections=many: expected a number")));
-        assert!(limits(None, Some("-1")).is_err_and(|why| why.contains("--nic-memory=-1: expected a number of bytes")));
+        let wrong = |key, value: &str| limit(key)(value).expect_err("it is wrong");
+        assert!(wrong("connections", "many").starts_with("expected a number"), "{}", wrong("connections", "many"));
+        assert!(wrong("connections", "16385").contains("16384"), "{}", wrong("connections", "16385"));
+        assert!(wrong("memory", "-1").starts_with("expected a number of bytes"), "{}", wrong("memory", "-1"));
+        assert!(limit("processor")("101").is_err() && limit("processor")("80").is_ok());
+        let arguments = LimitArguments { nic_connections: Some("0".into()), nic_memory: Some("64M".into()), nic_processor: None };
+        assert_eq!(arguments.limits(), Limits { connections: Some(0), memory: Some(64 << 20), ..Limits::default() });
+        assert_eq!(LimitArguments::default().limits(), Limits::default());
     }
 
     #[test]

@@ -11,6 +11,7 @@ use baton_client::tool::Tool;
 use baton_keeper::Devices;
 use baton_linux::control::Channel;
 use baton_linux::{files, process};
+use baton_offloads::MOST_CONNECTIONS;
 use baton_protocol::nic::{LinkSettings, NicSettings, STANDARD_PROBES};
 use baton_protocol::program::{Answer, Ask, Flip, Reply, Request};
 use clap::Args;
@@ -225,6 +226,6 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
 }
 
 /// Number of connections that a NIC can hold.
-pub const SLOTS: usize = 16384;
+pub const SLOTS: usize = MOST_CONNECTIONS as usize;
 /// Bytes of memory that a session may use; memory that it does not use is not taken from the system.
 const SESSION_BYTES: usize = 3 << 30;

@@ -5,9 +5,10 @@ use crate::up::UpArguments;
 use anyhow::{Context, Result, anyhow, bail};
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
+use std::any::TypeId;
 use std::ffi::OsString;
 use std::io::ErrorKind;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
 /// The file that is read without `--config`, if it is there.
@@ -91,7 +92,10 @@ fn read(text: &str) -> Result<Vec<(String, OsString)>> {
 fn values(option: &Arg, value: &DeValue<'_>) -> Result<Vec<String>> {
     let several = matches!(option.get_action(), ArgAction::Append);
     let is_switch = matches!(option.get_action(), ArgAction::SetTrue);
+    let is_path = option.get_value_parser().type_id() == TypeId::of::<PathBuf>();
     Ok(match value {
+        DeValue::String(text) if is_path => vec![format!("={text}")],
+        _ if is_path => bail!("write a path in quotes"),
         DeValue::Boolean(value) if is_switch => value.then(String::new).into_iter().collect(),
         _ if is_switch => bail!("write true or false"),
         DeValue::Array(list) if several => {
@@ -147,6 +151,12 @@ mod tests {
         assert!(why("[[rule]]\nwhen = \"never\"\n").contains("baton run --config"));
         assert!(why("\nnics = 9\n").starts_with("2: invalid value '9'"), "{}", why("\nnics = 9\n"));
         assert!(why("spin = [1, 2]").contains("one value"));
+        assert!(why("socket = 7").starts_with("1: socket: write a path"), "{}", why("socket = 7"));
+        assert!(
+            why("nic-connections = \"many\"").starts_with("1: invalid value 'many'"),
+            "{}",
+            why("nic-connections = \"many\"")
+        );
         assert!(why("spin = {}").contains("a number, or a text"));
         assert!(why("device = [\"a\", []]").contains("a number, or a text"));
         assert!(why("spin = 1\nspin = 2").starts_with("2: "), "{}", why("spin = 1\nspin = 2"));

@@ -78,8 +78,9 @@ const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder)
 const FULL: &[(&str, WhenFull)] = &[("coldest", WhenFull::Coldest), ("refuse", WhenFull::Refuse)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
 
-/// Largest limits of connections, and of bytes of memory: what a NIC's announcements can express.
-const MOST_CONNECTIONS: u64 = 1 << 20;
+/// Largest limit of connections: a NIC has so many slots.
+pub const MOST_CONNECTIONS: u64 = 16_384;
+/// Largest limit of bytes of memory that a NIC's announcements can express.
 const MOST_MEMORY: u64 = 1 << 42;
 
 const KEYS: &str = "expected random, microsoft, symmetric, or 40 bytes in hexadecimal with colons between them";
@@ -306,7 +307,7 @@ mod tests {
             ("queues=0", "1 to 16"),
             ("rss-key=abc", "40 bytes"),
             ("rss-indir=0,1", "balanced"),
-            ("connections=-1", "0 to 1048576, or all"),
+            ("connections=-1", "0 to 16384, or all"),
             ("memory=32X", "such as 64M"),
             ("memory=", "such as 64M"),
             ("memory=99999999999G", "such as 64M"),

@@ -179,7 +179,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         ..TestbedSettings::default()
     };
     arguments.workers.apply(&mut bed);
-    bed.offloads.limits = arguments.limits.limits()?;
+    bed.offloads.limits = arguments.limits.limits();
     if arguments.rmpp {
         return run_messages(arguments, &bed);
     }
