@@ -18,6 +18,7 @@ mod placement;
 mod run;
 mod run_directory;
 mod start;
+mod stats;
 mod status;
 mod tools;
 mod top;
@@ -83,6 +84,9 @@ enum Command {
     /// Says whether a Baton is up (`baton up`), and what it has.
     #[command(after_help = status::EXAMPLES)]
     Status(status::StatusArguments),
+    /// Counts moves, refusals and returns to the kernel, by program and reason, since the agent's start.
+    #[command(after_help = stats::EXAMPLES)]
+    Stats(stats::StatsArguments),
     /// Makes a systemd unit's program run under Baton: `baton run` stands before it from the next start on.
     #[command(after_help = units::ENABLE_EXAMPLES)]
     Enable(units::EnableArguments),
@@ -133,6 +137,7 @@ fn run(command: Command) -> Result<bool> {
             doctor::run(&arguments)
         }
         Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
+        Command::Stats(arguments) => stats::run(&arguments).map(|()| true),
         Command::Enable(arguments) => units::enable(&arguments).map(|()| true),
         Command::Disable(arguments) => units::disable(&arguments).map(|()| true),
         Command::Generate(what) => generate::run(&what, Cli::command()).map(|()| true),
@@ -147,7 +152,7 @@ fn run(command: Command) -> Result<bool> {
 
 fn main() -> ExitCode {
     let command = Cli::parse().command;
-    if matches!(command, Command::Ls(_) | Command::Status(_) | Command::Doctor(_) | Command::Nic(_)) {
+    if matches!(command, Command::Ls(_) | Command::Stats(_) | Command::Status(_) | Command::Doctor(_) | Command::Nic(_)) {
         baton_linux::process::end_on_broken_pipe();
     }
     match run(command) {

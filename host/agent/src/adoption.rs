@@ -8,6 +8,7 @@ use crate::connecting::ABORTED;
 use crate::connection::{Carried, Connection, Memory, Stage};
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
+use crate::moves::AGENT_DIED;
 use crate::perform::hand_to_kernel;
 use crate::record::{read_image, unpublish};
 use crate::session::{NOT_READING, OpenSession, Sent, Session};
@@ -17,12 +18,14 @@ use baton_abi::layout::{Owner, block, nic, session};
 use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
+use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::{self, Foreign};
 use baton_linux::report;
 use baton_linux::{diagnosis, socket};
 use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
+use baton_protocol::events::What;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Request, Until};
 use baton_shm::Region;
@@ -187,7 +190,7 @@ fn adopt(
     // That of one that is on a NIC is in the NIC's memory, too, as it was when it went there.
     let device = fd.as_ref().and_then(|fd| socket::device(fd.as_fd()).ok()).unwrap_or(0);
     let flow = Flow { local: local.into(), remote: peer.into(), device };
-    let reason = "the agent died".into();
+    let reason = AGENT_DIED.into();
     let mut connection =
         Connection { reason, process, attached: session.opening.attacher, ..Connection::new(fd, flow, local, peer, block) };
     connection.inherit_wish();
@@ -291,6 +294,7 @@ impl Agent {
         let Some(open) = session.open.as_mut() else { return };
         let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return };
         connection.flow.device = entry.device();
+        connection.events.note(monotonic_micros(), What::AgentDied, Some(cid.nic() as u8), None, 0);
         if phase == Phase::Copied {
             let Some((on_nic, handoff)) = entry.on_nic().filter(|(on_nic, _)| on_nic.memory().fits(&open.memory)) else {
                 return journal::clear(&memory, cid);

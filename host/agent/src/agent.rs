@@ -16,7 +16,9 @@ use crate::changes::Watched;
 use crate::chaos::Chaos;
 use crate::complaints::Complaints;
 use crate::connection::{Asker, Connection};
+use crate::counts::Counts;
 use crate::datagrams::Datagrams;
+use crate::events::Reasons;
 use crate::flips::{Schedule, Share};
 use crate::ground::{Ground, Shape};
 use crate::group::Groups;
@@ -25,7 +27,7 @@ use crate::holders::Searches;
 use crate::known::Known;
 use crate::listening::Listeners;
 use crate::looks::Looks;
-use crate::moves::Moves;
+use crate::moves::{ASKED_TO, AT_RANDOM, Moves};
 use crate::nic::{Hardware, NicProcess};
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
@@ -88,6 +90,12 @@ pub(crate) struct Agent {
     pub sessions: Slab<Session>,
     pub moves: Moves,
     pub statistics: Statistics,
+    /// What is counted of each program.
+    pub counts: Counts,
+    /// The reasons of all events.
+    pub reasons: Reasons,
+    /// Its start, in microseconds of the monotonic clock.
+    pub started: u64,
     pub(crate) chaos: Chaos,
     pub groups: Groups,
     pub schedule: Schedule,
@@ -235,6 +243,9 @@ pub fn run() -> Result<()> {
         sessions,
         moves: Moves::default(),
         statistics,
+        counts: Counts::default(),
+        reasons: Reasons::default(),
+        started: monotonic_micros(),
         chaos,
         groups,
         schedule,
@@ -504,7 +515,7 @@ impl Agent {
                 Ok(()) => {
                     connection.made += 1;
                     connection.since = monotonic_micros();
-                    let usual = if askers.is_empty() && !connection.is_wanted() { "at random" } else { "asked to" };
+                    let usual = if askers.is_empty() && !connection.is_wanted() { AT_RANDOM } else { ASKED_TO };
                     connection.reason = connection.take_must_return().unwrap_or(usual).into();
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }

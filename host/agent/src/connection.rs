@@ -2,6 +2,7 @@
 
 use crate::block::Block;
 use crate::calls::Call;
+use crate::events::Events;
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
@@ -291,6 +292,8 @@ pub(crate) struct Extra {
     pub unheld_since: Option<u64>,
     /// The call that is made on its socket for its move. Its descriptor is away meanwhile.
     pub call: Option<Box<Call>>,
+    /// When the move that is under way began, in microseconds of the monotonic clock; 0 before the first.
+    pub began: u64,
 }
 
 impl Extra {
@@ -315,6 +318,7 @@ impl Extra {
             unheld_since,
             call,
             wants: _,
+            began: _,
         } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
         let of_stay =
@@ -365,6 +369,8 @@ pub(crate) struct Connection {
     pub serial: u64,
     /// Reason why it last stayed, moved or was restored.
     pub reason: Cow<'static, str>,
+    /// What has happened to it.
+    pub events: Events,
     /// Other processes may hold its socket: it may go to the NIC only if none does.
     pub inherited: bool,
     /// It stays in the kernel for good.
@@ -388,7 +394,7 @@ pub(crate) struct Connection {
     pub block: Block,
 }
 
-const _: () = assert!(size_of::<Option<Connection>>() <= 184);
+const _: () = assert!(size_of::<Option<Connection>>() <= 208);
 
 impl Connection {
     /// Makes a connection that is in the kernel.
@@ -416,6 +422,7 @@ impl Connection {
             traffic: Traffic::default(),
             serial: 0,
             reason: Cow::default(),
+            events: Events::default(),
             inherited: false,
             stays: false,
             kills_nic: false,

@@ -2,21 +2,19 @@
 //! reported together.
 
 use crate::connection::Connection;
+use crate::counts::counter;
 use baton_linux::events::monotonic_micros;
 use baton_linux::files;
 use baton_linux::foreign::{self, Foreign};
 use baton_linux::report;
 use baton_moves::Refusal;
 use baton_protocol::program::{Flip, Report};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Time for which a group without sessions is kept, in microseconds: a script's next command may come late.
 const UNUSED: u64 = 3_600_000_000;
-
-/// Most causes of each kind that a report lists separately.
-const MOST_CAUSES: usize = 64;
 
 /// A group.
 pub(crate) struct Group {
@@ -55,12 +53,12 @@ impl Group {
 
     /// Counts a connection that its program needed in the kernel, for this reason.
     pub fn gave_back(&mut self, reason: &str) {
-        *cause(&mut self.report.given_back, reason) += 1;
+        *counter(&mut self.report.given_back, reason) += 1;
     }
 
     /// Counts a move that was refused.
     pub fn stayed(&mut self, refusal: &Refusal) {
-        *cause(&mut self.report.stayed, &refusal.to_string()) += 1;
+        *counter(&mut self.report.stayed, &refusal.to_string()) += 1;
         match refusal {
             Refusal::Lost(..) => self.report.resets += 1,
             Refusal::System(..) => self.report.errors += 1,
@@ -72,7 +70,7 @@ impl Group {
     pub fn forgotten(&mut self, connection: &Connection) {
         *self.report.connections_by_moves.entry(connection.made).or_default() += 1;
         if connection.made == 0 {
-            let longest = cause(&mut self.report.unmoved, &connection.reason);
+            let longest = counter(&mut self.report.unmoved, &connection.reason);
             *longest = (monotonic_micros().saturating_sub(connection.since) / 1000).max(*longest);
         }
     }
@@ -121,13 +119,6 @@ impl ReportFile {
         }
         then.into_iter().for_each(|then| then());
     }
-}
-
-/// Returns the counter of a cause, or that of all others once there are [`MOST_CAUSES`]: a cause may be a program's own
-/// text, and the report must stay bounded.
-fn cause<'a>(causes: &'a mut BTreeMap<String, u64>, name: &str) -> &'a mut u64 {
-    let name = if causes.len() < MOST_CAUSES || causes.contains_key(name) { name } else { "other causes" };
-    causes.entry(name.into()).or_default()
 }
 
 /// Returns the next pseudorandom number (Steele, Lea and Flood's SplitMix64).

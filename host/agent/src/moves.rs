@@ -7,6 +7,7 @@
 use crate::agent::Agent;
 use crate::attaching::ForDevices;
 use crate::connection::{Asker, Connection, OnNic, Stage, Then, Waiting};
+use crate::counts::Counted;
 use crate::journal;
 use crate::memory;
 use crate::perform::Performer;
@@ -22,6 +23,7 @@ use baton_linux::report;
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Move, Refusal};
 use baton_offloads::WhenFull;
 use baton_policy::{Demand, Place as At, Sample};
+use baton_protocol::events::What;
 use baton_protocol::program::{Place, Reply, Until};
 use baton_supervision::Leave;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -43,6 +45,15 @@ const ATTEMPTS: u8 = 2;
 
 /// Why a request is refused that would wait with too many others.
 pub(crate) const MANY_WAITING: &str = "too many requests wait for its move";
+
+/// Why a connection has moved that nobody has asked for, and one that somebody has.
+pub(crate) const AT_RANDOM: &str = "at random";
+pub(crate) const ASKED_TO: &str = "asked to";
+
+/// Why a connection is in the kernel after a death, or that makes NICs die.
+pub(crate) const NIC_DIED: &str = "the NIC died";
+pub(crate) const AGENT_DIED: &str = "the agent died";
+pub(crate) const KILLS_NIC: &str = "the NIC died each time that it was there";
 
 /// Key of a connection: session, number, and serial number, since session and number are reused.
 pub(crate) type Key = (u32, u32, u64);
@@ -192,6 +203,57 @@ fn samples(agent: &mut Agent, nic: usize) -> Known {
     known
 }
 
+/// Why a connection is in the kernel that its program has closed.
+const CLOSED: &str = "its program has closed it";
+
+/// Why a connection that has moved did, as far as that is known before those who asked for it are answered.
+fn cause(connection: &Connection) -> &str {
+    let waiting = connection.extra.as_ref().map(|extra| &extra.waiting);
+    let (then, askers) = waiting.map_or((&[][..], true), |waiting| (&waiting.then[..], waiting.askers.is_empty()));
+    let given_back = then.iter().find_map(|(then, _)| match then {
+        Then::GiveBack { reason, .. } if !reason.is_empty() => Some(reason.as_str()),
+        Then::Forget(_) => Some(CLOSED),
+        _ => None,
+    });
+    let usual = if askers && then.is_empty() && !connection.is_wanted() { AT_RANDOM } else { ASKED_TO };
+    given_back.or(connection.must_return()).unwrap_or(usual)
+}
+
+/// Records the end of a move in the connection's events, and counts it. `began`: microseconds of the monotonic clock.
+fn record(agent: &mut Agent, (session, number): (u32, u32), conclusion: &Conclusion, began: u64) {
+    let Some(Some(entry)) = agent.sessions.get_mut(session as usize) else { return };
+    let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
+    let on_nic = connection.place() == Place::Nic;
+    let nic = connection.cid.map(|cid| cid.nic() as u8);
+    let made = connection.made_by == Place::Nic && connection.made == 0;
+    let (what, counted, reason) = match conclusion {
+        Conclusion::Moved if on_nic && made => (What::Made, Some(Counted::ToNic), None),
+        Conclusion::Moved if on_nic => (What::ToNic, Some(Counted::ToNic), Some(cause(connection).into())),
+        Conclusion::Moved => (What::ToKernel, Some(Counted::Returned), Some(cause(connection).into())),
+        Conclusion::Recovered if connection.kills_nic => (What::ToKernel, Some(Counted::Returned), Some(KILLS_NIC.into())),
+        Conclusion::Recovered if connection.events.last() == Some(What::AgentDied) => {
+            (What::ToKernel, Some(Counted::Returned), Some(AGENT_DIED.into()))
+        }
+        Conclusion::Recovered => (What::ToKernel, Some(Counted::Returned), Some(NIC_DIED.into())),
+        Conclusion::Lost(refusal, _) => (What::Lost, Some(Counted::Lost), Some(refusal.to_string())),
+        Conclusion::Stays(Refusal::Ended) if connection.given_up => {
+            (What::Lost, Some(Counted::Lost), Some(connection.reason.to_string()))
+        }
+        Conclusion::Stays(Refusal::Ended) => (What::Ended, None, None),
+        // Recorded where it takes effect: most of these are about memory that stays the same.
+        Conclusion::Grown => return,
+        // Somebody else was faster, or it is tried again by itself in a moment.
+        Conclusion::Stays(Refusal::CalledOff | Refusal::Attaching | Refusal::Searching) => return,
+        Conclusion::Stays(refusal) if on_nic => (What::StayedOnNic, Some(Counted::Refused), Some(refusal.to_string())),
+        Conclusion::Stays(refusal) => (What::StayedInKernel, Some(Counted::Refused), Some(refusal.to_string())),
+    };
+    if let Some(counted) = counted {
+        agent.counts.note(entry.user, &entry.opening.program, counted, reason.as_deref().unwrap_or_default());
+    }
+    let (now, reason) = (monotonic_micros(), reason.map(|reason: String| agent.reasons.shared(&reason)));
+    connection.events.note(now, what, nic, reason, now.saturating_sub(began));
+}
+
 impl Agent {
     /// Does a slice of each kind of work on moves.
     pub(crate) fn work_on_moves(&mut self) {
@@ -220,7 +282,11 @@ impl Agent {
             return;
         };
         let mut machine = connection.machine();
+        let rests = machine.goal().is_none();
+        let began = connection.extra.as_ref().map(|extra| extra.began).filter(|began| !rests && *began != 0);
+        let began = began.unwrap_or_else(monotonic_micros);
         let mut performer = Performer::new(ground, open, session, connection);
+        performer.began = began;
         run(&mut machine, &mut performer);
         let concluded = performer.concluded.take();
         if machine.goal().is_some() {
@@ -230,6 +296,9 @@ impl Agent {
             self.looks.returns.note(session);
         }
         let Some(connection) = self.connection(session, number) else { return };
+        if machine.goal().is_some() {
+            connection.extra().began = began;
+        }
         connection.set_machine(machine);
         let key = (session, number, connection.serial);
         // What a call is made for goes on when that has returned.
@@ -240,6 +309,7 @@ impl Agent {
             self.moves.under_way.push_back(key);
         }
         if let Some(conclusion) = concluded {
+            record(self, (session, number), &conclusion, began);
             self.conclude(session, number, conclusion);
         }
         if let Some(connection) = self.connection(session, number) {

@@ -1,6 +1,7 @@
 //! What the kernel alone serves, for `baton ls`: programs, and connections that never were the agent's.
 
 use crate::agent::Agent;
+use crate::counts::Counted;
 use crate::texts::shortened;
 use baton_linux::process;
 use baton_protocol::native::Native;
@@ -22,6 +23,7 @@ impl Agent {
             reason: shortened(&why.to_string()),
             connections: u64::from(why.is_of_connections()),
         };
+        self.counts.note(session.user, &noted.program, Counted::Refused, &noted.reason);
         let list = &mut self.statistics.withdrawn;
         let same = |known: &&mut Withdrawn| {
             (known.process, known.identity, &known.reason) == (noted.process, noted.identity, &noted.reason)

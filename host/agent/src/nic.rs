@@ -295,6 +295,11 @@ impl NicProcess {
         !nic_was_killed && !self.host_tcp.as_mut().is_some_and(HostTcp::was_killed)
     }
 
+    /// Whether the agent has ended it.
+    pub fn is_ended(&self) -> bool {
+        self.ended
+    }
+
     /// Ends the process and the host's TCP, and waits until they are gone.
     pub fn end(&mut self) {
         self.ended = true;

@@ -4,20 +4,19 @@
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
 use crate::ground::Shape;
+use crate::moves::{KILLS_NIC, NIC_DIED};
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_moves::Event;
+use baton_protocol::events::What;
 use baton_supervision::Cause;
 use baton_wire::{Flow, TcpFrame};
 use std::collections::HashSet;
 
 /// Bound on the stale frames that are read: more than a TAP's queue holds.
 const MOST_STALE_FRAMES: usize = 8192;
-
-/// Why a connection stays in the kernel that makes NICs die.
-const KILLS_NIC: &str = "the NIC died each time that it was there";
 
 impl Agent {
     /// Recovers from the death of each NIC that has died.
@@ -73,6 +72,13 @@ impl Agent {
     fn note_death(&mut self, nic: usize) {
         let ended = self.watch.cause(nic, self.nics[nic].process());
         let by_itself = ended.map_or_else(|| self.nics[nic].died_by_itself(), Cause::is_its_own);
+        let why = match ended {
+            Some(cause) => format!("it hung: {cause}"),
+            None if self.nics[nic].is_ended() => "it did not do what it must, and was ended".into(),
+            None if by_itself => "it crashed".into(),
+            None => "somebody killed it, or its host's TCP".into(),
+        };
+        let (now, why) = (monotonic_micros(), self.reasons.shared(&why));
         let mut present = Vec::new();
         for (session, number) in self.all_connections() {
             let moves = matches!(self.stage(session, number), Some(Stage::Nic | Stage::Offloading));
@@ -81,11 +87,13 @@ impl Agent {
                 && let Some(connection) = self.connection(session, number)
             {
                 connection.extra().nic_that_died = nic as u8;
+                connection.extra().began = now;
+                connection.events.note(now, What::NicDied, Some(nic as u8), Some(why.clone()), 0);
                 present.push((connection.serial, (session, number)));
             }
         }
         let serials = present.iter().map(|(serial, _)| *serial);
-        let Some(guilty) = self.crash_loops[nic].died(monotonic_micros(), by_itself, serials) else { return };
+        let Some(guilty) = self.crash_loops[nic].died(now, by_itself, serials) else { return };
         let Some((_, (session, number))) = present.into_iter().find(|(serial, _)| *serial == guilty) else { return };
         if let Some(connection) = self.connection(session, number) {
             report!("baton agent: {} stays in the kernel: {KILLS_NIC}", connection.flow);
@@ -99,7 +107,7 @@ impl Agent {
     /// the kernel, answers them.
     pub(crate) fn note_recovery(&mut self, session: u32, number: u32, lost: bool, askers: Vec<Asker>, awaited: bool) {
         if let Some(connection) = self.connection(session, number) {
-            connection.reason = if connection.kills_nic { KILLS_NIC } else { "the NIC died" }.into();
+            connection.reason = if connection.kills_nic { KILLS_NIC } else { NIC_DIED }.into();
         }
         if lost {
             self.statistics.lost += 1;

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, bail};
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
+use baton_protocol::events::{ProgramCounts, Told};
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Load, Reply, Request, Statistics};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -241,6 +242,42 @@ impl Tool {
             all.extend(list);
         }
         Ok(all)
+    }
+
+    /// The last events of these connections (session and number). What has ended meanwhile is missing.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn events(&mut self, connections: &[(u32, u32)]) -> Result<Vec<Told>> {
+        let (mut all, mut rest) = (Vec::new(), connections);
+        while !rest.is_empty() {
+            let (asked, later) = rest.split_at(rest.len().min(Ask::MOST_DESCRIBED));
+            let told = match self.ask(Ask::Events { connections: asked.to_vec() })? {
+                Reply::Events(told) => told,
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            };
+            let last = told.histories.last().map(|last| (last.session, last.connection));
+            let done = last.and_then(|last| asked.iter().position(|one| *one == last)).map_or(asked.len(), |at| at + 1);
+            rest = if done < asked.len() { &rest[done..] } else { later };
+            all.push(told);
+        }
+        Ok(all)
+    }
+
+    /// What was counted of each program.
+    ///
+    /// # Errors
+    /// If the agent has ended.
+    pub fn counts(&mut self) -> Result<Vec<ProgramCounts>> {
+        let mut all: Vec<ProgramCounts> = Vec::new();
+        loop {
+            match self.ask(Ask::Counts { from: all.len() as u32 })? {
+                Reply::Counts(list) if list.is_empty() => return Ok(all),
+                Reply::Counts(list) if all.len() < MOST_LISTED => all.extend(list),
+                Reply::Counts(_) => bail!("the agent's list has no end"),
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            }
+        }
     }
 
     /// What all connections have carried.

@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 pub mod address;
+pub mod events;
 pub mod filter;
 pub mod keeper;
 pub mod native;

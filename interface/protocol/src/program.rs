@@ -1,6 +1,7 @@
 //! The messages that programs and tools exchange with the agent over its socket.
 
 use crate::address::AddressInfo;
+use crate::events::{ProgramCounts, Told};
 use crate::native::Native;
 use crate::texts::plain;
 use baton_offloads::Offloads;
@@ -9,7 +10,7 @@ use std::collections::VecDeque;
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 15;
+pub const VERSION: u32 = 16;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -189,6 +190,17 @@ pub enum Ask {
         /// Session and number of the first.
         from: (u32, u32),
     },
+    /// The last events of these connections (session and number), as many as fit into one answer: [`Reply::Events`]. At
+    /// most [`Ask::MOST_DESCRIBED`].
+    Events {
+        /// Session and number of each.
+        connections: Vec<(u32, u32)>,
+    },
+    /// What was counted of programs, as many as fit into one answer, from this place in the list on.
+    Counts {
+        /// How many are left out.
+        from: u32,
+    },
     /// The NIC's counters and the agent's.
     Statistics,
     /// A NIC's offloads.
@@ -211,7 +223,7 @@ pub enum Ask {
 }
 
 impl Ask {
-    /// Most connections that one [`Ask::Describe`] names.
+    /// Most connections that one [`Ask::Describe`] or [`Ask::Events`] names.
     pub const MOST_DESCRIBED: usize = 128;
 }
 
@@ -485,6 +497,10 @@ pub enum Reply {
     Connections(Vec<ConnectionInfo>),
     /// What connections have carried; empty at the end of the list.
     Traffic(Vec<Load>),
+    /// Events of connections.
+    Events(Told),
+    /// What was counted of programs; empty at the end of the list.
+    Counts(Vec<ProgramCounts>),
     /// Statistics.
     Statistics(Box<Statistics>),
     /// The NIC's offloads.
@@ -505,6 +521,15 @@ impl Reply {
                     list.iter_mut().flat_map(|info| [&mut info.program, &mut info.local, &mut info.peer, &mut info.reason])
                 {
                     *text = plain(text);
+                }
+            }
+            Reply::Events(told) => told.reasons.iter_mut().for_each(|reason| *reason = plain(reason)),
+            Reply::Counts(list) => {
+                for counts in list {
+                    counts.program = plain(&counts.program);
+                    for reasons in [&mut counts.refused, &mut counts.returned, &mut counts.lost] {
+                        *reasons = std::mem::take(reasons).into_iter().map(|(reason, count)| (plain(&reason), count)).collect();
+                    }
                 }
             }
             Reply::Statistics(statistics) => {
@@ -667,6 +692,8 @@ pub struct Statistics {
     pub host_tcp_process: u32,
     /// Process number of the agent.
     pub agent_process: u32,
+    /// Microseconds since the agent's start.
+    pub for_us: u64,
     /// Number of times that a NIC was started.
     pub nic_starts: u32,
     /// Control connections, this one included.

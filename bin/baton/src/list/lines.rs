@@ -13,6 +13,8 @@ pub struct Shown {
     pub process: bool,
     /// A second line with the state.
     pub details: bool,
+    /// A line for each event.
+    pub events: bool,
     /// Bytes per second.
     pub rates: bool,
     /// The NICs are numbered.
@@ -74,7 +76,8 @@ pub fn connections(rows: &[&Row], shown: Shown, width: Option<usize>) -> Vec<Str
         let Some(row) = row else { continue };
         let below = if fits { None } else { Some(format!("why: {why}")) };
         let details = if shown.details { details(row) } else { Vec::new() };
-        out.extend(below.into_iter().chain(details).flat_map(|line| wrapped(&line, width)));
+        let events = if shown.events { events(row, shown.numbers) } else { Vec::new() };
+        out.extend(below.into_iter().chain(details).chain(events).flat_map(|line| wrapped(&line, width)));
     }
     out
 }
@@ -109,6 +112,15 @@ pub fn details(row: &Row) -> Vec<String> {
         lines.push("dormant: it has carried nothing for a while, and the NIC keeps its state in few bytes".into());
     }
     lines
+}
+
+/// What has happened to a connection, oldest first.
+fn events(row: &Row, numbers: bool) -> Vec<String> {
+    if row.events.is_empty() {
+        return vec!["nothing has happened to it yet".into()];
+    }
+    let now = row.events.iter().map(|event| duration(event.ago_us()).len()).max().unwrap_or(0);
+    row.events.iter().map(|event| format!("{:>now$} ago: {}", duration(event.ago_us()), event.text(numbers))).collect()
 }
 
 /// An indented line, in several if it does not fit.

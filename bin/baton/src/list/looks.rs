@@ -1,5 +1,6 @@
 //! Looks at the connections of all Batons that are meant, time after time. What does not answer is named.
 
+use super::events::Event;
 use super::row::{Baton, Key, Row};
 use crate::tools::{SocketArgument, is_silent};
 use anyhow::{Context, Result, bail};
@@ -47,36 +48,51 @@ impl Names {
     }
 }
 
-/// Looks at an agent once.
-fn look(number: usize, socket: &Path, process: Option<u32>) -> Result<Seen> {
+/// Looks at an agent once. `events`: also at what has happened to its connections.
+fn look(number: usize, socket: &Path, process: Option<u32>, events: bool) -> Result<Seen> {
     let mut tool = Tool::look(socket, process)?;
     let (list, at, statistics) = (tool.connections()?, monotonic_micros(), tool.statistics()?);
+    let numbers: Vec<_> = list.iter().filter(|_| events).map(|info| (info.session, info.connection)).collect();
+    let mut events = Event::by_connection(&tool.events(&numbers)?);
     let mut names = Names::default();
     let row = |info: ConnectionInfo| {
         let name = names.of(info.process);
         let carried = info.detail.sent.zip(info.detail.received);
         let mut row = Row::new(number, info, name);
         row.note(at, carried);
+        row.events = events.remove(&(row.info.session, row.info.connection)).unwrap_or_default();
         row
     };
     let rows = list.into_iter().map(row).collect();
     Ok(Seen { baton: Baton { socket: socket.to_owned(), nics: statistics.nics.len() }, rows, statistics })
 }
 
-/// Looks once at all agents that are meant, many at a time: one that does not answer holds up few of the others. Of
-/// several those that do not answer are only named. Returns also whether there are any.
+/// Looks once at all agents that are meant, and at the events of their connections if wanted. Returns also whether
+/// there are any.
 ///
 /// # Errors
 /// If the only one does not answer.
-pub fn look_at_all(argument: &SocketArgument) -> Result<(Vec<Seen>, bool)> {
-    let sockets = argument.sockets();
+pub fn look_at_all(argument: &SocketArgument, events: bool) -> Result<(Vec<Seen>, bool)> {
+    ask_all(argument, |number, socket, process| look(number, socket, process, events))
+}
+
+/// Asks all agents that are meant, many at a time: one that does not answer holds up few of the others. Of several
+/// those that do not answer are only named. Returns also whether there are any.
+///
+/// # Errors
+/// If the only one does not answer.
+pub fn ask_all<T: Send>(
+    argument: &SocketArgument,
+    ask: impl Fn(usize, &Path, Option<u32>) -> Result<T> + Sync,
+) -> Result<(Vec<T>, bool)> {
+    let (sockets, ask) = (argument.sockets(), &ask);
     let mut all = Vec::new();
     let numbered: Vec<_> = sockets.iter().enumerate().collect();
     let looks = numbered.chunks(LOOKS).flat_map(|some| {
         std::thread::scope(|scope| {
             let begun: Vec<_> = some
                 .iter()
-                .map(|&(number, (socket, process))| (socket, scope.spawn(move || look(number, socket, *process))))
+                .map(|&(number, (socket, process))| (socket, scope.spawn(move || ask(number, socket, *process))))
                 .collect();
             begun.into_iter().map(|(socket, look)| (socket, look.join())).collect::<Vec<_>>()
         })

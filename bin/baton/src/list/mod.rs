@@ -1,6 +1,7 @@
 //! `baton ls`: the connections of every Baton on this machine.
 
 pub mod columns;
+pub mod events;
 pub mod expression;
 pub mod lines;
 pub mod looks;
@@ -10,6 +11,7 @@ use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
 use baton_protocol::program::ConnectionInfo;
 use clap::Args;
+use events::Event;
 use expression::Expression;
 use lines::Shown;
 use looks::Seen;
@@ -23,6 +25,7 @@ use std::time::Duration;
 const EXAMPLES: &str = "Examples:
   baton ls
   baton ls -ip sport = :443
+  baton ls -e place = kernel
   baton ls 'place = kernel and not ( dst 10.0.0.0/8 or program = ssh )'
   baton ls --watch=5 --sort rate
   baton ls --json | jq '.[] | select(.place == \"nic\")'";
@@ -43,11 +46,14 @@ pub struct ListArguments {
     /// A second line for each: state, round-trip time, windows, queues, bytes.
     #[arg(short = 'i', long = "info")]
     info: bool,
+    /// The last 32 events of each: moves and how long they took, refusals, deaths of its NIC, growth of its memory.
+    #[arg(short = 'e', long = "events")]
+    events: bool,
     /// Process and program.
     #[arg(short = 'p', long = "processes")]
     processes: bool,
     /// Only counts: by place, state, program and reason.
-    #[arg(short = 's', long = "summary", conflicts_with = "json")]
+    #[arg(short = 's', long = "summary", conflicts_with_all = ["json", "events"])]
     summary: bool,
     /// By what the list is sorted.
     #[arg(long, value_name = "KEY", default_value = "number")]
@@ -66,6 +72,8 @@ struct Listed<'a> {
     socket: &'a Path,
     #[serde(flatten)]
     info: &'a ConnectionInfo,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    events: Option<&'a [Event]>,
 }
 
 /// The shortest and longest time between two looks, seconds.
@@ -85,7 +93,7 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
     }
     let mut earlier = HashMap::new();
     loop {
-        let looked = looks::look_at_all(&arguments.socket);
+        let looked = looks::look_at_all(&arguments.socket, arguments.events);
         let (seen, any) = match (looked, arguments.watch) {
             (Err(error), None) => return Err(error),
             (Err(error), Some(_)) => {
@@ -128,7 +136,11 @@ fn print(arguments: &ListArguments, filter: Option<&Expression>, seen: &[Seen], 
         let each = seen.iter().flat_map(|seen| {
             let mut rows: Vec<&Row> = seen.rows.iter().filter(is_meant).collect();
             arguments.sort.apply(&mut rows);
-            rows.into_iter().map(|row| Listed { socket: &seen.baton.socket, info: &row.info })
+            rows.into_iter().map(|row| Listed {
+                socket: &seen.baton.socket,
+                info: &row.info,
+                events: arguments.events.then_some(&row.events),
+            })
         });
         writeln!(out, "{}", serde_json::to_string(&each.collect::<Vec<_>>())?)?;
         return Ok(());
@@ -165,6 +177,7 @@ fn text(arguments: &ListArguments, filter: Option<&Expression>, seen: &[Seen], a
             let shown = Shown {
                 process: arguments.processes,
                 details: arguments.info,
+                events: arguments.events,
                 rates: arguments.watch.is_some(),
                 numbers: baton.nics > 1,
             };

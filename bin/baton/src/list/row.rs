@@ -1,5 +1,6 @@
 //! A connection as lists show it, and what it has carried since the last look.
 
+use super::events::Event;
 use baton_protocol::program::{ConnectionInfo, Load};
 use clap::ValueEnum;
 use std::cmp::Reverse;
@@ -42,6 +43,8 @@ pub struct Row {
     pub peer: Option<SocketAddr>,
     /// Since the look before the last one.
     pub rate: Option<Rate>,
+    /// What has happened to it, if that was asked for.
+    pub events: Vec<Event>,
     /// Time of the last look at what it had carried, microseconds of the monotonic clock, and that.
     seen: Option<(u64, (u64, u64))>,
 }
@@ -50,7 +53,7 @@ impl Row {
     /// Of a Baton's connection, whose process has this name.
     pub fn new(baton: usize, info: ConnectionInfo, name: String) -> Row {
         let (local, peer) = (info.local.parse().ok(), info.peer.parse().ok());
-        Row { baton, serial: 0, info, name, local, peer, rate: None, seen: None }
+        Row { baton, serial: 0, info, name, local, peer, rate: None, events: Vec::new(), seen: None }
     }
 
     /// See [`Key`].

@@ -28,6 +28,7 @@ mod full;
 mod fuse;
 mod growth;
 mod held;
+mod history;
 mod hostile;
 mod hostile_client;
 mod interrupts;

@@ -15,6 +15,7 @@ use baton_linux::netlink::Netlink;
 use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{diagnosis, socket};
 use baton_moves::Custody;
+use baton_protocol::events::{History, Told};
 use baton_protocol::program::{ConnectionInfo, Detail, Load, NicStatistics, Place, Reply, Statistics};
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
@@ -23,7 +24,11 @@ use std::sync::atomic::Ordering;
 const LISTED: usize = 128;
 /// Most bytes that one listed connection takes besides its texts, and that all in one answer take.
 const LISTED_BYTES: usize = 256;
-const LISTED_IN_ALL: usize = 60_000;
+pub(super) const LISTED_IN_ALL: usize = 60_000;
+
+/// Most bytes that a connection, and an event or a reason besides its text, takes in an answer about events.
+const HISTORY_BYTES: usize = 16;
+const EVENT_BYTES: usize = 24;
 
 /// Most connections whose traffic one answer has: fewer than 60 bytes each.
 const LOADS: usize = 1000;
@@ -149,6 +154,23 @@ impl Listing<'_> {
         list
     }
 
+    /// The events of these connections, as many as fit into one answer; what there is not is left out.
+    pub(super) fn events(&self, connections: &[(u32, u32)]) -> Told {
+        let (mut told, mut bytes, now) = (Told::default(), 0, monotonic_micros());
+        for (at, number) in connections.iter().take(LISTED) {
+            let Some(Some(session)) = self.0.sessions.get(*at as usize) else { continue };
+            let Some(Some(connection)) = session.connections.get(*number as usize) else { continue };
+            let events = connection.events.told(now, &mut told);
+            bytes += HISTORY_BYTES + EVENT_BYTES * events.len();
+            // One that does not fit may have added reasons. The first one always fits.
+            if bytes + told.reasons.iter().map(|reason| EVENT_BYTES + reason.len()).sum::<usize>() > LISTED_IN_ALL {
+                break;
+            }
+            told.histories.push(History { session: *at, connection: *number, events });
+        }
+        told
+    }
+
     /// What connections have carried, from this session and number on.
     pub(super) fn traffic(&self, from: (u32, u32)) -> Vec<Load> {
         let mut list = Vec::new();
@@ -244,6 +266,7 @@ impl Listing<'_> {
             nic_process: agent.nics[0].process(),
             host_tcp_process: agent.nics[0].host_tcp().map_or(0, HostTcp::process),
             agent_process: std::process::id(),
+            for_us: monotonic_micros().saturating_sub(agent.started),
             sessions: agent.sessions.iter().flatten().count() as u32,
             ..agent.statistics.clone()
         }

@@ -1,7 +1,7 @@
 //! Handles the requests of programs, attachers and tools.
 
 use super::Agent;
-use super::listing::Listing;
+use super::listing::{LISTED_IN_ALL, Listing};
 use crate::answers::{After, NO_ANSWER};
 use crate::block::Block;
 use crate::connection::{Asker, Connection, Stage, Then};
@@ -262,6 +262,8 @@ impl Agent {
             Ask::List { from } => Some((Reply::Connections(Listing(self).list(from)), Vec::new())),
             Ask::Describe { connections } => Some((Reply::Connections(Listing(self).describe(&connections)), Vec::new())),
             Ask::Traffic { from } => Some((Reply::Traffic(Listing(self).traffic(from)), Vec::new())),
+            Ask::Events { connections } => Some((Reply::Events(Listing(self).events(&connections)), Vec::new())),
+            Ask::Counts { from } => Some((Reply::Counts(self.counts.list(from, LISTED_IN_ALL)), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(Listing(self).count())), Vec::new())),
             Ask::Offloads { nic } => match self.nics.get(nic as usize) {
                 Some(nic) => Some((Reply::Offloads(Box::new(nic.settings().offloads)), Vec::new())),

@@ -13,7 +13,9 @@ use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::send_buffer;
 use baton_image::Image;
 use baton_linux::buffers::{Buffer, Side};
+use baton_linux::events::monotonic_micros;
 use baton_moves::{Action, Outcome, Refusal};
+use baton_protocol::events::What;
 use baton_recovery::empty_memory;
 use baton_shm::{Circle, Region};
 use std::sync::atomic::Ordering;
@@ -106,6 +108,11 @@ impl Performer<'_> {
             if returns {
                 on_nic.idleness.note_returned(&image);
             }
+        }
+        if new != old {
+            let (now, sizes) = (monotonic_micros(), [new.receive.1, new.send.1].map(|size| size.ilog2() as u8));
+            let grown = What::Grown(sizes[0], sizes[1]);
+            self.connection.events.note(now, grown, Some(cid.nic() as u8), None, now.saturating_sub(self.began));
         }
         // Queued messages with the old cid are about the same connection: they get the new one.
         self.ground.nic().inbox.rename(cid, next);

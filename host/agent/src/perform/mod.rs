@@ -50,6 +50,8 @@ pub(crate) struct Performer<'a> {
     /// What a call on the program's socket has returned for the action that is performed once more.
     result: Option<Box<dyn Any + Send>>,
     outsider: Option<Option<u32>>,
+    /// When the move began, in microseconds of the monotonic clock.
+    pub began: u64,
 }
 
 impl<'a> Performer<'a> {
@@ -79,6 +81,7 @@ impl<'a> Performer<'a> {
             image,
             result: None,
             outsider,
+            began: 0,
         }
     }
 

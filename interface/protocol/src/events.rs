@@ -1,0 +1,125 @@
+//! What has happened to connections, and how often, by reason.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+
+/// What has happened to a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum What {
+    /// The NIC made it.
+    Made,
+    /// It was moved to a NIC.
+    ToNic,
+    /// It was moved to the kernel.
+    ToKernel,
+    /// A move to a NIC did not take place.
+    StayedInKernel,
+    /// A move to the kernel did not take place.
+    StayedOnNic,
+    /// Its NIC died.
+    NicDied,
+    /// The agent died, and its NICs with it.
+    AgentDied,
+    /// Its memory on the NIC grew: the power of two that receive and send memory have now, in bytes.
+    Grown(u8, u8),
+    /// It ended on the NIC.
+    Ended,
+    /// It was lost in a move.
+    Lost,
+}
+
+impl What {
+    /// Whether it may come again and again for the same reason, and is counted then.
+    pub fn repeats(self) -> bool {
+        matches!(self, What::StayedInKernel | What::StayedOnNic)
+    }
+
+    /// Whether it takes time.
+    pub fn takes_time(self) -> bool {
+        matches!(self, What::Made | What::ToNic | What::ToKernel | What::Grown(..))
+    }
+}
+
+/// Something that has happened to a connection.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Happened {
+    /// Microseconds ago; of what came several times, the last.
+    pub ago_us: u64,
+    /// What it was.
+    pub what: What,
+    /// Number of the NIC that it is about.
+    pub nic: Option<u8>,
+    /// Why: a number in [`Told::reasons`].
+    pub reason: Option<u32>,
+    /// Of what takes time, microseconds; of what repeats, how often it came.
+    pub figure: u32,
+}
+
+/// The events of one connection, oldest first.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct History {
+    /// Its session.
+    pub session: u32,
+    /// Its number in the session.
+    pub connection: u32,
+    /// What has happened to it.
+    pub events: Vec<Happened>,
+}
+
+/// The events of several connections. A reason that many have is there once.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Told {
+    /// Why things have happened.
+    pub reasons: Vec<String>,
+    /// The connections.
+    pub histories: Vec<History>,
+}
+
+impl Told {
+    /// The number of a reason, which is added if it is not there.
+    pub fn number_of(&mut self, reason: &str) -> u32 {
+        let at = self.reasons.iter().position(|known| known == reason).unwrap_or_else(|| {
+            self.reasons.push(reason.to_owned());
+            self.reasons.len() - 1
+        });
+        at as u32
+    }
+
+    /// The text of an event's reason.
+    pub fn reason(&self, event: &Happened) -> Option<&str> {
+        self.reasons.get(event.reason? as usize).map(String::as_str)
+    }
+}
+
+/// What has been counted of a program.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProgramCounts {
+    /// Its user; None for programs of several users that are counted together.
+    pub user: Option<u32>,
+    /// Its name.
+    pub program: String,
+    /// Moves to a NIC.
+    pub to_nic: u64,
+    /// Moves that did not take place, by reason.
+    pub refused: BTreeMap<String, u64>,
+    /// Connections that came back to the kernel, by reason.
+    pub returned: BTreeMap<String, u64>,
+    /// Connections that were lost in a move, by reason.
+    pub lost: BTreeMap<String, u64>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_is_told_once() {
+        let mut told = Told::default();
+        let numbers = ["a", "b", "a"].map(|reason| told.number_of(reason));
+        assert_eq!((numbers, told.reasons.len()), ([0, 1, 0], 2));
+        let event = Happened { ago_us: 0, what: What::ToNic, nic: None, reason: Some(1), figure: 0 };
+        assert_eq!(told.reason(&event), Some("b"));
+        assert_eq!(told.reason(&Happened { reason: Some(7), ..event }), None, "an agent may send any number");
+    }
+}
