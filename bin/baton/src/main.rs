@@ -15,6 +15,7 @@ mod mpi;
 mod nic;
 mod nics;
 mod placement;
+mod report;
 mod run;
 mod run_directory;
 mod start;
@@ -87,6 +88,9 @@ enum Command {
     /// Counts moves, refusals and returns to the kernel, by program and reason, since the agent's start.
     #[command(after_help = stats::EXAMPLES)]
     Stats(stats::StatsArguments),
+    /// Writes one archive for a bug report: versions, settings, counters, events; no payload, no keys, no addresses.
+    #[command(after_help = report::EXAMPLES)]
+    Report(report::ReportArguments),
     /// Makes a systemd unit's program run under Baton: `baton run` stands before it from the next start on.
     #[command(after_help = units::ENABLE_EXAMPLES)]
     Enable(units::EnableArguments),
@@ -138,6 +142,7 @@ fn run(command: Command) -> Result<bool> {
         }
         Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
         Command::Stats(arguments) => stats::run(&arguments).map(|()| true),
+        Command::Report(arguments) => report::run(&arguments).map(|()| true),
         Command::Enable(arguments) => units::enable(&arguments).map(|()| true),
         Command::Disable(arguments) => units::disable(&arguments).map(|()| true),
         Command::Generate(what) => generate::run(&what, Cli::command()).map(|()| true),

@@ -226,7 +226,7 @@ fn age(since: u64) -> String {
 }
 
 /// Seconds since 1970 as a date and a time of day, UTC.
-fn date(seconds: u64) -> String {
+pub fn date(seconds: u64) -> String {
     let (mut days, of_day) = (seconds / 86_400, seconds % 86_400);
     let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
     let mut year = 1970;

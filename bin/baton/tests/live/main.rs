@@ -51,6 +51,7 @@ mod partial;
 mod placement;
 mod posted;
 mod pressure;
+mod report;
 mod restless;
 mod rights;
 mod rings;
