@@ -97,8 +97,9 @@ enum Command {
     /// Ends what `baton enable` did.
     #[command(after_help = units::DISABLE_EXAMPLES)]
     Disable(units::DisableArguments),
-    /// Checks what this machine can do for Baton, and says what to do where something is missing.
-    #[command(after_help = "Examples:\n  baton doctor\n  baton doctor --json\n  baton doctor --cleanup")]
+    /// Checks what this machine can do for Baton, and says what to do where something is missing; or which connections
+    /// of a program that runs would move.
+    #[command(after_help = doctor::EXAMPLES)]
     Doctor(doctor::DoctorArguments),
     #[cfg(feature = "lab")]
     #[command(flatten)]
@@ -109,6 +110,9 @@ enum Command {
     /// Waits until what a `baton up` of this service has left has ended.
     #[command(hide = true)]
     WindDown,
+    /// Looks at a program's sockets, for `baton doctor`.
+    #[command(hide = true)]
+    DoctorLook(doctor::look::LookArguments),
     /// The processes of a running Baton, which start each other.
     #[command(hide = true)]
     KeeperProcess,
@@ -136,10 +140,8 @@ fn run(command: Command) -> Result<bool> {
         Command::Top(arguments) => top::top(arguments).map(|()| true),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Nic(command) => nic::run(&command),
-        Command::Doctor(arguments) => {
-            baton_linux::namespace::become_root_if_needed()?;
-            doctor::run(&arguments)
-        }
+        Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::DoctorLook(arguments) => doctor::look::run(&arguments).map(|()| true),
         Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
         Command::Stats(arguments) => stats::run(&arguments).map(|()| true),
         Command::Report(arguments) => report::run(&arguments).map(|()| true),

@@ -117,6 +117,11 @@ impl Cgroups {
         }
     }
 
+    /// Why the connections of a group have to stay in the kernel, if they have to.
+    pub fn keeps(&self, name: &Name) -> Option<&'static str> {
+        self.groups.get(name)?.keeps
+    }
+
     /// Checks that a group's programs let a connection come back to the kernel, whose socket is connected for that.
     ///
     /// # Errors

@@ -50,6 +50,7 @@ mod options;
 mod partial;
 mod placement;
 mod posted;
+mod prediction;
 mod pressure;
 mod report;
 mod restless;

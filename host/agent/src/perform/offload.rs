@@ -6,6 +6,7 @@ use crate::changes::UNKNOWN;
 use crate::connection::{Connection, Exported, Handoff, Memory, OnNic};
 use crate::journal::{self, Entry};
 use crate::memory::{self, Limits};
+use crate::predict::look_through;
 use crate::record::{queues, unpublish, write_image};
 use crate::way::Way;
 use baton_abi::layout::{block, nic, slot};
@@ -15,14 +16,13 @@ use baton_handoff::export::{self, Exporter};
 use baton_handoff::shell::{self, Saved};
 use baton_handoff::{send_buffer, unenforced};
 use baton_image::{Image, Stay};
+use baton_linux::conntrack;
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_linux::tcp_info::{OPTION_SACK, TcpInfo};
-use baton_linux::{conntrack, diagnosis};
 use baton_moves::{Action, Outcome, Phase, Refusal};
 use baton_shm::Region;
 use baton_steering::Steer;
-use baton_wire::Flow;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 
@@ -381,17 +381,6 @@ fn add_kernels_count(connection: &mut Connection) {
         let image = &handoff.exported.image;
         let unread = image.rcv_nxt.wrapping_sub(image.read_seq());
         connection.traffic = connection.traffic.plus(sent, received).without_received(unread);
-    }
-}
-
-/// Looks through a socket's state and options: whether its connection may move.
-fn look_through(fd: BorrowedFd<'_>, namespace: u64, flow: &Flow) -> Result<TcpInfo, Refusal> {
-    let info = examine::examine(fd, namespace)?;
-    unenforced::check(fd)?;
-    let device = socket::device(fd).map_err(|error| system("SO_BINDTOIFINDEX", &error))?;
-    match diagnosis::with_own(|netlink| diagnosis::has_md5_key(netlink, &flow.by(device))) {
-        Ok(true) => Err(Refusal::Signed),
-        _ => Ok(info),
     }
 }
 
