@@ -4,7 +4,7 @@ use super::look::Line;
 use super::subject::Subject;
 use anyhow::{Context, Result, bail};
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
-use baton_linux::process;
+use baton_linux::{process, tasks};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, IsTerminal};
@@ -110,6 +110,13 @@ impl Looker {
         let _ = self.child.kill();
         // One that a program holds up ends when it lets go.
         let _ = self.child.try_wait();
+    }
+}
+
+impl Looker {
+    /// Whether it only waits for a processor, which it gets when nobody else wants it.
+    fn wants_processor(&self) -> bool {
+        matches!(tasks::activity(self.child.id(), self.child.id()), tasks::Activity::Runs)
     }
 }
 
@@ -253,6 +260,7 @@ fn observe(
         }
         if let Some((inode, at)) = looker.at
             && since(at) >= PATIENCE
+            && !looker.wants_processor()
         {
             let why = "its socket does not answer: its program holds it";
             states.insert(inode, State::Unknown(why.into()));
