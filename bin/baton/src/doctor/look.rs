@@ -19,8 +19,9 @@ use std::time::Duration;
 /// processor.
 const PAUSE: Duration = Duration::from_millis(250);
 const SHARE: u32 = 200;
-/// The same of looking at sockets that are new, of which a program may make very many.
-const SHARE_OF_NEW: u32 = 10;
+/// The same of the pause after a socket. Who looks does not run with less priority instead: while it waits for a
+/// processor it may have a duplicate of a descriptor that the program closes, and no FIN would be sent until then.
+const SHARE_OF_NEW: u32 = 20;
 
 /// Most connections that are looked at.
 const MOST: usize = 100_000;
@@ -91,8 +92,6 @@ pub fn run(arguments: &LookArguments) -> Result<()> {
             entered.context("entering the program's network namespace (run baton doctor as root)")?;
         }
     }
-    // The program is not to wait for a processor because of this.
-    process::run_last();
     let mut predictor = Predictor::new(arguments.without_rules).context("asking the kernel about routes and rules")?;
     let mut known: HashSet<u64> = arguments.skip.iter().copied().collect();
     let mut closed = HashSet::new();
@@ -106,21 +105,27 @@ pub fn run(arguments: &LookArguments) -> Result<()> {
             }
         }
         // This is what each look costs; a socket is looked at once.
-        let took = Duration::from_micros(monotonic_micros().saturating_sub(began));
+        let took = since(began);
         for (inode, its) in holders {
             if known.len() < MOST && known.insert(inode) {
+                let began = monotonic_micros();
                 say(&Line::Begin(inode))?;
                 let line = look(&mut predictor, inode, &its, arguments.port, &mut closed);
                 say(&line)?;
+                std::thread::sleep(since(began) * SHARE_OF_NEW);
             }
         }
         say(&Line::Round)?;
         if processes.is_empty() {
             return Ok(());
         }
-        let all = Duration::from_micros(monotonic_micros().saturating_sub(began));
-        std::thread::sleep(PAUSE.max(took * SHARE).max(all * SHARE_OF_NEW));
+        std::thread::sleep(PAUSE.max(took * SHARE));
     }
+}
+
+/// Time since then, in microseconds of the monotonic clock.
+fn since(then: u64) -> Duration {
+    Duration::from_micros(monotonic_micros().saturating_sub(then))
 }
 
 fn say(line: &Line) -> Result<()> {
