@@ -6,6 +6,9 @@
 extern crate alloc;
 
 mod budget;
+mod gain;
 mod heat;
+mod pairs;
 
+pub use gain::{Figures, Gain, Row, Seen, Side, Used, Why};
 pub use heat::{Choice, Demand, Heat, Place, Sample};

@@ -1,0 +1,749 @@
+//! Placement by measured gain: connections that are alike, a *class*, are where they cost least.
+//!
+//! A class begins in the kernel. When it carries something, it is tried: turns of a quarter of a second with the whole
+//! class in one place, two turns to a pair, in random order. Each turn says what a byte has cost, and how many were
+//! carried. The class changes its place when the pairs say with confidence that the other one is better; then it
+//! rests. One class is tried at a time, since what a NIC costs is shared by all that use it.
+
+use crate::pairs::Pairs;
+use alloc::collections::BTreeMap;
+
+/// Two places count as equal while they differ by less than this part.
+const EQUAL: f64 = 0.03;
+
+/// Microseconds of a turn; of the time before it in which the class is in its place already, since a connection that
+/// has moved begins slowly; and that a class gets to move.
+const TURN: u64 = 250_000;
+const WARM: u64 = 50_000;
+const LONGEST_MOVE: u64 = 2_000_000;
+
+/// Microseconds between two looks: while a class moves, and while none is tried.
+const MOVING: u64 = 20_000;
+const QUIET: u64 = 500_000;
+
+/// Most microseconds that a class is away from its place in a trial: 30 % of its first ten seconds. A trial also ends
+/// after this many pairs.
+const MOST_AWAY: u64 = 3_000_000;
+const MOST_PAIRS: u32 = 10;
+
+/// How long a class rests after a trial: from the first to the last, each twice the one before, and so that it is away
+/// for at most one part of [`STEADY`] (2 %) of the time.
+const FIRST_REST: u64 = 30_000_000;
+const LAST_REST: u64 = 600_000_000;
+const STEADY: u64 = 50;
+
+/// The same after a trial, for a class whose shape changes: away for at most one part of this of the time.
+const CHANGING: u64 = 5;
+
+/// Rest of a class that could not be tried, since it did not carry enough.
+const TOO_LITTLE: u64 = 5_000_000;
+
+/// Bytes that a class has to carry in a turn, and in [`QUIET`], for the figures to mean something.
+const LEAST_BYTES: u64 = 32 << 10;
+
+/// The program's cost of a byte may change by this factor before the class counts as another load; and for so many
+/// looks in a row.
+const SHAPE: f64 = 2.5;
+const LOOKS: u32 = 2;
+
+/// A place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Side {
+    /// In the kernel.
+    Kernel,
+    /// On a NIC.
+    Nic,
+}
+
+impl Side {
+    /// The other place.
+    #[must_use]
+    pub fn other(self) -> Side {
+        match self {
+            Side::Kernel => Side::Nic,
+            Side::Nic => Side::Kernel,
+        }
+    }
+}
+
+/// What is known of a connection at a look.
+#[derive(Clone, Copy, Debug)]
+pub struct Seen {
+    /// Names it, for as long as it lives.
+    pub key: u64,
+    /// Number of its class.
+    pub class: u32,
+    /// Where it is.
+    pub side: Side,
+    /// Bytes that it has carried there, modulo 2³².
+    pub carried: u32,
+}
+
+/// CPU time, in nanoseconds since any point in time.
+#[derive(Clone, Copy, Debug)]
+pub struct Used<'a> {
+    /// Of each process with connections of a class: its number, the class, the time.
+    pub programs: &'a [(u32, u32, u64)],
+    /// Of all NICs.
+    pub nics: u64,
+    /// Of the machine's interrupts.
+    pub interrupts: u64,
+}
+
+/// Why a class is where it is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Why {
+    /// It has not been measured yet.
+    New,
+    /// It carries too little to be measured.
+    Little,
+    /// Not all of its connections could be moved.
+    Stuck,
+    /// It costs less there.
+    Cheaper,
+    /// It carries more there.
+    Faster,
+    /// There is no clear difference.
+    Equal,
+}
+
+/// What a trial has found: in the kernel, and on the NIC.
+#[derive(Clone, Copy, Default, PartialEq, Debug)]
+pub struct Figures {
+    /// Pairs of turns.
+    pub pairs: u32,
+    /// Nanoseconds of CPU for a byte.
+    pub cost: [f64; 2],
+    /// Bytes a second.
+    pub rate: [f64; 2],
+}
+
+/// What is known of a class.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    /// Where it belongs.
+    pub home: Side,
+    /// Whether it is being tried.
+    pub trial: bool,
+    /// Why it belongs there.
+    pub why: Why,
+    /// What the last trial has found.
+    pub figures: Option<Figures>,
+    /// How often it has changed its place.
+    pub switches: u32,
+    /// Connections in the kernel, and on NICs.
+    pub on: [u32; 2],
+    /// Microseconds until it may be tried.
+    pub next: u64,
+    /// Bytes that it has carried.
+    pub bytes: u64,
+}
+
+/// Sums since the policy began.
+#[derive(Clone, Copy, Default, Debug)]
+struct Sums {
+    bytes: u64,
+    /// Nanoseconds of the program.
+    program: u64,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Class {
+    home: Side,
+    why: Why,
+    figures: Option<Figures>,
+    switches: u32,
+    on: [u32; 2],
+    sums: Sums,
+    /// When it may be tried, and how long it rests after that.
+    next: u64,
+    rest: u64,
+    /// When it may be tried because it has changed its shape.
+    next_shape: u64,
+    /// The switch of another class may have it tried again. Once: two classes must not do so in turn.
+    may_reopen: bool,
+    /// Nanoseconds of the program for a byte, as of the last trial; and looks in a row that differ.
+    shape: Option<f64>,
+    strange: u32,
+    /// The sums at the last look without a trial, and whether much was carried up to then.
+    looked: Sums,
+    busy: bool,
+    seen: u64,
+}
+
+/// What a turn has measured.
+#[derive(Clone, Copy, Default, Debug)]
+struct Turn {
+    cost: f64,
+    rate: f64,
+    program: f64,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Phase {
+    Moving { since: u64 },
+    Warm { since: u64 },
+    Measured { since: u64, from: Sums, shared: u64 },
+}
+
+#[derive(Debug)]
+struct Trial {
+    class: u32,
+    /// Where the class is in the first turn of this pair, and whether this is the second one.
+    first: Side,
+    second: bool,
+    phase: Phase,
+    /// The first turn of this pair.
+    turn: Turn,
+    cost: Pairs,
+    rate: Pairs,
+    figures: Figures,
+    /// The program's nanoseconds for a byte, in each place.
+    program: [f64; 2],
+    began: u64,
+    /// Since when it is away from home, and for how long it was before.
+    away_since: Option<u64>,
+    away: u64,
+}
+
+impl Trial {
+    fn side(&self) -> Side {
+        if self.second { self.first.other() } else { self.first }
+    }
+}
+
+/// Where a trial has led.
+enum End {
+    /// Nothing is clear yet.
+    Open,
+    /// It could not be finished.
+    Failed(Why, u64),
+    Done,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Known {
+    side: Side,
+    carried: u32,
+    seen: u64,
+}
+
+/// Classes, and what is known of them.
+#[derive(Debug)]
+pub struct Gain {
+    classes: BTreeMap<u32, Class>,
+    connections: BTreeMap<u64, Known>,
+    programs: BTreeMap<(u32, u32), (u64, u64)>,
+    /// CPU time of NICs and interrupts: as it was read last, and the sum of what it has grown by.
+    read: Option<[u64; 2]>,
+    shared: u64,
+    trial: Option<Trial>,
+    looks: u64,
+    /// The time of the last look without a trial.
+    quiet: u64,
+    random: u64,
+    /// For tests: what the NIC costs is multiplied by this, and what it carries divided.
+    price: f64,
+}
+
+impl Gain {
+    /// Without any class. `seed` orders turns. For tests: as if whatever the NIC does cost, and took, `price` times as
+    /// much; usually 1.
+    pub fn new(seed: u64, price: f64) -> Gain {
+        Gain {
+            classes: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            programs: BTreeMap::new(),
+            read: None,
+            shared: 0,
+            trial: None,
+            looks: 0,
+            quiet: 0,
+            random: seed | 1,
+            price,
+        }
+    }
+
+    /// Where the connections of a class are to be now.
+    pub fn place(&self, class: u32) -> Side {
+        match &self.trial {
+            Some(trial) if trial.class == class => trial.side(),
+            _ => self.classes.get(&class).map_or(Side::Kernel, |class| class.home),
+        }
+    }
+
+    /// Where a class belongs, and why. None of one that is not known.
+    pub fn row(&self, class: u32, now: u64) -> Option<Row> {
+        let trial = self.trial.as_ref().is_some_and(|trial| trial.class == class);
+        let Class { home, why, figures, switches, on, sums, next, .. } = *self.classes.get(&class)?;
+        Some(Row { home, trial, why, figures, switches, on, next: next.saturating_sub(now), bytes: sums.bytes })
+    }
+
+    /// Whether a class is known.
+    pub fn knows(&self, class: u32) -> bool {
+        self.classes.contains_key(&class)
+    }
+
+    /// Looks at all connections at `now`, microseconds. Returns when to look again.
+    pub fn look(&mut self, now: u64, seen: &[Seen], used: Used<'_>) -> u64 {
+        self.observe(now, seen, used);
+        if let Some(mut trial) = self.trial.take() {
+            match self.advance(&mut trial, now) {
+                End::Open => self.trial = Some(trial),
+                End::Failed(why, rest) => self.fail(&trial, why, rest, now),
+                End::Done => self.conclude(&trial, now),
+            }
+        } else if now >= self.quiet + QUIET || self.looks == 1 {
+            self.quiet = now;
+            self.compare_shapes(now);
+            self.begin_trial(now);
+        }
+        match self.trial.as_ref().map(|trial| trial.phase) {
+            None => now + QUIET,
+            Some(Phase::Moving { .. }) => now + MOVING,
+            Some(Phase::Warm { since }) => since + WARM,
+            Some(Phase::Measured { since, .. }) => since + TURN,
+        }
+    }
+
+    fn observe(&mut self, now: u64, seen: &[Seen], used: Used<'_>) {
+        self.looks += 1;
+        let looks = self.looks;
+        for class in self.classes.values_mut() {
+            class.on = [0; 2];
+        }
+        for Seen { key, class, side, carried } in seen.iter().copied() {
+            let class = self.classes.entry(class).or_insert(Class {
+                home: Side::Kernel,
+                why: Why::New,
+                figures: None,
+                switches: 0,
+                on: [0; 2],
+                sums: Sums::default(),
+                next: now,
+                rest: FIRST_REST,
+                next_shape: now,
+                may_reopen: false,
+                shape: None,
+                strange: 0,
+                looked: Sums::default(),
+                busy: false,
+                seen: 0,
+            });
+            class.on[side as usize] += 1;
+            class.seen = looks;
+            let known = self.connections.entry(key).or_insert(Known { side, carried, seen: looks });
+            // Each place has a count of its own.
+            if known.side == side {
+                class.sums.bytes += u64::from(carried.wrapping_sub(known.carried));
+            }
+            *known = Known { side, carried, seen: looks };
+        }
+        for (process, class, nanos) in used.programs.iter().copied() {
+            let (before, seen) = self.programs.entry((process, class)).or_insert((nanos, looks));
+            if let Some(class) = self.classes.get_mut(&class) {
+                class.sums.program += nanos.saturating_sub(*before);
+            }
+            (*before, *seen) = (nanos, looks);
+        }
+        let read = [used.nics, used.interrupts];
+        let before = self.read.replace(read).unwrap_or(read);
+        // A NIC that has been started anew counts from zero.
+        self.shared += read.iter().zip(before).map(|(read, before)| read.saturating_sub(before)).sum::<u64>();
+        self.connections.retain(|_, known| known.seen == looks);
+        self.programs.retain(|_, (_, seen)| *seen == looks);
+        // What a class was measured at is worth keeping while its connections come and go.
+        self.classes.retain(|_, class| class.seen == looks || now < class.next.saturating_add(LAST_REST));
+    }
+
+    /// Finds classes whose load has become another one: a byte costs the program much more or less than in the trial.
+    fn compare_shapes(&mut self, now: u64) {
+        for class in self.classes.values_mut() {
+            let bytes = class.sums.bytes - class.looked.bytes;
+            let program = class.sums.program - class.looked.program;
+            class.looked = class.sums;
+            class.busy = bytes >= LEAST_BYTES;
+            let Some(shape) = class.shape.filter(|shape| class.busy && *shape > 0.0) else { continue };
+            let ratio = program as f64 / bytes as f64 / shape;
+            let strange = ratio > SHAPE || ratio * SHAPE < 1.0;
+            class.strange = if strange { class.strange + 1 } else { 0 };
+            if class.strange >= LOOKS && now >= class.next_shape {
+                (class.strange, class.shape, class.next, class.rest) = (0, None, now, FIRST_REST);
+            }
+        }
+    }
+
+    fn begin_trial(&mut self, now: u64) {
+        let ready = |(_, class): &(&u32, &Class)| class.busy && class.next <= now;
+        let Some((&class, _)) = self.classes.iter().filter(ready).min_by_key(|(_, class)| class.next) else { return };
+        self.trial = Some(Trial {
+            class,
+            first: self.draw(),
+            second: false,
+            phase: Phase::Moving { since: now },
+            turn: Turn::default(),
+            cost: Pairs::default(),
+            rate: Pairs::default(),
+            figures: Figures::default(),
+            program: [0.0; 2],
+            began: now,
+            away_since: None,
+            away: 0,
+        });
+    }
+
+    /// A place, at random.
+    fn draw(&mut self) -> Side {
+        self.random ^= self.random << 13;
+        self.random ^= self.random >> 7;
+        self.random ^= self.random << 17;
+        if self.random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 63 == 0 { Side::Kernel } else { Side::Nic }
+    }
+
+    fn advance(&mut self, trial: &mut Trial, now: u64) -> End {
+        let Some(class) = self.classes.get(&trial.class).copied() else { return End::Failed(Why::Little, 0) };
+        let side = trial.side();
+        if side != class.home {
+            trial.away_since.get_or_insert(now);
+        }
+        match trial.phase {
+            Phase::Moving { since } => {
+                let [there, elsewhere] = [side, side.other()].map(|side| class.on[side as usize]);
+                if there + elsewhere == 0 {
+                    return End::Failed(Why::Little, TOO_LITTLE);
+                }
+                // Single ones may be in the middle of something.
+                if there >= 9 * elsewhere {
+                    trial.phase = Phase::Warm { since: now };
+                } else if now >= since + LONGEST_MOVE {
+                    return End::Failed(Why::Stuck, FIRST_REST);
+                }
+                End::Open
+            }
+            Phase::Warm { since } => {
+                if now >= since + WARM {
+                    trial.phase = Phase::Measured { since: now, from: class.sums, shared: self.shared };
+                }
+                End::Open
+            }
+            Phase::Measured { since, .. } if now < since + TURN => End::Open,
+            Phase::Measured { since, from, shared } => {
+                let bytes = class.sums.bytes - from.bytes;
+                if bytes < LEAST_BYTES {
+                    return End::Failed(Why::Little, TOO_LITTLE);
+                }
+                let program = class.sums.program - from.program;
+                let price = if side == Side::Nic { self.price } else { 1.0 };
+                let turn = Turn {
+                    cost: price * (program + self.shared - shared) as f64 / bytes as f64,
+                    rate: bytes as f64 * 1e6 / (now - since) as f64 / price,
+                    program: program as f64 / bytes as f64,
+                };
+                self.end_turn(trial, turn, &class, now)
+            }
+        }
+    }
+
+    fn end_turn(&mut self, trial: &mut Trial, turn: Turn, class: &Class, now: u64) -> End {
+        trial.phase = Phase::Moving { since: now };
+        if !core::mem::replace(&mut trial.second, true) {
+            trial.turn = turn;
+            return self.end_stay(trial, class, now);
+        }
+        let (kernel, nic) = if trial.first == Side::Kernel { (trial.turn, turn) } else { (turn, trial.turn) };
+        trial.cost.add(nic.cost, kernel.cost);
+        trial.rate.add(nic.rate, kernel.rate);
+        let figures = &mut trial.figures;
+        figures.pairs += 1;
+        for (sums, of) in [
+            (&mut figures.cost, [kernel.cost, nic.cost]),
+            (&mut figures.rate, [kernel.rate, nic.rate]),
+            (&mut trial.program, [kernel.program, nic.program]),
+        ] {
+            sums.iter_mut().zip(of).for_each(|(sum, of)| *sum += of);
+        }
+        (trial.first, trial.second) = (self.draw(), false);
+        let end = self.end_stay(trial, class, now);
+        if decided(&trial.cost, &trial.rate).is_some() || trial.cost.count() >= MOST_PAIRS { End::Done } else { end }
+    }
+
+    /// Counts how long the class was away, after a turn.
+    fn end_stay(&mut self, trial: &mut Trial, class: &Class, now: u64) -> End {
+        if trial.side() == class.home
+            && let Some(since) = trial.away_since.take()
+        {
+            trial.away += now - since;
+        }
+        let away = trial.away + trial.away_since.map_or(0, |since| now - since);
+        if away >= MOST_AWAY { End::Done } else { End::Open }
+    }
+
+    fn fail(&mut self, trial: &Trial, why: Why, rest: u64, now: u64) {
+        let Some(class) = self.classes.get_mut(&trial.class) else { return };
+        class.next = now + rest;
+        if class.figures.is_none() {
+            class.why = why;
+        }
+        self.quiet = now;
+    }
+
+    /// Ends a trial: the class stays where it is, or changes its place.
+    fn conclude(&mut self, trial: &Trial, now: u64) {
+        let Some(class) = self.classes.get_mut(&trial.class) else { return };
+        let away = trial.away + trial.away_since.map_or(0, |since| now - since);
+        let decision = decided(&trial.cost, &trial.rate);
+        let (home, why) = decision.unwrap_or((class.home, Why::Equal));
+        let pairs = f64::from(trial.figures.pairs.max(1));
+        let mean = |sums: [f64; 2]| sums.map(|sum| sum / pairs);
+        let figures = Figures { pairs: trial.figures.pairs, cost: mean(trial.figures.cost), rate: mean(trial.figures.rate) };
+        let switches = home != class.home;
+        (class.home, class.why, class.figures) = (home, why, Some(figures));
+        class.switches += u32::from(switches);
+        class.next = now + class.rest.max(STEADY * away);
+        class.next_shape = now + CHANGING * (now - trial.began);
+        class.rest = (2 * class.rest).min(LAST_REST);
+        class.shape = Some(mean(trial.program)[home as usize]);
+        (class.strange, class.may_reopen) = (0, true);
+        class.looked = class.sums;
+        self.quiet = now;
+        if switches {
+            for (_, other) in self.classes.iter_mut().filter(|(number, _)| **number != trial.class) {
+                if core::mem::take(&mut other.may_reopen) {
+                    other.next = other.next.min(now);
+                }
+            }
+        }
+    }
+}
+
+/// Which place is better, with confidence, and by what; differences are positive where the NIC's figure is larger.
+/// Never one that is slower, whatever it saves.
+fn decided(cost: &Pairs, rate: &Pairs) -> Option<(Side, Why)> {
+    if rate.is_below(-EQUAL) {
+        Some((Side::Kernel, Why::Faster))
+    } else if cost.is_above(EQUAL) {
+        Some((Side::Kernel, Why::Cheaper))
+    } else if cost.is_below(-EQUAL) && rate.mean() > -EQUAL {
+        Some((Side::Nic, Why::Cheaper))
+    } else if rate.is_above(EQUAL) && cost.mean() < EQUAL {
+        Some((Side::Nic, Why::Faster))
+    } else {
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use alloc::vec::Vec;
+
+    const SECOND: u64 = 1_000_000;
+
+    /// What a class is like: bytes a second, and nanoseconds of the program for a byte, in each place; and nanoseconds
+    /// of the NIC for a byte.
+    #[derive(Clone, Copy)]
+    struct Load {
+        rate: [f64; 2],
+        program: [f64; 2],
+        nic: f64,
+    }
+
+    /// Bulk data that costs three quarters on the NIC; requests that cost a third more there, and are slower.
+    const BULK: Load = Load { rate: [1e9, 1e9], program: [0.4, 0.1], nic: 0.2 };
+    const REQUESTS: Load = Load { rate: [2e7, 1.4e7], program: [20.0, 14.0], nic: 14.0 };
+    const EVEN: Load = Load { rate: [1e8, 1e8], program: [3.0, 1.5], nic: 1.5 };
+
+    struct World {
+        gain: Gain,
+        loads: Vec<Load>,
+        at: Vec<Side>,
+        carried: Vec<f64>,
+        program: Vec<f64>,
+        nics: f64,
+        /// Nanoseconds a second that the NIC costs as soon as anything is there.
+        base: f64,
+        now: u64,
+        next: u64,
+        noise: f64,
+        random: u64,
+        /// Microseconds for which each class was on the NIC.
+        on_nic: Vec<u64>,
+    }
+
+    impl World {
+        fn new(loads: &[Load], seed: u64, noise: f64) -> World {
+            let number = loads.len();
+            World {
+                gain: Gain::new(seed, 1.0),
+                loads: loads.to_vec(),
+                at: alloc::vec![Side::Kernel; number],
+                carried: alloc::vec![0.0; number],
+                program: alloc::vec![0.0; number],
+                nics: 0.0,
+                base: 0.0,
+                now: SECOND,
+                next: SECOND,
+                noise,
+                random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+                on_nic: alloc::vec![0; number],
+            }
+        }
+
+        /// A factor about 1.
+        fn vary(&mut self) -> f64 {
+            let mut sum = 0.0;
+            for _ in 0..4 {
+                self.random ^= self.random << 13;
+                self.random ^= self.random >> 7;
+                self.random ^= self.random << 17;
+                sum += (self.random >> 11) as f64 / (1u64 << 53) as f64 - 0.5;
+            }
+            // The sum's deviation is 0.58.
+            1.0 + self.noise * sum / 0.58
+        }
+
+        /// Lets the loads run until the policy wants to look, and looks.
+        fn step(&mut self) {
+            let seconds = (self.next - self.now) as f64 / 1e6;
+            if self.at.contains(&Side::Nic) {
+                self.nics += self.base * seconds;
+            }
+            for at in 0..self.loads.len() {
+                let (load, side) = (self.loads[at], self.at[at]);
+                let bytes = load.rate[side as usize] * seconds * self.vary();
+                self.carried[at] += bytes;
+                self.program[at] += bytes * load.program[side as usize] * self.vary();
+                if side == Side::Nic {
+                    self.nics += bytes * load.nic * self.vary();
+                    self.on_nic[at] += self.next - self.now;
+                }
+            }
+            self.now = self.next;
+            let seen = |(at, carried): (usize, &f64)| {
+                Seen { key: at as u64, class: at as u32, side: self.at[at], carried: *carried as u64 as u32 }
+            };
+            let seen: Vec<Seen> = self.carried.iter().enumerate().map(seen).collect();
+            let programs: Vec<_> = self.program.iter().zip(0..).map(|(nanos, at)| (at, at, *nanos as u64)).collect();
+            let used = Used { programs: &programs, nics: self.nics as u64, interrupts: 0 };
+            self.next = self.gain.look(self.now, &seen, used);
+            assert!(self.next > self.now, "time goes on");
+            for (at, side) in self.at.iter_mut().enumerate() {
+                *side = self.gain.place(at as u32);
+            }
+        }
+
+        fn run(&mut self, micros: u64) {
+            let end = self.now + micros;
+            while self.now < end {
+                self.step();
+            }
+        }
+
+        fn row(&self, class: u32) -> Row {
+            self.gain.row(class, self.now).expect("a class")
+        }
+    }
+
+    #[test]
+    fn each_load_goes_where_it_is_better_within_seconds() {
+        for seed in 1..100 {
+            let mut world = World::new(&[BULK], seed, 0.03);
+            world.run(5 * SECOND);
+            assert_eq!((world.row(0).home, world.row(0).why), (Side::Nic, Why::Cheaper), "{:?}", world.row(0));
+            let mut world = World::new(&[REQUESTS], seed, 0.03);
+            world.run(10 * SECOND);
+            assert_eq!(world.row(0).home, Side::Kernel);
+            assert!(matches!(world.row(0).why, Why::Faster | Why::Cheaper), "{:?}", world.row(0));
+            assert!(world.on_nic[0] <= 3 * SECOND, "{} us on the NIC", world.on_nic[0]);
+        }
+    }
+
+    #[test]
+    fn a_slower_place_is_not_chosen_however_cheap() {
+        for seed in 1..100 {
+            let slow = Load { rate: [1e8, 0.9e8], program: [3.0, 0.5], nic: 0.5 };
+            let mut world = World::new(&[slow], seed, 0.03);
+            world.run(60 * SECOND);
+            assert_eq!((world.row(0).home, world.row(0).switches), (Side::Kernel, 0), "{:?}", world.row(0));
+        }
+    }
+
+    #[test]
+    fn two_equal_places_move_nothing() {
+        let mut moved = 0;
+        for seed in 1..=200 {
+            let mut world = World::new(&[EVEN], seed, 0.05);
+            world.run(600 * SECOND);
+            moved += world.row(0).switches;
+            assert!(world.row(0).switches > 0 || world.on_nic[0] < 20 * SECOND, "{} us away", world.on_nic[0]);
+        }
+        // By chance: there are more than a thousand trials.
+        assert!(moved <= 2, "{moved} switches in 200 times ten minutes");
+    }
+
+    #[test]
+    fn a_price_is_seen() {
+        for (price, home) in [(3.0, Side::Kernel), (0.1, Side::Nic)] {
+            let mut world = World::new(&[EVEN], 7, 0.05);
+            world.gain = Gain::new(7, price);
+            world.run(5 * SECOND);
+            assert_eq!(world.row(0).home, home);
+        }
+    }
+
+    /// What the NIC costs is shared: whether one class is worth it there depends on the others.
+    #[test]
+    fn three_classes_with_shared_costs_settle() {
+        let mut most = 0;
+        for seed in 1..=1000 {
+            let near = Load { rate: [1e8, 1e8], program: [2.0, 1.0], nic: 0.9 };
+            let mut world = World::new(&[near, EVEN, BULK], seed, 0.1);
+            // A tenth of a processor.
+            world.base = 1e8;
+            world.run(600 * SECOND);
+            for class in 0..3 {
+                most = most.max(world.row(class).switches);
+            }
+        }
+        assert!(most <= 4, "{most} switches in ten minutes");
+    }
+
+    #[test]
+    fn a_change_of_the_load_is_seen_within_five_seconds() {
+        for seed in 1..100 {
+            let mut world = World::new(&[BULK], seed, 0.02);
+            world.run(30 * SECOND);
+            assert_eq!(world.row(0).home, Side::Nic);
+            world.loads[0] = REQUESTS;
+            world.run(5 * SECOND);
+            assert_eq!(world.row(0).home, Side::Kernel, "seed {seed}: {:?}", world.row(0));
+            world.run(25 * SECOND);
+            world.loads[0] = BULK;
+            world.run(5 * SECOND);
+            assert_eq!(world.row(0).home, Side::Nic, "seed {seed}: {:?}", world.row(0));
+        }
+    }
+
+    #[test]
+    fn what_carries_nothing_is_not_tried() {
+        let idle = Load { rate: [1e3, 1e3], ..EVEN };
+        let mut world = World::new(&[idle], 3, 0.0);
+        world.run(60 * SECOND);
+        assert_eq!((world.on_nic[0], world.row(0).why), (0, Why::New));
+    }
+
+    #[test]
+    fn a_class_that_cannot_move_is_left_alone() {
+        let mut gain = Gain::new(1, 1.0);
+        let (mut now, mut carried, mut tries) = (SECOND, 0u32, 0);
+        while now < 300 * SECOND {
+            carried = carried.wrapping_add(1 << 20);
+            let seen = [Seen { key: 1, class: 1, side: Side::Kernel, carried }];
+            let next = gain.look(now, &seen, Used { programs: &[(1, 1, now * 500)], nics: 0, interrupts: 0 });
+            tries += u32::from(gain.place(1) == Side::Nic && next == now + MOVING);
+            now = next;
+        }
+        assert_eq!(gain.row(1, now).expect("a class").why, Why::Stuck);
+        assert!(tries as u64 * MOVING < 30 * SECOND, "{tries} looks while it was to move");
+    }
+}
