@@ -7,6 +7,7 @@ mod bed;
 mod doctor;
 mod filter;
 mod front;
+mod gain;
 mod generate;
 #[cfg(feature = "lab")]
 mod lab;

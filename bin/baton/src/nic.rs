@@ -3,6 +3,7 @@
 use crate::addresses;
 use crate::filter::{self, FilterArguments};
 use crate::front::{self, AttachArguments, DetachArguments};
+use crate::gain::{self, GainArguments};
 use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
@@ -20,6 +21,7 @@ pub const EXAMPLES: &str = "Examples:
   baton nic set rx-usecs=50 rx-frames=16
   baton nic set queues=2 rss-key=symmetric rss-indir=balanced
   baton nic set connections=256 memory=64M processor=80
+  baton nic gain
   baton nic filter add in tcp dport 22 drop
   baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
@@ -44,6 +46,9 @@ pub enum NicCommand {
     /// Changes settings at once, under load too.
     #[command(after_help = EXAMPLES)]
     Set(SetArguments),
+    /// Prints what classes of connections were measured to cost in the kernel and on the NIC (`--choose gain`).
+    #[command(after_help = gain::EXAMPLES)]
+    Gain(GainArguments),
     /// Merges the segments that a device receives for the kernel's connections (large receive), until it is detached.
     /// Needs root.
     #[command(after_help = front::EXAMPLES)]
@@ -85,6 +90,7 @@ pub fn run(arguments: &NicArguments) -> Result<bool> {
     match &arguments.command {
         Some(NicCommand::Show(arguments)) => show(arguments),
         Some(NicCommand::Set(arguments)) => set(arguments),
+        Some(NicCommand::Gain(arguments)) => gain::show(arguments),
         Some(NicCommand::Attach(arguments)) => front::attach(arguments),
         Some(NicCommand::Detach(arguments)) => front::detach(arguments).map(|()| true),
         Some(NicCommand::Filter(arguments)) => filter::run(arguments),

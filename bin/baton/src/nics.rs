@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic::MAX_NICS;
-use baton_agent::AgentSettings;
+use baton_agent::{AgentSettings, Choose};
 use baton_linux::rtnetlink;
 use baton_offloads::{Limits, Offloads};
 use baton_protocol::nic::NicSettings;
@@ -18,8 +18,31 @@ pub struct NicsArguments {
     /// be given several times.
     #[arg(long = "device", value_name = "NAME")]
     devices: Vec<String>,
+    /// If a Baton is started: how it chooses which connections are on the NIC.
+    #[arg(long, value_enum, value_name = "HOW")]
+    choose: Option<Chosen>,
     #[command(flatten)]
     limits: LimitArguments,
+}
+
+/// Values of `--choose`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+pub enum Chosen {
+    /// By the programs' rules; while the NIC has not room for all, the busiest (the default).
+    #[value(alias = "heat")]
+    Rules,
+    /// Of those, only where it was measured to be no worse than the kernel (`baton nic gain`).
+    Gain,
+}
+
+impl Chosen {
+    /// As the agent has it.
+    pub fn choose(self) -> Choose {
+        match self {
+            Chosen::Rules => Choose::Rules,
+            Chosen::Gain => Choose::Gain { price: 1.0 },
+        }
+    }
 }
 
 /// What a NIC has room for. `baton nic set` changes it at run time.
@@ -76,7 +99,7 @@ impl NicsArguments {
 
     /// Whether anything but the usual one NIC is asked for.
     pub fn is_given(&self) -> bool {
-        self.nics > 1 || !self.devices.is_empty() || self.limits.is_given()
+        self.nics > 1 || !self.devices.is_empty() || self.choose.is_some() || self.limits.is_given()
     }
 
     /// Fails if the devices cannot be dealt in the calling thread's network namespace.
@@ -105,7 +128,8 @@ impl NicsArguments {
     pub fn apply(&self, settings: AgentSettings) -> AgentSettings {
         let offloads = Offloads { limits: self.limits.limits(), ..settings.nic.offloads };
         let nic = NicSettings { offloads, ..settings.nic };
-        AgentSettings { nics: self.nics, devices: self.devices.clone(), nic, ..settings }
+        let choose = self.choose.map_or(settings.choose, Chosen::choose);
+        AgentSettings { nics: self.nics, devices: self.devices.clone(), choose, nic, ..settings }
     }
 }
 
@@ -138,7 +162,7 @@ mod tests {
     fn devices_are_checked() {
         let arguments = |nics, devices: &[&str]| {
             let devices = devices.iter().map(ToString::to_string).collect();
-            NicsArguments { nics, devices, limits: LimitArguments::default() }
+            NicsArguments { nics, devices, choose: None, limits: LimitArguments::default() }
         };
         let why = |nics, devices| arguments(nics, devices).check().expect_err("it is wrong").to_string();
         assert!(why(1, &["lo"]).contains("--nics 2"));

@@ -32,6 +32,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --interface aggregated -- ./logger
   baton run --nagle host -- ./logger
   baton run --nics 2 --device eth0 --device eth1 -- nginx -g 'daemon off;'
+  baton run --choose gain -- nginx -g 'daemon off;'
   baton run --if-up -- ./server
 
 If no Baton runs (at BATON_SOCKET, or /run/baton/agent.sock), one is started for the program, and ends with it: that needs root,

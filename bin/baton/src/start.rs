@@ -5,7 +5,7 @@ use crate::nics::NicsArguments;
 use crate::placement::{self, Where};
 use crate::run_directory;
 use anyhow::{Context, Result, bail};
-use baton_agent::AgentSettings;
+use baton_agent::{AgentSettings, Choose};
 use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_client::tool::Tool;
 use baton_keeper::Devices;
@@ -202,6 +202,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
         limits: Default::default(),
         patience: 500_000,
         crash: None,
+        choose: Choose::default(),
         nics: 1,
         devices: Vec::new(),
         nic: NicSettings {

@@ -25,6 +25,7 @@ use std::time::Duration;
 pub const EXAMPLES: &str = "Examples:
   baton up &
   baton up --nics 2 --device eth0 --device eth1 &
+  baton up --choose gain &
   baton up --address 10.1.0.50/24 --address fd00::50/64 &
   baton up --config ./baton.toml &
   systemctl start baton                      (installed from the package)

@@ -23,11 +23,12 @@ use crate::flips::{Schedule, Share};
 use crate::ground::{Ground, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
+use crate::history::{ASKED_TO, AT_RANDOM};
 use crate::holders::Searches;
 use crate::known::Known;
 use crate::listening::Listeners;
 use crate::looks::Looks;
-use crate::moves::{ASKED_TO, AT_RANDOM, Moves};
+use crate::moves::Moves;
 use crate::nic::{Hardware, NicProcess};
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
@@ -233,7 +234,7 @@ pub fn run() -> Result<()> {
     let sessions = Slab::default();
     let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
     let users = Users::new(settings.limits);
-    let (groups, schedule) = (Groups::default(), Schedule::default());
+    let (groups, schedule, moves) = (Groups::default(), Schedule::default(), Moves::new(settings.choose));
     let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
     let crash_loops = vec![CrashLoop::default(); nics.len()];
     let mut agent = Agent {
@@ -241,7 +242,7 @@ pub fn run() -> Result<()> {
         hardware,
         nics,
         sessions,
-        moves: Moves::default(),
+        moves,
         statistics,
         counts: Counts::default(),
         reasons: Reasons::default(),

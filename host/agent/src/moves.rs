@@ -7,12 +7,15 @@
 use crate::agent::Agent;
 use crate::attaching::ForDevices;
 use crate::connection::{Asker, Connection, OnNic, Stage, Then, Waiting};
-use crate::counts::Counted;
+use crate::gain::{Found, Gains};
+use crate::history;
 use crate::journal;
 use crate::memory;
+use crate::nic::NicProcess;
 use crate::perform::Performer;
 use crate::placement::Placement;
 use crate::record::read_record;
+use crate::settings::Choose;
 use crate::wanted::Requests;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
@@ -22,8 +25,7 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Move, Refusal};
 use baton_offloads::WhenFull;
-use baton_policy::{Demand, Place as At, Sample};
-use baton_protocol::events::What;
+use baton_policy::{Demand, Place as At, Sample, Side};
 use baton_protocol::program::{Place, Reply, Until};
 use baton_supervision::Leave;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -46,15 +48,6 @@ const ATTEMPTS: u8 = 2;
 /// Why a request is refused that would wait with too many others.
 pub(crate) const MANY_WAITING: &str = "too many requests wait for its move";
 
-/// Why a connection has moved that nobody has asked for, and one that somebody has.
-pub(crate) const AT_RANDOM: &str = "at random";
-pub(crate) const ASKED_TO: &str = "asked to";
-
-/// Why a connection is in the kernel after a death, or that makes NICs die.
-pub(crate) const NIC_DIED: &str = "the NIC died";
-pub(crate) const AGENT_DIED: &str = "the agent died";
-pub(crate) const KILLS_NIC: &str = "the NIC died each time that it was there";
-
 /// Key of a connection: session, number, and serial number, since session and number are reused.
 pub(crate) type Key = (u32, u32, u64);
 
@@ -74,6 +67,8 @@ pub(crate) struct Moves {
     pub fetching: Vec<u32>,
     /// Who goes to each NIC that is full.
     pub placements: [Placement; MAX_NICS],
+    /// Who goes to the NIC by what was measured, if it is chosen by that.
+    pub gain: Option<Gains>,
     /// Moves that attachers have not been asked for yet, by session.
     pub unsent: BTreeMap<u32, Requests>,
     /// Moves and requests that are queued until the programs are attached to the host's devices.
@@ -87,6 +82,11 @@ pub(crate) struct Moves {
 }
 
 impl Moves {
+    /// Without any.
+    pub fn new(choose: Choose) -> Moves {
+        Moves { gain: Gains::chosen(choose), ..Moves::default() }
+    }
+
     /// Whether one move at most is under way, and none has to be begun.
     pub fn is_quiet(&self) -> bool {
         self.under_way.len() <= 1 && self.returning.is_empty() && self.suggested.is_empty()
@@ -103,7 +103,7 @@ impl Moves {
             () if !self.returning.is_empty() => 0,
             () if !self.suggested.is_empty() => LOOK.min(IDLE),
             () if !self.under_way.is_empty() => LOOK,
-            () => return self.placements.iter().filter_map(Placement::wait).min(),
+            () => return self.placements.iter().filter_map(Placement::wait).chain(self.gain.as_ref().map(Gains::wait)).min(),
         };
         Some(Duration::from_micros(micros))
     }
@@ -203,55 +203,98 @@ fn samples(agent: &mut Agent, nic: usize) -> Known {
     known
 }
 
-/// Why a connection is in the kernel that its program has closed.
-const CLOSED: &str = "its program has closed it";
+/// Why a connection leaves the NIC when its class is to be in the kernel.
+const BY_GAIN: &str = "its class is in the kernel now (baton nic gain)";
 
-/// Why a connection that has moved did, as far as that is known before those who asked for it are answered.
-fn cause(connection: &Connection) -> &str {
-    let waiting = connection.extra.as_ref().map(|extra| &extra.waiting);
-    let (then, askers) = waiting.map_or((&[][..], true), |waiting| (&waiting.then[..], waiting.askers.is_empty()));
-    let given_back = then.iter().find_map(|(then, _)| match then {
-        Then::GiveBack { reason, .. } if !reason.is_empty() => Some(reason.as_str()),
-        Then::Forget(_) => Some(CLOSED),
-        _ => None,
-    });
-    let usual = if askers && then.is_empty() && !connection.is_wanted() { AT_RANDOM } else { ASKED_TO };
-    given_back.or(connection.must_return()).unwrap_or(usual)
+/// Measures classes of connections in both places, and moves each to where it is better served.
+fn place_by_gain(agent: &mut Agent) {
+    let now = monotonic_micros();
+    let Some(mut gain) = agent.moves.gain.take() else { return };
+    if gain.is_due(now) {
+        let found = find(agent, &mut gain);
+        let host_tcp = agent.nics.iter().filter_map(|nic| Some(nic.host_tcp()?.process()));
+        let nics: Vec<u32> = agent.nics.iter().map(NicProcess::process).chain(host_tcp).collect();
+        for (session, number, _) in gain.look(&found, &nics, now) {
+            agent.return_soon(session, number, BY_GAIN);
+        }
+        for Found { key, class, side, .. } in found {
+            if let Some((home, why)) = gain.settled(class)
+                && home == side
+                && let Some(connection) = named(&mut agent.sessions, key)
+                && connection.reason != why
+            {
+                connection.reason = why.into();
+            }
+        }
+    }
+    let coming = std::mem::take(&mut gain.coming);
+    agent.moves.gain = Some(gain);
+    let left = come_by_gain(agent, coming);
+    if let Some(gain) = &mut agent.moves.gain {
+        gain.coming = left;
+    }
 }
 
-/// Records the end of a move in the connection's events, and counts it. `began`: microseconds of the monotonic clock.
-fn record(agent: &mut Agent, (session, number): (u32, u32), conclusion: &Conclusion, began: u64) {
-    let Some(Some(entry)) = agent.sessions.get_mut(session as usize) else { return };
-    let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return };
-    let on_nic = connection.place() == Place::Nic;
-    let nic = connection.cid.map(|cid| cid.nic() as u8);
-    let made = connection.made_by == Place::Nic && connection.made == 0;
-    let (what, counted, reason) = match conclusion {
-        Conclusion::Moved if on_nic && made => (What::Made, Some(Counted::ToNic), None),
-        Conclusion::Moved if on_nic => (What::ToNic, Some(Counted::ToNic), Some(cause(connection).into())),
-        Conclusion::Moved => (What::ToKernel, Some(Counted::Returned), Some(cause(connection).into())),
-        Conclusion::Recovered if connection.kills_nic => (What::ToKernel, Some(Counted::Returned), Some(KILLS_NIC.into())),
-        Conclusion::Recovered if connection.events.last() == Some(What::AgentDied) => {
-            (What::ToKernel, Some(Counted::Returned), Some(AGENT_DIED.into()))
+/// Begins moves to the NIC, for a slice of the round. Returns those that are left.
+fn come_by_gain(agent: &mut Agent, mut coming: VecDeque<Key>) -> VecDeque<Key> {
+    let end = monotonic_micros() + SLICE;
+    while let Some(key) = coming.pop_front() {
+        if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
+            agent.attend(key.0);
+            agent.begin_unasked(key.0, key.1, false);
         }
-        Conclusion::Recovered => (What::ToKernel, Some(Counted::Returned), Some(NIC_DIED.into())),
-        Conclusion::Lost(refusal, _) => (What::Lost, Some(Counted::Lost), Some(refusal.to_string())),
-        Conclusion::Stays(Refusal::Ended) if connection.given_up => {
-            (What::Lost, Some(Counted::Lost), Some(connection.reason.to_string()))
+        if monotonic_micros() >= end {
+            break;
         }
-        Conclusion::Stays(Refusal::Ended) => (What::Ended, None, None),
-        // Recorded where it takes effect: most of these are about memory that stays the same.
-        Conclusion::Grown => return,
-        // Somebody else was faster, or it is tried again by itself in a moment.
-        Conclusion::Stays(Refusal::CalledOff | Refusal::Attaching | Refusal::Searching) => return,
-        Conclusion::Stays(refusal) if on_nic => (What::StayedOnNic, Some(Counted::Refused), Some(refusal.to_string())),
-        Conclusion::Stays(refusal) => (What::StayedInKernel, Some(Counted::Refused), Some(refusal.to_string())),
-    };
-    if let Some(counted) = counted {
-        agent.counts.note(entry.user, &entry.opening.program, counted, reason.as_deref().unwrap_or_default());
     }
-    let (now, reason) = (monotonic_micros(), reason.map(|reason: String| agent.reasons.shared(&reason)));
-    connection.events.note(now, what, nic, reason, now.saturating_sub(began));
+    coming
+}
+
+/// The connections that are placed by what was measured: all that are wanted on the NIC and may be in both places. Of
+/// an attached program nobody counts what it carries in the kernel.
+fn find(agent: &Agent, gain: &mut Gains) -> Vec<Found> {
+    let mut found = Vec::new();
+    for (number, session) in agent.sessions.iter().enumerate() {
+        let Some(session) = session.as_ref().filter(|session| session.open.is_some()) else { continue };
+        let program = gain.program(&session.opening.program);
+        for connection in session.connections.iter().flatten() {
+            let ends = connection.closed || connection.opening || connection.abandoned;
+            let (wanted, stage) = (connection.goes_by_itself(false), connection.stage());
+            if ends || !wanted || connection.attached || connection.made_by == Place::Nic || stage == Stage::Ended {
+                continue;
+            }
+            let moves = connection.goal().is_some() || connection.must_return().is_some();
+            let record = |cid: Cid| read_record(&agent.hardware.get(cid.nic())?.memory, nic::slot(cid.slot()));
+            let (side, carried) = match stage {
+                Stage::Nic => {
+                    let record = connection.cid.and_then(record);
+                    (Side::Nic, record.map(|record| record.snd_una.wrapping_add(record.rcv_nxt)))
+                }
+                _ => (Side::Kernel, Some(connection.block.load(block::TRAFFIC))),
+            };
+            found.push(Found {
+                key: (number as u32, connection.number(), connection.serial),
+                class: gain.class(&connection.flow, session.user, program),
+                process: connection.process,
+                side,
+                carried: carried.filter(|_| !moves),
+            });
+        }
+    }
+    found
+}
+
+/// Why a connection may not go to the NIC, by what was measured of its class; None if it may.
+fn refused_by_gain(agent: &mut Agent, session: u32, number: u32) -> Option<Refusal> {
+    let gain = agent.moves.gain.as_mut()?;
+    let session = agent.sessions.get(session as usize)?.as_ref()?;
+    let connection = session.connections.get(number as usize)?.as_ref()?;
+    if connection.attached || connection.made_by == Place::Nic {
+        return None;
+    }
+    let program = gain.program(&session.opening.program);
+    let class = gain.class(&connection.flow, session.user, program);
+    gain.refuses(class).map(Refusal::Placed)
 }
 
 impl Agent {
@@ -263,6 +306,7 @@ impl Agent {
         self.return_connections();
         self.begin_suggested();
         place(self);
+        place_by_gain(self);
         self.flip();
         self.begin_search();
     }
@@ -309,7 +353,9 @@ impl Agent {
             self.moves.under_way.push_back(key);
         }
         if let Some(conclusion) = concluded {
-            record(self, (session, number), &conclusion, began);
+            if let Some(Some(entry)) = self.sessions.get_mut(session as usize) {
+                history::record(entry, number, (&mut self.counts, &mut self.reasons), &conclusion, began);
+            }
             self.conclude(session, number, conclusion);
         }
         if let Some(connection) = self.connection(session, number) {
@@ -381,6 +427,10 @@ impl Agent {
             let moved = Err(Refusal::State("SYN-SENT"));
             return self.note_end(session, number, moved, asker.into_iter().collect());
         }
+        if let Some(refusal) = refused_by_gain(self, session, number) {
+            return self.note_end(session, number, Err(refusal), asker.into_iter().collect());
+        }
+        let Some(connection) = self.connection(session, number) else { return };
         if !connection.attached && self.awaits_devices() {
             return self.move_when_attached(session, number, asker.into_iter().collect());
         }

@@ -4,7 +4,7 @@
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
 use crate::ground::Shape;
-use crate::moves::{KILLS_NIC, NIC_DIED};
+use crate::history::{KILLS_NIC, NIC_DIED};
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::monotonic_micros;

@@ -10,6 +10,19 @@ fn one() -> usize {
     1
 }
 
+/// How it is chosen which connections are on the NIC.
+#[derive(Clone, Copy, PartialEq, Debug, Default, Serialize, Deserialize)]
+pub enum Choose {
+    /// Those that a rule or a request names; the busiest of them where the NIC has not room for all.
+    #[default]
+    Rules,
+    /// Of these, those whose class was measured to be better served there.
+    Gain {
+        /// 1. For tests: as if whatever a NIC does cost, and took, so many times as much.
+        price: f64,
+    },
+}
+
 /// Settings of an agent.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct AgentSettings {
@@ -28,6 +41,9 @@ pub struct AgentSettings {
     pub patience: u64,
     /// What each user may have.
     pub limits: Limits,
+    /// How it is chosen which connections are on the NIC.
+    #[serde(default)]
+    pub choose: Choose,
     /// For tests: which process dies after which step of a move.
     #[serde(default)]
     pub crash: Option<Crash>,

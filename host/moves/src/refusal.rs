@@ -173,6 +173,9 @@ pub enum Refusal {
     /// The NIC has announced no room for it, or others carry more.
     #[error("the NIC is full: it goes there when there is room, or when it carries more than others there")]
     Full,
+    /// Its class is better served by the kernel, or is being measured there; what was found.
+    #[error("{0}")]
+    Placed(String),
     /// The agent needs the descriptors that it has left for itself; how many it may have.
     #[error(
         "the agent has no descriptor left for it: it may have {0} (raise the hard limit, ulimit -Hn, of whoever starts Baton)"

@@ -1,11 +1,16 @@
 //! Paired measurements of two places, and what can be said of them with confidence.
 
-/// Squares of Student's t for 3, 4, … pairs at 99 %, two-sided. The question is asked after each pair: at 95 % one of
-/// eight trials of two equal places would find a difference.
-const T_SQUARED: [f64; 10] = [98.5, 34.1, 21.2, 16.3, 13.7, 12.2, 11.3, 10.6, 10.0, 9.7];
+/// What is assumed of the differences' variance before there are any, and how many degrees of freedom that is worth:
+/// few pairs can be alike, or unlike, by chance.
+const VARIANCE: f64 = 0.0036;
+const WORTH: f64 = 4.0;
 
-/// Variance of a difference that is assumed at least: few pairs can be alike by chance.
-const LEAST_VARIANCE: f64 = 0.0004;
+/// Fewest pairs that say anything.
+const FEWEST: u32 = 3;
+
+/// Squares of Student's t for [`FEWEST`] pairs and more at 99 %, two-sided. The question is asked after each pair: at
+/// 95 % one of eight trials of two equal places would find a difference.
+const T_SQUARED: [f64; 8] = [13.7, 12.2, 11.3, 10.6, 10.0, 9.7, 9.3, 9.1];
 
 /// Differences of pairs: twice the difference over the sum, which is about the logarithm of the ratio.
 #[derive(Clone, Copy, Default, Debug)]
@@ -44,10 +49,11 @@ impl Pairs {
 
     /// Whether `distance` from the mean is more than the interval reaches.
     fn is_beyond(&self, distance: f64) -> bool {
-        let Some(at) = self.count.checked_sub(3) else { return false };
+        let Some(at) = self.count.checked_sub(FEWEST) else { return false };
         let t_squared = T_SQUARED[(at as usize).min(T_SQUARED.len() - 1)];
         let count = f64::from(self.count);
-        let variance = ((self.squares - self.sum * self.sum / count) / (count - 1.0)).max(LEAST_VARIANCE);
+        let scatter = (self.squares - self.sum * self.sum / count).max(0.0);
+        let variance = (WORTH * VARIANCE + scatter) / (WORTH + count - 1.0);
         distance > 0.0 && distance * distance * count > t_squared * variance
     }
 }

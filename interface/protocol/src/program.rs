@@ -203,6 +203,8 @@ pub enum Ask {
     },
     /// The NIC's counters and the agent's.
     Statistics,
+    /// What was measured of classes of connections in both places: [`Reply::Gain`].
+    Gain,
     /// A NIC's offloads.
     Offloads {
         /// The NIC's number.
@@ -507,6 +509,8 @@ pub enum Reply {
     Offloads(Box<Offloads>),
     /// The NIC's own addresses.
     Addresses(Vec<AddressInfo>),
+    /// Classes of connections that are placed by measured gain, those that have carried most first.
+    Gain(Vec<ClassInfo>),
 }
 
 impl Reply {
@@ -532,6 +536,7 @@ impl Reply {
                     }
                 }
             }
+            Reply::Gain(list) => list.iter_mut().for_each(|class| class.program = plain(&class.program)),
             Reply::Statistics(statistics) => {
                 statistics.nics.iter_mut().flat_map(|nic| &mut nic.devices).for_each(|device| *device = plain(device));
                 for Withdrawn { program, reason, .. } in &mut statistics.withdrawn {
@@ -578,6 +583,44 @@ pub struct ConnectionInfo {
     pub detail: Detail,
     /// The reason why it stayed, or was last restored.
     pub reason: String,
+}
+
+/// A class of connections: those of one program over one service, which are placed together.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ClassInfo {
+    /// Address and port of the service.
+    pub service: String,
+    /// The service is on this host: the program's listener. Else it is a peer.
+    pub listens: bool,
+    /// The program's name.
+    pub program: String,
+    /// Its user.
+    pub user: u32,
+    /// Connections in the kernel, and on NICs.
+    pub connections: (u32, u32),
+    /// Where the class belongs, as far as measured.
+    pub place: Place,
+    /// It is being measured in both places now.
+    pub trial: bool,
+    /// How often it has changed its place.
+    pub switches: u32,
+    /// What was measured last.
+    pub measured: Option<Measured>,
+    /// Why it belongs there.
+    pub reason: String,
+    /// Microseconds until it may be measured again.
+    pub next_us: u64,
+}
+
+/// What a class was measured to cost, and to carry, in both places.
+#[derive(Clone, Copy, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Measured {
+    /// Pairs of turns, one in each place.
+    pub pairs: u32,
+    /// CPU seconds for each GB (10⁹ bytes), in the kernel and on the NIC: of the program, the NICs and interrupts.
+    pub cost: (f64, f64),
+    /// Bytes a second, in the kernel and on the NIC.
+    pub rate: (f64, f64),
 }
 
 /// State of a connection, from its recovery record on the NIC, or from the kernel.

@@ -12,7 +12,7 @@
 
 use crate::container::{Container, ROOT};
 use anyhow::{Context, Result, bail};
-use baton_agent::{AgentSettings, Crash};
+use baton_agent::{AgentSettings, Choose, Crash};
 use baton_client::tool::Tool;
 use baton_control::owner::Owner;
 use baton_datapath::Registers;
@@ -86,6 +86,8 @@ pub struct TestbedSettings {
     pub peer_queue: Option<u16>,
     /// Settings below /proc/sys/net of host B, by path.
     pub peer_sysctls: Vec<(&'static str, String)>,
+    /// How it is chosen which connections are on the NIC.
+    pub choose: Choose,
     /// For tests: which process is killed, after which step of a move.
     pub crash: Option<Crash>,
     /// Drop frames that come during a move.
@@ -137,6 +139,7 @@ impl Default for TestbedSettings {
             peer_queue: None,
             peer_sysctls: Vec::new(),
             crash: None,
+            choose: Choose::default(),
             drop_during_moves: false,
             firewall: None,
             addresses: Vec::new(),
@@ -371,6 +374,7 @@ impl Testbed {
         let agent = AgentSettings {
             limits: Default::default(),
             crash: settings.crash,
+            choose: settings.choose,
             socket: directory.join("agent.sock"),
             interface: (!settings.beside).then(|| a.name.into()),
             session_bytes: 2 << 30,

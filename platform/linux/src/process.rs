@@ -360,6 +360,16 @@ pub fn machine_nanos() -> io::Result<u64> {
     Ok(user + nice + system + interrupts + deferred)
 }
 
+/// Nanoseconds that all processors of the machine have spent in interrupts and what these have deferred (softirq), in
+/// steps of 10 ms.
+///
+/// # Errors
+/// If /proc/stat is not there or not as expected.
+pub fn interrupt_nanos() -> io::Result<u64> {
+    let [_, _, _, _, _, interrupts, deferred, _] = processor_times("cpu")?;
+    Ok(interrupts + deferred)
+}
+
 /// Nanoseconds that a processor was idle, had been taken from this machine by its host, or ran programs whose nice
 /// value is above 0; in steps of 10 ms. The kernel samples how it is busy, but measures how long it is idle: so what is
 /// left of the time is more exact than what it counts as busy.

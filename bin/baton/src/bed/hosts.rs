@@ -3,6 +3,7 @@
 use super::workers::WorkerArguments;
 use crate::addresses::{self, AddressArguments};
 use crate::filter;
+use crate::nics::Chosen;
 use anyhow::{Context, Result, anyhow, bail};
 use baton_bed::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::process;
@@ -29,6 +30,9 @@ pub struct HostsArguments {
     /// (`baton up --nics`).
     #[arg(long, default_value_t = 1, value_name = "N")]
     nics: usize,
+    /// How it is chosen which connections are on the NIC.
+    #[arg(long, value_enum, value_name = "HOW")]
+    choose: Option<Chosen>,
     /// A setting of the NIC's, as for `baton nic set`. Can be given several times.
     #[arg(long = "nic", value_name = "KEY=VALUE")]
     settings: Vec<String>,
@@ -109,6 +113,7 @@ pub fn run(arguments: &HostsArguments) -> Result<u8> {
     }
     let mut settings = TestbedSettings { mtu: arguments.mtu, ..TestbedSettings::default() };
     arguments.workers.apply(&mut settings);
+    settings.choose = arguments.choose.map_or(settings.choose, Chosen::choose);
     settings.offloads = offloads(arguments)?;
     let queues = usize::from(settings.offloads.rss.queues);
     if queues > settings.workers {

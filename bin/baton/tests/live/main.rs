@@ -26,6 +26,7 @@ mod frames;
 mod front;
 mod full;
 mod fuse;
+mod gain;
 mod growth;
 mod held;
 mod history;

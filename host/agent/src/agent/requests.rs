@@ -5,6 +5,7 @@ use super::listing::{LISTED_IN_ALL, Listing};
 use crate::answers::{After, NO_ANSWER};
 use crate::block::Block;
 use crate::connection::{Asker, Connection, Stage, Then};
+use crate::gain;
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::identity::Identity;
@@ -265,6 +266,7 @@ impl Agent {
             Ask::Events { connections } => Some((Reply::Events(Listing(self).events(&connections)), Vec::new())),
             Ask::Counts { from } => Some((Reply::Counts(self.counts.list(from, LISTED_IN_ALL)), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(Listing(self).count())), Vec::new())),
+            Ask::Gain => Some((gain::reply(self.moves.gain.as_ref()), Vec::new())),
             Ask::Offloads { nic } => match self.nics.get(nic as usize) {
                 Some(nic) => Some((Reply::Offloads(Box::new(nic.settings().offloads)), Vec::new())),
                 None => failed(self.no_such_nic(nic)),
