@@ -4,10 +4,13 @@ use crate::call::{Call, sum};
 use crate::io::Arguments;
 use crate::kernel_only::{self, Patience, leave_to_kernel};
 use crate::sections::{self, Section};
+use crate::tcp::Tcp;
 use crate::wait::{self, Wait, Want};
 use crate::{faults, io, leaving, options, real, table, thread, udp};
+use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, sockaddr, socklen_t, ssize_t, timespec};
+use std::sync::atomic::Ordering;
 
 /// Slow path of read and recv. `flags: None` means read(2).
 ///
@@ -571,6 +574,38 @@ pub unsafe extern "C-unwind" fn sendmmsg(fd: c_int, messages: *mut mmsghdr, coun
 /// Most messages that one call sends (Linux, UIO_MAXIOV).
 const MOST_MESSAGES: usize = 1024;
 
+/// sendfile(2) on a connection that the agent has, while it is in the kernel: without a copy, as the kernel does it. It
+/// cannot move meanwhile, so this is for sockets that do not wait. None if it is elsewhere, or may wait.
+///
+/// # Safety
+/// As sendfile(2).
+unsafe fn send_file_in_kernel(
+    tcp: &'static Tcp,
+    out: c_int,
+    from: c_int,
+    offset: *mut off64_t,
+    count: size_t,
+) -> Option<ssize_t> {
+    let (connection, session) = tcp.managed().filter(|_| tcp.is_nonblocking())?;
+    let entered = session.shared.enter(connection, thread::token())?;
+    if entered.owner != Owner::Kernel {
+        return None;
+    }
+    // SAFETY: the program's own arguments (`# Safety`).
+    let sent = unsafe { real::sendfile(out, from, offset, count) };
+    let number = thread::errno();
+    drop(entered);
+    if sent > 0 {
+        connection.count_in_kernel(sent as u32);
+    }
+    if sent < 0 && number == libc::EAGAIN || sent >= 0 && (sent as usize) < count {
+        // Who waits for room waits for an edge.
+        tcp.stuck.fetch_add(1, Ordering::AcqRel);
+    }
+    thread::set_errno(number);
+    Some(sent)
+}
+
 /// sendfile(2), through a buffer while the NIC may have the connection.
 ///
 /// # Safety
@@ -592,6 +627,10 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         let sent = unsafe { real::sendfile(out, from, offset, count) };
         drop(inside);
         tcp.count(out, sent, true);
+        return sent;
+    }
+    // SAFETY: the program's own arguments (`# Safety`).
+    if let Some(sent) = unsafe { send_file_in_kernel(tcp, out, from, offset, count) } {
         return sent;
     }
     if !offset.is_null() && faults::read(offset).is_none() || count > isize::MAX as usize {
