@@ -217,13 +217,14 @@ fn place_by_gain(agent: &mut Agent) {
         for (session, number, _) in gain.look(&found, &nics, now) {
             agent.return_soon(session, number, BY_GAIN);
         }
+        let mut texts = BTreeMap::new();
         for Found { key, class, side, .. } in found {
-            if let Some((home, why)) = gain.settled(class)
-                && home == side
+            let settled = texts.entry(class).or_insert_with(|| gain.settled(class)).as_ref();
+            if let Some((_, why)) = settled.filter(|(home, _)| *home == side)
                 && let Some(connection) = named(&mut agent.sessions, key)
-                && connection.reason != why
+                && connection.reason != *why
             {
-                connection.reason = why.into();
+                connection.reason = why.clone().into();
             }
         }
     }

@@ -1,5 +1,6 @@
-//! Which connections are on a NIC that has not room for all of them. There is no I/O and no clock here: what
-//! connections have carried, and times, are arguments.
+//! Which connections are on a NIC: that has not room for all of them (by heat), or that does not pay for all (by
+//! measured gain). There is no I/O, clock or randomness here: what connections have carried and cost, times and seeds
+//! are arguments.
 #![no_std]
 #![forbid(unsafe_code)]
 

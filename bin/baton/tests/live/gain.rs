@@ -6,9 +6,12 @@ use crate::full::{ECHO, Program, address, connect, exchange};
 use baton_agent::Choose;
 use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::tool::Tool;
+use baton_linux::process;
 use baton_protocol::program::{Ask, ClassInfo, ConnectionInfo, Place, Reply};
 use std::net::TcpStream;
 use std::process::Command;
+
+const SIGKILL: i32 = 9;
 
 /// An unmodified server on host A whose connections are placed by gain, and clients of it.
 struct Scene {
@@ -100,6 +103,16 @@ fn a_cheap_nic_is_used() {
     let scene = Scene::new(beside(), 0.1);
     scene.load_until("all are on the NIC", |listed| all_are_at(Place::Nic, listed, "er on the NIC ("));
     assert_eq!((scene.class().place, scene.class().switches), (Place::Nic, 1));
+    // The next agent knows nothing of it, and measures anew.
+    let agent = answered(&scene.bed, Tool::statistics).agent_process;
+    process::signal(agent, SIGKILL).expect("a signal");
+    crate::lifecycle::wait_for("the next agent", || {
+        let found = scene.bed.tool().and_then(|mut tool| tool.statistics());
+        found.is_ok_and(|statistics| statistics.agent_process != agent)
+    });
+    scene.load_until("all are there again", |listed| all_are_at(Place::Nic, listed, "er on the NIC ("));
+    let statistics = answered(&scene.bed, Tool::statistics);
+    assert_eq!((statistics.lost, statistics.failed_moves), (0, 0));
 }
 
 #[test]
