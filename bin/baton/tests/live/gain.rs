@@ -1,7 +1,7 @@
 //! Placement by measured gain: a class of connections is tried in both places while it is in use, and is where it was
 //! measured to be better served.
 
-use crate::common::{answered, hosts};
+use crate::common::{answered, hosts, wait_for};
 use crate::full::{ECHO, Program, address, connect, exchange};
 use baton_agent::Choose;
 use baton_bed::testbed::{Testbed, TestbedSettings};
@@ -10,6 +10,7 @@ use baton_linux::process;
 use baton_protocol::program::{Ask, ClassInfo, ConnectionInfo, Place, Reply};
 use std::net::TcpStream;
 use std::process::Command;
+use std::time::Duration;
 
 const SIGKILL: i32 = 9;
 
@@ -37,7 +38,8 @@ impl Scene {
 
     /// Loads all connections until they are as expected.
     fn load_until(&self, what: &str, holds: impl Fn(&[ConnectionInfo]) -> bool) {
-        crate::lifecycle::wait_for(what, || {
+        // On a machine that is very busy a trial may end without an answer; the next one follows minutes later.
+        wait_for(Duration::from_secs(240), what, || {
             (0..20).for_each(|_| self.clients.iter().for_each(|client| exchange(client, 7)));
             let listed = answered(&self.bed, Tool::connections);
             let ours = |one: &ConnectionInfo| self.clients.iter().any(|client| at(client) == one.peer);
