@@ -7,6 +7,7 @@
 
 use crate::agent::Agent;
 use crate::connection::{Connection, Stage, Then};
+use crate::events::CLOSED;
 use baton_abi::layout::block;
 use baton_abi::{Control, Message, Operation};
 use baton_linux::socket;
@@ -53,7 +54,7 @@ impl Agent {
         }
         let Some(connection) = self.connection(session, number) else { return false };
         connection.block.store(block::FLAGS, connection.block.load(block::FLAGS) | block::FLAG_CLOSED);
-        connection.reason = "its program has closed it".into();
+        connection.reason = CLOSED.into();
         connection.extra().waiting.then.push((Then::Forget((session, 0)), 0));
         true
     }

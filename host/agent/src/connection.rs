@@ -2,10 +2,12 @@
 
 use crate::block::Block;
 use crate::calls::Call;
-use crate::events::Events;
+use crate::counts::{Counted, Counts};
+use crate::events::{AGENT_DIED, ASKED_TO, AT_RANDOM, CLOSED, Events, KILLS_NIC, NIC_DIED, Reasons};
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
+use crate::memory::Growing;
 use crate::traffic::Traffic;
 use crate::way::Way;
 use baton_abi::Cid;
@@ -16,7 +18,8 @@ use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
 use baton_linux::foreign::Foreign;
 use baton_linux::{events, socket};
-use baton_moves::{Barrier, Custody, Goal, Move, Refusal, Step};
+use baton_moves::{Barrier, Conclusion, Custody, Goal, Move, Refusal, Step};
+use baton_protocol::events::What;
 use baton_protocol::program::{Place, Until};
 use baton_shm::Region;
 use baton_supervision::Retry;
@@ -105,20 +108,6 @@ impl Default for Wants {
     fn default() -> Wants {
         Wants::Larger(0, 0)
     }
-}
-
-/// An enlargement of a connection's memory that is under way, or a return of its pages.
-pub(crate) struct Growing {
-    /// The cid before it, by which the NIC knows the connection until it is resumed.
-    pub cid: Cid,
-    /// Memory blocks (offset, size) that are not in use: the larger ones until the bytes have been copied, the old ones
-    /// afterwards.
-    pub unused: [Option<(u32, u32)>; 2],
-    /// The larger memory; the same as before if only pages are returned.
-    pub larger: Memory,
-    /// Sequence number up to which the send queue was copied while the connection was still active. None if nothing
-    /// was.
-    pub copied: Option<u32>,
 }
 
 /// A FIN that was replayed to the kernel's socket, which has not been seen to have it.
@@ -744,4 +733,57 @@ impl Connection {
             Stage::Kernel | Stage::Offloading => Place::Kernel,
         }
     }
+}
+
+/// Why a connection that has moved did, as far as that is known before those who asked for it are answered.
+fn cause(connection: &Connection) -> &str {
+    let waiting = connection.extra.as_ref().map(|extra| &extra.waiting);
+    let (then, askers) = waiting.map_or((&[][..], true), |waiting| (&waiting.then[..], waiting.askers.is_empty()));
+    let given_back = then.iter().find_map(|(then, _)| match then {
+        Then::GiveBack { reason, .. } if !reason.is_empty() => Some(reason.as_str()),
+        Then::Forget(_) => Some(CLOSED),
+        _ => None,
+    });
+    let usual = if askers && then.is_empty() && !connection.is_wanted() { AT_RANDOM } else { ASKED_TO };
+    given_back.or(connection.must_return()).unwrap_or(usual)
+}
+
+/// Records the end of a move in the connection's events, and counts it. `began`, `now`: microseconds of the
+/// monotonic clock.
+pub(crate) fn record(
+    connection: &mut Connection,
+    (user, program): (u32, &str),
+    (counts, reasons): (&mut Counts, &mut Reasons),
+    conclusion: &Conclusion,
+    (began, now): (u64, u64),
+) {
+    let on_nic = connection.place() == Place::Nic;
+    let nic = connection.cid.map(|cid| cid.nic() as u8);
+    let made = connection.made_by == Place::Nic && connection.made == 0;
+    let (what, counted, reason) = match conclusion {
+        Conclusion::Moved if on_nic && made => (What::Made, Some(Counted::ToNic), None),
+        Conclusion::Moved if on_nic => (What::ToNic, Some(Counted::ToNic), Some(cause(connection).into())),
+        Conclusion::Moved => (What::ToKernel, Some(Counted::Returned), Some(cause(connection).into())),
+        Conclusion::Recovered if connection.kills_nic => (What::ToKernel, Some(Counted::Returned), Some(KILLS_NIC.into())),
+        Conclusion::Recovered if connection.events.last() == Some(What::AgentDied) => {
+            (What::ToKernel, Some(Counted::Returned), Some(AGENT_DIED.into()))
+        }
+        Conclusion::Recovered => (What::ToKernel, Some(Counted::Returned), Some(NIC_DIED.into())),
+        Conclusion::Lost(refusal, _) => (What::Lost, Some(Counted::Lost), Some(refusal.to_string())),
+        Conclusion::Stays(Refusal::Ended) if connection.given_up => {
+            (What::Lost, Some(Counted::Lost), Some(connection.reason.to_string()))
+        }
+        Conclusion::Stays(Refusal::Ended) => (What::Ended, None, None),
+        // Recorded where it takes effect: most of these are about memory that stays the same.
+        Conclusion::Grown => return,
+        // Somebody else was faster, or it is tried again by itself in a moment.
+        Conclusion::Stays(Refusal::CalledOff | Refusal::Attaching | Refusal::Searching) => return,
+        Conclusion::Stays(refusal) if on_nic => (What::StayedOnNic, Some(Counted::Refused), Some(refusal.to_string())),
+        Conclusion::Stays(refusal) => (What::StayedInKernel, Some(Counted::Refused), Some(refusal.to_string())),
+    };
+    if let Some(counted) = counted {
+        counts.note(user, program, counted, reason.as_deref().unwrap_or_default());
+    }
+    let reason = reason.map(|reason: String| reasons.shared(&reason));
+    connection.events.note(now, what, nic, reason, now.saturating_sub(began));
 }

@@ -16,6 +16,18 @@ const FIRST: usize = 4;
 /// Reasons from which on those that no event has any more are freed.
 const MOST_REASONS: usize = 256;
 
+/// Why a connection has moved that nobody has asked for, and one that somebody has.
+pub(crate) const AT_RANDOM: &str = "at random";
+pub(crate) const ASKED_TO: &str = "asked to";
+
+/// Why a connection is in the kernel after a death, or that makes NICs die.
+pub(crate) const NIC_DIED: &str = "the NIC died";
+pub(crate) const AGENT_DIED: &str = "the agent died";
+pub(crate) const KILLS_NIC: &str = "the NIC died each time that it was there";
+
+/// Why a connection is in the kernel that its program has closed.
+pub(crate) const CLOSED: &str = "its program has closed it";
+
 /// A reason, shared by all events that have it. A thin pointer: there may be very many events.
 #[derive(Clone, Debug)]
 pub(crate) struct Reason(Arc<Box<str>>);

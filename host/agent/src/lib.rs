@@ -30,7 +30,6 @@ mod gain;
 mod ground;
 mod group;
 mod guards;
-mod history;
 mod holders;
 mod host_tcp;
 mod identity;

@@ -13,6 +13,20 @@ use baton_shm::Region;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::Ordering;
 
+/// An enlargement of a connection's memory that is under way, or a return of its pages.
+pub(crate) struct Growing {
+    /// The cid before it, by which the NIC knows the connection until it is resumed.
+    pub cid: Cid,
+    /// Memory blocks (offset, size) that are not in use: the larger ones until the bytes have been copied, the old ones
+    /// afterwards.
+    pub unused: [Option<(u32, u32)>; 2],
+    /// The larger memory; the same as before if only pages are returned.
+    pub larger: Memory,
+    /// Sequence number up to which the send queue was copied while the connection was still active. None if nothing
+    /// was.
+    pub copied: Option<u32>,
+}
+
 /// Initial size of send and of receive memory in bytes, unless the connection needs more.
 const BEGINNING: u32 = 1 << 18;
 /// Initial size in bytes once more than half of the session's memory is taken, so that thousands of connections find

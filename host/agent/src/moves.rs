@@ -6,9 +6,8 @@
 
 use crate::agent::Agent;
 use crate::attaching::ForDevices;
-use crate::connection::{Asker, Connection, OnNic, Stage, Then, Waiting};
+use crate::connection::{Asker, Connection, OnNic, Stage, Then, Waiting, record};
 use crate::gain::{Found, Gains};
-use crate::history;
 use crate::journal;
 use crate::memory;
 use crate::nic::NicProcess;
@@ -354,8 +353,11 @@ impl Agent {
             self.moves.under_way.push_back(key);
         }
         if let Some(conclusion) = concluded {
-            if let Some(Some(entry)) = self.sessions.get_mut(session as usize) {
-                history::record(entry, number, (&mut self.counts, &mut self.reasons), &conclusion, began);
+            if let Some(Some(entry)) = self.sessions.get_mut(session as usize)
+                && let Some(Some(connection)) = entry.connections.get_mut(number as usize)
+            {
+                let program = (entry.user, entry.opening.program.as_str());
+                record(connection, program, (&mut self.counts, &mut self.reasons), &conclusion, (began, monotonic_micros()));
             }
             self.conclude(session, number, conclusion);
         }

@@ -3,8 +3,8 @@
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
+use crate::events::{KILLS_NIC, NIC_DIED};
 use crate::ground::Shape;
-use crate::history::{KILLS_NIC, NIC_DIED};
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::monotonic_micros;

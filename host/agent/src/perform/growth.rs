@@ -4,9 +4,10 @@
 
 use super::Performer;
 use super::offload::write_block;
-use crate::connection::{Growing, Memory, Wants};
+use crate::connection::{Memory, Wants};
 use crate::journal;
 use crate::memory;
+use crate::memory::Growing;
 use crate::record::{read_image, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic, scratch, slot};
 use baton_abi::{Cid, Control, Message, Operation};
