@@ -11,8 +11,9 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 use std::time::Duration;
 
-/// Most classes. What belongs to none of them belongs to the last one.
+/// Most classes, and most of one user: a program may have any name. What belongs to none of them belongs to one more.
 const MOST_CLASSES: usize = 128;
+const MOST_OF_USER: usize = 64;
 
 /// How many times as long as a look the pause after it is at least: looking takes at most a hundredth of a processor.
 const PART: u64 = 100;
@@ -101,7 +102,8 @@ impl Gains {
         if let Some(class) = self.classes.get(&service) {
             return *class;
         }
-        if self.classes.len() >= MOST_CLASSES {
+        let of_user = || self.classes.keys().filter(|service| service.user == user).count();
+        if self.classes.len() >= MOST_CLASSES || of_user() >= MOST_OF_USER {
             return 0;
         }
         self.last += 1;
@@ -265,8 +267,10 @@ mod tests {
             let end = |port| SocketAddr::new(IpAddr::from([10, 0, 0, 1]), port).into();
             Flow { local: end(port), remote: end(50_000), device: 0 }
         };
-        let classes: BTreeSet<u32> = (0..1000).map(|port| gains.class(&flow(port), 0, 1)).collect();
-        assert_eq!(classes.len(), MOST_CLASSES + 1);
-        assert!(classes.contains(&0) && gains.refuses(0).is_some());
+        let mut of = |user| (0..1000).map(|port| gains.class(&flow(port), user, 1)).collect::<BTreeSet<u32>>();
+        assert_eq!((of(7).len(), of(0).len()), (MOST_OF_USER + 1, MOST_OF_USER + 1), "one user leaves classes to others");
+        assert_eq!(of(8).len(), 1);
+        assert_eq!((gains.classes.len(), gains.class(&flow(1), 9, 1)), (MOST_CLASSES, 0));
+        assert!(gains.refuses(0).is_some());
     }
 }
