@@ -75,6 +75,14 @@ pub struct DetachArguments {
     socket: SocketArgument,
 }
 
+/// Prints a line. Whoever reads it may have gone: that does not end an attacher, which has to detach in order.
+macro_rules! say {
+    ($($part:tt)*) => {{
+        use std::io::Write;
+        let _ = writeln!(std::io::stdout(), $($part)*);
+    }};
+}
+
 /// Attaches, and returns after the detach.
 pub fn attach(arguments: &AttachArguments) -> Result<()> {
     let target = arguments.which.target()?;
@@ -86,11 +94,11 @@ pub fn attach(arguments: &AttachArguments) -> Result<()> {
     let (on_nic, known) = attacher.connections();
     if !arguments.json {
         let how = if std::io::stdout().is_terminal() { "; Ctrl-C detaches" } else { "" };
-        println!("attached to {target}: {known} connections, {on_nic} of them on the NIC{how}");
+        say!("attached to {target}: {known} connections, {on_nic} of them on the NIC{how}");
     }
     let summary = attacher.run()?;
     if arguments.json {
-        println!("{}", serde_json::to_string(&summary)?);
+        say!("{}", serde_json::to_string(&summary)?);
     } else {
         print(&target, &summary);
     }
@@ -99,10 +107,10 @@ pub fn attach(arguments: &AttachArguments) -> Result<()> {
 
 fn print(target: &Target, summary: &Summary) {
     let Summary { connections, moves, stayed, pauses, pause_p50, pause_p99, pause_max } = summary;
-    println!("detached from {target}: {connections} connections, {moves} moves");
-    println!("it stood still {pauses} times: p50 {pause_p50} µs, p99 {pause_p99} µs, max {pause_max} µs");
+    say!("detached from {target}: {connections} connections, {moves} moves");
+    say!("it stood still {pauses} times: p50 {pause_p50} µs, p99 {pause_p99} µs, max {pause_max} µs");
     for (reason, times) in stayed {
-        println!("{times} times not moved: {reason}");
+        say!("{times} times not moved: {reason}");
     }
 }
 
@@ -128,6 +136,6 @@ pub fn detach(arguments: &DetachArguments) -> Result<()> {
     while ended.is_empty() {
         poller.wait(None, &mut ended)?;
     }
-    println!("detached from {name}");
+    say!("detached from {name}");
     Ok(())
 }

@@ -155,7 +155,10 @@ impl Attacher {
             poller.add(channel.as_fd(), CHANNEL, Trigger::Readable)?;
         }
         let target = match settings.target {
-            Target::Process(number) => Some(process::open_process(number).context("pidfd_open")?),
+            Target::Process(number) => {
+                let opened = process::open_process(number);
+                Some(opened.map_err(|error| explain(&settings.target, &error))?)
+            }
             _ => None,
         };
         if let Some(target) = &target {
@@ -302,6 +305,7 @@ fn explain(target: &Target, error: &std::io::Error) -> anyhow::Error {
             "cannot attach to {target}: it belongs to another user, or a debugger is attached to it already. Run as its user or as root \
              (and see /proc/sys/kernel/yama/ptrace_scope)"
         ),
+        Some(libc::ESRCH) => anyhow::anyhow!("cannot attach to {target}: it has ended"),
         _ => anyhow::anyhow!("cannot attach to {target}, since it does not stop: {error}"),
     }
 }

@@ -10,6 +10,7 @@ use baton_protocol::program::Place;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -242,6 +243,28 @@ fn ends_are_orderly() {
     (&client).read_exact(&mut echoed).expect("an echo");
     assert_eq!(&echoed, b"still");
     server.end();
+}
+
+/// Nobody reads any more what an attacher prints: it attaches and detaches all the same.
+#[test]
+fn an_attacher_outlives_its_reader() {
+    let scratch = Scratch::new("attach-unread");
+    let host = Namespace::new().expect("a namespace");
+    let port = echo(&host, 1);
+    let socket = OwnedFd::from(host.run(|| TcpStream::connect(("127.0.0.1", port))).expect("a connection"));
+    let mut sleeper = host.spawn(Command::new("sleep").arg("1000").stdin(socket)).expect("sleep");
+    let (reader, writer) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["attach", "--log", &scratch.file("log"), &sleeper.id().to_string()]);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(writer).stderr(Stdio::piped());
+    let attacher = host.spawn(&mut command).expect("baton");
+    drop(command);
+    wait_until("it is attached", || !listed(&scratch).is_empty());
+    process::signal(sleeper.id(), libc::SIGKILL).expect("our child");
+    sleeper.wait().expect("our child");
+    let ended = attacher.wait_with_output().expect("its output");
+    assert!(ended.status.success(), "{:?}: {}", ended.status, text(&ended.stderr));
 }
 
 /// The error for a target that cannot be attached to says why, and nothing is left behind.
