@@ -11,8 +11,8 @@ pub const EXAMPLES: &str = "Examples:
   baton nic gain
   baton nic gain --json
 
-A class is the connections of one program over one service: a listener of this host, or a peer. COST is CPU seconds for each GB, of the
-program, the NICs and interrupts; RATE is MB/s; each in the kernel and on the NIC, in turns of a quarter of a second.";
+A class is the connections of one program over one service: a listener of this host, or a peer. s/GB is CPU seconds for each GB, of the
+program, the NICs and interrupts, and MB/s the rate; each in the kernel and on the NIC, in turns of a quarter of a second.";
 
 #[derive(Args)]
 pub struct GainArguments {
@@ -35,7 +35,7 @@ pub fn show(arguments: &GainArguments) -> Result<bool> {
     }
     println!(
         "{:<22} {:<12} {:<6} {:>6} {:>6} {:>15} {:>17} {:>5}  WHY",
-        "SERVICE", "PROGRAM", "PLACE", "KERNEL", "NIC", "COST s/GB", "RATE MB/s", "PAIRS"
+        "SERVICE", "PROGRAM", "PLACE", "KERNEL", "NIC", "s/GB KERN/NIC", "MB/s KERN / NIC", "PAIRS"
     );
     for class in &classes {
         println!("{}", line(class));

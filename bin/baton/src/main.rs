@@ -32,6 +32,7 @@ mod wind_down;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
+use std::io::Write;
 use std::process::ExitCode;
 
 /// The end of `baton --help`.
@@ -158,11 +159,24 @@ fn run(command: Command) -> Result<bool> {
     }
 }
 
+/// Makes output that cannot be written an error like others (`println!` panics): a full disk, for example.
+fn explain_full_output() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |panic| match panic.payload().downcast_ref::<String>() {
+        Some(text) if text.starts_with("failed printing to stdout") => {
+            let _ = writeln!(std::io::stderr(), "baton: {text}");
+            std::process::exit(2);
+        }
+        _ => usual(panic),
+    }));
+}
+
 fn main() -> ExitCode {
     let command = Cli::parse().command;
     if matches!(command, Command::Ls(_) | Command::Stats(_) | Command::Status(_) | Command::Doctor(_) | Command::Nic(_)) {
         baton_linux::process::end_on_broken_pipe();
     }
+    explain_full_output();
     match run(command) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,

@@ -76,7 +76,7 @@ impl StartArguments {
                 path.display()
             ),
             Some((path, _)) if self.nics.is_given() => bail!(
-                "--nics is for a Baton that is started, and one runs already at {}: give it to that one (baton up --nics)",
+                "--nics, --device, --choose and --nic-… are for a Baton that is started, and one runs already at {}: give them to that one (baton up)",
                 path.display()
             ),
             Some(found) => found,

@@ -15,10 +15,10 @@ use crate::cgroups::Cgroups;
 use crate::changes::Watched;
 use crate::chaos::Chaos;
 use crate::complaints::Complaints;
-use crate::connection::{Asker, Connection};
+use crate::connection::{Asker, Connection, usual_cause};
 use crate::counts::Counts;
 use crate::datagrams::Datagrams;
-use crate::events::{ASKED_TO, AT_RANDOM, Reasons};
+use crate::events::Reasons;
 use crate::flips::{Schedule, Share};
 use crate::ground::{Ground, Shape};
 use crate::group::Groups;
@@ -515,7 +515,7 @@ impl Agent {
                 Ok(()) => {
                     connection.made += 1;
                     connection.since = monotonic_micros();
-                    let usual = if askers.is_empty() && !connection.is_wanted() { AT_RANDOM } else { ASKED_TO };
+                    let usual = usual_cause(connection, askers.is_empty());
                     connection.reason = connection.take_must_return().unwrap_or(usual).into();
                     group.into_iter().for_each(|group| group.report.moves += 1);
                 }

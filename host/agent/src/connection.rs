@@ -3,7 +3,7 @@
 use crate::block::Block;
 use crate::calls::Call;
 use crate::counts::{Counted, Counts};
-use crate::events::{AGENT_DIED, ASKED_TO, AT_RANDOM, CLOSED, Events, KILLS_NIC, NIC_DIED, Reasons};
+use crate::events::{AGENT_DIED, ASKED_TO, AT_RANDOM, BY_GAIN, CLOSED, Events, KILLS_NIC, NIC_DIED, Reasons};
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
@@ -367,6 +367,8 @@ pub(crate) struct Connection {
     /// It is wanted on the NIC, by a rule or a request, and goes there whenever that is possible. Changed by
     /// [`Connection::want`] alone, which notes it for the next agent.
     pub wanted: bool,
+    /// Its class was sent to the NIC by what was measured.
+    pub by_gain: bool,
     /// It could not be restored when it had to be.
     pub given_up: bool,
     /// The NIC dies of it, time and again.
@@ -415,6 +417,7 @@ impl Connection {
             inherited: false,
             stays: false,
             kills_nic: false,
+            by_gain: false,
             wanted: false,
             given_up: false,
             closed: false,
@@ -735,6 +738,15 @@ impl Connection {
     }
 }
 
+/// Why a connection moves for no other reason; whether nobody asked for it now.
+pub(crate) fn usual_cause(connection: &Connection, unasked: bool) -> &'static str {
+    match (unasked, connection.by_gain, connection.wanted) {
+        (true, true, _) => BY_GAIN,
+        (true, false, false) => AT_RANDOM,
+        _ => ASKED_TO,
+    }
+}
+
 /// Why a connection that has moved did, as far as that is known before those who asked for it are answered.
 fn cause(connection: &Connection) -> &str {
     let waiting = connection.extra.as_ref().map(|extra| &extra.waiting);
@@ -744,8 +756,7 @@ fn cause(connection: &Connection) -> &str {
         Then::Forget(_) => Some(CLOSED),
         _ => None,
     });
-    let usual = if askers && then.is_empty() && !connection.is_wanted() { AT_RANDOM } else { ASKED_TO };
-    given_back.or(connection.must_return()).unwrap_or(usual)
+    given_back.or(connection.must_return()).unwrap_or(usual_cause(connection, askers && then.is_empty()))
 }
 
 /// Records the end of a move in the connection's events, and counts it. `began`, `now`: microseconds of the

@@ -20,6 +20,9 @@ const MOST_REASONS: usize = 256;
 pub(crate) const AT_RANDOM: &str = "at random";
 pub(crate) const ASKED_TO: &str = "asked to";
 
+/// Why a connection has moved to the NIC with its class.
+pub(crate) const BY_GAIN: &str = "its class is on the NIC now (baton nic gain)";
+
 /// Why a connection is in the kernel after a death, or that makes NICs die.
 pub(crate) const NIC_DIED: &str = "the NIC died";
 pub(crate) const AGENT_DIED: &str = "the agent died";

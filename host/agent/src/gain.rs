@@ -228,11 +228,11 @@ fn text(row: &Row) -> String {
     let (rate, other_rate) = order(figures.rate.map(|rate| rate / 1e6));
     match row.why {
         Why::New => NEW.into(),
-        Why::Little => "its class carries too little to be measured".into(),
-        Why::Stuck => "not all of its class could be moved to measure it".into(),
+        Why::Little => "a turn in which its class was measured carried too little, or was cut short".into(),
+        Why::Stuck => "not all of its class could be moved to measure it (baton stats says why)".into(),
         Why::Cheaper => format!("cheaper {here} ({cost:.2} against {other_cost:.2} s/GB)"),
         Why::Faster => format!("faster {here} ({rate:.1} against {other_rate:.1} MB/s)"),
-        Why::Equal => format!("no clear difference ({cost:.2} {here} against {other_cost:.2} s/GB)"),
+        Why::Equal => format!("no difference that is certain ({cost:.2} {here} against {other_cost:.2} s/GB)"),
     }
 }
 
@@ -257,7 +257,7 @@ mod tests {
         let row = |home, why| Row { home, trial: false, why, figures: Some(figures), switches: 0, on: [1, 0], next: 0, bytes: 0 };
         assert_eq!(text(&row(Side::Kernel, Why::Cheaper)), "cheaper in the kernel (0.33 against 0.41 s/GB)");
         assert_eq!(text(&row(Side::Kernel, Why::Faster)), "faster in the kernel (1000.0 against 700.0 MB/s)");
-        assert_eq!(text(&row(Side::Nic, Why::Equal)), "no clear difference (0.41 on the NIC against 0.33 s/GB)");
+        assert_eq!(text(&row(Side::Nic, Why::Equal)), "no difference that is certain (0.41 on the NIC against 0.33 s/GB)");
     }
 
     #[test]

@@ -202,6 +202,16 @@ fn samples(agent: &mut Agent, nic: usize) -> Known {
     known
 }
 
+/// Records the end of a move that began then, microseconds of the monotonic clock.
+fn record_end(agent: &mut Agent, (session, number): (u32, u32), conclusion: &Conclusion, began: u64) {
+    if let Some(Some(entry)) = agent.sessions.get_mut(session as usize)
+        && let Some(Some(connection)) = entry.connections.get_mut(number as usize)
+    {
+        let program = (entry.user, entry.opening.program.as_str());
+        record(connection, program, (&mut agent.counts, &mut agent.reasons), conclusion, (began, monotonic_micros()));
+    }
+}
+
 /// Why a connection leaves the NIC when its class is to be in the kernel.
 const BY_GAIN: &str = "its class is in the kernel now (baton nic gain)";
 
@@ -239,7 +249,8 @@ fn place_by_gain(agent: &mut Agent) {
 fn come_by_gain(agent: &mut Agent, mut coming: VecDeque<Key>) -> VecDeque<Key> {
     let end = monotonic_micros() + SLICE;
     while let Some(key) = coming.pop_front() {
-        if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
+        if let Some(connection) = named(&mut agent.sessions, key).filter(|connection| connection.stage() == Stage::Kernel) {
+            connection.by_gain = true;
             agent.attend(key.0);
             agent.begin_unasked(key.0, key.1, false);
         }
@@ -353,12 +364,7 @@ impl Agent {
             self.moves.under_way.push_back(key);
         }
         if let Some(conclusion) = concluded {
-            if let Some(Some(entry)) = self.sessions.get_mut(session as usize)
-                && let Some(Some(connection)) = entry.connections.get_mut(number as usize)
-            {
-                let program = (entry.user, entry.opening.program.as_str());
-                record(connection, program, (&mut self.counts, &mut self.reasons), &conclusion, (began, monotonic_micros()));
-            }
+            record_end(self, (session, number), &conclusion, began);
             self.conclude(session, number, conclusion);
         }
         if let Some(connection) = self.connection(session, number) {
@@ -431,6 +437,7 @@ impl Agent {
             return self.note_end(session, number, moved, asker.into_iter().collect());
         }
         if let Some(refusal) = refused_by_gain(self, session, number) {
+            record_end(self, (session, number), &Conclusion::Stays(refusal.clone()), monotonic_micros());
             return self.note_end(session, number, Err(refusal), asker.into_iter().collect());
         }
         let Some(connection) = self.connection(session, number) else { return };

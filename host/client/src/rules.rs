@@ -193,7 +193,7 @@ pub struct Rule {
     /// The peer's address.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub remote: Option<Network>,
-    /// The program's name: the last part of its path.
+    /// The program's name: the last part of its path, or the name by which it was started.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub program: Option<String>,
     /// The first part of its control group's path.

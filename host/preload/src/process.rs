@@ -83,7 +83,11 @@ pub(crate) fn plan() -> Option<&'static Plan> {
         let program = program.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned())).unwrap_or_default();
         let cgroup = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         let cgroup = cgroup.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or_default().to_owned();
-        let rules: Vec<Rule> = run.rules.iter().filter(|rule| rule.fits_program(&program, &cgroup)).cloned().collect();
+        // A program may have been started by a link of another name.
+        let started_as = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
+        let names = [program.as_str(), started_as.trim_end_matches('\n')];
+        let fits = |rule: &&Rule| names.iter().any(|name| rule.fits_program(name, &cgroup));
+        let rules: Vec<Rule> = run.rules.iter().filter(fits).cloned().collect();
         Some(Plan { run, rules, program })
     })
     .as_ref()

@@ -4,7 +4,7 @@
 use super::subject::Subject;
 use anyhow::{Context, Result};
 use baton_agent::{Judged, Predictor};
-use baton_linux::events::monotonic_micros;
+use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_linux::freeze::take_descriptor;
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, socket};
@@ -19,9 +19,10 @@ use std::time::Duration;
 /// processor.
 const PAUSE: Duration = Duration::from_millis(250);
 const SHARE: u32 = 200;
-/// The same of the pause after a socket. Who looks does not run with less priority instead: while it waits for a
-/// processor it may have a duplicate of a descriptor that the program closes, and no FIN would be sent until then.
-const SHARE_OF_NEW: u32 = 20;
+/// The same of the pause after a socket, in its CPU time. Who looks does not run with less priority instead: while it
+/// waits for a processor it may have a duplicate of a descriptor that the program closes, and no FIN would be sent
+/// until then.
+const SHARE_OF_NEW: u32 = 5;
 
 /// Most connections that are looked at.
 const MOST: usize = 100_000;
@@ -48,8 +49,12 @@ pub struct LookArguments {
 /// A line that it prints.
 #[derive(Serialize, Deserialize, Clone, PartialEq, Eq, Debug)]
 pub enum Line {
+    /// So many sockets are new, and are looked at now.
+    New(usize),
     /// It looks at this socket now.
     Begin(u64),
+    /// It was closed before it could be looked at.
+    Gone(u64),
     /// It has looked, and it is none of a connection.
     Other,
     /// It has looked: the connection would move; whether its socket is in blocking mode, which an attacher leaves
@@ -106,14 +111,14 @@ pub fn run(arguments: &LookArguments) -> Result<()> {
         }
         // This is what each look costs; a socket is looked at once.
         let took = since(began);
+        holders.retain(|inode, _| known.len() < MOST && known.insert(*inode));
+        say(&Line::New(holders.len()))?;
         for (inode, its) in holders {
-            if known.len() < MOST && known.insert(inode) {
-                let began = monotonic_micros();
-                say(&Line::Begin(inode))?;
-                let line = look(&mut predictor, inode, &its, arguments.port, &mut closed);
-                say(&line)?;
-                std::thread::sleep(since(began) * SHARE_OF_NEW);
-            }
+            let began = thread_nanos();
+            say(&Line::Begin(inode))?;
+            let line = look(&mut predictor, inode, &its, arguments.port, &mut closed);
+            say(&line)?;
+            std::thread::sleep(Duration::from_nanos(thread_nanos() - began) * SHARE_OF_NEW);
         }
         say(&Line::Round)?;
         if processes.is_empty() {
@@ -143,11 +148,13 @@ fn look(predictor: &mut Predictor, inode: u64, holders: &[(u32, i32)], port: Opt
         Err(error) if error.raw_os_error() == Some(libc::EPERM) && closed.insert(process) => {
             return Line::Closed(process, error.to_string());
         }
-        // It has been closed meanwhile.
-        Err(_) => return Line::Other,
+        Err(_) => return Line::Gone(inode),
     };
     // Another file may have the number by now.
-    if socket::inode(fd.as_fd()).ok() != Some(inode) || socket::peer_address(fd.as_fd()).is_err() {
+    if socket::inode(fd.as_fd()).ok() != Some(inode) {
+        return Line::Gone(inode);
+    }
+    if socket::peer_address(fd.as_fd()).is_err() {
         return Line::Other;
     }
     let local = socket::local_address(fd.as_fd()).ok();

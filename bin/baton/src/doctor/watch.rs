@@ -228,13 +228,23 @@ fn observe(
     let (mut skip, mut events) = (Vec::new(), Vec::new());
     let mut looker = Looker::start(watch, &skip, without_rules)?;
     let (limit, mut rounds) = (Duration::from_secs(u64::from(watch.seconds)), 0u64);
+    // Sockets that were found, and are still to be looked at; and those that were closed before.
+    let (mut ahead, mut gone) = (0usize, 0usize);
     let shows = std::io::stderr().is_terminal() && !watch.json;
     while (since(began) < limit || rounds == 0 && since(began) < limit + PATIENCE * 2) && !found.interrupted {
         poller.wait(Some(TICK), &mut events)?;
         found.interrupted = !events.is_empty();
         loop {
             match looker.lines.try_recv() {
-                Ok(Line::Begin(inode)) => looker.at = Some((inode, monotonic_micros())),
+                Ok(Line::New(number)) => ahead = number,
+                Ok(Line::Begin(inode)) => {
+                    ahead = ahead.saturating_sub(1);
+                    looker.at = Some((inode, monotonic_micros()));
+                }
+                Ok(Line::Gone(_)) => {
+                    looker.at = None;
+                    gone += 1;
+                }
                 Ok(Line::Moves(inode, blocking)) => {
                     looker.at = None;
                     states.insert(inode, State::Moves { blocking });
@@ -285,6 +295,12 @@ fn observe(
     }
     if shows {
         eprint!("\r\x1b[K");
+    }
+    if ahead > 0 {
+        found.notes.push(format!("{ahead} more sockets were not looked at in this time: give more --seconds"));
+    }
+    if gone > 0 {
+        found.notes.push(format!("{gone} sockets were closed before they could be looked at"));
     }
     Ok(())
 }

@@ -37,8 +37,8 @@ agent-N/          of each agent: statistics.json (counters of agent and NICs), s
                   connections.json (baton ls -e --json), nic-N.json (settings), addresses.json
 missing.txt       what did not answer or could not be read
 
-There are no bytes that connections have carried, no keys and no host name in it. Addresses are replaced by numbers, the same address by
-the same number, unless `--addresses` was given.
+There are no bytes that connections have carried, no keys and no host name in it, unless the configuration or the log has them.
+Addresses are replaced by numbers, the same address by the same number, unless `--addresses` was given.
 ";
 
 /// The settings of the kernel that matter.

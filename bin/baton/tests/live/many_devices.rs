@@ -7,7 +7,7 @@ use baton_client::tool::Tool;
 use baton_protocol::program::Place;
 use std::os::fd::OwnedFd;
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// Pairs of devices besides the bed's own.
@@ -17,7 +17,10 @@ const PAIRS: usize = 40;
 fn add_devices(bed: &Testbed) {
     let pair = |at| format!("link add many{at} type veth peer name more{at}\nlink set many{at} up\nlink set more{at} up\n");
     let lines: String = (0..PAIRS).map(pair).collect();
-    let file = std::env::temp_dir().join(format!("baton-many-{}", std::process::id()));
+    // Tests of this file run at the same time.
+    static FILES: AtomicU32 = AtomicU32::new(0);
+    let number = FILES.fetch_add(1, Ordering::Relaxed);
+    let file = std::env::temp_dir().join(format!("baton-many-{}-{number}", std::process::id()));
     std::fs::write(&file, lines).expect("a file of commands");
     let ran = bed.host_a.run(|| Command::new("ip").arg("-batch").arg(&file).output());
     let _ = std::fs::remove_file(&file);

@@ -1,11 +1,14 @@
 //! Programs that the preloaded library cannot be in, or that want to be before it, in C (`c/starts.c`): linked with
 //! musl, statically linked, with AddressSanitizer, with a library of their own in LD_PRELOAD. Each succeeds natively.
 
+use crate::attach::listed;
+use crate::common::wait_until;
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 /// Every way in which `starts exec` becomes another program.
 const BECOMES: [&str; 11] = [
@@ -188,4 +191,55 @@ fn a_programs_own_library_sees_its_calls() {
         text(&ran.stdout)
     };
     assert_eq!(seen(How::Run, "moved"), seen(How::Natively, "kernel"));
+}
+
+/// A program that is started by a link of another name: a rule may name either.
+#[test]
+fn a_rule_names_a_program_as_it_was_started_or_by_its_file() {
+    const TALK: &str = "
+import socket, sys
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server = listener.accept()[0]
+server.sendall(b'x')
+print(client.recv(1).decode(), flush=True)
+sys.stdin.read()
+";
+    let scratch = Scratch::new("starts-names");
+    let which = Command::new("python3").args(["-c", "import os, sys; print(os.path.realpath(sys.executable))"]).output();
+    let python = text(&which.expect("python3").stdout).trim().to_owned();
+    let link = scratch.file("talker");
+    std::os::unix::fs::symlink(&python, &link).expect("a link");
+    let file = Path::new(&python).file_name().expect("a name").to_string_lossy().into_owned();
+    for (name, expected) in [("talker", 1), (&file, 1), ("other", 0)] {
+        let namespace = Namespace::new().expect("a namespace");
+        let rule = format!("accepted,program={name}");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.args([
+            "run",
+            "--log",
+            &scratch.file("log"),
+            "--eager",
+            "--rule",
+            &rule,
+            "--rule",
+            "never",
+            "--",
+            &link,
+            "-c",
+            TALK,
+        ]);
+        command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut running = namespace.spawn(&mut command).expect("baton");
+        let mut line = String::new();
+        BufReader::new(running.stdout.as_mut().expect("its output")).read_line(&mut line).expect("a line");
+        assert_eq!(line, "x\n");
+        let known = || listed(&scratch).len();
+        if expected > 0 {
+            wait_until("the rule matches", || known() == expected);
+        }
+        assert_eq!(known(), expected, "{name}");
+        drop(running.stdin.take());
+        assert!(running.wait().expect("our child").success());
+    }
 }

@@ -62,6 +62,16 @@ fn errors_name_the_cause() {
     assert!(text(&filter.stderr).contains("a local port as `:80`"), "{}", text(&filter.stderr));
 }
 
+/// A full disk is said like other errors.
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    let full = std::fs::File::options().write(true).open("/dev/full").expect("/dev/full");
+    let ran = Command::new(env!("CARGO_BIN_EXE_baton")).args(["doctor", "--json"]).stdout(full).output().expect("baton");
+    let said = text(&ran.stderr);
+    assert_eq!((ran.status.code(), said.lines().count()), (Some(2), 1), "{said}");
+    assert!(said.contains("No space left on device"), "{said}");
+}
+
 /// Every finding says what it is needed for, and, if something is missing, what to do.
 #[test]
 fn the_doctor_examines_this_machine() {
