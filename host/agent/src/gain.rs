@@ -1,5 +1,5 @@
 //! Placement by measured gain (`--choose gain`): which class a connection belongs to, where that class is to be now,
-//! and what is told of it. The decisions are made in [`baton_policy::Gain`].
+//! and what lists say of it. The decisions are made in [`baton_policy::Gain`].
 
 use crate::settings::Choose;
 use baton_linux::events::{monotonic_micros, nanos_of};

@@ -69,7 +69,7 @@ pub enum Line {
 }
 
 impl Subject {
-    /// The arguments by which the process is told of it.
+    /// The arguments that name it to the process.
     pub fn arguments(&self) -> Vec<String> {
         match self {
             Subject::Processes(list) => {

@@ -9,7 +9,7 @@ use std::io::{BufRead, Write};
 use std::net::TcpListener;
 use std::process::{Command, Output, Stdio};
 
-/// Makes connections, some with options that keep them in the kernel, and sends on each when it is told to.
+/// Makes connections, some with options that keep them in the kernel, and sends on each when a line comes.
 const PROGRAM: &str = "
 import socket, sys
 all = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(7)]
