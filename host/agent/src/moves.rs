@@ -213,7 +213,7 @@ fn record_end(agent: &mut Agent, (session, number): (u32, u32), conclusion: &Con
 }
 
 /// Why a connection leaves the NIC when its class is to be in the kernel.
-const BY_GAIN: &str = "its class is in the kernel now (baton nic gain)";
+const RETURNS_BY_GAIN: &str = "its class is in the kernel now (baton nic gain)";
 
 /// Measures classes of connections in both places, and moves each to where it is better served.
 fn place_by_gain(agent: &mut Agent) {
@@ -224,7 +224,7 @@ fn place_by_gain(agent: &mut Agent) {
         let host_tcp = agent.nics.iter().filter_map(|nic| Some(nic.host_tcp()?.process()));
         let nics: Vec<u32> = agent.nics.iter().map(NicProcess::process).chain(host_tcp).collect();
         for (session, number, _) in gain.look(&found, &nics, now) {
-            agent.return_soon(session, number, BY_GAIN);
+            agent.return_soon(session, number, RETURNS_BY_GAIN);
         }
         let mut texts = BTreeMap::new();
         for Found { key, class, side, .. } in found {
