@@ -230,6 +230,7 @@ fn text(row: &Row) -> String {
         Why::New => NEW.into(),
         Why::Little => "a turn in which its class was measured carried too little, or was cut short".into(),
         Why::Stuck => "not all of its class could be moved to measure it (baton stats says why)".into(),
+        Why::Begun => "its class was measured too briefly so far: its turns took long, and more of them follow".into(),
         Why::Cheaper => format!("cheaper {here} ({cost:.2} against {other_cost:.2} s/GB)"),
         Why::Faster => format!("faster {here} ({rate:.1} against {other_rate:.1} MB/s)"),
         Why::Equal => format!("no difference that is certain ({cost:.2} {here} against {other_cost:.2} s/GB)"),

@@ -14,6 +14,8 @@ const EQUAL: f64 = 0.03;
 /// Microseconds of a turn; of the time before it in which the class is in its place already, since a connection that
 /// has moved begins slowly; and that a class gets to move.
 const TURN: u64 = 250_000;
+/// The same of a turn that has not carried [`LEAST_BYTES`] by then: on a busy machine that takes longer.
+const LONGEST_TURN: u64 = 1_000_000;
 const WARM: u64 = 50_000;
 const LONGEST_MOVE: u64 = 2_000_000;
 
@@ -32,7 +34,8 @@ const FIRST_REST: u64 = 30_000_000;
 const LAST_REST: u64 = 600_000_000;
 const STEADY: u64 = 50;
 
-/// The same after a trial, for a class whose shape changes: away for at most one part of this of the time.
+/// The same after a trial for a class whose shape changes, and after one that had to end before the class has had any
+/// answer: away for at most one part of this of the time.
 const CHANGING: u64 = 5;
 
 /// Rest of a class that could not be tried, since it did not carry enough.
@@ -99,6 +102,8 @@ pub enum Why {
     Little,
     /// Not all of its connections could be moved.
     Stuck,
+    /// Its trial had to end before it had an answer, and goes on later.
+    Begun,
     /// It costs less there.
     Cheaper,
     /// It carries more there.
@@ -162,6 +167,8 @@ struct Class {
     next_shape: u64,
     /// The switch of another class may have it tried again. Once: two classes must not do so in turn.
     may_reopen: bool,
+    /// Pairs of a trial that had to end before it had an answer.
+    kept: Found,
     /// Nanoseconds of the program for a byte, as of the last trial; and looks in a row that differ.
     shape: Option<f64>,
     strange: u32,
@@ -177,6 +184,55 @@ struct Turn {
     cost: f64,
     rate: f64,
     program: f64,
+}
+
+/// What the pairs of a trial have found.
+#[derive(Clone, Copy, Default, Debug)]
+struct Found {
+    cost: Pairs,
+    rate: Pairs,
+    /// Sums over the pairs.
+    figures: Figures,
+    /// The same of the program's nanoseconds for a byte, in each place.
+    program: [f64; 2],
+}
+
+impl Found {
+    fn add(&mut self, kernel: Turn, nic: Turn) {
+        self.cost.add(nic.cost, kernel.cost);
+        self.rate.add(nic.rate, kernel.rate);
+        self.figures.pairs += 1;
+        for (sums, of) in [
+            (&mut self.figures.cost, [kernel.cost, nic.cost]),
+            (&mut self.figures.rate, [kernel.rate, nic.rate]),
+            (&mut self.program, [kernel.program, nic.program]),
+        ] {
+            sums.iter_mut().zip(of).for_each(|(sum, of)| *sum += of);
+        }
+    }
+
+    fn means(&self) -> Figures {
+        let pairs = f64::from(self.figures.pairs.max(1));
+        let Figures { pairs: number, cost, rate } = self.figures;
+        Figures { pairs: number, cost: cost.map(|sum| sum / pairs), rate: rate.map(|sum| sum / pairs) }
+    }
+
+    /// Which place is better, with confidence, and by what; differences are positive where the NIC's figure is larger.
+    /// Never one that is slower, whatever it saves.
+    fn decision(&self) -> Option<(Side, Why)> {
+        let Found { cost, rate, .. } = self;
+        if rate.is_below(-EQUAL) {
+            Some((Side::Kernel, Why::Faster))
+        } else if cost.is_above(EQUAL) {
+            Some((Side::Kernel, Why::Cheaper))
+        } else if cost.is_below(-EQUAL) && rate.mean() > -EQUAL {
+            Some((Side::Nic, Why::Cheaper))
+        } else if rate.is_above(EQUAL) && cost.mean() < EQUAL {
+            Some((Side::Nic, Why::Faster))
+        } else {
+            None
+        }
+    }
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -195,11 +251,7 @@ struct Trial {
     phase: Phase,
     /// The first turn of this pair.
     turn: Turn,
-    cost: Pairs,
-    rate: Pairs,
-    figures: Figures,
-    /// The program's nanoseconds for a byte, in each place.
-    program: [f64; 2],
+    found: Found,
     began: u64,
     /// Since when it is away from home, and for how long it was before.
     away_since: Option<u64>,
@@ -307,7 +359,7 @@ impl Gain {
             None => now + QUIET,
             Some(Phase::Moving { .. }) => now + MOVING,
             Some(Phase::Warm { since }) => since + WARM,
-            Some(Phase::Measured { since, .. }) => since + TURN,
+            Some(Phase::Measured { since, .. }) => (since + TURN).max(now + MOVING),
         }
     }
 
@@ -329,6 +381,7 @@ impl Gain {
                 rest: FIRST_REST,
                 next_shape: now,
                 may_reopen: false,
+                kept: Found::default(),
                 shape: None,
                 strange: 0,
                 looked: Sums::default(),
@@ -376,23 +429,22 @@ impl Gain {
             class.strange = if strange { class.strange + 1 } else { 0 };
             if class.strange >= LOOKS && now >= class.next_shape {
                 (class.strange, class.shape, class.next, class.rest) = (0, None, now, FIRST_REST);
+                class.kept = Found::default();
             }
         }
     }
 
     fn begin_trial(&mut self, now: u64) {
         let ready = |(_, class): &(&u32, &Class)| class.busy && class.next <= now;
-        let Some((&class, _)) = self.classes.iter().filter(ready).min_by_key(|(_, class)| class.next) else { return };
+        let Some((&class, known)) = self.classes.iter().filter(ready).min_by_key(|(_, class)| class.next) else { return };
+        let found = known.kept;
         self.trial = Some(Trial {
             class,
             first: self.draw(),
             second: false,
             phase: Phase::Moving { since: now },
             turn: Turn::default(),
-            cost: Pairs::default(),
-            rate: Pairs::default(),
-            figures: Figures::default(),
-            program: [0.0; 2],
+            found,
             began: now,
             away_since: None,
             away: 0,
@@ -434,7 +486,7 @@ impl Gain {
             Phase::Measured { since, from, shared } => {
                 let bytes = class.sums.bytes - from.bytes;
                 if bytes < LEAST_BYTES {
-                    return End::Failed(Why::Little);
+                    return if now < since + LONGEST_TURN { End::Open } else { End::Failed(Why::Little) };
                 }
                 let program = class.sums.program - from.program;
                 let price = if side == Side::Nic { self.price } else { 1.0 };
@@ -455,20 +507,10 @@ impl Gain {
             return self.end_stay(trial, class, now);
         }
         let (kernel, nic) = if trial.first == Side::Kernel { (trial.turn, turn) } else { (turn, trial.turn) };
-        trial.cost.add(nic.cost, kernel.cost);
-        trial.rate.add(nic.rate, kernel.rate);
-        let figures = &mut trial.figures;
-        figures.pairs += 1;
-        for (sums, of) in [
-            (&mut figures.cost, [kernel.cost, nic.cost]),
-            (&mut figures.rate, [kernel.rate, nic.rate]),
-            (&mut trial.program, [kernel.program, nic.program]),
-        ] {
-            sums.iter_mut().zip(of).for_each(|(sum, of)| *sum += of);
-        }
+        trial.found.add(kernel, nic);
         (trial.first, trial.second) = (self.draw(), false);
         let end = self.end_stay(trial, class, now);
-        if decided(&trial.cost, &trial.rate).is_some() || trial.cost.count() >= MOST_PAIRS { End::Done } else { end }
+        if trial.found.decision().is_some() || trial.found.figures.pairs >= MOST_PAIRS { End::Done } else { end }
     }
 
     /// Counts how long the class was away, after a turn.
@@ -488,8 +530,29 @@ impl Gain {
             class.rest = (2 * class.rest).min(LAST_REST);
         }
         class.next = now + rest.max(STEADY * trial.away_by(now));
+        class.kept = trial.found;
         if class.figures.is_none() {
             class.why = why;
+        }
+        self.quiet = now;
+    }
+
+    /// Ends a trial that was away for too long before it had an answer.
+    fn postpone(&mut self, trial: &Trial, now: u64) {
+        let Some(class) = self.classes.get_mut(&trial.class) else { return };
+        let away = trial.away_by(now);
+        let more = trial.found.figures.pairs > class.kept.figures.pairs;
+        if more && class.shape.is_none() {
+            class.next = now + CHANGING * away;
+        } else {
+            class.next = now + class.rest.max(STEADY * away);
+        }
+        if !more {
+            class.rest = (2 * class.rest).min(LAST_REST);
+        }
+        class.kept = trial.found;
+        if class.figures.is_none() {
+            class.why = Why::Begun;
         }
         self.quiet = now;
     }
@@ -498,44 +561,31 @@ impl Gain {
     fn conclude(&mut self, trial: &Trial, now: u64) {
         let Some(class) = self.classes.get_mut(&trial.class) else { return };
         let away = trial.away_by(now);
-        let decision = decided(&trial.cost, &trial.rate);
+        let decision = trial.found.decision();
+        if decision.is_none() && trial.found.figures.pairs < MOST_PAIRS {
+            self.postpone(trial, now);
+            return;
+        }
         let (home, why) = decision.unwrap_or((class.home, Why::Equal));
-        let pairs = f64::from(trial.figures.pairs.max(1));
-        let mean = |sums: [f64; 2]| sums.map(|sum| sum / pairs);
-        let figures = Figures { pairs: trial.figures.pairs, cost: mean(trial.figures.cost), rate: mean(trial.figures.rate) };
+        let figures = trial.found.means();
         let switches = home != class.home;
         (class.home, class.why, class.figures) = (home, why, Some(figures));
         class.switches += u32::from(switches);
         class.next = now + class.rest.max(STEADY * away);
         class.next_shape = now + CHANGING * (now - trial.began);
         class.rest = (2 * class.rest).min(LAST_REST);
-        class.shape = Some(mean(trial.program)[home as usize]);
-        (class.strange, class.may_reopen) = (0, true);
+        class.shape = Some(trial.found.program[home as usize] / f64::from(figures.pairs.max(1)));
+        (class.strange, class.may_reopen, class.kept) = (0, true, Found::default());
         class.looked = class.sums;
         self.quiet = now;
         if switches {
             for (_, other) in self.classes.iter_mut().filter(|(number, _)| **number != trial.class) {
+                other.kept = Found::default();
                 if core::mem::take(&mut other.may_reopen) {
                     other.next = other.next.min(now);
                 }
             }
         }
-    }
-}
-
-/// Which place is better, with confidence, and by what; differences are positive where the NIC's figure is larger.
-/// Never one that is slower, whatever it saves.
-fn decided(cost: &Pairs, rate: &Pairs) -> Option<(Side, Why)> {
-    if rate.is_below(-EQUAL) {
-        Some((Side::Kernel, Why::Faster))
-    } else if cost.is_above(EQUAL) {
-        Some((Side::Kernel, Why::Cheaper))
-    } else if cost.is_below(-EQUAL) && rate.mean() > -EQUAL {
-        Some((Side::Nic, Why::Cheaper))
-    } else if rate.is_above(EQUAL) && cost.mean() < EQUAL {
-        Some((Side::Nic, Why::Faster))
-    } else {
-        None
     }
 }
 
@@ -575,6 +625,9 @@ mod tests {
         random: u64,
         /// Microseconds for which each class was on the NIC.
         on_nic: Vec<u64>,
+        /// Microseconds that a move takes, and since when each class moves.
+        slow: u64,
+        since: Vec<Option<u64>>,
     }
 
     impl World {
@@ -593,6 +646,8 @@ mod tests {
                 noise,
                 random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
                 on_nic: alloc::vec![0; number],
+                slow: 0,
+                since: alloc::vec![None; number],
             }
         }
 
@@ -638,7 +693,12 @@ mod tests {
             self.next = self.gain.look(self.now, &seen, used);
             assert!(self.next > self.now, "time goes on");
             for (at, side) in self.at.iter_mut().enumerate() {
-                *side = self.gain.place(at as u32);
+                let to = self.gain.place(at as u32);
+                if to == *side {
+                    self.since[at] = None;
+                } else if self.now - *self.since[at].get_or_insert(self.now) >= self.slow {
+                    (*side, self.since[at]) = (to, None);
+                }
             }
         }
 
@@ -705,6 +765,38 @@ mod tests {
             world.run(5 * SECOND);
             assert_eq!(world.row(0).home, home);
         }
+    }
+
+    /// On a busy machine moves take so long that a trial must end before it has enough pairs: the next one goes on with
+    /// them.
+    #[test]
+    fn slow_moves_only_delay_an_answer() {
+        for slow in [900_000, 1_600_000] {
+            let mut late = 0;
+            for (load, home, seed) in (1..=SEEDS).flat_map(|seed| [(BULK, Side::Nic, seed), (REQUESTS, Side::Kernel, seed)]) {
+                let mut world = World::new(&[load], seed, 0.03);
+                world.slow = slow;
+                world.run(60 * SECOND);
+                let row = world.row(0);
+                late += u64::from(row.home != home || !matches!(row.why, Why::Faster | Why::Cheaper));
+            }
+            assert!(late <= 2 * LATE, "{late} of {}", 2 * SEEDS);
+            let mut world = World::new(&[EVEN], 1, 0.05);
+            world.slow = slow;
+            world.run(60 * SECOND);
+            assert!(world.on_nic[0] < 20 * SECOND, "{} us away", world.on_nic[0]);
+            world.on_nic[0] = 0;
+            world.run(600 * SECOND);
+            assert!(world.on_nic[0] < 30 * SECOND, "{} us away", world.on_nic[0]);
+        }
+    }
+
+    /// A turn that carries little goes on for longer.
+    #[test]
+    fn a_slow_class_gets_longer_turns() {
+        let mut world = World::new(&[Load { rate: [9e4, 9e4], ..BULK }], 1, 0.03);
+        world.run(30 * SECOND);
+        assert_eq!((world.row(0).home, world.row(0).why), (Side::Nic, Why::Cheaper), "{:?}", world.row(0));
     }
 
     /// What the NIC costs is shared: whether one class is worth it there depends on the others.

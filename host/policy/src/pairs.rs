@@ -29,10 +29,6 @@ impl Pairs {
         self.squares += difference * difference;
     }
 
-    pub fn count(&self) -> u32 {
-        self.count
-    }
-
     pub fn mean(&self) -> f64 {
         self.sum / f64::from(self.count.max(1))
     }
