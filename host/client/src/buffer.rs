@@ -1,9 +1,10 @@
-//! Buffers into which the NIC puts received bytes, without a copy by the program.
+//! Buffers into which the NIC puts received bytes, and from which it takes bytes to be sent, without a copy by the
+//! program.
 
 use crate::connection::Connection;
 use crate::heap::Heap;
 use crate::shared::Shared;
-use baton_abi::layout::POSTS;
+use baton_abi::layout::{POSTS, session};
 use baton_ring::Token;
 use baton_shm::Region;
 use std::collections::VecDeque;
@@ -35,29 +36,54 @@ impl Store {
         let length =
             u32::try_from(length).ok().filter(|length| (1..=1 << 28).contains(length)).ok_or(io::ErrorKind::InvalidInput)?;
         let block = self.heap().take(length).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Buffer { store: self.clone(), block, length })
+        Ok(Buffer { block: Arc::new(Block { store: self.clone(), block }), length })
+    }
+
+    /// Memory for the table of sends from buffers, which lives as long as the session. Its offset.
+    pub fn table(&self) -> Option<u32> {
+        let (at, size) = self.heap().take((session::MAX_CONNECTIONS * session::BUFFERS_SENT_BYTES) as u32)?;
+        // Whoever has had it before has written to it.
+        self.memory.discard(at as usize, size as usize);
+        self.memory.word32(session::BUFFERS_SENT).store(at, Ordering::Release);
+        Some(at)
     }
 }
 
-/// Memory that the NIC can write into, for [`crate::Session::post`].
+/// Memory that is free again when nobody uses it any more.
 #[derive(Debug)]
-pub struct Buffer {
+pub(crate) struct Block {
     store: Store,
     block: (u32, u32),
-    length: u32,
 }
 
-impl Drop for Buffer {
+impl Drop for Block {
     fn drop(&mut self) {
         self.store.heap().give(self.block.0, self.block.1);
     }
+}
+
+/// Memory that the NIC can reach, for [`crate::Session::post`] and [`crate::Session::send_buffer`].
+#[derive(Debug)]
+pub struct Buffer {
+    block: Arc<Block>,
+    length: u32,
 }
 
 impl Buffer {
     /// Its bytes. The NIC can write them at any time, so they are atomics. Their number never changes, and a NIC that
     /// works correctly leaves a buffer alone once it was returned ([`crate::Session::take_posted`]).
     pub fn bytes(&self) -> &[AtomicU8] {
-        self.store.memory.bytes(self.block.0 as usize, self.length as usize).unwrap_or_default()
+        self.block.store.memory.bytes(self.address() as usize, self.length as usize).unwrap_or_default()
+    }
+
+    /// Its offset in session memory.
+    pub(crate) fn address(&self) -> u32 {
+        self.block.block.0
+    }
+
+    /// Its memory, which stays as it is while this is kept.
+    pub(crate) fn block(&self) -> Arc<Block> {
+        self.block.clone()
     }
 
     /// Copies bytes out, from `at` on, as many as there are.
@@ -67,8 +93,10 @@ impl Buffer {
         }
     }
 
-    fn write(&self, at: u32, bytes: &[u8]) {
-        let _ = self.store.memory.write((self.block.0 + at) as usize, bytes);
+    /// Copies bytes in, from `at` on, as many as there is room for.
+    pub fn write(&self, at: usize, bytes: &[u8]) {
+        let room = (self.length as usize).saturating_sub(at);
+        let _ = self.block.store.memory.write(self.address() as usize + at, &bytes[..bytes.len().min(room)]);
     }
 }
 
@@ -124,7 +152,7 @@ impl Posts {
         }
         for post in self.list.iter_mut().take(POSTS).filter(|post| !post.sent) {
             let Filled { buffer, length, .. } = &post.filled;
-            shared.post(connection, token, buffer.block.0 + *length as u32, buffer.length - *length as u32)?;
+            shared.post(connection, token, buffer.address() + *length as u32, buffer.length - *length as u32)?;
             post.sent = true;
         }
         let Some(mut events) = shared.events.lock(token) else { return Ok(()) };
@@ -154,7 +182,7 @@ impl Posts {
         while early > 0 {
             let piece = &mut bytes[..PIECE.min(early as usize)];
             let got = shared.receive(connection, token, piece)?;
-            buffer.write(*length as u32, &piece[..got]);
+            buffer.write(*length, &piece[..got]);
             (*length, early, left) = (*length + got, early - got as u32, left - got as u32);
         }
         if left > 0 {
@@ -179,7 +207,7 @@ impl Posts {
             let Some(post) = self.list.front_mut() else { return Err(io::ErrorKind::InvalidInput.into()) };
             let Filled { buffer, length, .. } = &mut post.filled;
             let got = receive(&mut bytes[..PIECE.min(buffer.length as usize - *length)])?;
-            buffer.write(*length as u32, &bytes[..got]);
+            buffer.write(*length, &bytes[..got]);
             *length += got;
             if got == 0 || *length == buffer.length as usize {
                 return self.take();

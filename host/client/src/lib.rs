@@ -16,6 +16,7 @@ pub mod heap;
 pub mod messages;
 pub mod preload;
 pub mod rules;
+mod sent;
 mod session;
 mod shared;
 pub mod tool;

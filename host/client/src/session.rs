@@ -2,6 +2,7 @@
 
 use crate::buffer::{Buffer, Filled, Posts, Store};
 use crate::connection::Connection;
+use crate::sent::{Sends, Table};
 use crate::shared::{Listener, Shared};
 use baton_abi::layout::Owner;
 use baton_linux::events::{Poller, Trigger};
@@ -10,6 +11,7 @@ use baton_protocol::program::{Opening, Place, Until};
 use baton_ring::Token;
 use std::collections::BTreeMap;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -53,6 +55,11 @@ pub struct Session {
     store: Store,
     /// Posted buffers for the bytes that arrive next, of the few connections that have any.
     posts: BTreeMap<ConnectionId, Posts>,
+    /// Bytes in buffers that the NIC sends, or has sent, of the few connections that have any; and those of connections
+    /// that are gone while the NIC may still send.
+    sends: BTreeMap<ConnectionId, Sends>,
+    kept: Vec<Sends>,
+    table: Table,
 }
 
 /// Polls that find connections ready without a look at the descriptors, which costs a system call: those of connections
@@ -109,6 +116,9 @@ impl Session {
             unlooked: 0,
             store,
             posts: BTreeMap::new(),
+            sends: BTreeMap::new(),
+            kept: Vec::new(),
+            table: Table::default(),
         })
     }
 
@@ -124,6 +134,7 @@ impl Session {
     pub fn adopt(&mut self, fd: OwnedFd) -> io::Result<ConnectionId> {
         let connection = self.shared.register(fd.as_fd(), false)?;
         let id = connection.number();
+        self.table.clear(self.shared.memory(), id);
         self.poller.add(fd.as_fd(), u64::from(id), Trigger::Edge)?;
         if self.connections.len() <= id as usize {
             self.connections.resize_with(id as usize + 1, || None);
@@ -165,6 +176,8 @@ impl Session {
         let adopted = self.connections.get_mut(id as usize).and_then(Option::take).ok_or(io::ErrorKind::NotFound)?;
         self.posts.remove(&id);
         let released = self.shared.forget(&adopted.connection, ME);
+        let sends = self.sends.remove(&id).filter(Sends::any);
+        self.kept.extend(sends.filter(|_| ![Owner::Kernel, Owner::Nobody].contains(&adopted.connection.owner())));
         let _ = self.poller.remove(adopted.fd.as_fd());
         released.map(|()| adopted.fd)
     }
@@ -210,6 +223,9 @@ impl Session {
     /// # Errors
     /// `WouldBlock` if there is no room or the connection is being moved, else the error that ended the connection.
     pub fn send(&mut self, id: ConnectionId, bytes: &[u8]) -> io::Result<usize> {
+        if !self.sends.is_empty() {
+            self.release_sent(id)?;
+        }
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         if self.shared.send_at_once(connection, ME, bytes) {
             return Ok(bytes.len());
@@ -221,7 +237,55 @@ impl Session {
         counted(connection, socket::send(fd.as_fd(), bytes))
     }
 
-    /// Makes a buffer for [`Session::post`], in memory that the NIC can write.
+    /// Queues a part of a buffer for sending, as much as there is room for, without a copy by this program: while the
+    /// connection is on the NIC, the NIC takes the bytes from the buffer, again if they are lost, until the peer has
+    /// acknowledged them. Where it cannot (more than seven such parts are unacknowledged, an interface that joins sends,
+    /// partial offload), and in the kernel, they are copied. Returns how many bytes were queued: one part.
+    ///
+    /// What lies there must stay as it is until [`Session::take_sent`] has counted the part: else the peer may get
+    /// other bytes, and nothing else goes wrong. The same buffer may be sent on many connections. Its memory is not
+    /// used for anything else before all have sent it, even if it is dropped.
+    ///
+    /// # Errors
+    /// `InvalidInput` if the range is empty or not in the buffer, else as [`Session::send`].
+    pub fn send_buffer(&mut self, id: ConnectionId, buffer: &Buffer, range: Range<usize>) -> io::Result<usize> {
+        if range.is_empty() || range.end > buffer.bytes().len() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "no such bytes in the buffer"));
+        }
+        let Adopted { fd, connection, .. } = Self::adopted_of(&self.connections, id)?;
+        let sends = self.sends.entry(id).or_default();
+        let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
+        if entered.owner == Owner::Nic && !self.fast_path {
+            let of = (&self.shared, &self.store, &mut self.table);
+            return sends.send(of, connection, ME, buffer, range);
+        }
+        sends.release(&self.shared, &self.table, connection, ME);
+        sends.send_in_kernel(buffer, range, |bytes| match entered.owner {
+            Owner::Nic => self.shared.send(connection, ME, bytes),
+            _ => counted(connection, socket::send(fd.as_fd(), bytes)),
+        })
+    }
+
+    /// The number of parts that [`Session::send_buffer`] has queued, in their order, which nobody needs any more, since
+    /// this was last called: what lies there may be changed. It does not wait.
+    ///
+    /// # Errors
+    /// If there is no such connection.
+    pub fn take_sent(&mut self, id: ConnectionId) -> io::Result<usize> {
+        self.catch_up();
+        self.release_sent(id)?;
+        Ok(self.sends.get_mut(&id).map_or(0, Sends::take_done))
+    }
+
+    fn release_sent(&mut self, id: ConnectionId) -> io::Result<()> {
+        let Adopted { connection, .. } = Self::adopted_of(&self.connections, id)?;
+        if let Some(sends) = self.sends.get_mut(&id) {
+            sends.release(&self.shared, &self.table, connection, ME);
+        }
+        Ok(())
+    }
+
+    /// Makes a buffer for [`Session::post`] and [`Session::send_buffer`], in memory that the NIC can reach.
     ///
     /// # Errors
     /// `InvalidInput` for no bytes or more than 2²⁸, `OutOfMemory` if the session has no room left for buffers.

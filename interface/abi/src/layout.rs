@@ -248,6 +248,11 @@ pub const PAIRS: usize = 16;
 /// Number of buffers that a program may have posted on one connection at a time.
 pub const POSTS: usize = 4;
 
+/// Sends from buffers of the program's own that may be unacknowledged on one connection at a time. Between two of them
+/// lies at most one run of bytes in send memory, and one of the runs may reach around its end.
+pub const BUFFERS_SENT: usize = 7;
+const _: () = assert!(2 * BUFFERS_SENT + 2 <= PAIRS);
+
 /// Session memory.
 ///
 /// It begins with an area for each NIC that may serve the session ([`area`]): a page of words and two rings. The words
@@ -282,6 +287,14 @@ pub mod session {
     /// 4-byte word: tag of the request that the program waits for and may still withdraw. The agent puts 0 in its place
     /// when it takes the request up, the program when it withdraws it; whoever finds another value there is too late.
     pub const ASKED: usize = 196;
+    /// 4-byte word, written by the program: offset of its table of sends from buffers of its own, 0 if it has none. For
+    /// each connection it has [`super::BUFFERS_SENT`] entries and an unused one, of 16 bytes each: sequence number,
+    /// address, length, 0. An entry counts while the length is not 0: these bytes of the send queue lie there, and not
+    /// in send memory. The program writes it before it queues the bytes, and clears it when they are acknowledged or
+    /// the connection has moved. Who restores the connection of a dead NIC reads it.
+    pub const BUFFERS_SENT: usize = 200;
+    /// Bytes of that table for one connection.
+    pub const BUFFERS_SENT_BYTES: usize = 16 * (super::BUFFERS_SENT + 1);
     /// 4-byte word of a session for messages, written by the agent: how many NICs it has been given to.
     pub const NIC_STARTS: usize = 256;
     /// 8-byte words of a session for messages, written by the NIC: packets received and sent, data packets placed,

@@ -5,6 +5,7 @@
 mod posted;
 mod record;
 mod replay;
+mod sent;
 
 pub use posted::{Post, gather, pieces, posts_of};
 pub use record::{
@@ -12,3 +13,4 @@ pub use record::{
     read_record, unpublish, write_image,
 };
 pub use replay::Replay;
+pub use sent::sends_of;

@@ -8,7 +8,7 @@ use baton_abi::layout::{self, slot as at};
 use baton_abi::record::{STEP, WORDS, copy};
 use baton_device::Payload;
 use baton_image::Image;
-use baton_recovery::published;
+use baton_recovery::{Post, gather, published};
 use baton_shm::{Pool, Region, Shared, WordArray, prefetch};
 use baton_tcp::Connection;
 use baton_wire::frame::Template;
@@ -313,6 +313,22 @@ impl Offloaded {
         (self.pair_first, self.pair_next) = (0, 0);
         (self.send_base, self.send_size) = (memory.send_base, memory.send_size);
         self.adopt_send_queue(image, memory);
+    }
+
+    /// Moves the bytes of the send queue that lie in buffers of the program's to send memory, before the connection
+    /// leaves the NIC or goes on in other memory. They fit: no more is queued than send memory has room for.
+    pub fn gather_sends(&self) {
+        let count = self.pair_next.wrapping_sub(self.pair_first);
+        let pairs = (0..count).map(|nth| self.pairs[usize::from(self.pair_first.wrapping_add(nth) & (layout::PAIRS as u8 - 1))]);
+        // One that begins in send memory may go on in a buffer that lies behind it.
+        let inside = |pair: &Pair| u64::from(pair.address.wrapping_sub(self.send_base)) + u64::from(pair.length);
+        let outside = pairs.filter(|pair| inside(pair) > u64::from(self.send_size));
+        let sends: Vec<Post> = outside.map(|Pair { address, length, seq }| Post { seq, length, address }).collect();
+        if !sends.is_empty()
+            && let Some(circle) = self.session_memory.circle(self.send_base, self.send_size)
+        {
+            gather(&sends, &self.session_memory, &circle, self.tcp.snd_una());
+        }
     }
 
     /// Sets the network interface that its frames leave through.

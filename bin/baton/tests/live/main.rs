@@ -64,6 +64,7 @@ mod run;
 mod sandbox;
 mod scratch;
 mod segments;
+mod sent;
 mod silence;
 mod starts;
 mod stays;

@@ -17,7 +17,7 @@ use baton_linux::buffers::{Buffer, Side};
 use baton_linux::events::monotonic_micros;
 use baton_moves::{Action, Outcome, Refusal};
 use baton_protocol::events::What;
-use baton_recovery::empty_memory;
+use baton_recovery::{empty_memory, sends_of};
 use baton_shm::{Circle, Region};
 use std::sync::atomic::Ordering;
 
@@ -58,7 +58,11 @@ impl Performer<'_> {
     /// Copies the send queue of a connection that is still active: queued bytes do not change until they are
     /// acknowledged. So only those that the program queues from now on are left for the time of rest, which the peer
     /// sees as a delay. Returns the sequence number behind the last byte copied.
+    /// None where some of it lies in buffers of the program's: the NIC moves them to send memory when it rests.
     fn copy_ahead(&self, base: usize, old: (u32, u32), new: (u32, u32)) -> Option<u32> {
+        if !sends_of(&self.open.memory, self.connection.number()).is_empty() {
+            return None;
+        }
         let record = read_record(self.ground.nic_memory, base).filter(|_| new != old)?;
         let (from, to) = (self.open.memory.circle(old.0, old.1)?, self.open.memory.circle(new.0, new.1)?);
         let queued = record.snd_end.wrapping_sub(record.snd_una);

@@ -79,6 +79,19 @@ void baton_buffer_free(baton_buffer *buffer);
 int baton_post(baton_session *session, int connection, baton_buffer *buffer);
 baton_buffer *baton_take_posted(baton_session *session, int connection, size_t *length, size_t *placed);
 
+/* Sending without a copy by the program: queues LENGTH bytes of a buffer from
+ * OFFSET on, or as many as there is room for, and returns how many: one part. While
+ * the connection is on the NIC, the NIC takes them from the buffer until the peer
+ * has acknowledged them; otherwise, and while seven parts are unacknowledged, they
+ * are copied. They must stay as they are until baton_take_sent() has counted the
+ * part: it returns how many parts, in their order, nobody needs any more since it
+ * was last called. One buffer may be sent on many connections; it may be freed
+ * at any time. baton_buffer_memory() is where to write. EINVAL: no such bytes. */
+void *baton_buffer_memory(baton_buffer *buffer);
+ssize_t baton_send_buffer(baton_session *session, int connection, const baton_buffer *buffer,
+                          size_t offset, size_t length);
+int baton_take_sent(baton_session *session, int connection);
+
 /* Like shutdown(2) with SHUT_WR. */
 int baton_shutdown(baton_session *session, int connection);
 

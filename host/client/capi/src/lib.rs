@@ -259,6 +259,47 @@ pub unsafe extern "C" fn baton_take_posted(
 /// See `baton.h`.
 ///
 /// # Safety
+/// `buffer` must be null or a buffer of the caller's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_buffer_memory(buffer: *mut Buffer) -> *mut c_void {
+    // SAFETY: `buffer` is null or valid (`# Safety`).
+    let bytes = unsafe { buffer.as_ref() }.map(Buffer::bytes);
+    // Atomics may be written through a shared reference.
+    bytes.map_or(std::ptr::null_mut(), |bytes| bytes.as_ptr().cast_mut().cast())
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module; `buffer` must be null or a buffer of the caller's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_send_buffer(
+    pointer: *mut CSession,
+    connection: c_int,
+    buffer: *const Buffer,
+    offset: usize,
+    length: usize,
+) -> isize {
+    // SAFETY: the session is valid, and `buffer` is null or valid (`# Safety`).
+    let (session, buffer) = unsafe { (session(pointer), buffer.as_ref()) };
+    let Some(buffer) = buffer else { return fail(&io::Error::from_raw_os_error(libc::EFAULT)) as isize };
+    let range = offset..offset.saturating_add(length);
+    count(session.and_then(|s| s.session.send_buffer(connection as u32, buffer, range)))
+}
+
+/// See `baton.h`.
+///
+/// # Safety
+/// See the module.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn baton_take_sent(pointer: *mut CSession, connection: c_int) -> c_int {
+    // SAFETY: the session is valid (`# Safety`).
+    answer(unsafe { session(pointer) }.and_then(|s| s.session.take_sent(connection as u32)), |parts| parts as c_int)
+}
+
+/// See `baton.h`.
+///
+/// # Safety
 /// See the module.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_shutdown(pointer: *mut CSession, connection: c_int) -> c_int {

@@ -282,6 +282,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let _ = self.nic_memory.write(nic::scratch(index) + scratch::IMAGE, &bytes);
         let read = offloaded.tcp.rcv_read();
         offloaded.receive.gather(read);
+        offloaded.gather_sends();
         slot.custody = Custody::Leaving(offloaded);
         if cfg!(feature = "sabotage-lose-steal") {
             self.remove_slot(cid);
