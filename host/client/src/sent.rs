@@ -3,7 +3,7 @@
 
 use crate::buffer::{Block, Buffer, Store};
 use crate::connection::Connection;
-use crate::shared::Shared;
+use crate::shared::{Shared, send_from, takes_buffers};
 use baton_abi::layout::{BUFFERS_SENT, Owner, session};
 use baton_ring::Token;
 use baton_shm::Region;
@@ -105,8 +105,8 @@ impl Sends {
         }
     }
 
-    /// Queues a part of a buffer, as much as there is room for. Returns how much. The caller has entered the connection,
-    /// which is on the NIC. The bytes are copied where the NIC cannot take them from there.
+    /// Queues a part of a buffer, as much as there is room for. Returns how much. The caller has entered the
+    /// connection, which is on the NIC. The bytes are copied where the NIC cannot take them from there.
     pub fn send(
         &mut self,
         (shared, store, table): (&Shared, &Store, &mut Table),
@@ -118,7 +118,7 @@ impl Sends {
         self.release(shared, table, connection, token);
         self.moves = connection.moves();
         let used = |entry: &usize| self.parts.iter().any(|part| part.entry.as_ref().is_some_and(|(used, _)| used == entry));
-        let free = (0..BUFFERS_SENT).find(|entry| !used(entry)).filter(|_| shared.takes_buffers());
+        let free = (0..BUFFERS_SENT).find(|entry| !used(entry)).filter(|_| takes_buffers(shared));
         let Some((entry, table)) = free.zip(table.get(store)) else {
             let sent = copied(buffer, range, |bytes| shared.send(connection, token, bytes))?;
             self.parts.push_back(Part { end: connection.queued.load(Ordering::Relaxed), entry: None });
@@ -131,7 +131,7 @@ impl Sends {
                 shared.memory().word32(at + 4 * word).store(value, Ordering::Release);
             }
         };
-        let sent = shared.send_from(connection, token, (address, range.len()), note)?;
+        let sent = send_from(shared, connection, token, (address, range.len()), note)?;
         let end = connection.queued.load(Ordering::Relaxed);
         self.parts.push_back(Part { end, entry: Some((entry, buffer.block())) });
         Ok(sent)

@@ -239,8 +239,8 @@ impl Session {
 
     /// Queues a part of a buffer for sending, as much as there is room for, without a copy by this program: while the
     /// connection is on the NIC, the NIC takes the bytes from the buffer, again if they are lost, until the peer has
-    /// acknowledged them. Where it cannot (more than seven such parts are unacknowledged, an interface that joins sends,
-    /// partial offload), and in the kernel, they are copied. Returns how many bytes were queued: one part.
+    /// acknowledged them. Where it cannot (more than seven such parts are unacknowledged, an interface that joins
+    /// sends, partial offload), and in the kernel, they are copied. Returns how many bytes were queued: one part.
     ///
     /// What lies there must stay as it is until [`Session::take_sent`] has counted the part: else the peer may get
     /// other bytes, and nothing else goes wrong. The same buffer may be sent on many connections. Its memory is not

@@ -1,5 +1,5 @@
-//! Sends from a program's own buffers: every byte arrives once, in order, wherever the connection is, through a link with
-//! faults and across the NIC's death; and what was released is never read again.
+//! Sends from a program's own buffers: every byte arrives once, in order, wherever the connection is, through a link
+//! with faults and across the NIC's death; and what was released is never read again.
 
 use crate::common::{Scene, scene};
 use baton_bed::testbed::TestbedSettings;
@@ -31,7 +31,8 @@ impl Writer {
         Writer { scene: scene(settings), rng: Rng::new(7), parts: VecDeque::new(), released: 0, apart: 0 }
     }
 
-    /// Sends a buffer of a random length, in as many parts as it takes, or some bytes as usual. False if there is no room.
+    /// Sends a buffer of a random length, in as many parts as it takes, or some bytes as usual. False if there is no
+    /// room.
     fn send(&mut self) -> bool {
         if self.rng.below(3) == 0 {
             let most = 1 << self.rng.below(12);

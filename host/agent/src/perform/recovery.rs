@@ -42,19 +42,14 @@ impl Performer<'_> {
                 if let Some(circle) = self.open.memory.circle(offset, size) {
                     gather(&posts_of(self.ground.nic_memory, cid.slot()), &self.open.memory, &circle, record.rcv_read);
                 }
-                self.gather_sends(on_nic.memory().send, record.snd_una);
+                let (offset, size) = on_nic.memory().send;
+                if let Some(circle) = self.open.memory.circle(offset, size) {
+                    gather(&sends_of(&self.open.memory, self.connection.number()), &self.open.memory, &circle, record.snd_una);
+                }
                 image_at_death(&handed_off, on_nic, &record, self.connection).ok_or_else(|| damaged("record"))?
             }
         };
         image.check().map_err(|_| damaged("record"))?;
         self.begin_import(image, None)
-    }
-
-    /// Moves what the program has sent from buffers of its own to send memory, in place of the NIC that has died.
-    fn gather_sends(&self, (offset, size): (u32, u32), una: u32) {
-        let sends = sends_of(&self.open.memory, self.connection.number());
-        if let Some(circle) = self.open.memory.circle(offset, size) {
-            gather(&sends, &self.open.memory, &circle, una);
-        }
     }
 }

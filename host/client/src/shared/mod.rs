@@ -32,6 +32,7 @@ pub(crate) use events::{Events, refresh};
 pub use requests::LIMIT;
 use requests::protocol_error;
 pub use sending::limits_queue;
+pub(crate) use sending::{send_from, takes_buffers};
 
 const RELAXED: Ordering = Ordering::Relaxed;
 

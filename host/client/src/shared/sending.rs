@@ -114,53 +114,6 @@ impl Shared {
         Ok(length as usize)
     }
 
-    /// Whether the NIC can take bytes from where a message says that they are: by the other interfaces it looks in send
-    /// memory for what has been queued.
-    pub(crate) fn takes_buffers(&self) -> bool {
-        !self.joins() && self.interface != Interface::Handshake
-    }
-
-    /// Queues bytes that lie at this place in session memory, as many as there is room for. Returns how many. `note`
-    /// gets the sequence number of the first and how many they are, before anybody can find that they are queued. The
-    /// caller has entered the connection, which is on the NIC, and [`Shared::takes_buffers`].
-    ///
-    /// # Errors
-    /// As [`Shared::send`].
-    pub(crate) fn send_from(
-        &self,
-        connection: &Connection,
-        token: Token,
-        (address, length): (u32, usize),
-        note: impl FnOnce(u32, u32),
-    ) -> io::Result<usize> {
-        if connection.stopped.load(RELAXED) {
-            return Err(self.send_error(connection));
-        }
-        let mut most = length.min(connection.room() as usize) as u32;
-        if (most as usize) < length {
-            self.catch_up(token);
-            most = length.min(connection.room() as usize) as u32;
-        }
-        if most == 0 || !self.takes(connection, token) {
-            return Err(would_block());
-        }
-        let lane = self.lane(connection);
-        let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
-        if !commands.has_room(1) {
-            lane.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
-            return Err(would_block());
-        }
-        let queued = connection.queued.load(RELAXED);
-        note(queued, most);
-        let _ = commands.push(Message::new(Operation::NicSend, connection.cid(), address, most).to_words());
-        connection.given.store(commands.position(), RELAXED);
-        connection.note_queued(connection.inside(), queued.wrapping_add(most));
-        commands.publish();
-        drop(commands);
-        lane.ring_nic();
-        Ok(most as usize)
-    }
-
     /// Whether the NIC takes another message of the connection now: it has acknowledged the last one, if it has to, and
     /// the ring is not full. When that changes there is an event.
     pub fn takes(&self, connection: &Connection, token: Token) -> bool {
@@ -380,6 +333,53 @@ impl Shared {
             _ => Ok(()),
         }
     }
+}
+
+/// Whether the NIC can take bytes from where a message says that they are: by the other interfaces it looks in send
+/// memory for what has been queued.
+pub(crate) fn takes_buffers(shared: &Shared) -> bool {
+    !shared.joins() && shared.interface != Interface::Handshake
+}
+
+/// Queues bytes that lie at this place in session memory, as many as there is room for. Returns how many. `note`
+/// gets the sequence number of the first and how many they are, before anybody can find that they are queued. The
+/// caller has entered the connection, which is on the NIC, and [`takes_buffers`].
+///
+/// # Errors
+/// As [`Shared::send`].
+pub(crate) fn send_from(
+    shared: &Shared,
+    connection: &Connection,
+    token: Token,
+    (address, length): (u32, usize),
+    note: impl FnOnce(u32, u32),
+) -> io::Result<usize> {
+    if connection.stopped.load(RELAXED) {
+        return Err(shared.send_error(connection));
+    }
+    let mut most = length.min(connection.room() as usize) as u32;
+    if (most as usize) < length {
+        shared.catch_up(token);
+        most = length.min(connection.room() as usize) as u32;
+    }
+    if most == 0 || !shared.takes(connection, token) {
+        return Err(would_block());
+    }
+    let lane = shared.lane(connection);
+    let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
+    if !commands.has_room(1) {
+        lane.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
+        return Err(would_block());
+    }
+    let queued = connection.queued.load(RELAXED);
+    note(queued, most);
+    let _ = commands.push(Message::new(Operation::NicSend, connection.cid(), address, most).to_words());
+    connection.given.store(commands.position(), RELAXED);
+    connection.note_queued(connection.inside(), queued.wrapping_add(most));
+    commands.publish();
+    drop(commands);
+    lane.ring_nic();
+    Ok(most as usize)
 }
 
 /// Whether a socket option limits the bytes that may be queued for sending: SO_SNDBUF and SO_SNDBUFFORCE.
