@@ -1,7 +1,8 @@
 /* Accepts one connection, echoes what arrives until the peer closes, and moves the
  * connection to the NIC or back after every kilobyte. argv: path of the agent's socket.
  * The listener is descriptor 3. Prints how often the connection moved. With a second
- * argument it receives into posted buffers, and prints how many bytes the NIC put there. */
+ * argument it receives into posted buffers and sends from buffers, and prints how many bytes the
+ * NIC put there. */
 #define _GNU_SOURCE
 #include <baton.h>
 #include <errno.h>
@@ -15,6 +16,8 @@
 
 static int posts;
 static size_t by_nic;
+/* Sends from buffers that have not been released. */
+static size_t parts;
 
 /* Like baton_receive(), through buffers, four of which are posted at any time. */
 static ssize_t receive(baton_session *s, int c, char *bytes, size_t length)
@@ -35,6 +38,24 @@ static ssize_t receive(baton_session *s, int c, char *bytes, size_t length)
     return got;
 }
 
+/* Like baton_send(), through a buffer, which is freed at once: its memory stays as it is until the peer has it. */
+static ssize_t send_bytes(baton_session *s, int c, const char *bytes, size_t length)
+{
+    if (!posts) return baton_send(s, c, bytes, length);
+    baton_buffer *buffer = baton_buffer_new(s, length);
+    if (buffer == NULL) return -1;
+    memcpy(baton_buffer_memory(buffer), bytes, length);
+    ssize_t sent = baton_send_buffer(s, c, buffer, 0, length);
+    int error = errno;
+    baton_buffer_free(buffer);
+    if (sent > 0) parts++;
+    int released = baton_take_sent(s, c);
+    if (released < 0) return -1;
+    parts -= released;
+    errno = error;
+    return sent;
+}
+
 static int echo(baton_session *s, int c)
 {
     static char bytes[65536];
@@ -48,7 +69,7 @@ static int echo(baton_session *s, int c)
             else if (n == 0) ended = 1;
             else if (errno != EAGAIN) CHECK(n);
         }
-        while (done < held && (n = baton_send(s, c, bytes + done, held - done)) >= 0) done += n;
+        while (done < held && (n = send_bytes(s, c, bytes + done, held - done)) >= 0) done += n;
         if (done < held && errno != EAGAIN) CHECK(-1);
         /* With buffers it stays in place for a while, so that bytes arrive after they are posted and not during a move. */
         if (since >= (posts ? 50000 : 1024)) {
@@ -61,6 +82,14 @@ static int echo(baton_session *s, int c)
             uint32_t ready[4];
             CHECK(baton_poll(s, 5, ready, 4));
         }
+    }
+    /* The peer acknowledges all of it. */
+    while (parts > 0) {
+        uint32_t ready[4];
+        int released = baton_take_sent(s, c);
+        CHECK(released);
+        parts -= released;
+        CHECK(baton_poll(s, 5, ready, 4));
     }
     int value = 0;
     CHECK(baton_set_option(s, c, 6, 1, 1));
