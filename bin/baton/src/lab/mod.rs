@@ -3,17 +3,17 @@
 
 mod all;
 mod bench;
+mod papers;
 mod rmpp;
 mod sim;
 mod soak;
 mod ttcp;
 
-use anyhow::{Context, Result, bail};
-use baton_lab::equations::{self, Load};
+use anyhow::{Result, bail};
 use baton_lab::ntttcp::{self, NtttcpSettings};
 use clap::{Args, Subcommand};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 #[derive(Subcommand)]
 pub enum Command {
@@ -45,9 +45,9 @@ pub enum Command {
     /// Measures messages (RMPP) between two hosts of their own, with as much of it on the NIC as is wanted.
     #[command(subcommand, after_help = rmpp::EXAMPLES)]
     Rmpp(rmpp::Rmpp),
-    /// Repeats calculations of the papers behind Baton.
-    #[command(subcommand)]
-    Lab(Lab),
+    /// Repeats the papers behind Baton: models that run the real code in virtual time, and each figure beside the paper's.
+    #[command(subcommand, after_help = papers::EXAMPLES)]
+    Lab(papers::Lab),
     /// Prints what a move does to every socket option, as Markdown.
     Options,
     #[command(flatten)]
@@ -71,7 +71,7 @@ pub fn run(command: &Command) -> Result<bool> {
             baton_linux::namespace::become_root_if_needed()?;
             rmpp::run(command)
         }
-        Command::Lab(command) => run_lab(command),
+        Command::Lab(command) => papers::run(command),
         Command::Options => {
             baton_linux::process::end_on_broken_pipe();
             print!("{}", baton_lab::options::markdown());
@@ -155,98 +155,6 @@ fn ntttcp(command: &Ntttcp) -> Result<bool> {
         println!("{}", serde_json::to_string(&report)?);
     } else {
         print!("{}", ntttcp::table(&report));
-    }
-    Ok(true)
-}
-
-#[derive(Subcommand)]
-pub enum Lab {
-    /// Number and cost of a card's interrupts: the three equations of "Mainstream NUMA and the TCP/IP stack", with the
-    /// paper's numbers, this machine's, and yours.
-    #[command(
-        after_help = "Examples:\n  baton lab equations\n  baton lab equations --paper-only --packet 1500 --per-interrupt 16 --path 20000"
-    )]
-    Equations {
-        /// Bytes per second of your own load.
-        #[arg(long, default_value_t = 1e9)]
-        throughput: f64,
-        /// Bytes of a packet.
-        #[arg(long, default_value_t = 1000.0)]
-        packet: f64,
-        /// Share of packets that are received.
-        #[arg(long, default_value_t = 0.5)]
-        received: f64,
-        /// Packets for each interrupt.
-        #[arg(long, default_value_t = 1.0)]
-        per_interrupt: f64,
-        /// Cycles of an interrupt, both halves together. With this, your own load is calculated.
-        #[arg(long)]
-        path: Option<f64>,
-        /// Do not measure this machine.
-        #[arg(long)]
-        paper_only: bool,
-        /// Print one JSON array.
-        #[arg(long)]
-        json: bool,
-    },
-    /// The evaluation of RMPP, message passing offloaded in steps: the real protocol on a model of the paper's
-    /// machines, in virtual time, and the paper's figures 7, 8, 10, 11 and 12 beside ours.
-    #[command(after_help = "Examples:\n  baton lab rmpp\n  baton lab rmpp --json\n  baton lab rmpp --output rmpp.html")]
-    Rmpp {
-        /// Print one JSON object.
-        #[arg(long)]
-        json: bool,
-        /// Write the figures as plots to this HTML file.
-        #[arg(long, value_name = "FILE")]
-        output: Option<PathBuf>,
-    },
-}
-
-/// `baton lab`.
-fn run_lab(command: &Lab) -> Result<bool> {
-    match command {
-        Lab::Equations { .. } => run_equations(command),
-        Lab::Rmpp { json, output } => run_rmpp(*json, output.as_deref()),
-    }
-}
-
-/// `baton lab rmpp`. False if a result is too far from the paper's.
-fn run_rmpp(json: bool, output: Option<&Path>) -> Result<bool> {
-    let report = baton_lab::rmpp::run();
-    if let Some(file) = output {
-        std::fs::write(file, baton_lab::rmpp::html(&report)?).with_context(|| format!("writing {}", file.display()))?;
-    }
-    if json {
-        println!("{}", serde_json::to_string(&report)?);
-    } else {
-        print!("{}", baton_lab::rmpp::table(&report));
-    }
-    Ok(report.bars.iter().all(|bar| bar.holds))
-}
-
-fn run_equations(command: &Lab) -> Result<bool> {
-    let Lab::Equations { throughput, packet, received, per_interrupt, path, paper_only, json } = command else { return Ok(true) };
-    if [throughput, packet, received, per_interrupt].into_iter().any(|value| *value <= 0.0) {
-        bail!("--throughput, --packet, --received and --per-interrupt must be more than 0");
-    }
-    let mut loads = equations::of_the_paper().to_vec();
-    if let Some(path) = path {
-        let (throughput, packet, received, per_interrupt) = (*throughput, *packet, *received, *per_interrupt);
-        let name = "yours".into();
-        loads.push(Load { name, throughput, packet, received, per_interrupt, path: *path, unit: "cycles" });
-    }
-    if !paper_only {
-        baton_linux::namespace::become_root_if_needed()?;
-        loads.extend(equations::of_this_machine()?);
-    }
-    if *json {
-        let list: Vec<serde_json::Value> = loads
-            .iter()
-            .map(|load| serde_json::json!({ "load": load, "interrupts": load.interrupts(), "cost": load.cost() }))
-            .collect();
-        println!("{}", serde_json::Value::from(list));
-    } else {
-        loads.iter().for_each(|load| println!("{}", equations::line(load)));
     }
     Ok(true)
 }

@@ -100,6 +100,9 @@ pub struct Availability {
     pub availability: f64,
 }
 
+/// Microseconds after which a reply will not come any more: a hundred times what the slowest takes.
+const LOST: f64 = 1e7;
+
 /// The measurement of Figure 9: the program sends, posts a receive, and works in pieces of `interval` microseconds
 /// until a poll finds that the reply has come; `rounds` times. Availability is the work done over the time that it
 /// took.
@@ -113,8 +116,9 @@ pub fn availability(hardware: Hardware, step: Step, length: u64, interval: f64, 
         cable.receive(1, length);
         cable.receive(0, length);
         cable.send(0, length);
-        let mut replied = false;
+        let (mut replied, sent) = (false, cable.now);
         loop {
+            assert!(cable.now - sent < LOST, "a message of {length} bytes is not answered, polled every {interval} µs");
             work(&mut cable, interval, |cable| {
                 // Pong replies as soon as it has the message.
                 let pong = &mut cable.machines[1].completions;

@@ -109,7 +109,8 @@ impl Machine {
             buffers: MESSAGES,
             buffer_size: 9000,
             packet: hardware.mtu,
-            early,
+            grant: hardware.grant,
+            early: u8::try_from(hardware.grant).map_or(early, |grant| early.min(grant - 1)),
             peers: 1,
             ..Config::default()
         };

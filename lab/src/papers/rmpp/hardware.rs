@@ -2,20 +2,7 @@
 //! (sections 1, 2 and 5). Three numbers that it does not say are calibrated, each at one of its results and at no
 //! other. One assumption goes with them: a copy by the processor and a DMA exclude each other on the host's memory bus.
 
-use serde::Serialize;
-
-/// A number of the model.
-#[derive(Clone, Copy, Debug, Serialize)]
-pub struct Parameter {
-    /// Its name.
-    pub name: &'static str,
-    /// Its value.
-    pub value: f64,
-    /// Unit.
-    pub unit: &'static str,
-    /// Where it comes from: the paper, the NIC's driver, or the one result at which it was calibrated.
-    pub source: &'static str,
-}
+use crate::papers::report::{Parameter, Source};
 
 /// Times in microseconds, sizes in bytes.
 #[derive(Clone, Copy, Debug)]
@@ -40,6 +27,8 @@ pub struct Hardware {
     pub nic_clock: f64,
     /// Bytes in a microsecond that the NIC reads from or writes to the host's memory.
     pub dma: f64,
+    /// Most packets that one CTS clears.
+    pub grant: u16,
     /// Interrupt coalescing: microseconds and packets after which the NIC interrupts; None without.
     pub coalescing: Option<(f64, u32)>,
 }
@@ -63,6 +52,7 @@ impl Hardware {
             nic_cycles: 175.0,
             nic_clock: 88.0,
             dma: 0.85 * 132.0,
+            grant: 16,
             coalescing: None,
         }
     }
@@ -71,6 +61,13 @@ impl Hardware {
     #[must_use]
     pub const fn with_coalescing(mut self) -> Hardware {
         self.coalescing = Some(if self.mtu > STANDARD { (30.0, 6) } else { (120.0, 25) });
+        self
+    }
+
+    /// The same with this many packets to a CTS.
+    #[must_use]
+    pub const fn with_grant(mut self, grant: u16) -> Hardware {
+        self.grant = grant;
         self
     }
 
@@ -86,20 +83,20 @@ impl Hardware {
 
     /// All numbers, with their sources.
     pub fn parameters(&self) -> Vec<Parameter> {
-        let row = |name, value, unit, source| Parameter { name, value, unit, source };
+        use Source::{Assumed, Calibrated, Paper};
         vec![
-            row("link", self.link, "Mb/s", "paper, section 1"),
-            row("framing", self.framing.into(), "bytes", "IEEE 802.3"),
-            row("interrupt", self.interrupt, "µs", "paper, section 2"),
-            row("copy of 1460 bytes", self.copy * 1460.0, "µs", "paper, section 5.1"),
-            row("NIC clock", self.nic_clock, "MHz", "paper, section 1"),
-            row("grant", 16.0, "packets", "paper, section 3"),
-            row("coalescing delay", 120.0, "µs", "ACEnic driver, default"),
-            row("coalescing packets", 25.0, "packets", "ACEnic driver, default"),
-            row("DMA", self.dma, "MB/s", "PCI, 32 bits at 33 MHz: 85 % of its 132 MB/s"),
-            row("host, a packet", self.host_packet, "µs", "calibrated: 40 µs a packet (nothing offloaded)"),
-            row("host, decide on a CTS", self.clear, "µs", "calibrated: 20 µs a packet (both offloaded)"),
-            row("NIC, a packet", self.nic_cycles, "cycles", "calibrated: 15.5 µs a packet (RSM sent early)"),
+            Parameter::new("link", self.link, "Mb/s", Paper("section 1")),
+            Parameter::new("framing", self.framing.into(), "bytes", Assumed("IEEE 802.3")),
+            Parameter::new("interrupt", self.interrupt, "µs", Paper("section 2")),
+            Parameter::new("copy of 1460 bytes", self.copy * 1460.0, "µs", Paper("section 5.1")),
+            Parameter::new("NIC clock", self.nic_clock, "MHz", Paper("section 1")),
+            Parameter::new("grant", self.grant.into(), "packets", Paper("section 3")),
+            Parameter::new("coalescing delay", 120.0, "µs", Assumed("ACEnic driver, default")),
+            Parameter::new("coalescing packets", 25.0, "packets", Assumed("ACEnic driver, default")),
+            Parameter::new("DMA", self.dma, "MB/s", Assumed("PCI, 32 bits at 33 MHz: 85 % of its 132 MB/s")),
+            Parameter::new("host, a packet", self.host_packet, "µs", Calibrated("40 µs a packet (nothing offloaded)")),
+            Parameter::new("host, decide on a CTS", self.clear, "µs", Calibrated("20 µs a packet (both offloaded)")),
+            Parameter::new("NIC, a packet", self.nic_cycles, "cycles", Calibrated("15.5 µs a packet (RSM sent early)")),
         ]
     }
 }

@@ -4,11 +4,14 @@
 mod cable;
 mod hardware;
 mod machine;
-mod plots;
 mod programs;
 mod report;
 
-pub use hardware::{Hardware, JUMBO, Parameter, STANDARD};
-pub use plots::html;
+use crate::papers::Document;
+use crate::papers::sabotage::Sabotage;
+
+pub use hardware::{Hardware, JUMBO, STANDARD};
 pub use programs::{Availability, Latency, MB, Step, availability, ping_pong};
-pub use report::{Curve, Figure, RmppReport, run, table};
+
+/// The document.
+pub const DOCUMENT: Document = Document { word: "rmpp", quick: report::run, live: None, sabotages: &[Sabotage::NoCtsBatch] };

@@ -1,0 +1,203 @@
+//! `baton lab`: the papers that Baton began with, repeated.
+
+use anyhow::{Context, Result, bail};
+use baton_lab::equations::{self, Load};
+use baton_lab::papers::report::Report;
+use baton_lab::papers::sabotage::Sabotage;
+use baton_lab::papers::{self, CHANGES, DOCUMENTS, Document, page, text};
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+
+/// Examples of `baton lab`.
+pub const EXAMPLES: &str = "Examples:
+  baton lab all                          # every document's models
+  baton lab rmpp --output rmpp.html      # one document, with its figures as plots
+  baton lab all --json | jq '.bars[] | select(.holds | not)'";
+
+#[derive(Subcommand)]
+pub enum Lab {
+    /// Number and cost of a card's interrupts: the three equations of "Mainstream NUMA and the TCP/IP stack", with the
+    /// paper's numbers, this machine's, and yours.
+    #[command(
+        after_help = "Examples:\n  baton lab equations\n  baton lab equations --paper-only --packet 1500 --per-interrupt 16 --path 20000"
+    )]
+    Equations {
+        /// Bytes per second of your own load.
+        #[arg(long, default_value_t = 1e9)]
+        throughput: f64,
+        /// Bytes of a packet.
+        #[arg(long, default_value_t = 1000.0)]
+        packet: f64,
+        /// Share of packets that are received.
+        #[arg(long, default_value_t = 0.5)]
+        received: f64,
+        /// Packets for each interrupt.
+        #[arg(long, default_value_t = 1.0)]
+        per_interrupt: f64,
+        /// Cycles of an interrupt, both halves together. With this, your own load is calculated.
+        #[arg(long)]
+        path: Option<f64>,
+        /// Do not measure this machine.
+        #[arg(long)]
+        paper_only: bool,
+        /// Print one JSON array.
+        #[arg(long)]
+        json: bool,
+    },
+    /// RMPP, message passing offloaded in steps ("Experience in offloading protocol processing to a programmable NIC").
+    Rmpp(How),
+    /// Every document.
+    All(How),
+    /// Checks that models which are made wrong on purpose change what is reported.
+    Sabotage,
+}
+
+/// How a document is repeated, and what is printed.
+#[derive(Args)]
+pub struct How {
+    /// Models only, in virtual time: the same on every machine. The default.
+    #[arg(long, conflicts_with = "live")]
+    quick: bool,
+    /// Live runs beside the models, one at a time, where a document has them. They need root, or become it in a
+    /// namespace.
+    #[arg(long)]
+    live: bool,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Write figures, tables and numbers to this HTML page.
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Make the models wrong in this way.
+    #[arg(long, hide = true, value_name = "NAME")]
+    sabotage: Option<String>,
+}
+
+/// Runs one of them. False if a bar that counts does not hold.
+pub fn run(command: &Lab) -> Result<bool> {
+    match command {
+        Lab::Equations { .. } => run_equations(command),
+        Lab::Rmpp(how) => one("rmpp", how),
+        Lab::All(how) => all(how),
+        Lab::Sabotage => sabotage(),
+    }
+}
+
+/// The sabotage of this name, if a document knows it.
+fn sabotage_of(document: &Document, how: &How) -> Result<Option<Sabotage>> {
+    let Some(name) = &how.sabotage else { return Ok(None) };
+    let known = document.sabotages.iter().find(|sabotage| sabotage.words().0 == name);
+    match known {
+        Some(sabotage) => Ok(Some(*sabotage)),
+        None => bail!(
+            "the models of {} know no sabotage {name}; they know {}",
+            document.word,
+            document.sabotages.iter().map(|sabotage| sabotage.words().0).collect::<Vec<_>>().join(", ")
+        ),
+    }
+}
+
+/// A document's report.
+fn report(document: &Document, how: &How) -> Result<Report> {
+    let mut report = (document.quick)(sabotage_of(document, how)?).with_context(|| format!("the models of {}", document.word))?;
+    if how.live {
+        let Some(live) = document.live else {
+            bail!("{} has no live run: run it without --live. Its models are what there is", document.word)
+        };
+        baton_linux::namespace::become_root_if_needed()?;
+        live(&mut report, &mut |line| eprintln!("{line}")).with_context(|| format!("the live run of {}", document.word))?;
+    }
+    Ok(report)
+}
+
+/// Writes the page, if it is wanted.
+fn write_page(how: &How, reports: &[Report]) -> Result<()> {
+    let Some(file) = &how.output else { return Ok(()) };
+    std::fs::write(file, page::html(reports)?).with_context(|| format!("writing {}", file.display()))
+}
+
+fn one(word: &str, how: &How) -> Result<bool> {
+    let document = DOCUMENTS.iter().find(|document| document.word == word).context("the document has a line in DOCUMENTS")?;
+    let report = report(document, how)?;
+    write_page(how, std::slice::from_ref(&report))?;
+    if how.json {
+        println!("{}", serde_json::to_string(&report)?);
+    } else {
+        print!("{}", text::table(&report));
+    }
+    Ok(report.holds())
+}
+
+fn knows(document: &Document, name: &str) -> bool {
+    document.sabotages.iter().any(|sabotage| sabotage.words().0 == name)
+}
+
+/// `baton lab all`. With `--live` those documents that have no live run are reported from their models.
+fn all(how: &How) -> Result<bool> {
+    if let Some(name) = &how.sabotage
+        && !DOCUMENTS.iter().any(|document| knows(document, name))
+    {
+        bail!("no document's models know a sabotage {name}");
+    }
+    let mut reports = Vec::new();
+    for document in DOCUMENTS {
+        let live = how.live && document.live.is_some();
+        if how.live && !live {
+            eprintln!("{} has no live run: its models only", document.word);
+        }
+        let sabotage = how.sabotage.clone().filter(|name| knows(document, name));
+        reports.push(report(document, &How { live, output: None, sabotage, ..*how })?);
+    }
+    write_page(how, &reports)?;
+    let bars: Vec<_> = reports.iter().flat_map(|report| &report.bars).collect();
+    if how.json {
+        println!("{}", serde_json::json!({ "documents": reports, "bars": bars }));
+    } else {
+        reports.iter().for_each(|report| println!("{}\n", text::table(report)));
+        let counted: Vec<_> = bars.iter().filter(|judged| judged.counted).collect();
+        let held = counted.iter().filter(|judged| judged.bar.holds).count();
+        println!("{held} of {} bars that count hold; {} do not count.", counted.len(), bars.len() - counted.len());
+    }
+    Ok(reports.iter().all(Report::holds))
+}
+
+/// `baton lab sabotage`. False if a sabotage changes too little.
+fn sabotage() -> Result<bool> {
+    let mut all_show = true;
+    for document in DOCUMENTS {
+        for change in papers::sabotage(document)? {
+            let (name, about) = change.sabotage.words();
+            println!("{} {name} ({about}): {} figures and tables change", change.word, change.changed.len());
+            change.changed.iter().for_each(|title| println!("    {title}"));
+            all_show &= change.changed.len() >= CHANGES;
+        }
+    }
+    Ok(all_show)
+}
+
+fn run_equations(command: &Lab) -> Result<bool> {
+    let Lab::Equations { throughput, packet, received, per_interrupt, path, paper_only, json } = command else { return Ok(true) };
+    if [throughput, packet, received, per_interrupt].into_iter().any(|value| *value <= 0.0) {
+        bail!("--throughput, --packet, --received and --per-interrupt must be more than 0");
+    }
+    let mut loads = equations::of_the_paper().to_vec();
+    if let Some(path) = path {
+        let (throughput, packet, received, per_interrupt) = (*throughput, *packet, *received, *per_interrupt);
+        let name = "yours".into();
+        loads.push(Load { name, throughput, packet, received, per_interrupt, path: *path, unit: "cycles" });
+    }
+    if !paper_only {
+        baton_linux::namespace::become_root_if_needed()?;
+        loads.extend(equations::of_this_machine()?);
+    }
+    if *json {
+        let list: Vec<serde_json::Value> = loads
+            .iter()
+            .map(|load| serde_json::json!({ "load": load, "interrupts": load.interrupts(), "cost": load.cost() }))
+            .collect();
+        println!("{}", serde_json::Value::from(list));
+    } else {
+        loads.iter().for_each(|load| println!("{}", equations::line(load)));
+    }
+    Ok(true)
+}

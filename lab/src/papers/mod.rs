@@ -1,0 +1,86 @@
+//! The papers that Baton began with, repeated: models that run the real code in virtual time, and every figure and table
+//! beside the paper's (`baton lab`).
+//!
+//! A document is a module here with a function that makes a [`Report`], and a line in [`DOCUMENTS`]. The rest is the
+//! frame's: text, JSON, the page, and the check that a sabotaged model changes what is reported.
+
+pub mod page;
+mod plot;
+pub mod report;
+pub mod rmpp;
+pub mod sabotage;
+pub mod text;
+
+use anyhow::Result;
+use report::Report;
+use sabotage::Sabotage;
+
+/// Adds a live run's numbers to a report of the model. It calls the function with a line on what it does.
+pub type Live = fn(&mut Report, &mut dyn FnMut(&str)) -> Result<()>;
+
+/// A document.
+#[derive(Clone, Copy, Debug)]
+pub struct Document {
+    /// What follows `baton lab`, and how the names of its bars begin.
+    pub word: &'static str,
+    /// Runs its models, one of them sabotaged if that is wanted. The same each time: no clock, no randomness but seeds.
+    pub quick: fn(Option<Sabotage>) -> Result<Report>,
+    /// Its live run, if there is one.
+    pub live: Option<Live>,
+    /// Sabotages that its models know.
+    pub sabotages: &'static [Sabotage],
+}
+
+/// Every document.
+pub const DOCUMENTS: &[Document] = &[rmpp::DOCUMENT];
+
+/// What a sabotage changes in a document's report.
+#[derive(Clone, Debug)]
+pub struct Change {
+    /// The document.
+    pub word: &'static str,
+    /// What is wrong with its model.
+    pub sabotage: Sabotage,
+    /// Titles of the figures and tables that change.
+    pub changed: Vec<String>,
+}
+
+/// The least number of figures and tables that a sabotage has to change.
+pub const CHANGES: usize = 2;
+
+/// Runs a document's models as they are and with each of its sabotages.
+///
+/// # Errors
+/// If a model cannot run.
+pub fn sabotage(document: &Document) -> Result<Vec<Change>> {
+    let whole = (document.quick)(None)?;
+    let change = |sabotage: &Sabotage| {
+        let changed = sabotage::changed(&whole, &(document.quick)(Some(*sabotage))?);
+        Ok(Change { word: document.word, sabotage: *sabotage, changed })
+    };
+    document.sabotages.iter().map(change).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What holds of every document: its bars, that two runs are equal, and that its sabotages show.
+    #[test]
+    fn each_document_holds_repeats_itself_and_shows_its_sabotages() {
+        for document in DOCUMENTS {
+            let report = (document.quick)(None).unwrap();
+            let text = text::table(&report);
+            let again = (document.quick)(None).unwrap();
+            assert_eq!(serde_json::to_string(&report).unwrap(), serde_json::to_string(&again).unwrap(), "{}", document.word);
+            assert!(report.holds(), "{text}");
+            let names = || report.bars.iter().map(|judged| judged.bar.name);
+            assert!(names().all(|name| name.strip_prefix(document.word).is_some_and(|rest| rest.starts_with('.'))), "{text}");
+            assert!(report.bars.iter().filter(|judged| judged.counted).count() >= 3, "{text}");
+            assert!(!document.sabotages.is_empty(), "{}", document.word);
+            for change in sabotage(document).unwrap() {
+                assert!(change.changed.len() >= CHANGES, "{}: {change:?}", document.word);
+            }
+        }
+    }
+}
