@@ -4,6 +4,7 @@
 //! A document is a module here with a function that makes a [`Report`], and a line in [`DOCUMENTS`]. The rest is the
 //! frame's: text, JSON, the page, and the check that a sabotaged model changes what is reported.
 
+pub mod numa;
 pub mod page;
 mod plot;
 pub mod report;
@@ -32,7 +33,7 @@ pub struct Document {
 }
 
 /// Every document.
-pub const DOCUMENTS: &[Document] = &[rmpp::DOCUMENT];
+pub const DOCUMENTS: &[Document] = &[rmpp::DOCUMENT, numa::DOCUMENT];
 
 /// What a sabotage changes in a document's report.
 #[derive(Clone, Debug)]

@@ -10,6 +10,10 @@ use serde::Serialize;
 pub enum Sabotage {
     /// A CTS clears four packets instead of sixteen.
     NoCtsBatch,
+    /// The NIC interrupts at each frame.
+    NoModeration,
+    /// An acknowledgement for every fourth segment instead of every second.
+    AckEveryFourth,
 }
 
 impl Sabotage {
@@ -17,6 +21,8 @@ impl Sabotage {
     pub fn words(self) -> (&'static str, &'static str) {
         match self {
             Sabotage::NoCtsBatch => ("no-cts-batch", "a CTS for every four packets"),
+            Sabotage::NoModeration => ("no-moderation", "an interrupt for each frame"),
+            Sabotage::AckEveryFourth => ("ack-every-fourth", "an acknowledgement for every fourth segment"),
         }
     }
 }

@@ -46,6 +46,8 @@ pub enum Lab {
     },
     /// RMPP, message passing offloaded in steps ("Experience in offloading protocol processing to a programmable NIC").
     Rmpp(How),
+    /// What an interrupt costs a host ("Mainstream NUMA and the TCP/IP stack").
+    Numa(How),
     /// Every document.
     All(How),
     /// Checks that models which are made wrong on purpose change what is reported.
@@ -78,6 +80,7 @@ pub fn run(command: &Lab) -> Result<bool> {
     match command {
         Lab::Equations { .. } => run_equations(command),
         Lab::Rmpp(how) => one("rmpp", how),
+        Lab::Numa(how) => one("numa", how),
         Lab::All(how) => all(how),
         Lab::Sabotage => sabotage(),
     }
