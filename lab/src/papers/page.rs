@@ -62,11 +62,11 @@ fn bars(report: &Report) -> String {
     for judged in &report.bars {
         let bar = &judged.bar;
         let word = if bar.holds { "holds" } else { "missed" };
-        let counted = if judged.counted { "" } else { "does not count: calibrated" };
+        let remark = escaped(&judged.remark());
         let (name, value, bound) = (bar.name, number(bar.value), number(bar.bound));
         let _ = writeln!(
             text,
-            "<tr><th>{name}</th><td>{value}</td><td>{bound}</td><td class={word}>{word}</td><td class='text faint'>{counted}</td></tr>"
+            "<tr><th>{name}</th><td>{value}</td><td>{bound}</td><td class={word}>{word}</td><td class='text faint'>{remark}</td></tr>"
         );
     }
     text + "</table></div>\n"
@@ -242,7 +242,7 @@ mod tests {
         let mut report = report();
         assert!(!report.holds());
         report.bars.retain(|judged| judged.bar.holds);
-        report.bars.push(crate::papers::report::JudgedBar { bar: Bar::most("a.four", 1.0, 2.0), counted: false });
+        report.bars.push(crate::papers::report::JudgedBar { bar: Bar::most("a.four", 1.0, 2.0), counted: false, known: None });
         assert!(report.holds());
     }
 }

@@ -48,8 +48,8 @@ fn heights(figure: &Figure) -> impl Iterator<Item = f64> + '_ {
     })
 }
 
-/// Draws the axes, and each curve: the model's as a line, the live one as dots, the paper's as crosses, one at the right
-/// edge for a level.
+/// Draws the axes, and each curve: the model's as a line, the live one as dots, the paper's as crosses, one at the
+/// right edge for a level.
 fn lines<X, Y>(root: &Canvas<'_>, figure: &Figure, x: X, y: Y, right: f64) -> Result<()>
 where
     X: AsRangedCoord<Value = f64>,

@@ -30,21 +30,26 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether every bar that counts holds.
+    /// Whether every bar that counts holds, but for those of which it is known why they do not.
     pub fn holds(&self) -> bool {
-        self.bars.iter().all(|judged| judged.bar.holds || !judged.counted)
+        self.bars.iter().all(|judged| judged.bar.holds || !judged.counted || judged.known.is_some())
     }
 
     /// Adds a bar that counts: no calibrated value is in it.
     pub fn bar(&mut self, bar: Bar) {
-        self.bars.push(JudgedBar { bar, counted: true });
+        self.bars.push(JudgedBar { bar, counted: true, known: None });
     }
 
-    /// Adds a comparison, and a bar of the model's number over the paper's, which must be 1 but for `tolerance`. The bar
-    /// of a calibrated number does not count.
+    /// Adds a bar that counts and does not hold, with the reason. It is reported as missed, and no run fails for it.
+    pub fn missed(&mut self, bar: Bar, why: &'static str) {
+        self.bars.push(JudgedBar { bar, counted: true, known: Some(why) });
+    }
+
+    /// Adds a comparison, and a bar of the model's number over the paper's, which must be 1 but for `tolerance`. The
+    /// bar of a calibrated number does not count.
     pub fn compare(&mut self, comparison: Comparison, tolerance: f64) {
         let bar = comparison.ratio().map(|ratio| Bar::near_one(comparison.name, tolerance, ratio));
-        self.bars.extend(bar.map(|bar| JudgedBar { bar, counted: !comparison.calibrated }));
+        self.bars.extend(bar.map(|bar| JudgedBar { bar, counted: !comparison.calibrated, known: None }));
         self.comparisons.push(comparison);
     }
 
@@ -62,6 +67,19 @@ pub struct JudgedBar {
     pub bar: Bar,
     /// False if it only repeats a value that the model was calibrated at: it is printed, and nothing follows from it.
     pub counted: bool,
+    /// Why it does not hold, if that is known.
+    pub known: Option<&'static str>,
+}
+
+impl JudgedBar {
+    /// What a reader has to know of it, if anything.
+    pub fn remark(&self) -> String {
+        match self.known {
+            Some(why) => format!("known: {why}"),
+            None if self.counted => String::new(),
+            None => "does not count: calibrated".into(),
+        }
+    }
 }
 
 /// Where a parameter's value comes from.

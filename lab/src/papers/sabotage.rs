@@ -14,6 +14,14 @@ pub enum Sabotage {
     NoModeration,
     /// An acknowledgement for every fourth segment instead of every second.
     AckEveryFourth,
+    /// All connections' frames go to one worker.
+    OneQueue,
+    /// Segments are not merged.
+    NoAggregation,
+    /// The card does not join small messages.
+    NoNagle,
+    /// A message costs the card no handshake.
+    NoHandshake,
 }
 
 impl Sabotage {
@@ -23,6 +31,10 @@ impl Sabotage {
             Sabotage::NoCtsBatch => ("no-cts-batch", "a CTS for every four packets"),
             Sabotage::NoModeration => ("no-moderation", "an interrupt for each frame"),
             Sabotage::AckEveryFourth => ("ack-every-fourth", "an acknowledgement for every fourth segment"),
+            Sabotage::OneQueue => ("one-queue", "one worker for all connections"),
+            Sabotage::NoAggregation => ("no-aggregation", "segments are not merged"),
+            Sabotage::NoNagle => ("no-nagle", "small messages are not joined"),
+            Sabotage::NoHandshake => ("no-handshake", "a message costs the card nothing"),
         }
     }
 }
@@ -47,7 +59,8 @@ fn numbers(report: &Report) -> Vec<(&str, Vec<f64>)> {
     figures.chain(tables).collect()
 }
 
-/// Titles of the figures and tables in which a number of the model differs between two reports by more than a hundredth.
+/// Titles of the figures and tables in which a number of the model differs between two reports by more than a
+/// hundredth.
 pub fn changed(whole: &Report, broken: &Report) -> Vec<String> {
     let (before, after) = (numbers(whole), numbers(broken));
     let differ =

@@ -55,8 +55,9 @@ pub fn bars(report: &Report) -> String {
     for judged in &report.bars {
         let bar = &judged.bar;
         let word = if bar.holds { "holds" } else { "missed" };
-        let counted = if judged.counted { "" } else { " (does not count: calibrated)" };
-        let _ = writeln!(text, "  {:<40} {:>10}  bound {:>8}  {word}{counted}", bar.name, number(bar.value), number(bar.bound));
+        let remark = judged.remark();
+        let remark = if remark.is_empty() { remark } else { format!(" ({remark})") };
+        let _ = writeln!(text, "  {:<40} {:>10}  bound {:>8}  {word}{remark}", bar.name, number(bar.value), number(bar.bound));
     }
     text
 }

@@ -45,7 +45,8 @@ pub enum Command {
     /// Measures messages (RMPP) between two hosts of their own, with as much of it on the NIC as is wanted.
     #[command(subcommand, after_help = rmpp::EXAMPLES)]
     Rmpp(rmpp::Rmpp),
-    /// Repeats the papers behind Baton: models that run the real code in virtual time, and each figure beside the paper's.
+    /// Repeats the papers behind Baton: models that run the real code in virtual time, and each figure beside the
+    /// paper's.
     #[command(subcommand, after_help = papers::EXAMPLES)]
     Lab(papers::Lab),
     /// Prints what a move does to every socket option, as Markdown.

@@ -48,6 +48,12 @@ pub enum Lab {
     Rmpp(How),
     /// What an interrupt costs a host ("Mainstream NUMA and the TCP/IP stack").
     Numa(How),
+    /// TCP on a card with a slow processor ("An evaluation of an attempt at offloading TCP/IP protocol processing onto
+    /// an i960RN-based iNIC").
+    Inic(How),
+    /// Large receive on a card of many cores ("Implementation of TCP large receive offload on a multi-core NPU
+    /// platform").
+    Lro(How),
     /// Every document.
     All(How),
     /// Checks that models which are made wrong on purpose change what is reported.
@@ -81,6 +87,8 @@ pub fn run(command: &Lab) -> Result<bool> {
         Lab::Equations { .. } => run_equations(command),
         Lab::Rmpp(how) => one("rmpp", how),
         Lab::Numa(how) => one("numa", how),
+        Lab::Inic(how) => one("inic", how),
+        Lab::Lro(how) => one("lro", how),
         Lab::All(how) => all(how),
         Lab::Sabotage => sabotage(),
     }
@@ -168,7 +176,8 @@ fn all(how: &How) -> Result<bool> {
 fn sabotage() -> Result<bool> {
     let mut all_show = true;
     for document in DOCUMENTS {
-        for change in papers::sabotage(document)? {
+        let whole = (document.quick)(None)?;
+        for change in papers::sabotage(document, &whole)? {
             let (name, about) = change.sabotage.words();
             println!("{} {name} ({about}): {} figures and tables change", change.word, change.changed.len());
             change.changed.iter().for_each(|title| println!("    {title}"));

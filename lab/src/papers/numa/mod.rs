@@ -268,15 +268,3 @@ fn quick(sabotage: Option<Sabotage>) -> Result<Report> {
     comparisons(&all, &mut report);
     Ok(report)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_papers_numbers_come_out() {
-        let report = quick(None).unwrap();
-        println!("{}", crate::papers::text::table(&report));
-        assert!(report.holds());
-    }
-}
