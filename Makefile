@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim programs restarts suites numa bench provider rmpp conformance differential foreign-calls packetdrill-adapter packetdrill package operate clean
+.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance differential foreign-calls packetdrill-adapter packetdrill package operate clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -103,6 +103,13 @@ sim: build
 	$(BATON) sim --seeds 0..3000 --json
 	$(BATON) sim --exhaustive --json
 	scripts/sabotage
+
+# The papers' figures and tables on models that run the real code, as one page; and that models made wrong on purpose change what is reported.
+lab: PROFILE ?= release
+lab:
+	$(CARGO) build --profile $(PROFILE) --locked -p baton --bins
+	target/$(PROFILE)/baton lab all --quick --output target/papers.html
+	target/$(PROFILE)/baton lab sabotage
 
 # Whole programs, as far as they are installed, and Python's own test suites, while their connections move. Each takes some minutes.
 programs: build
