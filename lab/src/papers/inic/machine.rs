@@ -378,3 +378,46 @@ pub fn run(settings: Settings, way: Way, size: u32, bytes: u64) -> Outcome {
         packet: bytes as f64 / world.packets as f64,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings() -> Settings {
+        Settings {
+            call: 2.0,
+            copy: 0.005,
+            host_packet: 13.0,
+            interrupt: 8.0,
+            switch: 4.0,
+            access: 6.0,
+            handshake: 50.0,
+            nic_packet: 170.0,
+            link: 100.0,
+            framing: 78,
+            delay: 10.0,
+            buffer: 16 << 10,
+            nagle: true,
+        }
+    }
+
+    /// Every byte arrives once: a run ends when the peer has all of them, and no packet is sent again.
+    #[test]
+    fn interrupts_are_counted_by_messages_or_by_packets() {
+        let bytes = 4_000_000;
+        let full = run(settings(), Way::Full, 8000, bytes);
+        assert!((full.interrupts - 125.0).abs() < 1.0, "one a message: {full:?}");
+        let native = run(settings(), Way::Native, 8000, bytes);
+        let a_packet = native.interrupts * native.packet / 1e6;
+        assert!((a_packet - 1.5).abs() < 0.1, "one for each packet and one for every second one's acknowledgement: {native:?}");
+        assert!(native.packet > 1400.0 && full.packet > 1300.0, "{native:?} {full:?}");
+        assert!(full.megabits < 1460.0 * 8.0 / 170.0 && native.megabits > 90.0, "{native:?} {full:?}");
+    }
+
+    /// Without the algorithm of Nagle a small message is a packet of its own, but for those that waited for the window.
+    #[test]
+    fn nagle_joins_messages() {
+        let [alone, joined] = [false, true].map(|nagle| run(settings(), Way::Partial { nagle }, 100, 400_000));
+        assert!(alone.packet < 120.0 && joined.packet > 1000.0, "{alone:?} {joined:?}");
+    }
+}

@@ -224,3 +224,17 @@ fn quick(sabotage: Option<Sabotage>) -> Result<Report> {
     comparisons(&settings, &runs, &mut report);
     Ok(report)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn curves_cross_between_two_sizes() {
+        // One curve is level; the other falls with the size and meets it at 1000.
+        let level = [1.0; SIZES.len()];
+        let falling = SIZES.map(|size| 1000.0 / f64::from(size));
+        assert!((crossover(&level, &falling) - 1000.0).abs() < 1.0);
+        assert!(crossover(&falling, &level).is_nan(), "it rises above");
+    }
+}

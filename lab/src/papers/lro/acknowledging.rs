@@ -82,7 +82,8 @@ impl Way {
     }
 
     fn pop(&mut self, now: u64) -> Option<Frame> {
-        self.frames.pop_front_if(|(at, _)| *at <= now).map(|(_, frame)| frame)
+        self.frames.front().filter(|(at, _)| *at <= now)?;
+        self.frames.pop_front().map(|(_, frame)| frame)
     }
 }
 

@@ -132,13 +132,13 @@ fn set_ups(settings: &Settings, report: &mut Report) {
     let never = |all: &[Option<u64>]| all.iter().filter(|one| one.is_none()).count() as f64;
     let curve = |(name, all): &(&str, Vec<Option<u64>>)| {
         // One that was never established is left out, since it has no time.
-        let times = all.iter().enumerate().filter_map(|(at, one)| Some((at as f64 + 1.0, (*one)? as f64 / 1e6)));
+        let times = all.iter().enumerate().filter_map(|(at, one)| Some((at as f64 + 1.0, (*one)? as f64 / 1e3)));
         Curve::new(*name, times.collect())
     };
     let title = "Section V.B: when SYNs reach the host (ours)".into();
     let curves = runs.iter().map(curve).collect();
     let note = "The first SYN's time-out is 1 s. A connection that is not drawn was never set up in 4 s.".into();
-    report.figures.push(Figure { title, x: "connections", y: "s", shape: Shape::LogLogLines, curves, note });
+    report.figures.push(Figure { title, x: "connections", y: "ms", shape: Shape::LogLogLines, curves, note });
     let row = |(name, all): &(&str, Vec<Option<u64>>)| {
         let last = all.iter().flatten().max().map_or(f64::NAN, |last| *last as f64 / 1000.0);
         Row { name: (*name).into(), cells: [late(all), never(all), last].map(Cell::model).into() }

@@ -153,8 +153,8 @@ fn tables(all: &Totals, report: &mut Report) {
         "Table 2: deferred halves by module",
         &columns,
         vec![
-            half("ndis.sys", [425_125.0, 1.116595, 0.075376, 32_044.44967], 0.075376),
-            other("USBPORT.SYS", [8_312.0, 0.064506, 0.011802, 98.100399]),
+            half("ndis.sys", [425_125.0, 1.116595, 0.075376, 32_044.45], 0.075376),
+            other("USBPORT.SYS", [8312.0, 0.064506, 0.011802, 98.100399]),
             other("tcpip.sys", [4_154.0, 0.551394, 0.009585, 39.817004]),
             other("dxgkrnl.sys", [3_039.0, 0.528346, 0.012848, 39.047187]),
             other("iastor.sys", [1_221.0, 0.033546, 0.015061, 18.390545]),
@@ -165,7 +165,7 @@ fn tables(all: &Totals, report: &mut Report) {
         "Table 3: first halves by module",
         &columns,
         vec![
-            half("ntkrnlpa.exe", [423_803.0, 0.023875, 0.003173, 1_345.147547], 0.003173),
+            half("ntkrnlpa.exe", [423_803.0, 0.023875, 0.003173, 1_345.15], 0.003173),
             other("dxgkrnl.sys", [3_040.0, 0.096759, 0.039523, 120.151742]),
             other("USBPORT.SYS", [5_529.0, 0.040038, 0.007241, 40.038229]),
             other("pcmcia.sys", [4_968.0, 0.02401, 0.006754, 33.558272]),
