@@ -201,11 +201,13 @@ package:
 	$(CARGO) build --profile $(PROFILE) --locked -p baton -p baton-preload -p baton-capi -p baton-fabric -p baton-mpi-memory --bins --lib
 	scripts/package $(PROFILE)
 
-# The package in a Debian system of its own with systemd: installed, used, stopped, purged.
+# The package in a Debian system of its own with systemd: installed, used, stopped, purged; and what Debian's Prometheus makes of `baton
+# metrics`.
 operate: PROFILE ?= release
 operate:
 	@scripts/dependencies operate
 	$(MAKE) package PROFILE=$(PROFILE)
+	tests/operate/metrics.py target/$(PROFILE)/baton
 	tests/operate/package.py target/debian/baton_*.deb
 
 clean:

@@ -12,6 +12,7 @@ mod generate;
 #[cfg(feature = "lab")]
 mod lab;
 mod list;
+mod metrics;
 mod mpi;
 mod nic;
 mod nics;
@@ -32,6 +33,7 @@ mod wind_down;
 
 use anyhow::Result;
 use clap::{CommandFactory, Parser, Subcommand};
+use metrics::MetricsArguments;
 use std::io::Write;
 use std::process::ExitCode;
 
@@ -90,6 +92,9 @@ enum Command {
     /// Counts moves, refusals and returns to the kernel, by program and reason, since the agent's start.
     #[command(after_help = stats::EXAMPLES)]
     Stats(stats::StatsArguments),
+    /// Serves what is counted to Prometheus, in its text format and as OpenMetrics, at a Unix socket or on loopback.
+    #[command(after_help = metrics::EXAMPLES)]
+    Metrics(metrics::MetricsArguments),
     /// Writes one archive for a bug report: versions, settings, counters, events; no payload, no keys, no addresses.
     #[command(after_help = report::EXAMPLES)]
     Report(report::ReportArguments),
@@ -146,6 +151,7 @@ fn run(command: Command) -> Result<bool> {
         Command::DoctorLook(arguments) => doctor::look::run(&arguments).map(|()| true),
         Command::Status(arguments) => std::process::exit(status::run(&arguments)?),
         Command::Stats(arguments) => stats::run(&arguments).map(|()| true),
+        Command::Metrics(arguments) => metrics::run(&arguments).map(|()| true),
         Command::Report(arguments) => report::run(&arguments).map(|()| true),
         Command::Enable(arguments) => units::enable(&arguments).map(|()| true),
         Command::Disable(arguments) => units::disable(&arguments).map(|()| true),
@@ -173,7 +179,15 @@ fn explain_full_output() {
 
 fn main() -> ExitCode {
     let command = Cli::parse().command;
-    if matches!(command, Command::Ls(_) | Command::Stats(_) | Command::Status(_) | Command::Doctor(_) | Command::Nic(_)) {
+    if matches!(
+        command,
+        Command::Ls(_)
+            | Command::Stats(_)
+            | Command::Metrics(MetricsArguments { once: true, .. })
+            | Command::Status(_)
+            | Command::Doctor(_)
+            | Command::Nic(_)
+    ) {
         baton_linux::process::end_on_broken_pipe();
     }
     explain_full_output();

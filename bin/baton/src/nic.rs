@@ -184,7 +184,7 @@ fn workers_in_json(all: &[Vec<u64>]) -> Value {
 
 /// One NIC, as JSON.
 fn nic_in_json(number: usize, nic: &NicStatistics) -> Value {
-    let NicStatistics { process, devices, counters, workers, starved, hung } = nic;
+    let NicStatistics { process, devices, counters, workers, starved, hung, .. } = nic;
     json!({
         "nic": number, "process": process, "devices": devices, "counters": figures(counters), "workers": workers_in_json(workers),
         "starved": starved, "hung": hung,

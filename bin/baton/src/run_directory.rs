@@ -61,6 +61,27 @@ pub fn existing() -> Vec<PathBuf> {
     there.filter(|path| path.is_dir()).collect()
 }
 
+/// A directory of this user's that stays, made if it is not there: /run/baton for root.
+///
+/// # Errors
+/// If there is none that is this user's alone; for each one that was looked at, why it is not.
+pub fn lasting() -> Result<PathBuf> {
+    let mut refused = Vec::new();
+    // TMPDIR may be a directory of few processes.
+    let temporary = std::env::var_os("TMPDIR").map(PathBuf::from);
+    for base in bases() {
+        let (Base::Given(path) | Base::Own(path)) = &base;
+        if matches!(&base, Base::Given(given) if Some(given) == temporary.as_ref()) {
+            continue;
+        }
+        match base.get() {
+            Ok(base) => return Ok(base.to_owned()),
+            Err(error) => refused.push(format!("{}: {error}", path.display())),
+        }
+    }
+    bail!("no directory for a socket that is this user's alone: {}", refused.join("; "));
+}
+
 /// Makes a directory for a Baton that ends with this process. An existing one belongs to another: an earlier program
 /// with the same process id.
 ///

@@ -85,7 +85,11 @@ impl Counted {
             "in {}: {moves} moves, {deferred} put off, {recovered} restored after a death, {lost} lost; NICs started: {nic_starts}",
             duration(*for_us)
         )];
+        let empty = |counts: &BTreeMap<String, u64>| counts.is_empty();
         for program in &self.programs {
+            if program.to_nic == 0 && [&program.refused, &program.returned, &program.lost].into_iter().all(empty) {
+                continue;
+            }
             let user = program.user.map(|user| format!(" (user {user})")).unwrap_or_default();
             lines.push(format!("{}{user}: {} moves to the NIC", program.program, program.to_nic));
             for (what, counts) in [("refused", &program.refused), ("returned", &program.returned), ("lost", &program.lost)] {
@@ -142,6 +146,7 @@ mod tests {
             ]),
             returned: counts(&[("fork", 1)]),
             lost: counts(&[]),
+            ..ProgramCounts::default()
         };
         let statistics = Statistics { for_us: 7_300_000_000, moves: 121, nic_starts: 2, ..Statistics::default() };
         assert_eq!(

@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct SocketArgument {
     /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls` and `top`,
     /// else the only one that runs.

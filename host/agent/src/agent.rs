@@ -18,6 +18,7 @@ use crate::complaints::Complaints;
 use crate::connection::{Asker, Connection, usual_cause};
 use crate::counts::Counts;
 use crate::datagrams::Datagrams;
+use crate::earlier::Earlier;
 use crate::events::Reasons;
 use crate::flips::{Schedule, Share};
 use crate::ground::{Ground, Shape};
@@ -90,8 +91,10 @@ pub(crate) struct Agent {
     pub sessions: Slab<Session>,
     pub moves: Moves,
     pub statistics: Statistics,
-    /// What is counted of each program.
+    /// What is counted of each program and NIC.
     pub counts: Counts,
+    /// What earlier NICs have counted.
+    pub earlier: Earlier,
     /// The reasons of all events.
     pub reasons: Reasons,
     /// Its start, in microseconds of the monotonic clock.
@@ -244,6 +247,7 @@ pub fn run() -> Result<()> {
         moves,
         statistics,
         counts: Counts::default(),
+        earlier: Earlier::default(),
         reasons: Reasons::default(),
         started: monotonic_micros(),
         chaos,
@@ -563,7 +567,10 @@ impl Agent {
 
     fn take(&mut self, session: u32, number: u32) -> Option<Connection> {
         let entry = self.sessions.get_mut(session as usize)?.as_mut()?;
-        let connection = entry.connections.remove(number)?;
+        let mut connection = entry.connections.remove(number)?;
+        if let Some(extra) = &mut connection.extra {
+            self.counts.note_carried(entry.user, &entry.opening.program, extra.take_counts().1);
+        }
         connection.block.store(block::FLAGS, connection.block.load(block::FLAGS) & !block::FLAG_CLOSED);
         if let Some(group) = self.groups.get(entry.opening.group) {
             group.forgotten(&connection);
@@ -690,6 +697,7 @@ impl Agent {
 
     /// Starts the next NIC in place of one that has died, and attaches its sessions to it. Frames do not flow yet.
     pub(crate) fn start_next_nic(&mut self, nic: usize) -> Result<()> {
+        self.earlier.take_over(nic, self.settings.nic.workers, &self.hardware[nic].memory);
         let mut next = self.start_nic_patiently(nic)?;
         next.inherit_slots(&mut self.nics[nic]);
         let served = |open: &OpenSession| open.nics() & 1 << nic != 0;

@@ -2,16 +2,16 @@
 
 use crate::block::Block;
 use crate::calls::Call;
-use crate::counts::{Counted, Counts};
+use crate::counts::{Counted, Counts, Still};
 use crate::events::{AGENT_DIED, ASKED_TO, AT_RANDOM, BY_GAIN, CLOSED, Events, KILLS_NIC, NIC_DIED, Reasons};
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
 use crate::memory::Growing;
+use crate::packed::PackedMemory;
 use crate::traffic::Traffic;
 use crate::way::Way;
 use baton_abi::Cid;
-use baton_abi::layout::session;
 use baton_handoff::export::Exporter;
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
@@ -28,6 +28,8 @@ use std::borrow::Cow;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+
+pub(crate) use crate::packed::Memory;
 
 /// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any
 /// more: the connection is lost then. Shortest and longest pause in between. All in microseconds.
@@ -199,47 +201,6 @@ impl OnNic {
     }
 }
 
-/// Send and receive memory of a connection: (offset, size).
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Memory {
-    pub receive: (u32, u32),
-    pub send: (u32, u32),
-}
-
-/// A connection's memory in few bytes: of receive and of send memory the number of the page at which it begins, and the
-/// power of two that its size is, in the lowest five bits.
-#[derive(Clone, Copy)]
-struct PackedMemory([u32; 2]);
-
-const PAGE: u32 = 4096;
-
-impl PackedMemory {
-    /// None if one does not begin at a page, or its size is no power of two.
-    fn new(memory: Memory) -> Option<PackedMemory> {
-        let pack = |(offset, size): (u32, u32)| {
-            let fits = offset.is_multiple_of(PAGE) && size.is_power_of_two();
-            fits.then(|| (offset / PAGE) << 5 | size.trailing_zeros())
-        };
-        Some(PackedMemory([pack(memory.receive)?, pack(memory.send)?]))
-    }
-
-    fn unpacked(self) -> Memory {
-        let [receive, send] = self.0.map(|packed| ((packed >> 5) * PAGE, 1 << (packed & 31)));
-        Memory { receive, send }
-    }
-}
-
-impl Memory {
-    /// Whether both blocks lie in the heap of a session.
-    pub fn fits(&self, session: &Region) -> bool {
-        let inside = |(offset, size): (u32, u32)| {
-            let end = offset as usize + size as usize;
-            size.is_power_of_two() && offset as usize >= session::HEAP && end <= session::heap_end(session.len())
-        };
-        inside(self.receive) && inside(self.send)
-    }
-}
-
 /// What few connections have at a time: while they move, while they stay in the kernel after a time on the NIC, or by
 /// exception.
 #[derive(Default)]
@@ -283,9 +244,18 @@ pub(crate) struct Extra {
     pub call: Option<Box<Call>>,
     /// When the move that is under way began, in microseconds of the monotonic clock; 0 before the first.
     pub began: u64,
+    /// Since when it stands still for that move, in microseconds of the monotonic clock; 0 if it does not.
+    pub still_since: u64,
+    /// What it has carried on the NIC with this number and is not counted for its program yet.
+    pub uncounted: (usize, Traffic),
 }
 
 impl Extra {
+    /// Since when the connection stands still, and what it has carried and is not counted: neither any more.
+    pub fn take_counts(&mut self) -> (u64, (usize, Traffic)) {
+        (std::mem::take(&mut self.still_since), std::mem::take(&mut self.uncounted))
+    }
+
     /// Whether there is nothing that has to be kept. What a growth wants is set just before it begins.
     fn is_empty(&self) -> bool {
         let Extra {
@@ -308,6 +278,8 @@ impl Extra {
             call,
             wants: _,
             began: _,
+            still_since: _,
+            uncounted: _,
         } = self;
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
         let of_stay =
@@ -769,6 +741,17 @@ pub(crate) fn record(
     (began, now): (u64, u64),
 ) {
     let on_nic = connection.place() == Place::Nic;
+    let (still_since, uncounted) = connection.extra.as_mut().map_or_else(Default::default, |extra| extra.take_counts());
+    counts.note_carried(user, program, uncounted);
+    match conclusion {
+        Conclusion::Recovered => counts.note_still((user, program), Still::Recovery, now.saturating_sub(began)),
+        // One that the NIC has made did not move.
+        Conclusion::Moved if still_since != 0 => {
+            let still = if on_nic { Still::ToNic } else { Still::ToKernel };
+            counts.note_still((user, program), still, now.saturating_sub(still_since));
+        }
+        _ => {}
+    }
     let nic = connection.cid.map(|cid| cid.nic() as u8);
     let made = connection.made_by == Place::Nic && connection.made == 0;
     let (what, counted, reason) = match conclusion {

@@ -1,6 +1,7 @@
 //! Moves, refusals, returns and losses, by program and reason, for the agent's life.
 
-use baton_protocol::events::ProgramCounts;
+use crate::traffic::Traffic;
+use baton_protocol::events::{Histogram, ProgramCounts};
 use std::collections::BTreeMap;
 
 /// Most reasons of each kind that are counted separately.
@@ -26,10 +27,32 @@ pub(crate) enum Counted {
     Lost,
 }
 
-/// Counts of all programs. The user is None for those of many users together.
+/// What a connection has stood still for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Still {
+    /// A move to a NIC.
+    ToNic,
+    /// A move to the kernel.
+    ToKernel,
+    /// A move to the kernel after its NIC's death.
+    Recovery,
+}
+
+/// Counts of all programs and NICs. The user is None for programs of many users together.
 #[derive(Default)]
 pub(crate) struct Counts {
     by_program: BTreeMap<(Option<u32>, String), ProgramCounts>,
+    /// By the NIC's number.
+    by_nic: Vec<NicCounts>,
+}
+
+/// What is counted of a NIC and its predecessors.
+#[derive(Clone, Default)]
+pub(crate) struct NicCounts {
+    /// What connections have carried on it.
+    pub carried: Traffic,
+    /// Its deaths by cause, one of [`DEATHS`](baton_protocol::program::DEATHS).
+    pub deaths: BTreeMap<String, u64>,
 }
 
 impl Counts {
@@ -44,7 +67,48 @@ impl Counts {
         }
     }
 
-    fn of(&mut self, user: u32, program: &str) -> &mut ProgramCounts {
+    /// Counts what a connection of a program of `user` has carried on a NIC.
+    pub fn note_carried(&mut self, user: u32, program: &str, (nic, traffic): (usize, Traffic)) {
+        if traffic == Traffic::default() {
+            return;
+        }
+        let counts = self.of(user, program);
+        (counts.sent, counts.received) =
+            (counts.sent.saturating_add(traffic.sent), counts.received.saturating_add(traffic.received));
+        let of_nic = self.of_nic(nic);
+        of_nic.carried = of_nic.carried.plus(traffic.sent, traffic.received);
+    }
+
+    /// Counts that a connection of a program of a user has stood still for so many microseconds.
+    pub fn note_still(&mut self, (user, program): (u32, &str), still: Still, micros: u64) {
+        let counts = self.of(user, program);
+        let histogram = match still {
+            Still::ToNic => &mut counts.to_nic_blackout,
+            Still::ToKernel => &mut counts.to_kernel_blackout,
+            Still::Recovery => &mut counts.recovery_blackout,
+        };
+        histogram.note(micros);
+    }
+
+    /// Counts a NIC's death.
+    pub fn note_death(&mut self, nic: usize, cause: &'static str) {
+        *self.of_nic(nic).deaths.entry(cause.into()).or_default() += 1;
+    }
+
+    fn of_nic(&mut self, nic: usize) -> &mut NicCounts {
+        if self.by_nic.len() <= nic {
+            self.by_nic.resize(nic + 1, NicCounts::default());
+        }
+        &mut self.by_nic[nic]
+    }
+
+    /// The counts of a NIC.
+    pub fn nic(&self, nic: usize) -> NicCounts {
+        self.by_nic.get(nic).cloned().unwrap_or_default()
+    }
+
+    /// The counts of a program of `user`.
+    pub fn of(&mut self, user: u32, program: &str) -> &mut ProgramCounts {
         let key = (Some(user), program.to_owned());
         let is_full = || {
             let of_user = self.by_program.keys().filter(|(of, _)| *of == Some(user)).count();
@@ -53,6 +117,16 @@ impl Counts {
         let key = if !self.by_program.contains_key(&key) && is_full() { (None, OTHERS.to_owned()) } else { key };
         let (user, program) = key.clone();
         self.by_program.entry(key).or_insert_with(|| ProgramCounts { user, program, ..ProgramCounts::default() })
+    }
+
+    /// Notes how many connections there are at present: user, program, in the kernel, on NICs. A program may be there
+    /// several times.
+    pub fn note_connections<'a>(&mut self, present: impl Iterator<Item = (u32, &'a str, u32, u32)>) {
+        self.by_program.values_mut().for_each(|counts| counts.connections = (0, 0));
+        for (user, program, kernel, nic) in present.filter(|(_, _, kernel, nic)| kernel + nic > 0) {
+            let connections = &mut self.of(user, program).connections;
+            *connections = (connections.0 + kernel, connections.1 + nic);
+        }
     }
 
     /// The counts of programs from this one on, as many as fit into so many bytes of a message.
@@ -66,10 +140,13 @@ impl Counts {
     }
 }
 
+/// Most bytes that a program's counts take besides its name and reasons: of four histograms, and of four numbers more.
+const COUNTS_BYTES: usize = 10 * (4 * (Histogram::BOUNDS.len() + 2) + 8);
+
 /// Most bytes that a program's counts take in a message.
 fn bytes_of(counts: &ProgramCounts) -> usize {
     let reasons = [&counts.refused, &counts.returned, &counts.lost].into_iter().flat_map(|reasons| reasons.keys());
-    64 + counts.program.len() + reasons.map(|reason| 24 + reason.len()).sum::<usize>()
+    COUNTS_BYTES + counts.program.len() + reasons.map(|reason| 24 + reason.len()).sum::<usize>()
 }
 
 /// Returns the counter of a reason, or that of all others once there are [`MOST_REASONS`]: a reason may be a program's
@@ -119,6 +196,26 @@ mod tests {
     }
 
     #[test]
+    fn what_is_carried_counts_for_program_and_nic() {
+        let mut counts = Counts::default();
+        counts.note_carried(3, "nginx", (1, Traffic { sent: 5, received: 7 }));
+        counts.note_carried(3, "redis", (1, Traffic { sent: 1, received: 0 }));
+        counts.note_carried(3, "idle", (0, Traffic::default()));
+        counts.note_death(1, "crashed");
+        counts.note_death(1, "crashed");
+        let list = counts.list(0, usize::MAX);
+        assert_eq!(list.len(), 2, "nothing is not counted");
+        assert_eq!((list[0].sent, list[0].received, list[1].sent), (5, 7, 1));
+        counts.note_connections([(3, "nginx", 2, 3), (3, "nginx", 1, 0), (3, "new", 0, 1), (3, "none", 0, 0)].into_iter());
+        let present = |counts: &Counts| counts.list(0, usize::MAX).iter().map(|one| one.connections).collect::<Vec<_>>();
+        assert_eq!(present(&counts), [(0, 1), (3, 3), (0, 0)], "by name");
+        counts.note_connections([(3, "new", 1, 0)].into_iter());
+        assert_eq!(present(&counts), [(1, 0), (0, 0), (0, 0)]);
+        assert_eq!(counts.nic(1).carried, Traffic { sent: 6, received: 7 });
+        assert_eq!((counts.nic(1).deaths["crashed"], counts.nic(7).deaths.len()), (2, 0));
+    }
+
+    #[test]
     fn a_list_comes_in_parts() {
         let mut counts = Counts::default();
         for program in 0..10 {
@@ -126,8 +223,8 @@ mod tests {
         }
         let mut seen = Vec::new();
         loop {
-            let part = counts.list(seen.len() as u32, 600);
-            assert!(part.len() <= 2);
+            let part = counts.list(seen.len() as u32, COUNTS_BYTES + 200);
+            assert!(part.len() <= 1);
             if part.is_empty() {
                 break;
             }

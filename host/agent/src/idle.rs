@@ -69,7 +69,9 @@ impl Connection {
     /// Whether its pages should be returned now: it has used some, or has some of its handoff, its queues are empty,
     /// and it has carried nothing for a while. This is read while program and NIC go on, so it is only a hint: what is
     /// empty shows when the connection rests.
-    pub fn is_idle(&mut self, nic_memory: &Region, now: u64) -> bool {
+    ///
+    /// Also notes what it has carried since the last time, with its round-trip time.
+    pub fn is_idle(&mut self, nic_memory: &Region, now: u64, carried_now: &mut (Traffic, u32)) -> bool {
         let settled = self.goal().is_none() && !self.closed && !self.opening;
         let Some(cid) = self.cid.filter(|_| settled) else { return false };
         let Some(record) = read_record(nic_memory, nic::slot(cid.slot())) else { return false };
@@ -80,6 +82,7 @@ impl Connection {
         let (seen, carried) = ((record.rcv_nxt, record.snd_una), self.carried_on_nic(&record));
         let Some(on_nic) = self.running() else { return false };
         let is_due = on_nic.idleness.is_due(seen, now);
+        *carried_now = (carried.since(self.traffic), record.srtt);
         self.traffic = carried;
         is_due && empty
     }
@@ -87,9 +90,13 @@ impl Connection {
     /// Counts what the connection has carried up to these sequence numbers, received and acknowledged, since the last
     /// time. That is polled, so no 4 GiB pass in between.
     pub fn count_to(&mut self, seen: (u32, u32)) {
-        if let Some(on_nic) = &mut self.on_nic {
-            self.traffic = self.traffic.after(on_nic.idleness.seen, seen);
-            on_nic.idleness.note(seen, monotonic_micros());
+        let Some(on_nic) = &mut self.on_nic else { return };
+        let traffic = self.traffic.after(on_nic.idleness.seen, seen);
+        on_nic.idleness.note(seen, monotonic_micros());
+        let more = traffic.since(std::mem::replace(&mut self.traffic, traffic));
+        if let Some(cid) = self.cid.filter(|_| more != Traffic::default()) {
+            let (nic, uncounted) = &mut self.extra().uncounted;
+            (*nic, *uncounted) = (cid.nic(), uncounted.plus(more.sent, more.received));
         }
     }
 
@@ -98,6 +105,15 @@ impl Connection {
     pub fn carried_on_nic(&self, record: &Record) -> Traffic {
         let seen = self.on_nic.as_ref().map(|on_nic| on_nic.idleness.seen);
         seen.map_or(self.traffic, |seen| self.traffic.after(seen, (record.rcv_nxt, record.snd_una)))
+    }
+}
+
+/// Counts what a connection has carried, up to what its record on the NIC with this memory says: before that is
+/// invalidated.
+pub(crate) fn count_now(connection: &mut Connection, nic_memory: &Region) {
+    let record = connection.cid.and_then(|cid| read_record(nic_memory, nic::slot(cid.slot())));
+    if let Some(record) = record {
+        connection.count_to((record.rcv_nxt, record.snd_una));
     }
 }
 

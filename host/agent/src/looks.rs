@@ -8,6 +8,7 @@ use crate::calls::{check_unlocked, outsider};
 use crate::connection::{Connection, OnNic, Wants};
 use crate::ground::Shape;
 use crate::released::Returns;
+use crate::traffic::Traffic;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_linux::diagnosis;
 use baton_linux::events::monotonic_micros;
@@ -278,7 +279,14 @@ impl Agent {
         let Some(Some(entry)) = self.sessions.get_mut(session as usize) else { return false };
         let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { return false };
         let Some(hardware) = self.hardware.get(connection.cid.map_or(0, Cid::nic)) else { return false };
-        if !connection.is_idle(&hardware.memory, now) {
+        let mut carried = (Traffic::default(), 0);
+        let idle = connection.is_idle(&hardware.memory, now, &mut carried);
+        let (traffic, rtt) = carried;
+        if let Some(cid) = connection.cid.filter(|_| traffic != Traffic::default()) {
+            self.counts.note_carried(entry.user, &entry.opening.program, (cid.nic(), traffic));
+            self.counts.of(entry.user, &entry.opening.program).rtt.note(rtt.into());
+        }
+        if !idle {
             return false;
         }
         connection.extra().wants = Wants::NoPages;

@@ -78,6 +78,15 @@ impl Agent {
             None if by_itself => "it crashed".into(),
             None => "somebody killed it, or its host's TCP".into(),
         };
+        let kind = match ended {
+            Some(Cause::Stopped) => "stopped",
+            Some(Cause::Spins(_)) => "spun",
+            Some(Cause::Stuck(_)) => "stuck",
+            None if self.nics[nic].is_ended() => "ended",
+            None if by_itself => "crashed",
+            None => "killed",
+        };
+        self.counts.note_death(nic, kind);
         let (now, why) = (monotonic_micros(), self.reasons.shared(&why));
         let mut present = Vec::new();
         for (session, number) in self.all_connections() {

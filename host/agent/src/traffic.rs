@@ -23,6 +23,11 @@ impl Traffic {
         self.plus(u64::from(to.1.wrapping_sub(from.1)), u64::from(to.0.wrapping_sub(from.0)))
     }
 
+    /// What lies between an earlier state and this one.
+    pub fn since(self, earlier: Traffic) -> Traffic {
+        Traffic { sent: self.sent.saturating_sub(earlier.sent), received: self.received.saturating_sub(earlier.received) }
+    }
+
     /// Without the last bytes received, which are counted once more.
     pub fn without_received(self, bytes: u32) -> Traffic {
         Traffic { received: self.received.saturating_sub(u64::from(bytes)), ..self }
@@ -39,6 +44,8 @@ mod tests {
         let after = traffic.after((u32::MAX - 1, u32::MAX), (8, 0));
         assert_eq!(after, Traffic { sent: 6, received: 17 });
         assert_eq!(after.without_received(10), Traffic { sent: 6, received: 7 });
+        assert_eq!(after.since(traffic), Traffic { sent: 1, received: 10 });
+        assert_eq!(traffic.since(after), Traffic::default());
         assert_eq!(after.plus(1 << 40, 0).sent, (1 << 40) + 6);
         assert_eq!(Traffic::default().without_received(1).received, 0);
     }

@@ -92,6 +92,39 @@ impl Told {
     }
 }
 
+/// How often times fell into which range.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Histogram {
+    /// Times up to each of [`Histogram::BOUNDS`] and above the one before it; the last are those above all.
+    pub buckets: [u64; Histogram::BOUNDS.len() + 1],
+    /// The sum of all, microseconds.
+    pub sum_us: u64,
+}
+
+impl Histogram {
+    /// Upper bounds, microseconds. A time that is equal to one lies below it.
+    pub const BOUNDS: [u64; 17] =
+        [10, 25, 50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000];
+
+    /// Counts a time of so many microseconds.
+    pub fn note(&mut self, micros: u64) {
+        let at = Histogram::BOUNDS.partition_point(|bound| *bound < micros);
+        self.buckets[at] += 1;
+        self.sum_us = self.sum_us.saturating_add(micros);
+    }
+
+    /// How many times were counted.
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// Adds another one's counts.
+    pub fn add(&mut self, other: &Histogram) {
+        self.buckets.iter_mut().zip(other.buckets).for_each(|(bucket, more)| *bucket += more);
+        self.sum_us = self.sum_us.saturating_add(other.sum_us);
+    }
+}
+
 /// What has been counted of a program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProgramCounts {
@@ -99,6 +132,8 @@ pub struct ProgramCounts {
     pub user: Option<u32>,
     /// Its name.
     pub program: String,
+    /// Its connections at present: in the kernel, and on NICs.
+    pub connections: (u32, u32),
     /// Moves to a NIC.
     pub to_nic: u64,
     /// Moves that did not take place, by reason.
@@ -107,11 +142,38 @@ pub struct ProgramCounts {
     pub returned: BTreeMap<String, u64>,
     /// Connections that were lost in a move, by reason.
     pub lost: BTreeMap<String, u64>,
+    /// Bytes that peers have acknowledged to its connections while these were on NICs.
+    pub sent: u64,
+    /// Bytes that its connections have received while they were on NICs.
+    pub received: u64,
+    /// How long its connections stood still for a move to a NIC: from the steal on.
+    pub to_nic_blackout: Histogram,
+    /// The same for moves to the kernel: from the moment at which the NIC was asked to stop.
+    pub to_kernel_blackout: Histogram,
+    /// How long they stood still when their NIC had died, from the moment at which the agent noticed that.
+    pub recovery_blackout: Histogram,
+    /// Smoothed round-trip times of its connections on NICs: of each one whenever it is found to have carried
+    /// something.
+    pub rtt: Histogram,
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_fall_into_ranges() {
+        let mut histogram = Histogram::default();
+        for micros in [0, 10, 11, 2_500_000, 2_500_001] {
+            histogram.note(micros);
+        }
+        assert_eq!((histogram.buckets[0], histogram.buckets[1]), (2, 1), "a bound belongs to what is below it");
+        assert_eq!((histogram.buckets[16], histogram.buckets[17]), (1, 1));
+        assert_eq!((histogram.count(), histogram.sum_us), (5, 5_000_022));
+        let mut twice = histogram.clone();
+        twice.add(&histogram);
+        assert_eq!((twice.count(), twice.sum_us), (10, 10_000_044));
+    }
 
     #[test]
     fn a_reason_is_told_once() {

@@ -6,11 +6,11 @@ use crate::native::Native;
 use crate::texts::plain;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 16;
+pub const VERSION: u32 = 17;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -709,7 +709,17 @@ pub struct NicStatistics {
     pub starved: u64,
     /// Times that the agent has ended one of this number since it hung.
     pub hung: u64,
+    /// Deaths of those of this number, by cause: [`DEATHS`].
+    pub deaths: BTreeMap<String, u64>,
+    /// Bytes that peers have acknowledged to its connections, in the agent's life.
+    pub sent: u64,
+    /// Bytes that its connections have received, in the agent's life.
+    pub received: u64,
 }
+
+/// Why a NIC dies: it was stopped, a worker of it spun or got stuck in a system call, the agent ended it since it did
+/// not do what it must, it crashed, somebody killed it.
+pub const DEATHS: [&str; 6] = ["stopped", "spun", "stuck", "ended", "crashed", "killed"];
 
 /// A program that runs on without Baton, or connections of one that the agent does not have.
 #[derive(Clone, Debug, Serialize, Deserialize)]

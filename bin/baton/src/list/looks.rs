@@ -85,8 +85,26 @@ pub fn ask_all<T: Send>(
     argument: &SocketArgument,
     ask: impl Fn(usize, &Path, Option<u32>) -> Result<T> + Sync,
 ) -> Result<(Vec<T>, bool)> {
-    let (sockets, ask) = (argument.sockets(), &ask);
+    let sockets = argument.sockets();
     let mut all = Vec::new();
+    for (socket, seen) in ask_each(&sockets, ask) {
+        match seen.with_context(|| format!("looking at {}", socket.display())) {
+            Ok(seen) => all.push(seen),
+            // One of several may end just now.
+            Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok((all, !sockets.is_empty()))
+}
+
+/// Asks the agents at these sockets, many at a time. `ask` gets the place in the list, the socket, and the process that
+/// is to listen there.
+pub fn ask_each<T: Send>(
+    sockets: &[(PathBuf, Option<u32>)],
+    ask: impl Fn(usize, &Path, Option<u32>) -> Result<T> + Sync,
+) -> Vec<(&Path, Result<T>)> {
+    let ask = &ask;
     let numbered: Vec<_> = sockets.iter().enumerate().collect();
     let looks = numbered.chunks(LOOKS).flat_map(|some| {
         std::thread::scope(|scope| {
@@ -97,16 +115,8 @@ pub fn ask_all<T: Send>(
             begun.into_iter().map(|(socket, look)| (socket, look.join())).collect::<Vec<_>>()
         })
     });
-    for (socket, seen) in looks {
-        let seen = seen.unwrap_or_else(|_| bail!("no thread to look at it"));
-        match seen.with_context(|| format!("looking at {}", socket.display())) {
-            Ok(seen) => all.push(seen),
-            // One of several may end just now.
-            Err(error) if sockets.len() > 1 => eprintln!("baton: {error:#}"),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok((all, !sockets.is_empty()))
+    let seen = |look: std::thread::Result<Result<T>>| look.unwrap_or_else(|_| bail!("no thread to look at it"));
+    looks.map(|(socket, look)| (socket.as_path(), seen(look))).collect()
 }
 
 /// A Baton that is looked at again and again.

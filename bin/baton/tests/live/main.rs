@@ -44,6 +44,7 @@ mod listening_again;
 mod many_devices;
 mod matrix;
 mod messages;
+mod metrics;
 mod moves;
 mod nics;
 mod offloads;

@@ -3,6 +3,7 @@
 use super::Agent;
 use crate::calls::{flow_of, outsider};
 use crate::connection::Connection;
+use crate::counts::NicCounts;
 use crate::ground::Shape;
 use crate::host_tcp::HostTcp;
 use crate::record::read_record;
@@ -274,17 +275,16 @@ impl Listing<'_> {
 
     /// The counters of one NIC.
     fn count_of(&self, nic: usize) -> NicStatistics {
-        let of = |worker| {
-            let words = self.0.hardware[nic].memory.words(nic::counters(worker), COUNTERS);
-            words.iter().map(|word| word.load(Ordering::Relaxed)).collect::<Vec<u64>>()
-        };
+        let of = |worker| self.0.earlier.counters(nic, worker, &self.0.hardware[nic].memory);
         let workers: Vec<Vec<u64>> = (0..self.0.settings.nic.workers).map(of).collect();
         let devices = match &self.0.shape {
             Shape::Beside { devices, .. } => devices.of_nic(nic),
             Shape::Inline { .. } => Vec::new(),
         };
         let (starved, hung) = self.0.watch.counts(nic);
-        NicStatistics { process: self.0.nics[nic].process(), devices, counters: sums(&workers), workers, starved, hung }
+        let NicCounts { carried: Traffic { sent, received }, deaths } = self.0.counts.nic(nic);
+        let process = self.0.nics[nic].process();
+        NicStatistics { process, devices, counters: sums(&workers), workers, starved, hung, deaths, sent, received }
     }
 }
 

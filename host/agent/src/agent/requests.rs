@@ -70,6 +70,19 @@ pub(super) fn only_ours(rights: Option<u32>, what: &str) -> Result<()> {
     Ok(())
 }
 
+/// A session's user, its program, and its connections in the kernel and on NICs.
+fn present(session: &Session) -> (u32, &str, u32, u32) {
+    let connections = session.connections.iter().flatten();
+    let (all, nic) = connections.fold((0, 0), |(all, nic), one| (all + 1, nic + u32::from(one.place() == Place::Nic)));
+    (session.user, &session.opening.program, all - nic, nic)
+}
+
+/// What is counted of programs, from this place in the list on.
+fn counted(agent: &mut Agent, from: u32) -> Reply {
+    agent.counts.note_connections(agent.sessions.iter().flatten().map(present));
+    Reply::Counts(agent.counts.list(from, LISTED_IN_ALL))
+}
+
 impl Agent {
     /// Serves one request of a session, or ends the session if its program is gone. Returns whether there was one.
     pub(crate) fn serve(&mut self, number: u32) -> bool {
@@ -264,7 +277,7 @@ impl Agent {
             Ask::Describe { connections } => Some((Reply::Connections(Listing(self).describe(&connections)), Vec::new())),
             Ask::Traffic { from } => Some((Reply::Traffic(Listing(self).traffic(from)), Vec::new())),
             Ask::Events { connections } => Some((Reply::Events(Listing(self).events(&connections)), Vec::new())),
-            Ask::Counts { from } => Some((Reply::Counts(self.counts.list(from, LISTED_IN_ALL)), Vec::new())),
+            Ask::Counts { from } => Some((counted(self, from), Vec::new())),
             Ask::Statistics => Some((Reply::Statistics(Box::new(Listing(self).count())), Vec::new())),
             Ask::Gain => Some((gain::reply(self.moves.gain.as_ref()), Vec::new())),
             Ask::Offloads { nic } => match self.nics.get(nic as usize) {

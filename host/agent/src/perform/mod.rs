@@ -10,6 +10,7 @@ mod sockets;
 use crate::calls::{Stop, outcome};
 use crate::connection::{Carried, Connection};
 use crate::ground::Ground;
+use crate::idle::count_now;
 use crate::journal::{self, Entry};
 use crate::memory;
 use crate::record::{read_image, unpublish};
@@ -204,6 +205,7 @@ impl<'a> Performer<'a> {
             let netfilter = self.ground.guards.netfilter();
             self.ground.tracker.end(netfilter, cid, self.connection.serial, &self.connection.flow);
         }
+        count_now(self.connection, self.ground.nic_memory);
         self.clear();
         self.give_slot();
         if self.connection.fd().is_ok() {
@@ -221,6 +223,7 @@ impl<'a> Performer<'a> {
         // Its program finds it lost.
         self.connection.block.set_owner(Owner::Nic);
         self.cancel(true);
+        count_now(self.connection, self.ground.nic_memory);
         self.clear();
         self.give_slot();
         if self.connection.outlives_agent {
@@ -230,6 +233,14 @@ impl<'a> Performer<'a> {
         }
         self.end_shell();
         self.give_memory();
+    }
+}
+
+/// Notes that a connection stands still from now on for its move.
+fn stand_still(connection: &mut Connection) {
+    let extra = connection.extra();
+    if extra.still_since == 0 {
+        extra.still_since = monotonic_micros();
     }
 }
 

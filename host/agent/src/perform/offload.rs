@@ -1,6 +1,6 @@
 //! Actions of a move to the NIC.
 
-use super::{Performer, hand_to_kernel};
+use super::{Performer, hand_to_kernel, stand_still};
 use crate::calls::Stop;
 use crate::changes::UNKNOWN;
 use crate::connection::{Connection, Exported, Handoff, Memory, OnNic};
@@ -176,6 +176,7 @@ impl Performer<'_> {
         match self.may_steal() {
             Ok(way) => {
                 self.way = Some(way);
+                stand_still(self.connection);
                 self.ask(Action::Steal, Control::Steal, 0)
             }
             Err(stop) => stop.into(),

@@ -1,6 +1,6 @@
 //! Actions of a move back to the kernel.
 
-use super::Performer;
+use super::{Performer, stand_still};
 use crate::calls::Stop;
 use crate::connection::{Connection, Memory, ReplayedFin};
 use crate::ground::Shape;
@@ -52,6 +52,9 @@ impl Performer<'_> {
     /// Makes the NIC stop the connection, write its image and hold the frames that arrive.
     pub(super) fn rest(&mut self) -> Outcome {
         let Ok(cid) = self.cid() else { return Outcome::Refused(Refusal::NoRoom) };
+        if self.connection.growing().is_none() {
+            stand_still(self.connection);
+        }
         // The replay has to arrive by a device from which the socket receives now.
         if self.connection.growing().is_none()
             && let Some((routing, route)) = self.route.take().or_else(|| self.ground.route_of(self.connection).ok())

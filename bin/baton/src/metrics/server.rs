@@ -1,0 +1,275 @@
+//! Answers scrapes in one thread, with no more of HTTP than that takes: servers with a thread for each client, as
+//! tiny_http, have no limit on their number and time.
+//!
+//! No client can hold up another one, or use more than a bounded amount of memory: there
+//! are at most [`MOST`], each has a limited time, and the oldest one makes room for a new one.
+
+use super::families::Own;
+use super::http::{self, Wanted};
+use super::listener::{Listener, Stream};
+use super::look::Looker;
+use super::text::{Format, render};
+use anyhow::{Context, Result};
+use baton_linux::events::{Poller, Trigger, monotonic_micros};
+use std::collections::BTreeMap;
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::rc::Rc;
+use std::time::Duration;
+
+/// Most clients at a time.
+const MOST: usize = 32;
+
+/// Microseconds that a client has for its request, for taking the answer, and for ending the connection then.
+const REQUEST: u64 = 5_000_000;
+const ANSWER: u64 = 10_000_000;
+const END: u64 = 1_000_000;
+
+/// Most bytes that are read of a client after its request.
+const MOST_BEHIND: usize = 1 << 16;
+
+/// Tokens of the poller; those of clients follow.
+const LISTENER: u64 = 0;
+const SIGNALS: u64 = 1;
+const CLIENTS: u64 = 2;
+
+/// What a client is at.
+enum State {
+    /// Sends its request.
+    Asks(Vec<u8>),
+    /// Takes the answer: its head, its body, and how much of both it has.
+    Takes(Vec<u8>, Rc<str>, usize),
+    /// Has all, and may have sent so many bytes more. A connection that is closed with unread bytes is reset, and the
+    /// client may lose what it has not read.
+    Ends(usize),
+}
+
+struct Client {
+    stream: Stream,
+    state: State,
+    until: u64,
+}
+
+/// The same look in both formats, made when first wanted.
+#[derive(Default)]
+struct Texts {
+    at: u64,
+    texts: [Option<Rc<str>>; 2],
+}
+
+/// The exporter.
+pub struct Server {
+    listener: Listener,
+    poller: Poller,
+    looker: Looker,
+    texts: Texts,
+    /// By token, which grows: the first one is the oldest.
+    clients: BTreeMap<u64, Client>,
+    next: u64,
+    own: Own,
+}
+
+impl Server {
+    /// Answers at a listener what a looker finds.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn new(listener: Listener, looker: Looker) -> Result<Server> {
+        let poller = Poller::new()?;
+        poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
+        let (texts, clients, own) = (Texts::default(), BTreeMap::new(), Own::default());
+        Ok(Server { listener, poller, looker, texts, clients, next: CLIENTS, own })
+    }
+
+    /// Serves until `ends` is readable.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn run(&mut self, ends: BorrowedFd<'_>) -> Result<()> {
+        self.poller.add(ends, SIGNALS, Trigger::Readable)?;
+        let mut tokens = Vec::new();
+        loop {
+            let first = self.clients.values().map(|client| client.until).min();
+            let wait = first.map(|until| Duration::from_micros(until.saturating_sub(monotonic_micros())));
+            self.poller.wait(wait, &mut tokens)?;
+            for token in tokens.drain(..) {
+                match token {
+                    SIGNALS => return Ok(()),
+                    LISTENER => self.accept()?,
+                    client => self.serve(client),
+                }
+            }
+            let now = monotonic_micros();
+            let late: Vec<u64> = self.clients.iter().filter(|(_, client)| client.until <= now).map(|(token, _)| *token).collect();
+            late.into_iter().for_each(|token| self.cut_off(token));
+        }
+    }
+
+    /// Takes the clients that wait, but no more than there is room for: the others come next time.
+    fn accept(&mut self) -> Result<()> {
+        for _ in 0..MOST {
+            let stream = match self.listener.accept() {
+                Ok(stream) => stream,
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted | ErrorKind::ConnectionAborted) =>
+                {
+                    return Ok(());
+                }
+                // No descriptor is left, for example.
+                Err(_) if !self.clients.is_empty() => {
+                    self.cut_off_oldest();
+                    return Ok(());
+                }
+                Err(error) => return Err(error).context("accepting a client"),
+            };
+            if self.clients.len() >= MOST {
+                self.cut_off_oldest();
+            }
+            let token = self.next;
+            self.next += 1;
+            self.poller.add(stream.as_fd(), token, Trigger::Edge)?;
+            let client = Client { stream, state: State::Asks(Vec::new()), until: monotonic_micros() + REQUEST };
+            self.clients.insert(token, client);
+            self.serve(token);
+        }
+        Ok(())
+    }
+
+    fn cut_off_oldest(&mut self) {
+        if let Some(token) = self.clients.keys().next().copied() {
+            self.cut_off(token);
+        }
+    }
+
+    /// Ends a client's connection, and counts it if the client has not got its answer.
+    fn cut_off(&mut self, token: u64) {
+        if let Some(client) = self.clients.remove(&token)
+            && !matches!(client.state, State::Ends(_))
+        {
+            self.own.cut_off += 1;
+        }
+    }
+
+    /// Goes on with a client as far as that is possible now.
+    fn serve(&mut self, token: u64) {
+        let Some(mut client) = self.clients.remove(&token) else { return };
+        loop {
+            match client.go_on() {
+                Ok(Step::Waits) => {
+                    self.clients.insert(token, client);
+                    return;
+                }
+                // The descriptor leaves the poller with its end.
+                Ok(Step::Over) | Err(_) => return,
+                Ok(Step::Asked(wanted)) => {
+                    let (head, body) = self.answer(&wanted);
+                    client.state = State::Takes(head.into_bytes(), body, 0);
+                    client.until = monotonic_micros() + ANSWER;
+                }
+                Ok(Step::Answered) => {
+                    client.stream.end_sending();
+                    client.state = State::Ends(0);
+                    client.until = monotonic_micros() + END;
+                }
+            }
+        }
+    }
+
+    fn answer(&mut self, wanted: &Wanted) -> (String, Rc<str>) {
+        const PLAIN: &str = "text/plain; charset=utf-8";
+        let short = |status: &str, text: String| (http::head(status, PLAIN, text.len()), Rc::from(text));
+        match wanted {
+            Wanted::Metrics { format, head } => match self.text(*format) {
+                Ok(text) => {
+                    let head_of_answer = http::head("200 OK", format.content_type(), text.len());
+                    (head_of_answer, if *head { Rc::from("") } else { text })
+                }
+                Err(error) => short("500 Internal Server Error", format!("{error:#}\n")),
+            },
+            Wanted::Index => short("200 OK", "baton metrics: the counters are at /metrics\n".into()),
+            Wanted::Refused(status, why) => {
+                self.own.refused += 1;
+                short(status, format!("{why}\n"))
+            }
+            Wanted::More => short("400 Bad Request", String::new()),
+        }
+    }
+
+    fn text(&mut self, format: Format) -> Result<Rc<str>> {
+        self.looker.renew();
+        if self.texts.at != self.looker.seen_at() {
+            self.texts = Texts { at: self.looker.seen_at(), texts: [None, None] };
+        }
+        let place = &mut self.texts.texts[usize::from(format == Format::OpenMetrics)];
+        match place {
+            Some(text) => Ok(text.clone()),
+            None => {
+                let text: Rc<str> = render(self.looker.families(self.own), format)?.into();
+                Ok(place.insert(text).clone())
+            }
+        }
+    }
+}
+
+/// What has come of going on with a client.
+enum Step {
+    Waits,
+    Asked(Wanted),
+    Answered,
+    Over,
+}
+
+/// None if it would block.
+fn done(result: io::Result<usize>) -> io::Result<Option<usize>> {
+    match result {
+        Ok(count) => Ok(Some(count)),
+        Err(error) if error.kind() == ErrorKind::WouldBlock => Ok(None),
+        Err(error) if error.kind() == ErrorKind::Interrupted => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+impl Client {
+    fn go_on(&mut self) -> io::Result<Step> {
+        let mut room = [0u8; 2048];
+        loop {
+            match &mut self.state {
+                State::Asks(request) => {
+                    let most = room.len().min(http::MOST - request.len());
+                    match done(self.stream.read(&mut room[..most]))? {
+                        None => return Ok(Step::Waits),
+                        Some(0) => return Ok(Step::Over),
+                        Some(count) => request.extend_from_slice(&room[..count]),
+                    }
+                    match http::read(request) {
+                        Wanted::More => {}
+                        wanted => return Ok(Step::Asked(wanted)),
+                    }
+                }
+                State::Takes(head, body, taken) => {
+                    let left = match head.get(*taken..).filter(|left| !left.is_empty()) {
+                        Some(left) => left,
+                        None => &body.as_bytes()[*taken - head.len()..],
+                    };
+                    if left.is_empty() {
+                        return Ok(Step::Answered);
+                    }
+                    match done(self.stream.write(left))? {
+                        None => return Ok(Step::Waits),
+                        Some(count) => *taken += count,
+                    }
+                }
+                State::Ends(behind) => match done(self.stream.read(&mut room))? {
+                    None => return Ok(Step::Waits),
+                    Some(0) => return Ok(Step::Over),
+                    Some(count) => {
+                        *behind += count;
+                        if *behind > MOST_BEHIND {
+                            return Ok(Step::Over);
+                        }
+                    }
+                },
+            }
+        }
+    }
+}
