@@ -162,10 +162,11 @@ fn what_happens_is_in_the_metrics() {
     let first = once(&scene, false);
     assert_eq!((first.of("baton_up{}"), first.of("baton_moves_total{}")), (1.0, 0.0));
     assert_eq!(first.sum("baton_program_connections"), 1.0);
-    scene.exchange(300_000, Place::Nic);
+    scene.move_to(Place::Nic);
+    scene.fill(300_000);
+    scene.drain();
     let [sent, received] = [scene.sent[0], scene.received[0]].map(|bytes| bytes as f64);
     let carried = |now: &Parsed, sent: f64, received: f64| {
-        // SYN and FIN have sequence numbers, too, and what was unread or unacknowledged counts where it ended.
         now.of("baton_nic_sent_bytes_total{nic=0}") >= sent && now.of("baton_nic_received_bytes_total{nic=0}") >= received
     };
     let one = until(&scene, "what went over the NIC is counted", |now| carried(now, sent, received));
@@ -177,7 +178,9 @@ fn what_happens_is_in_the_metrics() {
     assert_eq!(one.of("baton_nic_connections{nic=0,worker=0}"), 1.0);
     assert!(one.values.keys().any(|name| name.starts_with("baton_program_connections{") && name.ends_with("place=nic}")));
     // In the kernel the NIC carries nothing.
-    scene.exchange(300_000, Place::Kernel);
+    scene.move_to(Place::Kernel);
+    scene.fill(300_000);
+    scene.drain();
     let two = until(&scene, "the return is counted", |now| now.of("baton_move_blackout_seconds_count{to=kernel}") == 1.0);
     assert!(two.of("baton_nic_sent_bytes_total{nic=0}") <= sent + 2.0, "{two:#?}");
     assert_eq!(two.sum("baton_program_returns_total"), 1.0);
