@@ -63,7 +63,8 @@ pub unsafe fn copy(from: *const u8, to: *mut u8, length: usize) -> bool {
     true
 }
 
-/// Bytes next to the stack's end in which a fault means that the stack is full: then its memory is not read.
+/// Bytes next to the stack's end in which a fault may mean that the stack is full: then its memory is not read before
+/// the kernel has.
 const STACK: usize = 1 << 16;
 
 /// The result of a guarded copy that failed.
@@ -77,13 +78,38 @@ pub const FAILED: i64 = 0;
 #[cfg(target_arch = "x86_64")]
 #[must_use]
 pub unsafe fn resume(address: usize, stack: usize) -> Option<(usize, usize)> {
-    if address.wrapping_sub(stack).wrapping_add(STACK) < 2 * STACK || !stack.is_multiple_of(8) {
+    let is_near = address.wrapping_sub(stack).wrapping_add(STACK) < 2 * STACK;
+    if !stack.is_multiple_of(8) || is_near && !is_readable(stack) {
         return None;
     }
     // SAFETY: the caller's promise. The C library's functions for copies have no frame: the address that they return to
     // comes first.
     let returns = unsafe { core::ptr::with_exposed_provenance::<usize>(stack).read() };
     entries().any(|entry| entry == returns).then(|| (returns, stack + size_of::<usize>()))
+}
+
+/// Whether there are eight bytes to read: rt_sigprocmask(2) reads a mask before it finds that nothing is to be done
+/// with it.
+#[cfg(target_arch = "x86_64")]
+fn is_readable(address: usize) -> bool {
+    const SYS_RT_SIGPROCMASK: isize = 14;
+    let failed: isize;
+    // SAFETY: the system call only reads there, and changes nothing, since there is no such operation as -1. It is made
+    // here, since the C library's function may be another library's.
+    unsafe {
+        core::arch::asm!(
+            "syscall",
+            inlateout("rax") SYS_RT_SIGPROCMASK => failed,
+            in("rdi") -1isize,
+            in("rsi") address,
+            in("rdx") 0usize,
+            in("r10") 8usize,
+            lateout("rcx") _,
+            lateout("r11") _,
+            options(nostack),
+        );
+    }
+    failed != -(libc::EFAULT as isize)
 }
 
 /// The addresses that all guarded copies return to.

@@ -1,6 +1,7 @@
 /* SIGSEGV and SIGBUS are the program's own, although the library has a handler for them. Usage: faults CASE [moved] */
 
 #include "sockets.h"
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -53,6 +54,26 @@ static void call_fails(void)
     CHECK(write(ends.server, hole, 5) == -1 && errno == EFAULT);
     CHECK(read(ends.server, (char[5]){0}, 5) == 5 && faults == before);
     exchange(ends.server, ends.client, "on\n");
+}
+
+/* On a stack that ends where there is no memory: a pointer beyond that end is near the stack, and bad nevertheless. */
+static void *call_fails_near_stack(void *beyond)
+{
+    hole = beyond;
+    call_fails();
+    return NULL;
+}
+
+static void near_stack(void)
+{
+    enum { STACK = 1 << 18, BEYOND = 1 << 16 };
+    char *stack = mmap(NULL, STACK + BEYOND, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    pthread_attr_t attributes;
+    pthread_t thread;
+    CHECK(stack != MAP_FAILED && mprotect(stack + STACK, BEYOND, PROT_NONE) == 0 && signal(SIGSEGV, plainly) != SIG_ERR);
+    CHECK(pthread_attr_init(&attributes) == 0 && pthread_attr_setstack(&attributes, stack, STACK) == 0);
+    CHECK(pthread_create(&thread, &attributes, call_fails_near_stack, stack + STACK) == 0 && pthread_join(thread, NULL) == 0);
+    CHECK(faults == 0);
 }
 
 static void use_sigaction(void)
@@ -245,6 +266,8 @@ int main(int number, char **arguments)
         return use_sigbus(), 0;
     if (strcmp(name, "profiler") == 0)
         return use_profiler(), 0;
+    if (strcmp(name, "near the stack") == 0)
+        return near_stack(), 0;
     if (strcmp(name, "ends") == 0)
         return end(), 0;
     return 2;
