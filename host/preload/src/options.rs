@@ -1,5 +1,6 @@
 //! Socket options and ioctls of a connection that may be on the NIC.
 
+use crate::kernel_only::{self, Patience};
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::{faults, real};
@@ -226,8 +227,16 @@ pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
 }
 
 fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
-    if how != libc::SHUT_WR {
-        tcp.give_back("shutdown of receiving", Until::Again);
+    const REASON: &str = "shutdown of receiving";
+    // For good: a move in between would shut the other direction, the only one that the NIC can shut.
+    match how {
+        libc::SHUT_RD => {
+            if let Err(number) = kernel_only::leave(tcp, REASON, || Patience::Always) {
+                return fail(number) as c_int;
+            }
+        }
+        libc::SHUT_RDWR => tcp.give_back(REASON, Until::Never),
+        _ => {}
     }
     let mut round = 0;
     loop {

@@ -96,6 +96,16 @@ assert ends == [b'', b''], ends
     assert!(report["connections_by_moves"].get("0").is_none(), "{report}");
 }
 
+/// shutdown(2) of receiving alone does not end what is sent, whenever the connection moves.
+#[test]
+fn receiving_is_shut_alone() {
+    let scratch = Scratch::new("shutdowns");
+    let program = compile("shutdowns", &scratch);
+    assert!(Command::new(&program).arg("20").status().expect("the program").success(), "natively");
+    let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", &program.to_string_lossy(), "1000"]);
+    assert!(report["moves"].as_u64() > Some(100), "{report}");
+}
+
 /// Queries of a socket during a move return what they return before and after it.
 #[test]
 fn a_moving_socket_answers_as_before() {
