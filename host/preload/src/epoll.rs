@@ -48,8 +48,8 @@ fn end_data() -> u64 {
 /// The program's own call, which writes events there, with a limit in microseconds.
 type Native<'a> = &'a dyn Fn(&mut [epoll_event], Option<u64>) -> c_int;
 
-/// How often an epoll_wait without a time limit waits, a millisecond each, for moves to end.
-const SETTLING_ROUNDS: u32 = 50;
+/// How often an epoll_wait or a poll that may not wait waits nevertheless, a millisecond each, for moves to end.
+pub(crate) const SETTLING_ROUNDS: u32 = 50;
 
 /// A file in a set.
 #[derive(Clone, Copy)]
@@ -69,32 +69,32 @@ impl PartialEq for File {
 }
 
 #[derive(Default)]
-struct Inner {
-    interest: Interest<File>,
+pub(crate) struct Inner {
+    pub interest: Interest<File>,
     /// The doorbell that was added to the kernel's set: its session's.
-    bell: Option<c_int>,
+    pub bell: Option<c_int>,
 }
 
 /// An epoll set. Never freed; reused for one descriptor after another.
 #[repr(align(64))]
 pub(crate) struct Set {
-    inner: Mutex<Inner>,
+    pub inner: Mutex<Inner>,
     /// Slots of sockets to which something has happened.
     marked: Mutex<Vec<u32>>,
-    any_marked: AtomicBool,
-    wake: OnceLock<c_int>,
-    sleepers: AtomicU32,
-    /// The set itself is polled, or is in another set.
-    watched: AtomicBool,
+    pub any_marked: AtomicBool,
+    pub wake: OnceLock<c_int>,
+    pub sleepers: AtomicU32,
+    /// Who polls the set itself, or has it in another set.
+    pub watchers: readiness::Watchers,
     /// The set belongs to the process from which this one was forked.
     inherited: AtomicBool,
-    fds: Mutex<Vec<c_int>>,
+    pub fds: Mutex<Vec<c_int>>,
 }
 
 static POOL: ShortLock<Vec<&'static Set>> = ShortLock::new(Vec::new());
 static OURS: ShortLock<Vec<c_int>> = ShortLock::new(Vec::new());
 
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -143,13 +143,12 @@ fn known_set(epfd: c_int) -> &'static Set {
             any_marked: AtomicBool::new(false),
             wake: OnceLock::new(),
             sleepers: AtomicU32::new(0),
-            watched: AtomicBool::new(false),
+            watchers: readiness::Watchers::default(),
             inherited: AtomicBool::new(false),
             fds: Mutex::default(),
         }))
     });
     *locked(&set.fds) = vec![epfd];
-    set.watched.store(false, Ordering::Release);
     table::put(epfd, Some(table::File::Set(set)));
     set
 }
@@ -189,8 +188,18 @@ pub(crate) unsafe fn control(epfd: c_int, operation: c_int, fd: c_int, event: *m
     known_set(epfd).control(epfd, operation, fd, file, given)
 }
 
-/// The kernel's set, by its descriptor.
-struct Kernel(c_int);
+/// The kernel's set.
+pub(crate) struct Kernel {
+    epfd: c_int,
+    /// What is not known of sets in this one.
+    pub doubt: readiness::Doubt,
+}
+
+impl Kernel {
+    pub fn of(epfd: c_int) -> Kernel {
+        Kernel { epfd, doubt: readiness::Doubt::default() }
+    }
+}
 
 impl World for Kernel {
     type File = File;
@@ -209,12 +218,15 @@ impl World for Kernel {
     fn on_nic(&mut self, file: File) -> u32 {
         match file {
             File::Tcp(tcp) => readiness::events(tcp),
-            File::Set(_) => 0,
+            File::Set(set) => readiness::of_set(set, &mut self.doubt),
         }
     }
 
     fn progress(&mut self, file: File, fd: c_int) -> Progress {
-        let File::Tcp(tcp) = file else { return Progress::default() };
+        let tcp = match file {
+            File::Tcp(tcp) => tcp,
+            File::Set(set) => return Progress { received: set.watchers.arrivals.load(Ordering::Acquire), ..Progress::default() },
+        };
         Progress {
             received: position(tcp, fd),
             stuck: tcp.stuck.load(Ordering::Acquire),
@@ -223,22 +235,25 @@ impl World for Kernel {
     }
 
     fn may_move(&mut self, file: File) -> bool {
-        matches!(file, File::Tcp(tcp) if tcp.may_move())
+        match file {
+            File::Tcp(tcp) => tcp.may_move(),
+            File::Set(_) => true,
+        }
     }
 
     fn set_is_ready(&mut self, file: File) -> bool {
-        matches!(file, File::Set(set) if set.is_ready())
+        matches!(file, File::Set(set) if readiness::in_kernel(set, &mut self.doubt))
     }
 
     fn report(&mut self, out: &mut [epoll_event]) -> usize {
         // Without the program's signal mask: an epoll_pwait that has events to report does not let signals in either.
-        ask(self.0, out, Some(0), std::ptr::null()).max(0) as usize
+        ask(self.epfd, out, Some(0), std::ptr::null()).max(0) as usize
     }
 
     fn register(&mut self, operation: c_int, fd: c_int, events: u32, data: u64) -> bool {
         let mut event = epoll_event { events, u64: data };
         // SAFETY: one live event.
-        unsafe { real::epoll_ctl(self.0, operation, fd, &mut event) == 0 }
+        unsafe { real::epoll_ctl(self.epfd, operation, fd, &mut event) == 0 }
     }
 }
 
@@ -265,17 +280,17 @@ impl Set {
         self.inherited.store(true, Ordering::Relaxed);
     }
 
-    fn is_inherited(&self) -> bool {
+    pub fn is_inherited(&self) -> bool {
         self.inherited.load(Ordering::Relaxed)
     }
 
     fn control(&'static self, epfd: c_int, operation: c_int, fd: c_int, file: File, given: Option<(u32, u64)>) -> c_int {
         let mut inner = locked(&self.inner);
-        let kernel = &mut Kernel(epfd);
+        let kernel = &mut Kernel::of(epfd);
         let Some(given) = given else {
             let (done, slot) = inner.interest.delete(kernel, fd, file);
-            if let (Some(slot), File::Tcp(tcp)) = (slot, file) {
-                tcp.remove_set(self, slot);
+            if let Some(slot) = slot {
+                self.forget_in(file, slot);
             }
             return if done { 0 } else { -1 };
         };
@@ -291,10 +306,19 @@ impl Set {
                     // The connection may have moved before this set was added to the socket.
                     inner.interest.enqueue(slot);
                     drop(inner);
-                    self.alert();
+                    self.announce();
                 }
             }
-            File::Set(other) => other.watch(),
+            File::Set(other) => {
+                if known.is_none() {
+                    readiness::add_parent(other, self, slot);
+                }
+                self.join_bell(&mut inner, epfd);
+                // The set may have had something to report before.
+                inner.interest.enqueue(slot);
+                drop(inner);
+                self.announce();
+            }
         }
         0
     }
@@ -307,10 +331,18 @@ impl Set {
             return;
         }
         inner.bell = Some(bell);
-        let kernel = &mut Kernel(epfd);
-        kernel.register(EPOLL_CTL_ADD, bell, (EPOLLIN | EPOLLEXCLUSIVE) as u32, bell_data());
-        // A hang-up stays pending, so every thread that sleeps in this set sees it.
-        kernel.register(EPOLL_CTL_ADD, session.shared.hangs_up().as_raw_fd(), 0, end_data());
+        self.register_own(epfd);
+    }
+
+    /// See [`Set::join_bell`].
+    pub fn register_own(&self, epfd: c_int) {
+        let kernel = &mut Kernel::of(epfd);
+        if let Some(session) = process::session() {
+            let bell = session.shared.bell().as_fd().as_raw_fd();
+            kernel.register(EPOLL_CTL_ADD, bell, (EPOLLIN | EPOLLEXCLUSIVE) as u32, bell_data());
+            // A hang-up stays pending, so every thread that sleeps in this set sees it.
+            kernel.register(EPOLL_CTL_ADD, session.shared.hangs_up().as_raw_fd(), 0, end_data());
+        }
         kernel.register(EPOLL_CTL_ADD, self.eventfd(), EPOLLIN as u32, wake_data());
     }
 
@@ -329,6 +361,8 @@ impl Set {
             self.join_bell(&mut locked(&self.inner), epfd);
             // A thread that has slept in it since before the session was opened is not counted as a sleeper.
             wait::signal(self.eventfd());
+            readiness::tell(self);
+            readiness::prepare_parents(self);
         }
     }
 
@@ -337,26 +371,32 @@ impl Set {
         locked(&self.marked).push(slot);
         // A thread that is about to sleep counts itself first, then reads this flag.
         self.any_marked.store(true, Ordering::SeqCst);
-        self.alert();
+        self.announce();
     }
 
-    /// Wakes threads that sleep in the set or watch it from outside.
-    fn alert(&self) {
-        if self.sleepers.load(Ordering::SeqCst) > 0 || self.watched.load(Ordering::SeqCst) {
+    /// Wakes threads that sleep in the set.
+    pub fn alert(&self) {
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
             wait::signal(self.eventfd());
         }
     }
 
-    fn clear_wake(&self) {
+    /// Wakes threads that sleep in the set or watch it from outside.
+    fn announce(&self) {
+        self.alert();
+        readiness::tell(self);
+    }
+
+    pub fn clear_wake(&self) {
         if let Some(wake) = self.wake.get() {
             wait::clear(*wake);
         }
     }
 
     /// Runs a change with the interest list and one of the set's descriptors.
-    fn with_interest(&self, change: impl FnOnce(&mut Interest<File>, &mut Kernel)) {
+    pub fn with_interest(&self, change: impl FnOnce(&mut Interest<File>, &mut Kernel)) {
         let epfd = locked(&self.fds).first().copied();
-        change(&mut locked(&self.inner).interest, &mut Kernel(epfd.unwrap_or(-1)));
+        change(&mut locked(&self.inner).interest, &mut Kernel::of(epfd.unwrap_or(-1)));
     }
 
     /// Watches a descriptor of this library's as the program has the set watch a socket.
@@ -407,14 +447,18 @@ impl Set {
         let files: Vec<(u32, File)> = locked(&self.inner).interest.files().collect();
         self.with_interest(|interest, kernel| {
             interest.release_all(kernel);
-            self.remove_wake(kernel.0);
+            self.remove_wake(kernel.epfd);
         });
-        for (slot, file) in files {
-            if let File::Tcp(tcp) = file {
-                tcp.remove_set(self, slot);
-            }
-        }
+        files.into_iter().for_each(|(slot, file)| self.forget_in(file, slot));
         fds.into_iter().for_each(|fd| table::put(fd, None));
+    }
+
+    /// Has a file forget that it is in this set.
+    fn forget_in(&'static self, file: File, slot: u32) {
+        match file {
+            File::Tcp(tcp) => tcp.remove_set(self, slot),
+            File::Set(other) => readiness::remove_parent(other, self, slot),
+        }
     }
 
     /// Removes the set's eventfd from the kernel's set.
@@ -464,23 +508,21 @@ impl Set {
         }
         let mut fds = locked(&self.fds);
         fds.retain(|other| *other != fd);
-        if !fds.is_empty() {
-            return;
-        }
+        let is_last = fds.is_empty();
         drop(fds);
-        let inner = std::mem::take(&mut *locked(&self.inner));
-        for (slot, file) in inner.interest.files() {
-            if let File::Tcp(tcp) = file {
-                tcp.remove_set(self, slot);
-            }
+        if !is_last {
+            return readiness::remove_number(self, fd);
         }
+        readiness::leave_parents(self);
+        let inner = std::mem::take(&mut *locked(&self.inner));
+        inner.interest.files().for_each(|(slot, file)| self.forget_in(file, slot));
         locked(&self.marked).clear();
         self.clear_wake();
         POOL.lock().push(self);
     }
 
     /// Queues marked sockets for a check.
-    fn take_marks(&self, inner: &mut Inner, epfd: c_int) {
+    pub fn take_marks(&self, inner: &mut Inner, epfd: c_int) {
         if !self.any_marked.swap(false, Ordering::SeqCst) {
             return;
         }
@@ -488,8 +530,12 @@ impl Set {
         // Not with the list locked: checking a socket may mark others.
         let marked = std::mem::take(&mut *locked(&self.marked));
         for slot in marked {
-            inner.interest.settle(&mut Kernel(epfd), slot);
+            let kernel = &mut Kernel::of(epfd);
+            inner.interest.settle(kernel, slot);
             inner.interest.enqueue(slot);
+            if self.watchers.has_parents() && inner.interest.has_news(kernel, slot) {
+                self.watchers.arrivals.fetch_add(1, Ordering::AcqRel);
+            }
         }
     }
 
@@ -526,10 +572,11 @@ impl Set {
             }
             let mut inner = locked(&self.inner);
             self.take_marks(&mut inner, epfd);
-            let kernel = &mut Kernel(epfd);
+            let kernel = &mut Kernel::of(epfd);
             let (mut bell, mut end) = (false, limit == Some(0) && session.is_some_and(Session::is_over));
             let mut count = inner.interest.gather(kernel, out, |data| self.own(data, &mut bell, &mut end));
-            let mut moving = inner.interest.moving;
+            let mut moving = inner.interest.moving.or(kernel.doubt.moving.map(File::Tcp));
+            let mut renewed = false;
             if count == 0 {
                 drop(inner);
                 let until = if moving.is_some() { Some(0) } else { deadline };
@@ -548,10 +595,14 @@ impl Set {
                 }
                 inner = locked(&self.inner);
                 count = inner.interest.take_in(kernel, out, got as usize, |data| self.own(data, &mut bell, &mut end));
-                moving = moving.or(inner.interest.moving);
+                moving = moving.or(inner.interest.moving).or(kernel.doubt.moving.map(File::Tcp));
+                renewed = inner.interest.renewed || kernel.doubt.renewed;
             }
-            let left = count > 0 && inner.interest.has_queued();
+            // What is marked by now may have signalled what this thread has cleared since.
+            let left = inner.interest.has_queued() && count > 0 || self.any_marked.load(Ordering::SeqCst);
             drop(inner);
+            // Noticed where the lock of a set is held.
+            end |= session.is_some_and(|session| session.shared.has_ended());
             if bell && let Some(session) = session {
                 session.shared.clear_bell();
                 session.shared.catch_up(thread::token());
@@ -559,17 +610,21 @@ impl Set {
             if end && let Some(session) = session {
                 session.leave_if_over();
             }
+            if left {
+                // The kernel likewise wakes the next thread while anything may be ready.
+                self.alert();
+            }
             if count > 0 {
-                if left {
-                    // The kernel likewise wakes the next thread while anything may be ready.
-                    self.alert();
-                }
                 return count as c_int;
             }
             if let (Some(File::Tcp(tcp)), true) = (moving, limit != Some(0) || rounds < SETTLING_ROUNDS) {
                 rounds += 1;
                 tcp.wait_a_little();
-            } else if limit == Some(0) && !self.any_marked.load(Ordering::SeqCst) {
+            } else if renewed && rounds < SETTLING_ROUNDS {
+                // The kernel has been asked before.
+                rounds += 1;
+                continue;
+            } else if limit == Some(0) && !readiness::is_marked(self, session) {
                 return 0;
             }
             if limit != Some(0) && deadline.is_some_and(|deadline| wait::now() >= deadline) {
@@ -634,32 +689,6 @@ impl Set {
                 return kept;
             }
         }
-    }
-
-    /// Whether the set has events, for a thread that watches the set itself.
-    pub fn is_ready(&'static self) -> bool {
-        let Some(epfd) = locked(&self.fds).first().copied() else { return false };
-        if !self.is_inherited() {
-            if let Some(session) = process::session() {
-                session.shared.clear_bell();
-                session.shared.catch_up(thread::token());
-            }
-            let mut inner = locked(&self.inner);
-            self.take_marks(&mut inner, epfd);
-            if inner.interest.is_ready(&mut Kernel(epfd)) {
-                return true;
-            }
-            drop(inner);
-            self.clear_wake();
-        }
-        let mut poll = libc::pollfd { fd: epfd, events: libc::POLLIN, revents: 0 };
-        // SAFETY: one live pollfd.
-        unsafe { real::poll(&mut poll, 1, 0) == 1 }
-    }
-
-    /// Notes that the set itself is polled, or is in another set.
-    pub fn watch(&self) {
-        self.watched.store(true, Ordering::SeqCst);
     }
 }
 
@@ -736,7 +765,7 @@ pub(crate) fn settle() {
             set.take_marks(&mut inner, epfd);
             let slots: Vec<u32> = inner.interest.files().map(|(slot, _)| slot).collect();
             slots.into_iter().for_each(|slot| {
-                inner.interest.settle(&mut Kernel(epfd), slot);
+                inner.interest.settle(&mut Kernel::of(epfd), slot);
             });
         }
     }
@@ -750,7 +779,7 @@ pub(crate) fn release_all() {
         if set.is_inherited() {
             continue;
         }
-        locked(&set.inner).interest.release_all(&mut Kernel(epfd));
+        locked(&set.inner).interest.release_all(&mut Kernel::of(epfd));
         set.remove_wake(epfd);
         table::put(epfd, None);
     }

@@ -13,7 +13,7 @@
 
 use libc::{
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
-    EPOLLPRI, EPOLLRDHUP, c_int, epoll_event,
+    EPOLLPRI, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM, c_int, epoll_event,
 };
 use std::collections::{BTreeMap, VecDeque};
 
@@ -22,6 +22,8 @@ const ALWAYS: u32 = (EPOLLERR | EPOLLHUP) as u32;
 const EDGE: u32 = EPOLLET as u32;
 const ONE_SHOT: u32 = EPOLLONESHOT as u32;
 const EXCLUSIVE: u32 = EPOLLEXCLUSIVE as u32;
+const READABLE: u32 = (EPOLLIN | EPOLLRDNORM) as u32;
+const WRITABLE: u32 = (EPOLLOUT | EPOLLWRNORM) as u32;
 /// Events that end one direction or both.
 const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32;
 
@@ -52,7 +54,8 @@ pub(crate) enum Place {
     Nic,
     /// Between the two: the answers of neither count.
     Moving,
-    /// The file is an epoll set itself: the kernel reports when to check it.
+    /// The file is an epoll set itself: the kernel reports when to check what it has of it, and the rest is as on the
+    /// NIC.
     Set,
 }
 
@@ -74,13 +77,13 @@ pub(crate) trait World {
     /// Where it is, and how many moves it has begun or made. A file that is in the kernel with the same number of moves
     /// as before has been there all the time.
     fn place(&mut self, file: Self::File) -> (Place, u32);
-    /// Events that it is ready for, on the NIC.
+    /// Events that it is ready for, on the NIC; for a set, because of connections on the NIC.
     fn on_nic(&mut self, file: Self::File) -> u32;
     /// How far it has come.
     fn progress(&mut self, file: Self::File, fd: c_int) -> Progress;
     /// Whether it may ever be on the NIC.
     fn may_move(&mut self, file: Self::File) -> bool;
-    /// Whether a set in this set has anything to report.
+    /// Whether the kernel's set of a set in this set has anything to report.
     fn set_is_ready(&mut self, file: Self::File) -> bool;
     /// Events that the kernel's set reports now, as epoll_wait(2) without waiting. Returns how many.
     fn report(&mut self, out: &mut [epoll_event]) -> usize;
@@ -112,6 +115,8 @@ struct Registration<F> {
     /// The kernel was made to report anew, perhaps what was reported before.
     repeated: bool,
     seen: Seen,
+    /// Progress that who watches this set has been told of.
+    told: Seen,
     /// Moves that the connection had made when it was last registered in the kernel. If it has made more, what the
     /// kernel has reported since does not count.
     moves: u32,
@@ -150,6 +155,8 @@ pub(crate) struct Interest<F> {
     kernel_first: bool,
     /// A file that was checked in this round and is being moved.
     pub moving: Option<F>,
+    /// A registration was brought in line in this round, of which the kernel may report something only now.
+    pub renewed: bool,
 }
 
 impl<F> Default for Interest<F> {
@@ -163,6 +170,7 @@ impl<F> Default for Interest<F> {
             round: 0,
             kernel_first: false,
             moving: None,
+            renewed: false,
         }
     }
 }
@@ -237,6 +245,7 @@ impl<F: Copy + PartialEq> Interest<F> {
             dropped: false,
             repeated: false,
             seen,
+            told: Seen::default(),
             moves,
             reported,
         });
@@ -350,6 +359,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         if self.by_fd.get(&known.fd) == Some(&slot) {
             place_of.version = next(place_of.version);
             change(world, known.fd, known.events, events, token(slot, place_of.version));
+            self.renewed |= !mute;
         }
         Some(place)
     }
@@ -395,6 +405,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.round += 1;
         self.unseen = self.queue.len();
         self.moving = None;
+        self.renewed = false;
     }
 
     /// Writes events of connections on the NIC after the first `filled` events of `out`, at most `most` of them.
@@ -415,7 +426,7 @@ impl<F: Copy + PartialEq> Interest<F> {
                     self.enqueue(slot);
                     continue;
                 }
-                Some(Place::Nic) => {}
+                Some(Place::Nic | Place::Set) => {}
                 _ => continue,
             }
             let Some(known) = self.used(slot) else { continue };
@@ -506,7 +517,8 @@ impl<F: Copy + PartialEq> Interest<F> {
             return None;
         }
         let mut events = events & (known.events | ALWAYS);
-        match world.place(known.file) {
+        let place = world.place(known.file);
+        match place {
             (Place::Set, _) if !world.set_is_ready(known.file) => {
                 known.dropped |= known.events & ONE_SHOT != 0;
                 events = 0;
@@ -529,7 +541,8 @@ impl<F: Copy + PartialEq> Interest<F> {
             return None;
         }
         let known = self.used(slot)?;
-        if std::mem::take(&mut known.repeated) && known.is_edge() && !known.has_edge(world, events) {
+        let is_repeated = std::mem::take(&mut known.repeated) && place.0 != Place::Set;
+        if is_repeated && known.is_edge() && !known.has_edge(world, events) {
             known.dropped |= known.events & ONE_SHOT != 0;
             self.enqueue(slot);
             return None;
@@ -538,17 +551,59 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((slot, events, known.data))
     }
 
-    /// Whether a connection on the NIC would be reported now.
+    /// Whether a connection on the NIC, or a set because of one, would be reported now. Notes a file that is being
+    /// moved.
     pub fn is_ready<W: World<File = F>>(&mut self, world: &mut W) -> bool {
-        let slots = &self.slots;
-        self.queue.iter().any(|slot| {
-            let Some(known) = slots[*slot as usize].used.as_ref() else { return false };
-            if known.spent || world.place(known.file).0 != Place::Nic {
-                return false;
+        self.moving = None;
+        for slot in &self.queue {
+            let Some(known) = self.slots[*slot as usize].used.as_ref().filter(|known| !known.spent) else { continue };
+            match world.place(known.file).0 {
+                Place::Kernel => continue,
+                Place::Moving => self.moving = Some(known.file),
+                Place::Nic | Place::Set => {
+                    let events = world.on_nic(known.file) & (known.events | ALWAYS);
+                    if events != 0 && (!known.is_edge() || known.has_edge(world, events)) {
+                        return true;
+                    }
+                }
             }
-            let events = world.on_nic(known.file) & (known.events | ALWAYS);
-            events != 0 && (!known.is_edge() || known.has_edge(world, events))
-        })
+        }
+        false
+    }
+
+    /// Whether something has happened on the NIC since this was last asked of a slot that an edge-triggered
+    /// registration of this set would report.
+    pub fn has_news<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> bool {
+        let Some(known) = self.used(slot).filter(|known| !known.spent) else { return false };
+        if !matches!(world.place(known.file).0, Place::Nic | Place::Set) {
+            return false;
+        }
+        let events = world.on_nic(known.file) & (known.events | ALWAYS);
+        let now = world.progress(known.file, known.fd);
+        let has_news = events != 0 && known.told.lacks(now, events);
+        known.told.note(now, events);
+        has_news
+    }
+
+    /// Brings the kernel's registrations of all files in line with where they are. Returns whether one was not, and a
+    /// file that is being moved.
+    pub fn settle_all<W: World<File = F>>(&mut self, world: &mut W) -> (bool, Option<F>) {
+        let (mut is_changed, mut moving) = (false, None);
+        for slot in 0..self.slots.len() as u32 {
+            let Some(known) = self.used(slot) else { continue };
+            let (file, before) = (known.file, (known.muted, known.moves));
+            match world.place(file) {
+                (Place::Set, _) => continue,
+                (Place::Moving, _) => moving = Some(file),
+                (_, moves) => {
+                    self.settle(world, slot);
+                    let Some(known) = self.used(slot) else { continue };
+                    known.moves = moves;
+                    is_changed |= before != (known.muted, moves);
+                }
+            }
+        }
+        (is_changed, moving)
     }
 }
 
@@ -578,30 +633,38 @@ impl<F: Copy + PartialEq> Registration<F> {
 
     /// Whether an edge-triggered registration has something new to report.
     fn has_edge<W: World<File = F>>(&self, world: &mut W, events: u32) -> bool {
-        let now = world.progress(self.file, self.fd);
-        let (seen, end) = (self.seen, events & ENDS != 0);
-        if end && !seen.end || seen.rearms != now.rearms {
-            return true;
-        }
-        if events & EPOLLIN as u32 != 0 && seen.received != Some(now.received) && !(end && seen.end) {
-            return true;
-        }
-        events & EPOLLOUT as u32 != 0 && seen.stuck != Some(now.stuck)
+        self.seen.lacks(world.progress(self.file, self.fd), events)
     }
 
     fn note_reported<W: World<File = F>>(&mut self, world: &mut W, events: u32) {
         self.spent = self.events & ONE_SHOT != 0;
-        if !self.is_edge() || !world.may_move(self.file) {
-            return;
+        if self.is_edge() && world.may_move(self.file) {
+            self.seen.note(world.progress(self.file, self.fd), events);
         }
-        let now = world.progress(self.file, self.fd);
-        self.seen.rearms = now.rearms;
-        if events & (EPOLLIN | EPOLLPRI) as u32 != 0 {
-            self.seen.received = Some(now.received);
+    }
+}
+
+impl Seen {
+    /// Whether these events are new.
+    fn lacks(&self, now: Progress, events: u32) -> bool {
+        let end = events & ENDS != 0;
+        if end && !self.end || self.rearms != now.rearms {
+            return true;
         }
-        self.seen.end |= events & ENDS != 0;
-        if events & EPOLLOUT as u32 != 0 {
-            self.seen.stuck = Some(now.stuck);
+        if events & READABLE != 0 && self.received != Some(now.received) && !(end && self.end) {
+            return true;
+        }
+        events & WRITABLE != 0 && self.stuck != Some(now.stuck)
+    }
+
+    fn note(&mut self, now: Progress, events: u32) {
+        self.rearms = now.rearms;
+        if events & (READABLE | EPOLLPRI as u32) != 0 {
+            self.received = Some(now.received);
+        }
+        self.end |= events & ENDS != 0;
+        if events & WRITABLE != 0 {
+            self.stuck = Some(now.stuck);
         }
     }
 }

@@ -89,7 +89,14 @@ fn await_kernel(tcp: &Tcp, reason: &str, mut begun: Mark, deadline: Option<u64>,
         let (known, before) = (tcp.moves(), Mark::now());
         let limit = deadline.into_iter().chain([wait::now() + pause]).min();
         let ready = || tcp.moves() != known || tcp.generation() != generation || sections::is_withdrawn();
-        let slept = wait::sleep(process::session(), &[tcp], (&mut Vec::new(), 0), limit, std::ptr::null(), ready);
+        let slept = wait::sleep(
+            process::session(),
+            wait::Watched { sockets: &[tcp], sets: &[] },
+            (&mut Vec::new(), 0),
+            limit,
+            std::ptr::null(),
+            ready,
+        );
         let is_interrupted = match slept {
             Ok(_) => begun.is_over(restarted),
             Err(libc::EINTR) => before.is_over_by_kernel(restarted) || begun.is_over(restarted),

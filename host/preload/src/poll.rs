@@ -1,12 +1,14 @@
 //! poll(2), select(2) and their variants, for sockets that may be on the NIC.
 
 use crate::epoll::Set;
+use crate::process::Session;
 use crate::sections::{self, Section};
 use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::thread::{errno, fail};
+use crate::waiter::Waiters;
 use crate::whole::Whole;
-use crate::{faults, leaving, listening, process, readiness, real, table, thread, udp, wait};
+use crate::{epoll, faults, leaving, listening, process, readiness, real, table, thread, udp, wait};
 use baton_abi::layout::Owner;
 use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
 
@@ -33,8 +35,8 @@ impl Watched {
         self.sockets.is_empty() && self.sets.is_empty()
     }
 
-    /// Fills in results for sockets on the NIC, and takes their descriptors out of what the kernel is asked. Returns
-    /// how many are ready.
+    /// Fills in results for sockets and sets of the NIC's, and takes the sockets' descriptors out of what the kernel is
+    /// asked. Returns how many are ready.
     fn answer(&self, fds: &mut [pollfd], asked: &mut [pollfd]) -> usize {
         let mut ready = 0;
         for (at, tcp) in &self.sockets {
@@ -48,6 +50,11 @@ impl Watched {
             ready += usize::from(fds[*at].revents != 0);
         }
         ready
+            + self
+                .sets
+                .iter()
+                .filter(|(at, set)| readiness::of_set(set, &mut readiness::Doubt::default()) & fds[*at].events as u32 != 0)
+                .count()
     }
 
     /// Each socket's generation and number of moves: a kernel's answer only counts if both are unchanged.
@@ -55,9 +62,14 @@ impl Watched {
         self.sockets.iter().map(|(_, tcp)| (tcp.generation(), tcp.moves())).collect()
     }
 
+    /// Whether anything has moved since `versions` were read and the sets were looked at.
+    fn has_changed(&self, session: Option<&Session>, versions: &[(u32, Option<u32>)]) -> bool {
+        self.versions() != versions || self.sets.iter().any(|(_, set)| readiness::is_marked(set, session))
+    }
+
     /// Takes over the kernel's results, except for sockets that have moved since `versions` were read, and for sets
-    /// only if they really have events. Returns how many are ready.
-    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], versions: &[(u32, Option<u32>)]) -> usize {
+    /// only if they really have events. Returns how many are ready, and what is not known of the sets.
+    fn merge(&self, fds: &mut [pollfd], asked: &[pollfd], versions: &[(u32, Option<u32>)]) -> (usize, readiness::Doubt) {
         for (entry, answer) in fds.iter_mut().zip(asked) {
             if answer.fd >= 0 {
                 entry.revents = answer.revents;
@@ -88,12 +100,15 @@ impl Watched {
                 unsafe { real::poll(&mut fds[*at], 1, 0) };
             }
         }
+        let mut doubt = readiness::Doubt::default();
         for (at, set) in &self.sets {
-            if fds[*at].revents != 0 && !set.is_ready() {
-                fds[*at].revents = 0;
+            let entry = &mut fds[*at];
+            if entry.revents & !libc::POLLNVAL != 0 && !readiness::in_kernel(set, &mut doubt) {
+                entry.revents = 0;
             }
+            entry.revents |= readiness::of_set(set, &mut doubt) as i16 & entry.events;
         }
-        fds.iter().filter(|entry| entry.revents != 0).count()
+        (fds.iter().filter(|entry| entry.revents != 0).count(), doubt)
     }
 }
 
@@ -148,10 +163,10 @@ fn left_until(deadline: Option<u64>) -> Option<u64> {
 fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Option<u64>, mask: *const sigset_t) -> Polled {
     let deadline = limit.map(|limit| wait::now() + limit);
     let sockets: Vec<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
-    watched.sets.iter().for_each(|(_, set)| set.watch());
+    let sets: Vec<&Waiters> = watched.sets.iter().map(|(_, set)| readiness::waiters(set)).collect();
     let mut asked: Vec<pollfd> = fds.to_vec();
     let generations: Vec<u32> = sockets.iter().map(|tcp| tcp.generation()).collect();
-    let begun = Mark::now();
+    let (mut rounds, begun) = (0, Mark::now());
     loop {
         if sections::is_withdrawn() {
             return Polled::Kernel(left_until(deadline));
@@ -179,8 +194,19 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
                         let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
                         asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
                     })
+                    || watched
+                        .sets
+                        .iter()
+                        .any(|(at, set)| readiness::of_set(set, &mut readiness::Doubt::default()) & fds[*at].events as u32 != 0)
             };
-            match wait::sleep(session, &sockets, (&mut asked, given), deadline, mask, changed) {
+            match wait::sleep(
+                session,
+                wait::Watched { sockets: &sockets, sets: &sets },
+                (&mut asked, given),
+                deadline,
+                mask,
+                changed,
+            ) {
                 Ok(got) => got,
                 Err(number) => fail(number) as c_int,
             }
@@ -190,12 +216,22 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             return Polled::Done(got);
         }
         let errno = errno();
-        let total = watched.merge(fds, &asked, &versions);
+        let (total, doubt) = watched.merge(fds, &asked, &versions);
         fail(errno);
         if total > 0 {
             return Polled::Done(total as c_int);
         }
-        if limit == Some(0) || deadline.is_some_and(|deadline| wait::now() >= deadline) {
+        if let (Some(tcp), true) = (doubt.moving, limit != Some(0) || rounds < epoll::SETTLING_ROUNDS) {
+            rounds += 1;
+            tcp.wait_a_little();
+        } else if limit == Some(0)
+            && (rounds >= epoll::SETTLING_ROUNDS || !doubt.renewed && !watched.has_changed(session, &versions))
+        {
+            return Polled::Done(0);
+        } else {
+            rounds += 1;
+        }
+        if limit != Some(0) && deadline.is_some_and(|deadline| wait::now() >= deadline) {
             return Polled::Done(0);
         }
         if begun.is_over(false) {

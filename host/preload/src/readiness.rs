@@ -1,9 +1,23 @@
-//! Events (poll, epoll) of a connection on the NIC, computed as the kernel's tcp_poll does (Linux, net/ipv4/tcp.c).
+//! What connections on the NIC, and sets of epoll(7) with such connections, are ready for.
+//!
+//! Events (poll, epoll) of a connection are computed as the kernel's tcp_poll does (Linux, net/ipv4/tcp.c).
+//!
+//! A set may be watched itself: by poll and select, and by other sets. What it has of connections on the NIC is passed
+//! on here: a mark in a set is one in each set that it is in, and wakes who polls it. What the kernel's set has is the
+//! kernel's to report; but that set is also readable because of this library's own registrations, and because of
+//! sockets that are between two owners. So the kernel's word counts only after these have been looked at
+//! ([`in_kernel`]).
 
+use crate::epoll::{File, Kernel, Set, locked};
+use crate::process::{self, Session};
 use crate::tcp::Tcp;
-use crate::thread;
+use crate::waiter::Waiters;
+use crate::{real, thread, wait};
 use baton_client::Readiness;
-use libc::{EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM};
+use libc::{EPOLL_CTL_DEL, EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM, POLLIN, c_int, pollfd};
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Bytes that make a connection on the NIC readable: SO_RCVLOWAT, capped at half of the receive memory as the kernel
 /// caps it (tcp_set_rcvlowat), since more might never fit.
@@ -33,4 +47,222 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
         events |= EPOLLERR;
     }
     events as u32
+}
+
+/// Events of a set that has something to report.
+const READY: u32 = (EPOLLIN | EPOLLRDNORM) as u32;
+
+/// How often the kernel is asked again after registrations were brought in line with moves.
+const ROUNDS: u32 = 4;
+
+/// Who watches a set.
+#[derive(Default)]
+pub(crate) struct Watchers {
+    waiters: Waiters,
+    /// Sets that it is in, with its slot in each; and their number.
+    count: AtomicU32,
+    parents: Mutex<Vec<(&'static Set, u32)>>,
+    /// Counts what has happened on the NIC that an edge-triggered registration of the set reports.
+    pub(crate) arrivals: AtomicU32,
+}
+
+impl Watchers {
+    /// Whether it is in a set.
+    pub(crate) fn has_parents(&self) -> bool {
+        self.count.load(Ordering::SeqCst) > 0
+    }
+}
+
+/// Tells who watches a set that something has happened in it. The caller may hold the lock of the session's events.
+pub(crate) fn tell(set: &Set) {
+    set.watchers.waiters.wake();
+    if set.watchers.has_parents() {
+        locked(&set.watchers.parents).iter().for_each(|(parent, slot)| parent.mark(*slot));
+    }
+}
+
+/// Prepares the sets that a set is in for connections on the NIC.
+pub(crate) fn prepare_parents(set: &Set) {
+    // Not with the list locked: each set's interest comes before it.
+    let parents = locked(&set.watchers.parents).clone();
+    parents.iter().for_each(|(parent, _)| parent.prepare_for_nic());
+}
+
+/// What is woken when anything happens in the set.
+pub(crate) fn waiters(set: &Set) -> &Waiters {
+    &set.watchers.waiters
+}
+
+/// Notes that a set is in another one, which has its lock.
+pub(crate) fn add_parent(set: &'static Set, parent: &'static Set, slot: u32) {
+    locked(&set.watchers.parents).push((parent, slot));
+    if set.watchers.count.fetch_add(1, Ordering::SeqCst) == 0 {
+        // What has arrived by now is no news later.
+        set.with_interest(|interest, kernel| {
+            let slots: Vec<u32> = interest.files().map(|(slot, _)| slot).collect();
+            slots.into_iter().for_each(|slot| _ = interest.has_news(kernel, slot));
+        });
+    }
+}
+
+/// Undoes [`add_parent`].
+pub(crate) fn remove_parent(set: &Set, parent: &Set, slot: u32) {
+    let mut parents = locked(&set.watchers.parents);
+    if let Some(at) = parents.iter().position(|(other, at)| std::ptr::eq(*other, parent) && *at == slot) {
+        parents.swap_remove(at);
+        set.watchers.count.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Handles the closing of one of several descriptors of a set: what is registered under it stays.
+pub(crate) fn remove_number(set: &'static Set, fd: c_int) {
+    let parents = locked(&set.watchers.parents).clone();
+    for (parent, slot) in parents {
+        parent.with_interest(|interest, _| _ = interest.remove_number(slot, fd));
+    }
+}
+
+/// Handles the closing of a set's last descriptor, before it is closed. Where another process has one the kernel goes
+/// on reporting it.
+pub(crate) fn leave_parents(set: &'static Set) {
+    let parents = std::mem::take(&mut *locked(&set.watchers.parents));
+    set.watchers.count.fetch_sub(parents.len() as u32, Ordering::AcqRel);
+    for (parent, slot) in parents {
+        parent.with_interest(|interest, kernel| interest.release(kernel, slot, File::Set(set)));
+    }
+}
+
+/// Whether something has happened in a set since it was last looked at, such as a move while the kernel was asked.
+pub(crate) fn is_marked(set: &Set, session: Option<&Session>) -> bool {
+    if let Some(session) = session {
+        session.shared.catch_up(thread::token());
+    }
+    set.any_marked.load(Ordering::SeqCst)
+}
+
+/// Why what was found in a set may not be all.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Doubt {
+    /// A connection that is being moved, of which nothing is known yet.
+    pub moving: Option<&'static Tcp>,
+    /// A registration was brought in line, of which the kernel's set may report something only now.
+    pub renewed: bool,
+}
+
+/// Events of a set that connections on the NIC are the reason of.
+pub(crate) fn of_set(set: &'static Set, doubt: &mut Doubt) -> u32 {
+    let epfd = locked(&set.fds).first().copied();
+    let (Some(epfd), false) = (epfd, set.is_inherited()) else { return 0 };
+    let mut inner = locked(&set.inner);
+    let renewed = std::mem::take(&mut inner.interest.renewed);
+    set.take_marks(&mut inner, epfd);
+    let mut kernel = Kernel::of(epfd);
+    let is_ready = inner.interest.is_ready(&mut kernel);
+    let found = kernel.doubt;
+    let moving = inner.interest.moving.and_then(|file| if let File::Tcp(tcp) = file { Some(tcp) } else { None });
+    doubt.moving = doubt.moving.or(found.moving).or(moving);
+    doubt.renewed |= found.renewed || inner.interest.renewed;
+    inner.interest.renewed |= renewed;
+    if is_ready { READY } else { 0 }
+}
+
+/// Adds a set and those in it to a list.
+fn list(set: &'static Set, all: &mut Vec<(&'static Set, c_int)>) {
+    let epfd = locked(&set.fds).first().copied();
+    let (Some(epfd), false) = (epfd, all.iter().any(|(other, _)| std::ptr::eq(*other, set))) else { return };
+    all.push((set, epfd));
+    if set.is_inherited() {
+        return;
+    }
+    let children: Vec<File> = locked(&set.inner).interest.files().map(|(_, file)| file).collect();
+    for file in children {
+        if let File::Set(child) = file {
+            list(child, all);
+        }
+    }
+}
+
+/// Whether the kernel's set has events of the program's descriptors. The caller may hold the lock of a set that this
+/// one is in.
+pub(crate) fn in_kernel(set: &'static Set, doubt: &mut Doubt) -> bool {
+    let mut all = Vec::new();
+    list(set, &mut all);
+    let Some((_, epfd)) = all.first().copied() else { return false };
+    for _ in 0..ROUNDS {
+        let session = process::session();
+        calm(session, &all);
+        let (is_readable, is_disturbed) = look(session, epfd, &all);
+        if !is_readable {
+            return false;
+        }
+        let mut is_changed = false;
+        for (set, epfd) in all.iter().filter(|(set, _)| !set.is_inherited()) {
+            let mut inner = locked(&set.inner);
+            set.take_marks(&mut inner, *epfd);
+            let (changed, found) = inner.interest.settle_all(&mut Kernel::of(*epfd));
+            is_changed |= changed;
+            if let Some(File::Tcp(tcp)) = found {
+                doubt.moving = Some(tcp);
+                return false;
+            }
+        }
+        if !is_changed {
+            return if is_disturbed { look_without(epfd, &all) } else { true };
+        }
+    }
+    true
+}
+
+/// Makes this library's registrations silent, as far as nobody else needs them.
+fn calm(session: Option<&'static Session>, all: &[(&'static Set, c_int)]) {
+    if let Some(session) = session {
+        session.shared.clear_bell();
+        session.shared.catch_up(thread::token());
+    }
+    for (set, _) in all {
+        if set.sleepers.load(Ordering::SeqCst) == 0 {
+            set.clear_wake();
+            // One that has fallen asleep since may have been woken by what was cleared.
+            set.alert();
+        }
+    }
+}
+
+/// Whether the kernel's set is readable, and whether this library's registrations are.
+fn look(session: Option<&'static Session>, epfd: c_int, all: &[(&'static Set, c_int)]) -> (bool, bool) {
+    let entry = |fd, events| pollfd { fd, events, revents: 0 };
+    let mut fds = vec![entry(epfd, POLLIN)];
+    if let Some(session) = session {
+        fds.push(entry(session.shared.hangs_up().as_raw_fd(), 0));
+        fds.push(entry(session.shared.bell().as_fd().as_raw_fd(), POLLIN));
+    }
+    fds.extend(all.iter().filter_map(|(set, _)| set.wake.get()).map(|wake| entry(*wake, POLLIN)));
+    // SAFETY: a live array of that length.
+    unsafe { real::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, 0) };
+    if let (Some(session), true) = (session, fds.get(1).is_some_and(|entry| entry.revents != 0)) {
+        // Whoever waits leaves it: not with a set's lock held.
+        session.shared.notice_end(thread::token());
+    }
+    (fds[0].revents != 0, fds[1..].iter().any(|entry| entry.revents != 0))
+}
+
+/// Whether the kernel's set is readable without this library's registrations.
+fn look_without(epfd: c_int, all: &[(&'static Set, c_int)]) -> bool {
+    for (set, epfd) in all {
+        let inner = locked(&set.inner);
+        let of_session = inner.bell.zip(process::session());
+        let of_session = of_session.map(|(bell, session)| [bell, session.shared.hangs_up().as_raw_fd()]);
+        for fd in of_session.into_iter().flatten().chain(set.wake.get().copied()) {
+            // SAFETY: EPOLL_CTL_DEL does not read the event.
+            unsafe { real::epoll_ctl(*epfd, EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
+        }
+    }
+    let is_readable = wait::reports_now(epfd, POLLIN);
+    for (set, epfd) in all {
+        let inner = locked(&set.inner);
+        if inner.bell.is_some() {
+            set.register_own(*epfd);
+        }
+    }
+    is_readable
 }

@@ -8,7 +8,7 @@ use crate::process::Session;
 use crate::short_lock::ShortLock;
 use crate::signals::Mark;
 use crate::tcp::Tcp;
-use crate::waiter::Waiter;
+use crate::waiter::{Waiter, Waiters};
 use crate::{leaving, process, real, sections, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, c_long, pollfd};
@@ -64,13 +64,21 @@ pub(crate) fn now() -> u64 {
     baton_linux::events::monotonic_micros()
 }
 
-/// Waits until the kernel has an event for `fds`, or something has happened to one of `sockets`. `ready` is checked
+/// What a thread waits for besides descriptors of the kernel's: sockets that may be on the NIC, and what happens in
+/// sets.
+#[derive(Clone, Copy)]
+pub(crate) struct Watched<'a> {
+    pub sockets: &'a [&'a Tcp],
+    pub sets: &'a [&'a Waiters],
+}
+
+/// Waits until the kernel has an event for `fds`, or something has happened to what is `watched`. `ready` is checked
 /// once more before sleeping. Results are in `fds` as by ppoll(2); errno if that fails. Without a session nothing is on
-/// the NIC yet: a thread that hands one of `sockets` over wakes this one. The program's own call is for so many entries
+/// the NIC yet: a thread that hands one of these over wakes this one. The program's own call is for so many entries
 /// as the number beside `fds` says.
 pub(crate) fn sleep(
     session: Option<&'static Session>,
-    sockets: &[&Tcp],
+    watched: Watched<'_>,
     (fds, given): (&mut Vec<pollfd>, usize),
     deadline: Option<u64>,
     mask: *const libc::sigset_t,
@@ -85,9 +93,8 @@ pub(crate) fn sleep(
         // Before the sockets have this waiter, which would be written for events that `ready` sees.
         session.shared.catch_up(thread::token());
     }
-    for socket in sockets {
-        socket.add_waiter(&waiter);
-    }
+    watched.sockets.iter().for_each(|socket| socket.add_waiter(&waiter));
+    watched.sets.iter().for_each(|set| set.add(&waiter));
     let programs = fds.len();
     fds.push(pollfd { fd: waiter.eventfd, events: libc::POLLIN, revents: 0 });
     if let Some(session) = session {
@@ -107,9 +114,8 @@ pub(crate) fn sleep(
         let got = leaving::asleep_again(|| ask_kernel(fds, given, limit.as_ref(), mask));
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
-    for socket in sockets {
-        socket.remove_waiter(&waiter);
-    }
+    watched.sockets.iter().for_each(|socket| socket.remove_waiter(&waiter));
+    watched.sets.iter().for_each(|set| set.remove(&waiter));
     waiter.give();
     if let Some(session) = session {
         session.shared.uncount_sleeper();
@@ -260,7 +266,10 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
         let before = Mark::now();
         let look = (!fds.is_empty() && matches!(want, Want::More(_))).then(|| now() + FOR_MORE);
         let limit = wait.deadline.into_iter().chain(look).min();
-        let slept = sleep(process::session(), &[tcp], (&mut fds, 1), limit, std::ptr::null(), || ready() || is_interrupted());
+        let slept =
+            sleep(process::session(), Watched { sockets: &[tcp], sets: &[] }, (&mut fds, 1), limit, std::ptr::null(), || {
+                ready() || is_interrupted()
+            });
         if tcp.generation() != generation {
             return Err(libc::EBADF);
         }

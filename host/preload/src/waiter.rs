@@ -9,8 +9,8 @@ use crate::process;
 use crate::short_lock::{Held, ShortLock};
 use crate::wait::{self, clear, eventfd, signal};
 use libc::c_int;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// An eventfd and the threads that sleep on it.
 pub(crate) struct Waiter {
@@ -22,6 +22,39 @@ pub(crate) struct Waiter {
     sleepers: AtomicU32,
     /// [`FORKS`] when it was made.
     forks: u32,
+}
+
+/// Waiters that are woken when something happens to what they wait for.
+#[derive(Default)]
+pub(crate) struct Waiters {
+    count: AtomicU32,
+    list: Mutex<Vec<Arc<Waiter>>>,
+}
+
+impl Waiters {
+    fn list(&self) -> MutexGuard<'_, Vec<Arc<Waiter>>> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn add(&self, waiter: &Arc<Waiter>) {
+        self.list().push(waiter.clone());
+        self.count.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Undoes `add`.
+    pub fn remove(&self, waiter: &Arc<Waiter>) {
+        let mut list = self.list();
+        if let Some(at) = list.iter().position(|other| Arc::ptr_eq(other, waiter)) {
+            list.swap_remove(at);
+            self.count.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    pub fn wake(&self) {
+        if self.count.load(Ordering::SeqCst) > 0 {
+            self.list().iter().for_each(|waiter| waiter.wake());
+        }
+    }
 }
 
 /// The waiters: those that nobody sleeps on, and all.

@@ -46,6 +46,7 @@ mod matrix;
 mod messages;
 mod metrics;
 mod moves;
+mod nested;
 mod nics;
 mod offloads;
 mod options;
