@@ -163,7 +163,8 @@ static void *makes_call(void *argument)
     return NULL;
 }
 
-/* Whether the thread sleeps, as the kernel says so many times in a row. False once it has returned from its call. */
+/* Whether the thread sleeps, as the kernel says so many times: in a row, unless it wakes at each move. False once it has returned from its
+ * call. */
 static int is_asleep(struct play *play, int times)
 {
     char path[64], text[512];
@@ -175,7 +176,7 @@ static int is_asleep(struct play *play, int times)
             raw(SYS_close, fd, 0, 0, 0, 0, 0);
         text[length > 0 ? length : 0] = 0;
         char *end = strrchr(text, ')');
-        seen = end && end[2] == 'S' ? seen + 1 : 0;
+        seen = end && end[2] == 'S' ? seen + 1 : is_moving ? seen : 0;
         sched_yield();
     }
     return !play->over;
