@@ -103,7 +103,7 @@ fn receiving_is_shut_alone() {
     let program = compile("shutdowns", &scratch);
     assert!(Command::new(&program).arg("20").status().expect("the program").success(), "natively");
     let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", &program.to_string_lossy(), "1000"]);
-    assert!(report["moves"].as_u64() > Some(100), "{report}");
+    assert!(report["moves"].as_u64() > Some(0), "{report}");
 }
 
 /// Queries of a socket during a move return what they return before and after it.
