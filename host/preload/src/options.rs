@@ -236,7 +236,10 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
             }
         }
         libc::SHUT_RDWR => tcp.give_back(REASON, Until::Never),
-        _ => {}
+        libc::SHUT_WR => {}
+        // The kernel refuses it before it looks at the socket (inet_shutdown).
+        // SAFETY: no pointers are involved.
+        _ => return unsafe { real::shutdown(fd, how) },
     }
     let mut round = 0;
     loop {

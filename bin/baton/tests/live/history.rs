@@ -80,7 +80,9 @@ fn the_next_agent_tells_of_the_last_ones_death() {
 fn refusals_and_returns_are_counted_by_reason() {
     const TCP_NOTSENT_LOWAT: i32 = 25;
     let mut scene = scene(TestbedSettings::default());
-    assert_eq!(json(&scene, &["stats", "--json"])[0]["programs"], Value::Array(Vec::new()));
+    let before = &json(&scene, &["stats", "--json"])[0]["programs"][0];
+    let nothing = serde_json::json!({});
+    assert_eq!((&before["refused"], &before["returned"], &before["to_nic"]), (&nothing, &nothing, &0.into()), "{before}");
     scene.move_to(Place::Nic);
     scene.session.set_option(scene.id, libc::IPPROTO_TCP, TCP_NOTSENT_LOWAT, 4096).expect("an option");
     let refusal = scene.session.move_to(scene.id, Place::Nic).expect_err("a refusal").to_string();
