@@ -29,4 +29,5 @@ mod status;
 pub mod tail;
 pub mod ttcp;
 pub mod wan;
+pub mod web_mix;
 pub mod wire;

@@ -4,6 +4,7 @@
 //! A document is a module here with a function that makes a [`Report`], and a line in [`DOCUMENTS`]. The rest is the
 //! frame's: text, JSON, the page, and the check that a sabotaged model changes what is reported.
 
+pub mod handoff;
 pub mod inic;
 pub mod lro;
 pub mod numa;
@@ -35,7 +36,7 @@ pub struct Document {
 }
 
 /// Every document.
-pub const DOCUMENTS: &[Document] = &[rmpp::DOCUMENT, numa::DOCUMENT, inic::DOCUMENT, lro::DOCUMENT];
+pub const DOCUMENTS: &[Document] = &[handoff::DOCUMENT, rmpp::DOCUMENT, numa::DOCUMENT, inic::DOCUMENT, lro::DOCUMENT];
 
 /// What a sabotage changes in a document's report.
 #[derive(Clone, Debug)]

@@ -45,6 +45,11 @@ impl Report {
         self.bars.push(JudgedBar { bar, counted: true, known: Some(why) });
     }
 
+    /// Gives the reason why the bar with this name does not hold, as [`Report::missed`] does.
+    pub fn explain(&mut self, name: &str, why: &'static str) {
+        self.bars.iter_mut().filter(|judged| judged.bar.name == name).for_each(|judged| judged.known = Some(why));
+    }
+
     /// Adds a comparison, and a bar of the model's number over the paper's, which must be 1 but for `tolerance`. The
     /// bar of a calibrated number does not count.
     pub fn compare(&mut self, comparison: Comparison, tolerance: f64) {

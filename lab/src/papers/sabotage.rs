@@ -22,6 +22,10 @@ pub enum Sabotage {
     NoNagle,
     /// A message costs the card no handshake.
     NoHandshake,
+    /// A connection's structures are twice as large.
+    LargeState,
+    /// The lookup finds a connection behind many others.
+    LookupMisses,
 }
 
 impl Sabotage {
@@ -30,6 +34,8 @@ impl Sabotage {
         match self {
             Sabotage::NoCtsBatch => ("no-cts-batch", "a CTS for every four packets"),
             Sabotage::NoModeration => ("no-moderation", "an interrupt for each frame"),
+            Sabotage::LargeState => ("large-state", "a connection's state twice as large"),
+            Sabotage::LookupMisses => ("lookup-misses", "a lookup that looks at many other connections first"),
             Sabotage::AckEveryFourth => ("ack-every-fourth", "an acknowledgement for every fourth segment"),
             Sabotage::OneQueue => ("one-queue", "one worker for all connections"),
             Sabotage::NoAggregation => ("no-aggregation", "segments are not merged"),

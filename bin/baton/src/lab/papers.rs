@@ -44,6 +44,8 @@ pub enum Lab {
         #[arg(long)]
         json: bool,
     },
+    /// TCP connections on the NIC ("TCP offload through connection handoff").
+    Handoff(How),
     /// RMPP, message passing offloaded in steps ("Experience in offloading protocol processing to a programmable NIC").
     Rmpp(How),
     /// What an interrupt costs a host ("Mainstream NUMA and the TCP/IP stack").
@@ -85,6 +87,7 @@ pub struct How {
 pub fn run(command: &Lab) -> Result<bool> {
     match command {
         Lab::Equations { .. } => run_equations(command),
+        Lab::Handoff(how) => one("handoff", how),
         Lab::Rmpp(how) => one("rmpp", how),
         Lab::Numa(how) => one("numa", how),
         Lab::Inic(how) => one("inic", how),
