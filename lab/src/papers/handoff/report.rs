@@ -11,7 +11,10 @@ use anyhow::Result;
 
 /// Bars that count and do not hold, and why. docs/papers/handoff.md says more.
 const MISSED: [(&str, &str); 5] = [
-    ("handoff.fig1.d_over_c", "without handoff the model misses less often: it knows the structures whose sizes the paper prints"),
+    (
+        "handoff.fig1.d_over_c",
+        "without handoff the model misses less often: it knows the structures whose sizes the paper prints",
+    ),
     ("handoff.fig7.all_256", "without handoff the model misses less often: it knows the structures whose sizes the paper prints"),
     ("handoff.fig8.ack", "our NIC reports once a round all that was acknowledged; the paper does not say how its firmware does"),
     ("handoff.fig9.default_cycles", "on a host that is always busy cycles fall as throughput rises; the paper's fall more"),
