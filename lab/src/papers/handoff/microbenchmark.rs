@@ -252,6 +252,16 @@ impl World<'_> {
     }
 }
 
+/// What had been counted when the warm-up was over.
+#[derive(Default)]
+struct Counters {
+    packets: u64,
+    bytes: u64,
+    time: u64,
+    descriptors: [u64; 2],
+    counts: Vec<Counts>,
+}
+
 /// Runs a load.
 ///
 /// # Errors
@@ -290,7 +300,7 @@ pub fn run(load: &Load) -> Result<Measured> {
         world.queue.extend(order.iter().map(|connection| *connection as usize));
         world.fill();
     }
-    let mut begun: Option<(u64, u64, u64, [u64; 2], Vec<Counts>)> = None;
+    let mut begun = Counters::default();
     let (mut end, mut measured) = (WARM_UP, false);
     while world.packets < end {
         let Some((now, happening)) = world.agenda.next() else { break };
@@ -307,10 +317,11 @@ pub fn run(load: &Load) -> Result<Measured> {
             end = world.packets + PACKETS;
             world.host.take_profile();
             let counts = world.nics.iter().map(|nic| nic.counts.clone()).collect();
-            begun = Some((world.packets, world.sent_bytes, world.now, world.descriptors, counts));
+            let (packets, bytes, time, descriptors) = (world.packets, world.sent_bytes, world.now, world.descriptors);
+            begun = Counters { packets, bytes, time, descriptors, counts };
         }
     }
-    let (packets, bytes, time, descriptors, counts) = begun.unwrap_or_default();
+    let Counters { packets, bytes, time, descriptors, counts } = begun;
     let count = (world.packets - packets) as f64;
     let mut messages = Counts::new();
     for (nic, before) in world.nics.iter().zip(&counts) {
