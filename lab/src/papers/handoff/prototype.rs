@@ -112,7 +112,7 @@ pub fn within(report: &mut Report, comparison: Comparison, distance: f64) {
     let value = comparison.model.unwrap_or(f64::NAN) - comparison.paper.unwrap_or(f64::NAN);
     let bound = if value < 0.0 { -distance } else { distance };
     let bar = Bar { name: comparison.name, value, bound, holds: value.abs() <= distance };
-    report.bars.push(JudgedBar { bar, counted: !comparison.calibrated });
+    report.bars.push(JudgedBar { bar, counted: !comparison.calibrated, known: None });
     report.comparisons.push(comparison);
 }
 
