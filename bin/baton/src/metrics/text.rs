@@ -45,7 +45,8 @@ impl Format {
                 ("text/plain" | "text/*" | "*/*", None | Some("0.0.4")) => Format::Prometheus,
                 _ => continue,
             };
-            if quality > best.0 || quality == best.0 && format == Format::OpenMetrics {
+            // Of quality 0 is what the client does not want at all.
+            if quality > best.0 || quality > 0 && quality == best.0 && format == Format::OpenMetrics {
                 best = (quality, format);
             }
         }
@@ -124,7 +125,7 @@ mod tests {
             "# TYPE baton_nic_busy_seconds counter",
             "# UNIT baton_nic_busy_seconds seconds",
             "baton_nic_sent_bytes_total{baton=\"/run/baton/agent.sock\",nic=\"0\"} 1099511627776",
-            "baton_rtt_seconds_bucket{baton=\"/run/baton/agent.sock\",le=\"+Inf\"} 2",
+            "baton_rtt_seconds_bucket{le=\"+Inf\",baton=\"/run/baton/agent.sock\"} 2",
             r#"baton_program_refusals_total{baton="/run/baton/agent.sock",program="nginx",user="33",cause="it says \"no\" \\ and\nmore"} 4"#,
         ] {
             assert!(open.lines().any(|known| known == line), "{line} is not in\n{open}");
