@@ -1,6 +1,6 @@
 //! Reports as one self-contained HTML page: plots inside, light and dark, readable at a phone's width.
 
-use super::plot::{COLOURS, GRID, INK, hexadecimal, svg};
+use super::plot::{COLOURS, GRID, INK, hexadecimal, numbered, svg};
 use super::report::{Figure, Report};
 use super::text::{cell, number};
 use anyhow::Result;
@@ -49,7 +49,8 @@ fn figure(figure: &Figure) -> Result<String> {
         .map(|(at, curve)| format!("<span><i class=c{}></i>{}</span> ", at % COLOURS.len(), escaped(&curve.name)))
         .collect();
     let (title, plot, note) = (escaped(&figure.title), svg(figure)?, note(&figure.note));
-    Ok(format!("<figure><figcaption>{title}</figcaption>{plot}<p class=key>{key}</p>{note}</figure>\n"))
+    let below = numbered(figure).map(|names| self::note(&names)).unwrap_or_default();
+    Ok(format!("<figure><figcaption>{title}</figcaption>{plot}<p class=key>{key}</p>{below}{note}</figure>\n"))
 }
 
 fn head(columns: &[&str]) -> String {

@@ -85,7 +85,20 @@ where
 
 type Canvas<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
-/// Draws a stack of bars for each name, with the name below.
+/// Whether names fit below as many stacks, in the plot's letters of about six points each.
+fn fit(names: &[String]) -> bool {
+    let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0);
+    names.len() * (6 * longest + 6) <= SIZE.0 as usize - 62
+}
+
+/// What the numbers below stacks stand for; None if there are names.
+pub fn numbered(figure: &Figure) -> Option<String> {
+    let Shape::Stacks(names) = &figure.shape else { return None };
+    let list = names.iter().enumerate().map(|(at, name)| format!("{}: {name}", at + 1)).collect::<Vec<_>>();
+    (!fit(names)).then(|| list.join("; "))
+}
+
+/// Draws a stack of bars for each name, with the name below, or its number where names are too long.
 fn stacks(root: &Canvas<'_>, figure: &Figure, names: &[String]) -> Result<()> {
     let height = |at: usize, curves: &[Curve]| -> f64 {
         let of = curves.iter().flat_map(|curve| &curve.points).filter(|point| point.0 as usize == at);
@@ -99,7 +112,12 @@ fn stacks(root: &Canvas<'_>, figure: &Figure, names: &[String]) -> Result<()> {
         .build_cartesian_2d(-0.5..names.len() as f64 - 0.5, 0.0..top)
         .map_err(fail)?;
     let text = ("sans-serif", 12).into_font().color(&INK.0);
-    let label = |x: &f64| names.get(x.round() as usize).filter(|_| (x - x.round()).abs() < 0.01).cloned().unwrap_or_default();
+    let fit = fit(names);
+    let label = |x: &f64| {
+        let at = x.round() as usize;
+        let name = names.get(at).filter(|_| (x - x.round()).abs() < 0.01);
+        name.map(|name| if fit { name.clone() } else { (at + 1).to_string() }).unwrap_or_default()
+    };
     let mut mesh = chart.configure_mesh();
     mesh.disable_x_mesh().axis_style(INK.0).bold_line_style(GRID.0).light_line_style(TRANSPARENT);
     mesh.label_style(text.clone()).axis_desc_style(text).x_labels(2 * names.len() + 1).y_labels(6).x_label_formatter(&label);
@@ -137,4 +155,24 @@ pub fn svg(figure: &Figure) -> Result<String> {
         root.present().map_err(fail)?;
     }
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_do_not_fit_are_numbers() {
+        let figure = |names: &[&str]| {
+            let points = (0..names.len()).map(|at| (at as f64, 1.0)).collect();
+            let curves = vec![Curve { name: "TCP".into(), points, ..Curve::default() }];
+            Figure { shape: Shape::Stacks(names.iter().map(|name| (*name).to_string()).collect()), curves, ..Figure::default() }
+        };
+        let short = figure(&["A", "B", "C"]);
+        assert_eq!(numbered(&short), None);
+        assert!(svg(&short).expect("a plot").contains("\nB\n"));
+        let long = figure(&["OS 256 // NIC 256"; 6]);
+        assert!(numbered(&long).expect("a list").starts_with("1: OS 256 // NIC 256; 2: "));
+        assert!(!svg(&long).expect("a plot").contains("OS 256"));
+    }
 }
