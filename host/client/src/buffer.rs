@@ -42,7 +42,7 @@ impl Store {
     /// Memory for the table of sends from buffers, which lives as long as the session. Its offset.
     pub fn table(&self) -> Option<u32> {
         let (at, size) = self.heap().take((session::MAX_CONNECTIONS * session::BUFFERS_SENT_BYTES) as u32)?;
-        // Whoever has had it before has written to it.
+        // It may have been a buffer before: an entry that is not used has to be zero.
         self.memory.discard(at as usize, size as usize);
         self.memory.word32(session::BUFFERS_SENT).store(at, Ordering::Release);
         Some(at)
@@ -81,7 +81,7 @@ impl Buffer {
         self.block.block.0
     }
 
-    /// Its memory, which stays as it is while this is kept.
+    /// Its memory, which is not given to another buffer while this is kept.
     pub(crate) fn block(&self) -> Arc<Block> {
         self.block.clone()
     }

@@ -54,7 +54,7 @@ fn clear(memory: &Region, table: u32, connection: u32, entry: usize) {
 struct Part {
     /// The sequence number behind the last of them.
     end: u32,
-    /// Its entry of the table, unless the bytes were copied; and what keeps them where they are.
+    /// Its entry of the table, and the buffer's memory; None if the bytes were copied.
     entry: Option<(usize, Arc<Block>)>,
 }
 
@@ -66,7 +66,7 @@ pub(crate) struct Sends {
     /// Moves that the connection had made when they were queued. Its bytes lie in its send memory, or are the kernel's,
     /// once it has moved.
     moves: u32,
-    /// Calls whose bytes nobody needs any more, and of which the program does not know that yet.
+    /// Calls whose bytes nobody needs any more, and that [`Sends::take_done`] has not returned yet.
     done: usize,
 }
 

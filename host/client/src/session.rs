@@ -58,7 +58,7 @@ pub struct Session {
     /// Bytes in buffers that the NIC sends, or has sent, of the few connections that have any; and those of connections
     /// that are gone while the NIC may still send.
     sends: BTreeMap<ConnectionId, Sends>,
-    kept: Vec<Sends>,
+    kept: Vec<(Arc<Connection>, Sends)>,
     table: Table,
 }
 
@@ -177,7 +177,9 @@ impl Session {
         self.posts.remove(&id);
         let released = self.shared.forget(&adopted.connection, ME);
         let sends = self.sends.remove(&id).filter(Sends::any);
-        self.kept.extend(sends.filter(|_| ![Owner::Kernel, Owner::Nobody].contains(&adopted.connection.owner())));
+        self.kept.extend(sends.map(|sends| (adopted.connection.clone(), sends)));
+        // Of a connection that has left the NIC nothing is read any more.
+        self.kept.retain(|(connection, _)| ![Owner::Kernel, Owner::Nobody].contains(&connection.owner()));
         let _ = self.poller.remove(adopted.fd.as_fd());
         released.map(|()| adopted.fd)
     }
@@ -243,7 +245,7 @@ impl Session {
     /// sends, partial offload), and in the kernel, they are copied. Returns how many bytes were queued: one part.
     ///
     /// What lies there must stay as it is until [`Session::take_sent`] has counted the part: else the peer may get
-    /// other bytes, and nothing else goes wrong. The same buffer may be sent on many connections. Its memory is not
+    /// other bytes. Nothing else goes wrong then. The same buffer may be sent on many connections. Its memory is not
     /// used for anything else before all have sent it, even if it is dropped.
     ///
     /// # Errors

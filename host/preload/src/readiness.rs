@@ -73,7 +73,8 @@ impl Watchers {
     }
 }
 
-/// Tells who watches a set that something has happened in it. The caller may hold the lock of the session's events.
+/// Wakes who polls a set, and marks it in the sets that it is in, since something has happened in it. The caller may
+/// hold the lock of the session's events.
 pub(crate) fn tell(set: &Set) {
     set.watchers.waiters.wake();
     if set.watchers.has_parents() {
@@ -83,7 +84,7 @@ pub(crate) fn tell(set: &Set) {
 
 /// Prepares the sets that a set is in for connections on the NIC.
 pub(crate) fn prepare_parents(set: &Set) {
-    // Not with the list locked: each set's interest comes before it.
+    // With a copy of the list: whoever needs both locks takes that of a set's interest first.
     let parents = locked(&set.watchers.parents).clone();
     parents.iter().for_each(|(parent, _)| parent.prepare_for_nic());
 }
@@ -97,7 +98,7 @@ pub(crate) fn waiters(set: &Set) -> &Waiters {
 pub(crate) fn add_parent(set: &'static Set, parent: &'static Set, slot: u32) {
     locked(&set.watchers.parents).push((parent, slot));
     if set.watchers.count.fetch_add(1, Ordering::SeqCst) == 0 {
-        // What has arrived by now is no news later.
+        // Only what arrives from now on is reported to the outer set as new.
         set.with_interest(|interest, kernel| {
             let slots: Vec<u32> = interest.files().map(|(slot, _)| slot).collect();
             slots.into_iter().for_each(|slot| _ = interest.has_news(kernel, slot));
@@ -240,7 +241,7 @@ fn look(session: Option<&'static Session>, epfd: c_int, all: &[(&'static Set, c_
     // SAFETY: a live array of that length.
     unsafe { real::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, 0) };
     if let (Some(session), true) = (session, fds.get(1).is_some_and(|entry| entry.revents != 0)) {
-        // Whoever waits leaves it: not with a set's lock held.
+        // The thread that waits releases the sets afterwards. Here the caller may hold a set's lock.
         session.shared.notice_end(thread::token());
     }
     (fds[0].revents != 0, fds[1..].iter().any(|entry| entry.revents != 0))
