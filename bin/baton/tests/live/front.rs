@@ -300,7 +300,7 @@ fn dies(path: &str) {
     let before = devices(&hosts[0]);
     let mut attached = Attached::new(&hosts[0], &[path]);
     transfer(hosts.each_ref(), address_a(false), u64::MAX, |progress| {
-        for round in 0..4 {
+        for round in 0..2 {
             progress.await_bytes(30 << 20);
             let taken = figure(&hosts[0], "taken");
             progress.take_timeouts();

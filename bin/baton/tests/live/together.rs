@@ -161,7 +161,7 @@ fn list(arguments: &[String]) -> (Duration, String) {
 
 /// For this long the programs and lists go on beside each set.
 // Waits: longer than anything here is promised to last.
-const WHILE: Duration = Duration::from_secs(4);
+const WHILE: Duration = Duration::from_millis(2500);
 
 #[test]
 fn what_stops_or_never_answers_holds_up_no_other_program() {

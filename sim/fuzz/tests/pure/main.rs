@@ -7,12 +7,13 @@ mod end;
 mod filter;
 mod lro;
 mod rmpp;
-#[path = "../../../tests/rmpp_schedule/mod.rs"]
-mod rmpp_schedule;
-#[path = "../../../tests/rmpp_worlds/mod.rs"]
-mod rmpp_worlds;
+#[path = "../../../tests/rmpp/schedule.rs"]
+mod schedule;
 mod tcp_pair;
 mod tcp_peer;
+#[path = "../../../tests/rmpp/worlds.rs"]
+#[allow(dead_code, reason = "one fuzzer uses a part")]
+mod worlds;
 
 /// The fuzzer of a name, with its corpus.
 macro_rules! fuzzer {

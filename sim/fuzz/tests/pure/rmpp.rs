@@ -4,8 +4,8 @@
 //! A step is an arrival or time-out of the world, a call of a program's, a forged packet, a death, or a change of
 //! faults.
 
-use crate::rmpp_schedule::{FORGED, Schedule};
-use crate::rmpp_worlds::readable;
+use crate::schedule::{FORGED, Schedule};
+use crate::worlds::readable;
 use baton_fuzz::{Choice, World};
 use baton_sim::Rng;
 use baton_wire::rmpp::{Body, Cts, Header, Kind, PacketFlags, Rts, append_data, emit};

@@ -1,12 +1,10 @@
 //! RMPP: matching by the NIC gives the pairs of a plain list, whatever waits in the rings, is lost, or dies, and
 //! however often the NIC has no room, or may not match.
 
-mod rmpp_worlds;
-
+use crate::worlds::{clean, world};
 use baton_rmpp::{Error, Outgoing, Region, Request, Side};
 use baton_sim::rmpp::{Carrier, World};
 use baton_sim::{Impairments, Rng};
-use rmpp_worlds::{clean, world};
 use std::collections::BTreeMap;
 
 /// Messages and receives of one run.

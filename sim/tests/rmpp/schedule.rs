@@ -2,7 +2,7 @@
 //! most once, what was acknowledged was delivered, and all state is given back.
 #![allow(dead_code, reason = "each user takes some of it")]
 
-use crate::rmpp_worlds::{clean, config};
+use crate::worlds::{clean, config};
 use baton_rmpp::{Completion, Config, Counters, Outgoing, Region, Request, Side};
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
 use baton_sim::rmpp_streams::{StreamFaults, StreamNet};

@@ -1,5 +1,4 @@
 //! Worlds of two RMPP endpoints for the tests.
-#![allow(dead_code, reason = "each test file uses some of it")]
 
 use baton_rmpp::Config;
 use baton_sim::Impairments;

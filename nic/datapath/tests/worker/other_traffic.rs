@@ -82,7 +82,14 @@ fn other_frames_cross_unchanged() {
                     let lro = baton_lro::LroSettings { mode: next, ..Default::default() };
                     let (moderation, active_ack) = (MODERATIONS[number / 30 % 3], number / 20 % 2 == 0);
                     stage.worker.set_offloads(
-                        &WorkerOffloads { lro, moderation, doorbells: moderation, active_ack, limits: Default::default() },
+                        &WorkerOffloads {
+                            lro,
+                            moderation,
+                            doorbells: moderation,
+                            active_ack,
+                            limits: Default::default(),
+                            drop_during_moves: false,
+                        },
                         stage.now,
                     );
                 }

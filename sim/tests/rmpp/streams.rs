@@ -1,15 +1,13 @@
 //! Streams: long messages come by them where both ends have any, and what a hostile peer writes into one reaches
-//! nothing but the packets that were cleared for it. Breaks, delays and restarts are in `rmpp_faults.rs`.
+//! nothing but the packets that were cleared for it. Breaks, delays and restarts are in `faults.rs`.
 
-mod rmpp_worlds;
-
+use crate::worlds::{clean, config};
 use baton_rmpp::{Drop, Intake, Memory, Outgoing, Region, Request, StreamId, StreamOrder};
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
 use baton_sim::rmpp_streams::{StreamFaults, StreamNet};
 use baton_sim::{Impairments, Rng, stream};
 use baton_wire::rmpp::stream::{Greeting, RUN, RunHeader};
 use baton_wire::rmpp::{Body, Cts, Header, Kind, Offer, Packet, Rts, append_data, emit};
-use rmpp_worlds::{clean, config};
 
 const CLEAN: Impairments = Impairments { rate: 1_000_000_000, delay: 20, ..clean() };
 const INCARNATIONS: [u32; 2] = [100, 101];

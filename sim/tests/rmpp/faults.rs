@@ -2,11 +2,8 @@
 //! in delivery or a clear error, each message is delivered at most once, and all state is given back.
 //! `BATON_RMPP_SEEDS` sets how many schedules are run, `BATON_RMPP_SEED` runs one.
 
-mod rmpp_schedule;
-mod rmpp_worlds;
-
+use crate::schedule::{Schedule, Seen};
 use baton_rmpp::Error;
-use rmpp_schedule::{Schedule, Seen};
 
 fn run(seed: u64, streams: bool) -> Seen {
     let mut schedule = Schedule::new(seed, streams);

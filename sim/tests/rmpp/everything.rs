@@ -1,12 +1,10 @@
 //! RMPP in virtual time: messages arrive as they were sent, whatever half is where.
 
-mod rmpp_worlds;
-
+use crate::worlds::{clean, config, world};
 use baton_rmpp::{Error, Outgoing, Region, Request, Side};
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
 use baton_sim::stream;
 use baton_sim::{Impairments, Rng};
-use rmpp_worlds::{clean, config, world};
 
 const CLEAN: Impairments = Impairments { rate: 1_000_000_000, delay: 20, ..clean() };
 

@@ -1,13 +1,11 @@
 //! What a hostile or broken peer can send: each packet forged or cut is counted and harmless, and what one peer can
 //! take is capped.
 
-mod rmpp_worlds;
-
+use crate::worlds::{clean, config, readable, world};
 use baton_rmpp::{Drop, Error, Outgoing, Region, Request};
 use baton_sim::rmpp::{Carrier, Node, World, halves_on_nic};
 use baton_sim::{Impairments, Rng, stream};
 use baton_wire::rmpp::{Body, Cts, Header, Kind, Packet, PacketFlags, Rts, append_data, emit};
-use rmpp_worlds::{clean, config, readable, world};
 
 /// Incarnations of the endpoints of a world, as [`config`] sets them.
 const INCARNATIONS: [u32; 2] = [100, 101];
