@@ -15,6 +15,7 @@ mod list;
 mod metrics;
 mod mpi;
 mod nic;
+mod nic_messages;
 mod nics;
 mod placement;
 mod report;

@@ -4,6 +4,7 @@ use crate::addresses;
 use crate::filter::{self, FilterArguments};
 use crate::front::{self, AttachArguments, DetachArguments};
 use crate::gain::{self, GainArguments};
+use crate::nic_messages;
 use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
@@ -26,9 +27,10 @@ pub const EXAMPLES: &str = "Examples:
   baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
 
-What a NIC has room for (connections, memory, processor, when-full) and its programs' doorbells can always be set; the other settings are for
-a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do these things: see
-`ethtool -K` and `-C`. `attach` puts large receive in front of any of them, whether a Baton runs or not.";
+What a NIC has room for (connections, memory, processor, when-full), what becomes of frames during moves, and its programs' doorbells can
+always be set; the other settings are for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the
+kernel's devices do these things: see `ethtool -K` and `-C`. `attach` puts large receive in front of any of them, whether a Baton runs or
+not.";
 
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
@@ -127,12 +129,11 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 30] = [
+const FIGURES: [(Counter, &str); 28] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
     (Counter::InterruptNanoseconds, "ns in the interrupts' first half"),
-    (Counter::Messages, "messages from programs with connections"),
     (Counter::Doorbells, "doorbells rung for programs"),
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
@@ -155,7 +156,6 @@ const FIGURES: [(Counter, &str); 30] = [
     (Counter::Cut, "large frames cut into segments"),
     (Counter::CutSegments, "segments cut from them"),
     (Counter::Uncut, "large frames refused"),
-    (Counter::Announcements, "announcements of what the NIC has room for"),
     (Counter::Exceeded, "commands beyond what was announced"),
     (Counter::TooBusy, "times that the processor was too busy for further connections"),
 ];
@@ -187,6 +187,7 @@ fn nic_in_json(number: usize, nic: &NicStatistics) -> Value {
     let NicStatistics { process, devices, counters, workers, starved, hung, .. } = nic;
     json!({
         "nic": number, "process": process, "devices": devices, "counters": figures(counters), "workers": workers_in_json(workers),
+        "messages": nic_messages::to_json(counters),
         "starved": starved, "hung": hung,
     })
 }
@@ -205,7 +206,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         let nics: Value = nics.map(|(number, nic)| nic_in_json(number, nic)).collect();
         let shown = json!({
             "settings": settings, "counters": figures(counters), "mean_aggregate_bytes": mean,
-            "workers": workers_in_json(workers), "nics": nics, "addresses": addresses::to_json(&addresses),
+            "workers": workers_in_json(workers), "nics": nics, "messages": nic_messages::to_json(counters), "addresses": addresses::to_json(&addresses),
             "too_full": statistics.full, "colder": statistics.colder,
         });
         println!("{shown}");
@@ -227,6 +228,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     println!("{hung:>14}  NICs ended since they hung");
     println!("{:>14}  moves to the NIC that it was too full for", statistics.full);
     println!("{:>14}  connections returned from it since others carried more", statistics.colder);
+    nic_messages::print(counters);
     if statistics.nics.len() > 1 {
         print_nics(&statistics, arguments.nic);
     } else if workers.len() > 1 {

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic::MAX_NICS;
 use baton_agent::{AgentSettings, Choose};
 use baton_linux::rtnetlink;
-use baton_offloads::{Limits, Offloads};
+use baton_offloads::{DuringMoves, Limits, Offloads};
 use baton_protocol::nic::NicSettings;
 use clap::Args;
 
@@ -21,8 +21,31 @@ pub struct NicsArguments {
     /// If a Baton is started: how it chooses which connections are on the NIC.
     #[arg(long, value_enum, value_name = "HOW")]
     choose: Option<Chosen>,
+    /// If a Baton is started: what becomes of frames that come while their connection moves (`baton nic set
+    /// during-moves=…` changes it). [default: hold]
+    #[arg(long, value_enum, value_name = "WHAT")]
+    during_moves: Option<WhileMoving>,
     #[command(flatten)]
     limits: LimitArguments,
+}
+
+/// Values of `--during-moves`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+pub enum WhileMoving {
+    /// They are held for the connection's next owner.
+    Hold,
+    /// They are dropped, and the peer sends them again.
+    Drop,
+}
+
+impl WhileMoving {
+    /// As the NIC has it.
+    pub fn setting(self) -> DuringMoves {
+        match self {
+            WhileMoving::Hold => DuringMoves::Hold,
+            WhileMoving::Drop => DuringMoves::Drop,
+        }
+    }
 }
 
 /// Values of `--choose`.
@@ -99,7 +122,11 @@ impl NicsArguments {
 
     /// Whether anything but the usual one NIC is asked for.
     pub fn is_given(&self) -> bool {
-        self.nics > 1 || !self.devices.is_empty() || self.choose.is_some() || self.limits.is_given()
+        self.nics > 1
+            || !self.devices.is_empty()
+            || self.choose.is_some()
+            || self.during_moves.is_some()
+            || self.limits.is_given()
     }
 
     /// Fails if the devices cannot be dealt in the calling thread's network namespace.
@@ -126,7 +153,8 @@ impl NicsArguments {
 
     /// Adds them to an agent's settings. They have been checked.
     pub fn apply(&self, settings: AgentSettings) -> AgentSettings {
-        let offloads = Offloads { limits: self.limits.limits(), ..settings.nic.offloads };
+        let during_moves = self.during_moves.map_or(settings.nic.offloads.during_moves, WhileMoving::setting);
+        let offloads = Offloads { limits: self.limits.limits(), during_moves, ..settings.nic.offloads };
         let nic = NicSettings { offloads, ..settings.nic };
         let choose = self.choose.map_or(settings.choose, Chosen::choose);
         AgentSettings { nics: self.nics, devices: self.devices.clone(), choose, nic, ..settings }
@@ -162,7 +190,7 @@ mod tests {
     fn devices_are_checked() {
         let arguments = |nics, devices: &[&str]| {
             let devices = devices.iter().map(ToString::to_string).collect();
-            NicsArguments { nics, devices, choose: None, limits: LimitArguments::default() }
+            NicsArguments { nics, devices, choose: None, during_moves: None, limits: LimitArguments::default() }
         };
         let why = |nics, devices| arguments(nics, devices).check().expect_err("it is wrong").to_string();
         assert!(why(1, &["lo"]).contains("--nics 2"));

@@ -215,7 +215,6 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
             spin,
             segmentation: true,
             offloads: Default::default(),
-            drop_during_moves: false,
             beside: true,
             owned: false,
             addresses: Vec::new(),

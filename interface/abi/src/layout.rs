@@ -41,7 +41,7 @@ pub mod nic {
     /// The counters: per worker a block of 8-byte words, one for each [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
     /// Bytes of a worker's block of counters.
-    pub const COUNTERS_BYTES: usize = 384;
+    pub const COUNTERS_BYTES: usize = 512;
     /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
     /// The NIC's own addresses, which the NIC writes: entries of [`crate::AddressEntry::WORDS`] words of 8 bytes. The
@@ -559,8 +559,8 @@ pub enum Counter {
     DatagramsSent,
     /// Datagrams dropped because a socket's receive ring was full, or because there was no way to their destination.
     DatagramsDropped,
-    /// Messages read from programs with connections.
-    Messages,
+    /// Messages of programs that announce bytes to send (`nic_send`).
+    ProgramSend,
     /// Frames of ARP and neighbour discovery that no host may use, dropped while the NIC has addresses of its own.
     BadResolution,
     /// Offloaded connections that are dormant at present.
@@ -571,10 +571,34 @@ pub enum Counter {
     Exceeded,
     /// Times that the NIC began to announce no room since its processor was too busy.
     TooBusy,
+    /// That report bytes which they have read (`nic_recvd`).
+    ProgramRecvd,
+    /// That post buffers (`nic_post`).
+    ProgramPost,
+    /// With commands (`nic_ctrl`).
+    ProgramControl,
+    /// Messages to programs about received bytes (`os_recv`).
+    ToProgramRecv,
+    /// About acknowledged bytes (`os_ack`).
+    ToProgramAck,
+    /// With events (`os_ctrl`).
+    ToProgramControl,
+    /// Messages of the agent that hand a connection over (`nic_handoff`).
+    AgentHandoff,
+    /// That want it back (`nic_restore`).
+    AgentRestore,
+    /// That bring a frame which reached the host (`nic_forward`).
+    AgentForward,
+    /// With commands (`nic_ctrl`).
+    AgentControl,
+    /// Messages to the agent with answers and events (`os_ctrl`).
+    ToAgentControl,
+    /// That ask it to take a connection back (`os_restore`). Those about room are [`Counter::Announcements`].
+    ToAgentRestore,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 47;
+pub const COUNTERS: usize = 59;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::pulse(nic::MAX_WORKERS) <= nic::COMMANDS);

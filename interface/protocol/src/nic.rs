@@ -75,9 +75,6 @@ pub struct NicSettings {
     /// through the NIC.
     #[serde(default)]
     pub offloads: Offloads,
-    /// Frames that arrive during a move are dropped instead of kept for the connection's next owner.
-    #[serde(default)]
-    pub drop_during_moves: bool,
     /// The NIC receives and sends on the kernel's own network devices, instead of standing between the kernel and the
     /// wire.
     #[serde(default)]

@@ -90,8 +90,6 @@ pub struct TestbedSettings {
     pub choose: Choose,
     /// For tests: which process is killed, after which step of a move.
     pub crash: Option<Crash>,
-    /// Drop frames that come during a move.
-    pub drop_during_moves: bool,
     /// nftables rules for host A, if any.
     pub firewall: Option<String>,
     /// Addresses that are the NIC's own; its owner's to choose, if it has one.
@@ -140,7 +138,6 @@ impl Default for TestbedSettings {
             peer_sysctls: Vec::new(),
             crash: None,
             choose: Choose::default(),
-            drop_during_moves: false,
             firewall: None,
             addresses: Vec::new(),
             between_probes: STANDARD_PROBES,
@@ -431,7 +428,6 @@ fn nic_settings(settings: &TestbedSettings, segmentation: bool) -> NicSettings {
         spin: settings.spin,
         segmentation,
         offloads: settings.offloads,
-        drop_during_moves: settings.drop_during_moves,
         beside: settings.beside,
         owned: false,
         addresses: settings.addresses.clone(),

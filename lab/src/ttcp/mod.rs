@@ -292,7 +292,8 @@ impl Hosts {
             snapshot.nic = cpu(statistics.nic_process);
             snapshot.nic_wakeups = wakeups(statistics.nic_process);
             snapshot.nic_busy = counter(Counter::BusyNanoseconds);
-            snapshot.messages = counter(Counter::Messages);
+            use Counter::{ProgramControl, ProgramPost, ProgramRecvd, ProgramSend};
+            snapshot.messages = [ProgramSend, ProgramRecvd, ProgramPost, ProgramControl].map(counter).iter().sum();
             snapshot.doorbells = counter(Counter::Doorbells);
         }
         Ok(snapshot)

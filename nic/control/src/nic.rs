@@ -347,7 +347,7 @@ impl Runner {
             nic: settings.number,
             slots: settings.slots,
             hash_key: settings.hash_key,
-            drop_during_moves: settings.drop_during_moves,
+            drop_during_moves: settings.offloads.during_moves == baton_offloads::DuringMoves::Drop,
             lro: baton_lro::LroSettings { hash_key: settings.hash_key, ..settings.offloads.lro },
             moderation: settings.offloads.moderation,
             doorbells: settings.offloads.doorbells,
@@ -652,6 +652,7 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
         doorbells: set.doorbells,
         active_ack: set.active_ack,
         limits: limits(&set.limits),
+        drop_during_moves: set.during_moves == baton_offloads::DuringMoves::Drop,
     }
 }
 

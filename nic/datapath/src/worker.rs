@@ -124,6 +124,8 @@ pub struct WorkerOffloads {
     pub active_ack: bool,
     /// What the NIC has room for.
     pub limits: Limits,
+    /// Drop frames that arrive while their connection is between two owners, instead of holding them for the next one.
+    pub drop_during_moves: bool,
 }
 
 /// A worker between the kernel's interface `H` and the wire `W`.
@@ -236,7 +238,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Changes the offloads. Frames that wait go to the kernel first.
     pub fn set_offloads(&mut self, set: &WorkerOffloads, now: Instant) {
         self.broadcast(|| Call::Offloads(Box::new(*set)));
-        let WorkerOffloads { lro, moderation, doorbells, active_ack, limits } = *set;
+        let WorkerOffloads { lro, moderation, doorbells, active_ack, limits, drop_during_moves } = *set;
+        self.settings.drop_during_moves = drop_during_moves;
         self.resources.set(limits);
         if room::serves_agent(self) {
             room::advertise(self, true);

@@ -22,6 +22,17 @@ pub enum WhenFull {
     Refuse,
 }
 
+/// What becomes of the frames that arrive while their connection is between two owners (the paper on connection
+/// handoff, section 3.3: they are forwarded, or dropped).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum DuringMoves {
+    /// The NIC holds them for the next owner.
+    #[default]
+    Hold,
+    /// They are dropped, and the peer sends them again.
+    Drop,
+}
+
 /// What a NIC has room for. None: as much as there is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Limits {
@@ -53,6 +64,9 @@ pub struct Offloads {
     /// What it has room for.
     #[serde(default)]
     pub limits: Limits,
+    /// What becomes of frames that arrive during moves.
+    #[serde(default)]
+    pub during_moves: DuringMoves,
 }
 
 impl Default for Offloads {
@@ -66,6 +80,7 @@ impl Default for Offloads {
             doorbells: Moderation::Burst,
             rss: baton_rss::RssSettings::default(),
             limits: Limits::default(),
+            during_moves: DuringMoves::default(),
         }
     }
 }
@@ -76,6 +91,7 @@ const BELLS: &[(&str, Option<Moderation>)] =
     &[("off", None), ("on", Some(Moderation::Adaptive)), ("burst", Some(Moderation::Burst))];
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
 const FULL: &[(&str, WhenFull)] = &[("coldest", WhenFull::Coldest), ("refuse", WhenFull::Refuse)];
+const MOVING: &[(&str, DuringMoves)] = &[("hold", DuringMoves::Hold), ("drop", DuringMoves::Drop)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
 
 /// Largest limit of connections: a NIC has so many slots.
@@ -181,6 +197,7 @@ impl Offloads {
             "connections" => self.limits.connections = limit(key, value, 0, MOST_CONNECTIONS)?.map(|most| most as u32),
             "memory" => self.limits.memory = if value == "all" { None } else { Some(bytes(key, value)?) },
             "when-full" => self.limits.when_full = word(key, value, FULL)?,
+            "during-moves" => self.during_moves = word(key, value, MOVING)?,
             "processor" => self.limits.processor = limit(key, value, 1, 99)?.map(|most| most as u8),
             _ => {
                 let known: Vec<&str> = self.list().iter().map(|(key, _)| *key).collect();
@@ -257,6 +274,7 @@ impl Offloads {
             ("memory", self.limits.memory.map_or(text(&"all"), |most| text(&most))),
             ("processor", self.limits.processor.map_or(text(&"all"), |most| text(&most))),
             ("when-full", text(&name(&self.limits.when_full, FULL))),
+            ("during-moves", text(&name(&self.during_moves, MOVING))),
         ]
         .into()
     }
@@ -269,6 +287,7 @@ mod tests {
     #[test]
     fn what_is_listed_can_be_set() {
         let mut wanted = Offloads { large_sends: true, active_ack: true, ..Offloads::default() };
+        wanted.during_moves = DuringMoves::Drop;
         wanted.rss =
             baton_rss::RssSettings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
         wanted.limits = Limits { connections: Some(0), memory: Some(3 << 30), processor: Some(70), when_full: WhenFull::Refuse };

@@ -62,9 +62,9 @@ pub struct SoakArguments {
     /// With --offload fast-path: go on until so many times a connection has left its fast path or come back to it.
     #[arg(long, default_value_t = 0)]
     transitions: u64,
-    /// Drop frames that come during a move, instead of holding them for the connection's next owner.
-    #[arg(long)]
-    drop_during_moves: bool,
+    /// What becomes of frames that come during a move: held for the connection's next owner, or dropped.
+    #[arg(long, value_enum, default_value = "hold", value_name = "WHAT")]
+    during_moves: crate::nics::WhileMoving,
     /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not
     /// impaired then.
     #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
@@ -78,7 +78,7 @@ pub struct SoakArguments {
     #[arg(long)]
     firewall: bool,
     /// Send messages (RMPP) of random sizes both ways instead, with both halves of their data path on the NIC.
-    #[arg(long, conflicts_with_all = ["connections", "moves", "drop_during_moves", "firewall"])]
+    #[arg(long, conflicts_with_all = ["connections", "moves", "during_moves", "firewall"])]
     rmpp: bool,
     /// With --rmpp: messages, both directions together.
     #[arg(long, default_value_t = 10_000, requires = "rmpp", value_parser = clap::value_parser!(u64).range(2..))]
@@ -172,7 +172,6 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         mtu: arguments.mtu,
         link: if impaired { link } else { LinkSettings { seed: arguments.seed, ..LinkSettings::default() } },
         seed: arguments.seed,
-        drop_during_moves: arguments.drop_during_moves,
         beside: arguments.beside,
         nics: arguments.nics.into(),
         firewall: arguments.firewall.then(|| STATEFUL_RULES.into()),
@@ -180,6 +179,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
     };
     arguments.workers.apply(&mut bed);
     bed.offloads.limits = arguments.limits.limits();
+    bed.offloads.during_moves = arguments.during_moves.setting();
     if arguments.rmpp {
         return run_messages(arguments, &bed);
     }

@@ -1,6 +1,7 @@
 //! What a look at agents has found, as metric families. Names are by Prometheus' rules: base units, which stand at the
 //! end, and `_total` behind what only grows.
 
+use crate::nic_messages::KINDS;
 use baton_abi::layout::Counter;
 use baton_protocol::events::{Histogram, ProgramCounts};
 use baton_protocol::program::{DEATHS, NicStatistics, Statistics};
@@ -179,7 +180,7 @@ fn seconds(nanos: u64) -> Value {
 type OfWorker = (Counter, &'static str, Measure, &'static str);
 
 /// The workers' counters that only grow.
-const WORKER_COUNTERS: [OfWorker; 44] = {
+const WORKER_COUNTERS: [OfWorker; 42] = {
     use Counter as C;
     use Measure::{Bytes as B, None as N, Seconds as S};
     [
@@ -242,9 +243,7 @@ const WORKER_COUNTERS: [OfWorker; 44] = {
             N,
             "Datagrams dropped at a full socket, or without a way to their destination.",
         ),
-        (C::Messages, "nic_program_messages", N, "Messages read from programs with connections."),
         (C::BadResolution, "nic_bad_resolution_frames", N, "Frames of ARP and neighbour discovery that no host may use."),
-        (C::Announcements, "nic_announcements", N, "Announcements of what the NIC has room for."),
         (C::Exceeded, "nic_exceeded_commands", N, "Commands of the agent beyond what was announced."),
         (C::TooBusy, "nic_too_busy", N, "Times that the NIC began to announce no room since its processor was too busy."),
     ]
@@ -364,6 +363,15 @@ fn of_workers<'a, I: Iterator<Item = (&'a Name, usize, &'a NicStatistics)>>(all:
         let values = each(counter).map(|(labels, count)| (labels, value(count)));
         all.push(Family::new(name, Kind::Counter, measure, help).with(values));
     }
+    let mut messages = Family::counter("nic_messages", "Messages between the host and the NIC, by kind, sender and receiver.");
+    for kind in &KINDS {
+        messages = messages.with(each(kind.counter).map(|(mut labels, count)| {
+            let of_kind = [("operation", kind.operation), ("from", kind.from), ("to", kind.to)];
+            labels.extend(of_kind.map(|(name, value)| (name, value.to_string())));
+            (labels, Value::Number(count))
+        }));
+    }
+    all.push(messages);
     for (counter, name, help) in WORKER_GAUGES {
         let values = each(counter).map(|(labels, count)| (labels, Value::Number(count)));
         all.push(Family::gauge(name, help).with(values));
@@ -476,6 +484,7 @@ pub mod tests {
     #[test]
     fn every_counter_of_a_worker_is_there_once() {
         let mut places: Vec<usize> = WORKER_COUNTERS.iter().map(|(counter, ..)| *counter as usize).collect();
+        places.extend(KINDS.iter().map(|kind| kind.counter as usize));
         places.extend(WORKER_GAUGES.iter().map(|(counter, ..)| *counter as usize));
         places.sort_unstable();
         assert_eq!(places, (0..COUNTERS).collect::<Vec<_>>());

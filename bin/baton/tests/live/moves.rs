@@ -8,8 +8,9 @@ use baton_client::{ConnectionId, Session};
 use baton_linux::namespace::Namespace;
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
+use baton_offloads::{DuringMoves, Offloads};
 use baton_protocol::nic::LinkSettings;
-use baton_protocol::program::Place;
+use baton_protocol::program::{Ask, Place, Reply};
 use baton_sim::stream;
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener};
@@ -139,9 +140,41 @@ fn a_quiet_connection_that_saw_reordering_moves() {
 /// Frames that come during a move may also be dropped: the peer retransmits them.
 #[test]
 fn bytes_are_equal_when_frames_are_dropped_during_moves() {
-    let mut scene = scene(TestbedSettings { drop_during_moves: true, ..TestbedSettings::default() });
+    let offloads = Offloads { during_moves: DuringMoves::Drop, ..Offloads::default() };
+    let mut scene = scene(TestbedSettings { offloads, ..TestbedSettings::default() });
     for to in [Place::Nic, Place::Kernel].into_iter().cycle().take(10) {
         scene.exchange(200_000, to);
+    }
+}
+
+/// Beside the kernel too, and from one moment to the next.
+#[test]
+fn what_becomes_of_frames_during_moves_can_be_set_at_any_time() {
+    let mut scene = scene(TestbedSettings { beside: true, ..TestbedSettings::default() });
+    for (round, to) in [Place::Nic, Place::Kernel].into_iter().cycle().take(10).enumerate() {
+        let during_moves = if round % 4 < 2 { DuringMoves::Drop } else { DuringMoves::Hold };
+        let offloads = Box::new(Offloads { during_moves, ..Offloads::default() });
+        let set = answered(&scene.bed, |tool| tool.ask(Ask::SetOffloads { nic: 0, offloads: offloads.clone() }));
+        assert!(matches!(set, Reply::Done), "{set:?}");
+        let is = answered(&scene.bed, |tool| tool.ask(Ask::Offloads { nic: 0 }));
+        assert!(matches!(is, Reply::Offloads(is) if is == offloads));
+        scene.exchange(200_000, to);
+    }
+    // `baton nic show` has the messages of these moves and transfers.
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
+    let shown = command.args(["nic", "show", "--json", "--socket"]).arg(scene.bed.socket()).output().expect("baton");
+    let shown: serde_json::Value = serde_json::from_slice(&shown.stdout).expect("JSON");
+    let messages = |operation: &str, from: &str| {
+        let rows = shown["messages"].as_array().expect("rows");
+        let row = rows.iter().find(|row| row["operation"] == operation && row["from"] == from).expect(operation);
+        assert_eq!(row["bytes"].as_u64(), row["messages"].as_u64().map(|messages| 16 * messages), "{row}");
+        row["messages"].as_u64().expect("a number")
+    };
+    assert_eq!(messages("nic_handoff", "agent"), 5);
+    // It is asked again where it has just sent what is not acknowledged.
+    assert!(messages("nic_restore", "agent") >= 5, "{shown}");
+    for (operation, from) in [("nic_send", "program"), ("nic_recvd", "program"), ("os_recv", "nic"), ("os_ack", "nic")] {
+        assert!(messages(operation, from) > 0, "{operation}: {shown}");
     }
 }
 

@@ -3,8 +3,8 @@
 use super::Worker;
 use crate::backlog::Backlog;
 use crate::peers::{Call, FRONT};
-use baton_abi::layout::{host_tcp, nic};
-use baton_abi::{FOR_AGENT, Message};
+use baton_abi::layout::{Counter, host_tcp, nic};
+use baton_abi::{FOR_AGENT, Message, Operation};
 use baton_device::Device;
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
@@ -55,6 +55,11 @@ impl<H: Device, W: Device> Worker<H, W> {
             && !crossbar.peers.is_front()
         {
             return crossbar.peers.send(FRONT, Call::Agent(message));
+        }
+        match message.operation {
+            Operation::OsControl => self.counters.add(Counter::ToAgentControl, 1),
+            Operation::OsRestore => self.counters.add(Counter::ToAgentRestore, 1),
+            _ => {}
         }
         self.agent.send(message);
         self.has_extras |= !self.agent.backlog.is_empty();

@@ -23,6 +23,16 @@ const MAX_DRAIN_BATCHES: usize = 256;
 /// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
 const MIN_MTU: u32 = 68;
 
+/// The counter of such a message of the agent's.
+fn of_agent(operation: Operation) -> Counter {
+    match operation {
+        Operation::NicHandoff => Counter::AgentHandoff,
+        Operation::NicRestore => Counter::AgentRestore,
+        Operation::NicForward => Counter::AgentForward,
+        _ => Counter::AgentControl,
+    }
+}
+
 impl<H: Device, W: Device> Worker<H, W> {
     /// Runs the commands in the agent's ring, at most as many as it holds. Returns whether there was any.
     #[inline(never)]
@@ -37,6 +47,7 @@ impl<H: Device, W: Device> Worker<H, W> {
                 continue;
             };
             let admitted = room::admits(self, &message);
+            self.counters.add(of_agent(message.operation), 1);
             match self.crossbar {
                 _ if !admitted => room::refuse(self, &message),
                 None => self.run_command(&message, now),

@@ -422,7 +422,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let sessions = &mut self.programs.sessions;
         front.remote.retain(|_, remote| {
             let Some(Some(session)) = sessions.get_mut(remote.session as usize) else { return false };
-            session.send(remote.cid, &mut remote.pending).is_err()
+            session.send(remote.cid, &mut remote.pending, &self.counters).is_err()
         });
     }
 

@@ -3,6 +3,7 @@
 
 use super::Worker;
 use super::gathering::{Answered, PutOff};
+use crate::counters::Counters;
 use crate::custody::Custody;
 use crate::messages::Messages;
 use crate::offloaded::{Offloaded, Pending};
@@ -182,6 +183,17 @@ impl Programs {
     }
 }
 
+/// The counter of such a message of a program's.
+#[inline(always)]
+fn of_program(operation: Operation) -> Counter {
+    match operation {
+        Operation::NicSend => Counter::ProgramSend,
+        Operation::NicRecvd => Counter::ProgramRecvd,
+        Operation::NicPost => Counter::ProgramPost,
+        _ => Counter::ProgramControl,
+    }
+}
+
 impl<H: Device, W: Device> Worker<H, W> {
     /// Adds a program's session with a number of the caller's choice.
     pub fn attach(&mut self, id: u32, memory: Arc<Region>) {
@@ -296,7 +308,6 @@ impl<H: Device, W: Device> Worker<H, W> {
             // The recovery records cover these messages now, so the ring need not hold them any longer.
             session.commands.release();
             count = session.commands.position().wrapping_sub(begun);
-            self.counters.add(Counter::Messages, count);
         }
         if !self.programs.fetched.is_empty() {
             self.fetch_more(now);
@@ -328,8 +339,10 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             let before = session.commands.position() - 1;
             let words = pop_more(&mut session.commands, words);
-            let last_of_many = before / ANSWERED != session.commands.position() / ANSWERED;
+            let after = session.commands.position();
+            let last_of_many = before / ANSWERED != after / ANSWERED;
             let accepted = Message::from_words(words).is_some_and(|message| {
+                self.counters.add(of_program(message.operation), after - before);
                 let flags = if message.operation == Operation::NicSend { message.kind } else { 0 };
                 handshake = flags & ANSWER != 0;
                 if last_of_many || handshake {
@@ -355,7 +368,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.record_queued(*unsent, now);
         if let Some(session) = self.programs.sessions[id].as_mut() {
             session.commands.release();
-            session.answer(cid);
+            session.answer(cid, &self.counters);
         }
         if handshake { Taken::Answered } else { Taken::Some }
     }
@@ -500,7 +513,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(always)]
     pub(super) fn announce(&mut self, unannounced: &Unannounced, now: Instant) {
         let Some(Some(session)) = self.programs.sessions.get_mut(unannounced.session as usize) else { return };
-        if session.announce(unannounced).is_err() {
+        if session.announce(unannounced, &self.counters).is_err() {
             self.announce_later(unannounced);
         } else if unannounced.fetches {
             self.take_up(unannounced.slot, now);
@@ -546,7 +559,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) else { continue };
             let fetches = offloaded.fetches;
-            slot.dirty = session.send_received(cid, &mut offloaded.pending).is_err();
+            slot.dirty = session.send_received(cid, &mut offloaded.pending, &self.counters).is_err();
             if slot.dirty {
                 self.programs.ring_full.push(index);
             } else if fetches {
@@ -607,7 +620,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let (fetches, unsignalled) = (offloaded.fetches, session.unsignalled);
         let waits = || offloaded.frees_too_little() || session.answered.is_some() && session.commands.has_message();
         let silent = active && !offloaded.pending.has_rare() && session.sleeps() && waits();
-        slot.dirty = session.send(cid, &mut offloaded.pending).is_err();
+        slot.dirty = session.send(cid, &mut offloaded.pending, &self.counters).is_err();
         if slot.dirty {
             self.programs.ring_full.push(index);
             return;
@@ -624,8 +637,9 @@ impl<H: Device, W: Device> Worker<H, W> {
 impl Session {
     /// Reports to the program that its messages so far have been read. Without room there are other events that wake
     /// it.
-    fn answer(&mut self, cid: Cid) {
+    fn answer(&mut self, cid: Cid, counters: &Counters) {
         if self.events.push(Message::control(Operation::OsControl, Control::Taken, cid, 0, 0).to_words()).is_ok() {
+            counters.add(Counter::ToProgramControl, 1);
             self.events.publish();
             self.unsignalled += 1;
         }
@@ -638,32 +652,36 @@ impl Session {
 
     /// Tells the program of received bytes, if the ring has room.
     #[inline(always)]
-    fn announce(&mut self, unannounced: &Unannounced) -> Result<(), Full> {
+    fn announce(&mut self, unannounced: &Unannounced, counters: &Counters) -> Result<(), Full> {
         // One number, which is added at once; it cannot wrap, as there are at most as many bytes as receive memory has.
         self.unsignalled += u64::from(unannounced.length().wrapping_add(1));
+        counters.add(Counter::ToProgramRecv, 1);
         self.events.push_and_publish(unannounced.message, || ())
     }
 
     /// Sends pending events, of which received bytes are one, as far as the ring has room.
     #[inline(always)]
-    fn send_received(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+    fn send_received(&mut self, cid: Cid, pending: &mut Pending, counters: &Counters) -> Result<(), Full> {
         let received = std::mem::take(&mut pending.received);
         self.unsignalled += u64::from(received) + 1;
         let message = Message::new(Operation::OsRecv, cid, pending.received_at, received);
         let mut sent = self.events.push(message.to_words());
         if sent.is_err() {
             pending.received = received;
-        } else if pending.any() {
-            sent = send(&mut self.events, cid, pending);
+        } else {
+            counters.add(Counter::ToProgramRecv, 1);
+            if pending.any() {
+                sent = send(&mut self.events, cid, pending, counters);
+            }
         }
         self.events.publish();
         sent
     }
 
     /// Sends pending events, as far as the ring has room.
-    pub(super) fn send(&mut self, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+    pub(super) fn send(&mut self, cid: Cid, pending: &mut Pending, counters: &Counters) -> Result<(), Full> {
         self.unsignalled += u64::from(pending.received) + 1;
-        let sent = send(&mut self.events, cid, pending);
+        let sent = send(&mut self.events, cid, pending, counters);
         self.events.publish();
         sent
     }
@@ -684,36 +702,39 @@ fn pop_more(commands: &mut Consumer<RingWords>, [first, mut second]: [u64; 2]) -
 }
 
 /// Sends pending events, and removes each from `pending` as it is sent: with a full ring the rest remains.
-fn send(events: &mut baton_ring::Producer<baton_shm::RingWords>, cid: baton_abi::Cid, pending: &mut Pending) -> Result<(), Full> {
+fn send(events: &mut Producer<RingWords>, cid: Cid, pending: &mut Pending, counters: &Counters) -> Result<(), Full> {
     if pending.received > 0 {
         events.push(Message::new(Operation::OsRecv, cid, pending.received_at, pending.received).to_words())?;
+        counters.add(Counter::ToProgramRecv, 1);
         pending.received = 0;
     }
     if pending.acked > 0 {
         events.push(Message::new(Operation::OsAck, cid, 0, pending.acked).to_words())?;
+        counters.add(Counter::ToProgramAck, 1);
         pending.acked = 0;
     }
-    if pending.has_rare() { send_rare_events(events, cid, pending) } else { Ok(()) }
+    if pending.has_rare() { send_rare_events(events, cid, pending, counters) } else { Ok(()) }
 }
 
 /// Sends the events other than received and acknowledged bytes.
 #[cold]
-fn send_rare_events(
-    events: &mut baton_ring::Producer<baton_shm::RingWords>,
-    cid: baton_abi::Cid,
-    pending: &mut Pending,
-) -> Result<(), Full> {
+fn send_rare_events(events: &mut Producer<RingWords>, cid: Cid, pending: &mut Pending, counters: &Counters) -> Result<(), Full> {
+    let mut push = |control, address| -> Result<(), Full> {
+        events.push(Message::control(Operation::OsControl, control, cid, address, 0).to_words())?;
+        counters.add(Counter::ToProgramControl, 1);
+        Ok(())
+    };
     while pending.answers > 0 {
-        events.push(Message::control(Operation::OsControl, Control::Posted, cid, pending.posted[0], 0).to_words())?;
+        push(Control::Posted, pending.posted[0])?;
         pending.posted.rotate_left(1);
         pending.answers -= 1;
     }
     if pending.fin {
-        events.push(Message::control(Operation::OsControl, Control::Fin, cid, 0, 0).to_words())?;
+        push(Control::Fin, 0)?;
         pending.fin = false;
     }
     if pending.closed {
-        events.push(Message::control(Operation::OsControl, Control::Closed, cid, pending.error, 0).to_words())?;
+        push(Control::Closed, pending.error)?;
         pending.closed = false;
     }
     Ok(())

@@ -31,8 +31,10 @@ impl Stage {
 
     /// What a round may do for programs, as the counters have it.
     fn work(&self) -> u64 {
-        use Counter::{BadMessages, DatagramsDropped, DatagramsReceived, DatagramsSent, HostSent, Messages, WireSent};
-        self.counted(&[BadMessages, DatagramsDropped, DatagramsReceived, DatagramsSent, HostSent, Messages, WireSent])
+        use Counter::{BadMessages, DatagramsDropped, DatagramsReceived, DatagramsSent, HostSent, WireSent};
+        use Counter::{ProgramControl, ProgramPost, ProgramRecvd, ProgramSend};
+        let messages = self.counted(&[ProgramSend, ProgramRecvd, ProgramPost, ProgramControl]);
+        messages + self.counted(&[BadMessages, DatagramsDropped, DatagramsReceived, DatagramsSent, HostSent, WireSent])
     }
 
     fn attacker_sends(&mut self, message: Message) {

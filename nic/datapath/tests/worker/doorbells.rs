@@ -31,6 +31,7 @@ fn doorbells_are_moderated() {
             doorbells,
             active_ack: false,
             limits: Default::default(),
+            drop_during_moves: false,
         };
         stage.worker.set_offloads(&set, stage.now);
     };

@@ -1,11 +1,22 @@
-//! One worker on memory wires, with a hostile program and hostile frames: nothing panics, and another session's
-//! connection goes on without a wrong byte. Also forwarded frames, and ICMP.
+//! Workers on memory wires. Here: one with a hostile program and hostile frames, where nothing panics, and another
+//! session's connection goes on without a wrong byte; also forwarded frames, and ICMP.
 
+mod addresses;
 mod ahead;
+mod apart;
 mod bounds;
+mod counted;
+mod crossbar;
+mod datagrams;
 mod doorbells;
 mod dormant;
+mod endpoints;
+mod gated;
+mod handshakes;
 mod links;
+mod openings;
+mod other_traffic;
+mod partial;
 mod stage;
 
 use baton_abi::layout::{nic, scratch, session, slot};
