@@ -315,7 +315,8 @@ impl Agent {
         loop {
             let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait(), self.watch.wait(), self.answers_wait()];
             let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait(), self.fetch_wait()];
-            let waits = [self.unsent_wait(), self.searches.wait()];
+            let late = self.nics.iter().filter_map(NicProcess::late_wait).min();
+            let waits = [self.unsent_wait(), self.searches.wait(), late];
             let limit = limits.into_iter().chain(polls).chain(waits).flatten().min();
             self.pulse.set_asleep(true);
             let waited = self.poller.wait(limit, &mut tokens);

@@ -155,7 +155,7 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
         _ => return Err(ELSEWHERE),
     };
     let command = |control, value| Message::control(Operation::NicControl, control, cid, value, 0);
-    if muted != on_nic.muted && ground.nic().post(command(Control::Interface, interface)).is_ok() {
+    if muted != on_nic.muted && ground.nic().post_in_time(command(Control::Interface, interface)).is_ok() {
         on_nic.muted = muted;
         connection.reason = now.as_ref().map_or_else(|refusal| refusal.to_string().into(), |_| "its route is there again".into());
     }
@@ -167,7 +167,7 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
     }
     if was.is_some_and(|was| was.mtu != now.mtu) {
         // If the NIC refuses it, the connection is restored.
-        ground.nic().post(command(Control::Mtu, now.mtu)).map_err(|_| ELSEWHERE)?;
+        ground.nic().post_in_time(command(Control::Mtu, now.mtu)).map_err(|_| ELSEWHERE)?;
     }
     Ok(())
 }

@@ -45,6 +45,9 @@ const GLANCE: u64 = 50;
 /// Commands that an action of a move sends at most.
 const COMMANDS: u64 = 2;
 
+/// Time after which commands that found the ring full are tried again.
+const LATE: Duration = Duration::from_micros(100);
+
 /// The devices and memory of one NIC, which outlive any one NIC process.
 pub(crate) struct Hardware {
     pub host: OwnedFd,
@@ -94,6 +97,8 @@ pub(crate) struct NicProcess {
     pub inbox: Inbox,
     /// Connections without a move that the NIC drops. Their slots are free once it has answered.
     dropping: BTreeMap<u32, Dropping>,
+    /// Commands that found the ring full and must not be lost, in their order: see [`NicProcess::post_in_time`].
+    late: VecDeque<Message>,
     /// Sessions that end on the NIC, in the order in which it answers, and those that have ended there.
     detaching: VecDeque<u32>,
     detached: Vec<u32>,
@@ -215,6 +220,7 @@ impl NicProcess {
             host_tcp: None,
             inbox: Inbox::default(),
             dropping: BTreeMap::new(),
+            late: VecDeque::new(),
             detaching: VecDeque::new(),
             detached: Vec::new(),
             room: Room::default(),
@@ -303,6 +309,7 @@ impl NicProcess {
     /// Ends the process and the host's TCP, and waits until they are gone.
     pub fn end(&mut self) {
         self.ended = true;
+        self.late.clear();
         self.inbox.nic_died();
         self.detached.extend(self.detaching.drain(..));
         for cid in std::mem::take(&mut self.dropping).into_keys() {
@@ -555,6 +562,43 @@ impl NicProcess {
         if self.ended {
             return Err(Refusal::NicGone);
         }
+        self.send_late();
+        if !self.late.is_empty() {
+            return Err(Refusal::NoRoom);
+        }
+        self.push(message)
+    }
+
+    /// As [`NicProcess::post`], but if the ring is full the command is sent when it has room, and the commands after it
+    /// later. For those of which there is at most one a connection and change: what has to be told of them.
+    ///
+    /// # Errors
+    /// [`Refusal::NicGone`] if the NIC has died.
+    pub fn post_in_time(&mut self, message: Message) -> Result<(), Refusal> {
+        match self.post(message) {
+            Err(Refusal::NoRoom) => {
+                self.late.push_back(message);
+                Ok(())
+            }
+            other => other,
+        }
+    }
+
+    /// Time until commands are sent that found the ring full, if there are any.
+    pub fn late_wait(&self) -> Option<Duration> {
+        (!self.late.is_empty()).then_some(LATE)
+    }
+
+    fn send_late(&mut self) {
+        while let Some(message) = self.late.front().copied() {
+            if self.push(message).is_err() {
+                return;
+            }
+            self.late.pop_front();
+        }
+    }
+
+    fn push(&mut self, message: Message) -> Result<(), Refusal> {
         if self.commands.push(message.to_words()).is_err() {
             return Err(Refusal::NoRoom);
         }
@@ -568,7 +612,7 @@ impl NicProcess {
 
     /// Whether the ring has room for all commands of an action, or there is no ring any more.
     pub fn has_room(&mut self) -> bool {
-        self.ended || self.commands.has_room(COMMANDS)
+        self.ended || self.late.is_empty() && self.commands.has_room(COMMANDS)
     }
 
     /// As [`NicProcess::post`], within what the NIC has announced.
@@ -641,6 +685,9 @@ impl NicProcess {
             self.inbox.add(message);
         }
         self.receive_answers();
+        if !self.ended {
+            self.send_late();
+        }
         if self.dropping.values().any(|one| !one.asked) {
             self.ask_to_drop();
         }

@@ -1,8 +1,15 @@
 //! Changes on the host count for connections that are on the NIC, too.
 
-use crate::common::{Scene, scene, wait_until};
-use baton_bed::testbed::{TestbedSettings, address_b};
+use crate::common::{Scene, answered, hosts, scene, wait_until};
+use crate::full::count;
+use baton_abi::layout::Counter;
+use baton_bed::testbed::{TestbedSettings, address_b, connect_pairs};
+use baton_client::Session;
+use baton_linux::freeze::Frozen;
+use baton_linux::socket;
 use baton_protocol::program::Place;
+use std::io::ErrorKind;
+use std::os::fd::AsFd;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -104,6 +111,52 @@ fn without_a_route_nothing_is_sent() {
             scene.drain();
             scene.exchange(10_000, Place::Kernel);
         }
+    }
+}
+
+/// A route goes away and comes back more often than the NIC, which stands still meanwhile, has room for commands: each
+/// connection is told of the last change all the same.
+#[test]
+fn every_change_of_a_route_is_told_though_the_nic_stands_still() {
+    // Together more than its ring holds.
+    const CONNECTIONS: usize = 72;
+    const CHANGES: usize = 61;
+    let bed = hosts(TestbedSettings { beside: true, ..TestbedSettings::default() });
+    let (servers, peers) = connect_pairs(&bed, CONNECTIONS, false).expect("connections");
+    let mut session = Session::connect(&bed.socket()).expect("a session");
+    let all: Vec<_> = servers.into_iter().map(|server| session.adopt(server.into()).expect("adopted")).collect();
+    for id in &all {
+        session.move_to(*id, Place::Nic).expect("a move");
+    }
+    let nic = answered(&bed, |tool| tool.statistics()).nic_process;
+    // As by a debugger: a NIC that is stopped otherwise is ended.
+    let frozen = Frozen::freeze(&[nic]).expect("a tracer");
+    for change in 0..CHANGES {
+        let away = change % 2 == 0;
+        let mut command = Command::new("ip");
+        command.args(["route", if away { "add" } else { "del" }, "blackhole", "10.77.0.2/32"]);
+        assert!(bed.host_a.spawn(&mut command).expect("ip").wait().expect("its status").success());
+        wait_until(&format!("change {change} is noticed"), || {
+            let listed = answered(&bed, |tool| tool.connections());
+            listed.len() == CONNECTIONS && listed.iter().all(|one| one.reason.contains("no route") == away)
+        });
+    }
+    let commands = count(&bed, Counter::AgentControl) + (CONNECTIONS * CHANGES) as u64;
+    let sends = count(&bed, Counter::ProgramSend) + CONNECTIONS as u64;
+    drop(frozen);
+    wait_until("the NIC has run all commands", || count(&bed, Counter::AgentControl) >= commands);
+    for id in &all {
+        assert_eq!(session.send(*id, b"ten bytes.").expect("room"), 10);
+    }
+    wait_until("the NIC has read all messages", || count(&bed, Counter::ProgramSend) >= sends);
+    let receive = |peer: &std::net::TcpStream| socket::receive(peer.as_fd(), &mut [0; 64]);
+    let got = peers.iter().filter(|peer| !receive(peer).is_err_and(|error| error.kind() == ErrorKind::WouldBlock)).count();
+    assert_eq!(got, 0, "connections that send though they have no route");
+    let mut command = Command::new("ip");
+    command.args(["route", "del", "blackhole", "10.77.0.2/32"]);
+    assert!(bed.host_a.spawn(&mut command).expect("ip").wait().expect("its status").success());
+    for peer in &peers {
+        wait_until("it goes on", || receive(peer).is_ok_and(|got| got == 10));
     }
 }
 
