@@ -4,6 +4,7 @@
 mod addresses;
 mod attach;
 mod bed;
+mod capture;
 mod doctor;
 mod filter;
 mod front;
@@ -78,6 +79,9 @@ enum Command {
     /// Shows connections by what they carry, NICs and programs, on a terminal; moves connections by a key.
     #[command(after_help = top::help())]
     Top(top::TopArguments),
+    /// Writes the frames that a NIC sends and receives to a file for Wireshark (pcapng), or a line for each.
+    #[command(after_help = capture::EXAMPLES)]
+    Capture(capture::CaptureArguments),
     /// Moves connections of a running Baton: your own, or any as root.
     #[command(
         after_help = "Examples:\n  baton move nic all\n  baton move kernel :8080\n  baton move nic 0.3 10.0.0.2:4711\n  baton move nic --nic 1 :8080"
@@ -146,6 +150,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),
         Command::Ls(arguments) => list::list(&arguments),
         Command::Top(arguments) => top::top(arguments).map(|()| true),
+        Command::Capture(arguments) => capture::run(&arguments).map(|()| true),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Nic(command) => nic::run(&command),
         Command::Doctor(arguments) => doctor::run(&arguments),

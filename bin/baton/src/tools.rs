@@ -40,9 +40,14 @@ impl SocketArgument {
 
     /// Connects to the agent that is meant.
     pub fn connect(&self) -> Result<Tool> {
-        match &self.sockets()[..] {
+        Tool::connect(&self.only()?)
+    }
+
+    /// The socket of the only agent that is meant.
+    pub fn only(&self) -> Result<PathBuf> {
+        match &mut self.sockets()[..] {
             [] => bail!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one"),
-            [(socket, _)] => Tool::connect(socket),
+            [(socket, _)] => Ok(std::mem::take(socket)),
             several => {
                 let paths: Vec<_> = several.iter().map(|(path, _)| format!("\n    --socket {}", path.display())).collect();
                 bail!("{} Batons run here; say which one:{}", several.len(), paths.concat())

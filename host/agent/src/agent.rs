@@ -10,7 +10,9 @@ mod requests;
 use self::hardware::{devices, inherited_as, mirrors, of_further_nics};
 use crate::addresses::Addresses;
 use crate::adoption::Inherited;
+use crate::answers::After;
 use crate::calls::Calls;
+use crate::captures::Captures;
 use crate::cgroups::Cgroups;
 use crate::changes::Watched;
 use crate::chaos::Chaos;
@@ -46,7 +48,7 @@ use baton_linux::report;
 use baton_linux::{interface, netlink, process, rtnetlink, starter};
 use baton_moves::Refusal;
 use baton_protocol::keeper::{AGENT_NAME, Kept};
-use baton_protocol::nic::{Descriptor, NicSettings};
+use baton_protocol::nic::{Descriptor, NicSettings, ToNic};
 use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::{Pulse, Region};
 use baton_steering::{Steering, messages_flow};
@@ -124,6 +126,7 @@ pub(crate) struct Agent {
     pub listeners: Listeners,
     pub datagrams: Datagrams,
     pub addresses: Addresses,
+    pub captures: Captures,
     /// Sessions to be ended at the end of this round, each with the rule that its program broke.
     pub cut_off: Vec<(u32, &'static str)>,
     /// Sessions that have ended, with connections that are on their way to the kernel.
@@ -233,7 +236,6 @@ pub fn run() -> Result<()> {
         poller.add(listener.as_fd(), TOO_BIG, Trigger::Readable)?;
     }
     let statistics = Statistics { nic_starts: settings.nics as u32, ..Statistics::default() };
-    let sessions = Slab::default();
     let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
     let users = Users::new(settings.limits);
     let (groups, schedule, moves) = (Groups::default(), Schedule::default(), Moves::new(settings.choose));
@@ -243,7 +245,7 @@ pub fn run() -> Result<()> {
         settings,
         hardware,
         nics,
-        sessions,
+        sessions: Slab::default(),
         moves,
         statistics,
         counts: Counts::default(),
@@ -271,6 +273,7 @@ pub fn run() -> Result<()> {
         listeners: Listeners::default(),
         datagrams: Datagrams::default(),
         addresses: Addresses::default(),
+        captures: Captures::default(),
         users,
         calls,
         shape,
@@ -590,6 +593,9 @@ impl Agent {
         self.stop_listening(number, None);
         let _ = self.end_datagrams(number, None, false, None);
         self.forget_address_asker(number);
+        if let Some(id) = self.captures.end(number) {
+            self.nics.iter_mut().for_each(|nic| nic.request(ToNic::EndCapture(id), &[], None));
+        }
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
         if !std::mem::replace(&mut session.ends, true) {
             let _ = self.poller.remove(session.channel.as_fd());
@@ -716,6 +722,9 @@ impl Agent {
                 // Its connections are restored to the kernel nevertheless, and stay there.
                 report!("baton agent: the NIC cannot have session {number}: {error:#}");
             }
+        }
+        for (request, memory) in self.captures.requests(nic, None) {
+            next.request(request, &[memory], Some(After::Report("a capture does not go on")));
         }
         self.poller.add(next.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
         self.nics[nic] = next;

@@ -13,7 +13,7 @@ use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Reply;
 use std::net::IpAddr;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 #[cfg(doc)]
@@ -49,6 +49,8 @@ pub(crate) enum After {
     DatagramWay(u32, u32, Caller),
     /// It has ended to serve one; what its program sees is at that place.
     EndDatagrams(Place, Caller),
+    /// It lets somebody look at the frames that pass.
+    Capture(u32),
     /// Only a failure is of interest.
     Report(&'static str),
 }
@@ -69,6 +71,21 @@ enum Late {
     Listener(u32),
     Datagrams(u32, Caller),
     Caller(Caller),
+    Capture(u32),
+}
+
+/// Tells who captures that a NIC has answered, if it is the last one.
+fn tell_of_capture(agent: &mut Agent, id: u32, answer: Result<(), String>) {
+    let Some(((number, tag), given)) = agent.captures.answered(id, answer) else { return };
+    let (nics, workers) = (agent.nics.len() as u32, agent.settings.nic.workers as u32);
+    match given {
+        Ok((memory, devices)) => {
+            let memory = memory.iter().filter_map(|memory| memory.fd());
+            let given: Vec<BorrowedFd<'_>> = memory.chain(devices.as_ref().map(AsFd::as_fd)).collect();
+            agent.answer(number, tag, Reply::Capturing { nics, workers }, &given);
+        }
+        Err(reason) => agent.answer(number, tag, Reply::Failed { reason }, &[]),
+    }
 }
 
 impl Agent {
@@ -140,6 +157,7 @@ impl Agent {
                 place.publish(false);
                 self.answer_caller(caller, Reply::Done, &[]);
             }
+            After::Capture(id) => tell_of_capture(self, id, answer),
             After::Report(what) => {
                 if let Err(why) = answer {
                     report!("baton agent: {what}: {why}");
@@ -154,6 +172,7 @@ impl Agent {
                 Some(Late::Session((*session, *name)))
             }
             After::Listen(id) => Some(Late::Listener(*id)),
+            After::Capture(id) => Some(Late::Capture(*id)),
             After::Datagrams(id, caller) => Some(Late::Datagrams(*id, caller.take())),
             After::Offloads(_, caller)
             | After::Reach(_, caller)
@@ -178,6 +197,7 @@ impl Agent {
                     }
                     self.answer_caller(caller, stayed(), &[]);
                 }
+                Late::Capture(id) => tell_of_capture(self, id, Err(NO_ANSWER.into())),
                 Late::Caller(caller) => self.answer_caller(caller, stayed(), &[]),
             }
         }

@@ -10,6 +10,7 @@ mod attached;
 mod attaching;
 mod block;
 mod calls;
+mod captures;
 mod cgroups;
 mod changes;
 mod chaos;

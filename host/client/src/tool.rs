@@ -1,13 +1,16 @@
 //! A tool's connection to an agent: requests and answers one at a time, and the lists that need several.
 
 use anyhow::{Context, Result, bail};
+use baton_capture::Reader;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_protocol::events::{ProgramCounts, Told};
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Load, Reply, Request, Statistics};
+use baton_shm::Region;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Time that an agent gets to answer somebody who only looks, and one of another user for all of its answers.
@@ -276,6 +279,52 @@ impl Tool {
                 Reply::Counts(list) if all.len() < MOST_LISTED => all.extend(list),
                 Reply::Counts(_) => bail!("the agent's list has no end"),
                 other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            }
+        }
+    }
+
+    /// Begins to capture: the frames that pass the NICs' wires from now on, until this is dropped, or
+    /// [`Tool::has_ended`].
+    ///
+    /// # Errors
+    /// If the agent has ended, or refuses.
+    pub fn capture(&mut self, bytes: Option<u32>, kernel: bool) -> Result<(Vec<Reader>, Option<OwnedFd>)> {
+        let tag = self.send(Ask::Capture { bytes, kernel })?;
+        loop {
+            let (answer, descriptors) = self.channel.receive_within::<Answer>(FOREIGN).context("waiting for the agent")?;
+            let reply = if answer.tag == tag { answer.body.with_plain_texts() } else { continue };
+            let (nics, workers) = match reply {
+                Reply::Capturing { nics, workers } => (nics as usize, workers as usize),
+                Reply::Failed { reason } => bail!("{reason}"),
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            };
+            let mut descriptors = descriptors.into_iter();
+            let mut readers = Vec::new();
+            for memory in descriptors.by_ref().take(nics) {
+                let memory = Arc::new(Region::map(memory).context("the memory of the frames")?);
+                memory.exclude_from_dumps(0);
+                readers.extend((0..workers).map_while(|worker| Reader::new(&memory, worker)));
+            }
+            if readers.len() != nics * workers {
+                bail!("the agent's answer lacks memory");
+            }
+            // All but the first worker of a NIC begin a moment after it has answered.
+            let until = monotonic_micros() + LIMIT.as_micros() as u64;
+            while !readers.iter().all(Reader::has_begun) && monotonic_micros() < until {
+                std::thread::sleep(AGAIN);
+            }
+            return Ok((readers, descriptors.next()));
+        }
+    }
+
+    /// Whether the agent has ended, also if another one has taken the connection over, or has closed it. Answers that
+    /// wait are lost.
+    pub fn has_ended(&self) -> bool {
+        loop {
+            match self.channel.try_receive::<Answer>() {
+                Ok((Answer { body: Reply::Restarted { .. }, .. }, _)) => return true,
+                Ok(_) => {}
+                Err(error) => return error.kind() != io::ErrorKind::WouldBlock,
             }
         }
     }

@@ -18,7 +18,7 @@ use std::io;
 
 /// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory. They are processes of one
 /// program, so they differ only if that was replaced while a keeper runs, which then starts the next agent.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// Sends a process that was just started the version and its settings.
 ///

@@ -256,6 +256,22 @@ pub enum ToNic {
     Start,
     /// Change the offloads.
     Offloads(Box<Offloads>),
+    /// Somebody looks at the frames that pass the wire: each worker writes them into a ring of its own. The memory of
+    /// the rings (the crate `baton_capture`) comes along.
+    Capture(Capture),
+    /// The one with this number no longer does.
+    EndCapture(u32),
+}
+
+/// What somebody who looks at frames wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Capture {
+    /// Its number.
+    pub id: u32,
+    /// Most bytes of a frame; None for its headers.
+    pub bytes: Option<u32>,
+    /// Frames of the kernel's that pass the NIC, too.
+    pub kernel: bool,
 }
 
 /// The descriptors that the host's TCP inherits from its agent, in this order from 3 on.

@@ -10,7 +10,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 17;
+pub const VERSION: u32 = 18;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -222,11 +222,21 @@ pub enum Ask {
         /// The answer comes when none of them is being probed for any more.
         settled: bool,
     },
+    /// Gives the frames that pass the NICs' wires to who asks (root), until its connection is closed:
+    /// [`Reply::Capturing`]. At most [`Ask::MOST_CAPTURES`] at a time.
+    Capture {
+        /// Most bytes of a frame; None for its headers.
+        bytes: Option<u32>,
+        /// The kernel's frames, too: those that pass the NICs, or the devices beside which these are.
+        kernel: bool,
+    },
 }
 
 impl Ask {
     /// Most connections that one [`Ask::Describe`] or [`Ask::Events`] names.
     pub const MOST_DESCRIBED: usize = 128;
+    /// Most captures at a time.
+    pub const MOST_CAPTURES: usize = 4;
 }
 
 /// Where a UDP socket's rings lie in session memory: a page of words, the receive ring, the send ring.
@@ -511,6 +521,14 @@ pub enum Reply {
     Addresses(Vec<AddressInfo>),
     /// Classes of connections that are placed by measured gain, those that have carried most first.
     Gain(Vec<ClassInfo>),
+    /// Frames are captured. For each NIC the memory of its rings comes along (the crate `baton_capture`); then, if the
+    /// NICs are beside the kernel and its frames are wanted, a packet socket on the devices.
+    Capturing {
+        /// Number of NICs.
+        nics: u32,
+        /// Workers of each.
+        workers: u32,
+    },
 }
 
 impl Reply {

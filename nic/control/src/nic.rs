@@ -14,8 +14,8 @@ use baton_abi::resource::PAGE;
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datagrams::Place;
 use baton_datapath::{
-    AddressSettings, DatagramSettings, DatagramWay, ListenerSettings, MessageEndpoint, Peers, Registers, Worker, WorkerSettings,
-    crossbar, owner_of_messages,
+    AddressSettings, CaptureSettings, DatagramSettings, DatagramWay, ListenerSettings, MessageEndpoint, Peers, Registers, Worker,
+    WorkerSettings, capture as begin_capture, crossbar, end_capture, owner_of_messages,
 };
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
@@ -24,7 +24,7 @@ use baton_linux::report;
 use baton_linux::{process, topology};
 use baton_protocol::address::OwnAddress;
 use baton_protocol::nic as protocol;
-use baton_protocol::nic::{DatagramSocket, Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
+use baton_protocol::nic::{Capture, DatagramSocket, Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
 use baton_rmpp::{DataConfig, Halves, MatchConfig};
 use baton_shm::{Pulse, Region};
@@ -637,6 +637,11 @@ impl Runner {
                     self.worker.set_rss(&set.rss, &front.random_key);
                     front.channel.send(&ToAgent::Set, &[])?;
                 }
+                Ok((ToNic::Capture(wanted), descriptors)) => {
+                    let answer = capture(&mut self.worker, &wanted, descriptors);
+                    front.channel.send(&answer, &[])?;
+                }
+                Ok((ToNic::EndCapture(id), _)) => end_capture(&mut self.worker, id),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return Ok(()),
                 Err(_) => std::process::exit(0),
             }
@@ -678,6 +683,19 @@ fn listener(listen: &Listen) -> ListenerSettings {
 
 fn done(is_done: bool, otherwise: &str) -> ToAgent {
     if is_done { ToAgent::Served } else { ToAgent::Failed(otherwise.into()) }
+}
+
+/// Lets somebody look at the frames that pass.
+fn capture(worker: &mut NicWorker, wanted: &Capture, descriptors: Vec<OwnedFd>) -> ToAgent {
+    let &Capture { id, bytes, kernel } = wanted;
+    let Some(memory) = descriptors.into_iter().next() else { return ToAgent::Failed("a capture needs its memory".into()) };
+    match Region::map(memory) {
+        Ok(memory) => {
+            memory.exclude_from_dumps(0);
+            done(begin_capture(worker, CaptureSettings { id, bytes, kernel }, &Arc::new(memory)), "too many captures")
+        }
+        Err(error) => ToAgent::Failed(format!("mapping a capture's memory: {error}")),
+    }
 }
 
 /// A UDP socket, as the worker serves it.

@@ -1,5 +1,6 @@
-//! The wire behind the filter: no frame that the filter drops is processed, or sent.
+//! The wire behind the filter: no frame that the filter drops is processed, or sent. Captures see what passes.
 
+use crate::captures::Captures;
 use crate::counters::Counters;
 use baton_abi::layout::Counter;
 use baton_device::{Checksum, Device, Frame, Payload};
@@ -30,6 +31,8 @@ struct Held {
     /// When it passes, in microseconds; and its place among frames with the same time.
     at: (u64, u64),
     direction: Direction,
+    /// It is sent for the kernel.
+    kernel: bool,
     frame: Frame,
 }
 
@@ -58,6 +61,9 @@ impl Eq for Held {}
 pub(crate) struct GatedWire<W> {
     pub device: W,
     gate: Gate,
+    /// Whether there is anything for frames to pass: a gate that is not open, or a capture.
+    gated: bool,
+    pub captures: Captures,
     /// The time of this round, in microseconds.
     now: u64,
     /// The answer that is being sent to a host on the wire.
@@ -83,7 +89,10 @@ impl<W: Device> GatedWire<W> {
     pub fn new(device: W, gate: Gate, frame_bytes: usize) -> GatedWire<W> {
         let answer = Frame::with_capacity(MAX_REFUSAL);
         let (held, spares) = (BinaryHeap::new(), Vec::new());
-        let mut wire = GatedWire { device, gate: Gate::Open, now: 0, answer, held, spares, count: 0, frame_bytes };
+        let captures = Captures::default();
+        let gated = false;
+        let mut wire =
+            GatedWire { device, gate: Gate::Open, gated, captures, now: 0, answer, held, spares, count: 0, frame_bytes };
         wire.set(gate);
         wire
     }
@@ -96,15 +105,47 @@ impl<W: Device> GatedWire<W> {
         }
         self.spares.extend(self.held.drain().map(|held| held.frame));
         self.gate = gate;
+        self.note_gated();
     }
 
-    /// Sends a frame, if it may pass.
+    /// To be called when the gate or the captures have changed.
+    pub fn note_gated(&mut self) {
+        self.gated = !matches!(self.gate, Gate::Open) || self.captures.any();
+    }
+
+    /// Sends a frame of the NIC's, if it may pass.
     #[inline(always)]
     pub fn transmit(&mut self, frame: &mut Frame, counters: &Counters) {
-        if self.is_gated() && !self.judge(Direction::Out, frame) {
+        if self.is_gated() && !self.lets_out(frame, false) {
             return;
         }
         self.send(frame, counters);
+    }
+
+    /// Sends a frame of the kernel's, if it may pass.
+    #[inline(always)]
+    pub fn forward(&mut self, frame: &mut Frame, counters: &Counters) {
+        if self.is_gated() && !self.lets_out(frame, true) {
+            return;
+        }
+        self.send(frame, counters);
+    }
+
+    /// Whether a frame may be sent now, which captures see then. `kernel`: it is the kernel's.
+    #[inline(never)]
+    fn lets_out(&mut self, frame: &mut Frame, kernel: bool) -> bool {
+        let passes = self.judge(Direction::Out, frame, kernel);
+        if passes {
+            self.captures.sends(frame, kernel, self.now);
+        }
+        passes
+    }
+
+    /// Captures see a frame that was received, and that the gate has let pass. It counts as the NIC's until
+    /// [`Captures::is_kernels`] is called.
+    #[cold]
+    pub fn note_received(&mut self, frame: &Frame) {
+        self.captures.receives(frame, self.now);
     }
 
     /// Sends a frame, which has passed.
@@ -129,11 +170,11 @@ impl<W: Device> GatedWire<W> {
     /// afterwards.
     #[inline(always)]
     pub fn admits(&mut self, frame: &mut Frame) -> bool {
-        !self.is_gated() || self.judge(Direction::In, frame)
+        !self.is_gated() || self.judge(Direction::In, frame, true)
     }
 
     #[inline(never)]
-    fn judge(&mut self, direction: Direction, frame: &mut Frame) -> bool {
+    fn judge(&mut self, direction: Direction, frame: &mut Frame, kernel: bool) -> bool {
         let can_wait = !self.spares.is_empty();
         let verdict = match &self.gate {
             Gate::Open => Verdict::Pass,
@@ -147,7 +188,7 @@ impl<W: Device> GatedWire<W> {
             Verdict::Drop => {}
             Verdict::Later(at) => {
                 if let Some(spare) = self.spares.pop() {
-                    self.hold(at, direction, std::mem::replace(frame, spare));
+                    self.hold(at, direction, kernel, std::mem::replace(frame, spare));
                 }
             }
             Verdict::Reject => self.answer(direction, frame),
@@ -155,9 +196,9 @@ impl<W: Device> GatedWire<W> {
         false
     }
 
-    fn hold(&mut self, at: u64, direction: Direction, frame: Frame) {
+    fn hold(&mut self, at: u64, direction: Direction, kernel: bool, frame: Frame) {
         self.count += 1;
-        self.held.push(Held { at: (at, self.count), direction, frame });
+        self.held.push(Held { at: (at, self.count), direction, kernel, frame });
     }
 
     /// Answers a rejected frame. The answer to a frame of this host waits for the next round.
@@ -173,22 +214,24 @@ impl<W: Device> GatedWire<W> {
         };
         if direction == Direction::In {
             fill(&mut self.answer);
+            self.captures.sends(&self.answer, false, self.now);
             self.device.transmit(&mut self.answer);
         } else if let Some(mut answer) = self.spares.pop() {
             fill(&mut answer);
-            self.hold(0, Direction::In, answer);
+            self.hold(0, Direction::In, true, answer);
         }
     }
 
-    /// Whether frames are judged: then the time must be set in each round, and what waits must be passed.
+    /// Whether frames are judged or captured: then the time must be set in each round, and what waits must be passed.
     #[inline(always)]
     pub fn is_gated(&self) -> bool {
-        !matches!(self.gate, Gate::Open)
+        self.gated
     }
 
-    /// Sets the time of this round, in microseconds.
+    /// Sets the time of this round, in microseconds. Who captures gets what the last round has captured.
     pub fn set_time(&mut self, now: u64) {
         self.now = now;
+        self.captures.show();
     }
 
     /// When the next of the frames that wait passes, in microseconds.
@@ -206,6 +249,7 @@ impl<W: Device> GatedWire<W> {
                 self.spares.push(held.frame);
                 return true;
             }
+            self.captures.sends(&held.frame, held.kernel, self.now);
             self.send(&mut held.frame, counters);
             self.spares.push(held.frame);
         }

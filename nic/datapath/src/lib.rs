@@ -9,6 +9,7 @@
 mod addresses;
 mod backlog;
 mod balance;
+mod captures;
 mod closed;
 mod counters;
 mod custody;
@@ -32,6 +33,7 @@ mod transmit;
 mod worker;
 
 pub use addresses::AddressSettings;
+pub use captures::{CaptureSettings, MOST_CAPTURES};
 pub use custody::Refusal;
 pub use datagrams::{DatagramSettings, DatagramWay};
 pub use gate::Gate;
@@ -39,4 +41,4 @@ pub use listeners::ListenerSettings;
 pub use messages::MessageEndpoint;
 pub use peers::{Peers, Registers, crossbar, owner_of_messages};
 pub use resources::Limits;
-pub use worker::{HostWire, NoKernel, Worker, WorkerOffloads, WorkerSettings};
+pub use worker::{HostWire, NoKernel, Worker, WorkerOffloads, WorkerSettings, capture, end_capture};

@@ -1,6 +1,7 @@
 //! The workers of one NIC, as one of them sees the others: rings with one producer and one consumer between any two,
 //! the owner of each bucket, and the cross-worker calls. No locks.
 
+use crate::captures::CaptureSettings;
 use crate::custody::Slot;
 use crate::listeners::ListenerSettings;
 use crate::messages::MessageEndpoint;
@@ -73,6 +74,9 @@ pub(crate) enum Call {
     Start,
     /// Change the offloads.
     Offloads(Box<crate::worker::WorkerOffloads>),
+    /// Somebody looks at the frames that pass, or no longer does.
+    Capture(CaptureSettings, Arc<Region>),
+    EndCapture(u32),
     /// Change the hash key. Every bucket is the front worker's at this moment.
     HashKey(Box<Key>),
     /// A bucket is about to move: send nothing of it to the old owner from now on.

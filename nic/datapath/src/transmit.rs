@@ -90,7 +90,7 @@ impl<W: Device> Output<W> {
             frame::finish_checksum(frame.bytes_mut(), start.into(), offset.into());
             frame.checksum = Checksum::Unknown;
         }
-        self.wire.transmit(frame, counters);
+        self.wire.forward(frame, counters);
     }
 
     /// Cuts a large frame into segments and sends them.
@@ -101,7 +101,7 @@ impl<W: Device> Output<W> {
         counters.add(Counter::Cut, 1);
         while cut.next(&mut self.frame) {
             counters.add(Counter::CutSegments, 1);
-            self.wire.transmit(&mut self.frame, counters);
+            self.wire.forward(&mut self.frame, counters);
         }
     }
 

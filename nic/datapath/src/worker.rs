@@ -21,6 +21,7 @@ mod room;
 mod to_kernel;
 
 use crate::addresses::Addresses;
+use crate::captures::CaptureSettings;
 use crate::closed::Closed;
 use crate::counters::Counters;
 use crate::custody::Custody;
@@ -483,6 +484,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Announces that the worker is going to sleep. False if it must not, since something has arrived.
     pub fn prepare_sleep(&mut self) -> bool {
         self.output.flush(&self.counters);
+        self.output.wire.captures.show();
         let mut idle =
             self.to_kernel.device.is_ready() && self.crossbar.as_mut().is_none_or(|crossbar| crossbar.peers.prepare_sleep());
         let front = self.is_front();
@@ -544,4 +546,25 @@ impl<H: Device, W: Device> Worker<H, W> {
         let others = others.chain(self.output.wire.next_passing());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
+}
+
+/// Lets somebody look at the frames that pass between a NIC's workers and the wire, in rings in `memory`. False if too
+/// many do, or the memory has no ring for this worker.
+pub fn capture<H: Device, W: Device>(worker: &mut Worker<H, W>, settings: CaptureSettings, memory: &Arc<Region>) -> bool {
+    worker.broadcast(|| Call::Capture(settings, memory.clone()));
+    let me = worker.crossbar.as_ref().map_or(0, |crossbar| crossbar.peers.me());
+    let wire = &mut worker.output.wire;
+    let begun = wire.captures.begin(settings, memory, me);
+    wire.note_gated();
+    worker.has_extras = true;
+    begun
+}
+
+/// Ends what [`capture`] has begun under this number.
+pub fn end_capture<H: Device, W: Device>(worker: &mut Worker<H, W>, id: u32) {
+    worker.broadcast(|| Call::EndCapture(id));
+    let wire = &mut worker.output.wire;
+    wire.captures.show();
+    wire.captures.end(id);
+    wire.note_gated();
 }

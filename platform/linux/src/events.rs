@@ -195,6 +195,11 @@ pub fn process_nanos() -> u64 {
     nanos(libc::CLOCK_PROCESS_CPUTIME_ID)
 }
 
+/// Nanoseconds since 1970, by the clock that can be set.
+pub fn realtime_nanos() -> u64 {
+    nanos(libc::CLOCK_REALTIME)
+}
+
 /// Nanoseconds of the monotonic clock.
 pub fn monotonic_nanos() -> u64 {
     nanos(libc::CLOCK_MONOTONIC)

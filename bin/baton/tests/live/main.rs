@@ -8,6 +8,7 @@ mod arguments;
 mod attach;
 mod blocked;
 mod capi;
+mod capture;
 mod changes;
 mod common;
 mod compare;

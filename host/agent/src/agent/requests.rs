@@ -19,12 +19,12 @@ use baton_handoff::examine;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::{self, Foreign};
-use baton_linux::{interface, process, socket};
+use baton_linux::{device_frames, interface, process, socket};
 use baton_moves::{Refusal, Step};
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
 use baton_protocol::native::Native;
-use baton_protocol::nic::ToNic;
+use baton_protocol::nic::{Capture, ToNic};
 use baton_protocol::program::{Answer, Ask, Flip, Opening, Place, Reply, Request, Until, VERSION};
 use baton_wire::Flow;
 use std::io;
@@ -81,6 +81,30 @@ fn present(session: &Session) -> (u32, &str, u32, u32) {
 fn counted(agent: &mut Agent, from: u32) -> Reply {
     agent.counts.note_connections(agent.sessions.iter().flatten().map(present));
     Reply::Counts(agent.counts.list(from, LISTED_IN_ALL))
+}
+
+/// The answer to a request that has begun, or has not: None if it comes later.
+fn begun(begun: Result<()>) -> Option<(Reply, Vec<OwnedFd>)> {
+    begun.err().map(|error| (Reply::Failed { reason: format!("{error:#}") }, Vec::new()))
+}
+
+/// Gives a client the frames that pass the wires. The answer comes when all NICs have answered.
+fn capture(agent: &mut Agent, (number, tag): Asker, bytes: Option<u32>, kernel: bool) -> Result<()> {
+    if agent.rights_of(number) != Some(0) {
+        anyhow::bail!("only root may look at frames: they are all users'");
+    }
+    let beside = matches!(agent.shape, Shape::Beside { .. });
+    let devices = if kernel && beside { Some(device_frames::open().context("a packet socket")?) } else { None };
+    // Beside the kernel its frames do not pass the NICs.
+    let wanted = Capture { id: 0, bytes, kernel: kernel && !beside };
+    let room = (agent.nics.len(), baton_capture::bytes(agent.settings.nic.workers));
+    let id = agent.captures.begin((number, tag), wanted, room, devices).map_err(anyhow::Error::msg)?;
+    for (at, nic) in agent.nics.iter_mut().enumerate() {
+        for (request, memory) in agent.captures.requests(at, Some(id)) {
+            nic.request(request, &[memory], Some(After::Capture(id)));
+        }
+    }
+    Ok(())
 }
 
 impl Agent {
@@ -285,10 +309,8 @@ impl Agent {
                 None => failed(self.no_such_nic(nic)),
             },
             Ask::Addresses { settled } => self.ask_for_addresses((number, tag), settled).map(|reply| (reply, Vec::new())),
-            Ask::SetOffloads { nic, offloads } => match self.set_offloads(number, tag, nic, *offloads) {
-                Ok(()) => None,
-                Err(error) => failed(format!("{error:#}")),
-            },
+            Ask::Capture { bytes, kernel } => begun(capture(self, (number, tag), bytes, kernel)),
+            Ask::SetOffloads { nic, offloads } => begun(self.set_offloads(number, tag, nic, *offloads)),
         }
     }
 

@@ -6,8 +6,9 @@
 //! processes the frames in its own queues. Then the bucket's connections go to the new owner, through the front worker.
 //! Last, all workers send what they held to the new owner.
 
-use super::Worker;
+use super::frames::on_gated_wire_frame;
 use super::opening::ANY_DEVICE;
+use super::{Worker, capture, end_capture};
 use crate::balance::{Balance, Step};
 use crate::custody::{Custody, Slot};
 use crate::offloaded::Pending;
@@ -175,6 +176,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             Call::Start => self.start(now),
             Call::Offloads(set) => self.set_offloads(&set, now),
+            Call::Capture(settings, memory) => _ = capture(self, settings, &memory),
+            Call::EndCapture(id) => end_capture(self, id),
             Call::HashKey(key) => self.peers().into_iter().for_each(|peers| peers.set_key(&key)),
             Call::Pause(which) => self.peers().into_iter().for_each(|peers| peers.pause(which)),
             Call::Paused(which) => self.peers().into_iter().for_each(|peers| peers.paused(which)),
@@ -231,7 +234,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         match from {
             From::Wire => {
                 self.peers().into_iter().for_each(|peers| peers.count(bucket));
-                self.on_wire_frame(now);
+                if self.output.wire.is_gated() {
+                    on_gated_wire_frame(self, now);
+                } else {
+                    self.on_wire_frame(now);
+                }
             }
             From::Host => self.on_host_frame(now),
         }

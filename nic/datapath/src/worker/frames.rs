@@ -31,7 +31,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
                 Arrival::Nothing => break,
                 Arrival::Large => self.on_large_frame(now),
-                Arrival::Frame if self.output.wire.admits(&mut self.frame) => self.on_wire_frame(now),
+                Arrival::Frame if self.output.wire.admits(&mut self.frame) => on_gated_wire_frame(self, now),
                 Arrival::Frame => {}
             }
             self.turn -= 1;
@@ -81,7 +81,11 @@ impl<H: Device, W: Device> Worker<H, W> {
         } else if self.output.wire.device.receive(&mut self.frame)
             && (!self.has_extras || self.output.wire.admits(&mut self.frame))
         {
-            self.on_wire_frame(now);
+            if self.output.wire.is_gated() {
+                on_gated_wire_frame(self, now);
+            } else {
+                self.on_wire_frame(now);
+            }
         }
     }
 
@@ -127,7 +131,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             if self.crossbar.is_some() {
                 self.dispatch_admitted(now);
             } else {
-                self.on_wire_frame(now);
+                on_gated_wire_frame(self, now);
             }
         }
     }
@@ -317,6 +321,9 @@ impl<H: Device, W: Device> Worker<H, W> {
                 Report::Unreachable(error) => self.on_unreachable(&about.flow, about.seq, error),
             }
         }
+        if self.output.wire.is_gated() {
+            self.output.wire.captures.is_kernels();
+        }
         if self.settings.beside {
             self.give_back_to_kernel();
         } else {
@@ -390,6 +397,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             Custody::Opening(_) => self.continue_opening(index, parsed, now),
             Custody::Mirrored => {
                 slot.held.push(parsed, &self.frame);
+                self.output.wire.captures.is_kernels();
                 self.send_to_host();
             }
             Custody::Held | Custody::Leaving(_) => {
@@ -480,6 +488,15 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         true
     }
+}
+
+/// Processes a frame from the wire, which captures are to see.
+#[cold]
+#[inline(never)]
+pub(super) fn on_gated_wire_frame<H: Device, W: Device>(worker: &mut Worker<H, W>, now: Instant) {
+    worker.output.wire.note_received(&worker.frame);
+    worker.on_wire_frame(now);
+    worker.output.wire.captures.processed();
 }
 
 /// Whether a segment has to be processed by the kernel, and why: it is held, the connection is restored, and the kernel
