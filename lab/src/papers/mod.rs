@@ -22,13 +22,23 @@ use sabotage::Sabotage;
 /// Adds a live run's numbers to a report of the model. It calls the function with a line on what it does.
 pub type Live = fn(&mut Report, &mut dyn FnMut(&str)) -> Result<()>;
 
+/// How a document's models are run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Run {
+    /// What is wrong with them on purpose.
+    pub sabotage: Option<Sabotage>,
+    /// Fewer points and shorter runs, where a document's models take long: enough for what a sabotage changes, too few
+    /// for the bars.
+    pub short: bool,
+}
+
 /// A document.
 #[derive(Clone, Copy, Debug)]
 pub struct Document {
     /// What follows `baton lab`, and how the names of its bars begin.
     pub word: &'static str,
-    /// Runs its models, one of them sabotaged if that is wanted. The same each time: no clock, no randomness but seeds.
-    pub quick: fn(Option<Sabotage>) -> Result<Report>,
+    /// Runs its models. The same each time: no clock, no randomness but seeds.
+    pub quick: fn(Run) -> Result<Report>,
     /// Its live run, if there is one.
     pub live: Option<Live>,
     /// Sabotages that its models know.
@@ -52,13 +62,14 @@ pub struct Change {
 /// The least number of figures and tables that a sabotage has to change.
 pub const CHANGES: usize = 2;
 
-/// Runs a document's models with each of its sabotages, and compares with the report of the models as they are.
+/// Runs a document's models with each of its sabotages, and compares with the report of the models as they are, which
+/// were run as long.
 ///
 /// # Errors
 /// If a model cannot run.
-pub fn sabotage(document: &Document, whole: &Report) -> Result<Vec<Change>> {
+pub fn sabotage(document: &Document, whole: &Report, short: bool) -> Result<Vec<Change>> {
     let change = |sabotage: &Sabotage| {
-        let changed = sabotage::changed(whole, &(document.quick)(Some(*sabotage))?);
+        let changed = sabotage::changed(whole, &(document.quick)(Run { sabotage: Some(*sabotage), short })?);
         Ok(Change { word: document.word, sabotage: *sabotage, changed })
     };
     document.sabotages.iter().map(change).collect()
@@ -68,15 +79,14 @@ pub fn sabotage(document: &Document, whole: &Report) -> Result<Vec<Change>> {
 mod tests {
     use super::*;
 
-    /// What holds of every document: its bars, that two runs are equal, and that its sabotages show.
+    /// What holds of every document: its bars, of one whole run; and of short runs that two are equal, and that its
+    /// sabotages show.
     #[test]
     fn each_document_holds_repeats_itself_and_shows_its_sabotages() {
         for document in DOCUMENTS {
-            let report = (document.quick)(None).unwrap();
+            let report = (document.quick)(Run::default()).unwrap();
             let text = text::table(&report);
             println!("{text}");
-            let again = (document.quick)(None).unwrap();
-            assert_eq!(serde_json::to_string(&report).unwrap(), serde_json::to_string(&again).unwrap(), "{}", document.word);
             assert!(report.holds(), "{text}");
             let names = || report.bars.iter().map(|judged| judged.bar.name);
             assert!(names().all(|name| name.strip_prefix(document.word).is_some_and(|rest| rest.starts_with('.'))), "{text}");
@@ -84,7 +94,9 @@ mod tests {
             // A reason that is not needed any more is taken away.
             assert!(report.bars.iter().all(|judged| judged.known.is_none() || !judged.bar.holds), "{text}");
             assert!(!document.sabotages.is_empty(), "{}", document.word);
-            for change in sabotage(document, &again).unwrap() {
+            let [short, again] = [(); 2].map(|()| (document.quick)(Run { sabotage: None, short: true }).unwrap());
+            assert_eq!(serde_json::to_string(&short).unwrap(), serde_json::to_string(&again).unwrap(), "{}", document.word);
+            for change in sabotage(document, &short, true).unwrap() {
                 println!("{change:?}");
                 assert!(change.changed.len() >= CHANGES, "{}: {change:?}", document.word);
             }

@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use baton_lab::equations::{self, Load};
 use baton_lab::papers::report::Report;
 use baton_lab::papers::sabotage::Sabotage;
-use baton_lab::papers::{self, CHANGES, DOCUMENTS, Document, page, text};
+use baton_lab::papers::{self, CHANGES, DOCUMENTS, Document, Run, page, text};
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 
@@ -113,7 +113,8 @@ fn sabotage_of(document: &Document, how: &How) -> Result<Option<Sabotage>> {
 
 /// A document's report.
 fn report(document: &Document, how: &How) -> Result<Report> {
-    let mut report = (document.quick)(sabotage_of(document, how)?).with_context(|| format!("the models of {}", document.word))?;
+    let mut report = (document.quick)(Run { sabotage: sabotage_of(document, how)?, short: false })
+        .with_context(|| format!("the models of {}", document.word))?;
     if how.live {
         let Some(live) = document.live else {
             bail!("{} has no live run: run it without --live. Its models are what there is", document.word)
@@ -179,8 +180,8 @@ fn all(how: &How) -> Result<bool> {
 fn sabotage() -> Result<bool> {
     let mut all_show = true;
     for document in DOCUMENTS {
-        let whole = (document.quick)(None)?;
-        for change in papers::sabotage(document, &whole)? {
+        let whole = (document.quick)(Run::default())?;
+        for change in papers::sabotage(document, &whole, false)? {
             let (name, about) = change.sabotage.words();
             println!("{} {name} ({about}): {} figures and tables change", change.word, change.changed.len());
             change.changed.iter().for_each(|title| println!("    {title}"));

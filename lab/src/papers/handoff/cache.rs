@@ -49,11 +49,15 @@ impl Level {
     /// one if it was not.
     fn access(&mut self, line: u64) -> bool {
         let set = self.set(line);
-        let at = set.iter().position(|other| *other == line);
-        let last = set.len() - 1;
-        set[..=at.unwrap_or(last)].rotate_right(1);
-        set[0] = line;
-        at.is_some()
+        // Shifts the more recently used lines behind it by one place; most lines are found in the first.
+        let mut before = line;
+        for place in set.iter_mut() {
+            std::mem::swap(place, &mut before);
+            if before == line {
+                return true;
+            }
+        }
+        false
     }
 
     fn remove(&mut self, line: u64) {

@@ -119,6 +119,20 @@ pub struct Faults {
     pub large_state: bool,
     /// The lookup finds a connection only behind many others.
     pub lookup_misses: bool,
+    /// Runs are shorter, see [`Faults::of`]: enough for what another fault changes, not for the paper's bars.
+    pub short: bool,
+}
+
+impl Faults {
+    /// Nothing is wrong; runs as long.
+    pub fn without(self) -> Faults {
+        Faults { short: self.short, ..Faults::default() }
+    }
+
+    /// This number of packets, or in a short run a part of it.
+    pub fn of(self, packets: u64) -> u64 {
+        if self.short { packets / 8 } else { packets }
+    }
 }
 
 /// Whether the processor touches data that is sent.

@@ -301,7 +301,7 @@ pub fn run(load: &Load) -> Result<Measured> {
         world.fill();
     }
     let mut begun = Counters::default();
-    let (mut end, mut measured) = (WARM_UP, false);
+    let (mut end, mut measured) = (load.faults.of(WARM_UP), false);
     while world.packets < end {
         let Some((now, happening)) = world.agenda.next() else { break };
         world.now = now;
@@ -314,7 +314,7 @@ pub fn run(load: &Load) -> Result<Measured> {
         }
         if world.packets >= end && !measured {
             measured = true;
-            end = world.packets + PACKETS;
+            end = world.packets + load.faults.of(PACKETS);
             world.host.take_profile();
             let counts = world.nics.iter().map(|nic| nic.counts.clone()).collect();
             let (packets, bytes, time, descriptors) = (world.packets, world.sent_bytes, world.now, world.descriptors);

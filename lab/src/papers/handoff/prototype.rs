@@ -40,35 +40,39 @@ pub fn measure(faults: Faults) -> Result<Prototype> {
     let one = Load::os(1, faults);
     let many = Load::os(1024, faults);
     let named = |name, load: Load| -> Result<Named> { Ok(Named { name, profile: run(&load)?.profile }) };
+    let same = |name, measured: &Measured| Named { name, profile: measured.profile };
+    // What several figures show runs once.
+    let (c, d, all_256) = (run(&one)?, run(&many)?, run(&Load::os(256, faults))?);
     let configurations = vec![
         named("A", Load { data: COPIED, ..one.clone() })?,
-        named("B", Load { data: SUMMED, ..one.clone() })?,
-        named("C", one.clone())?,
-        named("D", many.clone())?,
-        named("E", Load { latency: 20_000, ..many.clone() })?,
+        named("B", Load { data: SUMMED, ..one })?,
+        same("C", &c),
+        same("D", &d),
+        named("E", Load { latency: 20_000, ..many })?,
     ];
     // Calibrated without faults, so that they show.
-    let timing = calibrate(&run(&Load::os(1, Faults::default()))?);
+    let whole = if faults == faults.without() { c.clone() } else { run(&Load::os(1, faults.without()))? };
+    let timing = calibrate(&whole);
     let divided = vec![
-        named("OS 1//NIC 0", one)?,
+        same("OS 1//NIC 0", &c),
         named("OS 0//NIC 1", Load::shared(0, &[1], faults))?,
-        named("OS 256//NIC 0", Load::os(256, faults))?,
+        same("OS 256//NIC 0", &all_256),
         named("OS 0//NIC 256", Load::shared(0, &[256], faults))?,
         named("OS 512//NIC 0", Load::os(512, faults))?,
         named("OS 256//NIC 256", Load::shared(256, &[256], faults))?,
         named("OS 0//NIC1 256//NIC2 256", Load::shared(0, &[256, 256], faults))?,
-        named("OS 1024//NIC 0", many)?,
+        same("OS 1024//NIC 0", &d),
         named("OS 768//NIC 256", Load::shared(768, &[256], faults))?,
     ];
     let unlike = Faults { no_prefetch: true, ..faults };
     let mut plain = [0.0; 4];
     let loads = [Load::os(1, unlike), Load::os(1024, unlike), Load::os(256, unlike), Load::shared(0, &[256], unlike)];
-    let own = calibrate(&run(&Load::os(1, Faults { no_prefetch: true, ..Faults::default() }))?);
+    let own = calibrate(&run(&Load::os(1, Faults { no_prefetch: true, ..faults.without() }))?);
     for (cycles, load) in plain.iter_mut().zip(loads) {
         *cycles = run(&load)?.profile.total().cycles(own);
     }
     let handed = Load { paced: false, ..Load::shared(0, &[256], faults) };
-    let messages = [run(&Load::os(256, faults))?, run(&handed)?, run(&Load { messages: Messages::Joined, ..handed })?];
+    let messages = [all_256, run(&handed)?, run(&Load { messages: Messages::Joined, ..handed })?];
     Ok(Prototype { timing, configurations, divided, plain, messages })
 }
 

@@ -5,6 +5,7 @@ use super::numbers as n;
 use super::prototype::{Named, Prototype, figure_1, figure_7, figure_8};
 use super::simulated::{Simulated, figure_9};
 use super::{firmware, prototype, simulated};
+use crate::papers::Run;
 use crate::papers::report::{Absent, Cell, Comparison, Contradiction, Parameter, Report, Row, Source, Table};
 use crate::papers::sabotage::Sabotage;
 use anyhow::Result;
@@ -155,11 +156,13 @@ fn contradictions() -> Vec<Contradiction> {
 ///
 /// # Errors
 /// If a NIC refuses a connection.
-pub fn run(sabotage: Option<Sabotage>) -> Result<Report> {
+pub fn run(how: Run) -> Result<Report> {
+    let Run { sabotage, short } = how;
     let faults = Faults {
         large_state: sabotage == Some(Sabotage::LargeState),
         lookup_misses: sabotage == Some(Sabotage::LookupMisses),
         no_prefetch: false,
+        short,
     };
     let prototype = prototype::measure(faults)?;
     let simulated = simulated::measure(faults);

@@ -35,9 +35,9 @@ fn load(dynamic: f64, handoff: bool, application: f64, faults: Faults) -> WebLoa
 }
 
 /// Finds the server's cycles for a byte at which the machine without handoff has the paper's throughput.
-fn calibrate(dynamic: f64, target: f64) -> f64 {
+fn calibrate(dynamic: f64, target: f64, faults: Faults) -> f64 {
     (0..ROUNDS).fold(GUESS, |application, _| {
-        let served = run(&load(dynamic, false, application, Faults::default()));
+        let served = run(&load(dynamic, false, application, faults.without()));
         let cycles = |rate: f64| 8.0 * n::HOST_CLOCK / (1e6 * rate);
         (application + cycles(target) - cycles(served.rate)).max(0.0)
     })
@@ -45,7 +45,7 @@ fn calibrate(dynamic: f64, target: f64) -> f64 {
 
 /// Runs the simulated machine.
 pub fn measure(faults: Faults) -> Simulated {
-    let application = [calibrate(DYNAMIC, WITHOUT[0]), calibrate(0.0, WITHOUT[1])];
+    let application = [calibrate(DYNAMIC, WITHOUT[0], faults), calibrate(0.0, WITHOUT[1], faults)];
     let [default, fixed] = application;
     let runs = [(DYNAMIC, false, default), (DYNAMIC, true, default), (0.0, false, fixed), (0.0, true, fixed)];
     Simulated { application, runs: runs.map(|(dynamic, handoff, own)| run(&load(dynamic, handoff, own, faults))) }

@@ -6,9 +6,9 @@
 mod machine;
 
 use crate::bars::Bar;
-use crate::papers::Document;
 use crate::papers::report::{Absent, Comparison, Contradiction, Curve, Figure, Parameter, Report, Shape, Source};
 use crate::papers::sabotage::Sabotage;
+use crate::papers::{Document, Run};
 use anyhow::Result;
 use machine::{Outcome, Settings, Way, run};
 
@@ -182,8 +182,8 @@ fn comparisons(settings: &Settings, runs: &Runs, report: &mut Report) {
     report.show(one.because("7,000 cycles a received packet are assumed; 10,000 an acknowledgement are the report's"));
 }
 
-fn quick(sabotage: Option<Sabotage>) -> Result<Report> {
-    let settings = settings(sabotage);
+fn quick(how: Run) -> Result<Report> {
+    let settings = settings(how.sabotage);
     let of_way = |(_, way): (&str, Way)| -> Vec<Outcome> {
         let bytes = |size: u32| (MESSAGES * u64::from(size)).clamp(LEAST.min(20_000 * u64::from(size)), MOST);
         SIZES.iter().map(|size| run(settings, way, *size, bytes(*size))).collect()

@@ -7,11 +7,11 @@ mod setting_up;
 mod throughput;
 
 use crate::bars::Bar;
-use crate::papers::Document;
 use crate::papers::report::{
     Absent, Cell, Comparison, Contradiction, Curve, Figure, Parameter, Report, Row, Shape, Source, Table,
 };
 use crate::papers::sabotage::Sabotage;
+use crate::papers::{Document, Run};
 use anyhow::Result;
 use setting_up::{CONNECTIONS, Order};
 use throughput::{SEGMENT, Settings, spread};
@@ -22,6 +22,8 @@ pub const DOCUMENT: Document =
 
 /// Numbers of connections, as far as the paper says: 1 to 64.
 const COUNTS: [usize; 9] = [1, 2, 4, 8, 12, 16, 24, 32, 64];
+/// The same of a short run.
+const FEW: [usize; 3] = [1, 8, 64];
 /// The client's first port, of several runs: which workers get connections is chance.
 const PORTS: [u16; 3] = [40_000, 45_171, 52_013];
 /// The paper's level, Gb/s.
@@ -71,32 +73,33 @@ fn mean(values: impl Iterator<Item = f64>) -> f64 {
 }
 
 /// Figure 13.
-fn throughputs(settings: Settings, report: &mut Report) {
+fn throughputs(settings: Settings, short: bool, report: &mut Report) {
+    let (counts, choices) = if short { (&FEW[..], &PORTS[..1]) } else { (&COUNTS[..], &PORTS[..]) };
     let plain = Settings { merges: false, ..settings };
     let runs = |settings: Settings| -> Vec<(f64, f64, f64)> {
         let run = |count: usize| {
-            let all = PORTS.map(|ports| throughput::run(settings, ports, count));
+            let all: Vec<_> = choices.iter().map(|ports| throughput::run(settings, *ports, count)).collect();
             (count as f64, mean(all.iter().map(|one| one.gigabits)), mean(all.iter().map(|one| one.segments)))
         };
-        COUNTS.iter().map(|count| run(*count)).collect()
+        counts.iter().map(|count| run(*count)).collect()
     };
     let (merged, alone) = (runs(settings), runs(plain));
     let thread = SEGMENT as f64 * 8.0 / settings.frame / 1000.0;
     let occupied = |count: &usize| {
-        let busy = PORTS.map(|ports| {
-            let mut workers = spread(&settings, ports, *count);
+        let busy = choices.iter().map(|ports| {
+            let mut workers = spread(&settings, *ports, *count);
             workers.sort_unstable();
             workers.dedup();
             workers.len() as f64 * thread
         });
-        (*count as f64, mean(busy.into_iter()))
+        (*count as f64, mean(busy))
     };
     let rates = |runs: &[(f64, f64, f64)]| runs.iter().map(|one| (one.0, one.1)).collect::<Vec<_>>();
     let sizes = |runs: &[(f64, f64, f64)]| runs.iter().map(|one| (one.0, one.2)).collect::<Vec<_>>();
     let curves = vec![
         Curve::new("plain NIC", rates(&alone)),
         Curve { level: Some(LEVEL), ..Curve::new("large receive", rates(&merged)) },
-        Curve::new("threads that the hash occupies", COUNTS.iter().map(occupied).collect()),
+        Curve::new("threads that the hash occupies", counts.iter().map(occupied).collect()),
     ];
     let x = "connections";
     let title = "Figure 13: throughput by connections".into();
@@ -177,8 +180,8 @@ fn downloads(download: acknowledging::Settings, report: &mut Report) {
     report.bar(Bar::least("lro.goodput_on_over_off", 1.0, on.megabits / off.megabits));
 }
 
-fn quick(sabotage: Option<Sabotage>) -> Result<Report> {
-    let settings = settings(sabotage);
+fn quick(how: Run) -> Result<Report> {
+    let settings = settings(how.sabotage);
     let download = acknowledging::Settings { bytes: 8 << 20, delay: 250, link: 10_000, active: false, merges: settings.merges };
     let contradiction = |place, printed: &str, but: &str| Contradiction { place, printed: printed.into(), but: but.into() };
     let mut report = Report {
@@ -206,7 +209,7 @@ fn quick(sabotage: Option<Sabotage>) -> Result<Report> {
         ],
         ..Report::default()
     };
-    throughputs(settings, &mut report);
+    throughputs(settings, how.short, &mut report);
     set_ups(&settings, &mut report);
     downloads(download, &mut report);
     Ok(report)

@@ -5,9 +5,9 @@ mod machine;
 
 use crate::bars::Bar;
 use crate::equations;
-use crate::papers::Document;
 use crate::papers::report::{Absent, Cell, Comparison, Contradiction, Curve, Figure, Parameter, Report, Row, Source, Table};
 use crate::papers::sabotage::Sabotage;
+use crate::papers::{Document, Run};
 use anyhow::Result;
 use baton_moderation::Mode;
 use machine::{Settings, Totals, run, sum};
@@ -245,8 +245,8 @@ fn contradictions() -> Vec<Contradiction> {
     ]
 }
 
-fn quick(sabotage: Option<Sabotage>) -> Result<Report> {
-    let settings = settings(sabotage);
+fn quick(how: Run) -> Result<Report> {
+    let settings = settings(how.sabotage);
     let seconds = run(settings, TRACE);
     let all = sum(&seconds);
     let mut report = Report {

@@ -3,6 +3,7 @@
 use super::hardware::{Hardware, JUMBO, STANDARD};
 use super::programs::{Availability, Step, availability, ping_pong};
 use crate::bars::Bar;
+use crate::papers::Run;
 use crate::papers::report::{Absent, Comparison, Contradiction, Curve, Figure, Report, Shape};
 use crate::papers::sabotage::Sabotage;
 use anyhow::Result;
@@ -18,6 +19,8 @@ const WORKING: u64 = 256 * 1024;
 const FRAGMENT: f64 = 1460.0;
 /// Rounds of the ping-pong test. The model has no noise, so a few do.
 const ROUNDS: u32 = 3;
+/// A short run takes every so manyth length and polling interval.
+const SHORT: usize = 6;
 /// Packets before the last that the RSM is sent, as Figure 8 has them.
 const EARLY: [u8; 8] = [0, 1, 2, 5, 8, 11, 14, 15];
 
@@ -26,10 +29,10 @@ const FEW: u16 = 4;
 
 const STEPS: [(&str, Step); 3] = [("none", Step::NONE), ("receive", Step::RECEIVE), ("both", Step::BOTH)];
 
-/// Bandwidth over message length, and the level that the paper names.
-fn bandwidth_curve(name: String, hardware: Hardware, step: Step, level: Option<f64>) -> Curve {
+/// Bandwidth over every `each`-th message length, and the level that the paper names.
+fn bandwidth_curve(name: String, hardware: Hardware, step: Step, level: Option<f64>, each: usize) -> Curve {
     let latency = |length: &u64| ping_pong(hardware, step, *length, ROUNDS);
-    let points = LENGTHS.iter().map(latency).map(|latency| (latency.length as f64, latency.bandwidth())).collect();
+    let points = LENGTHS.iter().step_by(each).map(latency).map(|latency| (latency.length as f64, latency.bandwidth())).collect();
     Curve { level, ..Curve::new(name, points) }
 }
 
@@ -45,9 +48,10 @@ fn long(hardware: Hardware, step: Step) -> (f64, f64) {
     (whole.bandwidth(), (whole.mean - half.mean) / packets)
 }
 
-/// Bandwidth and availability over the polling interval, from 10 µs to 100 ms.
-fn availability_curve(hardware: Hardware, step: Step) -> Vec<Availability> {
+/// Bandwidth and availability over every `each`-th polling interval, from 10 µs to 100 ms.
+fn availability_curve(hardware: Hardware, step: Step, each: usize) -> Vec<Availability> {
     (0..=24)
+        .step_by(each)
         .map(|at| 10.0 * 10f64.powf(f64::from(at) / 6.0))
         .map(|interval| availability(hardware, step, WORKING, interval, 6))
         .collect()
@@ -66,10 +70,10 @@ const TENTH: f64 = 0.1;
 
 /// Figures 7 and 8, and what the text says about them. Bandwidth of long messages is the time of a packet in another
 /// unit, so it does not count where that was calibrated.
-fn bandwidths(hardware: Hardware, report: &mut Report) {
+fn bandwidths(hardware: Hardware, each: usize, report: &mut Report) {
     let (x, y) = ("message, bytes", "bandwidth, MB/s");
     let levels = [35.0, 50.0, 69.0];
-    let curve = |((name, step), level): (&(&str, Step), f64)| bandwidth_curve((*name).into(), hardware, *step, Some(level));
+    let curve = |((name, step), level): (&(&str, Step), f64)| bandwidth_curve((*name).into(), hardware, *step, Some(level), each);
     let curves = STEPS.iter().zip(levels).map(curve).collect();
     report.figures.push(figure("Figure 7: bandwidth by what is offloaded", x, y, curves));
     let level = |early| match early {
@@ -77,7 +81,7 @@ fn bandwidths(hardware: Hardware, report: &mut Report) {
         14.. => Some(88.0),
         _ => None,
     };
-    let curves = EARLY.map(|early| bandwidth_curve(format!("Pre {early}"), hardware, Step::pre(early), level(early)));
+    let curves = EARLY.map(|early| bandwidth_curve(format!("Pre {early}"), hardware, Step::pre(early), level(early), each));
     report.figures.push(figure("Figure 8: bandwidth by how early the RSM is sent", x, y, curves.into()));
     let [none, receive, both, early] = [Step::NONE, Step::RECEIVE, Step::BOTH, Step::pre(15)].map(|step| long(hardware, step));
     let rate = |name, what, paper, model| Comparison::new(name, format!("bandwidth, {what} (Figure 7)"), "MB/s", paper, model);
@@ -123,7 +127,7 @@ fn arithmetic(hardware: Hardware, report: &mut Report) {
 
 /// Figures 10 and 11, and what the text says about them: the polling interval is not said, so availability is compared
 /// at the paper's bandwidth.
-fn availabilities(hardware: Hardware, report: &mut Report) {
+fn availabilities(hardware: Hardware, each: usize, report: &mut Report) {
     let papers = [(12.0, 0.72), (38.0, 0.58), (61.0, 0.92)];
     let names = [
         ("rmpp.model.availability_none", "rmpp.model.effective_none", 8.64),
@@ -132,7 +136,7 @@ fn availabilities(hardware: Hardware, report: &mut Report) {
     ];
     let (mut figure_10, mut figure_11) = (Vec::new(), Vec::new());
     for (((name, step), (bandwidth, share)), (of_share, of_product, product)) in STEPS.iter().zip(papers).zip(names) {
-        let curve = availability_curve(hardware, *step);
+        let curve = availability_curve(hardware, *step, each);
         let ours = availability_at(&curve, bandwidth);
         let what = format!("availability at {bandwidth} MB/s, {name} (Figure 10)");
         report.compare(Comparison::new(of_share, what, "%", 100.0 * share, 100.0 * ours), TENTH);
@@ -151,7 +155,7 @@ fn availabilities(hardware: Hardware, report: &mut Report) {
 }
 
 /// Figure 12: offloading, coalescing and jumbo frames compared.
-fn comparison(grant: u16, report: &mut Report) {
+fn comparison(grant: u16, each: usize, report: &mut Report) {
     let [standard, jumbo] = [STANDARD, JUMBO].map(|mtu| Hardware::of_the_paper(mtu).with_grant(grant));
     let ways = [
         ("none", standard, Step::NONE, Some(280.0)),
@@ -164,7 +168,7 @@ fn comparison(grant: u16, report: &mut Report) {
     let megabits = |curve: Curve| Curve { points: curve.points.into_iter().map(|(x, y)| (x, 8.0 * y)).collect(), ..curve };
     let curves: Vec<Curve> = ways
         .iter()
-        .map(|(name, hardware, step, level)| megabits(bandwidth_curve((*name).into(), *hardware, *step, *level)))
+        .map(|(name, hardware, step, level)| megabits(bandwidth_curve((*name).into(), *hardware, *step, *level, each)))
         .collect();
     let ours = |at: usize| curves[at].points.last().map_or(f64::NAN, |point| point.1);
     // Two of the four are the calibrated bandwidths above.
@@ -189,9 +193,10 @@ fn comparison(grant: u16, report: &mut Report) {
 ///
 /// # Errors
 /// None; documents can fail in general.
-pub fn run(sabotage: Option<Sabotage>) -> Result<Report> {
+pub fn run(how: Run) -> Result<Report> {
+    let each = if how.short { SHORT } else { 1 };
     let paper = Hardware::of_the_paper(STANDARD);
-    let grant = if sabotage == Some(Sabotage::NoCtsBatch) { FEW } else { paper.grant };
+    let grant = if how.sabotage == Some(Sabotage::NoCtsBatch) { FEW } else { paper.grant };
     let hardware = paper.with_grant(grant);
     let mut report = Report {
         word: "rmpp",
@@ -202,9 +207,9 @@ pub fn run(sabotage: Option<Sabotage>) -> Result<Report> {
         ..Report::default()
     };
     arithmetic(hardware, &mut report);
-    bandwidths(hardware, &mut report);
-    availabilities(hardware, &mut report);
-    comparison(grant, &mut report);
+    bandwidths(hardware, each, &mut report);
+    availabilities(hardware, each, &mut report);
+    comparison(grant, each, &mut report);
     let printed = "effective bandwidth with receiving offloaded is printed as 22.3 MB/s".into();
     let but = "38 MB/s at an availability of 58 % are 22.04".into();
     report.contradictions.push(Contradiction { place: "section 5.2", printed, but });
