@@ -21,6 +21,7 @@ pub mod ntttcp;
 pub mod options;
 pub mod page;
 pub mod papers;
+pub mod planner;
 pub mod recovery;
 pub mod rss;
 pub mod smoltcp_server;

@@ -1,11 +1,13 @@
 //! `baton doctor`: what this machine can do for Baton, what it cannot, and what to type; and what a program would gain.
 
+#[cfg(feature = "lab")]
+mod carried;
 pub mod look;
 mod subject;
 mod watch;
 
 use crate::run_directory;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use baton_client::DEFAULT_SOCKET;
 use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
@@ -30,9 +32,10 @@ pub const EXAMPLES: &str = "Examples:
   baton doctor 4711
   baton doctor nginx.service --seconds 60
   baton doctor --port 6379 --json
+  baton plan --save here.toml && baton doctor nginx.service --plan here.toml
 
 With a program it is only watched: nothing is loaded into it and nothing is moved. It says how many of its connections a Baton beside the
-kernel would move, why the others would stay, and which processor time the program takes now. What Baton would save is not predicted. Whether
+kernel would move, why the others would stay, and which processor time the program takes now; with --plan also what Baton would save. Whether
 processes other than the program's hold a connection, too, is not looked for.";
 
 #[derive(Args)]
@@ -46,6 +49,10 @@ pub struct DoctorArguments {
     /// How long a program is watched.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: u32,
+    /// Predict what a NIC would save the program, with what `baton plan --save` wrote here about this machine.
+    #[cfg(feature = "lab")]
+    #[arg(long, value_name = "FILE", conflicts_with = "cleanup")]
+    plan: Option<PathBuf>,
     /// Print JSON: an array about this machine, an object about a program.
     #[arg(long)]
     json: bool,
@@ -171,13 +178,20 @@ fn leftovers() -> Vec<PathBuf> {
 /// Prints the findings. Returns whether everything works.
 pub fn run(arguments: &DoctorArguments) -> Result<bool> {
     let (json, seconds) = (arguments.json, arguments.seconds);
+    #[cfg(feature = "lab")]
+    let plan = arguments.plan.as_deref();
+    #[cfg(not(feature = "lab"))]
+    let plan = None;
+    if plan.is_some() && arguments.program.is_none() && arguments.port.is_none() {
+        bail!("--plan is about a program: name it, or give --port");
+    }
     if let Some(name) = &arguments.program {
-        watch::run(&Watch { name, subject: Subject::named(name)?, port: None, seconds, json })?;
+        watch::run(&Watch { name, subject: Subject::named(name)?, port: None, seconds, json, plan })?;
         return Ok(true);
     }
     if let Some(port) = arguments.port {
         let (name, subject) = (format!("port {port}"), Subject::listening(port)?);
-        watch::run(&Watch { name: &name, subject, port: Some(port), seconds, json })?;
+        watch::run(&Watch { name: &name, subject, port: Some(port), seconds, json, plan })?;
         return Ok(true);
     }
     become_root_if_needed()?;

@@ -1,5 +1,7 @@
 //! `baton doctor PROGRAM`: which of its connections a Baton would move, without touching anything.
 
+#[cfg(feature = "lab")]
+use super::carried::Counters;
 use super::look::Line;
 use super::subject::Subject;
 use anyhow::{Context, Result, bail};
@@ -7,8 +9,11 @@ use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::{process, tasks};
 use serde::Serialize;
 use std::collections::BTreeMap;
+#[cfg(feature = "lab")]
+use std::collections::HashMap;
 use std::io::{BufRead, BufReader, IsTerminal};
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::time::Duration;
@@ -23,7 +28,16 @@ const MOST_HELD: usize = 4;
 const TICK: Duration = Duration::from_millis(50);
 
 /// Why no saving is predicted.
-const NOT_PREDICTED: &str = "not predicted: nothing is known yet of what this load would save; `baton bench` measures loads";
+const NOT_PREDICTED: &str = if cfg!(feature = "lab") {
+    "not predicted: `baton plan --save FILE` measures this machine, then --plan FILE predicts"
+} else {
+    "not predicted: this Baton was compiled without the planner"
+};
+#[cfg(feature = "lab")]
+type Saving = crate::lab::saving::Saving;
+/// Without the planner there is never one.
+#[cfg(not(feature = "lab"))]
+type Saving = ();
 
 /// Processor time, in processors.
 #[derive(Serialize, Clone, Copy, Debug, Default, PartialEq)]
@@ -55,8 +69,9 @@ pub struct Found {
     unknown: BTreeMap<String, usize>,
     processors: Used,
     /// None: it is not predicted.
-    saving: Option<f64>,
-    saving_note: &'static str,
+    saving: Option<Saving>,
+    /// The same in words, or why there is none.
+    saving_note: String,
     notes: Vec<String>,
 }
 
@@ -72,6 +87,9 @@ pub struct Watch<'a> {
     pub seconds: u32,
     /// Prints JSON.
     pub json: bool,
+    /// What the machine's small operations cost, if the saving is to be predicted.
+    #[cfg_attr(not(feature = "lab"), expect(dead_code, reason = "only the planner reads it"))]
+    pub plan: Option<&'a Path>,
 }
 
 /// The process that looks.
@@ -162,12 +180,14 @@ pub fn run(watch: &Watch<'_>) -> Result<()> {
     if own != 0 && user != own {
         bail!("process {first} belongs to user {user}: run baton doctor as root, or as that user");
     }
-    let mut found = Found { subject: watch.name.to_owned(), saving_note: NOT_PREDICTED, ..Found::default() };
+    let mut found = Found { subject: watch.name.to_owned(), saving_note: NOT_PREDICTED.into(), ..Found::default() };
     if own != 0 {
         let note = "the firewall's rules, IPsec's policies and filters were not looked at: that needs root";
         found.notes.push(note.into());
     }
     let before: BTreeMap<u32, (u64, u64)> = processes.iter().filter_map(|one| Some((*one, ticks(*one)?))).collect();
+    #[cfg(feature = "lab")]
+    let carried = watch.plan.and_then(|_| super::carried::look(*first));
     let (began, softirq_before) = (monotonic_micros(), softirq());
     let mut states = BTreeMap::new();
     observe(watch, own != 0, began, &mut found, &mut states)?;
@@ -183,6 +203,11 @@ pub fn run(watch: &Watch<'_>) -> Result<()> {
     let of = |ticks: u64| ticks as f64 / 100.0 / seconds.max(0.01);
     let machine_softirq = of(softirq().saturating_sub(softirq_before));
     found.processors = Used { user: of(spent.0), system: of(spent.1), machine_softirq };
+    #[cfg(feature = "lab")]
+    if let Some(file) = watch.plan {
+        // A tick is a hundredth of a second.
+        predict(&mut found, file, carried.zip(super::carried::look(*first)), &states, (spent.0 + spent.1) * 10_000_000);
+    }
     count(&mut found, states);
     if watch.json {
         println!("{}", serde_json::to_string(&found)?);
@@ -190,6 +215,28 @@ pub fn run(watch: &Watch<'_>) -> Result<()> {
         lines(&found).iter().for_each(|line| println!("{line}"));
     }
     Ok(())
+}
+
+/// Predicts what is saved if those connections are on a NIC that would move. Says why if it cannot.
+#[cfg(feature = "lab")]
+fn predict(
+    found: &mut Found,
+    file: &Path,
+    carried: Option<(HashMap<u64, Counters>, HashMap<u64, Counters>)>,
+    states: &BTreeMap<u64, State>,
+    program: u64,
+) {
+    let Some((before, after)) = carried else {
+        found.saving_note = "not predicted: the kernel did not say in time what the connections carry".into();
+        return;
+    };
+    let moving = states.iter().filter(|(_, state)| matches!(state, State::Moves { .. }));
+    let since = |inode| Some(after.get(inode)?.since(&before.get(inode).copied().unwrap_or_default()));
+    let carried: Vec<_> = moving.filter_map(|(inode, _)| since(inode)).map(|one| (one.bytes, one.segments)).collect();
+    match crate::lab::saving::predict(file, &carried, found.seconds, program) {
+        Ok(saving) => (found.saving_note, found.saving) = (saving.text(file), Some(saving)),
+        Err(error) => found.saving_note = format!("not predicted: {error:#}"),
+    }
 }
 
 /// What is known of a connection.
@@ -364,7 +411,7 @@ mod tests {
             processes: vec![7, 8],
             seconds: 10.0,
             processors: Used { user: 0.3, system: 0.55, machine_softirq: 0.4 },
-            saving_note: NOT_PREDICTED,
+            saving_note: NOT_PREDICTED.into(),
             ..Found::default()
         };
         let states = [

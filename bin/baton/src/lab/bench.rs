@@ -535,6 +535,8 @@ pub enum Workload {
         #[arg(long, conflicts_with = "spin")]
         ring: Option<std::path::PathBuf>,
     },
+    #[command(hide = true, name = "serve-plan")]
+    ServePlan { address: std::net::SocketAddr },
     #[command(hide = true, name = "serve-smoltcp")]
     ServeSmoltcp {
         address: std::net::SocketAddrV4,
@@ -564,6 +566,7 @@ pub fn workload(what: &Workload) -> Result<bool> {
         &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
         Workload::ServeEcho { address, ring: Some(agent), .. } => baton_lab::echo::run_on_ring(*address, agent).map(|()| true),
         Workload::ServeEcho { address, spin, shares, .. } => baton_lab::echo::run(*address, *spin, *shares).map(|()| true),
+        &Workload::ServePlan { address } => baton_lab::planner::serve(address).map(|()| true),
         &Workload::ServeSmoltcp { address, connections, sink, source, spin } => {
             let service = match source {
                 Some(to) => Service::Source(to),

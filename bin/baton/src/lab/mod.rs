@@ -4,7 +4,9 @@
 mod all;
 mod bench;
 mod papers;
+pub mod plan;
 mod rmpp;
+pub mod saving;
 mod sim;
 mod soak;
 mod ttcp;
@@ -49,6 +51,9 @@ pub enum Command {
     /// paper's.
     #[command(subcommand, after_help = papers::EXAMPLES)]
     Lab(papers::Lab),
+    /// Plans: what each degree of offload brings for a host, a NIC and a load, from small operations that are measured.
+    #[command(after_help = plan::EXAMPLES)]
+    Plan(plan::PlanArguments),
     /// Prints what a move does to every socket option, as Markdown.
     Options,
     #[command(flatten)]
@@ -73,6 +78,7 @@ pub fn run(command: &Command) -> Result<bool> {
             rmpp::run(command)
         }
         Command::Lab(command) => papers::run(command),
+        Command::Plan(arguments) => plan::run(arguments),
         Command::Options => {
             baton_linux::process::end_on_broken_pipe();
             print!("{}", baton_lab::options::markdown());

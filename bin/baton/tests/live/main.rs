@@ -53,6 +53,7 @@ mod offloads;
 mod options;
 mod partial;
 mod placement;
+mod plan;
 mod posted;
 mod prediction;
 mod pressure;
