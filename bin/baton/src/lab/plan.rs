@@ -133,8 +133,10 @@ fn record(tool: &mut Tool, seconds: f64) -> Result<Carried> {
     let (before, cpu_before, counters_before, began) = look(tool)?;
     std::thread::sleep(Duration::from_secs_f64(seconds));
     let (after, cpu_after, counters_after, ended) = look(tool)?;
-    let key = |one: &program::Load| (one.session, one.connection, one.serial);
-    let then: HashMap<_, _> = before.iter().map(|one| (key(one), one.carried)).collect();
+    // A NIC counts segments only while it has a connection, so one that came or went meanwhile is left out.
+    let key = |one: &program::Load| (one.session, one.connection, one.serial, one.moves);
+    let then: HashMap<_, _> =
+        before.iter().filter(|one| one.place == program::Place::Nic).map(|one| (key(one), one.carried)).collect();
     let program = cpu_after.saturating_sub(cpu_before);
     let mut carried = Carried { seconds: (ended - began) as f64 / 1e6, program, ..Carried::default() };
     for one in after.iter().filter(|one| one.place == program::Place::Nic) {

@@ -3,6 +3,7 @@
 use crate::common::{SetsAtEnd, hosts, wait_until};
 use crate::scratch::{Scratch, text};
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
+use baton_protocol::program::Place;
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -85,7 +86,12 @@ fn this_machine_is_measured_and_planned_with() {
         assert_eq!(said["saving"]["connections"], 1, "{said}");
     });
     at_work(&bed, 8102, true, |_, count| {
-        wait_until("the client is at work", || count.load(Ordering::Relaxed) > 100);
+        let mut tool = bed.tool().expect("a tool");
+        wait_until("the connection is on the NIC", || {
+            tool.connections().expect("a list").iter().any(|info| info.place == Place::Nic && info.detail.received > Some(0))
+        });
+        let before = count.load(Ordering::Relaxed);
+        wait_until("the client is at work", || count.load(Ordering::Relaxed) > before + 100);
         let said = json(&baton(None, &record));
         let size = &said["load"]["sizes"][0];
         for bytes in [&size["request"], &size["answer"]] {
