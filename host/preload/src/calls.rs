@@ -6,6 +6,7 @@ mod longjmp;
 mod memory;
 mod processes;
 mod signals;
+mod splice;
 mod stdio;
 mod transfer;
 

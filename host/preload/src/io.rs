@@ -359,10 +359,11 @@ unsafe fn send_rest(
     }
     let (mut wait, generation, begun) = (None, tcp.generation(), section.begun);
     loop {
-        if tcp.generation() != generation {
+        let is_left = tcp.is_left(generation);
+        if tcp.generation() != generation && !is_left {
             return fail(libc::EBADF);
         }
-        if sections::is_withdrawn() {
+        if is_left || sections::is_withdrawn() {
             let (rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
             // SAFETY: this function's `# Safety` is sendmsg(2)'s.
@@ -678,10 +679,11 @@ unsafe fn receive_imported(
     let (mut done, mut wait, generation, begun) = (0, None, tcp.generation(), section.begun);
     let is_further = matches!(call, Call::Further);
     loop {
-        if tcp.generation() != generation {
+        let is_left = tcp.is_left(generation);
+        if tcp.generation() != generation && !is_left {
             return fail(libc::EBADF);
         }
-        if sections::is_withdrawn() {
+        if is_left || sections::is_withdrawn() {
             done = if peeks { 0 } else { done };
             let (mut rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);

@@ -105,6 +105,7 @@ fn await_kernel(tcp: &Tcp, reason: &str, mut begun: Mark, deadline: Option<u64>,
         match () {
             // The thread is on its way out, whatever the call returns.
             () if leaving::is_leaving() => return Err(libc::EINTR),
+            () if tcp.is_left(generation) => return Ok(()),
             () if tcp.generation() != generation => return Err(libc::EBADF),
             // The library has withdrawn, after it has restored what it could.
             () if sections::is_withdrawn() => return Ok(()),

@@ -12,6 +12,7 @@
 mod again;
 mod call;
 mod calls;
+mod cancelling;
 mod connecting;
 mod epoll;
 mod faults;

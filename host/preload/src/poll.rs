@@ -77,8 +77,8 @@ impl Watched {
         }
         for ((at, tcp), (generation, moves)) in self.sockets.iter().zip(versions) {
             if tcp.generation() != *generation {
-                // Another thread has closed it.
-                fds[*at].revents = libc::POLLNVAL;
+                // Another thread has closed it, or left it to the kernel, which is asked anew.
+                fds[*at].revents = if tcp.is_left(*generation) { 0 } else { libc::POLLNVAL };
                 continue;
             }
             if asked[*at].fd < 0 || fds[*at].revents == 0 {
@@ -170,6 +170,12 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
     loop {
         if sections::is_withdrawn() {
             return Polled::Kernel(left_until(deadline));
+        }
+        if sockets.iter().zip(&generations).any(|(tcp, generation)| tcp.is_left(*generation)) {
+            // Another thread has left a connection to the kernel, by which nothing of this call's has changed.
+            let (watched, limit) = (Watched::among(fds), left_until(deadline));
+            let is_kernels = watched.is_empty() && fds.len() == given;
+            return if is_kernels { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, given, limit, mask) };
         }
         let session = process::session();
         if let Some(session) = session {

@@ -406,7 +406,7 @@ pub(crate) fn give_everything_back(reason: &str, until: Until) {
     // Hand-overs that other threads have begun count, too.
     for (_, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(tcp) = file {
-            if until != Until::Never {
+            if until != Until::Never || reason == crate::tcp::START {
                 tcp.note_shared();
             }
             tcp.settle();

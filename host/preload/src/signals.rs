@@ -11,7 +11,7 @@
 //! those in [`crate::faults`]; and handlers that the program sets by a system call of its own.
 
 use crate::whole::{self, Here, Whole};
-use crate::{leaving, process, real, sections, thread};
+use crate::{cancelling, leaving, process, real, sections, thread};
 use baton_ring::give_way;
 use libc::{c_int, c_long, c_void, sigaction, siginfo_t};
 use std::mem::{MaybeUninit, zeroed};
@@ -208,6 +208,12 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
     if here.is_inside() && unsafe { defer(here, signal, info, context) } {
         return;
     }
+    // SAFETY: the kernel's arguments.
+    if !FAULTS.contains(&signal)
+        && unsafe { cancelling::is_beginning(context, mask_in(context)) && put_off(signal, info, context) }
+    {
+        return;
+    }
     // SAFETY: the kernel's context.
     let stack = unsafe { &(*context.cast::<libc::ucontext_t>()).uc_stack };
     here.stack[0].store(stack.ss_sp as usize, Ordering::Relaxed);
@@ -266,6 +272,31 @@ unsafe fn defer(here: &Here, signal: c_int, info: *mut siginfo_t, context: *mut 
     }
     thread::set_errno(errno);
     deferred
+}
+
+/// Sends the signal to this thread once more, for when what it has interrupted, a handler, has returned. False if it
+/// cannot be sent.
+///
+/// # Safety
+/// The arguments of a handler.
+unsafe fn put_off(signal: c_int, info: *const siginfo_t, context: *mut c_void) -> bool {
+    let (errno, itself) = (thread::errno(), 1u64 << (signal - 1));
+    let mut during = 0u64;
+    // SAFETY: two live sets of the kernel's size; the signal's description; the kernel's context, of whose mask it uses
+    // the first word.
+    let sent = unsafe {
+        let (set, old) = ((&raw const itself) as c_long, (&raw mut during) as c_long);
+        real::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK.into(), set, old, SET_BYTES, 0, 0);
+        let sent = send_again(signal, info);
+        if sent {
+            *(&raw mut (*context.cast::<libc::ucontext_t>()).uc_sigmask).cast::<u64>() |= itself;
+        } else {
+            set_mask(during);
+        }
+        sent
+    };
+    thread::set_errno(errno);
+    sent
 }
 
 /// Sends the signal to this thread once more. False if the kernel's queue has no room for it.

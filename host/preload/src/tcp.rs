@@ -48,6 +48,8 @@ const A_LITTLE: Duration = Duration::from_millis(1);
 
 /// Reason for restoring connections while the process forks. They may move again afterwards.
 pub(crate) const FORK: &str = "fork";
+/// The same while a program is started.
+pub(crate) const START: &str = "spawn";
 /// Whether the agent has been told that this process has connections on which receiving returns more than bytes. Once
 /// is enough.
 static REPORTED_RECEIVES: AtomicBool = AtomicBool::new(false);
@@ -72,6 +74,8 @@ pub(crate) struct Tcp {
     /// Generation: counts the connections that it has represented. A late thread of a closed connection sees that it
     /// has changed.
     generation: AtomicU32,
+    /// The last generation that was left to the kernel while its descriptors stayed open.
+    left: AtomicU32,
     /// Link to the session that it was in last; null if none.
     link: AtomicPtr<Link>,
     /// The same link while the agent manages the socket, else null.
@@ -229,6 +233,12 @@ impl Tcp {
         self.generation.load(RELAXED)
     }
 
+    /// Whether the connection of this generation is the kernel's alone now, and no longer tracked: other threads' calls
+    /// go on there.
+    pub fn is_left(&self, generation: u32) -> bool {
+        self.generation() != generation && self.left.load(RELAXED) == generation
+    }
+
     /// Notes that it is connected, and hands it over if its rule says so.
     pub fn established(&'static self, fd: c_int, origin: Option<Origin>) {
         let Some(_section) = Section::enter() else { return };
@@ -374,12 +384,13 @@ impl Tcp {
 
     /// As [`Tcp::give_back`]. Returns false if the connection cannot be in the kernel now: it is on the NIC still.
     pub fn restore(&self, reason: &str, until: Until) -> bool {
-        if until == Until::Never && reason != FORK {
+        let passes = reason == FORK || reason == START;
+        if until == Until::Never && !passes {
             self.pinned.store(true, RELAXED);
             self.handover.refuse();
         }
         // Before a hand-over that has begun is waited for: a later one sees it.
-        if until == Until::Alone || reason == FORK {
+        if until == Until::Alone || passes {
             self.note_shared();
         }
         self.settle();

@@ -271,7 +271,8 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
                 ready() || is_interrupted()
             });
         if tcp.generation() != generation {
-            return Err(libc::EBADF);
+            // The caller goes on in the kernel with what was left to it.
+            return if tcp.is_left(generation) { Ok(()) } else { Err(libc::EBADF) };
         }
         let over = || ready() || fds.first().is_some_and(|entry| entry.revents != 0);
         match slept {

@@ -1,9 +1,12 @@
-/* The C library's own input and output on connections, and copies of their descriptors. Usage: stdio CASE [moved]
+/* The C library's own input and output on connections, copies of their descriptors, and splice. Usage: stdio CASE [moved]
  *
  * Prints nothing, and succeeds, if everything is as on any connection. */
 
 #include "sockets.h"
 #include <fcntl.h>
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
 #include <stdarg.h>
 #include <sys/epoll.h>
 #include <sys/wait.h>
@@ -37,6 +40,68 @@ static void streams(void)
     CHECK(read(ends.client, line, sizeof line) == 4 && memcmp(line, "two\n", 4) == 0);
     CHECK(fclose(in) == 0 && fclose(out) == 0);
     CHECK(read(ends.client, line, sizeof line) == 0);
+}
+
+static atomic_int sleeper;
+static int sleeps_in_poll;
+
+static void *sleep_on(void *unused)
+{
+    struct pollfd entry = {ends.server, POLLIN, 0};
+    char byte;
+    sleeper = syscall(SYS_gettid);
+    CHECK(!sleeps_in_poll || (poll(&entry, 1, -1) == 1 && entry.revents == POLLIN));
+    CHECK(recv(ends.server, &byte, 1, 0) == 1 && byte == 'x');
+    return unused;
+}
+
+static void until_asleep(void)
+{
+    char path[64], line[512];
+    ssize_t got;
+    do {
+        sched_yield();
+        snprintf(path, sizeof path, "/proc/self/task/%d/stat", sleeper);
+        int fd = open(path, O_RDONLY | O_CLOEXEC);
+        CHECK(fd >= 0 && (got = read(fd, line, sizeof line - 1)) > 0 && close(fd) == 0);
+        line[got] = 0;
+    } while (strrchr(line, ')')[2] != 'S');
+}
+
+/* A stream is made of a copy of the descriptor while another thread sleeps in a call on it: that sleeps on. */
+static void beside(void)
+{
+    char line[10];
+    pthread_t thread;
+    FILE *file;
+    sleeper = 0;
+    CHECK(pthread_create(&thread, NULL, sleep_on, NULL) == 0);
+    while (sleeper == 0)
+        sched_yield();
+    until_asleep();
+    CHECK((file = fdopen(dup(ends.server), "w")) && fputs("two\n", file) >= 0 && fclose(file) == 0);
+    CHECK(read(ends.client, line, sizeof line) == 4);
+    CHECK(write(ends.client, "x", 1) == 1 && pthread_join(thread, NULL) == 0);
+}
+
+static void beside_poll(void)
+{
+    sleeps_in_poll = 1;
+    beside();
+}
+
+/* What is unread of a connection of which both directions have ended, and its end. */
+static void spliced_end(void)
+{
+    char line[10];
+    int pipes[2];
+    struct pollfd entry = {ends.server, POLLRDHUP, 0};
+    CHECK(pipe(pipes) == 0 && write(ends.client, "one\n", 4) == 4 && shutdown(ends.client, SHUT_WR) == 0);
+    CHECK(poll(&entry, 1, -1) == 1 && shutdown(ends.server, SHUT_WR) == 0);
+    CHECK(read(ends.client, line, sizeof line) == 0 && close(ends.client) == 0);
+    CHECK(splice(ends.server, NULL, pipes[1], NULL, 100, 0) == 4);
+    CHECK(read(pipes[0], line, sizeof line) == 4 && memcmp(line, "one\n", 4) == 0);
+    CHECK(splice(ends.server, NULL, pipes[1], NULL, 100, 0) == 0);
 }
 
 /* A set keeps what was registered under a descriptor that is closed while another one of its socket is open. */
@@ -144,7 +209,7 @@ static void super_server(void)
 int main(int count, char **arguments)
 {
     CHECK(count >= 2);
-    static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
+    static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"spliced end", spliced_end}, {"beside recv", beside}, {"beside poll", beside_poll}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
     alarm(20);
     if (strcmp(arguments[1], "serve") == 0)
         return serve();

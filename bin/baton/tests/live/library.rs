@@ -47,12 +47,18 @@ pub fn as_natively(program: &str, case: &str) {
     run(&["--rule", "established"], true);
 }
 
-/// stdio on a connection: the C library reads and writes without the preloaded library.
+/// stdio on a connection: the C library reads and writes without the preloaded library; other threads' calls go on.
 #[test]
 fn a_stream_of_the_c_library_is_a_connection() {
-    for case in ["stream", "streams"] {
+    for case in ["stream", "streams", "beside recv", "beside poll"] {
         as_natively("stdio", case);
     }
+}
+
+/// splice on a connection of which both directions have ended on the NIC.
+#[test]
+fn an_end_on_the_nic_is_spliced() {
+    as_natively("stdio", "spliced end");
 }
 
 /// A set keeps what is registered under a descriptor that is closed while a copy of it is open.

@@ -3,19 +3,16 @@
 use crate::forks::{self, Start};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
+use crate::tcp::{self, START};
 use crate::{filters, kernel_only, process, real, rings, table, thread};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 
 /// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
-fn give_back_what_stays_open(reason: &str) {
-    let Some(_section) = Section::enter() else { return };
-    forks::stay_open().for_each(|tcp| tcp.give_back(reason, Until::Alone));
-}
-
 extern "C" fn before_exec() {
-    give_back_what_stays_open("exec");
+    let Some(_section) = Section::enter() else { return };
+    forks::stay_open().for_each(|tcp| tcp.give_back("exec", Until::Alone));
 }
 
 macro_rules! confines {
@@ -122,12 +119,28 @@ pub unsafe extern "C-unwind" fn execveat(
 }
 
 /// Restores connections that a new process may inherit: with file actions, any descriptor can be among them.
+/// Until [`after_spawn`] they stay: the agent would find this process alone with them until the new one is there.
 fn before_spawn(actions: *const c_void) {
+    let Some(_section) = Section::enter() else { return };
     if actions.is_null() {
-        give_back_what_stays_open("spawn");
-    } else if let Some(_section) = Section::enter() {
-        process::give_everything_back("spawn", Until::Alone);
+        forks::stay_open().for_each(|tcp| tcp.give_back(START, Until::Never));
+    } else {
+        process::give_everything_back(START, Until::Never);
     }
+}
+
+/// Lets them move again, once no other process has them.
+fn after_spawn(actions: *const c_void) {
+    let Some(_section) = Section::enter() else { return };
+    let errno = thread::errno();
+    // What has closed the process meanwhile holds.
+    let may_move = !process::is_closed_for_good();
+    if may_move && actions.is_null() {
+        forks::stay_open().for_each(tcp::Tcp::allow_again);
+    } else if may_move {
+        process::allow_again();
+    }
+    thread::set_errno(errno);
 }
 
 /// Intercepts the C library's `posix_spawn`.
@@ -146,11 +159,13 @@ pub unsafe extern "C-unwind" fn posix_spawn(
     let _start = Start::begin();
     before_spawn(actions);
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe {
+    let done = unsafe {
         starts::execute(Target::Path(path), environment.cast(), |environment| {
             real::posix_spawn(process, path, actions, attributes, arguments, environment.cast())
         })
-    }
+    };
+    after_spawn(actions);
+    done
 }
 
 /// Intercepts the C library's `posix_spawnp`.
@@ -169,11 +184,13 @@ pub unsafe extern "C-unwind" fn posix_spawnp(
     let _start = Start::begin();
     before_spawn(actions);
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe {
+    let done = unsafe {
         starts::execute(Target::Name(file), environment.cast(), |environment| {
             real::posix_spawnp(process, file, actions, attributes, arguments, environment.cast())
         })
-    }
+    };
+    after_spawn(actions);
+    done
 }
 
 /// Intercepts the C library's `system`, whose own spawn is not intercepted.
@@ -186,7 +203,11 @@ pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
         before_spawn(std::ptr::null());
     }
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::system(command) }
+    let status = unsafe { real::system(command) };
+    if !command.is_null() {
+        after_spawn(std::ptr::null());
+    }
+    status
 }
 
 /// Intercepts the C library's `popen`, whose own spawn is not intercepted.
@@ -198,7 +219,9 @@ pub unsafe extern "C-unwind" fn popen(command: *const c_char, mode: *const c_cha
     let _start = Start::begin();
     before_spawn(std::ptr::null());
     // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::popen(command, mode) }
+    let stream = unsafe { real::popen(command, mode) };
+    after_spawn(std::ptr::null());
+    stream
 }
 
 /// Intercepts the C library's `prctl`.

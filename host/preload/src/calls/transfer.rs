@@ -722,25 +722,3 @@ pub unsafe extern "C-unwind" fn sendfile64(out: c_int, from: c_int, offset: *mut
     // SAFETY: the program's own arguments (`# Safety`).
     unsafe { send_file(out, from, offset, count) }
 }
-
-/// Intercepts the C library's `splice`.
-///
-/// # Safety
-/// As for the C library's function.
-#[unsafe(no_mangle)]
-pub unsafe extern "C-unwind" fn splice(
-    from: c_int,
-    from_at: *mut off64_t,
-    to: c_int,
-    to_at: *mut off64_t,
-    length: size_t,
-    flags: c_uint,
-) -> ssize_t {
-    for (fd, option) in [(from, libc::SO_RCVTIMEO), (to, libc::SO_SNDTIMEO)] {
-        if let Err(number) = leave_to_kernel(fd, "splice", option, flags & libc::SPLICE_F_NONBLOCK != 0) {
-            return thread::fail(number);
-        }
-    }
-    // SAFETY: the program's own arguments (`# Safety`).
-    unsafe { real::splice(from, from_at, to, to_at, length, flags) }
-}

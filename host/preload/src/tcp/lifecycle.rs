@@ -19,6 +19,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
         Box::leak(Box::new(Tcp {
             handover: HandOver::default(),
             generation: AtomicU32::new(0),
+            left: AtomicU32::new(0),
             link: AtomicPtr::new(std::ptr::null_mut()),
             managed: AtomicPtr::new(std::ptr::null_mut()),
             plain: AtomicPtr::new(std::ptr::null_mut()),
@@ -132,6 +133,8 @@ impl Tcp {
     /// Stops tracking a socket that will be closed without this library's knowledge: the agent gives it up now, and the
     /// kernel reports its events to the sets that it is in.
     pub fn forget_connection(&'static self) {
+        // Before the generation changes, which wakes threads that sleep in calls on it.
+        self.left.store(self.generation(), RELAXED);
         for (set, slot) in self.remove_watchers(&self.sets, |_| true) {
             set.release(slot, self);
         }
