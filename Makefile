@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance differential foreign-calls packetdrill-adapter packetdrill package operate clean
+.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -97,6 +97,7 @@ soak: build
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
 	BATON_PORTS=10000 $(CARGO) test --profile checked --locked -p baton --test live full::ports
+	$(MAKE) hostile
 
 # The simulator: many seeds, every crash and every pair of crashes of a move there and back, and the builds sabotaged on purpose.
 sim: build
@@ -173,6 +174,17 @@ conformance: export BATON_CASES = $(CASES)
 conformance:
 	$(CARGO) build --profile checked --locked -p baton -p baton-preload
 	$(if $(FIRST),BATON_FIRST_CASE=$(FIRST)) $(CARGO) test --profile checked --locked -p baton --test live matrix -- --nocapture
+
+# Programs that are not simple, in hostile surroundings, beside the same natively (docs/internals/tests.md). ROUNDS: in each surrounding;
+# SEED: which; SURROUNDING: one of them, such as "few descriptors"; FIRST: from which round on.
+hostile: SEED ?= $(COMMIT_SEED)
+hostile: ROUNDS ?= 10000
+hostile: export BATON_FUZZ_SEED = $(SEED)
+hostile: export BATON_ROUNDS = $(ROUNDS)
+hostile:
+	$(CARGO) build --profile checked --locked -p baton -p baton-preload
+	$(if $(FIRST),BATON_FIRST_ROUND=$(FIRST)) $(if $(SURROUNDING),BATON_SURROUNDING="$(SURROUNDING)") \
+	  $(CARGO) test --profile checked --locked -p baton --test live surroundings::programs -- --nocapture
 
 # A random peer played to the kernel and to the NIC (docs/internals/conformance.md). SCRIPTS: how many.
 differential: SCRIPTS ?= 100000

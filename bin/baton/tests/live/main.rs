@@ -76,6 +76,7 @@ mod stopped;
 mod stopped_attacher;
 mod stuck;
 mod supervision;
+mod surroundings;
 mod together;
 mod tools;
 mod top;
