@@ -208,10 +208,10 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
     if here.is_inside() && unsafe { defer(here, signal, info, context) } {
         return;
     }
+    // SAFETY: the kernel's context.
+    let is_early = !FAULTS.contains(&signal) && unsafe { cancelling::is_beginning(context, mask_in(context)) };
     // SAFETY: the kernel's arguments.
-    if !FAULTS.contains(&signal)
-        && unsafe { cancelling::is_beginning(context, mask_in(context)) && put_off(signal, info, context) }
-    {
+    if is_early && unsafe { put_off(signal, info, context) } {
         return;
     }
     // SAFETY: the kernel's context.

@@ -34,6 +34,7 @@ static long resident(void)
 }
 
 static const char *sabotage;
+static unsigned last_round;
 
 /* Whether this round is to go wrong in this way, so that a test sees that it is found. */
 static int is_sabotaged(struct round *round, const char *way)
@@ -246,7 +247,7 @@ static void play_round(uint64_t seed, unsigned number)
     CHECK(munmap(round, sizeof *round) == 0);
     rounds_done++;
     RAW6(SYS_futex, &rounds_done, FUTEX_WAKE_PRIVATE, 1, 0, 0, 0);
-    if (number % 16 == 15)
+    if (number % 16 == 15 || number == last_round)
         printf("state: %d descriptors %ld KB %lu of %lu on the NIC\n", open_descriptors(), resident(), moved, all);
 }
 
@@ -306,6 +307,7 @@ int main(int count, char **words)
         rlim_t most = open_descriptors() + ROUND_DESCRIPTORS;
         CHECK(setrlimit(RLIMIT_NOFILE, &(struct rlimit){most, most}) == 0);
     }
+    last_round = first + many - 1;
     for (unsigned number = first; number < first + many; number++)
         play_round(strtoull(words[2], NULL, 10), number);
     return 0;
