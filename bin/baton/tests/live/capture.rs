@@ -186,24 +186,25 @@ fn a_capture_goes_on_when_a_nic_or_the_agent_dies() {
     scene.move_to(Place::Nic);
     let mut capture = start(&scene.bed, "deaths", &["--kernel"]);
     let statistics = |scene: &Scene| scene.bed.tool().and_then(|mut tool| tool.statistics());
-    let nic = statistics(&scene).expect("statistics").nic_process;
+    let agent = statistics(&scene).expect("statistics").agent_process;
     scene.fill(10_000);
     scene.drain();
-    signal(nic, libc::SIGKILL).expect("SIGKILL");
     let place = |scene: &Scene| {
         scene.bed.tool().and_then(|mut tool| tool.connections()).ok().and_then(|list| list.first().map(|one| one.place))
     };
-    let next_nic = |scene: &Scene| statistics(scene).is_ok_and(|now| now.nic_process != nic) && place(scene) == Some(Place::Nic);
-    wait_until("it is on the next NIC", || next_nic(&scene));
-    scene.fill(10_000);
-    scene.drain();
-    let agent = statistics(&scene).expect("statistics").agent_process;
+    // The agent first: with it ends what it knows of a NIC's death.
     signal(agent, libc::SIGKILL).expect("SIGKILL");
     let next = |scene: &Scene| statistics(scene).is_ok_and(|now| now.agent_process != agent) && place(scene) == Some(Place::Nic);
     wait_until("it is on the next agent's NIC", || next(&scene));
     let mut line = String::new();
     capture.errors.read_line(&mut line).expect("a line");
     assert!(line.contains("the capture goes on with the next one"), "{line}");
+    scene.fill(10_000);
+    scene.drain();
+    let nic = statistics(&scene).expect("statistics").nic_process;
+    signal(nic, libc::SIGKILL).expect("SIGKILL");
+    let next_nic = |scene: &Scene| statistics(scene).is_ok_and(|now| now.nic_process != nic) && place(scene) == Some(Place::Nic);
+    wait_until("it is on the next NIC", || next_nic(&scene));
     let marked = scene.sent;
     scene.fill(10_000);
     scene.drain();
