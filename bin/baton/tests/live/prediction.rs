@@ -100,11 +100,13 @@ fn a_prediction_is_what_an_attacher_does() {
 fn an_interrupted_doctor_says_what_it_has_seen() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     let own = std::process::id().to_string();
-    let child = command.args(["doctor", &own, "--seconds", "3600", "--json"]).stdout(Stdio::piped()).spawn().expect("baton");
+    command.args(["doctor", &own, "--seconds", "3600", "--json"]).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().expect("baton");
     // It has taken the signal for itself before it starts who looks.
     crate::common::wait_until("it looks", || !baton_linux::process::children(child.id()).is_empty());
     baton_linux::process::signal(child.id(), libc::SIGINT).expect("SIGINT");
     let ran = child.wait_with_output().expect("its output");
+    assert!(ran.status.success(), "{}: {}", ran.status, text(&ran.stderr));
     let said: Value = serde_json::from_slice(&ran.stdout).expect("JSON");
     assert_eq!(said["interrupted"], true, "{said}");
 }
