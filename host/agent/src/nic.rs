@@ -97,8 +97,9 @@ pub(crate) struct NicProcess {
     pub inbox: Inbox,
     /// Connections without a move that the NIC drops. Their slots are free once it has answered.
     dropping: BTreeMap<u32, Dropping>,
-    /// Commands that found the ring full and must not be lost, in their order: see [`NicProcess::post_in_time`].
-    late: VecDeque<Message>,
+    /// Commands that found the ring full and must not be lost: of each kind the last one for a connection. See
+    /// [`NicProcess::post_in_time`].
+    late: BTreeMap<(u32, u16), Message>,
     /// Sessions that end on the NIC, in the order in which it answers, and those that have ended there.
     detaching: VecDeque<u32>,
     detached: Vec<u32>,
@@ -220,7 +221,7 @@ impl NicProcess {
             host_tcp: None,
             inbox: Inbox::default(),
             dropping: BTreeMap::new(),
-            late: VecDeque::new(),
+            late: BTreeMap::new(),
             detaching: VecDeque::new(),
             detached: Vec::new(),
             room: Room::default(),
@@ -569,15 +570,16 @@ impl NicProcess {
         self.push(message)
     }
 
-    /// As [`NicProcess::post`], but if the ring is full the command is sent when it has room, and the commands after it
-    /// later. For those of which there is at most one a connection and change: what has to be told of them.
+    /// As [`NicProcess::post`], but if the ring is full the command is sent when it has room, unless another one of its
+    /// kind for the connection comes before. Commands that are posted meanwhile find no room. For what has to be told
+    /// of a connection, whose last value counts.
     ///
     /// # Errors
     /// [`Refusal::NicGone`] if the NIC has died.
     pub fn post_in_time(&mut self, message: Message) -> Result<(), Refusal> {
         match self.post(message) {
             Err(Refusal::NoRoom) => {
-                self.late.push_back(message);
+                self.late.insert((message.cid.0, message.kind), message);
                 Ok(())
             }
             other => other,
@@ -590,11 +592,11 @@ impl NicProcess {
     }
 
     fn send_late(&mut self) {
-        while let Some(message) = self.late.front().copied() {
+        while let Some((key, message)) = self.late.pop_first() {
             if self.push(message).is_err() {
+                self.late.insert(key, message);
                 return;
             }
-            self.late.pop_front();
         }
     }
 
