@@ -6,22 +6,32 @@
 
 use crate::real;
 use libc::{c_int, c_long, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// glibc's signal (SIGCANCEL).
 const CANCEL: c_int = 32;
 
-/// Bytes of its handler in which it may not yet have noted that the thread is cancelled.
+/// Bytes of a handler in which it may not yet have noted that the thread is cancelled, or looked for that.
 const BEGINNING: usize = 256;
 
 /// Bytes of the kernel's signal sets.
 const SET_BYTES: c_long = 8;
 
-/// Where the kernel has glibc's handler of that signal; 0 if it has none.
+/// Where the kernel has glibc's handler of that signal; 0 as long as that is not known.
+static HANDLER: AtomicUsize = AtomicUsize::new(0);
+
+/// Where the kernel has it, or 0 if it has none yet. Asks once: meanwhile another signal may come.
+#[inline(always)]
 fn handler() -> usize {
+    let known = HANDLER.load(Ordering::Relaxed);
+    if known != 0 {
+        return known;
+    }
     // The kernel's action: handler, flags, restorer, mask.
     let mut action = [0usize; 4];
     // SAFETY: room for an action, which the kernel fills in.
     unsafe { real::syscall(libc::SYS_rt_sigaction, CANCEL.into(), 0, action.as_mut_ptr() as c_long, SET_BYTES, 0, 0) };
+    HANDLER.store(action[0], Ordering::Relaxed);
     action[0]
 }
 
@@ -35,15 +45,17 @@ fn place(context: &libc::ucontext_t) -> usize {
     context.uc_mcontext.pc as usize
 }
 
-/// Whether a handler has interrupted that signal's handler, at its beginning.
+/// Whether a handler has interrupted that signal's handler at its beginning; or, while that waits, the beginning of
+/// this library's handler, which is `ours`: several signals may have come at once.
 ///
 /// # Safety
 /// `context` is the kernel's, of a handler that runs.
-pub(crate) unsafe fn is_beginning(context: *mut c_void, mask: u64) -> bool {
+#[inline(always)]
+pub(crate) unsafe fn is_beginning(context: *mut c_void, mask: u64, ours: usize) -> bool {
     if mask >> (CANCEL - 1) & 1 == 0 {
         return false;
     }
-    let handler = handler();
     // SAFETY: this function's `# Safety`.
-    handler != 0 && place(unsafe { &*context.cast::<libc::ucontext_t>() }).wrapping_sub(handler) < BEGINNING
+    let place = place(unsafe { &*context.cast::<libc::ucontext_t>() });
+    [handler(), ours].into_iter().any(|start| start != 0 && place.wrapping_sub(start) < BEGINNING)
 }

@@ -209,7 +209,7 @@ extern "C-unwind" fn on_signal(signal: c_int, info: *mut siginfo_t, context: *mu
         return;
     }
     // SAFETY: the kernel's context.
-    let is_early = !FAULTS.contains(&signal) && unsafe { cancelling::is_beginning(context, mask_in(context)) };
+    let is_early = !FAULTS.contains(&signal) && unsafe { cancelling::is_beginning(context, mask_in(context), ours()) };
     // SAFETY: the kernel's arguments.
     if is_early && unsafe { put_off(signal, info, context) } {
         return;

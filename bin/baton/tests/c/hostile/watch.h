@@ -77,6 +77,9 @@ static void *watch(void *unused)
         struct timespec pause = {0, 1000000};
         if (rounds_done == seen && RAW3(SYS_nanosleep, &pause, 0, 0) == 0 && rounds_done == seen) {
             say_all();
+            /* It would keep this process's output open. */
+            if (child_now)
+                RAW3(SYS_kill, child_now, SIGKILL, 0);
             RAW3(SYS_exit_group, 4, 0, 0);
         }
     }
