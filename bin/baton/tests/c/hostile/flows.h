@@ -247,7 +247,7 @@ static ssize_t send_spliced(struct flow *flow, const void *from, size_t length)
 
 static ssize_t send_messages(struct flow *flow, int fd, unsigned char *from, size_t length, int flags)
 {
-    struct iovec halves[2] = {{from, length / 2}, {from + length / 2, length - length / 2}};
+    struct iovec halves[2] = {{from, length - length / 2}, {from + length - length / 2, length / 2}};
     struct mmsghdr messages[2] = {0};
     for (int at = 0; at < 2; at++)
         messages[at].msg_hdr = (struct msghdr){.msg_iov = &halves[at], .msg_iovlen = 1};
