@@ -129,7 +129,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 28] = [
+const FIGURES: [(Counter, &str); 29] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -142,6 +142,7 @@ const FIGURES: [(Counter, &str); 28] = [
     (Counter::SynCookies, "SYNs answered with a cookie"),
     (Counter::AcceptQueueFull, "SYNs dropped at a full accept queue"),
     (Counter::Segments, "segments processed by the NIC's TCP"),
+    (Counter::Unpredicted, "of them in order, but not predicted"),
     (Counter::Dormant, "connections that are dormant now (idle, their state in few bytes)"),
     (Counter::Lent, "connections lent to the host's TCP (left their fast path)"),
     (Counter::TakenBack, "connections taken back from it"),

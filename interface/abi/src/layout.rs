@@ -595,10 +595,13 @@ pub enum Counter {
     ToAgentControl,
     /// That ask it to take a connection back (`os_restore`). Those about room are [`Counter::Announcements`].
     ToAgentRestore,
+    /// Plain segments of offloaded connections that header prediction did not expect, though they were the next in
+    /// order.
+    Unpredicted,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 59;
+pub const COUNTERS: usize = 60;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::pulse(nic::MAX_WORKERS) <= nic::COMMANDS);

@@ -67,8 +67,8 @@ impl Connection {
             && self.reassembly.is_empty()
             && self.timers.probes | self.rtt.backoff == 0
             && self.timers.ack_at == Instant::NEVER
-            // The segment's window counts, and is the one that the last one had.
-            && before(receive.wl1, receive.nxt)
+            // No later segment has set the window, and the segment's is the same one.
+            && !before(receive.nxt, receive.wl1)
             && field > 0
             && field <= u32::from(u16::MAX)
             && field << send.wscale == send.wnd

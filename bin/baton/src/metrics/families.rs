@@ -180,7 +180,7 @@ fn seconds(nanos: u64) -> Value {
 type OfWorker = (Counter, &'static str, Measure, &'static str);
 
 /// The workers' counters that only grow.
-const WORKER_COUNTERS: [OfWorker; 42] = {
+const WORKER_COUNTERS: [OfWorker; 43] = {
     use Counter as C;
     use Measure::{Bytes as B, None as N, Seconds as S};
     [
@@ -189,6 +189,12 @@ const WORKER_COUNTERS: [OfWorker; 42] = {
         (C::HostReceived, "nic_kernel_received_frames", N, "Frames received from the kernel."),
         (C::HostSent, "nic_kernel_sent_frames", N, "Frames sent to the kernel."),
         (C::Segments, "nic_segments", N, "Segments received for offloaded connections."),
+        (
+            C::Unpredicted,
+            "nic_unpredicted_segments",
+            N,
+            "Segments received in order for offloaded connections that header prediction did not expect.",
+        ),
         (C::Silenced, "nic_silenced_frames", N, "Frames of the kernel that were dropped because the NIC owns their connection."),
         (C::BadChecksum, "nic_bad_checksum_segments", N, "Segments of offloaded connections dropped for a wrong checksum."),
         (C::BadMessages, "nic_bad_messages", N, "Messages from programs that were malformed or not allowed."),

@@ -215,7 +215,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.announce_and_clear(unannounced, now);
         let taken = self.take_plain::<false>(index, plain, Usual::HEADERS, now);
         if taken {
-            self.counters.add_to_each([Counter::WireReceived, Counter::Segments], 1);
+            self.counters.add_to_each([Counter::WireReceived, Counter::Segments, Counter::Unpredicted], 1);
         }
         taken
     }

@@ -500,11 +500,15 @@ impl<H: Device, W: Device> Worker<H, W> {
             return accepted;
         }
         // As under a cork that is taken off at once: whatever else makes this end send takes what waits along (as in
-        // Linux).
-        let corked = offloaded.tcp.is_corked();
-        offloaded.tcp.set_cork(corked || holds);
-        self.output.send_all(offloaded, &self.counters, now);
-        offloaded.tcp.set_cork(corked);
+        // Linux). Without one the connection is not reached again once its record is published, which would end its
+        // prediction.
+        if holds && !offloaded.tcp.is_corked() {
+            offloaded.tcp.set_cork(true);
+            self.output.send_all(offloaded, &self.counters, now);
+            offloaded.tcp.set_cork(false);
+        } else {
+            self.output.send_all(offloaded, &self.counters, now);
+        }
         self.follow_up(index, events);
         accepted
     }

@@ -17,6 +17,7 @@ mod links;
 mod openings;
 mod other_traffic;
 mod partial;
+mod predicted;
 mod stage;
 
 use baton_abi::layout::{nic, scratch, session, slot};
