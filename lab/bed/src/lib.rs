@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod axis;
+pub mod clients;
 pub mod container;
 pub mod demo;
 pub mod http;

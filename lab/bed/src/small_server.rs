@@ -1,30 +1,32 @@
 //! A small web server for machines without nginx: one thread, epoll, ordinary sockets, persistent connections, GET
 //! only. It knows nothing of Baton. A request costs it little, so that what is measured is the network.
 
-use anyhow::{Context, Result};
-use mio::net::{TcpListener, TcpStream};
-use mio::{Events, Interest, Poll, Token};
-use std::collections::HashMap;
-use std::io::{self, ErrorKind, Read, Write};
+use crate::clients::{Client, read, serve, write};
+use anyhow::Result;
+use mio::net::TcpStream;
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::net::SocketAddr;
 use std::path::{Component, Path, PathBuf};
 use std::rc::Rc;
 
-const LISTENER: Token = Token(usize::MAX);
 /// Most bytes of a request's head.
 const HEAD: usize = 8192;
 
-/// A client's connection.
-struct Client {
-    socket: TcpStream,
+/// A client and its requests.
+#[derive(Default)]
+struct Requests {
+    files: Rc<RefCell<Files>>,
     /// Received, not yet answered.
     request: Vec<u8>,
     /// Answers that are not yet sent, and how much of the first is.
-    answers: std::collections::VecDeque<Rc<[u8]>>,
+    answers: VecDeque<Rc<[u8]>>,
     sent: usize,
 }
 
 /// Files with their answer's head, read once.
+#[derive(Default)]
 struct Files {
     root: PathBuf,
     known: HashMap<String, Rc<[u8]>>,
@@ -49,42 +51,44 @@ impl Files {
     }
 }
 
-impl Client {
-    /// Sends answers, then reads requests, until neither goes on: a client that does not read its answers is not read
-    /// either. False if the connection has ended.
-    fn serve(&mut self, files: &mut Files, buffer: &mut [u8]) -> io::Result<bool> {
+impl Client for Requests {
+    /// Sends answers, then reads requests: a client that does not read its answers is not read either.
+    fn serve(&mut self, stream: &mut TcpStream, buffer: &mut [u8]) -> io::Result<()> {
         loop {
             while let Some(answer) = self.answers.front() {
-                match self.socket.write(&answer[self.sent..]) {
-                    Ok(written) => self.sent += written,
-                    Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(true),
-                    Err(error) => return Err(error),
-                }
+                let Some(written) = write(stream, &answer[self.sent..])? else { return Ok(()) };
+                self.sent += written;
                 if self.sent == answer.len() {
                     self.answers.pop_front();
                     self.sent = 0;
                 }
             }
-            match self.socket.read(buffer) {
-                Ok(0) => return Ok(false),
-                Ok(read) => self.request.extend_from_slice(&buffer[..read]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(true),
-                Err(error) => return Err(error),
-            }
-            self.take_requests(files)?;
+            let Some(got) = read(stream, buffer)? else { return Ok(()) };
+            self.request.extend_from_slice(&buffer[..got]);
+            self.take()?;
         }
     }
 
-    fn take_requests(&mut self, files: &mut Files) -> io::Result<()> {
+    fn waits(&self) -> bool {
+        !self.answers.is_empty()
+    }
+}
+
+impl Requests {
+    /// Takes note of the requests that have come whole.
+    fn take(&mut self) -> io::Result<()> {
         while let Some(end) = self.request.windows(4).position(|four| four == b"\r\n\r\n") {
             let head = String::from_utf8_lossy(&self.request[..end]).into_owned();
             self.request.drain(..end + 4);
             let Some(path) = head.strip_prefix("GET ").and_then(|rest| rest.split(' ').next()) else {
-                return Err(io::Error::new(ErrorKind::InvalidData, "only GET is known"));
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "only GET is known"));
             };
-            self.answers.push_back(files.answer(path));
+            self.answers.push_back(self.files.borrow_mut().answer(path));
         }
-        if self.request.len() > HEAD { Err(io::Error::new(ErrorKind::InvalidData, "the request is too long")) } else { Ok(()) }
+        if self.request.len() > HEAD {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "the request is too long"));
+        }
+        Ok(())
     }
 }
 
@@ -93,39 +97,15 @@ impl Client {
 /// # Errors
 /// If it cannot listen.
 pub fn run(address: SocketAddr, root: &Path) -> Result<()> {
-    let mut poll = Poll::new()?;
-    let mut listener = TcpListener::bind(address).with_context(|| format!("listening at {address}"))?;
-    poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
-    let mut files = Files { root: root.into(), known: HashMap::new() };
-    let mut clients: HashMap<Token, Client> = HashMap::new();
-    let (mut events, mut buffer, mut next) = (Events::with_capacity(256), vec![0; 65536], 0);
-    loop {
-        match poll.poll(&mut events, None) {
-            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-            polled => polled?,
-        }
-        for event in &events {
-            if event.token() == LISTENER {
-                while let Ok((mut socket, _)) = listener.accept() {
-                    let token = Token(next);
-                    next += 1;
-                    let _ = socket.set_nodelay(true);
-                    poll.registry().register(&mut socket, token, Interest::READABLE | Interest::WRITABLE)?;
-                    clients.insert(token, Client { socket, request: Vec::new(), answers: Default::default(), sent: 0 });
-                }
-            } else if let Some(client) = clients.get_mut(&event.token())
-                && !client.serve(&mut files, &mut buffer).unwrap_or(false)
-            {
-                clients.remove(&event.token());
-            }
-        }
-    }
+    let files = Rc::new(RefCell::new(Files { root: root.into(), known: HashMap::new() }));
+    serve(address, 65536, || Requests { files: files.clone(), ..Requests::default() })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::server::Files as Served;
+    use std::io::{Read, Write};
     use std::net::TcpStream;
     use std::time::Duration;
 

@@ -1,18 +1,16 @@
 //! The program that the planner measures: it reads requests, each of which says how long it and its answer are, and
 //! answers what it has read together in as few writes as the kernel takes. It knows nothing of Baton.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
+use baton_bed::clients::{self, Client, read};
 use baton_linux::process::raise_descriptor_limit;
-use mio::net::{TcpListener, TcpStream};
-use mio::{Events, Interest, Poll, Token};
-use std::collections::HashMap;
-use std::io::{self, ErrorKind, Read, Write};
+use mio::net::TcpStream;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 
 /// Bytes of a request's head: its length, the head included, its answer's, and calls on the socket that the program is
 /// to make besides; all little endian.
 pub const HEAD: usize = 12;
-const LISTENER: Token = Token(usize::MAX);
 /// Bytes that are read and written at once.
 const PIECE: usize = 256 << 10;
 
@@ -25,8 +23,9 @@ pub fn head(request: u32, answer: u32, calls: u32) -> [u8; HEAD] {
     head
 }
 
-struct Client {
-    stream: TcpStream,
+/// A client and its requests.
+#[derive(Default)]
+struct Requests {
     /// What has come of a head.
     head: Vec<u8>,
     /// Bytes of a request that are still to come, and of its answer.
@@ -42,58 +41,27 @@ struct Client {
 /// If it cannot listen.
 pub fn run(address: SocketAddr) -> Result<()> {
     raise_descriptor_limit();
-    let mut poll = Poll::new()?;
-    let mut listener = TcpListener::bind(address).with_context(|| format!("listening at {address}"))?;
-    poll.registry().register(&mut listener, LISTENER, Interest::READABLE)?;
-    let mut clients: HashMap<Token, Client> = HashMap::new();
-    let (mut events, mut buffer, mut next) = (Events::with_capacity(256), vec![0; PIECE], 0);
-    loop {
-        match poll.poll(&mut events, None) {
-            Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-            polled => polled?,
+    clients::serve(address, PIECE, Requests::default)
+}
+
+impl Client for Requests {
+    fn serve(&mut self, stream: &mut TcpStream, buffer: &mut [u8]) -> io::Result<()> {
+        self.write(stream, buffer)?;
+        while let Some(got) = read(stream, buffer)? {
+            self.take(stream, &buffer[..got])?;
+            self.write(stream, buffer)?;
         }
-        for event in &events {
-            if event.token() == LISTENER {
-                while let Ok((mut stream, _)) = listener.accept() {
-                    let token = Token(next);
-                    next += 1;
-                    let _ = stream.set_nodelay(true);
-                    poll.registry().register(&mut stream, token, Interest::READABLE)?;
-                    clients.insert(token, Client { stream, head: Vec::new(), missing: 0, answer: 0, owed: 0 });
-                }
-            } else if let Some(client) = clients.get_mut(&event.token()) {
-                let owed = client.owed > 0;
-                if client.serve(&mut buffer).is_err() {
-                    clients.remove(&event.token());
-                } else if owed != (client.owed > 0) {
-                    // Only who has to wait asks to be told of room.
-                    let interest = if owed { Interest::READABLE } else { Interest::READABLE | Interest::WRITABLE };
-                    poll.registry().reregister(&mut client.stream, event.token(), interest)?;
-                }
-            }
-        }
+        Ok(())
+    }
+
+    fn waits(&self) -> bool {
+        self.owed > 0
     }
 }
 
-impl Client {
-    /// Reads and answers until there is nothing to read, or no room to write.
-    fn serve(&mut self, buffer: &mut [u8]) -> io::Result<()> {
-        self.write(buffer)?;
-        loop {
-            match self.stream.read(buffer) {
-                Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(got) => {
-                    self.take(&buffer[..got])?;
-                    self.write(buffer)?;
-                }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                Err(error) => return Err(error),
-            }
-        }
-    }
-
+impl Requests {
     /// Takes note of the requests in what has come.
-    fn take(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    fn take(&mut self, stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
         while !bytes.is_empty() {
             if self.missing > 0 {
                 let skipped = bytes.len().min(self.missing as usize);
@@ -109,7 +77,7 @@ impl Client {
                 self.missing = number(0).checked_sub(HEAD as u32).ok_or(ErrorKind::InvalidData)?;
                 self.answer = number(4);
                 for _ in 0..number(8) {
-                    self.stream.set_nodelay(true)?;
+                    stream.set_nodelay(true)?;
                 }
             }
             if self.missing == 0 {
@@ -120,14 +88,11 @@ impl Client {
     }
 
     /// Writes answers as far as there is room.
-    fn write(&mut self, buffer: &[u8]) -> io::Result<()> {
+    fn write(&mut self, stream: &mut TcpStream, buffer: &[u8]) -> io::Result<()> {
         while self.owed > 0 {
             let length = self.owed.min(buffer.len() as u64) as usize;
-            match self.stream.write(&buffer[..length]) {
-                Ok(written) => self.owed -= written as u64,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-                Err(error) => return Err(error),
-            }
+            let Some(written) = clients::write(stream, &buffer[..length])? else { return Ok(()) };
+            self.owed -= written as u64;
         }
         Ok(())
     }
