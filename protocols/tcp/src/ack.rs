@@ -93,6 +93,10 @@ impl Connection {
             match self.state {
                 State::FinWait1 => self.state = State::FinWait2,
                 State::Closing => events |= Events::TIME_WAIT,
+                // A program that has not closed it may still read, and what it has not read goes with the connection
+                // if its owner changes. So it waits as after a simultaneous close; RFC 9293 section 3.10.7.4 has
+                // CLOSED at once, in which there is no connection to hand over.
+                State::LastAck if !self.orphan => events |= Events::TIME_WAIT,
                 State::LastAck => {
                     self.state = State::Closed;
                     self.stop_timers(Timers::default());

@@ -79,6 +79,73 @@ fn a_reset_behind_the_end_is_a_broken_pipe() {
     as_natively(RESETS);
 }
 
+/// Connections that both sides have ended while much was unread, which is then read past the library, and by it.
+const UNREAD: &str = "
+import ctypes, os, select, socket, struct
+libc = ctypes.CDLL(None)
+libc.fdopen.restype, libc.fdopen.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_char_p]
+libc.fread.argtypes, libc.fclose.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p], [ctypes.c_void_p]
+listener = socket.create_server(('127.0.0.1', 0), backlog=100)
+sent = bytes(range(256)) * 200
+def ended():
+    client = socket.create_connection(listener.getsockname())
+    server, _ = listener.accept()
+    for _ in range(5):
+        client.sendall(b'x' * 4000); assert len(server.recv(4000, socket.MSG_WAITALL)) == 4000
+        server.sendall(b'x' * 4000); assert len(client.recv(4000, socket.MSG_WAITALL)) == 4000
+    server.sendall(sent)
+    server.shutdown(socket.SHUT_WR)
+    poll = select.poll()
+    poll.register(client, select.POLLRDHUP)
+    poll.poll(20000)
+    client.shutdown(socket.SHUT_WR)
+    assert server.recv(1) == b''
+    # Until our FIN is acknowledged, too (state 7 is CLOSE).
+    while client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) != b'\\x07': pass
+    return client, server
+def receive(one):
+    got = b''
+    while piece := one.recv(10000): got += piece
+    return got
+def stream(one):
+    file = libc.fdopen(os.dup(one.fileno()), b'r')
+    room = ctypes.create_string_buffer(2 * len(sent))
+    got = room.raw[:libc.fread(room, 1, len(room), file)]
+    libc.fclose(file)
+    return got
+def splice(one):
+    out, into = os.pipe()
+    got = b''
+    while moved := os.splice(one.fileno(), into, 10000): got += os.read(out, moved)
+    os.close(out); os.close(into)
+    return got
+def child(one):
+    out, into = os.pipe()
+    if os.fork() == 0:
+        os.close(out)
+        got = receive(one)
+        while got: got = got[os.write(into, got):]
+        os._exit(0)
+    os.close(into)
+    got = b''
+    while piece := os.read(out, 65536): got += piece
+    os.close(out); os.wait()
+    return got
+for round in range(5):
+    for way in receive, stream, splice, child:
+        one, peer = ended()
+        print(way.__name__, way(one) == sent, one.recv(10), flush=True)
+        try: one.send(b'a')
+        except OSError as error: print(error)
+        one.close(); peer.close()
+";
+
+/// What was received before both sides ended a connection can be read from wherever programs read.
+#[test]
+fn what_is_unread_when_both_sides_have_ended_can_be_read_in_every_way() {
+    as_natively(UNREAD);
+}
+
 /// One thread sleeps in recv, another one closes the descriptor, whose number the next connection gets. Then both peers
 /// send.
 const CLOSES: &str = "

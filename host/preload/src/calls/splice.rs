@@ -1,5 +1,6 @@
 //! splice(2), which moves bytes past this library. The connection is given back to the kernel first; but one that has
-//! ended on the NIC never returns, and what it has received, and its end, are read from there.
+//! been given up on the NIC (TCP_USER_TIMEOUT, keep-alive) never returns, and what it has received, and its error, are
+//! read from there.
 
 use super::transfer::recvfrom;
 use crate::kernel_only::leave_to_kernel;
@@ -11,7 +12,7 @@ use libc::{c_int, c_uint, off64_t, pollfd, size_t, ssize_t};
 /// Most bytes that go into a pipe at a time: for so many there is room where a pipe says that it has some (PIPE_BUF).
 const PIECE: usize = libc::PIPE_BUF;
 
-/// Whether a connection has ended on the NIC, where it stays.
+/// Whether a connection has been given up on the NIC, where it stays.
 fn has_ended_there(fd: c_int) -> bool {
     table::tcp(fd).is_some_and(|tcp| tcp.settled_owner() == Some(Owner::Nic))
 }
@@ -26,7 +27,7 @@ fn is_pipe(fd: c_int) -> bool {
     status.st_mode & libc::S_IFMT == libc::S_IFIFO
 }
 
-/// As splice(2), from a connection that has ended on the NIC into a pipe.
+/// As splice(2), from a connection that has been given up on the NIC into a pipe.
 fn from_the_end(from: c_int, to: c_int, length: size_t, flags: c_uint) -> ssize_t {
     let mut piece = [0u8; PIECE];
     let mut room = pollfd { fd: to, events: libc::POLLOUT, revents: 0 };

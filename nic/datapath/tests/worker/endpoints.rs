@@ -130,7 +130,11 @@ impl Nic {
     }
 
     fn shut_down(&mut self, cid: Cid) {
-        self.program.push(Message::control(Operation::NicControl, Control::Shutdown, cid, 0, 0).to_words()).unwrap();
+        self.asked_by_program(Control::Shutdown, cid);
+    }
+
+    fn asked_by_program(&mut self, control: Control, cid: Cid) {
+        self.program.push(Message::control(Operation::NicControl, control, cid, 0, 0).to_words()).unwrap();
         self.program.publish();
     }
 
@@ -638,6 +642,27 @@ fn a_program_reads_after_the_end_in_peace() {
     assert!(pair.nic.seen.is_empty() && pair.nic.restores == 0, "{:?}", pair.nic.seen);
 }
 
+/// A connection that both sides have ended, the peer first, is the kernel's: its program may not have read everything.
+#[test]
+fn what_both_sides_have_ended_leaves_the_nic() {
+    let mut pair = Pair::new();
+    let (cid, _) = pair.accepted();
+    pair.peer().send_slice(b"not read yet").expect("room");
+    pair.peer().close();
+    pair.run(10_000);
+    pair.nic.shut_down(cid);
+    pair.run(10_000);
+    assert_eq!(pair.peer().state(), tcp::State::TimeWait);
+    assert_eq!((pair.nic.restores, pair.nic.saw(cid, Control::Closed)), (1, false), "{:?}", pair.nic.seen);
+    pair.nic.commands.push(Message::new(Operation::NicRestore, cid, 0, 0).to_words()).unwrap();
+    pair.nic.commands.publish();
+    pair.run(10_000);
+    let mut bytes = [0u8; MAX_ENCODED];
+    pair.nic.nic_memory.read(nic::scratch(cid.slot()) + scratch::IMAGE, &mut bytes).unwrap();
+    let image = Image::decode(&bytes).expect("an image");
+    assert_eq!((image.state, image.unread), (baton_image::State::TimeWait, 12));
+}
+
 /// A program that is slow to read its events gets the last ones of a connection, too: the agent, which takes the slot
 /// of one that has ended, is notified after the program.
 #[test]
@@ -653,9 +678,9 @@ fn the_program_is_notified_of_the_end_before_the_agent() {
     }
     pair.peer().close();
     pair.run(10_000);
-    pair.nic.shut_down(cid);
+    pair.nic.asked_by_program(Control::Abort, cid);
     pair.run(10_000);
-    assert_eq!(pair.peer().state(), tcp::State::TimeWait);
+    assert_eq!(pair.peer().state(), tcp::State::Closed);
     assert!(!pair.nic.saw(cid, Control::Closed), "the program has not been notified");
     pair.nic.reads = true;
     pair.run(10_000);
