@@ -147,6 +147,11 @@ pub(crate) fn asleep_again<T: From<i8>>(call: impl FnOnce() -> T) -> T {
 #[cfg(target_arch = "x86_64")]
 fn make_asleep<F: FnOnce() -> T, T: From<i8>>(goes_on: bool, call: F) -> T {
     let here = whole::here();
+    if here.is_leaving() {
+        // A function that tries once more does not know yet. It sleeps no more: the way out would be forgotten.
+        thread::set_errno(libc::EINTR);
+        return T::from(-1);
+    }
     if sections::is_withdrawn() {
         // Then there is nothing to undo.
         let parts = here.parts();

@@ -270,6 +270,9 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
             sleep(process::session(), Watched { sockets: &[tcp], sets: &[] }, (&mut fds, 1), limit, std::ptr::null(), || {
                 ready() || is_interrupted()
             });
+        if leaving::is_leaving() {
+            return Err(libc::EINTR);
+        }
         if tcp.generation() != generation {
             // The caller goes on in the kernel with what was left to it.
             return if tcp.is_left(generation) { Ok(()) } else { Err(libc::EBADF) };
