@@ -17,7 +17,7 @@
 static int full;
 static struct sockaddr_in nobody = {.sin_family = AF_INET};
 static sigjmp_buf back;
-static volatile sig_atomic_t armed, nests;
+static volatile sig_atomic_t armed, nests, to_streams;
 static sigset_t timers;
 
 static void await(int fd)
@@ -38,6 +38,10 @@ static void leave(int signal)
         return;
     }
     armed = 0;
+    if (to_streams) {
+        FILE *stream = fdopen(dup(ends.server), "w");
+        CHECK(stream != NULL && fclose(stream) == 0);
+    }
     siglongjmp(back, 1);
 }
 
@@ -140,6 +144,21 @@ static void play(void (*calls)(int), int call)
     close_ends(calls == sleep_in && call != 9);
 }
 
+/* A handler makes a stream of the connection, which is the C library's from then on, and leaves the call. */
+static void leave_to_stream(int call)
+{
+    open_ends();
+    to_streams = 1;
+    if (sigsetjmp(back, 1) == 0) {
+        armed = 1;
+        CHECK(pthread_sigmask(SIG_UNBLOCK, &timers, NULL) == 0);
+        sleep_in(call);
+    }
+    CHECK(pthread_sigmask(SIG_BLOCK, &timers, NULL) == 0);
+    to_streams = 0;
+    close_ends(0);
+}
+
 static void *rest(void *unused)
 {
     for (;;)
@@ -186,6 +205,8 @@ int main(int number, char **arguments)
         }
         for (int call = 0; call < RUNS; call++)
             play(run_in, call);
+        for (int call = 0; call < 8; call++)
+            leave_to_stream(call);
         int now = count_descriptors();
         CHECK(pass == 0 || now == before);
         before = now;
