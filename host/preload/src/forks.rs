@@ -3,9 +3,9 @@
 //! - Before it every connection is restored, and nothing is handed over until it is done. Both processes have the
 //!   sockets then: a connection may move when the agent finds that its process alone has it
 //!   ([`Tcp::note_shared`](crate::tcp::Tcp::note_shared)).
-//! - The forking thread holds the locks of what the library keeps for its next use, and the one for opening a session.
-//!   So the child finds them free, and what they guard whole. It waits for their holders, unless it is one itself
-//!   ([`short_lock`](crate::short_lock)).
+//! - The forking thread holds the locks of what the library keeps for its next use, of its memory, and the one for
+//!   opening a session. So the child finds them free, and what they guard whole. It waits for their holders, unless it
+//!   is one itself ([`short_lock`](crate::short_lock)).
 //! - The child has a session and eventfds of its own. What it has inherited of its parent's is closed.
 //! - Once the library has withdrawn ([`sections`]) it does nothing of this.
 //! - A child of clone(2), `_Fork` or `syscall` may run at a moment at which another thread has any lock, malloc's too.
@@ -15,6 +15,7 @@
 
 use crate::sections::{self, Section};
 use crate::short_lock::Held;
+use crate::whole::MEMORY;
 use crate::{epoll, listening, process, real, rings, signals, starts, table, tcp, thread, udp, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
@@ -73,6 +74,7 @@ pub(crate) extern "C" fn before() {
     let short = locks.into_iter().flatten().collect();
     // SAFETY: this thread holds the lock for opening a session.
     unsafe { *LOCKS.0.get() = Locks { short, opening: Some(opening), undisturbed: Some(undisturbed), section: Some(section) } };
+    MEMORY.hold();
 }
 
 /// Releases what [`before`] has taken.
@@ -101,6 +103,8 @@ pub(crate) extern "C" fn after_in_parent() {
     if !is_prepared() || !process::is_mine() {
         return;
     }
+    // First: whoever has another lock that is waited for below may want memory.
+    MEMORY.release();
     // Also what other threads have made since.
     note_shared();
     if !process::is_closed_for_good() {
@@ -115,6 +119,7 @@ pub(crate) extern "C" fn after_in_child() {
     if !is_prepared() {
         return;
     }
+    MEMORY.release();
     table::restore();
     process::become_owner();
     // What has closed its parent for good holds for the child, too: filters and rings are inherited.
@@ -148,6 +153,11 @@ pub(crate) fn after_unprepared() {
     // Without it the system call was made by `syscall`.
     let prepared = is_prepared();
     FORKING.store(0, Ordering::SeqCst);
+    if prepared {
+        MEMORY.release()
+    } else {
+        MEMORY.abandon()
+    }
     sections::forget_inherited();
     signals::forget_inherited();
     // SAFETY: this process has one thread.

@@ -19,6 +19,7 @@ mod faults;
 mod filters;
 mod forks;
 mod handover;
+mod heap;
 mod interest;
 mod io;
 mod kernel_only;

@@ -6,8 +6,10 @@
 //! Entering one costs an addition to memory of the thread's own. Where the thread sleeps it is in none
 //! ([`crate::leaving`]).
 
+use crate::heap::{Heap, Surroundings};
 use crate::leaving::{Exit, Sleep};
-use crate::thread;
+use crate::{sections, thread};
+use baton_ring::Token;
 use libc::{c_int, siginfo_t};
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
@@ -194,6 +196,28 @@ impl Whole {
             unsafe { pthread_testcancel() };
         }
         Whole::begin()
+    }
+}
+
+/// The library's memory, which changes in such parts.
+#[global_allocator]
+pub(crate) static MEMORY: Heap<Parts> = Heap::new();
+
+/// What the memory has to know.
+pub(crate) struct Parts;
+
+impl Surroundings for Parts {
+    fn undisturbed<T>(act: impl FnOnce() -> T) -> T {
+        let _whole = Whole::begin();
+        act()
+    }
+
+    fn thread() -> Token {
+        thread::token()
+    }
+
+    fn may_unmap() -> bool {
+        !sections::is_withdrawn()
     }
 }
 

@@ -111,6 +111,20 @@ static void call_in_handler(int signal)
     errno = before;
 }
 
+static int only_allocates;
+
+/* Most of what handlers interrupt is in malloc and free. */
+static void allocate(void)
+{
+    static __thread void *some[64];
+    static __thread unsigned turn;
+    for (int at = 0; at < 64; at++) {
+        free(some[at]);
+        turn = turn * 1103515245 + 12345;
+        CHECK((some[at] = malloc((turn >> 16) % (at % 8 == 0 ? 200000 : 2000))) != NULL);
+    }
+}
+
 static void *work(void *argument)
 {
     timer_t timer;
@@ -119,6 +133,8 @@ static void *work(void *argument)
     sigemptyset(&usual);
     CHECK(pthread_sigmask(SIG_SETMASK, &usual, NULL) == 0);
     timer = begin_timer(SIGUSR1);
+    while (self->signals < SIGNALS && only_allocates)
+        allocate();
     while (self->signals < SIGNALS) {
         void *some = malloc(self->signals % 5000);
         make_calls(self);
@@ -395,7 +411,8 @@ int main(int number, char **arguments)
     may_move = number > 2;
     alarm(60);
     open_listener();
-    if (strcmp(name, "calls") == 0)
+    only_allocates = strcmp(name, "allocates") == 0;
+    if (only_allocates || strcmp(name, "calls") == 0)
         return use_calls(), 0;
     workers[0].both = connect_pair();
     if (strcmp(name, "actions") == 0)

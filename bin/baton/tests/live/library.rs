@@ -172,6 +172,12 @@ fn handlers_use_sockets() {
     as_natively("handlers", "calls");
 }
 
+/// The same handlers, where what they interrupt is the program's malloc.
+#[test]
+fn handlers_use_sockets_in_the_middle_of_malloc() {
+    as_natively("handlers", "allocates");
+}
+
 /// Handlers leave calls by siglongjmp, while these run and while they sleep: nothing is left of a call.
 #[test]
 fn handlers_leave_calls() {
