@@ -660,6 +660,10 @@ impl Set {
         let errno = thread::errno();
         if let Some(session) = session {
             session.shared.uncount_sleeper();
+            if leaving::is_leaving() {
+                // It may be the one thread that the doorbell has woken (EPOLLEXCLUSIVE), for what others wait for.
+                session.shared.catch_up(thread::token());
+            }
         }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         thread::fail(errno);
