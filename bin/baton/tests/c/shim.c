@@ -20,7 +20,22 @@ static long count(int which, long got)
     return got;
 }
 
-#define NEXT(name) ((__typeof__(name) *)dlsym(RTLD_NEXT, #name))
+/* The next functions are looked up once: dlsym takes a lock, in the middle of which a handler may leave a call. */
+#define NEXT(name) next_##name
+static __typeof__(read) *next_read;
+static __typeof__(write) *next_write;
+static __typeof__(recv) *next_recv;
+static __typeof__(send) *next_send;
+static __typeof__(close) *next_close;
+
+__attribute__((constructor)) static void look_up(void)
+{
+    next_read = (__typeof__(read) *)dlsym(RTLD_NEXT, "read");
+    next_write = (__typeof__(write) *)dlsym(RTLD_NEXT, "write");
+    next_recv = (__typeof__(recv) *)dlsym(RTLD_NEXT, "recv");
+    next_send = (__typeof__(send) *)dlsym(RTLD_NEXT, "send");
+    next_close = (__typeof__(close) *)dlsym(RTLD_NEXT, "close");
+}
 
 ssize_t read(int fd, void *to, size_t length)
 {

@@ -48,6 +48,8 @@ const AT_ONCE: usize = 6;
 const NATIVELY: usize = 2;
 /// Kilobytes by which a process may grow beyond what it grows natively, in the second half.
 const GROWTH: i64 = 4096;
+/// Descriptors by which it may: in the second half, too, more threads may sleep at once than ever before.
+const MORE_DESCRIPTORS: i64 = 2;
 
 /// What a process has said.
 #[derive(Debug, Default)]
@@ -177,7 +179,7 @@ impl Programs {
         }
         let natively = native.iter().map(Said::growth).reduce(|one, other| (one.0.max(other.0), one.1.max(other.1)))?;
         let (descriptors, memory) = ours.growth();
-        if descriptors > natively.0 || memory > natively.1 + GROWTH {
+        if descriptors > natively.0 + MORE_DESCRIPTORS || memory > natively.1 + GROWTH {
             return Some(format!(
                 "grows by {descriptors} descriptors and {memory} KB, natively by {natively:?}: {:?}",
                 ours.states
@@ -219,10 +221,10 @@ fn soak(programs: &Programs, batches: &[(Batch<'_>, &[&[&str]])]) {
     };
     std::thread::scope(|scope| (0..AT_ONCE.min(batches.len())).for_each(|_| drop(scope.spawn(work))));
     let (found, (some, all)) = (found.into_inner().expect("a list"), moved.into_inner().expect("numbers"));
-    println!("{} batches; {some} of {all} connections were on the NIC when they ended", batches.len());
+    println!("{} batches; {some} of {all} connections were seen on the NIC", batches.len());
     assert!(found.is_empty(), "{} differ:\n{}", found.len(), found.join("\n"));
-    // A sample is too small to say how many move.
-    assert!(all < 500 || some * 20 > all, "only {some} of {all} connections were on the NIC when they ended");
+    // A sample is too small to say how many move. What both sides have ended is in the kernel.
+    assert!(all < 500 || some * 50 > all, "only {some} of {all} connections were seen on the NIC");
 }
 
 fn seed() -> u64 {
@@ -234,8 +236,6 @@ const SAMPLE: usize = 6;
 /// Columns that are sampled. Not `--flip`, which shows defects that are not mended yet (docs/internals/tests.md).
 /// `make hostile` plays it.
 const SAMPLED: usize = 2;
-/// A surrounding that is not sampled for the same reason: what has ended on the NIC is lost when a filter is set.
-const NOT_SAMPLED: &str = "sandbox";
 
 /// Rounds that have gone wrong, and are mended: word, seed, round, column. A stream of the C library's on a connection
 /// in whose call another thread sleeps; splice from what has ended on the NIC, twice; a signal that comes together with
@@ -247,8 +247,7 @@ const MENDED: [(&str, u64, usize, usize); 4] =
 fn programs_do_what_they_do_natively() {
     let (programs, seed) = (Programs::new(&SURROUNDINGS), seed());
     let Some(rounds) = std::env::var("BATON_ROUNDS").ok() else {
-        let sampled = SURROUNDINGS.iter().filter(|surrounding| surrounding.word != NOT_SAMPLED);
-        let drawn = sampled.enumerate().map(|(at, surrounding)| {
+        let drawn = SURROUNDINGS.iter().enumerate().map(|(at, surrounding)| {
             let column = (seed as usize + at) % SAMPLED;
             (Batch { surrounding, seed, first: 0, count: SAMPLE }, &COLUMNS[column..=column])
         });
@@ -261,13 +260,17 @@ fn programs_do_what_they_do_natively() {
     let rounds: usize = rounds.parse().expect("BATON_ROUNDS: a number");
     let of = std::env::var("BATON_SURROUNDING").ok();
     let first: usize = std::env::var("BATON_FIRST_ROUND").map_or(0, |first| first.parse().expect("BATON_FIRST_ROUND: a number"));
+    let only = std::env::var("BATON_COLUMN").ok().map(|column| column.parse::<usize>().expect("BATON_COLUMN: 0, 1 or 2"));
     let mut batches = Vec::new();
     for (number, first) in (first..first + rounds).step_by(BATCH).enumerate() {
         let count = BATCH.min(rounds - number * BATCH);
         let of_each = SURROUNDINGS.iter().filter(|known| of.as_ref().is_none_or(|of| of == known.word));
         // The columns in turn: 10,000 rounds of each surrounding are a third of them in each.
-        let column =
-            if rounds < COLUMNS.len() * BATCH { 0..COLUMNS.len() } else { number % COLUMNS.len()..number % COLUMNS.len() + 1 };
+        let column = match only {
+            Some(only) => only..only + 1,
+            None if rounds < COLUMNS.len() * BATCH => 0..COLUMNS.len(),
+            None => number % COLUMNS.len()..number % COLUMNS.len() + 1,
+        };
         batches.extend(of_each.map(|surrounding| (Batch { surrounding, seed, first, count }, &COLUMNS[column.clone()])));
     }
     soak(&programs, &batches);

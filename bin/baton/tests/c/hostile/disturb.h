@@ -159,6 +159,9 @@ static void change_number(struct round *round)
     struct connection *connection = &round->connections[below(&round->random, round->connection_count)];
     if ((size_t)round->closed_count == sizeof round->closed / sizeof *round->closed)
         return;
+    for (unsigned at = 0; at < round->flow_count; at++)
+        if (round->flows[at].connection == connection && round->flows[at].is_stream && !round->flows[at].has_copy)
+            return;
     int old = connection->fd, new = dup(old);
     CHECK(new >= 0);
     connection->fd = new;

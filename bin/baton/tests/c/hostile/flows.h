@@ -7,6 +7,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/epoll.h>
+#include <netinet/tcp.h>
 #include <sys/ioctl.h>
 #include <sys/select.h>
 #include <sys/sendfile.h>
@@ -30,6 +31,8 @@ struct flow {
     sigjmp_buf back;
     volatile sig_atomic_t may_leave;
     volatile int is_done;
+    /* Whether a stream has its own number of the connection. */
+    volatile int has_copy;
     /* A thread is either cancelled or leaves a call: natively, too, a jump that comes between loses the cancellation. */
     _Atomic int is_cancelled, is_leaving;
     /* Whether the connection was seen on the NIC. */
@@ -62,13 +65,36 @@ static inline int is_passing(ssize_t done)
     return done < 0 && (errno == EINTR || errno == EAGAIN || errno == EBADF);
 }
 
+static void say(const char *text)
+{
+    RAW3(SYS_write, 2, text, strlen(text));
+}
+
+/* What the kernel knows of a socket. */
+static void say_socket(const char *whose, int fd)
+{
+    struct tcp_info info = {0};
+    int buffers[2] = {0}, unread = 0, unsent = 0;
+    char line[300];
+    RAW6(SYS_getsockopt, fd, IPPROTO_TCP, TCP_INFO, &info, &(socklen_t){sizeof info}, 0);
+    RAW6(SYS_getsockopt, fd, SOL_SOCKET, SO_RCVBUF, &buffers[0], &(socklen_t){sizeof(int)}, 0);
+    RAW6(SYS_getsockopt, fd, SOL_SOCKET, SO_SNDBUF, &buffers[1], &(socklen_t){sizeof(int)}, 0);
+    RAW3(SYS_ioctl, fd, FIONREAD, &unread);
+    RAW3(SYS_ioctl, fd, TIOCOUTQ, &unsent);
+    snprintf(line, sizeof line, "  %s: state %u, unread %d of %d, may grow to %u, segments of %u; unsent %d of %d, segments of %u, in flight %u, probes %u\n", whose,
+             info.tcpi_state, unread, buffers[0], info.tcpi_rcv_ssthresh, info.tcpi_rcv_mss, unsent, buffers[1], info.tcpi_snd_mss, info.tcpi_unacked,
+             info.tcpi_probes);
+    say(line);
+}
+
 /* A call that has failed as it may not. */
 #define CHECK_CALL(flow, holds) \
     do { \
         int was = errno; \
         if (!(holds)) \
             fprintf(stderr, "%s of fd %d, %zu of %zu, asks for %zu: %s, waited by %s\n", (flow)->writes ? "writer" : "reader", (flow)->connection->fd, (flow)->at, \
-                    (flow)->total, (flow)->asked, (flow)->now, (flow)->waited ? (flow)->waited : "nothing"); \
+                    (flow)->total, (flow)->asked, (flow)->now, (flow)->waited ? (flow)->waited : "nothing"), \
+                say_socket("here", (flow)->connection->fd), say_socket("peer", (flow)->connection->peer); \
         errno = was; \
         CHECK(holds); \
     } while (0)
@@ -204,6 +230,8 @@ static void receive_some(struct flow *flow)
     int knows = one_in(random, 2) && wait_for_it(flow), kind = below(random, 10), is_taken = 0, fd = flow->connection->fd;
     flow->waited = knows ? flow->waited : NULL;
     int flags = knows ? MSG_DONTWAIT : (int[]){0, 0, MSG_DONTWAIT, MSG_WAITALL}[below(random, 4)];
+    /* Linux waits for ever if what is unread closes its window: it does so while a large segment is read in part. */
+    int peeking = MSG_PEEK | (flags & ~MSG_WAITALL);
     struct msghdr message = {.msg_iov = flow->pieces, .msg_iovlen = PIECES};
     ssize_t done;
     /* recvmmsg gets a message of each half. */
@@ -215,7 +243,7 @@ static void receive_some(struct flow *flow)
     case 1: done = LEAVABLE(flow, recvfrom(fd, flow->buffer, length, flags, NULL, NULL)); break;
     case 2: cut(flow, length), done = LEAVABLE(flow, readv(fd, flow->pieces, PIECES)); break;
     case 3: cut(flow, length), done = LEAVABLE(flow, recvmsg(fd, &message, flags)); break;
-    case 4: flow->peeks = 1, done = LEAVABLE(flow, recv(fd, flow->buffer, length, flags | MSG_PEEK)); break;
+    case 4: flow->peeks = 1, done = LEAVABLE(flow, recv(fd, flow->buffer, length, peeking)); break;
     case 5: done = receive_messages(flow, fd, length), is_taken = 1; break;
     case 6: done = receive_spliced(flow, fd, length); break;
     default: done = LEAVABLE(flow, read(fd, flow->buffer, length)); break;
@@ -288,7 +316,9 @@ static void send_some(struct flow *flow)
 /* The same by the C library's streams, on a descriptor of their own. */
 static void stream_all(struct flow *flow)
 {
-    FILE *stream = fdopen(dup(flow->connection->fd), flow->writes ? "w" : "r");
+    int copy = dup(flow->connection->fd);
+    flow->has_copy = 1;
+    FILE *stream = fdopen(copy, flow->writes ? "w" : "r");
     CHECK(stream != NULL);
     flow->now = "a stream";
     while (flow->writes && flow->at < flow->total) {

@@ -8,11 +8,6 @@
 static _Atomic unsigned rounds_done;
 static int patience = 20;
 
-static void say(const char *text)
-{
-    RAW3(SYS_write, 2, text, strlen(text));
-}
-
 static void say_file(const char *path)
 {
     char text[2000];
@@ -61,6 +56,8 @@ static void say_all(void)
             snprintf(line, sizeof line, "peer of fd %d: sent %zu of %zu, got %zu: %s; on the NIC: %d\n", connection->fd, connection->peer_sent,
                      connection->peer_sends, connection->peer_got, connection->now ? connection->now : "", is_on_nic(connection->fd));
             say(line);
+            say_socket("here", connection->fd);
+            say_socket("peer", connection->peer);
         }
     }
     say_threads(getpid());
