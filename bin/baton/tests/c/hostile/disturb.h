@@ -160,8 +160,8 @@ static void change_number(struct round *round)
     if ((size_t)round->closed_count == sizeof round->closed / sizeof *round->closed)
         return;
     for (unsigned at = 0; at < round->flow_count; at++)
-        if (round->flows[at].connection == connection && round->flows[at].is_stream && !round->flows[at].has_copy)
-            return;
+        while (round->flows[at].connection == connection && round->flows[at].is_stream && !round->flows[at].has_copy)
+            RAW3(SYS_sched_yield, 0, 0, 0);
     int old = connection->fd, new = dup(old);
     CHECK(new >= 0);
     connection->fd = new;
