@@ -588,6 +588,7 @@ impl Set {
                         Some(again) => section = again,
                         None => return only_programs(out, got, deadline, native),
                     }
+                    readiness::pass_on(session);
                     got
                 };
                 if got < 0 {
@@ -660,10 +661,6 @@ impl Set {
         let errno = thread::errno();
         if let Some(session) = session {
             session.shared.uncount_sleeper();
-            if leaving::is_leaving() {
-                // It may be the one thread that the doorbell has woken (EPOLLEXCLUSIVE), for what others wait for.
-                session.shared.catch_up(thread::token());
-            }
         }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         thread::fail(errno);

@@ -141,6 +141,17 @@ pub(crate) fn is_marked(set: &Set, session: Option<&Session>) -> bool {
     set.any_marked.load(Ordering::SeqCst)
 }
 
+/// Handles what the session's doorbell rings for, in a thread that comes back from a set. The doorbell wakes one thread
+/// of those that sleep in sets (EPOLLEXCLUSIVE): if it was this one, it may come back for something else, with no room
+/// for the doorbell's event, or be on its way out, and others wait for what there is.
+pub(crate) fn pass_on(session: Option<&Session>) {
+    let errno = thread::errno();
+    if let Some(session) = session {
+        session.shared.catch_up(thread::token());
+    }
+    thread::set_errno(errno);
+}
+
 /// Why what was found in a set may not be all.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Doubt {
