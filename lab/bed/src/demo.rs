@@ -385,20 +385,18 @@ impl Stage<'_> {
         let before = self.tool.statistics()?;
         let requests = self.counters().requests.load(Ordering::Relaxed);
         process::signal(before.nic_process, 9)?;
-        let after = loop {
-            let now = self.tool.statistics()?;
-            if now.nic_starts > before.nic_starts {
-                break now;
-            }
+        while self.tool.statistics()?.nic_starts == before.nic_starts {
             std::thread::sleep(Duration::from_millis(1));
-        };
+        }
         report.nic_kills = 1;
+        // The load must continue on every connection.
+        std::thread::sleep(Duration::from_millis(500));
+        // The next NIC starts before the last of them has been recovered.
+        let after = self.tool.statistics()?;
         report.connections_recovered = after.recovered;
         if after.lost > 0 {
             report.failures.push(format!("{} connections were lost with the NIC", after.lost));
         }
-        // The load must continue on every connection.
-        std::thread::sleep(Duration::from_millis(500));
         let served = self.counters().requests.load(Ordering::Relaxed) - requests;
         println!("  {} connections went on in the kernel, {served} requests answered in the half second after", after.recovered);
         if after.recovered == 0 {
