@@ -6,7 +6,7 @@
 //! child that is made otherwise (clone) may find it in the middle of a change by another thread of its parent's: it
 //! leaves this memory as it is, and has new one.
 
-use baton_ring::{Lock, LockGuard, Token};
+use baton_ring::{Lock, LockGuard, Token, give_way};
 use dlmalloc::{Allocator, Dlmalloc};
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::UnsafeCell;
@@ -93,13 +93,19 @@ impl<S: Surroundings> Heap<S> {
 
     fn with(&self, change: impl FnOnce(&mut Memory<S>) -> *mut u8) -> *mut u8 {
         let memory = if self.is_such_a_child() { &self.of_child } else { &self.memory };
-        S::undisturbed(|| match memory.lock(S::thread()) {
-            Some(mut memory) => change(&mut memory),
-            // SAFETY: this thread holds the lock: for a fork, since nothing interrupts it in the line above.
-            None => match unsafe { &mut *self.held.get() } {
-                Some(memory) => change(memory),
-                None => ptr::null_mut(),
-            },
+        S::undisturbed(|| {
+            for round in 0.. {
+                if let Some(mut memory) = memory.lock(S::thread()) {
+                    return change(&mut memory);
+                }
+                // SAFETY: this thread holds the lock for a fork, if anything is here.
+                if let Some(memory) = unsafe { &mut *self.held.get() } {
+                    return change(memory);
+                }
+                // Among thousands of threads two may have the same token.
+                give_way(round);
+            }
+            ptr::null_mut()
         })
     }
 
@@ -162,5 +168,49 @@ unsafe impl<S: Surroundings> GlobalAlloc for Heap<S> {
         }
         // SAFETY: the caller's block, which has this layout, and a size that is valid with its alignment.
         self.with(|memory| unsafe { memory.realloc(at, layout.size(), layout.align(), size) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Threads that cannot be told apart.
+    struct Alike;
+
+    impl Surroundings for Alike {
+        fn undisturbed<T>(act: impl FnOnce() -> T) -> T {
+            act()
+        }
+
+        fn thread() -> Token {
+            7
+        }
+
+        fn may_unmap() -> bool {
+            true
+        }
+    }
+
+    /// Each block is its owner's, also where two threads have the same token, and after a fork's lock.
+    #[test]
+    fn blocks_are_their_owners() {
+        static HEAP: Heap<Alike> = Heap::new();
+        HEAP.hold();
+        HEAP.release();
+        let use_it = |mark: u8| {
+            for round in 1..20_000 {
+                let layout = Layout::from_size_align(1 + round % 700, 8).expect("a layout");
+                // SAFETY: a block of this layout, whose bytes are all set before they are read.
+                unsafe {
+                    let block = HEAP.alloc(layout);
+                    assert!(!block.is_null());
+                    block.write_bytes(mark, layout.size());
+                    assert!((0..layout.size()).all(|at| *block.add(at) == mark));
+                    HEAP.dealloc(block, layout);
+                }
+            }
+        };
+        std::thread::scope(|scope| (1..=4).for_each(|mark| drop(scope.spawn(move || use_it(mark)))));
     }
 }
