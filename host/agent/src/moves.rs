@@ -436,6 +436,10 @@ impl Agent {
             let moved = Err(Refusal::State("SYN-SENT"));
             return self.note_end(session, number, moved, asker.into_iter().collect());
         }
+        if connection.stays {
+            // Its program has taken it back for good while the move waited: for a device, say.
+            return self.note_end(session, number, Err(Refusal::CalledOff), asker.into_iter().collect());
+        }
         if let Some(refusal) = refused_by_gain(self, session, number) {
             record_end(self, (session, number), &Conclusion::Stays(refusal.clone()), monotonic_micros());
             return self.note_end(session, number, Err(refusal), asker.into_iter().collect());

@@ -259,6 +259,14 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
         if connection.ended().is_some() {
             return fail(libc::ENOTCONN) as c_int;
         }
+        if how == libc::SHUT_RD {
+            // An agent that has moved it nevertheless. The NIC would end what is sent.
+            drop(entered);
+            if let Err(number) = kernel_only::leave(tcp, REASON, || Patience::Always) {
+                return fail(number) as c_int;
+            }
+            continue;
+        }
         if session.shared.readiness(connection, token()).shut {
             return 0;
         }

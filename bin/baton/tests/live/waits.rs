@@ -22,15 +22,19 @@ pub fn compile(name: &str, scratch: &Scratch) -> PathBuf {
 
 /// `baton run` with these arguments, in a network namespace of its own. Returns the program's output, and the report.
 fn baton_run(scratch: &Scratch, arguments: &[&str]) -> (Output, Value) {
+    baton_run_in(&Namespace::new().expect("a namespace"), scratch, arguments)
+}
+
+/// The same in this namespace.
+fn baton_run_in(namespace: &Namespace, scratch: &Scratch, arguments: &[&str]) -> (Output, Value) {
     let report = scratch.file("report");
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["run", "--eager", "--log", &scratch.file("log"), "--flip-report", &report]).args(arguments);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
-    let namespace = Namespace::new().expect("a namespace");
     let ran = namespace.spawn(&mut command).expect("baton").wait_with_output().expect("its output");
     let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
     if !ran.status.success() || !log.is_empty() {
-        panic!("{arguments:?}: {}{}{log}{}", text(&ran.stdout), text(&ran.stderr), kernels_counters(&namespace));
+        panic!("{arguments:?}: {}{}{log}{}", text(&ran.stdout), text(&ran.stderr), kernels_counters(namespace));
     }
     let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
     assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{arguments:?}: {report}");
@@ -104,6 +108,49 @@ fn receiving_is_shut_alone() {
     assert!(Command::new(&program).arg("20").status().expect("the program").success(), "natively");
     let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", &program.to_string_lossy(), "1000"]);
     assert!(report["moves"].as_u64() > Some(0), "{report}");
+}
+
+/// A move waits until the agent is attached to the host's devices, of which there are many, and its program takes the
+/// connection back for good meanwhile: the move is not made then.
+#[test]
+fn what_is_taken_back_for_good_does_not_move_when_the_devices_are_ready() {
+    const PROGRAM: &str = "
+import glob, os, socket, time
+listener = socket.create_server(('127.0.0.1', 0))
+client = socket.create_connection(listener.getsockname())
+server, _ = listener.accept()
+into, out = os.pipe()
+def exchange(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        client.sendall(b'x' * 100)
+        assert len(server.recv(100, socket.MSG_WAITALL)) == 100
+here = os.stat('/proc/self/ns/net').st_ino
+def attaches():
+    for agent in glob.glob('/proc/[0-9]*'):
+        try:
+            if open(agent + '/comm').read() == 'baton-agent\\n' and os.stat(agent + '/ns/net').st_ino == here:
+                return any(open(thread).read() == 'attach\\n' for thread in glob.glob(agent + '/task/*/comm'))
+        except OSError:
+            # It has ended meanwhile.
+            pass
+    return False
+while not attaches():
+    exchange(0.01)
+exchange(0.05)
+client.sendall(b'y')
+assert os.splice(server.fileno(), out, 1) == 1 and attaches()
+while attaches():
+    exchange(0.01)
+exchange(0.2)
+";
+    let scratch = Scratch::new("taken-back");
+    let namespace = Namespace::new().expect("a namespace");
+    let devices = "for at in $(seq 40); do echo link add many$at type veth peer name more$at; echo link set many$at up; echo link set more$at up; done | ip -batch -";
+    let added = namespace.spawn(Command::new("sh").args(["-c", devices])).expect("a shell").wait().expect("its end");
+    assert!(added.success());
+    let (_, report) = baton_run_in(&namespace, &scratch, &["--flip", "0..1", "--", "python3", "-c", PROGRAM]);
+    assert_eq!(report["connections_by_moves"]["0"], 1, "that of the accepting side: {report}");
 }
 
 /// Queries of a socket during a move return what they return before and after it.
