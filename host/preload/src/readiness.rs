@@ -143,11 +143,12 @@ pub(crate) fn is_marked(set: &Set, session: Option<&Session>) -> bool {
 
 /// Handles what the session's doorbell rings for, in a thread that comes back from a set. The doorbell wakes one thread
 /// of those that sleep in sets (EPOLLEXCLUSIVE): if it was this one, it may come back for something else, with no room
-/// for the doorbell's event, or be on its way out, and others wait for what there is.
+/// for the doorbell's event, or be on its way out, and others wait for what there is. It may not sleep again, so the
+/// doorbell is cleared here: else it would not be rung again for them.
 pub(crate) fn pass_on(session: Option<&Session>) {
     let errno = thread::errno();
     if let Some(session) = session {
-        session.shared.catch_up(thread::token());
+        baton_client::catch_up_for_others(&session.shared, thread::token());
     }
     thread::set_errno(errno);
 }

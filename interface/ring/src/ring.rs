@@ -255,6 +255,11 @@ pub fn clear_rung(flag: &AtomicU32) {
     fence(Ordering::SeqCst);
 }
 
+/// Whether the doorbell was rung, and nobody has looked at the ring since.
+pub fn was_rung(flag: &AtomicU32) -> bool {
+    flag.load(Ordering::Relaxed) & RUNG != 0
+}
+
 /// As [`needs_doorbell`] for such a consumer: whether a thread sleeps, and the doorbell was not rung since it last
 /// looked at its ring. However long it takes to wake up, it is rung once. Who rings calls [`note_rung`] before.
 #[inline]

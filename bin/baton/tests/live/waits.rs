@@ -50,6 +50,13 @@ fn kernels_counters(namespace: &Namespace) -> String {
     counters.filter(|(_, count)| *count != "0").map(|(name, count)| format!("{name} {count}\n")).collect()
 }
 
+/// A thread that the doorbell has woken leaves epoll_wait by a jump: others are woken by it afterwards.
+#[test]
+fn who_leaves_a_set_by_a_jump_leaves_the_doorbell_to_others() {
+    let scratch = Scratch::new("bells");
+    baton_run(&scratch, &["--rule", "accepted", "--", &compile("bells", &scratch).to_string_lossy()]);
+}
+
 /// Threads that receive, send and wait, each in a call of its own, on connections that are handed over and move
 /// meanwhile: no call is disturbed, and none sleeps on. BATON_WAITS_MOVES sets the number of moves by each rule.
 #[test]

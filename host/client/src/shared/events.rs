@@ -5,7 +5,7 @@ use crate::connection::Connection;
 use baton_abi::layout::Owner;
 use baton_abi::layout::{RING_MESSAGES, nic::MAX_NICS, session as at};
 use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
-use baton_ring::{Consumer, Token};
+use baton_ring::{Consumer, Token, was_rung};
 use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher};
@@ -289,6 +289,15 @@ impl Events {
             self.displaced.insert(last.0, number);
         }
     }
+}
+
+/// Handles the NIC's events in a thread that has slept, and may not do so again: as [`Shared::catch_up`], and a
+/// doorbell that was rung is cleared, so that it is rung again for others.
+pub fn catch_up_for_others(shared: &Shared, token: Token) {
+    if was_rung(shared.memory.word32(at::PROGRAM_SLEEPING)) {
+        shared.clear_bell();
+    }
+    shared.catch_up(token);
 }
 
 pub(crate) fn refresh(events: &mut Events, connection: &Connection) {

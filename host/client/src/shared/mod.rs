@@ -28,6 +28,7 @@ mod receiving;
 mod requests;
 mod sending;
 
+pub use events::catch_up_for_others;
 pub(crate) use events::{Events, refresh};
 pub use requests::LIMIT;
 use requests::protocol_error;
