@@ -28,7 +28,7 @@ const LIMIT: Duration = Duration::from_millis(500);
 /// What runs on this machine.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Found {
-    /// The agents of this user, or of all users for root, by process.
+    /// The agents of this user, and the host's (`baton up`); of all users for root. By process.
     pub agents: Vec<Agent>,
     /// Processes that call themselves agents, and hold up who looks at them.
     pub silent: Vec<u32>,
@@ -49,8 +49,21 @@ pub fn agents() -> Found {
             None => found.silent.push(process),
         }
     }
+    // Whoever is not root cannot look at root's processes; what is at the usual path is for everybody.
+    if process::user() != 0
+        && let Some(agent) = usual(Path::new(crate::DEFAULT_SOCKET))
+        && found.agents.iter().all(|other| other.socket != agent.socket)
+    {
+        found.agents.push(agent);
+    }
     found.agents.sort_by_key(|agent| agent.process);
     found
+}
+
+/// Who listens at the path at which `baton up` does.
+fn usual(path: &Path) -> Option<Agent> {
+    let process = Channel::try_connect_to_anybody(path).and_then(|channel| channel.peer_process()).ok()?;
+    Some(Agent { process, socket: path.to_owned() })
 }
 
 /// The socket at which a process listens, if it does.

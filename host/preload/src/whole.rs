@@ -32,6 +32,8 @@ pub(crate) struct Here {
     pub sleep: AtomicPtr<Sleep>,
     /// Its cancellation type, with [`CANCELLED_LATER`].
     cancel_kind: AtomicI32,
+    /// Whether the thread could be cancelled when that was last forbidden.
+    cancel_state: AtomicI32,
     /// Where it is to go when the outermost part ends, with [`LEAVING`].
     pub exit: Exit,
     /// Its alternate signal stack when it last ran a handler: address and length.
@@ -101,6 +103,7 @@ pub(crate) fn here<'a>() -> &'a Here {
         mask: AtomicU64::new(0),
         sleep: AtomicPtr::new(std::ptr::null_mut()),
         cancel_kind: AtomicI32::new(AT_CALLS),
+        cancel_state: AtomicI32::new(DISABLED),
         exit: Exit::new(),
         stack: [const { AtomicUsize::new(0) }; 2],
         sections: AtomicU32::new(0),
@@ -252,15 +255,15 @@ impl Here {
 
     /// Lets the thread not be cancelled. Returns whether it could be.
     fn forbid_cancellation(&self) -> bool {
-        let (mut kind, mut last) = (AT_CALLS, DISABLED);
-        // SAFETY: room for the last type and the last state.
+        // AddressSanitizer, which stands in between, takes the stack of a thread that has only begun for that of the
+        // thread that had it last: so not there.
+        // SAFETY: room for the last type and the last state, which nobody but this thread uses.
         unsafe {
             // glibc's signal may be under way, which does not look at the state (2.36).
-            pthread_setcanceltype(AT_CALLS, &mut kind);
-            pthread_setcancelstate(DISABLED, &mut last);
+            pthread_setcanceltype(AT_CALLS, self.cancel_kind.as_ptr());
+            pthread_setcancelstate(DISABLED, self.cancel_state.as_ptr());
         }
-        self.cancel_kind.store(kind, RELAXED);
-        last == ENABLED
+        self.cancel_state.load(RELAXED) == ENABLED
     }
 
     /// Is in no part any more, and handles what came meanwhile: signals, and cancellation

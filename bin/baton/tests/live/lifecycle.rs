@@ -453,3 +453,19 @@ fn a_start_that_fails_leaves_nothing() {
     assert!(!ran.status.success() && text(&ran.stderr).contains("/dev/net/tun"), "{}", text(&ran.stderr));
     assert!(!leftovers(&scratch), "a directory is left");
 }
+
+/// `baton up` by root, in a mount namespace with a /run of its own: an ordinary user's tools find it at its usual path.
+#[test]
+fn an_ordinary_user_finds_the_hosts_baton() {
+    const BOTH: &str = "
+mount -t tmpfs none /run && ip link set lo up || exit 1
+\"$0\" up & up=$!
+while kill -0 $up && ! \"$0\" status > /dev/null; do :; done
+setpriv --reuid=65534 --regid=65534 --clear-groups \"$0\" ls; listed=$?
+kill $up && wait $up && exit $listed";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--net", "sh", "-c", BOTH, env!("CARGO_BIN_EXE_baton")]).env_remove("BATON_SOCKET");
+    let ran = command.output().expect("unshare (Debian's package util-linux)");
+    let printed = String::from_utf8_lossy(&ran.stdout);
+    assert!(ran.status.success() && printed.lines().last().is_some_and(|last| last.starts_with("NUMBER")), "{ran:?}");
+}
