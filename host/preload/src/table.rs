@@ -10,6 +10,8 @@
 use crate::epoll::Set;
 use crate::rings::Ring;
 use crate::tcp::Tcp;
+use crate::whole;
+use baton_ring::give_way;
 use libc::c_int;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
@@ -27,12 +29,16 @@ pub(crate) enum File {
 /// Number of descriptors that can be tracked; higher ones stay the kernel's.
 const SIZE: usize = 1 << 20;
 
-/// One pointer per descriptor; the lowest bit is set for a TCP socket, the next one for a ring (all types are aligned
-/// to more than 4). Pages are only allocated for numbers in use.
+/// One pointer per descriptor; the lowest bit is set for a TCP socket, the next one for a ring, the one above while a
+/// thread changes what the descriptor refers to (all types are aligned to more than 4). Pages are only allocated for
+/// numbers in use.
 type Entries = [AtomicPtr<u8>; SIZE];
 
 /// Bit of an entry for a ring.
 const RING: usize = 2;
+
+/// Bit of an entry that is being changed ([`Change`]).
+const CHANGING: usize = 4;
 
 /// Pages of its own that the kernel wipes in a child.
 #[repr(C, align(4096))]
@@ -56,7 +62,34 @@ static END: AtomicUsize = AtomicUsize::new(0);
 /// The TCP socket behind a descriptor.
 #[inline(always)]
 pub(crate) fn tcp(fd: c_int) -> Option<&'static Tcp> {
-    as_tcp(TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire))
+    as_tcp(entry(fd)?)
+}
+
+/// The entry of a descriptor, once no other thread is changing what it refers to.
+#[inline(always)]
+fn entry(fd: c_int) -> Option<*mut u8> {
+    let slot = TABLE.entries.get(fd as u32 as usize)?;
+    let found = slot.load(Ordering::Acquire);
+    Some(if found as usize & CHANGING == 0 { found } else { settled(slot) })
+}
+
+/// An entry once no other thread is changing it. To the thread that is, the descriptor is not tracked.
+#[cold]
+fn settled(slot: &AtomicPtr<u8>) -> *mut u8 {
+    let mut round = 0;
+    loop {
+        let found = slot.load(Ordering::Acquire);
+        if found as usize & CHANGING == 0 || found == mark() {
+            return found;
+        }
+        give_way(round);
+        round += 1;
+    }
+}
+
+/// The entry of a descriptor that the calling thread is changing.
+fn mark() -> *mut u8 {
+    std::ptr::from_ref(whole::here()).cast_mut().cast::<u8>().wrapping_byte_add(CHANGING)
 }
 
 /// What `look` finds in the TCP socket behind a descriptor: fewer instructions than `tcp(fd).and_then(look)`.
@@ -90,8 +123,12 @@ fn as_tcp(found: *mut u8) -> Option<&'static Tcp> {
 /// What a descriptor refers to, if it is tracked.
 #[inline(always)]
 pub(crate) fn get(fd: c_int) -> Option<File> {
-    let found = TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire);
-    if found.is_null() {
+    file(entry(fd)?)
+}
+
+#[inline(always)]
+fn file(found: *mut u8) -> Option<File> {
+    if found.is_null() || found as usize & CHANGING != 0 {
         return None;
     }
     if let Some(tcp) = as_tcp(found) {
@@ -177,8 +214,55 @@ pub(crate) fn end() -> usize {
     END.load(Ordering::Relaxed)
 }
 
-/// All tracked descriptors from `first` to `last`.
+/// All tracked descriptors from `first` to `last`, without those that are being changed.
 pub(crate) fn known(first: u32, last: u32) -> impl Iterator<Item = (c_int, File)> {
     let end = END.load(Ordering::Acquire).min(last as usize + 1);
-    (first as usize..end).filter_map(|at| Some((at as c_int, get(at as c_int)?)))
+    (first as usize..end).filter_map(|at| Some((at as c_int, file(TABLE.entries.get(at)?.load(Ordering::Acquire))?)))
+}
+
+/// What a descriptor refers to is being changed by the calling thread: it is closed, or becomes another one of a
+/// socket, in the kernel and in the table. Until this is dropped other threads that use the number wait. They would
+/// find either no entry, while the kernel still has the socket there, which may be a shell, or an entry that the kernel
+/// does not have any more. If no entry was put meanwhile, the descriptor is not tracked from then on.
+///
+/// The thread is in a part that no handler interrupts ([`whole`]). It holds no lock for which a thread may wait that
+/// looks here.
+#[must_use]
+pub(crate) struct Change {
+    slot: &'static AtomicPtr<u8>,
+    mark: *mut u8,
+}
+
+impl Change {
+    /// Begins to change a descriptor. None if it cannot be tracked.
+    pub fn begin(fd: c_int) -> Option<Change> {
+        let slot = TABLE.entries.get(fd as u32 as usize)?;
+        while !Change::replace(slot, settled(slot)) {}
+        Some(Change::begun(fd, slot))
+    }
+
+    /// Begins to change a descriptor of this socket. None if it is not one any more.
+    pub fn begin_of(fd: c_int, tcp: &'static Tcp) -> Option<Change> {
+        let slot = TABLE.entries.get(fd as u32 as usize)?;
+        let tagged = std::ptr::from_ref(tcp).cast_mut().cast::<u8>().wrapping_byte_add(1);
+        Change::replace(slot, tagged).then(|| Change::begun(fd, slot))
+    }
+
+    fn replace(slot: &AtomicPtr<u8>, last: *mut u8) -> bool {
+        slot.compare_exchange(last, mark(), Ordering::AcqRel, Ordering::Relaxed).is_ok()
+    }
+
+    fn begun(fd: c_int, slot: &'static AtomicPtr<u8>) -> Change {
+        // A child would wait for ever: there it is not tracked.
+        if let Some(copy) = COPY.get(fd as u32 as usize) {
+            copy.store(std::ptr::null_mut(), Ordering::Release);
+        }
+        Change { slot, mark: mark() }
+    }
+}
+
+impl Drop for Change {
+    fn drop(&mut self) {
+        let _ = self.slot.compare_exchange(self.mark, std::ptr::null_mut(), Ordering::AcqRel, Ordering::Relaxed);
+    }
 }

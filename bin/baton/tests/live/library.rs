@@ -67,6 +67,15 @@ fn a_closed_number_stays_in_its_set() {
     as_natively("stdio", "closed number");
 }
 
+/// A descriptor of a connection on the NIC is closed, or becomes another one, while another thread makes calls on it:
+/// none of them finds the shell.
+#[test]
+fn a_number_that_changes_is_no_shell() {
+    for case in ["same", "closed", "replaced"] {
+        as_natively("numbers", case);
+    }
+}
+
 /// What has closed a process for good, for itself and its children, holds after a fork, too.
 #[test]
 fn a_fork_does_not_reopen_what_is_closed_for_good() {

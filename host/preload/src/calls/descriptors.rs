@@ -4,7 +4,7 @@ use super::stdio;
 use crate::connecting;
 use crate::listening::{self, Accepted};
 use crate::sections::{self, Section};
-use crate::table::{self, File};
+use crate::table::{self, Change, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
 use crate::whole::Whole;
@@ -212,18 +212,19 @@ pub unsafe extern "C-unwind" fn listen(fd: c_int, most: c_int) -> c_int {
     done
 }
 
-/// Handles the closing of a descriptor, before it is closed.
-fn leave(fd: c_int) {
-    let Some(_section) = Section::enter() else { return };
+/// Handles the closing of a descriptor, before it is closed. What is returned is to be kept until it is.
+fn leave(fd: c_int) -> Option<Change> {
+    let _section = Section::enter()?;
     udp::close(fd);
     match table::get(fd) {
         // A child of vfork closes its own copies only.
         Some(_) if !process::is_mine() => {}
-        Some(File::Tcp(tcp)) => tcp.remove_fd(fd),
+        Some(File::Tcp(tcp)) => return tcp.remove_fd(fd),
         Some(File::Set(set)) => set.remove_fd(fd),
         Some(File::Ring(ring)) => ring.remove_fd(fd),
         None => {}
     }
+    None
 }
 
 /// Intercepts the C library's `close`.
@@ -233,9 +234,14 @@ fn leave(fd: c_int) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
     {
-        let _whole = Whole::begin();
-        if table::get(fd).is_some() || udp::of(fd).is_some() {
-            leave(fd);
+        let is_tracked = is_tracked(fd);
+        let _whole = if is_tracked { Whole::begin_cancelable() } else { Whole::begin() };
+        if is_tracked {
+            if let Some(_change) = leave(fd) {
+                // Its socket has others, so that this does not wait.
+                // SAFETY: the program's own arguments (`# Safety`).
+                return unsafe { real::close(fd) };
+            }
         } else if process::session().is_some() && process::is_ours(fd) && process::is_mine() {
             return fail(libc::EBADF) as c_int;
         }
@@ -251,10 +257,10 @@ pub unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
 unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     const CLOSE_RANGE_CLOEXEC: c_int = 4;
     let _whole = Whole::begin();
+    let mut _changes = Vec::new();
     if flags & CLOSE_RANGE_CLOEXEC == 0 {
-        for (fd, _) in table::known(first, last).collect::<Vec<_>>() {
-            leave(fd);
-        }
+        let known = table::known(first, last).collect::<Vec<_>>();
+        _changes = known.into_iter().filter_map(|(fd, _)| leave(fd)).collect();
         udp::close_range(first, last);
     }
     if process::session().is_none() {
@@ -353,11 +359,8 @@ pub unsafe extern "C-unwind" fn dup(fd: c_int) -> c_int {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn dup2(fd: c_int, to: c_int) -> c_int {
-    if fd != to && is_tracked(to) && is_open(fd) {
-        leave(to);
-    }
     // SAFETY: the program's own arguments (`# Safety`).
-    copied(fd, unsafe { real::dup2(fd, to) })
+    put_in_place(fd, to, || unsafe { real::dup2(fd, to) })
 }
 
 /// Intercepts the C library's `dup3`.
@@ -366,21 +369,33 @@ pub unsafe extern "C-unwind" fn dup2(fd: c_int, to: c_int) -> c_int {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
-    if fd != to && flags & !libc::O_CLOEXEC == 0 && is_tracked(to) && is_open(fd) {
-        leave(to);
-    }
     // SAFETY: the program's own arguments (`# Safety`).
-    copied(fd, unsafe { real::dup3(fd, to, flags) })
+    let native = || unsafe { real::dup3(fd, to, flags) };
+    if flags & !libc::O_CLOEXEC == 0 { put_in_place(fd, to, native) } else { native() }
+}
+
+/// dup2(2) and dup3(2), by `native`.
+fn put_in_place(fd: c_int, to: c_int, native: impl FnOnce() -> c_int) -> c_int {
+    if fd == to || !is_tracked(fd) && !is_tracked(to) {
+        return native();
+    }
+    let _whole = Whole::begin();
+    // What the kernel refuses changes nothing.
+    let _change = if is_taken(fd, to) { leave(to).or_else(|| Change::begin(to)) } else { None };
+    copied(fd, native())
+}
+
+/// Whether the kernel takes the arguments of dup2(2), in the process whose descriptors the table has; false if that
+/// cannot be asked any more.
+fn is_taken(fd: c_int, to: c_int) -> bool {
+    let Some(_section) = Section::enter() else { return false };
+    // SAFETY: F_GETFD takes no pointer.
+    let is_open = || unsafe { real::fcntl(fd, libc::F_GETFD, 0) >= 0 };
+    process::is_mine() && u64::try_from(to).is_ok_and(|to| to < process::most_descriptors()) && is_open()
 }
 
 fn is_tracked(fd: c_int) -> bool {
     table::get(fd).is_some() || udp::of(fd).is_some()
-}
-
-/// Whether a descriptor is open; false if that cannot be asked any more.
-fn is_open(fd: c_int) -> bool {
-    // SAFETY: F_GETFD takes no pointer.
-    Section::enter().is_some_and(|_section| unsafe { real::fcntl(fd, libc::F_GETFD, 0) >= 0 })
 }
 
 /// fcntl(2).

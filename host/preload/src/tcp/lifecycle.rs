@@ -140,7 +140,7 @@ impl Tcp {
         }
         // Not with the list locked: removing takes that lock.
         let fds = locked(&self.fds).clone();
-        fds.into_iter().for_each(|fd| self.remove_fd(fd));
+        fds.into_iter().for_each(|fd| drop(self.remove_fd(fd)));
     }
 
     /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that
@@ -197,17 +197,18 @@ impl Tcp {
     }
 
     /// Handles the closing of a descriptor, before it is closed. With the last one the connection is restored and given
-    /// up by the agent, so that closing it means what it always meant.
-    pub fn remove_fd(&'static self, fd: c_int) {
+    /// up by the agent, so that closing it means what it always meant. Otherwise the connection may be on the NIC: what
+    /// is returned is to be kept until the kernel has closed the descriptor.
+    pub fn remove_fd(&'static self, fd: c_int) -> Option<table::Change> {
+        let change = table::Change::begin_of(fd, self)?;
         let last = {
             let mut fds = locked(&self.fds);
             fds.retain(|other| *other != fd);
             fds.is_empty()
         };
-        table::put(fd, None);
         if !last {
             self.remove_number(fd);
-            return;
+            return Some(change);
         }
         listening::close(self);
         self.settle();
@@ -225,6 +226,8 @@ impl Tcp {
         for waiter in self.remove_watchers(&self.waiters, |_| true) {
             waiter.wake();
         }
+        drop(change);
         POOL.lock().push(self);
+        None
     }
 }
