@@ -92,6 +92,13 @@ impl Nic {
         self.halted_until = self.halted_until.max(until);
     }
 
+    /// A process that is stopped goes on (SIGCONT).
+    pub fn resume(&mut self, now: u64) {
+        if self.halted(now).is_some_and(|(halt, _)| halt == Halt::Stopped) {
+            self.halted_until = now;
+        }
+    }
+
     /// Why the process does nothing useful now, and since when.
     pub fn halted(&self, now: u64) -> Option<(Halt, u64)> {
         self.halted.filter(|_| now < self.halted_until)
