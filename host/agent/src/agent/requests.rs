@@ -10,6 +10,7 @@ use crate::ground::Shape;
 use crate::group::Group;
 use crate::identity::Identity;
 use crate::moves::MANY_WAITING;
+use crate::native;
 use crate::nic::NicProcess;
 use crate::session::{NOT_READING, Sent, Session};
 use crate::texts::shortened;
@@ -429,7 +430,7 @@ impl Agent {
             Ok(ends) => ends,
             Err(refusal) => {
                 if !refusal.is_transient() {
-                    self.note_native(number, None, &Native::Refused(refusal.to_string()));
+                    native::note_unfit(self, number, process, &Native::Refused(refusal.to_string()));
                 }
                 return stays(refusal);
             }
