@@ -27,8 +27,8 @@ pub const EXAMPLES: &str = "Examples:
   baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
 
-What a NIC has room for (connections, memory, processor, when-full), what becomes of frames during moves, and its programs' doorbells can
-always be set; the other settings are for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the
+What a NIC has room for (connections, memory, processor, when-full), what becomes of frames during moves and of
+connections whose peer has sent its FIN, and its programs' doorbells can always be set; the other settings are for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the
 kernel's devices do these things: see `ethtool -K` and `-C`. `attach` puts large receive in front of any of them, whether a Baton runs or
 not.";
 
@@ -129,7 +129,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 29] = [
+const FIGURES: [(Counter, &str); 30] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -143,6 +143,7 @@ const FIGURES: [(Counter, &str); 29] = [
     (Counter::AcceptQueueFull, "SYNs dropped at a full accept queue"),
     (Counter::Segments, "segments processed by the NIC's TCP"),
     (Counter::Unpredicted, "of them in order, but not predicted"),
+    (Counter::PeerFins, "connections given back since their peer's FIN had come"),
     (Counter::Dormant, "connections that are dormant now (idle, their state in few bytes)"),
     (Counter::Lent, "connections lent to the host's TCP (left their fast path)"),
     (Counter::TakenBack, "connections taken back from it"),

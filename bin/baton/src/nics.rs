@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic::MAX_NICS;
 use baton_agent::{AgentSettings, Choose};
 use baton_linux::rtnetlink;
-use baton_offloads::{DuringMoves, Limits, Offloads};
+use baton_offloads::{DuringMoves, Limits, Offloads, PeerFin};
 use baton_protocol::nic::NicSettings;
 use clap::Args;
 
@@ -25,6 +25,10 @@ pub struct NicsArguments {
     /// during-moves=…` changes it). [default: hold]
     #[arg(long, value_enum, value_name = "WHAT")]
     during_moves: Option<WhileMoving>,
+    /// If a Baton is started: what becomes of a connection on the NIC when its peer's FIN has come (`baton nic set
+    /// peer-fin=…` changes it). [default: keep]
+    #[arg(long, value_enum, value_name = "WHAT")]
+    peer_fin: Option<AtFin>,
     #[command(flatten)]
     limits: LimitArguments,
 }
@@ -44,6 +48,25 @@ impl WhileMoving {
         match self {
             WhileMoving::Hold => DuringMoves::Hold,
             WhileMoving::Drop => DuringMoves::Drop,
+        }
+    }
+}
+
+/// Values of `--peer-fin`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+pub enum AtFin {
+    /// It stays until it ends.
+    Keep,
+    /// It returns to the kernel and ends there, and its place on the NIC is free.
+    Return,
+}
+
+impl AtFin {
+    /// As the NIC has it.
+    fn setting(self) -> PeerFin {
+        match self {
+            AtFin::Keep => PeerFin::Keep,
+            AtFin::Return => PeerFin::Return,
         }
     }
 }
@@ -126,6 +149,7 @@ impl NicsArguments {
             || !self.devices.is_empty()
             || self.choose.is_some()
             || self.during_moves.is_some()
+            || self.peer_fin.is_some()
             || self.limits.is_given()
     }
 
@@ -154,7 +178,8 @@ impl NicsArguments {
     /// Adds them to an agent's settings. They have been checked.
     pub fn apply(&self, settings: AgentSettings) -> AgentSettings {
         let during_moves = self.during_moves.map_or(settings.nic.offloads.during_moves, WhileMoving::setting);
-        let offloads = Offloads { limits: self.limits.limits(), during_moves, ..settings.nic.offloads };
+        let peer_fin = self.peer_fin.map_or(settings.nic.offloads.peer_fin, AtFin::setting);
+        let offloads = Offloads { limits: self.limits.limits(), during_moves, peer_fin, ..settings.nic.offloads };
         let nic = NicSettings { offloads, ..settings.nic };
         let choose = self.choose.map_or(settings.choose, Chosen::choose);
         AgentSettings { nics: self.nics, devices: self.devices.clone(), choose, nic, ..settings }
@@ -190,7 +215,7 @@ mod tests {
     fn devices_are_checked() {
         let arguments = |nics, devices: &[&str]| {
             let devices = devices.iter().map(ToString::to_string).collect();
-            NicsArguments { nics, devices, choose: None, during_moves: None, limits: LimitArguments::default() }
+            NicsArguments { nics, devices, choose: None, during_moves: None, peer_fin: None, limits: LimitArguments::default() }
         };
         let why = |nics, devices| arguments(nics, devices).check().expect_err("it is wrong").to_string();
         assert!(why(1, &["lo"]).contains("--nics 2"));

@@ -15,26 +15,38 @@ impl Agent {
     /// does not.
     pub(crate) fn note_native(&mut self, number: u32, program: Option<&str>, why: &Native) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
-        let program = program.unwrap_or(&session.opening.program);
-        let noted = Withdrawn {
-            process: session.process,
-            identity: process::identity(session.process).unwrap_or_default(),
-            program: shortened(program),
-            reason: shortened(&why.to_string()),
-            connections: u64::from(why.is_of_connections()),
-        };
-        self.counts.note(session.user, &noted.program, Counted::Refused, &noted.reason);
-        let list = &mut self.statistics.withdrawn;
-        let same = |known: &&mut Withdrawn| {
-            (known.process, known.identity, &known.reason) == (noted.process, noted.identity, &noted.reason)
-        };
-        if let Some(known) = list.iter_mut().find(same) {
-            known.connections += noted.connections;
-            return;
-        }
-        if list.len() >= MOST {
-            list.pop_front();
-        }
-        list.push_back(noted);
+        let (process, program) = (session.process, program.unwrap_or(&session.opening.program).to_owned());
+        note(self, number, (process, &program), why);
     }
+}
+
+/// The same of a connection that was to be registered: with an attacher it is that of process `of`.
+pub(crate) fn note_unfit(agent: &mut Agent, number: u32, of: Option<u32>, why: &Native) {
+    match of.filter(|_| agent.is_attacher(number)) {
+        Some(of) => note(agent, number, (of, &process::name(of).unwrap_or_default()), why),
+        None => agent.note_native(number, None, why),
+    }
+}
+
+fn note(agent: &mut Agent, number: u32, (process, program): (u32, &str), why: &Native) {
+    let Some(Some(session)) = agent.sessions.get(number as usize) else { return };
+    let noted = Withdrawn {
+        process,
+        identity: process::identity(process).unwrap_or_default(),
+        program: shortened(program),
+        reason: shortened(&why.to_string()),
+        connections: u64::from(why.is_of_connections()),
+    };
+    agent.counts.note(session.user, &noted.program, Counted::Refused, &noted.reason);
+    let list = &mut agent.statistics.withdrawn;
+    let same =
+        |known: &&mut Withdrawn| (known.process, known.identity, &known.reason) == (noted.process, noted.identity, &noted.reason);
+    if let Some(known) = list.iter_mut().find(same) {
+        known.connections += noted.connections;
+        return;
+    }
+    if list.len() >= MOST {
+        list.pop_front();
+    }
+    list.push_back(noted);
 }

@@ -15,9 +15,6 @@ use std::time::Duration;
 const PACE: u64 = 50_000;
 const SLOW_PACE: u64 = 1_000_000;
 
-/// When a NIC counts as hung.
-const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000, resumed: None };
-
 /// Takes samples of one process.
 pub struct Sampler {
     process: u32,
@@ -97,7 +94,7 @@ fn sampler_of(sampler: &mut Option<Sampler>, process: u32) -> &mut Sampler {
     if sampler.as_ref().is_none_or(|sampler| sampler.process != process) {
         *sampler = None;
     }
-    sampler.get_or_insert_with(|| Sampler::new(process, LIMITS))
+    sampler.get_or_insert_with(|| Sampler::new(process, Limits::OF_NIC))
 }
 
 impl Watched {

@@ -487,7 +487,9 @@ impl Attacher {
     /// Registers a socket with the agent, if it is a selected connection.
     fn consider(&mut self, process: u32, fd: i32, inode: u64, copy: BorrowedFd<'_>) -> Result<()> {
         const SO_PROTOCOL: i32 = 38;
-        if socket::get(copy, libc::SOL_SOCKET, SO_PROTOCOL).ok() != Some(libc::IPPROTO_TCP) {
+        // The agent refuses MPTCP's, and lists that.
+        let protocol = socket::get(copy, libc::SOL_SOCKET, SO_PROTOCOL).ok();
+        if !matches!(protocol, Some(libc::IPPROTO_TCP | libc::IPPROTO_MPTCP)) {
             self.inodes.insert(inode);
             return Ok(());
         }

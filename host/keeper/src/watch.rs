@@ -13,11 +13,6 @@ use std::time::Duration;
 const PACE: u64 = 100_000;
 const SLOW_PACE: u64 = 250_000;
 
-/// When an agent counts as hung. It has longer than a NIC: a round of its loop may be about all connections, and
-/// programs do not wait for it. One that is stopped is resumed soon: its NIC may be stopped, too, and then nobody else
-/// ends that.
-const LIMITS: Limits = Limits { spinning: 2_000_000, stuck: 5_000_000, stopped: 2_000_000, resumed: Some(150_000) };
-
 /// What is to be done with an agent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Remedy {
@@ -45,7 +40,7 @@ impl Watched<'_> {
         Watched {
             process,
             memory,
-            sampler: Sampler::new(process, LIMITS),
+            sampler: Sampler::new(process, Limits::OF_AGENT),
             due: monotonic_micros() + PACE,
             cause: None,
             ended: [false; 2],

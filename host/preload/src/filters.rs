@@ -36,9 +36,10 @@ static UNKNOWN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 /// such thing.
 static PLAIN: AtomicPtr<c_char> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Sets a filter, by the program's own call, after the library has withdrawn. `filter` is null for the strict mode.
+/// Sets a filter, by the program's own call, after the library has withdrawn. `filter` is null for the strict mode;
+/// `report` tells the agent of a program that has no session.
 #[cold]
-pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c_long {
+pub(crate) fn set(filter: *const sock_fprog, report: fn(), call: impl FnOnce() -> c_long) -> c_long {
     let plan = process::plan();
     if sections::is_withdrawn() {
         let done = call();
@@ -62,7 +63,7 @@ pub(crate) fn set(filter: *const sock_fprog, call: impl FnOnce() -> c_long) -> c
     if let Some((before, after)) = preload::around_token(libraries.as_bytes()) {
         PLAIN.store(kept(preload::VARIABLE, &[before, after].concat()), Ordering::Release);
     }
-    withdraw();
+    withdraw(report);
     thread::set_errno(errno);
     let done = call();
     if done >= 0 {
@@ -162,11 +163,12 @@ fn look<T: Copy>(from: *const T, count: usize) -> Look<T> {
 }
 
 /// Withdraws.
-fn withdraw() {
+fn withdraw(report: fn()) {
     // A handler that uses a socket would wait for what it interrupts.
     let _undisturbed = Undisturbed::begin();
     // So that the agent learns why nothing moves.
     process::ask_while_possible();
+    report();
     process::close_for_good(Native::Filters);
     sections::withdraw();
     let alone = sections::await_none(PATIENCE, waiter::wake_all);

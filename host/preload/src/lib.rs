@@ -39,6 +39,7 @@ mod table;
 mod tcp;
 mod thread;
 mod udp;
+mod unserved;
 #[cfg(target_arch = "x86_64")]
 mod unwinding;
 mod wait;

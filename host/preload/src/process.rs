@@ -99,6 +99,11 @@ impl Plan {
         &self.run
     }
 
+    /// The program's name: that of its file.
+    pub fn program(&self) -> &str {
+        &self.program
+    }
+
     /// Whether the agent moves connections at random.
     pub fn flips(&self) -> bool {
         self.run.flips

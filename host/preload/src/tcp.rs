@@ -127,10 +127,15 @@ fn locked<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The protocol of a descriptor, if it is a socket's.
+pub(crate) fn protocol(fd: c_int) -> Option<c_int> {
+    const SO_PROTOCOL: c_int = 38;
+    options::kernels(fd, libc::SOL_SOCKET, SO_PROTOCOL)
+}
+
 /// Whether a descriptor is a TCP socket's.
 pub(crate) fn is_tcp(fd: c_int) -> bool {
-    const SO_PROTOCOL: c_int = 38;
-    options::kernels(fd, libc::SOL_SOCKET, SO_PROTOCOL) == Some(libc::IPPROTO_TCP)
+    protocol(fd) == Some(libc::IPPROTO_TCP)
 }
 
 impl Tcp {

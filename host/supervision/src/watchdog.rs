@@ -32,6 +32,15 @@ pub struct Limits {
     pub resumed: Option<u64>,
 }
 
+impl Limits {
+    /// Of a NIC, and of the host's TCP: programs wait for them.
+    pub const OF_NIC: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000, resumed: None };
+
+    /// Of an agent. It has longer than a NIC: a round of its loop may be about all connections, and programs do not
+    /// wait for it. One that is stopped is resumed soon: its NIC may be stopped, too, and then nobody else ends that.
+    pub const OF_AGENT: Limits = Limits { spinning: 2_000_000, stuck: 5_000_000, stopped: 2_000_000, resumed: Some(150_000) };
+}
+
 /// By how many microseconds a sample may be late.
 const LATE: u64 = 50_000;
 
@@ -176,7 +185,7 @@ impl Watchdog {
 
     /// Takes a sample in.
     pub fn judge(&mut self, sample: &Sample) -> Verdict {
-        let late = sample.at > sample.due + LATE;
+        let late = sample.at > sample.due + LATE && cfg!(not(feature = "sabotage-punctual-watchdog"));
         if cfg!(feature = "sabotage-blind-watchdog") {
             return Verdict::Well;
         }
@@ -223,7 +232,8 @@ impl Watchdog {
         if at - since >= self.limits.stopped {
             return Verdict::Hung(Cause::Stopped);
         }
-        let is_due = self.limits.resumed.is_some_and(|limit| at - first >= limit);
+        let limit = self.limits.resumed.filter(|_| cfg!(not(feature = "sabotage-stern-watchdog")));
+        let is_due = limit.is_some_and(|limit| at - first >= limit);
         if is_due && !core::mem::replace(&mut self.resumed, true) { Verdict::Resume } else { Verdict::Well }
     }
 
@@ -270,7 +280,7 @@ mod tests {
     use super::*;
     use Process::{Runs, Stopped, Traced, Waits};
 
-    const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000, resumed: None };
+    const LIMITS: Limits = Limits::OF_NIC;
     /// Microseconds between two samples.
     const PACE: u64 = 50_000;
 

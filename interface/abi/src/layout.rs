@@ -598,10 +598,12 @@ pub enum Counter {
     /// Plain segments of offloaded connections that header prediction did not expect, though they were the next in
     /// order.
     Unpredicted,
+    /// Connections that the host was asked to take back since their peer's FIN had come.
+    PeerFins,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 60;
+pub const COUNTERS: usize = 61;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::pulse(nic::MAX_WORKERS) <= nic::COMMANDS);

@@ -235,6 +235,8 @@ pub enum RestoreCause {
     Reset = 1,
     /// The peer sends urgent data, which the NIC does not handle.
     Urgent = 2,
+    /// The peer's FIN has come, and the NIC is set to give such connections back.
+    PeerFin = 3,
 }
 
 /// Reason of a refusal after which the same command may succeed a moment later.

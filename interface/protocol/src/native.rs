@@ -19,12 +19,16 @@ pub enum Native {
     Musl(String),
     /// The program filters its system calls.
     Filters,
+    /// The program cannot reach the agent any more.
+    OutOfReach,
     /// The program uses io_uring.
     IoUring,
     /// The program makes processes past the C library.
     RawFork,
     /// A connection's options have receiving return more than bytes.
     ReceivesMore,
+    /// A connection is one of MPTCP.
+    Mptcp,
     /// The agent does not take a connection, for this reason.
     Refused(String),
 }
@@ -32,7 +36,7 @@ pub enum Native {
 impl Native {
     /// Whether it is true of single connections only.
     pub fn is_of_connections(&self) -> bool {
-        matches!(self, Native::ReceivesMore | Native::Refused(_))
+        matches!(self, Native::ReceivesMore | Native::Mptcp | Native::Refused(_))
     }
 
     /// The cause that is noted for connections that were on the NIC, in reports.
@@ -41,9 +45,11 @@ impl Native {
             Native::Static => "static",
             Native::Musl(_) => "musl",
             Native::Filters => "seccomp",
+            Native::OutOfReach => "out of reach",
             Native::IoUring => "io_uring",
             Native::RawFork => "raw fork",
             Native::ReceivesMore => "TCP_INQ",
+            Native::Mptcp => "MPTCP",
             Native::Refused(_) => "refused",
         }
     }
@@ -55,11 +61,17 @@ impl fmt::Display for Native {
             Native::Static => f.write_str(STATIC),
             Native::Musl(linker) => write!(f, "it is linked with musl ({linker}{MUSL}"),
             Native::Filters => f.write_str("seccomp: it filters its system calls"),
+            Native::OutOfReach => f.write_str(
+                "out of reach: it has changed its root directory, namespaces or user before it had a TCP socket, and cannot reach Baton any more",
+            ),
             Native::IoUring => f.write_str("io_uring: the kernel makes its calls, where no library sees them"),
             Native::RawFork => f.write_str("raw fork: it makes processes past the C library, which share its connections"),
             Native::ReceivesMore => {
                 f.write_str("receiving returns more than bytes (TCP_INQ, time stamps and the like), which only the kernel knows")
             }
+            Native::Mptcp => f.write_str(
+                "MPTCP: the kernel cannot export it (start the program with MPTCP off, e.g. GODEBUG=multipathtcp=0)",
+            ),
             Native::Refused(reason) => f.write_str(reason),
         }
     }
@@ -73,9 +85,10 @@ mod tests {
     fn every_reason_says_what_it_is_about() {
         assert!(Native::Static.to_string().contains("baton attach"));
         assert!(Native::Musl("ld-musl-x86_64.so.1".into()).to_string().contains("(ld-musl-x86_64.so.1)"));
-        for why in [Native::Filters, Native::IoUring, Native::RawFork] {
+        for why in [Native::Filters, Native::OutOfReach, Native::IoUring, Native::RawFork] {
             assert!(why.to_string().starts_with(&format!("{}: ", why.cause())) && !why.is_of_connections(), "{why}");
         }
+        assert!(Native::Mptcp.to_string().starts_with("MPTCP: ") && Native::Mptcp.is_of_connections());
         assert!(Native::Refused("it is so".into()).is_of_connections());
     }
 }

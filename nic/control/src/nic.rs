@@ -348,6 +348,7 @@ impl Runner {
             slots: settings.slots,
             hash_key: settings.hash_key,
             drop_during_moves: settings.offloads.during_moves == baton_offloads::DuringMoves::Drop,
+            return_at_fin: settings.offloads.peer_fin == baton_offloads::PeerFin::Return,
             lro: baton_lro::LroSettings { hash_key: settings.hash_key, ..settings.offloads.lro },
             moderation: settings.offloads.moderation,
             doorbells: settings.offloads.doorbells,
@@ -658,6 +659,7 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
         active_ack: set.active_ack,
         limits: limits(&set.limits),
         drop_during_moves: set.during_moves == baton_offloads::DuringMoves::Drop,
+        return_at_fin: set.peer_fin == baton_offloads::PeerFin::Return,
     }
 }
 

@@ -16,6 +16,7 @@ mod host_tcp;
 mod lending;
 mod messages;
 mod opening;
+mod peer_fin;
 mod programs;
 mod room;
 mod to_kernel;
@@ -72,6 +73,8 @@ pub struct WorkerSettings {
     pub dormant_after: u64,
     /// Drop frames that arrive while their connection is between two owners, instead of holding them for the next one.
     pub drop_during_moves: bool,
+    /// Ask the host to take a connection back when its peer's FIN has come.
+    pub return_at_fin: bool,
     /// Large receive for the kernel's connections.
     pub lro: baton_lro::LroSettings,
     /// When frames for the kernel are delivered.
@@ -101,6 +104,7 @@ impl Default for WorkerSettings {
             quick_ack: false,
             dormant_after: 2_000_000,
             drop_during_moves: false,
+            return_at_fin: false,
             lro: baton_lro::LroSettings::default(),
             moderation: baton_moderation::Mode::Off,
             doorbells: baton_moderation::Mode::Off,
@@ -127,6 +131,8 @@ pub struct WorkerOffloads {
     pub limits: Limits,
     /// Drop frames that arrive while their connection is between two owners, instead of holding them for the next one.
     pub drop_during_moves: bool,
+    /// Ask the host to take a connection back when its peer's FIN has come.
+    pub return_at_fin: bool,
 }
 
 /// A worker between the kernel's interface `H` and the wire `W`.
@@ -239,8 +245,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// Changes the offloads. Frames that wait go to the kernel first.
     pub fn set_offloads(&mut self, set: &WorkerOffloads, now: Instant) {
         self.broadcast(|| Call::Offloads(Box::new(*set)));
-        let WorkerOffloads { lro, moderation, doorbells, active_ack, limits, drop_during_moves } = *set;
-        self.settings.drop_during_moves = drop_during_moves;
+        let WorkerOffloads { lro, moderation, doorbells, active_ack, limits, drop_during_moves, return_at_fin } = *set;
+        (self.settings.drop_during_moves, self.settings.return_at_fin) = (drop_during_moves, return_at_fin);
         self.resources.set(limits);
         if room::serves_agent(self) {
             room::advertise(self, true);

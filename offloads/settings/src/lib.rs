@@ -33,6 +33,17 @@ pub enum DuringMoves {
     Drop,
 }
 
+/// What becomes of a connection on the NIC when its peer's FIN has come: it will carry less, and its slot could serve
+/// another one (the paper on connection handoff, Figure 6 (6)).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum PeerFin {
+    /// It stays until it ends.
+    #[default]
+    Keep,
+    /// It returns to the kernel, and ends there.
+    Return,
+}
+
 /// What a NIC has room for. None: as much as there is.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct Limits {
@@ -67,6 +78,9 @@ pub struct Offloads {
     /// What becomes of frames that arrive during moves.
     #[serde(default)]
     pub during_moves: DuringMoves,
+    /// What becomes of connections whose peer has sent its FIN.
+    #[serde(default)]
+    pub peer_fin: PeerFin,
 }
 
 impl Default for Offloads {
@@ -81,6 +95,7 @@ impl Default for Offloads {
             rss: baton_rss::RssSettings::default(),
             limits: Limits::default(),
             during_moves: DuringMoves::default(),
+            peer_fin: PeerFin::default(),
         }
     }
 }
@@ -92,6 +107,7 @@ const BELLS: &[(&str, Option<Moderation>)] =
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
 const FULL: &[(&str, WhenFull)] = &[("coldest", WhenFull::Coldest), ("refuse", WhenFull::Refuse)];
 const MOVING: &[(&str, DuringMoves)] = &[("hold", DuringMoves::Hold), ("drop", DuringMoves::Drop)];
+const FINS: &[(&str, PeerFin)] = &[("keep", PeerFin::Keep), ("return", PeerFin::Return)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
 
 /// Largest limit of connections: a NIC has so many slots.
@@ -198,6 +214,7 @@ impl Offloads {
             "memory" => self.limits.memory = if value == "all" { None } else { Some(bytes(key, value)?) },
             "when-full" => self.limits.when_full = word(key, value, FULL)?,
             "during-moves" => self.during_moves = word(key, value, MOVING)?,
+            "peer-fin" => self.peer_fin = word(key, value, FINS)?,
             "processor" => self.limits.processor = limit(key, value, 1, 99)?.map(|most| most as u8),
             _ => {
                 let known: Vec<&str> = self.list().iter().map(|(key, _)| *key).collect();
@@ -275,6 +292,7 @@ impl Offloads {
             ("processor", self.limits.processor.map_or(text(&"all"), |most| text(&most))),
             ("when-full", text(&name(&self.limits.when_full, FULL))),
             ("during-moves", text(&name(&self.during_moves, MOVING))),
+            ("peer-fin", text(&name(&self.peer_fin, FINS))),
         ]
         .into()
     }
@@ -287,7 +305,7 @@ mod tests {
     #[test]
     fn what_is_listed_can_be_set() {
         let mut wanted = Offloads { large_sends: true, active_ack: true, ..Offloads::default() };
-        wanted.during_moves = DuringMoves::Drop;
+        (wanted.during_moves, wanted.peer_fin) = (DuringMoves::Drop, PeerFin::Return);
         wanted.rss =
             baton_rss::RssSettings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
         wanted.limits = Limits { connections: Some(0), memory: Some(3 << 30), processor: Some(70), when_full: WhenFull::Refuse };

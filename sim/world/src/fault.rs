@@ -11,6 +11,8 @@ pub enum Fault {
     LightFuse(u32),
     /// The NIC's process does nothing useful for this long, microseconds, and goes on then, unless it has been ended.
     HaltNic(Halt, u64),
+    /// These processes are stopped for this long, microseconds, unless they are resumed or ended before.
+    Stop(Scope, u64),
     /// The agent is killed, and its NIC dies with it.
     KillAgent,
     /// The agent is killed after this many further actions.
@@ -47,6 +49,17 @@ pub enum Halt {
     Starved,
 }
 
+/// Which processes somebody stops together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Scope {
+    /// The agent.
+    Agent,
+    /// The agent and its NIC, which is stopped a little before and goes on a little later.
+    WithNic,
+    /// These and the keeper.
+    All,
+}
+
 /// A fault of a host at a time in microseconds.
 pub(crate) type Planned = (u64, usize, Fault);
 
@@ -65,7 +78,11 @@ pub(crate) fn plan(rng: &mut Rng, hosts: &[usize], end: u64, interval: u64, ipv6
 }
 
 fn draw(rng: &mut Rng, ipv6: bool) -> Fault {
-    match rng.below(22) {
+    match rng.below(23) {
+        22 => {
+            let longest = [150_000, 500_000, 3_000_000][rng.below(3) as usize];
+            Fault::Stop([Scope::Agent, Scope::WithNic, Scope::All][rng.below(3) as usize], rng.below(longest))
+        }
         21 => Fault::Spread(rng.next_u64() as u32),
         // Some for so long that the agent ends it.
         20 => {

@@ -23,6 +23,7 @@ mod port;
 mod program;
 mod scenario;
 mod seeds;
+mod stop;
 mod trace;
 mod watch;
 mod world;

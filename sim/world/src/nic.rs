@@ -92,6 +92,13 @@ impl Nic {
         self.halted_until = self.halted_until.max(until);
     }
 
+    /// A process that is stopped goes on (SIGCONT).
+    pub fn resume(&mut self, now: u64) {
+        if self.halted(now).is_some_and(|(halt, _)| halt == Halt::Stopped) {
+            self.halted_until = now;
+        }
+    }
+
     /// Why the process does nothing useful now, and since when.
     pub fn halted(&self, now: u64) -> Option<(Halt, u64)> {
         self.halted.filter(|_| now < self.halted_until)
@@ -156,6 +163,7 @@ fn settings(offloads: &Offloads) -> WorkerSettings {
         lro: LroSettings { mode: offloads.lro, connections: SLOTS, aggregates: 4, hash_key, ..LroSettings::default() },
         moderation,
         // What waits for the kernel may be an aggregate.
+        return_at_fin: offloads.return_at_fin,
         limits: Limits { connections: offloads.room[0], pages: offloads.room[1], ..Limits::default() },
         frame_bytes: if moderation == baton_moderation::Mode::Off { FRAME_BYTES } else { MAX_FRAME },
         ..WorkerSettings::default()

@@ -35,12 +35,20 @@ pub(crate) struct Offloads {
     pub fast_path: bool,
     /// What a NIC has room for: connections, and pages of memory; `u32::MAX` for all.
     pub room: [u32; 2],
+    /// Connections whose peer has sent its FIN are given back.
+    pub return_at_fin: bool,
 }
 
 impl Offloads {
     /// One worker, nothing for the kernels' connections, and no limits.
-    pub const NONE: Offloads =
-        Offloads { lro: Mode::Off, moderation: baton_moderation::Mode::Off, workers: 1, fast_path: false, room: [u32::MAX; 2] };
+    pub const NONE: Offloads = Offloads {
+        lro: Mode::Off,
+        moderation: baton_moderation::Mode::Off,
+        workers: 1,
+        fast_path: false,
+        room: [u32::MAX; 2],
+        return_at_fin: false,
+    };
 }
 
 /// A run's plan.
@@ -133,6 +141,7 @@ fn offloads(rng: &mut Rng) -> Offloads {
             1 => [u32::MAX, 8 + rng.below(100) as u32],
             _ => [u32::MAX; 2],
         },
+        return_at_fin: rng.chance(250_000),
     }
 }
 

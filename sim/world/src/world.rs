@@ -4,12 +4,13 @@
 use crate::agent::{Agent, Request};
 use crate::client::{Client, View};
 use crate::exhaustive::Crash;
-use crate::fault::Fault;
+use crate::fault::{Fault, Halt, Scope};
 use crate::keeper::Keeper;
 use crate::machine::Machine;
 use crate::network::Network;
 use crate::program::{Hosted, Program};
 use crate::scenario::{Placed, SESSIONS, Scenario, address, host_of};
+use crate::stop::{Remedy, Stop};
 use crate::trace::{Happening, Trace};
 use crate::watch::{About, Watch};
 use baton_abi::Cid;
@@ -24,6 +25,8 @@ use std::sync::atomic::Ordering;
 const PATIENCE: u64 = 600_000_000;
 /// Time in which a keeper starts an agent, microseconds.
 const AGENT_START: u64 = 20_000;
+/// Microseconds that a NIC which is stopped with its agent goes on after it.
+const LAG: u64 = 50_000;
 /// Instants at the same time after which the world counts as stuck.
 const MOST_INSTANTS: u32 = 100_000;
 
@@ -32,6 +35,7 @@ struct Host {
     machine: Machine,
     agent: Option<Agent>,
     keeper: Keeper,
+    stop: Stop,
     clients: Vec<Client>,
     /// Number of agents so far, and when the next one starts.
     generation: u32,
@@ -235,12 +239,19 @@ impl World {
                     nic.halt(halt, self.now, self.now + time);
                 }
             }
+            Fault::Stop(scope, time) if host.agent.is_some() => {
+                host.stop.begin(scope, self.now, time);
+                if let Some(nic) = host.machine.card().nic.as_mut().filter(|_| scope != Scope::Agent) {
+                    nic.halt(Halt::Stopped, self.now, self.now + time + LAG);
+                }
+            }
+            Fault::Stop(..) => {}
             Fault::KillAgent => self.kill_agent(at),
             Fault::KillAgentAfter(more) => host.agent_dies_at = Some(actions + more),
             Fault::KillNicAfter(more) => host.nic_dies_at = Some(actions + more),
             Fault::DelayKeeper(delay) => host.keeper.delay = delay,
             Fault::FillRing => {
-                if let Some(agent) = host.agent.as_mut().filter(|_| host.machine.has_nic()) {
+                if let Some(agent) = host.agent.as_mut().filter(|_| host.machine.has_nic() && !host.stop.holds(self.now)) {
                     agent.flood(&mut host.machine, &mut self.trace);
                 }
             }
@@ -283,6 +294,7 @@ impl World {
         let host = &mut self.hosts[at];
         host.machine.kill_nic(&mut self.trace);
         let Some(agent) = host.agent.take() else { return };
+        host.stop = Stop::new();
         self.counts.moves += agent.moves;
         self.counts.actions += agent.actions - host.actions;
         (host.actions, host.concluded) = (agent.actions, agent.concluded);
@@ -304,11 +316,13 @@ impl World {
             let mut agent = Agent::start(&mut host.machine, &host.keeper, seed, &mut self.trace);
             (agent.actions, agent.concluded) = (host.actions, std::mem::take(&mut host.concluded));
             host.agent = Some(agent);
+            host.stop = Stop::new();
         }
+        self.watch_agent(at);
         self.run_programs(at);
         self.request_moves(at);
         let host = &mut self.hosts[at];
-        if let Some(agent) = &mut host.agent {
+        if let Some(agent) = host.agent.as_mut().filter(|_| !host.stop.holds(self.now)) {
             agent.run(&mut host.machine, &mut host.keeper, &mut self.trace);
         }
         host.machine.run(&mut self.trace);
@@ -320,6 +334,23 @@ impl World {
             self.check_records(at);
         }
         self.check_host(at);
+    }
+
+    /// The keeper looks at the agent, and the agent goes on if it was stopped until now.
+    fn watch_agent(&mut self, at: usize) {
+        let host = &mut self.hosts[at];
+        let since = host.stop.since(self.now);
+        let remedy = host.stop.look(self.now);
+        if let (Some(since), Some(agent)) = (since.filter(|_| !host.stop.holds(self.now)), &mut host.agent) {
+            let resumed = matches!(remedy, Ok(Remedy::Resume));
+            agent.goes_on(&mut host.machine, since, resumed);
+            self.trace.note(self.now, at, &Happening::Life(if resumed { "the agent is resumed" } else { "the agent goes on" }));
+        }
+        match remedy {
+            Ok(Remedy::End) => self.kill_agent(at),
+            Ok(_) => {}
+            Err(wrong) => self.fail(format!("the agent of host {at} {wrong}")),
+        }
     }
 
     /// Kills what is to die after a number of actions.
@@ -501,6 +532,7 @@ impl Host {
             machine,
             agent,
             keeper,
+            stop: Stop::new(),
             clients,
             generation: 1,
             start_at: u64::MAX,
@@ -514,8 +546,13 @@ impl Host {
     }
 
     fn next(&self) -> u64 {
-        let agent = self.agent.as_ref().map_or(self.start_at, |agent| agent.next_due(&self.machine));
-        agent.min(self.machine.next_timeout()).min(self.memory_returns_at).min(self.network_returns_at)
+        let now = self.machine.now.0;
+        let agent = match &self.agent {
+            None => self.start_at,
+            Some(_) if self.stop.holds(now) => u64::MAX,
+            Some(agent) => agent.next_due(&self.machine),
+        };
+        agent.min(self.stop.next(now)).min(self.machine.next_timeout()).min(self.memory_returns_at).min(self.network_returns_at)
     }
 
     /// Faults that last for a time end.

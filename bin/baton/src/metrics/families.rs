@@ -180,7 +180,7 @@ fn seconds(nanos: u64) -> Value {
 type OfWorker = (Counter, &'static str, Measure, &'static str);
 
 /// The workers' counters that only grow.
-const WORKER_COUNTERS: [OfWorker; 43] = {
+const WORKER_COUNTERS: [OfWorker; 44] = {
     use Counter as C;
     use Measure::{Bytes as B, None as N, Seconds as S};
     [
@@ -195,6 +195,7 @@ const WORKER_COUNTERS: [OfWorker; 43] = {
             N,
             "Segments received in order for offloaded connections that header prediction did not expect.",
         ),
+        (C::PeerFins, "nic_peer_fins", N, "Connections given back to the kernel since their peer's FIN had come (peer-fin)."),
         (C::Silenced, "nic_silenced_frames", N, "Frames of the kernel that were dropped because the NIC owns their connection."),
         (C::BadChecksum, "nic_bad_checksum_segments", N, "Segments of offloaded connections dropped for a wrong checksum."),
         (C::BadMessages, "nic_bad_messages", N, "Messages from programs that were malformed or not allowed."),

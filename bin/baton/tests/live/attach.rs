@@ -595,6 +595,41 @@ fn a_connection_follows_the_mode_of_its_socket() {
     summary(attacher, &scratch);
 }
 
+/// A running program's MPTCP connection stays in the kernel, and the list says so.
+#[test]
+fn an_mptcp_connection_is_listed_with_its_program() {
+    const PROGRAM: &str = "
+import socket, sys
+listener, client = [socket.socket(socket.AF_INET, socket.SOCK_STREAM, 262) for _ in range(2)]
+listener.bind(('127.0.0.1', 0))
+listener.listen()
+client.connect(listener.getsockname())
+server = listener.accept()[0]
+for end in (client, server):
+    end.setblocking(False)
+print('there', flush=True)
+sys.stdin.read()
+";
+    let scratch = Scratch::new("attach-mptcp");
+    let host = Namespace::new().expect("a namespace");
+    let mut program = Command::new("python3");
+    program.args(["-c", PROGRAM]).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut program = Killed(host.spawn(&mut program).expect("python3"));
+    let mut line = String::new();
+    BufReader::new(program.0.stdout.take().expect("its output")).read_line(&mut line).expect("a line");
+    assert_eq!(line, "there\n");
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.0.id().to_string()]);
+    wait_until("a line about it", || {
+        let mut list = Command::new(env!("CARGO_BIN_EXE_baton"));
+        let listed = list.arg("ls").env_remove("BATON_SOCKET").output().expect("baton");
+        let line = format!("python3/{} has connections that stay in the kernel (asked 2 times): it is an MPTCP", program.0.id());
+        text(&listed.stdout).contains(&line)
+    });
+    drop(program.0.stdin.take());
+    assert!(program.0.wait().expect("the program").success());
+    assert_eq!(summary(attacher, &scratch)["connections"], 0);
+}
+
 /// A program that is killed when this is dropped.
 pub struct Killed(pub Child);
 

@@ -52,6 +52,7 @@ mod nics;
 mod offloads;
 mod options;
 mod partial;
+mod peer_fins;
 mod placement;
 mod plan;
 mod posted;

@@ -446,3 +446,75 @@ fn what_is_served_natively_says_why() {
     drop(run.stdin.take());
     assert!(run.wait().expect("our child").success());
 }
+
+/// A program that does what keeps Baton from it, or from its connection, before it has its first connection, which it
+/// keeps until its standard input ends.
+const KEPT_SILENT: &str = "
+import ctypes, os, socket, sys
+what, empty = sys.argv[1:]
+libc = ctypes.CDLL(None)
+if what in ('chroot', 'chroot /'):
+    os.chroot(empty if what == 'chroot' else '/')
+if what == 'user namespace':
+    assert libc.unshare(0x10000000) == 0
+if what == 'seccomp':
+    # One instruction: everything is allowed.
+    instruction = ctypes.create_string_buffer(bytes([6, 0, 0, 0, 0, 0, 0xff, 0x7f]), 8)
+    class Program(ctypes.Structure):
+        _fields_ = [('length', ctypes.c_ushort), ('filter', ctypes.c_void_p)]
+    program = Program(1, ctypes.addressof(instruction))
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, ctypes.byref(program)) == 0
+MPTCP = 262
+ends = {'MPTCP': (MPTCP, MPTCP), 'MPTCP client': (0, MPTCP), 'MPTCP server': (MPTCP, 0)}.get(what, (0, 0))
+listener, client = [socket.socket(socket.AF_INET, socket.SOCK_STREAM, protocol) for protocol in ends]
+listener.bind(('127.0.0.1', 0))
+listener.listen()
+client.connect(listener.getsockname())
+server = listener.accept()[0]
+client.sendall(b'question')
+assert server.recv(100) == b'question'
+print('there', flush=True)
+sys.stdin.read()
+";
+
+/// What would never move, and be in no list, says why: a program that leaves the agent's reach, or filters its system
+/// calls, before it has a TCP socket; and MPTCP. What stays in reach, and what an MPTCP socket accepts of a TCP client,
+/// move.
+#[test]
+fn what_the_agent_would_never_hear_of_says_why() {
+    let scratch = Scratch::new("silent");
+    let empty = scratch.file("empty");
+    std::fs::create_dir(&empty).expect("an empty directory");
+    let (program, connections) = ("runs without Baton: ", "has connections that stay in the kernel (asked 1 times): MPTCP: ");
+    let cases = [
+        ("chroot", format!("{program}out of reach: ")),
+        ("user namespace", format!("{program}out of reach: ")),
+        ("seccomp", format!("{program}seccomp: ")),
+        ("MPTCP", connections.to_string()),
+        ("MPTCP client", connections.to_string()),
+        ("MPTCP server", String::new()),
+        ("chroot /", String::new()),
+    ];
+    for (what, says) in cases {
+        let mut run = Command::new(env!("CARGO_BIN_EXE_baton"));
+        run.args(["run", "--rule", "established", "--eager", "--log", &scratch.file("log"), "--"]);
+        run.args(["python3", "-c", KEPT_SILENT, what, &empty]).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        let mut run = run.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("baton");
+        let mut there = String::new();
+        let mut output = std::io::BufReader::new(run.stdout.take().expect("a pipe"));
+        std::io::BufRead::read_line(&mut output, &mut there).expect("its output");
+        assert_eq!(there, "there\n", "{what}");
+        let process = run.id();
+        let is_its = |line: &&str| line.contains(&format!("/{process} "));
+        wait_until(&format!("{what}: a line that says {says:?}, or two that have moved"), || {
+            let listed = Command::new(env!("CARGO_BIN_EXE_baton")).args(["ls", "-p"]).env_remove("BATON_SOCKET").output();
+            let listed = text(&listed.expect("baton").stdout).to_owned();
+            let its: Vec<&str> = listed.lines().filter(is_its).collect();
+            let moved = its.iter().filter(|line| line.split_whitespace().nth(1) == Some("nic")).count();
+            let said = its.iter().filter(|line| line.contains(" runs without ") || line.contains(" has connections ")).count();
+            if says.is_empty() { (moved, said) == (2, 0) } else { said == 1 && its.iter().any(|line| line.contains(&says)) }
+        });
+        drop(run.stdin.take());
+        assert!(run.wait().expect("our child").success(), "{what}");
+    }
+}

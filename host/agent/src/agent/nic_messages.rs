@@ -8,6 +8,9 @@ use crate::nic::cut_off;
 use baton_abi::{Cid, Control, Message, Operation, RestoreCause};
 use baton_moves::{Arrived, Event};
 
+/// Why a connection returns when its NIC is set to give it back then (`peer-fin=return`).
+const PEER_FIN: &str = "its peer has sent its FIN";
+
 impl Agent {
     /// Handles the NIC's messages: answers to commands, a broken command ring, a connection that it wants to restore,
     /// that has ended or that needs more memory.
@@ -60,6 +63,13 @@ impl Agent {
         match (message.operation, control) {
             (Operation::OsRestore, _) if message.address == RestoreCause::Urgent as u32 => {
                 self.return_soon(session, number, "urgent data from its peer");
+            }
+            (Operation::OsRestore, _) if message.address == RestoreCause::PeerFin as u32 => {
+                if let Some(connection) = self.connection(session, number) {
+                    // It is not tried again: its slot is for others.
+                    connection.stays = true;
+                }
+                self.return_soon(session, number, PEER_FIN);
             }
             (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
             (Operation::OsControl, Some(Control::NotMade)) => self.fail_opening(session, number, message.address),

@@ -10,6 +10,7 @@ use crate::ground::Shape;
 use crate::group::Group;
 use crate::identity::Identity;
 use crate::moves::MANY_WAITING;
+use crate::native;
 use crate::nic::NicProcess;
 use crate::session::{NOT_READING, Sent, Session};
 use crate::texts::shortened;
@@ -336,8 +337,8 @@ impl Agent {
         let Some(now) = self.nics.get(nic as usize).map(|nic| nic.settings().offloads) else {
             anyhow::bail!(self.no_such_nic(nic))
         };
-        let Offloads { doorbells, limits, during_moves, .. } = now;
-        let elsewhere = Offloads { doorbells, limits, during_moves, ..offloads };
+        let Offloads { doorbells, limits, during_moves, peer_fin, .. } = now;
+        let elsewhere = Offloads { doorbells, limits, during_moves, peer_fin, ..offloads };
         if matches!(self.shape, Shape::Beside { .. }) && elsewhere != now {
             anyhow::bail!(
                 "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
@@ -429,7 +430,7 @@ impl Agent {
             Ok(ends) => ends,
             Err(refusal) => {
                 if !refusal.is_transient() {
-                    self.note_native(number, None, &Native::Refused(refusal.to_string()));
+                    native::note_unfit(self, number, process, &Native::Refused(refusal.to_string()));
                 }
                 return stays(refusal);
             }

@@ -8,7 +8,7 @@ use crate::table::{self, Change, File};
 use crate::tcp::{self, Origin, Tcp};
 use crate::thread::fail;
 use crate::whole::Whole;
-use crate::{faults, leaving, options, process, real, udp, worth};
+use crate::{faults, leaving, options, process, real, udp, unserved, worth};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_uint, c_ulong, c_void, sockaddr, socklen_t};
@@ -35,6 +35,7 @@ pub unsafe extern "C-unwind" fn socket(domain: c_int, kind: c_int, protocol: c_i
     {
         forget_stale(fd);
         udp::created(fd, domain, kind, protocol);
+        unserved::made(protocol);
         if stream
             && (domain == libc::AF_INET || domain == libc::AF_INET6)
             && let Some(tcp) = note_new(fd)
@@ -86,8 +87,15 @@ unsafe fn accept_from(
             table::put(fd, Some(File::Tcp(tcp)));
             Some(*tcp)
         }
-        None if listener.is_some() || tcp::is_tcp(fd) => note_new(fd),
-        None => None,
+        None if listener.is_some() => note_new(fd),
+        None => match tcp::protocol(fd) {
+            Some(libc::IPPROTO_TCP) => note_new(fd),
+            Some(libc::IPPROTO_MPTCP) => {
+                unserved::report_mptcp();
+                None
+            }
+            _ => None,
+        },
     };
     if let Some(tcp) = tcp {
         tcp.note_nonblocking(flags & libc::SOCK_NONBLOCK != 0);
@@ -158,6 +166,7 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
         // SAFETY: the program's own arguments (`# Safety`).
         let done = unsafe { real::connect(fd, address, length) };
         udp::changed(fd);
+        unserved::connected(fd);
         return done;
     };
     let _whole = Whole::begin_cancelable();

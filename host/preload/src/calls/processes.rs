@@ -4,7 +4,7 @@ use crate::forks::{self, Start};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
 use crate::tcp::{self, START};
-use crate::{filters, kernel_only, process, real, rings, table, thread};
+use crate::{filters, kernel_only, process, real, rings, table, thread, unserved};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
@@ -23,9 +23,8 @@ macro_rules! confines {
         /// As for the C library's function.
         #[unsafe(no_mangle)]
         pub unsafe extern "C-unwind" fn $name($($argument: $type),*) -> c_int {
-            process::ask_while_possible();
             // SAFETY: the program's own arguments (`# Safety`).
-            unsafe { real::$name($($argument),*) }
+            unserved::confine(|| unsafe { real::$name($($argument),*) })
         }
     )*};
 }
@@ -233,9 +232,13 @@ pub unsafe extern "C-unwind" fn prctl(operation: c_int, a: c_ulong, b: c_ulong, 
     // SAFETY: the program's own arguments (`# Safety`).
     let call = || unsafe { real::prctl(operation, a, b, c, d) };
     match (operation, a as u32) {
-        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT) => filters::set(std::ptr::null(), || call().into()) as c_int,
+        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT) => {
+            filters::set(std::ptr::null(), unserved::filters_itself, || call().into()) as c_int
+        }
         // Libraries ask by a call without a filter whether there may be one.
-        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER) if b != 0 => filters::set(b as *const _, || call().into()) as c_int,
+        (libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER) if b != 0 => {
+            filters::set(b as *const _, unserved::filters_itself, || call().into()) as c_int
+        }
         _ => call(),
     }
 }
@@ -385,7 +388,7 @@ pub unsafe extern "C-unwind" fn syscall(
         libc::SYS_io_uring_register => rings::register(b as u32, c as *const _, d as u32),
         libc::SYS_seccomp if sets_filter(a, b, c) => {
             // SAFETY: the program's own arguments (`# Safety`).
-            return filters::set(c as *const _, || unsafe { real::syscall(number, a, b, c, d, e, f) });
+            return filters::set(c as *const _, unserved::filters_itself, || unsafe { real::syscall(number, a, b, c, d, e, f) });
         }
         libc::SYS_fork | libc::SYS_vfork | libc::SYS_clone | libc::SYS_clone3 => {
             process::close_for_good(Native::RawFork);

@@ -1,7 +1,7 @@
 //! The agent's commands: the steps of a move on the NIC.
 
 use super::frames::needs_kernel;
-use super::{Worker, room};
+use super::{Worker, peer_fin, room};
 use crate::custody::{Custody, Refusal, Slot};
 use crate::growth::{Growth, largest_window};
 use crate::offloaded::{Memory, Offloaded};
@@ -209,10 +209,14 @@ impl<H: Device, W: Device> Worker<H, W> {
         if let Some(most) = largest_window(most) {
             offloaded.tcp.limit_window(most);
         }
+        let fin_received = offloaded.tcp.fin_received();
         offloaded.publish(now);
         offloaded.publish_processor(processor);
         offloaded.path = if fast_path { Path::Fast } else { Path::Whole };
         slot.custody = Custody::Active(Pooled::new(offloaded));
+        if fin_received {
+            peer_fin::came(self, cid);
+        }
         self.run_held(index, now);
         self.lend_unless_quiet(index, now);
         Ok(0)

@@ -1,7 +1,7 @@
 //! The connections of a worker: their slots, their lookup and their time-outs.
 
-use super::Worker;
 use super::dormant::Rounds;
+use super::{Worker, peer_fin};
 use crate::custody::{Custody, Slot};
 use crate::offloaded::Pending;
 use baton_abi::{Message, Operation, RestoreCause};
@@ -76,12 +76,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             return self.follow_closing(index, events);
         }
         let wants_memory = offloaded.growth.has_request();
-        if events.intersects(Events::CLOSED | Events::ABORTED | Events::TIME_WAIT) {
+        if events.intersects(Events::CLOSED | Events::ABORTED | Events::TIME_WAIT | Events::FIN) {
             let cid = slot.cid;
             if events.contains(Events::TIME_WAIT) {
                 self.send_to_agent(Message::new(Operation::OsRestore, cid, RestoreCause::Ended as u32, 0));
-            } else {
+            } else if events.intersects(Events::CLOSED | Events::ABORTED) {
                 self.programs.ended.push(cid);
+            } else {
+                peer_fin::came(self, cid);
             }
         }
         if wants_memory {

@@ -4,7 +4,7 @@
 //! Nothing is overtaken: the NIC sends the state before anything else, and nothing more once it has recalled the
 //! connection. What arrives from then on is held until the state is back.
 
-use super::Worker;
+use super::{Worker, peer_fin};
 use crate::custody::Custody;
 use crate::frame_ring::{FrameReceiver, FrameSender};
 use crate::partial::{Arriving, Lent, Path, State};
@@ -315,9 +315,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             _ => return,
         }
+        let fin = pending.fin && Control::from_number(message.kind) == Some(Control::Fin);
         if !slot.dirty {
             slot.dirty = true;
             self.programs.dirty.push(index);
+        }
+        if fin {
+            peer_fin::came(self, message.cid);
         }
     }
 

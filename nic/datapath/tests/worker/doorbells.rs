@@ -32,6 +32,7 @@ fn doorbells_are_moderated() {
             active_ack: false,
             limits: Default::default(),
             drop_during_moves: false,
+            return_at_fin: false,
         };
         stage.worker.set_offloads(&set, stage.now);
     };

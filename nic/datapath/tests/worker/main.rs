@@ -17,6 +17,7 @@ mod links;
 mod openings;
 mod other_traffic;
 mod partial;
+mod peer_fins;
 mod predicted;
 mod stage;
 

@@ -89,6 +89,7 @@ fn other_frames_cross_unchanged() {
                             active_ack,
                             limits: Default::default(),
                             drop_during_moves: false,
+                            return_at_fin: false,
                         },
                         stage.now,
                     );

@@ -9,8 +9,8 @@ use baton_supervision::{Limits, Process, Sample, Verdict, Watchdog, Worker};
 
 /// Microseconds between two looks.
 const PACE: u64 = 50_000;
-/// When a NIC counts as hung, as in the agent.
-const LIMITS: Limits = Limits { spinning: 100_000, stuck: 1_000_000, stopped: 150_000, resumed: None };
+/// Longest stop of the agent after which its look may still be on time: up to that look, and as late as it may be.
+const MOST_UNSEEN: u64 = 2 * PACE;
 /// Microseconds within which a NIC that hangs has to be ended.
 const SOON: u64 = 1_000_000;
 
@@ -19,21 +19,41 @@ pub(super) struct Watch {
     watchdog: Watchdog,
     due: u64,
     rounds: u64,
+    /// Since when each look has found the NIC halted.
+    halted_since: Option<u64>,
+    /// Since when the agent has run without looks that were late, microseconds.
+    runs_since: u64,
 }
 
 impl Watch {
     /// Of a NIC that has just been started.
     pub fn new(now: u64) -> Watch {
-        Watch { watchdog: Watchdog::new(LIMITS), due: now + PACE, rounds: 0 }
+        Watch { watchdog: Watchdog::new(Limits::OF_NIC), due: now + PACE, rounds: 0, halted_since: None, runs_since: now }
     }
 
-    /// When the next look is due. While the NIC makes rounds nothing is seen, so that there is none.
+    /// When the next look is due. While the NIC makes rounds nothing is seen, so that there is one more only after it
+    /// was halted.
     pub fn due(&self, machine: &Machine) -> Option<u64> {
-        machine.nic_halted().map(|(_, since)| self.due.max(since))
+        match machine.nic_halted() {
+            Some((_, since)) => Some(self.due.max(since)),
+            None => self.halted_since.map(|_| self.due),
+        }
     }
 }
 
 impl Agent {
+    /// The agent goes on after it was stopped since `from`. If the keeper has resumed it, it resumes its NIC before
+    /// anything else.
+    pub fn goes_on(&mut self, machine: &mut Machine, from: u64, resumed: bool) {
+        let now = machine.now.0;
+        if now - from > MOST_UNSEEN {
+            self.watch.runs_since = now;
+        }
+        if let Some(nic) = machine.card().nic.as_mut().filter(|_| resumed) {
+            nic.resume(now);
+        }
+    }
+
     /// What time that has passed is to a move.
     pub(super) fn tick(&self, now: u64) -> Event {
         if self.watch.watchdog.is_excused(now, ANSWER_LIMIT) { Event::Excused } else { Event::Tick }
@@ -42,16 +62,16 @@ impl Agent {
     /// Looks at the NIC if that is due. True: it hangs, and is to be ended.
     pub(super) fn sees_hang(&mut self, machine: &mut Machine) -> bool {
         let now = machine.now.0;
-        let Some((halt, since)) = machine.nic_halted() else { return false };
-        let due = self.watch.due.max(since);
-        if now < due {
-            return false;
-        }
+        let Some(due) = self.watch.due(machine).filter(|due| *due <= now) else { return false };
         self.watch.due = now + PACE;
-        if since + PACE > due {
-            // The first look at this halt: until then it made rounds.
+        let Some((halt, since)) = machine.nic_halted() else {
+            self.watch.halted_since = None;
             self.watch.rounds += 1;
-        }
+            let workers = vec![Worker { rounds: self.watch.rounds, asleep: true, thread: Process::Waits, used: None }];
+            self.watch.watchdog.judge(&Sample { at: now, due, process: Process::Waits, workers });
+            return false;
+        };
+        let seen = *self.watch.halted_since.get_or_insert(since);
         let used = if halt == Halt::Spins { now - since } else { 0 };
         let worker = Worker { rounds: self.watch.rounds, asleep: false, thread: Process::Runs, used: Some(used) };
         let process = if halt == Halt::Stopped { Process::Stopped } else { Process::Runs };
@@ -60,7 +80,11 @@ impl Agent {
         if hangs && halt == Halt::Starved {
             machine.failure = Some(format!("the NIC of host {} was ended, and got no processor: {verdict:?}", machine.number));
         }
-        if !hangs && halt != Halt::Starved && now > since + SOON {
+        let watched = now - seen.max(self.watch.runs_since);
+        if hangs && halt == Halt::Stopped && watched < Limits::OF_NIC.stopped {
+            machine.failure = Some(format!("the NIC of host {} was ended, and its agent was stopped, too", machine.number));
+        }
+        if !hangs && halt != Halt::Starved && watched > SOON {
             machine.failure = Some(format!("the NIC of host {} hangs ({halt:?}), and nobody ends it", machine.number));
         }
         hangs

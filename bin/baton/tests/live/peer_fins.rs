@@ -1,0 +1,76 @@
+//! A connection whose peer has sent its FIN stays on the NIC, or leaves its place to others (`peer-fin`).
+
+use crate::common::{Scene, answered, scene, wait_until};
+use baton_abi::layout::Counter;
+use baton_bed::testbed::TestbedSettings;
+use baton_offloads::{Offloads, PeerFin};
+use baton_protocol::program::{Ask, Place, Reply};
+use std::net::Shutdown;
+use std::process::Command;
+
+fn set(scene: &Scene, peer_fin: PeerFin) {
+    let offloads = Box::new(Offloads { peer_fin, ..Offloads::default() });
+    let done = answered(&scene.bed, |tool| tool.ask(Ask::SetOffloads { nic: 0, offloads: offloads.clone() }));
+    assert!(matches!(done, Reply::Done), "{done:?}");
+}
+
+/// What `baton` prints about the scene's Baton.
+fn baton(scene: &Scene, words: [&str; 2]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(words).arg("--socket").arg(scene.bed.socket()).env_remove("BATON_SOCKET");
+    let ran = command.output().expect("baton");
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    String::from_utf8(ran.stdout).expect("text")
+}
+
+fn given_back(scene: &Scene) -> u64 {
+    let statistics = scene.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics");
+    statistics.nics[0].counters[Counter::PeerFins as usize]
+}
+
+/// Between kernel and wire, and beside the kernel: with `return` the connection is in the kernel soon, for the reason
+/// that is listed, and stays there; the program reads all and the end, and its own bytes still arrive. With `keep`
+/// nothing moves.
+#[test]
+fn the_peers_fin_gives_the_place_back_if_so_set() {
+    for (beside, peer_fin) in [(false, PeerFin::Return), (true, PeerFin::Return), (false, PeerFin::Keep)] {
+        let mut scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
+        set(&scene, peer_fin);
+        scene.exchange(100_000, Place::Nic);
+        scene.peer_sends(50_000);
+        scene.peer.shutdown(Shutdown::Write).expect("the peer's end");
+        if peer_fin == PeerFin::Return {
+            wait_until("it is in the kernel", || scene.session.place(scene.id) == Some(Place::Kernel));
+            let why = "its peer has sent its FIN";
+            let listed = baton(&scene, ["ls", "-e"]);
+            assert!(listed.lines().any(|line| line.contains("moved to the kernel") && line.ends_with(why)), "{listed}");
+            assert!(listed.lines().any(|line| line.contains(" kernel ") && line.ends_with(why)), "{listed}");
+            let refused = scene.session.move_to(scene.id, Place::Nic).expect_err("it stays");
+            assert!(refused.to_string().contains(why), "{refused}");
+        }
+        scene.send(30_000);
+        scene.drain();
+        scene.expect_end();
+        let expected = if peer_fin == PeerFin::Return { (1, Place::Kernel) } else { (0, Place::Nic) };
+        assert_eq!((given_back(&scene), scene.settled_place().expect("a place")), expected);
+        scene.session.shutdown(scene.id).expect("the program's end");
+        scene.expect_peer_end();
+    }
+}
+
+/// The peer's FIN came before the connection did: it is given back at once.
+#[test]
+fn a_connection_that_comes_with_the_peers_fin_is_given_back() {
+    let mut scene = scene(TestbedSettings::default());
+    set(&scene, PeerFin::Return);
+    scene.peer_sends(5_000);
+    scene.peer.shutdown(Shutdown::Write).expect("the peer's end");
+    scene.drain();
+    scene.expect_end();
+    scene.try_to_move(Place::Nic);
+    wait_until("it is in the kernel again", || given_back(&scene) == 1 && scene.session.place(scene.id) == Some(Place::Kernel));
+    scene.send(5_000);
+    scene.drain();
+    scene.session.shutdown(scene.id).expect("the program's end");
+    scene.expect_peer_end();
+}

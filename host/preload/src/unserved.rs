@@ -1,0 +1,96 @@
+//! What the kernel alone serves although the agent would not hear of it by itself: a program that leaves the agent's
+//! reach, or filters its system calls, before it has a session; and connections of MPTCP. The agent is told, for
+//! `baton ls`.
+
+use crate::process::{self, Plan};
+use crate::sections::Section;
+use crate::thread;
+use baton_linux::control::Channel;
+use baton_protocol::native::Native;
+use baton_protocol::program::{Answer, Ask, Request};
+use libc::c_int;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+/// Longest time that a program waits for the agent here.
+const LIMIT: Duration = Duration::from_secs(1);
+
+/// The process that has reported an MPTCP connection; 0 if none has.
+static REPORTED_MPTCP: AtomicU32 = AtomicU32::new(0);
+/// 1 once the program has made an MPTCP socket.
+static HAS_MPTCP: AtomicU32 = AtomicU32::new(0);
+
+/// A channel to the agent that is no session, from a process that has none and may have one.
+fn reach() -> Option<(&'static Plan, Channel)> {
+    if process::session().is_some() || !process::is_mine() || process::is_closed_for_good() {
+        return None;
+    }
+    let plan = process::plan()?;
+    Some((plan, Channel::connect_within(&plan.run().socket, LIMIT).ok()?))
+}
+
+/// Tells the agent why the kernel alone serves this program.
+fn say(plan: &Plan, channel: &Channel, why: Native) {
+    let request = Request { tag: 1, body: Ask::Native { program: Some(plan.program().to_owned()), why } };
+    // An agent that has ended, or is stopped, lists nothing.
+    let _ = channel.send(&request, &[]).and_then(|()| channel.receive_within::<Answer>(LIMIT));
+}
+
+/// Makes the program's call, after which the agent may be out of reach. A program that has a TCP socket asks for Baton
+/// before; of another one that cannot reach the agent any more, the agent is told.
+#[cold]
+pub(crate) fn confine(call: impl FnOnce() -> c_int) -> c_int {
+    process::ask_while_possible();
+    let errno = thread::errno();
+    let before = Section::enter().and_then(|_section| reach());
+    thread::set_errno(errno);
+    let done = call();
+    if let Some((plan, channel)) = before
+        && done == 0
+        && let Some(_section) = Section::enter()
+    {
+        let errno = thread::errno();
+        if reach().is_none() {
+            say(plan, &channel, Native::OutOfReach);
+        }
+        drop(channel);
+        thread::set_errno(errno);
+    }
+    done
+}
+
+/// The program is about to filter its system calls, and has no session by which to say so.
+pub(crate) fn filters_itself() {
+    if let Some((plan, channel)) = reach() {
+        say(plan, &channel, Native::Filters);
+    }
+}
+
+/// Notes that the program has made a socket of this protocol.
+pub(crate) fn made(protocol: c_int) {
+    if protocol == libc::IPPROTO_MPTCP {
+        HAS_MPTCP.store(1, Ordering::Relaxed);
+    }
+}
+
+/// The program has connected, or is connecting, a socket that is no TCP socket.
+pub(crate) fn connected(fd: c_int) {
+    if HAS_MPTCP.load(Ordering::Relaxed) != 0 && crate::tcp::protocol(fd) == Some(libc::IPPROTO_MPTCP) {
+        report_mptcp();
+    }
+}
+
+/// Tells the agent that this process has MPTCP connections, once.
+#[cold]
+pub(crate) fn report_mptcp() {
+    let Some(_section) = Section::enter() else { return };
+    let process = std::process::id();
+    if REPORTED_MPTCP.swap(process, Ordering::Relaxed) == process {
+        return;
+    }
+    let errno = thread::errno();
+    if process::open_session().is_none_or(|session| session.shared.report_native(Native::Mptcp).is_err()) {
+        REPORTED_MPTCP.store(0, Ordering::Relaxed);
+    }
+    thread::set_errno(errno);
+}
