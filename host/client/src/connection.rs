@@ -340,7 +340,11 @@ impl Connection {
         let shift = if set == 0 { usual } else { set.min(usual) };
         self.report_shift.store(if unmapped { 0 } else { shift as u8 }, RELAXED);
         self.note_reported(self.load(block::READ_SEQ));
-        copy(&self.received, block::RECEIVE_SEQ);
+        // The block has what was received before the handoff, and what is read since. So the former is behind in a
+        // block that is read when the kernel has the connection again, where nothing is unread on the NIC.
+        let (read, received) = (self.load(block::READ_SEQ), self.load(block::RECEIVE_SEQ));
+        let is_behind = (received.wrapping_sub(read) as i32) < 0;
+        self.received.store(if is_behind { read } else { received }, RELAXED);
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
         self.apply_most_queued(block::most_queued(flags));

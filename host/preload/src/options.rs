@@ -197,25 +197,33 @@ pub(crate) unsafe fn get(
 /// As ioctl(2).
 pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argument: *mut c_void) -> c_int {
     const SIOCOUTQNSD: c_ulong = 0x894b;
-    let counted = matches!(request, libc::FIONREAD | libc::TIOCOUTQ | SIOCOUTQNSD);
-    if counted
-        && tcp.settled_owner() == Some(Owner::Nic)
-        && let Some((connection, session)) = tcp.managed()
-    {
-        session.shared.catch_up(token());
-        let state = session.shared.readiness(connection, token());
-        let count = match request {
-            libc::FIONREAD => state.unread,
-            // The NIC publishes how much of it has been sent in its record, which the agent reads.
-            SIOCOUTQNSD => session.shared.detail(connection.number()).map_or(0, |detail| detail.unsent.min(state.queued)),
-            _ => state.queued,
-        };
-        // SAFETY: these requests take a pointer to an int (this function's `# Safety`).
-        let written = unsafe { faults::write(argument.cast::<c_int>(), count as c_int) };
-        return if written { 0 } else { fail(libc::EFAULT) as c_int };
-    }
     // SAFETY: this function's `# Safety` is ioctl(2)'s.
-    unsafe { real::ioctl(fd, request, argument) }
+    let native = || unsafe { real::ioctl(fd, request, argument) };
+    if !matches!(request, libc::FIONREAD | libc::TIOCOUTQ | SIOCOUTQNSD) {
+        return native();
+    }
+    if let Some((_, session)) = tcp.managed() {
+        session.shared.catch_up(token());
+    }
+    // The numbers of a connection on the NIC hold as long as it stays there.
+    let count = tcp.undisturbed(|owner| match tcp.managed() {
+        Some((connection, session)) if owner == Some(Owner::Nic) => {
+            let state = session.shared.readiness(connection, token());
+            Ok(if request == libc::FIONREAD { state.unread } else { state.queued })
+        }
+        _ => Err(native()),
+    });
+    let count = match (count, tcp.managed()) {
+        (Err(done), _) => return done,
+        // The NIC publishes how much of it has been sent in its record, which the agent reads.
+        (Ok(queued), Some((connection, session))) if request == SIOCOUTQNSD => {
+            session.shared.detail(connection.number()).map_or(0, |detail| detail.unsent.min(queued))
+        }
+        (Ok(count), _) => count,
+    };
+    // SAFETY: these requests take a pointer to an int (this function's `# Safety`).
+    let written = unsafe { faults::write(argument.cast::<c_int>(), count as c_int) };
+    if written { 0 } else { fail(libc::EFAULT) as c_int }
 }
 
 /// shutdown(2).

@@ -19,6 +19,17 @@ pub fn finish(namespace: &Namespace, mut command: Command) -> Output {
 /// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved
 /// before it begins.
 pub fn as_natively(program: &str, case: &str) {
+    in_each(program, case, &[(&["--rule", "bytes:65536"], false), (&["--rule", "established"], true)]);
+}
+
+/// Runs a case natively, then under `baton run`, where its connections move at random all the time.
+fn while_moving(program: &str, case: &str) {
+    in_each(program, case, &[(&["--flip", "0..2"], false)]);
+}
+
+/// Runs a case natively, then under `baton run` with each of these arguments, where its connections have moved before
+/// it begins or not.
+fn in_each(program: &str, case: &str, ways: &[(&[&str], bool)]) {
     let scratch = Scratch::new(program);
     let compiled = compile(program, &scratch);
     let run = |how: &[&str], moved: bool| {
@@ -43,8 +54,7 @@ pub fn as_natively(program: &str, case: &str) {
         );
     };
     run(&[], false);
-    run(&["--rule", "bytes:65536"], false);
-    run(&["--rule", "established"], true);
+    ways.iter().for_each(|(how, moved)| run(how, *moved));
 }
 
 /// stdio on a connection: the C library reads and writes without the preloaded library; other threads' calls go on.
@@ -74,6 +84,12 @@ fn a_number_that_changes_is_no_shell() {
     for case in ["same", "closed", "replaced"] {
         as_natively("numbers", case);
     }
+}
+
+/// What is unread is what the owner has, though the connection moves while that is asked for.
+#[test]
+fn a_move_changes_nothing_of_what_is_unread() {
+    while_moving("unread", "asked for");
 }
 
 /// What has closed a process for good, for itself and its children, holds after a fork, too.

@@ -343,8 +343,13 @@ impl Shared {
             fence(Ordering::Acquire);
             // Another thread may refresh the connection after a move meanwhile: numbers from before and after it do not
             // fit together.
-            if connection.moves.load(RELAXED) == before && (!connection.has_moved() || connection.owner() == Owner::Moving) {
+            if connection.moves.load(RELAXED) == before && !connection.has_moved() {
                 return readiness;
+            }
+            if connection.owner() == Owner::Moving {
+                // Not while another thread refreshes it.
+                let _events = self.events.lock(token);
+                return connection.readiness();
             }
         }
         connection.readiness()
@@ -420,6 +425,21 @@ mod tests {
         memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
         connection.set_number(3);
         assert!(connection.has_moved());
+    }
+
+    /// A block has what was received before the handoff, and what the program has read since. A thread that looks just
+    /// when the connection has returned to the kernel must not find more unread than there is.
+    #[test]
+    fn nothing_is_unread_on_the_nic_when_a_connection_has_returned() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let shared = Shared::on(memory.clone());
+        let connection = shared.unregistered();
+        shared.represent(&connection, 3);
+        let fields = [(block::RECEIVE_SEQ, 1000), (block::READ_SEQ, 1100), (block::OWNER, Owner::Kernel as u32)];
+        for (field, value) in fields.into_iter().chain([(block::MOVES, 1)]) {
+            memory.word32(at::block(3) + field).store(value, RELAXED);
+        }
+        assert_eq!(shared.readiness(&connection, 1).unread, 0);
     }
 
     /// Another thread reads the events of a connection while this one is accepting it: before the connection's number
