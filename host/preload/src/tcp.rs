@@ -100,6 +100,9 @@ pub(crate) struct Tcp {
     inherited: AtomicBool,
     /// It stays in the kernel for good, although the agent manages it.
     pinned: AtomicBool,
+    /// Held while the agent is asked to restore it: none that lets it move again, since it was not pinned, comes after
+    /// the one that pins it.
+    asking_back: Mutex<()>,
     /// Whether it was O_NONBLOCK when a call last read the flags. Only a hint: a call that sleeps in the kernel
     /// nevertheless only delays the hand-over.
     nonblocking: AtomicBool,
@@ -411,7 +414,11 @@ impl Tcp {
             return true;
         }
         let errno = thread::errno();
-        let restored = session.shared.give_back(connection.number(), reason, until);
+        let restored = {
+            let _one = locked(&self.asking_back);
+            let until = if self.pinned.load(RELAXED) { Until::Never } else { until };
+            session.shared.give_back(connection.number(), reason, until)
+        };
         let done = restored.is_ok() || session.shared.notice_end(thread::token());
         session.shared.catch_up(thread::token());
         thread::fail(errno);

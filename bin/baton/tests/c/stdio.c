@@ -10,6 +10,7 @@
 #include <stdarg.h>
 #include <sys/epoll.h>
 #include <sys/wait.h>
+#include <time.h>
 
 static struct pair ends;
 
@@ -206,13 +207,63 @@ static void super_server(void)
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
+/* splice, which finds nothing: the connection is in the kernel from then on. */
+static void splice_nothing(int from, int pipe)
+{
+    CHECK(fcntl(from, F_SETFL, O_NONBLOCK) == 0);
+    CHECK(splice(from, NULL, pipe, NULL, 1, 0) == -1 && errno == EAGAIN);
+    while (is_on_nic(from))
+        splice(from, NULL, pipe, NULL, 1, 0);
+}
+
+/* None of these is moved for longer than that takes which is moved at random. */
+static void stay(const int *fds, int count)
+{
+    for (time_t end = time(NULL) + 2; time(NULL) < end; sched_yield())
+        for (int at = 0; at < count; at++)
+            CHECK(!is_on_nic(fds[at]));
+}
+
+/* The first moves of all wait until Baton's programs are attached to the devices. Meanwhile the connections are spliced. */
+static void first_moves(void)
+{
+    enum { COUNT = 32 };
+    int into[2], fds[COUNT];
+    CHECK(pipe(into) == 0);
+    for (int at = 0; at < COUNT; at++) {
+        struct pair made = connect_pair();
+        exchange(made.client, made.server, "it is to move\n");
+        fds[at] = made.server;
+        if (at >= COUNT / 2)
+            splice_nothing(fds[at - COUNT / 2], into[1]);
+    }
+    for (int at = COUNT / 2; at < COUNT; at++)
+        splice_nothing(fds[at], into[1]);
+    stay(fds, COUNT);
+}
+
+/* A child, which has the connection for a moment, does not let it move that is spliced. */
+static void spliced_and_vfork(void)
+{
+    int into[2];
+    CHECK(pipe(into) == 0);
+    splice_nothing(ends.server, into[1]);
+    pid_t child = vfork();
+    if (child == 0)
+        _exit(0);
+    CHECK(child > 0 && waitpid(child, NULL, 0) == child);
+    stay(&ends.server, 1);
+}
+
 int main(int count, char **arguments)
 {
     CHECK(count >= 2);
-    static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"spliced end", spliced_end}, {"beside recv", beside}, {"beside poll", beside_poll}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
+    static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"spliced end", spliced_end}, {"vfork", spliced_and_vfork}, {"beside recv", beside}, {"beside poll", beside_poll}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
     alarm(20);
     if (strcmp(arguments[1], "serve") == 0)
         return serve();
+    if (strcmp(arguments[1], "first moves") == 0)
+        return first_moves(), 0;
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

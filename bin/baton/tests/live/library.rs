@@ -71,6 +71,14 @@ fn an_end_on_the_nic_is_spliced() {
     as_natively("stdio", "spliced end");
 }
 
+/// What has been spliced stays in the kernel: though it was to move before, and though a child has had it since.
+#[test]
+fn what_has_been_spliced_does_not_move() {
+    for case in ["first moves", "vfork"] {
+        while_moving("stdio", case);
+    }
+}
+
 /// A set keeps what is registered under a descriptor that is closed while a copy of it is open.
 #[test]
 fn a_closed_number_stays_in_its_set() {

@@ -35,6 +35,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             accepted: AtomicBool::new(false),
             inherited: AtomicBool::new(false),
             pinned: AtomicBool::new(false),
+            asking_back: Mutex::default(),
             nonblocking: AtomicBool::new(false),
             waiting: Waiting::default(),
             attempts: AtomicU32::new(0),
@@ -171,9 +172,9 @@ impl Tcp {
 
     /// Lets it move again after a fork, once no other process holds it.
     pub fn allow_again(&self) {
-        if let Some((connection, session)) = self.managed()
-            && !self.pinned.load(RELAXED)
-        {
+        let Some((connection, session)) = self.managed() else { return };
+        let _one = locked(&self.asking_back);
+        if !self.pinned.load(RELAXED) {
             let _ = session.shared.give_back(connection.number(), "", Until::Alone);
         }
     }
