@@ -155,15 +155,10 @@ impl Agent {
     /// Begins a queued move, unless its connection has ended or is wanted in the kernel by now.
     pub(crate) fn move_now(&mut self, key: Key, askers: Vec<Asker>) {
         let (session, number, _) = key;
-        let connection = named(&mut self.sessions, key).map(|connection| (connection.is_wanted(), connection.stays));
-        let wanted = connection.map(|(wanted, _)| wanted);
-        if askers.is_empty() && self.stage(session, number) == Some(Stage::Kernel) {
+        let wanted = named(&mut self.sessions, key).map(|connection| connection.is_wanted());
+        if askers.is_empty() && self.stage(session, number) == Some(Stage::Kernel) && wanted.is_some() {
             // Nobody is to be answered: a move at random, or of a connection whose peer has been silent for too long.
-            // Its program may have wanted it in the kernel for good since it was queued.
-            if connection.is_some_and(|(_, stays)| !stays) {
-                self.begin_offload(session, number, None);
-            }
-            return;
+            return self.begin_offload(session, number, None);
         }
         for asker in askers {
             let reply = match wanted {
