@@ -5,6 +5,7 @@
 
 use crate::call::{Call, sum};
 use crate::handover::Inside;
+use crate::kernel_only::{self, Patience};
 use crate::process::Session;
 use crate::sections::{self, Section};
 use crate::table;
@@ -296,7 +297,10 @@ pub(crate) unsafe fn send_message(call: Call, tcp: &'static Tcp, fd: c_int, mess
 /// As sendmsg(2).
 unsafe fn send_inside(section: Section, call: Call, tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
     if flags & !PLAIN_SEND != 0 {
-        tcp.give_back(unusual_send(flags), Until::Never);
+        let patience = || Patience::of(fd, libc::SO_SNDTIMEO, flags & libc::MSG_DONTWAIT != 0);
+        if let Err(number) = kernel_only::leave(tcp, unusual_send(flags), patience) {
+            return fail(number);
+        }
     } else if message.msg_controllen > 0 {
         tcp.give_back("control message", Until::Again);
     }
@@ -597,7 +601,11 @@ unsafe fn receive_inside(
     flags: c_int,
 ) -> ssize_t {
     if flags & !PLAIN_RECEIVE != 0 {
-        tcp.give_back(if flags & libc::MSG_OOB != 0 { "MSG_OOB" } else { "unknown receive flag" }, Until::Never);
+        let reason = if flags & libc::MSG_OOB != 0 { "MSG_OOB" } else { "unknown receive flag" };
+        let patience = || Patience::of(fd, libc::SO_RCVTIMEO, flags & libc::MSG_DONTWAIT != 0);
+        if let Err(number) = kernel_only::leave(tcp, reason, patience) {
+            return fail(number);
+        }
     }
     let inside = tcp.enter_kernel();
     // SAFETY: this function's `# Safety` is recvmsg(2)'s.

@@ -33,6 +33,21 @@ print('spliced', flush=True)
 sys.stdin.readline()
 ";
 
+/// Receives with a flag (MSG_MORE) that means nothing there, or sends urgent data and some more.
+const FLAGS: &str = "
+import socket, sys
+one = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+one.sendall(b'begin')
+print('ready', flush=True)
+if sys.stdin.readline() == 'receives\\n':
+    print(one.recv(5, 0x8000).decode(), flush=True)
+else:
+    one.send(b'!', socket.MSG_OOB)
+    print('there', flush=True)
+one.sendall(b'end')
+sys.stdin.readline()
+";
+
 fn ip(bed: &Testbed, arguments: &str) {
     let mut command = Command::new("ip");
     let status = bed.host_a.spawn(command.args(arguments.split(' '))).expect("ip").wait().expect("its status");
@@ -78,6 +93,35 @@ fn a_splice_waits_until_the_connection_is_in_the_kernel() {
         let expected: Vec<u8> = (0..10_000).map(|at| (at % 250) as u8).chain(*b"end").collect();
         assert!(received == expected, "{way}, beside: {beside}: wrong bytes");
         assert_eq!(in_time("the splice's end", move || lines.next()).as_deref(), Some("spliced"));
+        drop(input);
+        assert!(program.wait().expect("its end").success());
+    }
+}
+
+/// A call with a flag that only the kernel knows waits, too: it finds no shell, and urgent data is not sent as other
+/// data.
+#[test]
+fn a_call_with_flags_waits_until_the_connection_is_in_the_kernel() {
+    for way in ["receives", "sends"] {
+        let bed = hosts(TestbedSettings::default());
+        let listener = bed.host_b.run(|| TcpListener::bind((address_b(false), 0))).expect("a listener");
+        let (mut program, lines) = start_python(&bed, FLAGS, listener.local_addr().expect("its address"), true);
+        let mut lines = lines.lines().map(|line| line.expect("text"));
+        let (mut peer, _) = listener.accept().expect("a connection");
+        peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+        let listed = || bed.tool().expect("a tool").connections().expect("a list");
+        wait_until("it is on the NIC", || listed().iter().any(|one| one.place == Place::Nic));
+        peer.write_all(b"there").expect("sent");
+        ip(&bed, "route del 10.77.0.0/24");
+        wait_until("the route's end is noticed", || listed().iter().any(|one| one.reason.contains("no route")));
+        let mut input = program.stdin.take().expect("its input");
+        writeln!(input, "{way}").expect("a line");
+        wait_until("it waits", || sleeps_in(program.id()) == Some(libc::SYS_ppoll));
+        ip(&bed, "route add 10.77.0.0/24 dev baton0 src 10.77.0.1");
+        assert_eq!(in_time("the call", move || lines.next()).as_deref(), Some("there"), "{way}");
+        let mut received = [0; 8];
+        peer.read_exact(&mut received).expect("all but urgent data");
+        assert_eq!(&received, b"beginend", "{way}");
         drop(input);
         assert!(program.wait().expect("its end").success());
     }
