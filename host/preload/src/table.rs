@@ -225,8 +225,8 @@ pub(crate) fn known(first: u32, last: u32) -> impl Iterator<Item = (c_int, File)
 /// find either no entry, while the kernel still has the socket there, which may be a shell, or an entry that the kernel
 /// does not have any more. If no entry was put meanwhile, the descriptor is not tracked from then on.
 ///
-/// The thread is in a part that no handler interrupts ([`whole`]). It holds no lock for which a thread may wait that
-/// looks here.
+/// The thread is in a part that no handler interrupts ([`whole`]). It looks up no other descriptor, and holds no lock
+/// for which a thread may wait that looks here.
 #[must_use]
 pub(crate) struct Change {
     slot: &'static AtomicPtr<u8>,

@@ -76,9 +76,29 @@ static void replaced(void)
     end_each(0);
 }
 
+static void *copy_back(void *copies)
+{
+    int *numbers = copies;
+    for (int round = 0; round < 10 * ROUNDS; round++)
+        CHECK(dup2(numbers[1], numbers[0]) == numbers[0]);
+    return NULL;
+}
+
+/* Two threads, each of which puts the other one's descriptor in place of its own. */
+static void exchanged(void)
+{
+    pthread_t other;
+    int numbers[2] = {dup(ends.server), dup(ends.server)};
+    CHECK(numbers[0] >= 0 && numbers[1] >= 0);
+    CHECK(pthread_create(&other, NULL, copy_back, numbers) == 0);
+    for (int round = 0; round < 10 * ROUNDS; round++)
+        CHECK(dup2(numbers[0], numbers[1]) == numbers[1]);
+    CHECK(pthread_join(other, NULL) == 0);
+}
+
 int main(int count, char **words)
 {
-    static const struct test_case cases[] = {{"same", same}, {"closed", closed}, {"replaced", replaced}};
+    static const struct test_case cases[] = {{"same", same}, {"closed", closed}, {"replaced", replaced}, {"exchanged", exchanged}};
     pthread_t thread;
     alarm(30);
     CHECK(count >= 2 && (tombstone = open("/dev/null", O_PATH | O_CLOEXEC)) >= 0);
@@ -89,7 +109,7 @@ int main(int count, char **words)
     struct pollfd entry = {ends.server, POLLIN, 0};
     CHECK(poll(&entry, 1, -1) == 1);
     CHECK((number = dup(ends.server)) >= 0);
-    stays = strcmp(words[1], "same") == 0;
+    stays = strcmp(words[1], "same") == 0 || strcmp(words[1], "exchanged") == 0;
     CHECK(pthread_create(&thread, NULL, use, NULL) == 0);
     run_case(cases, sizeof cases / sizeof *cases, words[1]);
     is_over = 1;

@@ -89,7 +89,7 @@ fn a_closed_number_stays_in_its_set() {
 /// none of them finds the shell.
 #[test]
 fn a_number_that_changes_is_no_shell() {
-    for case in ["same", "closed", "replaced"] {
+    for case in ["same", "closed", "replaced", "exchanged"] {
         as_natively("numbers", case);
     }
 }

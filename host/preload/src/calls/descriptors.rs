@@ -223,9 +223,15 @@ pub unsafe extern "C-unwind" fn listen(fd: c_int, most: c_int) -> c_int {
 
 /// Handles the closing of a descriptor, before it is closed. What is returned is to be kept until it is.
 fn leave(fd: c_int) -> Option<Change> {
+    leave_file(fd, table::get(fd))
+}
+
+/// As [`leave`], of a descriptor that refers to this. Does not wait for other threads' changes, so that it may be
+/// called in one.
+fn leave_file(fd: c_int, file: Option<File>) -> Option<Change> {
     let _section = Section::enter()?;
     udp::close(fd);
-    match table::get(fd) {
+    match file {
         // A child of vfork closes its own copies only.
         Some(_) if !process::is_mine() => {}
         Some(File::Tcp(tcp)) => return tcp.remove_fd(fd),
@@ -269,7 +275,7 @@ unsafe fn close_all(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let mut _changes = Vec::new();
     if flags & CLOSE_RANGE_CLOEXEC == 0 {
         let known = table::known(first, last).collect::<Vec<_>>();
-        _changes = known.into_iter().filter_map(|(fd, _)| leave(fd)).collect();
+        _changes = known.into_iter().filter_map(|(fd, file)| leave_file(fd, Some(file))).collect();
         udp::close_range(first, last);
     }
     if process::session().is_none() {
@@ -320,16 +326,21 @@ pub unsafe extern "C-unwind" fn closefrom(first: c_int) {
 
 /// Tracks another descriptor of the same file.
 fn copied(fd: c_int, copy: c_int) -> c_int {
+    copied_file(fd, copy, table::get(fd))
+}
+
+/// As [`copied`], of a descriptor that refers to this; see [`leave_file`].
+fn copied_file(fd: c_int, copy: c_int, file: Option<File>) -> c_int {
     if copy < 0 || copy == fd {
         return copy;
     }
     udp::copied(fd, copy);
-    if table::get(fd).is_none() {
+    if file.is_none() {
         return copy;
     }
     let Some(_section) = Section::enter() else { return copy };
     let foreign = !process::is_mine();
-    match table::get(fd) {
+    match file {
         // A child of vfork duplicates it for the program that it executes.
         Some(File::Tcp(tcp)) if foreign => tcp.give_back("exec", Until::Alone),
         Some(File::Tcp(tcp)) => {
@@ -389,9 +400,11 @@ fn put_in_place(fd: c_int, to: c_int, native: impl FnOnce() -> c_int) -> c_int {
         return native();
     }
     let _whole = Whole::begin();
+    // Before the change: two threads that exchange two numbers would wait for each other.
+    let file = table::get(fd);
     // What the kernel refuses changes nothing.
     let _change = if is_taken(fd, to) { leave(to).or_else(|| Change::begin(to)) } else { None };
-    copied(fd, native())
+    copied_file(fd, native(), file)
 }
 
 /// Whether the kernel takes the arguments of dup2(2), in the process whose descriptors the table has; false if that
