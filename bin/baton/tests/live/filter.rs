@@ -1,7 +1,7 @@
 //! The NIC as a point of control: rules of the NIC's owner about the kernel's frames and those of connections on the
 //! NIC, compared with what is captured on both sides; and a host whose root has turned against the owner.
 
-use crate::common::{Scene, SetsAtEnd, connect, hosts, scene, wait_until};
+use crate::common::{Scene, SetsAtEnd, bind_at_freed, connect, hosts, scene, wait_until};
 use baton_backends::PacketDevice;
 use baton_bed::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_device::{Device, Frame, MAX_FRAME};
@@ -584,7 +584,7 @@ fn a_compromised_host_changes_nothing() {
 /// Waits until a datagram to the allowed port gets from host A to host B.
 fn expect_datagram(bed: &Testbed) {
     let to = SocketAddr::new(address_b(false), ALLOWED);
-    let receiver = bed.host_b.run(|| UdpSocket::bind(to)).expect("a socket");
+    let receiver = bind_at_freed(&bed.host_b, "the receiver's port", || UdpSocket::bind(to));
     receiver.set_nonblocking(true).expect("a socket that does not wait");
     let sender = bed.host_a.run(|| UdpSocket::bind(SocketAddr::new(address_a(false), 0))).expect("a socket");
     wait_until("something gets through", || {

@@ -4,6 +4,7 @@
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
+use baton_linux::namespace::Namespace;
 use baton_linux::socket;
 use baton_linux::tcp_info::TcpInfo;
 use baton_protocol::program::Place;
@@ -21,16 +22,21 @@ pub fn wait_until(what: &str, holds: impl FnMut() -> bool) {
     wait_for(Duration::from_secs(60), what, holds);
 }
 
-/// Listens at an address of host A whose listener has just been closed, with SO_REUSEADDR as std does. A child that
-/// another test forks has a copy of the closed one until its execve(2).
-pub fn listen_at_freed(bed: &Testbed, address: SocketAddr, when: &str) -> TcpListener {
-    let mut listener = None;
-    wait_until(when, || match bed.host_a.run(|| TcpListener::bind(address)) {
-        Ok(bound) => listener.replace(bound).is_none(),
+/// Binds a socket in a host to an address whose socket has just been closed. A child that another test forks has a copy
+/// of the closed one until its execve(2).
+pub fn bind_at_freed<T: Send>(host: &Namespace, when: &str, bind: impl Fn() -> io::Result<T> + Sync) -> T {
+    let mut made = None;
+    wait_until(when, || match host.run(&bind) {
+        Ok(bound) => made.replace(bound).is_none(),
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => false,
         Err(error) => panic!("{when}: {error}"),
     });
-    listener.expect("a listener")
+    made.expect("a socket")
+}
+
+/// Listens so at an address of host A, with SO_REUSEADDR as std does.
+pub fn listen_at_freed(bed: &Testbed, address: SocketAddr, when: &str) -> TcpListener {
+    bind_at_freed(&bed.host_a, when, || TcpListener::bind(address))
 }
 
 /// Waits until a condition holds that comes late by itself.
