@@ -340,8 +340,8 @@ impl Connection {
         let shift = if set == 0 { usual } else { set.min(usual) };
         self.report_shift.store(if unmapped { 0 } else { shift as u8 }, RELAXED);
         self.note_reported(self.load(block::READ_SEQ));
-        // The block has what was received before the handoff, and what is read since. So the former is behind in a
-        // block that is read when the kernel has the connection again, where nothing is unread on the NIC.
+        // RECEIVE_SEQ is written at the handoff only, READ_SEQ whenever the program reads. So once the kernel has the
+        // connection again RECEIVE_SEQ may be the smaller one: then nothing is unread on the NIC.
         let (read, received) = (self.load(block::READ_SEQ), self.load(block::RECEIVE_SEQ));
         let is_behind = (received.wrapping_sub(read) as i32) < 0;
         self.received.store(if is_behind { read } else { received }, RELAXED);

@@ -268,7 +268,7 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
             return fail(libc::ENOTCONN) as c_int;
         }
         if how == libc::SHUT_RD {
-            // An agent that has moved it nevertheless. The NIC would end what is sent.
+            // The agent has moved it to the NIC again, which can shut nothing but sending.
             drop(entered);
             if let Err(number) = kernel_only::leave(tcp, REASON, || Patience::Always) {
                 return fail(number) as c_int;

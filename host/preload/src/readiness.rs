@@ -143,8 +143,8 @@ pub(crate) fn is_marked(set: &Set, session: Option<&Session>) -> bool {
 
 /// Handles what the session's doorbell rings for, in a thread that comes back from a set. The doorbell wakes one thread
 /// of those that sleep in sets (EPOLLEXCLUSIVE): if it was this one, it may come back for something else, with no room
-/// for the doorbell's event, or be on its way out, and others wait for what there is. It may not sleep again, so the
-/// doorbell is cleared here: else it would not be rung again for them.
+/// for the doorbell's event, or be leaving the call by a jump. Other threads still wait for what the doorbell was rung
+/// for. The doorbell is cleared here, too: it is not rung again before, and this thread may never sleep again.
 pub(crate) fn pass_on(session: Option<&Session>) {
     let errno = thread::errno();
     if let Some(session) = session {

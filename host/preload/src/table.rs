@@ -73,7 +73,7 @@ fn entry(fd: c_int) -> Option<*mut u8> {
     Some(if found as usize & CHANGING == 0 { found } else { settled(slot) })
 }
 
-/// An entry once no other thread is changing it. To the thread that is, the descriptor is not tracked.
+/// An entry once no other thread is changing it. If this thread is, its own mark: the descriptor counts as untracked.
 #[cold]
 fn settled(slot: &AtomicPtr<u8>) -> *mut u8 {
     let mut round = 0;
@@ -220,13 +220,13 @@ pub(crate) fn known(first: u32, last: u32) -> impl Iterator<Item = (c_int, File)
     (first as usize..end).filter_map(|at| Some((at as c_int, file(TABLE.entries.get(at)?.load(Ordering::Acquire))?)))
 }
 
-/// What a descriptor refers to is being changed by the calling thread: it is closed, or becomes another one of a
-/// socket, in the kernel and in the table. Until this is dropped other threads that use the number wait. They would
-/// find either no entry, while the kernel still has the socket there, which may be a shell, or an entry that the kernel
-/// does not have any more. If no entry was put meanwhile, the descriptor is not tracked from then on.
+/// Marks a descriptor's entry while the calling thread closes the descriptor, or replaces it by dup2(2). The kernel's
+/// table and this one cannot change at the same time, so other threads that look the descriptor up wait until this is
+/// dropped. Otherwise they could find no entry while the kernel still has the socket there, which may be a shell; or an
+/// entry for a descriptor that is closed. If no new entry was put, the descriptor is not tracked afterwards.
 ///
-/// The thread is in a part that no handler interrupts ([`whole`]). It looks up no other descriptor, and holds no lock
-/// for which a thread may wait that looks here.
+/// Meanwhile no signal handler may run in this thread ([`whole`]). It may look up no other descriptor, and hold no lock
+/// that a waiting thread may need: either could be a deadlock.
 #[must_use]
 pub(crate) struct Change {
     slot: &'static AtomicPtr<u8>,

@@ -100,8 +100,8 @@ pub(crate) struct Tcp {
     inherited: AtomicBool,
     /// It stays in the kernel for good, although the agent manages it.
     pinned: AtomicBool,
-    /// Held while the agent is asked to restore it: none that lets it move again, since it was not pinned, comes after
-    /// the one that pins it.
+    /// Held while the agent is asked to restore it, so that such requests reach the agent one after the other.
+    /// Otherwise one that allows further moves could be sent after the one that forbids them.
     asking_back: Mutex<()>,
     /// Whether it was O_NONBLOCK when a call last read the flags. Only a hint: a call that sleeps in the kernel
     /// nevertheless only delays the hand-over.

@@ -1,6 +1,7 @@
-//! What the kernel alone serves although the agent would not hear of it by itself: a program that leaves the agent's
-//! reach, or filters its system calls, before it has a session; and connections of MPTCP. The agent is told, for
-//! `baton ls`.
+//! Tells the agent of programs and connections that Baton cannot serve, so that `baton ls` can list them with the
+//! reason. The agent has no session of such a program, or no entry for such a connection. There are three cases: the
+//! program calls chroot or the like and can no longer reach the agent's socket; it sets a seccomp filter; or it uses
+//! MPTCP.
 
 use crate::process::{self, Plan};
 use crate::sections::Section;
@@ -20,7 +21,8 @@ static REPORTED_MPTCP: AtomicU32 = AtomicU32::new(0);
 /// 1 once the program has made an MPTCP socket.
 static HAS_MPTCP: AtomicU32 = AtomicU32::new(0);
 
-/// A channel to the agent that is no session, from a process that has none and may have one.
+/// Connects to the agent without opening a session. None if the process has a session, may not have one, or cannot
+/// reach the agent.
 fn reach() -> Option<(&'static Plan, Channel)> {
     if process::session().is_some() || !process::is_mine() || process::is_closed_for_good() {
         return None;
@@ -36,8 +38,9 @@ fn say(plan: &Plan, channel: &Channel, why: Native) {
     let _ = channel.send(&request, &[]).and_then(|()| channel.receive_within::<Answer>(LIMIT));
 }
 
-/// Makes the program's call, after which the agent may be out of reach. A program that has a TCP socket asks for Baton
-/// before; of another one that cannot reach the agent any more, the agent is told.
+/// Makes a call of the program's, such as chroot, after which it may not be able to reach the agent. A program that has
+/// a TCP socket opens its session before the call. One that has none connects to the agent before the call; if it can
+/// make no new connection afterwards, it tells the agent so over the old one.
 #[cold]
 pub(crate) fn confine(call: impl FnOnce() -> c_int) -> c_int {
     process::ask_while_possible();
@@ -59,7 +62,7 @@ pub(crate) fn confine(call: impl FnOnce() -> c_int) -> c_int {
     done
 }
 
-/// The program is about to filter its system calls, and has no session by which to say so.
+/// Tells the agent that the program is about to set a seccomp filter, if the program has no session.
 pub(crate) fn filters_itself() {
     if let Some((plan, channel)) = reach() {
         say(plan, &channel, Native::Filters);
@@ -73,7 +76,7 @@ pub(crate) fn made(protocol: c_int) {
     }
 }
 
-/// The program has connected, or is connecting, a socket that is no TCP socket.
+/// To be called after connect(2) on a socket that the library does not track: tells the agent if it uses MPTCP.
 pub(crate) fn connected(fd: c_int) {
     if HAS_MPTCP.load(Ordering::Relaxed) != 0 && crate::tcp::protocol(fd) == Some(libc::IPPROTO_MPTCP) {
         report_mptcp();

@@ -255,8 +255,8 @@ impl Here {
 
     /// Lets the thread not be cancelled. Returns whether it could be.
     fn forbid_cancellation(&self) -> bool {
-        // AddressSanitizer, which stands in between, takes the stack of a thread that has only begun for that of the
-        // thread that had it last: so not there.
+        // Not into variables on the stack: AddressSanitizer checks what these functions write to, and at the very start
+        // of a thread it still has its notes about the last thread with the same stack.
         // SAFETY: room for the last type and the last state, which nobody but this thread uses.
         unsafe {
             // glibc's signal may be under way, which does not look at the state (2.36).

@@ -1,5 +1,5 @@
-/* Two threads sleep in sets of their own. One is woken for the other, too, and leaves its call by siglongjmp before the library has seen
- * what for: the other one is woken for what comes next, though nobody else sleeps. */
+/* Two threads sleep, each in an epoll set of its own. The doorbell wakes the first one, which leaves epoll_wait by siglongjmp before the
+ * library has read the NIC's events. The second one, which is then the only one asleep, must be woken by the next event. */
 
 #include "sockets.h"
 #include <pthread.h>
@@ -46,7 +46,7 @@ static void *leaves(void *nothing)
 {
     struct epoll_event event;
     struct sched_param none = {0};
-    /* It does not run before the main thread waits. */
+    /* At this priority it runs only while the main thread waits. */
     CHECK(pthread_setschedparam(pthread_self(), SCHED_IDLE, &none) == 0);
     for (int round = 0; round < ROUNDS; round++) {
         /* The signal of the last round may come here, if this thread was faster. */

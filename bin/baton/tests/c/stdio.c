@@ -216,7 +216,7 @@ static void splice_nothing(int from, int pipe)
         splice(from, NULL, pipe, NULL, 1, 0);
 }
 
-/* None of these is moved for longer than that takes which is moved at random. */
+/* For two seconds, in which a connection that moves at random moves many times, none of these is on the NIC. */
 static void stay(const int *fds, int count)
 {
     for (time_t end = time(NULL) + 2; time(NULL) < end; sched_yield())
@@ -242,7 +242,7 @@ static void first_moves(void)
     stay(fds, COUNT);
 }
 
-/* A child, which has the connection for a moment, does not let it move that is spliced. */
+/* A spliced connection stays in the kernel also after a child of vfork has inherited it. */
 static void spliced_and_vfork(void)
 {
     int into[2];

@@ -447,8 +447,8 @@ fn what_is_served_natively_says_why() {
     assert!(run.wait().expect("our child").success());
 }
 
-/// A program that does what keeps Baton from it, or from its connection, before it has its first connection, which it
-/// keeps until its standard input ends.
+/// A program that first does what the test says (such as chroot), then makes its connection, and keeps it until its
+/// standard input ends.
 const KEPT_SILENT: &str = "
 import ctypes, os, socket, sys
 what, empty = sys.argv[1:]
@@ -477,9 +477,9 @@ print('there', flush=True)
 sys.stdin.read()
 ";
 
-/// What would never move, and be in no list, says why: a program that leaves the agent's reach, or filters its system
-/// calls, before it has a TCP socket; and MPTCP. What stays in reach, and what an MPTCP socket accepts of a TCP client,
-/// move.
+/// `baton ls` names what can never move, and says why: a program that can no longer reach the agent, or has set a
+/// seccomp filter, before it has a TCP socket; and MPTCP connections. A program that can still reach the agent moves,
+/// and so does a connection from a TCP client to an MPTCP listener.
 #[test]
 fn what_the_agent_would_never_hear_of_says_why() {
     let scratch = Scratch::new("silent");

@@ -291,8 +291,8 @@ impl Events {
     }
 }
 
-/// Handles the NIC's events in a thread that has slept, and may not do so again: as [`Shared::catch_up`], and a
-/// doorbell that was rung is cleared, so that it is rung again for others.
+/// As [`Shared::catch_up`], for a thread that comes back from sleeping and may not sleep again. It clears a doorbell
+/// that was rung, so that the doorbell is rung for other threads at the next event.
 pub fn catch_up_for_others(shared: &Shared, token: Token) {
     if was_rung(shared.memory.word32(at::PROGRAM_SLEEPING)) {
         shared.clear_bell();

@@ -347,7 +347,7 @@ impl Shared {
                 return readiness;
             }
             if connection.owner() == Owner::Moving {
-                // Not while another thread refreshes it.
+                // With the lock, since another thread may be refreshing the connection.
                 let _events = self.events.lock(token);
                 return connection.readiness();
             }
@@ -427,8 +427,8 @@ mod tests {
         assert!(connection.has_moved());
     }
 
-    /// A block has what was received before the handoff, and what the program has read since. A thread that looks just
-    /// when the connection has returned to the kernel must not find more unread than there is.
+    /// RECEIVE_SEQ is written at the handoff only, and READ_SEQ whenever the program reads. A thread that looks just
+    /// when the connection has returned to the kernel must not take the difference for unread bytes.
     #[test]
     fn nothing_is_unread_on_the_nic_when_a_connection_has_returned() {
         let memory = Arc::new(Region::private(at::HEAP).unwrap());

@@ -226,8 +226,8 @@ fn leave(fd: c_int) -> Option<Change> {
     leave_file(fd, table::get(fd))
 }
 
-/// As [`leave`], of a descriptor that refers to this. Does not wait for other threads' changes, so that it may be
-/// called in one.
+/// As [`leave`], where the descriptor's entry has been looked up already. It does not wait for other threads that
+/// change descriptors, so a thread may call it while it changes another one itself.
 fn leave_file(fd: c_int, file: Option<File>) -> Option<Change> {
     let _section = Section::enter()?;
     udp::close(fd);
@@ -253,7 +253,7 @@ pub unsafe extern "C-unwind" fn close(fd: c_int) -> c_int {
         let _whole = if is_tracked { Whole::begin_cancelable() } else { Whole::begin() };
         if is_tracked {
             if let Some(_change) = leave(fd) {
-                // Its socket has others, so that this does not wait.
+                // The socket has other descriptors, so this close(2) does not linger.
                 // SAFETY: the program's own arguments (`# Safety`).
                 return unsafe { real::close(fd) };
             }
@@ -329,7 +329,7 @@ fn copied(fd: c_int, copy: c_int) -> c_int {
     copied_file(fd, copy, table::get(fd))
 }
 
-/// As [`copied`], of a descriptor that refers to this; see [`leave_file`].
+/// As [`copied`], where the entry of `fd` has been looked up already; see [`leave_file`].
 fn copied_file(fd: c_int, copy: c_int, file: Option<File>) -> c_int {
     if copy < 0 || copy == fd {
         return copy;
