@@ -4,24 +4,8 @@ use crate::stage::{Stage, flow};
 use baton_abi::layout::{COUNTERS, Counter, nic};
 use baton_abi::{Cid, Message, Operation, RestoreCause};
 use baton_datapath::WorkerSettings;
-use baton_device::{Checksum, Device};
-use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
-use baton_wire::{Flags, TcpOptions};
+use baton_wire::Flags;
 use std::sync::atomic::Ordering;
-
-/// The peer sends a segment without data.
-fn send(stage: &mut Stage, seq: u32, flags: Flags) {
-    let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
-    let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
-    stage.frame.set_length(MAX_HEADER);
-    let header = Header { seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
-    let headers = template.emit(&header, 0, stage.frame.bytes_mut());
-    stage.frame.set_length(headers);
-    stage.frame.checksum = Checksum::Verified;
-    stage.far.transmit(&mut stage.frame);
-    stage.now = stage.now.after(10);
-    stage.worker.poll(stage.now);
-}
 
 /// The causes for which the NIC has asked that the first connection be taken back, since the last call.
 fn asked(stage: &mut Stage) -> Vec<u32> {
@@ -42,14 +26,14 @@ fn the_host_is_asked_once_the_fin_is_in_order_and_only_if_it_is_so_set() {
         let mut stage = Stage::empty(WorkerSettings { return_at_fin, ..WorkerSettings::default() });
         stage.offload(0, flow(0));
         let fin = Flags::FIN | Flags::ACK;
-        send(&mut stage, 4, fin);
+        stage.send_bare(4, fin);
         assert_eq!((asked(&mut stage), counted(&stage)), (vec![], 0));
         stage.send_segment(1, 1, b"abc");
         stage.now = stage.now.after(10);
         stage.worker.poll(stage.now);
         let expected = if return_at_fin { vec![RestoreCause::PeerFin as u32] } else { vec![] };
         assert_eq!((asked(&mut stage), counted(&stage)), (expected, u64::from(return_at_fin)));
-        send(&mut stage, 4, fin);
+        stage.send_bare(4, fin);
         assert_eq!((asked(&mut stage), counted(&stage)), (vec![], u64::from(return_at_fin)));
     }
 }

@@ -111,6 +111,20 @@ impl Stage {
         while self.far.receive(&mut self.frame) {}
     }
 
+    /// The victim's peer sends a segment without data.
+    pub fn send_bare(&mut self, seq: u32, flags: Flags) {
+        let template = Template::new(&flow(0).reversed(), &Link { ttl: 64, ..Link::default() }, true);
+        let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
+        self.frame.set_length(MAX_HEADER);
+        let header = Header { seq, ack: 1, flags, window: 512, options: &options, ecn: 0, ident: 0 };
+        let headers = template.emit(&header, 0, self.frame.bytes_mut());
+        self.frame.set_length(headers);
+        self.frame.checksum = Checksum::Verified;
+        self.far.transmit(&mut self.frame);
+        self.now = self.now.after(10);
+        self.worker.poll(self.now);
+    }
+
     /// The victim's peer sends a segment with these bytes.
     pub fn send_to_victim(&mut self, seq: u32, payload: &[u8]) {
         self.send_segment(seq, 1, payload);
