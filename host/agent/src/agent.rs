@@ -326,6 +326,7 @@ impl Agent {
             self.pulse.set_asleep(false);
             self.pulse.beat();
             waited?;
+            self.excuse_what_was_missed();
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
             if tokens.contains(&RESOLUTION) || self.addresses.wait() == Some(Duration::ZERO) {
@@ -376,6 +377,7 @@ impl Agent {
             self.end_what_is_cut_off();
             self.remove_sessions();
             self.recover_from_deaths()?;
+            self.excuse_what_was_missed();
             self.watch_nics()?;
         }
     }

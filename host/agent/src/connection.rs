@@ -519,6 +519,13 @@ impl Connection {
         self.extra.as_ref()?.machine.as_deref()
     }
 
+    /// See [`Move::excuse`].
+    pub fn excuse(&mut self, micros: u64) {
+        if let Some(machine) = self.extra.as_mut().and_then(|extra| extra.machine.as_deref_mut()) {
+            machine.excuse(micros);
+        }
+    }
+
     pub fn step(&self) -> Step {
         self.step
     }

@@ -406,10 +406,23 @@ impl Agent {
         Some(self.connection_ref(session, number)?.stage())
     }
 
+    /// If this process did not run for a while, the NIC has that much longer to answer: it may not have run either.
+    pub(crate) fn excuse_what_was_missed(&mut self) {
+        let missed = self.watch.take_missed();
+        if missed > 0 {
+            for key in &self.moves.under_way {
+                if let Some(connection) = named(&mut self.sessions, *key) {
+                    connection.excuse(missed);
+                }
+            }
+        }
+    }
+
     /// Advances the moves that wait, each at most once.
     fn advance_moves(&mut self) {
         let end = monotonic_micros() + SLICE;
         for _ in 0..self.moves.under_way.len() {
+            self.excuse_what_was_missed();
             let Some(key) = self.moves.under_way.pop_front() else { return };
             if let Some(connection) = named(&mut self.sessions, key) {
                 connection.under_way = false;

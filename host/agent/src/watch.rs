@@ -8,7 +8,7 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_linux::tasks::{self, Activity};
 use baton_shm::{Pulse, Reading, Region};
-use baton_supervision::{Cause, Limits, Process, Sample, Verdict, Watchdog, Worker};
+use baton_supervision::{Cause, Limits, Missed, Process, Sample, Verdict, Watchdog, Worker};
 use std::time::Duration;
 
 /// Microseconds between two looks while there are sessions, and without.
@@ -87,6 +87,7 @@ pub(crate) struct Watch {
     of_nics: Vec<Watched>,
     /// When they are looked at next, microseconds.
     due: u64,
+    missed: Missed,
 }
 
 /// The sampler of the process with this number, which may be another one than at the last look.
@@ -146,6 +147,12 @@ impl Watch {
     pub fn excuses(&self, nic: usize, now: u64, period: u64) -> bool {
         let samplers = self.of_nics.get(nic).into_iter().flat_map(|watched| [&watched.nic, &watched.host_tcp]);
         samplers.flatten().any(|sampler| sampler.watchdog.is_excused(now, period))
+    }
+
+    /// Microseconds in which this process was to look and did not run; each is told once.
+    pub fn take_missed(&mut self) -> u64 {
+        // Before the first look nothing was to be seen.
+        if self.due == 0 { 0 } else { self.missed.take(monotonic_micros(), self.due) }
     }
 
     /// Time until the next look.

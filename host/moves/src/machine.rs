@@ -240,6 +240,12 @@ impl Move {
         self.answer_by
     }
 
+    /// The agent itself did not run for so many microseconds: the NIC, which may have been stopped with it, has that much
+    /// longer to answer.
+    pub fn excuse(&mut self, micros: u64) {
+        self.answer_by = self.answer_by.map(|limit| limit.saturating_add(micros));
+    }
+
     /// Whether its program did not leave in time lately: no move of it is to be begun now.
     pub fn is_put_off(&self, now: u64) -> bool {
         self.backoff.is_on(now)

@@ -1,5 +1,6 @@
 //! What the agent knows of a connection.
 
+use super::watch::Asked;
 use crate::block::Block;
 use crate::journal::{Memory, OnNic};
 use crate::keeper::{Kept, Until};
@@ -45,6 +46,8 @@ pub(super) struct Connection {
     pub until: Until,
     pub block: Block,
     pub machine: Move,
+    /// When it last gave the NIC a command that is to be answered.
+    pub asked: Asked,
     pub cid: Option<Cid>,
     pub on_nic: Option<OnNic>,
     /// Bytes of receive and of send memory that the NIC has asked for. None: it rests so that its empty memory can lose
@@ -82,6 +85,7 @@ impl Connection {
             moves: block.load(block::MOVES),
             block,
             machine: Move::new(),
+            asked: Asked::default(),
             cid: None,
             on_nic: None,
             wants: None,

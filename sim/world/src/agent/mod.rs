@@ -14,7 +14,7 @@ use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_moves::{Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
+use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
 use baton_shm::RingWords;
@@ -396,6 +396,10 @@ impl Agent {
             let awaited = connection.machine.awaits();
             machine.failure = Some(format!("the NIC of host {} does not answer {awaited:?}", machine.number));
         }
+        if late && event != Event::Excused && self.watch.has_run_since(connection.asked, machine.now.0) < ANSWER_LIMIT {
+            let wrong = "is to be ended since it has not answered, but its agent was stopped, too";
+            machine.failure = Some(format!("the NIC of host {} {wrong}", machine.number));
+        }
         let next = connection.machine.on(event, machine.now.0);
         self.follow(number, next);
     }
@@ -452,6 +456,9 @@ impl Agent {
     ) {
         let number = connection.number;
         let before = connection.machine.step();
+        if outcome == Outcome::Sent {
+            connection.asked = self.watch.asked(machine.now.0);
+        }
         let next = connection.machine.on(Event::Outcome(outcome), machine.now.0);
         let step = connection.machine.step();
         if step != before {

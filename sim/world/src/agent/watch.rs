@@ -5,7 +5,7 @@ use super::Agent;
 use crate::fault::Halt;
 use crate::machine::Machine;
 use baton_moves::{ANSWER_LIMIT, Event};
-use baton_supervision::{Limits, Process, Sample, Verdict, Watchdog, Worker};
+use baton_supervision::{Limits, Missed, Process, Sample, Verdict, Watchdog, Worker};
 
 /// Microseconds between two looks.
 const PACE: u64 = 50_000;
@@ -23,12 +23,33 @@ pub(super) struct Watch {
     halted_since: Option<u64>,
     /// Since when the agent has run without looks that were late, microseconds.
     runs_since: u64,
+    missed: Missed,
+    /// How often, and how long in all, the agent was stopped, microseconds.
+    stops: u64,
+    stopped: u64,
+}
+
+/// When a command was given to a NIC, and how often and how long the agent had been stopped by then.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Asked {
+    at: u64,
+    stops: u64,
+    stopped: u64,
 }
 
 impl Watch {
     /// Of a NIC that has just been started.
     pub fn new(now: u64) -> Watch {
-        Watch { watchdog: Watchdog::new(Limits::OF_NIC), due: now + PACE, rounds: 0, halted_since: None, runs_since: now }
+        Watch {
+            watchdog: Watchdog::new(Limits::OF_NIC),
+            due: now + PACE,
+            rounds: 0,
+            halted_since: None,
+            runs_since: now,
+            missed: Missed::default(),
+            stops: 0,
+            stopped: 0,
+        }
     }
 
     /// When the next look is due. While the NIC makes rounds nothing is seen, so that there is one more only after it
@@ -41,13 +62,32 @@ impl Watch {
     }
 }
 
+impl Watch {
+    /// A command is given to the NIC.
+    pub fn asked(&self, now: u64) -> Asked {
+        Asked { at: now, stops: self.stops, stopped: self.stopped }
+    }
+
+    /// How long the agent has run since, at most, as far as it knows: of each stop it does not notice the beginning.
+    pub fn has_run_since(&self, asked: Asked, now: u64) -> u64 {
+        (now - asked.at) - (self.stopped - asked.stopped) + (self.stops - asked.stops) * MOST_UNSEEN
+    }
+}
+
 impl Agent {
     /// The agent goes on after it was stopped since `from`. If the keeper has resumed it, it resumes its NIC before
     /// anything else.
     pub fn goes_on(&mut self, machine: &mut Machine, from: u64, resumed: bool) {
         let now = machine.now.0;
+        self.watch.stopped += now - from;
         if now - from > MOST_UNSEEN {
             self.watch.runs_since = now;
+        }
+        self.watch.stops += 1;
+        // The look that the product was to make next, as late as it may have been.
+        let missed = self.watch.missed.take(now, from + PACE);
+        for connection in self.connections.values_mut() {
+            connection.machine.excuse(missed);
         }
         if let Some(nic) = machine.card().nic.as_mut().filter(|_| resumed) {
             nic.resume(now);
