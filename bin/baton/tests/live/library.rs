@@ -100,6 +100,15 @@ fn a_move_changes_nothing_of_what_is_unread() {
     while_moving("unread", "asked for");
 }
 
+/// A receive that ends without all that it wants gets what is there.
+#[test]
+fn a_receive_that_ends_early_gets_what_is_there() {
+    for case in ["time", "signal"] {
+        as_natively("partly", case);
+        while_moving("partly", case);
+    }
+}
+
 /// What has closed a process for good, for itself and its children, holds after a fork, too.
 #[test]
 fn a_fork_does_not_reopen_what_is_closed_for_good() {

@@ -1,0 +1,137 @@
+/* A receive that wants more than comes gets what is there when its time is over, or when a signal ends it. Usage: partly CASE [moved] */
+
+#include "sockets.h"
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <sys/ioctl.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#define WANTED 8
+#define COME 3
+
+static struct pair ends;
+static pthread_t receiver;
+static atomic_int is_over, by_signal;
+
+static void nothing(int number)
+{
+    (void)number;
+}
+
+static void wait_a_little(void)
+{
+    /* Waits: the receiver is in its call by then, most often; before or after, the result is the same. */
+    nanosleep(&(struct timespec){0, 20000000}, NULL);
+}
+
+/* Sends some of the bytes while the receiver waits, and interrupts it once they have come. */
+static void *send_some(void *unused)
+{
+    int under_way = COME;
+    wait_a_little();
+    CHECK(send(ends.client, "abc", COME, 0) == COME);
+    while (by_signal && under_way > 0) {
+        CHECK(ioctl(ends.client, TIOCOUTQ, &under_way) == 0);
+        sched_yield();
+    }
+    while (by_signal && !is_over) {
+        CHECK(pthread_kill(receiver, SIGUSR1) == 0);
+        wait_a_little();
+    }
+    return unused;
+}
+
+static char got[WANTED];
+
+static ssize_t by_recv(int flags)
+{
+    return recv(ends.server, got, WANTED, flags);
+}
+
+static ssize_t by_recvfrom(int flags)
+{
+    return recvfrom(ends.server, got, WANTED, flags, NULL, NULL);
+}
+
+static ssize_t by_recvmsg(int flags)
+{
+    struct iovec pieces[] = {{got, 2}, {got + 2, WANTED - 2}};
+    struct msghdr message = {.msg_iov = pieces, .msg_iovlen = 2};
+    return recvmsg(ends.server, &message, flags);
+}
+
+static ssize_t by_read(int flags)
+{
+    (void)flags;
+    return read(ends.server, got, WANTED);
+}
+
+static ssize_t by_readv(int flags)
+{
+    struct iovec pieces[] = {{got, 1}, {got + 1, WANTED - 1}};
+    (void)flags;
+    return readv(ends.server, pieces, 2);
+}
+
+static void receive_partly(ssize_t (*receive)(int), int flags)
+{
+    pthread_t sender;
+    int left = 0, expected = flags & MSG_PEEK ? COME : 0;
+    memset(got, 0, sizeof got);
+    is_over = 0;
+    CHECK(pthread_create(&sender, NULL, send_some, NULL) == 0);
+    ssize_t received = receive(flags);
+    is_over = 1;
+    CHECK(received == COME);
+    CHECK(memcmp(got, "abc", COME) == 0);
+    CHECK(pthread_join(sender, NULL) == 0);
+    CHECK(ioctl(ends.server, FIONREAD, &left) == 0 && left == expected);
+    CHECK(left == 0 || recv(ends.server, got, WANTED, MSG_DONTWAIT) == COME);
+}
+
+/* Each call that can, waits for all; and each, up to the low-water mark. */
+static void in_each_call(void)
+{
+    ssize_t (*with_flags[])(int) = {by_recv, by_recvfrom, by_recvmsg};
+    ssize_t (*all[])(int) = {by_recv, by_recvfrom, by_recvmsg, by_read, by_readv};
+    for (int at = 0; at < 3; at++) {
+        receive_partly(with_flags[at], MSG_WAITALL);
+        receive_partly(with_flags[at], MSG_WAITALL | MSG_PEEK);
+    }
+    CHECK(setsockopt(ends.server, SOL_SOCKET, SO_RCVLOWAT, &(int){WANTED}, sizeof(int)) == 0);
+    for (int at = 0; at < 5; at++)
+        receive_partly(all[at], 0);
+    receive_partly(by_recv, MSG_PEEK);
+}
+
+static void time_is_over(void)
+{
+    struct timeval limit = {0, 200000};
+    CHECK(setsockopt(ends.server, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit) == 0);
+    in_each_call();
+}
+
+static void a_signal_comes(void)
+{
+    struct sigaction action = {.sa_handler = nothing};
+    CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
+    receiver = pthread_self();
+    by_signal = 1;
+    in_each_call();
+}
+
+int main(int count, char **arguments)
+{
+    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}};
+    alarm(60);
+    CHECK(count >= 2);
+    ends = connect_pair();
+    exchange(ends.client, ends.server, "there");
+    exchange(ends.server, ends.client, "back");
+    if (count > 2 && strcmp(arguments[2], "moved") == 0)
+        until_on_nic(ends.server);
+    return run_case(cases, sizeof cases / sizeof cases[0], arguments[1]);
+}
