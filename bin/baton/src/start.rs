@@ -18,7 +18,7 @@ use clap::Args;
 use std::fs::File;
 use std::io::ErrorKind::{ConnectionRefused, NotADirectory, NotFound};
 use std::os::fd::AsFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 #[derive(Args)]
@@ -131,6 +131,11 @@ impl StartArguments {
         self.nics.check()?;
         let devices = Devices::beside(SLOTS, self.nics.count()).context("starting a Baton")?;
         let directory = run_directory::make()?;
+        // Whatever fails, nothing is left. A Baton that has been launched removes the directory itself when it ends.
+        self.start_in(&directory, place, &devices).inspect_err(|_| drop(std::fs::remove_dir(&directory)))
+    }
+
+    fn start_in(&self, directory: &Path, place: Where, devices: &Devices) -> Result<(PathBuf, Channel)> {
         let socket = directory.join("agent.sock");
         let mut settings = self.nics.apply(beside_settings(socket.clone(), true, self.spin)?);
         settings.nic.addresses = self.addresses.addresses()?;
@@ -147,8 +152,7 @@ impl StartArguments {
             Some(path) => Stdio::from(File::create(path).with_context(|| format!("making {}", path.display()))?),
             None => Stdio::null(),
         });
-        let launched = baton_keeper::launch(command, &settings, &devices, Some(me.as_fd()));
-        let (mut starter, _) = launched.inspect_err(|_| drop(std::fs::remove_dir(&directory)))?;
+        let (mut starter, _) = baton_keeper::launch(command, &settings, devices, Some(me.as_fd()))?;
         let _ = starter.wait();
         if self.addresses.any() {
             addresses::settle(&mut Tool::connect(&socket)?)?;

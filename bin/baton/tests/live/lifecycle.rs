@@ -454,6 +454,18 @@ fn a_start_that_fails_leaves_nothing() {
     assert!(!leftovers(&scratch), "a directory is left");
 }
 
+/// So it is if only its log cannot be made.
+#[test]
+fn a_start_without_its_log_leaves_nothing() {
+    let scratch = Scratch::new("log");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["run", "--log", &scratch.file("missing/log"), "--", "true"]);
+    command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its end");
+    assert!(!ran.status.success() && text(&ran.stderr).contains("missing/log"), "{}", text(&ran.stderr));
+    assert!(!leftovers(&scratch), "a directory is left");
+}
+
 /// `baton up` by root, in a mount namespace with a /run of its own: an ordinary user's tools find it at its usual path.
 #[test]
 fn an_ordinary_user_finds_the_hosts_baton() {
