@@ -175,6 +175,11 @@ pub(crate) unsafe fn get(
             (libc::IPPROTO_TCP, libc::TCP_REPAIR) => 0,
             (libc::SOL_SOCKET, libc::SO_INCOMING_CPU) => connection.processor().map_or(-1, |processor| processor as i32),
             (libc::SOL_SOCKET, libc::SO_ERROR) => connection.take_error() as i32,
+            // The shell's segments are as large as if its peer had said nothing of that.
+            (libc::IPPROTO_TCP, libc::TCP_MAXSEG) => match session.shared.detail(connection.number()) {
+                Ok(detail) if detail.mss > 0 => detail.mss as i32,
+                _ => return done,
+            },
             (libc::IPPROTO_TCP, libc::TCP_INFO) => {
                 // SAFETY: getsockopt has just written `*length` bytes to `value`.
                 let info = unsafe { std::slice::from_raw_parts_mut(value.cast::<u8>(), *length as usize) };

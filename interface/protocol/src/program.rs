@@ -698,8 +698,9 @@ impl Detail {
         };
         let mss = self.mss.max(1);
         put(0, &[self.state]);
-        // tcpi_unacked, tcpi_rtt, tcpi_snd_cwnd, tcpi_total_retrans, tcpi_notsent_bytes, tcpi_snd_wnd.
+        // tcpi_snd_mss, tcpi_unacked, tcpi_rtt, tcpi_snd_cwnd, tcpi_total_retrans, tcpi_notsent_bytes, tcpi_snd_wnd.
         for (at, value) in [
+            (16, mss),
             (24, self.in_flight.div_ceil(mss)),
             (68, self.srtt),
             (80, self.cwnd),
@@ -708,6 +709,12 @@ impl Detail {
             (228, self.send_window),
         ] {
             put(at, &value.to_ne_bytes());
+        }
+        // tcpi_bytes_acked, tcpi_bytes_received.
+        for (at, value) in [(120, self.sent), (128, self.received)] {
+            if let Some(value) = value {
+                put(at, &value.to_ne_bytes());
+            }
         }
     }
 }
