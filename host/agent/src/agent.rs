@@ -30,7 +30,7 @@ use crate::holders::Searches;
 use crate::known::Known;
 use crate::listening::Listeners;
 use crate::looks::Looks;
-use crate::moves::Moves;
+use crate::moves::{Moves, excuse_what_was_missed};
 use crate::nic::{Hardware, NicProcess};
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
@@ -326,7 +326,7 @@ impl Agent {
             self.pulse.set_asleep(false);
             self.pulse.beat();
             waited?;
-            self.excuse_what_was_missed();
+            excuse_what_was_missed(self);
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
             if tokens.contains(&RESOLUTION) || self.addresses.wait() == Some(Duration::ZERO) {
@@ -377,7 +377,7 @@ impl Agent {
             self.end_what_is_cut_off();
             self.remove_sessions();
             self.recover_from_deaths()?;
-            self.excuse_what_was_missed();
+            excuse_what_was_missed(self);
             self.watch_nics()?;
         }
     }

@@ -206,7 +206,7 @@ impl OnNic {
 #[derive(Default)]
 pub(crate) struct Extra {
     /// Its state machine, while that does not rest.
-    machine: Option<Box<Move>>,
+    pub machine: Option<Box<Move>>,
     /// What it was handed off with, until the NIC has it; then that is in the journal, see [`Connection::exported`].
     pub handoff: Option<Box<Handoff>>,
     /// What its move goes on with after it has waited.
@@ -517,13 +517,6 @@ impl Connection {
     /// Its state machine, while that does not rest.
     fn moving(&self) -> Option<&Move> {
         self.extra.as_ref()?.machine.as_deref()
-    }
-
-    /// See [`Move::excuse`].
-    pub fn excuse(&mut self, micros: u64) {
-        if let Some(machine) = self.extra.as_mut().and_then(|extra| extra.machine.as_deref_mut()) {
-            machine.excuse(micros);
-        }
     }
 
     pub fn step(&self) -> Step {

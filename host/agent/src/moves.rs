@@ -308,6 +308,17 @@ fn refused_by_gain(agent: &mut Agent, session: u32, number: u32) -> Option<Refus
     gain.refuses(class).map(Refusal::Placed)
 }
 
+/// If this process did not run for a while, the NIC has that much longer to answer: it may not have run either.
+pub(crate) fn excuse_what_was_missed(agent: &mut Agent) {
+    let missed = agent.watch.take_missed();
+    for key in agent.moves.under_way.iter().filter(|_| missed > 0) {
+        let extra = named(&mut agent.sessions, *key).and_then(|connection| connection.extra.as_mut());
+        if let Some(machine) = extra.and_then(|extra| extra.machine.as_deref_mut()) {
+            machine.excuse(missed);
+        }
+    }
+}
+
 impl Agent {
     /// Does a slice of each kind of work on moves.
     pub(crate) fn work_on_moves(&mut self) {
@@ -406,23 +417,11 @@ impl Agent {
         Some(self.connection_ref(session, number)?.stage())
     }
 
-    /// If this process did not run for a while, the NIC has that much longer to answer: it may not have run either.
-    pub(crate) fn excuse_what_was_missed(&mut self) {
-        let missed = self.watch.take_missed();
-        if missed > 0 {
-            for key in &self.moves.under_way {
-                if let Some(connection) = named(&mut self.sessions, *key) {
-                    connection.excuse(missed);
-                }
-            }
-        }
-    }
-
     /// Advances the moves that wait, each at most once.
     fn advance_moves(&mut self) {
         let end = monotonic_micros() + SLICE;
         for _ in 0..self.moves.under_way.len() {
-            self.excuse_what_was_missed();
+            excuse_what_was_missed(self);
             let Some(key) = self.moves.under_way.pop_front() else { return };
             if let Some(connection) = named(&mut self.sessions, key) {
                 connection.under_way = false;

@@ -686,8 +686,8 @@ unsafe fn receive_imported(
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
     let (mut done, mut wait, generation, begun) = (0, None, tcp.generation(), section.begun);
     let is_further = matches!(call, Call::Further);
-    // Why the wait has ended without all that is wanted: what is there by then is received.
-    let mut over: Option<c_int> = None;
+    // Why it ends with nothing. When it may not wait any longer it still receives what is there.
+    let (mut flags, mut reason) = (flags, libc::EAGAIN);
     loop {
         let is_left = tcp.is_left(generation);
         if tcp.generation() != generation && !is_left {
@@ -697,12 +697,9 @@ unsafe fn receive_imported(
             done = if peeks { 0 } else { done };
             let (mut rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
-            let wait = if over.is_some() { libc::MSG_DONTWAIT } else { 0 };
             // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-            let mut received = unsafe { leaving::asleep(|| call.receive(fd, &mut rest, flags | wait)) };
-            if let Some(number) = over.filter(|_| received < 0 && crate::thread::errno() == libc::EAGAIN) {
-                received = fail(number);
-            }
+            let received = unsafe { leaving::asleep(|| call.receive(fd, &mut rest, flags)) };
+            let received = if received < 0 && thread::errno() == libc::EAGAIN { fail(reason) } else { received };
             (message.msg_namelen, message.msg_controllen, message.msg_flags) =
                 (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
             return sum(done, received);
@@ -737,19 +734,18 @@ unsafe fn receive_imported(
                 return fail(number);
             }
         }
-        if let Some(number) = over {
-            return if done > 0 { done as ssize_t } else { fail(number) };
-        }
         if does_not_wait(tcp, fd, flags) {
             if done == 0 && tcp.has_ended_just_now() {
                 continue;
             }
-            return if done > 0 { done as ssize_t } else { fail(libc::EAGAIN) };
+            return if done > 0 { done as ssize_t } else { fail(reason) };
         }
         let wait = wait.get_or_insert_with(|| Wait::new(deadline_of(tcp, fd, libc::SO_RCVTIMEO), begun));
         let most = |bytes: usize| bytes.min(1 << 17) as u32;
         let want = if peeks && done > 0 { Want::More(most(wanted)) } else { Want::Receive(most(wanted - done)) };
-        over = wait::block(tcp, fd, want, wait.after(done)).err();
+        if let Err(number) = wait::block(tcp, fd, want, wait.after(done)) {
+            (flags, reason) = (flags | libc::MSG_DONTWAIT, number);
+        }
         if room == 0 && wait::is_readable(tcp, fd) {
             // A receive of no bytes waits for data, the end or an error, and consumes nothing (Linux,
             // tcp_recvmsg_locked). A move also ends the wait, but not the call.

@@ -711,11 +711,8 @@ impl Detail {
             put(at, &value.to_ne_bytes());
         }
         // tcpi_bytes_acked, tcpi_bytes_received.
-        for (at, value) in [(120, self.sent), (128, self.received)] {
-            if let Some(value) = value {
-                put(at, &value.to_ne_bytes());
-            }
-        }
+        put(120, &self.sent.unwrap_or_default().to_ne_bytes());
+        put(128, &self.received.unwrap_or_default().to_ne_bytes());
     }
 }
 
