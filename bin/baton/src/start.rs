@@ -131,7 +131,7 @@ impl StartArguments {
         self.nics.check()?;
         let devices = Devices::beside(SLOTS, self.nics.count()).context("starting a Baton")?;
         let directory = run_directory::make()?;
-        // Whatever fails, nothing is left. A Baton that has been launched removes the directory itself when it ends.
+        // After a failure the directory is removed. One in which a Baton runs is not empty; that Baton removes it.
         self.start_in(&directory, place, &devices).inspect_err(|_| drop(std::fs::remove_dir(&directory)))
     }
 

@@ -308,10 +308,14 @@ fn refused_by_gain(agent: &mut Agent, session: u32, number: u32) -> Option<Refus
     gain.refuses(class).map(Refusal::Placed)
 }
 
-/// If this process did not run for a while, the NIC has that much longer to answer: it may not have run either.
+/// Extends the time within which NICs have to answer by the time that this process did not run: if somebody has stopped
+/// all of Baton, or the machine, the NICs did not run either.
 pub(crate) fn excuse_what_was_missed(agent: &mut Agent) {
     let missed = agent.watch.take_missed();
-    for key in agent.moves.under_way.iter().filter(|_| missed > 0) {
+    if missed == 0 {
+        return;
+    }
+    for key in &agent.moves.under_way {
         let extra = named(&mut agent.sessions, *key).and_then(|connection| connection.extra.as_mut());
         if let Some(machine) = extra.and_then(|extra| extra.machine.as_deref_mut()) {
             machine.excuse(missed);

@@ -149,9 +149,10 @@ impl Watch {
         samplers.flatten().any(|sampler| sampler.watchdog.is_excused(now, period))
     }
 
-    /// Microseconds in which this process was to look and did not run; each is told once.
+    /// Microseconds that this process is overdue with its next look at the NICs, because it was stopped or got no
+    /// processor. Each microsecond is returned by one call only.
     pub fn take_missed(&mut self) -> u64 {
-        // Before the first look nothing was to be seen.
+        // 0: no look has been planned yet.
         if self.due == 0 { 0 } else { self.missed.take(monotonic_micros(), self.due) }
     }
 

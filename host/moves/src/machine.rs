@@ -240,8 +240,8 @@ impl Move {
         self.answer_by
     }
 
-    /// The agent itself did not run for so many microseconds: the NIC, which may have been stopped with it, has that
-    /// much longer to answer.
+    /// Gives the NIC `micros` microseconds more to answer the command under way. The agent calls it after it was
+    /// stopped for that long, since its NIC may have been stopped with it.
     pub fn excuse(&mut self, micros: u64) {
         self.answer_by = self.answer_by.map(|limit| limit.saturating_add(micros));
     }

@@ -686,7 +686,7 @@ unsafe fn receive_imported(
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
     let (mut done, mut wait, generation, begun) = (0, None, tcp.generation(), section.begun);
     let is_further = matches!(call, Call::Further);
-    // Why it ends with nothing. When it may not wait any longer it still receives what is there.
+    // After a time-out or a signal (`reason`) a last attempt, with MSG_DONTWAIT, receives what is there.
     let (mut flags, mut reason) = (flags, libc::EAGAIN);
     loop {
         let is_left = tcp.is_left(generation);

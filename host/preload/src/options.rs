@@ -175,7 +175,7 @@ pub(crate) unsafe fn get(
             (libc::IPPROTO_TCP, libc::TCP_REPAIR) => 0,
             (libc::SOL_SOCKET, libc::SO_INCOMING_CPU) => connection.processor().map_or(-1, |processor| processor as i32),
             (libc::SOL_SOCKET, libc::SO_ERROR) => connection.take_error() as i32,
-            // The shell's segments are as large as if its peer had said nothing of that.
+            // The kernel would return the shell's segment size, which is the default of 536 bytes.
             (libc::IPPROTO_TCP, libc::TCP_MAXSEG) => match session.shared.detail(connection.number()) {
                 Ok(detail) if detail.mss > 0 => detail.mss as i32,
                 _ => return done,

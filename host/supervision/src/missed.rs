@@ -1,18 +1,18 @@
-//! Time in which a supervisor did not run itself: it was stopped, with the process that it watches or without, or it
-//! got no processor. That process owes nothing for this time.
+//! Measures the time in which a supervisor did not run, because it was stopped or got no processor. The process that it
+//! watches may not have run either, so its time limits are extended by as much.
 
 use crate::watchdog::LATE;
 
-/// What one supervisor has missed.
+/// The time that one supervisor has missed.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Missed {
-    /// Until when that has been told.
+    /// Up to this time, in microseconds, missed time has been returned.
     until: u64,
 }
 
 impl Missed {
-    /// The supervisor runs at `now`, and was to look at `due` at the latest. Returns the microseconds that it has
-    /// missed since then and that no earlier call has told.
+    /// Returns the microseconds between `due`, when the supervisor was to look at its process, and `now`. The first
+    /// 50 ms are not counted, and neither is what an earlier call has returned.
     pub fn take(&mut self, now: u64, due: u64) -> u64 {
         let from = self.until.max(due.saturating_add(LATE));
         if cfg!(feature = "sabotage-impatient-agent") || now <= from {

@@ -1,4 +1,5 @@
-/* A receive that wants more than comes gets what is there when its time is over, or when a signal ends it. Usage: partly CASE [moved] */
+/* The peer sends fewer bytes than MSG_WAITALL or SO_RCVLOWAT asks for. When SO_RCVTIMEO expires, or a signal comes, the call must return
+ * these bytes, and not EAGAIN or EINTR. Usage: partly CASE [moved] */
 
 #include "sockets.h"
 #include <pthread.h>
@@ -23,7 +24,7 @@ static void nothing(int number)
 
 static void wait_a_little(void)
 {
-    /* Waits: the receiver is in its call by then, most often; before or after, the result is the same. */
+    /* Waits: so that the receiver is usually in its call by then. If it is not, the result is the same. */
     nanosleep(&(struct timespec){0, 20000000}, NULL);
 }
 
@@ -92,7 +93,7 @@ static void receive_partly(ssize_t (*receive)(int), int flags)
     CHECK(left == 0 || recv(ends.server, got, WANTED, MSG_DONTWAIT) == COME);
 }
 
-/* Each call that can, waits for all; and each, up to the low-water mark. */
+/* MSG_WAITALL with each call that takes flags; then SO_RCVLOWAT with every call. */
 static void in_each_call(void)
 {
     ssize_t (*with_flags[])(int) = {by_recv, by_recvfrom, by_recvmsg};

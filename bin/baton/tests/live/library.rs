@@ -100,7 +100,7 @@ fn a_move_changes_nothing_of_what_is_unread() {
     while_moving("unread", "asked for");
 }
 
-/// A receive that ends without all that it wants gets what is there.
+/// A receive with MSG_WAITALL or SO_RCVLOWAT returns the bytes that have come when a time-out or a signal ends it.
 #[test]
 fn a_receive_that_ends_early_gets_what_is_there() {
     for case in ["time", "signal"] {

@@ -454,7 +454,7 @@ fn a_start_that_fails_leaves_nothing() {
     assert!(!leftovers(&scratch), "a directory is left");
 }
 
-/// So it is if only its log cannot be made.
+/// `baton run` whose log file cannot be made says so, and leaves no directory.
 #[test]
 fn a_start_without_its_log_leaves_nothing() {
     let scratch = Scratch::new("log");

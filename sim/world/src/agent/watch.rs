@@ -60,15 +60,14 @@ impl Watch {
             None => self.halted_since.map(|_| self.due),
         }
     }
-}
 
-impl Watch {
-    /// A command is given to the NIC.
+    /// To be noted when a command is given to the NIC at `now`.
     pub fn asked(&self, now: u64) -> Asked {
         Asked { at: now, stops: self.stops, stopped: self.stopped }
     }
 
-    /// How long the agent has run since, at most, as far as it knows: of each stop it does not notice the beginning.
+    /// Most microseconds that the agent can believe to have run since `asked`. Of each stop it does not notice the
+    /// first [`MOST_UNSEEN`], since its next look was not yet overdue.
     pub fn has_run_since(&self, asked: Asked, now: u64) -> u64 {
         (now - asked.at) - (self.stopped - asked.stopped) + (self.stops - asked.stops) * MOST_UNSEEN
     }
@@ -84,7 +83,7 @@ impl Agent {
             self.watch.runs_since = now;
         }
         self.watch.stops += 1;
-        // The look that the product was to make next, as late as it may have been.
+        // The product would have looked again at most one pace after the stop began.
         let missed = self.watch.missed.take(now, from + PACE);
         for connection in self.connections.values_mut() {
             connection.machine.excuse(missed);
