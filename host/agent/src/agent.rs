@@ -581,7 +581,11 @@ impl Agent {
         if let Some(group) = self.groups.get(entry.opening.group) {
             group.forgotten(&connection);
         }
-        self.keep(&Kept::Forgotten(session, number), &[]);
+        let told = connection.extra.as_mut().and_then(|extra| extra.told.take());
+        self.keep(&Kept::Forgotten(session, number), told.as_ref().map(AsFd::as_fd).as_slice());
+        if let (Some(told), Some(socket)) = (told, connection.fd.take()) {
+            socket.close_before(told);
+        }
         Some(connection)
     }
 

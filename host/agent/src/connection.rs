@@ -246,6 +246,8 @@ pub(crate) struct Extra {
     pub began: u64,
     /// Since when it stands still for that move, in microseconds of the monotonic clock; 0 if it does not.
     pub still_since: u64,
+    /// Closed after its socket's descriptor: its program has the other end, and learns from it that the agent has none.
+    pub told: Option<Foreign>,
     /// What it has carried on the NIC with this number and is not counted for its program yet.
     pub uncounted: (usize, Traffic),
 }
@@ -276,6 +278,7 @@ impl Extra {
             addresses,
             unheld_since,
             call,
+            told,
             wants: _,
             began: _,
             still_since: _,
@@ -285,7 +288,8 @@ impl Extra {
         let of_stay =
             stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none() && !overdue;
         let of_return = fin.is_none() && must_return.is_none() && refused.is_none();
-        of_move && of_stay && of_return && addresses.is_none() && unheld_since.is_none() && call.is_none()
+        let of_socket = addresses.is_none() && unheld_since.is_none() && call.is_none() && told.is_none();
+        of_move && of_stay && of_return && of_socket
     }
 }
 

@@ -62,10 +62,11 @@ impl Session {
         }
     }
 
-    /// Drops what is held of a connection.
-    fn forget(&mut self, number: u32) {
-        self.ours.get_mut(number as usize).map(Option::take);
-        self.others.remove(&number);
+    /// Drops what is held of a connection. Returns its descriptors.
+    fn forget(&mut self, number: u32) -> Vec<Foreign> {
+        let ours = self.ours.get_mut(number as usize).and_then(Option::take).map(|(fd, _)| fd);
+        let others = self.others.remove(&number).map(|(_, descriptors)| descriptors);
+        ours.into_iter().chain(others.into_iter().flatten()).collect()
     }
 }
 
@@ -114,8 +115,10 @@ impl Held {
                 self.sessions.entry(session).or_default().note(number, kept, descriptors);
             }
             Kept::Forgotten(session, number) => {
-                if let Some(session) = self.sessions.get_mut(&session) {
-                    session.forget(number);
+                let mut held = self.sessions.get_mut(&session).map(|session| session.forget(number)).unwrap_or_default();
+                // Its program waits for the end of the message's descriptor, until the socket has been closed here.
+                if let (Some(socket), Some(told)) = (held.pop(), { descriptors }.pop()) {
+                    socket.close_before(told);
                 }
             }
             Kept::GroupEnded(name) => {

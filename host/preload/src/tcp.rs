@@ -379,7 +379,7 @@ impl Tcp {
     pub fn forget_failed(&'static self) {
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
-            let _ = session.shared.forget(connection, thread::token());
+            let _ = session.shared.forget(connection, thread::token(), false);
             self.put_into(State::Candidate);
         }
     }

@@ -57,7 +57,8 @@ pub enum Kept {
     Address(OwnAddress, u32),
     /// The kernel does not have the address any more.
     AddressGone(IpAddr),
-    /// The connection is the program's alone again.
+    /// The connection is the program's alone again. With the descriptor that came with the program's request, if one
+    /// did: it is closed after the socket's.
     Forgotten(u32, u32),
     /// The session has ended, with all that is its.
     Ended(u32),

@@ -152,7 +152,7 @@ pub enum Ask {
         why: Native,
     },
     /// The program takes its connection back, to close or to keep. It is in the kernel afterwards, and the agent
-    /// forgets it.
+    /// forgets it. A descriptor that comes with it is closed once agent and keeper have closed theirs of the socket.
     Forget {
         /// The connection.
         connection: u32,

@@ -91,6 +91,19 @@ impl Foreign {
         fd.try_clone_to_owned().map(Foreign::from)
     }
 
+    /// Closes it, and then the other one: whoever has the other end of that sees when this one has been closed.
+    pub fn close_before(self, other: Foreign) {
+        let fd = self.into_inner();
+        close(fd, Some(other));
+    }
+
+    /// Its descriptor, not closed.
+    fn into_inner(self) -> OwnedFd {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: `this` is not dropped, so its descriptor is taken once.
+        unsafe { ManuallyDrop::take(&mut this.0) }
+    }
+
     /// Whether it is a socket.
     pub fn is_socket(&self) -> bool {
         rustix::net::sockopt::socket_type(self) != Err(Errno::NOTSOCK)
@@ -112,9 +125,7 @@ impl Foreign {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a Unix socket"));
         }
         trace::note(self.as_fd(), trace::OWN);
-        let mut this = ManuallyDrop::new(self);
-        // SAFETY: `this` is not dropped, so its descriptor is taken once.
-        Ok(unsafe { ManuallyDrop::take(&mut this.0) })
+        Ok(self.into_inner())
     }
 }
 
@@ -135,13 +146,22 @@ impl Drop for Foreign {
     fn drop(&mut self) {
         // SAFETY: taken once, since `self` is used no more.
         let fd = unsafe { ManuallyDrop::take(&mut self.0) };
-        match kind(fd.as_fd()) {
-            Kind::Plain => drop(fd),
-            // A socket is asked for its owner without waiting.
-            Kind::Lingering => do_elsewhere((Lane::Sockets, socket::owner(fd.as_fd()).unwrap_or(u32::MAX)), Job::Close(fd)),
-            Kind::Other => do_elsewhere((Lane::Files, USER.get()), Job::Close(fd)),
-        }
+        close(fd, None);
     }
+}
+
+/// Closes a descriptor, in another thread if that may take long, and drops another one afterwards.
+fn close(fd: OwnedFd, then: Option<Foreign>) {
+    match kind(fd.as_fd()) {
+        Kind::Plain => drop(fd),
+        // A socket is asked for its owner without waiting.
+        Kind::Lingering => {
+            let user = socket::owner(fd.as_fd()).unwrap_or(u32::MAX);
+            return do_elsewhere((Lane::Sockets, user), Job::Close(fd, then));
+        }
+        Kind::Other => return do_elsewhere((Lane::Files, USER.get()), Job::Close(fd, then)),
+    }
+    drop(then);
 }
 
 /// Sockets and other files are closed by different threads: what is stuck in one kind does not delay the other. Calls
@@ -155,14 +175,18 @@ enum Lane {
 
 /// What a thread is to do.
 enum Job {
-    Close(OwnedFd),
+    /// Close the first, and then drop the other.
+    Close(OwnedFd, Option<Foreign>),
     Run(Box<dyn FnOnce() + Send>),
 }
 
 impl Job {
     fn run(self) {
         match self {
-            Job::Close(fd) => drop(fd),
+            Job::Close(fd, then) => {
+                drop(fd);
+                drop(then);
+            }
             Job::Run(act) => act(),
         }
     }

@@ -109,6 +109,15 @@ fn a_receive_that_ends_early_gets_what_is_there() {
     }
 }
 
+/// With SO_LINGER the last close(2) of a socket waits for the peer, or has reset the connection when it returns.
+#[test]
+fn a_close_that_lingers_is_the_last_one() {
+    for case in ["waits", "resets"] {
+        as_natively("linger", case);
+        while_moving("linger", case);
+    }
+}
+
 /// What has closed a process for good, for itself and its children, holds after a fork, too.
 #[test]
 fn a_fork_does_not_reopen_what_is_closed_for_good() {

@@ -89,6 +89,14 @@ fn begun(begun: Result<()>) -> Option<(Reply, Vec<OwnedFd>)> {
     begun.err().map(|error| (Reply::Failed { reason: format!("{error:#}") }, Vec::new()))
 }
 
+/// Forgets a connection for its program, and closes the descriptor that came with the request after the socket's.
+fn forget(agent: &mut Agent, asker: Asker, number: u32, told: Option<Foreign>) -> Option<Reply> {
+    if let (Some(told), Some(connection)) = (told, agent.connection(asker.0, number)) {
+        connection.extra().told = Some(told);
+    }
+    agent.forget(asker.0, number, asker)
+}
+
 /// Gives a client the frames that pass the wires. The answer comes when all NICs have answered.
 fn capture(agent: &mut Agent, (number, tag): Asker, bytes: Option<u32>, kernel: bool) -> Result<()> {
     if agent.rights_of(number) != Some(0) {
@@ -297,7 +305,9 @@ impl Agent {
                 self.end_connections(number, false);
                 self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
             }
-            Ask::Forget { connection } => self.forget(number, connection, (number, tag)).map(|reply| (reply, Vec::new())),
+            Ask::Forget { connection } => {
+                forget(self, (number, tag), connection, descriptors.pop()).map(|reply| (reply, Vec::new()))
+            }
             Ask::List { from } => Some((Reply::Connections(Listing(self).list(from)), Vec::new())),
             Ask::Describe { connections } => Some((Reply::Connections(Listing(self).describe(&connections)), Vec::new())),
             Ask::Traffic { from } => Some((Reply::Traffic(Listing(self).traffic(from)), Vec::new())),

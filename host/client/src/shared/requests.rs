@@ -13,7 +13,7 @@ use baton_protocol::program::{Answer, Ask, Detail, MAY_WITHDRAW, Place, Reply, R
 use baton_ring::Token;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::Duration;
@@ -65,8 +65,8 @@ impl Shared {
     }
 
     /// As `ask`, for a request that the agent may follow later.
-    fn ask_or_leave(&self, body: &Ask) -> io::Result<Reply> {
-        self.ask_for_descriptors(body, &[], Patience::Leave).map(|(reply, _)| reply)
+    fn ask_or_leave(&self, body: &Ask, descriptor: Option<BorrowedFd<'_>>) -> io::Result<Reply> {
+        self.ask_for_descriptors(body, descriptor.as_slice(), Patience::Leave).map(|(reply, _)| reply)
     }
 
     /// As `ask`, for an answer that brings descriptors.
@@ -285,7 +285,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended.
     pub fn end_datagrams(&self, socket: u32, replay: bool) -> io::Result<()> {
-        self.ask_or_leave(&Ask::EndDatagrams { socket, replay }).map(drop)
+        self.ask_or_leave(&Ask::EndDatagrams { socket, replay }, None).map(drop)
     }
 
     /// Notifies the NIC that a UDP socket has datagrams to send, or wants its doorbell rung.
@@ -369,7 +369,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended.
     pub fn stop_listening(&self, listener: u32) -> io::Result<()> {
-        self.ask_or_leave(&Ask::StopListening { listener }).map(drop)
+        self.ask_or_leave(&Ask::StopListening { listener }, None).map(drop)
     }
 
     /// Moves a connection and waits until the move is done.
@@ -418,12 +418,18 @@ impl Shared {
     /// Makes the agent forget a connection, which is then in the kernel and the program's alone. An agent that does not
     /// answer forgets it later, and has the socket until then.
     ///
+    /// `lingers`: the socket's last close(2) waits, or resets the connection (SO_LINGER). Then this returns when agent
+    /// and keeper have closed their descriptors of it, and after [`LIMIT`] in any case.
+    ///
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
-    pub fn forget(&self, connection: &Connection, token: Token) -> io::Result<()> {
+    pub fn forget(&self, connection: &Connection, token: Token, lingers: bool) -> io::Result<()> {
+        // At the limit of descriptors it does without.
+        let (ours, theirs) = lingers.then(Channel::pair).and_then(Result::ok).unzip();
         // Before the agent can give its number to another one.
         connection.note_closed(true);
-        let reply = self.ask_or_leave(&Ask::Forget { connection: connection.number() });
+        let body = Ask::Forget { connection: connection.number() };
+        let reply = self.ask_or_leave(&body, theirs.as_ref().map(AsFd::as_fd));
         let kept = matches!(reply, Ok(Reply::Stayed { .. } | Reply::Failed { .. }));
         if kept {
             connection.note_closed(false);
@@ -433,10 +439,17 @@ impl Shared {
             return Ok(());
         }
         match reply? {
-            Reply::Done => Ok(()),
-            Reply::Stayed { reason, .. } | Reply::Failed { reason } => Err(io::Error::other(reason)),
-            _ => Err(protocol_error("the connection was not released")),
+            Reply::Done => {}
+            Reply::Stayed { reason, .. } | Reply::Failed { reason } => return Err(io::Error::other(reason)),
+            _ => return Err(protocol_error("the connection was not released")),
         }
+        drop(theirs);
+        if let Some(ours) = ours {
+            let _undisturbed = Undisturbed::begin();
+            // No message comes, only the end.
+            let _ = ours.receive_message_within::<()>(LIMIT);
+        }
+        Ok(())
     }
 
     /// Forgets a connection that the agent has forgotten.
@@ -484,7 +497,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended.
     pub fn say_goodbye(&self) -> io::Result<()> {
-        self.ask_or_leave(&Ask::Goodbye).map(|_| ())
+        self.ask_or_leave(&Ask::Goodbye, None).map(|_| ())
     }
 
     /// Reports to the agent that the program runs on without Baton, and why; waits for the answer, a second at most.
@@ -492,7 +505,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended.
     pub fn report_withdrawal(&self, why: Native) -> io::Result<()> {
-        self.ask_or_leave(&Ask::Withdraw { why }).map(|_| ())
+        self.ask_or_leave(&Ask::Withdraw { why }, None).map(|_| ())
     }
 
     /// Reports to the agent why the kernel alone serves the program, or a connection of its; waits as
@@ -501,7 +514,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended.
     pub fn report_native(&self, why: Native) -> io::Result<()> {
-        self.ask_or_leave(&Ask::Native { program: None, why }).map(|_| ())
+        self.ask_or_leave(&Ask::Native { program: None, why }, None).map(|_| ())
     }
 }
 

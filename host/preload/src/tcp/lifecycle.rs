@@ -166,7 +166,7 @@ impl Tcp {
     /// descriptor.
     pub fn end_care(&self) {
         if let Some((connection, session)) = self.managed() {
-            let _ = session.shared.forget(connection, thread::token());
+            let _ = session.shared.forget(connection, thread::token(), false);
         }
     }
 
@@ -220,7 +220,8 @@ impl Tcp {
         if let Some((connection, session)) = self.managed() {
             let _turn = worth::Turn::begin();
             session.note_socket(connection.number(), None);
-            let _ = session.shared.forget(connection, thread::token());
+            let lingers = options::kernels(fd, libc::SOL_SOCKET, libc::SO_LINGER).is_some_and(|on| on != 0);
+            let _ = session.shared.forget(connection, thread::token(), lingers);
         }
         self.worth.end();
         self.put_into(State::Refused);
