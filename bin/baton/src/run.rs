@@ -247,6 +247,7 @@ fn how_it_starts(program: &OsStr) -> (String, Starts) {
     let starts = match start {
         Start::Musl(linker) => Starts::Natively(Native::Musl(OsStr::from_bytes(linker.as_bytes()).display().to_string())),
         Start::Static => Starts::Natively(Native::Static),
+        Start::Go => Starts::Natively(Native::Go),
         Start::Sanitized(first) => Starts::Behind(OsStr::from_bytes(first.as_bytes()).to_owned()),
         Start::Glibc | Start::Unknown => Starts::Usually,
     };

@@ -13,7 +13,7 @@ pub const RESTORED: &str = "BATON_PRELOAD";
 /// File name of the library.
 pub const LIBRARY: &str = "libbaton_preload.so";
 
-pub use baton_protocol::native::{MUSL, STATIC};
+pub use baton_protocol::native::{GO, MUSL, STATIC};
 
 /// The libraries of a value of [`VARIABLE`].
 fn entries(libraries: &[u8]) -> impl Iterator<Item = &[u8]> {

@@ -78,6 +78,7 @@ pub(crate) unsafe fn execute<T>(target: Target, environment: Strings, call: impl
     match start {
         Start::Musl(linker) => say_once(&path, &[b"it is linked with musl (", linker.as_bytes(), preload::MUSL.as_bytes()]),
         Start::Static => say_once(&path, &[preload::STATIC.as_bytes()]),
+        Start::Go => say_once(&path, &[preload::GO.as_bytes()]),
         Start::Glibc | Start::Sanitized(_) | Start::Unknown => {}
     }
     let first = match &start {

@@ -10,11 +10,16 @@ pub const MUSL: &str = "), and the library that it would need is one for glibc";
 /// Why a statically linked program runs natively.
 pub const STATIC: &str = "it is statically linked, and no library can be loaded into it; `baton attach` moves its connections";
 
+/// Why a Go program runs natively.
+pub const GO: &str = "it is a Go program, which makes its system calls past the C library; `baton attach` moves its connections";
+
 /// Why a program, or a connection of its, is served natively.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Native {
     /// The program is statically linked.
     Static,
+    /// The program is in Go.
+    Go,
     /// The program is linked with musl; by this dynamic linker.
     Musl(String),
     /// The program filters its system calls.
@@ -43,6 +48,7 @@ impl Native {
     pub fn cause(&self) -> &'static str {
         match self {
             Native::Static => "static",
+            Native::Go => "Go",
             Native::Musl(_) => "musl",
             Native::Filters => "seccomp",
             Native::OutOfReach => "out of reach",
@@ -59,6 +65,7 @@ impl fmt::Display for Native {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Native::Static => f.write_str(STATIC),
+            Native::Go => f.write_str(GO),
             Native::Musl(linker) => write!(f, "it is linked with musl ({linker}{MUSL}"),
             Native::Filters => f.write_str("seccomp: it filters its system calls"),
             Native::OutOfReach => f.write_str(
@@ -83,7 +90,7 @@ mod tests {
 
     #[test]
     fn every_reason_says_what_it_is_about() {
-        assert!(Native::Static.to_string().contains("baton attach"));
+        assert!([Native::Static, Native::Go].iter().all(|why| why.to_string().contains("baton attach")));
         assert!(Native::Musl("ld-musl-x86_64.so.1".into()).to_string().contains("(ld-musl-x86_64.so.1)"));
         for why in [Native::Filters, Native::OutOfReach, Native::IoUring, Native::RawFork] {
             assert!(why.to_string().starts_with(&format!("{}: ", why.cause())) && !why.is_of_connections(), "{why}");

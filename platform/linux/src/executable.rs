@@ -64,6 +64,8 @@ pub enum Start {
     Musl(Name),
     /// By itself: it is statically linked.
     Static,
+    /// By glibc's dynamic linker, but it is a Go program: it makes most system calls itself.
+    Go,
     /// Otherwise, or its file cannot be read.
     Unknown,
 }
@@ -144,6 +146,11 @@ const TYPE_SHARED: u16 = 3;
 const SEGMENT_LOAD: u32 = 1;
 const SEGMENT_DYNAMIC: u32 = 2;
 const SEGMENT_INTERPRETER: u32 = 3;
+const SEGMENT_NOTE: u32 = 4;
+/// A note's name and type with which Go's linker marks a program (cmd/link, elf.go, ELF_NOTE_GOBUILDID_TAG).
+const GO_NOTE: (&[u8; 4], u32) = (b"Go\0\0", 4);
+/// A note's header, with a name of four bytes.
+const NOTE: usize = 16;
 const DYNAMIC_END: u64 = 0;
 const DYNAMIC_NEEDED: u64 = 1;
 const DYNAMIC_STRINGS: u64 = 5;
@@ -218,6 +225,29 @@ impl Elf<'_> {
         Text::new(bytes[..read].split(|byte| *byte == 0).next()?)
     }
 
+    /// Whether Go's linker has made it.
+    fn is_go(&self) -> bool {
+        self.segments().filter(|segment| segment.kind == SEGMENT_NOTE).any(|notes| self.has_note(notes, GO_NOTE))
+    }
+
+    /// Whether a note with this name and of this type is in a segment of notes.
+    fn has_note(&self, notes: Segment, wanted: (&[u8; 4], u32)) -> bool {
+        let mut at = 0u64;
+        for _ in 0..MOST {
+            let mut note = [0; NOTE];
+            if at >= notes.length || (self.read)(notes.offset.saturating_add(at), &mut note) < NOTE {
+                return false;
+            }
+            let field = |at| u32::from_le_bytes(word(&note, at));
+            let (name, text) = (u64::from(field(0)), u64::from(field(4)));
+            if (field(0), field(8)) == (wanted.0.len() as u32, wanted.1) && note.ends_with(wanted.0) {
+                return true;
+            }
+            at += (NOTE - 4) as u64 + name.next_multiple_of(4) + text.next_multiple_of(4);
+        }
+        false
+    }
+
     /// The offset in the file of what is loaded at an address.
     fn offset(&self, address: u64) -> Option<u64> {
         let contains = |segment: &Segment| segment.kind == SEGMENT_LOAD && address.wrapping_sub(segment.address) < segment.length;
@@ -272,7 +302,8 @@ fn elf(read: Read<'_>) -> Start {
     if name.starts_with(b"ld-musl-") {
         Start::Musl(linker)
     } else if name.starts_with(b"ld-linux") {
-        elf.sanitizer().map_or(Start::Glibc, Start::Sanitized)
+        let usual = if elf.is_go() { Start::Go } else { Start::Glibc };
+        elf.sanitizer().map_or(usual, Start::Sanitized)
     } else {
         Start::Unknown
     }
@@ -286,6 +317,27 @@ mod tests {
     fn this_test_is_a_program_of_glibc() {
         let (script, start) = of_path(None, c"/proc/self/exe");
         assert!(script.is_none() && matches!(start, Start::Glibc));
+    }
+
+    /// Go's note is found wherever it is among the notes.
+    #[test]
+    fn a_note_is_found_after_others() {
+        let other = b"\x04\0\0\0\x05\0\0\0\x03\0\0\0GNU\0abcde\0\0\0";
+        let go = b"\x04\0\0\0\x02\0\0\0\x04\0\0\0Go\0\0id\0\0";
+        let endless = b"\0\0\0\0\xf4\xff\xff\xff\0\0\0\0\0\0\0\0";
+        let found = |notes: &[&[u8]]| {
+            let bytes = notes.concat();
+            let read = |at: u64, buffer: &mut [u8]| {
+                let rest = usize::try_from(at).ok().and_then(|at| bytes.get(at..)).unwrap_or_default();
+                let count = rest.len().min(buffer.len());
+                buffer[..count].copy_from_slice(&rest[..count]);
+                count
+            };
+            let segment = Segment { kind: SEGMENT_NOTE, offset: 0, address: 0, length: bytes.len() as u64 };
+            Elf { read: &read, kind: 0, headers: 0, count: 0 }.has_note(segment, GO_NOTE)
+        };
+        assert!(found(&[go]) && found(&[other, go]) && found(&[other, other, go, other]));
+        assert!(!found(&[]) && !found(&[other, other]) && !found(&[endless, go]));
     }
 
     #[test]

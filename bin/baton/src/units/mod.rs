@@ -169,6 +169,9 @@ fn unserved(program: &str) -> Option<String> {
     let found = executable::search(&name, Some(PATHS.as_bytes()))?;
     match executable::of_path(None, found.as_c_str()).1 {
         Start::Static => Some(format!("{program} is statically linked (`baton attach` serves such a program)")),
+        Start::Go => {
+            Some(format!("{program} is a Go program, which makes its system calls past the C library (`baton attach` serves it)"))
+        }
         Start::Musl(linker) => {
             let linker = OsStr::from_bytes(linker.as_bytes()).display().to_string();
             Some(format!("{program} is linked with musl ({linker}), and Baton's library with glibc"))

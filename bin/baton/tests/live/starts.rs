@@ -85,6 +85,20 @@ fn without(name: &str, why: &str) -> String {
 const MUSL: &str = "it is linked with musl (/lib/ld-musl-x86_64.so.1), and the library that it would need is one for glibc";
 const STATIC: &str = "it is statically linked, and no library can be loaded into it; `baton attach` moves its connections";
 
+const GO: &str = "it is a Go program, which makes its system calls past the C library; `baton attach` moves its connections";
+
+/// A Go program's own calls pass the library by, though it may be loaded: `baton run` says so, and so does the library
+/// of a program that starts one. What C code in it connects is served.
+#[test]
+fn a_go_program_is_said_to_run_natively() {
+    let scratch = Scratch::new("starts");
+    let (glibc, go) = (glibc(&scratch), build(&scratch, "cc", "go", "starts.c", &["-DGO"]));
+    assert_eq!(succeeds(&scratch, How::Natively, &[&go, "serve"]), "");
+    assert_eq!(succeeds(&scratch, How::Run, &[&go, "serve"]), without(&go, GO));
+    assert_eq!(succeeds(&scratch, How::Run, &[&glibc, "exec", "execv", &go, "serve"]), without(&go, GO));
+    assert_eq!(succeeds(&scratch, How::Run, &[&go, "serve", "moved"]), without(&go, GO));
+}
+
 /// A program that is linked with musl, or statically, runs natively, and `baton run` says so.
 #[test]
 fn programs_without_glibc_run_natively() {
