@@ -57,6 +57,7 @@ impl Connection {
             self.process_sack(segment, &mut sample);
         }
         let (freed, events) = if advanced { self.acknowledge(segment.ack, &mut sample) } else { (0, Events::empty()) };
+        self.held &= !advanced;
         self.recovery.delivered = self.recovery.delivered.wrapping_add(sample.delivered);
         self.take_rtt(&sample, advanced, now);
         if self.agreed.ecn && segment.flags.contains(Flags::ECE) {

@@ -252,6 +252,8 @@ pub struct Connection {
     pub(crate) timers: Timers,
     pub(crate) reassembly: Reassembly,
     pub(crate) cork: bool,
+    /// See [`Connection::hold_back`].
+    pub(crate) held: bool,
     /// See [`Connection::close`].
     pub(crate) orphan: bool,
     pub(crate) end_reason: Option<EndReason>,
@@ -285,6 +287,7 @@ impl Connection {
             state: State::Closed,
             agreed,
             cork: false,
+            held: false,
             orphan: false,
             send: Send::default(),
             receive: Receive {
@@ -536,14 +539,30 @@ impl Connection {
         self.receive.memory
     }
 
-    /// Turns Nagle's algorithm off or on.
+    /// Turns Nagle's algorithm off or on. Turned off, what is held back goes out at once, under a cork, too (as in
+    /// Linux).
     pub fn set_nodelay(&mut self, nodelay: bool) {
         self.config.nodelay = nodelay;
+        if nodelay {
+            self.held = false;
+            if self.cork && self.has_unsent() && self.in_flight() < self.congestion.cwnd {
+                self.due |= Due::FORCE;
+            }
+        }
     }
 
     /// Holds partial segments back, or lets them go.
     pub fn set_cork(&mut self, cork: bool) {
         self.cork = cork;
+        self.held = false;
+    }
+
+    /// Holds back the partial segment that ends with what was queued last (MSG_MORE), or does not: for no longer than a
+    /// cork, and until the peer acknowledges something or sends something unusual. An acknowledgement that this end
+    /// sends does not take it along (both as in Linux, where tcp_data_snd_check pushes what waits).
+    #[inline]
+    pub fn hold_back(&mut self, held: bool) {
+        self.held = held;
     }
 
     /// Acknowledges every segment at once, or as usual.

@@ -156,6 +156,7 @@ impl Connection {
     }
 
     fn input_any(&mut self, segment: &Segment, now: Instant) -> Received {
+        self.held = false;
         match self.state {
             State::Closed => return Received::default(),
             State::SynSent => return self.input_syn_sent(segment, now),

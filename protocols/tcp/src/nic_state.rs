@@ -29,6 +29,7 @@ impl Connection {
             receive,
             timers,
             cork: _,
+            held: _,
             orphan: _,
             end_reason: _,
             reassembly,

@@ -16,18 +16,13 @@ impl Connection {
         if self.nothing_to_send() {
             return None;
         }
-        if let Some(Acknowledgement { seq, ack, window, timestamps }) = self.poll_acknowledgement(now) {
+        // The acknowledgement that is due, if it is all that there is to send and has nothing else to say.
+        if self.state == State::Established && self.reassembly.is_empty() && self.nothing_but_acknowledgement() {
+            let Acknowledgement { seq, ack, window, timestamps } = self.acknowledge_now(self.agreed.timestamps, now);
             let options = TcpOptions { timestamps, ..TcpOptions::default() };
             return Some(Transmit { seq, ack, flags: Flags::ACK, window, options, ..Transmit::default() });
         }
         self.next_transmit(now, most)
-    }
-
-    /// The acknowledgement that is due, if it is all that there is to send and has nothing else to say.
-    #[inline]
-    fn poll_acknowledgement(&mut self, now: Instant) -> Option<Acknowledgement> {
-        let plain = self.state == State::Established && self.reassembly.is_empty() && self.nothing_but_acknowledgement();
-        plain.then(|| self.acknowledge_now(self.agreed.timestamps, now))
     }
 
     /// Whether an acknowledgement is due, and no data nor anything to be said with it. SACK blocks are not looked at.
@@ -174,7 +169,7 @@ impl Connection {
             // waits for more.
             return length % self.send.mss >= self.send.max_wnd / 2;
         }
-        if self.cork {
+        if self.cork || self.held {
             return false;
         }
         self.config.nodelay || self.scoreboard.is_empty() || at_or_before(self.send.small_end, self.send.una)

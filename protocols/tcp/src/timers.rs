@@ -272,7 +272,7 @@ impl Connection {
     fn longest_wait(&self) -> u64 {
         if self.send.wnd == 0 {
             self.rtt.timeout()
-        } else if self.cork && self.send.wnd >= self.send.mss {
+        } else if (self.cork || self.held) && self.send.wnd >= self.send.mss {
             CORK_LIMIT
         } else {
             self.rtt.base_timeout().min(OVERRIDE)

@@ -1,6 +1,7 @@
 //! The NIC's TCP: one connection with segments made by hand, two endpoints in virtual time, and beside another TCP.
 
 mod answers;
+mod held;
 mod idle;
 mod long_path;
 mod moves;

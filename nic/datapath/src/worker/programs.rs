@@ -493,22 +493,16 @@ impl<H: Device, W: Device> Worker<H, W> {
         };
         offloaded.note_events(events);
         let holds = message.operation == Operation::NicSend && message.kind & HOLD != 0;
-        if message.operation == Operation::NicSend && events.is_empty() && !holds {
-            if message.kind & MORE == 0 {
-                *unsent = Some(index);
+        if message.operation == Operation::NicSend {
+            offloaded.tcp.hold_back(holds);
+            if events.is_empty() && !holds {
+                if message.kind & MORE == 0 {
+                    *unsent = Some(index);
+                }
+                return accepted;
             }
-            return accepted;
         }
-        // As under a cork that is taken off at once: whatever else makes this end send takes what waits along (as in
-        // Linux). Without one the connection is not reached again once its record is published, which would end its
-        // prediction.
-        if holds && !offloaded.tcp.is_corked() {
-            offloaded.tcp.set_cork(true);
-            self.output.send_all(offloaded, &self.counters, now);
-            offloaded.tcp.set_cork(false);
-        } else {
-            self.output.send_all(offloaded, &self.counters, now);
-        }
+        self.output.send_all(offloaded, &self.counters, now);
         self.follow_up(index, events);
         accepted
     }
