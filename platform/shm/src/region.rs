@@ -731,7 +731,7 @@ mod tests {
         let mut out = [0u8; 6];
         assert!(!circle.read_straight(30, &mut out) && circle.read_straight(30, &mut out[..2]));
         assert_eq!(&out[..2], b"ab");
-        circle.read(30, &mut out);
+        assert!(circle.read(30, &mut out));
         assert_eq!(&out, b"abcdef");
         region.read(4080, &mut out).unwrap();
         assert_eq!(&out[..4], b"cdef");

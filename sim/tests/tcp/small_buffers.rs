@@ -38,7 +38,7 @@ fn an_upload_into_a_receive_buffer_of_any_size_goes_on() {
     for buffer in sizes {
         random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
         let scale = [0, 1 << 18, 6 << 20, 1 << 30][random as usize >> 10 & 3];
-        let mtu = [576, 1500, 9000][random as usize >> 20 & 3 % 3];
+        let mtu = [576, 1500, 9000][(random >> 20) as usize % 3];
         let took = upload(buffer, scale, mtu, random >> 30 & 1 == 1);
         let took = took.unwrap_or_else(|stuck| panic!("buffer {buffer}, scale for {scale}, MTU {mtu}: {stuck}"));
         // Each takes a round trip, or the sender's wait for more room (RFC 9293 section 3.8.6.2.1) and an

@@ -53,6 +53,7 @@ impl FuseFile {
         let mut said = String::new();
         let _ = lines.read_line(&mut said);
         if said.is_empty() {
+            let _ = server.wait();
             println!("skipped: no FUSE file system can be mounted here");
             return None;
         }
