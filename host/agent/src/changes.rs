@@ -10,6 +10,7 @@ use crate::moves::named;
 use crate::session::Host;
 use baton_abi::{Control, Message, Operation};
 use baton_device::NOWHERE;
+use baton_image::Image;
 use baton_linux::foreign::Foreign;
 use baton_linux::icmp::TooBig;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
@@ -105,11 +106,28 @@ impl RouteChanges {
 /// Placeholder for counters that could not be read; they are read at the connection's next move.
 pub(crate) const UNKNOWN: (u64, u64) = (u64::MAX, u64::MAX);
 
+/// The bytes acknowledged, and those received, beyond which a connection in the kernel has shown that the present rules
+/// let its packets pass both ways. What is in flight now may have been sent before the rules changed; and as much as
+/// our window has room for the peer sends though no acknowledgement of ours reaches it.
+pub(crate) fn proved_beyond(info: &TcpInfo) -> (u64, u64) {
+    let in_flight = u64::from(info.unacked) * u64::from(info.snd_mss);
+    (info.bytes_acked + in_flight, info.bytes_received + u64::from(info.rcv_wnd))
+}
+
+/// The same of a connection that comes from the NIC, which has sent past the rules what this image has in flight, and
+/// has told the peer of so much room.
+pub(crate) fn prove_beyond(connection: &mut Connection, image: &Image) {
+    if let Some((acked, received)) = connection.extra.as_mut().and_then(|extra| extra.unproved.as_mut()) {
+        *acked = acked.saturating_add(image.snd_nxt.wrapping_sub(image.snd_una).into());
+        *received = received.saturating_add(image.rcv_adv.wrapping_sub(image.rcv_nxt).into());
+    }
+}
+
 /// Records the bytes acknowledged and received so far. The connection may leave the kernel again only after these have
-/// grown, which shows that the new rules let its packets pass. Of a socket whose lock others may hold they are read
-/// elsewhere. `user` has opened its session, which is the one `at` this number.
+/// grown, which shows that the new rules let its packets pass ([`proved_beyond`]). Of a socket whose lock others may
+/// hold they are read elsewhere. `user` has opened its session, which is the one `at` this number.
 fn doubt(user: u32, at: u32, connection: &mut Connection, calls: &Calls) {
-    let counted = |fd: BorrowedFd<'_>| TcpInfo::read(fd).map(|info| (info.bytes_acked, info.bytes_received)).unwrap_or_default();
+    let counted = |fd: BorrowedFd<'_>| TcpInfo::read(fd).map_or(UNKNOWN, |info| proved_beyond(&info));
     let Some(user) = outsider(user, connection.process, connection.fd.as_ref().map(AsFd::as_fd)) else {
         connection.extra().unproved = Some(connection.fd().map_or(UNKNOWN, counted));
         return;

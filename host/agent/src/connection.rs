@@ -219,7 +219,8 @@ pub(crate) struct Extra {
     fin: Option<Box<ReplayedFin>>,
     /// What the NIC knew when it gave the connection to the kernel, which takes none of it.
     pub stay: Option<Box<Stay>>,
-    /// Bytes acknowledged and received when the firewall changed. It may move when traffic has passed since.
+    /// Since the firewall has changed: bytes acknowledged and received, beyond which traffic has passed both ways. It
+    /// may move then.
     pub unproved: Option<(u64, u64)>,
     /// Why it has to leave the NIC as soon as possible, if it has to.
     pub must_return: Option<&'static str>,

@@ -61,6 +61,8 @@ pub struct TcpInfo {
     pub rcv_ooopack: u32,
     /// The peer's window, in bytes.
     pub snd_wnd: u32,
+    /// Our window, in bytes.
+    pub rcv_wnd: u32,
 }
 
 /// Negotiated: timestamps.
@@ -88,7 +90,7 @@ impl TcpInfo {
 
     /// Parses a `struct tcp_info`; fields that the kernel does not have are 0.
     pub fn parse(given: &[u8]) -> TcpInfo {
-        let mut raw = [0u8; 232];
+        let mut raw = [0u8; 236];
         let length = given.len().min(raw.len());
         raw[..length].copy_from_slice(&given[..length]);
         let word = |at: usize| u32::from_ne_bytes([raw[at], raw[at + 1], raw[at + 2], raw[at + 3]]);
@@ -121,6 +123,7 @@ impl TcpInfo {
             reord_seen: word(220),
             rcv_ooopack: word(224),
             snd_wnd: word(228),
+            rcv_wnd: word(232),
         }
     }
 }

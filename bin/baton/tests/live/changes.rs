@@ -64,6 +64,34 @@ fn a_new_drop_rule_stops_a_connection_on_the_nic() {
     }
 }
 
+/// A new rule that drops what a connection sends, and lets in what it receives: it does not leave the kernel again,
+/// however much it receives, until something that it has sent under the rules is acknowledged. What was in flight
+/// before is acknowledged all the same.
+#[test]
+fn a_new_drop_rule_for_what_is_sent_keeps_a_connection_in_the_kernel() {
+    for beside in [true, false] {
+        let mut scene = scene(TestbedSettings { beside, ..TestbedSettings::default() });
+        for place in [Place::Nic, Place::Kernel] {
+            scene.try_to_move(place);
+            scene.exchange(10_000, place);
+            let rules = "add table inet t; add chain inet t c { type filter hook output priority 0; }; add rule inet t c tcp sport 8080 drop";
+            on_host_a(&scene, "nft", &[rules]);
+            requests_until_in_the_kernel(&scene);
+            for round in 0..20 {
+                assert!(scene.peer_sends(1) > 0);
+                wait_until("it comes", || scene.receive() > 0);
+                let error = scene.session.move_to(scene.id, Place::Nic).expect_err("nothing leaves under the new rules");
+                assert!(error.to_string().contains("the firewall has changed"), "beside: {beside}, round {round}: {error}");
+            }
+            on_host_a(&scene, "nft", &["delete table inet t"]);
+            scene.drain();
+            scene.exchange(10_000, Place::Kernel);
+        }
+        scene.try_to_move(Place::Nic);
+        scene.exchange(10_000, Place::Nic);
+    }
+}
+
 /// The peer's link address changes: the connection is restored, and sends to the new address.
 #[test]
 fn a_changed_neighbour_brings_the_connection_back() {

@@ -2,6 +2,7 @@
 
 use super::{Performer, stand_still};
 use crate::calls::Stop;
+use crate::changes::prove_beyond;
 use crate::connection::{Connection, Memory, ReplayedFin};
 use crate::ground::Shape;
 use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
@@ -204,6 +205,7 @@ impl Performer<'_> {
     pub(super) fn finish(&mut self) -> Result<(), Stop> {
         let (Some(image), Some(on_nic)) = (self.image, &self.connection.on_nic) else { return Err(damaged("import").into()) };
         let (memory, region, importer) = (on_nic.memory(), self.open.memory.clone(), self.importer.take());
+        prove_beyond(self.connection, &image);
         let idle = self.connection.extra.as_ref().and_then(|extra| extra.stay.as_ref()).is_some_and(|stay| stay.is_idle());
         let finished = self.on_socket(move |fd| {
             let importer = importer.ok_or_else(|| damaged("import"))?;
@@ -218,6 +220,7 @@ impl Performer<'_> {
     pub(super) fn finish_anew(&mut self) -> Result<(), Stop> {
         let (Some(image), Some(entry)) = (self.image, &self.entry) else { return Err(damaged("journal").into()) };
         let (memory, region, saved) = (entry.memory(), self.open.memory.clone(), entry.saved.clone());
+        prove_beyond(self.connection, &image);
         let finished = self.on_socket(move |fd| {
             let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
             import::resume_sending(fd, &image, &unacknowledged, &saved).map_err(Refusal::from)
