@@ -3,7 +3,7 @@
 use crate::examine::system;
 use crate::import::is_scaled;
 use crate::shell::{self, Beginning, Leave, Queue, Saved};
-use baton_image::{Image, Silence, State};
+use baton_image::{Image, MIN_MSS, Silence, State};
 use baton_linux::socket::{self, Pieces};
 use baton_linux::tcp_info::{self, TcpInfo};
 use baton_moves::Refusal;
@@ -248,6 +248,14 @@ impl Numbers {
     }
 }
 
+/// The largest segment that the peer takes, of a socket in repair mode: what it has agreed to, whatever the present
+/// route allows (Linux, tcp_getsockopt, `mss_clamp`). The size of the segments that the kernel sends now would be no
+/// more than 48 bytes while an IPv6 connection's own address is gone.
+fn peer_mss(fd: BorrowedFd<'_>) -> Result<u16, Refusal> {
+    let mss = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG).step("TCP_MAXSEG")?;
+    Ok(mss.clamp(MIN_MSS.into(), u16::MAX.into()) as u16)
+}
+
 /// The image, the numbers that are in it, and what the kernel has counted.
 fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Result<(Image, Numbers, Counted), Refusal> {
     let info = TcpInfo::read(fd).step("TCP_INFO")?;
@@ -274,7 +282,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         sack: info.options & tcp_info::OPTION_SACK != 0,
         timestamps,
         ecn: info.options & tcp_info::OPTION_ECN != 0,
-        mss: (info.snd_mss + if timestamps { 12 } else { 0 }).min(65535) as u16,
+        mss: peer_mss(fd)?,
         link,
         mtu: info.pmtu.max(68),
         nodelay: options.nodelay,

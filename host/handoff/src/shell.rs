@@ -282,8 +282,9 @@ pub(crate) fn reassociate(
     let shown = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG)?;
     let limit = if shown == segment { 0 } else { shown };
     if let Some(mss) = mss {
-        // TCP_MAXSEG takes no more than this, though loopback has larger segments.
-        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, i32::from(mss.min(32_767)))?;
+        // TCP_MAXSEG takes no less and no more than this (Linux, TCP_MIN_MSS and MAX_TCP_WINDOW), though a peer may
+        // take less, and loopback has larger segments.
+        socket::set(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG, i32::from(mss.clamp(88, 32_767)))?;
     }
     // getsockname shows the port even if the socket no longer holds it; this shows the port that it holds.
     let kept_port = socket::get(fd, libc::IPPROTO_IP, IP_PROTOCOL).is_ok_and(|port| port == i32::from(local.port()));

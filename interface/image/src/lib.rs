@@ -45,7 +45,7 @@ const MAX_QUEUE: u32 = 1 << 30;
 /// Largest shift of a window (RFC 7323 section 2.3).
 const MAX_WINDOW_SCALE: u8 = 14;
 /// Smallest maximum segment size in bytes that is accepted, as Linux's TCP_MIN_SND_MSS.
-const MIN_MSS: u16 = 48;
+pub const MIN_MSS: u16 = 48;
 /// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
 const MIN_MTU: u32 = 68;
 

@@ -1,12 +1,13 @@
 //! Changes on the host count for connections that are on the NIC, too.
 
-use crate::common::{Scene, answered, hosts, scene, wait_until};
+use crate::common::{Scene, answered, connect, hosts, scene, session, wait_until};
 use crate::full::count;
 use baton_abi::layout::{Counter, RING_MESSAGES};
 use baton_bed::testbed::{TestbedSettings, address_b, connect_pairs};
 use baton_client::Session;
 use baton_linux::freeze::Frozen;
 use baton_linux::socket;
+use baton_linux::tcp_info::TcpInfo;
 use baton_protocol::program::Place;
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
@@ -139,6 +140,36 @@ fn without_a_route_nothing_is_sent() {
             scene.drain();
             scene.exchange(10_000, Place::Kernel);
         }
+    }
+}
+
+/// A connection that moves while its route takes small packets only has large segments again when the route has: what
+/// moves is the size that the peer takes, and not the kernel's present one.
+#[test]
+fn a_route_that_was_narrow_leaves_the_segment_size() {
+    for (ipv6, net, narrow) in [(false, "10.77.0.0/24", "600"), (true, "fd00:ba70::/64", "1280")] {
+        let bed = hosts(TestbedSettings { beside: true, ..TestbedSettings::default() });
+        let (server, peer) = connect(&bed, ipv6, 8080);
+        let (own, mut session) = (server.try_clone().expect("another descriptor"), session(&bed));
+        let id = session.adopt(server.into()).expect("adoption");
+        let mut scene = Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] };
+        let size = || TcpInfo::read(own.as_fd()).expect("TCP_INFO").snd_mss;
+        scene.exchange(10_000, Place::Kernel);
+        let usual = size();
+        let route = |scene: &Scene, mtu: &[&str]| {
+            let change = ["route", if ipv6 { "replace" } else { "change" }, net, "dev", "baton0"];
+            let metric: &[&str] = if ipv6 { &["metric", "256"] } else { &[] };
+            on_host_a(scene, "ip", &[&change, metric, mtu].concat());
+        };
+        route(&scene, &["mtu", narrow]);
+        scene.exchange(10_000, Place::Kernel);
+        assert!(size() < usual, "IPv6: {ipv6}");
+        scene.try_to_move(Place::Nic);
+        scene.exchange(10_000, Place::Nic);
+        scene.exchange(10_000, Place::Kernel);
+        route(&scene, &[]);
+        scene.exchange(10_000, Place::Kernel);
+        assert_eq!(size(), usual, "IPv6: {ipv6}");
     }
 }
 
