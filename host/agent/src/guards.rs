@@ -123,7 +123,7 @@ impl Guards {
         }
         self.read_rules()?;
         if self.firewall.as_ref().is_some_and(Firewall::judges_openings) {
-            return Err(Refusal::Rules("the firewall has chains that may stop or translate a connection's first packet".into()));
+            return Err(Refusal::RulesForOpenings);
         }
         Ok(())
     }

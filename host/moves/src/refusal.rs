@@ -82,6 +82,9 @@ pub enum Refusal {
          lets it move"
     )]
     Rules(String),
+    /// The firewall may judge the first packets of connections, which the kernel alone sends.
+    #[error("the firewall has chains that may stop or translate a connection's first packet")]
+    RulesForOpenings,
     /// BPF programs of its control group judge it, and would not see what the NIC does, or refuse what a move does.
     #[error("its control group has BPF programs {0} (bpftool cgroup tree, systemctl show)")]
     Group(String),
