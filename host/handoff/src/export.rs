@@ -248,11 +248,16 @@ impl Numbers {
     }
 }
 
-/// The largest segment that the peer takes, of a socket in repair mode: what it has agreed to, whatever the present
-/// route allows (Linux, tcp_getsockopt, `mss_clamp`). The size of the segments that the kernel sends now would be no
-/// more than 48 bytes while an IPv6 connection's own address is gone.
-fn peer_mss(fd: BorrowedFd<'_>) -> Result<u16, Refusal> {
-    let mss = socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG).step("TCP_MAXSEG")?;
+/// The peer's MSS option, of a socket in repair mode: if the route limits the segments now, what the peer takes (Linux,
+/// tcp_getsockopt, `mss_clamp`), since the route may change, and while an IPv6 connection's own address is gone it has
+/// room for 48 bytes. Otherwise what makes the kernel's present segments: it has them for good.
+fn peer_mss(fd: BorrowedFd<'_>, info: &TcpInfo, headers: u32) -> Result<u16, Refusal> {
+    let options = if info.options & tcp_info::OPTION_TIMESTAMPS != 0 { 12 } else { 0 };
+    let present = info.snd_mss + options;
+    let mss = match present + headers >= info.pmtu {
+        true => socket::get(fd, libc::IPPROTO_TCP, libc::TCP_MAXSEG).step("TCP_MAXSEG")? as u32,
+        false => present,
+    };
     Ok(mss.clamp(MIN_MSS.into(), u16::MAX.into()) as u16)
 }
 
@@ -282,7 +287,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         sack: info.options & tcp_info::OPTION_SACK != 0,
         timestamps,
         ecn: info.options & tcp_info::OPTION_ECN != 0,
-        mss: peer_mss(fd)?,
+        mss: peer_mss(fd, &info, if flow.is_v4() { 40 } else { 60 })?,
         link,
         mtu: info.pmtu.max(68),
         nodelay: options.nodelay,

@@ -437,6 +437,13 @@ pub(crate) fn close_for_good(why: Native) {
     let Some(_section) = Section::enter() else { return };
     let closed = CLOSED.swap(true, Ordering::SeqCst);
     give_everything_back(why.cause(), Until::Never);
+    // A ring closes sockets where no library sees it, and the peer is to get a FIN then: nobody else may have them.
+    if why == Native::IoUring
+        && is_mine()
+        && let Some(session) = session()
+    {
+        session.sockets().into_iter().for_each(Tcp::give_up_in_kernel);
+    }
     // A withdrawal says it itself. A process without a session says it when a connection would be due.
     if !closed && why != Native::Filters && WHY.set(why).is_ok() && is_mine() && session().is_some() {
         report_closed();

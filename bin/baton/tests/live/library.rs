@@ -118,6 +118,13 @@ fn a_close_that_lingers_is_the_last_one() {
     }
 }
 
+/// What a ring closes that the library does not know is closed for the peer, too.
+#[test]
+fn a_ring_that_is_not_known_closes_for_the_peer() {
+    as_natively("ring_close", "ring");
+    while_moving("ring_close", "ring");
+}
+
 /// What has closed a process for good, for itself and its children, holds after a fork, too.
 #[test]
 fn a_fork_does_not_reopen_what_is_closed_for_good() {

@@ -7,6 +7,7 @@ use crate::short_lock::Held;
 use crate::waiting::Waiting;
 use crate::worth::{self, Worth};
 use crate::{options, real, table, thread};
+use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::c_int;
 use std::sync::Mutex;
@@ -142,6 +143,16 @@ impl Tcp {
         // Not with the list locked: removing takes that lock.
         let fds = locked(&self.fds).clone();
         fds.into_iter().for_each(|fd| drop(self.remove_fd(fd)));
+    }
+
+    /// The same of one that is in the kernel, unless this thread has interrupted a call on it.
+    pub fn give_up_in_kernel(&'static self) {
+        if let Some((connection, _)) = self.managed()
+            && !connection.is_inside(thread::token())
+            && self.settled_owner() != Some(Owner::Nic)
+        {
+            self.forget_connection();
+        }
     }
 
     /// Leaves a session that has ended. A connection in the kernel becomes a candidate for the next session. One that
