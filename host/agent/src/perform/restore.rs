@@ -205,14 +205,15 @@ impl Performer<'_> {
     pub(super) fn finish(&mut self) -> Result<(), Stop> {
         let (Some(image), Some(on_nic)) = (self.image, &self.connection.on_nic) else { return Err(damaged("import").into()) };
         let (memory, region, importer) = (on_nic.memory(), self.open.memory.clone(), self.importer.take());
-        prove_beyond(self.connection, &image);
         let idle = self.connection.extra.as_ref().and_then(|extra| extra.stay.as_ref()).is_some_and(|stay| stay.is_idle());
         let finished = self.on_socket(move |fd| {
             let importer = importer.ok_or_else(|| damaged("import"))?;
             let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
             importer.finish(fd, &unacknowledged, idle).map_err(Refusal::from)
         });
-        Ok(finished??)
+        finished??;
+        prove_beyond(self.connection, &image);
+        Ok(())
     }
 
     /// Finishes the import of a connection that an earlier agent had restored; unsent bytes may be missing in the
@@ -220,11 +221,12 @@ impl Performer<'_> {
     pub(super) fn finish_anew(&mut self) -> Result<(), Stop> {
         let (Some(image), Some(entry)) = (self.image, &self.entry) else { return Err(damaged("journal").into()) };
         let (memory, region, saved) = (entry.memory(), self.open.memory.clone(), entry.saved.clone());
-        prove_beyond(self.connection, &image);
         let finished = self.on_socket(move |fd| {
             let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
             import::resume_sending(fd, &image, &unacknowledged, &saved).map_err(Refusal::from)
         });
-        Ok(finished??)
+        finished??;
+        prove_beyond(self.connection, &image);
+        Ok(())
     }
 }

@@ -446,8 +446,11 @@ impl Shared {
         drop(theirs);
         if let Some(ours) = ours {
             let _undisturbed = Undisturbed::begin();
-            // No message comes, only the end.
-            let _ = ours.receive_message_within::<()>(LIMIT);
+            // No message comes, only the end. Who closes many does not wait each time for a keeper that stands still.
+            let ended = ours.receive_message_within::<()>(LIMIT);
+            if ended.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
+                self.note_silence();
+            }
         }
         Ok(())
     }
