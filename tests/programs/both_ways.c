@@ -5,7 +5,7 @@
  *     both_ways PORT CONNECTIONS SECONDS PATIENCE ADDRESS    connects
  *
  * Prints one line of JSON for each connection: its number (the client's; -1 if the server never learned it), bytes sent and received,
- * the longest time without any progress and when it began, in milliseconds, wrong pieces and where the first is, and how it ended: "done", the name of an error, or "stuck" after
+ * the longest time without any progress and when it began, in milliseconds, and how often the thread has looked meanwhile; wrong pieces and where the first is, and how it ended: "done", the name of an error, or "stuck" after
  * PATIENCE seconds without progress, with what poll(2) and a receive say then.
  */
 #define _GNU_SOURCE
@@ -31,7 +31,8 @@ struct link {
     long number;
     uint64_t sent, received, wrong, first;
     double longest, when;
-    char end[200], first_wrong[120];
+    long looks, looked;
+    char end[200], first_wrong[400];
 };
 
 static double seconds, patience;
@@ -80,12 +81,19 @@ static void verify(struct link *link, const char *piece, size_t length, char *sc
         size_t at = 0;
         while (piece[at] == right[at]) at++;
         if (link->wrong++ == 0) {
-            /* What is there instead: a word of which connection, and which. */
-            uint64_t found = 0;
-            size_t begins = at + (8 - (link->received + at) % 8) % 8;
-            if (begins + 8 <= length) memcpy(&found, piece + begins, 8);
-            snprintf(link->first_wrong, sizeof link->first_wrong, "at %lu, where the next word is %lu of %lu", link->received + at,
-                     (unsigned long)(found & 0xffffffffff), (unsigned long)(found >> 40));
+            /* What is there instead: runs of words, each with the stream's place, its length, the connection and the first word. */
+            size_t begins = (8 - link->received % 8) % 8, used = 0;
+            uint64_t expected = 0;
+            used += (size_t)snprintf(link->first_wrong, sizeof link->first_wrong, "at %lu of %lu+%lu:", link->received + at, link->received, length);
+            for (size_t word = begins; word + 8 <= length; word += 8, expected++) {
+                uint64_t found;
+                memcpy(&found, piece + word, 8);
+                if ((word == begins || found != expected) && used + 60 < sizeof link->first_wrong) {
+                    used += (size_t)snprintf(link->first_wrong + used, sizeof link->first_wrong - used, " %lu=%lu.%lu", link->received + word,
+                                             (unsigned long)(found >> 40), (unsigned long)(found & 0xffffffffff));
+                }
+                expected = found;
+            }
         }
     }
     link->received += length;
@@ -141,12 +149,15 @@ static void *talk(void *given) {
                 }
             }
         }
+        link->looks++;
         if (at - last > link->longest) {
             link->longest = at - last;
             link->when = last - begin;
+            link->looked = link->looks;
         }
         if (progress) {
             last = at;
+            link->looks = 0;
         } else if (at - last > patience) {
             struct pollfd all = {link->fd, POLLIN | POLLOUT | POLLRDHUP, 0};
             poll(&all, 1, 0);
@@ -217,8 +228,8 @@ int main(int count, char **arguments) {
     for (long number = 0; number < connections; number++) {
         struct link *link = &links[number];
         pthread_join(link->thread, NULL);
-        printf("{\"number\": %ld, \"sent\": %lu, \"received\": %lu, \"longest_ms\": %.0f, \"after_ms\": %.0f, \"wrong\": %lu, \"first_wrong\": \"%s\", \"end\": \"%s\"}\n", link->number,
-               link->sent, link->received, link->longest * 1000, link->when * 1000, link->wrong, link->first_wrong, link->end);
+        printf("{\"number\": %ld, \"sent\": %lu, \"received\": %lu, \"longest_ms\": %.0f, \"after_ms\": %.0f, \"looks\": %ld, \"wrong\": %lu, \"first_wrong\": \"%s\", \"end\": \"%s\"}\n", link->number,
+               link->sent, link->received, link->longest * 1000, link->when * 1000, link->looked, link->wrong, link->first_wrong, link->end);
     }
     return 0;
 }
