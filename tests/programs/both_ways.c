@@ -5,7 +5,8 @@
  *     both_ways PORT CONNECTIONS SECONDS PATIENCE ADDRESS    connects
  *
  * Prints one line of JSON for each connection: its number (the client's; -1 if the server never learned it), bytes sent and received,
- * the longest time without any progress and when it began, in milliseconds, and how often the thread has looked meanwhile; wrong pieces and where the first is, and how it ended: "done", the name of an error, or "stuck" after
+ * the longest time without any progress and when it began, in milliseconds, and how often its thread has polled meanwhile (once: the
+ * thread itself stood still); wrong pieces and what is in the first; and how it ended: "done", the name of an error, or "stuck" after
  * PATIENCE seconds without progress, with what poll(2) and a receive say then.
  */
 #define _GNU_SOURCE
@@ -81,7 +82,7 @@ static void verify(struct link *link, const char *piece, size_t length, char *sc
         size_t at = 0;
         while (piece[at] == right[at]) at++;
         if (link->wrong++ == 0) {
-            /* What is there instead: runs of words, each with the stream's place, its length, the connection and the first word. */
+            /* What is there instead: for each run of words its place in the stream, the connection and the first word. */
             size_t begins = (8 - link->received % 8) % 8, used = 0;
             uint64_t expected = 0;
             used += (size_t)snprintf(link->first_wrong, sizeof link->first_wrong, "at %lu of %lu+%lu:", link->received + at, link->received, length);

@@ -91,8 +91,11 @@ class Round:
             other = servers.get(link["number"])
             if other and (link["sent"], link["received"]) != (other["received"], other["sent"]) and link["end"] == other["end"] == "done":
                 self.failures.append(f"{link['number']}: client {link}, server {other}: not all bytes arrived")
-        for log in sorted(self.directory.glob("*.log")) if self.failures else []:
-            self.failures.append(f"{log.name}: {log.read_text()[-1000:]!r}")
+        for log in sorted(self.directory.glob("*.log")):
+            said = log.read_text(errors="replace")[-1000:]
+            log.unlink()
+            if self.failures and said:
+                self.failures.append(f"{log.name}: {said!r}")
         moves = 0
         for report in self.directory.glob("*.report"):
             text = report.read_text()
