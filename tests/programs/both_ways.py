@@ -5,6 +5,7 @@ nothing may be reset or fail, and no connection may stand still longer than nati
     tests/programs/both_ways.py                          # ten short rounds
     tests/programs/both_ways.py --rounds 100 --seconds 5
     tests/programs/both_ways.py --modes flip --connections 256
+    tests/programs/both_ways.py --seconds 5 --kill-nic 2         # and of each Baton the NIC dies twice a round
 
 It needs root and a C compiler, and makes network namespaces of its own.
 """
@@ -12,9 +13,12 @@ It needs root and a C compiler, and makes network namespaces of its own.
 import argparse
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -32,6 +36,8 @@ PORT = 7000
 STANDSTILL = 1.0
 # Seconds without any progress after which a connection counts as stuck for good.
 PATIENCE = 20
+# A connection may stand still for so many seconds longer where its NIC dies meanwhile.
+RECOVERY = 3
 
 
 def within(holder, words):
@@ -44,6 +50,7 @@ class Round:
 
     def __init__(self, given, peer, directory, seed):
         self.given, self.peer, self.directory, self.seed = given, peer, directory, seed
+        self.killed = 0
 
     def prefix(self, mode, side):
         if mode == "native":
@@ -61,12 +68,15 @@ class Round:
         server = subprocess.Popen(within(None, [*self.prefix(mode, "server"), *words]), **options)
         server.stdout.readline()
         client = subprocess.Popen(within(self.peer, [*self.prefix(mode, "client"), *words, SERVER]), **options)
-        ends, self.failures = [], []
+        ends, self.failures, self.killed = [], [], 0
+        killers = [self.begin_to_kill(side) for side in range(2)] if mode != "native" and self.given.kill_nic else []
         for name, process in (("client", client), ("server", server)):
             out, _ = process.communicate(timeout=self.given.seconds + 10 * PATIENCE)
             if process.returncode != 0:
                 self.failures.append(f"the {name} ended with {process.returncode}")
             ends.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+        for killer in killers:
+            killer.join()
         # The Batons end with their programs, when all that these closed has been sent.
         before = time.monotonic()
         while any(self.directory.glob("baton-run-*")):
@@ -76,6 +86,27 @@ class Round:
             # Waits: between two looks; the limit is a minute.
             time.sleep(0.01)
         return self.judge(mode, connections, *ends)
+
+    def begin_to_kill(self, side):
+        """Kills the NIC of one Baton at random moments, in a thread of its own."""
+        chance = random.Random(f"{self.seed} {side}")
+        moments = sorted(chance.uniform(0, self.given.seconds) for _ in range(self.given.kill_nic))
+
+        def kill():
+            begin = time.monotonic()
+            for moment in moments:
+                # Waits: until the next of these moments.
+                time.sleep(max(0, begin + moment - time.monotonic()))
+                doors = sorted(self.directory.glob("baton-run-*/agent.sock"))
+                if side < len(doors):
+                    shown = subprocess.run([BATON, "nic", "show", "--json", "--socket", doors[side]], capture_output=True, text=True)
+                    if shown.returncode == 0:
+                        os.kill(json.loads(shown.stdout)["nics"][0]["process"], signal.SIGKILL)
+                        self.killed += 1
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        return thread
 
     def judge(self, mode, connections, client, server):
         for side, links in (("client", client), ("server", server)):
@@ -110,6 +141,7 @@ class Round:
             "megabytes": sum(link["received"] for link in links) >> 20,
             "longest_ms": max((link["longest_ms"] for link in links), default=0),
             "moves": moves,
+            "killed": self.killed,
             "failures": self.failures,
         }
 
@@ -122,6 +154,7 @@ def main():
     parser.add_argument("--modes", help=f"of {', '.join(MODES)}", type=lambda text: text.split(","), default=["flip", "eager"])
     parser.add_argument("--longer", type=float, default=STANDSTILL,
                         help="seconds that a connection may stand still longer than natively in the same round")
+    parser.add_argument("--kill-nic", type=int, default=0, help="how often the NIC of each Baton is killed in a round")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     given = parser.parse_args()
@@ -149,7 +182,8 @@ def main():
                     return 1
                 for mode in given.modes:
                     row = trial.run(mode, connections) | {"round": number, "native_longest_ms": native["longest_ms"]}
-                    if row["longest_ms"] > native["longest_ms"] + given.longer * 1000:
+                    longer = given.longer + (RECOVERY if given.kill_nic else 0)
+                    if row["longest_ms"] > native["longest_ms"] + longer * 1000:
                         row["failures"].append(f"a connection stood still for {row['longest_ms']} ms, natively for {native['longest_ms']} ms: {trial.slowest[:4]}")
                     failed |= bool(row["failures"])
                     print(json.dumps(row), flush=True)

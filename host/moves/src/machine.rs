@@ -6,7 +6,7 @@ use crate::refusal::Refusal;
 use crate::step::{Phase, Step};
 use baton_abi::layout::Owner;
 
-/// Microseconds that a program may take to leave an operation on a connection that is to move.
+/// Microseconds that a program may take to leave an operation on a connection that is to move and can stay where it is.
 pub const QUIESCE_LIMIT: u64 = 20_000;
 
 /// Microseconds that it may take for a growth, which is asked for again: as long as copying what it sends or receives
@@ -60,7 +60,8 @@ pub enum Event {
         /// Microseconds.
         patience: u64,
     },
-    /// It is to go to the kernel. Forced: also if its program does not leave it in time.
+    /// It is to go to the kernel. Forced: it does not stay on the NIC if its program does not leave it in time, or if it
+    /// has ended there.
     Restore {
         /// Its program has closed it.
         forced: bool,
@@ -117,7 +118,7 @@ pub struct Move {
     then_restore: bool,
     /// It is on its way to the kernel after a death.
     recovering: bool,
-    /// The program does not have to leave in time.
+    /// It does not stay where it is if its program does not leave it in time.
     forced: bool,
     /// The kernel has been made to send its SACK blocks.
     asked: bool,
@@ -580,8 +581,13 @@ impl Move {
     /// The program has not left in time.
     fn out_of_time(&mut self, leave: &Action, now: u64) -> bool {
         match self.goal {
-            // One that is stuck inside an operation harms itself: if its NIC has died, or it has closed the connection.
-            Some(Goal::Kernel) if self.step == Step::Retaken || self.forced => return self.done(leave, now),
+            // It cannot stay, since its NIC has died or its program has closed it. Nobody knows what a thread inside an
+            // operation has done and will do: it may just get no processor, among hundreds that want one. What it adds
+            // to the connection's memory later would be lost, or be in another connection's memory by then. So it is
+            // waited for: it holds up nobody else, and the end of its program ends the wait.
+            Some(Goal::Kernel) if self.step == Step::Retaken || self.forced => {
+                return cfg!(feature = "sabotage-hurry") && self.done(leave, now);
+            }
             // It is asked for again.
             Some(Goal::Grow) => self.goal = Some(Goal::Stay),
             _ => self.turn_around(Refusal::Busy),

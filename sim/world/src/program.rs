@@ -17,8 +17,10 @@ use baton_wire::{Endpoint, Flow};
 /// Time of the first and of the longest pause before an operation that would block is repeated, microseconds.
 const FIRST_PAUSE: u64 = 100;
 const LONGEST_PAUSE: u64 = 20_000;
-/// An operation that takes time takes at most this, microseconds.
+/// Microseconds that an operation that takes time takes at most: one that goes on, and one whose thread has lost its
+/// processor to many others.
 const LONGEST_OPERATION: u64 = 3_000;
+const LONGEST_ABSENCE: u64 = 300_000;
 
 /// What a child's number with the agent is greater by than its parent's.
 const CHILDREN: u32 = 100;
@@ -384,7 +386,8 @@ impl Program {
         if self.block.is_some() && self.rng.chance(60_000) {
             // It is inside the operation for a while.
             self.inside = Some((call, owner));
-            self.wake = now + self.rng.below(LONGEST_OPERATION);
+            let longest = if self.rng.chance(20_000) { LONGEST_ABSENCE } else { LONGEST_OPERATION };
+            self.wake = now + self.rng.below(longest);
             return Ok(());
         }
         let done = self.call(call, owner, hosted);

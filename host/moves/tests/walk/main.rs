@@ -357,13 +357,19 @@ fn a_program_that_does_not_leave_is_busy_and_then_put_off() {
     assert_eq!(rig.machine.step(), Step::Nic);
     assert_eq!(rig.conclusions, [Conclusion::Moved, Conclusion::Stays(Refusal::Busy)]);
     assert!(rig.machine.is_put_off(rig.now));
-    // A close does not wait for ever.
-    rig.go(Event::Restore { forced: true });
+    // A close waits: the thread that is inside may still write to the connection's memory.
+    rig.feed(Event::Restore { forced: true });
+    rig.now += 60_000_000;
+    rig.feed(Event::Tick);
+    assert_eq!(rig.machine.step(), Step::Leaving);
+    rig.world.inside = 0;
+    rig.settle();
     assert_eq!(rig.machine.step(), Step::Kernel);
     assert_eq!(rig.conclusions.last(), Some(&Conclusion::Moved));
     assert!(!rig.machine.is_put_off(rig.now), "it has moved");
+    rig.world.inside = 1_000_000;
     rig.go(OFFLOAD);
-    assert_eq!(rig.machine.step(), Step::Kernel, "it is still inside");
+    assert_eq!(rig.machine.step(), Step::Kernel, "it is inside again");
     rig.world.inside = 0;
     rig.go(OFFLOAD);
     assert_eq!(rig.conclusions.last(), Some(&Conclusion::Stays(Refusal::Busy)), "it is put off");
