@@ -60,8 +60,8 @@ pub enum Event {
         /// Microseconds.
         patience: u64,
     },
-    /// It is to go to the kernel. Forced: it does not stay on the NIC if its program does not leave it in time, or if it
-    /// has ended there.
+    /// It is to go to the kernel. Forced: it does not stay on the NIC if its program does not leave it in time, or if
+    /// it has ended there.
     Restore {
         /// Its program has closed it.
         forced: bool,

@@ -209,6 +209,11 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         self.tail
     }
 
+    /// Number of messages that wait, if the producer tells the truth.
+    pub fn waiting(&self) -> u64 {
+        self.words.as_ref()[HEAD].load(Ordering::Acquire).wrapping_sub(self.tail)
+    }
+
     /// Whether a message waits.
     #[inline]
     pub fn has_message(&self) -> bool {

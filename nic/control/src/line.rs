@@ -84,6 +84,13 @@ impl Device for Line {
         }
     }
 
+    fn taken_and_come(&self) -> (u64, u64) {
+        match self {
+            Line::Device(wire) => wire.taken_and_come(),
+            Line::Emulated(link) => link.taken_and_come(),
+        }
+    }
+
     fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
         match self {
             Line::Device(wire) => wire.receive_apart(headers, payload),

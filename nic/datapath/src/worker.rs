@@ -165,6 +165,8 @@ pub struct Worker<H, W> {
     due: u64,
     /// Whether frames are received.
     started: bool,
+    /// What waited on the wire when this round's commands came has been received.
+    is_drained: bool,
     /// Number of frames that may come from the wire before it is the other sources' turn; at least 1 between two
     /// rounds.
     turn: usize,
@@ -222,6 +224,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             ahead: Ahead::default(),
             due: now.0,
             started: false,
+            is_drained: false,
             turn: settings.batch,
             wide: Wide::detect(),
             has_extras: true,

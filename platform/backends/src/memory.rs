@@ -61,6 +61,10 @@ impl Device for MemoryDevice {
         true
     }
 
+    fn taken_and_come(&self) -> (u64, u64) {
+        (self.incoming.tail.get() as u64, self.incoming.head.get() as u64)
+    }
+
     #[inline(always)]
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let queue = &*self.outgoing;

@@ -195,6 +195,13 @@ impl Device for PacketDevice {
         }
     }
 
+    fn taken_and_come(&self) -> (u64, u64) {
+        let Some(ring) = &self.received else { return (0, u64::MAX) };
+        let (taken, come) = ring.taken_and_come();
+        // A large one is taken when its last part is.
+        (taken - u64::from(self.large.has_left()), come)
+    }
+
     fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
         let mut front = [0u8; VNET_HEADER + BEGINNING];
         let front = &mut front[..VNET_HEADER + headers];
@@ -401,6 +408,13 @@ macro_rules! either {
                 match self {
                     $name::Inline(device) => device.receive_or_show(frame),
                     $name::Beside(device) => device.receive_or_show(frame),
+                }
+            }
+
+            fn taken_and_come(&self) -> (u64, u64) {
+                match self {
+                    $name::Inline(device) => device.taken_and_come(),
+                    $name::Beside(device) => device.taken_and_come(),
                 }
             }
 

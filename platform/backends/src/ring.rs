@@ -19,15 +19,19 @@ const QUEUED: u32 = 2;
 const LENGTH: usize = 4;
 const CAPTURED: usize = 8;
 const FRAME_AT: usize = 12;
+const NANOSECONDS: usize = 20;
 const INTERFACE: usize = 32 + 4;
 const HEADER: usize = 52;
 
 /// A reader of the ring. The kernel's place in the ring cannot be asked for, so the reader's is kept in the ring
-/// itself, for the next process that reads it.
+/// itself, for the next process that reads it: the number of its slot, and the nanoseconds of the time at which the
+/// last frame came that it has released.
 #[derive(Debug)]
 pub(crate) struct ReceiveRing {
     memory: Arc<Region>,
     at: usize,
+    /// Number of slots that it has given back.
+    taken: u64,
 }
 
 /// What the ring's next slot holds.
@@ -64,10 +68,16 @@ const EINVAL: i32 = 22;
 
 impl ReceiveRing {
     fn over(memory: Arc<Region>) -> ReceiveRing {
-        let at = memory.word32(OWN_WORD).load(Ordering::Relaxed) as usize % SLOTS;
-        // The last reader may have ended between its move to this slot and the release of the one before.
-        memory.word32((at + SLOTS - 1) % SLOTS * SLOT).store(0, Ordering::Release);
-        ReceiveRing { memory, at }
+        let own = memory.words(OWN_WORD, 1)[0].load(Ordering::Relaxed);
+        let at = own as u32 as usize % SLOTS;
+        // The last reader may have ended between its move to this slot and the release of the one before. But that one
+        // may hold another frame by now, if as many have come since as the ring holds: without it the kernel would be a
+        // slot further than its reader, who would wait there until the kernel has come around.
+        let before = (at + SLOTS - 1) % SLOTS * SLOT;
+        if memory.word32(before + NANOSECONDS).load(Ordering::Acquire) == (own >> 32) as u32 {
+            memory.word32(before).store(0, Ordering::Release);
+        }
+        ReceiveRing { memory, at, taken: 0 }
     }
 
     /// Takes the next frame into `frame`, or the beginning of one that is queued.
@@ -89,9 +99,21 @@ impl ReceiveRing {
     #[inline]
     pub fn release(&mut self) {
         let slot = self.at * SLOT;
+        let came_at = self.memory.word32(slot + NANOSECONDS).load(Ordering::Relaxed);
         self.at = (self.at + 1) % SLOTS;
-        self.memory.word32(OWN_WORD).store(self.at as u32, Ordering::Relaxed);
+        self.taken += 1;
+        let own = self.at as u64 | u64::from(came_at) << 32;
+        self.memory.words(OWN_WORD, 1)[0].store(own, Ordering::Relaxed);
         self.memory.word32(slot).store(0, Ordering::Release);
+    }
+
+    /// Number of frames that were taken out of it, and of those that have come so far.
+    pub fn taken_and_come(&self) -> (u64, u64) {
+        let is_filled = |further: &usize| {
+            let slot = (self.at + further) % SLOTS * SLOT;
+            self.memory.word32(slot).load(Ordering::Acquire) & FILLED != 0
+        };
+        (self.taken, self.taken + (0..SLOTS).take_while(is_filled).count() as u64)
     }
 
     /// Whether the queued frame whose slot was looked at last begins like `frame`, of which there are at most
@@ -160,6 +182,9 @@ pub(crate) struct SendRing {
 impl SendRing {
     fn over(memory: Arc<Region>) -> SendRing {
         let at = memory.word32(SENDING + WRITER_AT).load(Ordering::Relaxed) as usize % SEND_SLOTS;
+        // The last writer may have ended between the frame in this slot and its move to the next one. Nobody has asked
+        // the kernel to send it.
+        let _ = memory.word32(Self::slot(at)).compare_exchange(TO_SEND, FREE, Ordering::AcqRel, Ordering::Relaxed);
         let mut ring = SendRing { memory, at, gathered: SEND_SLOTS - 1 };
         // What the last writer gathered and did not send is lost.
         ring.sent();
@@ -227,10 +252,12 @@ mod tests {
         ReceiveRing::over(Arc::new(Region::private(BYTES).unwrap()))
     }
 
-    /// Does what the kernel does for a frame of `captured` bytes of `length`.
+    /// Does what the kernel does for a frame of `captured` bytes of `length`. Each comes at another time.
     fn fill(ring: &ReceiveRing, slot: usize, status: u32, length: u32, captured: u32, at: u16) {
+        let came_at = 1 + slot as u32;
         let slot = slot % SLOTS * SLOT;
         let mut header = [0u8; HEADER];
+        header[NANOSECONDS..][..4].copy_from_slice(&came_at.to_ne_bytes());
         header[LENGTH..][..4].copy_from_slice(&length.to_ne_bytes());
         header[CAPTURED..][..4].copy_from_slice(&captured.to_ne_bytes());
         header[FRAME_AT..][..2].copy_from_slice(&at.to_ne_bytes());
@@ -257,11 +284,35 @@ mod tests {
 
     #[test]
     fn a_reader_that_ended_before_it_released_a_slot_leaves_no_gap() {
-        let ring = ring();
-        fill(&ring, 0, FILLED, 60, 60, 96);
-        ring.memory.word32(OWN_WORD).store(1, Ordering::Relaxed);
-        let ring = ReceiveRing::over(ring.memory);
-        assert_eq!(ring.memory.word32(0).load(Ordering::Relaxed), 0);
+        let mut ring = ring();
+        let mut frame = Frame::with_capacity(1000);
+        for number in 0..2 * SLOTS {
+            fill(&ring, number, FILLED, 60, 60, 96);
+            assert_eq!(ring.receive(&mut frame), Next::Frame);
+            ring.memory.word32(number % SLOTS * SLOT).store(FILLED, Ordering::Relaxed);
+            ring = ReceiveRing::over(ring.memory);
+            assert_eq!(ring.receive(&mut frame), Next::Nothing);
+            assert_eq!(ring.memory.word32(number % SLOTS * SLOT).load(Ordering::Relaxed), 0);
+        }
+    }
+
+    /// Between two readers more frames come than the ring has slots.
+    #[test]
+    fn a_ring_that_is_full_when_the_next_reader_comes_is_read_whole() {
+        let mut ring = ring();
+        let mut frame = Frame::with_capacity(1000);
+        for first in [0, 5, SLOTS - 1, SLOTS] {
+            while ring.at != first % SLOTS {
+                fill(&ring, ring.at, FILLED, 60, 60, 96);
+                assert_eq!(ring.receive(&mut frame), Next::Frame);
+            }
+            // The kernel goes on where it was, and finds no further slot free.
+            (first..first + SLOTS).for_each(|number| fill(&ring, number, FILLED, 60, 60, 96));
+            ring = ReceiveRing::over(ring.memory);
+            assert_eq!(ring.taken_and_come(), (0, SLOTS as u64));
+            (0..SLOTS).for_each(|number| assert_eq!(ring.receive(&mut frame), Next::Frame, "{number} from {first}"));
+            assert_eq!(ring.receive(&mut frame), Next::Nothing);
+        }
     }
 
     #[test]
@@ -310,6 +361,10 @@ mod tests {
         send(&ring, 0, 5);
         let ring = SendRing::over(ring.memory);
         assert_eq!((ring.at, ring.gathered), (5, 0));
+        // One that was not counted yet.
+        ring.memory.word32(SendRing::slot(5)).store(TO_SEND, Ordering::Relaxed);
+        let ring = SendRing::over(ring.memory);
+        assert_eq!((ring.at, ring.memory.word32(SendRing::slot(5)).load(Ordering::Relaxed)), (5, FREE));
         // The kernel still sends these.
         (0..SEND_SLOTS).for_each(|at| ring.memory.word32(SendRing::slot(at)).store(2, Ordering::Relaxed));
         let mut ring = SendRing::over(ring.memory);

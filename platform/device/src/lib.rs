@@ -236,6 +236,12 @@ pub trait Device {
         if self.receive(frame) { Arrival::Frame } else { Arrival::Nothing }
     }
 
+    /// Number of frames that have been taken from the device, and of those that have come to it so far: what comes
+    /// later is behind them. A device that cannot tell has them without end.
+    fn taken_and_come(&self) -> (u64, u64) {
+        (0, u64::MAX)
+    }
+
     /// Receives the payload of the frame that is being shown: what follows its first `headers` bytes, of which there
     /// are at most [`BEGINNING`]. `payload` must have that length. False if the frame is lost; then the bytes there
     /// have any value.
@@ -294,6 +300,10 @@ impl<D: Device + ?Sized> Device for Box<D> {
 
     fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
         (**self).receive_or_show(frame)
+    }
+
+    fn taken_and_come(&self) -> (u64, u64) {
+        (**self).taken_and_come()
     }
 
     fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {

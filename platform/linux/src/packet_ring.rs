@@ -22,7 +22,7 @@ pub const BYTES: usize = SENDING + SEND_SLOTS * SLOT;
 
 /// Bytes between a slot's header and its frame that the kernel leaves to the reader.
 const RESERVED: i32 = 16;
-/// Offset in a slot of a word that the kernel never writes.
+/// Offset in a slot of a word of 8 bytes that the kernel never writes.
 pub const OWN_WORD: usize = 56;
 
 /// Bytes that the kernel allocates at a time.

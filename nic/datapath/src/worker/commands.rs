@@ -17,8 +17,12 @@ use baton_tcp::{Connection, Events, Instant, Segment, State};
 use baton_wire::{Flags, Flow, FlowKey, TcpFrame};
 use core::sync::atomic::Ordering;
 
-/// Largest number of batches of frames that are received before a connection is given up.
+/// Most batches of frames that are received before connections are given up, where the device cannot say how many wait.
 const MAX_DRAIN_BATCHES: usize = 256;
+
+/// Frames that what is to be done before commands has sent, after which the commands that still wait are the next
+/// round's.
+const MOST_FRAMES: u64 = 1024;
 
 /// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
 const MIN_MTU: u32 = 68;
@@ -34,11 +38,21 @@ fn of_agent(operation: Operation) -> Counter {
 }
 
 impl<H: Device, W: Device> Worker<H, W> {
-    /// Runs the commands in the agent's ring, at most as many as it holds. Returns whether there was any.
+    /// Runs the commands that wait in the agent's ring, as far as that is not too much for a round. Returns whether
+    /// there was any.
     #[inline(never)]
     pub(super) fn poll_commands(&mut self, now: Instant) -> bool {
         let mut worked = false;
-        for _ in 0..RING_MESSAGES {
+        self.is_drained = false;
+        let (mut begun, mut was_drained) = (self.frames(), false);
+        for _ in 0..self.agent.commands.waiting().min(RING_MESSAGES as u64) {
+            // What waited on the wire does not count: it is received once, for all.
+            if std::mem::replace(&mut was_drained, self.is_drained) != self.is_drained {
+                begun = self.frames();
+            }
+            if self.frames().wrapping_sub(begun) >= MOST_FRAMES {
+                break;
+            }
             let Some(words) = self.agent.commands.pop() else { break };
             self.agent.commands.release();
             worked = true;
@@ -352,12 +366,18 @@ impl<H: Device, W: Device> Worker<H, W> {
         Ok(0)
     }
 
-    /// Beside the kernel: receives the frames that still wait at this NIC's socket, since only the NIC gets those of a
-    /// connection that it is about to give up.
+    /// Beside the kernel: receives the frames that wait at this NIC's socket now, since only the NIC gets those of a
+    /// connection that it is about to give up. The agent has sent further ones to the kernel before it sent the
+    /// commands that this round began with, so this is done once for all of them.
     fn drain_wire(&mut self, now: Instant) {
+        if !self.settings.beside || std::mem::replace(&mut self.is_drained, true) {
+            return;
+        }
+        let (_, come) = self.output.wire.device.taken_and_come();
         for _ in 0..MAX_DRAIN_BATCHES {
             self.turn = self.settings.batch;
-            if !self.settings.beside || !self.poll_wire(now) {
+            let (taken, _) = self.output.wire.device.taken_and_come();
+            if taken >= come || !self.poll_wire(now) {
                 return;
             }
         }

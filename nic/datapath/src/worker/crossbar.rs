@@ -136,6 +136,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     fn take_calls(&mut self, now: Instant) -> bool {
+        self.is_drained = false;
         for count in 0..BATCH {
             let Some(call) = self.peers().and_then(Peers::receive) else { return count > 0 };
             self.on_call(call, now);

@@ -1,17 +1,24 @@
 //! Whatever numbers a program gives, a round's work is bounded, and its connection can go back to the kernel.
 
-use crate::stage::{BUFFER, Stage};
+use crate::stage::{BUFFER, FRAME, SLOTS, Stage};
 use baton_abi::layout::{Counter, RING_MESSAGES, block, datagrams as page, nic, scratch, session};
 use baton_abi::{ANSWER, Cid, Control, FETCH, MORE, Message, Operation};
+use baton_backends::memory_pair;
 use baton_datagrams::Place;
-use baton_datapath::{DatagramSettings, DatagramWay};
-use baton_device::Device;
+use baton_datapath::{DatagramSettings, DatagramWay, Worker, WorkerSettings};
+use baton_device::{Capabilities, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
+use baton_ring::{Consumer, Producer};
+use baton_shm::Region;
+use baton_tcp::Instant;
 use baton_wire::frame::Link;
 use baton_wire::{Endpoint, Flags, TcpFrame};
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::{RngAlgorithm, TestRng, TestRunner};
+use std::cell::Cell;
+use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 /// The attacker's connection, and where its program's words lie.
@@ -142,6 +149,63 @@ fn a_connection_that_its_socket_has_lost_is_reset() {
     assert_eq!(ended(&mut stage.events).len(), 1, "the agent takes the slot");
     stage.events.release();
     stage.victim_goes_on(700);
+}
+
+/// A wire to which three frames come for each that is taken, as on another processor they can.
+struct Endless {
+    taken: Rc<Cell<u64>>,
+    tells: bool,
+}
+
+impl Device for Endless {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { checksum: true, segmentation: 0 }
+    }
+
+    fn receive(&mut self, frame: &mut Frame) -> bool {
+        frame.fill(&[0; 64]);
+        self.taken.set(self.taken.get() + 1);
+        true
+    }
+
+    fn taken_and_come(&self) -> (u64, u64) {
+        let taken = self.taken.get();
+        if self.tells { (taken, 100 + 3 * taken) } else { (0, u64::MAX) }
+    }
+
+    fn transmit(&mut self, _: &mut Frame) -> bool {
+        true
+    }
+}
+
+/// Before the NIC gives connections up it receives what waits on the wire: not what comes meanwhile, and not again for
+/// each of them.
+#[test]
+fn many_connections_are_given_up_in_a_round_although_frames_go_on_coming() {
+    for tells in [true, false] {
+        let taken = Rc::new(Cell::new(0));
+        let wire = Endless { taken: taken.clone(), tells };
+        let (host, _kernel) = memory_pair(256, FRAME, Capabilities { checksum: true, segmentation: 0 });
+        let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
+        let now = Instant(1_000_000);
+        let settings = WorkerSettings { slots: SLOTS, frame_bytes: FRAME, beside: true, ..WorkerSettings::default() };
+        let (mut worker, batch) = (Worker::new(host, wire, nic_memory.clone(), settings, now), settings.batch as u64);
+        worker.start(now);
+        let mut agent = Producer::new(nic_memory.ring(nic::COMMANDS));
+        let mut events = Consumer::new(nic_memory.ring(nic::EVENTS));
+        for number in 0..1000 {
+            let cid = Cid::new(number % SLOTS as u32, 1);
+            agent.push(Message::control(Operation::NicControl, Control::Cancel, cid, 0, 0).to_words()).unwrap();
+        }
+        agent.publish();
+        let waiting = 100 + 3 * batch;
+        worker.poll(now);
+        let most = if tells { waiting + batch } else { 256 * batch } + batch;
+        assert!((waiting..=most).contains(&taken.get()), "{} frames", taken.get());
+        let messages = std::iter::from_fn(|| events.pop()).filter_map(Message::from_words);
+        let answers = messages.filter(|message| message.kind == Control::Refused as u16);
+        assert_eq!(answers.count(), 1000, "all are answered");
+    }
 }
 
 /// A word that the attacker's program can write, and the values that it gives it.
