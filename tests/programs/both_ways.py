@@ -6,6 +6,7 @@ nothing may be reset or fail, and no connection may stand still longer than nati
     tests/programs/both_ways.py --rounds 100 --seconds 5
     tests/programs/both_ways.py --modes flip --connections 256
     tests/programs/both_ways.py --seconds 5 --kill-nic 2         # and of each Baton the NIC dies twice a round
+    tests/programs/both_ways.py --seconds 5 --stop-nic 1 --kill-agent 1
 
 It needs root and a C compiler, and makes network namespaces of its own.
 """
@@ -36,13 +37,30 @@ PORT = 7000
 STANDSTILL = 1.0
 # Seconds without any progress after which a connection counts as stuck for good.
 PATIENCE = 20
-# A connection may stand still for so many seconds longer where its NIC dies meanwhile.
+# What may happen to a Baton's processes, by the options' names: to which process, and by which signal.
+FAULTS = {"kill_nic": ("nic", signal.SIGKILL), "stop_nic": ("nic", signal.SIGSTOP), "kill_agent": ("agent", signal.SIGKILL)}
+# A connection may stand still for so many seconds longer where one of them dies meanwhile.
 RECOVERY = 3
 
 
 def within(holder, words):
     """The command, in the other host's namespace or in this one."""
     return ["nsenter", f"--net=/proc/{holder.pid}/ns/net", *map(str, words)] if holder else list(map(str, words))
+
+
+def faults(given):
+    """What is done to each Baton in a round: a process, and a signal."""
+    return [fault for name, fault in FAULTS.items() for _ in range(getattr(given, name))]
+
+
+def process_of(door, which):
+    """The number of a Baton's process; None if it does not say."""
+    command = {"nic": ["nic", "show"], "agent": ["stats"]}[which]
+    shown = subprocess.run([BATON, *command, "--json", "--socket", door], capture_output=True, text=True)
+    if shown.returncode != 0:
+        return None
+    said = json.loads(shown.stdout)
+    return said["nics"][0]["process"] if which == "nic" else said[0]["agent_process"]
 
 
 class Round:
@@ -69,7 +87,7 @@ class Round:
         server.stdout.readline()
         client = subprocess.Popen(within(self.peer, [*self.prefix(mode, "client"), *words, SERVER]), **options)
         ends, self.failures, self.killed = [], [], 0
-        killers = [self.begin_to_kill(side) for side in range(2)] if mode != "native" and self.given.kill_nic else []
+        killers = [self.begin_to_kill(side) for side in range(2)] if mode != "native" and faults(self.given) else []
         for name, process in (("client", client), ("server", server)):
             out, _ = process.communicate(timeout=self.given.seconds + 10 * PATIENCE)
             if process.returncode != 0:
@@ -88,21 +106,20 @@ class Round:
         return self.judge(mode, connections, *ends)
 
     def begin_to_kill(self, side):
-        """Kills the NIC of one Baton at random moments, in a thread of its own."""
+        """Kills or stops processes of one Baton at random moments, in a thread of its own."""
         chance = random.Random(f"{self.seed} {side}")
-        moments = sorted(chance.uniform(0, self.given.seconds) for _ in range(self.given.kill_nic))
+        moments = sorted((chance.uniform(0, self.given.seconds), fault) for fault in faults(self.given))
 
         def kill():
             begin = time.monotonic()
-            for moment in moments:
+            for moment, (victim, number) in moments:
                 # Waits: until the next of these moments.
                 time.sleep(max(0, begin + moment - time.monotonic()))
                 doors = sorted(self.directory.glob("baton-run-*/agent.sock"))
-                if side < len(doors):
-                    shown = subprocess.run([BATON, "nic", "show", "--json", "--socket", doors[side]], capture_output=True, text=True)
-                    if shown.returncode == 0:
-                        os.kill(json.loads(shown.stdout)["nics"][0]["process"], signal.SIGKILL)
-                        self.killed += 1
+                process = process_of(doors[side], victim) if side < len(doors) else None
+                if process:
+                    os.kill(process, number)
+                    self.killed += 1
 
         thread = threading.Thread(target=kill)
         thread.start()
@@ -155,6 +172,8 @@ def main():
     parser.add_argument("--longer", type=float, default=STANDSTILL,
                         help="seconds that a connection may stand still longer than natively in the same round")
     parser.add_argument("--kill-nic", type=int, default=0, help="how often the NIC of each Baton is killed in a round")
+    parser.add_argument("--stop-nic", type=int, default=0, help="how often it is stopped for good")
+    parser.add_argument("--kill-agent", type=int, default=0, help="how often the agent of each Baton is killed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     given = parser.parse_args()
@@ -182,7 +201,7 @@ def main():
                     return 1
                 for mode in given.modes:
                     row = trial.run(mode, connections) | {"round": number, "native_longest_ms": native["longest_ms"]}
-                    longer = given.longer + (RECOVERY if given.kill_nic else 0)
+                    longer = given.longer + (RECOVERY if faults(given) else 0)
                     if row["longest_ms"] > native["longest_ms"] + longer * 1000:
                         row["failures"].append(f"a connection stood still for {row['longest_ms']} ms, natively for {native['longest_ms']} ms: {trial.slowest[:4]}")
                     failed |= bool(row["failures"])

@@ -470,7 +470,7 @@ impl Attacher {
         self.bypass.forget(entry.cookie);
         self.by_cookie.remove(&entry.cookie);
         self.inodes.remove(&entry.inode);
-        self.shared.let_go(&entry.connection, ME);
+        self.shared.let_go(&entry.connection);
     }
 
     /// Examines a socket of a process that stands still.

@@ -11,7 +11,6 @@ use baton_linux::events::monotonic_micros;
 use baton_ring::Token;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Microseconds between two checks by a program that does not sleep.
@@ -65,16 +64,17 @@ impl Shared {
     fn end(&self, token: Token) -> bool {
         // The NIC's last events.
         self.catch_up(token);
-        let Some(mut events) = self.events.lock(token) else { return false };
+        let Some(mut events) = self.lock_events(token) else { return false };
         if !self.has_ended() {
-            let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
+            let connections = std::mem::take(&mut events.connections);
             for connection in connections.iter().flatten() {
                 if connection.has_moved() && connection.owner() != Owner::Moving {
                     refresh(&mut events, connection);
                 }
                 connection.fail();
-                self.listener.0(connection.number());
+                events.concern(connection.number());
             }
+            events.connections = connections;
             self.ending.over.store(true, Ordering::Release);
         }
         true

@@ -175,7 +175,7 @@ impl Session {
     pub fn release(&mut self, id: ConnectionId) -> io::Result<OwnedFd> {
         let adopted = self.connections.get_mut(id as usize).and_then(Option::take).ok_or(io::ErrorKind::NotFound)?;
         self.posts.remove(&id);
-        let released = self.shared.forget(&adopted.connection, ME, false);
+        let released = self.shared.forget(&adopted.connection, false);
         let sends = self.sends.remove(&id).filter(Sends::any);
         self.kept.extend(sends.map(|sends| (adopted.connection.clone(), sends)));
         // Of a connection that has left the NIC nothing is read any more.

@@ -16,7 +16,7 @@
 use crate::sections::{self, Section};
 use crate::short_lock::Held;
 use crate::whole::MEMORY;
-use crate::{epoll, listening, process, real, rings, signals, starts, table, tcp, thread, udp, waiter};
+use crate::{epoll, listening, lookout, process, real, rings, signals, starts, table, tcp, thread, udp, waiter};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::cell::UnsafeCell;
@@ -131,6 +131,7 @@ pub(crate) extern "C" fn after_in_child() {
     tcp::forget_pool();
     listening::forget_inherited();
     waiter::forget_inherited();
+    lookout::forget_inherited();
     epoll::forget_inherited();
     for (fd, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(_) = file {

@@ -8,6 +8,7 @@
 //! other threads from opening a session meanwhile, a child of vfork would keep its parent from running, and an entry
 //! would keep the ring's lock.
 
+use crate::few::Few;
 use crate::sections::{self, Section};
 use crate::signals::Mark;
 use crate::tcp::Tcp;
@@ -92,7 +93,7 @@ fn await_kernel(tcp: &Tcp, reason: &str, mut begun: Mark, deadline: Option<u64>,
         let slept = wait::sleep(
             process::session(),
             wait::Watched { sockets: &[tcp], sets: &[] },
-            (&mut Vec::new(), 0),
+            (&mut Few::new(), 0),
             limit,
             std::ptr::null(),
             ready,

@@ -1,6 +1,7 @@
 //! poll(2), select(2) and their variants, for sockets that may be on the NIC.
 
 use crate::epoll::Set;
+use crate::few::Few;
 use crate::process::Session;
 use crate::sections::{self, Section};
 use crate::signals::Mark;
@@ -14,13 +15,13 @@ use libc::{POLLERR, POLLHUP, c_int, fd_set, pollfd, sigset_t};
 
 /// Those of the program's descriptors that this library tracks, each with its index.
 struct Watched {
-    sockets: Vec<(usize, &'static Tcp)>,
-    sets: Vec<(usize, &'static Set)>,
+    sockets: Few<(usize, &'static Tcp)>,
+    sets: Few<(usize, &'static Set)>,
 }
 
 impl Watched {
     fn among(fds: &[pollfd]) -> Watched {
-        let mut watched = Watched { sockets: Vec::new(), sets: Vec::new() };
+        let mut watched = Watched { sockets: Few::new(), sets: Few::new() };
         for (at, entry) in fds.iter().enumerate() {
             match table::get(entry.fd) {
                 Some(table::File::Tcp(tcp)) if tcp.is_managed() || tcp.may_be_handed_over() => watched.sockets.push((at, tcp)),
@@ -58,13 +59,13 @@ impl Watched {
     }
 
     /// Each socket's generation and number of moves: a kernel's answer only counts if both are unchanged.
-    fn versions(&self) -> Vec<(u32, Option<u32>)> {
+    fn versions(&self) -> Few<(u32, Option<u32>)> {
         self.sockets.iter().map(|(_, tcp)| (tcp.generation(), tcp.moves())).collect()
     }
 
     /// Whether anything has moved since `versions` were read and the sets were looked at.
     fn has_changed(&self, session: Option<&Session>, versions: &[(u32, Option<u32>)]) -> bool {
-        self.versions() != versions || self.sets.iter().any(|(_, set)| readiness::is_marked(set, session))
+        self.versions()[..] != *versions || self.sets.iter().any(|(_, set)| readiness::is_marked(set, session))
     }
 
     /// Takes over the kernel's results, except for sockets that have moved since `versions` were read, and for sets
@@ -162,10 +163,10 @@ fn left_until(deadline: Option<u64>) -> Option<u64> {
 /// ppoll(2) for sockets that may be on the NIC. The program's own call has `given` entries.
 fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Option<u64>, mask: *const sigset_t) -> Polled {
     let deadline = limit.map(|limit| wait::now() + limit);
-    let sockets: Vec<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
-    let sets: Vec<&Waiters> = watched.sets.iter().map(|(_, set)| readiness::waiters(set)).collect();
-    let mut asked: Vec<pollfd> = fds.to_vec();
-    let generations: Vec<u32> = sockets.iter().map(|tcp| tcp.generation()).collect();
+    let sockets: Few<&Tcp> = watched.sockets.iter().map(|(_, tcp)| *tcp).collect();
+    let sets: Few<&Waiters> = watched.sets.iter().map(|(_, set)| readiness::waiters(set)).collect();
+    let mut asked: Few<pollfd> = fds.iter().copied().collect();
+    let generations: Few<u32> = sockets.iter().map(|tcp| tcp.generation()).collect();
     let (mut rounds, begun) = (0, Mark::now());
     loop {
         if sections::is_withdrawn() {
@@ -185,7 +186,7 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             }
         }
         fds.iter_mut().chain(asked.iter_mut()).for_each(|entry| entry.revents = 0);
-        let versions: Vec<_> =
+        let versions: Few<_> =
             watched.versions().into_iter().zip(&generations).map(|((_, moves), generation)| (*generation, moves)).collect();
         let ready = watched.answer(fds, &mut asked);
         let got = if ready > 0 || limit == Some(0) {

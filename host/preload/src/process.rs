@@ -3,6 +3,7 @@
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
 use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait};
+use baton_abi::layout::session::MAX_CONNECTIONS;
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::process::Undisturbed;
@@ -13,7 +14,7 @@ use libc::c_int;
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 
 /// The configuration that the program was started with.
 pub(crate) struct Plan {
@@ -27,7 +28,8 @@ pub(crate) struct Session {
     pub shared: Shared,
     pub fds: [c_int; DESCRIPTORS],
     /// Sockets by connection number.
-    by_number: Mutex<Vec<Option<&'static Tcp>>>,
+    /// The sockets by their connections' numbers. Every event of the NIC's looks here, so it takes no lock.
+    by_number: Box<[AtomicPtr<Tcp>]>,
 }
 
 static PLAN: OnceLock<Option<Plan>> = OnceLock::new();
@@ -130,7 +132,17 @@ pub(crate) fn session() -> Option<&'static Session> {
 
 /// The session; opens one if there is none.
 pub(crate) fn open_session() -> Option<&'static Session> {
-    if is_closed() { None } else { open() }
+    if is_closed() { None } else { open(|| Some(hold_opening())) }
+}
+
+/// The same, for what can be done without now: None also if another thread is opening one.
+pub(crate) fn open_session_at_once() -> Option<&'static Session> {
+    let hold = || match OPENING.try_lock() {
+        Ok(one) => Some(one),
+        Err(TryLockError::Poisoned(one)) => Some(one.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    };
+    if is_closed() { None } else { open(hold) }
 }
 
 /// Reports to the agent why no connection moves any more, now that one would be due, unless it knows.
@@ -141,13 +153,13 @@ pub(crate) fn report_closed() {
         return;
     }
     let errno = thread::errno();
-    if open().is_none_or(|session| session.shared.report_native(why.clone()).is_err()) {
+    if open(|| Some(hold_opening())).is_none_or(|session| session.shared.report_native(why.clone()).is_err()) {
         SAID.store(false, Ordering::Release);
     }
     thread::set_errno(errno);
 }
 
-fn open() -> Option<&'static Session> {
+fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'static Session> {
     if let Some(session) = session() {
         if !is_mine() {
             return None;
@@ -163,7 +175,7 @@ fn open() -> Option<&'static Session> {
     }
     // A signal handler that forks here would wait for ever.
     let _undisturbed = Undisturbed::begin();
-    let _one = hold_opening();
+    let _one = hold()?;
     if let Some(session) = session() {
         return Some(session);
     }
@@ -204,7 +216,8 @@ fn open() -> Option<&'static Session> {
             shared.use_interface(plan.run.interface, plan.run.nagle);
             shared.wait_until_writable();
             let fds = shared.descriptors();
-            let made = Box::leak(Box::new(Session { shared, fds, by_number: Mutex::default() }));
+            let by_number = (0..MAX_CONNECTIONS).map(|_| AtomicPtr::default()).collect();
+            let made = Box::leak(Box::new(Session { shared, fds, by_number }));
             OWNER.store(identity(), Ordering::Release);
             SESSION.store(made, Ordering::Release);
             Some(made)
@@ -333,17 +346,22 @@ pub(crate) fn next_of_ours(first: c_int) -> Option<c_int> {
     others.into_iter().filter_map(|next| next(first)).chain(of_session).min()
 }
 
+/// The socket at such a place.
+fn found(place: &AtomicPtr<Tcp>) -> Option<&'static Tcp> {
+    // SAFETY: null, or from a `&'static` reference (`note_socket`).
+    unsafe { place.load(Ordering::Acquire).as_ref() }
+}
+
 impl Session {
     pub fn socket(&self, number: u32) -> Option<&'static Tcp> {
-        *self.by_number.lock().unwrap_or_else(PoisonError::into_inner).get(number as usize)?
+        found(self.by_number.get(number as usize)?)
     }
 
     pub fn note_socket(&self, number: u32, tcp: Option<&'static Tcp>) {
-        let mut sockets = self.by_number.lock().unwrap_or_else(PoisonError::into_inner);
-        if sockets.len() <= number as usize {
-            sockets.resize(number as usize + 1, None);
+        if let Some(place) = self.by_number.get(number as usize) {
+            let tcp = tcp.map_or(std::ptr::null_mut(), |tcp| std::ptr::from_ref(tcp).cast_mut());
+            place.store(tcp, Ordering::Release);
         }
-        sockets[number as usize] = tcp;
     }
 
     /// Whether it has ended, as far as known; asks the kernel only now and then.
@@ -399,7 +417,7 @@ impl Session {
     }
 
     fn sockets(&self) -> Vec<&'static Tcp> {
-        self.by_number.lock().unwrap_or_else(PoisonError::into_inner).iter().flatten().copied().collect()
+        self.by_number.iter().filter_map(found).collect()
     }
 }
 

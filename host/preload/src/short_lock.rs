@@ -7,13 +7,12 @@
 //! by a signal whose handler forks. So each thread counts the locks that it has or waits for. It counts before it asks
 //! for one, so that no moment of the interrupted part is missed.
 
-use crate::{wait, whole};
-use baton_ring::give_way;
+use crate::{thread, wait, whole};
+use baton_ring::{Lock, LockGuard, give_way};
 use std::any::Any;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// Microseconds for which a fork waits for a lock that its own thread may hold.
 const PATIENCE: u64 = 100_000;
@@ -22,12 +21,12 @@ const PATIENCE: u64 = 100_000;
 pub(crate) type Held = Option<Box<dyn Any>>;
 
 /// A lock that is never held for long.
-pub(crate) struct ShortLock<T>(Mutex<T>);
+pub(crate) struct ShortLock<T>(Lock<T>);
 
 /// Access to what a lock guards. The fields are dropped in this order: the thread counts until the lock is free.
 #[clippy::has_significant_drop]
 pub(crate) struct Guard<'a, T> {
-    guard: MutexGuard<'a, T>,
+    guard: LockGuard<'a, T>,
     _counted: Counted,
 }
 
@@ -69,24 +68,26 @@ impl<T> DerefMut for Guard<'_, T> {
 impl<T> ShortLock<T> {
     /// Makes a lock that nobody holds.
     pub const fn new(value: T) -> ShortLock<T> {
-        ShortLock(Mutex::new(value))
+        ShortLock(Lock::new(value))
     }
 
     /// Waits for the lock.
     pub fn lock(&self) -> Guard<'_, T> {
         let counted = Counted::begin();
-        Guard { guard: self.0.lock().unwrap_or_else(PoisonError::into_inner), _counted: counted }
+        for round in 0.. {
+            if let Some(guard) = self.0.lock(thread::token()) {
+                return Guard { guard, _counted: counted };
+            }
+            // Among thousands of threads two may have the same token.
+            give_way(round);
+        }
+        unreachable!("it waits for as long as it takes")
     }
 
     /// None if somebody holds it.
     pub fn try_lock(&self) -> Option<Guard<'_, T>> {
         let counted = Counted::begin();
-        let guard = match self.0.try_lock() {
-            Ok(guard) => guard,
-            Err(TryLockError::Poisoned(guard)) => guard.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        Some(Guard { guard, _counted: counted })
+        self.0.try_lock(thread::token()).map(|guard| Guard { guard, _counted: counted })
     }
 }
 
@@ -97,11 +98,10 @@ impl<T: 'static> ShortLock<T> {
         let limit = wait::now() + PATIENCE;
         let mut round = 0u32;
         loop {
-            match self.0.try_lock() {
-                Ok(guard) => return Some(Box::new(guard)),
-                Err(TryLockError::Poisoned(guard)) => return Some(Box::new(guard.into_inner())),
-                Err(TryLockError::WouldBlock) if may_be_mine && wait::now() >= limit => return None,
-                Err(TryLockError::WouldBlock) => give_way(round),
+            match self.0.try_lock(thread::token()) {
+                Some(guard) => return Some(Box::new(guard)),
+                None if may_be_mine && wait::now() >= limit => return None,
+                None => give_way(round),
             }
             round = round.saturating_add(1);
         }

@@ -289,12 +289,10 @@ impl Tcp {
         if process::is_closed_for_good() {
             return process::report_closed();
         }
-        let Some(session) = process::open_session() else { return };
-        // Where hundreds of threads share few processors each would wait for the others' turns. Its connection works
+        // Nobody waits until another thread has opened the session, or has had its answer from the agent: where
+        // hundreds of threads share few processors each would wait for the others' turns. Its connection works
         // meanwhile, and its next operation tries again.
-        if session.shared.is_asking() && !thread::is_alone() {
-            return;
-        }
+        let Some(session) = process::open_session_at_once() else { return };
         let attempt = self.attempts.fetch_add(1, RELAXED);
         // After failures it is tried again ever more rarely.
         if attempt > 2 && !attempt.is_power_of_two() {
@@ -342,7 +340,12 @@ impl Tcp {
                 }
             }
             // It may be possible later: for example, the connection is still being established.
-            Err(_) => self.put_into(State::Candidate),
+            Err(error) => {
+                if error.kind() == std::io::ErrorKind::ResourceBusy {
+                    self.attempts.fetch_sub(1, RELAXED);
+                }
+                self.put_into(State::Candidate);
+            }
         }
         drop(undisturbed);
         thread::set_errno(errno);
@@ -379,7 +382,7 @@ impl Tcp {
     pub fn forget_failed(&'static self) {
         if let Some((connection, session)) = self.managed() {
             session.note_socket(connection.number(), None);
-            let _ = session.shared.forget(connection, thread::token(), false);
+            let _ = session.shared.forget(connection, false);
             self.put_into(State::Candidate);
         }
     }

@@ -1,10 +1,11 @@
 //! The calling thread: its token and its errno.
 
-use baton_ring::Token;
+use baton_ring::{MOST_TOKEN, Token};
 use libc::c_int;
 use std::sync::OnceLock;
 
-/// A token that no other live thread of this process has: the address of its control block. Never 0.
+/// A token that no other live thread of this process has, as long as their stacks span less than 128 GB: the address of
+/// its control block, of which no two lie within 128 bytes.
 #[inline(always)]
 pub(crate) fn token() -> Token {
     #[cfg(target_arch = "x86_64")]
@@ -13,12 +14,12 @@ pub(crate) fn token() -> Token {
         // SAFETY: the first word of the thread control block is its own address (System V ABI for x86-64, TLS variant
         // II).
         unsafe { std::arch::asm!("mov {}, fs:0", out(reg) block, options(nostack, preserves_flags, readonly, pure)) };
-        (block >> 4) as u32 | 1
+        (block >> 6) as u32 & MOST_TOKEN | 1
     }
     #[cfg(not(target_arch = "x86_64"))]
     {
         thread_local!(static HERE: u8 = const { 0 });
-        HERE.with(|here| (std::ptr::from_ref(here) as usize >> 2) as u32 | 1)
+        HERE.with(|here| (std::ptr::from_ref(here) as usize >> 2) as u32 & MOST_TOKEN | 1)
     }
 }
 

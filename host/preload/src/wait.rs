@@ -4,12 +4,13 @@
 //! something happens to the socket. The thread that is woken by the session's doorbell first reads the NIC's events and
 //! passes them on to the other waiters.
 
+use crate::few::Few;
 use crate::process::Session;
 use crate::short_lock::ShortLock;
 use crate::signals::Mark;
 use crate::tcp::Tcp;
-use crate::waiter::{Waiter, Waiters};
-use crate::{leaving, process, real, sections, thread};
+use crate::waiter::{self, Waiter, Waiters};
+use crate::{leaving, lookout, process, real, sections, thread};
 use baton_abi::layout::Owner;
 use libc::{c_int, c_long, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
@@ -79,7 +80,7 @@ pub(crate) struct Watched<'a> {
 pub(crate) fn sleep(
     session: Option<&'static Session>,
     watched: Watched<'_>,
-    (fds, given): (&mut Vec<pollfd>, usize),
+    (fds, given): (&mut Few<pollfd>, usize),
     deadline: Option<u64>,
     mask: *const libc::sigset_t,
     ready: impl Fn() -> bool,
@@ -97,8 +98,11 @@ pub(crate) fn sleep(
     watched.sets.iter().for_each(|set| set.add(&waiter));
     let programs = fds.len();
     fds.push(pollfd { fd: waiter.eventfd, events: libc::POLLIN, revents: 0 });
+    // Without an eventfd nobody could wake it to watch the doorbell.
+    let watches = session.filter(|_| waiter.eventfd >= 0).map(|_| lookout::begin(&waiter.unwatching));
     if let Some(session) = session {
-        fds.push(pollfd { fd: session.shared.bell().as_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 });
+        let bell = if watches == Some(false) { -1 } else { session.shared.bell().as_fd().as_raw_fd() };
+        fds.push(pollfd { fd: bell, events: libc::POLLIN, revents: 0 });
         fds.push(pollfd { fd: session.shared.hangs_up().as_raw_fd(), events: 0, revents: 0 });
     }
     // Whoever makes `ready` true looks for waiters after that.
@@ -106,7 +110,11 @@ pub(crate) fn sleep(
     let result = if ready() {
         Ok(0)
     } else {
-        let look = (waiter.eventfd < 0).then(|| now() + WITHOUT_DESCRIPTOR);
+        let look = match waiter.eventfd {
+            ..0 => Some(WITHOUT_DESCRIPTOR),
+            _ => (watches == Some(false)).then_some(lookout::LOOK),
+        };
+        let look = look.map(|look| now() + look);
         let limit = deadline.into_iter().chain(look).min().map(|deadline| {
             let left = deadline.saturating_sub(now());
             libc::timespec { tv_sec: (left / 1_000_000) as i64, tv_nsec: (left % 1_000_000 * 1000) as i64 }
@@ -116,6 +124,12 @@ pub(crate) fn sleep(
     };
     watched.sockets.iter().for_each(|socket| socket.remove_waiter(&waiter));
     watched.sets.iter().for_each(|set| set.remove(&waiter));
+    // In a child of fork nobody else sleeps.
+    if let Some(watches) = watches.filter(|_| !waiter.is_inherited())
+        && lookout::end(&waiter.unwatching, watches)
+    {
+        waiter::wake_one_that_does_not_watch();
+    }
     waiter.give();
     if let Some(session) = session {
         session.shared.uncount_sleeper();
@@ -241,7 +255,7 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
         return Ok(());
     }
     let (generation, known) = (tcp.generation(), tcp.moves());
-    let mut fds = Vec::with_capacity(3);
+    let mut fds = Few::new();
     if owner != Some(Owner::Nic) {
         let events = match want {
             Want::Receive(_) => libc::POLLIN,

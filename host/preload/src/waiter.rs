@@ -5,6 +5,7 @@
 //! eventfd that was written is not given to further threads until each of those that slept on it has left, and it is
 //! made unreadable then: none of them can miss the event.
 
+use crate::few::Few;
 use crate::process;
 use crate::short_lock::{Held, ShortLock};
 use crate::wait::{self, clear, eventfd, signal};
@@ -20,6 +21,8 @@ pub(crate) struct Waiter {
     signalled: AtomicBool,
     /// Threads that sleep on it, changed under the pool's lock.
     sleepers: AtomicU32,
+    /// Those of them that do not watch the session's doorbell (`lookout.rs`).
+    pub unwatching: AtomicU32,
     /// [`FORKS`] when it was made.
     forks: u32,
 }
@@ -52,7 +55,8 @@ impl Waiters {
 
     pub fn wake(&self) {
         if self.count.load(Ordering::SeqCst) > 0 {
-            self.list().iter().for_each(|waiter| waiter.wake());
+            let waiters: Few<_> = self.list().iter().cloned().collect();
+            waiters.iter().for_each(|waiter| waiter.wake());
         }
     }
 }
@@ -93,6 +97,14 @@ pub(crate) fn wake_all() {
     all.iter().filter(|waiter| waiter.sleepers.load(Ordering::Relaxed) > 0).for_each(|waiter| waiter.wake());
 }
 
+/// Wakes a thread that sleeps without watching the session's doorbell, if there is one.
+pub(crate) fn wake_one_that_does_not_watch() {
+    let found = POOL.lock().all.iter().find(|waiter| waiter.unwatching.load(Ordering::SeqCst) > 0).cloned();
+    if let Some(waiter) = found {
+        waiter.wake();
+    }
+}
+
 /// Closes all eventfds. Nobody may sleep any more.
 pub(crate) fn close_all() {
     wait::close_all(&OURS);
@@ -126,7 +138,8 @@ impl Pool {
 
     fn add(&mut self, eventfd: c_int) -> Arc<Waiter> {
         let forks = FORKS.load(Ordering::Acquire);
-        let made = Arc::new(Waiter { eventfd, signalled: AtomicBool::new(false), sleepers: AtomicU32::new(0), forks });
+        let (signalled, zero) = (AtomicBool::new(false), AtomicU32::default);
+        let made = Arc::new(Waiter { eventfd, signalled, sleepers: zero(), unwatching: zero(), forks });
         if eventfd >= 0 {
             self.all.push(made.clone());
         }
@@ -177,7 +190,7 @@ impl Waiter {
     }
 
     pub fn give(self: Arc<Waiter>) {
-        if self.forks != FORKS.load(Ordering::Acquire) {
+        if self.is_inherited() {
             return;
         }
         let written = POOL.lock().leave(self);
@@ -187,6 +200,11 @@ impl Waiter {
             waiter.signalled.store(false, Ordering::Release);
             POOL.lock().free.push(waiter);
         }
+    }
+
+    /// Whether it is another process's, of which this one is a child of fork.
+    pub fn is_inherited(&self) -> bool {
+        self.forks != FORKS.load(Ordering::Acquire)
     }
 
     /// Wakes its threads.

@@ -1,13 +1,29 @@
-//! A spin lock that records its holder: a thread that asks for it again while it holds it, from a signal handler, gets
-//! None instead of a deadlock.
+//! A lock that records its holder: a thread that asks for it again while it holds it, from a signal handler, gets None
+//! instead of a deadlock.
+//!
+//! Who finds it taken tries for a moment, and sleeps then. Its holder may be waiting for a processor behind hundreds of
+//! threads: if these tried again and again it would wait for all of them. Whoever frees it wakes all that sleep: if one
+//! was woken, the others would wait until that one gets a processor, although the lock is free.
 
 use core::cell::UnsafeCell;
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-/// Identifies a thread that takes the lock: a number that no two threads share at a time. Not 0.
+/// Identifies a thread that takes the lock: a number that no two threads share at a time. Neither 0 nor greater than
+/// [`MOST_TOKEN`].
 pub type Token = u32;
+
+/// The greatest token.
+pub const MOST_TOKEN: Token = LEFT - 1;
+
+/// Bits of a lock's word, beside the holder's token: others sleep until it is free; others have left to its holder what
+/// they wanted to do.
+const SLEEPERS: u32 = 1 << 31;
+const LEFT: u32 = 1 << 30;
+
+/// How often somebody looks whether a lock is free before he sleeps.
+const LOOKS: u32 = 128;
 
 /// Rounds of [`give_way`] that keep the processor.
 const AWAKE: u32 = 1024;
@@ -27,9 +43,10 @@ pub fn give_way(round: u32) {
     }
 }
 
-/// A value behind a spin lock, which is meant to be held for a few instructions.
+/// A value behind a lock that is meant to be held for few instructions.
 #[derive(Debug)]
 pub struct Lock<T> {
+    /// The holder's token, [`SLEEPERS`] and [`LEFT`]; 0 if nobody holds it.
     holder: AtomicU32,
     value: UnsafeCell<T>,
 }
@@ -58,18 +75,81 @@ impl<T> Lock<T> {
         }
     }
 
+    /// None if anybody holds the lock.
+    #[inline]
+    pub fn try_lock(&self, token: Token) -> Option<LockGuard<'_, T>> {
+        let taken = self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed);
+        taken.ok().map(|_| LockGuard { lock: self })
+    }
+
+    /// For what any thread can do for all: takes the lock, or leaves it to the holder, whose [`LockGuard::unlock`] says
+    /// so, and returns None. The holder may be this thread.
+    #[inline(always)]
+    pub fn lock_or_leave(&self, token: Token) -> Option<LockGuard<'_, T>> {
+        match self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed) {
+            Ok(_) => Some(LockGuard { lock: self }),
+            Err(holder) => self.leave(token, holder),
+        }
+    }
+
     #[cold]
-    fn wait(&self, token: Token, mut holder: u32) -> Option<LockGuard<'_, T>> {
-        let mut round = 0u32;
-        while holder != token {
-            give_way(round);
-            round = round.saturating_add(1);
-            match self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed) {
-                Ok(_) => return Some(LockGuard { lock: self }),
-                Err(other) => holder = other,
+    fn leave(&self, token: Token, mut word: u32) -> Option<LockGuard<'_, T>> {
+        loop {
+            let wanted = if word == 0 { token } else { word | LEFT };
+            match self.holder.compare_exchange(word, wanted, Ordering::AcqRel, Ordering::Relaxed) {
+                Ok(_) => return (word == 0).then(|| LockGuard { lock: self }),
+                Err(other) => word = other,
             }
         }
-        None
+    }
+
+    #[cold]
+    fn wait(&self, token: Token, mut word: u32) -> Option<LockGuard<'_, T>> {
+        let mut looks = 0;
+        loop {
+            if word & MOST_TOKEN == token {
+                return None;
+            }
+            if word == 0 {
+                match self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed) {
+                    Ok(_) => return Some(LockGuard { lock: self }),
+                    Err(other) => word = other,
+                }
+            } else if looks < LOOKS {
+                looks += 1;
+                core::hint::spin_loop();
+                word = self.holder.load(Ordering::Relaxed);
+            } else {
+                word = self.sleep(word);
+            }
+        }
+    }
+
+    /// Sleeps as long as somebody holds the lock whose word was read last. Returns the word, which may be any.
+    fn sleep(&self, word: u32) -> u32 {
+        let slept_on = word | SLEEPERS;
+        if word != slept_on
+            && let Err(other) = self.holder.compare_exchange(word, slept_on, Ordering::Relaxed, Ordering::Relaxed)
+        {
+            return other;
+        }
+        // SAFETY: a live word of four bytes; no time-out and no second word are given. An error only means that it does
+        // not sleep.
+        unsafe {
+            let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+            libc::syscall(libc::SYS_futex, self.holder.as_ptr(), wait, slept_on, core::ptr::null::<libc::timespec>());
+        }
+        self.holder.load(Ordering::Relaxed)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn wake_sleepers(&self) {
+        // SAFETY: the address of a live word, which the kernel only compares with those that threads sleep on.
+        unsafe {
+            let wake = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+            libc::syscall(libc::SYS_futex, self.holder.as_ptr(), wake, i32::MAX);
+        }
     }
 }
 
@@ -91,10 +171,28 @@ impl<T> DerefMut for LockGuard<'_, T> {
     }
 }
 
+impl<T> LockGuard<'_, T> {
+    /// Releases the lock. Returns whether somebody has left something to its holder ([`Lock::lock_or_leave`]): all that
+    /// he had done before is seen by whoever does it now.
+    #[inline(always)]
+    pub fn unlock(self) -> bool {
+        core::mem::ManuallyDrop::new(self).release() & LEFT != 0
+    }
+
+    #[inline(always)]
+    fn release(&mut self) -> u32 {
+        let word = self.lock.holder.swap(0, Ordering::AcqRel);
+        if word & SLEEPERS != 0 {
+            self.lock.wake_sleepers();
+        }
+        word
+    }
+}
+
 impl<T> Drop for LockGuard<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.lock.holder.store(0, Ordering::Release);
+        self.release();
     }
 }
 
@@ -117,6 +215,77 @@ mod tests {
         });
         let held = lock.lock(9).unwrap();
         assert_eq!(*held, 40_000);
-        assert!(lock.lock(9).is_none());
+        assert!(lock.lock(9).is_none() && lock.try_lock(8).is_none());
+        drop(held);
+        assert!(lock.try_lock(8).is_some() && lock.lock(MOST_TOKEN).is_some());
+    }
+
+    #[test]
+    fn what_is_left_to_the_holder_is_told_once() {
+        let lock = Lock::new(());
+        let held = lock.lock_or_leave(1).unwrap();
+        assert!(lock.lock_or_leave(2).is_none() && lock.lock_or_leave(1).is_none() && lock.lock(1).is_none());
+        assert!(held.unlock());
+        assert!(!lock.lock_or_leave(2).unwrap().unlock());
+    }
+
+    /// Each thread adds to what is to be done, and does it or leaves it: nothing is left when all have ended.
+    #[test]
+    fn nothing_that_is_left_is_lost() {
+        let (lock, added) = (Lock::new(0u64), std::sync::atomic::AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for token in 1..=4 {
+                let (lock, added) = (&lock, &added);
+                scope.spawn(move || {
+                    for _ in 0..20_000 {
+                        added.fetch_add(1, Ordering::Relaxed);
+                        while let Some(mut done) = lock.lock_or_leave(token) {
+                            *done = added.load(Ordering::Relaxed);
+                            if !done.unlock() {
+                                break;
+                            }
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(*lock.lock(9).unwrap(), 80_000);
+    }
+
+    /// Threads that wait for a lock sleep, and all go on when it is free.
+    #[test]
+    fn who_waits_for_long_sleeps() {
+        let lock = Lock::new(0u64);
+        let used = || {
+            let mut spec = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            // SAFETY: one live timespec.
+            unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut spec) };
+            Duration::new(spec.tv_sec as u64, spec.tv_nsec as u32)
+        };
+        std::thread::scope(|scope| {
+            let held = lock.lock(1).unwrap();
+            let waits: Vec<_> = (2..18)
+                .map(|token| {
+                    let lock = &lock;
+                    scope.spawn(move || {
+                        *lock.lock(token).unwrap() += 1;
+                        used()
+                    })
+                })
+                .collect();
+            // Until one of them sleeps.
+            while lock.holder.load(Ordering::Relaxed) & SLEEPERS == 0 {
+                std::thread::yield_now();
+            }
+            // Waits: for a time in which a thread that does not sleep uses the processor.
+            std::thread::sleep(Duration::from_millis(200));
+            drop(held);
+            for one in waits {
+                let used = one.join().unwrap();
+                // Waits: compares processor time, of which a sleeping thread uses none, however busy the machine is.
+                assert!(used < Duration::from_millis(50), "{used:?}");
+            }
+        });
+        assert_eq!(*lock.lock(1).unwrap(), 16);
     }
 }

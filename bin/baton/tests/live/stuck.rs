@@ -46,7 +46,7 @@ impl Program {
 fn time_of_a_close(bed: &Testbed, port: u16) -> Duration {
     let program = Program::start(bed, port);
     let begun = Instant::now();
-    program.shared.forget(&program.connection, 1, false).expect("forgotten");
+    program.shared.forget(&program.connection, false).expect("forgotten");
     begun.elapsed()
 }
 
@@ -92,7 +92,7 @@ fn a_close_is_not_delayed_for_ever() {
     let program = Program::start(&bed, 8000);
     program.is_inside(true);
     let begun = Instant::now();
-    program.shared.forget(&program.connection, 1, false).expect("forgotten");
+    program.shared.forget(&program.connection, false).expect("forgotten");
     // Waits: for this time at least, which a busy machine only makes longer.
     assert!(begun.elapsed() >= Duration::from_millis(19), "it is waited for, a little");
     let left = bed.tool().expect("a tool").connections().expect("a list");

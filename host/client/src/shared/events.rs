@@ -5,17 +5,23 @@ use crate::connection::Connection;
 use baton_abi::layout::Owner;
 use baton_abi::layout::{RING_MESSAGES, nic::MAX_NICS, session as at};
 use baton_abi::{Cid, Control, Message, Operation, add_length, counts_bytes};
-use baton_ring::{Consumer, Token, was_rung};
+use baton_linux::process::Undisturbed;
+use baton_ring::{Consumer, LockGuard, Token, was_rung};
 use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher};
-use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, PoisonError};
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
 
 #[derive(Debug)]
 pub(crate) struct Events {
     /// A ring for each NIC.
     rings: Vec<Consumer<RingWords>>,
+    /// The session's connections, but for [`Changes`].
+    pub(crate) connections: Connections,
+    changes: Receiver<Change>,
     /// For each NIC: cid and number of the connection that was noted last for each of its slots. [`NOBODY`] if none
     /// was.
     by_slot: [Vec<(Cid, u32)>; MAX_NICS],
@@ -24,13 +30,53 @@ pub(crate) struct Events {
     displaced: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
     /// Connections that were between two owners when they were last checked.
     pub(super) between: Vec<u32>,
-    /// Number of threads that are accepting a connection that the NIC has made. Its first events may be read before its
-    /// number is known; they are kept here until then.
-    accepting: u32,
+    /// Events of connections that are not known yet, while any thread is accepting one ([`Changes`]).
     unclaimed: Vec<Message>,
     /// Answers to posted buffers that have not been handled yet, by the number of the connection: the first sequence
     /// number that the NIC puts into each.
     pub(crate) posted: BTreeMap<u32, VecDeque<u32>>,
+}
+
+/// Connections that have become the session's, or are no longer, while another thread may have had the events locked:
+/// whoever handles them next notes it. Nobody waits for that, nor for another one who says so: a thread that holds a
+/// lock may get no processor for long.
+#[derive(Debug)]
+pub(crate) struct Changes {
+    any: AtomicBool,
+    list: Sender<Change>,
+    /// Number of threads that are accepting a connection that the NIC has made, or registering one. Its first events
+    /// may be read before its number is known; they are kept until then.
+    accepting: AtomicU32,
+}
+
+#[derive(Debug)]
+pub(super) enum Change {
+    Joins(Arc<Connection>),
+    /// The one at this address in memory leaves, which has this number and cid.
+    Leaves(usize, u32, Cid),
+    /// A thread has accepted or registered this one, or has failed to.
+    Accepted(Option<Arc<Connection>>),
+}
+
+impl Changes {
+    /// Those of a session, and where its events get them from.
+    pub(super) fn new() -> (Changes, Receiver<Change>) {
+        let (list, taken) = mpsc::channel();
+        (Changes { any: AtomicBool::new(false), list, accepting: AtomicU32::new(0) }, taken)
+    }
+
+    pub(super) fn add(&self, change: Change) {
+        // A signal handler that came in between would wait for this one, to take its own.
+        let _undisturbed = Undisturbed::begin();
+        // It fails only where the session's events have gone.
+        let _ = self.list.send(change);
+        self.any.store(true, Ordering::Release);
+    }
+
+    #[inline(always)]
+    fn any(&self) -> bool {
+        self.any.load(Ordering::Acquire)
+    }
 }
 
 /// The entry of a slot for which no connection is noted. No connection has this cid.
@@ -39,83 +85,167 @@ const NOBODY: (Cid, u32) = (Cid(0), u32::MAX);
 /// Most events that are kept for connections that are being accepted: more than a ring holds.
 const MOST_UNCLAIMED: usize = 2 * RING_MESSAGES;
 
-impl Shared {
+/// The session's events, locked. Whom something concerns is told when they are free again: who is told may need them,
+/// and the system may go on with him, and not with this thread, at once. What other threads have left to this one is
+/// done then, too.
+pub(crate) struct LockedEvents<'a> {
+    shared: &'a Shared,
+    token: Token,
+    /// None only while this is dropped.
+    guard: Option<LockGuard<'a, Events>>,
+    concerned: Concerned,
+}
+
+/// How often a thread goes on with events that others have left to it, or that have come meanwhile. Then others wait
+/// until it has ended, so that one of them goes on: it has a connection of its own to serve.
+const MOST_ROUNDS: u32 = 64;
+
+/// Most connections of which the listener is told at once.
+const MOST_CONCERNED: usize = 32;
+
+/// Connections that may have become readable or writable.
+struct Concerned {
+    numbers: [u32; MOST_CONCERNED],
+    count: usize,
+}
+
+impl Concerned {
+    fn tell(&mut self, shared: &Shared) {
+        let count = std::mem::take(&mut self.count);
+        self.numbers[..count].iter().for_each(|number| shared.listener.0(*number));
+    }
+}
+
+impl Deref for LockedEvents<'_> {
+    type Target = Events;
+    #[inline(always)]
+    fn deref(&self) -> &Events {
+        self.guard.as_deref().expect("it is there until this is dropped")
+    }
+}
+
+impl DerefMut for LockedEvents<'_> {
+    #[inline(always)]
+    fn deref_mut(&mut self) -> &mut Events {
+        self.guard.as_deref_mut().expect("it is there until this is dropped")
+    }
+}
+
+impl LockedEvents<'_> {
+    /// Notes that a connection may have become readable or writable.
+    #[inline]
+    pub fn concern(&mut self, number: u32) {
+        if self.concerned.count == MOST_CONCERNED {
+            self.concerned.tell(self.shared);
+        }
+        self.concerned.numbers[self.concerned.count] = number;
+        self.concerned.count += 1;
+    }
+
+    /// Whether at most one more is told when the events are free.
+    #[inline]
+    fn is_full(&self) -> bool {
+        self.concerned.count >= MOST_CONCERNED - 1
+    }
+
     #[cold]
-    pub(super) fn note_move(&self, connection: &Connection, token: Token) {
-        if let Some(mut events) = self.events.lock(token)
-            && connection.has_moved()
-        {
-            refresh(&mut events, connection);
-            // Other threads, too, must check it anew.
-            self.listener.0(connection.number());
+    fn apply_changes(&mut self) {
+        self.shared.changes.any.store(false, Ordering::SeqCst);
+        while let Ok(change) = self.changes.try_recv() {
+            match change {
+                Change::Joins(connection) => {
+                    let number = connection.number() as usize;
+                    if self.connections.len() <= number {
+                        self.connections.resize_with(number + 1, || None);
+                    }
+                    self.connections[number] = Some(connection);
+                }
+                Change::Leaves(address, number, cid) => {
+                    if let Some(place) = self.connections.get_mut(number as usize)
+                        && place.as_ref().is_some_and(|known| Arc::as_ptr(known) as usize == address)
+                    {
+                        *place = None;
+                    }
+                    self.forget(number, cid);
+                }
+                Change::Accepted(connection) => {
+                    connection.iter().for_each(|connection| self.claim(connection));
+                    if self.shared.changes.accepting.fetch_sub(1, Ordering::SeqCst) == 1 {
+                        self.unclaimed.clear();
+                    }
+                }
+            }
         }
     }
 
-    /// Whether there are events of the NIC's or moves that [`Shared::catch_up`] has not handled.
-    #[inline(always)]
-    pub fn has_events(&self, token: Token) -> bool {
-        self.has_moved() || self.events.lock(token).is_some_and(|events| events.has_message())
+    /// Gives a connection that was accepted the events that were kept for it.
+    fn claim(&mut self, connection: &Connection) {
+        // Another thread may have come across it already, and have counted events of it since.
+        if connection.has_moved() {
+            refresh(self, connection);
+        }
+        let cid = connection.cid();
+        let claimed: Vec<Message> = self.unclaimed.extract_if(.., |message| message.cid == cid).collect();
+        let connections = std::mem::take(&mut self.connections);
+        for message in claimed {
+            self.on_event(&connections, &message);
+        }
+        self.connections = connections;
+        self.concern(connection.number());
     }
 
-    #[inline(always)]
-    pub(super) fn has_moved(&self) -> bool {
-        self.moves.words()[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
-    }
-
-    /// Handles the NIC's events; the listener is called for each connection that they concern.
-    #[inline(never)]
-    pub fn catch_up(&self, token: Token) {
-        let Some(mut events) = self.events.lock(token) else { return };
-        if self.has_moved() {
-            self.check_moves(&mut events, &self.connections.read().unwrap_or_else(PoisonError::into_inner));
+    /// Handles events until there are none, or enough connections are concerned.
+    fn handle(&mut self) {
+        let connections = std::mem::take(&mut self.connections);
+        if self.shared.has_moved() {
+            self.check_moves(&connections);
         }
-        if !events.has_message() {
-            return;
+        for nic in 0..self.rings.len() {
+            self.read_ring(&connections, nic);
         }
-        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
-        for nic in 0..events.rings.len() {
-            self.read_ring(&mut events, &connections, nic);
-        }
+        self.connections = connections;
     }
 
     /// Handles the events of one NIC.
-    fn read_ring(&self, events: &mut Events, connections: &Connections, nic: usize) {
-        // Several in a row for one connection cause one call.
+    fn read_ring(&mut self, connections: &Connections, nic: usize) {
+        // Several in a row for one connection count once.
         let mut last = None;
-        while let Some([first, mut second]) = events.rings[nic].pop() {
+        while !self.is_full()
+            && let Some([first, mut second]) = self.rings[nic].pop()
+        {
             if counts_bytes(first) {
-                events.rings[nic].pop_like(first, |more| {
+                self.rings[nic].pop_like(first, |more| {
                     second = add_length(second, more);
                     true
                 });
             }
-            let about = Message::from_words([first, second]).and_then(|message| self.on_event(events, connections, &message));
+            let about = Message::from_words([first, second]).and_then(|message| self.on_event(connections, &message));
             if let (Some(number), true) = (last, last != about) {
-                self.listener.0(number);
+                self.concern(number);
             }
             last = about;
         }
         if let Some(number) = last {
-            self.listener.0(number);
+            self.concern(number);
         }
-        events.rings[nic].release();
+        self.rings[nic].release();
     }
 
     #[inline]
-    pub(super) fn on_event(&self, events: &mut Events, connections: &Connections, message: &Message) -> Option<u32> {
-        let mut connection = events.find(connections, message.cid);
+    fn on_event(&mut self, connections: &Connections, message: &Message) -> Option<u32> {
+        let mut connection = self.find(connections, message.cid);
         if connection.is_none() {
             // The first event since a move, or since the slot's previous occupant was looked up: find out whose it is.
-            self.refresh_cids(events, connections);
-            connection = events.search(connections, message.cid);
+            self.refresh_cids(connections);
+            connection = self.search(connections, message.cid);
         }
         let Some(connection) = connection else {
-            if events.accepting > 0 {
+            if self.shared.changes.accepting.load(Ordering::SeqCst) > 0 {
                 // The older ones are more likely to be of connections that have left the NIC.
-                if events.unclaimed.len() >= MOST_UNCLAIMED {
-                    events.unclaimed.drain(..MOST_UNCLAIMED / 2);
+                if self.unclaimed.len() >= MOST_UNCLAIMED {
+                    self.unclaimed.drain(..MOST_UNCLAIMED / 2);
                 }
-                events.unclaimed.push(*message);
+                self.unclaimed.push(*message);
             }
             return None;
         };
@@ -128,7 +258,7 @@ impl Shared {
             Operation::OsAck => add(&connection.room_ends),
             Operation::OsControl => match Control::from_number(message.kind) {
                 Some(Control::Posted) => {
-                    events.posted.entry(connection.number()).or_default().push_back(message.address);
+                    self.posted.entry(connection.number()).or_default().push_back(message.address);
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
                 // Whoever waits for this reads the ring's index.
@@ -141,99 +271,175 @@ impl Shared {
         Some(connection.number())
     }
 
-    /// Begins to accept a connection that the NIC has made, or to register one; [`Shared::end_accepting`] follows.
-    /// Until then events of connections that are not known are kept.
-    pub(super) fn begin_accepting(&self, token: Token) {
-        if let Some(mut events) = self.events.lock(token) {
-            events.accepting += 1;
-        }
-    }
-
-    /// Ends what [`Shared::begin_accepting`] began. The connection, if one was accepted, is known by its number now: it
-    /// gets the events that were kept for it.
-    pub(super) fn end_accepting(&self, connection: Option<&Connection>, token: Token) {
-        let Some(mut events) = self.events.lock(token) else { return };
-        let connections = self.connections.read().unwrap_or_else(PoisonError::into_inner);
-        if let Some(connection) = connection {
-            // Another thread may have come across it already, and have counted events of it since.
-            if connection.has_moved() {
-                refresh(&mut events, connection);
-            }
-            let cid = connection.cid();
-            let claimed: Vec<Message> = events.unclaimed.extract_if(.., |message| message.cid == cid).collect();
-            for message in claimed {
-                self.on_event(&mut events, &connections, &message);
-            }
-            self.listener.0(connection.number());
-        }
-        events.accepting = events.accepting.saturating_sub(1);
-        if events.accepting == 0 {
-            events.unclaimed.clear();
-        }
-    }
-
     /// Learns the cids that connections got by moving.
     #[cold]
-    pub(super) fn refresh_cids(&self, events: &mut Events, connections: &Connections) {
-        if self.has_moved() {
-            self.check_moves(events, connections);
+    fn refresh_cids(&mut self, connections: &Connections) {
+        if self.shared.has_moved() {
+            self.check_moves(connections);
         }
-        for number in std::mem::take(&mut events.between) {
-            self.check_move(events, connections, number, true);
+        for number in std::mem::take(&mut self.between) {
+            self.check_move(connections, number, true);
         }
     }
 
     /// Handles moves: a connection that has moved may be readable and writable, whatever it was before.
     #[cold]
-    pub(super) fn check_moves(&self, events: &mut Events, connections: &Connections) {
-        let early = self.early.swap(false, Ordering::AcqRel);
-        let (seen, moves) = (self.moves_seen.load(RELAXED), self.moves.words()[0].load(Ordering::Acquire));
-        self.moves_seen.store(moves, RELAXED);
+    fn check_moves(&mut self, connections: &Connections) {
+        let early = self.shared.early.swap(false, Ordering::AcqRel);
+        let (seen, moves) = (self.shared.moves_seen.load(RELAXED), self.shared.moves.words()[0].load(Ordering::Acquire));
+        self.shared.moves_seen.store(moves, RELAXED);
         let missed = moves.wrapping_sub(seen);
         let entry = |at: u32| {
             let entry = seen.wrapping_add(at) % at::MOVED_ENTRIES;
-            self.memory.word32(at::MOVED + 4 * entry as usize).load(Ordering::Acquire)
+            self.shared.memory.word32(at::MOVED + 4 * entry as usize).load(Ordering::Acquire)
         };
         let mut moved: Vec<u32> = (0..missed.min(at::MOVED_ENTRIES)).map(entry).collect();
         // Entries that were overwritten while they were read do not count.
-        let overtaken = self.moves.words()[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
+        let overtaken = self.shared.moves.words()[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
         if early || overtaken || moved.contains(&at::ANY) {
-            events.between.clear();
-            (0..connections.len() as u32).for_each(|number| self.check_move(events, connections, number, false));
+            self.between.clear();
+            (0..connections.len() as u32).for_each(|number| self.check_move(connections, number, false));
             return;
         }
-        moved.append(&mut events.between);
-        moved.into_iter().for_each(|number| self.check_move(events, connections, number, false));
+        moved.append(&mut self.between);
+        moved.into_iter().for_each(|number| self.check_move(connections, number, false));
     }
 
     /// Checks a connection that may have moved. One that is between two owners is checked later, unless `now`; one that
     /// a thread is using is refreshed when it is entered next.
-    pub(super) fn check_move(&self, events: &mut Events, connections: &Connections, number: u32, now: bool) {
+    fn check_move(&mut self, connections: &Connections, number: u32, now: bool) {
         let Some(Some(connection)) = connections.get(number as usize) else { return };
         if !connection.has_moved() {
             return;
         }
         if !now && connection.owner() == Owner::Moving {
-            if !events.between.contains(&number) {
-                events.between.push(number);
+            if !self.between.contains(&number) {
+                self.between.push(number);
             }
             return;
         }
-        refresh(events, connection);
-        self.listener.0(number);
+        refresh(self, connection);
+        self.concern(number);
+    }
+
+    /// Frees the events, and tells whom something concerns. Whether other threads have left something.
+    #[inline(always)]
+    fn unlock(&mut self) -> bool {
+        let left = self.guard.take().is_some_and(LockGuard::unlock);
+        if self.concerned.count > 0 {
+            self.concerned.tell(self.shared);
+        }
+        left
+    }
+}
+
+impl Drop for LockedEvents<'_> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        if self.unlock() {
+            self.shared.catch_up(self.token);
+        }
+    }
+}
+
+impl Shared {
+    /// Locks the events. None if this thread has them locked, and runs a signal handler now.
+    #[inline]
+    pub(crate) fn lock_events(&self, token: Token) -> Option<LockedEvents<'_>> {
+        self.events.lock(token).map(|guard| self.locked(guard, token))
+    }
+
+    #[inline(always)]
+    fn locked<'a>(&'a self, guard: LockGuard<'a, Events>, token: Token) -> LockedEvents<'a> {
+        let concerned = Concerned { numbers: [0; MOST_CONCERNED], count: 0 };
+        let mut events = LockedEvents { shared: self, token, guard: Some(guard), concerned };
+        if self.changes.any() {
+            events.apply_changes();
+        }
+        events
+    }
+
+    #[cold]
+    pub(super) fn note_move(&self, connection: &Connection, token: Token) {
+        if let Some(mut events) = self.lock_events(token)
+            && connection.has_moved()
+        {
+            refresh(&mut events, connection);
+            // Other threads, too, must check it anew.
+            events.concern(connection.number());
+        }
+    }
+
+    /// Whether there are events of the NIC's or moves that nobody handles: a thread that does so now goes on with those
+    /// that are there.
+    #[inline(always)]
+    pub fn has_events(&self, token: Token) -> bool {
+        self.has_moved() || self.events.lock_or_leave(token).is_some_and(|guard| self.locked(guard, token).has_message())
+    }
+
+    #[inline(always)]
+    pub(super) fn has_moved(&self) -> bool {
+        self.moves.words()[0].load(Ordering::Acquire) != self.moves_seen.load(RELAXED) || self.early.load(RELAXED)
+    }
+
+    /// Handles the NIC's events, or leaves them to a thread that does so now; the listener is called for each
+    /// connection that they concern.
+    #[inline(never)]
+    pub fn catch_up(&self, token: Token) {
+        for round in 0u32.. {
+            let guard = match round {
+                0 if self.tired.load(RELAXED) => self.events.lock(token),
+                ..MOST_ROUNDS => self.events.lock_or_leave(token),
+                // Others wait for the events by now. One of them goes on.
+                _ => {
+                    self.tired.store(true, RELAXED);
+                    std::thread::yield_now();
+                    self.events.try_lock(token)
+                }
+            };
+            let Some(guard) = guard else { break };
+            if round == 0 {
+                self.tired.store(false, RELAXED);
+            }
+            let has_more = if self.has_moved() || guard.has_message() || self.changes.any() {
+                let mut events = self.locked(guard, token);
+                events.handle();
+                // What does not fit into the list of those that are told is handled after they are.
+                events.is_full() | events.unlock()
+            } else {
+                guard.unlock()
+            };
+            if !has_more {
+                break;
+            }
+        }
+    }
+
+    /// Begins to accept a connection that the NIC has made, or to register one; [`Shared::end_accepting`] follows.
+    /// Until then events of connections that are not known are kept.
+    pub(super) fn begin_accepting(&self) {
+        self.changes.accepting.fetch_add(1, Ordering::SeqCst);
+    }
+
+    /// Ends what [`Shared::begin_accepting`] began. The connection, if one was accepted, is known by its number now: it
+    /// gets the events that were kept for it.
+    pub(super) fn end_accepting(&self, connection: Option<Arc<Connection>>, token: Token) {
+        self.changes.add(Change::Accepted(connection));
+        self.catch_up(token);
     }
 }
 
 impl Events {
     /// Those of a session that this many NICs serve.
-    pub(super) fn new(memory: &Arc<Region>, nics: usize) -> Events {
+    pub(super) fn new(memory: &Arc<Region>, nics: usize, changes: Receiver<Change>) -> Events {
         let rings = (0..nics).map(|nic| Consumer::new(memory.ring(at::area(nic) + at::EVENTS))).collect();
         Events {
             rings,
+            connections: Vec::new(),
+            changes,
             by_slot: Default::default(),
             displaced: HashMap::default(),
             between: Vec::new(),
-            accepting: 0,
             unclaimed: Vec::new(),
             posted: BTreeMap::new(),
         }
@@ -261,9 +467,8 @@ impl Events {
         Some(found)
     }
 
-    pub(super) fn forget(&mut self, connection: &Connection) {
-        let cid = connection.cid();
-        let noted = (cid, connection.number());
+    fn forget(&mut self, number: u32, cid: Cid) {
+        let noted = (cid, number);
         if self.displaced.get(&cid.0) == Some(&noted.1) {
             self.displaced.remove(&cid.0);
         }
@@ -301,7 +506,7 @@ pub fn catch_up_for_others(shared: &Shared, token: Token) {
 }
 
 pub(crate) fn refresh(events: &mut Events, connection: &Connection) {
-    events.forget(connection);
+    events.forget(connection.number(), connection.cid());
     events.posted.remove(&connection.number());
     connection.refresh();
     events.note(connection);

@@ -20,7 +20,7 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 mod events;
@@ -29,7 +29,7 @@ mod requests;
 mod sending;
 
 pub use events::catch_up_for_others;
-pub(crate) use events::{Events, refresh};
+pub(crate) use events::{Changes, Events, refresh};
 pub use requests::LIMIT;
 use requests::protocol_error;
 pub use sending::limits_queue;
@@ -61,7 +61,9 @@ pub struct Shared {
     first: Lane,
     further: Vec<Lane>,
     pub(crate) events: Lock<Events>,
-    pub(crate) connections: RwLock<Connections>,
+    changes: Changes,
+    /// The thread that handles the events has done so for others for long.
+    tired: AtomicBool,
     next_tag: AtomicU32,
     /// Time (microseconds of the monotonic clock) before which the agent, which has not taken up a request in time, is
     /// not waited for unless something comes from it.
@@ -126,8 +128,8 @@ impl Lane {
     }
 }
 
-/// Called with the number of each connection that may have become readable or writable. It is called with the session's
-/// events locked, so it must not call the session.
+/// Called with the number of each connection that may have become readable or writable. It may be called with the
+/// session's events locked, so it must not call the session.
 pub struct Listener(pub Box<dyn Fn(u32) + Send + Sync>);
 
 impl std::fmt::Debug for Listener {
@@ -240,6 +242,7 @@ impl Shared {
         further: Vec<SessionBell>,
         listener: Listener,
     ) -> Shared {
+        let (changes, taken) = Changes::new();
         let further: Vec<Lane> = (1..).zip(further).map(|(nic, bell)| Lane::new(&memory, nic, bell)).collect();
         Shared {
             number,
@@ -248,11 +251,12 @@ impl Shared {
             channel: Mutex::new(channel),
             buffers: Arc::new(Mutex::new(Heap::new(at::heap_end(memory.len()), memory.len()))),
             first: Lane::new(&memory, 0, bell),
-            events: Lock::new(Events::new(&memory, 1 + further.len())),
+            events: Lock::new(Events::new(&memory, 1 + further.len(), taken)),
             further,
             moves: MovableParts::new(memory.clone(), at::MOVES),
             memory,
-            connections: RwLock::default(),
+            changes,
+            tired: AtomicBool::new(false),
             next_tag: AtomicU32::new(2),
             silent_until: AtomicU64::new(0),
             unsent: Mutex::default(),
@@ -348,7 +352,7 @@ impl Shared {
             }
             if connection.owner() == Owner::Moving {
                 // With the lock, since another thread may be refreshing the connection.
-                let _events = self.events.lock(token);
+                let _events = self.lock_events(token);
                 return connection.readiness();
             }
         }
@@ -454,7 +458,7 @@ mod tests {
         };
         let shared = Shared::on(memory.clone());
         let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
-        shared.begin_accepting(1);
+        shared.begin_accepting();
         receive(cid, 10);
         shared.catch_up(2);
         memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
@@ -464,7 +468,7 @@ mod tests {
         shared.represent(&connection, 3);
         receive(cid, 100);
         shared.catch_up(2);
-        shared.end_accepting(Some(&connection), 1);
+        shared.end_accepting(Some(connection.clone()), 1);
         receive(cid, 1000);
         shared.catch_up(2);
         assert_eq!(connection.received.load(RELAXED), 1110);
@@ -483,13 +487,13 @@ mod tests {
             shared.catch_up(2);
         };
         let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
-        shared.begin_accepting(1);
+        shared.begin_accepting();
         (0..30_000).for_each(|other| receive(Cid::new(6 + other % 100, 1)));
         receive(cid);
         memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
         memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
         shared.represent(&connection, 3);
-        shared.end_accepting(Some(&connection), 1);
+        shared.end_accepting(Some(connection.clone()), 1);
         assert_eq!(connection.received.load(RELAXED), 1);
     }
 
@@ -554,7 +558,7 @@ mod tests {
         let (shared, _, memory) = session_that_sends(Interface::Batched, Nagle::Nic);
         let connection = shared.unregistered();
         shared.represent(&connection, 0);
-        refresh(&mut shared.events.lock(1).unwrap(), &connection);
+        refresh(&mut shared.lock_events(1).unwrap(), &connection);
         memory.word32(at::block(0) + block::RECEIVE_SEQ).store(1000, RELAXED);
         memory.word32(at::block(0) + block::MOVES).store(1, RELAXED);
         memory.word32(at::MOVES).store(1, Ordering::Release);
@@ -563,7 +567,7 @@ mod tests {
         nic.publish();
         // The thread that learns of the move has not come to it yet.
         shared.moves_seen.store(1, RELAXED);
-        shared.events.lock(1).unwrap().between.push(0);
+        shared.lock_events(1).unwrap().between.push(0);
         shared.catch_up(1);
         assert!(!connection.has_moved());
         assert_eq!(connection.received.load(RELAXED), 1010);
@@ -698,7 +702,7 @@ mod tests {
         };
         let (first, next) = (Cid::new(5, 1), Cid::new(5, 2));
         let connections = vec![connection(0, first), connection(1, next)];
-        let mut events = Events::new(&memory, 1);
+        let mut events = Events::new(&memory, 1, Changes::new().1);
         let number = |found: Option<&Connection>| found.map(Connection::number);
         for late in [1, 0] {
             events.note(connections[late].as_ref().unwrap());

@@ -1,5 +1,6 @@
 //! Requests to the agent and their answers.
 
+use super::events::Change;
 use super::{RELAXED, Shared, would_block};
 use crate::connection::Connection;
 use crate::ending::ended;
@@ -33,6 +34,9 @@ enum Patience {
     /// If the agent has not taken up the request after [`LIMIT`] it is withdrawn: the error is `TimedOut`, and nothing
     /// has been done.
     Withdraw,
+    /// The same, and `ResourceBusy` at once if another thread waits for an answer: where hundreds of threads share few
+    /// processors each would wait for the turns of all others.
+    WithdrawUnlessBusy,
     /// After [`LIMIT`] the error is `TimedOut`, and the agent does what was asked for later.
     Leave,
 }
@@ -78,7 +82,13 @@ impl Shared {
     ) -> io::Result<(Reply, Vec<OwnedFd>)> {
         // A signal handler of the program's may close a socket, which asks the agent, too.
         let _undisturbed = Undisturbed::begin();
-        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
+        let channel = match self.channel.try_lock() {
+            Ok(channel) => channel,
+            Err(TryLockError::WouldBlock) if patience == Patience::WithdrawUnlessBusy => {
+                return Err(io::ErrorKind::ResourceBusy.into());
+            }
+            _ => self.channel.lock().unwrap_or_else(PoisonError::into_inner),
+        };
         let asked = self.memory.word32(at::ASKED);
         loop {
             if self.has_ended() {
@@ -91,7 +101,7 @@ impl Shared {
                 }
                 return Err(timed_out());
             }
-            let withdraws = patience == Patience::Withdraw;
+            let withdraws = matches!(patience, Patience::Withdraw | Patience::WithdrawUnlessBusy);
             let tag = if withdraws { self.tag() | MAY_WITHDRAW } else { self.tag() };
             asked.store(if withdraws { tag } else { 0 }, Ordering::Release);
             let known = self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
@@ -123,11 +133,6 @@ impl Shared {
                 return Ok(answered);
             }
         }
-    }
-
-    /// Whether another thread waits for the agent's answer now, after which the next one can ask. Only a hint.
-    pub fn is_asking(&self) -> bool {
-        matches!(self.channel.try_lock(), Err(TryLockError::WouldBlock))
     }
 
     /// Whether the agent is silent still.
@@ -209,17 +214,24 @@ impl Shared {
     /// As [`Shared::register`], for a connection from [`Shared::unregistered`] that represents no other now.
     ///
     /// # Errors
-    /// See there.
+    /// See there; `ResourceBusy` if another thread waits for the agent's answer now.
     pub fn register_as(&self, connection: &Arc<Connection>, fd: BorrowedFd<'_>, inherited: bool, token: Token) -> io::Result<()> {
-        self.take_on(connection, &Ask::Register { inherited, process: None }, fd, token)
+        self.take_on(connection, &Ask::Register { inherited, process: None }, Patience::WithdrawUnlessBusy, fd, token)
     }
 
     /// Asks the agent to take a connection on, and makes `connection` represent it then. The agent may move it at once,
     /// and another thread may come across the NIC's first events of it before its number is known here: they count
     /// nevertheless.
-    fn take_on(&self, connection: &Arc<Connection>, ask: &Ask, fd: BorrowedFd<'_>, token: Token) -> io::Result<()> {
-        self.begin_accepting(token);
-        let taken = match self.ask_or_withdraw(ask, Some(fd)) {
+    fn take_on(
+        &self,
+        connection: &Arc<Connection>,
+        ask: &Ask,
+        patience: Patience,
+        fd: BorrowedFd<'_>,
+        token: Token,
+    ) -> io::Result<()> {
+        self.begin_accepting();
+        let taken = match self.ask_for_descriptors(ask, &[fd], patience).map(|(reply, _)| reply) {
             Ok(Reply::Registered { connection: number }) => {
                 self.take_charge(connection, number);
                 Ok(())
@@ -228,7 +240,7 @@ impl Shared {
             Ok(_) => Err(protocol_error("the agent did not take the connection on")),
             Err(error) => Err(error),
         };
-        self.end_accepting(taken.is_ok().then_some(&**connection), token);
+        self.end_accepting(taken.is_ok().then(|| connection.clone()), token);
         taken
     }
 
@@ -242,12 +254,7 @@ impl Shared {
 
     pub(super) fn represent(&self, connection: &Arc<Connection>, number: u32) {
         connection.set_number(number);
-        let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
-        if connections.len() <= number as usize {
-            connections.resize_with(number as usize + 1, || None);
-        }
-        connections[number as usize] = Some(connection.clone());
-        drop(connections);
+        self.changes.add(Change::Joins(connection.clone()));
         if self.has_ended() {
             connection.fail();
         }
@@ -325,7 +332,7 @@ impl Shared {
     /// # Errors
     /// If the agent has ended, or this session has no such listener.
     pub fn accept(&self, listener: u32, token: Token, begin: impl FnOnce(OwnedFd) -> Arc<Connection>) -> io::Result<Option<()>> {
-        self.begin_accepting(token);
+        self.begin_accepting();
         let accepted = self.take_made(listener).map(|taken| {
             taken.map(|(number, fd)| {
                 let connection = begin(fd);
@@ -333,7 +340,7 @@ impl Shared {
                 connection
             })
         });
-        self.end_accepting(accepted.as_ref().ok().and_then(Option::as_deref), token);
+        self.end_accepting(accepted.as_ref().ok().cloned().flatten(), token);
         accepted.map(|accepted| accepted.map(|_| ()))
     }
 
@@ -361,7 +368,7 @@ impl Shared {
         peer: SocketAddr,
         token: Token,
     ) -> io::Result<()> {
-        self.take_on(connection, &Ask::Connect { peer }, fd, token)
+        self.take_on(connection, &Ask::Connect { peer }, Patience::Withdraw, fd, token)
     }
 
     /// Ends this session's part in a listener.
@@ -423,7 +430,7 @@ impl Shared {
     ///
     /// # Errors
     /// If the agent has ended, or the connection cannot be in the kernel now.
-    pub fn forget(&self, connection: &Connection, token: Token, lingers: bool) -> io::Result<()> {
+    pub fn forget(&self, connection: &Connection, lingers: bool) -> io::Result<()> {
         // At the limit of descriptors it does without.
         let (ours, theirs) = lingers.then(Channel::pair).and_then(Result::ok).unzip();
         // Before the agent can give its number to another one.
@@ -434,7 +441,7 @@ impl Shared {
         if kept {
             connection.note_closed(false);
         }
-        self.let_go(connection, token);
+        self.let_go(connection);
         if self.has_ended() || reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
             return Ok(());
         }
@@ -456,17 +463,9 @@ impl Shared {
     }
 
     /// Forgets a connection that the agent has forgotten.
-    pub fn let_go(&self, connection: &Connection, token: Token) {
-        let mut connections = self.connections.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(place) = connections.get_mut(connection.number() as usize)
-            && place.as_ref().is_some_and(|known| std::ptr::eq(&**known, connection))
-        {
-            *place = None;
-        }
-        drop(connections);
-        if let Some(mut events) = self.events.lock(token) {
-            events.forget(connection);
-        }
+    pub fn let_go(&self, connection: &Connection) {
+        let address = std::ptr::from_ref(connection) as usize;
+        self.changes.add(Change::Leaves(address, connection.number(), connection.cid()));
     }
 
     /// In a session for messages: lets the NIC send to a host.

@@ -177,7 +177,7 @@ impl Tcp {
     /// descriptor.
     pub fn end_care(&self) {
         if let Some((connection, session)) = self.managed() {
-            let _ = session.shared.forget(connection, thread::token(), false);
+            let _ = session.shared.forget(connection, false);
         }
     }
 
@@ -232,7 +232,7 @@ impl Tcp {
             let _turn = worth::Turn::begin();
             session.note_socket(connection.number(), None);
             let lingers = options::kernels(fd, libc::SOL_SOCKET, libc::SO_LINGER).is_some_and(|on| on != 0);
-            let _ = session.shared.forget(connection, thread::token(), lingers);
+            let _ = session.shared.forget(connection, lingers);
         }
         self.worth.end();
         self.put_into(State::Refused);

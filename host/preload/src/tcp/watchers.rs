@@ -2,13 +2,15 @@
 
 use super::{Tcp, locked};
 use crate::epoll::Set;
+use crate::few::Few;
 use crate::waiter::Waiter;
 use libc::c_int;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
 impl Tcp {
-    /// Notifies waiters and sets that something has happened to it. The caller holds the lock of the session's events.
+    /// Notifies waiters and sets that something has happened to it. The caller may hold the lock of the session's
+    /// events.
     #[inline]
     pub fn changed(&self) {
         if self.watchers.load(Ordering::SeqCst) > 0 {
@@ -17,12 +19,11 @@ impl Tcp {
     }
 
     pub(super) fn notify_watchers(&self) {
-        for waiter in locked(&self.waiters).iter() {
-            waiter.wake();
-        }
-        for (set, slot) in locked(&self.sets).iter() {
-            set.mark(*slot);
-        }
+        // Not with the lists locked: who is woken needs them, and the system may go on with him at once.
+        let waiters: Few<_> = locked(&self.waiters).iter().cloned().collect();
+        waiters.iter().for_each(|waiter| waiter.wake());
+        let sets: Few<_> = locked(&self.sets).iter().copied().collect();
+        sets.iter().for_each(|(set, slot)| set.mark(*slot));
     }
 
     /// Makes all that the socket is ready for count as new, so that edge-triggered registrations report it again.
