@@ -47,7 +47,7 @@ fn a_dead_programs_sockets_that_linger_hold_up_nobody() {
     let peers: Vec<TcpStream> = pairs.into_iter().map(|(_, peer)| peer).collect();
     // Its control connection hangs up: for agent and keeper it has died.
     drop(shared);
-    in_time("another program's close", move || other.forget(&connection, 1, false)).expect("forgotten");
+    in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
     while listed(&bed) > 0 {}
     assert!(threads(agent(&bed)) < 20, "{} threads", threads(agent(&bed)));
     in_time("the end of their connections", move || {
@@ -81,7 +81,7 @@ fn files_that_do_not_close_hold_up_nobody() {
         assert!(threads(before) < 20, "{} threads", threads(before));
     }
     // Here it is of the same user, which has been turned away; it is not held up.
-    let _ = in_time("another program's close", move || other.forget(&connection, 1, false));
+    let _ = in_time("another program's close", move || other.forget(&connection, false));
     // The server answers at last: what waits for it goes on.
     drop(file);
     while bed.tool().and_then(|mut tool| tool.connections()).is_err() {}
@@ -134,7 +134,7 @@ fn a_reports_file_that_never_answers_holds_up_nobody() {
     let channel = Channel::connect(&bed.socket()).expect("the agent");
     channel.send(&Request { tag: 1, body: Ask::Group { flip: None } }, &[file.fd()]).expect("a request");
     in_time("a group", move || channel.receive::<Answer>().map(drop)).expect("an answer");
-    in_time("another program's close", move || other.forget(&connection, 1, false)).expect("forgotten");
+    in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
     assert_eq!(listed(&bed), 0);
 }
 

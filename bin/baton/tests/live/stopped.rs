@@ -79,7 +79,7 @@ fn opening_a_session_at_a_stopped_nic_holds_up_no_other() {
     for _ in 0..20 {
         assert_eq!(listed(&bed), 1);
     }
-    in_time("a close", move || other.forget(&connection, 1, false)).expect("forgotten");
+    in_time("a close", move || other.forget(&connection, false)).expect("forgotten");
     drop(nic);
     match opens.recv_timeout(LIMIT).expect("an answer") {
         Ok(()) => {}
@@ -166,7 +166,7 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     let (late, _peer) = connect(&bed, false, 8001);
     let agent = hold_agent(&bed);
     let (closing, closed) = (shared.clone(), registered.len());
-    in_time("closes", move || registered.iter().for_each(|connection| closing.forget(connection, 1, false).expect("forgotten")));
+    in_time("closes", move || registered.iter().for_each(|connection| closing.forget(connection, false).expect("forgotten")));
     let (registering, taken) = (shared.clone(), late.try_clone().expect("a descriptor"));
     let refused = in_time("a registration", move || registering.register(taken.as_fd(), false).map(drop)).expect_err("no answer");
     assert_eq!(refused.kind(), std::io::ErrorKind::TimedOut);
@@ -186,7 +186,7 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     };
     let last = shared.clone();
     // The agent has each request before this one.
-    in_time("what was asked for", move || last.forget(&again, 1, false)).expect("forgotten");
+    in_time("what was asked for", move || last.forget(&again, false)).expect("forgotten");
     // One is left, and nothing of what was withdrawn.
     wait_until(&format!("one is left of {closed} closed ones"), || listed(&bed) == 1);
 }
@@ -208,7 +208,7 @@ fn what_is_closed_while_an_agent_is_held_is_closed_by_the_next() {
     let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
     let held = hold_agent(&bed);
     let of = shared.clone();
-    in_time("closes", move || closing.iter().for_each(|connection| of.forget(connection, 1, false).expect("forgotten")));
+    in_time("closes", move || closing.iter().for_each(|connection| of.forget(connection, false).expect("forgotten")));
     drop(servers);
     baton_linux::process::signal(agent, libc::SIGKILL).expect("a signal");
     drop(held);

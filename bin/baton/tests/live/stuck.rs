@@ -1,7 +1,7 @@
 //! Programs that stay inside an operation on a connection that is to be moved, and a NIC that does not answer.
 
-use crate::common::{SetsAtEnd, connect, hosts};
-use baton_abi::layout::{block, session};
+use crate::common::{SetsAtEnd, connect, hosts, wait_until};
+use baton_abi::layout::{Owner, block, session};
 use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{Connection, Listener, Shared};
 use baton_linux::freeze::Frozen;
@@ -85,20 +85,46 @@ fn a_program_inside_an_operation_delays_no_other() {
     }
 }
 
-/// A program that closes a connection and stays inside an operation on it harms only itself: the connection is closed.
+/// A program closes a connection while a thread is inside an operation on it: as natively the connection ends when the
+/// thread has left, or the program has ended. What that thread still does with the connection's memory would be in
+/// another connection's otherwise. The thread that closes is not held up for ever.
 #[test]
-fn a_close_is_not_delayed_for_ever() {
+fn a_close_ends_the_connection_when_all_have_left_it() {
     let bed = hosts(TestbedSettings::default());
-    let program = Program::start(&bed, 8000);
-    program.is_inside(true);
-    let begun = Instant::now();
-    program.shared.forget(&program.connection, false).expect("forgotten");
-    // Waits: for this time at least, which a busy machine only makes longer.
-    assert!(begun.elapsed() >= Duration::from_millis(19), "it is waited for, a little");
-    let left = bed.tool().expect("a tool").connections().expect("a list");
-    assert!(left.is_empty(), "{left:?}");
+    let listed = || bed.tool().expect("a tool").connections().expect("a list").len();
+    for (port, leaves) in [(8000, true), (8001, false)] {
+        let program = Program::start(&bed, port);
+        program.is_inside(true);
+        program.shared.forget(&program.connection, false).expect("forgotten");
+        assert_eq!(listed(), 1, "a thread is inside");
+        if leaves {
+            program.is_inside(false);
+        } else {
+            drop(program);
+        }
+        wait_until("the connection ends", || listed() == 0);
+    }
 }
 
+/// The NIC dies while a thread is inside an operation: the others' connections go on in the kernel, this one when the
+/// thread has left, however long that takes.
+#[test]
+fn a_recovery_waits_for_a_thread_that_is_inside() {
+    let bed = hosts(TestbedSettings::default());
+    let [stuck, other] = [8000, 8001].map(|port| Program::start(&bed, port));
+    stuck.is_inside(true);
+    process::signal(nic_process(&bed), SIGKILL).expect("SIGKILL");
+    // It may be on the next NIC by then.
+    let is_back = |program: &Program| program.connection.moves() > 1 && program.connection.owner() != Owner::Moving;
+    wait_until("the other one is back", || is_back(&other));
+    // Waits: for longer than any other move waits for a thread. A machine that stands still only makes it longer.
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(stuck.connection.owner(), Owner::Moving);
+    stuck.is_inside(false);
+    wait_until("it is back", || is_back(&stuck));
+}
+
+const SIGKILL: i32 = 9;
 const SIGSTOP: i32 = 19;
 
 /// A program with a session and a connection in the kernel.
@@ -131,7 +157,7 @@ fn a_nic_that_is_stopped_delays_only_what_needs_it() {
         for (server, _) in &later {
             let connection = other.register(server.as_fd(), false).expect("a registration");
             assert_eq!(bed.tool().expect("a tool").connections().expect("a list").len(), 6);
-            other.forget(&connection, 1, false).expect("forgotten");
+            other.forget(&connection, false).expect("forgotten");
         }
         assert!(moves.iter().all(|waits| !waits.is_finished()), "a move has not waited for the NIC");
         drop(debugger);
