@@ -21,9 +21,10 @@ impl Connection {
         plain && !self.is_waited_for() && self.fd().is_ok_and(|fd| socket::lingers(fd).is_ok_and(|lingers| !lingers))
     }
 
-    /// Whether the NIC may close it.
+    /// Whether the NIC may close it. Not while another thread is inside an operation: it is waited for on the way to
+    /// the kernel.
     fn may_close_on_nic(&self) -> bool {
-        self.step() == Step::Nic && self.goal().is_none() && self.is_closed_by_nic()
+        self.step() == Step::Nic && self.goal().is_none() && self.block.is_left() && self.is_closed_by_nic()
     }
 
     /// Whether the NIC may close it as soon as its memory has grown.

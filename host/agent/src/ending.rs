@@ -10,9 +10,9 @@ use baton_moves::Event;
 use baton_protocol::keeper::Kept;
 use std::time::Duration;
 
-/// Time that connections get which cannot leave the NIC at once, in microseconds: a program is inside an operation, or
-/// the kernel does not have all data that was acknowledged.
-const PATIENCE: u64 = 1_000_000;
+/// Time that connections get which cannot leave the NIC at once, in microseconds: a thread is inside an operation, and
+/// may get no processor for a while, or the kernel does not have all data that was acknowledged.
+const PATIENCE: u64 = 10_000_000;
 
 /// Pause between two attempts to restore.
 const PAUSE: Duration = Duration::from_millis(2);

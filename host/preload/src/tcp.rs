@@ -332,7 +332,7 @@ impl Tcp {
                 let sets = locked(&self.sets).clone();
                 sets.iter().for_each(|(set, _)| set.prepare_for_nic());
                 if !process::plan().is_some_and(process::Plan::flips) {
-                    let _ = session.shared.suggest(connection.number(), Place::Nic);
+                    session.shared.suggest(connection.number(), Place::Nic);
                 }
                 if session.shared.has_ended() {
                     // The session was left before this socket was in its list.

@@ -12,11 +12,12 @@ use baton_linux::process::Undisturbed;
 use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Detail, MAY_WITHDRAW, Place, Reply, Request, Rings, Until};
 use baton_ring::Token;
+use std::collections::VecDeque;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError, TryLockError};
+use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 /// Time that a program waits for an agent that does not take up its request. What natively returns at once goes on
@@ -89,15 +90,29 @@ impl Shared {
             }
             _ => self.channel.lock().unwrap_or_else(PoisonError::into_inner),
         };
+        let answered = self.ask_over(&channel, body, descriptors, patience);
+        drop(channel);
+        self.send_unsent_unless_busy();
+        answered
+    }
+
+    /// Asks over the control connection, which the caller has to itself.
+    fn ask_over(
+        &self,
+        channel: &Channel,
+        body: &Ask,
+        descriptors: &[BorrowedFd<'_>],
+        patience: Patience,
+    ) -> io::Result<(Reply, Vec<OwnedFd>)> {
         let asked = self.memory.word32(at::ASKED);
         loop {
             if self.has_ended() {
                 return Err(ended());
             }
-            self.send_unsent(&channel, patience)?;
-            if patience != Patience::Endless && self.is_silent(&channel) {
+            self.send_unsent(channel, patience)?;
+            if patience != Patience::Endless && self.is_silent(channel) {
                 if patience == Patience::Leave {
-                    self.send_later(&channel, Request { tag: 0, body: body.clone() });
+                    self.send_later(channel, Request { tag: 0, body: body.clone() });
                 }
                 return Err(timed_out());
             }
@@ -117,14 +132,14 @@ impl Shared {
                 },
             }
             let is_lost = || self.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire).wrapping_sub(known) as i32 > 0;
-            let answered = match await_answer(&channel, tag, is_lost, (patience != Patience::Endless).then_some(LIMIT)) {
+            let answered = match await_answer(channel, tag, is_lost, (patience != Patience::Endless).then_some(LIMIT)) {
                 Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                     if self.withdraw(tag) || patience == Patience::Leave {
                         self.note_silence();
                         return Err(error);
                     }
                     // The agent has taken it up.
-                    await_answer(&channel, tag, is_lost, None)
+                    await_answer(channel, tag, is_lost, None)
                 }
                 answered => answered,
             };
@@ -170,15 +185,33 @@ impl Shared {
 
     /// Sends a request whose answer nobody waits for, now or before the next one.
     fn send_later(&self, channel: &Channel, request: Request) {
-        let mut unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unsent = self.unsent();
         if !unsent.is_empty() || channel.try_send(&request, &[]).is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock) {
             unsent.push_back(request);
         }
     }
 
+    fn unsent(&self) -> MutexGuard<'_, VecDeque<Request>> {
+        self.unsent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends requests without an answer, unless another thread has the control connection: it does this when it has had
+    /// its answer. What finds no room is sent before the next request.
+    fn send_unsent_unless_busy(&self) {
+        loop {
+            let waiting = self.unsent().len();
+            let Some(channel) = (waiting > 0).then(|| self.channel.try_lock().ok()).flatten() else { return };
+            let sent = self.send_unsent(&channel, Patience::Leave);
+            drop(channel);
+            if sent.is_err() || self.unsent().len() >= waiting {
+                return;
+            }
+        }
+    }
+
     /// Sends what found no room.
     fn send_unsent(&self, channel: &Channel, patience: Patience) -> io::Result<()> {
-        let mut unsent = self.unsent.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut unsent = self.unsent();
         while let Some(request) = unsent.front() {
             match patience {
                 Patience::Endless => channel.send(request, &[])?,
@@ -393,21 +426,11 @@ impl Shared {
         }
     }
 
-    /// Requests a move without waiting for it.
-    ///
-    /// # Errors
-    /// If the agent has ended.
-    pub fn suggest(&self, connection: u32, to: Place) -> io::Result<()> {
+    /// Requests a move without waiting for it, nor for another thread's turn with the agent: that one sends it then.
+    pub fn suggest(&self, connection: u32, to: Place) {
         let _undisturbed = Undisturbed::begin();
-        let channel = self.channel.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.has_ended() {
-            return Err(ended());
-        }
-        // It is only a suggestion.
-        match channel.try_send(&Request { tag: 0, body: Ask::Move { connection, to } }, &[]) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
-            sent => sent,
-        }
+        self.unsent().push_back(Request { tag: 0, body: Ask::Move { connection, to } });
+        self.send_unsent_unless_busy();
     }
 
     /// Restores a connection to the kernel, with the reason, and when it may move again.
