@@ -1,7 +1,10 @@
 //! The connections of a session, found by number and by 4-tuple.
 
 use crate::connection::Connection;
+use crate::memory;
 use crate::slab::Slab;
+use baton_abi::layout::session::MAX_CONNECTIONS;
+use baton_shm::Region;
 use baton_wire::Flow;
 use siphasher::sip::SipHasher13;
 use std::collections::BTreeSet;
@@ -24,9 +27,13 @@ impl Connections {
         Connections { places: Slab::default(), by_flow: BTreeSet::new(), key }
     }
 
-    /// Returns the lowest free number.
-    pub fn vacant(&mut self) -> u32 {
-        self.places.vacant()
+    /// Returns the lowest free number whose block no thread of the program is inside of: one may be that is late with a
+    /// connection which another thread has closed. It would leave the next connection in place of the thread that is
+    /// inside then. None if there is none.
+    pub fn vacant(&mut self, memory: &Region) -> Option<u32> {
+        let lowest = self.places.vacant();
+        let is_free = |number: u32| matches!(self.places.get(number as usize), None | Some(None));
+        (lowest..MAX_CONNECTIONS as u32).find(|number| is_free(*number) && memory::is_left(memory, *number))
     }
 
     /// Puts a connection at its number.
@@ -75,10 +82,10 @@ impl DerefMut for Connections {
 mod tests {
     use super::*;
     use crate::block::Block;
-    use baton_abi::layout::session;
-    use baton_shm::Region;
+    use baton_abi::layout::{block as session_block, session};
     use baton_wire::Endpoint;
     use std::sync::Arc;
+    use std::sync::atomic::Ordering;
 
     fn flow(port: u16) -> Flow {
         Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port), device: 0 }
@@ -88,11 +95,28 @@ mod tests {
         let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
         let mut all = Connections::new([1, 2]);
         for port in ports {
-            let (flow, number) = (flow(port), all.vacant());
+            let (flow, number) = (flow(port), all.vacant(&memory).expect("a number"));
             let block = Block::new(memory.clone(), number);
             all.put(Connection::new(None, flow, flow.local.into(), flow.remote.into(), block));
         }
         all
+    }
+
+    /// A thread is late with a connection that another one has closed: nobody gets its number before it has left.
+    #[test]
+    fn a_number_is_free_when_nobody_is_inside() {
+        let memory = Region::private(session::HEAP).expect("memory");
+        let mut all = connections(0..3);
+        let busy = |number: u32, thread: u32| {
+            memory.word32(session::block(number) + session_block::BUSY).store(thread, Ordering::Release);
+        };
+        all.remove(1).expect("a connection");
+        busy(1, 7);
+        assert_eq!(all.vacant(&memory), Some(3));
+        all.remove(2).expect("a connection");
+        assert_eq!(all.vacant(&memory), Some(2));
+        busy(1, 0);
+        assert_eq!(all.vacant(&memory), Some(1));
     }
 
     #[test]

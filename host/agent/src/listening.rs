@@ -536,11 +536,10 @@ impl Agent {
         self.serials += 1;
         let (serial, draining) = (self.serials, self.draining);
         let entry = self.sessions.get_mut(session as usize).and_then(Option::as_mut).ok_or(Refusal::NoRoom)?;
-        let (number, process) = (entry.connections.vacant(), entry.process);
-        let open = entry.open.as_ref().ok_or(Refusal::NoRoom)?;
-        if number as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
-            return Err(Refusal::NoRoom);
-        }
+        let process = entry.process;
+        let open = entry.open.as_mut().ok_or(Refusal::NoRoom)?;
+        memory::give_what_was_left(open);
+        let number = entry.connections.vacant(&open.memory).ok_or(Refusal::NoRoom)?;
         let block = Block::new(open.memory.clone(), number);
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);

@@ -4,7 +4,7 @@ use crate::connection::Memory;
 use crate::known::Known;
 use crate::session::OpenSession;
 use baton_abi::Cid;
-use baton_abi::layout::{block, nic, slot};
+use baton_abi::layout::{self, block, nic, slot};
 use baton_client::heap::Heap;
 use baton_handoff::send_buffer::queue_limit;
 use baton_image::Image;
@@ -167,6 +167,26 @@ pub(crate) fn enlarge(heap: &mut Heap, now: u32, wanted: u32, most: u32) -> Opti
         size /= 2;
     }
     None
+}
+
+/// Whether no thread of the program is inside an operation on the connection of this number, or on an earlier one that
+/// had it.
+pub(crate) fn is_left(session: &Region, number: u32) -> bool {
+    session.word32(layout::session::block(number) + block::BUSY).load(Ordering::Acquire) == 0
+}
+
+/// Frees the memory of a connection that its program has closed, when the last thread is out of it: what that one still
+/// copies would be in another connection's memory otherwise.
+pub(crate) fn give_when_left(session: &mut OpenSession, number: u32, memory: Memory) {
+    session.late.push((number, memory));
+    give_what_was_left(session);
+}
+
+/// Frees what [`give_when_left`] could not free.
+pub(crate) fn give_what_was_left(session: &mut OpenSession) {
+    let region = session.memory.clone();
+    let left: Vec<_> = session.late.extract_if(.., |(number, _)| is_left(&region, *number)).collect();
+    left.into_iter().for_each(|(_, memory)| give(session, memory));
 }
 
 /// Frees a connection's memory.

@@ -715,7 +715,7 @@ impl Agent {
             && let Some(open) = entry.open.as_mut()
             && let Some(memory) = open.ended.remove(&number)
         {
-            memory::give(open, memory);
+            memory::give_when_left(open, number, memory);
             self.looks.returns.note(session);
         }
     }

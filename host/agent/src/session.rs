@@ -154,6 +154,8 @@ pub(crate) struct OpenSession {
     pub hosts: BTreeMap<IpAddr, Host>,
     /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.
     pub ended: BTreeMap<u32, Memory>,
+    /// Memory of connections that are closed, by number: threads may still be inside operations on them.
+    pub late: Vec<(u32, Memory)>,
 }
 
 impl OpenSession {
@@ -185,6 +187,7 @@ impl OpenSession {
             is_polled: false,
             hosts: BTreeMap::new(),
             ended: BTreeMap::new(),
+            late: Vec::new(),
         }
     }
 

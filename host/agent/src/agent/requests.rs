@@ -9,6 +9,7 @@ use crate::gain;
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::identity::Identity;
+use crate::memory;
 use crate::moves::MANY_WAITING;
 use crate::native;
 use crate::nic::NicProcess;
@@ -463,17 +464,16 @@ impl Agent {
             }
         }
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return stays(Refusal::NoRoom) };
-        let Some(open) = &session.open else { return stays(Refusal::NoRoom) };
+        let Some(open) = &mut session.open else { return stays(Refusal::NoRoom) };
+        // Before a number of it is given to another connection.
+        memory::give_what_was_left(open);
         // A repeated request, since the first one's agent died: one connection has one entry. Another connection may
         // have the same addresses and ports by another device.
         let identity = Identity { cookie: socket::cookie(fd.as_fd()).unwrap_or_default(), ends: (local, peer) };
         if let Some(known) = session.connections.with_ends(&flow).find(|known| known.identity().is(&identity)) {
             return Reply::Registered { connection: known.number() };
         }
-        let place = session.connections.vacant();
-        if place as usize >= baton_abi::layout::session::MAX_CONNECTIONS {
-            return stays(Refusal::NoRoom);
-        }
+        let Some(place) = session.connections.vacant(&open.memory) else { return stays(Refusal::NoRoom) };
         let block = Block::new(open.memory.clone(), place);
         block.store(block::BUSY, 0);
         block.store(block::MOVES, 0);
