@@ -41,8 +41,9 @@ pub(crate) fn begin(others: &AtomicU32) -> bool {
 pub(crate) fn end(others: &AtomicU32, watches: bool) -> bool {
     if !watches {
         others.fetch_sub(1, Ordering::SeqCst);
-        ASLEEP.fetch_sub(SLEEPER, Ordering::SeqCst);
-        return false;
+        // It may have been woken to watch, and have found something for itself.
+        let before = ASLEEP.fetch_sub(SLEEPER, Ordering::SeqCst);
+        return watchers(before) == 0 && before >= 2 * SLEEPER;
     }
     let before = ASLEEP.fetch_sub(WATCHER, Ordering::SeqCst);
     watchers(before) == 1 && before >= SLEEPER
@@ -66,8 +67,9 @@ mod tests {
         assert_eq!(others.load(Ordering::SeqCst), 3);
         let woken: Vec<bool> = (0..4).map(|_| end(&others, true)).collect();
         assert_eq!(woken, [false, false, false, true]);
-        assert!(!end(&others, false) && begin(&others));
-        assert!(!end(&others, false) && !end(&others, false) && !end(&others, true));
+        assert!(end(&others, false), "the one that was woken does not sleep again: the next one is to be woken");
+        assert!(end(&others, false) && begin(&others));
+        assert!(!end(&others, false) && !end(&others, true));
         assert_eq!((others.load(Ordering::SeqCst), ASLEEP.load(Ordering::SeqCst)), (0, 0));
     }
 }
