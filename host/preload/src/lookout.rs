@@ -41,7 +41,7 @@ pub(crate) fn begin(others: &AtomicU32) -> bool {
 pub(crate) fn end(others: &AtomicU32, watches: bool) -> bool {
     if !watches {
         others.fetch_sub(1, Ordering::SeqCst);
-        // It may have been woken to watch, and have found something for itself.
+        // It may have been woken to watch, and returns to the program instead.
         let before = ASLEEP.fetch_sub(SLEEPER, Ordering::SeqCst);
         return watchers(before) == 0 && before >= 2 * SLEEPER;
     }

@@ -135,7 +135,7 @@ pub(crate) fn open_session() -> Option<&'static Session> {
     if is_closed() { None } else { open(|| Some(hold_opening())) }
 }
 
-/// The same, for what can be done without now: None also if another thread is opening one.
+/// As [`open_session`], but does not wait: None if another thread is opening the session.
 pub(crate) fn open_session_at_once() -> Option<&'static Session> {
     let hold = || match OPENING.try_lock() {
         Ok(one) => Some(one),

@@ -82,8 +82,8 @@ impl<T> Lock<T> {
         taken.ok().map(|_| LockGuard { lock: self })
     }
 
-    /// For what any thread can do for all: takes the lock, or leaves it to the holder, whose [`LockGuard::unlock`] says
-    /// so, and returns None. The holder may be this thread.
+    /// Takes the lock. If another thread holds it, marks that there is work left for the holder and returns None: the
+    /// holder's [`LockGuard::unlock`] then returns true. The holder may be this thread.
     #[inline(always)]
     pub fn lock_or_leave(&self, token: Token) -> Option<LockGuard<'_, T>> {
         match self.holder.compare_exchange(0, token, Ordering::Acquire, Ordering::Relaxed) {

@@ -37,9 +37,8 @@ pub(crate) struct Events {
     pub(crate) posted: BTreeMap<u32, VecDeque<u32>>,
 }
 
-/// Connections that have become the session's, or are no longer, while another thread may have had the events locked:
-/// whoever handles them next notes it. Nobody waits for that, nor for another one who says so: a thread that holds a
-/// lock may get no processor for long.
+/// Connections that were added to the session or removed from it. A queue without a lock: the thread that locks the
+/// events next applies it. So adding one never waits for a thread that holds a lock and has lost its processor.
 #[derive(Debug)]
 pub(crate) struct Changes {
     any: AtomicBool,
@@ -85,9 +84,9 @@ const NOBODY: (Cid, u32) = (Cid(0), u32::MAX);
 /// Most events that are kept for connections that are being accepted: more than a ring holds.
 const MOST_UNCLAIMED: usize = 2 * RING_MESSAGES;
 
-/// The session's events, locked. Whom something concerns is told when they are free again: who is told may need them,
-/// and the system may go on with him, and not with this thread, at once. What other threads have left to this one is
-/// done then, too.
+/// The lock of the session's events, with the connections for which the listener has to be called. It is called after
+/// the lock is released: it wakes threads, which may need the lock and may get this thread's processor at once. Events
+/// that other threads left to this one are handled then, too.
 pub(crate) struct LockedEvents<'a> {
     shared: &'a Shared,
     token: Token,
@@ -96,11 +95,11 @@ pub(crate) struct LockedEvents<'a> {
     concerned: Concerned,
 }
 
-/// How often a thread goes on with events that others have left to it, or that have come meanwhile. Then others wait
-/// until it has ended, so that one of them goes on: it has a connection of its own to serve.
+/// Rounds in which a thread handles events that others left to it or that arrived meanwhile. After that other threads
+/// wait for the lock instead of leaving their events, so that one of them takes over.
 const MOST_ROUNDS: u32 = 64;
 
-/// Most connections of which the listener is told at once.
+/// Most connections for which the listener is called after one release of the lock.
 const MOST_CONCERNED: usize = 32;
 
 /// Connections that may have become readable or writable.
@@ -142,7 +141,7 @@ impl LockedEvents<'_> {
         self.concerned.count += 1;
     }
 
-    /// Whether at most one more is told when the events are free.
+    /// Whether the list of connections has room for at most one more.
     #[inline]
     fn is_full(&self) -> bool {
         self.concerned.count >= MOST_CONCERNED - 1

@@ -20,8 +20,7 @@ use core::sync::atomic::Ordering;
 /// Most batches of frames that are received before connections are given up, where the device cannot say how many wait.
 const MAX_DRAIN_BATCHES: usize = 256;
 
-/// Frames that what is to be done before commands has sent, after which the commands that still wait are the next
-/// round's.
+/// Frames that a round's commands may cause to be sent or received. The commands that follow are run in the next round.
 const MOST_FRAMES: u64 = 1024;
 
 /// Smallest MTU of IPv4 in bytes (RFC 791 section 3.2).
