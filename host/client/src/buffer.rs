@@ -155,11 +155,12 @@ impl Posts {
             shared.post(connection, token, buffer.address() + *length as u32, buffer.length - *length as u32)?;
             post.sent = true;
         }
-        let Some(mut events) = shared.lock_events(token) else { return Ok(()) };
-        let mut answers = events.posted.get_mut(&connection.number());
-        for post in self.list.iter_mut().filter(|post| post.sent && post.start.is_none()) {
-            post.start = answers.as_mut().and_then(|answers| answers.pop_front());
-        }
+        shared.with_events(token, |round| {
+            let mut answers = round.events.posted.get_mut(&connection.number());
+            for post in self.list.iter_mut().filter(|post| post.sent && post.start.is_none()) {
+                post.start = answers.as_mut().and_then(|answers| answers.pop_front());
+            }
+        });
         Ok(())
     }
 

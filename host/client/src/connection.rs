@@ -18,6 +18,12 @@ const REPORT_EVERY: u32 = 1 << 13;
 /// Input or output error: the agent has described memory that is not in the session.
 const EIO: u32 = 5;
 
+/// Bit of a connection: whoever waits for room waits until it is writable, so acknowledgements that free less wake
+/// nobody.
+const PATIENT: u8 = 1;
+/// Bit of a connection: a thread changes its fields ([`Connection::change`]).
+const CHANGING: u8 = 2;
+
 /// Connection reset by peer.
 const ECONNRESET: u32 = 104;
 
@@ -57,8 +63,8 @@ pub struct Connection {
     error: AtomicU32,
     /// The lower half of `queued` when bytes last came: what was queued since then was the answer.
     asked_at: AtomicU16,
-    /// Whoever waits for room waits until it is writable, so acknowledgements that free less wake nobody.
-    patient: bool,
+    /// [`PATIENT`] and [`CHANGING`].
+    state: AtomicU8,
     /// log2 of the bytes that the program may read before the NIC gets a message about it; 0 if its memory has no place
     /// among the program's addresses, so that each byte counts as to be told, and nothing is read at once.
     report_shift: AtomicU8,
@@ -133,6 +139,15 @@ impl<'a> Inside<'a> {
     }
 }
 
+/// The right to change a connection's fields.
+struct Changing<'a>(&'a Connection);
+
+impl Drop for Changing<'_> {
+    fn drop(&mut self) {
+        self.0.state.fetch_and(!CHANGING, Ordering::Release);
+    }
+}
+
 impl Drop for Entered<'_> {
     #[inline(always)]
     fn drop(&mut self) {
@@ -165,7 +180,7 @@ impl Connection {
             announces: AtomicBool::new(false),
             error: AtomicU32::new(ALIVE),
             asked_at: AtomicU16::new(0),
-            patient,
+            state: AtomicU8::new(if patient { PATIENT } else { 0 }),
             report_shift: AtomicU8::new(REPORT_EVERY.ilog2() as u8),
         }
     }
@@ -173,6 +188,7 @@ impl Connection {
     /// Makes this represent another connection from now on. A late thread that still holds a reference for the previous
     /// one can harm only its own program.
     pub(crate) fn set_number(&self, number: u32) {
+        let _alone = self.change();
         self.number.store(number, RELAXED);
         self.memory.move_words(session::block(number));
         self.cid.store(0, RELAXED);
@@ -183,6 +199,17 @@ impl Connection {
         self.unused.store(0, RELAXED);
         // The count from which the agent starts. The connection may have moved since then, and that must be noticed.
         self.moves.store(0, Ordering::Release);
+    }
+
+    /// Waits until no other thread changes the fields. A late thread may read the block anew just when another one
+    /// makes this represent the next connection: a mixture of both would count as up to date.
+    fn change(&self) -> Changing<'_> {
+        let mut round = 0;
+        while self.state.fetch_or(CHANGING, Ordering::Acquire) & CHANGING != 0 {
+            give_way(round);
+            round += 1;
+        }
+        Changing(self)
     }
 
     /// Its number in the session.
@@ -316,6 +343,7 @@ impl Connection {
 
     /// Reads the block after a move. The caller holds the lock of the session's events.
     pub(crate) fn refresh(&self) {
+        let _alone = self.change();
         let moves = self.moves();
         let flags = self.load(block::FLAGS);
         let copy = |to: &AtomicU32, field| to.store(self.load(field), RELAXED);
@@ -370,7 +398,10 @@ impl Connection {
         let length = self.send_memory().length();
         let most = length.min(most);
         self.unused.store(length - most, RELAXED);
-        self.store(block::QUIET_ABOVE, if self.patient { most.saturating_sub(writable_room(most)) } else { 0 });
+        self.store(
+            block::QUIET_ABOVE,
+            if self.state.load(RELAXED) & PATIENT != 0 { most.saturating_sub(writable_room(most)) } else { 0 },
+        );
     }
 
     /// Whether it has moved since [`Connection::refresh`].
@@ -492,8 +523,14 @@ impl Connection {
     /// SO_SNDBUF was made smaller.)
     #[inline(always)]
     pub(crate) fn room(&self) -> u32 {
+        self.signed_room().max(0) as u32
+    }
+
+    /// As [`Connection::room`]; below 0 where more is queued than fits.
+    #[inline(always)]
+    pub(crate) fn signed_room(&self) -> i32 {
         let room = self.room_ends.load(RELAXED).wrapping_sub(self.unused.load(RELAXED)).wrapping_sub(self.queued.load(RELAXED));
-        if room as i32 > 0 { room } else { 0 }
+        room as i32
     }
 
     /// Whether the NIC is opening it.

@@ -5,7 +5,7 @@
 //! a connection's block, so the program writes them.
 
 use crate::connection::Connection;
-use crate::shared::{Shared, refresh};
+use crate::shared::Shared;
 use baton_abi::layout::Owner;
 use baton_linux::events::monotonic_micros;
 use baton_ring::Token;
@@ -64,20 +64,22 @@ impl Shared {
     fn end(&self, token: Token) -> bool {
         // The NIC's last events.
         self.catch_up(token);
-        let Some(mut events) = self.lock_events(token) else { return false };
-        if !self.has_ended() {
-            let connections = std::mem::take(&mut events.connections);
+        let ended = self.with_events(token, |round| {
+            if self.has_ended() {
+                return;
+            }
+            let connections = std::mem::take(&mut round.events.known.connections);
             for connection in connections.iter().flatten() {
                 if connection.has_moved() && connection.owner() != Owner::Moving {
-                    refresh(&mut events, connection);
+                    round.refresh(connection);
                 }
                 connection.fail();
-                events.concern(connection.number());
+                round.concern(connection.number());
             }
-            events.connections = connections;
+            round.events.known.connections = connections;
             self.ending.over.store(true, Ordering::Release);
-        }
-        true
+        });
+        ended.is_some()
     }
 
     /// Gives the session's memory back to the system, if it has ended and no connection is lost. The memory reads as

@@ -1,26 +1,24 @@
 //! Receiving and sending on a socket that may be on the NIC.
 //!
-//! Each call first tries the fast path (`send_at_once`, `receive_at_once`): the connection is on the NIC and the whole
-//! request can be served now. Otherwise the slow path waits where the call would wait.
+//! Each call for one buffer has tried the fast path ([`crate::at_once`]). Here it waits where the call would wait.
 
 use crate::call::{Call, sum};
 use crate::handover::Inside;
 use crate::kernel_only::{self, Patience};
 use crate::process::Session;
 use crate::sections::{self, Section};
-use crate::table;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::wait::{self, Wait, Want};
 use crate::waiting::{BLOCKS, RECEIVES_FOR_EVER, SENDS_FOR_EVER};
-use crate::whole::{self, Whole};
+use crate::whole::Whole;
 use crate::{faults, leaving, real};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::{c_int, c_void, iovec, msghdr, size_t, socklen_t, ssize_t};
 
 /// Flags with which the NIC can send.
-const PLAIN_SEND: c_int =
+pub(crate) const PLAIN_SEND: c_int =
     libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT | libc::MSG_MORE | libc::MSG_EOR | libc::MSG_CONFIRM | libc::MSG_DONTROUTE;
 /// Flags with which bytes can be received from the NIC.
 const PLAIN_RECEIVE: c_int =
@@ -104,27 +102,6 @@ fn import(message: &msghdr) -> Option<(msghdr, Vec<iovec>)> {
     }
     let imported = msghdr { msg_iov: pieces.as_mut_ptr(), ..*message };
     Some((imported, pieces))
-}
-
-/// Fast path of send(2) of one buffer: the connection is on the NIC, and there is room for all of it. False, with
-/// nothing sent, in any other case.
-///
-/// # Safety
-/// As send(2).
-#[inline(always)]
-pub(crate) unsafe fn send_at_once(fd: c_int, start: *const c_void, length: size_t, flags: c_int) -> bool {
-    // What is to wait for more is no plain message to the NIC.
-    if flags & !(PLAIN_SEND & !libc::MSG_MORE) != 0 {
-        return false;
-    }
-    let Some((connection, session)) = table::in_tcp(fd, Tcp::managed) else { return false };
-    // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only
-    // passed on to a guarded copy, and what has sent nothing then goes the slow path, which knows null.
-    let bytes = unsafe { std::slice::from_raw_parts(start.cast(), length) };
-    whole::begin();
-    let sent = session.shared.send_at_once(connection, token(), bytes);
-    whole::end();
-    sent
 }
 
 /// A message with one vector.
@@ -478,50 +455,6 @@ unsafe fn try_send(tcp: &'static Tcp, fd: c_int, message: &msghdr, done: usize, 
     // SAFETY: sendmsg(2) requires readable buffers (`# Safety`).
     let pieces = remaining(message, done).map(|vector| unsafe { bytes(vector.iov_base, vector.iov_len) });
     attempt(session.shared.send_pieces(connection, token(), (left, flags & libc::MSG_MORE != 0), pieces))
-}
-
-/// Fast path of recv(2) into one buffer: the connection is on the NIC, and data waits. None, with nothing received, in
-/// any other case.
-///
-/// # Safety
-/// As recv(2).
-#[inline(always)]
-pub(crate) unsafe fn receive_at_once(fd: c_int, start: *mut c_void, length: size_t, flags: c_int) -> Option<ssize_t> {
-    if flags & !(libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL) != 0 {
-        return None;
-    }
-    let (tcp, (connection, session)) = table::in_tcp(fd, |tcp| Some((tcp, tcp.plain()?)))?;
-    if length == 0 {
-        return None;
-    }
-    // SAFETY: recv(2) requires a writable buffer of `length` bytes (`# Safety`). Where there is none, the slice is only
-    // passed on to a guarded copy, and what has received nothing then goes the slow path, which knows null.
-    let room = unsafe { std::slice::from_raw_parts_mut(start.cast(), length) };
-    whole::begin();
-    let received = session.shared.receive_at_once(connection, token(), room);
-    tcp.took(received);
-    whole::end();
-    if received == 0 { None } else { Some(received as ssize_t) }
-}
-
-/// The arguments of a call for one buffer, in memory: they are needed again only if the fast path does not serve it,
-/// which has the registers to itself meanwhile.
-pub(crate) struct Arguments {
-    pub fd: c_int,
-    pub flags: c_int,
-    pub start: *mut c_void,
-    pub length: size_t,
-}
-
-impl Arguments {
-    #[inline(always)]
-    pub fn keep(&mut self) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: no instruction; the compiler has to write the arguments to memory, and to read them there.
-        unsafe {
-            std::arch::asm!("/* {} */", in(reg) std::ptr::from_mut(self), options(nostack, preserves_flags));
-        }
-    }
 }
 
 /// Slow path of read(2) and recv(2), into one buffer.

@@ -10,6 +10,7 @@
 //! a program makes with instructions of its own.
 
 mod again;
+mod at_once;
 mod call;
 mod calls;
 mod cancelling;

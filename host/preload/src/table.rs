@@ -13,6 +13,7 @@ use crate::tcp::Tcp;
 use crate::whole;
 use baton_ring::give_way;
 use libc::c_int;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
 /// What a descriptor refers to.
@@ -92,19 +93,26 @@ fn mark() -> *mut u8 {
     std::ptr::from_ref(whole::here()).cast_mut().cast::<u8>().wrapping_byte_add(CHANGING)
 }
 
-/// What `look` finds in the TCP socket behind a descriptor: fewer instructions than `tcp(fd).and_then(look)`.
-#[inline(always)]
-pub(crate) fn in_tcp<T>(fd: c_int, look: impl FnOnce(&'static Tcp) -> Option<T>) -> Option<T> {
-    let found = TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire);
-    if found as usize & 1 == 0 {
-        return None;
+/// An entry that is a TCP socket's. Looking for this and then at the socket takes fewer instructions than [`tcp`].
+#[derive(Clone, Copy)]
+pub(crate) struct TcpEntry(NonNull<u8>);
+
+impl TcpEntry {
+    /// That of a descriptor. None also while another thread changes what the descriptor refers to.
+    #[inline(always)]
+    pub fn of(fd: c_int) -> Option<TcpEntry> {
+        let found = TABLE.entries.get(fd as u32 as usize)?.load(Ordering::Acquire);
+        // SAFETY: a pointer with the lowest bit set is not null.
+        (found as usize & 1 != 0).then(|| TcpEntry(unsafe { NonNull::new_unchecked(found) }))
     }
-    // SAFETY: `put` stores only pointers from `&'static` references, tagged with the lowest bit for `Tcp`; nothing is
-    // ever freed.
-    look(unsafe {
-        std::hint::assert_unchecked(found as usize > 1);
-        &*found.wrapping_byte_sub(1).cast::<Tcp>()
-    })
+
+    /// The socket.
+    #[inline(always)]
+    pub fn tcp(self) -> &'static Tcp {
+        // SAFETY: `put` stores only pointers from `&'static` references, tagged with the lowest bit for `Tcp`; nothing
+        // is ever freed.
+        unsafe { &*self.0.as_ptr().wrapping_byte_sub(1).cast::<Tcp>() }
+    }
 }
 
 #[inline(always)]

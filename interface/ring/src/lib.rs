@@ -12,5 +12,5 @@ mod sync;
 pub use lock::{Lock, LockGuard, MOST_TOKEN, Token, give_way};
 pub use ring::{
     Consumer, Full, Producer, clear_rung, count_sleeper, go_to_sleep, has_sleeper, must_ring, needs_doorbell, note_rung,
-    uncount_sleeper, wake_up, wants_ring, was_rung,
+    seems_asleep, uncount_sleeper, wake_up, wants_ring, was_rung,
 };

@@ -172,8 +172,8 @@ impl<T> DerefMut for LockGuard<'_, T> {
 }
 
 impl<T> LockGuard<'_, T> {
-    /// Releases the lock. Returns whether somebody has left something to its holder ([`Lock::lock_or_leave`]): all that
-    /// he had done before is seen by whoever does it now.
+    /// Releases the lock. Contains a full barrier. Returns whether somebody has left something to its holder
+    /// ([`Lock::lock_or_leave`]): all that he had done before is seen by whoever does it now.
     #[inline(always)]
     pub fn unlock(self) -> bool {
         core::mem::ManuallyDrop::new(self).release() & LEFT != 0
@@ -181,7 +181,10 @@ impl<T> LockGuard<'_, T> {
 
     #[inline(always)]
     fn release(&mut self) -> u32 {
-        let word = self.lock.holder.swap(0, Ordering::AcqRel);
+        let word = self.lock.holder.swap(0, Ordering::SeqCst);
+        // An exchange is a barrier for all memory on x86, and orders less elsewhere.
+        #[cfg(not(target_arch = "x86_64"))]
+        core::sync::atomic::fence(Ordering::SeqCst);
         if word & SLEEPERS != 0 {
             self.lock.wake_sleepers();
         }

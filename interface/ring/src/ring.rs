@@ -289,6 +289,12 @@ pub fn needs_doorbell(flag: &AtomicU32) -> bool {
     flag.load(Ordering::Relaxed) != 0
 }
 
+/// As [`needs_doorbell`], for a producer that has passed a full barrier after publishing.
+#[inline(always)]
+pub fn seems_asleep(flag: &AtomicU32) -> bool {
+    flag.load(Ordering::Relaxed) != 0
+}
+
 /// As [`needs_doorbell`] for a consumer of one thread: answers true once for each of its sleeps, so that the producers
 /// ring once however long the consumer takes to wake up. Who is answered true must ring.
 #[inline(always)]

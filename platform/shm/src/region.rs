@@ -543,6 +543,7 @@ impl MovableCircle<'_> {
     }
 
     /// Offset in the region of the byte with this sequence number.
+    #[inline(always)]
     pub fn offset_of(&self, seq: u32) -> u32 {
         let (at, mask) = self.place();
         at + (seq & mask)

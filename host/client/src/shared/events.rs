@@ -10,24 +10,17 @@ use baton_ring::{Consumer, LockGuard, Token, was_rung};
 use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher};
-use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::{self, Receiver, Sender};
 
+/// What the lock of a session's events protects.
 #[derive(Debug)]
 pub(crate) struct Events {
     /// A ring for each NIC.
     rings: Vec<Consumer<RingWords>>,
-    /// The session's connections, but for [`Changes`].
-    pub(crate) connections: Connections,
+    pub(crate) known: Known,
     changes: Receiver<Change>,
-    /// For each NIC: cid and number of the connection that was noted last for each of its slots. [`NOBODY`] if none
-    /// was.
-    by_slot: [Vec<(Cid, u32)>; MAX_NICS],
-    /// Numbers by cid of connections that were noted, and whose slot's entry in `by_slot` is another's now: one that
-    /// has left the slot may be noted after the one that has come there.
-    displaced: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
     /// Connections that were between two owners when they were last checked.
     pub(super) between: Vec<u32>,
     /// Events of connections that are not known yet, while any thread is accepting one ([`Changes`]).
@@ -35,6 +28,18 @@ pub(crate) struct Events {
     /// Answers to posted buffers that have not been handled yet, by the number of the connection: the first sequence
     /// number that the NIC puts into each.
     pub(crate) posted: BTreeMap<u32, VecDeque<u32>>,
+}
+
+/// The session's connections, but for [`Changes`], and what the NICs call them.
+#[derive(Debug, Default)]
+pub(crate) struct Known {
+    pub(crate) connections: Connections,
+    /// For each NIC: cid and number of the connection that was noted last for each of its slots. [`NOBODY`] if none
+    /// was.
+    by_slot: [Vec<(Cid, u32)>; MAX_NICS],
+    /// Numbers by cid of connections that were noted, and whose slot's entry in `by_slot` is another's now: one that
+    /// has left the slot may be noted after the one that has come there.
+    displaced: HashMap<u32, u32, BuildHasherDefault<DefaultHasher>>,
 }
 
 /// Connections that were added to the session or removed from it. A queue without a lock: the thread that locks the
@@ -84,17 +89,6 @@ const NOBODY: (Cid, u32) = (Cid(0), u32::MAX);
 /// Most events that are kept for connections that are being accepted: more than a ring holds.
 const MOST_UNCLAIMED: usize = 2 * RING_MESSAGES;
 
-/// The lock of the session's events, with the connections for which the listener has to be called. It is called after
-/// the lock is released: it wakes threads, which may need the lock and may get this thread's processor at once. Events
-/// that other threads left to this one are handled then, too.
-pub(crate) struct LockedEvents<'a> {
-    shared: &'a Shared,
-    token: Token,
-    /// None only while this is dropped.
-    guard: Option<LockGuard<'a, Events>>,
-    concerned: Concerned,
-}
-
 /// Rounds in which a thread handles events that others left to it or that arrived meanwhile. After that other threads
 /// wait for the lock instead of leaving their events, so that one of them takes over.
 const MOST_ROUNDS: u32 = 64;
@@ -102,75 +96,50 @@ const MOST_ROUNDS: u32 = 64;
 /// Most connections for which the listener is called after one release of the lock.
 const MOST_CONCERNED: usize = 32;
 
-/// Connections that may have become readable or writable.
-struct Concerned {
-    numbers: [u32; MOST_CONCERNED],
+/// A thread's time with the session's events, which it has locked, and the connections that it has found to be readable
+/// or writable perhaps. The listener is called for these after the lock is released: it wakes threads, which may need
+/// the lock and may get this thread's processor at once.
+pub(crate) struct Round<'a> {
+    shared: &'a Shared,
+    pub(crate) events: &'a mut Events,
+    concerned: [u32; MOST_CONCERNED],
     count: usize,
 }
 
-impl Concerned {
-    fn tell(&mut self, shared: &Shared) {
-        let count = std::mem::take(&mut self.count);
-        self.numbers[..count].iter().for_each(|number| shared.listener.0(*number));
-    }
-}
-
-impl Deref for LockedEvents<'_> {
-    type Target = Events;
-    #[inline(always)]
-    fn deref(&self) -> &Events {
-        self.guard.as_deref().expect("it is there until this is dropped")
-    }
-}
-
-impl DerefMut for LockedEvents<'_> {
-    #[inline(always)]
-    fn deref_mut(&mut self) -> &mut Events {
-        self.guard.as_deref_mut().expect("it is there until this is dropped")
-    }
-}
-
-impl LockedEvents<'_> {
+impl Round<'_> {
     /// Notes that a connection may have become readable or writable.
     #[inline]
     pub fn concern(&mut self, number: u32) {
-        if self.concerned.count == MOST_CONCERNED {
-            self.concerned.tell(self.shared);
+        if self.count == MOST_CONCERNED {
+            self.tell();
         }
-        self.concerned.numbers[self.concerned.count] = number;
-        self.concerned.count += 1;
+        self.concerned[self.count] = number;
+        self.count += 1;
+    }
+
+    #[cold]
+    fn tell(&mut self) {
+        let count = std::mem::take(&mut self.count);
+        tell(self.shared, &self.concerned[..count]);
     }
 
     /// Whether the list of connections has room for at most one more.
     #[inline]
     fn is_full(&self) -> bool {
-        self.concerned.count >= MOST_CONCERNED - 1
+        self.count >= MOST_CONCERNED - 1
     }
 
     #[cold]
     fn apply_changes(&mut self) {
         self.shared.changes.any.store(false, Ordering::SeqCst);
-        while let Ok(change) = self.changes.try_recv() {
+        while let Ok(change) = self.events.changes.try_recv() {
             match change {
-                Change::Joins(connection) => {
-                    let number = connection.number() as usize;
-                    if self.connections.len() <= number {
-                        self.connections.resize_with(number + 1, || None);
-                    }
-                    self.connections[number] = Some(connection);
-                }
-                Change::Leaves(address, number, cid) => {
-                    if let Some(place) = self.connections.get_mut(number as usize)
-                        && place.as_ref().is_some_and(|known| Arc::as_ptr(known) as usize == address)
-                    {
-                        *place = None;
-                    }
-                    self.forget(number, cid);
-                }
+                Change::Joins(connection) => self.events.known.add(connection),
+                Change::Leaves(address, number, cid) => self.events.known.remove(address, number, cid),
                 Change::Accepted(connection) => {
                     connection.iter().for_each(|connection| self.claim(connection));
                     if self.shared.changes.accepting.fetch_sub(1, Ordering::SeqCst) == 1 {
-                        self.unclaimed.clear();
+                        self.events.unclaimed.clear();
                     }
                 }
             }
@@ -181,44 +150,44 @@ impl LockedEvents<'_> {
     fn claim(&mut self, connection: &Connection) {
         // Another thread may have come across it already, and have counted events of it since.
         if connection.has_moved() {
-            refresh(self, connection);
+            self.refresh(connection);
         }
         let cid = connection.cid();
-        let claimed: Vec<Message> = self.unclaimed.extract_if(.., |message| message.cid == cid).collect();
-        let connections = std::mem::take(&mut self.connections);
+        let claimed: Vec<Message> = self.events.unclaimed.extract_if(.., |message| message.cid == cid).collect();
         for message in claimed {
-            self.on_event(&connections, &message);
+            self.on_event(&message);
         }
-        self.connections = connections;
         self.concern(connection.number());
     }
 
-    /// Handles events until there are none, or enough connections are concerned.
-    fn handle(&mut self) {
-        let connections = std::mem::take(&mut self.connections);
+    /// Handles events until there are none, or enough connections are concerned. Whether they are.
+    #[inline(always)]
+    fn handle(&mut self) -> bool {
         if self.shared.has_moved() {
-            self.check_moves(&connections);
+            self.check_moves();
         }
-        for nic in 0..self.rings.len() {
-            self.read_ring(&connections, nic);
+        for nic in 0..self.events.rings.len() {
+            if self.events.rings[nic].has_message() {
+                self.read_ring(nic);
+            }
         }
-        self.connections = connections;
+        self.is_full()
     }
 
     /// Handles the events of one NIC.
-    fn read_ring(&mut self, connections: &Connections, nic: usize) {
+    fn read_ring(&mut self, nic: usize) {
         // Several in a row for one connection count once.
         let mut last = None;
         while !self.is_full()
-            && let Some([first, mut second]) = self.rings[nic].pop()
+            && let Some([first, mut second]) = self.events.rings[nic].pop()
         {
             if counts_bytes(first) {
-                self.rings[nic].pop_like(first, |more| {
+                self.events.rings[nic].pop_like(first, |more| {
                     second = add_length(second, more);
                     true
                 });
             }
-            let about = Message::from_words([first, second]).and_then(|message| self.on_event(connections, &message));
+            let about = Message::from_words([first, second]).and_then(|message| self.on_event(&message));
             if let (Some(number), true) = (last, last != about) {
                 self.concern(number);
             }
@@ -227,25 +196,19 @@ impl LockedEvents<'_> {
         if let Some(number) = last {
             self.concern(number);
         }
-        self.rings[nic].release();
+        self.events.rings[nic].release();
     }
 
-    #[inline]
-    fn on_event(&mut self, connections: &Connections, message: &Message) -> Option<u32> {
-        let mut connection = self.find(connections, message.cid);
+    #[inline(always)]
+    fn on_event(&mut self, message: &Message) -> Option<u32> {
+        let mut connection = self.events.known.find(message.cid);
         if connection.is_none() {
             // The first event since a move, or since the slot's previous occupant was looked up: find out whose it is.
-            self.refresh_cids(connections);
-            connection = self.search(connections, message.cid);
+            self.refresh_cids();
+            connection = self.events.known.search(message.cid);
         }
         let Some(connection) = connection else {
-            if self.shared.changes.accepting.load(Ordering::SeqCst) > 0 {
-                // The older ones are more likely to be of connections that have left the NIC.
-                if self.unclaimed.len() >= MOST_UNCLAIMED {
-                    self.unclaimed.drain(..MOST_UNCLAIMED / 2);
-                }
-                self.unclaimed.push(*message);
-            }
+            self.keep(message);
             return None;
         };
         let add = |to: &AtomicU32| to.store(to.load(RELAXED).wrapping_add(message.length), RELAXED);
@@ -257,7 +220,7 @@ impl LockedEvents<'_> {
             Operation::OsAck => add(&connection.room_ends),
             Operation::OsControl => match Control::from_number(message.kind) {
                 Some(Control::Posted) => {
-                    self.posted.entry(connection.number()).or_default().push_back(message.address);
+                    self.events.posted.entry(connection.number()).or_default().push_back(message.address);
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
                 // Whoever waits for this reads the ring's index.
@@ -270,20 +233,41 @@ impl LockedEvents<'_> {
         Some(connection.number())
     }
 
+    /// Keeps an event of a connection that is not known, if a thread is accepting one.
+    #[cold]
+    fn keep(&mut self, message: &Message) {
+        let unclaimed = &mut self.events.unclaimed;
+        if self.shared.changes.accepting.load(Ordering::SeqCst) > 0 {
+            // The older ones are more likely to be of connections that have left the NIC.
+            if unclaimed.len() >= MOST_UNCLAIMED {
+                unclaimed.drain(..MOST_UNCLAIMED / 2);
+            }
+            unclaimed.push(*message);
+        }
+    }
+
+    /// Reads a connection's numbers anew, and what its NIC calls it.
+    pub fn refresh(&mut self, connection: &Connection) {
+        self.events.known.forget(connection.number(), connection.cid());
+        self.events.posted.remove(&connection.number());
+        connection.refresh();
+        self.events.known.note(connection);
+    }
+
     /// Learns the cids that connections got by moving.
     #[cold]
-    fn refresh_cids(&mut self, connections: &Connections) {
+    fn refresh_cids(&mut self) {
         if self.shared.has_moved() {
-            self.check_moves(connections);
+            self.check_moves();
         }
-        for number in std::mem::take(&mut self.between) {
-            self.check_move(connections, number, true);
+        for number in std::mem::take(&mut self.events.between) {
+            self.check_move(number, true);
         }
     }
 
     /// Handles moves: a connection that has moved may be readable and writable, whatever it was before.
     #[cold]
-    fn check_moves(&mut self, connections: &Connections) {
+    fn check_moves(&mut self) {
         let early = self.shared.early.swap(false, Ordering::AcqRel);
         let (seen, moves) = (self.shared.moves_seen.load(RELAXED), self.shared.moves.words()[0].load(Ordering::Acquire));
         self.shared.moves_seen.store(moves, RELAXED);
@@ -296,84 +280,60 @@ impl LockedEvents<'_> {
         // Entries that were overwritten while they were read do not count.
         let overtaken = self.shared.moves.words()[0].load(Ordering::Acquire).wrapping_sub(seen) >= at::MOVED_ENTRIES;
         if early || overtaken || moved.contains(&at::ANY) {
-            self.between.clear();
-            (0..connections.len() as u32).for_each(|number| self.check_move(connections, number, false));
+            self.events.between.clear();
+            (0..self.events.known.connections.len() as u32).for_each(|number| self.check_move(number, false));
             return;
         }
-        moved.append(&mut self.between);
-        moved.into_iter().for_each(|number| self.check_move(connections, number, false));
+        moved.append(&mut self.events.between);
+        moved.into_iter().for_each(|number| self.check_move(number, false));
     }
 
     /// Checks a connection that may have moved. One that is between two owners is checked later, unless `now`; one that
     /// a thread is using is refreshed when it is entered next.
-    fn check_move(&mut self, connections: &Connections, number: u32, now: bool) {
-        let Some(Some(connection)) = connections.get(number as usize) else { return };
+    fn check_move(&mut self, number: u32, now: bool) {
+        let Some(Some(connection)) = self.events.known.connections.get(number as usize) else { return };
         if !connection.has_moved() {
             return;
         }
         if !now && connection.owner() == Owner::Moving {
-            if !self.between.contains(&number) {
-                self.between.push(number);
+            if !self.events.between.contains(&number) {
+                self.events.between.push(number);
             }
             return;
         }
-        refresh(self, connection);
+        let connection = connection.clone();
+        self.refresh(&connection);
         self.concern(number);
-    }
-
-    /// Frees the events, and tells whom something concerns. Whether other threads have left something.
-    #[inline(always)]
-    fn unlock(&mut self) -> bool {
-        let left = self.guard.take().is_some_and(LockGuard::unlock);
-        if self.concerned.count > 0 {
-            self.concerned.tell(self.shared);
-        }
-        left
-    }
-}
-
-impl Drop for LockedEvents<'_> {
-    #[inline(always)]
-    fn drop(&mut self) {
-        if self.unlock() {
-            self.shared.catch_up(self.token);
-        }
     }
 }
 
 impl Shared {
-    /// Locks the events. None if this thread has them locked, and runs a signal handler now.
-    #[inline]
-    pub(crate) fn lock_events(&self, token: Token) -> Option<LockedEvents<'_>> {
-        self.events.lock(token).map(|guard| self.locked(guard, token))
-    }
-
-    #[inline(always)]
-    fn locked<'a>(&'a self, guard: LockGuard<'a, Events>, token: Token) -> LockedEvents<'a> {
-        let concerned = Concerned { numbers: [0; MOST_CONCERNED], count: 0 };
-        let mut events = LockedEvents { shared: self, token, guard: Some(guard), concerned };
-        if self.changes.any() {
-            events.apply_changes();
+    /// Does something with the events locked, then calls the listener for the connections that were noted. None, with
+    /// nothing done, if this thread has them locked, and runs a signal handler now.
+    pub(crate) fn with_events<T>(&self, token: Token, what: impl FnOnce(&mut Round<'_>) -> T) -> Option<T> {
+        let (done, left) = round(self, self.events.lock(token)?, what);
+        if left {
+            self.catch_up(token);
         }
-        events
+        Some(done)
     }
 
     #[cold]
     pub(super) fn note_move(&self, connection: &Connection, token: Token) {
-        if let Some(mut events) = self.lock_events(token)
-            && connection.has_moved()
-        {
-            refresh(&mut events, connection);
-            // Other threads, too, must check it anew.
-            events.concern(connection.number());
-        }
+        self.with_events(token, |round| {
+            if connection.has_moved() {
+                round.refresh(connection);
+                // Other threads, too, must check it anew.
+                round.concern(connection.number());
+            }
+        });
     }
 
     /// Whether there are events of the NIC's or moves that nobody handles: a thread that does so now goes on with those
     /// that are there.
     #[inline(always)]
     pub fn has_events(&self, token: Token) -> bool {
-        self.has_moved() || self.events.lock_or_leave(token).is_some_and(|guard| self.locked(guard, token).has_message())
+        self.has_moved() || self.events.lock_or_leave(token).is_some_and(|guard| look(self, guard, token))
     }
 
     #[inline(always)]
@@ -385,32 +345,9 @@ impl Shared {
     /// connection that they concern.
     #[inline(never)]
     pub fn catch_up(&self, token: Token) {
-        for round in 0u32.. {
-            let guard = match round {
-                0 if self.tired.load(RELAXED) => self.events.lock(token),
-                ..MOST_ROUNDS => self.events.lock_or_leave(token),
-                // Others wait for the events by now. One of them goes on.
-                _ => {
-                    self.tired.store(true, RELAXED);
-                    std::thread::yield_now();
-                    self.events.try_lock(token)
-                }
-            };
-            let Some(guard) = guard else { break };
-            if round == 0 {
-                self.tired.store(false, RELAXED);
-            }
-            let has_more = if self.has_moved() || guard.has_message() || self.changes.any() {
-                let mut events = self.locked(guard, token);
-                events.handle();
-                // What does not fit into the list of those that are told is handled after they are.
-                events.is_full() | events.unlock()
-            } else {
-                guard.unlock()
-            };
-            if !has_more {
-                break;
-            }
+        let guard = if self.tired.load(RELAXED) { take_over(self, token) } else { self.events.lock_or_leave(token) };
+        if guard.is_some_and(|guard| handle(self, guard)) {
+            go_on(self, token);
         }
     }
 
@@ -428,42 +365,116 @@ impl Shared {
     }
 }
 
+/// Does something with the events locked, and tells the listener of the connections that were noted. Also returns
+/// whether other threads have left something to this one.
+#[inline(always)]
+fn round<T>(shared: &Shared, mut guard: LockGuard<'_, Events>, what: impl FnOnce(&mut Round<'_>) -> T) -> (T, bool) {
+    let mut round = Round { shared, events: &mut guard, concerned: [0; MOST_CONCERNED], count: 0 };
+    if shared.changes.any() {
+        round.apply_changes();
+    }
+    let done = what(&mut round);
+    let Round { concerned, count, .. } = round;
+    let left = guard.unlock();
+    tell(shared, &concerned[..count]);
+    (done, left)
+}
+
+#[inline(always)]
+fn tell(shared: &Shared, concerned: &[u32]) {
+    concerned.iter().for_each(|number| shared.listener.0(*number));
+}
+
+/// Whether there are events of the NIC's.
+fn look(shared: &Shared, guard: LockGuard<'_, Events>, token: Token) -> bool {
+    let (has_message, left) = round(shared, guard, |round| round.events.has_message());
+    if left {
+        shared.catch_up(token);
+    }
+    has_message
+}
+
+/// Waits for the lock of the events, which a thread is about to give up that has handled them for others for long.
+#[cold]
+fn take_over(shared: &Shared, token: Token) -> Option<LockGuard<'_, Events>> {
+    let guard = shared.events.lock(token)?;
+    shared.tired.store(false, RELAXED);
+    Some(guard)
+}
+
+/// Handles events. Whether there may be more: what does not fit into the list of those that are told is handled after
+/// they are.
+#[inline(always)]
+fn handle(shared: &Shared, guard: LockGuard<'_, Events>) -> bool {
+    let (is_full, left) = round(shared, guard, |round| round.handle());
+    is_full | left
+}
+
+/// Further rounds of [`Shared::catch_up`].
+#[cold]
+fn go_on(shared: &Shared, token: Token) {
+    for round in 1u32.. {
+        let guard = if round < MOST_ROUNDS {
+            shared.events.lock_or_leave(token)
+        } else {
+            shared.tired.store(true, RELAXED);
+            std::thread::yield_now();
+            // Others wait for the events by now. One of them goes on.
+            shared.events.try_lock(token)
+        };
+        if !guard.is_some_and(|guard| handle(shared, guard)) {
+            break;
+        }
+    }
+}
+
 impl Events {
     /// Those of a session that this many NICs serve.
     pub(super) fn new(memory: &Arc<Region>, nics: usize, changes: Receiver<Change>) -> Events {
         let rings = (0..nics).map(|nic| Consumer::new(memory.ring(at::area(nic) + at::EVENTS))).collect();
-        Events {
-            rings,
-            connections: Vec::new(),
-            changes,
-            by_slot: Default::default(),
-            displaced: HashMap::default(),
-            between: Vec::new(),
-            unclaimed: Vec::new(),
-            posted: BTreeMap::new(),
-        }
+        Events { rings, known: Known::default(), changes, between: Vec::new(), unclaimed: Vec::new(), posted: BTreeMap::new() }
     }
 
     #[inline]
     fn has_message(&self) -> bool {
         self.rings.iter().any(Consumer::has_message)
     }
+}
 
-    #[inline]
-    pub(super) fn find<'a>(&self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
+impl Known {
+    fn add(&mut self, connection: Arc<Connection>) {
+        let number = connection.number() as usize;
+        if self.connections.len() <= number {
+            self.connections.resize_with(number + 1, || None);
+        }
+        self.connections[number] = Some(connection);
+    }
+
+    fn remove(&mut self, address: usize, number: u32, cid: Cid) {
+        if let Some(place) = self.connections.get_mut(number as usize)
+            && place.as_ref().is_some_and(|known| Arc::as_ptr(known) as usize == address)
+        {
+            *place = None;
+        }
+        self.forget(number, cid);
+    }
+
+    /// The connection that was noted last for the slot, if this is what its NIC calls it.
+    #[inline(always)]
+    pub(super) fn find(&self, cid: Cid) -> Option<&Connection> {
         let (noted, number) = *self.by_slot[cid.nic()].get(cid.slot() as usize)?;
         // A connection that the NIC opens keeps its cid when it is open: numbers from before that are read anew first.
-        let connection = connections.get(number as usize)?.as_deref().filter(|_| noted == cid)?;
+        let connection = self.connections.get(number as usize)?.as_deref().filter(|_| noted == cid)?;
         (connection.cid() == cid && !connection.has_moved()).then_some(connection)
     }
 
     #[cold]
-    pub(super) fn search<'a>(&mut self, connections: &'a Connections, cid: Cid) -> Option<&'a Connection> {
+    pub(super) fn search(&mut self, cid: Cid) -> Option<&Connection> {
         let noted = self.by_slot[cid.nic()].get(cid.slot() as usize).filter(|(noted, _)| *noted == cid);
         let number = noted.map(|(_, number)| *number).or_else(|| self.displaced.get(&cid.0).copied())?;
-        let found = connections.get(number as usize)?.as_deref().filter(|connection| connection.cid() == cid)?;
-        self.note(found);
-        Some(found)
+        let found = self.connections.get(number as usize)?.clone().filter(|connection| connection.cid() == cid)?;
+        self.note(&found);
+        self.connections[number as usize].as_deref()
     }
 
     fn forget(&mut self, number: u32, cid: Cid) {
@@ -502,11 +513,4 @@ pub fn catch_up_for_others(shared: &Shared, token: Token) {
         shared.clear_bell();
     }
     shared.catch_up(token);
-}
-
-pub(crate) fn refresh(events: &mut Events, connection: &Connection) {
-    events.forget(connection.number(), connection.cid());
-    events.posted.remove(&connection.number());
-    connection.refresh();
-    events.note(connection);
 }

@@ -13,7 +13,7 @@ use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::process::current_cpu;
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
-use baton_ring::{Lock, Producer, Token, clear_rung, count_sleeper, must_ring, needs_doorbell, uncount_sleeper};
+use baton_ring::{Lock, Producer, Token, clear_rung, count_sleeper, must_ring, needs_doorbell, seems_asleep, uncount_sleeper};
 use baton_shm::{MovableParts, Region, RingWords};
 use std::collections::VecDeque;
 use std::io;
@@ -29,7 +29,7 @@ mod requests;
 mod sending;
 
 pub use events::catch_up_for_others;
-pub(crate) use events::{Changes, Events, refresh};
+pub(crate) use events::{Changes, Events};
 pub use requests::LIMIT;
 use requests::protocol_error;
 pub use sending::limits_queue;
@@ -115,6 +115,14 @@ impl Lane {
     #[inline(always)]
     fn ring_nic(&self) {
         if needs_doorbell(&self.nic_sleeping.words()[0]) {
+            self.wake_nic();
+        }
+    }
+
+    /// As [`Lane::ring_nic`], after a full barrier.
+    #[inline(always)]
+    fn ring_nic_after_barrier(&self) {
+        if seems_asleep(&self.nic_sleeping.words()[0]) {
             self.wake_nic();
         }
     }
@@ -352,8 +360,7 @@ impl Shared {
             }
             if connection.owner() == Owner::Moving {
                 // With the lock, since another thread may be refreshing the connection.
-                let _events = self.lock_events(token);
-                return connection.readiness();
+                return self.with_events(token, |_| connection.readiness()).unwrap_or_else(|| connection.readiness());
             }
         }
         connection.readiness()
@@ -414,6 +421,7 @@ impl Shared {
 
 #[cfg(test)]
 mod tests {
+    use super::events::Known;
     use super::*;
     use baton_abi::layout::{ANSWERED, RING_MESSAGES, block};
     use baton_abi::{Cid, Control};
@@ -429,6 +437,42 @@ mod tests {
         memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
         connection.set_number(3);
         assert!(connection.has_moved());
+    }
+
+    /// A late thread reads the block anew while another one makes the connection represent the next one: what counts as
+    /// up to date is of one connection.
+    #[test]
+    fn a_connection_that_represents_the_next_one_is_not_mixed_with_it() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let connection = Connection::unregistered(memory.clone(), false);
+        let cids = [Cid::new(5, 1), Cid::new(6, 1)];
+        for (number, cid) in (0..).zip(cids) {
+            memory.word32(at::block(number) + block::CID).store(cid.0, RELAXED);
+            memory.word32(at::block(number) + block::MOVES).store(1, RELAXED);
+        }
+        let ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let late = scope.spawn(|| {
+                while !ended.load(RELAXED) {
+                    connection.refresh();
+                }
+            });
+            while connection.has_moved() {
+                std::thread::yield_now();
+            }
+            for round in 0..200_000 {
+                let number = round % 2;
+                connection.set_number(number);
+                // A little later, so that the late thread gets on.
+                (0..round % 64).for_each(|_| std::hint::spin_loop());
+                if !connection.has_moved() && connection.cid() != cids[number as usize] {
+                    ended.store(true, RELAXED);
+                    panic!("round {round}: {:?} counts as up to date", connection.cid());
+                }
+            }
+            ended.store(true, RELAXED);
+            late.join().unwrap();
+        });
     }
 
     /// RECEIVE_SEQ is written at the handoff only, and READ_SEQ whenever the program reads. A thread that looks just
@@ -558,7 +602,7 @@ mod tests {
         let (shared, _, memory) = session_that_sends(Interface::Batched, Nagle::Nic);
         let connection = shared.unregistered();
         shared.represent(&connection, 0);
-        refresh(&mut shared.lock_events(1).unwrap(), &connection);
+        shared.with_events(1, |round| round.refresh(&connection)).unwrap();
         memory.word32(at::block(0) + block::RECEIVE_SEQ).store(1000, RELAXED);
         memory.word32(at::block(0) + block::MOVES).store(1, RELAXED);
         memory.word32(at::MOVES).store(1, Ordering::Release);
@@ -567,7 +611,7 @@ mod tests {
         nic.publish();
         // The thread that learns of the move has not come to it yet.
         shared.moves_seen.store(1, RELAXED);
-        shared.lock_events(1).unwrap().between.push(0);
+        shared.with_events(1, |round| round.events.between.push(0)).unwrap();
         shared.catch_up(1);
         assert!(!connection.has_moved());
         assert_eq!(connection.received.load(RELAXED), 1010);
@@ -701,15 +745,16 @@ mod tests {
             Some(Arc::new(connection))
         };
         let (first, next) = (Cid::new(5, 1), Cid::new(5, 2));
-        let connections = vec![connection(0, first), connection(1, next)];
-        let mut events = Events::new(&memory, 1, Changes::new().1);
+        let connections = [connection(0, first), connection(1, next)];
+        let mut known = Known::default();
+        connections.iter().for_each(|connection| known.connections.push(connection.clone()));
         let number = |found: Option<&Connection>| found.map(Connection::number);
         for late in [1, 0] {
-            events.note(connections[late].as_ref().unwrap());
+            known.note(connections[late].as_ref().unwrap());
         }
-        assert_eq!(number(events.find(&connections, next)), None);
-        assert_eq!(number(events.search(&connections, next)), Some(1));
-        assert_eq!(number(events.find(&connections, next)), Some(1));
-        assert_eq!(number(events.search(&connections, Cid::new(5, 3))), None);
+        assert_eq!(number(known.find(next)), None);
+        assert_eq!(number(known.search(next)), Some(1));
+        assert_eq!(number(known.find(next)), Some(1));
+        assert_eq!(number(known.search(Cid::new(5, 3))), None);
     }
 }

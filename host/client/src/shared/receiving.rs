@@ -11,8 +11,8 @@ use std::sync::atomic::{Ordering, fence};
 const LARGEST: usize = 0x7fff_f000;
 
 impl Shared {
-    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived. 0, with nothing received,
-    /// in any other case.
+    /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived, and some are wanted. 0,
+    /// with nothing received, in any other case.
     #[inline(always)]
     pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> usize {
         let Some(block) = connection.step_in(token) else { return 0 };
@@ -26,17 +26,17 @@ impl Shared {
     #[inline(always)]
     pub(super) fn take_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
-        let mut unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
-        if out.len() > unread {
-            if out.len() > LARGEST {
+        let unread = || connection.received.load(RELAXED).wrapping_sub(read) as usize;
+        let mut length = out.len();
+        if length > unread() {
+            if length > LARGEST {
                 return 0;
             }
             self.catch_up(token);
-            unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
-        }
-        let length = out.len().min(unread);
-        if length == 0 {
-            return 0;
+            length = length.min(unread());
+            if length == 0 {
+                return 0;
+            }
         }
         let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
         if should_report(connection, end) || !connection.receive_memory().read_straight(read, out) {

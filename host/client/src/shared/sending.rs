@@ -7,7 +7,7 @@ use baton_abi::layout::{ANSWERED, block};
 use baton_abi::{ANSWER, Control, FETCH, HOLD, MORE, Message, Operation};
 use baton_handoff::send_buffer::queue_limit;
 use baton_linux::process;
-use baton_ring::{Producer, Token};
+use baton_ring::{LockGuard, Producer, Token};
 use baton_shm::RingWords;
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -198,13 +198,14 @@ impl Shared {
         }
         let Some(block) = connection.step_in(token) else { return false };
         let lane = self.lane(connection);
-        if !put_at_once(lane, connection, block, token, bytes) {
+        let Some(commands) = put_at_once(lane, connection, block, token, bytes) else {
             connection.leave();
             return false;
-        }
+        };
         block.step_out();
-        // Contains a full barrier, which a mover that waits for this operation to end needs, too.
-        lane.ring_nic();
+        // A full barrier, which both the doorbell and a mover that waits for this operation to end need.
+        commands.unlock();
+        lane.ring_nic_after_barrier();
         block.wake_mover();
         true
     }
@@ -387,23 +388,30 @@ pub fn limits_queue(level: i32, option: i32) -> bool {
     level == 1 && matches!(option, 7 | 32)
 }
 
-/// Whether there is room for all bytes, of which there are some.
+/// Whether there is room for all bytes. Of nothing, and of more than a call takes, it does not say.
 #[inline(always)]
 fn fits(connection: &Connection, bytes: &[u8]) -> bool {
-    bytes.len().wrapping_sub(1) < connection.room() as usize
+    bytes.len() as isize <= connection.signed_room() as isize
 }
 
-/// Part of [`Shared::send_at_once`].
+/// Part of [`Shared::send_at_once`]: the lock that the message's ring still has, or None if nothing was sent.
 #[inline(always)]
-fn put_at_once(lane: &Lane, connection: &Connection, block: Inside<'_>, token: Token, bytes: &[u8]) -> bool {
+fn put_at_once<'a>(
+    lane: &'a Lane,
+    connection: &Connection,
+    block: Inside<'_>,
+    token: Token,
+    bytes: &[u8],
+) -> Option<LockGuard<'a, Producer<RingWords>>> {
     if connection.stopped.load(RELAXED) || !fits(connection, bytes) {
-        return false;
+        return None;
     }
     let queued = connection.queued.load(RELAXED);
-    let Some(address) = connection.send_memory().write_straight(queued, bytes) else { return false };
+    let address = connection.send_memory().write_straight(queued, bytes)?;
     let message = Message::new(Operation::NicSend, connection.cid(), address, bytes.len() as u32);
-    let Some(mut commands) = lane.commands.lock(token) else { return false };
+    let mut commands = lane.commands.lock(token)?;
     // Loaded once more, so that it is not kept across the copy.
     let end = connection.queued.load(RELAXED).wrapping_add(bytes.len() as u32);
-    commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).is_ok()
+    commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).ok()?;
+    Some(commands)
 }

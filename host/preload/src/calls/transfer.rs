@@ -1,7 +1,7 @@
 //! Functions that receive and send.
 
+use crate::at_once::{Arguments, receive_at_once, send_at_once};
 use crate::call::{Call, sum};
-use crate::io::Arguments;
 use crate::kernel_only::{self, Patience, leave_to_kernel};
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
@@ -69,7 +69,7 @@ macro_rules! receives {
             let mut kept = Arguments { fd: $fd, flags: $flags, start: $buffer, length: $length };
             kept.keep();
             // SAFETY: the program's own arguments (`# Safety`).
-            if let Some(received) = unsafe { io::receive_at_once($fd, $buffer, $length, $flags) } {
+            if let Some(received) = unsafe { receive_at_once($fd, $buffer, $length, $flags) } {
                 return received;
             }
             // SAFETY: the program's own arguments (`# Safety`).
@@ -90,7 +90,7 @@ pub unsafe extern "C-unwind" fn read(fd: c_int, buffer: *mut c_void, length: siz
     let mut kept = Arguments { fd, flags: 0, start: buffer, length };
     kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
-    if let Some(received) = unsafe { io::receive_at_once(fd, buffer, length, 0) } {
+    if let Some(received) = unsafe { receive_at_once(fd, buffer, length, 0) } {
         return received;
     }
     // SAFETY: the program's own arguments (`# Safety`).
@@ -135,7 +135,7 @@ pub unsafe extern "C-unwind" fn recvfrom(
         return unsafe { real::recvfrom(fd, buffer, length, flags, address, size) };
     };
     // SAFETY: the program's own arguments (`# Safety`).
-    let at_once = unsafe { io::receive_at_once(fd, buffer, length, flags) };
+    let at_once = unsafe { receive_at_once(fd, buffer, length, flags) };
     // SAFETY: the program's own arguments (`# Safety`).
     let received = at_once.unwrap_or_else(|| unsafe { io::receive(Call::Flagged, tcp, fd, buffer, length, flags) });
     // A connected stream has no sender's address.
@@ -369,7 +369,7 @@ pub unsafe extern "C-unwind" fn write(fd: c_int, buffer: *const c_void, length: 
     let mut kept = Arguments { fd, flags: 0, start: buffer.cast_mut(), length };
     kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
-    if unsafe { io::send_at_once(fd, buffer, length, 0) } {
+    if unsafe { send_at_once(fd, buffer, length, 0) } {
         return kept.length as ssize_t;
     }
     // SAFETY: the program's own arguments (`# Safety`).
@@ -385,7 +385,7 @@ pub unsafe extern "C-unwind" fn send(fd: c_int, buffer: *const c_void, length: s
     let mut kept = Arguments { fd, flags, start: buffer.cast_mut(), length };
     kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
-    if unsafe { io::send_at_once(fd, buffer, length, flags) } {
+    if unsafe { send_at_once(fd, buffer, length, flags) } {
         return kept.length as ssize_t;
     }
     // SAFETY: the program's own arguments (`# Safety`).
@@ -406,7 +406,7 @@ pub unsafe extern "C-unwind" fn sendto(
     size: socklen_t,
 ) -> ssize_t {
     // SAFETY: the program's own arguments (`# Safety`).
-    if address.is_null() && unsafe { io::send_at_once(fd, buffer, length, flags) } {
+    if address.is_null() && unsafe { send_at_once(fd, buffer, length, flags) } {
         return length as ssize_t;
     }
     if let Some(udp) = udp::of(fd) {
