@@ -104,6 +104,8 @@ struct Traffic {
     running: BTreeMap<u64, Running>,
     token: u64,
     restarting: bool,
+    /// Why the first message failed that should not have.
+    failure: Option<Error>,
     report: SoakReport,
 }
 
@@ -148,6 +150,7 @@ impl Traffic {
             running: BTreeMap::new(),
             token: 0,
             restarting: false,
+            failure: None,
             report: SoakReport::default(),
         })
     }
@@ -216,7 +219,10 @@ impl Traffic {
                 self.report.failed += u64::from(!known);
                 self.report.failed_by_restart += u64::from(receiving);
             }
-            Err(_) => self.report.failed += 1,
+            Err(error) => {
+                self.report.failed += 1;
+                self.failure = self.failure.or(Some(error));
+            }
         }
         // Not at once the same place again: a late packet would be seen.
         self.free.insert(self.rng.below(self.free.len() as u64 + 1) as usize, running.region.offset);
@@ -240,7 +246,14 @@ impl Traffic {
             if now > last + PATIENCE {
                 let [sent, received] = self.ended;
                 let held = endpoint.held();
-                bail!("host {}: nothing for 20 s; {sent} sent, {received} received, held {held:?}", if on_a { "A" } else { "B" });
+                let (host, begun) = (if on_a { "A" } else { "B" }, self.begun.values().sum::<u64>());
+                let (killed, done) = (course.killed.load(Ordering::Relaxed), course.done.load(Ordering::Relaxed));
+                bail!(
+                    "host {host}: nothing for 20 s; {sent} sent, {received} received, {begun} begun, held {held:?}; \
+                     {killed} NICs killed after {done} messages; {} failed, the first one by {:?}",
+                    self.report.failed,
+                    self.failure
+                );
             }
             endpoint.wait(now, now + LOOK)?;
         }
@@ -452,7 +465,12 @@ fn exchange(
                 report.held_a = settle(a, &both)?;
             }
             let theirs = peer.join().map_err(|_| anyhow::anyhow!("the peer panicked"))?;
-            run.and(theirs)
+            match (run, theirs) {
+                // What one side waits for may have failed on the other.
+                (Err(error), Ok((its, _))) => Err(error.context(format!("{} messages of the peer's failed", its.failed))),
+                (Err(error), Err(its)) => Err(error.context(format!("the peer: {its:#}"))),
+                (Ok(()), theirs) => theirs,
+            }
         })?;
         report.held_b = theirs.1;
         if !last {

@@ -426,6 +426,32 @@ fn a_false_newer_incarnation_does_not_shut_out_the_true_peer() {
     }
 }
 
+/// A peer that has restarted knows our incarnation before we know its new one, and begins a message. Then comes the
+/// Reset by which we learn of the restart: the new message goes on.
+#[test]
+fn a_restart_is_learned_of_once() {
+    let (mut world, _, _) = cleared(7, 4);
+    let (now, node) = (world.now + 1, &mut world.nodes[1]);
+    let region = Region { offset: 20_000, length: 10_000 };
+    let request = Request { source: None, context: 0, tag: 0, ignore: u64::MAX, region, token: 2 };
+    node.policy.post(request, now, &mut node.memory[..]).unwrap();
+    let new = INCARNATIONS[0] + 1000;
+    let reset = Header { from: new, packet: INCARNATIONS[0], ..header(0, Kind::Reset) };
+    let reset = packet(&world, 0, reset, Body::Empty, &[]);
+    forge(&mut world, 0, &reset);
+    let restarted = world.nodes[1].completions.iter().filter(|ended| ended.result == Err(Error::PeerRestarted)).count();
+    assert_eq!(restarted, 1, "what the old one had begun");
+    let rts_header = Header { from: new, message: 1, packet: 1, ..header(0, Kind::Rts) };
+    let rts = Rts { length: 5200, tag: 0, data: 1, context: 0, handle: 0x1_0001, fragment: 1000 };
+    let rts = packet(&world, 0, rts_header, Body::Rts(rts, &[]), &[7; 200]);
+    let frame = world.frame(0, 1, &rts);
+    world.nodes[1].receive(&frame);
+    let addresses = [world.address(0), world.address(1)];
+    let seen = answers(&mut world.nodes[1], addresses, now);
+    let kinds: Vec<Kind> = seen.iter().map(|(header, _)| header.kind).collect();
+    assert!(kinds.contains(&Kind::Cts) && !kinds.contains(&Kind::Reset), "{kinds:?}");
+}
+
 /// A program sends to a peer, and waits for it, that has just failed; then it closes the peer. Both end.
 #[test]
 fn what_waits_for_a_peer_that_has_failed_ends_when_it_is_closed() {

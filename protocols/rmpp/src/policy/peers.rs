@@ -299,8 +299,9 @@ impl Policy {
             Kind::Bye => Kind::ByeAck,
             _ => return,
         };
-        // A ByeAck must look as if it came from the incarnation that was addressed.
-        let local = if reply == Kind::ByeAck { header.to } else { self.base };
+        // A ByeAck must look as if it came from the incarnation that was addressed; a Reset says which there is now.
+        let known = self.addresses.get(&(*from, header.source)).map(|at| self.peers[usize::from(*at)].local);
+        let local = if reply == Kind::ByeAck { header.to } else { known.unwrap_or(self.base) };
         let mut answer = Header::new(reply, [self.config.endpoint, header.source], [local, header.from]);
         answer.packet = if reply == Kind::Reset { header.to } else { 0 };
         self.commands.push(Command::Control { to: *from, header: answer });
@@ -351,7 +352,11 @@ impl Policy {
         if !peer.is_open() || header.to != peer.local || header.packet != peer.remote {
             return Err(Drop::Stale);
         }
-        self.fail(at, Error::PeerRestarted, false, now);
+        // A newer one than we believed in: the peer has restarted, and may know our incarnation already and have begun
+        // messages with it. If we took another one these would fail, and the peer would take another one in turn. If it
+        // is no newer one, somebody had claimed to be one.
+        let restarted = header.from != peer.remote && !peer.is_past(header.from);
+        self.fail(at, Error::PeerRestarted, restarted, now);
         Ok(())
     }
 
