@@ -501,6 +501,9 @@ pub fn apart<T: Send + 'static>(process: u32, read: impl FnOnce() -> T + Send + 
         drop(reading);
         let _ = to.send(result);
     };
+    // The thread inherits the mask: a signal that this process waits for with a descriptor from now on must not be
+    // delivered to a thread that is from before, where it would end the process.
+    let _undisturbed = Undisturbed::begin();
     std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_ok()
 }
 
@@ -735,4 +738,22 @@ impl Drop for Undisturbed {
 pub fn end_on_broken_pipe() {
     // SAFETY: the default action takes no handler.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Ctrl-C is delivered to any thread that does not block it. Those that read of other processes do, also the ones
+    /// that were there before this process waited for it with a descriptor.
+    #[test]
+    fn a_thread_that_reads_of_another_process_takes_no_signal() {
+        let mask = || std::fs::read_to_string("/proc/thread-self/status").ok();
+        let status = within(std::process::id(), Duration::from_secs(60), mask).flatten().expect("its status");
+        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("its mask");
+        let blocked = u64::from_str_radix(blocked.trim(), 16).expect("a mask");
+        for signal in ENDING {
+            assert!(blocked & 1 << (signal - 1) != 0, "signal {signal} of {blocked:x}");
+        }
+    }
 }

@@ -68,8 +68,9 @@ fn new_ones(known: &mut Vec<Dated>, events: &[Event], between: (u64, u64), numbe
 pub fn watch(socket: PathBuf) -> std::io::Result<(Receiver<News>, Sender<()>)> {
     let (sender, receiver) = sync_channel(4096);
     let (ask, asked) = channel();
+    // Not in the thread, which may begin late on a busy machine: what happens from now on counts.
+    let began = monotonic_micros();
     std::thread::Builder::new().name("baton news".into()).spawn(move || {
-        let began = monotonic_micros();
         let mut watcher = Watcher { known: HashMap::new(), turn: 0, began, numbers: false };
         let (mut tool, mut last) = (None, false);
         loop {

@@ -425,7 +425,8 @@ fn messages_of_two_links_stay_apart() {
     crate::messages::exchange(&mut near, &mut far, 1);
     // From the other link come messages from the same address, for the other link's endpoint.
     let own = crate::messages::in_the_program(&settings(at(1, 0)));
-    let mut near_other = bed.host_a.run(|| Endpoint::new(&own)).expect("an endpoint");
+    let when = "the socket of the endpoint that was refused is closed";
+    let mut near_other = crate::common::bind_at_freed(&bed.host_a, when, || Endpoint::new(&own));
     let mut far_other =
         bed.host_b.run(|| Endpoint::new(&crate::messages::in_the_program(&settings(at(1, 1))))).expect("an endpoint");
     for token in 2..10 {

@@ -60,11 +60,11 @@ impl Scene {
     }
 
     fn statistics(&self) -> Statistics {
-        self.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics")
+        crate::common::answered(&self.bed, |tool| tool.statistics())
     }
 
     fn list(&self) -> Vec<ConnectionInfo> {
-        self.bed.tool().and_then(|mut tool| tool.connections()).expect("a list")
+        crate::common::answered(&self.bed, |tool| tool.connections())
     }
 
     /// Sends a byte on each connection there and back.
