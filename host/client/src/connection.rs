@@ -317,6 +317,11 @@ impl Connection {
         }
     }
 
+    /// Whether any thread is inside an operation on it.
+    pub fn is_entered(&self) -> bool {
+        self.word(block::BUSY).load(RELAXED) != 0
+    }
+
     /// Whether this thread is inside an operation on it.
     pub fn is_inside(&self, token: Token) -> bool {
         self.word(block::BUSY).load(RELAXED) == token

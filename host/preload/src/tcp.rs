@@ -148,6 +148,11 @@ impl Tcp {
         self.linked(&self.managed)
     }
 
+    /// Whether any thread is inside an operation on the connection that it has, or had last.
+    fn is_entered(&self) -> bool {
+        self.linked(&self.link).is_some_and(|(connection, _)| connection.is_entered())
+    }
+
     /// As `managed`, if a receive returns with a single byte.
     #[inline(always)]
     pub fn plain(&self) -> Option<(&Connection, &'static Session)> {

@@ -278,6 +278,27 @@ impl Traffic {
             }
             endpoint.wait(now, now + LOOK)?;
         }
+        self.find_successor(endpoint)
+    }
+
+    /// Sends messages of this round, which the peer's successor discards, until one comes. If all that was sent had
+    /// been acknowledged, nothing has told of the restart yet, and the first messages of the next round would fail.
+    fn find_successor(&self, endpoint: &mut Endpoint) -> Result<()> {
+        let region = Region { offset: endpoint.heap()[0], length: 0 };
+        let outgoing = Outgoing { peer: self.to, context: self.round, tag: 0, data: 0, region, token: 0 };
+        let (begin, mut sent, mut found) = (monotonic_micros(), false, false);
+        while !found {
+            let now = monotonic_micros();
+            sent = sent || endpoint.send(outgoing, now).is_ok();
+            endpoint.progress(now)?;
+            while let Some(completion) = endpoint.poll_completion() {
+                (sent, found) = (false, completion.result.is_ok());
+            }
+            if now > begin + PATIENCE {
+                bail!("no message has come to a peer that was restarted");
+            }
+            endpoint.wait(now, now + LOOK)?;
+        }
         Ok(())
     }
 }
@@ -469,6 +490,10 @@ fn exchange(
                 // What one side waits for may have failed on the other.
                 (Err(error), Ok((its, _))) => Err(error.context(format!("{} messages of the peer's failed", its.failed))),
                 (Err(error), Err(its)) => Err(error.context(format!("the peer: {its:#}"))),
+                (Ok(()), Err(its)) => {
+                    let ours = format!("{} messages of host A failed, the first one by {:?}", mine.report.failed, mine.failure);
+                    Err(its.context(ours))
+                }
                 (Ok(()), theirs) => theirs,
             }
         })?;

@@ -13,10 +13,12 @@ use libc::c_int;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
+/// How many sockets are looked at before another one is made.
+const MOST_LATE: usize = 8;
+
 /// Tracks a socket that this process has just made.
 pub(crate) fn new(fd: c_int) -> &'static Tcp {
-    let reused = POOL.lock().pop();
-    let tcp = reused.unwrap_or_else(|| {
+    let tcp = from_pool().unwrap_or_else(|| {
         Box::leak(Box::new(Tcp {
             handover: HandOver::default(),
             generation: AtomicU32::new(0),
@@ -70,6 +72,15 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.asking.forget();
     *locked(&tcp.fds) = vec![fd];
     tcp
+}
+
+/// One that no thread is inside any more. Such a thread may lack a processor for long, and writes to what the
+/// connection is then.
+fn from_pool() -> Option<&'static Tcp> {
+    let mut pool = POOL.lock();
+    let at = pool.iter().rev().take(MOST_LATE).position(|tcp| !tcp.is_entered())?;
+    let at = pool.len() - 1 - at;
+    Some(pool.swap_remove(at))
 }
 
 /// Tracks a socket that other processes may hold, too.
