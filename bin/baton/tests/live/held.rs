@@ -60,13 +60,25 @@ impl Drop for Holder {
     }
 }
 
-/// The longest that a move of the honest program and a list take, of ten.
+/// The longest that a move of the honest program, with data both ways before and after it, and a list take, of ten.
 fn longest_round(scene: &mut Scene) -> Duration {
     let round = |at| {
         let begun = Instant::now();
-        scene.exchange(10_000, if at % 2 == 0 { Place::Nic } else { Place::Kernel });
+        scene.fill(10_000);
+        let filled = begun.elapsed();
+        scene.move_to(if at % 2 == 0 { Place::Nic } else { Place::Kernel });
+        let moved = begun.elapsed();
         assert!(!answered(&scene.bed, |tool| tool.connections()).is_empty());
-        begun.elapsed()
+        let listed = begun.elapsed();
+        scene.fill(10_000);
+        scene.drain();
+        let drained = begun.elapsed();
+        if drained > Duration::from_millis(500) {
+            println!(
+                "round {at}: filled after {filled:?}, moved after {moved:?}, listed after {listed:?}, all read after {drained:?}"
+            );
+        }
+        drained
     };
     (0..10).map(round).max().unwrap_or_default()
 }
