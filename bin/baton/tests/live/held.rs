@@ -73,6 +73,7 @@ fn longest_round(scene: &mut Scene) -> Duration {
         scene.fill(10_000);
         scene.drain();
         let drained = begun.elapsed();
+        // Waits: decides only what is printed.
         if drained > Duration::from_millis(500) {
             println!(
                 "round {at}: filled after {filled:?}, moved after {moved:?}, listed after {listed:?}, all read after {drained:?}"

@@ -453,6 +453,7 @@ mod tests {
         let ended = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let late = scope.spawn(|| {
+                // Waits: for nothing; this thread goes on until the other one has ended, or has failed.
                 while !ended.load(RELAXED) {
                     connection.refresh();
                 }
