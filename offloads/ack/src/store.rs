@@ -35,8 +35,8 @@ pub trait Store {
     /// Stores eight bytes atomically, after everything that was written before.
     fn publish(&self, buffer: usize, at: usize, word: u64);
 
-    /// Whether a buffer holds data that an earlier NIC has acknowledged and the kernel has not.
-    fn holds(&self, buffer: usize) -> bool
+    /// Whether a buffer is of a connection that an earlier NIC acknowledged for, or may have to.
+    fn is_used(&self, buffer: usize) -> bool
     where
         Self: Sized,
     {
@@ -92,7 +92,8 @@ pub(crate) fn store_range(store: &impl Store, entry: &AckEntry) {
     store.publish(entry.buffer, RANGE, u64::from(entry.una) | u64::from(entry.next) << 32);
 }
 
-/// Reads what an earlier NIC has left in a buffer, if it is data that the kernel has not acknowledged.
+/// Reads what an earlier NIC has left in a buffer: data that the kernel has not acknowledged, or what its handshake said
+/// (the window scales), without which the next NIC could not acknowledge for that connection any more.
 pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     let word = |at: usize| {
         let mut bytes = [0; 8];
@@ -108,7 +109,9 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     store.read(buffer, FLOW, &mut flow);
     store.read(buffer, MACS, &mut macs);
     store.read(buffer, PEER, &mut peer);
-    if una == next || next.wrapping_sub(una) as usize > RING {
+    let holds = una != next;
+    // Which scale is known once both ends have said what they use.
+    if next.wrapping_sub(una) as usize > RING || !holds && peer[7] == 0 {
         return None;
     }
     let four = |at: usize| u32::from_le_bytes([peer[at], peer[at + 1], peer[at + 2], peer[at + 3]]);
@@ -125,7 +128,8 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     // The peer may have got an acknowledgement of all of it. The right edge of the window comes with the kernel's next
     // segment.
     (entry.una, entry.next, entry.acked, entry.rcv_adv) = (una, next, next, next);
-    (entry.synchronized, entry.established) = (true, true);
+    // Where nothing is held, the kernel's next segment gives all numbers: it may have got data without a NIC.
+    (entry.synchronized, entry.established) = (holds, holds);
     // At most what the kernel has sent, and close to it; its next segment gives the true number.
     (entry.iss, entry.snd_nxt) = (four(16), four(20));
     (entry.our_scale, entry.peer_scales) = (Some(peer[7].checked_sub(1)), Some(true));
