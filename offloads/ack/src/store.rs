@@ -92,8 +92,8 @@ pub(crate) fn store_range(store: &impl Store, entry: &AckEntry) {
     store.publish(entry.buffer, RANGE, u64::from(entry.una) | u64::from(entry.next) << 32);
 }
 
-/// Reads what an earlier NIC has left in a buffer: data that the kernel has not acknowledged, or what its handshake said
-/// (the window scales), without which the next NIC could not acknowledge for that connection any more.
+/// Reads what an earlier NIC has left in a buffer: data that the kernel has not acknowledged, or what its handshake
+/// said (the window scales), without which the next NIC could not acknowledge for that connection any more.
 pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     let word = |at: usize| {
         let mut bytes = [0; 8];

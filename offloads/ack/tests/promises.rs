@@ -361,8 +361,8 @@ fn places_are_used_again() {
     }
 }
 
-/// A NIC that dies while it holds nothing leaves the connection to the next one, which acknowledges again once the kernel
-/// has sent something. While it is off, a handshake ends what is known of the last connection.
+/// A NIC that dies while it holds nothing leaves the connection to the next one, which acknowledges again once the
+/// kernel has sent something. While it is off, a handshake ends what is known of the last connection.
 #[test]
 fn a_connection_of_which_nothing_was_held_stays_known() {
     let mut world = World::new(0xf000_0001, 77, 4, 30_000, 0, false);
