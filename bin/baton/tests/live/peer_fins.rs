@@ -1,12 +1,17 @@
-//! A connection whose peer has sent its FIN stays on the NIC, or leaves its place to others (`peer-fin`).
+//! A connection whose peer has sent its FIN stays on the NIC, or leaves its place to others (`peer-fin`); the kernel gets
+//! the FIN before the program goes on.
 
-use crate::common::{Scene, answered, scene, wait_until};
+use crate::common::{Scene, answered, connect, hosts, scene, session, wait_until};
+use crate::moves::nft;
 use baton_abi::layout::Counter;
 use baton_bed::testbed::TestbedSettings;
+use baton_linux::tcp_info::TcpInfo;
 use baton_offloads::{Offloads, PeerFin};
 use baton_protocol::program::{Ask, Place, Reply};
 use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
+use std::time::Duration;
 
 fn set(scene: &Scene, peer_fin: PeerFin) {
     let offloads = Box::new(Offloads { peer_fin, ..Offloads::default() });
@@ -73,4 +78,35 @@ fn a_connection_that_comes_with_the_peers_fin_is_given_back() {
     scene.drain();
     scene.session.shutdown(scene.id).expect("the program's end");
     scene.expect_peer_end();
+}
+
+/// The kernel's packet threads may wait for a processor for seconds: here a rule drops the FIN that is replayed to the
+/// kernel for as long. The program, which knows of the end, does not go on with a socket that has none.
+#[test]
+fn a_fin_that_the_kernel_gets_late_is_waited_for() {
+    /// Linux's number of the state.
+    const CLOSE_WAIT: u8 = 8;
+    for beside in [false, true] {
+        let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+        let (server, peer) = connect(&bed, false, 8080);
+        let copy = server.try_clone().expect("a descriptor");
+        let mut session = session(&bed);
+        let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+        session.move_to(id, Place::Nic).expect("a move");
+        peer.shutdown(Shutdown::Write).expect("the peer's end");
+        wait_until("the end of the stream", || session.receive(id, &mut [0; 16]).is_ok_and(|length| length == 0));
+        let drop = "add table ip late; add chain ip late input { type filter hook input priority 0; }; add rule ip late input tcp flags & fin == fin drop";
+        nft(&bed.host_a, &[drop]);
+        let state = std::thread::scope(|scope| {
+            let moves = scope.spawn(|| {
+                session.move_to(id, Place::Kernel).expect("a move");
+                TcpInfo::read(copy.as_fd()).expect("TCP_INFO").state
+            });
+            // Waits: for longer than a FIN was once waited for.
+            std::thread::sleep(Duration::from_millis(1500));
+            nft(&bed.host_a, &["delete", "table", "ip", "late"]);
+            moves.join().expect("a move")
+        });
+        assert_eq!(state, CLOSE_WAIT, "beside: {beside}");
+    }
 }

@@ -17,9 +17,10 @@ use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::Replay;
 use std::io;
 
-/// Microseconds after which a FIN that has not arrived is replayed again, and after which it is waited for no longer.
+/// Microseconds after which a FIN that has not arrived is replayed again, at first (it doubles), and after which it is
+/// waited for no longer. On a busy machine the kernel's packet threads may wait for a processor for two seconds.
 const FIN_AGAIN: u64 = 10_000;
-const FIN_LIMIT: u64 = 1_000_000;
+const FIN_LIMIT: u64 = 5_000_000;
 /// Linux's numbers of the states in which no FIN has come: ESTABLISHED, FIN-WAIT-1, FIN-WAIT-2.
 const WITHOUT_FIN: [u8; 3] = [1, 4, 5];
 
@@ -188,7 +189,8 @@ impl Performer<'_> {
         }
         if now >= again_at {
             self.send_fin(&image);
-            self.connection.expect_fin(Some(ReplayedFin { image, again_at: now + FIN_AGAIN, until }));
+            let waited = (now + FIN_LIMIT).saturating_sub(until);
+            self.connection.expect_fin(Some(ReplayedFin { image, again_at: now + waited.max(FIN_AGAIN), until }));
         }
         false
     }
