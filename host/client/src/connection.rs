@@ -185,8 +185,8 @@ impl Connection {
         }
     }
 
-    /// Makes this represent another connection from now on. No thread is inside the previous one. A late thread may hold
-    /// a reference for it nevertheless, and read the block anew: this waits until it has ([`Connection::change`]).
+    /// Makes this represent another connection from now on. No thread is inside the previous one. A late thread may
+    /// hold a reference for it nevertheless, and read the block anew: this waits until it has ([`Connection::change`]).
     pub(crate) fn set_number(&self, number: u32) {
         let _alone = self.change();
         self.number.store(number, RELAXED);

@@ -1,5 +1,5 @@
-//! A connection whose peer has sent its FIN stays on the NIC, or leaves its place to others (`peer-fin`); the kernel gets
-//! the FIN before the program goes on.
+//! A connection whose peer has sent its FIN stays on the NIC, or leaves its place to others (`peer-fin`); the kernel
+//! gets the FIN before the program goes on.
 
 use crate::common::{Scene, answered, connect, hosts, scene, session, wait_until};
 use crate::moves::nft;
