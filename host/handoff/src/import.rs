@@ -57,16 +57,22 @@ impl Importer {
     /// Turns the shell back into a connection: numbers, options, unread bytes, bytes in flight. After that it receives,
     /// so frames may flow, and [`Importer::finish`] lets it send.
     ///
+    /// With `measure` and bytes in flight the kernel learns the round trip from the peer's last header, which is
+    /// replayed to it: TCP_REPAIR cannot tell it, and without one it would wait 1 to 3 s before it sends anything again
+    /// (Linux, TCP_TIMEOUT_INIT, TCP_TIMEOUT_FALLBACK). It takes a round trip only from an acknowledgement of something
+    /// new (RFC 7323 section 4.1), so the byte before those in flight, which the peer has acknowledged, counts as in
+    /// flight, too. Its value does not matter: the peer takes it for what it has already.
+    ///
     /// # Errors
     /// The step that the kernel refused.
     pub fn begin(
         fd: BorrowedFd<'_>,
         image: &Image,
-        local: SocketAddr,
-        peer: SocketAddr,
+        (local, peer): (SocketAddr, SocketAddr),
         unread: &Pieces<'_>,
         unacknowledged: &Pieces<'_>,
         saved: &Saved,
+        measure: bool,
     ) -> Result<Importer, ImportError> {
         let saved = &saved.with_reuse_of_shell(fd);
         shell::repair(fd).step("TCP_REPAIR")?;
@@ -75,9 +81,10 @@ impl Importer {
         let rcv_data_end = image.rcv_nxt.wrapping_sub(u32::from(image.state.fin_received()));
         let snd_start = if image.state.fin_acknowledged() { image.snd_end } else { image.snd_una };
         let first_unread = rcv_data_end.wrapping_sub(unread.length() as u32);
+        let measured = u32::from(measure && image.timestamps && unacknowledged.length() > 0 && image.snd_nxt != snd_start);
         // An IPv6 socket works out its segment size when it connects, and cannot be set later.
         let mss = (!image.flow.is_v4()).then_some(image.mss);
-        let beginning = Beginning { snd: snd_start, rcv: first_unread, scaled: is_scaled(image) };
+        let beginning = Beginning { snd: snd_start.wrapping_sub(measured), rcv: first_unread, scaled: is_scaled(image) };
         shell::reassociate(fd, local, peer, beginning, mss).step(RECONNECT)?;
         write_options(fd, image).step("TCP_REPAIR_OPTIONS")?;
         let receive = Buffer::make_room(fd, Side::Receive, unread.length(), 2).step("SO_RCVBUFFORCE")?;
@@ -87,6 +94,11 @@ impl Importer {
             // Before the kernel sends anything: with the larger buffer it would advertise a larger window.
             receive.put_back(fd).step("SO_RCVBUFFORCE")?;
         }
+        if measured > 0 {
+            refill(fd, Queue::Send, &unacknowledged.front(1)).step("send queue")?;
+            // By itself: a part of a segment that is acknowledged does not count.
+            count_as_sent(fd).step("send queue")?;
+        }
         let sent = image.snd_nxt.wrapping_sub(snd_start).min(unacknowledged.length() as u32) as usize;
         refill(fd, Queue::Send, &unacknowledged.front(sent)).step("send queue")?;
         count_as_sent(fd).step("send queue")?;
@@ -94,7 +106,7 @@ impl Importer {
             import_fin(fd).step("shutdown")?;
         }
         shell::select(fd, Queue::None).step("TCP_REPAIR_QUEUE")?;
-        write_window(fd, image, rcv_data_end).step("TCP_REPAIR_WINDOW")?;
+        write_window(fd, image, rcv_data_end, measured).step("TCP_REPAIR_WINDOW")?;
         if image.flow.is_v4() {
             // The kernel works out the segment size anew when IP options change; setting none is enough.
             let _ = socket::set_bytes(fd, libc::IPPROTO_IP, libc::IP_OPTIONS, &[]);
@@ -188,11 +200,11 @@ fn write_options(fd: BorrowedFd<'_>, image: &Image) -> io::Result<()> {
     Ok(())
 }
 
-fn write_window(fd: BorrowedFd<'_>, image: &Image, rcv_nxt: u32) -> io::Result<()> {
+fn write_window(fd: BorrowedFd<'_>, image: &Image, rcv_nxt: u32, measured: u32) -> io::Result<()> {
     let edge = image.rcv_adv.wrapping_sub(rcv_nxt);
-    // A FIN that was acknowledged is sent again: the window begins one earlier, and has room for it also where the peer
-    // has closed it.
-    let send = image.snd_wnd.saturating_add(u32::from(image.state.fin_acknowledged()));
+    // A FIN that was acknowledged is sent again, or a byte: the window begins one earlier, and has room for it also
+    // where the peer has closed it.
+    let send = image.snd_wnd.saturating_add(u32::from(image.state.fin_acknowledged()) + measured);
     let words = [image.snd_wl1, send, image.max_window.max(send), edge, rcv_nxt];
     let raw: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
     socket::set_bytes(fd, libc::IPPROTO_TCP, TCP_REPAIR_WINDOW, &raw)

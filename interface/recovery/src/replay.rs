@@ -27,7 +27,9 @@ impl Replay<'_> {
         let image = self.image;
         let link = Link { source: image.link.destination, destination: image.link.source, ..image.link };
         let template = Template::new(&image.flow.reversed(), &link, image.timestamps);
-        let timestamps = image.timestamps.then_some((image.ts_recent, image.ts_clock));
+        // The kernel may take a round trip from the echo: it has been under way for as long as the last one was.
+        let echo = image.ts_clock.wrapping_sub(image.srtt.div_ceil(1000));
+        let timestamps = image.timestamps.then_some((image.ts_recent, echo));
         let options = TcpOptions { timestamps, ..TcpOptions::default() };
         let window = (image.snd_wnd >> image.snd_wscale).min(65535) as u16;
         let mut frame = Frame::with_capacity(MAX_HEADER + MAX_PAYLOAD as usize);

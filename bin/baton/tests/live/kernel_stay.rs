@@ -1,19 +1,22 @@
 //! What the real kernel shows of a connection that it has from a NIC, from which the next offload concludes whether the
 //! NIC's state holds (`baton_image::Stay`).
 
-use crate::common::{connect, hosts, sent_again, unacknowledged, wait_until};
+use crate::common::{Scene, answered, connect, hosts, sent_again, session, unacknowledged, wait_until};
 use crate::moves::nft;
 use baton_bed::testbed::TestbedSettings;
 use baton_handoff::export::{self, Exporter};
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
+use baton_linux::process;
 use baton_linux::socket::{self, Pieces};
+use baton_linux::tcp_info::TcpInfo;
+use baton_protocol::program::Place;
 use baton_shm::Region;
 use baton_wire::frame::Link;
 use baton_wire::{Endpoint, Flow};
 use std::net::{SocketAddr, TcpStream};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 /// Bytes of send and of receive memory; the receive memory follows the send memory.
@@ -55,7 +58,7 @@ impl Moved<'_> {
         exporter.copy_queues(fd, &unread, &unacknowledged).expect("the queues");
         let saved = exporter.purge(fd).map_err(|(_, refusal)| refusal).expect("a shell");
         let (local, peer) = (self.server.local_addr().expect("local"), self.server.peer_addr().expect("peer"));
-        let importer = Importer::begin(fd, &image, local, peer, &unread, &unacknowledged, &saved).expect("an import");
+        let importer = Importer::begin(fd, &image, (local, peer), &unread, &unacknowledged, &saved, false).expect("an import");
         importer.finish(fd, &unacknowledged, false).expect("its end");
         image
     }
@@ -110,4 +113,34 @@ fn the_kernel_shows_what_it_sent_again_since_an_import() {
     peer.set_nonblocking(false).expect("blocking");
     assert_eq!(socket::receive(peer.as_fd(), &mut received).expect("the data"), IN_FLIGHT as usize);
     wait_until("the acknowledgement arrives", || unacknowledged(&server) == 0);
+}
+
+/// The NIC dies with data in flight that is lost. The kernel knows the round trip that the NIC has measured: else it
+/// would wait a second, or three, before it sends that again.
+#[test]
+fn the_kernel_knows_the_round_trip_after_a_nics_death() {
+    for (beside, ipv6) in [(false, false), (true, true)] {
+        let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+        let (server, peer) = connect(&bed, ipv6, 8080);
+        let copy = server.try_clone().expect("a descriptor");
+        let mut session = session(&bed);
+        let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+        let mut scene = Scene { session, id, peer, bed, sent: [0; 2], received: [0; 2] };
+        scene.exchange(50_000, Place::Nic);
+        let lose = "add table inet lose; add chain inet lose c { type filter hook input priority 0; }; add rule inet lose c tcp sport 8080 drop";
+        nft(&scene.bed.host_b, &[lose]);
+        scene.send(5000);
+        let detail = || answered(&scene.bed, |tool| tool.connections())[0].detail;
+        wait_until("data is in flight", || detail().in_flight == 5000);
+        let nic = answered(&scene.bed, |tool| tool.statistics()).nic_process;
+        process::signal(nic, 9).expect("a signal");
+        wait_until("it is in the kernel", || scene.session.place(id) == Some(Place::Kernel));
+        let info = || TcpInfo::read(copy.as_fd()).expect("TCP_INFO");
+        wait_until("the round trip is known", || info().rto < 1_000_000);
+        let found = info();
+        assert!(found.rtt > 0 && found.unacked as usize >= 5000_usize.div_ceil(found.snd_mss as usize), "{found:?}");
+        nft(&scene.bed.host_b, &["delete", "table", "inet", "lose"]);
+        scene.drain();
+        scene.exchange(50_000, Place::Nic);
+    }
 }

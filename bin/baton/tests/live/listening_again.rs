@@ -42,7 +42,7 @@ fn whatever_has_become_of_a_socket() {
     listen(&bed, "on the NIC, with an attacher");
     let memory = Region::private(1 << 16).expect("memory");
     let nothing = || Pieces::of(&memory, (0, 1 << 16), 0, 0).expect("no bytes");
-    let importer = Importer::begin(fd, &image, local, peer, &nothing(), &nothing(), &saved).expect("an import");
+    let importer = Importer::begin(fd, &image, (local, peer), &nothing(), &nothing(), &saved, false).expect("an import");
     listen(&bed, "a move back that has begun");
     importer.finish(fd, &nothing(), true).expect("its end");
     listen(&bed, "in the kernel again");

@@ -363,7 +363,7 @@ impl Performer<'_> {
         let Exported { image, saved, .. } = self.connection.exported(self.ground.nic_memory).ok_or(Refusal::NoRoom)?;
         self.image = Some(image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, None, monotonic_micros())));
-        self.import_with(memory, image, saved)
+        self.import_with(memory, image, saved, false)
     }
 }
 

@@ -97,16 +97,21 @@ impl Performer<'_> {
         let saved = saved.with_programs(flags & block::FLAG_KEEPALIVE != 0, flags & block::FLAG_CORK != 0);
         let gone = |_| Refusal::from(ImportError { step: "its program's descriptor", error: io::ErrorKind::NotFound.into() });
         self.fd().map_err(gone)?;
-        self.import_with(memory, image, saved)
+        // What a dead NIC had in flight may be lost. Where bytes that are acknowledged in the kernel mean something to
+        // the agent, one more would mislead it.
+        let counts = self.connection.unproved().is_some() || image.user_timeout != 0;
+        let measure = nic.is_none() && image.ts_recent != 0 && image.srtt != 0 && !counts;
+        self.import_with(memory, image, saved, measure)
     }
 
-    /// Imports an image, and the bytes that lie in this memory, into the kernel's socket.
-    pub(super) fn import_with(&mut self, memory: Memory, image: Image, saved: Saved) -> Result<(), Stop> {
+    /// Imports an image, and the bytes that lie in this memory, into the kernel's socket. `measure` is
+    /// [`Importer::begin`]'s.
+    pub(super) fn import_with(&mut self, memory: Memory, image: Image, saved: Saved, measure: bool) -> Result<(), Stop> {
         let (region, local, peer) = (self.open.memory.clone(), self.connection.local(), self.connection.peer());
         let imported = self.on_socket(move |fd| {
             let (unread, unacknowledged) = queues(&region, memory, &image)
                 .ok_or_else(|| ImportError { step: "queues", error: io::ErrorKind::InvalidData.into() })?;
-            Importer::begin(fd, &image, local, peer, &unread, &unacknowledged, &saved)
+            Importer::begin(fd, &image, (local, peer), &unread, &unacknowledged, &saved, measure)
         })?;
         self.keep_importer(imported)
     }
