@@ -9,6 +9,7 @@ use crate::connection::{Carried, Connection, Memory, Stage};
 use crate::events::AGENT_DIED;
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
+use crate::nic::Hardware;
 use crate::perform::hand_to_kernel;
 use crate::record::{read_image, unpublish};
 use crate::session::{NOT_READING, OpenSession, Sent, Session};
@@ -30,7 +31,7 @@ use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Request, Until};
 use baton_shm::Region;
 use baton_supervision::SHORTEST_WAIT;
-use baton_wire::Flow;
+use baton_wire::{Endpoint, Flow};
 use std::cell::OnceCell;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -105,17 +106,31 @@ impl Inherited {
     }
 
     /// Returns the sessions by number, with their connections in the kernel; those that cannot be taken over are left
-    /// out.
-    fn sessions(self) -> BTreeMap<u32, Session> {
+    /// out. `journaled` are the ends of the connections that were between two owners.
+    fn sessions(self, journaled: &Journaled) -> BTreeMap<u32, Session> {
         let (mut sessions, ends) = (BTreeMap::new(), OnceCell::new());
         for (kept, descriptors) in self.0 {
             let name = kept.clone();
-            if let Err(error) = take_in(&mut sessions, kept, descriptors, &ends) {
+            if let Err(error) = take_in(&mut sessions, kept, descriptors, &ends, journaled) {
                 report!("baton agent: {name:?} of the last agent is lost: {error:#}");
             }
         }
         sessions
     }
+}
+
+/// Addresses of connections and of their peers, by session and number.
+type Journaled = HashMap<(u32, u32), (SocketAddr, SocketAddr)>;
+
+/// The ends of the connections that the journals in the NICs' memories tell of. The dead agent may have been making a
+/// socket a shell, or a connection again: for a moment it has no peer.
+fn journaled(hardware: &[Hardware], slots: u32) -> Journaled {
+    let entries = hardware.iter().enumerate().flat_map(|(nic, hardware)| {
+        let used = journal::slots_used(&hardware.memory, slots);
+        (0..used).filter_map(move |at| journal::read(&hardware.memory, nic, at))
+    });
+    let ends = |flow: Flow| (address(flow.local, flow.device), address(flow.remote, flow.device));
+    entries.filter_map(|(_, entry)| Some(((entry.session, entry.connection), ends(entry.flow?)))).collect()
 }
 
 /// The ends of all connections of the host, by their sockets' cookies; looked up when they are needed.
@@ -136,7 +151,13 @@ fn ends_of(fd: BorrowedFd<'_>, session: Option<&Session>, ends: &Ends) -> (Optio
 }
 
 /// Adds one of the things that the keeper holds to the sessions.
-fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<OwnedFd>, ends: &Ends) -> Result<()> {
+fn take_in(
+    sessions: &mut BTreeMap<u32, Session>,
+    kept: Kept,
+    descriptors: Vec<OwnedFd>,
+    ends: &Ends,
+    journaled: &Journaled,
+) -> Result<()> {
     let mut descriptors = descriptors.into_iter();
     let mut next = || descriptors.next().context("the keeper lost its descriptor");
     match kept {
@@ -157,11 +178,13 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
         Kept::Connection(of, number, until) => {
             let fd = Foreign::from(next()?);
             let names = ends_of(fd.as_fd(), sessions.get(&of), ends);
-            let (Some(session), Some(local)) = (sessions.get_mut(&of), names.0) else { return Ok(()) };
-            // A socket whose connection has ended on the NIC has no peer any more, and no frames of it are sent.
-            let Some(peer) = names.1.or_else(|| session.has_ended(number).then_some(local)) else { return Ok(()) };
+            let Some(session) = sessions.get_mut(&of) else { return Ok(()) };
             let process = session.process;
-            let connection = adopt(session, number, Some(fd), process, (local, peer));
+            let ends = match names {
+                (Some(local), Some(peer)) => (local, peer),
+                (local, _) => journaled.get(&(of, number)).copied().unwrap_or_else(|| ended_at(local)),
+            };
+            let connection = adopt(session, number, Some(fd), process, ends);
             if let Some(connection) = connection {
                 (connection.stays, connection.inherited) = (until == Until::Never, until == Until::Alone);
             }
@@ -176,6 +199,24 @@ fn take_in(sessions: &mut BTreeMap<u32, Session>, kept: Kept, descriptors: Vec<O
         _ => {}
     }
     Ok(())
+}
+
+/// The ends of a connection that has ended, on the NIC or by a reset: it has no peer any more, and no frames of it are
+/// sent. But its number, block and memory are its program's until that has closed it: nobody else may get them.
+fn ended_at(local: Option<SocketAddr>) -> (SocketAddr, SocketAddr) {
+    let local = local.unwrap_or_else(|| SocketAddr::from(([0; 4], 0)));
+    (local, local)
+}
+
+/// An endpoint as a socket's address, of a connection by this device or, with 0, by any.
+fn address(endpoint: Endpoint, device: u32) -> SocketAddr {
+    let mut address = SocketAddr::from(endpoint);
+    if let SocketAddr::V6(v6) = &mut address
+        && v6.ip().is_unicast_link_local()
+    {
+        v6.set_scope_id(device);
+    }
+    address
 }
 
 fn adopt(
@@ -205,7 +246,7 @@ impl Agent {
         inherited.take_groups(&mut self.groups);
         self.begin_addresses(inherited.take_addresses());
         let listeners = inherited.take_listeners();
-        for (number, session) in inherited.sessions() {
+        for (number, session) in inherited.sessions(&journaled(&self.hardware, self.settings.nic.slots as u32)) {
             self.watch(number, &session)?;
             // An earlier agent may have had higher limits.
             let _ = self.users.connects(session.user);
@@ -384,7 +425,7 @@ impl Session {
             if word(block::FLAGS) & block::FLAG_OPENING != 0 {
                 // Only the dead agent knew where to.
                 connection.block.store(block::ERROR, ABORTED);
-                connection.block.store(block::FLAGS, 0);
+                connection.block.set_flags(0);
                 connection.block.store(block::MOVES, word(block::MOVES).wrapping_add(1));
             }
             connection.set_machine(Move::ended());

@@ -24,7 +24,7 @@ pub(crate) struct Entry {
     /// The image that was handed off, in its short form; its 4-tuple is the slot's.
     image: Vec<u8>,
     #[serde(skip)]
-    flow: Option<Flow>,
+    pub flow: Option<Flow>,
     pub handed_off_at: u64,
 }
 

@@ -266,6 +266,10 @@ fn watch(
             Remedy::End => agent.kill()?,
         }
         if watched.has_ended() {
+            // Its channel may be open still. What it has sent before its end counts.
+            while let Ok((kept, descriptors)) = channel.try_receive_foreign::<Kept>() {
+                held.note(kept, descriptors);
+            }
             return Ok(false);
         }
         for token in tokens.drain(..) {
