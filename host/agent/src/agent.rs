@@ -577,7 +577,7 @@ impl Agent {
         if let Some(extra) = &mut connection.extra {
             self.counts.note_carried(entry.user, &entry.opening.program, extra.take_counts().1);
         }
-        connection.block.store(block::FLAGS, connection.block.load(block::FLAGS) & !block::FLAG_CLOSED);
+        connection.block.note_closed(false);
         if let Some(group) = self.groups.get(entry.opening.group) {
             group.forgotten(&connection);
         }

@@ -42,6 +42,26 @@ impl Block {
         self.word(field).store(value, Ordering::Release);
     }
 
+    /// Sets the flags, but for [`layout::FLAG_CLOSED`], which its program may set at any moment.
+    pub fn set_flags(&self, flags: u32) {
+        let kept = |now: u32| Some(flags & !layout::FLAG_CLOSED | now & layout::FLAG_CLOSED);
+        let _ = self.word(layout::FLAGS).fetch_update(Ordering::AcqRel, Ordering::Acquire, kept);
+    }
+
+    /// Whether the connection's program has closed it.
+    pub fn is_closed(&self) -> bool {
+        self.load(layout::FLAGS) & layout::FLAG_CLOSED != 0
+    }
+
+    /// Notes whether the connection is closed.
+    pub fn note_closed(&self, closed: bool) {
+        if closed {
+            self.word(layout::FLAGS).fetch_or(layout::FLAG_CLOSED, Ordering::AcqRel)
+        } else {
+            self.word(layout::FLAGS).fetch_and(!layout::FLAG_CLOSED, Ordering::AcqRel)
+        };
+    }
+
     /// The connection's word of [`session::WISHES`], and its bit there.
     fn wish_word(&self) -> (&AtomicU32, u32) {
         (self.memory.word32(session::WISHES + (self.number / 32 * 4) as usize), 1 << (self.number % 32))

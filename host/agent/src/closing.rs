@@ -54,7 +54,7 @@ impl Agent {
             return false;
         }
         let Some(connection) = self.connection(session, number) else { return false };
-        connection.block.store(block::FLAGS, connection.block.load(block::FLAGS) | block::FLAG_CLOSED);
+        connection.block.note_closed(true);
         connection.reason = CLOSED.into();
         connection.extra().waiting.then.push((Then::Forget((session, 0)), 0));
         true
@@ -65,7 +65,7 @@ impl Agent {
     pub(crate) fn forget_what_was_closing(&mut self) {
         for (session, number) in self.all_connections() {
             let Some(connection) = self.connection(session, number) else { continue };
-            if connection.block.load(block::FLAGS) & block::FLAG_CLOSED == 0 {
+            if !connection.block.is_closed() {
                 continue;
             }
             if connection.stage() == Stage::Nic {

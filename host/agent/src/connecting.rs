@@ -257,7 +257,7 @@ impl Agent {
         connection.block.count_move();
         connection.reason = "it could not be opened".into();
         connection.block.store(block::ERROR, error);
-        connection.block.store(block::FLAGS, 0);
+        connection.block.set_flags(0);
         connection.block.note_moves();
         open.announce_move(number);
         if let Some(cid) = connection.cid.take() {
@@ -288,7 +288,7 @@ impl Agent {
         let Some((_, entry)) = self.split(session) else { return };
         if let (Some(open), Some(Some(connection))) = (&entry.open, entry.connections.get_mut(number as usize)) {
             connection.opening = false;
-            connection.block.store(block::FLAGS, 0);
+            connection.block.set_flags(0);
             connection.made_by = Place::Kernel;
             crate::perform::hand_to_kernel(open, connection);
         }

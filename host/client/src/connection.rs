@@ -394,9 +394,10 @@ impl Connection {
     /// Limits the bytes that may be queued from now on, as SO_SNDBUF does on an open connection. The NIC sees the
     /// limit, too, and asks for more memory when the program has filled what there is. The caller has entered.
     pub fn limit_queue(&self, most: u32) {
-        let flags = self.load(block::FLAGS) & !(block::QUEUE_MASK << block::QUEUE_SHIFT) | block::queue_bits(most);
-        self.store(block::FLAGS, flags);
-        self.apply_most_queued(block::most_queued(flags));
+        let bits = block::queue_bits(most);
+        let set = |flags: u32| Some(flags & !(block::QUEUE_MASK << block::QUEUE_SHIFT) | bits);
+        let _ = self.word(block::FLAGS).fetch_update(Ordering::AcqRel, Ordering::Acquire, set);
+        self.apply_most_queued(block::most_queued(bits));
     }
 
     fn apply_most_queued(&self, most: u32) {
@@ -583,7 +584,12 @@ impl Connection {
     }
 
     pub(crate) fn set_flag(&self, flag: u32, on: bool) {
-        let flags = self.load(block::FLAGS);
-        self.store(block::FLAGS, if on { flags | flag } else { flags & !flag });
+        // The agent may change others of them at the same time.
+        let flags = self.word(block::FLAGS);
+        if on {
+            flags.fetch_or(flag, Ordering::AcqRel)
+        } else {
+            flags.fetch_and(!flag, Ordering::AcqRel)
+        };
     }
 }

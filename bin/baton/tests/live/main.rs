@@ -49,6 +49,7 @@ mod metrics;
 mod moves;
 mod nested;
 mod nics;
+mod numbers;
 mod offloads;
 mod options;
 mod partial;

@@ -164,7 +164,7 @@ impl Performer<'_> {
             let most = if flows { most.max(new.send.1) } else { most };
             flags = flags & !(block::QUEUE_MASK << block::QUEUE_SHIFT) | block::queue_bits(most);
         }
-        b.store(block::FLAGS, flags);
+        b.set_flags(flags);
     }
 
     /// Returns the pages of a resting connection's empty memory, and of its slot's scratch, to the system. Nobody can
@@ -220,7 +220,7 @@ impl Performer<'_> {
         nic_memory.word32(base + slot::READ).store(b.load(block::READ_SEQ), Ordering::Release);
         write_block(self.connection, image, memory, cid);
         let fins = u32::from(image.state.fin_received()) | u32::from(image.state.fin_queued()) << 1;
-        b.store(block::FLAGS, b.load(block::FLAGS) & !3 | fins);
+        b.set_flags(b.load(block::FLAGS) & !3 | fins);
         self.connection.block.count_move();
         self.connection.block.note_moves();
     }

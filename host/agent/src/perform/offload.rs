@@ -424,8 +424,7 @@ fn write_down(nic_memory: &Region, session: u32, connection: &Connection, cid: C
     let report = memory::report_bits(memory::largest_window(nic_memory, cid));
     let buffer = connection.fd().ok().and_then(|fd| send_buffer::of(fd).ok());
     let numbers = report | buffer.map_or(0, |buffer| block::queue_bits(memory::most_queued(&buffer)));
-    let closed = b.load(block::FLAGS) & block::FLAG_CLOSED;
-    b.store(block::FLAGS, flags.into_iter().filter(|(_, on)| *on).fold(numbers | closed, |all, (flag, _)| all | flag));
+    b.set_flags(flags.into_iter().filter(|(_, on)| *on).fold(numbers, |all, (flag, _)| all | flag));
     // Written before the NIC runs, since its notifications make the program look for the connection.
     b.note_moves();
     Ok(())

@@ -123,9 +123,9 @@ impl Drop for Hostile {
 }
 
 /// A session that breaks every rule.
-struct Client {
+pub(crate) struct Client {
     channel: Channel,
-    memory: Arc<Region>,
+    pub memory: Arc<Region>,
     bells: Vec<OwnedFd>,
 }
 
@@ -142,7 +142,7 @@ fn ask_on(channel: &Channel, body: Ask, descriptors: &[BorrowedFd<'_>]) -> Optio
 }
 
 impl Client {
-    fn open(socket: &Path, opening: Opening) -> Option<Client> {
+    pub fn open(socket: &Path, opening: Opening) -> Option<Client> {
         let channel = Channel::connect(socket).ok()?;
         let (reply, mut given) = ask_on(&channel, Ask::Open(opening), &[])?;
         if !matches!(reply, Reply::Opened { .. }) {
@@ -152,17 +152,29 @@ impl Client {
         Some(Client { channel, memory, bells: given })
     }
 
-    fn ask(&self, body: Ask) -> Option<Reply> {
+    /// The agent's answer; None if it has died.
+    pub fn ask(&self, body: Ask) -> Option<Reply> {
         ask_on(&self.channel, body, &[]).map(|(reply, _)| reply)
+    }
+
+    /// Waits until the next agent says that it serves the session.
+    pub fn await_restart(&self) {
+        while !matches!(self.channel.receive::<Answer>().expect("an answer").0.body, Reply::Restarted { .. }) {}
+    }
+
+    /// Registers a connection. Returns its number; None if the agent has died.
+    pub fn register(&self, stream: &TcpStream) -> Option<u32> {
+        let ask = Ask::Register { inherited: false, process: None };
+        let (reply, _) = ask_on(&self.channel, ask, &[stream.as_fd()])?;
+        let Reply::Registered { connection } = reply else { panic!("{reply:?}") };
+        Some(connection)
     }
 
     /// A connection of its own that is on the NIC.
     fn offload(&self) -> Option<(TcpStream, u32)> {
         let peer: SocketAddr = std::env::var(PEER).ok()?.parse().ok()?;
         let stream = TcpStream::connect(peer).expect("a connection to the peer");
-        let ask = Ask::Register { inherited: false, process: None };
-        let (reply, _) = ask_on(&self.channel, ask, &[stream.as_fd()])?;
-        let Reply::Registered { connection } = reply else { panic!("{reply:?}") };
+        let connection = self.register(&stream)?;
         let deadline = Instant::now() + Duration::from_secs(10);
         while Instant::now() < deadline {
             match self.ask(Ask::Move { connection, to: Place::Nic })? {

@@ -1,0 +1,37 @@
+//! A connection's number in its session goes to the next connection when its program has closed it.
+
+use crate::common::{answered, connect, hosts};
+use crate::hostile_client::Client;
+use baton_abi::layout::{block, session};
+use baton_bed::testbed::TestbedSettings;
+use baton_linux::process;
+use baton_protocol::program::{Ask, Opening, Reply};
+use std::sync::atomic::Ordering;
+
+/// A program notes that it has closed a connection, and its thread waits for its turn to ask the agent to forget it. The
+/// agent dies, and the next one forgets it by itself and gives its number away. The request does not concern the
+/// connection that has the number then.
+#[test]
+fn a_late_request_to_forget_does_not_concern_the_next_connection() {
+    let bed = hosts(TestbedSettings::default());
+    let client = Client::open(&bed.socket(), Opening::alone()).expect("a session");
+    let (first, _peer) = connect(&bed, false, 8080);
+    let number = client.register(&first).expect("an agent");
+    let flags = client.memory.word32(session::block(number) + block::FLAGS);
+    let close = || flags.fetch_or(block::FLAG_CLOSED, Ordering::SeqCst);
+    close();
+    let agent = answered(&bed, |tool| tool.statistics()).agent_process;
+    process::signal(agent, libc::SIGKILL).expect("the agent");
+    client.await_restart();
+    assert_eq!(flags.load(Ordering::SeqCst) & block::FLAG_CLOSED, 0, "the next agent has forgotten it");
+
+    let (second, _peer) = connect(&bed, false, 8081);
+    assert_eq!(client.register(&second), Some(number));
+    let forget = || assert!(matches!(client.ask(Ask::Forget { connection: number }), Some(Reply::Done)));
+    forget();
+    let listed = || answered(&bed, |tool| tool.connections());
+    assert!(matches!(&listed()[..], [one] if one.local.ends_with(":8081")), "{:?}", listed());
+    close();
+    forget();
+    assert!(listed().is_empty(), "{:?}", listed());
+}
