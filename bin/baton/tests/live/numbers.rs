@@ -8,8 +8,8 @@ use baton_linux::process;
 use baton_protocol::program::{Ask, Opening, Reply};
 use std::sync::atomic::Ordering;
 
-/// A program notes that it has closed a connection, and its thread waits for its turn to ask the agent to forget it. The
-/// agent dies, and the next one forgets it by itself and gives its number away. The request does not concern the
+/// A program notes that it has closed a connection, and its thread waits for its turn to ask the agent to forget it.
+/// The agent dies, and the next one forgets it by itself and gives its number away. The request does not concern the
 /// connection that has the number then.
 #[test]
 fn a_late_request_to_forget_does_not_concern_the_next_connection() {
