@@ -35,6 +35,14 @@ pub trait Store {
     /// Stores eight bytes atomically, after everything that was written before.
     fn publish(&self, buffer: usize, at: usize, word: u64);
 
+    /// Whether a buffer holds data that an earlier NIC has acknowledged and the kernel has not.
+    fn holds(&self, buffer: usize) -> bool
+    where
+        Self: Sized,
+    {
+        recover(self, buffer).is_some_and(|entry| entry.holds())
+    }
+
     /// Whether a buffer is of a connection that an earlier NIC acknowledged for, or may have to.
     fn is_used(&self, buffer: usize) -> bool
     where
