@@ -88,10 +88,8 @@ impl<S: Store> ActiveAck<S> {
         for &buffer in buffers {
             match store::recover(&active.store, buffer) {
                 Some(mut entry) => {
-                    if entry.holds() {
-                        // It is delivered to the kernel as soon as frames flow.
-                        (entry.redelivery_due, entry.redelivery_interval) = (now, MIN_REDELIVERY);
-                    }
+                    // It is delivered to the kernel as soon as frames flow.
+                    (entry.redelivery_due, entry.redelivery_interval) = (now, MIN_REDELIVERY);
                     active.insert(entry);
                 }
                 None => {
@@ -309,7 +307,10 @@ impl<S: Store> ActiveAck<S> {
         let Ok(parsed) = TcpFrame::parse(frame.bytes(), 0) else { return };
         let flow = parsed.flow.reversed();
         if parsed.flags.contains(Flags::SYN) {
-            return self.kernels_handshake(flow, &parsed, frame);
+            if self.on {
+                self.kernels_handshake(flow, &parsed, frame);
+            }
+            return;
         }
         let Some(at) = self.find(&FlowKey::from(&flow)) else { return };
         if parsed.flags.contains(Flags::RST) {
@@ -320,9 +321,8 @@ impl<S: Store> ActiveAck<S> {
         }
         let Some(entry) = self.entries[at as usize].as_mut() else { return };
         let repeats = parsed.payload_length == 0 && !parsed.flags.contains(Flags::FIN);
-        let first = !entry.established;
         let released = update(entry, &parsed, frame.bytes(), repeats, now);
-        if released || first {
+        if released {
             store::store_range(&self.store, entry);
         }
         let is_behind = entry.duplicate_acks >= DUPLICATES && !entry.answered_duplicates;
@@ -352,9 +352,8 @@ impl<S: Store> ActiveAck<S> {
             }
             return;
         }
-        // The SYN of a connection that the kernel makes says nothing yet of what both ends will use. While this is off,
-        // the last connection of these addresses is over all the same.
-        if !self.on || answers && has_other_options(frame.bytes(), parsed) {
+        // The SYN of a connection that the kernel makes says nothing yet of what both ends will use.
+        if answers && has_other_options(frame.bytes(), parsed) {
             known.into_iter().for_each(|at| self.forget(at));
             return;
         }

@@ -40,14 +40,6 @@ pub trait Store {
     where
         Self: Sized,
     {
-        recover(self, buffer).is_some_and(|entry| entry.holds())
-    }
-
-    /// Whether a buffer is of a connection that an earlier NIC acknowledged for, or may have to.
-    fn is_used(&self, buffer: usize) -> bool
-    where
-        Self: Sized,
-    {
         recover(self, buffer).is_some()
     }
 }
@@ -100,8 +92,7 @@ pub(crate) fn store_range(store: &impl Store, entry: &AckEntry) {
     store.publish(entry.buffer, RANGE, u64::from(entry.una) | u64::from(entry.next) << 32);
 }
 
-/// Reads what an earlier NIC has left in a buffer: data that the kernel has not acknowledged, or what its handshake
-/// said (the window scales), without which the next NIC could not acknowledge for that connection any more.
+/// Reads what an earlier NIC has left in a buffer, if it is data that the kernel has not acknowledged.
 pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     let word = |at: usize| {
         let mut bytes = [0; 8];
@@ -117,9 +108,7 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     store.read(buffer, FLOW, &mut flow);
     store.read(buffer, MACS, &mut macs);
     store.read(buffer, PEER, &mut peer);
-    let holds = una != next;
-    // Which scale is known once both ends have said what they use.
-    if next.wrapping_sub(una) as usize > RING || !holds && peer[7] == 0 {
+    if una == next || next.wrapping_sub(una) as usize > RING {
         return None;
     }
     let four = |at: usize| u32::from_le_bytes([peer[at], peer[at + 1], peer[at + 2], peer[at + 3]]);
@@ -136,8 +125,7 @@ pub(crate) fn recover(store: &impl Store, buffer: usize) -> Option<AckEntry> {
     // The peer may have got an acknowledgement of all of it. The right edge of the window comes with the kernel's next
     // segment.
     (entry.una, entry.next, entry.acked, entry.rcv_adv) = (una, next, next, next);
-    // Where nothing is held, the kernel's next segment gives all numbers: it may have got data without a NIC.
-    (entry.synchronized, entry.established) = (holds, holds);
+    (entry.synchronized, entry.established) = (true, true);
     // At most what the kernel has sent, and close to it; its next segment gives the true number.
     (entry.iss, entry.snd_nxt) = (four(16), four(20));
     (entry.our_scale, entry.peer_scales) = (Some(peer[7].checked_sub(1)), Some(true));

@@ -361,33 +361,6 @@ fn places_are_used_again() {
     }
 }
 
-/// A NIC that dies while it holds nothing leaves the connection to the next one, which acknowledges again once the
-/// kernel has sent something. While it is off, a handshake ends what is known of the last connection.
-#[test]
-fn a_connection_of_which_nothing_was_held_stays_known() {
-    let mut world = World::new(0xf000_0001, 77, 4, 30_000, 0, false);
-    for _ in 0..3 {
-        world.nic_dies();
-        world.send_next(1000);
-        assert_eq!(world.active.counters().sent, 0, "the kernel has said nothing yet");
-        (0..100).for_each(|_| world.pass(10_000));
-        assert_eq!((world.rcv_nxt, world.una), (world.nxt, world.nxt));
-        world.refuses = 256;
-        (0..4).for_each(|_| world.send_next(1000));
-        assert_eq!(world.active.counters().sent, 2);
-        world.refuses = 0;
-        (0..100).for_each(|_| world.pass(10_000));
-    }
-    world.active.set(false);
-    let syn = Segment { seq: world.isn.wrapping_add(5), flags: Flags::SYN, window: 1000, ..Segment::default() };
-    world.active.from_kernel(&mut frame(&flow(false), true, &syn, 0, true), world.now, &mut |_| {});
-    world.active.set(true);
-    world.kernel_acknowledges(0);
-    world.refuses = 256;
-    (0..4).for_each(|_| world.send_next(1000));
-    assert_eq!(world.active.counters().sent, 2);
-}
-
 /// The next NIC delivers what the last one has acknowledged to the kernel, and then goes on.
 #[test]
 fn the_next_nic_goes_on() {

@@ -20,7 +20,7 @@ pub(super) struct AckBuffers {
     base: usize,
 }
 
-/// The buffers that a worker begins with. Those of connections that an earlier NIC knew go to worker 0, as every bucket
+/// The buffers that a worker begins with. Those in which an earlier NIC has left data go to worker 0, as every bucket
 /// does at first: with its bucket a connection moves to its worker. To be called for all workers before any of them
 /// runs.
 fn share(buffers: &AckBuffers, worker: usize, workers: usize) -> Vec<usize> {
@@ -29,9 +29,9 @@ fn share(buffers: &AckBuffers, worker: usize, workers: usize) -> Vec<usize> {
     (0..nic::ACKNOWLEDGED)
         .filter(|buffer| {
             if worker == 0 {
-                own.contains(buffer) || buffers.is_used(*buffer)
+                own.contains(buffer) || buffers.holds(*buffer)
             } else {
-                own.contains(buffer) && !buffers.is_used(*buffer)
+                own.contains(buffer) && !buffers.holds(*buffer)
             }
         })
         .collect()
@@ -73,19 +73,19 @@ impl<H: Device, W: Device> Worker<H, W> {
         AckBuffers { memory: self.nic_memory.clone(), base: nic::acknowledged(self.connections.slots.len()) }
     }
 
-    /// Takes worker `worker`'s share of the buffers, with what an earlier NIC has left in them.
+    /// Takes worker `worker`'s share of the buffers, with the data that an earlier NIC has left in them.
     pub(super) fn take_ack_buffers(&mut self, worker: usize, workers: usize, now: Instant) {
         self.to_kernel.ack_buffers = share(&self.ack_buffers(), worker, workers);
         self.set_active_ack(self.settings.active_ack, now);
     }
 
-    /// Turns active acknowledgements on or off. What an earlier NIC has left is taken over in any case.
+    /// Turns active acknowledgements on or off. Data that an earlier NIC has acknowledged is taken over in any case.
     pub(super) fn set_active_ack(&mut self, on: bool, now: Instant) {
         if let Some(active) = &mut self.to_kernel.active_ack {
             return active.set(on);
         }
         let buffers = self.ack_buffers();
-        if on || self.to_kernel.ack_buffers.iter().any(|buffer| buffers.is_used(*buffer)) {
+        if on || self.to_kernel.ack_buffers.iter().any(|buffer| buffers.holds(*buffer)) {
             let active = ActiveAck::new(buffers, &self.to_kernel.ack_buffers, self.settings.hash_key, on, now.0);
             self.to_kernel.active_ack = Some(Box::new(active));
             self.wake_at(now.0);

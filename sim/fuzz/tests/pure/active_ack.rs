@@ -50,13 +50,13 @@ struct Nics {
     last: Choice,
 }
 
-/// A worker's share of the buffers. Those of known connections go to the first one.
+/// A worker's share of the buffers. Those with data go to the first one.
 fn worker(memory: &Memory, number: usize, on: bool, now: Instant) -> ActiveAck<Memory> {
     let all = 0..memory.buffers();
     let buffers: Vec<usize> = all
         .filter(|buffer| {
-            let is_used = memory.is_used(*buffer);
-            if number == 0 { is_used || BUFFERS[0].contains(buffer) } else { !is_used && BUFFERS[1].contains(buffer) }
+            let holds = memory.holds(*buffer);
+            if number == 0 { holds || BUFFERS[0].contains(buffer) } else { !holds && BUFFERS[1].contains(buffer) }
         })
         .collect();
     ActiveAck::new(memory.clone(), &buffers, KEY, on, now.0)
