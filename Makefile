@@ -47,6 +47,7 @@ test: lint
 	tests/programs/both_ways.py --rounds 8 --seconds 0.3 --connections 32
 	tests/programs/both_ways.py --rounds 2 --seconds 0.3 --connections 256
 	tests/programs/both_ways.py --rounds 2 --seconds 1 --connections 64 --kill-nic 2
+	tests/programs/ends.py
 	$(CHECKED) bench tail --smoke
 	$(CHECKED) soak --connections 64 --moves 2000 --json
 	$(CHECKED) soak --connections 64 --moves 1000 --ipv6 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --json
@@ -96,6 +97,8 @@ soak: build
 	BATON_EVERY_PRESSURE=1 $(CARGO) test --profile checked --locked -p baton --test live pressure
 	tests/programs/both_ways.py --rounds 100 --seconds 5
 	tests/programs/both_ways.py --rounds 20 --seconds 5 --kill-nic 1 --stop-nic 1 --kill-agent 1
+	tests/programs/ends.py --rounds 60
+	tests/programs/ends.py --rounds 20 --kill nic
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
 	BATON_IDLE_SECONDS=60 $(CARGO) test --profile checked --locked -p baton --test live moves::keep_alive
 	BATON_PORTS=10000 $(CARGO) test --profile checked --locked -p baton --test live full::ports
