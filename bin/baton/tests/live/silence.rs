@@ -1,7 +1,7 @@
 //! A peer that does not answer any more: the time that has run for it goes with a connection that moves, so that it
 //! ends when it would have ended in the kernel, and with the same error.
 
-use crate::common::{Scene, connect, hosts, scene_in, wait_until};
+use crate::common::{Scene, connect, hosts, scene_in, unacknowledged, wait_until};
 use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, socket};
@@ -73,8 +73,13 @@ fn ends(case: Case<'_>, mut moves: impl FnMut(&mut Scene, Duration)) -> [End; 2]
     }
     scene.exchange(1000, Place::Kernel);
     scene.exchange(1000, case.starts);
+    // With a last byte each peer acknowledges all that it has got. Otherwise that may happen a second later on a busy
+    // machine, and would count as heard.
     socket::send(its_peer.as_fd(), &[1]).expect("room");
+    assert_eq!(scene.peer_sends(1), 1, "room");
+    scene.drain();
     wait_until("a byte", || socket::receive(native.as_fd(), &mut [0]).is_ok());
+    wait_until("both are acknowledged", || [&its_peer, &scene.peer].iter().all(|peer| unacknowledged(peer) == 0));
     fall_silent(&scene.bed);
     let begun = Instant::now();
     if case.bytes > 0 {
@@ -99,6 +104,9 @@ fn ends(case: Case<'_>, mut moves: impl FnMut(&mut Scene, Duration)) -> [End; 2]
         }
         assert!(begun.elapsed() < LIMIT * 30, "they do not end: {ours:?}, {theirs:?}");
     }
+    // Seen if the test fails.
+    let ls = Command::new(env!("CARGO_BIN_EXE_baton")).args(["ls", "-e", "--socket"]).arg(scene.bed.socket()).output();
+    eprintln!("{}", String::from_utf8_lossy(&ls.expect("a list").stdout));
     [ours.expect("it ended"), theirs.expect("it ended")]
 }
 
