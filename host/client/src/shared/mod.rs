@@ -12,7 +12,7 @@ use baton_abi::{Message, Operation};
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::process::current_cpu;
-use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
+use baton_protocol::program::{Opening, Request};
 use baton_ring::{Lock, Producer, Token, clear_rung, count_sleeper, must_ring, needs_doorbell, seems_asleep, uncount_sleeper};
 use baton_shm::{MovableParts, Region, RingWords};
 use std::collections::VecDeque;
@@ -24,6 +24,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 mod events;
+mod opening;
 mod receiving;
 mod requests;
 mod sending;
@@ -204,30 +205,9 @@ impl Shared {
         map: impl FnOnce(OwnedFd) -> io::Result<Region>,
         mut renumber: impl FnMut(OwnedFd) -> io::Result<OwnedFd>,
     ) -> io::Result<Shared> {
-        let channel = Channel::connect_within(path, limit).map_err(|error| {
-            io::Error::new(
-                error.kind(),
-                format!(
-                    "no agent at {} ({error}): start Baton (baton up), or set BATON_SOCKET to the path of its socket",
-                    path.display()
-                ),
-            )
-        })?;
-        let channel = Arc::new(Channel::from_fd(renumber(channel.into())?));
-        let given: Vec<BorrowedFd<'_>> = socket.into_iter().collect();
-        let sent = channel.try_send(&Request { tag: 1, body: Ask::Open(opening) }, &given);
-        // An agent that turns a client away sends the reason and closes the connection, perhaps before it has read the
-        // request: then the first receive reports only the latter.
-        let received = channel.receive_within(limit).or_else(|error| match error.kind() {
-            io::ErrorKind::ConnectionReset => channel.receive_within(limit),
-            _ => Err(error),
-        });
-        let (answer, descriptors): (Answer, Vec<OwnedFd>) = received.map_err(|error| sent.err().unwrap_or(error))?;
-        let number = match answer.body {
-            Reply::Opened { session } => session,
-            Reply::Failed { reason } => return Err(io::Error::other(reason)),
-            _ => return Err(protocol_error("the session was not opened")),
-        };
+        let opened = opening::ask(path, opening, socket, limit, &mut renumber)?;
+        let opening::Opened { channel, session: number, descriptors } = opened;
+        let channel = Arc::new(channel);
         let descriptors = descriptors.into_iter().map(renumber).collect::<io::Result<Vec<_>>>()?;
         let mut descriptors = descriptors.into_iter();
         let (Some(memory), Some(bell)) = (descriptors.next(), descriptors.next()) else {
