@@ -12,6 +12,7 @@ use crate::connecting::source_for;
 use crate::connection::Asker;
 use crate::ground::Shape;
 use crate::nic_requests::Answered;
+use crate::numbers::Numbers;
 use baton_abi::layout::{datagrams, session as layout};
 use baton_handoff::examine::system;
 use baton_linux::bell::SessionBell;
@@ -106,10 +107,15 @@ impl Place {
 }
 
 /// The UDP sockets by number.
-#[derive(Default)]
 pub(crate) struct Datagrams {
     by_id: BTreeMap<u32, Socket>,
-    next: u32,
+    numbers: Numbers,
+}
+
+impl Datagrams {
+    pub fn new() -> Datagrams {
+        Datagrams { by_id: BTreeMap::new(), numbers: Numbers::new() }
+    }
 }
 
 fn stayed(refusal: &Refusal) -> Reply {
@@ -182,13 +188,14 @@ impl Agent {
                 if of_session >= MAX_SOCKETS || !self.rings_fit(session, &rings) {
                     return Err(Refusal::NoRoom);
                 }
-                self.datagrams.next += 1;
                 let bell = bell.into_unix().map_err(|_| Refusal::Option("a doorbell that is none"))?;
                 let (fd, bell) = (Arc::new(fd), SessionBell::from_fd(bell));
                 let (ways, local, is_polled, unanswered) = (BTreeMap::new(), None, false, 0);
                 let socket = Socket { session, fd, cookie, rings, bell, seen, is_polled, local, ways, unanswered };
-                self.datagrams.by_id.insert(self.datagrams.next, socket);
-                self.datagrams.next
+                let Datagrams { by_id, numbers } = &mut self.datagrams;
+                let id = numbers.next(|id| by_id.contains_key(&id));
+                by_id.insert(id, socket);
+                id
             }
         };
         let caller = self.caller(session, tag);

@@ -46,6 +46,7 @@ mod moves;
 mod native;
 mod nic;
 mod nic_requests;
+mod numbers;
 mod owned;
 mod packed;
 mod perform;

@@ -15,6 +15,7 @@ use crate::listened::Steered;
 use crate::memory::{self, Limits};
 use crate::nic::{Hardware, NicProcess};
 use crate::nic_requests::Answered;
+use crate::numbers::Numbers;
 use crate::record::{read_image, unpublish};
 use crate::session::Session;
 use crate::way::Way;
@@ -145,12 +146,17 @@ impl Listener {
 }
 
 /// The listeners by number.
-#[derive(Default)]
 pub(crate) struct Listeners {
     by_id: BTreeMap<u32, Listener>,
-    next: u32,
+    numbers: Numbers,
     /// Slots that were granted to a NIC which has been asked to serve a listener no longer, and has not answered.
     revoked: BTreeSet<u32>,
+}
+
+impl Listeners {
+    pub fn new() -> Listeners {
+        Listeners { by_id: BTreeMap::new(), numbers: Numbers::new(), revoked: BTreeSet::new() }
+    }
 }
 
 fn stayed(refusal: &Refusal) -> Reply {
@@ -179,10 +185,11 @@ impl Agent {
             None => {
                 let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
                 ours.set_nonblocking(true).map_err(|error| system("fcntl", &error))?;
-                self.listeners.next += 1;
                 let listener = Listener::new(listening.clone(), limits, ours, theirs.into());
-                self.listeners.by_id.insert(self.listeners.next, listener);
-                self.listeners.next
+                let Listeners { by_id, numbers, .. } = &mut self.listeners;
+                let id = numbers.next(|id| by_id.contains_key(&id));
+                by_id.insert(id, listener);
+                id
             }
         };
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
@@ -287,7 +294,6 @@ impl Agent {
         let [ours, theirs] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
         let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
         let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
-        self.listeners.next = self.listeners.next.max(id);
         let listener = Listener { sessions, ..Listener::new(listening, limits, ours.into(), theirs) };
         self.listeners.by_id.insert(id, listener);
         Some(())

@@ -7,7 +7,7 @@ use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger};
 use baton_linux::{process, socket};
-use baton_protocol::program::{Answer, Ask, Flip, Messages, Opening, Place, Request, Rings, Until};
+use baton_protocol::program::{Answer, Ask, Flip, Messages, Opening, Place, Reply, Request, Rings, Until};
 use baton_shm::Region;
 use baton_sim::Rng;
 use std::fs::File;
@@ -137,13 +137,16 @@ fn unix_name() -> Option<std::os::unix::net::SocketAddr> {
 struct Fuzz {
     rng: Rng,
     peer: SocketAddr,
+    /// The number of a listener or a UDP socket that the agent has given last.
+    given: u32,
 }
 
 impl Fuzz {
     fn number(&mut self) -> u32 {
-        match self.rng.below(6) {
+        match self.rng.below(7) {
             0 => 0,
             1 => u32::MAX,
+            4 => self.given,
             2 => self.rng.below(1 << 32) as u32,
             3 => 1 << self.rng.below(32),
             _ => self.rng.below(4) as u32,
@@ -253,7 +256,7 @@ pub fn run(socket: &Path, begun: impl Fn()) {
     begun();
     let (mut requests, mut sessions) = (0u64, 0u64);
     while Instant::now() < until {
-        let mut fuzz = Fuzz { rng: Rng::new(seed), peer };
+        let mut fuzz = Fuzz { rng: Rng::new(seed), peer, given: 0 };
         seed += 1;
         let opening = fuzz.opening();
         let opened =
@@ -275,7 +278,11 @@ pub fn run(socket: &Path, begun: impl Fn()) {
             given.truncate(32);
             requests += u64::from(channel.try_send(&Request { tag, body }, &given).is_ok());
             if fuzz.rng.below(4) > 0 {
-                while channel.try_receive::<Answer>().is_ok() {}
+                while let Ok((answer, _)) = channel.try_receive::<Answer>() {
+                    if let Reply::Listening { listener: number } | Reply::Datagrams { socket: number } = answer.body {
+                        fuzz.given = number;
+                    }
+                }
             }
             // What comes of sockets that change under the agent's hands.
             for fd in descriptors.iter().filter(|_| fuzz.rng.below(8) == 0) {
