@@ -414,12 +414,16 @@ impl Template {
         at + TCP + options
     }
 
-    /// Lets routers fragment what [`Template::emit`] writes from now on, over IPv4. Prepared acknowledgements are
-    /// smaller than any MTU (RFC 791 section 3.2: 68 bytes).
+    /// Lets routers fragment what is written from now on, over IPv4. Acknowledgements are smaller than any MTU (RFC 791
+    /// section 3.2: 68 bytes), so that they may have the same identification.
     pub fn allow_fragments(&mut self) {
         if self.tcp_offset() == ETHERNET + IPV4 {
             self.bytes[ETHERNET + ipv4::FRAGMENT] = 0;
             self.ip_sum = u32::from(Sum::new().bytes(&self.bytes[ETHERNET..ETHERNET + IPV4]).folded());
+            // Segments begin as the prepared acknowledgement.
+            let seq: [u8; 4] = core::array::from_fn(|at| self.acknowledgement[self.tcp_offset() + tcp::SEQ + at]);
+            self.prepare_acknowledgement(usize::from(self.acknowledgement_length) > self.tcp_offset() + TCP);
+            self.set_acknowledgement_seq(u32::from_be_bytes(seq));
         }
     }
 
@@ -557,6 +561,32 @@ mod tests {
         assert_eq!(datagram[6..], [0xff, 0xff]);
         assert_eq!(Sum::new().bytes(&datagram[2..]).finish(), 0, "it holds");
         assert!(!finish_checksum(&mut datagram, 2, 5));
+    }
+
+    /// Segments with options that were prepared and with others, and acknowledgements.
+    #[test]
+    fn frames_that_may_be_fragmented_have_right_headers() {
+        for timestamps in [None, Some((1, 2))] {
+            let mut template = Template::new(&flows()[0], &Link { ttl: 64, ..Link::default() }, timestamps.is_some());
+            template.set_acknowledgement_seq(77);
+            template.allow_fragments();
+            let header = |out: &[u8]| {
+                assert_eq!(out[ETHERNET + ipv4::FRAGMENT] & IPV4_DONT_FRAGMENT, 0);
+                assert_eq!(Sum::new().bytes(&out[ETHERNET..ETHERNET + IPV4]).finish(), 0, "{timestamps:?}");
+            };
+            for timestamps in [None, Some((1, 2))] {
+                let options = TcpOptions { timestamps, ..TcpOptions::default() };
+                let mut out = [0u8; MAX_HEADER + 500];
+                let sent = Header { seq: 5, ack: 6, flags: Flags::ACK, window: 7, options: &options, ecn: 0, ident: 9 };
+                template.emit(&sent, 500, &mut out);
+                header(&out);
+            }
+            let mut out = [0u8; MAX_HEADER];
+            template.acknowledge(&Acknowledgement { seq: 5, ack: 6, window: 7, timestamps }, &mut out);
+            header(&out);
+            let at = ETHERNET + IPV4 + tcp::SEQ;
+            assert_eq!(template.acknowledgement[at..at + 4], 77u32.to_be_bytes());
+        }
     }
 
     #[test]

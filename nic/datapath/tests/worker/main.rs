@@ -339,8 +339,8 @@ fn the_path_mtu_follows_icmp() {
         sent.iter().map(|frame| TcpFrame::parse(frame, 0).unwrap().payload_length).collect::<Vec<_>>(),
         [1448, 1448, 1104]
     );
-    let icmp = |inner: &[u8], damage: u8| {
-        let mut message = vec![3, 4, 0, 0, 0, 0, 2, 0x58];
+    let icmp = |inner: &[u8], mtu: u16, damage: u8| {
+        let mut message = vec![3, 4, 0, 0, 0, 0, (mtu >> 8) as u8, mtu as u8];
         message.extend_from_slice(&inner[14..14 + 28]);
         let sum = baton_wire::checksum::Sum::new().bytes(&message).finish();
         message[2..4].copy_from_slice(&sum.to_be_bytes());
@@ -354,21 +354,27 @@ fn the_path_mtu_follows_icmp() {
     };
     let mut never_sent = sent[0].clone();
     never_sent[38] ^= 0x40;
+    // Lengths of what it makes the worker send, and whether that may not be fragmented (DF).
     let lengths = |stage: &mut Stage, frame: &[u8]| {
         stage.frame.fill(frame);
         stage.far.transmit(&mut stage.frame);
         stage.worker.poll(stage.now);
         let mut lengths = Vec::new();
         while stage.far.receive(&mut stage.frame) {
-            lengths.push(TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length);
+            let length = TcpFrame::parse(stage.frame.bytes(), 0).unwrap().payload_length;
+            lengths.push((length, stage.frame.bytes()[14 + 6] & 0x40 != 0));
         }
         lengths
     };
-    assert_eq!(lengths(&mut stage, &icmp(&sent[0], 1)), [0usize; 0]);
-    assert_eq!(lengths(&mut stage, &icmp(&never_sent, 0)), [0usize; 0]);
-    let again = lengths(&mut stage, &icmp(&sent[0], 0));
-    // MTU 600: 20 bytes of IP, 20 of TCP, 12 of timestamps.
-    assert!(!again.is_empty() && again.iter().all(|length| (1..=548).contains(length)), "{again:?}");
+    assert!(lengths(&mut stage, &icmp(&sent[0], 600, 1)).is_empty());
+    assert!(lengths(&mut stage, &icmp(&never_sent, 600, 0)).is_empty());
+    let again = lengths(&mut stage, &icmp(&sent[0], 600, 0));
+    // 20 bytes of IP, 20 of TCP, 12 of timestamps.
+    assert!(!again.is_empty() && again.iter().all(|(length, whole)| (1..=548).contains(length) && *whole), "{again:?}");
+    // No path has so little: segments stay as long as the smallest, and routers may fragment them.
+    let fragmented = lengths(&mut stage, &icmp(&sent[0], 0, 0));
+    let may_be = |(length, whole): &(usize, bool)| (1..=500).contains(length) && !whole;
+    assert!(!fragmented.is_empty() && fragmented.iter().all(may_be), "{fragmented:?}");
 }
 
 /// What is queued at once leaves as a run of segments: of the full size but for the last one, which alone has PSH, with
