@@ -1,6 +1,7 @@
 //! What is wanted on the NIC goes there again after a death, a hang or a refusal; and what counts as a hang.
 
 use crate::common::{connect, hosts, session, wait_until};
+use crate::scratch::Scratch;
 use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{ConnectionId, Session};
 use baton_linux::freeze::Frozen;
@@ -10,7 +11,8 @@ use baton_protocol::program::{Ask, ConnectionInfo, Place, Reply, Statistics};
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsFd;
-use std::process::{Child, Command};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// How long something may take on a machine with much else to do.
@@ -223,36 +225,63 @@ fn a_nic_that_is_traced_is_not_ended() {
     assert_eq!(places(&scene.list()), (1, 1));
 }
 
-/// A program that uses up the first processor, until this goes.
-struct Hog(Child);
+/// A process that gets a millisecond of each second, until this goes: its control group has no more. A program that
+/// uses up a processor would keep the tests beside this one from it, too.
+struct Throttled {
+    process: u32,
+    scratch: Scratch,
+}
 
-impl Hog {
-    /// It runs before all that has no priority of real time: the kernel leaves those a twentieth of each second.
-    fn on_first_processor() -> Hog {
-        let words = ["-c", "0", "chrt", "--fifo", "1", "sh", "-c", "while :; do :; done"];
-        Hog(Command::new("taskset").args(words).spawn().expect("taskset and chrt (Debian's package util-linux)"))
+impl Throttled {
+    fn new(process: u32) -> Throttled {
+        let throttled = Throttled { process, scratch: Scratch::new("throttled") };
+        let mount = |words: &[&str]| {
+            let mut command = Command::new("mount");
+            command.args(["-t", words[0]]).args(&words[1..]).arg("none").arg(throttled.mount());
+            command.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
+        };
+        std::fs::create_dir(throttled.mount()).expect("a directory");
+        let old = mount(&["cgroup", "-o", "cpu"]);
+        assert!(old || mount(&["cgroup2"]), "no control groups");
+        let write = |path: PathBuf, text: &str| std::fs::write(&path, text).unwrap_or_else(|why| panic!("{path:?}: {why}"));
+        if !old {
+            write(throttled.mount().join("cgroup.subtree_control"), "+cpu");
+        }
+        let group = throttled.group();
+        std::fs::create_dir(&group).expect("a control group");
+        if old {
+            write(group.join("cpu.cfs_period_us"), "1000000");
+            write(group.join("cpu.cfs_quota_us"), "1000");
+        } else {
+            write(group.join("cpu.max"), "1000 1000000");
+        }
+        write(group.join("cgroup.procs"), &process.to_string());
+        throttled
+    }
+
+    fn mount(&self) -> PathBuf {
+        self.scratch.0.join("groups")
+    }
+
+    fn group(&self) -> PathBuf {
+        self.mount().join(format!("baton-test-{}", self.process))
     }
 }
 
-impl Drop for Hog {
+impl Drop for Throttled {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = std::fs::write(self.mount().join("cgroup.procs"), self.process.to_string());
+        let _ = std::fs::remove_dir(self.group());
+        let _ = Command::new("umount").arg(self.mount()).status();
     }
 }
 
-/// A program uses up the processor to which the NIC is bound, which gets only what that leaves. That is counted.
+/// The NIC has work, and hardly gets a processor. That is counted.
 #[test]
 fn a_nic_that_gets_no_processor_is_counted_and_not_ended() {
     let mut scene = Scene::on_nic(TestbedSettings::default(), 2);
     let before = scene.statistics();
-    let threads = std::fs::read_dir(format!("/proc/{}/task", before.nic_process)).expect("its threads");
-    for thread in threads.flatten().filter_map(|entry| entry.file_name().into_string().ok()) {
-        assert!(process::pin(thread.parse().expect("a number"), 0), "pinning the NIC");
-        let idle = Command::new("chrt").args(["-i", "-p", "0", &thread]).status().expect("chrt");
-        assert!(idle.success(), "the NIC is to run last");
-    }
-    let hog = Hog::on_first_processor();
+    let throttled = Throttled::new(before.nic_process);
     let begun = Instant::now();
     let (session, connection) = (scene.session.number(), scene.ids[1]);
     let mut to = Place::Kernel;
@@ -264,7 +293,7 @@ fn a_nic_that_gets_no_processor_is_counted_and_not_ended() {
         // Waits: between two requests; the loop ends when the NIC was seen starved.
         std::thread::sleep(Duration::from_millis(50));
     }
-    drop(hog);
+    drop(throttled);
     scene.carry();
     let after = scene.statistics();
     assert_eq!((after.nic_process, after.nics[0].hung, after.recovered), (before.nic_process, 0, 0));
