@@ -183,6 +183,17 @@ fn explain_full_output() {
     }));
 }
 
+/// What to type against an error of the system that any command can meet.
+fn advice(error: &anyhow::Error) -> &'static str {
+    /// Linux's error number for too many open files.
+    const EMFILE: i32 = 24;
+    let is = |number| {
+        let errors = error.chain().filter_map(|cause| cause.downcast_ref::<std::io::Error>());
+        errors.filter_map(std::io::Error::raw_os_error).any(|found| found == number)
+    };
+    if is(EMFILE) { ": raise the limit on open files with `ulimit -n 1024` or more" } else { "" }
+}
+
 fn main() -> ExitCode {
     let command = Cli::parse().command;
     if matches!(
@@ -201,7 +212,7 @@ fn main() -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("baton: {error:#}");
+            eprintln!("baton: {error:#}{}", advice(&error));
             ExitCode::from(2)
         }
     }

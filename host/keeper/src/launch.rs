@@ -118,7 +118,7 @@ pub fn launch(
     } else {
         command.process_group(0);
     }
-    let mut keeper = command.spawn().map_err(explain).context("starting the keeper")?;
+    let mut keeper = command.spawn().context("starting the keeper")?;
     drop(theirs);
     match parent.receive::<bool>() {
         Ok(_) => Ok((keeper, parent)),
@@ -126,16 +126,5 @@ pub fn launch(
             let _ = keeper.wait();
             bail!("Baton did not start ({error})")
         }
-    }
-}
-
-/// Linux's error number for too many open files.
-const EMFILE: i32 = 24;
-
-/// Says what to type if the limit on open files is the cause.
-fn explain(error: std::io::Error) -> anyhow::Error {
-    match error.raw_os_error() {
-        Some(EMFILE) => anyhow::anyhow!("the limit on open files is too low: raise it with `ulimit -n 1024` or more"),
-        _ => error.into(),
     }
 }

@@ -226,14 +226,16 @@ fn load_for(kind: ProgramKind, purpose: Purpose, instructions: &[u8]) -> io::Res
         (attributes[17], attributes[27]) = (purpose.attach, purpose.target);
         bpf(PROGRAM_LOAD, &mut attributes).map(owned)
     };
-    attempt(&mut []).map_err(|error| {
-        if error.raw_os_error() == Some(libc::EPERM) {
-            return explain(error);
+    attempt(&mut []).map_err(|error| match error.raw_os_error() {
+        // The verifier's answers: only it has more to say.
+        Some(libc::EACCES | libc::EINVAL | libc::E2BIG) => {
+            let mut log = vec![0u8; 65536];
+            let _ = attempt(&mut log);
+            let text = log.split(|byte| *byte == 0).next().unwrap_or_default();
+            let text = String::from_utf8_lossy(text);
+            io::Error::new(error.kind(), format!("the kernel refuses a BPF program ({error}): {text}"))
         }
-        let mut log = vec![0u8; 65536];
-        let _ = attempt(&mut log);
-        let text = String::from_utf8_lossy(&log);
-        io::Error::new(error.kind(), format!("the kernel refuses a BPF program ({error}): {}", text.trim_end_matches('\0')))
+        _ => explain(error),
     })
 }
 

@@ -298,6 +298,22 @@ sender.join()
     assert!(report["moves"].as_u64() >= Some(1), "{report}");
 }
 
+/// With hardly a descriptor it does not start, and says in a line what to type.
+#[test]
+fn too_few_descriptors_are_said_in_a_line() {
+    let scratch = Scratch::new("few");
+    let baton = env!("CARGO_BIN_EXE_baton");
+    for most in [6, 8, 12, 16, 20] {
+        let mut command = Command::new("sh");
+        command.args(["-c", &format!("ulimit -n {most}; exec {baton} run -- true")]);
+        command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("sh").wait_with_output().expect("its output");
+        let said = text(&ran.stderr);
+        let advised = said.contains("`ulimit -n 1024`") && said.len() < 400 && !said.contains('\0');
+        assert!(ran.status.success() || advised, "with {most}: {}, {said}", ran.status);
+    }
+}
+
 /// `baton run` under `baton run`; with few descriptors; and with a directory of that name in place already.
 #[test]
 fn it_starts_in_unusual_surroundings() {
