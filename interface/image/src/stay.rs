@@ -65,7 +65,6 @@ impl Stay {
             state.flight.sent_again_last();
         }
         state.timers.take_from_kernel(state.flight.runs().is_empty(), probes);
-        exported.silence = Silence::default();
         Some(state)
     }
 
@@ -85,7 +84,7 @@ impl Stay {
             return None;
         }
         let timers = self.nic.map(|nic| nic.timers).unwrap_or_default();
-        if let Some(age) = timers.unanswered_for {
+        if let Some(age) = self.silence().unanswered_for {
             return Some(self.since.saturating_sub(age));
         }
         let left = match (timers.send, timers.send_in) {
@@ -98,20 +97,31 @@ impl Stay {
         Some(self.since + left)
     }
 
+    /// How long the peer had been silent when the stay began. Without a NIC's state the image is one that was exported
+    /// before: its move was undone.
+    fn silence(&self) -> Silence {
+        self.nic.map_or(self.image.silence, |nic| Silence {
+            unanswered_for: nic.timers.unanswered_for,
+            backoff: nic.congestion.backoff,
+            probes: nic.timers.probes,
+            heard_ago: nic.receiving.silent_for,
+            received: 0,
+        })
+    }
+
     /// Adds to what the kernel shows of the peer's silence what had run before, if the peer has still not answered.
     fn add_silence(&self, exported: &mut Image, now: u64) {
-        let (was, silence) = (&self.image, &mut exported.silence);
-        let nic = self.nic.unwrap_or_default();
+        let (was, silence, before) = (&self.image, &mut exported.silence, self.silence());
         // The first segment was the peer's last header, which the NIC has repeated.
         let heard = silence.received > 1 || exported.rcv_nxt != was.rcv_nxt;
         let still_waits = exported.snd_una == was.snd_una && (exported.snd_nxt != exported.snd_una || exported.snd_wnd == 0);
         if still_waits && let Some(ran) = self.unanswered_since().and_then(|since| now.checked_sub(since)) {
             silence.unanswered_for = silence.unanswered_for.max(Some(ran));
-            silence.backoff = silence.backoff.max(nic.congestion.backoff);
+            silence.backoff = silence.backoff.max(before.backoff);
         }
         if !heard {
-            silence.heard_ago = nic.receiving.silent_for.saturating_add(now.saturating_sub(self.since));
-            silence.probes = silence.probes.saturating_add(nic.timers.probes);
+            silence.heard_ago = before.heard_ago.saturating_add(now.saturating_sub(self.since));
+            silence.probes = silence.probes.saturating_add(before.probes);
         }
     }
 
@@ -159,7 +169,8 @@ mod tests {
         let (image, state) = rested();
         let mut shown = exported(&image);
         let kept = Stay::new(image, Some(state), 1000).complete(&mut shown, 0, 1400).expect("it holds");
-        assert_eq!(shown, Image { ts_clock: image.ts_clock.wrapping_add(2), ..image });
+        assert_eq!(shown, Image { ts_clock: image.ts_clock.wrapping_add(2), silence: shown.silence, ..image });
+        assert_eq!((shown.silence.heard_ago, shown.silence.probes), (400, 0), "for a NIC that refuses it after all");
         let ages: [u32; 2] = core::array::from_fn(|at| kept.flight.runs()[at].age);
         assert_eq!(ages, [500, u32::MAX], "segments are as much older as the stay was long");
         assert_eq!((kept.newest.map(|newest| newest.age), kept.recovery.sent_age), (Some(450), Some(500)));
@@ -252,6 +263,14 @@ mod tests {
         assert_eq!(shown.silence, ran);
         let kept = stay.complete(&mut exported(&image), 0, 1_500_000).expect("it holds");
         assert_eq!((kept.timers.unanswered_for, kept.timers.probes, kept.receiving.silent_for), (Some(1_200_000), 2, 1_400_000));
+        // A move that was undone after that: the time goes on from what its image says.
+        let undone = Image { silence: ran, ..image };
+        let stay = Stay::new(undone, None, 1_500_000);
+        assert_eq!(stay.gives_up_at(), Some(2_300_000));
+        let mut shown = exported(&image);
+        assert_eq!(stay.complete(&mut shown, 0, 1_600_000), None);
+        let more = Silence { unanswered_for: Some(1_300_000), heard_ago: 1_500_000, ..ran };
+        assert_eq!(shown.silence, more);
         // The peer has sent or acknowledged something: silence begins anew.
         let heard = Silence { heard_ago: 100, received: 2, ..Silence::default() };
         let mut shown = Image { silence: heard, snd_una: image.snd_una.wrapping_add(1), ..exported(&image) };

@@ -2,7 +2,7 @@
 
 use baton_abi::layout::{block, nic, scratch, session, slot};
 use baton_abi::{Cid, Record, record, resource};
-use baton_image::{Image, ImageError, MAX_ENCODED, NicState, State, TS_RECENT_LASTS};
+use baton_image::{Image, ImageError, MAX_ENCODED, NicState, Silence, State, TS_RECENT_LASTS};
 use baton_shm::Region;
 use core::sync::atomic::{AtomicU64, Ordering};
 
@@ -160,6 +160,8 @@ pub fn image_at_death(handed: &Image, send_memory: u32, elapsed: u64, record: &R
         ts_clock,
         cwnd: record.cwnd,
         srtt: record.srtt,
+        // The record does not say it.
+        silence: Silence::default(),
         ..*handed
     })
 }
