@@ -188,6 +188,20 @@ fn take_byte(tcp: &Tcp, queue: &'static Queue) -> bool {
     got == 1
 }
 
+/// Whether this process may have another descriptor, with which a connection comes: the kernel, too, takes none from
+/// its queue otherwise.
+fn has_descriptor_left(queue: &Queue) -> bool {
+    let errno = thread::errno();
+    // SAFETY: F_DUPFD_CLOEXEC takes a number.
+    let copy = unsafe { real::fcntl(queue.fd, libc::F_DUPFD_CLOEXEC, 0) };
+    if copy >= 0 {
+        // SAFETY: the descriptor was made above, and nobody else knows it.
+        unsafe { real::close(copy) };
+    }
+    thread::set_errno(errno);
+    copy >= 0
+}
+
 fn take(listener: &Tcp, queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
     if process::is_closed() || !take_byte(listener, queue) {
         return None;
@@ -222,6 +236,10 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
             return Some(Accepted::Kernel(native()));
         };
         let deadline = *deadline.get_or_insert_with(|| crate::io::deadline(fd, libc::SO_RCVTIMEO));
+        if !has_descriptor_left(queue) {
+            drop(section);
+            return Some(Accepted::Kernel(native()));
+        }
         if let Some((fd, tcp)) = take(tcp, queue) {
             return Some(Accepted::Nic(fd, tcp, queue.session, section));
         }

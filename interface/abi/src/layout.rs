@@ -308,8 +308,8 @@ pub mod session {
     pub const COMMANDS: usize = 4096;
     /// In a NIC's area: ring of messages from the NIC to the program.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
-    /// 4-byte words in the second NIC's area, written by the agent: a bit for each connection, set while the connection
-    /// is wanted on the NIC. The next agent reads them.
+    /// 4-byte words in the second NIC's area, written by the agent, and by a program that suggests a move: a bit for
+    /// each connection, set while the connection is wanted on the NIC. The next agent reads them.
     pub const WISHES: usize = area(1) + 2048;
     /// Bytes of a NIC's area.
     pub const AREA_BYTES: usize = EVENTS + RING_BYTES;

@@ -24,6 +24,9 @@ use std::time::Duration;
 /// without the agent then.
 pub const LIMIT: Duration = Duration::from_millis(800);
 
+/// Linux's error number for too many open files.
+const EMFILE: i32 = 24;
+
 /// Microseconds after which an agent that has not answered is waited for again.
 const SILENCE: u64 = 5_000_000;
 
@@ -379,9 +382,13 @@ impl Shared {
 
     fn take_made(&self, listener: u32) -> io::Result<Option<(u32, OwnedFd)>> {
         match self.ask_for_descriptors(&Ask::Accept { listener }, &[], Patience::Endless)? {
-            (Reply::Accepted { connection }, mut descriptors) => {
-                descriptors.pop().map(|fd| Some((connection, fd))).ok_or_else(|| protocol_error("a descriptor is missing"))
-            }
+            (Reply::Accepted { connection }, mut descriptors) => match descriptors.pop() {
+                Some(fd) => Ok(Some((connection, fd))),
+                None => {
+                    close_unseen(self, connection);
+                    Err(io::Error::from_raw_os_error(EMFILE))
+                }
+            },
             (Reply::Stayed { .. }, _) => Ok(None),
             (Reply::Failed { reason }, _) => Err(io::Error::other(reason)),
             _ => Err(protocol_error("no connection was accepted")),
@@ -429,6 +436,12 @@ impl Shared {
     /// Requests a move without waiting for it, nor for another thread's turn with the agent: that one sends it then.
     pub fn suggest(&self, connection: u32, to: Place) {
         let _undisturbed = Undisturbed::begin();
+        // An agent that dies with the request leaves it to the next one, which reads this.
+        let (word, bit) = (self.memory.word32(at::WISHES + (connection / 32 * 4) as usize), 1 << (connection % 32));
+        match to {
+            Place::Nic => word.fetch_or(bit, Ordering::AcqRel),
+            Place::Kernel => word.fetch_and(!bit, Ordering::AcqRel),
+        };
         self.unsent().push_back(Request { tag: 0, body: Ask::Move { connection, to } });
         self.send_unsent_unless_busy();
     }
@@ -543,6 +556,15 @@ impl Shared {
     }
 }
 
+/// Closes a connection of which the program has no descriptor: its limit was reached when that came.
+#[cold]
+fn close_unseen(shared: &Shared, number: u32) {
+    let unseen = shared.unregistered();
+    unseen.set_number(number);
+    unseen.note_closed(true);
+    let _ = shared.ask_or_leave(&Ask::Forget { connection: number }, None);
+}
+
 /// Receives the answer to request `tag`. None if the agent died before it answered: `is_lost` reads that from session
 /// memory, and is called after each message. The next agent sends a message if no other one is unread.
 fn await_answer(
@@ -561,14 +583,36 @@ fn await_answer(
         }
         // Otherwise it reports an earlier death, or answers a request that was repeated since.
         if is_lost() {
-            return Ok(None);
+            return Ok(answered_before(channel, tag));
         }
     }
+}
+
+/// The answer to request `tag`, if it is among the messages that wait: an agent may have answered it before it died.
+fn answered_before(channel: &Channel, tag: u32) -> Option<(Reply, Vec<OwnedFd>)> {
+    while let Ok((answer, descriptors)) = channel.try_receive::<Answer>() {
+        if answer.tag == tag {
+            return Some((answer.body, descriptors));
+        }
+    }
+    None
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The agent may die before it reads a suggestion, of which nobody waits for the end: the next one finds the wish.
+    #[test]
+    fn a_suggestion_is_noted_for_the_next_agent() {
+        let memory = Arc::new(baton_shm::Region::private(at::HEAP).expect("memory"));
+        let shared = Shared::on(memory.clone());
+        let wish = || memory.word32(at::WISHES + 4).load(Ordering::Acquire);
+        shared.suggest(33, Place::Nic);
+        assert_eq!(wish(), 1 << 1);
+        shared.suggest(33, Place::Kernel);
+        assert_eq!(wish(), 0);
+    }
 
     /// While the report of an agent's death is unread the next agents send none. A program that reads it looks whether
     /// more have died.
@@ -583,6 +627,9 @@ mod tests {
         assert!(!answered(true).expect("the end of the wait"));
         send(6, Reply::Done);
         assert!(!answered(true).expect("the end of the wait"));
+        send(0, Reply::Restarted { starts: 1 });
+        send(7, Reply::Done);
+        assert!(answered(true).expect("an answer that was sent before the agent died"));
         send(7, Reply::Done);
         assert!(answered(true).expect("the answer"));
     }
