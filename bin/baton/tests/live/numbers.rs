@@ -32,6 +32,12 @@ fn a_late_request_to_forget_does_not_concern_the_next_connection() {
     let listed = || answered(&bed, |tool| tool.connections());
     assert!(matches!(&listed()[..], [one] if one.local.ends_with(":8081")), "{:?}", listed());
     close();
+    // The socket is registered again before the agent has got that: its number goes to another connection soon.
+    let again = client.register(&second).expect("an agent");
+    assert_ne!(again, number);
     forget();
+    assert!(matches!(&listed()[..], [one] if one.connection == again), "{:?}", listed());
+    client.memory.word32(session::block(again) + block::FLAGS).fetch_or(block::FLAG_CLOSED, Ordering::SeqCst);
+    assert!(matches!(client.ask(Ask::Forget { connection: again }), Some(Reply::Done)));
     assert!(listed().is_empty(), "{:?}", listed());
 }

@@ -475,7 +475,9 @@ impl Agent {
         // A repeated request, since the first one's agent died: one connection has one entry. Another connection may
         // have the same addresses and ports by another device.
         let identity = Identity { cookie: socket::cookie(fd.as_fd()).unwrap_or_default(), ends: (local, peer) };
-        if let Some(known) = session.connections.with_ends(&flow).find(|known| known.identity().is(&identity)) {
+        // One that its program has closed is not meant: its number goes to another connection soon.
+        let is_known = |known: &&Connection| known.identity().is(&identity) && !known.block.is_closed();
+        if let Some(known) = session.connections.with_ends(&flow).find(is_known) {
             return Reply::Registered { connection: known.number() };
         }
         let Some(place) = session.connections.vacant(&open.memory) else { return stays(Refusal::NoRoom) };
