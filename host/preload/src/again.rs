@@ -35,6 +35,13 @@ impl Again {
         self.not_before.store(0, Ordering::Release);
     }
 
+    /// Notes that an attempt has succeeded. False if it was given up meanwhile.
+    pub fn succeed(&self) -> bool {
+        self.failures.store(0, Ordering::Release);
+        let reset = |not_before: u64| (not_before != u64::MAX).then_some(0);
+        self.not_before.fetch_update(Ordering::SeqCst, Ordering::SeqCst, reset).is_ok()
+    }
+
     /// Has it tried again after a pause: the attempt has failed.
     pub fn pause(&self) {
         self.pause_from(wait::now());
@@ -47,7 +54,7 @@ impl Again {
 
     /// Has it never tried again, unless it is reset.
     pub fn give_up(&self) {
-        self.not_before.store(u64::MAX, Ordering::Release);
+        self.not_before.store(u64::MAX, Ordering::SeqCst);
     }
 
     /// Whether it is never tried again.
@@ -59,6 +66,15 @@ impl Again {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_given_up_meanwhile_does_not_succeed() {
+        let again = Again::default();
+        again.pause_from(0);
+        assert!(again.succeed() && again.is_due());
+        again.give_up();
+        assert!(!again.succeed() && again.is_given_up());
+    }
 
     #[test]
     fn pauses_double_until_it_succeeds() {

@@ -79,6 +79,14 @@ pub(crate) struct Udp {
     sets: Mutex<Vec<(c_int, epoll_event)>>,
 }
 
+/// Drops rings. Their memory and descriptors are free when no thread uses them any more.
+fn drop_rings(taken: Option<Taken>) {
+    if let Some(taken) = taken {
+        let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
+        OURS.lock().retain(|fd| !gone.contains(fd));
+    }
+}
+
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -104,13 +112,21 @@ fn all() -> impl Iterator<Item = (c_int, &'static Udp)> {
     (0..END.load(Ordering::Acquire) as c_int).filter_map(|fd| Some((fd, of(fd)?)))
 }
 
+/// A closed socket's place. One that a thread is still taking for the NIC stays in the pool: the thread sees that it
+/// was given up.
+fn unused() -> Option<&'static Udp> {
+    let mut pool = POOL.lock();
+    let at = pool.iter().position(|udp| udp.taken.try_lock().is_ok())?;
+    Some(pool.swap_remove(at))
+}
+
 /// Tracks a new socket, if it is a UDP socket and the NIC may have it.
 pub(crate) fn created(fd: c_int, domain: c_int, kind: c_int, protocol: c_int) {
     put(fd, None);
     let udp = kind & 0xf == libc::SOCK_DGRAM && (protocol == 0 || protocol == libc::IPPROTO_UDP);
     let family = domain == libc::AF_INET || domain == libc::AF_INET6;
     if udp && family && process::plan().is_some_and(process::Plan::is_full) {
-        let udp = POOL.lock().pop().unwrap_or_else(|| Box::leak(Box::default()));
+        let udp = unused().unwrap_or_else(|| Box::leak(Box::default()));
         udp.again.reset();
         udp.v6.store(domain == libc::AF_INET6, Ordering::Release);
         udp.descriptors.store(1, Ordering::Release);
@@ -166,7 +182,7 @@ pub(crate) fn give_everything_back() {
 pub(crate) fn leave_session() {
     for (_, udp) in all() {
         udp.is_taken.store(false, Ordering::Release);
-        udp.drop_rings();
+        drop_rings(locked(&udp.taken).take());
     }
 }
 
@@ -273,11 +289,20 @@ impl Udp {
         *locked(&self.peer) = baton_linux::socket::peer_address(borrowed).ok();
         match datagrams.serve(&session.shared, borrowed) {
             Ok(()) => {
-                self.again.reset();
                 self.kernel_first.store(true, Ordering::Release);
                 let found = Taken { datagrams, session };
                 *taken = Some(found.clone());
-                self.is_taken.store(true, Ordering::Release);
+                self.is_taken.store(true, Ordering::SeqCst);
+                // Another thread may have given the socket up meanwhile, or closed it, without seeing that it is taken.
+                if !self.again.succeed() {
+                    if self.is_taken.swap(false, Ordering::SeqCst) {
+                        *taken = None;
+                        drop(taken);
+                        found.datagrams.end(&session.shared, true);
+                        drop_rings(Some(found));
+                    }
+                    return None;
+                }
                 drop(taken);
                 for (set, event) in locked(&self.sets).iter() {
                     watch_bell(*set, libc::EPOLL_CTL_ADD, found.bell(), *event);
@@ -290,9 +315,9 @@ impl Udp {
                 } else {
                     self.again.give_up()
                 }
-                *taken = Some(Taken { datagrams, session });
+                *taken = None;
                 drop(taken);
-                self.drop_rings();
+                drop_rings(Some(Taken { datagrams, session }));
                 self.is_taken.store(false, Ordering::Release);
                 None
             }
@@ -302,7 +327,7 @@ impl Udp {
     /// Gives the socket to the kernel for good, and with `replay` what is unread.
     fn leave(&self, replay: bool) {
         self.again.give_up();
-        if !self.is_taken.swap(false, Ordering::AcqRel) {
+        if !self.is_taken.swap(false, Ordering::SeqCst) {
             return;
         }
         let errno = thread::errno();
@@ -310,17 +335,8 @@ impl Udp {
         if let Some(taken) = taken {
             taken.datagrams.end(&taken.session.shared, replay);
         }
-        self.drop_rings();
+        drop_rings(locked(&self.taken).take());
         thread::set_errno(errno);
-    }
-
-    /// Drops the rings. Their memory and descriptors are free when no thread uses them any more.
-    fn drop_rings(&self) {
-        let taken = locked(&self.taken).take();
-        if let Some(taken) = taken {
-            let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
-            OURS.lock().retain(|fd| !gone.contains(fd));
-        }
     }
 
     /// The NIC serves the socket as it is now: the program has connected it or changed an option.
