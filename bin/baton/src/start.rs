@@ -183,12 +183,17 @@ impl FlipArguments {
             bail!("the report goes into a file on a disk or in memory, not into a pipe or the like");
         }
         let descriptors: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-        channel.send(&Request { tag: 1, body: Ask::Group { flip: self.flip() } }, &descriptors)?;
-        match channel.receive::<Answer>()?.0.body {
-            Reply::Grouped { group } => Ok(group),
-            Reply::Failed { reason } => bail!(reason),
-            other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+        // The agent may die with the request. Then the next one, which says that it is another one, is asked.
+        for tag in 1..=AGENTS {
+            channel.send(&Request { tag, body: Ask::Group { flip: self.flip() } }, &descriptors)?;
+            match channel.receive::<Answer>()?.0.body {
+                Reply::Grouped { group } => return Ok(group),
+                Reply::Failed { reason } => bail!(reason),
+                Reply::Restarted { .. } => {}
+                other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
+            }
         }
+        bail!("{AGENTS} agents have died, one after the other, before they answered")
     }
 }
 
@@ -233,3 +238,6 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
 pub const SLOTS: usize = MOST_CONNECTIONS as usize;
 /// Bytes of memory that a session may use; memory that it does not use is not taken from the system.
 const SESSION_BYTES: usize = 3 << 30;
+
+/// How many agents are asked for a group, each after the death of the one before.
+const AGENTS: u32 = 5;

@@ -289,9 +289,13 @@ impl Tool {
     /// # Errors
     /// If the agent has ended, or refuses.
     pub fn capture(&mut self, bytes: Option<u32>, kernel: bool) -> Result<(Vec<Reader>, Option<OwnedFd>)> {
-        let tag = self.send(Ask::Capture { bytes, kernel })?;
+        let mut tag = self.send(Ask::Capture { bytes, kernel })?;
         loop {
             let (answer, descriptors) = self.channel.receive_within::<Answer>(FOREIGN).context("waiting for the agent")?;
+            if let Reply::Restarted { .. } = answer.body {
+                // The agent may have died with the request.
+                tag = self.send(Ask::Capture { bytes, kernel })?;
+            }
             let reply = if answer.tag == tag { answer.body.with_plain_texts() } else { continue };
             let (nics, workers) = match reply {
                 Reply::Capturing { nics, workers } => (nics as usize, workers as usize),
