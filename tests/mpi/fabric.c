@@ -357,6 +357,7 @@ static void full(const char *address)
 	while (wait(NULL) > 0)
 		;
 	/* The agent closes a session when it sees that its program has ended. */
+	/* Waits: between two tries; the agent tells nobody. */
 	for (double begin = now(); (result = try_open(&side, address, FI_AV_TABLE, FI_WAIT_NONE)); usleep(1000)) {
 		end(&side);
 		CHECK(now() - begin < 10);

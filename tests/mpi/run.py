@@ -154,6 +154,7 @@ class HostsWithNic:
 
     def inside(self, command):
         words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in command)
+        # Waits: between two looks.
         wait = f"while [ ! -s {self.peer} ]; do sleep 0.05; done"
         here = f"{wait}; hostname baton-mpi-a; exec {words}"
         return [self.program, "hosts", "--peer", f"echo $$ > {self.peer}; exec sleep 600", "--", "unshare", "-u", "sh", "-c", here]
@@ -328,6 +329,7 @@ def killed_with_nic(mpi, hosts, program):
         (hosts.folder / name).unlink(missing_ok=True)
     job = " ".join(mpi.command(2, program, ["--die", 0], True, hosts.agent))
     folder = hosts.folder
+    # Waits: between two looks; the limit is fifteen seconds.
     stay = f"for i in $(seq 300); do [ -e {folder}/enough ] && exit 0; sleep 0.05; done; exit 1"
     command = hosts.inside(["sh", "-c", f"{job}; result=$?; touch {folder}/ended; [ $result != 0 ] || exit 2; {stay}"])
     begin = time.monotonic()

@@ -82,6 +82,7 @@ static void visit(const char *where, int port, int count, const char *command)
         /* The server may not be there yet. */
         while (connect(sockets[at], (struct sockaddr *)&address, sizeof address) != 0) {
             check(++tries < 600, "connect");
+            /* Waits: between two tries. */
             usleep(100000);
         }
     }

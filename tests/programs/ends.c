@@ -137,6 +137,7 @@ static void *serve(void *given) {
         got += (size_t)done;
     }
     unsigned chance = seed * 7919 + link->number;
+    /* Waits: the connections end one shortly after the other, in another order each time. */
     usleep((useconds_t)(rand_r(&chance) % PAUSE_US));
     if (is("kill")) {
         put(link, UINT64_MAX, MSG_DONTWAIT);

@@ -49,7 +49,7 @@ class Load(programs.Trial):
 
     def wrk(self, port, path="/", connections=32):
         command = [tool("wrk"), "-t2", f"-c{connections}", f"-d{max(1, round(self.seconds))}s", "--timeout", "10s", f"http://{ADDRESS}:{port}{path}"]
-        # A busy machine may need longer to begin.
+        # A busy machine may need longer to begin than a short run lasts. What has begun or failed is not repeated.
         for _ in range(3):
             said = self.client(command)
             errors = sum(int(count) for line in re.findall(r"Socket errors: (.*)", said) for count in re.findall(r"\d+", line))

@@ -620,6 +620,7 @@ def ssh(trial, client):
     (directory / "content").write_bytes(content)
     rounds = max(1, int(trial.seconds / 2))
     words = f"{' '.join(from_own('ssh') if client else [tool('ssh')])} -F none -i {directory}/user -p {port} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null root@{OURS if client else REACHED}"
+    # Waits: both ways are silent for a while; the result is the same if that is shorter.
     both_ways = f"{words} 'cat; sleep 0.5; cat {directory}/content' < {directory}/content"
     script = " && ".join(f"{both_ways} > got.{number}" for number in range(rounds))
     trial.finish((trial.under_baton if client else trial.start)(["/bin/sh", "-c", script]))

@@ -81,12 +81,14 @@ static void until_asleep(struct sleeper *sleeper)
     char path[64], line[200], state = 0;
     struct timespec pause = {0, 200000};
     while (sleeper->thread == 0)
+        /* Waits: between two looks. */
         nanosleep(&pause, NULL);
     snprintf(path, sizeof path, "/proc/self/task/%d/stat", sleeper->thread);
     while (state != 'S') {
         FILE *file = fopen(path, "r");
         CHECK(file != NULL && fgets(line, sizeof line, file) != NULL && fclose(file) == 0);
         CHECK(sscanf(strrchr(line, ')'), ") %c", &state) == 1);
+        /* Waits: between two looks. */
         nanosleep(&pause, NULL);
     }
 }

@@ -166,6 +166,7 @@ static void churn(int listener) {
     for (int at = 0; at < ASKERS; at++) askers[at] = start(ask, (void *)(long)at);
     pthread_t first = start(waiter, NULL);
     for (int at = 0; at < others; at++) start(one_shot ? waiter : worker, NULL);
+    /* Waits: the threads go on for so long. */
     usleep(seconds * 1e6);
     stopped = 1;
     for (int at = 0; at < ASKERS; at++) pthread_join(askers[at], NULL);

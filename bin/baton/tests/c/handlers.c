@@ -152,6 +152,7 @@ static void *disturb(void *unused)
     while (running > 0) {
         for (int at = 0; at < THREADS; at++)
             pthread_kill(workers[at].thread, SIGUSR2);
+        /* Waits: between two rounds of signals, so that the threads get on. */
         usleep(1000);
     }
     return unused;

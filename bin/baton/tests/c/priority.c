@@ -49,6 +49,7 @@ static void *receive_first(void *unused)
     use_processor();
     CHECK(pthread_setschedparam(pthread_self(), SCHED_FIFO, &first) == 0);
     for (int round = 0; round < ROUNDS; round++) {
+        /* Waits: so that the other threads get on, below this one. */
         CHECK(nanosleep(&nap, NULL) == 0);
         long before = used();
         receive_nothing(real.server);

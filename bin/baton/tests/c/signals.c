@@ -68,6 +68,7 @@ int main(int argc, char **argv) {
         if (child < 0) fail("fork");
         if (child == 0) {
             close(fd);
+            /* Waits: so that its parent usually waits by then; if not, the result is the same. */
             usleep(1000);
             _exit(0);
         }

@@ -195,6 +195,7 @@ static void *send_all(void *argument)
     int epoll = set_for(end, role, way, EPOLLOUT);
     int ready = 0;
     while (end->patient && !end->over)
+        /* Waits: between two looks. */
         usleep(200);
     for (size_t done = 0; done < end->outgoing;) {
         size_t left = end->outgoing - done, most = 1 + draw(&random) % PIECE, at = (end->sends + done) % (FILE_BYTES / 2);
@@ -229,6 +230,7 @@ static void *send_all(void *argument)
         done += sent;
         end->progress[role] = done;
         if (draw(&random) % 8 == 0)
+            /* Waits: other moments in each run; the result is the same. */
             usleep(draw(&random) % 300);
     }
     end->doing[role] = "shutdown";

@@ -495,6 +495,7 @@ my @frames = (
   $macs . "\x88\xb5" . "forbidden" x 6,
   $macs . "\x08\0" . "E",
 );
+# Waits: so that the rounds take a while.
 for (1..$rounds) { send($s, $_, 0, $to) for @frames; select(undef, undef, undef, 0.001); }
 "#;
 

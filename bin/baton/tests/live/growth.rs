@@ -53,7 +53,8 @@ fn windows_grow_with_the_path() {
     for ipv6 in [false, true] {
         let mut scene = scene_at(long_path(), ipv6, 8080);
         scene.move_to(Place::Nic);
-        // On a busy machine round trips vary, and the congestion window grows later.
+        // Each transfer lets them grow further: on a busy machine round trips vary, and the congestion window grows
+        // later.
         let mut taken = [0; 2];
         for _ in 0..10 {
             transfer(&mut scene, 20 << 20);

@@ -298,6 +298,7 @@ fn routes_and_neighbours_are_followed() {
         run(&bed.host_a, &format!("ip {family} neighbour replace {there} dev baton0 lladdr 02:00:00:77:77:77 nud permanent"));
         exchange(&mut near, &mut far, 2);
         run(&bed.host_a, &format!("ip {family} route add unreachable {there}"));
+        // Waits: for so long messages have no way; if that is shorter, less is tried.
         run(&bed.host_a, &format!("sleep 0.2; ip {family} route delete unreachable {there}"));
         exchange(&mut near, &mut far, 3);
     }

@@ -129,6 +129,7 @@ which = "all" if both else f":{port}"
 ends = connections * (1 + both)
 if baton != "-":
     while tool("ls", "--json").count('"place":"nic"') < ends:
+        # Waits: between two looks.
         select.select([], [], [], 0.02)
     if place == "kernel":
         tool("move", "kernel", which)

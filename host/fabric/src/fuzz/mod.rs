@@ -395,6 +395,7 @@ impl World for Calls {
             151..155 => self.insert(side, choice.below(3)),
             155 => self.sides[side].insert_bad(choice),
             156 => self.sides[side].remove(choice),
+            // Waits: other moments in each run; the result is the same.
             157 => std::thread::sleep(Duration::from_micros(choice.below(2000))),
             158 if choice.one_in(4) => self.reopen(choice),
             _ => self.read(side, choice),

@@ -52,6 +52,7 @@ static void fill(struct play *play)
         full = has_room || info.tcpi_unacked != 0 ? 0 : full + 1;
         stuck = has_room ? 0 : stuck + 1;
         if (!has_room)
+            /* Waits: between two looks; the queue is full when many in a row find no room. */
             usleep(50);
     }
 }
