@@ -8,7 +8,7 @@
 //! Each of these calls waits for the socket's lock, which its program may hold: see [`crate::calls`].
 
 use crate::agent::Agent;
-use crate::connection::{Asker, Connection};
+use crate::connection::{Asker, Connection, Stage};
 use crate::listening::make_shell;
 use crate::memory::Limits;
 use crate::nic::NicProcess;
@@ -76,6 +76,17 @@ fn answer(begun: Result<u32, Refusal>) -> Reply {
     }
 }
 
+/// Forgets connections of this socket that have ended: an agent that died may have begun to open one, of whose number the
+/// program has not heard. It would have a part in the socket, and end it.
+fn forget_earlier(agent: &mut Agent, session: u32, fd: BorrowedFd<'_>) {
+    let Ok(cookie) = socket::cookie(fd) else { return };
+    let known = agent.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.connections.iter().flatten());
+    let ended = known.into_iter().flatten().filter(|one| one.cookie == cookie && one.stage() == Stage::Ended);
+    for number in ended.map(Connection::number).collect::<Vec<_>>() {
+        agent.finish_forgetting(session, number);
+    }
+}
+
 impl Agent {
     /// Makes the NIC open a connection of a session's program. The answer comes before the handshake is over; None if
     /// it comes when the socket has been looked at, and bound.
@@ -128,6 +139,7 @@ impl Agent {
 
     fn begin_connecting(&mut self, session: u32, fd: Foreign, plan: Plan) -> Result<u32, Refusal> {
         let Plan { local, peer, way, retries } = plan;
+        forget_earlier(self, session, fd.as_fd());
         let mut connection = self.new_connection(session, fd, local, peer)?;
         let nic = way.path.nic as usize;
         connection.flow.device = way.device();

@@ -2,11 +2,32 @@
 
 use crate::common::{answered, connect, hosts};
 use crate::hostile_client::Client;
+use crate::moves::nft;
 use baton_abi::layout::{block, session};
-use baton_bed::testbed::TestbedSettings;
-use baton_linux::process;
+use baton_bed::testbed::{TestbedSettings, address_b};
+use baton_linux::{process, socket};
 use baton_protocol::program::{Ask, Opening, Reply};
+use std::net::SocketAddr;
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
+
+/// The agent dies while the NIC opens a connection for a program, which has not had the answer and repeats the request:
+/// its socket is one connection's.
+#[test]
+fn a_repeated_request_to_connect_makes_one_connection() {
+    let bed = hosts(TestbedSettings::default());
+    nft(&bed.host_b, &["add table ip deaf; add chain ip deaf input { type filter hook input priority 0; policy drop; }"]);
+    let client = Client::open(&bed.socket(), Opening::alone()).expect("a session");
+    let opening = bed.host_a.run(|| socket::stream(false, libc::IPPROTO_TCP)).expect("a socket");
+    let connect = || client.connect(opening.as_fd(), SocketAddr::new(address_b(false), 8080)).expect("an agent");
+    connect();
+    let agent = answered(&bed, |tool| tool.statistics()).agent_process;
+    process::signal(agent, libc::SIGKILL).expect("the agent");
+    client.await_restart();
+    let number = connect();
+    let listed = answered(&bed, |tool| tool.connections());
+    assert!(matches!(&listed[..], [one] if one.connection == number), "{listed:?}");
+}
 
 /// A program notes that it has closed a connection, and its thread waits for its turn to ask the agent to forget it.
 /// The agent dies, and the next one forgets it by itself and gives its number away. The request does not concern the

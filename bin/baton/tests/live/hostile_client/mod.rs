@@ -170,6 +170,13 @@ impl Client {
         Some(connection)
     }
 
+    /// Has the NIC open a connection from a socket. Returns its number; None if the agent has died.
+    pub fn connect(&self, socket: BorrowedFd<'_>, peer: SocketAddr) -> Option<u32> {
+        let (reply, _) = ask_on(&self.channel, Ask::Connect { peer }, &[socket])?;
+        let Reply::Registered { connection } = reply else { panic!("{reply:?}") };
+        Some(connection)
+    }
+
     /// A connection of its own that is on the NIC.
     fn offload(&self) -> Option<(TcpStream, u32)> {
         let peer: SocketAddr = std::env::var(PEER).ok()?.parse().ok()?;
