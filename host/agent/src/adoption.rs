@@ -369,8 +369,16 @@ impl Agent {
     /// The same for one session.
     pub(crate) fn let_program_in(&mut self, number: u32) {
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { return };
-        // Programs repeat earlier requests. The bound keeps a program that goes on sending requests from being served
-        // before others.
+        if let Some(open) = &session.open {
+            for connection in session.connections.iter_mut().flatten() {
+                if connection.stage() == Stage::Kernel && connection.block.load(block::OWNER) != Owner::Kernel as u32 {
+                    hand_to_kernel(open, connection);
+                }
+            }
+        }
+        // Programs repeat earlier requests: all that they sent before the count below. One that comes in between is
+        // carried out and repeated. The bound keeps a program that goes on sending requests from being served before
+        // others.
         for _ in 0..MOST_WAITING {
             if session.channel.try_receive_foreign::<Request>().is_err_and(|error| error.kind() != io::ErrorKind::InvalidData) {
                 break;
@@ -378,11 +386,6 @@ impl Agent {
         }
         let mut starts = 1;
         if let Some(open) = &session.open {
-            for connection in session.connections.iter_mut().flatten() {
-                if connection.stage() == Stage::Kernel && connection.block.load(block::OWNER) != Owner::Kernel as u32 {
-                    hand_to_kernel(open, connection);
-                }
-            }
             starts = open.memory.word32(session::AGENT_STARTS).fetch_add(1, Ordering::AcqRel) + 1;
             open.announce_move(session::ANY);
         }
