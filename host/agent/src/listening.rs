@@ -195,7 +195,6 @@ impl Agent {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
         (listener.listening, listener.limits) = (listening, limits);
         let joins = listener.sessions.insert(session);
-        self.keep_listener(id);
         if let Err(refusal) = self.serve_listener(id) {
             if joins {
                 self.stop_listening(session, Some(id));
@@ -204,6 +203,7 @@ impl Agent {
         }
         let waits = Waits { caller: self.caller(session, tag), joins };
         self.listeners.by_id.entry(id).and_modify(|listener| listener.waits.push(waits));
+        self.keep_listener(id);
         Ok(())
     }
 
@@ -243,7 +243,9 @@ impl Agent {
             Ok(theirs) => theirs,
             Err(error) => return self.refuse_waiting(id, &stayed(&system("dup", &error))),
         };
-        for waits in std::mem::take(&mut listener.waits) {
+        let waits = std::mem::take(&mut listener.waits);
+        self.keep_listener(id);
+        for waits in waits {
             self.answer_caller(waits.caller, Reply::Listening { listener: id }, &[theirs.as_fd()]);
         }
     }
@@ -278,11 +280,19 @@ impl Agent {
         }
     }
 
-    /// Has the keeper hold a listener for the next agent, as it is now.
+    /// Has the keeper hold a listener for the next agent, as it is now, if a program has its queue. One that waits for that
+    /// asks the next agent again, and might not get it there either: then clients must come to the kernel.
     fn keep_listener(&self, id: u32) {
         let Some(listener) = self.listeners.by_id.get(&id) else { return };
         let Ok(written) = postcard::to_stdvec(&(&listener.listening, listener.limits)) else { return };
-        let sessions = listener.sessions.iter().copied().collect();
+        let waits = |session: &u32| {
+            let names = |waits: &Waits| waits.joins && waits.caller.is_some_and(|(caller, ..)| caller == *session);
+            listener.waits.iter().any(names)
+        };
+        let sessions: Vec<u32> = listener.sessions.iter().copied().filter(|session| !waits(session)).collect();
+        if sessions.is_empty() {
+            return self.keep(&Kept::ListenerGone(id), &[]);
+        }
         self.keep(&Kept::Listener(id, sessions, written), &[listener.ours.as_fd(), listener.theirs.as_fd()]);
     }
 
