@@ -280,8 +280,8 @@ impl Agent {
         }
     }
 
-    /// Has the keeper hold a listener for the next agent, as it is now, if a program has its queue. One that waits for that
-    /// asks the next agent again, and might not get it there either: then clients must come to the kernel.
+    /// Has the keeper hold a listener for the next agent, as it is now, if a program has its queue. One that waits for
+    /// that asks the next agent again, and might not get it there either: then clients must come to the kernel.
     fn keep_listener(&self, id: u32) {
         let Some(listener) = self.listeners.by_id.get(&id) else { return };
         let Ok(written) = postcard::to_stdvec(&(&listener.listening, listener.limits)) else { return };
