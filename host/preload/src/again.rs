@@ -42,14 +42,15 @@ impl Again {
         self.not_before.fetch_update(Ordering::SeqCst, Ordering::SeqCst, reset).is_ok()
     }
 
-    /// Has it tried again after a pause: the attempt has failed.
+    /// Has it tried again after a pause, unless it was given up meanwhile: the attempt has failed.
     pub fn pause(&self) {
         self.pause_from(wait::now());
     }
 
     fn pause_from(&self, now: u64) {
         let failures = self.failures.fetch_add(1, Ordering::AcqRel);
-        self.not_before.store(now + (FIRST << failures.min(DOUBLINGS)), Ordering::Release);
+        let pause = |not_before: u64| (not_before != u64::MAX).then_some(now + (FIRST << failures.min(DOUBLINGS)));
+        let _ = self.not_before.fetch_update(Ordering::SeqCst, Ordering::SeqCst, pause);
     }
 
     /// Has it never tried again, unless it is reset.
@@ -68,11 +69,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_given_up_meanwhile_does_not_succeed() {
+    fn what_was_given_up_meanwhile_stays_so() {
         let again = Again::default();
         again.pause_from(0);
         assert!(again.succeed() && again.is_due());
         again.give_up();
+        again.pause_from(0);
         assert!(!again.succeed() && again.is_given_up());
     }
 
