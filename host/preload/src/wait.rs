@@ -130,6 +130,9 @@ pub(crate) fn sleep(
     {
         waiter::wake_one_that_does_not_watch();
     }
+    if result.is_ok() && fds[programs].revents != 0 {
+        waiter.note_written();
+    }
     waiter.give();
     if let Some(session) = session {
         session.shared.uncount_sleeper();

@@ -207,6 +207,12 @@ impl Waiter {
         self.forks != FORKS.load(Ordering::Acquire)
     }
 
+    /// Notes that it was found to be written. A thread may be late with its wake, and write what has been cleared
+    /// meanwhile: whoever slept on it then would not sleep again.
+    pub fn note_written(&self) {
+        self.signalled.store(true, Ordering::Release);
+    }
+
     /// Wakes its threads.
     pub fn wake(&self) {
         self.signalled.store(true, Ordering::Release);
@@ -237,6 +243,19 @@ mod tests {
         let last = if shared == 100 { one } else { two };
         assert!(pool.leave(last).is_some_and(|waiter| waiter.eventfd == shared));
         assert!(pool.free.is_empty(), "it is readable still");
+    }
+
+    /// A thread was late with its wake, and has written what had been cleared.
+    #[test]
+    fn what_was_written_late_is_cleared() {
+        let waiter = Waiter::take();
+        let eventfd = waiter.eventfd;
+        signal(eventfd);
+        waiter.note_written();
+        waiter.give();
+        let mut entry = libc::pollfd { fd: eventfd, events: libc::POLLIN, revents: 0 };
+        // SAFETY: one live entry.
+        assert_eq!(unsafe { libc::poll(&raw mut entry, 1, 0) }, 0);
     }
 
     /// Without a descriptor there is a waiter nevertheless, which is not kept.
