@@ -183,7 +183,7 @@ impl FlipArguments {
             bail!("the report goes into a file on a disk or in memory, not into a pipe or the like");
         }
         let descriptors: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-        // The agent may die with the request. Then the next one, which says that it is another one, is asked.
+        // The agent may die before it answers. The next one says so (`Restarted`), and is asked again.
         for tag in 1..=AGENTS {
             channel.send(&Request { tag, body: Ask::Group { flip: self.flip() } }, &descriptors)?;
             match channel.receive::<Answer>()?.0.body {

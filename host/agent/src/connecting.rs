@@ -76,8 +76,8 @@ fn answer(begun: Result<u32, Refusal>) -> Reply {
     }
 }
 
-/// Forgets connections of this socket that have ended: an agent that died may have begun to open one, of whose number
-/// the program has not heard. It would have a part in the socket, and end it.
+/// Forgets connections of this socket that have ended. An agent that died may have begun to open one whose number the
+/// program never received. If it stayed, the next agent would disconnect the socket on its account.
 fn forget_earlier(agent: &mut Agent, session: u32, fd: BorrowedFd<'_>) {
     let Ok(cookie) = socket::cookie(fd) else { return };
     let known = agent.sessions.get(session as usize).and_then(Option::as_ref).map(|session| session.connections.iter().flatten());

@@ -73,8 +73,8 @@ fn ends(case: Case<'_>, mut moves: impl FnMut(&mut Scene, Duration)) -> [End; 2]
     }
     scene.exchange(1000, Place::Kernel);
     scene.exchange(1000, case.starts);
-    // With a last byte each peer acknowledges all that it has got. Otherwise that may happen a second later on a busy
-    // machine, and would count as heard.
+    // With a last byte each peer acknowledges all that it has received. Otherwise a busy machine may acknowledge it a
+    // second later, and both stacks count the silence from the peer's last segment.
     socket::send(its_peer.as_fd(), &[1]).expect("room");
     assert_eq!(scene.peer_sends(1), 1, "room");
     scene.drain();
