@@ -198,6 +198,7 @@ def attached(scene, client, times, said, count):
     # The server answers all the while.
     while on_nic(scene) < count:
         client.ask_all(100)
+        # Waits: a limit that is far away.
         check(time.monotonic() - begun < 300, f"attaching does not come to an end: {where(scene)}")
     times["attach"] = time.monotonic() - begun
     said["on the NIC"] = on_nic(scene)
@@ -226,6 +227,7 @@ def trial(mode, few, many):
             times, said = measure(mode, count)
             each = ", ".join(f"{name} {taken / count * 1e6:.0f}" for name, taken in times.items())
             print(f"{mode:<7} {count:>5} connections, µs for each: {each}; {said}", flush=True)
+            # Waits: how long a client waits is what is tested.
             check(said["slowest"] < PATIENCE, f"an answer took {said['slowest']} s")
             measured.append(times)
         rows[count] = {name: statistics.fmean(times[name] for times in measured) / count for name in measured[0]}

@@ -53,9 +53,9 @@ fn windows_grow_with_the_path() {
     for ipv6 in [false, true] {
         let mut scene = scene_at(long_path(), ipv6, 8080);
         scene.move_to(Place::Nic);
-        // Each transfer lets them grow further: on a busy machine round trips vary, and the congestion window grows
-        // later.
         let mut taken = [0; 2];
+        // Waits: until they have grown. Each transfer lets them grow further: on a busy machine round trips vary, and
+        // the congestion window grows later.
         for _ in 0..10 {
             transfer(&mut scene, 20 << 20);
             assert_eq!(scene.settled_place(), Some(Place::Nic));

@@ -76,7 +76,8 @@ fn a_lossy_link_lends_connections_and_brings_them_back() {
     let scratch = Scratch::new("partial");
     let (bed, content) = bed(10_000, &scratch);
     let _server = serve(&bed, &scratch);
-    // How many segments the NIC receives between two losses depends on how busy the machine is.
+    // Waits: until the NIC has received so many segments. How many it receives between two losses depends on how busy
+    // the machine is.
     for transfer in 0..10 {
         check(&curl(&bed).wait_with_output().expect("its output"), &content);
         if transfer >= 2 && count(&statistics(&bed), Counter::Segments) > 1000 {

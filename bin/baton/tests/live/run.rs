@@ -417,7 +417,7 @@ for _ in range(20):
     exchange()
 if what == 'io_uring':
     open_polled_ring()
-# What a connection waits for first is listed until it has come.
+# Waits: until the list no longer has what a connection waits for first.
 for _ in range(500):
     said = subprocess.run([baton, 'ls'], capture_output=True, text=True).stdout
     if 'it waits until' not in said:

@@ -108,7 +108,8 @@ fn a_closed_listeners_port_is_the_next_ones() {
     drop(listener);
     let next = listen_at_freed(&bed, address, "the next listener");
     next.set_nonblocking(true).expect("a flag");
-    // Fewer than the first listener's queue has room for: then the kernel would get them in any case.
+    // Waits: until the NIC no longer makes the first listener's connections. The clients are fewer than its queue has
+    // room for: with more, the kernel would get them in any case.
     for _ in 0..100 {
         // Waits: one try of a hundred.
         let client = bed.host_b.run(|| TcpStream::connect_timeout(&address, Duration::from_secs(2)));

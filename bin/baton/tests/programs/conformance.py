@@ -60,6 +60,7 @@ def connect():
 
 def wait_for_nic():
     """Connects until the NIC makes the listener's connections, which it does some time after the program has first waited for one."""
+    # Waits: until the NIC makes them.
     for _ in range(1000):
         p = connect()
         s, _ = listener.accept()
