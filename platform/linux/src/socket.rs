@@ -308,6 +308,14 @@ pub fn shutdown_write(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(rustix::net::shutdown(fd, Shutdown::Write)?)
 }
 
+/// Shuts the receiving side down: what is received already can be read, then the end of the stream.
+///
+/// # Errors
+/// The failed system call's.
+pub fn shutdown_read(fd: BorrowedFd<'_>) -> io::Result<()> {
+    Ok(rustix::net::shutdown(fd, Shutdown::Read)?)
+}
+
 /// Makes a socket use CUBIC, with which comparisons are made, whatever the host's default is.
 ///
 /// # Errors

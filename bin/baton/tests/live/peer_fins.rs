@@ -8,6 +8,7 @@ use baton_bed::testbed::TestbedSettings;
 use baton_linux::tcp_info::TcpInfo;
 use baton_offloads::{Offloads, PeerFin};
 use baton_protocol::program::{Ask, Place, Reply};
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
@@ -108,5 +109,36 @@ fn a_fin_that_the_kernel_gets_late_is_waited_for() {
             moves.join().expect("a move")
         });
         assert_eq!(state, CLOSE_WAIT, "beside: {beside}");
+    }
+}
+
+/// A rule that drops the replayed FIN for good: the program reads the end of the stream nevertheless, and its own end
+/// reaches the peer.
+#[test]
+fn a_fin_that_the_kernel_never_gets_ends_the_stream() {
+    /// Linux's number of the state.
+    const FIN_WAIT_2: u8 = 5;
+    for beside in [false, true] {
+        let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
+        let (server, mut peer) = connect(&bed, false, 8080);
+        let mut session = session(&bed);
+        let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+        session.move_to(id, Place::Nic).expect("a move");
+        peer.write_all(b"last").expect("the peer's bytes");
+        peer.shutdown(Shutdown::Write).expect("the peer's end");
+        let state = || TcpInfo::read(peer.as_fd()).expect("TCP_INFO").state;
+        wait_until("the NIC's acknowledgement of its FIN", || state() == FIN_WAIT_2);
+        let drop = "add table ip never; add chain ip never input { type filter hook input priority 0; }; add rule ip never input tcp flags & fin == fin drop";
+        nft(&bed.host_a, &[drop]);
+        session.move_to(id, Place::Kernel).expect("a move");
+        let mut bytes = [0; 16];
+        assert_eq!(session.receive(id, &mut bytes).expect("the bytes"), 4);
+        wait_until("the end of the stream", || session.receive(id, &mut bytes).is_ok_and(|length| length == 0));
+        assert_eq!(session.send(id, b"answer").expect("the answer"), 6);
+        session.shutdown(id).expect("the program's end");
+        peer.set_nonblocking(false).expect("blocking");
+        let mut answer = Vec::new();
+        peer.read_to_end(&mut answer).expect("the answer");
+        assert_eq!(answer, b"answer");
     }
 }

@@ -12,7 +12,7 @@ use baton_handoff::import::{self, ImportError, Importer};
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
+use baton_linux::{report, socket};
 use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::Replay;
 use std::io;
@@ -184,13 +184,22 @@ impl Performer<'_> {
 
     /// Whether the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told of
     /// the stream's end already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send it
-    /// again.
+    /// again. If the kernel gets none in time (a rule of the firewall drops it), receiving is shut down: then the
+    /// program reads the end, too, though the socket's state is another one.
     pub(super) fn has_end_of_stream(&mut self) -> bool {
         let Some(&ReplayedFin { image, again_at, until }) = self.connection.fin() else { return true };
         let now = monotonic_micros();
-        if self.state().is_none_or(|state| !WITHOUT_FIN.contains(&state)) || now >= until {
+        let shuts_down = self.result.is_some();
+        if !shuts_down && self.state().is_none_or(|state| !WITHOUT_FIN.contains(&state)) {
             self.connection.expect_fin(None);
             return true;
+        }
+        if shuts_down || now >= until {
+            let is_called = matches!(self.on_socket(|fd| socket::shutdown_read(fd)), Err(Stop::Later));
+            if !is_called {
+                self.connection.expect_fin(None);
+            }
+            return !is_called;
         }
         if now >= again_at {
             self.send_fin(&image);
