@@ -448,7 +448,12 @@ impl Attacher {
         if let Some(reason) = stays(&reply) {
             self.note_stay(reason);
         }
-        self.drop_entry(number);
+        if matches!(reply, Reply::Stayed { transient: true, .. }) {
+            // The agent was restoring what a dead NIC had, which is over: it does it now.
+            self.work.changed.insert(number);
+        } else {
+            self.drop_entry(number);
+        }
         Ok(())
     }
 
