@@ -14,6 +14,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -73,6 +74,23 @@ pub fn before_others<R: Send>(run: impl FnOnce() -> R + Send) -> R {
         run()
     };
     std::thread::scope(|scope| scope.spawn(first).join().expect("no panic"))
+}
+
+/// For how long the kernel's packet threads (ksoftirqd) have waited for a processor since the machine started. Some
+/// kernels' schedulers let one wait for many seconds while processes that never sleep run beside it, with autogroups
+/// (sched(7)): whatever has to come through the kernel's network stack stands still, natively as well.
+pub fn packets_waited() -> Duration {
+    static THREADS: LazyLock<Vec<PathBuf>> = LazyLock::new(|| {
+        let all = std::fs::read_dir("/proc").expect("/proc").flatten().map(|entry| entry.path());
+        let is_one = |path: &PathBuf| std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name.starts_with("ksoftirqd/"));
+        all.filter(is_one).collect()
+    });
+    // The second number of a schedstat, in nanoseconds. It is raised when the wait is over.
+    let waited = |path: &PathBuf| {
+        let text = std::fs::read_to_string(path.join("schedstat")).ok()?;
+        Some(Duration::from_nanos(text.split_whitespace().nth(1)?.parse().ok()?))
+    };
+    THREADS.iter().filter_map(waited).sum()
 }
 
 /// Waits until so many connections of a Baton have each moved so often.
