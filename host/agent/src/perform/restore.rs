@@ -195,7 +195,7 @@ impl Performer<'_> {
             return true;
         }
         if shuts_down || now >= until {
-            let is_called = matches!(self.on_socket(|fd| socket::shutdown_read(fd)), Err(Stop::Later));
+            let is_called = matches!(self.on_socket(socket::shutdown_read), Err(Stop::Later));
             if !is_called {
                 self.connection.expect_fin(None);
             }
