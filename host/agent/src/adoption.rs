@@ -7,6 +7,7 @@ use crate::calls::outsider;
 use crate::connecting::ABORTED;
 use crate::connection::{Carried, Connection, Memory, Stage};
 use crate::events::AGENT_DIED;
+use crate::fin::ReplayedFin;
 use crate::group::{Group, Groups};
 use crate::journal::{self, Entry};
 use crate::nic::Hardware;
@@ -330,10 +331,14 @@ impl Agent {
     fn resume(&mut self, phase: Phase, entry: Entry) {
         let (cid, at) = (Cid(entry.cid), (entry.session, entry.connection));
         let memory = self.hardware[cid.nic()].memory.clone();
-        let finished = read_image(&memory, cid).is_ok_and(|image| image.state.fin_acknowledged());
-        let Some(Some(session)) = self.sessions.get_mut(at.0 as usize) else { return };
-        let Some(open) = session.open.as_mut() else { return };
-        let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return };
+        let image = read_image(&memory, cid).ok();
+        let finished = image.is_some_and(|image| image.state.fin_acknowledged());
+        // Without its connection an entry is of no use, and must not be taken for one of a later connection that has
+        // the same numbers.
+        let session = self.sessions.get_mut(at.0 as usize).and_then(Option::as_mut);
+        let Some(session) = session else { return journal::clear(&memory, cid) };
+        let Some(open) = session.open.as_mut() else { return journal::clear(&memory, cid) };
+        let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return journal::clear(&memory, cid) };
         connection.flow.device = entry.device();
         connection.events.note(monotonic_micros(), What::AgentDied, Some(cid.nic() as u8), None, 0);
         if phase == Phase::Copied {
@@ -346,6 +351,9 @@ impl Agent {
             connection.enter_nic(on_nic, handoff);
         } else {
             connection.extra().carried = Some(Box::new(Carried { entry: Some(entry), ..Carried::default() }));
+        }
+        if phase == Phase::Sending {
+            connection.expect_fin(image.and_then(ReplayedFin::of));
         }
         connection.set_machine(Move::adopted(phase, phase == Phase::Sending && finished));
         connection.cid = Some(cid);

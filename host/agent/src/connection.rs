@@ -4,6 +4,7 @@ use crate::block::Block;
 use crate::calls::Call;
 use crate::counts::{Counted, Counts, Still};
 use crate::events::{AGENT_DIED, ASKED_TO, AT_RANDOM, BY_GAIN, CLOSED, Events, KILLS_NIC, NIC_DIED, Reasons};
+use crate::fin::ReplayedFin;
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
 use crate::journal::{self, Entry};
@@ -110,16 +111,6 @@ impl Default for Wants {
     fn default() -> Wants {
         Wants::Larger(0, 0)
     }
-}
-
-/// A FIN that was replayed to the kernel's socket, which has not been seen to have it.
-pub(crate) struct ReplayedFin {
-    /// The image that the kernel has imported.
-    pub image: Image,
-    /// When it is replayed again, in microseconds of the monotonic clock: a device or a rule may have dropped it.
-    pub again_at: u64,
-    /// When it is waited for no longer.
-    pub until: u64,
 }
 
 /// State of a move while it waits for the program or the NIC.

@@ -27,6 +27,7 @@ mod earlier;
 mod ending;
 mod events;
 mod fetching;
+mod fin;
 mod flips;
 mod gain;
 mod ground;

@@ -1,15 +1,15 @@
 //! A connection whose peer has sent its FIN stays on the NIC, or leaves its place to others (`peer-fin`); the kernel
 //! gets the FIN before the program goes on.
 
-use crate::common::{Scene, answered, connect, hosts, scene, session, wait_until};
+use crate::common::{Scene, answered, connect, hosts, scene, session, start_python, wait_until};
 use crate::moves::nft;
 use baton_abi::layout::Counter;
-use baton_bed::testbed::TestbedSettings;
+use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
 use baton_linux::tcp_info::TcpInfo;
 use baton_offloads::{Offloads, PeerFin};
 use baton_protocol::program::{Ask, Place, Reply};
 use std::io::{Read, Write};
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::Command;
 use std::time::Duration;
@@ -112,25 +112,33 @@ fn a_fin_that_the_kernel_gets_late_is_waited_for() {
     }
 }
 
+/// Waits until the NIC has acknowledged the peer's FIN; from then on a rule drops those that are replayed.
+fn fins_are_dropped(bed: &Testbed, peer: &TcpStream) {
+    /// Linux's number of the state.
+    const FIN_WAIT_2: u8 = 5;
+    wait_until("the NIC's acknowledgement", || TcpInfo::read(peer.as_fd()).expect("TCP_INFO").state == FIN_WAIT_2);
+    let drop = "add table ip never; add chain ip never input { type filter hook input priority 0; }; add rule ip never input tcp flags & fin == fin drop";
+    nft(&bed.host_a, &[drop]);
+}
+
 /// A rule that drops the replayed FIN for good: the program reads the end of the stream nevertheless, and its own end
 /// reaches the peer.
 #[test]
 fn a_fin_that_the_kernel_never_gets_ends_the_stream() {
     /// Linux's number of the state.
-    const FIN_WAIT_2: u8 = 5;
+    const ESTABLISHED: u8 = 1;
     for beside in [false, true] {
         let bed = hosts(TestbedSettings { beside, ..TestbedSettings::default() });
         let (server, mut peer) = connect(&bed, false, 8080);
+        let copy = server.try_clone().expect("a descriptor");
         let mut session = session(&bed);
         let id = session.adopt(OwnedFd::from(server)).expect("adoption");
         session.move_to(id, Place::Nic).expect("a move");
         peer.write_all(b"last").expect("the peer's bytes");
         peer.shutdown(Shutdown::Write).expect("the peer's end");
-        let state = || TcpInfo::read(peer.as_fd()).expect("TCP_INFO").state;
-        wait_until("the NIC's acknowledgement of its FIN", || state() == FIN_WAIT_2);
-        let drop = "add table ip never; add chain ip never input { type filter hook input priority 0; }; add rule ip never input tcp flags & fin == fin drop";
-        nft(&bed.host_a, &[drop]);
+        fins_are_dropped(&bed, &peer);
         session.move_to(id, Place::Kernel).expect("a move");
+        assert_eq!(TcpInfo::read(copy.as_fd()).expect("TCP_INFO").state, ESTABLISHED, "the kernel has no FIN");
         let mut bytes = [0; 16];
         assert_eq!(session.receive(id, &mut bytes).expect("the bytes"), 4);
         wait_until("the end of the stream", || session.receive(id, &mut bytes).is_ok_and(|length| length == 0));
@@ -141,4 +149,37 @@ fn a_fin_that_the_kernel_never_gets_ends_the_stream() {
         peer.read_to_end(&mut answer).expect("the answer");
         assert_eq!(answer, b"answer");
     }
+}
+
+/// Another user's program, which may hold its socket's lock: the agent's calls on that are made elsewhere.
+#[test]
+fn another_users_program_reads_the_end_that_the_kernel_never_gets() {
+    const PROGRAM: &str = "
+import encodings.idna, os, socket, sys
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+print('ready', flush=True)
+sys.stdin.read()
+data = b''
+while piece := connection.recv(100):
+    data += piece
+connection.sendall(b'read ' + data)
+";
+    let bed = hosts(TestbedSettings::default());
+    let listener = bed.host_b.run(|| TcpListener::bind((address_b(false), 0))).expect("a listener");
+    let (mut program, _lines) = start_python(&bed, PROGRAM, listener.local_addr().expect("its address"), true);
+    let (mut peer, _) = listener.accept().expect("a connection");
+    wait_until("it is on the NIC", || answered(&bed, |tool| tool.connections()).iter().any(|one| one.place == Place::Nic));
+    peer.write_all(b"last").expect("the peer's bytes");
+    peer.shutdown(Shutdown::Write).expect("the peer's end");
+    fins_are_dropped(&bed, &peer);
+    let mut moves = Command::new(env!("CARGO_BIN_EXE_baton"));
+    moves.args(["move", "kernel", "all", "--socket"]).arg(bed.socket());
+    let moved = moves.output().expect("baton move");
+    assert!(moved.status.success(), "{moved:?}");
+    drop(program.stdin.take());
+    let mut answer = Vec::new();
+    peer.read_to_end(&mut answer).expect("the answer");
+    assert_eq!(answer, b"read last");
+    assert!(program.wait().expect("its end").success());
 }

@@ -258,7 +258,10 @@ impl World for Performer<'_> {
             Action::Leave => done_if(self.has_left()),
             Action::Steal => self.steal(),
             Action::HandOff => self.hand_off(),
-            Action::LetIn(Owner::Kernel) if !self.has_end_of_stream() => Outcome::NotYet,
+            Action::Clear => match self.await_fin() {
+                Outcome::Done => outcome(self.perform_on_host(action)),
+                waits => waits,
+            },
             Action::Rest => self.rest(),
             Action::Import(source) => self.import(*source),
             Action::Release => self.release(),

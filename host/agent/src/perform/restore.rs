@@ -3,7 +3,8 @@
 use super::{Performer, stand_still};
 use crate::calls::Stop;
 use crate::changes::prove_beyond;
-use crate::connection::{Connection, Memory, ReplayedFin};
+use crate::connection::{Connection, Memory};
+use crate::fin::ReplayedFin;
 use crate::ground::Shape;
 use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
@@ -16,13 +17,6 @@ use baton_linux::{report, socket};
 use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::Replay;
 use std::io;
-
-/// Microseconds after which a FIN that has not arrived is replayed again, at first (it doubles), and after which it is
-/// waited for no longer. On a busy machine the kernel's packet threads may wait for a processor for two seconds.
-const FIN_AGAIN: u64 = 10_000;
-const FIN_LIMIT: u64 = 5_000_000;
-/// Linux's numbers of the states in which no FIN has come: ESTABLISHED, FIN-WAIT-1, FIN-WAIT-2.
-const WITHOUT_FIN: [u8; 3] = [1, 4, 5];
 
 /// Refusal of a connection of which `what` is missing or damaged.
 pub(super) fn damaged(what: &'static str) -> Refusal {
@@ -177,36 +171,35 @@ impl Performer<'_> {
 
     /// The kernel's socket gets the peer's FIN by the replay, if there was one.
     pub(super) fn expect_fin(&mut self) {
-        let now = monotonic_micros();
-        let image = self.image.filter(|image| self.importer.is_some() && image.state.fin_received());
-        self.connection.expect_fin(image.map(|image| ReplayedFin { image, again_at: now + FIN_AGAIN, until: now + FIN_LIMIT }));
+        let image = self.image.filter(|_| self.importer.is_some());
+        self.connection.expect_fin(image.and_then(ReplayedFin::of));
     }
 
-    /// Whether the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told of
-    /// the stream's end already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send it
-    /// again. If the kernel gets none in time (a rule of the firewall drops it), receiving is shut down: then the
-    /// program reads the end, too, though the socket's state is another one.
-    pub(super) fn has_end_of_stream(&mut self) -> bool {
-        let Some(&ReplayedFin { image, again_at, until }) = self.connection.fin() else { return true };
-        let now = monotonic_micros();
-        let shuts_down = self.result.is_some();
-        if !shuts_down && self.state().is_none_or(|state| !WITHOUT_FIN.contains(&state)) {
+    /// Waits until the kernel's socket has the FIN that was replayed to it, if one was. The program may have been told
+    /// of the stream's end already, so it must find it; and the peer, whose FIN the NIC has acknowledged, will not send
+    /// it again. If the kernel gets none in time (a rule of the firewall drops it), receiving is shut down: then the
+    /// program reads the end, too, though the socket's state is another one. The journal has its entry until then: the
+    /// next agent waits, too.
+    pub(super) fn await_fin(&mut self) -> Outcome {
+        let Some(&fin) = self.connection.fin() else { return Outcome::Done };
+        let (now, is_called) = (monotonic_micros(), self.result.is_some());
+        if !is_called && !ReplayedFin::is_missing(self.state()) {
             self.connection.expect_fin(None);
-            return true;
+            return Outcome::Done;
         }
-        if shuts_down || now >= until {
-            let is_called = matches!(self.on_socket(socket::shutdown_read), Err(Stop::Later));
-            if !is_called {
-                self.connection.expect_fin(None);
+        if is_called || fin.is_late(now) {
+            if let Err(Stop::Later) = self.on_socket(socket::shutdown_read) {
+                return Outcome::Later;
             }
-            return !is_called;
+            report!("baton agent: {}: the kernel did not take the peer's FIN; receiving is shut down", self.connection.flow);
+            self.connection.expect_fin(None);
+            return Outcome::Done;
         }
-        if now >= again_at {
-            self.send_fin(&image);
-            let waited = (now + FIN_LIMIT).saturating_sub(until);
-            self.connection.expect_fin(Some(ReplayedFin { image, again_at: now + waited.max(FIN_AGAIN), until }));
+        if let Some(again) = fin.again(now) {
+            self.send_fin(&fin.image);
+            self.connection.expect_fin(Some(again));
         }
-        false
+        Outcome::NotYet
     }
 
     fn receive_memory(&self) -> Option<(u32, u32)> {
