@@ -186,8 +186,8 @@ pub(crate) fn occupant(nic_memory: &Region, slots: usize, cid: Cid) -> Option<(u
 /// that another has used.
 pub(crate) fn next_name(nic_memory: &Region, nic: usize, at: u32) -> Cid {
     let word = nic_memory.word32(nic::slot(at) + slot::NEXT_CID).load(Ordering::Acquire);
-    let name = if word == 0 { Cid::new(at, 1) } else { Cid(word) };
-    name.on(nic)
+    // The NIC can write here: only the generation is taken from it.
+    Cid::new(at, Cid(word).generation().max(1)).on(nic)
 }
 
 /// Returns the number of slots that ever had a connection; these are the first ones.

@@ -677,9 +677,12 @@ impl NicProcess {
             return true;
         }
         // Refused: the NIC had nothing of it any more.
-        let dropped = message.length == Control::Cancel as u32 && self.dropping.remove(&message.cid.0).is_some();
-        if dropped {
-            self.give_slot(message.cid);
+        let cid = message.cid;
+        let dropped = message.length == Control::Cancel as u32 && self.dropping.remove(&cid.0).is_some();
+        // It may have been dropped twice, and another connection may have the slot by now.
+        let next = journal::next_name(&self.memory, cid.nic(), cid.slot());
+        if dropped && (next == cid || next == cid.next_generation()) {
+            self.give_slot(cid);
         }
         dropped
     }

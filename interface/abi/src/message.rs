@@ -36,10 +36,15 @@ impl Cid {
         self.0 & ((1 << Self::SLOT_BITS) - 1)
     }
 
+    /// The generation, modulo 2¹⁰. That of an occupant is not 0.
+    pub const fn generation(self) -> u32 {
+        (self.0 >> Self::SLOT_BITS) & Self::GENERATIONS
+    }
+
     /// The identifier of the slot's next occupant.
     pub const fn next_generation(self) -> Cid {
         // Modulo 2¹⁰, without 0.
-        let next = ((self.0 >> Self::SLOT_BITS) + 1) & Self::GENERATIONS;
+        let next = (self.generation() + 1) & Self::GENERATIONS;
         Cid::new(self.slot(), if next == 0 { 1 } else { next }).on(self.nic())
     }
 }

@@ -98,6 +98,7 @@ impl Performer<'_> {
             self.return_pages(cid, &image, old);
         }
         self.copy_over(cid, &image, old, growing).ok_or(Refusal::NicGone)?;
+        journal::note_next_name(nic_memory, next.next_generation());
         journal::grown(nic_memory, cid.slot(), next, new);
         self.connection.cid = Some(next);
         if let Some(growing) = &mut self.connection.extra().growing {

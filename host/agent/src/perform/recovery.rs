@@ -3,6 +3,7 @@
 use super::Performer;
 use super::restore::damaged;
 use crate::calls::Stop;
+use crate::journal;
 use crate::record::{image_at_death, read_record};
 use baton_abi::layout::nic;
 use baton_abi::{Control, Message, Operation};
@@ -25,6 +26,7 @@ impl Performer<'_> {
         self.ground.shape.steal_again(&self.connection.flow, &path);
         // The slot has held the flow since the handoff. Should this NIC die, too, the next round starts from here.
         self.connection.cid = Some(next);
+        journal::note_next_name(self.ground.nic_memory, next.next_generation());
         let _ = self.ground.nic().post(Message::control(Operation::NicControl, Control::Mirror, next, 0, 0));
         self.ask(Action::StealAgain, Control::Steal, 0)
     }
