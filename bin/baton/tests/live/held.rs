@@ -3,7 +3,7 @@
 
 mod requests;
 
-use crate::common::{Scene, SetsAtEnd, answered, packets_waited, scene, wait_until};
+use crate::common::{PacketThreads, Scene, SetsAtEnd, answered, scene, wait_until};
 use crate::hostile_client::Hostile;
 use baton_bed::testbed::TestbedSettings;
 use baton_linux::process;
@@ -64,7 +64,7 @@ impl Drop for Holder {
 /// without what the kernel's packet threads have waited for a processor.
 fn longest_round(scene: &mut Scene) -> Duration {
     let round = |at| {
-        let (begun, before) = (Instant::now(), packets_waited());
+        let (begun, before) = (Instant::now(), PacketThreads::now());
         scene.fill(10_000);
         let filled = begun.elapsed();
         scene.move_to(if at % 2 == 0 { Place::Nic } else { Place::Kernel });
@@ -74,7 +74,7 @@ fn longest_round(scene: &mut Scene) -> Duration {
         scene.fill(10_000);
         scene.drain();
         let drained = begun.elapsed();
-        let waited = packets_waited() - before;
+        let waited = before.waited();
         // Waits: decides only what is printed.
         if drained > Duration::from_millis(500) {
             println!(

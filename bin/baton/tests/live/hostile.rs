@@ -1,7 +1,7 @@
 //! One user cannot harm another. Each attack is a program of user `nobody`, beside an honest one whose bytes go on,
 //! while agent and NIC remain the same processes.
 
-use crate::common::{Scene, packets_waited, scene};
+use crate::common::{PacketThreads, Scene, scene};
 use crate::hostile_client::{Hostile, setting};
 use crate::scratch::Scratch;
 use baton_bed::testbed::TestbedSettings;
@@ -43,11 +43,11 @@ impl Honest {
 
     /// Bytes both ways, and a move there and back, in a time of which an idle machine needs a hundredth.
     fn goes_on(&mut self) {
-        let (began, before) = (Instant::now(), packets_waited());
+        let (began, before) = (Instant::now(), PacketThreads::now());
         for place in [Place::Kernel, Place::Nic] {
             self.scene.exchange(100_000, place);
         }
-        let took = began.elapsed().saturating_sub(packets_waited() - before);
+        let took = began.elapsed().saturating_sub(before.waited());
         assert!(took < Duration::from_secs(10), "it took {took:?}");
     }
 

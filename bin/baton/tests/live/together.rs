@@ -3,7 +3,7 @@
 //! is not resumed; no NIC is stopped beside it, which nobody would end then.
 
 use crate::blocked::{PROMISED, echoes};
-use crate::common::{answered, hosts, packets_waited, start_python, wait_until};
+use crate::common::{PacketThreads, answered, hosts, start_python, wait_until};
 use crate::entries::Locked;
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, NeverReads};
@@ -196,13 +196,13 @@ fn what_stops_or_never_answers_holds_up_no_other_program() {
         here.longest();
         // The agent last: then none answers, perhaps.
         lasting.extend(stopped.iter().rev().flat_map(|one| one.begin(&bed)));
-        let (begun, before) = (Instant::now(), packets_waited());
+        let (begun, before) = (Instant::now(), PacketThreads::now());
         let mut lists = Vec::new();
         while begun.elapsed() < WHILE {
             lists.extend([list(&arguments), list(&[])]);
         }
         let (gap, control) = (here.longest(), native.longest());
-        let waited = packets_waited() - before;
+        let waited = before.waited();
         drop(lasting);
         let slowest = lists.iter().max_by_key(|(time, _)| *time).expect("lists");
         println!("{set:?}: {gap:?}, natively {control:?}; the slowest of {} lists {slowest:?}, alone {alone:?}", lists.len());

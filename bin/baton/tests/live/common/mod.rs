@@ -76,21 +76,32 @@ pub fn before_others<R: Send>(run: impl FnOnce() -> R + Send) -> R {
     std::thread::scope(|scope| scope.spawn(first).join().expect("no panic"))
 }
 
-/// For how long the kernel's packet threads (ksoftirqd) have waited for a processor since the machine started. Some
+/// The kernel's packet threads (ksoftirqd), and for how long each has waited for a processor up to some time. Some
 /// kernels' schedulers let one wait for many seconds while processes that never sleep run beside it, with autogroups
 /// (sched(7)): whatever has to come through the kernel's network stack stands still, natively as well.
-pub fn packets_waited() -> Duration {
-    static THREADS: LazyLock<Vec<PathBuf>> = LazyLock::new(|| {
-        let all = std::fs::read_dir("/proc").expect("/proc").flatten().map(|entry| entry.path());
-        let is_one = |path: &PathBuf| std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name.starts_with("ksoftirqd/"));
-        all.filter(is_one).collect()
-    });
-    // The second number of a schedstat, in nanoseconds. It is raised when the wait is over.
-    let waited = |path: &PathBuf| {
-        let text = std::fs::read_to_string(path.join("schedstat")).ok()?;
-        Some(Duration::from_nanos(text.split_whitespace().nth(1)?.parse().ok()?))
-    };
-    THREADS.iter().filter_map(waited).sum()
+pub struct PacketThreads(Instant, Vec<Duration>);
+
+impl PacketThreads {
+    pub fn now() -> PacketThreads {
+        static THREADS: LazyLock<Vec<PathBuf>> = LazyLock::new(|| {
+            let all = std::fs::read_dir("/proc").expect("/proc").flatten().map(|entry| entry.path());
+            let name = |path: &PathBuf| std::fs::read_to_string(path.join("comm")).unwrap_or_default();
+            all.filter(|path| name(path).starts_with("ksoftirqd/")).collect()
+        });
+        // The second number of a schedstat, in nanoseconds. It is raised when a wait is over.
+        let waited = |path: &PathBuf| {
+            let text = std::fs::read_to_string(path.join("schedstat")).unwrap_or_default();
+            Duration::from_nanos(text.split_whitespace().nth(1).and_then(|word| word.parse().ok()).unwrap_or(0))
+        };
+        PacketThreads(Instant::now(), THREADS.iter().map(waited).collect())
+    }
+
+    /// For how long one of them has waited since then, at most.
+    pub fn waited(&self) -> Duration {
+        let PacketThreads(_, now) = PacketThreads::now();
+        let longest = self.1.iter().zip(now).map(|(before, now)| now.saturating_sub(*before)).max();
+        longest.unwrap_or_default().min(self.0.elapsed())
+    }
 }
 
 /// Waits until so many connections of a Baton have each moved so often.
