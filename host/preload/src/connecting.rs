@@ -89,12 +89,16 @@ pub(crate) unsafe fn connect(tcp: &'static Tcp, fd: c_int, address: *const socka
 /// Waits until a connection is open. Err with errno.
 fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
     let mut wait = Wait::new(crate::io::deadline(fd, libc::SO_SNDTIMEO), Mark::now());
+    let generation = tcp.generation();
     loop {
         if sections::is_withdrawn() {
             // The kernel goes on with it.
             return Err(libc::EINTR);
         }
-        let Some(owner) = tcp.settled_owner() else { return Err(libc::ECONNABORTED) };
+        let Some(owner) = tcp.settled_owner() else {
+            // In a child that a handler has made meanwhile the kernel opens the connection for both.
+            return Err(if tcp.is_left(generation) { libc::EINTR } else { libc::ECONNABORTED });
+        };
         let Some((connection, session)) = tcp.managed() else { continue };
         session.shared.catch_up(thread::token());
         if owner == Owner::Nic {

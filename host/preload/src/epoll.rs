@@ -15,6 +15,7 @@ use crate::sections::Section;
 use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::tcp::Tcp;
+use crate::wait::Sleeper;
 use crate::{faults, leaving, process, readiness, real, table, thread, wait, whole};
 use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
@@ -566,7 +567,7 @@ impl Set {
         let deadline = limit.map(|limit| wait::now() + limit);
         let (mut rounds, begun) = (0, Mark::now());
         loop {
-            let session = process::session();
+            let mut session = process::session();
             if let Some(session) = session {
                 session.shared.catch_up(thread::token());
             }
@@ -583,7 +584,8 @@ impl Set {
                 let got = if until == Some(0) || limit == Some(0) {
                     ask(epfd, out, Some(0), mask)
                 } else {
-                    let got = self.sleep(section, session, out, native, deadline);
+                    let (got, still) = self.sleep(section, session, out, native, deadline);
+                    session = still;
                     match Section::enter() {
                         Some(again) => section = again,
                         None => return only_programs(out, got, deadline, native),
@@ -593,6 +595,10 @@ impl Set {
                 };
                 if got < 0 {
                     return got;
+                }
+                if self.is_inherited() {
+                    // A handler has made this child. The set is its parent's, and so is what was found in it.
+                    return thread::fail(libc::EINTR) as c_int;
                 }
                 inner = locked(&self.inner);
                 count = inner.interest.take_in(kernel, out, got as usize, |data| self.own(data, &mut bell, &mut end));
@@ -638,33 +644,29 @@ impl Set {
         }
     }
 
-    /// Sleeps in the kernel's set, in the program's own call.
+    /// Sleeps in the kernel's set, in the program's own call. Returns its result, and the session as [`Sleeper::end`].
     fn sleep(
         &self,
         section: Section,
-        session: Option<&Session>,
+        session: Option<&'static Session>,
         out: &mut [epoll_event],
         native: Native<'_>,
         deadline: Option<u64>,
-    ) -> c_int {
+    ) -> (c_int, Option<&'static Session>) {
         // A thread that marks a socket, or adds one that has moved already, reads this count; also if there was no
         // session when this thread fell asleep.
         self.sleepers.fetch_add(1, Ordering::SeqCst);
-        if let Some(session) = session {
-            session.shared.count_sleeper();
-        }
+        let sleeper = Sleeper::begin(session);
         let pending =
             self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_events(thread::token()));
         let left = if pending { Some(0) } else { left_until(deadline) };
         drop(section);
         let got = native(out, left);
         let errno = thread::errno();
-        if let Some(session) = session {
-            session.shared.uncount_sleeper();
-        }
+        let session = sleeper.end();
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
         thread::fail(errno);
-        got
+        (got, session)
     }
 
     /// epoll_wait in a child of fork: the kernel's set is its parent's, too.

@@ -134,7 +134,8 @@ pub(crate) extern "C" fn after_in_child() {
     lookout::forget_inherited();
     epoll::forget_inherited();
     for (fd, file) in table::known(0, u32::MAX) {
-        if let table::File::Tcp(_) = file {
+        if let table::File::Tcp(parents) = file {
+            parents.leave_to_parent();
             table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
         }
     }
@@ -161,12 +162,16 @@ pub(crate) fn after_unprepared() {
     }
     sections::forget_inherited();
     signals::forget_inherited();
+    waiter::leave_inherited();
     // SAFETY: this process has one thread.
     let locks = unsafe { &mut *LOCKS.0.get() };
     let (undisturbed, section) = if prepared { (locks.undisturbed.take(), locks.section.take()) } else { (None, None) };
     for (fd, file) in table::known(0, u32::MAX) {
         match file {
-            table::File::Tcp(_) => table::put(fd, None),
+            table::File::Tcp(parents) => {
+                parents.leave_to_parent();
+                table::put(fd, None);
+            }
             table::File::Set(set) => set.inherit(),
             table::File::Ring(_) => {}
         }

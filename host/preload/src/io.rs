@@ -619,20 +619,23 @@ unsafe fn receive_imported(
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
     let (mut done, mut wait, generation, begun) = (0, None, tcp.generation(), section.begun);
     let is_further = matches!(call, Call::Further);
-    // After a time-out or a signal (`reason`) a last attempt, with MSG_DONTWAIT, receives what is there.
-    let (mut flags, mut reason) = (flags, libc::EAGAIN);
+    // What has ended the wait, a time-out or a signal: a last attempt, with MSG_DONTWAIT, receives what is there.
+    let (mut flags, mut over) = (flags, None);
     loop {
         let is_left = tcp.is_left(generation);
         if tcp.generation() != generation && !is_left {
             return fail(libc::EBADF);
         }
         if is_left || sections::is_withdrawn() {
+            if let Some(number) = over {
+                // The program's own call would wait: not every one has flags.
+                return if done > 0 { done as ssize_t } else { fail(number) };
+            }
             done = if peeks { 0 } else { done };
             let (mut rest, _vectors) = if done > 0 { rest_of(message, done) } else { (*message, Vec::new()) };
             drop(section);
             // SAFETY: this function's `# Safety` is recvmsg(2)'s.
             let received = unsafe { leaving::asleep(|| call.receive(fd, &mut rest, flags)) };
-            let received = if received < 0 && thread::errno() == libc::EAGAIN { fail(reason) } else { received };
             (message.msg_namelen, message.msg_controllen, message.msg_flags) =
                 (rest.msg_namelen, rest.msg_controllen, rest.msg_flags);
             return sum(done, received);
@@ -671,13 +674,13 @@ unsafe fn receive_imported(
             if done == 0 && tcp.has_ended_just_now() {
                 continue;
             }
-            return if done > 0 { done as ssize_t } else { fail(reason) };
+            return if done > 0 { done as ssize_t } else { fail(over.unwrap_or(libc::EAGAIN)) };
         }
         let wait = wait.get_or_insert_with(|| Wait::new(deadline_of(tcp, fd, libc::SO_RCVTIMEO), begun));
         let most = |bytes: usize| bytes.min(1 << 17) as u32;
         let want = if peeks && done > 0 { Want::More(most(wanted)) } else { Want::Receive(most(wanted - done)) };
         if let Err(number) = wait::block(tcp, fd, want, wait.after(done)) {
-            (flags, reason) = (flags | libc::MSG_DONTWAIT, number);
+            (flags, over) = (flags | libc::MSG_DONTWAIT, Some(number));
         }
         if room == 0 && wait::is_readable(tcp, fd) {
             // A receive of no bytes waits for data, the end or an error, and consumes nothing (Linux,

@@ -106,7 +106,9 @@ fn await_kernel(tcp: &Tcp, reason: &str, mut begun: Mark, deadline: Option<u64>,
         match () {
             // The thread is on its way out, whatever the call returns.
             () if leaving::is_leaving() => return Err(libc::EINTR),
-            () if tcp.is_left(generation) => return Ok(()),
+            // Also in a child that a handler has made: its call ends as its parent's does.
+            () if tcp.is_left(generation) && !(may_end && is_interrupted) => return Ok(()),
+            () if tcp.is_left(generation) => return Err(libc::EINTR),
             () if tcp.generation() != generation => return Err(libc::EBADF),
             // The library has withdrawn, after it has restored what it could.
             () if sections::is_withdrawn() => return Ok(()),

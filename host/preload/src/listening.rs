@@ -259,13 +259,14 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
 }
 
 /// Waits until kernel or NIC has a connection. Err with errno: EAGAIN after the deadline, EINTR after a signal whose
-/// handler does not restart calls. None if the library has withdrawn meanwhile.
+/// handler does not restart calls. None if the library has withdrawn meanwhile, or a handler has made this child: the
+/// queue is its parent's.
 fn sleep(section: Section, queue: &Queue, fd: c_int, deadline: Option<u64>) -> Option<(Section, Result<(), c_int>)> {
     let mut fds = [fd, queue.fd].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
     let left =
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
     drop(section);
-    let before = Mark::now();
+    let (before, owner) = (Mark::now(), process::owner());
     // SAFETY: two live entries.
     let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
     let section = Section::enter()?;
@@ -273,13 +274,14 @@ fn sleep(section: Section, queue: &Queue, fd: c_int, deadline: Option<u64>) -> O
         0 => Err(libc::EAGAIN),
         -1 if thread::errno() == libc::EINTR && !before.is_over_by_kernel(deadline.is_none()) => Ok(()),
         -1 => Err(thread::errno()),
-        _ => {
-            if fds[1].revents & libc::POLLHUP != 0 {
-                queue.session.leave_if_over();
-            }
-            Ok(())
-        }
+        _ => Ok(()),
     };
+    if slept.is_ok() && !process::is_still(owner) {
+        return None;
+    }
+    if slept.is_ok() && fds[1].revents & libc::POLLHUP != 0 {
+        queue.session.leave_if_over();
+    }
     Some((section, slept))
 }
 

@@ -178,7 +178,7 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             let is_kernels = watched.is_empty() && fds.len() == given;
             return if is_kernels { Polled::Kernel(limit) } else { poll_sockets(&watched, fds, given, limit, mask) };
         }
-        let session = process::session();
+        let (session, owner) = (process::session(), process::owner());
         if let Some(session) = session {
             session.shared.catch_up(thread::token());
             if limit == Some(0) && session.shared.notice_end_sometimes(thread::token()) {
@@ -218,6 +218,10 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
                 Err(number) => fail(number) as c_int,
             }
         };
+        if got >= 0 && !process::is_still(owner) {
+            // A handler has made this child, and what was asked is its parent's.
+            return Polled::Done(fail(libc::EINTR) as c_int);
+        }
         // Too many entries: the kernel says so before it looks at any.
         if got < 0 && (ready == 0 || errno() == libc::EINVAL) {
             return Polled::Done(got);

@@ -122,6 +122,17 @@ impl Plan {
     }
 }
 
+/// The process that this memory belongs to.
+pub(crate) fn owner() -> u32 {
+    OWNER.load(Ordering::Acquire)
+}
+
+/// Whether this is the process that it was when [`owner`] said `before`, and no child: the call that a handler has
+/// interrupted, which has forked, returns there, too.
+pub(crate) fn is_still(before: u32) -> bool {
+    owner() == before && !table::is_wiped()
+}
+
 /// The session, if there is one.
 #[inline(always)]
 pub(crate) fn session() -> Option<&'static Session> {

@@ -54,10 +54,13 @@ const fn blocked() -> u64 {
 pub(crate) fn deliver(here: &Here, mask: u64) {
     let kept = here.kept.swap(0, Ordering::Relaxed);
     if kept != 0 {
+        // A handler of the kernel's would have run before the C library sets errno.
+        let errno = thread::errno();
         // SAFETY: `keep` has filled it.
         let mut info = unsafe { (*here.description.get()).assume_init_read() };
         // SAFETY: the description belongs to this signal.
         unsafe { run_kept(kept, &mut info, mask) };
+        thread::set_errno(errno);
     }
     set_mask(mask);
 }

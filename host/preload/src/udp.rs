@@ -9,7 +9,7 @@
 use crate::again::Again;
 use crate::call::Call;
 use crate::process::{self, Session};
-use crate::sections::Section;
+use crate::sections::{self, Section};
 use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::whole::Whole;
@@ -418,8 +418,10 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
                 }
             }
             None => {
-                // Dropping them may close descriptors.
-                std::mem::forget(taken);
+                if sections::is_withdrawn() {
+                    // Dropping them may close descriptors.
+                    std::mem::forget(taken);
+                }
                 // SAFETY: the program's own arguments (`# Safety`).
                 return unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
             }
@@ -427,13 +429,14 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
     }
 }
 
-/// Waits until kernel or NIC has a datagram: Ok, or Err with errno. None if the library has withdrawn meanwhile.
+/// Waits until kernel or NIC has a datagram: Ok, or Err with errno. None if the library has withdrawn meanwhile, or a
+/// handler has made this child: the ring is its parent's.
 fn sleep(section: Section, taken: &Taken, fd: c_int, deadline: Option<u64>) -> Option<(Section, Result<(), c_int>)> {
     let mut fds = [fd, taken.bell()].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
     let left =
         deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
     drop(section);
-    let before = Mark::now();
+    let (before, owner) = (Mark::now(), process::owner());
     // SAFETY: two live entries.
     let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
     let section = Section::enter()?;
@@ -443,6 +446,9 @@ fn sleep(section: Section, taken: &Taken, fd: c_int, deadline: Option<u64>) -> O
         -1 => Err(thread::errno()),
         _ => Ok(()),
     };
+    if slept.is_ok() && !process::is_still(owner) {
+        return None;
+    }
     Some((section, slept))
 }
 

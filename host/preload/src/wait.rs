@@ -65,6 +65,29 @@ pub(crate) fn now() -> u64 {
     baton_linux::events::monotonic_micros()
 }
 
+/// A thread that sleeps, as it is counted in the session's memory, if there is one. A handler that interrupts it may
+/// fork. The session is the parent's then, and so is the count: the child, in which the same call returns, leaves both
+/// alone. [`Sleeper::end`] must follow.
+#[must_use]
+pub(crate) struct Sleeper {
+    session: Option<&'static Session>,
+    owner: u32,
+}
+
+impl Sleeper {
+    /// Counts the calling thread, which is about to sleep.
+    pub fn begin(session: Option<&'static Session>) -> Sleeper {
+        session.inspect(|session| session.shared.count_sleeper());
+        Sleeper { session, owner: process::owner() }
+    }
+
+    /// Counts it no longer. Returns the session, unless this is a child that a handler has made meanwhile.
+    pub fn end(self) -> Option<&'static Session> {
+        let session = self.session.filter(|_| process::is_still(self.owner));
+        session.inspect(|session| session.shared.uncount_sleeper())
+    }
+}
+
 /// What a thread waits for besides descriptors of the kernel's: sockets that may be on the NIC, and what happens in
 /// sets.
 #[derive(Clone, Copy)]
@@ -89,8 +112,8 @@ pub(crate) fn sleep(
     session.inspect(|session| session.leave_if_known_over());
     let session = session.filter(|session| !session.shared.has_ended());
     let waiter = Waiter::take();
+    let sleeper = Sleeper::begin(session);
     if let Some(session) = session {
-        session.shared.count_sleeper();
         // Before the sockets have this waiter, which would be written for events that `ready` sees.
         session.shared.catch_up(thread::token());
     }
@@ -122,8 +145,11 @@ pub(crate) fn sleep(
         let got = leaving::asleep_again(|| ask_kernel(fds, given, limit.as_ref(), mask));
         if got < 0 { Err(thread::errno()) } else { Ok(got) }
     };
-    watched.sockets.iter().for_each(|socket| socket.remove_waiter(&waiter));
-    watched.sets.iter().for_each(|set| set.remove(&waiter));
+    // In a child nobody will wake it, and a thread that is not there may have the locks.
+    if !waiter.is_inherited() {
+        watched.sockets.iter().for_each(|socket| socket.remove_waiter(&waiter));
+        watched.sets.iter().for_each(|set| set.remove(&waiter));
+    }
     // In a child of fork nobody else sleeps.
     if let Some(watches) = watches.filter(|_| !waiter.is_inherited())
         && lookout::end(&waiter.unwatching, watches)
@@ -134,8 +160,7 @@ pub(crate) fn sleep(
         waiter.note_written();
     }
     waiter.give();
-    if let Some(session) = session {
-        session.shared.uncount_sleeper();
+    if let Some(session) = sleeper.end() {
         if result.is_ok() && fds[programs + 1].revents != 0 {
             session.shared.clear_bell();
             session.shared.catch_up(thread::token());
@@ -290,20 +315,26 @@ pub(crate) fn block(tcp: &Tcp, fd: c_int, want: Want, wait: &mut Wait) -> Result
         if leaving::is_leaving() {
             return Err(libc::EINTR);
         }
-        if tcp.generation() != generation {
-            // The caller goes on in the kernel with what was left to it.
-            return if tcp.is_left(generation) { Ok(()) } else { Err(libc::EBADF) };
+        // With what is left to the kernel the caller goes on there.
+        if tcp.generation() != generation && !tcp.is_left(generation) {
+            return Err(libc::EBADF);
         }
         let over = || ready() || fds.first().is_some_and(|entry| entry.revents != 0);
         match slept {
-            Ok(_) if over() => return Ok(()),
+            // First: a caller whose connection is left to the kernel now would sleep there, and the handler that has
+            // run would not end the call.
             Ok(_) if is_interrupted() => return Err(libc::EINTR),
+            Ok(_) if over() => return Ok(()),
             Ok(_) if wait.deadline.is_some_and(|deadline| now() >= deadline) => return Err(libc::EAGAIN),
             // Woken for another connection's sake, or for less than is wanted. In the kernel, and where the session has
             // ended, the caller finds out by trying.
             Ok(_) if tcp.settled_owner() == Some(Owner::Nic) && process::session().is_some_and(|s| !s.shared.has_ended()) => {}
             Ok(_) => return Ok(()),
-            Err(libc::EINTR) if !before.is_over_by_kernel(restarted) => return Ok(()),
+            Err(libc::EINTR) if !before.is_over_by_kernel(restarted) => {
+                // What the call transfers next is not cut short by a handler that has restarted it.
+                wait.begun.restart();
+                return Ok(());
+            }
             Err(number) => return Err(number),
         }
     }

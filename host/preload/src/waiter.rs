@@ -80,9 +80,14 @@ pub(crate) fn hold() -> Vec<Held> {
     vec![POOL.hold(), OURS.hold()]
 }
 
+/// Leaves the parent's eventfds alone, in a child that may take no lock: a thread that sleeps in it has one of them.
+pub(crate) fn leave_inherited() {
+    FORKS.fetch_add(1, Ordering::AcqRel);
+}
+
 /// Closes the parent's eventfds in a child of fork: a wake-up that one of the two reads would be lost for the other.
 pub(crate) fn forget_inherited() {
-    FORKS.fetch_add(1, Ordering::AcqRel);
+    leave_inherited();
     if let Some(mut pool) = POOL.try_lock() {
         pool.free.clear();
         pool.all.clear();

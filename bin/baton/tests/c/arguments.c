@@ -421,7 +421,7 @@ int main(int count, char **arguments)
         moved |= strcmp(arguments[at], "moved") == 0;
         pass |= strcmp(arguments[at], "pass") == 0;
     }
-    alarm(100);
+    alarm(STANDS_STILL);
     setvbuf(stdout, NULL, _IONBF, 0);
     signal(SIGPIPE, SIG_IGN);
     hole = mmap(NULL, 1 << 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

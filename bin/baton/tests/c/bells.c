@@ -110,7 +110,7 @@ int main(void)
     cpu_set_t first, all;
     pthread_t threads[2];
     char byte;
-    alarm(60);
+    alarm(STANDS_STILL);
     CHECK(sigaction(SIGUSR1, &action, NULL) == 0);
     make(&leaver);
     make(&other);

@@ -137,7 +137,7 @@ int main(int number, char **arguments)
     struct sigaction action = {.sa_handler = end_here};
     int before = 0;
     CHECK(number >= 2);
-    alarm(60);
+    alarm(STANDS_STILL);
     may_move = number > 2;
     int by_handler = strcmp(arguments[1], "exit") == 0;
     type = strcmp(arguments[1], "at any time") == 0 ? PTHREAD_CANCEL_ASYNCHRONOUS : PTHREAD_CANCEL_DEFERRED;

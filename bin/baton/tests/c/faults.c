@@ -253,7 +253,7 @@ int main(int number, char **arguments)
         return now.sa_handler == SIG_DFL ? 5 : 6;
     if (strcmp(name, "ignored?") == 0)
         return now.sa_handler == SIG_IGN ? 5 : 6;
-    alarm(60);
+    alarm(STANDS_STILL);
     hole = mmap(NULL, 1 << 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");

@@ -137,7 +137,7 @@ static void play(int situation, int mode, int which)
 
 int main(int arguments, char **words)
 {
-    alarm(100);
+    alarm(STANDS_STILL);
     setvbuf(stdout, NULL, _IOLBF, 0);
     (void)words;
     moved = arguments > 1;

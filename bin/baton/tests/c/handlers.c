@@ -410,7 +410,7 @@ int main(int number, char **arguments)
     if (strcmp(name, "default?") == 0)
         return now.sa_handler == SIG_DFL ? 5 : 6;
     may_move = number > 2;
-    alarm(60);
+    alarm(STANDS_STILL);
     open_listener();
     only_allocates = strcmp(name, "allocates") == 0;
     if (only_allocates || strcmp(name, "calls") == 0)

@@ -41,7 +41,7 @@ static void by_ioctl(int on)
 
 int main(int count_of, char **words)
 {
-    alarm(60);
+    alarm(STANDS_STILL);
     CHECK(count_of > 1);
     struct sigaction action = {.sa_sigaction = count, .sa_flags = SA_SIGINFO | SA_RESTART};
     CHECK(sigaction(SIGIO, &action, NULL) == 0 && sigaction(SIGRTMIN + 1, &action, NULL) == 0);

@@ -1,7 +1,7 @@
 /* Signals that arrive while a thread sleeps in a call: whether the call goes on is a matter of the handler that has run, and of the call.
  * Usage: interrupts CASE [moved]
  *
- * SIGUSR1 has a handler with SA_RESTART, SIGUSR2 one without. One thread makes the call; another one sees that it sleeps, sends it the
+ * SIGUSR1 has a handler with SA_RESTART, SIGUSR2 one without; in one case they fork. One thread makes the call; another one sees that it sleeps, sends it the
  * signal, and when that is handled and the thread sleeps again makes the connection ready. */
 
 #include "sockets.h"
@@ -27,7 +27,14 @@ static pid_t sleepers_id;
 static atomic_int calling, handled, over;
 static long result;
 static int number;
-static int stopper, stopped, full;
+static int stopper, stopped, full, may_move;
+/* Children are made by _Fork. Afterwards the connection may stay in the kernel. */
+static int bare;
+/* A child that a handler has made, in which the same call returns; and the parent's id. */
+static volatile pid_t made;
+static pid_t parent;
+/* Where the child says what it has seen. */
+static int report, reported;
 
 static void count(int signal)
 {
@@ -38,6 +45,15 @@ static void count(int signal)
 static void count_with_information(int signal, siginfo_t *info, void *context)
 {
     CHECK(info->si_signo == signal && context != NULL);
+    handled++;
+}
+
+static void fork_and_count(int signal)
+{
+    (void)signal;
+    made = bare ? _Fork() : fork();
+    if (made == 0)
+        alarm(STANDS_STILL);
     handled++;
 }
 
@@ -128,6 +144,11 @@ static void *sleeps(void *argument)
     calling = 1;
     result = make(call);
     number = errno;
+    if (getpid() != parent) {
+        /* Its parent's call has gone on, or ended, in the same way. */
+        int length = snprintf(buffer, sizeof buffer, "%ld %d", result < 0 || call != ACCEPT ? result : 0, result < 0 ? number : 0);
+        _exit(write(report, buffer, length) == length ? 0 : 1);
+    }
     over = 1;
     return NULL;
 }
@@ -361,6 +382,51 @@ static void ways(void)
     handle(SIGUSR2, count, 0);
 }
 
+/* What the child of the last handler has seen is this. */
+static void child_saw(int call, long its_result, int its_number)
+{
+    char text[64] = "";
+    int status, length;
+    while (waitpid(made, &status, 0) < 0)
+        CHECK(errno == EINTR);
+    CHECK((length = read(reported, text, sizeof text - 1)) > 0);
+    text[length] = 0;
+    CHECK(status == 0 && sscanf(text, "%ld %d", &result, &number) == 2);
+    if (result != its_result || number != its_number)
+        wrong("after a handler that forks, in the child", call);
+}
+
+/* Parent and child go on with the call, and each gets its part. */
+static void both_go_on(int call)
+{
+    begin(&call);
+    interrupt(SIGUSR1);
+    make_ready(call);
+    make_ready(call);
+    end();
+    if (call == ACCEPT && result >= 0)
+        CHECK(close(result) == 0 && (result = 3));
+    if (result != 3)
+        wrong("after a handler with SA_RESTART that forks", call);
+    child_saw(call, call == ACCEPT ? 0 : 3, 0);
+}
+
+/* The handler forks, and the call returns in both processes. Afterwards the parent's calls sleep and are woken as before. */
+static void forks(int call)
+{
+    /* A fork brings the connection back to the kernel, where there may be room. */
+    if (sends(call))
+        return;
+    ends_with_eintr(call, "after a handler that forks", SIGUSR2);
+    child_saw(call, -1, EINTR);
+    if (call < TRANSFERS)
+        both_go_on(call);
+    do
+        exchange(ends.client, ends.server, "once more\n");
+    while (may_move && !bare && !is_on_nic(ends.server));
+    goes_on(call, "after the children of handlers", SIGHUP, call < TRANSFERS ? 2 : 0);
+}
+
 static void *receives_all(void *only_looks)
 {
     char got[16];
@@ -433,7 +499,7 @@ static void start_stopper(void)
 
 int main(int arguments, char **argument)
 {
-    alarm(100);
+    alarm(STANDS_STILL);
     CHECK(arguments >= 2);
     if (strcmp(argument[1], "stop") == 0)
         start_stopper();
@@ -451,7 +517,8 @@ int main(int arguments, char **argument)
     CHECK(setsockopt(ends.client, SOL_SOCKET, SO_RCVBUF, &(int){1 << 17}, sizeof(int)) == 0);
     exchange(ends.client, ends.server, "first\n");
     exchange(ends.server, ends.client, "second\n");
-    if (arguments > 2)
+    parent = getpid();
+    if ((may_move = arguments > 2))
         until_on_nic(ends.server), until_on_nic(ends.client);
     handle(SIGUSR1, count, SA_RESTART);
     handle(SIGUSR2, count, 0);
@@ -468,6 +535,16 @@ int main(int arguments, char **argument)
         each(without_handler);
     } else if (strcmp(argument[1], "ways") == 0) {
         ways();
+    } else if (strcmp(argument[1], "forks") == 0) {
+        int both[2];
+        CHECK(pipe(both) == 0);
+        reported = both[0], report = both[1];
+        handle(SIGUSR1, fork_and_count, SA_RESTART);
+        handle(SIGUSR2, fork_and_count, 0);
+        handle(SIGHUP, count, SA_RESTART);
+        for (bare = 0; bare < 2; bare++)
+            for (int call = 0; call < CALLS; call++)
+                forks(call);
     } else {
         CHECK(strcmp(argument[1], "partly") == 0);
         partly();

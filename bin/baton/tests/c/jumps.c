@@ -176,7 +176,7 @@ int main(int number, char **arguments)
     socklen_t length = sizeof nobody;
     timer_t timer;
     int before = 0;
-    alarm(60);
+    alarm(STANDS_STILL);
     may_move = number > 2;
     sigaddset(&timers, SIGUSR1);
     CHECK(pthread_sigmask(SIG_BLOCK, &timers, NULL) == 0);

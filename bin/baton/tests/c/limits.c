@@ -214,7 +214,7 @@ int main(int count, char **words)
     } cases[] = {
         {"select", whole_table}, {"closefrom", close_from}, {"poll", whole_poll}, {"none left", none_left}, {"short waits", short_waits},
     };
-    alarm(40);
+    alarm(STANDS_STILL);
     CHECK(count > 1);
     for (unsigned at = 0; at < sizeof cases / sizeof *cases; at++) {
         if (strcmp(cases[at].name, words[1]) == 0) {

@@ -110,7 +110,7 @@ static void resets(void)
 int main(int count, char **arguments)
 {
     static const struct test_case cases[] = {{"waits", waits}, {"resets", resets}};
-    alarm(60);
+    alarm(STANDS_STILL);
     CHECK(count >= 2);
     moved = count > 2 && strcmp(arguments[2], "moved") == 0;
     return run_case(cases, sizeof cases / sizeof cases[0], arguments[1]);

@@ -193,7 +193,7 @@ static void play_case(int number, int acts)
     memcpy(edge, digits, 2);
     CHECK(lseek(file, 0, SEEK_SET) == 0);
     print_case(play);
-    alarm(3 * PATIENCE);
+    alarm(300);
     prepare(play);
     int done = perform(play, acts, &received);
     if (done < 0) {

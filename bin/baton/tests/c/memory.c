@@ -130,7 +130,7 @@ int main(int count, char **words)
     static const struct test_case cases[] = {
         {"address space", address_space}, {"locked", locked}, {"locked before", locked_before}, {"limited", limited}, {"dumped", dumped},
     };
-    alarm(120);
+    alarm(STANDS_STILL);
     CHECK(count > 1);
     moved = count > 2 && strcmp(words[2], "moved") == 0;
     return run_case(cases, sizeof cases / sizeof *cases, words[1]);

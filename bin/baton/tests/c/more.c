@@ -93,7 +93,7 @@ static void much(void)
 
 int main(int count, char **words)
 {
-    alarm(60);
+    alarm(STANDS_STILL);
     CHECK(count > 1);
     ends = connect_pair(), other = connect_pair();
     struct pair all[] = {ends, other};

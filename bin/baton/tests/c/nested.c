@@ -309,7 +309,7 @@ static void are_slept_for(void)
 int main(int count, char **words)
 {
     CHECK(count >= 2);
-    alarm(60);
+    alarm(STANDS_STILL);
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

@@ -100,7 +100,7 @@ int main(int count, char **words)
 {
     static const struct test_case cases[] = {{"same", same}, {"closed", closed}, {"replaced", replaced}, {"exchanged", exchanged}};
     pthread_t thread;
-    alarm(30);
+    alarm(STANDS_STILL);
     CHECK(count >= 2 && (tombstone = open("/dev/null", O_PATH | O_CLOEXEC)) >= 0);
     ends = connect_pair();
     CHECK(send(ends.client, "x", 1, 0) == 1);

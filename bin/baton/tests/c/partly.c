@@ -127,7 +127,7 @@ static void a_signal_comes(void)
 int main(int count, char **arguments)
 {
     static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}};
-    alarm(60);
+    alarm(STANDS_STILL);
     CHECK(count >= 2);
     ends = connect_pair();
     exchange(ends.client, ends.server, "there");

@@ -72,7 +72,7 @@ int main(int count, char **words)
 {
     pthread_t threads[2];
     cpu_set_t set;
-    alarm(40);
+    alarm(STANDS_STILL);
     CHECK(count > 1);
     int moved = count > 2 && strcmp(words[2], "moved") == 0;
     ordinary = connected(moved);

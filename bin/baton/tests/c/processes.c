@@ -316,7 +316,7 @@ static void fork_while_churning(void)
     for (int round = 0; round < 300; round++) {
         pid_t child = fork();
         if (child == 0) {
-            alarm(10);
+            alarm(STANDS_STILL);
             close(socket(AF_INET, SOCK_STREAM, 0));
             close(epoll_create1(0));
             _exit(0);
@@ -351,13 +351,13 @@ static void *serve(void *unused)
 static void fork_while_serving(pid_t (*start)(void))
 {
     pthread_t threads[3];
-    alarm(120);
+    alarm(STANDS_STILL);
     for (int at = 0; at < 3; at++)
         CHECK(pthread_create(&threads[at], NULL, serve, NULL) == 0);
     for (int round = 0; round < 300; round++) {
         pid_t child = start();
         if (child == 0) {
-            alarm(60);
+            alarm(STANDS_STILL);
             if (round % 2)
                 use_connections();
             else
@@ -473,7 +473,7 @@ int main(int count, char **arguments)
 {
     CHECK(count >= 2);
     const char *name = arguments[1];
-    alarm(20);
+    alarm(STANDS_STILL);
     if (strcmp(name, "reader") == 0)
         return receive_all(atoi(arguments[2])), 0;
     if (strcmp(name, "opening") == 0)

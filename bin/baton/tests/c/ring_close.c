@@ -43,7 +43,7 @@ static void by_ring(void)
 int main(int count, char **arguments)
 {
     static const struct test_case cases[] = {{"ring", by_ring}};
-    alarm(60);
+    alarm(STANDS_STILL);
     CHECK(count >= 2);
     ends = connect_pair();
     exchange(ends.client, ends.server, "there");

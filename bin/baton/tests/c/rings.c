@@ -470,7 +470,7 @@ int main(int count, char **words)
         {"control", control}, {"linked", linked}, {"transfer", transfer}, {"registered", registered}, {"closed", closed},
         {"polled", polled}, {"waited", waited}, {"unknown", unknown}, {"forked", forked}, {"together", together},
     };
-    alarm(100);
+    alarm(STANDS_STILL);
     CHECK(count > 1);
     moved = count > 2 && strcmp(words[2], "moved") == 0;
     return run_case(cases, sizeof cases / sizeof *cases, words[1]);

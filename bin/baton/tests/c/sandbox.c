@@ -631,7 +631,7 @@ static void fork_in_handler(void)
 int main(int count, char **arguments)
 {
     static const struct test_case cases[] = {{"prctl", by_prctl}, {"seccomp", by_seccomp}, {"before the first", before_first}, {"strict mode", strict_mode}, {"epoll", by_epoll}, {"one thread", for_one_thread}, {"all threads", for_all_threads}, {"calls", calls}, {"forks", forks}, {"limited", limited}, {"stays", stays}, {"served", served}, {"in a handler", fork_in_handler}};
-    alarm(60);
+    alarm(STANDS_STILL);
     CHECK(count >= 2);
     if (count > 3 && strcmp(arguments[1], "under") == 0)
         execute_under(arguments + 2);

@@ -25,7 +25,7 @@ static void shut_receiving(int exchanges)
 int main(int count, char **words)
 {
     CHECK(count == 2);
-    alarm(60);
+    alarm(STANDS_STILL);
     for (int left = atoi(words[1]); left > 0; left--)
         shut_receiving(1 + left % 100);
     return 0;

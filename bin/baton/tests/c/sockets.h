@@ -15,6 +15,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+/* Seconds after which a program that stands still is ended: far more than it needs beside whatever else the machine does. */
+#define STANDS_STILL 300
+
 #define CHECK(what) \
     do { \
         if (!(what)) { \

@@ -146,7 +146,7 @@ static int start(const char *way, char **words)
 
 int main(int count, char **words)
 {
-    alarm(40);
+    alarm(STANDS_STILL);
     if (count > 1 && strcmp(words[1], "serve") == 0) {
         serve(strcmp(words[count - 1], "moved") == 0);
         return 0;

@@ -259,7 +259,7 @@ int main(int count, char **arguments)
 {
     CHECK(count >= 2);
     static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"spliced end", spliced_end}, {"vfork", spliced_and_vfork}, {"beside recv", beside}, {"beside poll", beside_poll}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
-    alarm(20);
+    alarm(STANDS_STILL);
     if (strcmp(arguments[1], "serve") == 0)
         return serve();
     if (strcmp(arguments[1], "first moves") == 0)

@@ -47,7 +47,7 @@ int main(void)
     pthread_t threads[CONNECTIONS];
     pthread_attr_t small;
     int status;
-    alarm(40);
+    alarm(STANDS_STILL);
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
     int listener = socket(AF_INET, SOCK_STREAM, 0);
     CHECK(bind(listener, (struct sockaddr *)&address, length) == 0 && listen(listener, CONNECTIONS) == 0);

@@ -33,7 +33,7 @@ int main(void)
     static char bytes[UNREAD];
     pthread_t threads[THREADS];
     time_t end = time(NULL) + SECONDS + 1;
-    alarm(30);
+    alarm(STANDS_STILL);
     ends = connect_pair();
     CHECK(setsockopt(ends.client, IPPROTO_TCP, TCP_NODELAY, &(int){1}, sizeof(int)) == 0);
     CHECK(send(ends.client, bytes, sizeof bytes, 0) == sizeof bytes);

@@ -39,11 +39,17 @@ impl Scene {
     /// Loads all connections until they are as expected.
     fn load_until(&self, what: &str, holds: impl Fn(&[ConnectionInfo]) -> bool) {
         // On a machine that is very busy a trial may end without an answer; the next one follows minutes later.
+        let mut seen = Vec::new();
         wait_for(Duration::from_secs(240), what, || {
             (0..20).for_each(|_| self.clients.iter().for_each(|client| exchange(client, 7)));
             let listed = answered(&self.bed, Tool::connections);
             let ours = |one: &ConnectionInfo| self.clients.iter().any(|client| at(client) == one.peer);
             let listed: Vec<ConnectionInfo> = listed.into_iter().filter(ours).collect();
+            let now: Vec<_> = listed.iter().map(|one| (one.place, one.reason.clone())).collect();
+            if seen != now {
+                println!("{now:?}, {:?}", answered(&self.bed, |tool| tool.ask(Ask::Gain)));
+                seen = now;
+            }
             listed.len() == self.clients.len() && holds(&listed)
         });
     }

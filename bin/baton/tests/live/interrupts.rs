@@ -1,6 +1,6 @@
 //! Signals that arrive while a thread sleeps in a call: the handler that has run decides whether the call goes on.
 
-use crate::library::as_natively;
+use crate::library::{as_natively, while_moving};
 
 /// One handler with SA_RESTART and one without, in the same program, and every call that sleeps; with a time limit,
 /// too.
@@ -27,4 +27,12 @@ fn an_interrupted_call_says_what_it_has_done() {
 #[test]
 fn a_stop_is_not_noticed() {
     as_natively("interrupts", "stop");
+}
+
+/// A handler forks: the call that it has interrupted returns in parent and child alike, and what the child does there
+/// is not done to the parent's connections and its count of sleeping threads.
+#[test]
+fn a_call_whose_handler_forks_returns_in_both() {
+    as_natively("interrupts", "forks");
+    while_moving("interrupts", "forks");
 }

@@ -23,7 +23,7 @@ pub fn as_natively(program: &str, case: &str) {
 }
 
 /// Runs a case natively, then under `baton run`, where its connections move at random all the time.
-fn while_moving(program: &str, case: &str) {
+pub fn while_moving(program: &str, case: &str) {
     in_each(program, case, &[(&["--flip", "0..2"], false)]);
 }
 

@@ -22,7 +22,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
         Box::leak(Box::new(Tcp {
             handover: HandOver::default(),
             generation: AtomicU32::new(0),
-            left: AtomicU32::new(0),
+            left: AtomicU32::new(u32::MAX),
             link: AtomicPtr::new(std::ptr::null_mut()),
             managed: AtomicPtr::new(std::ptr::null_mut()),
             plain: AtomicPtr::new(std::ptr::null_mut()),
@@ -131,6 +131,19 @@ impl Tcp {
     /// Notes that another process has its descriptor, too: it moves when the agent finds that this one alone has it.
     pub fn note_shared(&self) {
         self.inherited.store(true, Ordering::SeqCst);
+    }
+
+    /// Leaves it to the parent, in a child: what it is linked to is the parent's memory. A call that a handler has
+    /// interrupted, which has forked, goes on in the kernel. Takes no lock and no memory.
+    pub fn leave_to_parent(&self) {
+        let generation = self.generation();
+        // Once, also where it has several descriptors.
+        if self.left.load(RELAXED) != generation.wrapping_sub(1) {
+            self.put_into(State::Refused);
+            self.link.store(std::ptr::null_mut(), RELAXED);
+            self.left.store(generation, RELAXED);
+            self.generation.store(generation.wrapping_add(1), RELAXED);
+        }
     }
 
     /// Whether it is standard input, output or error, which the C library reads and writes by itself.
