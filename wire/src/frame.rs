@@ -414,11 +414,12 @@ impl Template {
         at + TCP + options
     }
 
-    /// Lets routers fragment what is written from now on, over IPv4. Acknowledgements are smaller than any MTU (RFC 791
-    /// section 3.2: 68 bytes), so that they may have the same identification.
-    pub fn allow_fragments(&mut self) {
-        if self.tcp_offset() == ETHERNET + IPV4 {
-            self.bytes[ETHERNET + ipv4::FRAGMENT] = 0;
+    /// Whether routers may fragment what is written from now on, over IPv4. Acknowledgements are smaller than any MTU
+    /// (RFC 791 section 3.2: 68 bytes), so that they may have the same identification.
+    pub fn allow_fragments(&mut self, allowed: bool) {
+        let bits = if allowed { 0 } else { IPV4_DONT_FRAGMENT };
+        if self.tcp_offset() == ETHERNET + IPV4 && self.bytes[ETHERNET + ipv4::FRAGMENT] != bits {
+            self.bytes[ETHERNET + ipv4::FRAGMENT] = bits;
             self.ip_sum = u32::from(Sum::new().bytes(&self.bytes[ETHERNET..ETHERNET + IPV4]).folded());
             // Segments begin as the prepared acknowledgement.
             let seq: [u8; 4] = core::array::from_fn(|at| self.acknowledgement[self.tcp_offset() + tcp::SEQ + at]);
@@ -569,7 +570,12 @@ mod tests {
         for timestamps in [None, Some((1, 2))] {
             let mut template = Template::new(&flows()[0], &Link { ttl: 64, ..Link::default() }, timestamps.is_some());
             template.set_acknowledgement_seq(77);
-            template.allow_fragments();
+            let before = template.clone();
+            template.allow_fragments(true);
+            template.allow_fragments(false);
+            assert_eq!((template.bytes, template.ip_sum), (before.bytes, before.ip_sum), "and not any more");
+            assert_eq!(template.acknowledgement, before.acknowledgement);
+            template.allow_fragments(true);
             let header = |out: &[u8]| {
                 assert_eq!(out[ETHERNET + ipv4::FRAGMENT] & IPV4_DONT_FRAGMENT, 0);
                 assert_eq!(Sum::new().bytes(&out[ETHERNET..ETHERNET + IPV4]).finish(), 0, "{timestamps:?}");

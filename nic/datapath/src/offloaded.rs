@@ -239,9 +239,7 @@ impl Offloaded {
     /// packets, as those of a Linux route whose MTU is locked.
     pub fn set_mtu(&mut self, mtu: u32) {
         self.image.mtu = mtu;
-        if mtu <= MIN_MTU {
-            self.template.allow_fragments();
-        }
+        self.template.allow_fragments(mtu <= MIN_MTU);
     }
 
     /// Begins to load what a predicted segment uses of the connection's state into the cache.

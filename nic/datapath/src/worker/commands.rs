@@ -420,7 +420,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         if mtu < MIN_MTU {
             return Err(Refusal::BadCommand);
         }
-        offloaded.image.mtu = mtu;
+        offloaded.set_mtu(mtu);
         offloaded.tcp.on_mtu_change(mtu, now);
         let index = cid.slot();
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return Err(Refusal::NotYours) };

@@ -377,6 +377,33 @@ fn the_path_mtu_follows_icmp() {
     assert!(!fragmented.is_empty() && fragmented.iter().all(may_be), "{fragmented:?}");
 }
 
+/// The kernel has learned the path MTU by another connection's segment, and the agent tells it: the smallest means here
+/// as well that routers may fragment segments, until the path has more again.
+#[test]
+fn the_path_mtu_follows_the_agent() {
+    let mut stage = Stage::new();
+    let cid = Cid::new(0, 1);
+    let mut place = session::HEAP as u32 + BUFFER + 1;
+    let mut sent = |stage: &mut Stage, mtu: u32| {
+        stage.command(Message::control(Operation::NicControl, Control::Mtu, cid, mtu, 0));
+        stage.programs[0].commands.push(Message::new(Operation::NicSend, cid, place, 600).to_words()).unwrap();
+        stage.programs[0].commands.publish();
+        place += 600;
+        stage.worker.poll(stage.now);
+        let mut frames = Vec::new();
+        while stage.far.receive(&mut stage.frame) {
+            let bytes = stage.frame.bytes();
+            let sum = baton_wire::checksum::Sum::new().bytes(&bytes[14..34]).finish();
+            frames.push((TcpFrame::parse(bytes, 0).unwrap().payload_length, bytes[14 + 6] & 0x40 != 0, sum));
+        }
+        assert!(!frames.is_empty(), "{mtu}");
+        frames
+    };
+    assert!(sent(&mut stage, 600).iter().all(|(length, whole, sum)| *length <= 548 && *whole && *sum == 0));
+    assert!(sent(&mut stage, 552).iter().all(|(length, whole, sum)| *length <= 500 && !*whole && *sum == 0));
+    assert!(sent(&mut stage, 1500).iter().all(|(_, whole, sum)| *whole && *sum == 0));
+}
+
 /// What is queued at once leaves as a run of segments: of the full size but for the last one, which alone has PSH, with
 /// the bytes in their order, also around pieces of send memory.
 #[test]
