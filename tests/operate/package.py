@@ -357,10 +357,12 @@ def main():
     if len(sys.argv) != 2:
         sys.exit(__doc__)
     if os.geteuid() != 0:
+        assert "CI" not in os.environ, "nothing is skipped in CI"
         print("skipped: it needs root, to make a container")
         return
     missing = [tool for tool in ("mmdebstrap", "systemd-nspawn", "nsenter") if shutil.which(tool) is None]
     if missing or not Path("/dev/net/tun").exists():
+        assert "CI" not in os.environ, "nothing is skipped in CI"
         print(f"skipped: this machine lacks {', '.join(missing) or '/dev/net/tun'}")
         return
     FOLDER.mkdir(parents=True, exist_ok=True)

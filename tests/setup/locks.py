@@ -43,6 +43,7 @@ def gives_up(lock, arguments):
 
 def main():
     if os.geteuid() != 0:
+        assert "CI" not in os.environ, "nothing is skipped in CI"
         print("locks: skipped, apt's locks are root's")
         return
     for lock, arguments in CASES.items():

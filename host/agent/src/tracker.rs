@@ -215,6 +215,7 @@ mod tests {
     fn an_entry_lives_until_the_next_visit_finds_what_was_carried() {
         let Some(timeouts) = Timeouts::read() else {
             eprintln!("skipped: this kernel has no connection tracker");
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
             return;
         };
         for state in [1, 4, 5, 8, 9, 11] {

@@ -12,7 +12,7 @@ use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// A program of host A's, which ends with this.
 pub(crate) struct Program(pub(crate) Child);
@@ -402,8 +402,25 @@ fn a_flood_of_syns_leaves_room_for_honest_clients(beside: bool) {
     let local = client.local_addr().expect("its address").to_string();
     let ours = connections(&bed).into_iter().find(|one| one.peer == local).expect("its connection");
     assert_eq!(ours.made_by, Place::Nic);
-    let info = baton_linux::tcp_info::TcpInfo::read(std::os::fd::AsFd::as_fd(&client)).expect("TCP_INFO");
-    assert!(info.snd_wscale > 0 && info.options & baton_linux::tcp_info::OPTION_SACK != 0);
+    let options = |client: &TcpStream| {
+        let info = baton_linux::tcp_info::TcpInfo::read(std::os::fd::AsFd::as_fd(client)).expect("TCP_INFO");
+        (info.snd_wscale > 0, info.options & baton_linux::tcp_info::OPTION_SACK != 0)
+    };
+    assert_eq!(options(&client), (true, true));
+    // One without timestamps gets what a cookie can restore without them. It is not promised more, so that what it
+    // sends is not lost.
+    on_b(&bed, &["sysctl", "-qw", "net.ipv4.tcp_timestamps=0"]);
+    let mut plain = None;
+    wait_until("a cookie for a client without timestamps", || {
+        flood("1000");
+        let client = connect(&bed, at).expect("an honest client");
+        let has_cookie = options(&client) == (false, false);
+        plain = has_cookie.then_some(client);
+        has_cookie
+    });
+    let (plain, begun) = (plain.expect("a client"), Instant::now());
+    (0..6).for_each(|byte| exchange(&plain, byte));
+    assert!(begun.elapsed() < Duration::from_secs(10), "300 KB took {:?}", begun.elapsed());
 }
 
 /// Where the NIC cannot make connections the program runs as with handoff, and one line says why.

@@ -55,6 +55,7 @@ impl FuseFile {
         if said.is_empty() {
             let _ = server.wait();
             println!("skipped: no FUSE file system can be mounted here");
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
             return None;
         }
         let path = format!("/proc/{}/root{path}", server.id());

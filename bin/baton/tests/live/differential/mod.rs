@@ -372,6 +372,7 @@ impl Stage {
 
     /// Plays a batch, again if the agent took the NIC for hung and moved everything: the machine was too busy.
     fn play_undisturbed(&mut self, scripts: &[Script], first: u32) -> Vec<Vec<Outcome>> {
+        // Waits: a NIC that was ended has played another script than the one that is compared; what ended it is shown.
         for _ in 0..20 {
             let before = self.nic_starts();
             let outcomes = self.play(scripts, first);
