@@ -3,7 +3,7 @@
 use crate::buffer::{Buffer, Filled, Posts, Store};
 use crate::connection::Connection;
 use crate::sent::{Sends, Table};
-use crate::shared::{Listener, Shared};
+use crate::shared::{Listener, Received, Shared};
 use baton_abi::layout::Owner;
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::{socket, topology};
@@ -350,7 +350,10 @@ impl Session {
                 "buffers are posted: received bytes go there, use take_posted",
             ));
         }
-        let received = self.shared.receive_at_once(connection, ME, out);
+        let received = match self.shared.receive_at_once(connection, ME, out) {
+            Received::All => out.len(),
+            Received::Some(count) => count,
+        };
         if received > 0 {
             return Ok(received);
         }

@@ -188,11 +188,22 @@ impl<W: AsRef<[AtomicU64]>> Consumer<W> {
         let words = self.words.as_ref();
         let mut tail = self.tail;
         while tail != self.head {
-            let at = SLOTS + 2 * (tail & mask(words)) as usize;
-            if words[at].load(Ordering::Relaxed) != first || !take(words[at + 1].load(Ordering::Relaxed)) {
+            // Up to the end of the ring they lie one behind the other.
+            let (slots, _) = words[SLOTS..].as_chunks::<2>();
+            let slots = &slots[(tail & mask(words)) as usize..];
+            let here = &slots[..slots.len().min(self.head.wrapping_sub(tail) as usize)];
+            let mut rest = here.iter();
+            while let Some([one, more]) = rest.as_slice().first()
+                && one.load(Ordering::Relaxed) == first
+                && take(more.load(Ordering::Relaxed))
+            {
+                rest.next();
+            }
+            let refused = rest.len();
+            tail = tail.wrapping_add((here.len() - refused) as u64);
+            if refused > 0 {
                 break;
             }
-            tail = tail.wrapping_add(1);
         }
         self.tail = tail;
     }

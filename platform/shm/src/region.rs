@@ -452,7 +452,7 @@ unsafe fn read_around(base: NonNull<u8>, mask: u32, mut seq: u32, mut out: &mut 
 #[derive(Debug)]
 pub struct MovableParts<const N: usize, const CIRCLES: usize> {
     words: AtomicPtr<[AtomicU32; N]>,
-    /// Of each buffer the offset in the region in the lower half, the mask in the upper half: in one word, so that they
+    /// Of each buffer the offset in the region in the upper half, the mask in the lower half: in one word, so that they
     /// always belong together.
     circles: [AtomicU64; CIRCLES],
     base: NonNull<u8>,
@@ -524,7 +524,7 @@ impl MovableCircle<'_> {
     pub fn move_to(&self, at: u32, length: u32) -> bool {
         let fits = length.is_power_of_two() && self.region.span(at as usize, length as usize).is_some();
         if fits {
-            self.place.store(u64::from(length - 1) << 32 | u64::from(at), Ordering::Relaxed);
+            self.place.store(u64::from(at) << 32 | u64::from(length - 1), Ordering::Relaxed);
         }
         fits
     }
@@ -533,7 +533,7 @@ impl MovableCircle<'_> {
     #[inline(always)]
     fn place(&self) -> (u32, u32) {
         let place = self.place.load(Ordering::Relaxed);
-        (place as u32, (place >> 32) as u32)
+        ((place >> 32) as u32, place as u32)
     }
 
     /// Length in bytes.
@@ -569,15 +569,14 @@ impl MovableCircle<'_> {
     pub fn write_straight(&self, seq: u32, bytes: &[u8]) -> Option<u32> {
         let (at, mask) = self.place();
         let offset = seq & mask;
+        // Before the branch: it takes fewer instructions.
+        let to = self.base.as_ptr().wrapping_add(at as usize).wrapping_add(offset as usize);
         if bytes.len().wrapping_sub(1) > (mask - offset) as usize {
             return None;
         }
         // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped, and the bytes
         // end before the buffer does; see `Region::write` for concurrent writes.
-        let written = unsafe {
-            let to = self.base.add(at as usize + offset as usize);
-            guarded::copy(bytes.as_ptr(), to.as_ptr(), bytes.len())
-        };
+        let written = unsafe { guarded::copy(bytes.as_ptr(), to, bytes.len()) };
         written.then_some(at + offset)
     }
 
@@ -597,22 +596,21 @@ impl MovableCircle<'_> {
         }
     }
 
-    /// Reads the bytes from sequence number `seq` on into a program's memory if they do not wrap around. Returns false
-    /// if they would, or cannot be written there ([`guarded`]).
+    /// Reads the bytes, at least one, from sequence number `seq` on into a program's memory. Returns whether they could
+    /// be written there ([`guarded`]); None, with nothing done, if they would wrap around.
     #[inline(always)]
     #[must_use]
-    pub fn read_straight(&self, seq: u32, out: &mut [u8]) -> bool {
+    pub fn read_straight(&self, seq: u32, out: &mut [u8]) -> Option<bool> {
         let (at, mask) = self.place();
         let offset = seq & mask;
-        if out.len() > (mask - offset) as usize + 1 {
-            return false;
+        // Before the branch: it takes fewer instructions.
+        let from = self.base.as_ptr().wrapping_add(at as usize).wrapping_add(offset as usize);
+        if out.len().wrapping_sub(1) > (mask - offset) as usize {
+            return None;
         }
         // SAFETY: `move_to` has checked that the buffer lies in the region, which `region` keeps mapped, and the bytes
         // end before the buffer does; see `Region::read` for concurrent writes.
-        unsafe {
-            let from = self.base.add(at as usize + offset as usize);
-            guarded::copy(from.as_ptr(), out.as_mut_ptr(), out.len())
-        }
+        Some(unsafe { guarded::copy(from, out.as_mut_ptr(), out.len()) })
     }
 
     /// Reads the bytes from sequence number `seq` on into a program's memory, not more than the buffer has. Returns
@@ -730,7 +728,7 @@ mod tests {
         assert_eq!(circle.write_straight(30, b"ab"), Some(4094));
         assert!(circle.write(30, b"abcdef"));
         let mut out = [0u8; 6];
-        assert!(!circle.read_straight(30, &mut out) && circle.read_straight(30, &mut out[..2]));
+        assert_eq!((circle.read_straight(30, &mut out), circle.read_straight(30, &mut out[..2])), (None, Some(true)));
         assert_eq!(&out[..2], b"ab");
         assert!(circle.read(30, &mut out));
         assert_eq!(&out, b"abcdef");

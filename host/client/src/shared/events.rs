@@ -178,11 +178,11 @@ impl Round<'_> {
     fn read_ring(&mut self, nic: usize) {
         // Several in a row for one connection count once.
         let mut last = None;
-        while !self.is_full()
-            && let Some([first, mut second]) = self.events.rings[nic].pop()
-        {
+        while !self.is_full() {
+            let ring = &mut self.events.rings[nic];
+            let Some([first, mut second]) = ring.pop() else { break };
             if counts_bytes(first) {
-                self.events.rings[nic].pop_like(first, |more| {
+                ring.pop_like(first, |more| {
                     second = add_length(second, more);
                     true
                 });
@@ -374,9 +374,9 @@ fn round<T>(shared: &Shared, mut guard: LockGuard<'_, Events>, what: impl FnOnce
         round.apply_changes();
     }
     let done = what(&mut round);
-    let Round { concerned, count, .. } = round;
+    let Round { concerned, count, .. } = &round;
     let left = guard.unlock();
-    tell(shared, &concerned[..count]);
+    tell(shared, &concerned[..*count]);
     (done, left)
 }
 
@@ -464,7 +464,10 @@ impl Known {
     pub(super) fn find(&self, cid: Cid) -> Option<&Connection> {
         let (noted, number) = *self.by_slot[cid.nic()].get(cid.slot() as usize)?;
         // A connection that the NIC opens keeps its cid when it is open: numbers from before that are read anew first.
-        let connection = self.connections.get(number as usize)?.as_deref().filter(|_| noted == cid)?;
+        if noted != cid {
+            return None;
+        }
+        let connection = self.connections.get(number as usize)?.as_deref()?;
         (connection.cid() == cid && !connection.has_moved()).then_some(connection)
     }
 

@@ -31,6 +31,7 @@ mod sending;
 
 pub use events::catch_up_for_others;
 pub(crate) use events::{Changes, Events};
+pub use receiving::Received;
 pub use requests::LIMIT;
 use requests::protocol_error;
 pub use sending::limits_queue;

@@ -10,13 +10,48 @@ use std::sync::atomic::{Ordering, fence};
 /// Most bytes that are asked for at once (Linux, MAX_RW_COUNT): a call for more may be refused.
 const LARGEST: usize = 0x7fff_f000;
 
+/// What [`Shared::receive_at_once`] has received.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Received {
+    /// As much as was asked for, at least a byte.
+    All,
+    /// So many bytes; 0 if the fast path does not serve the call.
+    Some(usize),
+}
+
 impl Shared {
     /// Fast path of [`Shared::enter`], [`Shared::receive`] and leaving: bytes have arrived, and some are wanted. 0,
     /// with nothing received, in any other case.
     #[inline(always)]
-    pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> usize {
-        let Some(block) = connection.step_in(token) else { return 0 };
-        let done = self.take_at_once(connection, block, token, out);
+    pub fn receive_at_once(&self, connection: &Connection, token: Token, out: &mut [u8]) -> Received {
+        let Some(block) = connection.step_in(token) else { return Received::Some(0) };
+        let read = connection.read.load(RELAXED);
+        let end = read.wrapping_add(out.len() as u32);
+        let unread = connection.received.load(RELAXED).wrapping_sub(read) as usize;
+        // After the copy nothing is called that needs more than the block: so fewer registers are saved.
+        if out.len() <= unread
+            && !should_report(connection, end)
+            && let Some(is_written) = connection.receive_memory().read_straight(read, out)
+        {
+            if !is_written {
+                connection.leave();
+                return Received::Some(0);
+            }
+            connection.note_read(block, end);
+            block.step_out();
+            fence(Ordering::SeqCst);
+            block.wake_mover();
+            return Received::All;
+        }
+        Received::Some(self.receive_after_all(connection, block, token, out))
+    }
+
+    /// The rest of [`Shared::receive_at_once`]: not all of it has come as far as is known, or it wraps around, or the
+    /// NIC must get a message. Leaves the connection.
+    #[cold]
+    #[inline(never)]
+    fn receive_after_all(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+        let done = self.take_after_all(connection, block, token, out);
         block.step_out();
         fence(Ordering::SeqCst);
         block.wake_mover();
@@ -24,7 +59,7 @@ impl Shared {
     }
 
     #[inline(always)]
-    pub(super) fn take_at_once(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+    fn take_after_all(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
         let read = connection.read.load(RELAXED);
         let unread = || connection.received.load(RELAXED).wrapping_sub(read) as usize;
         let mut length = out.len();
@@ -34,16 +69,21 @@ impl Shared {
             }
             self.catch_up(token);
             length = length.min(unread());
-            if length == 0 {
-                return 0;
-            }
+        }
+        if length == 0 {
+            return 0;
         }
         let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
-        if should_report(connection, end) || !connection.receive_memory().read_straight(read, out) {
-            return self.take_and_report(connection, block, token, out);
+        if !should_report(connection, end)
+            && let Some(is_written) = connection.receive_memory().read_straight(read, out)
+        {
+            if !is_written {
+                return 0;
+            }
+            connection.note_read(block, end);
+            return length;
         }
-        connection.note_read(block, end);
-        length
+        self.take_and_report(connection, block, token, out)
     }
 
     /// The requested bytes have all arrived, but they may wrap around the end of receive memory, or the NIC must get a

@@ -69,7 +69,7 @@ macro_rules! receives {
             let mut kept = Arguments { fd: $fd, flags: $flags, start: $buffer, length: $length };
             kept.keep();
             // SAFETY: the program's own arguments (`# Safety`).
-            if let Some(received) = unsafe { receive_at_once($fd, $buffer, $length, $flags) } {
+            if let Some(received) = unsafe { receive_at_once(&kept, $fd, $buffer, $length, $flags) } {
                 return received;
             }
             // SAFETY: the program's own arguments (`# Safety`).
@@ -90,7 +90,7 @@ pub unsafe extern "C-unwind" fn read(fd: c_int, buffer: *mut c_void, length: siz
     let mut kept = Arguments { fd, flags: 0, start: buffer, length };
     kept.keep();
     // SAFETY: the program's own arguments (`# Safety`).
-    if let Some(received) = unsafe { receive_at_once(fd, buffer, length, 0) } {
+    if let Some(received) = unsafe { receive_at_once(&kept, fd, buffer, length, 0) } {
         return received;
     }
     // SAFETY: the program's own arguments (`# Safety`).
@@ -134,8 +134,9 @@ pub unsafe extern "C-unwind" fn recvfrom(
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvfrom(fd, buffer, length, flags, address, size) };
     };
+    let kept = Arguments { fd, flags, start: buffer, length };
     // SAFETY: the program's own arguments (`# Safety`).
-    let at_once = unsafe { receive_at_once(fd, buffer, length, flags) };
+    let at_once = unsafe { receive_at_once(&kept, fd, buffer, length, flags) };
     // SAFETY: the program's own arguments (`# Safety`).
     let received = at_once.unwrap_or_else(|| unsafe { io::receive(Call::Flagged, tcp, fd, buffer, length, flags) });
     // A connected stream has no sender's address.
