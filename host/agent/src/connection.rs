@@ -208,6 +208,8 @@ pub(crate) struct Extra {
     pub growing: Option<Growing>,
     /// The peer's FIN that is on its way to the kernel's socket.
     fin: Option<Box<ReplayedFin>>,
+    /// The agent has shut its receiving side down, since that FIN did not get there.
+    pub fin_lost: bool,
     /// What the NIC knew when it gave the connection to the kernel, which takes none of it.
     pub stay: Option<Box<Stay>>,
     /// Since the firewall has changed: bytes acknowledged and received, beyond which traffic has passed both ways. It
@@ -259,6 +261,7 @@ impl Extra {
             waiting,
             growing,
             fin,
+            fin_lost,
             stay,
             unproved,
             must_return,
@@ -279,7 +282,7 @@ impl Extra {
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
         let of_stay =
             stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none() && !overdue;
-        let of_return = fin.is_none() && must_return.is_none() && refused.is_none();
+        let of_return = fin.is_none() && !fin_lost && must_return.is_none() && refused.is_none();
         let of_socket = addresses.is_none() && unheld_since.is_none() && call.is_none() && told.is_none();
         of_move && of_stay && of_return && of_socket
     }

@@ -2,6 +2,7 @@
 
 use baton_image::Image;
 use baton_linux::events::monotonic_micros;
+use std::fmt::Display;
 
 /// Microseconds after which a FIN that has not arrived is replayed again, at first (it doubles), and after which it is
 /// waited for no longer. On a busy machine the kernel's packet threads may wait for a processor for two seconds.
@@ -42,5 +43,27 @@ impl ReplayedFin {
     pub fn again(self, now: u64) -> Option<ReplayedFin> {
         let waited = (now + LIMIT).saturating_sub(self.until);
         (now >= self.again_at).then_some(ReplayedFin { again_at: now + waited.max(AGAIN), ..self })
+    }
+}
+
+/// For the log: the kernel's socket has not got a connection's FIN in time, and its receiving side was shut down, or
+/// why it was not.
+pub(crate) fn not_taken(flow: impl Display, shut: Result<(), impl Display>) -> String {
+    let instead = match shut {
+        Ok(()) => "receiving is shut down".into(),
+        Err(why) => format!("receiving could not be shut down: {why}"),
+    };
+    format!("{flow}: the kernel did not take the peer's FIN; {instead}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_log_says_whether_receiving_is_shut_down() {
+        let said = |shut: Result<(), &str>| not_taken("a connection", shut);
+        assert_eq!(said(Ok(())), "a connection: the kernel did not take the peer's FIN; receiving is shut down");
+        assert!(said(Err("not connected")).ends_with("FIN; receiving could not be shut down: not connected"));
     }
 }

@@ -22,6 +22,9 @@ const PAUSE: u64 = 3_000;
 const AGAIN: u64 = 5_000;
 const SELDOM: u64 = 1_000_000;
 
+/// Microseconds after which the agent is asked again to end a connection, which it would not for now.
+const BUSY: u64 = 5_000;
+
 /// Microseconds after which a process that did not stop, and was not tried again, is forgotten.
 const FORGOTTEN: u64 = 60_000_000;
 
@@ -66,6 +69,10 @@ pub(crate) struct Work {
     found: VecDeque<(u32, i32, u64)>,
     /// Sockets whose state has changed.
     pub changed: BTreeSet<u32>,
+    /// Connections that have ended or were closed, and that the agent would not end for now; and when it is asked
+    /// again. No program stands still for that.
+    pub over: BTreeSet<u32>,
+    next_over: u64,
     /// Connections that could not be restored when the NIC died.
     pub lost_ones: BTreeSet<u32>,
     /// Restores, with their causes.
@@ -117,6 +124,24 @@ impl Work {
     /// How much waits for a batch.
     fn waiting(&self) -> usize {
         self.found.len() + self.changed.len() + self.lost_ones.len() + self.postponed.len() + self.wanted.len()
+    }
+
+    /// How much a detach waits for: the bytes and the FIN of what is closed and not ended yet would be lost without it.
+    fn left(&self) -> usize {
+        self.postponed.len() + self.over.len()
+    }
+
+    /// Has the agent asked again, a little later, to end a connection.
+    pub fn end_later(&mut self, number: u32, now: u64) {
+        if self.over.is_empty() {
+            self.next_over = now + BUSY;
+        }
+        self.over.insert(number);
+    }
+
+    /// The connections of which the agent is to be asked again now.
+    pub fn take_over(&mut self, now: u64) -> BTreeSet<u32> {
+        if now < self.next_over { BTreeSet::new() } else { std::mem::take(&mut self.over) }
     }
 
     /// Has a process searched again, since the agent has refused one of its sockets for now: ever later, until it
@@ -171,10 +196,11 @@ impl Attacher {
     pub(crate) fn until_next_batch(&self) -> Option<Duration> {
         let late = freeze::any_late().then(|| monotonic_micros() + AGAIN);
         let pause = (self.work.waiting() > 0 && !self.silent).then_some(self.work.next_pause);
+        let over = (!self.work.over.is_empty() && !self.silent).then_some(self.work.next_over);
         let everything = self.work.lost.then_some(self.work.next_everything);
         let searches = !self.work.processes.is_empty() || self.work.searches.any_under_way();
         let look = searches.then_some(self.work.next_search);
-        let due = [late, pause, look, everything, self.next_look()].into_iter().flatten().min()?;
+        let due = [late, pause, over, look, everything, self.next_look()].into_iter().flatten().min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
@@ -183,7 +209,10 @@ impl Attacher {
         freeze::release_late();
         self.look_at_everything();
         self.look_for_sockets();
+        self.end_what_is_over()?;
         if self.silent || self.work.waiting() == 0 || monotonic_micros() < self.work.next_pause {
+            // Programs stand still if the agent needed their descriptors while its answer was waited for.
+            self.thaw();
             return Ok(());
         }
         while !self.work.wanted.is_empty() && self.work.engines.len() < SPARE {
@@ -371,19 +400,20 @@ impl Attacher {
         }
     }
 
-    /// Restores every connection; meanwhile bytes of the others are copied.
+    /// Restores every connection, and has those ended that their programs have closed; meanwhile bytes of the others
+    /// are copied.
     pub(crate) fn restore_everything(&mut self) -> Result<()> {
         let numbers = self.entries.iter().filter(|(_, entry)| entry.joined.is_some()).map(|(number, _)| *number);
         self.work.postponed = numbers.map(|number| (number, Some(("detached".to_owned(), Until::Never)))).collect();
         let (mut left, mut since) = (usize::MAX, monotonic_micros());
-        while !self.work.postponed.is_empty() {
+        while self.work.left() > 0 {
             self.work.found.clear();
             self.work.processes.clear();
             self.work.wanted.clear();
             self.round()?;
             let now = monotonic_micros();
-            if self.work.postponed.len() < left {
-                (left, since) = (self.work.postponed.len(), now);
+            if self.work.left() < left {
+                (left, since) = (self.work.left(), now);
             } else if now > since + DETACH_PATIENCE {
                 anyhow::bail!("{left} connections do not leave the NIC; they end with this process");
             }
@@ -413,5 +443,22 @@ mod tests {
         // It is forgotten when another one does not stop long after it.
         work.put_off(2, now + SELDOM + FORGOTTEN);
         assert_eq!(work.restless.len(), 1);
+    }
+
+    /// What the agent would not end for now is no work for which a program is stopped. It is asked again soon, however
+    /// much it refuses meanwhile, and a detach waits for that.
+    #[test]
+    fn no_program_stands_still_for_what_is_over() {
+        let (mut work, begun) = (Work::default(), 1_000_000);
+        assert_eq!((work.take_over(begun), work.left()), (BTreeSet::new(), 0));
+        work.end_later(7, begun);
+        work.end_later(9, begun + BUSY / 2);
+        assert_eq!((work.waiting(), work.left()), (0, 2));
+        assert_eq!(work.take_over(begun + BUSY - 1), BTreeSet::new());
+        assert_eq!(work.take_over(begun + BUSY), BTreeSet::from([7, 9]));
+        // One of them is refused once more.
+        work.end_later(9, begun + BUSY);
+        assert_eq!((work.left(), work.take_over(begun + 2 * BUSY - 1)), (1, BTreeSet::new()));
+        assert_eq!((work.take_over(begun + 2 * BUSY), work.left()), (BTreeSet::from([9]), 0));
     }
 }

@@ -408,6 +408,10 @@ impl Attacher {
         if state == Some(ESTABLISHED) {
             return Ok(());
         }
+        // Its program has it no more, and need not stand still once again.
+        if entry.closed.is_some() {
+            return self.carry(number);
+        }
         let on_nic = entry.joined.is_some();
         if self.stop_users(entry.process).is_err() {
             // The move under way may be its end.
@@ -445,29 +449,50 @@ impl Attacher {
         let abort = entry.closed.unwrap_or(false);
         entry.settle(&self.shared, &self.bypass, &mut self.piece, None)?;
         let reply = self.ask(&Ask::Closed { connection: number, abort }, None)?;
-        if let Some(reason) = stays(&reply) {
-            self.note_stay(reason);
-        }
-        if matches!(reply, Reply::Stayed { transient: true, .. }) {
-            // The agent was restoring what a dead NIC had, which is over: it does it now.
-            self.work.changed.insert(number);
-        } else {
-            self.drop_entry(number);
-        }
+        self.drop_unless_refused(number, &reply);
         Ok(())
     }
 
     /// Forgets a connection that is in the kernel or does not exist any more.
     fn forget(&mut self, number: u32) -> Result<()> {
         let reply = self.ask(&Ask::Forget { connection: number }, None)?;
-        if let Some(reason) = stays(&reply) {
-            self.note_stay(reason);
-        }
-        self.drop_entry(number);
+        self.drop_unless_refused(number, &reply);
         Ok(())
     }
 
+    /// Asks again for the end of the connections that the agent would not end for now. Their programs have nothing to
+    /// do with that, and go on.
+    pub(crate) fn end_what_is_over(&mut self) -> Result<()> {
+        if self.silent {
+            return Ok(());
+        }
+        for number in self.work.take_over(monotonic_micros()) {
+            match self.entries.get(&number).map(|entry| entry.closed.is_some()) {
+                Some(true) => self.carry(number)?,
+                Some(false) => self.forget(number)?,
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Drops a connection that the agent has ended or forgotten, unless the agent would not do so for now: it restores
+    /// what a dead NIC had, and still has the connection's number and memory.
+    fn drop_unless_refused(&mut self, number: u32, reply: &Reply) {
+        if let Some(reason) = stays(reply) {
+            self.note_stay(reason);
+        }
+        // What was lent while the answer was waited for may have been dropped then.
+        let known = self.entries.contains_key(&number);
+        match reply {
+            Reply::Stayed { transient: true, .. } if known => self.work.end_later(number, monotonic_micros()),
+            _ => self.drop_entry(number),
+        }
+    }
+
     fn drop_entry(&mut self, number: u32) {
+        // The agent may give the number to another connection now.
+        self.work.over.remove(&number);
         let Some(entry) = self.entries.remove(&number) else { return };
         if let Some(joined) = &entry.joined {
             self.bypass.part(entry.cookie, &entry.flow, &joined.engine_flow);

@@ -84,8 +84,7 @@ pub fn check_urgent(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
     if poll(fd).contains(PollFlags::PRI) { Err(Refusal::Urgent) } else { Ok(()) }
 }
 
-/// Checks whether the program has shut down the receiving side: poll(2) reports the end of the stream, though no FIN
-/// has come.
+/// Checks whether the receiving side is shut down: poll(2) reports the end of the stream, though no FIN has come.
 ///
 /// # Errors
 /// [`Refusal::ReceivingShut`] if so.

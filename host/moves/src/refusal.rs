@@ -20,9 +20,12 @@ pub enum Refusal {
     /// Its socket is of another network namespace, where its addresses mean something else.
     #[error("its socket belongs to another network namespace (start a Baton there: ip netns exec … baton up)")]
     OtherNamespace,
-    /// Its program has shut the receiving side down, which nothing would put back.
-    #[error("its program has shut its receiving side down")]
+    /// Its receiving side is shut down, which nothing would put back: by its program, or by an agent before this one.
+    #[error("its receiving side is shut down")]
     ReceivingShut,
+    /// The agent has shut its receiving side down: its peer has ended the stream, and the kernel could not be told so.
+    #[error("Baton has shut its receiving side down, since its peer's FIN did not get to the kernel (does a rule drop it?)")]
+    FinLost,
     /// Urgent data is pending.
     #[error("urgent data is pending")]
     Urgent,
@@ -251,6 +254,7 @@ impl Refusal {
                 | Signed
                 | OtherNamespace
                 | ReceivingShut
+                | FinLost
                 | MicrosecondClock
                 | UpperLayer
                 | CannotOpen
@@ -306,6 +310,7 @@ mod tests {
         ] {
             assert!(!refusal.is_for_good(), "{refusal}");
         }
+        assert!(Refusal::ReceivingShut.is_for_good() && Refusal::FinLost.is_for_good());
         assert!(Refusal::Mptcp.is_for_good() && Refusal::Lost("connect", "refused".into()).is_for_good());
     }
 }

@@ -55,7 +55,7 @@ fn ip(bed: &Testbed, arguments: &str) {
 }
 
 /// The system call in which a process's first thread sleeps.
-fn sleeps_in(process: u32) -> Option<i64> {
+pub fn sleeps_in(process: u32) -> Option<i64> {
     let line = std::fs::read_to_string(format!("/proc/{process}/syscall")).ok()?;
     line.split(' ').next()?.parse().ok()
 }

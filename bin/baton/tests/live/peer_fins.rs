@@ -122,7 +122,7 @@ fn fins_are_dropped(bed: &Testbed, peer: &TcpStream) {
 }
 
 /// A rule that drops the replayed FIN for good: the program reads the end of the stream nevertheless, and its own end
-/// reaches the peer.
+/// reaches the peer. Whoever asks why the connection stays in the kernel then is told who has ended its stream.
 #[test]
 fn a_fin_that_the_kernel_never_gets_ends_the_stream() {
     /// Linux's number of the state.
@@ -142,6 +142,10 @@ fn a_fin_that_the_kernel_never_gets_ends_the_stream() {
         let mut bytes = [0; 16];
         assert_eq!(session.receive(id, &mut bytes).expect("the bytes"), 4);
         wait_until("the end of the stream", || session.receive(id, &mut bytes).is_ok_and(|length| length == 0));
+        let refused = session.move_to(id, Place::Nic).expect_err("nothing would put it back");
+        assert!(refused.to_string().contains("Baton has shut its receiving side down"), "{refused}");
+        let listed = answered(&bed, |tool| tool.connections());
+        assert!(listed.iter().any(|one| one.reason.contains("Baton has shut its receiving side down")), "{listed:?}");
         assert_eq!(session.send(id, b"answer").expect("the answer"), 6);
         session.shutdown(id).expect("the program's end");
         peer.set_nonblocking(false).expect("blocking");

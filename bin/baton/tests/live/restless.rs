@@ -1,17 +1,20 @@
 //! Attached programs that do not stop when they are asked to, NICs that die meanwhile, and an attacher that misses
 //! events: no connection is lost by that, and each comes to the NIC in the end.
 
-use crate::attach::{ANSWERS, attach, echo as echo_server, listed};
+use crate::attach::{ANSWERS, Killed, attach, echo as echo_server, listed};
 use crate::common::{SetsAtEnd, wait_until};
 use crate::entries::{PYTHON, echo, serve};
 use crate::fuse::{FuseFile, READ};
-use crate::scratch::{Scratch, agent_socket};
+use crate::kernel_only::sleeps_in;
+use crate::scratch::{Scratch, agent_socket, text};
 use crate::stopped::in_time;
 use crate::stopped_attacher::{Program, SERVER};
 use baton_client::tool::Tool;
+use baton_linux::freeze::Frozen;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Place, Statistics};
+use serde_json::Value;
 use std::io::ErrorKind::ConnectionReset;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -171,6 +174,57 @@ fn a_nic_may_die_while_connections_are_attached() {
     process::signal(statistics(&scratch).nic_process, libc::SIGKILL).expect("a signal");
     wait_until("all are on the NIC", || count_on_nic(&scratch) == MANY);
     exchange_during(&mut peers, || detach(attacher));
+}
+
+/// Has a connection in blocking mode, which stays in the kernel, and another one, on which it echoes. At a line it
+/// closes the first.
+const CLOSES_ONE: &str = "
+import select, socket, sys
+listener = socket.create_server(('127.0.0.1', 0))
+print(listener.getsockname()[1], flush=True)
+first, second = [listener.accept()[0] for _ in range(2)]
+second.setblocking(False)
+while True:
+    ready = select.select([sys.stdin, second], [], [])[0]
+    if sys.stdin in ready:
+        if not sys.stdin.readline():
+            break
+        first.close()
+    if second in ready:
+        second.send(second.recv(1000))
+";
+
+/// The NIC dies, and the agent asks for the descriptors of its connections just before it is asked to forget another
+/// one, which it refuses meanwhile. It is asked again: nothing is left of that connection.
+#[test]
+fn what_the_agent_does_not_forget_at_once_it_forgets_later() {
+    let (host, scratch) = (Namespace::new().expect("a namespace"), Scratch::new("forget"));
+    let (program, port) = serve(&host, Command::new(PYTHON).args(["-c", CLOSES_ONE]));
+    let mut program = Killed(program);
+    let mut peers = [(); 2].map(|()| host.run(|| TcpStream::connect(("127.0.0.1", port))).expect("a connection"));
+    let attacher = attach(&host, &scratch, &["--after", "0", &program.0.id().to_string()]);
+    wait_until("one is on the NIC, and the other one in the kernel", || {
+        echo(&mut peers[1]);
+        count_on_nic(&scratch) == 1 && listed(&scratch).iter().any(|one| one.reason == "blocking socket")
+    });
+    let before = statistics(&scratch);
+    // The agent finds both when it goes on: first the NIC's end, then the request.
+    let held = Frozen::freeze(&[before.agent_process]).expect("a tracer");
+    process::signal(before.nic_process, libc::SIGKILL).expect("a signal");
+    writeln!(program.0.stdin.as_mut().expect("its input")).expect("a line");
+    wait_until("the attacher waits for an answer", || sleeps_in(attacher.id()) == Some(libc::SYS_recvmsg));
+    drop(held);
+    wait_until("nothing is left of what was closed", || listed(&scratch).len() == 1);
+    wait_until("the other one is on the NIC", || {
+        echo(&mut peers[1]);
+        count_on_nic(&scratch) == 1
+    });
+    drop(program.0.stdin.take());
+    program.0.wait().expect("its end");
+    let ended = attacher.wait_with_output().expect("its output");
+    assert!(ended.status.success(), "{}", text(&ended.stderr));
+    let summary: Value = serde_json::from_slice(&ended.stdout).expect("JSON");
+    assert!(summary["stayed"]["the NIC does not answer"].as_u64() >= Some(1), "the agent has refused nothing: {summary}");
 }
 
 /// Connections that each carry a byte, so many that the attacher has no room for an event of each.

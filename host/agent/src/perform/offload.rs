@@ -29,6 +29,12 @@ use std::sync::atomic::Ordering;
 const SOL_SOCKET: i32 = 1;
 const SO_MEMINFO: i32 = 55;
 
+/// A refusal, with who has shut the receiving side down if that was this agent: the socket does not show it.
+fn with_cause(connection: &Connection, refusal: Refusal) -> Refusal {
+    let fin_lost = connection.extra.as_ref().is_some_and(|extra| extra.fin_lost);
+    if fin_lost && refusal == Refusal::ReceivingShut { Refusal::FinLost } else { refusal }
+}
+
 impl Performer<'_> {
     /// Checks whether the connection may move, and by which device; then takes a slot.
     pub(super) fn reserve(&mut self) -> Result<(), Stop> {
@@ -67,7 +73,8 @@ impl Performer<'_> {
     fn may_move(&mut self) -> Result<Option<conntrack::Entry>, Stop> {
         let namespace = self.ground.known.namespace().map_err(|error| system("SO_NETNS_COOKIE", &error))?;
         let flow = self.connection.flow;
-        let info = self.on_socket(move |fd| look_through(fd, namespace, &flow))??;
+        let seen = self.on_socket(move |fd| look_through(fd, namespace, &flow))?;
+        let info = seen.map_err(|refusal| with_cause(self.connection, refusal))?;
         self.own()?;
         let port = flow.local.port;
         if !self.ground.known.may_bind(port) {
@@ -195,7 +202,8 @@ impl Performer<'_> {
         if way.device() != self.connection.flow.device {
             return Err(Refusal::Rebound.into());
         }
-        self.on_socket(|fd| examine::check_receiving(fd).and_then(|()| unenforced::check(fd)))??;
+        let checked = self.on_socket(|fd| examine::check_receiving(fd).and_then(|()| unenforced::check(fd)))?;
+        checked.map_err(|refusal| with_cause(self.connection, refusal))?;
         self.own()?;
         Ok(way)
     }

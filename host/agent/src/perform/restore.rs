@@ -4,7 +4,7 @@ use super::{Performer, stand_still};
 use crate::calls::Stop;
 use crate::changes::prove_beyond;
 use crate::connection::{Connection, Memory};
-use crate::fin::ReplayedFin;
+use crate::fin::{ReplayedFin, not_taken};
 use crate::ground::Shape;
 use crate::record::{queues, read_image_with, read_ranges, read_record, unread_by_program};
 use baton_abi::layout::{block, nic};
@@ -188,10 +188,13 @@ impl Performer<'_> {
             return Outcome::Done;
         }
         if is_called || fin.is_late(now) {
-            if let Err(Stop::Later) = self.on_socket(socket::shutdown_read) {
-                return Outcome::Later;
-            }
-            report!("baton agent: {}: the kernel did not take the peer's FIN; receiving is shut down", self.connection.flow);
+            let shut = match self.on_socket(socket::shutdown_read) {
+                Err(Stop::Later) => return Outcome::Later,
+                Err(Stop::Refused(refusal)) => Err(refusal.to_string()),
+                Ok(shut) => shut.map_err(|error| error.to_string()),
+            };
+            self.connection.extra().fin_lost = shut.is_ok();
+            report!("baton agent: {}", not_taken(self.connection.flow, shut));
             self.connection.expect_fin(None);
             return Outcome::Done;
         }
