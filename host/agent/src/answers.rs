@@ -14,6 +14,7 @@ use baton_protocol::keeper::Kept;
 use baton_protocol::program::Reply;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 #[cfg(doc)]
@@ -47,8 +48,9 @@ pub(crate) enum After {
     Datagrams(u32, Caller),
     /// It knows the way of a socket's datagrams, with this MTU.
     DatagramWay(u32, u32, Caller),
-    /// It has ended to serve one; what its program sees is at that place.
-    EndDatagrams(Place, Caller),
+    /// It has ended to serve one; what its program sees is at that place. A failure means that the NIC has ended, since
+    /// none refuses it: the rings are nobody's either way.
+    EndDatagrams(Arc<Place>, Caller),
     /// It lets somebody look at the frames that pass.
     Capture(u32),
     /// Only a failure is of interest.
@@ -155,6 +157,8 @@ impl Agent {
             After::DatagramWay(id, mtu, caller) => self.datagram_way_answered(id, mtu, caller, answer),
             After::EndDatagrams(place, caller) => {
                 place.publish(false);
+                // Before the answer, with which the program gives up the rings.
+                drop(place);
                 self.answer_caller(caller, Reply::Done, &[]);
             }
             After::Capture(id) => tell_of_capture(self, id, answer),

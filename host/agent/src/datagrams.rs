@@ -78,6 +78,7 @@ struct Socket {
     fd: Arc<Foreign>,
     cookie: u64,
     rings: Rings,
+    place: Arc<Place>,
     bell: SessionBell,
     /// What was seen of it last.
     seen: Seen,
@@ -91,13 +92,33 @@ struct Socket {
     unanswered: u32,
 }
 
-/// Where a program sees whether the NIC has a socket's datagrams.
+/// Where a program sees whether the NIC has a socket's datagrams: in front of rings that a NIC may use. The socket has
+/// it, and so has each request to end it that is not answered. When all have dropped it no NIC uses the rings, and
+/// their program may use their memory for something else: nothing is written there any more.
 pub(crate) struct Place {
     memory: Arc<Region>,
     base: usize,
 }
 
+impl Drop for Place {
+    fn drop(&mut self) {
+        // An agent that fails has not ended its NIC yet; the next one shows that it has.
+        if !std::thread::panicking() {
+            self.memory.word32(self.base + datagrams::HELD).store(0, Ordering::Release);
+        }
+    }
+}
+
 impl Place {
+    /// That of rings which a NIC is about to get. None if an earlier socket had the same ones and its NIC may use them
+    /// still. A program that writes into the word itself is told nonsense about its own rings.
+    fn lend(memory: &Arc<Region>, base: u32) -> Option<Arc<Place>> {
+        let base = base as usize;
+        let held = datagrams::held(memory.word32(layout::AGENT_STARTS).load(Ordering::Acquire));
+        let before = memory.word32(base + datagrams::HELD).swap(held, Ordering::AcqRel);
+        (before != held).then(|| Arc::new(Place { memory: memory.clone(), base }))
+    }
+
     /// Shows whether the NIC has them, and that their ways may have changed.
     pub fn publish(&self, on_nic: bool) {
         let word = |offset: usize| self.memory.word32(self.base + offset);
@@ -185,13 +206,14 @@ impl Agent {
             None => {
                 self.has_room_for(fd.as_fd(), 1)?;
                 let of_session = self.datagrams.by_id.values().filter(|socket| socket.session == session).count();
-                if of_session >= MAX_SOCKETS || !self.rings_fit(session, &rings) {
+                if of_session >= MAX_SOCKETS {
                     return Err(Refusal::NoRoom);
                 }
                 let bell = bell.into_unix().map_err(|_| Refusal::Option("a doorbell that is none"))?;
+                let place = self.lend_rings(session, &rings).ok_or(Refusal::NoRoom)?;
                 let (fd, bell) = (Arc::new(fd), SessionBell::from_fd(bell));
                 let (ways, local, is_polled, unanswered) = (BTreeMap::new(), None, false, 0);
-                let socket = Socket { session, fd, cookie, rings, bell, seen, is_polled, local, ways, unanswered };
+                let socket = Socket { session, fd, cookie, rings, place, bell, seen, is_polled, local, ways, unanswered };
                 let Datagrams { by_id, numbers } = &mut self.datagrams;
                 let id = numbers.next(|id| by_id.contains_key(&id));
                 by_id.insert(id, socket);
@@ -224,44 +246,38 @@ impl Agent {
         }
     }
 
-    /// Whether rings lie in the part of session memory of which the agent gives out nothing.
-    fn rings_fit(&self, session: u32, rings: &Rings) -> bool {
-        let open = self.sessions.get(session as usize).and_then(Option::as_ref).and_then(|entry| entry.open.as_ref());
-        let Some(memory) = open.map(|open| &open.memory) else { return false };
+    /// Lets a NIC have rings. None if they do not lie in the part of session memory of which the agent gives out
+    /// nothing, or see [`Place::lend`].
+    fn lend_rings(&self, session: u32, rings: &Rings) -> Option<Arc<Place>> {
+        let memory = &self.sessions.get(session as usize)?.as_ref()?.open.as_ref()?.memory;
         let sizes = [rings.receive, rings.send].map(|size| size as usize);
-        rings.base.is_multiple_of(4096)
+        let fit = rings.base.is_multiple_of(4096)
             && rings.base as usize >= layout::heap_end(memory.len())
             && sizes.iter().all(|size| size.is_power_of_two() && *size >= 4096)
-            && rings.base as usize + datagrams::BYTES + sizes[0] + sizes[1] <= memory.len()
+            && rings.base as usize + datagrams::BYTES + sizes[0] + sizes[1] <= memory.len();
+        if fit { Place::lend(memory, rings.base) } else { None }
     }
 
     /// Shows a socket's program whether the NIC has its datagrams, and that the ways of these may have changed.
     fn publish_datagrams(&self, id: u32, on_nic: bool) {
-        if let Some(place) = self.place_of_datagrams(id) {
-            place.publish(on_nic);
+        if let Some(socket) = self.datagrams.by_id.get(&id) {
+            socket.place.publish(on_nic);
         }
-    }
-
-    fn place_of_datagrams(&self, id: u32) -> Option<Place> {
-        let socket = self.datagrams.by_id.get(&id)?;
-        let memory = self.sessions.get(socket.session as usize)?.as_ref()?.open.as_ref()?.memory.clone();
-        Some(Place { memory, base: socket.rings.base as usize })
     }
 
     /// Makes the NIC leave a socket's datagrams to the kernel, and then shows that to the program. With `replay` the
     /// kernel gets what is unread as well.
-    fn ask_to_end_datagrams(&mut self, id: u32, replay: bool, caller: Caller) {
-        let after = match self.place_of_datagrams(id) {
-            Some(place) => After::EndDatagrams(place, caller),
-            None => After::Report("the end of a UDP socket"),
-        };
+    fn ask_to_end_datagrams(&mut self, id: u32, place: Arc<Place>, replay: bool, caller: Caller) {
+        let after = After::EndDatagrams(place, caller);
         self.nics[0].request(ToNic::EndDatagrams { id, replay }, &[], Some(after));
     }
 
     /// Gives a socket to the kernel until the NIC can have it.
     fn return_datagrams(&mut self, id: u32) {
-        self.datagrams.by_id.entry(id).and_modify(|socket| socket.local = None);
-        self.ask_to_end_datagrams(id, false, None);
+        let Some(socket) = self.datagrams.by_id.get_mut(&id) else { return };
+        socket.local = None;
+        let place = socket.place.clone();
+        self.ask_to_end_datagrams(id, place, false, None);
     }
 
     /// Describes a socket to the NIC, as it was `seen` just now. Its program is shown that the NIC has it when that has
@@ -430,15 +446,89 @@ impl Agent {
     }
 
     /// Gives one of a session's sockets, or all of them, to the kernel. None if the answer to the request with that tag
-    /// comes when that is done.
+    /// comes when that is done. Their rings are free when the NIC has answered, however late: see [`Place`].
     pub(crate) fn end_datagrams(&mut self, session: u32, only: Option<u32>, replay: bool, tag: Option<u32>) -> Option<Reply> {
         let mut caller = tag.and_then(|tag| self.caller(session, tag));
         let its = |socket: &Socket, id: u32| socket.session == session && only.is_none_or(|only| only == id);
         let ids: Vec<u32> = self.datagrams.by_id.iter().filter(|(id, socket)| its(socket, **id)).map(|(id, _)| *id).collect();
         for id in ids {
-            self.ask_to_end_datagrams(id, replay, caller.take());
-            self.datagrams.by_id.remove(&id);
+            if let Some(socket) = self.datagrams.by_id.remove(&id) {
+                self.ask_to_end_datagrams(id, socket.place, replay, caller.take());
+            }
         }
         (tag.is_none() || caller.is_some()).then_some(Reply::Done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nic_requests::Requests;
+    use baton_linux::control::Channel;
+    use baton_protocol::nic::ToAgent;
+
+    const BASE: u32 = 8192;
+
+    fn held(memory: &Region) -> bool {
+        let starts = memory.word32(layout::AGENT_STARTS).load(Ordering::Acquire);
+        memory.word32(BASE as usize + datagrams::HELD).load(Ordering::Acquire) == datagrams::held(starts)
+    }
+
+    fn memory() -> Arc<Region> {
+        Arc::new(Region::private(1 << 16).expect("memory"))
+    }
+
+    /// A socket goes to the kernel for a while, and then for good, and the NIC answers to neither in time: its rings
+    /// are its program's when both answers have come.
+    #[test]
+    fn rings_are_held_until_the_last_end_is_answered() {
+        let memory = memory();
+        let (ours, theirs) = Channel::pair().expect("two sockets");
+        let mut requests = Requests::new(ours);
+        let place = Place::lend(&memory, BASE).expect("nobody has them");
+        for place in [place.clone(), place] {
+            let after = Some(After::EndDatagrams(place, None));
+            assert!(requests.send(ToNic::EndDatagrams { id: 1, replay: false }, &[], after).is_ok());
+        }
+        assert_eq!(requests.become_late(u64::MAX).count(), 2);
+        for is_last in [false, true] {
+            assert!(held(&memory));
+            theirs.send(&ToAgent::Served, &[]).expect("an answer");
+            let Some((After::EndDatagrams(place, _), Ok(()))) = requests.receive() else { panic!("another answer") };
+            place.publish(false);
+            drop(place);
+            assert_eq!(held(&memory), !is_last);
+        }
+    }
+
+    /// What a NIC that has ended was asked is answered by its end.
+    #[test]
+    fn a_nic_that_has_ended_holds_no_rings() {
+        let memory = memory();
+        let (ours, theirs) = Channel::pair().expect("two sockets");
+        let mut requests = Requests::new(ours);
+        let after = After::EndDatagrams(Place::lend(&memory, BASE).expect("nobody has them"), None);
+        assert!(requests.send(ToNic::EndDatagrams { id: 1, replay: false }, &[], Some(after)).is_ok());
+        drop(theirs);
+        assert!(requests.receive().is_none() && held(&memory));
+        drop(requests.take_all());
+        assert!(!held(&memory));
+    }
+
+    /// Rings that a NIC may use get no second socket, whose end would free them under the first one's NIC. What an
+    /// agent that has died has left there does not count.
+    #[test]
+    fn rings_are_lent_once() {
+        let memory = memory();
+        let first = Place::lend(&memory, BASE).expect("nobody has them");
+        assert!(Place::lend(&memory, BASE).is_none() && held(&memory));
+        drop(first);
+        std::mem::forget(Place::lend(&memory, BASE).expect("nobody has them"));
+        memory.word32(layout::AGENT_STARTS).fetch_add(1, Ordering::AcqRel);
+        assert!(!held(&memory));
+        let second = Place::lend(&memory, BASE).expect("that agent has died");
+        assert!(held(&memory));
+        drop(second);
+        assert!(!held(&memory));
     }
 }

@@ -1,9 +1,9 @@
 //! A UDP socket whose datagrams the NIC has: the program's ends of its rings, and the hosts that it can send to.
 
-use crate::heap::Heap;
+use crate::ring_memory::RingBlock;
 use crate::shared::Shared;
 use baton_abi::layout::{datagrams, session};
-use baton_datagrams::{Direction, Place, Reader, Wish, Writer};
+use baton_datagrams::{Direction, Reader, Wish, Writer};
 use baton_linux::bell::SessionBell;
 use baton_linux::events::monotonic_micros;
 use baton_protocol::program::Rings;
@@ -52,17 +52,8 @@ pub struct Datagrams {
     number: AtomicU32,
     agent_starts: AtomicU32,
     ways: Mutex<Ways>,
-    heap: Arc<Mutex<Heap>>,
-}
-
-impl Drop for Datagrams {
-    fn drop(&mut self) {
-        locked(&self.heap).give(self.rings.base, place_of(&self.rings).bytes().next_power_of_two());
-    }
-}
-
-fn place_of(rings: &Rings) -> Place {
-    Place { base: rings.base, receive: rings.receive, send: rings.send }
+    /// The rings' memory, which is kept for longer if a NIC may use them.
+    _block: RingBlock,
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -74,21 +65,20 @@ impl Datagrams {
     /// descriptor another number.
     ///
     /// # Errors
-    /// `OutOfMemory` if the session has no room left, else the failed system call's.
+    /// `OutOfMemory` if the session has no room left, or waits for the NIC to leave too many rings that were given up;
+    /// else the failed system call's.
     pub fn new(shared: &Shared, receive: u32, renumber: impl Fn(OwnedFd) -> OwnedFd) -> io::Result<Datagrams> {
         let memory = shared.memory().clone();
         let receive = receive.clamp(LEAST, MOST).next_power_of_two();
-        let mut place = Place { base: 0, receive, send: SEND };
-        let (base, _) = locked(&shared.buffers).take(place.bytes()).ok_or(io::ErrorKind::OutOfMemory)?;
-        place.base = base;
-        let _ = memory.write(base as usize, &[0; datagrams::BYTES]);
+        let block = shared.rings.take(receive, SEND)?;
+        let place = *block.place();
         let outside = || io::Error::from(io::ErrorKind::OutOfMemory);
         let (bell, nic_bell) = SessionBell::pair()?;
         let [bell, nic_bell] = [bell, nic_bell].map(|bell| SessionBell::from_fd(renumber(bell.into())));
         let wish = Wish::new(&memory, &place, Direction::Receive);
         wish.make();
         Ok(Datagrams {
-            rings: Rings { base, receive, send: SEND },
+            rings: Rings { base: place.base, receive, send: SEND },
             receive: Mutex::new(Reader::new(&memory, &place, Direction::Receive).ok_or_else(outside)?),
             send: Mutex::new(Writer::new(&memory, &place, Direction::Send, SEND).ok_or_else(outside)?),
             wish,
@@ -99,7 +89,7 @@ impl Datagrams {
             number: AtomicU32::new(0),
             agent_starts: AtomicU32::new(0),
             ways: Mutex::default(),
-            heap: shared.buffers.clone(),
+            _block: block,
         })
     }
 
@@ -219,9 +209,39 @@ impl Datagrams {
     }
 
     /// Gives the socket to the kernel; with `replay` what is unread as well. Nobody else may use the rings meanwhile.
+    /// If the agent does not confirm it in time the rings' memory stays taken until it does.
     pub fn end(&self, shared: &Shared, replay: bool) {
         let reader = locked(&self.receive);
         let _ = shared.end_datagrams(self.number(), replay);
         drop(reader);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A socket that is closed before its NIC has left its rings: nobody else gets them until it has.
+    #[test]
+    fn rings_that_a_nic_may_use_are_nobody_elses() {
+        let memory = Arc::new(Region::private(session::HEAP + (16 << 20)).expect("memory"));
+        let shared = Shared::on(memory.clone());
+        let free = || shared.buffers.lock().expect("the heap").free_bytes();
+        let socket = || Datagrams::new(&shared, 0, |fd| fd).expect("rings");
+        let all = free();
+        // The agent has never had this one.
+        drop(socket());
+        assert_eq!(free(), all);
+        let first = socket();
+        let base = first.rings.base;
+        let held = memory.word32(base as usize + datagrams::HELD);
+        held.store(datagrams::held(first.starts()), Ordering::Release);
+        drop(first);
+        let second = socket();
+        assert_ne!(second.rings.base, base);
+        assert!(free() < all);
+        held.store(0, Ordering::Release);
+        drop(second);
+        assert_eq!(free(), all);
     }
 }

@@ -15,6 +15,7 @@ mod ending;
 pub mod heap;
 pub mod messages;
 pub mod preload;
+mod ring_memory;
 pub mod rules;
 mod sent;
 mod session;

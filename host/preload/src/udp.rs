@@ -79,7 +79,7 @@ pub(crate) struct Udp {
     sets: Mutex<Vec<(c_int, epoll_event)>>,
 }
 
-/// Drops rings. Their memory and descriptors are free when no thread uses them any more.
+/// Drops rings. Their descriptors are free when no thread uses them any more, their memory when no NIC does either.
 fn drop_rings(taken: Option<Taken>) {
     if let Some(taken) = taken {
         let gone = taken.datagrams.descriptors().map(|fd| fd.as_raw_fd());
@@ -281,7 +281,11 @@ impl Udp {
             Some(taken) => taken.datagrams.clone(),
             None => {
                 let receive = baton_linux::socket::get(borrowed, libc::SOL_SOCKET, libc::SO_RCVBUF).unwrap_or(0) as u32;
-                let datagrams = Datagrams::new(&session.shared, receive, renumber).ok()?;
+                let Ok(datagrams) = Datagrams::new(&session.shared, receive, renumber) else {
+                    // Rings may be free again later, when the NIC has left those of closed sockets.
+                    self.again.pause();
+                    return None;
+                };
                 OURS.lock().extend(datagrams.descriptors().map(|fd| fd.as_raw_fd()));
                 Arc::new(datagrams)
             }

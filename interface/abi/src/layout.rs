@@ -430,6 +430,10 @@ pub mod datagrams {
     /// Counts changes of the ways to the hosts that the socket sends to: the program asks for them again. Written by
     /// the agent.
     pub const WAYS: usize = 4;
+    /// [`held`] as long as a NIC may use the rings: their memory is nobody else's until then. Any other value means
+    /// that no NIC uses them, and that the agent writes nothing here any more; what an agent that has died has left is
+    /// such a value, too. Written by the agent.
+    pub const HELD: usize = 8;
     /// Position behind the last datagram in the receive ring. Written by the NIC.
     pub const RECEIVE_HEAD: usize = 64;
     /// Position behind the last datagram that the program has read.
@@ -444,6 +448,12 @@ pub mod datagrams {
     pub const SEND_WISH: usize = 384;
     /// Bytes of the page.
     pub const BYTES: usize = 4096;
+
+    /// What [`HELD`] is while an agent that has read this from [`super::session::AGENT_STARTS`] lets a NIC have the
+    /// rings.
+    pub const fn held(starts: u32) -> u32 {
+        starts.wrapping_add(1)
+    }
 }
 
 /// The owner of a connection, as [`block::OWNER`] holds it.

@@ -4,6 +4,7 @@
 use crate::connection::{Connection, Entered, Readiness};
 use crate::ending::Ending;
 use crate::heap::Heap;
+use crate::ring_memory::RingMemory;
 use crate::rules::{Interface, Nagle};
 use baton_abi::layout::Owner;
 use baton_abi::layout::nic::MAX_NICS;
@@ -79,6 +80,8 @@ pub struct Shared {
     pub(crate) listener: Listener,
     /// The part of session memory that the agent gives out nothing of.
     pub(crate) buffers: Arc<Mutex<Heap>>,
+    /// What datagram rings take from it.
+    pub(crate) rings: RingMemory,
     interface: Interface,
     nagle: Nagle,
     /// Every send is a message, and nothing waits for its acknowledgement.
@@ -232,13 +235,15 @@ impl Shared {
         listener: Listener,
     ) -> Shared {
         let (changes, taken) = Changes::new();
+        let buffers = Arc::new(Mutex::new(Heap::new(at::heap_end(memory.len()), memory.len())));
         let further: Vec<Lane> = (1..).zip(further).map(|(nic, bell)| Lane::new(&memory, nic, bell)).collect();
         Shared {
             number,
             line: channel.clone(),
             ending: Ending::default(),
             channel: Mutex::new(channel),
-            buffers: Arc::new(Mutex::new(Heap::new(at::heap_end(memory.len()), memory.len()))),
+            rings: RingMemory::new(&memory, &buffers),
+            buffers,
             first: Lane::new(&memory, 0, bell),
             events: Lock::new(Events::new(&memory, 1 + further.len(), taken)),
             further,
@@ -273,7 +278,7 @@ impl Shared {
 
     /// A session on private memory, without an agent.
     #[cfg(test)]
-    fn on(memory: Arc<Region>) -> Shared {
+    pub(crate) fn on(memory: Arc<Region>) -> Shared {
         let (channel, _) = Channel::pair().expect("two sockets");
         let (bell, _) = SessionBell::pair().expect("two sockets");
         Shared::new(0, Arc::new(channel), memory, bell, Vec::new(), Listener(Box::new(|_| {})))
