@@ -705,7 +705,7 @@ impl Agent {
                 if one.cid.nic() != nic || holds(next).is_ok() {
                     held.push_back(one);
                 } else {
-                    self.shape.unsteer(&one.image.flow);
+                    self.drop_waiting(&one);
                 }
             }
             if let Some(listener) = self.listeners.by_id.get_mut(&id) {
