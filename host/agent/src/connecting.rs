@@ -141,6 +141,8 @@ impl Agent {
         let Plan { local, peer, way, retries } = plan;
         forget_earlier(self, session, fd.as_fd());
         let mut connection = self.new_connection(session, fd, local, peer)?;
+        // First: nothing fails any more once the NIC has been told to connect.
+        let kept = Foreign::duplicate(connection.fd()?).map_err(|error| system("dup", &error))?;
         let nic = way.path.nic as usize;
         connection.flow.device = way.device();
         if !self.shape.claim(&connection.flow) {
@@ -166,7 +168,6 @@ impl Agent {
             return Err(refusal);
         }
         let (number, serial) = (connection.number(), connection.serial);
-        let kept = Foreign::duplicate(connection.fd()?).map_err(|error| system("dup", &error))?;
         self.sessions[session as usize].as_mut().ok_or(Refusal::NoRoom)?.connections.put(connection);
         self.keep(&Kept::Connection(session, number, Until::Again), &[kept.as_fd()]);
         self.note_registered(session, number, serial);
