@@ -360,9 +360,10 @@ impl NicProcess {
         self.free.names.remove(&cid.slot());
     }
 
-    /// Takes over the free slots of the last NIC, with their cids, so that no cid is used twice.
+    /// Takes over the free slots of the last NIC, with their cids, so that no cid is used twice, and who found none.
     pub fn inherit_slots(&mut self, last: &mut NicProcess) {
         self.free = std::mem::take(&mut last.free);
+        self.gate.inherit(&mut last.gate);
         self.detached = std::mem::take(&mut last.detached);
         self.answered = std::mem::take(&mut last.answered);
     }

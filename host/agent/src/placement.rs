@@ -38,6 +38,11 @@ impl Gate {
     pub fn refuse(&mut self, key: Key) {
         self.refused.push(key);
     }
+
+    /// Takes over who found no room at the last NIC, and has not been taken up.
+    pub fn inherit(&mut self, last: &mut Gate) {
+        self.refused.append(&mut last.refused);
+    }
 }
 
 /// What is known of one NIC's connections while it is full.
@@ -135,6 +140,18 @@ mod tests {
         assert_eq!(placement.look(&mut gate, &waits, demand, 100_000), [0; 0]);
         assert_eq!([placement.next(false), placement.next(true), placement.next(true)], [None, Some((1, 1, 7)), None]);
         assert!(gate.admits((1, 1, 7)) && !gate.admits((1, 2, 8)));
+    }
+
+    #[test]
+    fn who_was_refused_by_a_nic_that_died_waits_for_the_next_one() {
+        let (mut placement, mut last, mut next) = (Placement::default(), Gate::default(), Gate::default());
+        last.refuse((1, 1, 7));
+        next.refuse((1, 2, 8));
+        next.inherit(&mut last);
+        assert!(placement.is_due(&mut next, 0) || placement.wait().is_some());
+        let mut waiting = placement.waiting();
+        waiting.sort_unstable();
+        assert_eq!(waiting, [(1, 1, 7), (1, 2, 8)]);
     }
 
     #[test]
