@@ -11,7 +11,7 @@ use crate::session::Host;
 use baton_abi::{Control, Message, Operation};
 use baton_device::NOWHERE;
 use baton_image::Image;
-use baton_linux::foreign::Foreign;
+use baton_linux::foreign::{self, Foreign};
 use baton_linux::icmp::TooBig;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
 use baton_linux::report;
@@ -125,14 +125,18 @@ pub(crate) fn prove_beyond(connection: &mut Connection, image: &Image) {
 
 /// Records the bytes acknowledged and received so far. The connection may leave the kernel again only after these have
 /// grown, which shows that the new rules let its packets pass ([`proved_beyond`]). Of a socket whose lock others may
-/// hold they are read elsewhere. `user` has opened its session, which is the one `at` this number.
+/// hold they are read elsewhere, by one call at a time: rules may change as often as somebody likes while a user's
+/// calls are held up. `user` has opened its session, which is the one `at` this number.
 fn doubt(user: u32, at: u32, connection: &mut Connection, calls: &Calls) {
     let counted = |fd: BorrowedFd<'_>| TcpInfo::read(fd).map_or(UNKNOWN, |info| proved_beyond(&info));
     let Some(user) = outsider(user, connection.process, connection.fd.as_ref().map(AsFd::as_fd)) else {
         connection.extra().unproved = Some(connection.fd().map_or(UNKNOWN, counted));
         return;
     };
-    connection.extra().unproved = Some(UNKNOWN);
+    let before = connection.extra().unproved.replace(UNKNOWN);
+    if before == Some(UNKNOWN) || foreign::has_many_calls(user) {
+        return;
+    }
     let key = (at, connection.number(), connection.serial);
     let Some(fd) = connection.fd().ok().and_then(|fd| Foreign::duplicate(fd).ok()) else { return };
     calls.make(user, move || -> Completion {
@@ -346,5 +350,39 @@ impl Agent {
             let on_nic = session.connections.iter().skip(skipped).flatten().filter(|connection| connection.stage() == Stage::Nic);
             on_nic.map(move |connection| (at, connection.number()))
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::Block;
+    use baton_abi::layout::session;
+    use baton_shm::Region;
+    use baton_wire::Flow;
+    use std::net::{TcpListener, TcpStream};
+    use std::os::fd::OwnedFd;
+    use std::sync::{Arc, mpsc};
+
+    /// Nobody's number, so that the user's calls are made elsewhere.
+    const USER: u32 = 4_000_000_001;
+
+    #[test]
+    fn one_call_for_a_connection_waits_however_often_the_rules_change() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let socket = TcpStream::connect(listener.local_addr().expect("an address")).expect("a connection");
+        let (local, peer) = (socket.local_addr().expect("an address"), socket.peer_addr().expect("an address"));
+        let flow = Flow { local: local.into(), remote: peer.into(), device: 0 };
+        let block = Block::new(Arc::new(Region::private(session::HEAP).expect("memory")), 0);
+        let fd = Foreign::from(OwnedFd::from(socket));
+        let mut connection = Connection::new(Some(fd), flow, local, peer, block);
+        let calls = Calls::new().expect("a doorbell");
+        // The user's calls are held up until the other end is dropped.
+        let (held, holds) = mpsc::channel::<()>();
+        foreign::call_for(USER, move || _ = holds.recv());
+        (0..1000).for_each(|_| doubt(USER, 0, &mut connection, &calls));
+        assert_eq!(connection.unproved(), Some(UNKNOWN));
+        assert!(!foreign::has_many_calls(USER));
+        drop(held);
     }
 }
