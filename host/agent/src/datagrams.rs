@@ -82,8 +82,9 @@ struct Socket {
     bell: SessionBell,
     /// What was seen of it last.
     seen: Seen,
-    /// Its address is being asked for.
+    /// Its address is being asked for, and what else [`examine`] asks for.
     is_polled: bool,
+    is_examined: bool,
     /// Its address when the NIC was told of it last.
     local: Option<SocketAddr>,
     /// The ways that the program has asked for; None while there is none.
@@ -212,8 +213,9 @@ impl Agent {
                 let bell = bell.into_unix().map_err(|_| Refusal::Option("a doorbell that is none"))?;
                 let place = self.lend_rings(session, &rings).ok_or(Refusal::NoRoom)?;
                 let (fd, bell) = (Arc::new(fd), SessionBell::from_fd(bell));
-                let (ways, local, is_polled, unanswered) = (BTreeMap::new(), None, false, 0);
-                let socket = Socket { session, fd, cookie, rings, place, bell, seen, is_polled, local, ways, unanswered };
+                let (ways, local, is_polled, is_examined, unanswered) = (BTreeMap::new(), None, false, false, 0);
+                let socket =
+                    Socket { session, fd, cookie, rings, place, bell, seen, is_polled, is_examined, local, ways, unanswered };
                 let Datagrams { by_id, numbers } = &mut self.datagrams;
                 let id = numbers.next(|id| by_id.contains_key(&id));
                 by_id.insert(id, socket);
@@ -313,12 +315,16 @@ impl Agent {
         Ok(())
     }
 
-    /// Examines a socket anew, and gives it to the NIC, or to the kernel until the NIC can have it.
+    /// Examines a socket anew, and gives it to the NIC, or to the kernel until the NIC can have it. If calls for that
+    /// wait still, they will do: what the host has is looked at after them.
     fn examine_datagrams(&mut self, id: u32) {
-        let Some(socket) = self.datagrams.by_id.get(&id) else { return };
+        let Some(socket) = self.datagrams.by_id.get_mut(&id).filter(|socket| !socket.is_examined) else { return };
+        socket.is_examined = true;
         let (session, fd) = (socket.session, socket.fd.clone());
         self.on_shared(session, &fd, examine, move |agent, seen| {
-            if agent.datagrams.by_id.contains_key(&id) && seen.and_then(|seen| agent.serve_datagrams(id, seen, None)).is_err() {
+            let Some(socket) = agent.datagrams.by_id.get_mut(&id) else { return };
+            socket.is_examined = false;
+            if seen.and_then(|seen| agent.serve_datagrams(id, seen, None)).is_err() {
                 agent.return_datagrams(id);
             }
         });
