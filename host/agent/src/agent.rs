@@ -721,6 +721,9 @@ impl Agent {
                 // The program asks the next NIC for its hosts again.
                 open.hosts.clear();
             }
+            if let Some(Session { begun: Some(begun), .. }) = session {
+                begun.nic_died(nic);
+            }
             if let Some(Session { name, open: Some(open), opening, ends: false, .. }) = session
                 && served(open)
                 && let Err(error) = next.attach((number as u32, *name), open, opening)

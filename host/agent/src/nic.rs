@@ -36,7 +36,7 @@ use std::time::Duration;
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(10);
 
 /// Why a request to a NIC that has ended fails.
-const GONE: &str = "the NIC has died";
+pub(crate) const GONE: &str = "the NIC has died";
 
 /// Time for which the answer to a command is looked for before its move goes on in a later round, in microseconds: a
 /// NIC that has nothing else to do answers sooner.

@@ -3,6 +3,7 @@
 use crate::connection::Memory;
 use crate::connections::Connections;
 use crate::fetching::Fetch;
+use crate::nic::GONE;
 use crate::released::Released;
 use baton_abi::layout::session as at;
 use baton_client::heap::Heap;
@@ -60,6 +61,15 @@ pub(crate) struct Begun {
     pub attached: u8,
     /// Why it cannot be opened.
     pub failed: Option<String>,
+}
+
+impl Begun {
+    /// A NIC has died. If it was to serve the session, or does already, the next one does not know it.
+    pub fn nic_died(&mut self, nic: usize) {
+        if (self.awaited | self.attached) & 1 << nic != 0 {
+            self.failed = Some(GONE.into());
+        }
+    }
 }
 
 /// Reason for ending a session whose program does not read its answers.
@@ -220,6 +230,18 @@ impl OpenSession {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A NIC has the session, another one has not answered: without the first one it cannot be opened.
+    #[test]
+    fn a_session_is_not_opened_without_a_nic_that_was_to_serve_it() {
+        for (nic, fails) in [(0, true), (1, true), (2, false)] {
+            let (open, theirs) = OpenSession::new(at::HEAP + (1 << 20), 2).expect("memory");
+            let opening = Opening::alone();
+            let mut begun = Begun { open, theirs, opening, tag: None, awaited: 0b10, attached: 0b01, failed: None };
+            begun.nic_died(nic);
+            assert_eq!(begun.failed.is_some(), fails, "NIC {nic}");
+        }
+    }
 
     /// A program that asks for nothing reads nothing: it is not cut off, however often agents die, and learns of the
     /// last death.
