@@ -63,6 +63,7 @@ mod slab;
 mod texts;
 mod tracker;
 mod traffic;
+mod under_way;
 mod users;
 mod wanted;
 mod watch;

@@ -15,6 +15,7 @@ use crate::perform::Performer;
 use crate::placement::Placement;
 use crate::record::read_record;
 use crate::settings::Choose;
+use crate::under_way::UnderWay;
 use crate::wanted::Requests;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
@@ -56,8 +57,7 @@ pub(crate) struct PutOff(Key, Then, u8);
 /// Queues of moves.
 #[derive(Default)]
 pub(crate) struct Moves {
-    /// Moves that have begun and wait for something.
-    under_way: VecDeque<Key>,
+    under_way: UnderWay,
     /// Moves to the NIC that programs have suggested, with the time of that.
     suggested: VecDeque<(Key, u64)>,
     /// Connections that have to leave the NIC, each with the reason.
@@ -86,14 +86,14 @@ impl Moves {
         Moves { gain: Gains::chosen(choose), ..Moves::default() }
     }
 
-    /// Whether one move at most is under way, and none has to be begun.
+    /// Whether one move at most is under way, but for those that their programs hold up, and none has to be begun.
     pub fn is_quiet(&self) -> bool {
-        self.under_way.len() <= 1 && self.returning.is_empty() && self.suggested.is_empty()
+        self.under_way.count() <= 1 && self.returning.is_empty() && self.suggested.is_empty()
     }
 
-    /// Number of moves that have begun and wait for something.
+    /// Number of moves that have begun and wait for something, but for those that their programs hold up.
     pub fn under_way(&self) -> usize {
-        self.under_way.len()
+        self.under_way.count()
     }
 
     /// Time that the loop may sleep as far as moves are concerned. None without a limit.
@@ -101,8 +101,11 @@ impl Moves {
         let micros = match () {
             () if !self.returning.is_empty() => 0,
             () if !self.suggested.is_empty() => LOOK.min(IDLE),
-            () if !self.under_way.is_empty() => LOOK,
-            () => return self.placements.iter().filter_map(Placement::wait).chain(self.gain.as_ref().map(Gains::wait)).min(),
+            () if self.under_way.count() > 0 => LOOK,
+            () => {
+                let placed = self.placements.iter().filter_map(Placement::wait).chain(self.gain.as_ref().map(Gains::wait));
+                return placed.chain(self.under_way.wait(monotonic_micros())).min();
+            }
         };
         Some(Duration::from_micros(micros))
     }
@@ -315,8 +318,8 @@ pub(crate) fn excuse_what_was_missed(agent: &mut Agent) {
     if missed == 0 {
         return;
     }
-    for key in &agent.moves.under_way {
-        let extra = named(&mut agent.sessions, *key).and_then(|connection| connection.extra.as_mut());
+    for key in agent.moves.under_way.keys() {
+        let extra = named(&mut agent.sessions, key).and_then(|connection| connection.extra.as_mut());
         if let Some(machine) = extra.and_then(|extra| extra.machine.as_deref_mut()) {
             machine.excuse(missed);
         }
@@ -369,6 +372,8 @@ impl Agent {
         if machine.goal().is_some() {
             connection.extra().began = began;
         }
+        let now = monotonic_micros();
+        let is_held_up = machine.is_held_up(now);
         connection.set_machine(machine);
         let key = (session, number, connection.serial);
         // What a call is made for goes on when that has returned.
@@ -376,7 +381,7 @@ impl Agent {
         // A NIC that must not continue counts as dead: the connection waits for the recovery of what that NIC had.
         let must_recover = connection.cid.filter(|_| connection.barrier() == Some(Barrier::Dead)).map(Cid::nic);
         if waits && !std::mem::replace(&mut connection.under_way, true) {
-            self.moves.under_way.push_back(key);
+            self.moves.under_way.add(key, is_held_up, now);
         }
         if let Some(conclusion) = concluded {
             record_end(self, (session, number), &conclusion, began);
@@ -424,9 +429,9 @@ impl Agent {
     /// Advances the moves that wait, each at most once.
     fn advance_moves(&mut self) {
         let end = monotonic_micros() + SLICE;
-        for _ in 0..self.moves.under_way.len() {
+        for _ in 0..self.moves.under_way.due(monotonic_micros()) {
             excuse_what_was_missed(self);
-            let Some(key) = self.moves.under_way.pop_front() else { return };
+            let Some(key) = self.moves.under_way.take(monotonic_micros()) else { return };
             if let Some(connection) = named(&mut self.sessions, key) {
                 connection.under_way = false;
                 let nic = connection.cid.filter(|_| connection.awaits_answer()).map(Cid::nic);

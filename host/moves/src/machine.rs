@@ -229,6 +229,13 @@ impl Move {
         self.goal.is_some() && self.barrier.is_none()
     }
 
+    /// Whether it waits for its program, which has had its time, and cannot stay where it is.
+    pub fn is_held_up(&self, now: u64) -> bool {
+        let waits = self.waits() && self.answer_by.is_none() && self.goal == Some(Goal::Kernel);
+        let cannot_stay = self.step == Step::Retaken || self.step == Step::Leaving && self.forced;
+        waits && cannot_stay && now >= self.deadline
+    }
+
     /// What all connections of a NIC that has died wait for.
     pub fn barrier(&self) -> Option<Barrier> {
         self.barrier

@@ -376,12 +376,13 @@ fn a_program_that_does_not_leave_is_busy_and_then_put_off() {
     assert!(rig.machine.is_put_off(rig.now));
     // A close waits: the thread that is inside may still write to the connection's memory.
     rig.feed(Event::Restore { forced: true });
+    assert!(!rig.machine.is_held_up(rig.now), "the program has its time");
     rig.now += 60_000_000;
     rig.feed(Event::Tick);
-    assert_eq!(rig.machine.step(), Step::Leaving);
+    assert_eq!((rig.machine.step(), rig.machine.is_held_up(rig.now)), (Step::Leaving, true));
     rig.world.inside = 0;
     rig.settle();
-    assert_eq!(rig.machine.step(), Step::Kernel);
+    assert_eq!((rig.machine.step(), rig.machine.is_held_up(rig.now)), (Step::Kernel, false));
     assert_eq!(rig.conclusions.last(), Some(&Conclusion::Moved));
     assert!(!rig.machine.is_put_off(rig.now), "it has moved");
     rig.world.inside = 1_000_000;
