@@ -48,6 +48,9 @@ use baton_protocol::program::Ask;
 /// Longest accept queue of a listener on the NIC.
 const MOST_WAITING: usize = 128;
 
+/// Most listeners of a session on the NIC: each takes two of the agent's descriptors.
+const MAX_LISTENERS: usize = 1024;
+
 /// Slots that are granted at most in one poll of the listeners.
 const MOST_GRANTED: usize = 256;
 
@@ -157,6 +160,18 @@ impl Listeners {
     pub fn new() -> Listeners {
         Listeners { by_id: BTreeMap::new(), numbers: Numbers::new(), revoked: BTreeSet::new() }
     }
+
+    /// How many more slots of each NIC, which has so many, listeners may have: together a quarter, since moves need
+    /// some, too. A connection that no program has accepted counts: its listener gets a slot again when one does.
+    fn left(&self, nics: usize, slots: usize) -> Vec<usize> {
+        let mut left = vec![slots.div_ceil(4); nics];
+        let granted = self.by_id.values().flat_map(|listener| &listener.granted).copied();
+        let made = self.by_id.values().flat_map(|listener| &listener.waiting).map(|waiting| waiting.cid);
+        for cid in granted.chain(made).chain(self.revoked.iter().map(|cid| Cid(*cid))) {
+            left.get_mut(cid.nic()).into_iter().for_each(|left| *left = left.saturating_sub(1));
+        }
+        left
+    }
 }
 
 fn stayed(refusal: &Refusal) -> Reply {
@@ -183,6 +198,11 @@ impl Agent {
         let id = match known.map(|(id, _)| *id) {
             Some(id) => id,
             None => {
+                self.has_room_for(fd, 2)?;
+                let its = self.listeners.by_id.values().filter(|listener| listener.sessions.contains(&session));
+                if its.count() >= MAX_LISTENERS {
+                    return Err(Refusal::NoRoom);
+                }
                 let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
                 ours.set_nonblocking(true).map_err(|error| system("fcntl", &error))?;
                 let listener = Listener::new(listening.clone(), limits, ours, theirs.into());
@@ -377,12 +397,13 @@ impl Agent {
 
     /// Grants each NIC that has answered as many slots as a listener's accept queue has room for.
     fn grant(&mut self, id: u32) {
-        self.grant_some(id, MOST_WAITING);
+        let mut left = self.listeners.left(self.nics.len(), self.settings.nic.slots);
+        self.grant_some(id, MOST_WAITING, &mut left);
     }
 
-    /// Grants each NIC that has answered up to `most` more slots for a listener, as far as its accept queue has room.
-    /// Returns how many were granted.
-    fn grant_some(&mut self, id: u32, most: usize) -> usize {
+    /// Grants each NIC that has answered up to `most` more slots for a listener, as far as its accept queue has room
+    /// and some are `left`. Returns how many were granted.
+    fn grant_some(&mut self, id: u32, most: usize, left: &mut [usize]) -> usize {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return 0 };
         // Linux accepts one more than the backlog says.
         let room = (listener.listening.backlog as usize + 1).min(MOST_WAITING);
@@ -393,9 +414,10 @@ impl Agent {
             let nic = &mut self.nics[at];
             let had = listener.granted.iter().filter(|cid| cid.nic() == at).count();
             let wanted = room.saturating_sub(had + listener.waiting.len());
-            let granted = (0..wanted.min(most)).map_while(|_| grant_slot(nic, &self.hardware[at], id));
+            let granted = (0..wanted.min(most).min(left[at])).map_while(|_| grant_slot(nic, &self.hardware[at], id));
             listener.granted.extend(granted);
             let has = listener.granted.iter().filter(|cid| cid.nic() == at).count();
+            left[at] -= has - had;
             listener.lacks_slots |= has - had < wanted;
         }
         listener.granted.len() - before
@@ -410,10 +432,11 @@ impl Agent {
         let mut lacking: Vec<(usize, u32)> = lacking.map(|(id, listener)| (listener.granted.len(), *id)).collect();
         // One each in turn, beginning with those that have the fewest, since there may not be enough for all.
         lacking.sort_unstable();
+        let mut of_nics = self.listeners.left(self.nics.len(), self.settings.nic.slots);
         let mut left = MOST_GRANTED;
         while left > 0 && !lacking.is_empty() {
             lacking.retain(|(_, id)| {
-                let granted = if left > 0 { self.grant_some(*id, 1) } else { 0 };
+                let granted = if left > 0 { self.grant_some(*id, 1, &mut of_nics) } else { 0 };
                 left = left.saturating_sub(granted);
                 granted > 0
             });
@@ -772,3 +795,6 @@ impl Session {
         self.open.is_some() && !self.opening.attacher && self.opening.messages.is_none()
     }
 }
+
+#[cfg(test)]
+mod tests;

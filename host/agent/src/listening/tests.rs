@@ -1,0 +1,29 @@
+use super::*;
+use std::net::TcpListener;
+use std::ops::Range;
+
+/// A listener with slots of these numbers: in the first the NIC may make connections, in the others it has made some.
+fn listener(granted: Range<u32>, made: Range<u32>) -> Listener {
+    let socket = TcpListener::bind("127.0.0.1:0").expect("a listener");
+    let listening = Listening::read(socket.as_fd()).expect("one that a NIC can serve");
+    let (ours, theirs) = UnixStream::pair().expect("two sockets");
+    let cid = |slot| Cid::new(slot, 1);
+    let flow = Flow { local: listening.local.into(), remote: listening.local.into(), device: 0 };
+    let waiting = made.map(|slot| Waiting { cid: cid(slot), image: Image::open(flow) }).collect();
+    let granted = granted.map(cid).collect();
+    Listener { granted, waiting, ..Listener::new(listening, Limits::default(), ours, theirs.into()) }
+}
+
+#[test]
+fn all_listeners_together_have_a_quarter_of_the_slots() {
+    let mut listeners = Listeners::new();
+    assert_eq!(listeners.left(2, 40), [10, 10]);
+    assert_eq!(listeners.left(1, 2), [1], "a small NIC serves one, too");
+    listeners.by_id.insert(1, listener(0..3, 3..5));
+    listeners.by_id.insert(2, listener(5..6, 6..6));
+    listeners.by_id.entry(2).and_modify(|listener| listener.granted.push(Cid::new(0, 1).on(1)));
+    listeners.revoked.insert(Cid::new(7, 1).0);
+    assert_eq!(listeners.left(2, 40), [3, 9]);
+    // A NIC with fewer slots than the last one's.
+    assert_eq!(listeners.left(2, 20), [0, 4]);
+}
