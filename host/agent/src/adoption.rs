@@ -1,11 +1,12 @@
 //! Takeover by a new agent after one that died: it takes sessions and connections from the keeper, moves that were
-//! under way from the journal, and restores every connection to the kernel. The NIC has died with its agent.
+//! under way from the journal, and restores every connection to the kernel. The NIC has died with its agent. A program
+//! whose answer was lost with the connection that it has accepted gets that connection again ([`accept`]).
 
 use crate::agent::Agent;
 use crate::block::Block;
 use crate::calls::outsider;
 use crate::connecting::ABORTED;
-use crate::connection::{Carried, Connection, Memory, Stage};
+use crate::connection::{Asker, Carried, Connection, Memory, Stage};
 use crate::events::AGENT_DIED;
 use crate::fin::ReplayedFin;
 use crate::group::{Group, Groups};
@@ -29,7 +30,7 @@ use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::events::What;
 use baton_protocol::keeper::Kept;
-use baton_protocol::program::{Request, Until};
+use baton_protocol::program::{Reply, Request, Until};
 use baton_shm::Region;
 use baton_supervision::SHORTEST_WAIT;
 use baton_wire::{Endpoint, Flow};
@@ -238,6 +239,71 @@ fn adopt(
     connection.inherit_wish();
     session.connections.put(connection);
     session.connections.get_mut(number as usize)?.as_mut()
+}
+
+/// A connection that a program was given when it accepted one, and that it has not received.
+enum Given {
+    /// Its number and its descriptor.
+    Again(u32, OwnedFd),
+    /// A call is made on its socket: its descriptor is away.
+    Held,
+}
+
+/// Looks for the connection that a session's program was given last when it accepted one, and has not received: an
+/// agent has died with the answer, or has carried out a request that the program repeats. There is one at most, since a
+/// program asks again only when it has the answer, or when that is lost. What it writes into its memory may name any
+/// connection of its own, whose descriptor it has already.
+fn given_before(agent: &mut Agent, session: u32) -> Option<Given> {
+    let open = agent.sessions.get(session as usize)?.as_ref()?.open.as_ref()?;
+    let number = open.given()?;
+    let may_be_given = |one: &&Connection| !one.attached && !one.opening && !one.block.is_closed();
+    let Some(connection) = agent.connection_ref(session, number).filter(may_be_given) else {
+        // The agent died before the keeper had it: it is made anew, as those that wait to be accepted.
+        open.note_given(None);
+        return None;
+    };
+    let Ok(fd) = connection.fd() else { return Some(Given::Held) };
+    if let Ok(fd) = fd.try_clone_to_owned() {
+        return Some(Given::Again(number, fd));
+    }
+    // No program will ever have it.
+    open.note_given(None);
+    connection.block.note_closed(true);
+    let _ = agent.forget(session, number, (session, 0));
+    None
+}
+
+/// Gives a session's program a connection of a listener: the one that it was given before and has not received,
+/// whatever has become of the listener since, or the next one. None if the answer comes later.
+pub(crate) fn accept(agent: &mut Agent, (session, tag): Asker, listener: u32) -> Option<(Reply, Vec<OwnedFd>)> {
+    match given_before(agent, session) {
+        None => Some(agent.accept_made(session, listener)),
+        Some(Given::Again(connection, fd)) => Some((Reply::Accepted { connection }, vec![fd])),
+        Some(Given::Held) => {
+            // In place of an earlier one, whose answer the program does not wait for any more.
+            let caller = agent.caller(session, tag);
+            agent.listeners.repeated.insert(session, caller);
+            None
+        }
+    }
+}
+
+/// Answers the requests that have waited for the descriptors of connections which were given before. Called when calls
+/// on sockets have returned.
+pub(crate) fn accept_what_was_held(agent: &mut Agent) {
+    for (session, caller) in std::mem::take(&mut agent.listeners.repeated) {
+        let name = caller.map_or(0, |(_, name, _)| name);
+        if agent.named_session((session, name)).is_none_or(|session| session.ends) {
+            continue;
+        }
+        agent.attend(session);
+        match given_before(agent, session) {
+            Some(Given::Again(connection, fd)) => agent.answer_caller(caller, Reply::Accepted { connection }, &[fd.as_fd()]),
+            Some(Given::Held) => _ = agent.listeners.repeated.insert(session, caller),
+            None => agent.answer_caller(caller, Reply::Stayed { reason: "it has gone".into(), transient: true }, &[]),
+        }
+        agent.clear_attended();
+    }
 }
 
 impl Agent {

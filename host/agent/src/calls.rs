@@ -6,6 +6,7 @@
 //! meanwhile: events of its move wait. Root's programs and those of the agent's own user are trusted: calls on their
 //! sockets are made by the loop, which is faster.
 
+use crate::adoption::accept_what_was_held;
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection};
 use crate::moves::{Key, named};
@@ -305,6 +306,7 @@ impl Agent {
             self.clear_attended();
             self.handle_nic_messages();
         }
+        accept_what_was_held(self);
     }
 
     /// Goes on with a connection's move.

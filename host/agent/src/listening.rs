@@ -30,7 +30,7 @@ use baton_linux::foreign::Foreign;
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::{diagnosis, rtnetlink};
-use baton_moves::{Event, Move, Phase, Refusal};
+use baton_moves::{Event, Move, Phase, Refusal, Step};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::{Listen, ToNic};
 use baton_protocol::program::{Place, Reply, Until};
@@ -154,11 +154,14 @@ pub(crate) struct Listeners {
     numbers: Numbers,
     /// Slots that were granted to a NIC which has been asked to serve a listener no longer, and has not answered.
     revoked: BTreeSet<u32>,
+    /// Requests for a connection that wait for the descriptor of the one that was given before, by session: see
+    /// [`crate::adoption::accept`].
+    pub repeated: BTreeMap<u32, Caller>,
 }
 
 impl Listeners {
     pub fn new() -> Listeners {
-        Listeners { by_id: BTreeMap::new(), numbers: Numbers::new(), revoked: BTreeSet::new() }
+        Listeners { by_id: BTreeMap::new(), numbers: Numbers::new(), revoked: BTreeSet::new(), repeated: BTreeMap::new() }
     }
 
     /// How many more slots of each NIC, which has so many, listeners may have: together a quarter, since moves need
@@ -497,7 +500,7 @@ impl Agent {
         self.shape.unsteer(&waiting.image.flow);
     }
 
-    /// Gives a session's program the next connection of a listener.
+    /// Gives a session's program the next connection of a listener; see [`crate::adoption::accept`].
     pub(crate) fn accept_made(&mut self, session: u32, id: u32) -> (Reply, Vec<OwnedFd>) {
         // It may be in the ring still.
         self.handle_nic_messages();
@@ -558,8 +561,16 @@ impl Agent {
             entry.connections.remove(number);
             return Err(refusal);
         }
+        // First, so that each agent to which the connection is known finds this, too.
+        if let Some(Some(Session { open: Some(open), .. })) = self.sessions.get(session as usize) {
+            open.note_given(Some(number));
+        }
         self.keep(&Kept::Connection(session, number, Until::Again), &[theirs.as_fd()]);
         self.note_registered(session, number, serial);
+        // The first step that its move is seen to have made.
+        if let Some((mut ground, _)) = self.split_at(session, number) {
+            ground.passed(Step::Purged);
+        }
         Ok((number, theirs))
     }
 

@@ -220,6 +220,17 @@ impl OpenSession {
         moves.fetch_add(1, Ordering::AcqRel);
     }
 
+    /// The connection that the program was given when it accepted one, as long as it has not received it. The program
+    /// may write any number there.
+    pub fn given(&self) -> Option<u32> {
+        self.memory.word32(at::GIVEN).load(Ordering::Acquire).checked_sub(1)
+    }
+
+    /// Notes that the program is given this connection, or that it is to get another one.
+    pub fn note_given(&self, number: Option<u32>) {
+        self.memory.word32(at::GIVEN).store(number.map_or(0, |number| number.wrapping_add(1)), Ordering::Release);
+    }
+
     /// Drops commands that the program sent to a NIC that has died: their content is in the connections' blocks as
     /// well.
     pub fn forget_commands(&self, nic: usize) {

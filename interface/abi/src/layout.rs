@@ -287,6 +287,12 @@ pub mod session {
     /// 4-byte word: tag of the request that the program waits for and may still withdraw. The agent puts 0 in its place
     /// when it takes the request up, the program when it withdraws it; whoever finds another value there is too late.
     pub const ASKED: usize = 196;
+    /// 4-byte word: one more than the number of the connection that the agent has given the program last, when that
+    /// accepted one; the agent writes it before the keeper holds the connection. 0 as soon as the program has received
+    /// the answer: it writes that before it can ask for the next one. An agent that finds another number when it is
+    /// asked for a connection gives that one again: the answer was lost with an agent, or with a request that was read
+    /// twice.
+    pub const GIVEN: usize = 204;
     /// 4-byte word, written by the program: offset of its table of sends from buffers of its own, 0 if it has none. For
     /// each connection it has [`super::BUFFERS_SENT`] entries and an unused one, of 16 bytes each: sequence number,
     /// address, length, 0. An entry counts while the length is not 0: these bytes of the send queue lie there, and not

@@ -68,6 +68,7 @@ while True:
     threading.Thread(target=echo, args=(server,), daemon=True).start()
 ";
 
+mod accepting;
 mod closing;
 mod connecting;
 mod held_agent;

@@ -2,6 +2,7 @@
 
 use super::Agent;
 use super::listing::{LISTED_IN_ALL, Listing};
+use crate::adoption;
 use crate::answers::{After, NO_ANSWER};
 use crate::block::Block;
 use crate::connection::{Asker, Connection, Stage, Then};
@@ -262,7 +263,7 @@ impl Agent {
                 Some(fd) => self.listen((number, tag), fd).map(|reply| (reply, Vec::new())),
                 None => failed("which socket? its descriptor is missing".into()),
             },
-            Ask::Accept { listener } => Some(self.accept_made(number, listener)),
+            Ask::Accept { listener } => adoption::accept(self, (number, tag), listener),
             Ask::Connect { peer } => match descriptors.pop() {
                 Some(fd) => self.connect((number, tag), fd, peer).map(|reply| (reply, Vec::new())),
                 None => failed("which socket? its descriptor is missing".into()),

@@ -148,6 +148,10 @@ impl Shared {
             };
             if let Some(answered) = answered? {
                 self.silent_until.store(0, Ordering::Release);
+                if matches!(answered.0, Reply::Accepted { .. }) {
+                    // The agent need not give it again. Another thread's request comes later.
+                    self.memory.word32(at::GIVEN).store(0, Ordering::Release);
+                }
                 return Ok(answered);
             }
         }
@@ -600,7 +604,9 @@ fn answered_before(channel: &Channel, tag: u32) -> Option<(Reply, Vec<OwnedFd>)>
 
 #[cfg(test)]
 mod tests {
+    use super::super::Listener;
     use super::*;
+    use baton_linux::bell::SessionBell;
 
     /// The agent may die before it reads a suggestion, of which nobody waits for the end: the next one finds the wish.
     #[test]
@@ -612,6 +618,34 @@ mod tests {
         assert_eq!(wish(), 1 << 1);
         shared.suggest(33, Place::Kernel);
         assert_eq!(wish(), 0);
+    }
+
+    /// An agent gives a connection again as long as its program has not noted that it has the answer.
+    #[test]
+    fn an_accepted_connection_is_noted_as_received() {
+        let memory = Arc::new(baton_shm::Region::private(at::HEAP).expect("memory"));
+        let (channel, agent) = Channel::pair().expect("a channel");
+        let (bell, other) = SessionBell::pair().expect("a doorbell");
+        let shared = Shared::new(0, Arc::new(channel), memory.clone(), bell, Vec::new(), Listener(Box::new(|_| {})));
+        let given = || memory.word32(at::GIVEN).load(Ordering::Acquire);
+        let answering = std::thread::spawn(move || {
+            for body in [Reply::Stayed { reason: "none waits".into(), transient: true }, Reply::Accepted { connection: 3 }] {
+                let (request, _): (Request, _) = agent.receive().expect("a request");
+                assert!(matches!(request.body, Ask::Accept { listener: 1 }));
+                agent.send(&Answer { tag: request.tag, body }, &[other.as_fd()]).expect("sent");
+            }
+        });
+        memory.word32(at::GIVEN).store(4, Ordering::Release);
+        assert!(shared.accept(1, 1, |_| shared.unregistered()).expect("an answer").is_none());
+        assert_eq!(given(), 4, "it has not come");
+        let mut number = None;
+        let accepted = shared.accept(1, 1, |_| {
+            number = Some(given());
+            shared.unregistered()
+        });
+        assert!(accepted.expect("an answer").is_some());
+        assert_eq!(number, Some(0), "it is noted before anything else is done");
+        answering.join().expect("two requests");
     }
 
     /// While the report of an agent's death is unread the next agents send none. A program that reads it looks whether

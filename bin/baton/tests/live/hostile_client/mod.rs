@@ -177,6 +177,23 @@ impl Client {
         Some(connection)
     }
 
+    /// Has the NIC make a listening socket's connections. Returns the listener's number and its queue.
+    pub fn listen(&self, listener: &TcpListener) -> (u32, OwnedFd) {
+        let (reply, mut given) = ask_on(&self.channel, Ask::Listen, &[listener.as_fd()]).expect("an agent");
+        let Reply::Listening { listener } = reply else { panic!("{reply:?}") };
+        (listener, given.pop().expect("the queue"))
+    }
+
+    /// Accepts a connection that the NIC has made, and does not note that it has received it. Returns its number and
+    /// descriptor; None if none waits.
+    pub fn accept(&self, listener: u32) -> Option<(u32, OwnedFd)> {
+        match ask_on(&self.channel, Ask::Accept { listener }, &[]).expect("an agent") {
+            (Reply::Accepted { connection }, mut given) => Some((connection, given.pop().expect("its descriptor"))),
+            (Reply::Stayed { .. }, _) => None,
+            (reply, _) => panic!("{reply:?}"),
+        }
+    }
+
     /// A connection of its own that is on the NIC.
     fn offload(&self) -> Option<(TcpStream, u32)> {
         let peer: SocketAddr = std::env::var(PEER).ok()?.parse().ok()?;

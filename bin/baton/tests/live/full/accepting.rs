@@ -1,0 +1,101 @@
+//! Connections that the NIC has made and that a program accepts while agents die: each is some program's.
+
+use super::{ON_DEMAND, address, bed, connect, count, exchange, start, wait_for_server, wait_until};
+use crate::common::{answered, hosts};
+use crate::hostile_client::Client;
+use baton_abi::layout::{Counter, session};
+use baton_agent::{Crash, Fault, Step};
+use baton_bed::testbed::{Testbed, TestbedSettings};
+use baton_linux::{process, socket};
+use baton_protocol::program::Opening;
+use std::io::{Read, Write};
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+in_both_shapes! {
+    what_was_not_received_is_given_again
+    an_agent_may_die_while_a_program_accepts
+}
+
+fn agent_of(bed: &Testbed) -> u32 {
+    answered(bed, |tool| tool.statistics()).agent_process
+}
+
+/// Waits until a connection waits to be accepted: the queue has a byte for it.
+fn await_byte(queue: &OwnedFd) {
+    let mut queue = UnixStream::from(queue.try_clone().expect("a descriptor"));
+    queue.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    queue.read_exact(&mut [0]).expect("a byte");
+}
+
+/// A program that asks for a connection, and has not noted that it has the one that it was given last, gets that one
+/// again: from the same agent, which may have read a request that is repeated, and from the next one. Whatever else it
+/// notes concerns nobody.
+fn what_was_not_received_is_given_again(beside: bool) {
+    let bed = bed(beside);
+    let at = address(false, 7000);
+    let listener = bed.host_a.run(|| TcpListener::bind(at)).expect("a listener");
+    let program = Client::open(&bed.socket(), Opening::alone()).expect("a session");
+    let (id, queue) = program.listen(&listener);
+    let given = program.memory.word32(session::GIVEN);
+    let client = connect(&bed, at).expect("a connection");
+    await_byte(&queue);
+    let (number, _) = program.accept(id).expect("a connection");
+    assert_eq!(given.load(Ordering::Acquire), number + 1);
+    assert_eq!(program.accept(id).expect("the same agent's answer").0, number);
+    process::signal(agent_of(&bed), libc::SIGKILL).expect("the agent");
+    program.await_restart();
+    let (again, fd) = program.accept(id).expect("the next agent's answer");
+    assert_eq!(again, number);
+    assert_eq!(socket::peer_address(fd.as_fd()).expect("its peer"), client.local_addr().expect("its address"));
+    assert_eq!(answered(&bed, |tool| tool.connections()).len(), 1);
+    // It has it now.
+    given.store(0, Ordering::Release);
+    assert!(program.accept(id).is_none(), "no other connection waits");
+    for none in [number + 2, session::MAX_CONNECTIONS as u32 + 1, u32::MAX] {
+        given.store(none, Ordering::Release);
+        assert!(program.accept(id).is_none(), "there is no connection {}", none - 1);
+    }
+    let (before, mut clients) = (count(&bed, Counter::Made), Vec::new());
+    wait_until("the next NIC makes connections", || {
+        // Waits: between two connections, since those that the kernel makes meanwhile fill the listener's queue.
+        std::thread::sleep(Duration::from_millis(20));
+        clients.extend(connect(&bed, at));
+        count(&bed, Counter::Made) > before
+    });
+    await_byte(&queue);
+    let (other, fd) = program.accept(id).expect("another connection");
+    assert_ne!(other, number);
+    let peer = socket::peer_address(fd.as_fd()).expect("its peer");
+    assert!(clients.iter().any(|one| one.local_addr().expect("its address") == peer), "{peer} is no new client");
+}
+
+/// The agent dies when a connection that a program accepts is known to the keeper, and the program has no answer yet;
+/// it does so with every third connection that is handed to the NIC. The program gets each of them, once.
+fn an_agent_may_die_while_a_program_accepts(beside: bool) {
+    let crash = Some(Crash { after: Step::Purged, fault: Fault::AgentDies });
+    let bed = hosts(TestbedSettings { beside, crash, ..TestbedSettings::default() });
+    let at = address(false, 7000);
+    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+    let mut orders = server.0.stdin.take().expect("its input");
+    wait_for_server(&bed, at);
+    let first = agent_of(&bed);
+    for _ in 0..50 {
+        writeln!(orders, "accept").expect("a server");
+    }
+    let mine = |peer: &str| answered(&bed, |tool| tool.connections()).iter().any(|one| one.peer == peer);
+    // One after the other: with more than two that go back to the NIC by themselves each agent would die of them.
+    for byte in 1..7 {
+        let client = connect(&bed, at).expect("a connection");
+        let local = client.local_addr().expect("its address").to_string();
+        exchange(&client, byte);
+        exchange(&client, byte + 100);
+        drop(client);
+        wait_until("the end of a connection", || !mine(&local));
+    }
+    assert_ne!(agent_of(&bed), first, "no agent has died");
+    assert_eq!(answered(&bed, |tool| tool.statistics()).lost, 0);
+}
