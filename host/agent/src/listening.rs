@@ -5,6 +5,10 @@
 //! room for. Programs learn of them by a socket, from which they read one byte for each connection before they ask for
 //! it ([`Ask::Accept`]); several processes may share a listener, and its queue.
 
+mod share;
+#[cfg(test)]
+mod tests;
+
 use crate::agent::Agent;
 use crate::answers::{After, Caller, NO_ANSWER};
 use crate::block::Block;
@@ -47,9 +51,6 @@ use baton_protocol::program::Ask;
 
 /// Longest accept queue of a listener on the NIC.
 const MOST_WAITING: usize = 128;
-
-/// Most listeners of a session on the NIC: each takes two of the agent's descriptors.
-const MAX_LISTENERS: usize = 1024;
 
 /// Slots that are granted at most in one poll of the listeners.
 const MOST_GRANTED: usize = 256;
@@ -164,16 +165,14 @@ impl Listeners {
         Listeners { by_id: BTreeMap::new(), numbers: Numbers::new(), revoked: BTreeSet::new(), repeated: BTreeMap::new() }
     }
 
-    /// How many more slots of each NIC, which has so many, listeners may have: together a quarter, since moves need
-    /// some, too. A connection that no program has accepted counts: its listener gets a slot again when one does.
+    /// [`share::left`]. A connection that no program has accepted counts: its listener gets a slot again when one does.
     fn left(&self, nics: usize, slots: usize) -> Vec<usize> {
-        let mut left = vec![slots.div_ceil(4); nics];
         let granted = self.by_id.values().flat_map(|listener| &listener.granted).copied();
         let made = self.by_id.values().flat_map(|listener| &listener.waiting).map(|waiting| waiting.cid);
-        for cid in granted.chain(made).chain(self.revoked.iter().map(|cid| Cid(*cid))) {
-            left.get_mut(cid.nic()).into_iter().for_each(|left| *left = left.saturating_sub(1));
-        }
-        left
+        let taken = granted.chain(made).chain(self.revoked.iter().map(|cid| Cid(*cid)));
+        // Few have less than that, whatever they have: it is not counted for each connection.
+        let most = self.by_id.len() * MOST_WAITING + self.revoked.len();
+        share::left(nics, slots, taken.map(|cid| cid.nic()).take(if most > slots / 4 { usize::MAX } else { 0 }))
     }
 }
 
@@ -203,7 +202,7 @@ impl Agent {
             None => {
                 self.has_room_for(fd, 2)?;
                 let its = self.listeners.by_id.values().filter(|listener| listener.sessions.contains(&session));
-                if its.count() >= MAX_LISTENERS {
+                if its.count() >= share::MAX_LISTENERS {
                     return Err(Refusal::NoRoom);
                 }
                 let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
@@ -799,13 +798,3 @@ fn adapt(connection: &Connection, mut image: Image, saved: &shell::Saved, way: O
     }
     Ok(image)
 }
-
-impl Session {
-    /// Whether its program may have listeners on the NIC.
-    pub(crate) fn may_listen(&self) -> bool {
-        self.open.is_some() && !self.opening.attacher && self.opening.messages.is_none()
-    }
-}
-
-#[cfg(test)]
-mod tests;

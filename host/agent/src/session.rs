@@ -85,6 +85,11 @@ pub(crate) enum Sent {
 }
 
 impl Session {
+    /// Whether its program may have listeners on the NIC.
+    pub(crate) fn may_listen(&self) -> bool {
+        self.open.is_some() && !self.opening.attacher && self.opening.messages.is_none()
+    }
+
     /// Sends a message to the program, without waiting for the program to read.
     pub fn send(&self, answer: &Answer, descriptors: &[BorrowedFd<'_>]) -> Sent {
         match self.channel.try_send(answer, descriptors) {

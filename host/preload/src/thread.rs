@@ -4,19 +4,17 @@ use baton_ring::{MOST_TOKEN, Token};
 use libc::c_int;
 use std::sync::OnceLock;
 
-/// A token that no other live thread of this process has, as long as their stacks span less than a terabyte: the address
-/// of its control block, which lies at the end of its stack. No two lie within 2 KB: a stack has 16 KB at least
-/// (PTHREAD_STACK_MIN).
+/// A token that no other live thread of this process has, as long as their stacks span less than 128 GB: the address of
+/// its control block, of which no two lie within 128 bytes.
 #[inline(always)]
 pub(crate) fn token() -> Token {
     #[cfg(target_arch = "x86_64")]
     {
-        let block: u32;
+        let block: usize;
         // SAFETY: the first word of the thread control block is its own address (System V ABI for x86-64, TLS variant
-        // II), of which these are the bits from the eighth on.
-        unsafe { std::arch::asm!("mov {:e}, dword ptr fs:1", out(reg) block, options(nostack, preserves_flags, readonly, pure)) };
-        const { assert!(MOST_TOKEN == u32::MAX >> 2) };
-        block >> 2 | 1
+        // II).
+        unsafe { std::arch::asm!("mov {}, fs:0", out(reg) block, options(nostack, preserves_flags, readonly, pure)) };
+        (block >> 6) as u32 & MOST_TOKEN | 1
     }
     #[cfg(not(target_arch = "x86_64"))]
     {

@@ -345,10 +345,7 @@ impl Shared {
     /// connection that they concern.
     #[inline(never)]
     pub fn catch_up(&self, token: Token) {
-        let guard = if self.tired.load(RELAXED) { take_over(self, token) } else { self.events.lock_or_leave(token) };
-        if guard.is_some_and(|guard| handle(self, guard)) {
-            go_on(self, token);
-        }
+        catch_up_here(self, token);
     }
 
     /// Begins to accept a connection that the NIC has made, or to register one; [`Shared::end_accepting`] follows.
@@ -362,6 +359,15 @@ impl Shared {
     pub(super) fn end_accepting(&self, connection: Option<Arc<Connection>>, token: Token) {
         self.changes.add(Change::Accepted(connection));
         self.catch_up(token);
+    }
+}
+
+/// [`Shared::catch_up`], as a part of its caller.
+#[inline(always)]
+pub(super) fn catch_up_here(shared: &Shared, token: Token) {
+    let guard = if shared.tired.load(RELAXED) { take_over(shared, token) } else { shared.events.lock_or_leave(token) };
+    if guard.is_some_and(|guard| handle(shared, guard)) {
+        go_on(shared, token);
     }
 }
 

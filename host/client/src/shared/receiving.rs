@@ -1,5 +1,6 @@
 //! What a program reads, and when the NIC is notified of it.
 
+use super::events::catch_up_here;
 use super::{RELAXED, Shared, bad_address, would_block};
 use crate::connection::{Connection, Inside};
 use baton_abi::{Message, Operation};
@@ -17,6 +18,34 @@ pub enum Received {
     All,
     /// So many bytes; 0 if the fast path does not serve the call.
     Some(usize),
+}
+
+#[inline(always)]
+fn take_after_all(shared: &Shared, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
+    let read = connection.read.load(RELAXED);
+    let unread = || connection.received.load(RELAXED).wrapping_sub(read) as usize;
+    let mut length = out.len();
+    if length > unread() {
+        if length > LARGEST {
+            return 0;
+        }
+        catch_up_here(shared, token);
+        length = length.min(unread());
+    }
+    if length == 0 {
+        return 0;
+    }
+    let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
+    if !should_report(connection, end)
+        && let Some(is_written) = connection.receive_memory().read_straight(read, out)
+    {
+        if !is_written {
+            return 0;
+        }
+        connection.note_read(block, end);
+        return length;
+    }
+    shared.take_and_report(connection, block, token, out)
 }
 
 impl Shared {
@@ -51,39 +80,11 @@ impl Shared {
     #[cold]
     #[inline(never)]
     fn receive_after_all(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
-        let done = self.take_after_all(connection, block, token, out);
+        let done = take_after_all(self, connection, block, token, out);
         block.step_out();
         fence(Ordering::SeqCst);
         block.wake_mover();
         done
-    }
-
-    #[inline(always)]
-    fn take_after_all(&self, connection: &Connection, block: Inside<'_>, token: Token, out: &mut [u8]) -> usize {
-        let read = connection.read.load(RELAXED);
-        let unread = || connection.received.load(RELAXED).wrapping_sub(read) as usize;
-        let mut length = out.len();
-        if length > unread() {
-            if length > LARGEST {
-                return 0;
-            }
-            self.catch_up(token);
-            length = length.min(unread());
-        }
-        if length == 0 {
-            return 0;
-        }
-        let (end, out) = (read.wrapping_add(length as u32), &mut out[..length]);
-        if !should_report(connection, end)
-            && let Some(is_written) = connection.receive_memory().read_straight(read, out)
-        {
-            if !is_written {
-                return 0;
-            }
-            connection.note_read(block, end);
-            return length;
-        }
-        self.take_and_report(connection, block, token, out)
     }
 
     /// The requested bytes have all arrived, but they may wrap around the end of receive memory, or the NIC must get a
