@@ -371,7 +371,14 @@ impl Session {
     pub fn shutdown(&mut self, id: ConnectionId) -> io::Result<()> {
         let Adopted { fd, connection, .. } = self.adopted(id)?;
         let entered = self.shared.enter(connection, ME).ok_or_else(would_block)?;
-        if entered.owner == Owner::Nic { self.shared.shutdown(connection, ME) } else { socket::shutdown_write(fd.as_fd()) }
+        if entered.owner != Owner::Nic {
+            return socket::shutdown_write(fd.as_fd());
+        }
+        if connection.ended().is_some() {
+            // ENOTCONN, as in Linux (inet_shutdown).
+            return Err(io::Error::from_raw_os_error(107));
+        }
+        self.shared.shutdown(connection, ME)
     }
 
     /// Sets a socket option. It takes effect wherever the connection is, and goes with it when it moves.
