@@ -1,10 +1,11 @@
 //! The same random peer is played to two sockets of the kernel's and to a connection on the NIC, thousands at a time
-//! through one TAP: the NIC's answers and what its program sees are the kernel's, but for the differences in `judge`.
+//! through one TAP: the NIC's answers and what its program sees are the kernel's, but for the differences in `meant`.
 //!
 //! Where the kernel's two answers differ the script depends on the moment, and is not judged. `BATON_SCRIPTS` sets how
 //! many are played, `BATON_FIRST_SCRIPT` the number of the first.
 
 mod judge;
+mod meant;
 mod peer;
 mod script;
 
@@ -18,6 +19,7 @@ use baton_protocol::program::Place;
 use baton_sim::stream;
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame};
 use judge::Tally;
+use meant::MEANT;
 use peer::{Peer, Seen};
 use script::{Broken, Script, Segment, Step};
 use std::io;
@@ -181,12 +183,13 @@ impl Stage {
             if let Some(lane) = self.lanes.get_mut(usize::from(port - self.first_port)) {
                 if self.verbose {
                     println!(
-                        "lane {}: {:?} seq {} ack {} len {}",
+                        "lane {}: {:?} seq {} ack {} len {} sack {:?}",
                         usize::from(port - self.first_port) % LANES,
                         parsed.flags,
                         parsed.seq,
                         parsed.ack,
-                        parsed.payload_length
+                        parsed.payload_length,
+                        parsed.options.sack.as_slice()
                     );
                 }
                 any = true;
@@ -469,6 +472,8 @@ impl Stage {
         let mut outcomes = vec![Vec::new(); self.lanes.len()];
         for number in 0..=most {
             if number == most {
+                // What comes behind a script's last step is data that is sent again, and probes.
+                self.lanes.iter_mut().for_each(|lane| lane.peer.forget_answers());
                 (0..self.lanes.len()).for_each(|at| self.call(at, Step::Read(100_000)));
             } else {
                 self.step(scripts, number);
@@ -541,6 +546,19 @@ fn a_random_peer_is_answered_as_by_the_kernel() {
     assert!(tally.holds(std::env::var_os("BATON_SCRIPTS").is_some()), "the NIC differs from the kernel:\n{tally}");
 }
 
+/// Each difference that is meant names its RFC, and the document has the same list.
+#[test]
+fn the_document_lists_what_is_meant() {
+    let document = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/internals/conformance.md");
+    let document = std::fs::read_to_string(document).expect("the document");
+    let table = document.split("The differences that are meant").nth(1).expect("the table");
+    let table = table.lines().skip_while(|line| !line.starts_with("|---")).skip(1);
+    let rows: Vec<&str> = table.take_while(|line| line.starts_with('|')).collect();
+    let listed: Vec<String> = MEANT.iter().map(|meant| meant.row()).collect();
+    assert_eq!(rows, listed, "the rows are to be:\n{}\n", listed.join("\n"));
+    assert!(MEANT.iter().all(|meant| meant.rfc.starts_with("RFC ") && meant.rfc.contains(" section")), "each names its RFC");
+}
+
 /// A NIC that breaks a rule is found: the comparison looks at what it claims to look at.
 #[test]
 fn a_broken_rule_is_found() {
@@ -581,7 +599,7 @@ fn a_reset_is_seen_as_in_the_kernel() {
     let segment = |at, flags, length, window| Step::Segment(Segment { at, length, flags, ack: 0, window, clock: 0, bare: false });
     let mut scripts = Vec::new();
     // Behind the end: with the next number, or once more with that of the FIN.
-    for (ended, at) in [(false, 0), (true, 0), (true, 1)] {
+    for (ended, at) in [(false, 0), (true, -1), (true, 0)] {
         for (flags, length) in [(Flags::RST, 0), (Flags::RST, 500), (Flags::RST | Flags::ACK, 0), (Flags::RST | Flags::ACK, 500)]
         {
             for (window, unread) in [(65_535, 0), (65_535, 700), (0, 0), (0, 700)] {
@@ -594,6 +612,7 @@ fn a_reset_is_seen_as_in_the_kernel() {
                     Step::Read(100),
                     Step::Read(100_000),
                     Step::Write(1),
+                    Step::Shutdown,
                 ];
                 scripts.push(Script { ipv6: false, offer, receive_buffer: None, steps });
             }

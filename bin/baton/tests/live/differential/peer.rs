@@ -74,7 +74,10 @@ fn write(template: &Template, frame: &mut Frame, header: &Header<'_>, position: 
     frame.set_length(MAX_HEADER + 40 + length);
     let headers = template.emit(header, length, frame.bytes_mut());
     frame.set_length(headers + length);
-    stream::fill(KEY, position, &mut frame.bytes_mut()[headers..]);
+    // What lies before the stream's first byte has the positions before 2^32.
+    let before = length.min((1u64 << 32).saturating_sub(position) as usize);
+    stream::fill(KEY, position, &mut frame.bytes_mut()[headers..][..before]);
+    stream::fill(KEY, 0, &mut frame.bytes_mut()[headers..][before..]);
     baton_wire::frame::finish_checksum(frame.bytes_mut(), template.tcp_offset(), 16);
     frame.checksum = Checksum::Unknown;
     frame.segmentation = None;
@@ -141,7 +144,7 @@ impl Peer {
             ident: 1,
         };
         self.write(frame, &header, u64::from(at), usize::from(segment.length));
-        let end = at.wrapping_add(u32::from(segment.length));
+        let end = at.wrapping_add(u32::from(segment.length) + u32::from(segment.flags.contains(Flags::FIN)));
         // A peer goes on behind what it has sent; what lies behind a gap it sends again later.
         if segment.at <= 0 && signed(end.wrapping_sub(self.next)) > 0 {
             self.next = end;
@@ -166,6 +169,12 @@ impl Peer {
         self.seen.reset = None;
         self.seen.shrunk = false;
         self.resent_now = false;
+    }
+
+    /// Forgets what was answered, but for how far the connection has come.
+    pub fn forget_answers(&mut self) {
+        self.begin();
+        self.seen.sacked.clear();
     }
 
     /// Takes a segment of the connection's.
@@ -203,7 +212,8 @@ impl Peer {
             // The NIC's segments with data have no SACK blocks: an acknowledgement with them goes out as well. The
             // kernel's may have the same once more. Probes have none, nor has a FIN that goes out by itself.
             let sacked: Vec<_> = parsed.options.sack.as_slice().iter().map(|&(left, right)| (mine(left), mine(right))).collect();
-            let says_something = sacked.iter().any(|block| !self.seen.sacked.contains(block));
+            let more = sacked.len() > self.seen.sacked.len();
+            let says_something = more || sacked.iter().any(|block| !self.seen.sacked.contains(block));
             if says_something || parsed.payload_length == 0 && !is_old && !fin {
                 self.seen.sacked = sacked;
             }
