@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Scripts that are played at once on one stage.
-const BATCH: usize = 500;
+const BATCH: usize = 1000;
 /// Stages that play at once, each with a TAP of its own: a step waits most of the time.
 const STAGES: usize = 3;
 /// Bytes that the program sends, and the peer acknowledges, before the connection moves: an old acknowledgement is of
