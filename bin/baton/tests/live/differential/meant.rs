@@ -151,7 +151,8 @@ impl Meant {
         Some(found)
     }
 
-    /// It is about an answer that was or was not given, and changes nothing: what follows in a script is compared as well.
+    /// It is about an answer that was or was not given, and changes nothing: what follows in a script is compared as
+    /// well.
     pub fn is_passing(&self) -> bool {
         self.parts.iter().all(|part| ["answered", "sacked"].contains(part))
     }
@@ -428,8 +429,11 @@ pub const MEANT: &[Meant] = &[
                 let is_new = played.segment.length > 0 && played.is_plain() && next < played.end;
                 is_new && !has(kernel, next, played.end) && has(nic, next, played.end)
             };
+            // Without SACK blocks only the answer tells.
+            let is_data = |played: Played<'_>| played.segment.length > 0 && played.is_plain();
+            let silent = it.parts == ["answered"] && !kernel.wire.answered && it.last().is_some_and(is_data);
             let of_window = it.parts.iter().any(|part| ["open", "shrunk"].contains(part));
-            (kernel.wire.shrunk || !of_window) && it.fills_the_buffer() && it.any(lacks)
+            (kernel.wire.shrunk || !of_window) && it.fills_the_buffer() && (silent || it.any(lacks))
         },
     },
 ];
