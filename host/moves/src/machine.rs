@@ -106,8 +106,6 @@ pub struct Move {
     /// The action to which the NIC has not answered in time. Its outcome is known once the NIC is dead.
     unanswered: Option<Action>,
     barrier: Option<Barrier>,
-    /// Frames flow at the next NIC, which does not hold the connection's yet.
-    flows: bool,
     /// What gives the frames to the kernel, and replays what it has missed.
     release: Action,
     /// Our FIN has been acknowledged: the kernel sends its own before the frames are released.
@@ -151,7 +149,6 @@ impl Move {
             answer_by: None,
             unanswered: None,
             barrier: None,
-            flows: false,
             release: Action::Release,
             fin_first: false,
             anew: false,
@@ -204,8 +201,8 @@ impl Move {
     /// The step at which it rests, if [`Move::resting_at`] that one goes on as this does: no move is under way, nothing
     /// is awaited, and none is put off. What is left of the last move is set anew when the next one begins.
     pub fn rests_at(&self) -> Option<Step> {
-        let Move { step, since, patience, deadline, because, lost, asked, fin_first, flows, .. } = self.clone();
-        let left = Move { since, patience, deadline, because, lost, asked, fin_first, flows, ..Move::resting_at(step) };
+        let Move { step, since, patience, deadline, because, lost, asked, fin_first, .. } = self.clone();
+        let left = Move { since, patience, deadline, because, lost, asked, fin_first, ..Move::resting_at(step) };
         (*self == left).then_some(step)
     }
 
@@ -336,7 +333,7 @@ impl Move {
             Event::NicDied => self.nic_died(),
             Event::Excused => self.answer_by = self.answer_by.map(|_| now + ANSWER_LIMIT),
             Event::NicStarted => self.pass(Barrier::Started),
-            Event::FramesFlow => self.frames_flow(),
+            Event::FramesFlow => self.pass(Barrier::Flow),
             Event::Grow | Event::CallOff(_) | Event::Ended | Event::Forgotten | Event::GiveUp | Event::Tick => {}
         }
         if let Some(limit) = self.answer_by {
@@ -359,13 +356,6 @@ impl Move {
         if self.barrier == Some(barrier) {
             self.barrier = None;
         }
-    }
-
-    /// The event comes once for each NIC, also if the command by which that holds the connection's frames has found no
-    /// room, or is not answered yet.
-    fn frames_flow(&mut self) {
-        self.flows |= self.step == Step::Barred && self.barrier.is_none();
-        self.pass(Barrier::Flow);
     }
 
     fn begin_offload(&mut self, patience: u64, now: u64) {
@@ -410,7 +400,6 @@ impl Move {
         use Step::*;
         self.lose_answer();
         self.pass(Barrier::Dead);
-        self.flows = false;
         match self.step {
             // Nothing of it is left to be restored.
             _ if matches!(self.goal, Some(Goal::End | Goal::GiveUp)) => {}
@@ -553,7 +542,7 @@ impl Move {
                     self.barrier = Some(Barrier::Started);
                 }
             }
-            Action::StealAgain if !self.flows => self.barrier = Some(Barrier::Flow),
+            Action::StealAgain => self.barrier = Some(Barrier::Flow),
             Action::Acknowledge => {
                 self.asked = true;
                 return false;

@@ -28,8 +28,6 @@ struct Rig {
     /// A byte for each action: what goes wrong, and what traffic there is. None when it is used up.
     schedule: VecDeque<u8>,
     agent_died: bool,
-    /// The machine has heard that frames flow at the present NIC.
-    flows: bool,
     /// The command that the NIC has not answered, and its outcome if it has been carried out already.
     sent: Option<(Action, Option<Outcome>)>,
     lost: bool,
@@ -63,7 +61,6 @@ impl Rig {
             deaths: deaths.to_vec(),
             schedule: schedule.iter().copied().collect(),
             agent_died: false,
-            flows: false,
             sent: None,
             lost: false,
             conclusions: Vec::new(),
@@ -122,7 +119,7 @@ impl Rig {
 
     fn perform(&mut self, action: &Action, fault: u8) -> Outcome {
         match (fault, action) {
-            (0..48, Action::Cover | Action::Acknowledge | Action::StealAgain) => return Outcome::NotYet,
+            (0..48, Action::Cover | Action::Acknowledge) => return Outcome::NotYet,
             (0..48, Action::KeepOut) => self.world.inside = u32::from(fault) * 10,
             (0..24, action) => {
                 if let Some(refusal) = refusal_of(action) {
@@ -170,7 +167,7 @@ impl Rig {
 
     /// The next agent reads the journal.
     fn adopt(&mut self) {
-        (self.agent_died, self.flows) = (false, false);
+        self.agent_died = false;
         match self.world.journal {
             Some((phase, _)) => {
                 self.machine = Move::adopted(phase, self.world.fin_acknowledged && phase == Phase::Sending);
@@ -199,24 +196,15 @@ impl Rig {
             if self.agent_died {
                 self.adopt();
             } else if !self.world.nic_lives {
-                (self.sent, self.flows) = (None, false);
+                self.sent = None;
                 self.feed(Event::NicDied);
                 if !self.agent_died {
                     self.world.nic_lives = true;
                 }
             } else if let Some(barrier) = self.machine.barrier() {
+                let event = if barrier == Barrier::Started { Event::NicStarted } else { Event::FramesFlow };
                 assert_ne!(barrier, Barrier::Dead, "the NIC that was to be ended lives");
-                if barrier == Barrier::Started {
-                    self.feed(Event::NicStarted);
-                } else {
-                    self.frames_flow();
-                }
-            } else if self.machine.step() == Step::Barred
-                && !self.flows
-                && self.schedule.pop_front().is_some_and(|fault| fault < 128)
-            {
-                // The agent lets frames flow when it has waited for other connections.
-                self.frames_flow();
+                self.feed(event);
             } else if self.machine.awaits().is_some() {
                 self.feed(Event::Tick);
                 let hangs = self.schedule.pop_front().is_some_and(|fault| fault < 40);
@@ -231,11 +219,6 @@ impl Rig {
             }
         }
         panic!("the move does not end: {:?}, {:?}", self.machine, &self.world.done[self.world.done.len() - 20..]);
-    }
-
-    fn frames_flow(&mut self) {
-        assert!(!std::mem::replace(&mut self.flows, true), "it has heard that frames flow, and waits for it: {:?}", self.machine);
-        self.feed(Event::FramesFlow);
     }
 
     fn go(&mut self, event: Event) {
@@ -567,35 +550,6 @@ fn a_nic_that_does_not_answer_is_ended() {
             assert_eq!(rig.machine.step(), Step::Kernel);
             assert_eq!(rig.world.done.contains(&Action::EndNic), ended);
         }
-    }
-}
-
-/// A connection that the next NIC holds late, since its command found no room or was not answered in time, hears that
-/// frames flow before: it does not wait for that again.
-#[test]
-fn a_connection_that_is_held_late_goes_on() {
-    for late in [0, 72, 84] {
-        let mut rig = Rig::new(&[], &[]);
-        rig.go(OFFLOAD);
-        rig.world.kill_nic();
-        rig.feed(Event::NicDied);
-        rig.world.nic_lives = true;
-        rig.schedule = [late].into();
-        rig.feed(Event::NicStarted);
-        assert_eq!((rig.machine.step(), rig.machine.barrier()), (Step::Barred, None));
-        rig.frames_flow();
-        rig.settle();
-        assert_eq!(rig.machine.step(), Step::Kernel);
-        assert_eq!(rig.conclusions, [Conclusion::Moved, Conclusion::Recovered]);
-        // Those of the NIC after that are waited for.
-        rig.go(OFFLOAD);
-        rig.world.kill_nic();
-        rig.feed(Event::NicDied);
-        (rig.world.nic_lives, rig.flows) = (true, false);
-        rig.feed(Event::NicStarted);
-        assert_eq!((rig.machine.step(), rig.machine.barrier()), (Step::Retaken, Some(Barrier::Flow)));
-        rig.settle();
-        assert_eq!(rig.machine.step(), Step::Kernel);
     }
 }
 
