@@ -263,6 +263,8 @@ fn given_before(agent: &mut Agent, session: u32) -> Option<Given> {
         return None;
     };
     let Ok(fd) = connection.fd() else { return Some(Given::Held) };
+    // Ours: an agent has made it. Where a program's memory names another one, the agent keeps that one's descriptor, so
+    // that this is not the last.
     if let Ok(fd) = fd.try_clone_to_owned() {
         return Some(Given::Again(number, fd));
     }

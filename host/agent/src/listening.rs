@@ -34,7 +34,7 @@ use baton_linux::foreign::Foreign;
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::{diagnosis, rtnetlink};
-use baton_moves::{Event, Move, Phase, Refusal, Step};
+use baton_moves::{Event, Move, Phase, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::{Listen, ToNic};
 use baton_protocol::program::{Place, Reply, Until};
@@ -566,10 +566,6 @@ impl Agent {
         }
         self.keep(&Kept::Connection(session, number, Until::Again), &[theirs.as_fd()]);
         self.note_registered(session, number, serial);
-        // The first step that its move is seen to have made.
-        if let Some((mut ground, _)) = self.split_at(session, number) {
-            ground.passed(Step::Purged);
-        }
         Ok((number, theirs))
     }
 

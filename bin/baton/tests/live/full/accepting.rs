@@ -1,14 +1,13 @@
 //! Connections that the NIC has made and that a program accepts while agents die: each is some program's.
 
-use super::{ON_DEMAND, address, bed, connect, count, exchange, start, wait_for_server, wait_until};
-use crate::common::{answered, hosts};
+use super::{address, bed, connect, count, wait_until};
+use crate::common::answered;
 use crate::hostile_client::Client;
 use baton_abi::layout::{Counter, session};
-use baton_agent::{Crash, Fault, Step};
-use baton_bed::testbed::{Testbed, TestbedSettings};
+use baton_bed::testbed::Testbed;
 use baton_linux::{process, socket};
 use baton_protocol::program::Opening;
-use std::io::{Read, Write};
+use std::io::Read;
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -17,7 +16,6 @@ use std::time::Duration;
 
 in_both_shapes! {
     what_was_not_received_is_given_again
-    an_agent_may_die_while_a_program_accepts
 }
 
 fn agent_of(bed: &Testbed) -> u32 {
@@ -71,31 +69,4 @@ fn what_was_not_received_is_given_again(beside: bool) {
     assert_ne!(other, number);
     let peer = socket::peer_address(fd.as_fd()).expect("its peer");
     assert!(clients.iter().any(|one| one.local_addr().expect("its address") == peer), "{peer} is no new client");
-}
-
-/// The agent dies when a connection that a program accepts is known to the keeper, and the program has no answer yet;
-/// it does so with every third connection that is handed to the NIC. The program gets each of them, once.
-fn an_agent_may_die_while_a_program_accepts(beside: bool) {
-    let crash = Some(Crash { after: Step::Purged, fault: Fault::AgentDies });
-    let bed = hosts(TestbedSettings { beside, crash, ..TestbedSettings::default() });
-    let at = address(false, 7000);
-    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
-    let mut orders = server.0.stdin.take().expect("its input");
-    wait_for_server(&bed, at);
-    let first = agent_of(&bed);
-    for _ in 0..50 {
-        writeln!(orders, "accept").expect("a server");
-    }
-    let mine = |peer: &str| answered(&bed, |tool| tool.connections()).iter().any(|one| one.peer == peer);
-    // One after the other: with more than two that go back to the NIC by themselves each agent would die of them.
-    for byte in 1..7 {
-        let client = connect(&bed, at).expect("a connection");
-        let local = client.local_addr().expect("its address").to_string();
-        exchange(&client, byte);
-        exchange(&client, byte + 100);
-        drop(client);
-        wait_until("the end of a connection", || !mine(&local));
-    }
-    assert_ne!(agent_of(&bed), first, "no agent has died");
-    assert_eq!(answered(&bed, |tool| tool.statistics()).lost, 0);
 }
