@@ -416,7 +416,9 @@ impl Agent {
             let nic = &mut self.nics[at];
             let had = listener.granted.iter().filter(|cid| cid.nic() == at).count();
             let wanted = room.saturating_sub(had + listener.waiting.len());
-            let granted = (0..wanted.min(most).min(left[at])).map_while(|_| grant_slot(nic, &self.hardware[at], id));
+            let quarter = self.settings.nic.slots / 4;
+            let granted = wanted.min(most).min(share::of(left[at], had + listener.waiting.len(), wanted, quarter));
+            let granted = (0..granted).map_while(|_| grant_slot(nic, &self.hardware[at], id));
             listener.granted.extend(granted);
             let has = listener.granted.iter().filter(|cid| cid.nic() == at).count();
             left[at] -= has - had;

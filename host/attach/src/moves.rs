@@ -378,10 +378,11 @@ impl Attacher {
         }
         match next {
             Next::GoesOn => return Ok(()),
+            // Nobody takes what it still has.
+            Next::Ended => self.forget(number)?,
             _ if entry.closed.is_some() => return Ok(()),
             Next::AtEnd => self.work.postpone(number, ("end of stream", Until::Never)),
             Next::TooMuch => self.work.postpone(number, ("backlog", Until::Again)),
-            Next::Ended => self.forget(number)?,
         }
         Ok(())
     }
