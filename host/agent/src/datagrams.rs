@@ -112,7 +112,7 @@ impl Drop for Place {
 
 impl Place {
     /// That of rings which a NIC is about to get. None if an earlier socket had the same ones and its NIC may use them
-    /// still. A program that writes into the word itself is told nonsense about its own rings.
+    /// still. A program that writes into the word itself harms its own rings only.
     fn lend(memory: &Arc<Region>, base: u32) -> Option<Arc<Place>> {
         let base = base as usize;
         let held = datagrams::held(memory.word32(layout::AGENT_STARTS).load(Ordering::Acquire));

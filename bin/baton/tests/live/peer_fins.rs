@@ -122,7 +122,7 @@ fn fins_are_dropped(bed: &Testbed, peer: &TcpStream) {
 }
 
 /// A rule that drops the replayed FIN for good: the program reads the end of the stream nevertheless, and its own end
-/// reaches the peer. Whoever asks why the connection stays in the kernel then is told who has ended its stream.
+/// reaches the peer. The list shows why the connection stays in the kernel then: Baton has shut its receiving side.
 #[test]
 fn a_fin_that_the_kernel_never_gets_ends_the_stream() {
     /// Linux's number of the state.
