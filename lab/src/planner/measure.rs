@@ -311,9 +311,10 @@ fn exchange(bed: &mut Bed, own: Option<f64>, seconds: f64, progress: &dyn Fn(&st
     Ok((exchange, call, own))
 }
 
-/// What an exchange costs more if it is the only one, and what it costs otherwise, from the costs of one that is alone and
-/// of one among [`SOME`], nanoseconds. Those that are together share what is done for a wake-up, so that each has still a
-/// part of it: at most half of its cost, for a NIC that is alone also polls while a busy machine keeps the others waiting.
+/// What an exchange costs more if it is the only one, and what it costs otherwise, from the costs of one that is alone
+/// and of one among [`SOME`], nanoseconds. Those that are together share what is done for a wake-up, so that each has
+/// still a part of it: at most half of its cost, for a NIC that is alone also polls while a busy machine keeps the
+/// others waiting.
 fn parted(one: f64, among_some: f64) -> (f64, f64) {
     let alone = (one - among_some).max(0.0) / (1.0 - 1.0 / SOME as f64);
     (alone, (among_some - alone / SOME as f64).max(among_some / 2.0))
