@@ -616,6 +616,35 @@ fn time_wait_protects_the_next_connection() {
     assert!(pair.nic.saw(Cid::new(1, 1), Control::Made));
 }
 
+/// RFC 9293 section 3.10.7.4: a FIN that comes again in TIME-WAIT makes it last a minute from then on. Nothing else
+/// does.
+#[test]
+fn a_repeated_fin_makes_time_wait_last() {
+    const SECOND: u64 = MINUTE / 60;
+    let mut pair = Pair::new();
+    let (cid, first) = pair.accepted();
+    pair.exchange(cid);
+    let sent = pair.numbers(cid).1.wrapping_add(b"an answer".len() as u32 + 1);
+    let end = first.wrapping_add(b"a request".len() as u32 + 1);
+    pair.nic.close(cid, first);
+    pair.run(5000);
+    pair.agent_vacates(cid);
+    pair.peer().close();
+    pair.run(5000);
+    let none = TcpOptions::default();
+    let (syn, again) = (header(7, 0, Flags::SYN, &none), header(end.wrapping_sub(1), sent, Flags::FIN | Flags::ACK, &none));
+    for _ in 0..2 {
+        pair.run(40 * SECOND);
+        assert_eq!(pair.inject(&again, false), [(Flags::ACK, sent, end)], "it has ended");
+    }
+    pair.run(30 * SECOND);
+    assert_eq!(pair.inject(&header(end, sent, Flags::ACK, &none), false), []);
+    pair.run(25 * SECOND);
+    assert_eq!(pair.inject(&syn, true), [], "the kernel's SYN has to wait");
+    pair.run(6 * SECOND);
+    assert_eq!(pair.inject(&syn, true), [(Flags::SYN, 7, 0)], "a minute is over");
+}
+
 /// A connection that has ended in order, whose program still reads what has arrived: nothing is sent to the peer, which
 /// has forgotten the connection and would answer with a reset, and a reset changes nothing.
 #[test]
