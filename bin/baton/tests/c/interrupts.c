@@ -4,7 +4,7 @@
  * SIGUSR1 has a handler with SA_RESTART, SIGUSR2 one without; in one case they fork. One thread makes the call; another one sees that it sleeps, sends it the
  * signal, and when that is handled and the thread sleeps again makes the connection ready. */
 
-#include "sockets.h"
+#include "debugger.h"
 #include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -30,7 +30,7 @@ static int number;
 static int stopper, stopped, full, may_move;
 /* Children are made by _Fork. Afterwards the connection may stay in the kernel. */
 static int bare;
-/* A child that a handler has made, in which the same call returns; and the parent's id. */
+/* A child that a handler has made, in which the same call returns; and the id of this process. */
 static volatile pid_t made;
 static pid_t parent;
 /* Where the child says what it has seen. */
@@ -153,27 +153,13 @@ static void *sleeps(void *argument)
     return NULL;
 }
 
-/* The state of a thread of this process, as in its entry of /proc. */
-static char state_of(pid_t thread)
-{
-    char path[64], text[512] = "";
-    snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
-    int fd = open(path, O_RDONLY);
-    if (fd < 0)
-        return 'X';
-    ssize_t length = read(fd, text, sizeof text - 1);
-    close(fd);
-    char *end = length > 0 ? strrchr(text, ')') : NULL;
-    return end ? end[2] : 'X';
-}
-
 /* Waits until the thread sleeps in its call, or has returned. */
 static void until_asleep(void)
 {
     while (!calling)
         sched_yield();
     for (int seen = 0; seen < 3 && !over;)
-        seen = state_of(sleepers_id) == 'S' ? seen + 1 : 0, sched_yield();
+        seen = state_of(parent, sleepers_id) == 'S' ? seen + 1 : 0, sched_yield();
 }
 
 static void begin(int *call)
@@ -252,21 +238,21 @@ static void wrong(const char *what, int call)
     _exit(1);
 }
 
-/* Has this process stopped, and go on. */
-static void stop(void)
+/* Has this process stopped, or a thread of it by a debugger, and go on. */
+static void stop(pid_t thread)
 {
-    char done;
-    CHECK(write(stopper, "s", 1) == 1 && read(stopped, &done, 1) == 1);
+    ssize_t length = sizeof thread;
+    CHECK(write(stopper, &thread, length) == length && read(stopped, &thread, length) == length);
     until_asleep();
 }
 
-/* The call goes on after these signals, and succeeds. */
+/* The call goes on after these signals, and succeeds. SIGTRAP: after a debugger. */
 static void goes_on(int call, const char *what, int signal, int times)
 {
     begin(&call);
     while (times-- > 0) {
-        if (signal == SIGSTOP)
-            stop();
+        if (signal == SIGSTOP || signal == SIGTRAP)
+            stop(signal == SIGTRAP ? sleepers_id : 0);
         else
             interrupt(signal);
     }
@@ -335,6 +321,14 @@ static void without_handler(int call)
     if (call == EPOLL_WAIT || call == EPOLL_PWAIT2 || sends(call))
         return;
     goes_on(call, "after a stop", SIGSTOP, 2);
+}
+
+/* As gdb and as strace attach. epoll_wait ends with EINTR. */
+static void under_a_debugger(int call)
+{
+    if (call == EPOLL_WAIT || call == EPOLL_PWAIT2 || sends(call))
+        return;
+    goes_on(call, "under a debugger", SIGTRAP, 4);
 }
 
 /* Every way to set a handler. */
@@ -468,32 +462,32 @@ static void partly(void)
     }
 }
 
-/* A process that stops this one, and lets it go on. Made before there are sockets, which it would share. */
+/* A process that stops this one, or debugs a thread of it, and lets it go on. Made before there are sockets, which it would share. */
 static void start_stopper(void)
 {
     int ask[2], answer[2];
     CHECK(pipe(ask) == 0 && pipe(answer) == 0);
-    pid_t parent = getpid(), child = fork();
+    pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        char one, path[64], text[512];
-        snprintf(path, sizeof path, "/proc/%d/stat", parent);
+        pid_t thread;
+        ssize_t length = sizeof thread;
         close(ask[1]);
-        while (read(ask[0], &one, 1) == 1) {
-            kill(parent, SIGSTOP);
-            for (char *at = NULL; !at || at[2] != 'T';) {
-                int fd = open(path, O_RDONLY);
-                ssize_t length = read(fd, text, sizeof text - 1);
-                close(fd);
-                text[length > 0 ? length : 0] = 0;
-                at = strrchr(text, ')');
+        for (int seizes = 0; read(ask[0], &thread, length) == length; seizes = !seizes) {
+            if (thread == 0) {
+                kill(parent, SIGSTOP);
+                while (state_of(parent, parent) != 'T')
+                    ;
+                kill(parent, SIGCONT);
+            } else {
+                debug(parent, thread, seizes);
             }
-            kill(parent, SIGCONT);
-            CHECK(write(answer[1], &one, 1) == 1);
+            CHECK(write(answer[1], &thread, length) == length);
         }
         _exit(0);
     }
     close(ask[0]);
+    close(answer[1]);
     stopper = ask[1], stopped = answer[0];
 }
 
@@ -501,7 +495,8 @@ int main(int arguments, char **argument)
 {
     alarm(STANDS_STILL);
     CHECK(arguments >= 2);
-    if (strcmp(argument[1], "stop") == 0)
+    parent = getpid();
+    if (strcmp(argument[1], "stop") == 0 || strcmp(argument[1], "debugger") == 0)
         start_stopper();
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     ends = connect_pair();
@@ -517,7 +512,6 @@ int main(int arguments, char **argument)
     CHECK(setsockopt(ends.client, SOL_SOCKET, SO_RCVBUF, &(int){1 << 17}, sizeof(int)) == 0);
     exchange(ends.client, ends.server, "first\n");
     exchange(ends.server, ends.client, "second\n");
-    parent = getpid();
     if ((may_move = arguments > 2))
         until_on_nic(ends.server), until_on_nic(ends.client);
     handle(SIGUSR1, count, SA_RESTART);
@@ -533,6 +527,8 @@ int main(int arguments, char **argument)
         each(mixed);
     } else if (strcmp(argument[1], "stop") == 0) {
         each(without_handler);
+    } else if (strcmp(argument[1], "debugger") == 0) {
+        each(under_a_debugger);
     } else if (strcmp(argument[1], "ways") == 0) {
         ways();
     } else if (strcmp(argument[1], "forks") == 0) {

@@ -2,6 +2,7 @@
 
 use crate::common::{until_moved, wait_until};
 use crate::scratch::{Scratch, agent_socket, script, text};
+use crate::waits::compile;
 use baton_client::tool::Tool;
 use baton_linux::freeze::Frozen;
 use baton_linux::namespace::Namespace;
@@ -462,6 +463,46 @@ fn a_blocking_client_with_signals_does_not_notice() {
     assert!(matches!(figures[..], [rounds, alarms, children] if rounds > 10 && alarms > 10 && children > 10), "{figures:?}");
     let summary = summary(attacher, &scratch);
     assert_eq!((&summary["moves"], &summary["stayed"]["blocking socket"]), (&0.into(), &1.into()), "{summary}");
+}
+
+/// A client in blocking mode that sends back what it receives.
+const SENDS_BACK: &str = "
+import socket, sys
+client = socket.create_connection(('127.0.0.1', int(sys.argv[1])))
+while piece := client.recv(100):
+    client.sendall(piece)
+";
+
+/// A debugger stops a client that waits in recv, lets it wait on, stops it again and leaves, as gdb does and as strace
+/// does: as in the kernel the call goes on.
+#[test]
+fn a_blocking_client_does_not_notice_a_debugger() {
+    let scratch = Scratch::new("attach-debugger");
+    let host = Namespace::new().expect("a namespace");
+    let debugger = compile("debugger", &scratch);
+    let listener = host.run(|| TcpListener::bind("127.0.0.1:0")).expect("a listener");
+    let port = listener.local_addr().expect("its address").port();
+    let mut command = Command::new("python3");
+    let mut program = Killed(host.spawn(command.args(["-c", SENDS_BACK, &port.to_string()])).expect("python3"));
+    let (mut server, _) = listener.accept().expect("its connection");
+    server.set_read_timeout(Some(Duration::from_secs(20))).expect("a time-out");
+    let process = program.0.id().to_string();
+    let attacher = attach(&host, &scratch, &["--after", "0", &process]);
+    wait_until("it is attached to", || {
+        listed(&scratch).iter().any(|info| info.place == Place::Nic || info.reason == "blocking socket")
+    });
+    for way in ["attach", "seize"].repeat(5) {
+        let mut command = Command::new(&debugger);
+        let mut debugs = host.spawn(command.args([process.as_str(), way])).expect("the debugger");
+        assert!(debugs.wait().expect("its end").success(), "{way}");
+        let mut back = [0; 5];
+        let answered = server.write_all(b"hello").and_then(|()| server.read_exact(&mut back));
+        answered.unwrap_or_else(|error| panic!("the client does not go on after {way}: {error}"));
+        assert_eq!(&back, b"hello");
+    }
+    drop(server);
+    assert!(program.0.wait().expect("the client").success());
+    assert_eq!(summary(attacher, &scratch)["connections"], 1);
 }
 
 /// A Python program that echoes each line of its standard input. On the line "connect" it first opens a connection to

@@ -29,6 +29,12 @@ fn a_stop_is_not_noticed() {
     as_natively("interrupts", "stop");
 }
 
+/// A debugger stops a thread in its call, lets it go on, stops it again and leaves.
+#[test]
+fn a_debugger_is_not_noticed() {
+    as_natively("interrupts", "debugger");
+}
+
 /// A handler forks: the call that it has interrupted returns in parent and child alike, and what the child does there
 /// is not done to the parent's connections and its count of sleeping threads.
 #[test]
