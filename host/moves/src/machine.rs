@@ -48,7 +48,9 @@ pub enum Barrier {
     Dead,
     /// The next NIC is there, and no frame flows yet: [`Event::NicStarted`].
     Started,
-    /// Frames flow: [`Event::FramesFlow`].
+    /// Frames flow: [`Event::FramesFlow`]. It is waited for from the next NIC's start on, also while that NIC does not
+    /// hold the connection's frames yet: the event comes once, and may come before the command has found room or its
+    /// answer is there.
     Flow,
 }
 
@@ -223,7 +225,16 @@ impl Move {
 
     /// Whether a move is under way that goes on by itself: [`Event::Tick`] is due from time to time.
     pub fn waits(&self) -> bool {
-        self.goal.is_some() && self.barrier.is_none()
+        self.goal.is_some() && !self.is_stopped()
+    }
+
+    /// Whether it goes on only when something has happened to all connections of its NIC.
+    fn is_stopped(&self) -> bool {
+        match self.barrier {
+            // The next NIC is to hold its frames before they flow, and otherwise as soon as it can.
+            Some(Barrier::Flow) => self.step != Step::Barred,
+            barrier => barrier.is_some(),
+        }
     }
 
     /// Whether it waits for its program, which has had its time, and cannot stay where it is.
@@ -352,9 +363,10 @@ impl Move {
         self.step == step && self.goal.is_none()
     }
 
+    /// What was waited for has happened. A NIC's start is followed by the wait for its frames.
     fn pass(&mut self, barrier: Barrier) {
         if self.barrier == Some(barrier) {
-            self.barrier = None;
+            self.barrier = (barrier == Barrier::Started).then_some(Barrier::Flow);
         }
     }
 
@@ -433,7 +445,7 @@ impl Move {
 
     /// What is to be done next.
     fn choose(&mut self) -> Option<Action> {
-        if self.barrier.is_some() {
+        if self.is_stopped() {
             return None;
         }
         let goal = self.goal?;
@@ -542,7 +554,6 @@ impl Move {
                     self.barrier = Some(Barrier::Started);
                 }
             }
-            Action::StealAgain => self.barrier = Some(Barrier::Flow),
             Action::Acknowledge => {
                 self.asked = true;
                 return false;
