@@ -9,6 +9,7 @@
 
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
+use crate::journal;
 use crate::listening::make_shell;
 use crate::memory::Limits;
 use crate::nic::NicProcess;
@@ -28,7 +29,6 @@ use baton_protocol::program::{Place, Reply, Until};
 use baton_steering::Steer;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::Ordering;
 
 /// Linux's error number of a connection that was given up (ECONNABORTED).
 pub(crate) const ABORTED: u32 = 103;
@@ -185,9 +185,7 @@ impl Agent {
         let _ = image.encode(&mut bytes);
         let _ = memory.write(nic::scratch(cid.slot()) + scratch::IMAGE, &bytes);
         let _ = memory.write(base + slot::FLOW, &connection.flow.to_bytes());
-        for (at, value) in [(0, session), (5, connection.number())] {
-            memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
-        }
+        journal::note_occupant(memory, cid, (session, connection.number()));
         limits.write(limits.receive, memory, cid);
         let b = &connection.block;
         for field in [block::RECEIVE_SIZE, block::SEND_SIZE, block::READ_SEQ, block::RECEIVE_SEQ] {

@@ -90,10 +90,12 @@ pub(crate) fn return_scratch(nic_memory: &Region, at: u32) {
     }
 }
 
-/// Writes an entry. Returns false if it is too long, which only a huge socket filter of the program can cause.
+/// Writes an entry, and who has its slot: whoever goes on with the move by the entry asks the NIC. Returns false if it
+/// is too long, which only a huge socket filter of the program can cause.
 #[must_use]
 pub(crate) fn write(nic_memory: &Region, phase: Phase, entry: &Entry) -> bool {
     let base = place(Cid(entry.cid).slot());
+    note_occupant(nic_memory, Cid(entry.cid), (entry.session, entry.connection));
     let Ok(bytes) = postcard::to_stdvec(entry) else { return false };
     if bytes.len() > scratch::JOURNAL_BYTES {
         return false;
@@ -171,6 +173,14 @@ pub(crate) fn read(nic_memory: &Region, nic: usize, at: u32) -> Option<(Phase, E
 /// Returns what the connection in the slot of this cid came with.
 pub(crate) fn exported(nic_memory: &Region, cid: Cid) -> Option<Exported> {
     read(nic_memory, cid.nic(), cid.slot())?.1.exported()
+}
+
+/// Notes session and number of the connection that gets the slot of this cid. By these the NIC's answers find it, so
+/// they are noted before the NIC is asked for anything that is waited for.
+pub(crate) fn note_occupant(nic_memory: &Region, cid: Cid, (session, connection): (u32, u32)) {
+    for (at, value) in [(0, session), (5, connection)] {
+        nic_memory.word32(nic::slot(cid.slot()) + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
+    }
 }
 
 /// Returns session and number of the connection that had the slot of this cid last.
@@ -269,5 +279,13 @@ mod tests {
         assert_eq!(read.exported().map(|exported| exported.image), Some(image()));
         assert_eq!((read.session, read.connection, read.handed_off_at), (12_345, 16_000, 40 << 40));
         assert!(read.memory() == entry.memory());
+    }
+
+    /// The NIC's answers find a connection of which there is an entry, whatever the slot's last occupant was: the next
+    /// agent may ask before the connection has been handed off.
+    #[test]
+    fn the_connection_of_an_entry_is_found_by_its_cid() {
+        let (region, _) = written(&entry(Saved::default()));
+        assert_eq!(occupant(&region, 1, Cid::new(0, 7)), Some((12_345, 16_000)));
     }
 }

@@ -59,10 +59,7 @@ impl Performer<'_> {
         }
         let base = nic::slot(cid.slot());
         let _ = self.ground.nic_memory.write(base + slot::FLOW, &self.connection.flow.to_bytes());
-        // By these the NIC's answers find the connection.
-        for (at, value) in [(0, self.session), (5, self.connection.number())] {
-            self.ground.nic_memory.word32(base + slot::PARAMETERS + 4 * at).store(value, Ordering::Release);
-        }
+        journal::note_occupant(self.ground.nic_memory, cid, (self.session, self.connection.number()));
         self.ground.nic_memory.word32(base + slot::COVERED).store(0, Ordering::Release);
         // A record that is there is of an earlier occupant.
         unpublish(self.ground.nic_memory, cid.slot());
