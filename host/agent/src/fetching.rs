@@ -15,7 +15,7 @@ use baton_abi::Cid;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::foreign::Foreign;
 use baton_linux::report;
-use baton_moves::{Event, Refusal};
+use baton_moves::{Event, Refusal, Step};
 use baton_protocol::program::{Answer, Ask, Place, Reply};
 use std::collections::{BTreeSet, HashSet};
 use std::os::fd::AsFd;
@@ -230,15 +230,15 @@ impl Agent {
         self.go_on_restoring(number, now);
     }
 
-    /// Its programs stand still until this is over: what the NIC has to do is waited for, and calls on their sockets
-    /// for a while.
+    /// Its programs stand still until this is over: what the NIC has to do is waited for, also if its ring has no room
+    /// yet, and calls on their sockets for a while.
     fn go_on_restoring(&mut self, number: u32, now: u64) {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         let Some(fetch) = &session.fetch else { return };
         let called = |connection: &Connection| connection.call().is_some() && now < fetch.until;
         let its = session.connections.iter().flatten().filter(|connection| is_on(connection, fetch.nic));
-        let busy: Vec<u32> =
-            its.filter(|connection| connection.awaits_answer() || called(connection)).map(Connection::number).collect();
+        let asks = |connection: &Connection| connection.awaits_answer() || connection.step() == Step::Barred;
+        let busy: Vec<u32> = its.filter(|connection| asks(connection) || called(connection)).map(Connection::number).collect();
         if busy.is_empty() {
             return self.give_back_lent(number);
         }
