@@ -235,8 +235,11 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Begins to receive frames. Until then only commands are served: after a NIC's death the agent first steals the
     /// flows of the connections that it is about to restore, so that none of their frames reaches a kernel that does
-    /// not know them.
+    /// not know them. The commands that it has sent before are run before the first frame.
     pub fn start(&mut self, now: Instant) {
+        if room::serves_agent(self) {
+            self.poll_commands(now);
+        }
         self.broadcast(|| Call::Start);
         self.started = true;
         if self.crossbar.is_none() {

@@ -1,7 +1,7 @@
 //! Handshakes with a listener's clients that are not as they should be: segments of others, and more of them than are
 //! remembered.
 
-use baton_abi::layout::{nic, scratch};
+use baton_abi::layout::{nic, pulse, scratch};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{ListenerSettings, Worker, WorkerSettings};
@@ -13,6 +13,7 @@ use baton_tcp::Instant;
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 const FRAME: usize = 2048;
 const SLOTS: u32 = 64;
@@ -38,14 +39,23 @@ fn flow(client: u16) -> Flow {
 impl Bed {
     /// A NIC with a listener that has slots.
     fn new() -> Bed {
+        let mut bed = Bed::before_start(false);
+        bed.worker.start(bed.now);
+        assert_eq!(bed.made(), []);
+        bed
+    }
+
+    /// The same before frames flow, and before it has run the commands that grant the slots. `succeeds`: an earlier NIC
+    /// was there, and has died.
+    fn before_start(succeeds: bool) -> Bed {
         let now = Instant(5_000_000);
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(1024, FRAME, capabilities);
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS as usize)).unwrap());
+        nic_memory.words(nic::pulse(0) + pulse::ROUNDS, 1)[0].store(u64::from(succeeds), Ordering::Relaxed);
         let settings = WorkerSettings { slots: SLOTS as usize, frame_bytes: FRAME, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
-        worker.start(now);
         let endpoints = vec![flow(0).local];
         worker.listen(ListenerSettings { id: 1, endpoints, receive_limit: 1 << 22, mtu: 1500, ttl: 64 });
         let mut bed = Bed {
@@ -63,7 +73,6 @@ impl Bed {
             bed.commands.push(grant.to_words()).unwrap();
         }
         bed.commands.publish();
-        assert_eq!(bed.made(), []);
         bed
     }
 
@@ -85,14 +94,19 @@ impl Bed {
         made
     }
 
-    /// A client's segment arrives. Returns the NIC's answers, and whether the kernel got the segment.
-    fn inject(&mut self, client: u16, header: &Header<'_>) -> (Vec<TcpFrame>, bool) {
+    /// A client's segment waits on the wire.
+    fn arrive(&mut self, client: u16, header: &Header<'_>) {
         let template = Template::new(&flow(client).reversed(), &Link { ttl: 64, ..Link::default() }, false);
         self.frame.set_length(MAX_HEADER);
         let length = template.emit(header, 0, self.frame.bytes_mut());
         self.frame.set_length(length);
         self.frame.checksum = Checksum::Verified;
         assert!(self.far.transmit(&mut self.frame));
+    }
+
+    /// A client's segment arrives. Returns the NIC's answers, and whether the kernel got the segment.
+    fn inject(&mut self, client: u16, header: &Header<'_>) -> (Vec<TcpFrame>, bool) {
+        self.arrive(client, header);
         self.worker.poll(self.now);
         let mut answers = Vec::new();
         while self.far.receive(&mut self.frame) {
@@ -148,6 +162,22 @@ fn a_segment_outside_of_the_window_is_answered_during_the_handshake() {
     assert_eq!(bed.inject(4000, &far_away).0.len(), 0, "not too often");
     bed.inject(4000, &header(CLIENT_ISN + 1, isn.wrapping_add(1), Flags::ACK, &none));
     assert_eq!(bed.made().len(), 1);
+}
+
+/// A client that an earlier NIC has answered has sent several segments by the time the next one starts. Only the first
+/// shows that it belongs to a handshake, and makes the connection if there is a slot. So slots that were granted before
+/// the start count from the first frame on: the kernel would reset the client for the other segments.
+#[test]
+fn slots_that_were_granted_before_the_start_count_from_the_first_frame_on() {
+    let none = TcpOptions::default();
+    let isn = Bed::new().open(4000, &none).seq;
+    let mut next = Bed::before_start(true);
+    for behind in [0, 1448, 2896] {
+        next.arrive(4000, &header(CLIENT_ISN + 1 + behind, isn.wrapping_add(1), Flags::ACK, &none));
+    }
+    next.worker.start(next.now);
+    assert_eq!(next.made().len(), 1);
+    assert!(!next.kernel.receive(&mut next.frame), "the kernel gets none of them");
 }
 
 /// Whatever a client asks for, the connection that is made from its acknowledgement has what its SYN-ACK said, and no
