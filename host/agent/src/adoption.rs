@@ -1,6 +1,7 @@
 //! Takeover by a new agent after one that died: it takes sessions and connections from the keeper, moves that were
-//! under way from the journal, and restores every connection to the kernel. The NIC has died with its agent. A program
-//! whose answer was lost with the connection that it has accepted gets that connection again ([`accept`]).
+//! under way from the journal, and restores every connection to the kernel. The NIC has died with its agent. What the
+//! NIC had made and no program has accepted, the next NIC holds. A program whose answer was lost with the connection
+//! that it has accepted gets that connection again ([`accept`]).
 
 use crate::agent::Agent;
 use crate::block::Block;
@@ -258,7 +259,7 @@ fn given_before(agent: &mut Agent, session: u32) -> Option<Given> {
     let number = open.given()?;
     let may_be_given = |one: &&Connection| !one.attached && !one.opening && !one.block.is_closed();
     let Some(connection) = agent.connection_ref(session, number).filter(may_be_given) else {
-        // The agent died before the keeper had it: it is made anew, as those that wait to be accepted.
+        // The agent died before the keeper had it: the client's next segment makes it anew, as from a SYN cookie.
         open.note_given(None);
         return None;
     };
@@ -364,7 +365,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Continues the moves that the journal in a NIC's memory tells of.
+    /// Continues the moves that the journal in a NIC's memory tells of, and finds the connections that wait to be
+    /// accepted.
     fn resume_moves_of(&mut self, nic: usize) {
         let memory = self.hardware[nic].memory.clone();
         for at in 0..journal::slots_used(&memory, self.settings.nic.slots as u32) {
@@ -373,8 +375,15 @@ impl Agent {
                     self.attend(entry.session);
                     self.resume(phase, entry);
                 }
-                // A record that is there is of an earlier occupant.
-                None => unpublish(&memory, at),
+                None => {
+                    // A record that is there is of an earlier occupant.
+                    unpublish(&memory, at);
+                    if let Some((cid, listener)) = journal::made(&memory, nic, at) {
+                        // It is noted again if the listener is still there.
+                        journal::clear(&memory, cid);
+                        self.made(cid, listener, false);
+                    }
+                }
             }
         }
     }

@@ -12,6 +12,10 @@ use baton_wire::Flow;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
+/// In place of a phase: the NIC has made the connection for a listener, and no program has accepted it. Listener and
+/// cid follow; image and flow are the NIC's, in scratch and slot.
+const MADE: u32 = Phase::Sending as u32 + 1;
+
 /// An entry of the journal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Entry {
@@ -143,6 +147,22 @@ pub(crate) fn reading(nic_memory: &Region, cid: Cid) {
     nic_memory.word32(place(cid.slot())).store(Phase::Reading as u32, Ordering::Release);
 }
 
+/// Notes that a connection which the NIC has made for a listener waits to be accepted. Its first entry replaces this.
+pub(crate) fn note_made(nic_memory: &Region, cid: Cid, listener: u32) {
+    let base = place(cid.slot());
+    nic_memory.word32(base).store(0, Ordering::Release);
+    nic_memory.word32(base + 4).store(listener, Ordering::Release);
+    nic_memory.word32(base + 8).store(cid.0, Ordering::Release);
+    nic_memory.word32(base).store(MADE, Ordering::Release);
+}
+
+/// The connection in a slot of NIC `nic` that waits to be accepted, and its listener.
+pub(crate) fn made(nic_memory: &Region, nic: usize, at: u32) -> Option<(Cid, u32)> {
+    let word = |offset: usize| nic_memory.word32(place(at) + offset).load(Ordering::Acquire);
+    let (is_made, cid) = (word(0) == MADE, Cid(word(8)));
+    (is_made && cid.slot() == at && cid.nic() == nic).then(|| (cid, word(4)))
+}
+
 /// Clears an entry: the move is over.
 pub(crate) fn clear(nic_memory: &Region, cid: Cid) {
     nic_memory.word32(place(cid.slot())).store(0, Ordering::Release);
@@ -267,6 +287,22 @@ mod tests {
         assert!(write(&region, Phase::Copied, &entry));
         let length = region.word32(place(0) + 4).load(Ordering::Acquire) as usize;
         (region, length)
+    }
+
+    #[test]
+    fn what_waits_to_be_accepted_is_no_entry() {
+        assert_eq!(Phase::from_number(MADE), None);
+        let region = Region::private(nic::bytes(2).next_multiple_of(4096)).unwrap();
+        let cid = Cid::new(1, 7).on(2);
+        note_made(&region, cid, u32::MAX);
+        assert_eq!(made(&region, 2, 1), Some((cid, u32::MAX)));
+        assert!(made(&region, 2, 0).is_none() && made(&region, 1, 1).is_none());
+        assert!(read(&region, 2, 1).is_none());
+        assert!(write(&region, Phase::Copied, &Entry { cid: cid.0, ..entry(Saved::default()) }));
+        assert!(made(&region, 2, 1).is_none() && read(&region, 2, 1).is_some());
+        note_made(&region, cid, 3);
+        clear(&region, cid);
+        assert!(made(&region, 2, 1).is_none() && read(&region, 2, 1).is_none());
     }
 
     #[test]

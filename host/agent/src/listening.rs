@@ -8,6 +8,7 @@
 mod share;
 #[cfg(test)]
 mod tests;
+mod unaccepted;
 
 use crate::agent::Agent;
 use crate::answers::{After, Caller, NO_ANSWER};
@@ -34,7 +35,7 @@ use baton_linux::foreign::Foreign;
 use baton_linux::netlink::Netlink;
 use baton_linux::report;
 use baton_linux::{diagnosis, rtnetlink};
-use baton_moves::{Event, Move, Phase, Refusal};
+use baton_moves::{Event, Move, Phase, Refusal, Step};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::{Listen, ToNic};
 use baton_protocol::program::{Place, Reply, Until};
@@ -318,14 +319,15 @@ impl Agent {
         self.keep(&Kept::Listener(id, sessions, written), &[listener.ours.as_fd(), listener.theirs.as_fd()]);
     }
 
-    /// Takes over a dead agent's listener. Connections that waited to be accepted are lost with that agent; the NIC
-    /// makes them anew from their clients' next segments, as from SYN cookies.
+    /// Takes over a dead agent's listener. None if no session has it any more. The journal tells which connections wait
+    /// to be accepted.
     pub(crate) fn inherit_listener(&mut self, kept: Kept, descriptors: Vec<OwnedFd>) -> Option<()> {
         let Kept::Listener(id, sessions, written) = kept else { return None };
         let (listening, limits) = postcard::from_bytes(&written).ok()?;
         let [ours, theirs] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
         let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
         let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
+        sessions.first()?;
         let listener = Listener { sessions, ..Listener::new(listening, limits, ours.into(), theirs) };
         self.listeners.by_id.insert(id, listener);
         Some(())
@@ -485,6 +487,7 @@ impl Agent {
             return self.grant(id);
         }
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
+        journal::note_made(&self.hardware[cid.nic()].memory, cid, id);
         listener.waiting.push_back(Waiting { cid, image });
         // It has room for more bytes than connections may wait.
         let _ = (&listener.ours).write(&[0]);
@@ -493,12 +496,6 @@ impl Agent {
     /// Drops a connection that the NIC has made: its frames are the kernel's.
     pub(crate) fn drop_made(&mut self, cid: Cid) {
         self.nics[cid.nic()].drop_connection(cid);
-    }
-
-    /// Drops a connection that no program will accept: its peer is reset, as by a kernel whose listener is closed.
-    fn drop_waiting(&mut self, waiting: &Waiting) {
-        self.nics[waiting.cid.nic()].reset_connection(waiting.cid);
-        self.shape.unsteer(&waiting.image.flow);
     }
 
     /// Gives a session's program the next connection of a listener; see [`crate::adoption::accept`].
@@ -523,7 +520,7 @@ impl Agent {
         };
         let accepted = self.take_in(session, &listening, limits, &waiting);
         if accepted.is_err() {
-            self.drop_waiting(&waiting);
+            unaccepted::reset(self, &waiting);
         }
         self.grant(id);
         match accepted {
@@ -568,6 +565,10 @@ impl Agent {
         }
         self.keep(&Kept::Connection(session, number, Until::Again), &[theirs.as_fd()]);
         self.note_registered(session, number, serial);
+        // The first step that its move is seen to have made.
+        if let Some((mut ground, _)) = self.split_at(session, number) {
+            ground.passed(Step::Purged);
+        }
         Ok((number, theirs))
     }
 
@@ -666,7 +667,7 @@ impl Agent {
                 self.keep(&Kept::ListenerGone(id), &[]);
                 self.withdraw(id);
                 let removed = self.listeners.by_id.remove(&id);
-                removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| self.drop_waiting(&waiting));
+                removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| unaccepted::reset(self, &waiting));
             }
         }
     }
@@ -718,8 +719,8 @@ impl Agent {
         }
     }
 
-    /// Gives the listeners to the next NIC of this number, before frames flow. Connections that wait to be accepted are
-    /// held there again.
+    /// Gives the listeners to the next NIC of this number, with slots, before frames flow. Connections that wait to be
+    /// accepted are held there again.
     pub(crate) fn listen_again(&mut self, nic: usize) {
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
@@ -736,7 +737,7 @@ impl Agent {
                 if one.cid.nic() != nic || holds(next).is_ok() {
                     held.push_back(one);
                 } else {
-                    self.drop_waiting(&one);
+                    unaccepted::reset(self, &one);
                 }
             }
             if let Some(listener) = self.listeners.by_id.get_mut(&id) {
@@ -747,6 +748,7 @@ impl Agent {
                 self.withdraw(id);
             }
         }
+        unaccepted::await_slots(self, nic);
     }
 }
 

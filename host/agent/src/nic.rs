@@ -489,6 +489,18 @@ impl NicProcess {
         self.answered.pop_front()
     }
 
+    /// Takes those of them that say whether it serves a listener, each with the listener's number.
+    pub fn take_listening(&mut self) -> Vec<(u32, Answered)> {
+        let mut taken = Vec::new();
+        for (after, answer) in std::mem::take(&mut self.answered) {
+            match after {
+                After::Listen(id) => taken.push((id, answer)),
+                after => self.answered.push_back((after, answer)),
+            }
+        }
+        taken
+    }
+
     /// Whether there are answers for [`NicProcess::take_answered`].
     pub fn has_answered(&self) -> bool {
         !self.answered.is_empty()

@@ -1,13 +1,14 @@
 //! Connections that the NIC has made and that a program accepts while agents die: each is some program's.
 
-use super::{address, bed, connect, count, wait_until};
-use crate::common::answered;
+use super::{ON_DEMAND, address, bed, connect, count, exchange, start, wait_for_server, wait_until};
+use crate::common::{answered, hosts};
 use crate::hostile_client::Client;
 use baton_abi::layout::{Counter, session};
-use baton_bed::testbed::Testbed;
+use baton_agent::{Crash, Fault, Step};
+use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_linux::{process, socket};
 use baton_protocol::program::Opening;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -16,6 +17,8 @@ use std::time::Duration;
 
 in_both_shapes! {
     what_was_not_received_is_given_again
+    what_waits_to_be_accepted_outlives_an_agent
+    an_agent_may_die_while_a_program_accepts
 }
 
 fn agent_of(bed: &Testbed) -> u32 {
@@ -69,4 +72,63 @@ fn what_was_not_received_is_given_again(beside: bool) {
     assert_ne!(other, number);
     let peer = socket::peer_address(fd.as_fd()).expect("its peer");
     assert!(clients.iter().any(|one| one.local_addr().expect("its address") == peer), "{peer} is no new client");
+}
+
+/// What waits to be accepted when the agent dies is accepted from the next one, also when the clients wait for the
+/// program to send something first: they send nothing that would make their connections anew.
+fn what_waits_to_be_accepted_outlives_an_agent(beside: bool) {
+    let bed = bed(beside);
+    let at = address(false, 7000);
+    let listener = bed.host_a.run(|| TcpListener::bind(at)).expect("a listener");
+    let program = Client::open(&bed.socket(), Opening::alone()).expect("a session");
+    let (id, queue) = program.listen(&listener);
+    let given = program.memory.word32(session::GIVEN);
+    let clients = [(); 3].map(|()| {
+        let client = connect(&bed, at).expect("a connection");
+        await_byte(&queue);
+        client
+    });
+    assert_eq!(count(&bed, Counter::Made), clients.len() as u64);
+    process::signal(agent_of(&bed), libc::SIGKILL).expect("the agent");
+    program.await_restart();
+    let accepted = clients.each_ref().map(|_| {
+        await_byte(&queue);
+        let (_, fd) = program.accept(id).expect("a connection that has waited");
+        given.store(0, Ordering::Release);
+        socket::peer_address(fd.as_fd()).expect("its peer")
+    });
+    for client in &clients {
+        assert!(accepted.contains(&client.local_addr().expect("its address")), "{accepted:?}");
+    }
+    assert!(program.accept(id).is_none(), "no other connection waits");
+}
+
+/// The agent dies at a step of a connection that a program accepts, with the answer or before the program has had the
+/// time to use it, at every third of these steps. The program gets each connection, once; none of the clients, of which
+/// the first connects while an agent dies, is reset.
+fn an_agent_may_die_while_a_program_accepts(beside: bool) {
+    for after in [Step::Purged, Step::HandedOff, Step::Nic] {
+        let crash = Some(Crash { after, fault: Fault::AgentDies });
+        let bed = hosts(TestbedSettings { beside, crash, ..TestbedSettings::default() });
+        let at = address(false, 7000);
+        let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+        let mut orders = server.0.stdin.take().expect("its input");
+        wait_for_server(&bed, at);
+        let first = agent_of(&bed);
+        for _ in 0..50 {
+            writeln!(orders, "accept").expect("a server");
+        }
+        let mine = |peer: &str| answered(&bed, |tool| tool.connections()).iter().any(|one| one.peer == peer);
+        // One after the other: with more than two that go back to the NIC by themselves each agent would die of them.
+        for byte in 1..7 {
+            let client = connect(&bed, at).expect("a connection");
+            let local = client.local_addr().expect("its address").to_string();
+            exchange(&client, byte);
+            exchange(&client, byte + 100);
+            drop(client);
+            wait_until("the end of a connection", || !mine(&local));
+        }
+        assert_ne!(agent_of(&bed), first, "no agent has died: {after:?}");
+        assert_eq!(answered(&bed, |tool| tool.statistics()).lost, 0, "{after:?}");
+    }
 }

@@ -1,0 +1,38 @@
+//! Connections that no program has accepted: how they end, and what a NIC needs before their clients' frames flow.
+
+use super::{Listeners, Waiting};
+use crate::agent::Agent;
+use crate::journal;
+use baton_linux::events::monotonic_micros;
+
+/// Drops a connection that no program will accept: its peer is reset, as by a kernel whose listener is closed.
+pub(super) fn reset(agent: &mut Agent, waiting: &Waiting) {
+    let nic = waiting.cid.nic();
+    journal::clear(&agent.hardware[nic].memory, waiting.cid);
+    agent.nics[nic].reset_connection(waiting.cid);
+    agent.shape.unsteer(&waiting.image.flow);
+}
+
+/// Waits until the next NIC of this number serves the listeners and has been granted slots for them. This is part of
+/// its start: the last one may have answered clients whose segments wait now. Only the first segment of each makes its
+/// connection, as the acknowledgement of a SYN cookie, and only if there is a slot; those behind it are held there.
+/// Without a connection they would be given to the kernel, which would reset the client. A NIC that does not answer in
+/// time is not waited for.
+pub(super) fn await_slots(agent: &mut Agent, nic: usize) {
+    let in_time = |late: u64| monotonic_micros() < late;
+    while awaits(&agent.listeners, nic) && !agent.nics[nic].is_dead() && agent.nics[nic].late_at().is_some_and(in_time) {
+        agent.pulse.beat();
+        agent.nics[nic].receive();
+        for (id, answer) in agent.nics[nic].take_listening() {
+            agent.listener_answered(id, nic, Some(answer));
+            // Also while another NIC has not answered.
+            agent.grant(id);
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Whether a NIC has still to answer that it serves a listener.
+fn awaits(listeners: &Listeners, nic: usize) -> bool {
+    listeners.by_id.values().any(|listener| listener.wanted.contains(&nic) && !listener.has_answer(nic))
+}
