@@ -429,9 +429,10 @@ impl Agent {
     /// Advances the moves that wait, each at most once.
     fn advance_moves(&mut self) {
         let end = monotonic_micros() + SLICE;
-        for _ in 0..self.moves.under_way.due(monotonic_micros()) {
+        self.moves.under_way.begin_round(monotonic_micros());
+        loop {
             excuse_what_was_missed(self);
-            let Some(key) = self.moves.under_way.take(monotonic_micros()) else { return };
+            let Some(key) = self.moves.under_way.take() else { return };
             if let Some(connection) = named(&mut self.sessions, key) {
                 connection.under_way = false;
                 let nic = connection.cid.filter(|_| connection.awaits_answer()).map(Cid::nic);
