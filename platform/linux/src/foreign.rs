@@ -3,7 +3,8 @@
 //!
 //! A TCP socket with SO_LINGER and unsent data waits for its peer, a file of FUSE or NFS for its server. So a
 //! [`Foreign`] is never closed by the thread that drops it unless it is known not to wait: then threads for its user
-//! close it. One that is stuck delays only what else comes from that user.
+//! close it. One that is stuck delays only what else comes from that user: each user has one thread of each kind at
+//! most, and there are as many as users who have something to do, up to a number that costs the machine little.
 
 use crate::socket;
 use rustix::io::Errno;
@@ -12,6 +13,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::mem::ManuallyDrop;
+use std::ops::Bound;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -40,8 +42,11 @@ impl Drop for OnBehalf {
     }
 }
 
-/// Most threads of each kind: that close sockets, that close other files, that make calls on sockets.
-const THREADS: [usize; 3] = [8, 8, 64];
+/// Most threads of each kind: that close sockets, that close other files, that make calls on sockets. A socket takes a
+/// thread for [`PATIENCE`] at most, so a few are enough for all users. Of the other kinds a user can keep its one as
+/// long as it likes: another user waits only if so many do. Such a thread costs some 40 KB, and whoever holds it up a
+/// blocked thread of that user's own.
+const THREADS: [usize; 3] = [8, 1024, 1024];
 /// Calls on sockets that a user may have waiting before it is turned away.
 const MOST_CALLS: usize = 256;
 /// Time after which a thread that makes calls on sockets, and has none to make, ends.
@@ -236,8 +241,10 @@ struct Closing {
     queues: BTreeMap<(Lane, u32), Queue>,
     /// Threads of each kind.
     threads: [usize; 3],
-    /// Those for calls that have none to make.
-    idle: usize,
+    /// Those of each kind that have nothing to do yet: they have just been started, or wait for calls to make.
+    idle: [usize; 3],
+    /// The user of each kind that was served last.
+    served: [u32; 3],
 }
 
 #[derive(Default)]
@@ -247,7 +254,14 @@ struct Queue {
     busy: bool,
 }
 
-static CLOSING: Mutex<Closing> = Mutex::new(Closing { queues: BTreeMap::new(), threads: [0; 3], idle: 0 });
+impl Queue {
+    /// Whether it has something to do for a thread.
+    fn is_ready(&self) -> bool {
+        !self.busy && !self.waiting.is_empty()
+    }
+}
+
+static CLOSING: Mutex<Closing> = Mutex::new(Closing::new());
 
 fn closing() -> std::sync::MutexGuard<'static, Closing> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
@@ -259,39 +273,51 @@ pub fn is_stuck(user: u32) -> bool {
 }
 
 fn do_elsewhere(at: (Lane, u32), job: Job) {
-    let mut closing = closing();
-    let queue = closing.queues.entry(at).or_default();
-    queue.waiting.push_back(job);
-    // Else a thread has been started for it, or does it after what it does now.
-    let is_new = !queue.busy && queue.waiting.len() == 1;
-    if at.0 == Lane::Calls && closing.ready() <= closing.idle {
+    let (mut closing, lane) = (closing(), at.0);
+    closing.queues.entry(at).or_default().waiting.push_back(job);
+    if closing.ready(lane) <= closing.idle[lane as usize] {
+        // A thread that rests or has just been started does it, or the user's own after what it does now.
         WORK.notify_one();
-        return;
-    }
-    let threads = &mut closing.threads[at.0 as usize];
-    if *threads < THREADS[at.0 as usize] && (is_new || *threads == 0) {
-        *threads += 1;
-        let (name, stack) = if at.0 == Lane::Calls { ("caller", 256 << 10) } else { ("closer", 64 << 10) };
-        let started = std::thread::Builder::new().name(name.into()).stack_size(stack).spawn(move || close_all(at.0));
+    } else if closing.threads[lane as usize] < THREADS[lane as usize] {
+        closing.count_new(lane, true);
+        let (name, stack) = if lane == Lane::Calls { ("caller", 256 << 10) } else { ("closer", 64 << 10) };
+        let started = std::thread::Builder::new().name(name.into()).stack_size(stack).spawn(move || close_all(lane));
         if started.is_err() {
-            // The next thread that there is closes it.
-            closing.threads[at.0 as usize] -= 1;
+            // The next thread that there is does it.
+            closing.count_new(lane, false);
         }
     }
 }
 
 impl Closing {
-    /// Users that have calls to make, and no thread that makes one.
-    fn ready(&self) -> usize {
-        self.queues.range((Lane::Calls, 0)..).filter(|(_, queue)| !queue.busy && !queue.waiting.is_empty()).count()
+    const fn new() -> Closing {
+        Closing { queues: BTreeMap::new(), threads: [0; 3], idle: [0; 3], served: [0; 3] }
     }
 
-    /// Takes the next descriptor of a user for whom no thread is at work.
+    /// Counts a thread that is started, or one that could not be.
+    fn count_new(&mut self, lane: Lane, starts: bool) {
+        for count in [&mut self.threads, &mut self.idle] {
+            let count = &mut count[lane as usize];
+            *count = if starts { *count + 1 } else { *count - 1 };
+        }
+    }
+
+    /// Users that have something to do, and no thread that does it.
+    fn ready(&self, lane: Lane) -> usize {
+        self.queues.range((lane, 0)..=(lane, u32::MAX)).filter(|(_, queue)| queue.is_ready()).count()
+    }
+
+    /// Takes the next thing to do for a user for whom no thread is at work: of users in turn, so that one who always
+    /// has something is not served before others.
     fn take(&mut self, lane: Lane) -> Option<((Lane, u32), Job)> {
-        let of_lane = self.queues.range_mut((lane, 0)..=(lane, u32::MAX));
-        let (at, queue) = of_lane.into_iter().find(|(_, queue)| !queue.busy && !queue.waiting.is_empty())?;
+        let served = (lane, self.served[lane as usize]);
+        let later = self.queues.range((Bound::Excluded(served), Bound::Included((lane, u32::MAX))));
+        let (at, _) = later.chain(self.queues.range((lane, 0)..=served)).find(|(_, queue)| queue.is_ready())?;
+        let at = *at;
+        self.served[lane as usize] = at.1;
+        let queue = self.queues.get_mut(&at)?;
         queue.busy = true;
-        Some((*at, queue.waiting.pop_front()?))
+        Some((at, queue.waiting.pop_front()?))
     }
 
     fn done(&mut self, at: (Lane, u32)) {
@@ -310,15 +336,16 @@ fn close_all(lane: Lane) {
     // A lock of a socket is waited for whatever signal comes.
     let alarm = (lane == Lane::Sockets).then(Alarm::new).flatten();
     let mut guard = closing();
+    guard.idle[lane as usize] -= 1;
     loop {
         let Some((at, job)) = guard.take(lane) else {
             if lane == Lane::Calls {
-                guard.idle += 1;
-                let rests = |closing: &mut Closing| closing.ready() == 0;
+                guard.idle[lane as usize] += 1;
+                let rests = |closing: &mut Closing| closing.ready(lane) == 0;
                 let (woken, _) = WORK.wait_timeout_while(guard, LINGERS, rests).unwrap_or_else(PoisonError::into_inner);
                 guard = woken;
-                guard.idle -= 1;
-                if guard.ready() > 0 {
+                guard.idle[lane as usize] -= 1;
+                if guard.ready(lane) > 0 {
                     continue;
                 }
             }
@@ -389,7 +416,60 @@ mod tests {
     use super::*;
     use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
+    use std::sync::{Arc, mpsc};
     use std::time::Instant;
+
+    /// Numbers that nobody has.
+    const USERS: std::ops::Range<u32> = 4_000_000_100..4_000_000_200;
+    const OTHER: u32 = 4_000_000_900;
+
+    /// A hundred users' sockets and files are stuck: each of them takes one thread of each kind, and what is another
+    /// one's is done.
+    #[test]
+    fn users_whose_own_is_stuck_hold_up_no_other() {
+        let gate = Arc::new(Mutex::new(()));
+        let held = gate.lock().expect("no panic");
+        for user in USERS {
+            for _ in 0..3 {
+                let [calls, files] = [gate.clone(), gate.clone()];
+                call_for(user, move || drop(calls.lock()));
+                run_for(user, move || drop(files.lock()));
+            }
+        }
+        let (done, is_done) = mpsc::channel();
+        let also = done.clone();
+        call_for(OTHER, move || _ = done.send(Lane::Calls));
+        run_for(OTHER, move || _ = also.send(Lane::Files));
+        let next = || is_done.recv_timeout(Duration::from_secs(60)).expect("what is another user's is done");
+        let mut lanes = [next(), next()];
+        lanes.sort_unstable();
+        assert_eq!(lanes, [Lane::Files, Lane::Calls]);
+        // No other test has calls made.
+        let threads = closing().threads[Lane::Calls as usize];
+        assert!(threads <= USERS.len() + 1, "{threads} threads for {} users and another one", USERS.len());
+        let mut users = USERS;
+        assert!(users.all(|user| has_calls(user) && !has_many_calls(user)));
+        drop(held);
+    }
+
+    /// Whoever always has something to do is not served before others.
+    #[test]
+    fn users_are_served_in_turn() {
+        let mut closing = Closing::new();
+        for user in [1, 2, 1, u32::MAX, 1, 2] {
+            let job = Job::Run(Box::new(|| ()));
+            closing.queues.entry((Lane::Sockets, user)).or_default().waiting.push_back(job);
+        }
+        assert_eq!((closing.ready(Lane::Sockets), closing.ready(Lane::Files)), (3, 0));
+        let served: Vec<u32> = std::iter::from_fn(|| {
+            let (at, _) = closing.take(Lane::Sockets)?;
+            closing.done(at);
+            Some(at.1)
+        })
+        .collect();
+        assert_eq!(served, [1, 2, u32::MAX, 1, 2, 1]);
+        assert!(closing.queues.is_empty());
+    }
 
     /// A connection with SO_LINGER whose peer does not read, with as much unsent data as there is room for.
     fn lingering(listener: &TcpListener) -> (TcpStream, TcpStream) {

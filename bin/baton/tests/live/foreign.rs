@@ -120,7 +120,7 @@ fn a_thousand_sockets_and_a_hundred_files_hold_up_nobody() {
     }
     println!("longest call and threads: {alone:?}, {beside:?} beside them, in {rounds} rounds");
     assert!(beside.0.1 < alone.0.1 + PROMISED, "{beside:?}, {alone:?} without them");
-    // Eight close sockets, eight close files, and no more.
+    // Eight close sockets, one for each user closes files, and no more.
     assert!(beside.1 <= alone.1 + 16, "{beside:?} threads, {alone:?} without them");
     assert_eq!(self::agent(&bed), agent);
 }
