@@ -49,12 +49,16 @@ impl Calls {
         self.bell.as_fd()
     }
 
-    /// Has calls made on a socket that a user's program may hold.
+    /// Has calls made on a socket that a user's program may hold. What the loop drops when they have returned is that
+    /// user's: what was sent as a socket may be a file that does not close.
     pub fn make(&self, user: u32, act: impl FnOnce() -> Completion + Send + 'static) {
         let this = self.clone();
         foreign::call_for(user, move || {
             let completion = act();
-            this.complete(completion);
+            this.complete(Box::new(move |agent| {
+                let _user = foreign::on_behalf_of(user);
+                completion(agent);
+            }));
         });
     }
 

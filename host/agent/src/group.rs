@@ -166,7 +166,7 @@ impl Groups {
         let unused = |group: &Group| group.sessions == 0;
         let old = self.groups.iter().filter(|(_, group)| unused(group) && group.unused_since + UNUSED < now);
         let mut ended: Vec<u64> = old.map(|(name, _)| *name).collect();
-        self.groups.retain(|name, _| !ended.contains(name));
+        ended.iter().for_each(|name| self.remove(*name));
         let mine = self.groups.iter().filter(|(_, group)| group.user == user);
         if mine.clone().count() >= most as usize {
             let oldest =
@@ -174,10 +174,18 @@ impl Groups {
             let Some(oldest) = oldest else {
                 return Err(format!("user {user} has {most} groups of sessions, as many as each may (--groups-per-user)"));
             };
-            self.groups.remove(&oldest);
+            self.remove(oldest);
             ended.push(oldest);
         }
         Ok(ended)
+    }
+
+    /// Removes a group. Its file, which may not close, is closed for its user, whoever's request makes room.
+    fn remove(&mut self, name: u64) {
+        if let Some(group) = self.groups.remove(&name) {
+            let _user = foreign::on_behalf_of(group.user);
+            drop(group);
+        }
     }
 
     pub fn has(&self, name: u64) -> bool {
@@ -201,6 +209,30 @@ impl Groups {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs::File;
+    use std::os::fd::OwnedFd;
+
+    /// Numbers that nobody has.
+    const ITS: u32 = 4_000_000_002;
+    const OTHER: u32 = 4_000_000_003;
+
+    #[test]
+    fn a_groups_file_is_closed_for_its_user() {
+        let gate = Arc::new(Mutex::new(()));
+        let held = gate.lock().expect("no panic");
+        let waits = gate.clone();
+        foreign::run_for(ITS, move || drop(waits.lock()));
+        let mut groups = Groups::default();
+        for name in 0..40 {
+            let file = File::open("/dev/null").expect("a file");
+            groups.add(name, Group::new(ITS, None, Some(Foreign::from(OwnedFd::from(file)))));
+        }
+        // In a request of another user's.
+        let _other = foreign::on_behalf_of(OTHER);
+        (0..40).for_each(|name| groups.remove(name));
+        assert!(foreign::is_stuck(ITS) && !foreign::is_stuck(OTHER));
+        drop(held);
+    }
 
     #[test]
     fn groups_end_when_nobody_uses_them_and_room_is_needed() {

@@ -25,20 +25,20 @@ thread_local! {
     static USER: Cell<u32> = const { Cell::new(u32::MAX) };
 }
 
-/// This thread works on behalf of a user: what it drops is that user's.
+/// This thread works on behalf of a user: what it drops is that user's. Afterwards it works for the one before, whose
+/// number is in here.
 #[derive(Debug)]
-pub struct OnBehalf(());
+pub struct OnBehalf(u32);
 
 /// Makes this thread work on behalf of a user until the result is dropped.
 #[must_use]
 pub fn on_behalf_of(user: u32) -> OnBehalf {
-    USER.set(user);
-    OnBehalf(())
+    OnBehalf(USER.replace(user))
 }
 
 impl Drop for OnBehalf {
     fn drop(&mut self) {
-        USER.set(u32::MAX);
+        USER.set(self.0);
     }
 }
 
@@ -450,6 +450,16 @@ mod tests {
         let mut users = USERS;
         assert!(users.all(|user| has_calls(user) && !has_many_calls(user)));
         drop(held);
+    }
+
+    /// What is dropped for another user in between is that user's alone.
+    #[test]
+    fn a_thread_works_for_the_one_before_again() {
+        let outer = on_behalf_of(OTHER);
+        drop(on_behalf_of(USERS.start));
+        assert_eq!(USER.get(), OTHER);
+        drop(outer);
+        assert_eq!(USER.get(), u32::MAX);
     }
 
     /// Whoever always has something to do is not served before others.

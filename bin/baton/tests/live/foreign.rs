@@ -88,6 +88,20 @@ fn files_that_do_not_close_hold_up_nobody() {
     assert_eq!(agent(&bed), before);
 }
 
+/// Files that do not close count as their user's when they come in place of sockets, too: it is turned away, and others
+/// are served.
+#[test]
+fn files_in_place_of_sockets_are_their_users() {
+    let bed = hosts(TestbedSettings::default());
+    let (other, connection, _streams) = registered(&bed, 8000);
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
+    let before = agent(&bed);
+    let mut hostile = Hostile::start_with(&bed.host_a, &bed.socket(), "", ("files for sockets", 100), Some(file));
+    hostile.await_attack();
+    in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
+    assert_eq!((agent(&bed), listed(&bed)), (before, 0));
+}
+
 /// Another user's program has died with a thousand such sockets, and yet another of its programs sends a hundred files
 /// that do not close. A closed socket of root's sends its FIN as soon as without them, and agent and keeper have few
 /// threads.

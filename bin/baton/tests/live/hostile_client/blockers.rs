@@ -48,6 +48,19 @@ pub fn send_files(socket: &Path, begun: impl Fn()) {
     let _ = std::io::stdin().read(&mut [0]);
 }
 
+/// Sends a file where a socket is to be, so many times, each when the one before has been refused: the agent turns away
+/// who sends much that does not close.
+pub fn register_files(socket: &Path, begun: impl Fn()) {
+    let file = file();
+    let channel = Channel::connect(socket).expect("the agent");
+    let ask = || Ask::Register { inherited: false, process: None };
+    let refused = (0..setting(COUNT, 100)).take_while(|_| ask_on(&channel, ask(), &[file.as_fd()]).is_some()).count();
+    assert!(refused < 64, "{refused} files were taken that do not close");
+    begun();
+    // Until its test ends it.
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
 /// Registers so many connections that linger for a thousand seconds with unsent data, and ends. Its peer must not read.
 pub fn die_with_sockets(path: &Path, begun: impl Fn()) {
     let client = Client::open(path, alone()).expect("a session");

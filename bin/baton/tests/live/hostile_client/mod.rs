@@ -272,6 +272,7 @@ pub fn run() -> bool {
         "liar" => pretend(socket, say, true, None),
         "giver" => pretend(socket, say, true, Some(blockers::file())),
         "files" => blockers::send_files(socket, say),
+        "files for sockets" => blockers::register_files(socket, say),
         "lingers" => blockers::die_with_sockets(socket, say),
         other => panic!("no attack {other:?}"),
     }
