@@ -5,7 +5,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -457,12 +457,19 @@ pub fn random(out: &mut [u8]) -> io::Result<()> {
     if got == wanted { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Most readings of other processes that wait; and those of one user's processes.
-const MOST_READING: usize = 256;
-const MOST_OF_A_USER: usize = 32;
+/// Most readings of other processes that wait.
+const MOST_READING: usize = 1024;
+/// Those of one user's processes take one part in this many of what is free at most: 32 if no others wait, and fewer
+/// the more do. So it takes more than a hundred users to leave none for another.
+const PART_OF_FREE: usize = 32;
 
-/// The processes whose entries are being read.
-static READING: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
+/// Whether a process may be read of whose user's `its` are being read, of `all`.
+fn may_be_read(its: usize, all: usize) -> bool {
+    its * PART_OF_FREE < MOST_READING.saturating_sub(all)
+}
+
+/// The processes whose entries are being read, each with its user.
+static READING: Mutex<BTreeMap<u32, Option<u32>>> = Mutex::new(BTreeMap::new());
 
 /// While this lives something is read of another process, which may hold up the reader.
 #[derive(Debug)]
@@ -472,15 +479,14 @@ impl Reading {
     /// None if an earlier reading of this process has not come to its end, or too many have not: of processes of its
     /// user, or at all.
     pub fn begin(process: u32) -> Option<Reading> {
+        let user = real_user(process);
         let mut reading = READING.lock().unwrap_or_else(PoisonError::into_inner);
-        if reading.len() >= MOST_OF_A_USER {
-            let user = real_user(process);
-            let its = reading.iter().filter(|other| real_user(**other) == user).count();
-            if its >= MOST_OF_A_USER || reading.len() >= MOST_READING {
-                return None;
-            }
+        let its = reading.values().filter(|other| **other == user).count();
+        if reading.contains_key(&process) || !may_be_read(its, reading.len()) {
+            return None;
         }
-        reading.insert(process).then(|| Reading(process))
+        reading.insert(process, user);
+        Some(Reading(process))
     }
 }
 
@@ -743,6 +749,20 @@ pub fn end_on_broken_pipe() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// However many users' processes hold up who reads of them, as many as each may, one of another user's is read.
+    #[test]
+    fn every_user_finds_a_reader() {
+        let alone = (0..MOST_READING).take_while(|its| may_be_read(*its, *its)).count();
+        assert_eq!(alone, 32);
+        let mut all = 0;
+        for user in 0..100 {
+            let its = (0..MOST_READING).take_while(|its| may_be_read(*its, all + its)).count();
+            assert!(its > 0, "user {user} finds {all} readings");
+            all += its;
+        }
+        assert!(!may_be_read(0, MOST_READING));
+    }
 
     /// Ctrl-C is delivered to any thread that does not block it. Those that read of other processes do, also the ones
     /// that were there before this process waited for it with a descriptor.
