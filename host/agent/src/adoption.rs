@@ -33,10 +33,11 @@ use baton_protocol::events::What;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Reply, Request, Until};
 use baton_shm::Region;
+use baton_steering::messages_flow;
 use baton_supervision::SHORTEST_WAIT;
 use baton_wire::{Endpoint, Flow};
 use std::cell::OnceCell;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -309,6 +310,17 @@ pub(crate) fn accept_what_was_held(agent: &mut Agent) {
     }
 }
 
+/// Clears the steering of what the dead agent's NICs had and nobody has any more: connections that they were opening,
+/// or of which the keeper does not know, and listeners, some of which may be the kernel's now.
+fn clear_steering(agent: &mut Agent) {
+    let Agent { sessions, shape, listeners, .. } = agent;
+    let connections = sessions.iter().flatten().flat_map(|session| session.connections.iter().flatten());
+    let messages = sessions.iter().flatten().filter_map(|session| session.opening.messages.as_ref());
+    let flows = connections.map(|connection| connection.flow);
+    let owned: HashSet<Flow> = flows.chain(messages.map(|messages| messages_flow(messages.address.into()))).collect();
+    shape.keep_only(&owned, |local| listeners.accept_at(local));
+}
+
 impl Agent {
     /// Takes over what a dead agent has left. Afterwards every connection is in the kernel, and every program can send
     /// requests again.
@@ -340,8 +352,7 @@ impl Agent {
             session.keep_what_has_ended();
         }
         let any = self.sessions.iter().flatten().any(|session| session.open.is_some());
-        // Those that the dead agent's NICs served: some may be the kernel's now.
-        self.shape.serve_no_more();
+        clear_steering(self);
         for nic in 0..self.nics.len() {
             if any {
                 self.replace_nic(nic)?;

@@ -23,7 +23,7 @@ use crate::datagrams::Datagrams;
 use crate::earlier::Earlier;
 use crate::events::Reasons;
 use crate::flips::{Schedule, Share};
-use crate::ground::{Ground, Shape};
+use crate::ground::{Claims, Ground, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
 use crate::holders::Searches;
@@ -53,7 +53,6 @@ use baton_protocol::program::{Answer, Opening, Reply, Statistics};
 use baton_shm::{Pulse, Region};
 use baton_steering::{Steering, messages_flow};
 use baton_supervision::CrashLoop;
-use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -199,7 +198,7 @@ pub fn run() -> Result<()> {
                 mirrors: mirrors(&hardware).context("the packet sockets for what the kernel sends")?,
                 devices: Box::new(devices(&hardware, inherited.devices(), index, &settings, &routes)?),
                 injector,
-                claimed: HashSet::new(),
+                claims: Claims::default(),
                 _injector_link: injector_link,
             }
         }

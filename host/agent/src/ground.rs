@@ -16,8 +16,8 @@ use baton_linux::netlink::{Changes, Netlink};
 use baton_linux::report;
 use baton_moves::{Refusal, Step};
 use baton_shm::Region;
-use baton_steering::{Path, Steer, Steering};
-use baton_wire::Flow;
+use baton_steering::{Path, Steer, Steering, listener_flow, messages_flow};
+use baton_wire::{Endpoint, Flow};
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -36,11 +36,42 @@ pub(crate) enum Shape {
         mirrors: Vec<Mirrors>,
         devices: Box<Devices>,
         injector: OwnedFd,
-        /// Flows of connections that are to go to a NIC and are not steered yet.
-        claimed: HashSet<Flow>,
+        claims: Claims,
         /// Keeps the injector's BPF program attached.
         _injector_link: OwnedFd,
     },
+}
+
+/// Flows of connections that no NIC has, and that are not the kernel's alone.
+#[derive(Default)]
+pub(crate) struct Claims {
+    /// Those that are to go to a NIC and are not steered yet.
+    coming: HashSet<Flow>,
+    /// Those that are steered still since an agent has died: its NICs had made them for listeners, and no program had
+    /// accepted them. A NIC makes each again when its client sends something.
+    unaccepted: HashSet<Flow>,
+}
+
+/// What becomes of a flow with which an agent that has died has left the steering.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Left {
+    Owned,
+    Unaccepted,
+    /// No NIC has it any more, and none will.
+    Nobodys,
+}
+
+impl Left {
+    /// `is_clients` says whether it is stolen, and its local end a listener's.
+    fn of(flow: &Flow, owned: &HashSet<Flow>, is_clients: impl FnOnce() -> bool) -> Left {
+        // Listeners are served anew, and what is made for them is bound to no device.
+        let is_connection = *flow != listener_flow(flow.local) && *flow != messages_flow(flow.local);
+        match () {
+            () if owned.contains(flow) => Left::Owned,
+            () if is_connection && flow.device == 0 && is_clients() => Left::Unaccepted,
+            () => Left::Nobodys,
+        }
+    }
 }
 
 impl Shape {
@@ -61,26 +92,54 @@ impl Shape {
     /// such frames to either of them.)
     #[must_use]
     pub fn claim(&mut self, flow: &Flow) -> bool {
-        let Shape::Beside { steering, claimed, devices, .. } = self else { return true };
-        let taken = |flow: Flow| claimed.contains(&flow) || steering.has(&flow);
+        let Shape::Beside { steering, claims: Claims { coming, .. }, devices, .. } = self else { return true };
+        let taken = |flow: Flow| coming.contains(&flow) || steering.has(&flow);
         let elsewhere = || flow.device != 0 && taken(flow.by(0));
         let bound = || flow.device == 0 && steering.has_bound() && devices.attached().any(|device| taken(flow.by(device)));
         let free = !taken(*flow) && !elsewhere() && !bound();
-        free && claimed.insert(*flow)
+        free && coming.insert(*flow)
     }
 
     /// Gives up a claim, if it is not steered yet.
     pub fn give_up_claim(&mut self, flow: &Flow) {
-        if let Shape::Beside { claimed, .. } = self {
-            claimed.remove(flow);
+        if let Shape::Beside { claims, .. } = self {
+            claims.coming.remove(flow);
         }
+    }
+
+    /// Removes the flows with which an agent that has died has left the steering, but for the `owned` ones. What their
+    /// peers send is the kernel's then, which resets them; and another connection can have the 4-tuple, of which the
+    /// kernel could send nothing before. Those that a NIC makes again stay while their listener, of which `listens`
+    /// tells, is served.
+    pub fn keep_only(&mut self, owned: &HashSet<Flow>, listens: impl Fn(Endpoint) -> bool) {
+        let Shape::Beside { steering, claims, .. } = self else { return };
+        for flow in steering.flows() {
+            let is_clients = || listens(flow.local) && steering.steer_of(&flow) == Some(Steer::Steal);
+            match Left::of(&flow, owned, is_clients) {
+                Left::Owned => {}
+                Left::Unaccepted => _ = claims.unaccepted.insert(flow),
+                Left::Nobodys => {
+                    if let Err(error) = steering.remove(&flow) {
+                        report!("baton agent: {flow:?} is still kept from the kernel: {error}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Removes those flows at a local end that were to be made again: its listener is the kernel's now.
+    pub fn forget_unaccepted(&mut self, local: Endpoint) {
+        let Shape::Beside { claims, .. } = self else { return };
+        let gone: Vec<Flow> = claims.unaccepted.iter().filter(|flow| flow.local == local).copied().collect();
+        gone.iter().for_each(|flow| self.unsteer(flow));
     }
 
     /// Sets what the steering does with a connection's frames, beside the kernel.
     pub fn steer(&mut self, flow: &Flow, path: &Path, steer: Steer) -> Result<(), Refusal> {
         match self {
             Shape::Inline { .. } => Ok(()),
-            Shape::Beside { steering, mirrors, .. } => {
+            Shape::Beside { steering, mirrors, claims, .. } => {
+                claims.unaccepted.remove(flow);
                 for (nic, mirrors) in (0..).zip(mirrors) {
                     mirrors.set(flow, steer == Steer::Mirror && nic == path.nic);
                 }
@@ -102,7 +161,8 @@ impl Shape {
     /// Removes a connection that has ended on the NIC. If the NIC made it for a listener, it goes on to get what its
     /// peer sends, as in the handshake, and waits for the peer's FIN.
     pub fn end(&mut self, flow: &Flow) {
-        if let Shape::Beside { steering, mirrors, .. } = self {
+        if let Shape::Beside { steering, mirrors, claims, .. } = self {
+            claims.unaccepted.remove(flow);
             mirrors.iter_mut().for_each(|mirrors| mirrors.set(flow, false));
             if let Err(error) = steering.remove(flow) {
                 report!("baton agent: {flow:?} is still kept from the kernel: {error}");
@@ -199,5 +259,24 @@ impl Ground<'_> {
     pub fn tracker_of(&mut self, serial: u64) -> Option<&Netlink> {
         let netfilter = self.guards.netfilter()?;
         (!self.known.is_untracked(netfilter, serial, self.latest)).then_some(netfilter)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_nobody_has_and_no_nic_makes_again_is_cleared() {
+        let local = Endpoint::v4([10, 0, 0, 1], 80);
+        let flow = |port| Flow { local, remote: Endpoint::v4([10, 0, 0, 2], port), device: 0 };
+        let owned = HashSet::from([flow(1000), messages_flow(local)]);
+        let left = |flow: Flow, is_clients| Left::of(&flow, &owned, || is_clients);
+        for is_clients in [false, true] {
+            assert_eq!((left(flow(1000), is_clients), left(messages_flow(local), is_clients)), (Left::Owned, Left::Owned));
+            let others = [flow(1000).by(7), listener_flow(local), messages_flow(Endpoint { port: 81, ..local })];
+            assert_eq!(others.map(|one| left(one, is_clients)), [Left::Nobodys; 3]);
+        }
+        assert_eq!((left(flow(1001), true), left(flow(1001), false)), (Left::Unaccepted, Left::Nobodys));
     }
 }

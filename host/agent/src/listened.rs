@@ -61,15 +61,9 @@ impl Shape {
     /// The kernel gets what clients send to an endpoint, but for connections that the NIC has.
     fn leave_to_kernel(&mut self, address: SocketAddr) {
         self.unsteer(&listener_flow(address.into()));
+        self.forget_unaccepted(address.into());
         if let Shape::Beside { steering, .. } = self {
             steering.forget_handshakes(address.into());
-        }
-    }
-
-    /// The kernel gets what clients send to any listener, until each is served again.
-    pub fn serve_no_more(&mut self) {
-        if let Shape::Beside { steering, .. } = self {
-            steering.forget_listeners();
         }
     }
 

@@ -5,6 +5,7 @@
 //! room for. Programs learn of them by a socket, from which they read one byte for each connection before they ask for
 //! it ([`Ask::Accept`]); several processes may share a listener, and its queue.
 
+mod ends;
 mod share;
 #[cfg(test)]
 mod tests;

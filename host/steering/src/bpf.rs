@@ -160,7 +160,8 @@ pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
     count
 }
 
-fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, mut visit: impl FnMut(&[u8])) {
+/// Shows all keys.
+pub(crate) fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, mut visit: impl FnMut(&[u8])) {
     let mut key: Option<Vec<u8>> = None;
     loop {
         let mut attributes = [0; 32];

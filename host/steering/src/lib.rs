@@ -274,12 +274,6 @@ impl Steering {
         bpf::update(self.kinds.as_fd(), &programs::LISTENERS.to_ne_bytes(), &u32::from(listening).to_ne_bytes())
     }
 
-    /// Removes all listeners, with which an agent that has died may have left the map.
-    pub fn forget_listeners(&self) {
-        let part = LISTENER_PORT.to_be_bytes();
-        bpf::clear(self.flows.as_fd(), programs::KEY_BYTES, |key| key[16..32] == [0; 16] && key[34..36] == part);
-    }
-
     /// Forgets the handshakes at an endpoint: the kernel gets what their clients send.
     pub fn forget_handshakes(&self, local: Endpoint) {
         let part = key(&listener_flow(local));
@@ -305,6 +299,21 @@ impl Steering {
         bpf::has(self.flows.as_fd(), &key(flow), programs::VALUE_BYTES)
     }
 
+    /// What happens to a flow's frames. None if it is not steered.
+    pub fn steer_of(&self, flow: &Flow) -> Option<Steer> {
+        let mut value = [0; programs::VALUE_BYTES];
+        let found = bpf::read(self.flows.as_fd(), &key(flow), &mut value);
+        let steals = value[..4] == (Steer::Steal as u32).to_ne_bytes();
+        found.then_some(if steals { Steer::Steal } else { Steer::Mirror })
+    }
+
+    /// The flows that are steered, [`messages_flow`]s and [`listener_flow`]s among them.
+    pub fn flows(&self) -> Vec<Flow> {
+        let mut flows = Vec::new();
+        bpf::for_each_key(self.flows.as_fd(), programs::KEY_BYTES, |key| flows.extend(key.try_into().map(flow_of)));
+        flows
+    }
+
     /// Number of flows that are steered.
     pub fn count(&self) -> usize {
         bpf::count(self.flows.as_fd(), programs::KEY_BYTES)
@@ -317,6 +326,16 @@ fn key(flow: &Flow) -> [u8; programs::KEY_BYTES] {
     key[..programs::ENDS].copy_from_slice(&ends(flow));
     key[programs::ENDS..].copy_from_slice(&flow.device.to_ne_bytes());
     key
+}
+
+/// The flow with this [`key`].
+fn flow_of(key: &[u8; programs::KEY_BYTES]) -> Flow {
+    let end = |address: usize, port: usize| Endpoint {
+        address: std::array::from_fn(|byte| key[address + byte]),
+        port: u16::from_be_bytes([key[port], key[port + 1]]),
+    };
+    let device = u32::from_ne_bytes(std::array::from_fn(|byte| key[programs::ENDS + byte]));
+    Flow { local: end(0, 32), remote: end(16, 34), device }
 }
 
 /// A 4-tuple in that order: addresses, then ports in network order.
@@ -332,6 +351,15 @@ fn ends(flow: &Flow) -> [u8; programs::ENDS] {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_flow_has_one_key() {
+        let local = Endpoint::v6(std::array::from_fn(|byte| byte as u8 + 1), 0x1234);
+        for remote in [Endpoint::v4([10, 0, 0, 1], 80), Endpoint::v6([0xfe; 16], 65_535)] {
+            let flow = Flow { local, remote, device: 0x0102_0304 };
+            assert_eq!(flow_of(&key(&flow)), flow);
+        }
+    }
 
     /// Needs the right to load BPF programs.
     #[test]
@@ -371,8 +399,14 @@ mod tests {
         steering.forget_handshakes(flow.local);
         steering.set(&listener_flow(flow.local), &path, Steer::Steal).unwrap();
         steering.set(&messages_flow(flow.local), &path, Steer::Steal).unwrap();
-        steering.forget_listeners();
-        assert_eq!(steering.count(), 2, "the other two stay");
+        let mut all = vec![flow.reversed(), listener_flow(flow.local), messages_flow(flow.local)];
+        all.sort_unstable();
+        let mut found = steering.flows();
+        found.sort_unstable();
+        assert_eq!(found, all);
+        steering.set(&flow, &path, Steer::Mirror).unwrap();
+        let steers = [flow, flow.reversed(), flow.by(7)].map(|one| steering.steer_of(&one));
+        assert_eq!(steers, [Some(Steer::Mirror), Some(Steer::Steal), None]);
         steering.set_listening(false).unwrap();
     }
 }

@@ -14,6 +14,20 @@ fn listener(granted: Range<u32>, made: Range<u32>) -> Listener {
     Listener { granted, waiting, ..Listener::new(listening, Limits::default(), ours, theirs.into()) }
 }
 
+/// A client of a listener that a program has may come again.
+#[test]
+fn the_ends_of_listeners_are_known() {
+    let mut listeners = Listeners::new();
+    listeners.by_id.insert(1, listener(0..0, 0..0));
+    let local = listeners.by_id[&1].listening.local;
+    let other = SocketAddr::from(([127, 0, 0, 2], local.port()));
+    assert!(!listeners.accept_at(local.into()), "no program has it");
+    listeners.by_id.entry(1).and_modify(|listener| _ = listener.sessions.insert(7));
+    assert!(listeners.accept_at(local.into()));
+    assert!(!listeners.accept_at(other.into()), "another address");
+    assert!(!listeners.accept_at(SocketAddr::new(local.ip(), local.port() ^ 1).into()), "another port");
+}
+
 #[test]
 fn all_listeners_together_have_a_quarter_of_the_slots() {
     let mut listeners = Listeners::new();

@@ -1,15 +1,19 @@
 //! Connections that a program under full offload opens, and how that fails.
 
-use super::{bed, count, on_b, statistics};
+use super::{bed, connections, count, on_b, start_printing, statistics, wait_until};
 use crate::common::hosts;
 use crate::scratch::text;
 use baton_abi::layout::Counter;
-use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
-use std::net::{SocketAddr, TcpListener};
+use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
+use baton_linux::process;
+use baton_protocol::program::{Ask, Place, Reply};
+use std::io::Write;
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::{Command, Stdio};
 
 in_both_shapes! {
     connecting_fails_as_natively
+    what_a_dead_agent_was_opening_can_be_opened_again
 }
 
 /// Connects in every way to an echo server (address and port), and to a port where nobody listens (the next one).
@@ -192,4 +196,56 @@ fn connecting_fails_as_natively(beside: bool) {
     let opens = ["open"; 8].join(" ");
     assert_eq!(ours, format!("EHOSTUNREACH\nEHOSTUNREACH\nECONNREFUSED\nETIMEDOUT\nin time\nEADDRNOTAVAIL {opens}\n"));
     drop(listener);
+}
+
+/// Begins to connect from one port, gives that up when it is told to, and connects from there again.
+const AGAIN: &str = "
+import socket, sys
+def begin():
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    one.bind((sys.argv[1], 41000))
+    return one
+first = begin()
+first.setblocking(False)
+first.connect_ex((sys.argv[2], 6004))
+print('begun', flush=True)
+sys.stdin.readline()
+first.close()
+again = begin()
+again.settimeout(20)
+again.connect((sys.argv[2], 6004))
+print('open', flush=True)
+";
+
+/// The agent dies while the NIC opens a connection: nobody has its 4-tuple any more, and another one can have it.
+fn what_a_dead_agent_was_opening_can_be_opened_again(beside: bool) {
+    let bed = bed(beside);
+    let peer = SocketAddr::new(address_b(false), 6004);
+    let _listener = bed.host_b.run(|| TcpListener::bind(peer)).expect("a listener");
+    // The kernel knows the neighbour from then on.
+    drop(bed.host_a.run(|| TcpStream::connect(peer)).expect("a connection"));
+    let nft = |line: &str| {
+        let words: Vec<&str> = ["nft"].into_iter().chain(line.split(' ')).collect();
+        let done = on_b(&bed, &words);
+        assert!(done.status.success(), "{line}: {}", text(&done.stderr));
+    };
+    nft("add table inet wall");
+    nft("add chain inet wall in { type filter hook input priority 0 ; }");
+    nft("add rule inet wall in tcp dport 6004 drop");
+    let [from, to] = [address_a(false), address_b(false)].map(|address| address.to_string());
+    let (mut program, mut lines) = start_printing(&bed, &["python3", "-c", AGAIN, &from, &to]);
+    let mut said = || lines.next().and_then(Result::ok);
+    assert_eq!(said().as_deref(), Some("begun"));
+    let opens = || connections(&bed).iter().any(|one| one.peer.ends_with(":6004") && one.made_by == Place::Nic);
+    wait_until("the NIC opens it", opens);
+    let first = statistics(&bed);
+    process::signal(first.agent_process, libc::SIGKILL).expect("a signal");
+    wait_until("the next NIC", || {
+        let answer = bed.tool().and_then(|mut tool| tool.ask(Ask::Statistics));
+        matches!(answer, Ok(Reply::Statistics(now)) if now.nic_process != first.nic_process)
+    });
+    nft("delete table inet wall");
+    writeln!(program.0.stdin.as_mut().expect("its input"), "go on").expect("it reads");
+    assert_eq!(said().as_deref(), Some("open"));
 }
