@@ -382,16 +382,17 @@ impl Agent {
         diagnosis::is_listening(&self.diagnosis, listener.listening.local, listener.listening.cookie).unwrap_or(true)
     }
 
-    /// Polls the listeners: a program that closes one is to say so, but need not, and another socket may listen at its
-    /// port then. Returns whether there are any.
-    pub(crate) fn look_at_listeners(&mut self) -> bool {
-        for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
+    /// Polls up to `most` listeners: a program that closes one is to say so, but need not, and another socket may
+    /// listen at its port then. Returns where the next poll begins, and whether there are any.
+    pub(crate) fn look_at_listeners(&mut self, from: u32, most: usize) -> (u32, bool) {
+        let (turn, next) = share::turn(&self.listeners.by_id, from, most);
+        for id in turn {
             if !self.still_listens(id) {
                 self.end_listener(id);
             }
         }
         self.grant_what_is_missing();
-        !self.listeners.by_id.is_empty()
+        (next, !self.listeners.by_id.is_empty())
     }
 
     /// Ends a listener for all its sessions.

@@ -27,8 +27,8 @@ const ESTALE: i32 = 116;
 
 /// Polling period, in microseconds.
 pub(crate) const PERIOD: u64 = 200_000;
-/// Connections polled at a time; the others follow in the next period. And connections of which it is found out whether
-/// they are idle, which needs no system call.
+/// Connections, UDP sockets and listeners polled at a time; the others follow in the next period. And connections of
+/// which it is found out whether they are idle, which needs no system call.
 const MOST: usize = 256;
 const MOST_IDLE: usize = 1024;
 /// Connections whose pages are returned in one period: each stands still for a moment, and the agent is busy for as
@@ -58,10 +58,11 @@ pub(crate) struct Looks {
     routes_due: u64,
     /// Ways of sessions for messages are to be looked up again.
     pub hosts: bool,
-    /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket at which it
-    /// begins.
+    /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket and the listener
+    /// at which it begins.
     sockets_due: u64,
     sockets_from: u32,
+    listeners_from: u32,
     /// Pages to be returned that no connection has any more.
     pub returns: Returns,
 }
@@ -193,7 +194,9 @@ impl Agent {
         if self.looks.sockets_due != 0 && now >= self.looks.sockets_due {
             let (next, any) = self.look_at_datagrams(self.looks.sockets_from, MOST);
             self.looks.sockets_from = next;
-            let any = self.look_at_listeners() | self.look_at_messages() | any;
+            let (next, listening) = self.look_at_listeners(self.looks.listeners_from, MOST);
+            self.looks.listeners_from = next;
+            let any = listening | self.look_at_messages() | any;
             self.looks.sockets_due = if any { now + PERIOD } else { 0 };
         }
         if self.looks.returns.due != 0 && now >= self.looks.returns.due {
