@@ -40,6 +40,9 @@ const SETTLING: u64 = 100_000;
 const SOON: u64 = 5_000;
 /// Destinations whose routes are looked up one by one; if there are more, all are.
 const MOST_DESTINATIONS: usize = 64;
+/// Looking them up takes one part in this many of the time at most: whoever can send a message to this host can claim
+/// that packets to many destinations were too big.
+const ROUTES_PART: u64 = 10;
 
 /// Times of the next polls, and what they cover.
 #[derive(Default)]
@@ -53,9 +56,11 @@ pub(crate) struct Looks {
     /// The same for idle connections. The next period goes on behind the last one whose pages were returned, however
     /// many wait.
     idle_from: (u32, u32),
-    /// Destinations for which packets were too big, and the time at which their routes are looked up.
+    /// Destinations for which packets were too big, and the time at which their routes are looked up; 0 while there are
+    /// none. And the time before which none are.
     destinations: HashSet<IpAddr>,
     routes_due: u64,
+    routes_rest: u64,
     /// Ways of sessions for messages are to be looked up again.
     pub hosts: bool,
     /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket and the listener
@@ -84,6 +89,18 @@ impl Looks {
             self.due = monotonic_micros() + PERIOD;
         }
         first
+    }
+
+    /// Plans to look up the routes to destinations for which packets were too big.
+    fn plan_routes(&mut self, now: u64) {
+        if self.routes_due == 0 {
+            self.routes_due = (now + SOON).max(self.routes_rest);
+        }
+    }
+
+    /// Notes that routes have been looked up.
+    fn note_routes(&mut self, begun: u64, ended: u64) {
+        self.routes_rest = ended + (ROUTES_PART - 1) * ended.saturating_sub(begun);
     }
 }
 
@@ -190,6 +207,7 @@ impl Agent {
             let destinations = std::mem::take(&mut self.looks.destinations);
             let all = destinations.len() > MOST_DESTINATIONS;
             self.follow_ways(|connection| all || destinations.contains(&connection.peer().ip().to_canonical()));
+            self.looks.note_routes(now, monotonic_micros());
         }
         if self.looks.sockets_due != 0 && now >= self.looks.sockets_due {
             let (next, any) = self.look_at_datagrams(self.looks.sockets_from, MOST);
@@ -308,8 +326,29 @@ impl Agent {
                 }
             });
         }
-        if !destinations.is_empty() && self.looks.routes_due == 0 {
-            self.looks.routes_due = monotonic_micros() + SOON;
+        if !destinations.is_empty() {
+            self.looks.plan_routes(monotonic_micros());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// However often somebody says that packets were too big, others are served for nine tenths of the time.
+    #[test]
+    fn routes_are_looked_up_in_a_tenth_of_the_time() {
+        let mut looks = Looks::default();
+        looks.plan_routes(1_000);
+        looks.plan_routes(2_000);
+        assert_eq!(looks.routes_due, 1_000 + SOON);
+        looks.routes_due = 0;
+        looks.note_routes(1_000_000, 1_100_000);
+        looks.plan_routes(1_100_001);
+        assert_eq!(looks.routes_due, 2_000_000);
+        looks.routes_due = 0;
+        looks.plan_routes(3_000_000);
+        assert_eq!(looks.routes_due, 3_000_000 + SOON);
     }
 }
