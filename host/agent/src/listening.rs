@@ -5,7 +5,6 @@
 //! room for. Programs learn of them by a socket, from which they read one byte for each connection before they ask for
 //! it ([`Ask::Accept`]); several processes may share a listener, and its queue.
 
-mod ends;
 mod share;
 #[cfg(test)]
 mod tests;
@@ -34,8 +33,7 @@ use baton_image::Image;
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::Foreign;
 use baton_linux::netlink::Netlink;
-use baton_linux::report;
-use baton_linux::{diagnosis, rtnetlink};
+use baton_linux::{diagnosis, report, rtnetlink};
 use baton_moves::{Event, Move, Phase, Refusal, Step};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::{Listen, ToNic};

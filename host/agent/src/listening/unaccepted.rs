@@ -1,9 +1,21 @@
-//! Connections that no program has accepted: how they end, and what a NIC needs before their clients' frames flow.
+//! Connections that no program has accepted: where they may be, how they end, and what a NIC needs before their
+//! clients' frames flow.
 
-use super::{Listeners, Waiting};
+use super::{Listener, Listeners, Waiting};
 use crate::agent::Agent;
 use crate::journal;
 use baton_linux::events::monotonic_micros;
+use baton_wire::Endpoint;
+use std::net::SocketAddr;
+
+impl Listeners {
+    /// Whether a program has a listener that accepts connections to an endpoint of this host.
+    pub fn accept_at(&self, local: Endpoint) -> bool {
+        let (address, port) = (SocketAddr::from(local).ip(), local.port);
+        let is_there = |one: &Listener| one.listening.local.port() == port && one.listening.accepts(address);
+        self.by_id.values().any(|listener| !listener.sessions.is_empty() && is_there(listener))
+    }
+}
 
 /// Drops a connection that no program will accept: its peer is reset, as by a kernel whose listener is closed.
 pub(super) fn reset(agent: &mut Agent, waiting: &Waiting) {
