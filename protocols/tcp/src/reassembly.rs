@@ -155,10 +155,23 @@ impl Reassembly {
         }
     }
 
+    /// The range that begins at `left` has grown last. An entry that lies in the same range as another one, since they
+    /// were merged, or in none, since it was passed, is dropped: it would take the place of a range that is there.
     fn touch(&mut self, left: u32) {
-        let at = self.recent.iter().position(|seq| *seq == left).unwrap_or(self.recent.len() - 1);
-        self.recent[..=at].rotate_right(1);
-        self.recent[0] = left;
+        let mut recent = [left; 4];
+        let mut used = [usize::MAX; 4];
+        used[0] = self.range_at(left).unwrap_or(usize::MAX);
+        let mut count = 1;
+        for seq in self.recent {
+            if let Some(at) = self.range_at(seq)
+                && count < recent.len()
+                && !used.contains(&at)
+            {
+                (recent[count], used[count]) = (seq, at);
+                count += 1;
+            }
+        }
+        self.recent = recent;
     }
 }
 
@@ -189,6 +202,27 @@ mod tests {
         assert_eq!(r.advance(u32::MAX - 5), 2);
         assert_eq!(r.advance(12), 40);
         assert!(r.is_empty());
+    }
+
+    /// RFC 2018 section 4: as many blocks as fit, of the ranges that grew last, also when one was merged with another
+    /// or passed in between.
+    #[test]
+    fn ranges_that_are_gone_take_no_place_in_a_report() {
+        let mut merged = Reassembly::default();
+        for (left, right) in [(499, 999), (2399, 2409), (3999, 4000), (1498, 2498), (3898, 3998)] {
+            assert!(merged.insert(left, right, 64));
+        }
+        assert_eq!(merged.sack_blocks(4).as_slice(), [(3898, 3998), (1498, 2498), (3999, 4000), (499, 999)]);
+        assert_eq!(merged.sack_blocks(3).as_slice(), [(3898, 3998), (1498, 2498), (3999, 4000)]);
+        let mut passed = Reassembly::default();
+        for (left, right) in [(30, 40), (50, 60), (70, 80), (10, 20)] {
+            assert!(passed.insert(left, right, 64));
+        }
+        assert_eq!(passed.advance(10), 20);
+        assert!(passed.insert(90, 100, 64));
+        assert_eq!(passed.sack_blocks(4).as_slice(), [(90, 100), (70, 80), (50, 60), (30, 40)]);
+        assert!(passed.insert(25, 35, 64), "a range that grows to the left");
+        assert_eq!(passed.sack_blocks(4).as_slice(), [(25, 40), (90, 100), (70, 80), (50, 60)]);
     }
 
     #[test]

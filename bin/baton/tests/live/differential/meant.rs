@@ -429,9 +429,10 @@ pub const MEANT: &[Meant] = &[
                 let is_new = played.segment.length > 0 && played.is_plain() && next < played.end;
                 is_new && !has(kernel, next, played.end) && has(nic, next, played.end)
             };
-            // Without SACK blocks only the answer tells.
+            // Of what it had before, and without SACK blocks, only the answer tells.
             let is_data = |played: Played<'_>| played.segment.length > 0 && played.is_plain();
-            let silent = it.parts == ["answered"] && !kernel.wire.answered && it.last().is_some_and(is_data);
+            let of_answers = it.parts.iter().all(|part| ["answered", "sacked"].contains(part));
+            let silent = of_answers && !kernel.wire.answered && nic.wire.answered && it.last().is_some_and(is_data);
             let of_window = it.parts.iter().any(|part| ["open", "shrunk"].contains(part));
             (kernel.wire.shrunk || !of_window) && it.fills_the_buffer() && (silent || it.any(lacks))
         },
