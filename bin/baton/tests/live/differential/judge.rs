@@ -1,8 +1,8 @@
 //! Compares what the lanes of a script have seen, and counts the differences by kind.
 
-use super::Outcome;
 use super::meant::{Difference, Meant};
-use super::script::{Script, Step};
+use super::script::{SEGMENT, Script, Step};
+use super::stage::Outcome;
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -47,6 +47,7 @@ fn parts(kernel: &[Outcome], nic: &[Outcome], at: usize) -> Vec<&'static str> {
 
 fn kind(step: Option<&Step>) -> String {
     match step {
+        Some(Step::Segment(segment)) if segment.length > SEGMENT => format!("large {:?}", segment.flags),
         Some(Step::Segment(segment)) => format!("{:?}", segment.flags),
         Some(Step::Write(_)) => "write".into(),
         Some(Step::Read(_)) => "read".into(),
@@ -88,12 +89,19 @@ impl Tally {
             seen.0 += 1;
             if seen.1.len() < 3 {
                 let before: Vec<String> = script.steps[..at].iter().map(|step| format!("{step:?}")).collect();
+                let window = |lane: &[Outcome]| {
+                    let before = at.checked_sub(1).map(|before| (lane[before].wire.acknowledged, lane[before].edge));
+                    before.map_or_else(String::new, |(left, right)| format!("{left}..{right}"))
+                };
                 let example = format!(
-                    "script {number} ({:?}, SO_RCVBUF {:?}), after [{}]: {step:?}\n      kernel {:?}\n      nic    {:?}",
+                    "script {number} ({:?}, SO_RCVBUF {:?}), after [{}]: {step:?}\n      kernel (window {}) {:?}\n      \
+                     nic    (window {}) {:?}",
                     script.offer,
                     script.receive_buffer,
                     before.join("; "),
+                    window(first),
                     first[at],
+                    window(moved),
                     moved[at]
                 );
                 seen.1.push(example);

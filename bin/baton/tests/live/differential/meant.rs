@@ -1,11 +1,15 @@
 //! The differences between the kernel's answers and the NIC's that are meant.
 
-use super::script::{Script, Segment, Step};
-use super::{OPENING, Outcome};
+use super::script::{SEGMENT, Script, Segment, Step};
+use super::stage::{OPENING, Outcome};
 use baton_wire::Flags;
 
 /// Right edges of the smallest and the largest window of a connection that has just moved.
-const FIRST_EDGES: (i32, i32) = (60_000, 120_000);
+const FIRST_EDGES: (i32, i32) = (63_500, 120_000);
+/// Bytes of SO_RCVBUF that a socket has which does not set it: the test bed's tcp_rmem.
+const RECEIVE_BUFFER: i32 = 131_072;
+/// Bytes that use up half of the smallest window.
+const HALF_A_WINDOW: i32 = 30_000;
 
 /// A difference between the kernel and the NIC in one step of a script.
 pub struct Difference<'a> {
@@ -54,6 +58,11 @@ impl Played<'_> {
 
     fn is_plain(&self) -> bool {
         self.has(Flags::ACK) && !self.has(Flags::SYN | Flags::RST)
+    }
+
+    /// It begins inside of one of the windows, and ends beyond one of them.
+    fn ends_beyond(&self) -> bool {
+        self.end > self.edges.0 && self.start <= self.edges.1
     }
 }
 
@@ -110,10 +119,18 @@ impl<'a> Difference<'a> {
         self.script.offer.scale.unwrap_or(0)
     }
 
-    /// Whether the segments cost Linux more than SO_RCVBUF, which it doubles, at up to 2 KB each beside their bytes.
+    /// Whether the segments cost Linux more than SO_RCVBUF, which it doubles where it is set, at up to 2 KB each beside
+    /// their bytes; a large frame has its bytes in pages, too.
     fn fills_the_buffer(&self) -> bool {
-        let cost: i32 = self.played().iter().map(|played| 2048 + i32::from(played.segment.length)).sum();
-        self.script.receive_buffer.is_some_and(|bytes| cost > 2 * bytes)
+        let beside = |length| if length > SEGMENT { 2048 + 4096 } else { 2048 };
+        let cost = |played: &Played<'_>| beside(played.segment.length) + i32::from(played.segment.length);
+        let cost: i32 = self.played().iter().map(cost).sum();
+        cost > self.script.receive_buffer.map_or(RECEIVE_BUFFER, |bytes| 2 * bytes)
+    }
+
+    /// Whether the peer has sent so much that how large a window is, and when it opens, makes a difference.
+    fn uses_the_window(&self) -> bool {
+        self.played().iter().map(|played| i32::from(played.segment.length)).sum::<i32>() > HALF_A_WINDOW
     }
 
     /// One of the two has sent less than the program has written.
@@ -151,10 +168,10 @@ impl Meant {
         Some(found)
     }
 
-    /// It is about an answer that was or was not given, and changes nothing: what follows in a script is compared as
-    /// well.
+    /// It is about an answer that was or was not given, or whether a window is open, and changes nothing: what follows
+    /// in a script is compared as well.
     pub fn is_passing(&self) -> bool {
-        self.parts.iter().all(|part| ["answered", "sacked"].contains(part))
+        self.parts.iter().all(|part| ["answered", "sacked", "open"].contains(part))
     }
 
     /// Its row in the document.
@@ -409,8 +426,32 @@ pub const MEANT: &[Meant] = &[
         rfc: "RFC 9293 section 3.10.7.4, RFC 5961 section 3.2",
         nic: "what lies inside of the window is taken, and a reset at RCV.NXT counts; windows differ in size",
         linux: "taken whole, if the queue is empty, or dropped",
-        parts: &["answered", "acknowledged", "sacked"],
-        holds: |it| it.any(|played| played.end > played.edges.0 && played.start <= played.edges.1),
+        parts: &["answered", "acknowledged", "sacked", "open"],
+        holds: |it| it.any(Played::ends_beyond),
+    },
+    Meant {
+        name: "an acknowledgement beside data that ends beyond a window",
+        rfc: "RFC 9293 section 3.10.7.4",
+        nic: "counts, with what lies inside of the window",
+        linux: "dropped with the segment, unless that is taken whole",
+        parts: &["answered", "sent", "fin"],
+        holds: |it| it.something_waits() && it.any(|played| played.ends_beyond() && played.is_plain()),
+    },
+    Meant {
+        name: "when a window update goes out",
+        rfc: "RFC 9293 section 3.8.6.2.2",
+        nic: "when a quarter of receive memory was read since, and less than half of it is offered",
+        linux: "when the window can be doubled; a segment's room is free when all of it was read",
+        parts: &["answered", "sacked"],
+        holds: |it| matches!(it.script.steps.get(it.at), Some(Step::Read(_))) && it.uses_the_window(),
+    },
+    Meant {
+        name: "how much there is room for",
+        rfc: "RFC 9293 section 3.8.6.2.2",
+        nic: "as much as receive memory holds",
+        linux: "an estimate by what segments have cost so far: of large frames the same memory holds more",
+        parts: &["open"],
+        holds: |it| !it.now().0.wire.shrunk && it.uses_the_window(),
     },
     Meant {
         name: "data that Linux has no memory for",

@@ -1,11 +1,11 @@
 //! One peer of one connection, as a script plays it, and what is seen of the connection's answers.
 
-use super::script::{Offer, Segment};
-use super::{CLOSED, FENCE, endpoint, peers};
+use super::script::{Offer, SEGMENT, Segment};
+use super::stage::{CLOSED, FENCE, endpoint, peers};
 use baton_bed::testbed::{MAC_A, MAC_B, address_a};
-use baton_device::{Checksum, Frame};
+use baton_device::{Checksum, Frame, Segmentation};
 use baton_sim::stream;
-use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
+use baton_wire::frame::{ETHERNET, Header, IPV6, Link, MAX_HEADER, TCP_CHECKSUM, Template};
 use baton_wire::{Flags, Flow, TcpFrame, TcpOptions};
 
 /// Key of the peer's byte stream.
@@ -70,6 +70,8 @@ pub fn fence(number: u32, frame: &mut Frame) {
     );
 }
 
+/// Writes a segment with `length` bytes of the stream from `position` on. More than [`SEGMENT`] bytes are a large frame,
+/// as a host hands it to a device that cuts it and completes its checksum.
 fn write(template: &Template, frame: &mut Frame, header: &Header<'_>, position: u64, length: usize) {
     frame.set_length(MAX_HEADER + 40 + length);
     let headers = template.emit(header, length, frame.bytes_mut());
@@ -78,9 +80,16 @@ fn write(template: &Template, frame: &mut Frame, header: &Header<'_>, position: 
     let before = length.min((1u64 << 32).saturating_sub(position) as usize);
     stream::fill(KEY, position, &mut frame.bytes_mut()[headers..][..before]);
     stream::fill(KEY, 0, &mut frame.bytes_mut()[headers..][before..]);
-    baton_wire::frame::finish_checksum(frame.bytes_mut(), template.tcp_offset(), 16);
-    frame.checksum = Checksum::Unknown;
-    frame.segmentation = None;
+    let at = template.tcp_offset();
+    if length > usize::from(SEGMENT) {
+        let ipv6 = at == ETHERNET + IPV6;
+        frame.checksum = Checksum::Partial { start: at as u16, offset: TCP_CHECKSUM as u16 };
+        frame.segmentation = Some(Segmentation { size: SEGMENT, headers: headers as u16, ipv6, ecn: false, udp: false });
+    } else {
+        baton_wire::frame::finish_checksum(frame.bytes_mut(), at, TCP_CHECKSUM);
+        frame.checksum = Checksum::Unknown;
+        frame.segmentation = None;
+    }
 }
 
 fn signed(number: u32) -> i32 {

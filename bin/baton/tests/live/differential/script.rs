@@ -4,6 +4,9 @@ use baton_netem::Rng;
 use baton_wire::Flags;
 use std::fmt;
 
+/// Most bytes of a segment that is no large frame, and of those that a large one stands for.
+pub const SEGMENT: u16 = 1400;
+
 /// What a peer offers in its SYN.
 #[derive(Clone, Copy, Debug)]
 pub struct Offer {
@@ -89,8 +92,14 @@ impl Script {
         };
         let receive_buffer = [None, None, None, Some(2304), Some(5000), Some(20_000)][rng.below(6) as usize];
         let count = 3 + rng.below(5) as usize;
-        let steps = (0..count).flat_map(|_| followed(step(&mut rng), &mut rng)).collect();
-        Script { ipv6: rng.chance(300_000), offer, receive_buffer, steps }
+        let mut steps: Vec<Step> = (0..count).flat_map(|_| followed(step(&mut rng), &mut rng)).collect();
+        let ipv6 = rng.chance(300_000);
+        // By numbers of its own, so that the other scripts stay as they are.
+        let mut rng = Rng::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1a26e);
+        if rng.chance(125_000) {
+            enlarge(&mut steps, &mut rng);
+        }
+        Script { ipv6, offer, receive_buffer, steps }
     }
 }
 
@@ -109,6 +118,38 @@ fn step(rng: &mut Rng) -> Step {
         5 => Step::Shutdown,
         _ => Step::Segment(segment(rng)),
     }
+}
+
+/// Makes some of the segments large frames, one at least.
+fn enlarge(steps: &mut Vec<Step>, rng: &mut Rng) {
+    let mut any = false;
+    for step in steps.iter_mut() {
+        if let Step::Segment(segment) = step
+            && segment.flags.contains(Flags::ACK)
+            && !segment.flags.intersects(Flags::SYN | Flags::RST)
+            && rng.chance(300_000)
+        {
+            *segment = large(segment, rng);
+            any = true;
+        }
+    }
+    if !any {
+        let plain = Segment { at: 0, length: 0, flags: Flags::ACK, ack: 0, window: 65_535, clock: 0, bare: false };
+        steps.insert(rng.below(steps.len() as u64 + 1) as usize, Step::Segment(large(&plain, rng)));
+    }
+}
+
+/// The same segment as a large frame: in order, overlapping, ahead, beyond the window.
+fn large(segment: &Segment, rng: &mut Rng) -> Segment {
+    let length = [2921, 2921, 16_000, 16_000, 60_000][rng.below(5) as usize];
+    let at = match rng.below(20) {
+        0..11 => 0,
+        11..13 => -i32::from(length),
+        13..15 => -i32::from(length / 2),
+        15..18 => [1, 1400, 3000, 20_000][rng.below(4) as usize],
+        _ => -([1, 1000][rng.below(2) as usize]),
+    };
+    Segment { at, length, flags: segment.flags | Flags::PSH, ..*segment }
 }
 
 fn segment(rng: &mut Rng) -> Segment {
