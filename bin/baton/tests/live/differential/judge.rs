@@ -94,9 +94,10 @@ impl Tally {
                     before.map_or_else(String::new, |(left, right)| format!("{left}..{right}"))
                 };
                 let example = format!(
-                    "script {number} ({:?}, SO_RCVBUF {:?}), after [{}]: {step:?}\n      kernel (window {}) {:?}\n      \
+                    "script {number} ({:?}{}, SO_RCVBUF {:?}), after [{}]: {step:?}\n      kernel (window {}) {:?}\n      \
                      nic    (window {}) {:?}",
                     script.offer,
+                    if script.cookie { ", by a SYN cookie" } else { "" },
                     script.receive_buffer,
                     before.join("; "),
                     window(first),

@@ -116,7 +116,7 @@ impl<'a> Difference<'a> {
     }
 
     fn scale(&self) -> u8 {
-        self.script.offer.scale.unwrap_or(0)
+        self.script.agreed().scale.unwrap_or(0)
     }
 
     /// Whether the segments cost Linux more than SO_RCVBUF, which it doubles where it is set, at up to 2 KB each beside

@@ -93,7 +93,7 @@ fn an_end_with_a_closed_window_is_read() {
         .map(|ipv6| {
             let offer = script::Offer { mss: Some(1460), scale: Some(0), sack: true, timestamps: true };
             let steps = vec![Step::Shutdown, Step::Segment(acknowledge), Step::Segment(end), Step::Read(100)];
-            Script { ipv6, offer, receive_buffer: None, steps }
+            Script { ipv6, offer, cookie: false, receive_buffer: None, steps }
         })
         .collect();
     let outcomes = Stage::new().play_undisturbed(&scripts, 1);
@@ -122,7 +122,7 @@ fn a_reset_is_seen_as_in_the_kernel() {
                     Step::Write(1),
                     Step::Shutdown,
                 ];
-                scripts.push(Script { ipv6: false, offer, receive_buffer: None, steps });
+                scripts.push(Script { ipv6: false, offer, cookie: false, receive_buffer: None, steps });
             }
         }
     }

@@ -75,6 +75,9 @@ pub enum Step {
 pub struct Script {
     pub ipv6: bool,
     pub offer: Offer,
+    /// The kernel answers the SYN with a cookie, and makes the connection from what the peer's acknowledgement brings
+    /// back.
+    pub cookie: bool,
     /// SO_RCVBUF of the program's socket, if it sets that.
     pub receive_buffer: Option<i32>,
     pub steps: Vec<Step>,
@@ -96,10 +99,16 @@ impl Script {
         let ipv6 = rng.chance(300_000);
         // By numbers of its own, so that the other scripts stay as they are.
         let mut rng = Rng::new(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x1a26e);
+        let cookie = rng.chance(125_000);
         if rng.chance(125_000) {
             enlarge(&mut steps, &mut rng);
         }
-        Script { ipv6, offer, receive_buffer, steps }
+        Script { ipv6, offer, cookie, receive_buffer, steps }
+    }
+
+    /// What the connection has of the offer: the timestamps of a cookie hold window scale and SACK.
+    pub fn agreed(&self) -> Offer {
+        if self.cookie && !self.offer.timestamps { Offer { scale: None, sack: false, ..self.offer } } else { self.offer }
     }
 }
 

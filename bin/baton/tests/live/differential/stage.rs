@@ -6,7 +6,7 @@ use super::script::{Broken, Script, Segment, Step};
 use crate::common::hosts;
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
-use baton_bed::testbed::{MAC_B, Testbed, TestbedSettings, address_a};
+use baton_bed::testbed::{MAC_B, Testbed, TestbedSettings, address_a, counter};
 use baton_client::{ConnectionId, Session};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::{interface, rtnetlink, socket};
@@ -35,6 +35,9 @@ const BURST: usize = 50;
 /// The peer's port of a fence, and a port of host A that nobody listens on.
 pub const FENCE: u16 = 9;
 pub const CLOSED: u16 = 9;
+/// After so long a frame whose answer is awaited is sent again.
+// Waits: on a busy machine either may be lost; nothing is judged by when it comes.
+const AGAIN: Duration = Duration::from_millis(500);
 /// Most frames that host B's kernel sends by itself while a batch is played.
 const OF_HOST_B: u64 = 100;
 /// Waits: an acknowledgement may be delayed by 200 ms.
@@ -109,6 +112,8 @@ pub struct Stage {
     /// Frames that were given to the link, and how many of them were large.
     given: u64,
     large: u64,
+    /// Host A's kernel answers SYNs with cookies.
+    cookies: bool,
     /// The rule that the NIC seems to break.
     pub broken: Option<Broken>,
     /// Prints the answers.
@@ -161,6 +166,7 @@ impl Stage {
             passed: 0,
             given: 0,
             large: 0,
+            cookies: false,
             broken: None,
             verbose: setting("BATON_SCRIPTS", 0) == 1,
             bed,
@@ -225,14 +231,12 @@ impl Stage {
     fn fence(&mut self) {
         self.fences += 1;
         let deadline = Instant::now() + Duration::from_secs(20);
-        // Waits: the fence may be lost itself, on a busy machine.
-        let again = Duration::from_millis(500);
         while self.passed != self.fences {
             assert!(Instant::now() < deadline, "host A does not answer");
             peer::fence(self.fences, &mut self.frame);
             self.give();
             let sent = Instant::now();
-            while self.passed != self.fences && sent.elapsed() < again {
+            while self.passed != self.fences && sent.elapsed() < AGAIN {
                 if !self.pump() {
                     std::thread::yield_now();
                 }
@@ -252,18 +256,25 @@ impl Stage {
         });
         self.lanes = lanes.collect();
         let deadline = Instant::now() + Duration::from_secs(60);
+        let restored = self.restored_from_cookies();
         for at in 0..self.lanes.len() {
-            self.lanes[at].peer.syn(&mut self.frame);
-            self.transmit(&mut 0);
+            let script = &scripts[at / LANES];
+            self.use_cookies(script.cookie);
+            // The kernel remembers nothing of a cookie, and sends none again.
+            let mut again = Instant::now();
             while !self.lanes[at].peer.is_answered() {
                 assert!(Instant::now() < deadline, "no answer to a SYN");
+                if Instant::now() >= again {
+                    again += AGAIN;
+                    self.lanes[at].peer.syn(&mut self.frame);
+                    self.transmit(&mut 0);
+                }
                 self.pump();
             }
             let acknowledge =
                 Segment { at: 0, length: 1, flags: Flags::ACK | Flags::PSH, ack: 0, window: 65_535, clock: 0, bare: false };
             self.lanes[at].peer.segment(&acknowledge, &mut self.frame);
             self.transmit(&mut 0);
-            let script = &scripts[at / LANES];
             let stream = self.accept(script.ipv6, self.first_port + at as u16, deadline);
             stream.set_nonblocking(true).expect("non-blocking");
             stream.set_nodelay(true).expect("no delay");
@@ -273,6 +284,9 @@ impl Stage {
             }
             self.lanes[at].socket = Some(if at % LANES == NIC { self.on_nic(stream) } else { Socket::Kernel(stream) });
         }
+        let cookies = scripts.iter().filter(|script| script.cookie).count() * LANES;
+        let restored = self.restored_from_cookies() - restored;
+        assert!(restored >= cookies as u64, "{restored} of {cookies} connections were made by cookies");
         // Each move sends an acknowledgement, which answers no script.
         let mut heard = Instant::now();
         while heard.elapsed() < QUIET {
@@ -281,6 +295,21 @@ impl Stage {
             }
         }
         Ok(())
+    }
+
+    /// Makes host A's kernel answer all SYNs with cookies, or none.
+    fn use_cookies(&mut self, on: bool) {
+        if self.cookies != on {
+            let value = if on { "2" } else { "1" };
+            let set = self.bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_syncookies", value));
+            set.expect("tcp_syncookies (CONFIG_SYN_COOKIES)");
+            self.cookies = on;
+        }
+    }
+
+    /// How many acknowledgements of cookies host A's kernel has received.
+    fn restored_from_cookies(&self) -> u64 {
+        counter(&self.bed.host_a, "netstat", "TcpExt:", "SyncookiesRecv").expect("a counter")
     }
 
     /// The program sends [`OPENING`] bytes, and the peer acknowledges them.
