@@ -118,9 +118,9 @@ impl Tally {
         std::mem::take(&mut self.differing).values().map(|(count, _)| count).sum()
     }
 
-    /// How many scripts differ in a part, without those that are meant to.
-    pub fn differing(&self, part: &str) -> u64 {
-        let has = |kind: &str| kind.rsplit(": ").next().unwrap_or_default().split(' ').any(|name| name == part);
+    /// How many scripts differ in one of these parts, without those that are meant to.
+    pub fn differing(&self, parts: &[&str]) -> u64 {
+        let has = |kind: &str| kind.rsplit(": ").next().unwrap_or_default().split(' ').any(|name| parts.contains(&name));
         self.differing.iter().filter(|(kind, _)| has(kind)).map(|(_, (count, _))| count).sum()
     }
 

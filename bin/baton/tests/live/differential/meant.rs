@@ -57,7 +57,7 @@ impl Played<'_> {
     }
 
     fn is_plain(&self) -> bool {
-        self.has(Flags::ACK) && !self.has(Flags::SYN | Flags::RST)
+        self.segment.is_plain()
     }
 
     /// It begins inside of one of the windows, and ends beyond one of them.
@@ -113,6 +113,21 @@ impl<'a> Difference<'a> {
     fn window(&self) -> u32 {
         let windows = self.played().into_iter().map(|played| u32::from(played.segment.window));
         windows.min().unwrap_or(u32::MAX) << self.scale()
+    }
+
+    /// Whether the NIC has sent data beyond the peer's window: beyond the last one that it must have taken, and any that
+    /// came behind it. A byte may be a probe.
+    fn is_beyond_the_window(&self) -> bool {
+        let played = self.played();
+        let is_taken = |played: &Played<'_>| {
+            let is_new = !played.is_old() && !played.segment.bare;
+            played.is_plain() && is_new && played.segment.ack == 0 && played.start == played.acknowledged
+        };
+        let Some(last) = played.iter().rposition(is_taken) else { return false };
+        let edge = |played: &Played<'_>| played.ack().saturating_add(i32::from(played.segment.window) << self.scale());
+        let edge = played[last..].iter().filter(|played| played.is_plain()).map(edge).max();
+        let nic = &self.now().1.wire;
+        edge.is_some_and(|edge| nic.sent - i32::from(nic.fin) > edge.saturating_add(1))
     }
 
     fn scale(&self) -> u8 {
@@ -357,7 +372,7 @@ pub const MEANT: &[Meant] = &[
         nic: "waits for half of the largest window, or for the override time-out",
         linux: "used at once",
         parts: &["answered", "sent", "fin"],
-        holds: |it| it.window() < 1500 && it.something_waits(),
+        holds: |it| it.window() < 1500 && it.something_waits() && !it.is_beyond_the_window(),
     },
     Meant {
         name: "how much is sent after data was sent again",
@@ -368,7 +383,7 @@ pub const MEANT: &[Meant] = &[
         holds: |it| {
             let (kernel, nic) = it.now();
             let apart = (kernel.wire.sent - nic.wire.sent).unsigned_abs();
-            kernel.resent && nic.resent && it.something_waits() && apart <= 10 * 1460
+            kernel.resent && nic.resent && it.something_waits() && apart <= 10 * 1460 && !it.is_beyond_the_window()
         },
     },
     Meant {

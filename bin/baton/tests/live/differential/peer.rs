@@ -134,9 +134,33 @@ impl Peer {
         self.write(frame, &header, 0, 0);
     }
 
+    /// Where the connection's RCV.NXT is, as far as it has acknowledged, relative to what the peer would send next.
+    pub fn expected(&self) -> i32 {
+        signed((self.seen.acknowledged as u32).wrapping_sub(self.next))
+    }
+
     /// Writes a segment, and notes what the peer has sent with it.
     pub fn segment(&mut self, segment: &Segment, frame: &mut Frame) {
+        self.instead(segment, Some(segment), frame);
+    }
+
+    /// The same, but what is written is another segment, with the data of this one. Returns whether there is one.
+    pub fn instead(&mut self, segment: &Segment, other: Option<&Segment>, frame: &mut Frame) -> bool {
         self.clock = self.clock.wrapping_add(1);
+        let at = self.next.wrapping_add(segment.at as u32);
+        if let Some(other) = other {
+            self.emit(other, u64::from(at), frame);
+        }
+        let end = at.wrapping_add(u32::from(segment.length) + u32::from(segment.flags.contains(Flags::FIN)));
+        // A peer goes on behind what it has sent; what lies behind a gap it sends again later.
+        if segment.at <= 0 && signed(end.wrapping_sub(self.next)) > 0 {
+            self.next = end;
+        }
+        other.is_some()
+    }
+
+    /// Writes a segment whose data is the stream's from `position` on.
+    fn emit(&self, segment: &Segment, position: u64, frame: &mut Frame) {
         let clock = self.clock.wrapping_add(segment.clock as u32);
         let timestamps = (self.offer.timestamps && !segment.bare).then_some((clock, self.echo));
         let options = TcpOptions { timestamps, ..TcpOptions::default() };
@@ -152,12 +176,7 @@ impl Peer {
             ecn: 0,
             ident: 1,
         };
-        self.write(frame, &header, u64::from(at), usize::from(segment.length));
-        let end = at.wrapping_add(u32::from(segment.length) + u32::from(segment.flags.contains(Flags::FIN)));
-        // A peer goes on behind what it has sent; what lies behind a gap it sends again later.
-        if segment.at <= 0 && signed(end.wrapping_sub(self.next)) > 0 {
-            self.next = end;
-        }
+        self.write(frame, &header, position, usize::from(segment.length));
     }
 
     /// A reset that ends the connection whatever its state.

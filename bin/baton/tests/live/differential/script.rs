@@ -1,5 +1,6 @@
 //! Scripts: what a random peer sends and what the program does meanwhile. The same number gives the same script.
 
+use super::broken::Broken;
 use baton_netem::Rng;
 use baton_wire::Flags;
 use std::fmt;
@@ -18,7 +19,7 @@ pub struct Offer {
 
 /// A segment of the peer's. Sequence numbers are relative to what it would send next, acknowledgements to all that it
 /// has seen.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     pub at: i32,
     pub length: u16,
@@ -31,6 +32,13 @@ pub struct Segment {
     pub bare: bool,
 }
 
+impl Segment {
+    /// It is one of an open connection: neither SYN nor RST.
+    pub fn is_plain(&self) -> bool {
+        self.flags.contains(Flags::ACK) && !self.flags.intersects(Flags::SYN | Flags::RST)
+    }
+}
+
 impl fmt::Debug for Segment {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{:?} seq{:+} len {} ack{:+} win {}", self.flags, self.at, self.length, self.ack, self.window)?;
@@ -38,27 +46,6 @@ impl fmt::Debug for Segment {
             write!(out, " clock{:+}", self.clock)?;
         }
         if self.bare { write!(out, " without timestamps") } else { Ok(()) }
-    }
-}
-
-/// A rule that the NIC seems to break: its acknowledgements that obey it are not looked at. The comparison has to find
-/// that.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Broken {
-    /// RFC 9293 section 3.10.7.4: what lies outside of the window is acknowledged.
-    OutsideTheWindow,
-    /// RFC 5961 sections 4.2 and 5.2: a SYN, and an acknowledgement of what was never sent, are challenged.
-    Challenge,
-}
-
-impl Broken {
-    /// Whether the answer to this segment obeys the rule.
-    pub fn governs(self, segment: &Segment) -> bool {
-        let has = |flags| segment.flags.intersects(flags);
-        match self {
-            Broken::OutsideTheWindow => segment.at.unsigned_abs() >= 100_000 && !has(Flags::SYN | Flags::RST),
-            Broken::Challenge => segment.at == 0 && !has(Flags::RST) && (has(Flags::SYN) || has(Flags::ACK) && segment.ack > 0),
-        }
     }
 }
 
@@ -81,6 +68,8 @@ pub struct Script {
     /// SO_RCVBUF of the program's socket, if it sets that.
     pub receive_buffer: Option<i32>,
     pub steps: Vec<Step>,
+    /// The rule that the NIC seems to break.
+    pub broken: Option<Broken>,
 }
 
 impl Script {
@@ -103,7 +92,15 @@ impl Script {
         if rng.chance(125_000) {
             enlarge(&mut steps, &mut rng);
         }
-        Script { ipv6, offer, cookie, receive_buffer, steps }
+        Script { ipv6, offer, cookie, receive_buffer, steps, broken: None }
+    }
+
+    /// The peer's segments.
+    pub fn segments(&self) -> impl Iterator<Item = &Segment> {
+        self.steps.iter().filter_map(|step| match step {
+            Step::Segment(segment) => Some(segment),
+            _ => None,
+        })
     }
 
     /// What the connection has of the offer: the timestamps of a cookie hold window scale and SACK.
@@ -134,8 +131,7 @@ fn enlarge(steps: &mut Vec<Step>, rng: &mut Rng) {
     let mut any = false;
     for step in steps.iter_mut() {
         if let Step::Segment(segment) = step
-            && segment.flags.contains(Flags::ACK)
-            && !segment.flags.intersects(Flags::SYN | Flags::RST)
+            && segment.is_plain()
             && rng.chance(300_000)
         {
             *segment = large(segment, rng);

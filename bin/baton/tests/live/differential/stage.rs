@@ -1,8 +1,9 @@
 //! Where scripts are played: two hosts, a TAP between them, and the connections of a batch.
 
+use super::broken::Broken;
 use super::judge::Tally;
 use super::peer::{self, Peer, Seen};
-use super::script::{Broken, Script, Segment, Step};
+use super::script::{Script, Segment, Step};
 use crate::common::hosts;
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
@@ -12,7 +13,7 @@ use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::{interface, rtnetlink, socket};
 use baton_protocol::program::{Place, Statistics};
 use baton_sim::stream;
-use baton_wire::{Endpoint, Flags, Flow, TcpFrame};
+use baton_wire::{Endpoint, Flags, Flow, SackBlocks, TcpFrame};
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -79,6 +80,8 @@ struct Lane {
     peer: Peer,
     socket: Option<Socket>,
     program: Program,
+    /// The rule that it seems to break.
+    broken: Option<Broken>,
     /// Acknowledgements are not looked at, until the next step.
     hidden: bool,
 }
@@ -114,8 +117,6 @@ pub struct Stage {
     large: u64,
     /// Host A's kernel answers SYNs with cookies.
     cookies: bool,
-    /// The rule that the NIC seems to break.
-    pub broken: Option<Broken>,
     /// Prints the answers.
     verbose: bool,
     bed: Testbed,
@@ -167,7 +168,6 @@ impl Stage {
             given: 0,
             large: 0,
             cookies: false,
-            broken: None,
             verbose: setting("BATON_SCRIPTS", 0) == 1,
             bed,
         }
@@ -177,7 +177,7 @@ impl Stage {
     fn pump(&mut self) -> bool {
         let mut any = false;
         while self.device.receive(&mut self.frame) {
-            let Ok(parsed) = TcpFrame::parse(self.frame.bytes(), 0) else { continue };
+            let Ok(mut parsed) = TcpFrame::parse(self.frame.bytes(), 0) else { continue };
             let port = parsed.flow.local.port;
             if port == FENCE && parsed.flags.contains(Flags::RST) {
                 self.passed = parsed.seq;
@@ -199,6 +199,9 @@ impl Stage {
                     );
                 }
                 any = true;
+                if lane.broken == Some(Broken::Sack) {
+                    parsed.options.sack = SackBlocks::default();
+                }
                 if !lane.hidden || parsed.flags != Flags::ACK || parsed.payload_length > 0 {
                     lane.peer.take(&parsed);
                 }
@@ -252,7 +255,8 @@ impl Stage {
             let local = endpoint(peers(script.ipv6), self.first_port + at as u16);
             let flow = Flow { local, remote: endpoint(address_a(script.ipv6), SERVER), device: 0 };
             let peer = Peer::new(&flow, script.offer, first.wrapping_mul(2_654_435_761).wrapping_add(at as u32 * 1_000_003));
-            Lane { peer, socket: None, program: Program::default(), hidden: false }
+            let broken = script.broken.filter(|_| at % LANES == NIC);
+            Lane { peer, socket: None, program: Program::default(), broken, hidden: false }
         });
         self.lanes = lanes.collect();
         let deadline = Instant::now() + Duration::from_secs(60);
@@ -450,12 +454,15 @@ impl Stage {
         }
         for at in 0..self.lanes.len() {
             let Some(step) = scripts[at / LANES].steps.get(number) else { continue };
-            let is_nic = at % LANES == NIC;
-            self.lanes[at].hidden = false;
+            let lane = &mut self.lanes[at];
+            lane.hidden = false;
             if let Step::Segment(segment) = step {
-                self.lanes[at].hidden = is_nic && self.broken.is_some_and(|broken| broken.governs(segment));
-                self.lanes[at].peer.segment(segment, &mut self.frame);
-                self.transmit(&mut sent);
+                lane.hidden = lane.broken.is_some_and(|broken| broken.hides(segment));
+                let next = lane.peer.expected();
+                let other = lane.broken.map_or(Some(*segment), |broken| broken.instead(segment, next));
+                if lane.peer.instead(segment, other.as_ref(), &mut self.frame) {
+                    self.transmit(&mut sent);
+                }
             } else {
                 self.call(at, *step);
             }
