@@ -28,6 +28,7 @@ fn parts(kernel: &[Outcome], nic: &[Outcome], at: usize) -> Vec<&'static str> {
     let (k, n) = (&kernel.wire, &nic.wire);
     let reported = before != Some((&k.sacked, &n.sacked));
     let all = [
+        ("offered", k.offered != n.offered),
         ("answered", k.answered != n.answered),
         ("reset", k.reset != n.reset),
         ("sent", k.sent != n.sent),

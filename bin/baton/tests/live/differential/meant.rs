@@ -115,7 +115,7 @@ impl<'a> Difference<'a> {
         windows.min().unwrap_or(u32::MAX) << self.scale()
     }
 
-    /// Whether the NIC has sent data beyond the peer's window: beyond the last one that it must have taken, and any that
+    /// Whether the NIC has sent data beyond the peer's window: beyond the last one that it must have taken, and those that
     /// came behind it. A byte may be a probe.
     fn is_beyond_the_window(&self) -> bool {
         let played = self.played();
@@ -135,7 +135,7 @@ impl<'a> Difference<'a> {
     }
 
     /// Whether the segments cost Linux more than SO_RCVBUF, which it doubles where it is set, at up to 2 KB each beside
-    /// their bytes; a large frame has its bytes in pages, too.
+    /// their bytes; those of a large frame are in pages, too.
     fn fills_the_buffer(&self) -> bool {
         let beside = |length| if length > SEGMENT { 2048 + 4096 } else { 2048 };
         let cost = |played: &Played<'_>| beside(played.segment.length) + i32::from(played.segment.length);

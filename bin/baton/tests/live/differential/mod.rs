@@ -6,6 +6,7 @@
 
 mod broken;
 mod judge;
+mod listening;
 mod meant;
 mod peer;
 mod script;
@@ -67,6 +68,44 @@ fn the_document_lists_what_is_meant() {
     let listed: Vec<String> = MEANT.iter().map(|meant| meant.row()).collect();
     assert_eq!(rows, listed, "the rows are to be:\n{}\n", listed.join("\n"));
     assert!(MEANT.iter().all(|meant| meant.rfc.starts_with("RFC ") && meant.rfc.contains(" section")), "each names its RFC");
+}
+
+/// Where the NIC makes a listener's connections its SYN-ACKs offer what the kernel's do, for whatever the peer offers,
+/// also as SYN cookies, and the connections have what was agreed on.
+#[test]
+fn a_syn_is_answered_as_by_the_kernel() {
+    let segment = |at, flags, length| Step::Segment(Segment { at, length, flags, ack: 0, window: 65_535, clock: 0, bare: false });
+    let data = Flags::ACK | Flags::PSH;
+    let steps = [
+        segment(0, data, 500),
+        Step::Read(100_000),
+        Step::Write(2000),
+        segment(0, Flags::ACK, 0),
+        // A gap, which SACK blocks tell of, and what fills it.
+        segment(100, data, 1000),
+        segment(0, data, 100),
+        segment(1000, Flags::ACK | Flags::FIN, 0),
+        Step::Read(100_000),
+    ];
+    let mut scripts = Vec::new();
+    for bits in 0..2 * 2 * 2 * 2 * 3 * 3usize {
+        // The NIC remembers a number of handshakes before it sends cookies: those come last.
+        let (cookie, rest) = (bits >= 72, bits % 72);
+        let offer = script::Offer {
+            mss: [Some(1460), Some(536), None][rest % 3],
+            scale: [None, Some(0), Some(4)][rest / 3 % 3],
+            sack: rest / 9 % 2 == 1,
+            timestamps: rest / 18 % 2 == 1,
+        };
+        let ipv6 = rest / 36 == 1;
+        scripts.push(Script { ipv6, offer, cookie, receive_buffer: None, steps: steps.to_vec(), broken: None });
+    }
+    let mut tally = Tally::default();
+    let outcomes = Stage::listening().play_undisturbed(&scripts, 1);
+    for ((number, script), lanes) in (0..).zip(&scripts).zip(outcomes.chunks(LANES)) {
+        tally.judge(number, script, [&lanes[0], &lanes[1], &lanes[NIC]]);
+    }
+    assert!(tally.holds(), "the NIC differs from the kernel:\n{tally}");
 }
 
 /// A NIC that breaks a rule is found: the comparison looks at what it claims to look at.

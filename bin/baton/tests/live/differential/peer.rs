@@ -15,6 +15,8 @@ pub const KEY: u64 = 77;
 /// of each side.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct Seen {
+    /// What its SYN-ACK offers.
+    pub offered: Offered,
     /// There was an answer: anything but data that was sent before, and probes.
     pub answered: bool,
     /// Sequence number and acknowledgement of a reset.
@@ -30,6 +32,16 @@ pub struct Seen {
     pub open: bool,
     /// The right edge of its window has moved to the left.
     pub shrunk: bool,
+}
+
+/// Options of a SYN-ACK.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Offered {
+    mss: Option<u16>,
+    /// There is a window scale; each side chooses its own.
+    scales: bool,
+    sack: bool,
+    timestamps: bool,
 }
 
 pub struct Peer {
@@ -70,8 +82,8 @@ pub fn fence(number: u32, frame: &mut Frame) {
     );
 }
 
-/// Writes a segment with `length` bytes of the stream from `position` on. More than [`SEGMENT`] bytes are a large frame,
-/// as a host hands it to a device that cuts it and completes its checksum.
+/// Writes a segment with `length` bytes of the stream from `position` on. More than [`SEGMENT`] bytes are a large
+/// frame, as a host hands it to a device that cuts it and completes its checksum.
 fn write(template: &Template, frame: &mut Frame, header: &Header<'_>, position: u64, length: usize) {
     frame.set_length(MAX_HEADER + 40 + length);
     let headers = template.emit(header, length, frame.bytes_mut());
@@ -209,8 +221,10 @@ impl Peer {
     pub fn take(&mut self, parsed: &TcpFrame) {
         if parsed.flags.contains(Flags::SYN) {
             self.theirs.get_or_insert(parsed.seq);
-            self.scale = parsed.options.window_scale.filter(|_| self.offer.scale.is_some()).unwrap_or(0);
-            self.echo = parsed.options.timestamps.map_or(0, |(value, _)| value);
+            let TcpOptions { mss, window_scale, sack_permitted: sack, timestamps, .. } = parsed.options;
+            self.seen.offered = Offered { mss, scales: window_scale.is_some(), sack, timestamps: timestamps.is_some() };
+            self.scale = window_scale.filter(|_| self.offer.scale.is_some()).unwrap_or(0);
+            self.echo = timestamps.map_or(0, |(value, _)| value);
             return;
         }
         let Some(theirs) = self.theirs else { return };

@@ -2,9 +2,10 @@
 
 use super::broken::Broken;
 use super::judge::Tally;
+use super::listening::{self, Listening, Made};
 use super::peer::{self, Peer, Seen};
-use super::script::{Script, Segment, Step};
-use crate::common::hosts;
+use super::script::{Offer, Script, Segment, Step};
+use crate::common::{hosts, wait_until};
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
 use baton_bed::testbed::{MAC_B, Testbed, TestbedSettings, address_a, counter};
@@ -39,6 +40,10 @@ pub const CLOSED: u16 = 9;
 /// After so long a frame whose answer is awaited is sent again.
 // Waits: on a busy machine either may be lost; nothing is judged by when it comes.
 const AGAIN: Duration = Duration::from_millis(500);
+/// Handshakes that are begun so that the NIC answers further SYNs with cookies: more than it remembers.
+const HANDSHAKES: u16 = 600;
+/// The peers' port of the first of them.
+const FIRST_HANDSHAKE: u16 = 1000;
 /// Most frames that host B's kernel sends by itself while a batch is played.
 const OF_HOST_B: u64 = 100;
 /// Waits: an acknowledgement may be delayed by 200 ms.
@@ -64,6 +69,7 @@ pub fn endpoint(address: IpAddr, port: u16) -> Endpoint {
 enum Socket {
     Kernel(TcpStream),
     Nic(ConnectionId),
+    Made(Made),
 }
 
 /// What the program has seen.
@@ -103,6 +109,8 @@ pub struct Outcome {
 pub struct Stage {
     session: Session,
     listeners: [TcpListener; 2],
+    /// Those whose connections the NIC makes, if it makes its own.
+    listening: Option<Listening>,
     device: VnetDevice,
     frame: Frame,
     lanes: Vec<Lane>,
@@ -123,6 +131,23 @@ pub struct Stage {
 }
 
 impl Stage {
+    /// A stage on which the NIC makes its connections itself.
+    pub fn listening() -> Stage {
+        let stage = Stage::new();
+        let listening = Listening::new(&stage.bed);
+        for ipv6 in [false, true] {
+            let at = SocketAddr::new(address_a(ipv6), listening::PORT);
+            wait_until("the NIC makes connections", || {
+                let before = stage.count(Counter::Made);
+                // Waits: between two connections, since those that the kernel makes meanwhile fill its queue.
+                std::thread::sleep(Duration::from_millis(20));
+                let client = stage.bed.host_b.run(|| TcpStream::connect_timeout(&at, Duration::from_secs(10)));
+                client.is_ok() && stage.count(Counter::Made) > before
+            });
+        }
+        Stage { listening: Some(listening), ..stage }
+    }
+
     /// Without connections.
     pub fn new() -> Stage {
         // The wire takes large frames, so that those of the peers reach the NIC as one. Nothing makes larger ones of
@@ -159,6 +184,7 @@ impl Stage {
         Stage {
             session,
             listeners,
+            listening: None,
             device,
             frame,
             lanes: Vec::new(),
@@ -176,13 +202,16 @@ impl Stage {
     /// Reads all frames that are there. Returns whether there were any of the connections'.
     fn pump(&mut self) -> bool {
         let mut any = false;
+        if let Some(listening) = &self.listening {
+            listening.catch_up();
+        }
         while self.device.receive(&mut self.frame) {
             let Ok(mut parsed) = TcpFrame::parse(self.frame.bytes(), 0) else { continue };
             let port = parsed.flow.local.port;
             if port == FENCE && parsed.flags.contains(Flags::RST) {
                 self.passed = parsed.seq;
             }
-            if parsed.flow.remote.port != SERVER || port < self.first_port {
+            if ![SERVER, listening::PORT].contains(&parsed.flow.remote.port) || port < self.first_port {
                 continue;
             }
             if let Some(lane) = self.lanes.get_mut(usize::from(port - self.first_port)) {
@@ -248,12 +277,13 @@ impl Stage {
     }
 
     /// Makes the connections of a batch of scripts, each as many times as there are lanes, and moves the last one to
-    /// the NIC.
+    /// the NIC, or lets the NIC make it.
     fn connect(&mut self, scripts: &[Script], first: u32) -> io::Result<()> {
         let lanes = scripts.iter().flat_map(|script| std::iter::repeat_n(script, LANES)).enumerate();
         let lanes = lanes.map(|(at, script)| {
             let local = endpoint(peers(script.ipv6), self.first_port + at as u16);
-            let flow = Flow { local, remote: endpoint(address_a(script.ipv6), SERVER), device: 0 };
+            let port = if self.listening.is_some() && at % LANES == NIC { listening::PORT } else { SERVER };
+            let flow = Flow { local, remote: endpoint(address_a(script.ipv6), port), device: 0 };
             let peer = Peer::new(&flow, script.offer, first.wrapping_mul(2_654_435_761).wrapping_add(at as u32 * 1_000_003));
             let broken = script.broken.filter(|_| at % LANES == NIC);
             Lane { peer, socket: None, program: Program::default(), broken, hidden: false }
@@ -261,9 +291,13 @@ impl Stage {
         self.lanes = lanes.collect();
         let deadline = Instant::now() + Duration::from_secs(60);
         let restored = self.restored_from_cookies();
+        let mut remembers = self.listening.is_some();
         for at in 0..self.lanes.len() {
             let script = &scripts[at / LANES];
             self.use_cookies(script.cookie);
+            if script.cookie && std::mem::take(&mut remembers) {
+                self.begin_handshakes();
+            }
             // The kernel remembers nothing of a cookie, and sends none again.
             let mut again = Instant::now();
             while !self.lanes[at].peer.is_answered() {
@@ -279,18 +313,29 @@ impl Stage {
                 Segment { at: 0, length: 1, flags: Flags::ACK | Flags::PSH, ack: 0, window: 65_535, clock: 0, bare: false };
             self.lanes[at].peer.segment(&acknowledge, &mut self.frame);
             self.transmit(&mut 0);
-            let stream = self.accept(script.ipv6, self.first_port + at as u16, deadline);
-            stream.set_nonblocking(true).expect("non-blocking");
-            stream.set_nodelay(true).expect("no delay");
-            self.open(at, &stream, deadline)?;
-            if let Some(bytes) = script.receive_buffer {
+            let (is_nic, port) = (at % LANES == NIC, self.first_port + at as u16);
+            let made = is_nic && self.listening.is_some();
+            self.lanes[at].socket = Some(if made {
+                Socket::Made(self.accept_made(script.ipv6, port, deadline))
+            } else {
+                let stream = self.accept(script.ipv6, port, deadline);
+                stream.set_nonblocking(true).expect("non-blocking");
+                stream.set_nodelay(true).expect("no delay");
+                Socket::Kernel(stream)
+            });
+            self.open(at, deadline)?;
+            let socket = self.lanes[at].socket.take();
+            if let (Some(Socket::Kernel(stream)), Some(bytes)) = (&socket, script.receive_buffer) {
                 socket::set(stream.as_fd(), libc::SOL_SOCKET, libc::SO_RCVBUF, bytes).expect("SO_RCVBUF");
             }
-            self.lanes[at].socket = Some(if at % LANES == NIC { self.on_nic(stream) } else { Socket::Kernel(stream) });
+            self.lanes[at].socket = match socket {
+                Some(Socket::Kernel(stream)) if is_nic => Some(self.on_nic(stream)),
+                other => other,
+            };
         }
-        let cookies = scripts.iter().filter(|script| script.cookie).count() * LANES;
         let restored = self.restored_from_cookies() - restored;
-        assert!(restored >= cookies as u64, "{restored} of {cookies} connections were made by cookies");
+        let of_kernel = by_cookies(scripts) * if self.listening.is_some() { NIC as u64 } else { LANES as u64 };
+        assert!(restored >= of_kernel, "the kernel has made {restored} of {of_kernel} connections from cookies");
         // Each move sends an acknowledgement, which answers no script.
         let mut heard = Instant::now();
         while heard.elapsed() < QUIET {
@@ -316,9 +361,32 @@ impl Stage {
         counter(&self.bed.host_a, "netstat", "TcpExt:", "SyncookiesRecv").expect("a counter")
     }
 
+    /// Begins so many handshakes with the NIC that it remembers no more, and answers with cookies.
+    fn begin_handshakes(&mut self) {
+        let mut sent = 0;
+        for number in 0..HANDSHAKES {
+            let local = endpoint(peers(false), FIRST_HANDSHAKE + number);
+            let flow = Flow { local, remote: endpoint(address_a(false), listening::PORT), device: 0 };
+            let offer = Offer { mss: None, scale: None, sack: false, timestamps: false };
+            Peer::new(&flow, offer, u32::from(number)).syn(&mut self.frame);
+            self.transmit(&mut sent);
+        }
+        self.fence();
+    }
+
     /// The program sends [`OPENING`] bytes, and the peer acknowledges them.
-    fn open(&mut self, at: usize, stream: &TcpStream, deadline: Instant) -> io::Result<()> {
-        assert_eq!(socket::send(stream.as_fd(), &[0; OPENING])?, OPENING);
+    fn open(&mut self, at: usize, deadline: Instant) -> io::Result<()> {
+        let mut sent = 0;
+        while sent < OPENING {
+            match self.send(at, &[0; OPENING][sent..]) {
+                Ok(count) => sent += count,
+                // What the NIC has made is handed to it.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                    self.pump();
+                }
+                Err(error) => return Err(error),
+            }
+        }
         while self.lanes[at].peer.seen.sent < OPENING as i32 {
             assert!(Instant::now() < deadline, "the opening does not come");
             self.pump();
@@ -329,18 +397,40 @@ impl Stage {
         Ok(())
     }
 
-    /// Accepts the next connection. The frame that completes its handshake, which `frame` still holds, is sent again
-    /// now and then: on a busy machine the kernel may have no room for it.
+    /// Accepts the next connection of the kernel's.
     fn accept(&mut self, ipv6: bool, port: u16, deadline: Instant) -> TcpStream {
+        self.accepted(deadline, |stage| match stage.listeners[usize::from(ipv6)].accept() {
+            // Any other one is left from a batch that was given up.
+            Ok((stream, peer)) => Some(stream).filter(|_| peer.port() == port),
+            Err(error) => {
+                assert!(error.kind() == io::ErrorKind::WouldBlock, "{error}");
+                None
+            }
+        })
+    }
+
+    /// Accepts the next connection that the NIC has made.
+    fn accept_made(&mut self, ipv6: bool, port: u16, deadline: Instant) -> Made {
+        self.accepted(deadline, |stage| {
+            let (made, peer) = stage.listening.as_ref()?.accept(ipv6)?;
+            if peer != port {
+                made.close();
+                return None;
+            }
+            Some(made)
+        })
+    }
+
+    /// Waits for what `accept` returns. The frame that completes the handshake, which `frame` still holds, is sent
+    /// again now and then: on a busy machine the kernel may have no room for it.
+    fn accepted<T>(&mut self, deadline: Instant, accept: impl Fn(&Stage) -> Option<T>) -> T {
         let mut again = Instant::now() + QUIET;
         let last = self.frame.bytes().to_vec();
         loop {
-            match self.listeners[usize::from(ipv6)].accept() {
-                Ok((stream, peer)) if peer.port() == port => return stream,
-                // Left from a batch that was given up.
-                Ok(_) => {}
-                Err(error) => assert!(error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline, "{error}"),
+            if let Some(accepted) = accept(self) {
+                return accepted;
             }
+            assert!(Instant::now() < deadline, "no connection to accept");
             self.pump();
             if Instant::now() >= again {
                 again += QUIET;
@@ -360,6 +450,15 @@ impl Stage {
         Socket::Nic(id)
     }
 
+    fn send(&mut self, at: usize, bytes: &[u8]) -> io::Result<usize> {
+        match &self.lanes[at].socket {
+            Some(Socket::Kernel(stream)) => socket::send(stream.as_fd(), bytes),
+            Some(Socket::Nic(id)) => self.session.send(*id, bytes),
+            Some(Socket::Made(made)) => made.send(bytes),
+            None => Err(io::ErrorKind::NotConnected.into()),
+        }
+    }
+
     /// The program's part of a step.
     fn call(&mut self, at: usize, step: Step) {
         let lane = &mut self.lanes[at];
@@ -372,6 +471,7 @@ impl Stage {
                 let written = match socket {
                     Socket::Kernel(stream) => socket::send(stream.as_fd(), &piece),
                     Socket::Nic(id) => self.session.send(*id, &piece),
+                    Socket::Made(made) => made.send(&piece),
                 };
                 lane.program.note(written, |program, count| program.written += count);
             }
@@ -380,6 +480,7 @@ impl Stage {
                 let read = match socket {
                     Socket::Kernel(stream) => socket::receive(stream.as_fd(), &mut piece),
                     Socket::Nic(id) => self.session.receive(*id, &mut piece),
+                    Socket::Made(made) => made.receive(&mut piece),
                 };
                 lane.program.note(read, |program, count| {
                     program.wrong += stream::mismatches(peer::KEY, program.read as u64, &piece[..count]);
@@ -391,6 +492,7 @@ impl Stage {
                 let ended = match socket {
                     Socket::Kernel(stream) => stream.shutdown(std::net::Shutdown::Write),
                     Socket::Nic(id) => self.session.shutdown(*id),
+                    Socket::Made(made) => made.shutdown(),
                 };
                 lane.program.note(ended.map(|()| 0), |_, _| {});
             }
@@ -399,11 +501,19 @@ impl Stage {
 
     /// Whether no connection is moving: some end in the kernel.
     fn settled(&self) -> bool {
-        self.lanes.iter().all(|lane| !matches!(&lane.socket, Some(Socket::Nic(id)) if self.session.place(*id).is_none()))
+        self.lanes.iter().all(|lane| match &lane.socket {
+            Some(Socket::Nic(id)) => self.session.place(*id).is_some(),
+            Some(Socket::Made(made)) => made.is_settled(),
+            Some(Socket::Kernel(_)) | None => true,
+        })
     }
 
     fn statistics(&self) -> Statistics {
         self.bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics")
+    }
+
+    fn count(&self, counter: Counter) -> u64 {
+        self.statistics().counters[counter as usize]
     }
 
     /// Plays a batch, again if the agent took the NIC for hung and moved everything: the machine was too busy.
@@ -417,8 +527,9 @@ impl Stage {
             let after = self.statistics();
             match outcomes {
                 Ok(outcomes) if after.nic_starts == before.nic_starts => {
-                    let received = |statistics: &Statistics| statistics.counters[Counter::WireReceived as usize];
-                    let received = received(&after) - received(&before);
+                    let grown = |counter: Counter| after.counters[counter as usize] - before.counters[counter as usize];
+                    let (received, cookies) = (grown(Counter::WireReceived), grown(Counter::SynCookies));
+                    assert!(self.listening.is_none() || cookies >= by_cookies(scripts), "{cookies} were cookies of the NIC's");
                     let (given, large) = (self.given - given, self.large - large);
                     // Each would be three frames at least.
                     assert!(
@@ -494,6 +605,7 @@ impl Stage {
         for lane in std::mem::take(&mut self.lanes) {
             match lane.socket {
                 Some(Socket::Nic(id)) => self.session.close(id).expect("close"),
+                Some(Socket::Made(made)) => made.close(),
                 Some(Socket::Kernel(stream)) => {
                     let _ = socket::reset_on_close(stream.as_fd());
                 }
@@ -545,6 +657,11 @@ impl Stage {
         self.first_port = if next + BATCH * LANES < 60_000 { next as u16 } else { FIRST_PORT };
         Ok(outcomes)
     }
+}
+
+/// How many of these scripts' connections are made from SYN cookies.
+fn by_cookies(scripts: &[Script]) -> u64 {
+    scripts.iter().filter(|script| script.cookie).count() as u64
 }
 
 impl Program {
