@@ -85,9 +85,7 @@ impl Broken {
             Broken::PeersWindow if segment.is_plain() => Some(Segment { window: u16::MAX, ..*segment }),
             Broken::OldTimestamp => Some(Segment { clock: segment.clock.max(0), ..*segment }),
             Broken::Fin if segment.is_plain() => Some(Segment { flags: without_fin, ..*segment }),
-            Broken::LargeFrame if segment.length > SEGMENT => {
-                Some(Segment { length: SEGMENT, flags: without_fin, ..*segment })
-            }
+            Broken::LargeFrame if segment.length > SEGMENT => Some(Segment { length: SEGMENT, flags: without_fin, ..*segment }),
             _ => Some(*segment),
         }
     }

@@ -115,8 +115,8 @@ impl<'a> Difference<'a> {
         windows.min().unwrap_or(u32::MAX) << self.scale()
     }
 
-    /// Whether the NIC has sent data beyond the peer's window: beyond the last one that it must have taken, and those that
-    /// came behind it. A byte may be a probe.
+    /// Whether the NIC has sent data beyond the peer's window, which the last segment that it must have taken has set,
+    /// or a later one. A byte may be a probe.
     fn is_beyond_the_window(&self) -> bool {
         let played = self.played();
         let is_taken = |played: &Played<'_>| {
