@@ -162,6 +162,15 @@ impl Process {
     }
 }
 
+/// Takes the answers about listeners in their order: of each listener the last one counts, and the last NIC may have
+/// left that it serves one no longer.
+fn take_listening(answered: &mut VecDeque<(After, Answered)>) -> VecDeque<(After, Answered)> {
+    let of_listener = |(after, _): &(After, Answered)| matches!(after, After::Listen(_) | After::StopListening(..));
+    let (taken, left) = std::mem::take(answered).into_iter().partition(of_listener);
+    *answered = left;
+    taken
+}
+
 /// Waits until a NIC process is ready. Returns the addresses of its own, and microseconds between two probes for one.
 fn await_start(channel: &Channel) -> Result<(Vec<OwnAddress>, u64)> {
     let receive = || match channel.receive_within::<ToAgent>(START_LIMIT) {
@@ -489,16 +498,9 @@ impl NicProcess {
         self.answered.pop_front()
     }
 
-    /// Takes those of them that say whether it serves a listener, each with the listener's number.
-    pub fn take_listening(&mut self) -> Vec<(u32, Answered)> {
-        let mut taken = Vec::new();
-        for (after, answer) in std::mem::take(&mut self.answered) {
-            match after {
-                After::Listen(id) => taken.push((id, answer)),
-                after => self.answered.push_back((after, answer)),
-            }
-        }
-        taken
+    /// Takes those of them that say whether it serves listeners; see [`take_listening`].
+    pub fn take_listening(&mut self) -> VecDeque<(After, Answered)> {
+        take_listening(&mut self.answered)
     }
 
     /// Whether there are answers for [`NicProcess::take_answered`].
@@ -724,6 +726,17 @@ impl NicProcess {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A listener was taken from a NIC, which has died before it answered, and the next one is to serve it: its answer
+    /// is the last one.
+    #[test]
+    fn answers_about_listeners_are_taken_in_their_order() {
+        let all = [After::Report("another"), After::StopListening(1, Vec::new()), After::HostTcpReady, After::Listen(1)];
+        let mut answered: VecDeque<(After, Answered)> = all.into_iter().map(|after| (after, Ok(()))).collect();
+        let taken: Vec<After> = take_listening(&mut answered).into_iter().map(|(after, _)| after).collect();
+        assert!(matches!(taken[..], [After::StopListening(1, _), After::Listen(1)]));
+        assert_eq!(answered.len(), 2);
+    }
 
     /// An agent that dies before it has journaled what it has given a slot: the next one gives no cid twice.
     #[test]

@@ -3,6 +3,7 @@
 
 use super::{Listener, Listeners, Waiting};
 use crate::agent::Agent;
+use crate::answers::After;
 use crate::journal;
 use baton_linux::events::monotonic_micros;
 use baton_wire::Endpoint;
@@ -35,10 +36,16 @@ pub(super) fn await_slots(agent: &mut Agent, nic: usize) {
     while awaits(&agent.listeners, nic) && !agent.nics[nic].is_dead() && agent.nics[nic].late_at().is_some_and(in_time) {
         agent.pulse.beat();
         agent.nics[nic].receive();
-        for (id, answer) in agent.nics[nic].take_listening() {
-            agent.listener_answered(id, nic, Some(answer));
-            // Also while another NIC has not answered.
-            agent.grant(id);
+        for (after, answer) in agent.nics[nic].take_listening() {
+            match after {
+                After::Listen(id) => {
+                    agent.listener_answered(id, nic, Some(answer));
+                    // Also while another NIC has not answered.
+                    agent.grant(id);
+                }
+                After::StopListening(id, slots) => agent.stopped_listening(id, nic, slots),
+                _ => {}
+            }
         }
         std::thread::yield_now();
     }
