@@ -327,7 +327,7 @@ impl Agent {
         let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
         let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
         sessions.first()?;
-        let listener = Listener { sessions, ..Listener::new(listening, limits, ours.into(), theirs) };
+        let listener = Listener { sessions, ..Listener::new(listening, limits, ours.into(), unaccepted::emptied(theirs)) };
         self.listeners.by_id.insert(id, listener);
         Some(())
     }

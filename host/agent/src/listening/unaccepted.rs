@@ -6,8 +6,10 @@ use crate::agent::Agent;
 use crate::answers::After;
 use crate::journal;
 use baton_linux::events::monotonic_micros;
+use baton_linux::socket;
 use baton_wire::Endpoint;
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 
 impl Listeners {
     /// Whether a program has a listener that accepts connections to an endpoint of this host.
@@ -54,4 +56,30 @@ pub(super) fn await_slots(agent: &mut Agent, nic: usize) {
 /// Whether a NIC has still to answer that it serves a listener.
 fn awaits(listeners: &Listeners, nic: usize) -> bool {
     listeners.by_id.values().any(|listener| listener.wanted.contains(&nic) && !listener.has_answer(nic))
+}
+
+/// The programs' end of a queue, without the bytes that the last agent has written and no program has read. Each
+/// connection that waits gets one from this agent: with two a program might wait for a connection that is not there.
+pub(super) fn emptied(theirs: OwnedFd) -> OwnedFd {
+    while socket::receive(theirs.as_fd(), &mut [0; 256]).is_ok_and(|length| length > 0) {}
+    theirs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn what_waits_has_one_byte_from_each_agent() {
+        let (mut ours, theirs) = UnixStream::pair().expect("two sockets");
+        ours.write_all(&[0; 300]).expect("room");
+        let mut theirs = UnixStream::from(emptied(theirs.into()));
+        ours.write_all(&[7]).expect("room");
+        drop(ours);
+        let mut left = Vec::new();
+        theirs.read_to_end(&mut left).expect("what is left");
+        assert_eq!(left, [7]);
+    }
 }
