@@ -367,9 +367,10 @@ impl<H: Device, W: Device> Worker<H, W> {
 
     /// Beside the kernel: receives the frames that wait at this NIC's socket now, since only the NIC gets those of a
     /// connection that it is about to give up. The agent has sent further ones to the kernel before it sent the
-    /// commands that this round began with, so this is done once for all of them.
+    /// commands that this round began with, so this is done once for all of them. Not before frames flow: what waits is
+    /// received then, behind the commands that hold connections and grant slots.
     fn drain_wire(&mut self, now: Instant) {
-        if !self.settings.beside || std::mem::replace(&mut self.is_drained, true) {
+        if !self.started || !self.settings.beside || std::mem::replace(&mut self.is_drained, true) {
             return;
         }
         let (_, come) = self.output.wire.device.taken_and_come();

@@ -39,22 +39,22 @@ fn flow(client: u16) -> Flow {
 impl Bed {
     /// A NIC with a listener that has slots.
     fn new() -> Bed {
-        let mut bed = Bed::before_start(false);
+        let mut bed = Bed::before_start(false, false);
         bed.worker.start(bed.now);
         assert_eq!(bed.made(), []);
         bed
     }
 
-    /// The same before frames flow, and before it has run the commands that grant the slots. `succeeds`: an earlier NIC
-    /// was there, and has died.
-    fn before_start(succeeds: bool) -> Bed {
+    /// The same before frames flow, and before it has run the commands that grant the slots, behind one that gives a
+    /// connection up. `succeeds`: an earlier NIC was there, and has died. `beside`: it is beside the kernel.
+    fn before_start(succeeds: bool, beside: bool) -> Bed {
         let now = Instant(5_000_000);
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(1024, FRAME, capabilities);
         let (host, kernel) = memory_pair(256, FRAME, capabilities);
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS as usize)).unwrap());
         nic_memory.words(nic::pulse(0) + pulse::ROUNDS, 1)[0].store(u64::from(succeeds), Ordering::Relaxed);
-        let settings = WorkerSettings { slots: SLOTS as usize, frame_bytes: FRAME, ..WorkerSettings::default() };
+        let settings = WorkerSettings { slots: SLOTS as usize, frame_bytes: FRAME, beside, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         let endpoints = vec![flow(0).local];
         worker.listen(ListenerSettings { id: 1, endpoints, receive_limit: 1 << 22, mtu: 1500, ttl: 64 });
@@ -68,6 +68,8 @@ impl Bed {
             frame: Frame::with_capacity(FRAME),
             now,
         };
+        let gives_up = Message::control(Operation::NicControl, Control::Cancel, Cid::new(0, 2), 0, 0);
+        bed.commands.push(gives_up.to_words()).unwrap();
         for slot in 0..SLOTS {
             let grant = Message::control(Operation::NicControl, Control::Grant, Cid::new(slot, 1), 1, 0);
             bed.commands.push(grant.to_words()).unwrap();
@@ -171,13 +173,15 @@ fn a_segment_outside_of_the_window_is_answered_during_the_handshake() {
 fn slots_that_were_granted_before_the_start_count_from_the_first_frame_on() {
     let none = TcpOptions::default();
     let isn = Bed::new().open(4000, &none).seq;
-    let mut next = Bed::before_start(true);
-    for behind in [0, 1448, 2896] {
-        next.arrive(4000, &header(CLIENT_ISN + 1 + behind, isn.wrapping_add(1), Flags::ACK, &none));
+    for beside in [false, true] {
+        let mut next = Bed::before_start(true, beside);
+        for behind in [0, 1448, 2896] {
+            next.arrive(4000, &header(CLIENT_ISN + 1 + behind, isn.wrapping_add(1), Flags::ACK, &none));
+        }
+        next.worker.start(next.now);
+        assert_eq!(next.made().len(), 1);
+        assert!(!next.kernel.receive(&mut next.frame), "the kernel gets none of them");
     }
-    next.worker.start(next.now);
-    assert_eq!(next.made().len(), 1);
-    assert!(!next.kernel.receive(&mut next.frame), "the kernel gets none of them");
 }
 
 /// Whatever a client asks for, the connection that is made from its acknowledgement has what its SYN-ACK said, and no
