@@ -743,7 +743,7 @@ impl Agent {
             if let Some(listener) = self.listeners.by_id.get_mut(&id) {
                 listener.waiting = held;
             }
-            if let Err(refusal) = self.serve_listener(id) {
+            if let Err(refusal) = self.can_open().and_then(|()| self.serve_listener(id)) {
                 report!("baton agent: the NIC does not serve a listener any more, the kernel does: {refusal}");
                 self.withdraw(id);
             }

@@ -301,6 +301,10 @@ fn listeners_are_the_kernels_while_there_are_rules(beside: bool) {
     nft("add table inet guard");
     nft("add chain inet guard in { type filter hook input priority 0 ; }");
     wait_until("the kernel's connections", || made_by_nic() == Some(false));
+    let last = statistics(&bed).nic_process;
+    process::signal(last, 9).expect("a signal");
+    wait_until("the next NIC", || statistics(&bed).nic_process != last);
+    assert_eq!(made_by_nic(), Some(false), "the rules are there still");
     nft("delete table inet guard");
     wait_until("the NIC's connections", || made_by_nic() == Some(true));
 }
