@@ -90,6 +90,14 @@ fn be32(bytes: &[u8], at: usize) -> u32 {
     u32::from_be_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
 }
 
+/// Bytes that an IP packet has by the length in its header: `field` of the `there` that the frame has of what the field
+/// counts. A device with large receive may leave the field zero where there are more than it can say (above 64 KB);
+/// otherwise 0 is a length like any other.
+#[inline]
+pub fn said_length(field: u16, there: usize) -> usize {
+    if field == 0 && there > usize::from(u16::MAX) { there } else { field.into() }
+}
+
 impl TcpFrame {
     /// Reads an Ethernet frame that came by this device, 0 where there is one wire. The TCP checksum is not verified:
     /// see [`TcpFrame::checksum_holds`].
@@ -112,7 +120,7 @@ impl TcpFrame {
     fn parse_v4(frame: &[u8], device: u32) -> Result<TcpFrame, FrameError> {
         let ip = &frame[ETHERNET..];
         let header = usize::from(ip[0] & 0x0f) * 4;
-        let total = usize::from(be16(ip, ipv4::LENGTH));
+        let total = said_length(be16(ip, ipv4::LENGTH), ip.len());
         if ip[0] >> 4 != 4 || header < IPV4 {
             return Err(FrameError::Malformed);
         }
@@ -122,9 +130,6 @@ impl TcpFrame {
         if be16(ip, ipv4::FRAGMENT) & IPV4_FRAGMENT != 0 {
             return Err(FrameError::Fragment);
         }
-        // A device with large receive may leave the length field zero above 64 KB; then the length of the frame is
-        // used.
-        let total = if total == 0 { ip.len() } else { total };
         if total > ip.len() || total < header + TCP {
             return Err(FrameError::Malformed);
         }
@@ -147,8 +152,7 @@ impl TcpFrame {
         if ip[ipv6::NEXT_HEADER] != PROTOCOL_TCP {
             return Err(FrameError::NotTcp);
         }
-        let length = usize::from(be16(ip, ipv6::LENGTH));
-        let length = if length == 0 { ip.len() - IPV6 } else { length };
+        let length = said_length(be16(ip, ipv6::LENGTH), ip.len() - IPV6);
         if IPV6 + length > ip.len() || length < TCP {
             return Err(FrameError::Malformed);
         }
@@ -616,6 +620,34 @@ mod tests {
             assert!(parsed.checksum_holds(frame));
             frame[length] ^= 1;
             assert!(!parsed.checksum_holds(frame));
+        }
+    }
+
+    /// A length of 0 in the IP header is no length, but where the frame has more bytes than the field can say.
+    #[test]
+    fn a_packet_that_says_it_has_no_bytes_has_them_above_64_kb_alone() {
+        for flow in flows() {
+            let template = Template::new(&flow, &Link { ttl: 64, ..Link::default() }, false);
+            let options = TcpOptions::default();
+            let header = Header { seq: 5, ack: 6, flags: Flags::ACK, window: 7, options: &options, ecn: 0, ident: 1 };
+            for (payload, is_known) in [(96, false), (65_000, false), (70_000, true)] {
+                let mut frame = [0u8; MAX_HEADER + 70_000];
+                let headers = template.emit(&header, 96, &mut frame);
+                let frame = &mut frame[..headers + payload];
+                let ip = &mut frame[ETHERNET..];
+                if flow.local.is_v4() {
+                    ip[ipv4::LENGTH..ipv4::IDENT].fill(0);
+                    ip[10..12].fill(0);
+                    let sum = Sum::new().bytes(&ip[..IPV4]).finish();
+                    ip[10..12].copy_from_slice(&sum.to_be_bytes());
+                } else {
+                    ip[ipv6::LENGTH..ipv6::NEXT_HEADER].fill(0);
+                }
+                let length = TcpFrame::parse(frame, 0).map(|parsed| parsed.payload_length);
+                assert_eq!(length, if is_known { Ok(payload) } else { Err(FrameError::Malformed) });
+                let seen = crate::glance::Glance::at(frame, frame.len()).packet.and_then(|packet| packet.segment);
+                assert_eq!(seen.map_or(0, |segment| segment.length as usize), if is_known { payload } else { 0 });
+            }
         }
     }
 

@@ -2,7 +2,7 @@
 //! none.
 
 use crate::flow::Endpoint;
-use crate::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV6};
+use crate::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV6, said_length};
 use crate::tcp::Flags;
 
 const TCP: u8 = 6;
@@ -59,10 +59,10 @@ fn long(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from(word(bytes, at)?) << 16 | u32::from(word(bytes, at + 2)?))
 }
 
-/// The IP header at an offset: where it ends, the protocol that follows, both addresses, and the bytes that the header
-/// says the packet has, which is 0 if a device has put together more than it can say. None if it is no whole one, or of
-/// a fragment that does not have the next header.
-fn network(bytes: &[u8], at: usize, kind: u16) -> Option<(usize, u8, [[u8; 16]; 2], usize)> {
+/// The IP header at an offset, from which on the frame has `there` bytes: where it ends, the protocol that follows, both
+/// addresses, and the bytes that the header says the packet has. None if it is no whole one, or of a fragment that does
+/// not have the next header.
+fn network(bytes: &[u8], at: usize, kind: u16, there: usize) -> Option<(usize, u8, [[u8; 16]; 2], usize)> {
     let mut ends = [[0; 16]; 2];
     if kind == ETHERTYPE_IPV4 {
         let header = usize::from(bytes.get(at)? & 15) * 4;
@@ -73,13 +73,13 @@ fn network(bytes: &[u8], at: usize, kind: u16) -> Option<(usize, u8, [[u8; 16]; 
             end[10..12].fill(0xff);
             end[12..].copy_from_slice(bytes.get(at + offset..at + offset + 4)?);
         }
-        return Some((at + header, bytes[at + 9], ends, usize::from(word(bytes, at + 2)?)));
+        return Some((at + header, bytes[at + 9], ends, said_length(word(bytes, at + 2)?, there)));
     }
     for (end, offset) in ends.iter_mut().zip([8, 24]) {
         end.copy_from_slice(bytes.get(at + offset..at + offset + 16)?);
     }
-    let length = usize::from(word(bytes, at + 4)?);
-    Some((at + IPV6, bytes[at + 6], ends, if length == 0 { 0 } else { length + IPV6 }))
+    let length = said_length(word(bytes, at + 4)?, there.saturating_sub(IPV6));
+    Some((at + IPV6, bytes[at + 6], ends, length + IPV6))
 }
 
 impl Glance {
@@ -93,8 +93,9 @@ impl Glance {
         };
         let least = if kind == ETHERTYPE_IPV4 { IPV4 } else { IPV6 };
         let only_network = Glance { headers: (begin + least).min(bytes.len()), network: Some(begin), packet: None };
-        let Some((at, protocol, ends, total)) = network(bytes, begin, kind) else { return only_network };
-        let end = if total == 0 { length } else { length.min(begin + total) };
+        let there = length.saturating_sub(begin);
+        let Some((at, protocol, ends, total)) = network(bytes, begin, kind, there) else { return only_network };
+        let end = begin + total.min(there);
         let headers = match protocol {
             TCP => bytes.get(at + 12).map_or(TCP_HEADER, |offset| usize::from(offset >> 4) * 4).max(TCP_HEADER),
             UDP | ICMP | ICMPV6 => SHORT_HEADER,

@@ -3,7 +3,7 @@
 use crate::rule::{Class, PROTOCOL_UDP};
 use baton_wire::Flags;
 use baton_wire::frame::{
-    ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV4_FRAGMENT, IPV6, PROTOCOL_IPV6_FRAGMENT, PROTOCOL_TCP, TCP,
+    ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV4_FRAGMENT, IPV6, PROTOCOL_IPV6_FRAGMENT, PROTOCOL_TCP, TCP, said_length,
 };
 use baton_wire::offset::{ethernet, ipv4, ipv6, tcp};
 
@@ -133,9 +133,7 @@ impl Packet {
     #[inline]
     fn parse_v4(frame: &[u8], at: usize) -> Result<Packet, Malformed> {
         let ip = frame.get(at..).filter(|ip| ip.len() >= IPV4).ok_or(Malformed)?;
-        let (header, total) = (usize::from(ip[0] & 15) * 4, usize::from(be16(ip, ipv4::LENGTH)?));
-        // Large receive of a device may leave the length zero above 64 KB.
-        let total = if total == 0 { ip.len() } else { total };
+        let (header, total) = (usize::from(ip[0] & 15) * 4, said_length(be16(ip, ipv4::LENGTH)?, ip.len()));
         if ip[0] >> 4 != 4 || header < IPV4 || total < header || total > ip.len() {
             return Err(Malformed);
         }
@@ -163,8 +161,7 @@ impl Packet {
 
     fn parse_v6(frame: &[u8], at: usize) -> Result<Packet, Malformed> {
         let ip = frame.get(at..).filter(|ip| ip.len() >= IPV6).ok_or(Malformed)?;
-        let length = usize::from(be16(ip, ipv6::LENGTH)?);
-        let end = if length == 0 { frame.len() } else { at + IPV6 + length };
+        let end = at + IPV6 + said_length(be16(ip, ipv6::LENGTH)?, ip.len() - IPV6);
         if ip[0] >> 4 != 6 || end > frame.len() {
             return Err(Malformed);
         }

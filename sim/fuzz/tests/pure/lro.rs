@@ -233,8 +233,12 @@ impl Queue {
         let damaged = choice.one_in(30);
         if damaged {
             let at = 14 + choice.below(self.frame.bytes().len() as u64 - 14) as usize;
-            self.frame.bytes_mut()[at] ^= 1 << choice.below(8);
+            let bit = choice.below(8);
+            self.frame.bytes_mut()[at] ^= 1 << bit;
             self.frame.checksum = Checksum::Unknown;
+            note!("{} connection {number}, damaged in bit {bit} of byte {at}: {offset} + {length}", self.now);
+        } else {
+            note!("{} connection {number}: {offset} + {length}", self.now);
         }
         self.receive((!damaged && length > 0).then_some((number, offset, length)));
     }
