@@ -199,10 +199,7 @@ impl Connection {
             }
             received.events |= Events::ESTABLISHED;
         }
-        // RFC 5961 section 5.2: an acknowledgement of what was never sent, or of something ancient.
-        let ahead = before(self.send.nxt, segment.ack);
-        let ancient = before(segment.ack, self.send.una.wrapping_sub(self.send.max_wnd));
-        if ahead || ancient {
+        if !self.may_acknowledge(segment.ack) {
             self.challenge(now);
             return Received::default();
         }
@@ -219,6 +216,13 @@ impl Connection {
             self.take_payload(segment, now, &mut received);
         }
         received
+    }
+
+    /// RFC 5961 section 5.2: whether the peer can send this acknowledgement. It is neither one of what was never sent,
+    /// nor an ancient one.
+    fn may_acknowledge(&self, ack: u32) -> bool {
+        let oldest = self.send.una.wrapping_sub(self.send.max_wnd);
+        at_or_before(ack, self.send.nxt) && at_or_before(oldest, ack)
     }
 
     /// PAWS: whether the segment is a leftover of an earlier round of the sequence space.
@@ -305,11 +309,21 @@ impl Connection {
         Received { events, ..Received::default() }
     }
 
-    /// Takes the timestamp of a segment that the last owner of the connection has processed.
-    pub fn learn_timestamp(&mut self, segment: &Segment, now: Instant) {
+    /// Takes the timestamp of a segment that brings no new data: the last owner of the connection has processed it.
+    /// False, and nothing is taken, if the peer cannot have sent it: it lies further back than a window, or its
+    /// acknowledgement is impossible. Anybody can send segments with this 4-tuple, and half of all sequence numbers
+    /// come before RCV.NXT. With the timestamp of such a segment PAWS would refuse all that the peer sends, here and
+    /// in the kernel, which gets TS.Recent with the connection.
+    pub fn learn_timestamp(&mut self, segment: &Segment, now: Instant) -> bool {
+        let behind = self.receive.nxt.wrapping_sub(segment.seq);
+        let acknowledges = segment.flags.contains(Flags::ACK) && self.may_acknowledge(segment.ack);
+        if behind > self.receive.memory || !acknowledges || segment.flags.contains(Flags::RST) {
+            return false;
+        }
         if self.agreed.timestamps {
             self.take_timestamp(segment.seq, segment.options.timestamps, now);
         }
+        true
     }
 
     #[inline(always)]

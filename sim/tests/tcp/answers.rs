@@ -177,6 +177,31 @@ fn unacceptable_segments_are_answered() {
     }
 }
 
+/// The timestamp of a segment that the connection's last owner has processed counts for PAWS, but not that of one which
+/// the peer cannot have sent.
+#[test]
+fn a_timestamp_is_learned_of_what_the_peer_can_have_sent() {
+    const FAR: u32 = 1 << 30;
+    let options = TcpOptions { timestamps: Some((FAR, 1)), ..TcpOptions::default() };
+    let old = Segment { options, ..segment(1u32.wrapping_sub(100), 100, Flags::ACK) };
+    for (what, segment, learned) in [
+        ("the last one", old, true),
+        ("one a window ago", Segment { seq: 1u32.wrapping_sub(BUFFER), ..old }, true),
+        ("an acknowledgement a window ago", Segment { ack: 1u32.wrapping_sub(1 << 15), ..old }, true),
+        ("the peer's FIN", Segment { flags: Flags::ACK | Flags::FIN, length: 99, ..old }, true),
+        ("data of long ago", Segment { seq: 1u32.wrapping_sub(FAR), ..old }, false),
+        ("an ancient acknowledgement", Segment { ack: 1u32.wrapping_sub(FAR), ..old }, false),
+        ("an acknowledgement of what was never sent", Segment { ack: 2, ..old }, false),
+        ("no acknowledgement", Segment { flags: Flags::PSH, ..old }, false),
+        ("a reset", Segment { flags: Flags::ACK | Flags::RST, ..old }, false),
+    ] {
+        let mut connection = connection(&image(), BUFFER);
+        assert_eq!(connection.learn_timestamp(&segment, NOW), learned, "{what}");
+        let (received, _) = answer(&mut connection, &self::segment(1, 10, Flags::ACK), NOW);
+        assert_eq!(received.delivered, if learned { 0 } else { 10 }, "{what}: the peer's next segment");
+    }
+}
+
 /// RFC 5961 section 3.2: a reset beyond the window is dropped without a word.
 #[test]
 fn a_reset_beyond_the_window_is_dropped() {

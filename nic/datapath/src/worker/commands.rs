@@ -236,7 +236,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Processes the held frames. A segment that the kernel had received before the steal is not answered as a
-    /// duplicate.
+    /// duplicate. What looks like one but cannot be the peer's is dropped.
     pub(super) fn run_held(&mut self, index: u32, now: Instant) {
         self.note_awake(index);
         let Some(slot) = self.connections.slots[index as usize].as_mut() else { return };
@@ -252,8 +252,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             }
             let known = at_or_before(segment.end(), offloaded.tcp.rcv_nxt()) && segment.end() != segment.seq;
             if known {
-                if at_or_before(segment.ack, offloaded.tcp.snd_una()) && !before(offloaded.tcp.rcv_nxt(), segment.seq) {
-                    offloaded.tcp.learn_timestamp(&segment, now);
+                let learned = offloaded.tcp.learn_timestamp(&segment, now);
+                let says_more = before(offloaded.tcp.snd_una(), segment.ack) || before(offloaded.tcp.rcv_nxt(), segment.seq);
+                if !learned || !says_more {
                     continue;
                 }
                 segment.seq = offloaded.tcp.rcv_nxt();

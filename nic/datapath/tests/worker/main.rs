@@ -11,6 +11,7 @@ mod datagrams;
 mod doorbells;
 mod dormant;
 mod endpoints;
+mod forged;
 mod gated;
 mod handshakes;
 mod links;

@@ -94,8 +94,9 @@ impl Stage {
         self.events.release();
     }
 
-    pub fn offload(&mut self, of: u32, flow: Flow) {
-        let (cid, base) = (Cid::new(of, 1), nic::slot(of));
+    /// Writes the parameters of a handoff, and the image of an open connection, into slot `of`.
+    pub fn prepare(&mut self, of: u32, flow: Flow) {
+        let base = nic::slot(of);
         let heap = session::HEAP as u32;
         for (word, value) in [of, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
             self.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
@@ -104,6 +105,11 @@ impl Stage {
         Image::open(flow).encode(&mut bytes).unwrap();
         self.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
         self.nic_memory.write(nic::scratch(of) + scratch::IMAGE, &bytes).unwrap();
+    }
+
+    pub fn offload(&mut self, of: u32, flow: Flow) {
+        let cid = Cid::new(of, 1);
+        self.prepare(of, flow);
         for control in [Control::Mirror, Control::Steal] {
             self.command(Message::control(Operation::NicControl, control, cid, 0, 0));
         }
