@@ -231,6 +231,22 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
     if written { 0 } else { fail(libc::EFAULT) as c_int }
 }
 
+/// Bytes that the program has not read, wherever the connection is. None if that cannot be told.
+pub(crate) fn unread(tcp: &'static Tcp, fd: c_int) -> Option<c_int> {
+    let mut count: c_int = 0;
+    // SAFETY: `count` is live and has room for the int that FIONREAD returns.
+    let done = unsafe { ioctl(tcp, fd, libc::FIONREAD, (&raw mut count).cast()) };
+    (done == 0).then_some(count)
+}
+
+/// As [`unread`], in the kernel's socket, asked without this library.
+pub(crate) fn unread_in_kernel(fd: c_int) -> Option<c_int> {
+    let mut count: c_int = 0;
+    // SAFETY: `count` is live and has room for the int that FIONREAD returns.
+    let done = unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut count).cast()) };
+    (done == 0).then_some(count)
+}
+
 /// shutdown(2).
 pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
     let done = shut(tcp, fd, how);

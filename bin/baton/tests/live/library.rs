@@ -118,6 +118,13 @@ fn a_close_that_lingers_is_the_last_one() {
     }
 }
 
+/// What comes while a close(2) is under way does not turn its FIN into a reset.
+#[test]
+fn a_close_sends_a_fin_though_more_comes_behind_it() {
+    as_natively("closes", "late");
+    while_moving("closes", "late");
+}
+
 /// What a ring closes that the library does not know is closed for the peer, too.
 #[test]
 fn a_ring_that_is_not_known_closes_for_the_peer() {

@@ -166,7 +166,7 @@ impl Tcp {
         }
         // Not with the list locked: removing takes that lock.
         let fds = locked(&self.fds).clone();
-        fds.into_iter().for_each(|fd| drop(self.remove_fd(fd)));
+        fds.into_iter().for_each(|fd| drop(self.remove(fd, false)));
     }
 
     /// The same of one that is in the kernel, unless this thread has interrupted a call on it.
@@ -205,6 +205,12 @@ impl Tcp {
         }
     }
 
+    /// Whether no other process has its descriptor, as far as this one has had a part in that. One that is passed on
+    /// over a Unix socket stays in the kernel for good.
+    fn is_this_processes_alone(&self) -> bool {
+        !self.inherited.load(Ordering::SeqCst) && !self.pinned.load(RELAXED)
+    }
+
     /// Lets it move again after a fork, once no other process holds it.
     pub fn allow_again(&self) {
         let Some((connection, session)) = self.managed() else { return };
@@ -236,6 +242,11 @@ impl Tcp {
     /// up by the agent, so that closing it means what it always meant. Otherwise the connection may be on the NIC: what
     /// is returned is to be kept until the kernel has closed the descriptor.
     pub fn remove_fd(&'static self, fd: c_int) -> Option<table::Change> {
+        self.remove(fd, true)
+    }
+
+    /// As [`Tcp::remove_fd`], also of a descriptor that is not tracked any more, and stays open (`closes` is false).
+    fn remove(&'static self, fd: c_int, closes: bool) -> Option<table::Change> {
         let change = table::Change::begin_of(fd, self)?;
         let last = {
             let mut fds = locked(&self.fds);
@@ -256,7 +267,15 @@ impl Tcp {
             let _turn = worth::Turn::begin();
             session.note_socket(connection.number(), None);
             let lingers = options::kernels(fd, libc::SOL_SOCKET, libc::SO_LINGER).is_some_and(|on| on != 0);
+            let sends_fin = closes && !lingers && self.is_this_processes_alone() && options::unread(self, fd) == Some(0);
             let _ = session.shared.forget(connection, lingers);
+            if sends_fin && options::unread_in_kernel(fd).is_some_and(|unread| unread > 0) {
+                // It has come since the program's call. Natively the FIN has left by then: the peer reads the end of
+                // the stream, and is reset for what it has sent since. The kernel's close sends no FIN if something
+                // is unread.
+                // SAFETY: no pointers are involved; the program closes the descriptor only after this.
+                unsafe { real::shutdown(fd, libc::SHUT_WR) };
+            }
         }
         self.worth.end();
         self.put_into(State::Refused);
