@@ -303,6 +303,10 @@ impl Agent {
                     extra.nic_that_died = 0;
                 }
             }
+            // Sooner than the next poll, which would find the same.
+            Conclusion::Stays(refusal) if refusal.is_of_lost_socket() && connection.stage() == Stage::Nic => {
+                self.cut(session, number);
+            }
             Conclusion::Recovered if connection.goes_by_itself(false) => {
                 let now = monotonic_micros();
                 let until = match self.leave_of(session, number, now) {

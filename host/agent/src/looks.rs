@@ -283,7 +283,7 @@ impl Agent {
 
     /// Ends a connection on the NIC that its socket does not have any more, as the kernel ends one that is destroyed:
     /// its peer is reset, and its program gets ECONNABORTED.
-    fn cut(&mut self, session: u32, number: u32) {
+    pub(crate) fn cut(&mut self, session: u32, number: u32) {
         let Some(connection) = self.connection(session, number) else { return };
         connection.reason = "its socket was disconnected, closed or destroyed (ss --kill)".into();
         if connection.attached {

@@ -243,6 +243,11 @@ impl Refusal {
         matches!(self, Refusal::NoRoute | Refusal::NoCarrier | Refusal::SourceGone(_) | Refusal::PolicyBlocks)
     }
 
+    /// Whether the socket does not have the connection any more.
+    pub fn is_of_lost_socket(&self) -> bool {
+        matches!(self, Refusal::Swapped | Refusal::Closed(_))
+    }
+
     /// Whether it stays true for the connection's life, so that trying again is of no use. Everything else may pass: a
     /// route, a rule, an option, a lack of room.
     pub fn is_for_good(&self) -> bool {

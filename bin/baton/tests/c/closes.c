@@ -28,6 +28,7 @@ static void *send_late(void *unused)
     waits = 1;
     while (!closes)
         ;
+    /* Waits: no call says that the close has sent its FIN. */
     for (long until = micros() + LATER; micros() < until;)
         ;
     send(ends.client, "late", 4, MSG_NOSIGNAL);

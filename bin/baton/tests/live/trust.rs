@@ -65,13 +65,31 @@ fn an_administrators_cut_counts() {
     for beside in [false, true] {
         let (mut scene, duplicate) = scene_with_duplicate(beside);
         scene.exchange(10_000, Place::Nic);
-        let ends = [duplicate.local_addr(), duplicate.peer_addr()];
-        let [local, remote] = ends.map(|address| address.expect("an address").into());
-        let flow = Flow { local, remote, device: 0 };
-        let netlink = scene.bed.host_a.run(|| Netlink::open(netlink::SOCK_DIAG)).expect("netlink");
-        diagnosis::destroy(&netlink, &flow, None).expect("destroyed");
+        destroy(&scene, &duplicate);
         expect_abort(&mut scene);
     }
+}
+
+/// The same of a connection that leaves the NIC just then, as with `--flip`: its socket is not made a connection again.
+#[test]
+fn a_connection_that_an_administrator_has_cut_does_not_come_back() {
+    for beside in [false, true] {
+        let (mut scene, duplicate) = scene_with_duplicate(beside);
+        scene.exchange(10_000, Place::Nic);
+        destroy(&scene, &duplicate);
+        let moved = scene.session.move_to(scene.id, Place::Kernel);
+        assert!(moved.is_err(), "it has moved");
+        expect_abort(&mut scene);
+    }
+}
+
+/// Destroys a connection of the first host's in its kernel, as `ss --kill` does.
+fn destroy(scene: &Scene, socket: &TcpStream) {
+    let ends = [socket.local_addr(), socket.peer_addr()];
+    let [local, remote] = ends.map(|address| address.expect("an address").into());
+    let flow = Flow { local, remote, device: 0 };
+    let netlink = scene.bed.host_a.run(|| Netlink::open(netlink::SOCK_DIAG)).expect("netlink");
+    diagnosis::destroy(&netlink, &flow, None).expect("destroyed");
 }
 
 fn expect_abort(scene: &mut Scene) {
