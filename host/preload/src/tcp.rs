@@ -446,6 +446,11 @@ impl Tcp {
         }
     }
 
+    /// Whether it stays in the kernel for good, although the agent manages it.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned.load(RELAXED)
+    }
+
     /// Notes that it listens: it is no connection, and never will be.
     pub fn begin_listening(&self) {
         self.listens.store(true, Ordering::Release);

@@ -118,6 +118,13 @@ fn a_close_that_lingers_is_the_last_one() {
     }
 }
 
+/// connect(2) of a connected socket is refused, and does not connect what a move has just disconnected.
+#[test]
+fn a_connected_socket_is_not_connected_again() {
+    as_natively("connected", "again");
+    while_moving("connected", "again");
+}
+
 /// What comes while a close(2) is under way does not turn its FIN into a reset.
 #[test]
 fn a_close_sends_a_fin_though_more_comes_behind_it() {

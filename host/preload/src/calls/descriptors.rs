@@ -156,6 +156,23 @@ fn dissolve(tcp: &'static Tcp, native: impl Fn() -> c_int) -> c_int {
     native()
 }
 
+/// connect(2) of a socket whose connection may move, which the kernel refuses at once. Made while it moves, the call
+/// would connect the socket that the agent has just disconnected. None if the kernel may have to wait.
+fn connect_again(tcp: &'static Tcp, address: *const sockaddr, length: socklen_t, native: impl Fn() -> c_int) -> Option<c_int> {
+    if !tcp.is_managed() || tcp.is_pinned() {
+        return None;
+    }
+    let mut room = [0u8; size_of::<libc::sockaddr_storage>()];
+    let bytes = room.get_mut(..length as usize).filter(|bytes| bytes.len() >= size_of::<libc::sa_family_t>());
+    // What the kernel refuses before it looks at the socket is the program's own call.
+    let is_address = bytes.is_some_and(|bytes| faults::read_all(address.cast(), bytes));
+    Some(tcp.undisturbed(|owner| match owner {
+        // The shell of one that has ended is disconnected, and would connect.
+        Some(Owner::Nic) if is_address => fail(libc::EISCONN) as c_int,
+        _ => native(),
+    }))
+}
+
 /// Intercepts the C library's `connect`.
 ///
 /// # Safety
@@ -182,7 +199,10 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
         // SAFETY: the program's own arguments (`# Safety`). The call does not wait.
         return dissolve(tcp, || unsafe { real::connect(fd, address, length) });
     }
-    tcp.give_back("connect", Until::Again);
+    // SAFETY: the program's own arguments (`# Safety`).
+    if let Some(done) = connect_again(tcp, address, length, || unsafe { real::connect(fd, address, length) }) {
+        return done;
+    }
     let inside = tcp.enter_kernel();
     drop(section);
     // SAFETY: the program's own arguments (`# Safety`).

@@ -208,7 +208,7 @@ impl Tcp {
     /// Whether no other process has its descriptor, as far as this one has had a part in that. One that is passed on
     /// over a Unix socket stays in the kernel for good.
     fn is_this_processes_alone(&self) -> bool {
-        !self.inherited.load(Ordering::SeqCst) && !self.pinned.load(RELAXED)
+        !self.inherited.load(Ordering::SeqCst) && !self.is_pinned()
     }
 
     /// Lets it move again after a fork, once no other process holds it.
