@@ -13,6 +13,7 @@
 #include <time.h>
 
 static struct pair ends;
+static int moved;
 
 /* A stream on the accepted end: both directions, then its end. */
 static void stream(void)
@@ -255,10 +256,45 @@ static void spliced_and_vfork(void)
     stay(&ends.server, 1);
 }
 
+static atomic_int written, is_over;
+
+static void *print_on(void *unused)
+{
+    for (; !is_over; written++)
+        CHECK(fputs("x", stdout) >= 0);
+    return unused;
+}
+
+/* One connection after another becomes standard output, on which another thread prints all the time. */
+static void output_beside(void)
+{
+    int nowhere = open("/dev/null", O_WRONLY);
+    pthread_t printer;
+    CHECK(nowhere >= 0 && dup2(nowhere, 1) == 1 && setvbuf(stdout, NULL, _IONBF, 0) == 0);
+    CHECK(pthread_create(&printer, NULL, print_on, NULL) == 0);
+    for (int round = 0; round < 20; round++) {
+        struct pair pair = connect_pair();
+        exchange(pair.client, pair.server, "there\n");
+        exchange(pair.server, pair.client, "back\n");
+        if (moved)
+            until_on_nic(pair.server);
+        CHECK(dup2(pair.server, 1) == 1);
+        for (int before = written; written < before + 10;)
+            sched_yield();
+        CHECK(dup2(nowhere, 1) == 1);
+        for (int before = written; written < before + 2;)
+            sched_yield();
+        CHECK(close(pair.server) == 0 && close(pair.client) == 0);
+    }
+    is_over = 1;
+    CHECK(pthread_join(printer, NULL) == 0);
+}
+
 int main(int count, char **arguments)
 {
     CHECK(count >= 2);
-    static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"spliced end", spliced_end}, {"vfork", spliced_and_vfork}, {"beside recv", beside}, {"beside poll", beside_poll}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"input", input}, {"super-server", super_server}};
+    moved = count > 2;
+    static const struct test_case cases[] = {{"stream", stream}, {"streams", streams}, {"spliced end", spliced_end}, {"vfork", spliced_and_vfork}, {"beside recv", beside}, {"beside poll", beside_poll}, {"closed number", closed_number}, {"print", print}, {"output", output}, {"output beside", output_beside}, {"input", input}, {"super-server", super_server}};
     alarm(STANDS_STILL);
     if (strcmp(arguments[1], "serve") == 0)
         return serve();

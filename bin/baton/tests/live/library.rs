@@ -205,7 +205,7 @@ fn a_fork_while_a_session_is_opened() {
 /// The C library's own input and output on a connection: printf to its descriptor, and standard input and output.
 #[test]
 fn the_c_library_reads_and_writes_connections() {
-    for case in ["print", "output", "input", "super-server"] {
+    for case in ["print", "output", "output beside", "input", "super-server"] {
         as_natively("stdio", case);
     }
 }

@@ -423,7 +423,15 @@ fn put_in_place(fd: c_int, to: c_int, native: impl FnOnce() -> c_int) -> c_int {
     // Before the change: two threads that exchange two numbers would wait for each other.
     let file = table::get(fd);
     // What the kernel refuses changes nothing.
-    let _change = if is_taken(fd, to) { leave(to).or_else(|| Change::begin(to)) } else { None };
+    let is_taken = is_taken(fd, to);
+    if is_taken
+        && stdio::is_standard(to)
+        && let Some(File::Tcp(tcp)) = file
+    {
+        // Not after it: other threads print meanwhile.
+        stdio::take_over(tcp);
+    }
+    let _change = if is_taken { leave(to).or_else(|| Change::begin(to)) } else { None };
     copied_file(fd, native(), file)
 }
 
