@@ -21,7 +21,7 @@ macro_rules! jumps {
     ($($name:ident = $symbol:literal, $at:ident, $prepare:ident($($argument:ident: $type:ty),*), $first:expr;)*) => {$(
         static $at: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
-        extern "C" fn $prepare($($argument: $type),*) {
+        extern "C-unwind" fn $prepare($($argument: $type),*) {
             $first;
             $at.store($crate::real::address($symbol), std::sync::atomic::Ordering::Relaxed);
         }
@@ -31,10 +31,12 @@ macro_rules! jumps {
         #[unsafe(naked)]
         pub extern "C" fn $name() {
             // Saves six argument registers, al, which says how many vector registers have arguments, and those; then
-            // the stack is as it was.
+            // the stack is as it was. Whoever unwinds the stack, as the end of a thread does, finds the way on from
+            // each instruction.
             std::arch::naked_asm!(
-                "push rax", "push rdi", "push rsi", "push rdx", "push rcx", "push r8", "push r9",
-                "sub rsp, 128",
+                ".cfi_startproc",
+                "sub rsp, 184",
+                ".cfi_adjust_cfa_offset 184",
                 "movups [rsp + 0], xmm0",
                 "movups [rsp + 16], xmm1",
                 "movups [rsp + 32], xmm2",
@@ -43,6 +45,13 @@ macro_rules! jumps {
                 "movups [rsp + 80], xmm5",
                 "movups [rsp + 96], xmm6",
                 "movups [rsp + 112], xmm7",
+                "mov [rsp + 128], rax",
+                "mov [rsp + 136], rdi",
+                "mov [rsp + 144], rsi",
+                "mov [rsp + 152], rdx",
+                "mov [rsp + 160], rcx",
+                "mov [rsp + 168], r8",
+                "mov [rsp + 176], r9",
                 "call {prepare}",
                 "movups xmm0, [rsp + 0]",
                 "movups xmm1, [rsp + 16]",
@@ -52,9 +61,17 @@ macro_rules! jumps {
                 "movups xmm5, [rsp + 80]",
                 "movups xmm6, [rsp + 96]",
                 "movups xmm7, [rsp + 112]",
-                "add rsp, 128",
-                "pop r9", "pop r8", "pop rcx", "pop rdx", "pop rsi", "pop rdi", "pop rax",
+                "mov rax, [rsp + 128]",
+                "mov rdi, [rsp + 136]",
+                "mov rsi, [rsp + 144]",
+                "mov rdx, [rsp + 152]",
+                "mov rcx, [rsp + 160]",
+                "mov r8, [rsp + 168]",
+                "mov r9, [rsp + 176]",
+                "add rsp, 184",
+                ".cfi_adjust_cfa_offset -184",
                 "jmp qword ptr [rip + {at}]",
+                ".cfi_endproc",
                 prepare = sym $prepare,
                 at = sym $at,
             )

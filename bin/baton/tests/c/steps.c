@@ -5,6 +5,7 @@
  * leaked. */
 
 #include "ends.h"
+#include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -24,11 +25,15 @@ static __thread sigjmp_buf back;
 
 /* The call that blocks if there is nothing to receive. */
 #define WAITS CALLS_AT_ONCE
+/* One with a variable number of arguments, which executes nothing. */
+#define EXECUTES (WAITS + 1)
 
 static void run_in(int call)
 {
     if (call == WAITS)
         recv(ends.server, some, 100, 0);
+    else if (call == EXECUTES)
+        execl("/nowhere/at/all", "all", (char *)NULL);
     else
         call_at_once(call);
 }
@@ -136,6 +141,9 @@ static int play_once(int call)
 static void play(int call)
 {
     open_ends();
+    if (call == EXECUTES)
+        /* Nothing of the connection is a child's: it stays where it is. */
+        CHECK(fcntl(ends.server, F_SETFD, FD_CLOEXEC) == 0 && fcntl(ends.client, F_SETFD, FD_CLOEXEC) == 0);
     look_up(call);
     call_of_thread = call;
     at = LONG_MAX;
@@ -165,5 +173,7 @@ int main(int number, char **arguments)
         CHECK(call == WAITS || now == before);
         before = now;
     }
+    play(EXECUTES);
+    CHECK(count_descriptors() == before);
     return 0;
 }

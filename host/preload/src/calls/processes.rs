@@ -10,7 +10,7 @@ use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 
 /// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
-extern "C" fn before_exec() {
+extern "C-unwind" fn before_exec() {
     let Some(_section) = Section::enter() else { return };
     forks::stay_open().for_each(|tcp| tcp.give_back("exec", Until::Alone));
 }
@@ -468,17 +468,17 @@ mod variadic {
         vfork = c"vfork", VFORK, prepare_vfork(), before_exec();
     }
 
-    extern "C" fn list(path: *const c_char, arguments: Strings) -> c_int {
+    extern "C-unwind" fn list(path: *const c_char, arguments: Strings) -> c_int {
         // SAFETY: the path and the list are the program's own arguments of execl(3); the environment is the process's.
         unsafe { execve(path, arguments, starts::environment()) }
     }
 
-    extern "C" fn list_searched(file: *const c_char, arguments: Strings) -> c_int {
+    extern "C-unwind" fn list_searched(file: *const c_char, arguments: Strings) -> c_int {
         // SAFETY: the file and the list are the program's own arguments of execlp(3); the environment is the process's.
         unsafe { execvpe(file, arguments, starts::environment()) }
     }
 
-    extern "C" fn list_with_environment(path: *const c_char, arguments: Strings) -> c_int {
+    extern "C-unwind" fn list_with_environment(path: *const c_char, arguments: Strings) -> c_int {
         // SAFETY: the path and the list are the program's own arguments of execle(3): the environment follows the null
         // that ends the list.
         unsafe {
@@ -499,15 +499,33 @@ mod variadic {
             #[unsafe(naked)]
             pub extern "C" fn $name() {
                 std::arch::naked_asm!(
+                    // 16 is the number of the return address for those who unwind the stack, 0 and 1 are rax and rdx.
+                    ".cfi_startproc",
                     "pop rax",
-                    "push r9", "push r8", "push rcx", "push rdx", "push rsi",
+                    ".cfi_adjust_cfa_offset -8",
+                    ".cfi_register 16, 0",
+                    "sub rsp, 40",
+                    ".cfi_adjust_cfa_offset 40",
+                    "mov [rsp + 0], rsi",
+                    "mov [rsp + 8], rdx",
+                    "mov [rsp + 16], rcx",
+                    "mov [rsp + 24], r8",
+                    "mov [rsp + 32], r9",
                     "mov rsi, rsp",
                     "push rax",
+                    ".cfi_adjust_cfa_offset 8",
+                    ".cfi_offset 16, -48",
                     "call {with}",
                     "pop rdx",
+                    ".cfi_adjust_cfa_offset -8",
+                    ".cfi_register 16, 1",
                     "add rsp, 40",
+                    ".cfi_adjust_cfa_offset -40",
                     "push rdx",
+                    ".cfi_adjust_cfa_offset 8",
+                    ".cfi_offset 16, -8",
                     "ret",
+                    ".cfi_endproc",
                     with = sym $with,
                 )
             }
