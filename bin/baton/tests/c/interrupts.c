@@ -28,8 +28,9 @@ static atomic_int calling, handled, over;
 static long result;
 static int number;
 static int stopper, stopped, full, may_move;
-/* Children are made by _Fork. Afterwards the connection may stay in the kernel. */
+/* Children are made by _Fork, or by a system call alone. Afterwards the connection may stay in the kernel. */
 static int bare;
+#define RAW 2
 /* A child that a handler has made, in which the same call returns; and the id of this process. */
 static volatile pid_t made;
 static pid_t parent;
@@ -51,7 +52,7 @@ static void count_with_information(int signal, siginfo_t *info, void *context)
 static void fork_and_count(int signal)
 {
     (void)signal;
-    made = bare ? _Fork() : fork();
+    made = bare == RAW ? syscall(SYS_clone, SIGCHLD, NULL, NULL, NULL, NULL) : bare ? _Fork() : fork();
     if (made == 0)
         alarm(STANDS_STILL);
     handled++;
@@ -531,14 +532,14 @@ int main(int arguments, char **argument)
         each(under_a_debugger);
     } else if (strcmp(argument[1], "ways") == 0) {
         ways();
-    } else if (strcmp(argument[1], "forks") == 0) {
-        int both[2];
+    } else if (strcmp(argument[1], "forks") == 0 || strcmp(argument[1], "clones") == 0) {
+        int both[2], first = argument[1][0] == 'c' ? RAW : 0, behind = first ? RAW + 1 : RAW;
         CHECK(pipe(both) == 0);
         reported = both[0], report = both[1];
         handle(SIGUSR1, fork_and_count, SA_RESTART);
         handle(SIGUSR2, fork_and_count, 0);
         handle(SIGHUP, count, SA_RESTART);
-        for (bare = 0; bare < 2; bare++)
+        for (bare = first; bare < behind; bare++)
             for (int call = 0; call < CALLS; call++)
                 forks(call);
     } else {

@@ -42,3 +42,10 @@ fn a_call_whose_handler_forks_returns_in_both() {
     as_natively("interrupts", "forks");
     while_moving("interrupts", "forks");
 }
+
+/// The same where the handler makes the child by clone(2) through the C library's syscall.
+#[test]
+fn a_call_whose_handler_clones_returns_in_both() {
+    as_natively("interrupts", "clones");
+    while_moving("interrupts", "clones");
+}
