@@ -244,6 +244,9 @@ pub fn markdown() -> String {
          | read-only | cannot be set, and reads the same |\n\
          | owner's | answered by the connection's owner: by the NIC while the NIC has the connection |\n\
          | – | no meaning for a connected TCP socket, or an action |\n\n\
+         While the NIC has the connection its socket is empty and in repair mode, which a few options show:\n\
+         TCP_QUICKACK reads 1, SO_GET_FILTER returns a filter of one instruction, and TCP_REPAIR_QUEUE,\n\
+         TCP_QUEUE_SEQ and TCP_REPAIR_WINDOW are answered although the program has not set TCP_REPAIR.\n\n\
          | option | |\n|---|---|\n",
     );
     for option in OPTIONS {

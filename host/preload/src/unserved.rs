@@ -10,7 +10,7 @@ use baton_linux::control::Channel;
 use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Request};
 use libc::c_int;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 /// Longest time that a program waits for the agent here.
@@ -18,8 +18,8 @@ const LIMIT: Duration = Duration::from_secs(1);
 
 /// The process that has reported an MPTCP connection; 0 if none has.
 static REPORTED_MPTCP: AtomicU32 = AtomicU32::new(0);
-/// 1 once the program has made an MPTCP socket.
-static HAS_MPTCP: AtomicU32 = AtomicU32::new(0);
+/// The program has made an MPTCP socket.
+static HAS_MPTCP: AtomicBool = AtomicBool::new(false);
 
 /// Connects to the agent without opening a session. None if the process has a session, may not have one, or cannot
 /// reach the agent.
@@ -72,13 +72,13 @@ pub(crate) fn filters_itself() {
 /// Notes that the program has made a socket of this protocol.
 pub(crate) fn made(protocol: c_int) {
     if protocol == libc::IPPROTO_MPTCP {
-        HAS_MPTCP.store(1, Ordering::Relaxed);
+        HAS_MPTCP.store(true, Ordering::Relaxed);
     }
 }
 
 /// To be called after connect(2) on a socket that the library does not track: tells the agent if it uses MPTCP.
 pub(crate) fn connected(fd: c_int) {
-    if HAS_MPTCP.load(Ordering::Relaxed) != 0 && crate::tcp::protocol(fd) == Some(libc::IPPROTO_MPTCP) {
+    if HAS_MPTCP.load(Ordering::Relaxed) && crate::tcp::protocol(fd) == Some(libc::IPPROTO_MPTCP) {
         report_mptcp();
     }
 }
