@@ -30,5 +30,6 @@ mod status;
 pub mod tail;
 pub mod ttcp;
 pub mod wan;
+pub mod web_load;
 pub mod web_mix;
 pub mod wire;

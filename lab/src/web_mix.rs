@@ -8,7 +8,7 @@
 use baton_sim::Rng;
 
 /// Of a thousand requests, those for each class.
-const CLASSES: [u64; 4] = [350, 500, 140, 10];
+pub const CLASSES: [u64; 4] = [350, 500, 140, 10];
 /// Files of a class in a directory.
 pub const FILES: usize = 9;
 /// Place of each file in the order of how often it is asked for.
@@ -57,6 +57,31 @@ pub fn pause(bytes: u64) -> u64 {
     (bytes as f64 * 8e6 / CLIENT_RATE) as u64
 }
 
+/// A client's line, which is busy while it carries what the client receives. Times are microseconds of any clock.
+#[derive(Clone, Copy, Debug)]
+pub struct Line {
+    rate: f64,
+    free_at: u64,
+}
+
+impl Line {
+    /// A line of so many bits per second; [`f64::INFINITY`] is one that is never busy.
+    pub fn new(rate: f64) -> Line {
+        Line { rate, free_at: 0 }
+    }
+
+    /// Carries `bytes` that begin to come at `now`, or when the line is free. Returns when it is free again.
+    pub fn carry(&mut self, bytes: u64, now: u64) -> u64 {
+        self.free_at = self.free_at.max(now) + (bytes as f64 * 8e6 / self.rate) as u64;
+        self.free_at
+    }
+
+    /// When it is free.
+    pub fn free_at(&self) -> u64 {
+        self.free_at
+    }
+}
+
 /// Chooses requests.
 #[derive(Clone, Debug)]
 pub struct Mix {
@@ -81,7 +106,12 @@ fn zipf(ranks: impl Iterator<Item = u64>) -> Vec<f64> {
 impl Mix {
     /// A load of `connections` clients, a share of whose requests is `dynamic`.
     pub fn new(connections: usize, dynamic: f64, seed: u64) -> Mix {
-        let directories = zipf(1..=directories(connections) as u64);
+        Mix::over(directories(connections), dynamic, seed)
+    }
+
+    /// A load of files in so many directories, at least one, a share of whose requests is `dynamic`.
+    pub fn over(directories: usize, dynamic: f64, seed: u64) -> Mix {
+        let directories = zipf(1..=directories.max(1) as u64);
         Mix { rng: Rng::new(seed), directories, files: zipf(RANKS.into_iter()), dynamic }
     }
 
@@ -177,5 +207,37 @@ mod tests {
     #[test]
     fn a_client_takes_no_more_than_its_rate() {
         assert_eq!(pause(50_000), 1_000_000);
+        let mut line = Line::new(CLIENT_RATE);
+        assert_eq!(line.carry(50_000, 7), 1_000_007);
+        // What comes while the line is busy waits; what comes later does not make up for the time between.
+        assert_eq!(line.carry(50, 500_000), 1_001_007);
+        assert_eq!(line.carry(50, 3_000_000), 3_001_000);
+        let mut unlimited = Line::new(f64::INFINITY);
+        assert_eq!((unlimited.carry(1 << 30, 5), unlimited.free_at()), (5, 5));
+    }
+
+    #[test]
+    fn a_small_file_set_has_all_of_its_directories() {
+        let mut one = Mix::over(1, 0.0, 9);
+        assert!((0..1000).all(|_| one.request().directory == 0));
+        let mut three = Mix::over(3, 0.0, 9);
+        let counts = (0..110_000).fold([0u32; 3], |mut counts, _| {
+            counts[three.request().directory] += 1;
+            counts
+        });
+        // By ranks 1, 2 and 3: shares of 6, 3 and 2 elevenths.
+        for (count, expected) in counts.into_iter().zip([60_000.0, 30_000.0, 20_000.0]) {
+            assert!((f64::from(count) / expected - 1.0).abs() < 0.04, "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn a_seed_decides_everything() {
+        let list = |seed| {
+            let mut mix = Mix::over(40, DYNAMIC, seed);
+            (0..100).map(|_| (mix.requests(), mix.request())).collect::<Vec<_>>()
+        };
+        assert_eq!(list(1), list(1));
+        assert_ne!(list(1), list(2));
     }
 }
