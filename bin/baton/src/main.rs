@@ -44,7 +44,7 @@ const LEFT_OUT: &str = if cfg!(feature = "lab") {
     ""
 } else {
     "This Baton was compiled for `make demo`, without the commands that measure and test: bench, soak, sim, ttcp, ntttcp, rmpp, lab, \
-     plan, options. `make build` makes the whole one: target/release/baton."
+     plan, load, options. `make build` makes the whole one: target/release/baton."
 };
 
 #[derive(Parser)]

@@ -3,6 +3,7 @@
 
 mod all;
 mod bench;
+mod load;
 mod papers;
 pub mod plan;
 mod rmpp;
@@ -54,6 +55,9 @@ pub enum Command {
     /// Plans: what each degree of offload brings for a host, a NIC and a load, from small operations that are measured.
     #[command(after_help = plan::EXAMPLES)]
     Plan(plan::PlanArguments),
+    /// Loads a server as many clients would, and says what each of them gets.
+    #[command(subcommand)]
+    Load(load::Load),
     /// Prints what a move does to every socket option, as Markdown.
     Options,
     #[command(flatten)]
@@ -79,6 +83,7 @@ pub fn run(command: &Command) -> Result<bool> {
         }
         Command::Lab(command) => papers::run(command),
         Command::Plan(arguments) => plan::run(arguments),
+        Command::Load(command) => load::run(command),
         Command::Options => {
             baton_linux::process::end_on_broken_pipe();
             print!("{}", baton_lab::options::markdown());
