@@ -86,3 +86,4 @@ mod trust;
 mod ttcp;
 mod udp;
 mod waits;
+mod web_load;
