@@ -254,8 +254,8 @@ mod tests {
         assert_eq!(no(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"), Some("this is no HTTP answer"));
         assert_eq!(no(b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n"), Some("an answer's length is no number"));
         assert_eq!(no(&vec![b'a'; HEAD + 1]), Some("an answer's head is too long"));
-        let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n";
-        assert_eq!(no(&[chunked, b"x\r\n".as_slice()].concat()), Some("a chunk has no size"));
-        assert_eq!(no(&[chunked, b"1\r\nabc\r\n".as_slice()].concat()), Some("a chunk is longer than its size"));
+        let chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".as_slice();
+        assert_eq!(no(&[chunked, b"x\r\n"].concat()), Some("a chunk has no size"));
+        assert_eq!(no(&[chunked, b"1\r\nabc\r\n"].concat()), Some("a chunk is longer than its size"));
     }
 }
