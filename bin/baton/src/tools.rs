@@ -164,8 +164,13 @@ pub fn relocate(arguments: &MoveArguments) -> Result<bool> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
+
+    /// Where no agent listens.
+    pub fn nowhere() -> SocketArgument {
+        SocketArgument { socket: Some("/nowhere".into()) }
+    }
 
     #[test]
     fn filters_are_read() {

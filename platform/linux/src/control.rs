@@ -284,9 +284,7 @@ impl Channel {
     /// # Errors
     /// The failed system call's.
     pub fn peer_user(&self) -> io::Result<u32> {
-        let mut raw = [0u8; 12];
-        crate::socket::get_bytes(self.fd.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
-        Ok(u32::from_ne_bytes([raw[4], raw[5], raw[6], raw[7]]))
+        crate::socket::peer_user(self.fd.as_fd())
     }
 
     /// A descriptor of the process at the other end, from the kernel: it stands for that process even after its number

@@ -376,6 +376,16 @@ pub fn owner(fd: BorrowedFd<'_>) -> io::Result<u32> {
     Ok(fstat(fd)?.st_uid)
 }
 
+/// User id of the process at the other end of a Unix socket, from the kernel: that which has connected or listened.
+///
+/// # Errors
+/// The failed system call's.
+pub fn peer_user(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut raw = [0u8; 12];
+    get_bytes(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
+    Ok(u32::from_ne_bytes([raw[4], raw[5], raw[6], raw[7]]))
+}
+
 /// Sends one byte as urgent data.
 ///
 /// # Errors

@@ -73,6 +73,12 @@ pub fn check_own(path: &Path) -> io::Result<()> {
     }
 }
 
+/// Whether a user id that the kernel has given may stand for any user outside of this process's user namespace.
+pub fn is_anybody(user: u32) -> bool {
+    let first = std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| !is_inside_of_another(&map));
+    !first && !overflow_user().is_ok_and(|overflow| user != overflow)
+}
+
 fn overflow_user() -> io::Result<u32> {
     std::fs::read_to_string("/proc/sys/kernel/overflowuid")?.trim().parse().map_err(io::Error::other)
 }

@@ -1,23 +1,18 @@
 //! `baton metrics`: what is counted, for Prometheus.
 
+mod exporter;
 mod families;
-mod http;
-mod listener;
 mod look;
-mod server;
 mod text;
 
 use crate::run_directory;
+use crate::serve::{self, listener::Address};
 use crate::tools::SocketArgument;
-use anyhow::{Context, Result, bail};
-use baton_linux::{process, service};
+use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
+use exporter::Exporter;
 use families::Own;
-use listener::{Address, Listener};
 use look::Looker;
-use server::Server;
-use std::io::Write;
-use std::os::fd::AsFd;
 use text::{Format, render};
 
 pub const EXAMPLES: &str = "Examples:
@@ -50,6 +45,9 @@ pub struct MetricsArguments {
     format: Printed,
 }
 
+/// Owner and group may scrape.
+const MODE: u32 = 0o660;
+
 /// What `--once` prints.
 #[derive(Clone, Copy, ValueEnum)]
 enum Printed {
@@ -78,17 +76,16 @@ pub fn run(arguments: &MetricsArguments) -> Result<()> {
         Some(address) => address.clone(),
         None => Address::Unix(run_directory::lasting()?.join("metrics.sock")),
     };
-    // Before the socket is there, so that it is removed in any case.
-    let signals = process::signal_descriptor(&process::ENDING).context("waiting for signals")?;
-    let listener = Listener::new(&address, arguments.expose)?;
-    let name = listener.name();
-    let mut server = Server::new(listener, looker)?;
-    println!("metrics at {name}");
-    if let Err(error) = std::io::stdout().flush() {
-        bail!("standard output: {error}");
+    if let Address::Tcp(tcp) = &address
+        && address.is_exposed()
+        && !arguments.expose
+    {
+        bail!(
+            "{tcp} can be reached from other machines, and would tell everybody there, without a password, which programs run \
+             here and what they carry: listen at 127.0.0.1:{} and let a proxy with TLS and authentication pass it on, or say \
+             --expose",
+            tcp.port()
+        );
     }
-    if let Err(error) = service::notify("READY=1") {
-        eprintln!("baton: the service manager at NOTIFY_SOCKET cannot be told: {error}");
-    }
-    server.run(signals.as_fd())
+    serve::run("metrics", "/metrics", &address, MODE, Exporter::new(looker))
 }

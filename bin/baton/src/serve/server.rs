@@ -1,14 +1,11 @@
-//! Answers scrapes in one thread, with no more of HTTP than that takes: servers with a thread for each client, as
+//! Answers requests in one thread, with no more of HTTP than that takes: servers with a thread for each client, as
 //! tiny_http, have no limit on their number and time.
 //!
 //! No client can hold up another one, or use more than a bounded amount of memory: there
 //! are at most [`MOST`], each has a limited time, and the oldest one makes room for a new one.
 
-use super::families::Own;
-use super::http::{self, Wanted};
+use super::http::{self, Answer, Received, Request};
 use super::listener::{Listener, Stream};
-use super::look::Looker;
-use super::text::{Format, render};
 use anyhow::{Context, Result};
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use std::collections::BTreeMap;
@@ -50,35 +47,41 @@ struct Client {
     until: u64,
 }
 
-/// The same look in both formats, made when first wanted.
-#[derive(Default)]
-struct Texts {
-    at: u64,
-    texts: [Option<Rc<str>>; 2],
+/// What the server counts.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Counts {
+    /// Clients that were cut off: they were too slow, or others needed the room.
+    pub cut_off: u64,
+    /// Requests that were refused.
+    pub refused: u64,
 }
 
-/// The exporter.
-pub struct Server {
+/// What is served.
+pub trait Site {
+    /// Answers a request of a client that may see the connections of `user` ([`Stream::user`]).
+    fn answer(&mut self, request: &Request, user: Option<u32>, counts: Counts) -> Answer;
+}
+
+/// The server.
+pub struct Server<S> {
     listener: Listener,
     poller: Poller,
-    looker: Looker,
-    texts: Texts,
+    site: S,
     /// By token, which grows: the first one is the oldest.
     clients: BTreeMap<u64, Client>,
     next: u64,
-    own: Own,
+    counts: Counts,
 }
 
-impl Server {
-    /// Answers at a listener what a looker finds.
+impl<S: Site> Server<S> {
+    /// Serves a site to the clients of a listener.
     ///
     /// # Errors
     /// The system's.
-    pub fn new(listener: Listener, looker: Looker) -> Result<Server> {
+    pub fn new(listener: Listener, site: S) -> Result<Server<S>> {
         let poller = Poller::new()?;
         poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
-        let (texts, clients, own) = (Texts::default(), BTreeMap::new(), Own::default());
-        Ok(Server { listener, poller, looker, texts, clients, next: CLIENTS, own })
+        Ok(Server { listener, poller, site, clients: BTreeMap::new(), next: CLIENTS, counts: Counts::default() })
     }
 
     /// Serves until `ends` is readable.
@@ -146,7 +149,7 @@ impl Server {
         if let Some(client) = self.clients.remove(&token)
             && !matches!(client.state, State::Ends(_))
         {
-            self.own.cut_off += 1;
+            self.counts.cut_off += 1;
         }
     }
 
@@ -161,8 +164,8 @@ impl Server {
                 }
                 // The descriptor leaves the poller with its end.
                 Ok(Step::Over) | Err(_) => return,
-                Ok(Step::Asked(wanted)) => {
-                    let (head, body) = self.answer(&wanted);
+                Ok(Step::Asked(received)) => {
+                    let (head, body) = self.answer(&received, &client.stream);
                     client.state = State::Takes(head.into_bytes(), body, 0);
                     client.until = monotonic_micros() + ANSWER;
                 }
@@ -175,46 +178,24 @@ impl Server {
         }
     }
 
-    fn answer(&mut self, wanted: &Wanted) -> (String, Rc<str>) {
-        const PLAIN: &str = "text/plain; charset=utf-8";
-        let short = |status: &str, text: String| (http::head(status, PLAIN, text.len()), Rc::from(text));
-        match wanted {
-            Wanted::Metrics { format, head } => match self.text(*format) {
-                Ok(text) => {
-                    let head_of_answer = http::head("200 OK", format.content_type(), text.len());
-                    (head_of_answer, if *head { Rc::from("") } else { text })
-                }
-                Err(error) => short("500 Internal Server Error", format!("{error:#}\n")),
-            },
-            Wanted::Index => short("200 OK", "baton metrics: the counters are at /metrics\n".into()),
-            Wanted::Refused(status, why) => {
-                self.own.refused += 1;
-                short(status, format!("{why}\n"))
-            }
-            Wanted::More => short("400 Bad Request", String::new()),
+    /// The head and the body of the answer.
+    fn answer(&mut self, received: &Received, client: &Stream) -> (String, Rc<str>) {
+        let (answer, only_head) = match received {
+            Received::Whole(request) => (self.site.answer(request, client.user(), self.counts), request.head),
+            Received::Refused(status, why) => (Answer::line(status, why), false),
+            Received::More => (Answer::line("400 Bad Request", "the request is not whole"), false),
+        };
+        if answer.status.starts_with('4') {
+            self.counts.refused += 1;
         }
-    }
-
-    fn text(&mut self, format: Format) -> Result<Rc<str>> {
-        self.looker.renew();
-        if self.texts.at != self.looker.seen_at() {
-            self.texts = Texts { at: self.looker.seen_at(), texts: [None, None] };
-        }
-        let place = &mut self.texts.texts[usize::from(format == Format::OpenMetrics)];
-        match place {
-            Some(text) => Ok(text.clone()),
-            None => {
-                let text: Rc<str> = render(self.looker.families(self.own), format)?.into();
-                Ok(place.insert(text).clone())
-            }
-        }
+        (answer.head(), if only_head { Rc::from("") } else { answer.body })
     }
 }
 
 /// What has come of going on with a client.
 enum Step {
     Waits,
-    Asked(Wanted),
+    Asked(Received),
     Answered,
     Over,
 }
@@ -242,8 +223,8 @@ impl Client {
                         Some(count) => request.extend_from_slice(&room[..count]),
                     }
                     match http::read(request) {
-                        Wanted::More => {}
-                        wanted => return Ok(Step::Asked(wanted)),
+                        Received::More => {}
+                        received => return Ok(Step::Asked(received)),
                     }
                 }
                 State::Takes(head, body, taken) => {

@@ -1,6 +1,7 @@
-//! Where scrapes come in: a Unix socket, or TCP on loopback.
+//! Where requests come in: a Unix socket, or TCP.
 
 use anyhow::{Context, Result, bail};
+use baton_linux::{process, socket, trust};
 use std::fs::Permissions;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -22,17 +23,21 @@ impl FromStr for Address {
 
     fn from_str(text: &str) -> Result<Address, String> {
         match text.strip_prefix("unix:") {
-            Some("") => Err("unix: without a path; write unix:/run/baton/metrics.sock".into()),
+            Some("") => Err("unix: without a path; write unix:PATH".into()),
             Some(path) => Ok(Address::Unix(path.into())),
             None => text.parse().map(Address::Tcp).map_err(|_| {
-                "write an address and a port as 127.0.0.1:9464 or [::1]:9464, or a path as unix:/run/baton/metrics.sock".into()
+                "write an address and a port as 127.0.0.1:9464 or [::1]:9464, or the path of a Unix socket as unix:PATH".into()
             }),
         }
     }
 }
 
-/// Owner and group may scrape.
-const MODE: u32 = 0o660;
+impl Address {
+    /// Whether other machines can reach it.
+    pub fn is_exposed(&self) -> bool {
+        matches!(self, Address::Tcp(address) if !address.ip().is_loopback())
+    }
+}
 
 /// Listens.
 pub enum Listener {
@@ -47,7 +52,7 @@ pub enum Stream {
     Tcp(TcpStream),
 }
 
-/// Removes what an exporter has left that was killed. What somebody listens at, or is no socket, stays.
+/// Removes what a process has left that was killed. What somebody listens at, or is no socket, stays.
 fn clear(path: &Path) -> Result<()> {
     match std::fs::symlink_metadata(path) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
@@ -72,30 +77,22 @@ fn clear(path: &Path) -> Result<()> {
 }
 
 impl Listener {
-    /// Listens at an address. `exposed`: it need not be of this machine alone.
+    /// Listens at an address. `mode` is that of a Unix socket.
     ///
     /// # Errors
-    /// If that is not possible, or not wanted.
-    pub fn new(address: &Address, exposed: bool) -> Result<Listener> {
+    /// If that is not possible.
+    pub fn new(address: &Address, mode: u32) -> Result<Listener> {
         match address {
             Address::Unix(path) => {
                 clear(path)?;
                 let listener = UnixListener::bind(path).with_context(|| {
                     format!("listening at {}: the directory must be there and be writable; or --listen unix:PATH", path.display())
                 })?;
-                std::fs::set_permissions(path, Permissions::from_mode(MODE))?;
+                std::fs::set_permissions(path, Permissions::from_mode(mode))?;
                 listener.set_nonblocking(true)?;
                 Ok(Listener::Unix(listener, path.clone()))
             }
             Address::Tcp(address) => {
-                if !address.ip().is_loopback() && !exposed {
-                    bail!(
-                        "{address} can be reached from other machines, and would tell everybody there, without a password, which programs run \
-                         here and what they carry: listen at 127.0.0.1:{} and let a proxy with TLS and authentication pass it on, or say \
-                         --expose",
-                        address.port()
-                    );
-                }
                 let listener = match TcpListener::bind(address) {
                     Err(error) if error.kind() == ErrorKind::AddrInUse => {
                         bail!(
@@ -117,14 +114,14 @@ impl Listener {
         }
     }
 
-    /// Where it listens, for people.
-    pub fn name(&self) -> String {
+    /// Where it listens, for people, and how this path is asked for there.
+    pub fn name(&self, path: &str) -> String {
         match self {
-            Listener::Unix(_, path) => {
-                format!("{} (curl --unix-socket {} http://localhost/metrics)", path.display(), path.display())
+            Listener::Unix(_, socket) => {
+                format!("{} (curl --unix-socket {} http://localhost{path})", socket.display(), socket.display())
             }
             Listener::Tcp(listener) => {
-                listener.local_addr().map_or_else(|error| error.to_string(), |address| format!("http://{address}/metrics"))
+                listener.local_addr().map_or_else(|error| error.to_string(), |address| format!("http://{address}{path}"))
             }
         }
     }
@@ -164,6 +161,15 @@ impl Drop for Listener {
 }
 
 impl Stream {
+    /// The user whose connections the client may see. At a Unix socket its own, by the kernel; on loopback, where the
+    /// kernel says nothing, this process's. None if it cannot be told from other users.
+    pub fn user(&self) -> Option<u32> {
+        match self {
+            Stream::Unix(stream) => socket::peer_user(stream.as_fd()).ok().filter(|user| !trust::is_anybody(*user)),
+            Stream::Tcp(_) => Some(process::user()),
+        }
+    }
+
     /// Nothing more is sent.
     pub fn end_sending(&self) {
         // The client may be gone.
@@ -209,41 +215,66 @@ impl Write for Stream {
 mod tests {
     use super::*;
 
+    const MODE: u32 = 0o660;
+
     #[test]
     fn addresses_are_read() {
         assert_eq!("unix:/run/a b".parse(), Ok(Address::Unix("/run/a b".into())));
         assert_eq!("[::1]:9464".parse(), Ok(Address::Tcp("[::1]:9464".parse().expect("an address"))));
         for text in ["", "unix:", "9464", ":9464", "localhost:9464", "127.0.0.1", "/run/baton/metrics.sock"] {
-            assert!(text.parse::<Address>().expect_err("no address").contains("metrics.sock"), "{text}");
+            assert!(text.parse::<Address>().expect_err("no address").contains("unix:PATH"), "{text}");
         }
     }
 
     #[test]
-    fn only_loopback_unless_told_otherwise() {
-        let error =
-            |text: &str| format!("{:#}", Listener::new(&text.parse().expect("an address"), false).err().expect("refused"));
-        for text in ["0.0.0.0:0", "[::]:0"] {
-            assert!(error(text).contains("--expose"), "{text}");
+    fn only_loopback_is_not_exposed() {
+        for (text, exposed) in [
+            ("127.0.0.1:1", false),
+            ("127.9.9.9:1", false),
+            ("[::1]:1", false),
+            ("unix:/a", false),
+            ("0.0.0.0:1", true),
+            ("[::]:1", true),
+            ("192.0.2.1:1", true),
+            // By this name other machines reach nothing, but a socket of IPv6 is not needed for it.
+            ("[::ffff:127.0.0.1]:1", true),
+        ] {
+            assert_eq!(text.parse::<Address>().expect("an address").is_exposed(), exposed, "{text}");
         }
-        assert!(Listener::new(&"0.0.0.0:0".parse().expect("an address"), true).is_ok());
+    }
+
+    #[test]
+    fn errors_say_what_to_do() {
+        let error =
+            |text: &str| format!("{:#}", Listener::new(&text.parse().expect("an address"), MODE).err().expect("refused"));
         assert!(error("unix:/nowhere/metrics.sock").contains("directory"));
         let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
         assert!(error(&taken.local_addr().expect("its address").to_string()).contains("ss -ltnp"));
     }
 
+    /// On loopback a client is as good as this process; at a Unix socket it is who it is.
+    #[test]
+    fn clients_have_users() {
+        let (one, _other) = UnixStream::pair().expect("a pair");
+        assert!([Some(process::user()), None].contains(&Stream::Unix(one).user()));
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let client = TcpStream::connect(listener.local_addr().expect("its address")).expect("a connection");
+        assert_eq!(Stream::Tcp(client).user(), Some(process::user()));
+    }
+
     #[test]
     fn a_socket_that_was_left_is_replaced() {
-        let path = std::env::temp_dir().join(format!("baton-metrics-test-{}", std::process::id()));
+        let path = std::env::temp_dir().join(format!("baton-serve-test-{}", std::process::id()));
         let address = Address::Unix(path.clone());
         drop(UnixListener::bind(&path).expect("a socket"));
-        let listener = Listener::new(&address, false).expect("in place of the one that was left");
+        let listener = Listener::new(&address, MODE).expect("in place of the one that was left");
         assert_eq!(std::fs::metadata(&path).expect("it is there").permissions().mode() & 0o777, MODE);
-        let error = format!("{:#}", Listener::new(&address, false).err().expect("taken"));
+        let error = format!("{:#}", Listener::new(&address, MODE).err().expect("taken"));
         assert!(error.contains("another process listens"), "{error}");
         drop(listener);
         assert!(!path.exists(), "it is removed in the end");
         std::fs::write(&path, "text").expect("a file");
-        let error = format!("{:#}", Listener::new(&address, false).err().expect("a file"));
+        let error = format!("{:#}", Listener::new(&address, MODE).err().expect("a file"));
         assert!(error.contains("is no socket"), "{error}");
         std::fs::remove_file(&path).expect("it is there");
     }
