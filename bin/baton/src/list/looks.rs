@@ -6,7 +6,7 @@ use crate::tools::{SocketArgument, is_silent};
 use anyhow::{Context, Result, bail};
 use baton_client::tool::Tool;
 use baton_linux::events::monotonic_micros;
-use baton_protocol::program::{ConnectionInfo, Load, Statistics, Withdrawn};
+use baton_protocol::program::{Ask, ClassInfo, ConnectionInfo, Load, Reply, Statistics, Withdrawn};
 use baton_protocol::texts::plain;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -130,6 +130,7 @@ struct Watched {
     rows: HashMap<(u32, u32), Row>,
     statistics: Option<Statistics>,
     trouble: Option<String>,
+    names: Names,
     /// Place in the agent's list of the connection that is described next.
     turn: usize,
 }
@@ -139,7 +140,6 @@ struct Watched {
 pub struct Watch {
     argument: SocketArgument,
     batons: Vec<Watched>,
-    names: Names,
     /// When it is found out next which Batons there are.
     search_at: u64,
     /// Batons found so far.
@@ -157,45 +157,57 @@ const SEARCH: u64 = 5_000_000;
 impl Watch {
     /// Of the Batons that are meant.
     pub fn new(argument: SocketArgument) -> Watch {
-        Watch { argument, batons: Vec::new(), names: Names::default(), search_at: 0, found: 0, silent: Vec::new() }
+        Watch { argument, batons: Vec::new(), search_at: 0, found: 0, silent: Vec::new() }
     }
 
     /// Finds Batons that are new, and forgets those that are gone for good.
     fn search(&mut self, now: u64) {
         self.search_at = now + SEARCH;
-        self.names = Names::default();
         let (found, silent) = self.argument.find();
         self.silent = silent;
         self.batons.retain(|known| known.tool.is_some() || found.iter().any(|(socket, _)| *socket == known.socket));
+        self.batons.iter_mut().for_each(|known| known.names = Names::default());
         for (socket, process) in found {
             match self.batons.iter_mut().find(|known| known.socket == socket) {
                 Some(known) => known.process = process,
                 None => {
-                    let (rows, statistics, trouble, turn) = (HashMap::new(), None, None, 0);
+                    let (rows, names, statistics, trouble, turn) = (HashMap::new(), Names::default(), None, None, 0);
                     let number = self.found;
                     self.found += 1;
-                    self.batons.push(Watched { number, socket, process, tool: None, rows, statistics, trouble, turn });
+                    self.batons.push(Watched { number, socket, process, tool: None, rows, statistics, trouble, names, turn });
                 }
             }
         }
     }
 
-    /// Looks at all of them. An agent that has ended is tried again at the next look.
+    /// Looks at all of them, many at a time: one that does not answer holds up few of the others. An agent that has
+    /// ended is tried again at the next look.
     pub fn refresh(&mut self) {
         let now = monotonic_micros();
         if now >= self.search_at || self.batons.iter().any(|baton| baton.tool.is_none()) {
             self.search(now);
         }
-        for baton in &mut self.batons {
-            match baton.refresh(&mut self.names) {
-                Ok(()) => baton.trouble = None,
-                Err(error) => {
-                    (baton.tool, baton.statistics) = (None, None);
-                    baton.rows.clear();
-                    baton.trouble = Some(format!("{}: {error:#}", baton.socket.display()));
-                }
-            }
+        if let [only] = &mut self.batons[..] {
+            return only.look();
         }
+        for some in self.batons.chunks_mut(LOOKS) {
+            std::thread::scope(|scope| {
+                for baton in some {
+                    scope.spawn(move || baton.look());
+                }
+            });
+        }
+    }
+
+    /// The classes of connections of all Batons that place them by measured gain, and what was measured.
+    pub fn classes(&mut self) -> Vec<ClassInfo> {
+        let ask = |baton: &mut Watched| {
+            let tool = baton.tool.as_mut()?;
+            tool.begin_round();
+            // What goes wrong shows at the next look.
+            if let Ok(Reply::Gain(classes)) = tool.ask(Ask::Gain) { Some(classes) } else { None }
+        };
+        self.batons.iter_mut().filter_map(ask).flatten().collect()
     }
 
     /// Gets the long descriptions of these connections.
@@ -250,7 +262,19 @@ impl Watched {
         }
     }
 
-    fn refresh(&mut self, names: &mut Names) -> Result<()> {
+    /// Looks, and notes whether the agent has answered.
+    fn look(&mut self) {
+        match self.refresh() {
+            Ok(()) => self.trouble = None,
+            Err(error) => {
+                (self.tool, self.statistics) = (None, None);
+                self.rows.clear();
+                self.trouble = Some(format!("{}: {error:#}", self.socket.display()));
+            }
+        }
+    }
+
+    fn refresh(&mut self) -> Result<()> {
         let mut tool = match self.tool.take() {
             Some(tool) => tool,
             None => Tool::look(&self.socket, self.process)?,
@@ -262,7 +286,7 @@ impl Watched {
         for info in tool.describe(&unknown)? {
             let key = (info.session, info.connection);
             let mut row = Row::new(self.number, info, String::new());
-            row.name = names.of(row.info.process);
+            row.name = self.names.of(row.info.process);
             if let Ok(at) = loads.binary_search_by_key(&key, |load| (load.session, load.connection)) {
                 row.serial = loads[at].serial;
                 row.update(now, &loads[at]);

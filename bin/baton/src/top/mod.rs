@@ -1,7 +1,7 @@
 //! `baton top`: connections by what they carry, NICs and programs, on a terminal.
 
 mod app;
-mod panels;
+pub mod panels;
 mod screen;
 #[cfg(test)]
 mod snapshots;

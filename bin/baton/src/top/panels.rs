@@ -1,4 +1,4 @@
-//! What `baton top` says of NICs and programs, from one look to the next. Without I/O.
+//! What `baton top` and `baton page` say of NICs and programs, from one look to the next. Without I/O.
 
 use crate::list::row::{Rate, Row};
 use baton_abi::layout::Counter;
@@ -102,7 +102,7 @@ impl Meter {
 }
 
 /// Adds up the connections of each program.
-fn count_programs<'a>(rows: impl Iterator<Item = &'a Row>, panels: &mut Panels) {
+pub fn count_programs<'a>(rows: impl Iterator<Item = &'a Row>, panels: &mut Panels) {
     let mut programs: BTreeMap<&str, Program> = BTreeMap::new();
     for row in rows {
         let side = usize::from(row.info.place == Place::Kernel);
