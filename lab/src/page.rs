@@ -54,13 +54,15 @@ pub fn html(machine: &str, sections: &[Section]) -> String {
     format!(
         "<!doctype html><html lang=en><meta charset=utf-8><title>Baton: benches</title>
 <meta name=viewport content='width=device-width'>
-<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem;color:#1b1f24}}
-table{{border-collapse:collapse}}th,td{{padding:.2rem .9rem;border-bottom:1px solid #d0d7de;text-align:right}}
-th{{text-align:left;font-weight:500}}th+th{{text-align:right;white-space:nowrap}}td.holds{{color:#1a7f37}}td.missed{{color:#b3261e;font-weight:600}}
-.plot{{width:300px;height:.9em;background:linear-gradient(#1b1f24,#1b1f24) 150px 0/1px 100% no-repeat #eef1f4}}
+<style>:root{{color-scheme:light dark;--ink:#1b1f24;--paper:#fff;--line:#d0d7de;--ground:#eef1f4;--good:#1a7f37;--bad:#b3261e}}
+@media(prefers-color-scheme:dark){{:root{{--ink:#e6edf3;--paper:#0d1117;--line:#30363d;--ground:#21262d;--good:#57c873;--bad:#ff8a80}}}}
+body{{font:16px/1.5 system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem;color:var(--ink);background:var(--paper)}}
+table{{border-collapse:collapse}}th,td{{padding:.2rem .9rem;border-bottom:1px solid var(--line);text-align:right}}
+th{{text-align:left;font-weight:500}}th+th{{text-align:right;white-space:nowrap}}td.holds{{color:var(--good)}}td.missed{{color:var(--bad);font-weight:600}}
+.plot{{width:300px;height:.9em;background:linear-gradient(var(--ink),var(--ink)) 150px 0/1px 100% no-repeat var(--ground)}}
 .cost{{display:flex;width:300px;height:.9em}}.cost i{{height:100%}}.key i{{display:inline-block;width:.8em;height:.8em;margin:0 .3em 0 1em}}
 h3{{font-size:1rem;margin:1.2rem 0 .3rem}}{}
-.plot i{{display:block;height:100%;opacity:.6}}i.holds{{background:#1a7f37}}i.missed{{background:#b3261e}}</style>
+.plot i{{display:block;height:100%;opacity:.6}}i.holds{{background:var(--good)}}i.missed{{background:var(--bad)}}</style>
 <h1>Baton: benches</h1>
 <p>Kernel and Baton in turn on one machine; medians of the rounds' ratios, Baton over kernel, unless a line says otherwise. The line in a
 plot is the bound, and what goes beyond it is missed; where more is better, bound over value is drawn.</p>

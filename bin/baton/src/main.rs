@@ -18,10 +18,12 @@ mod mpi;
 mod nic;
 mod nic_messages;
 mod nics;
+mod page;
 mod placement;
 mod report;
 mod run;
 mod run_directory;
+mod serve;
 mod start;
 mod stats;
 mod status;
@@ -79,6 +81,9 @@ enum Command {
     /// Shows connections by what they carry, NICs and programs, on a terminal; moves connections by a key.
     #[command(after_help = top::help())]
     Top(top::TopArguments),
+    /// Serves a page for a browser, at a Unix socket or on loopback: connections, NICs and programs, with plots over time.
+    #[command(after_help = page::EXAMPLES)]
+    Page(page::PageArguments),
     /// Writes the frames that a NIC sends and receives to a file for Wireshark (pcapng), or a line for each.
     #[command(after_help = capture::EXAMPLES)]
     Capture(capture::CaptureArguments),
@@ -150,6 +155,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Detach(arguments) => attach::detach(&arguments).map(|()| true),
         Command::Ls(arguments) => list::list(&arguments),
         Command::Top(arguments) => top::top(arguments).map(|()| true),
+        Command::Page(arguments) => page::run(arguments).map(|()| true),
         Command::Capture(arguments) => capture::run(&arguments).map(|()| true),
         Command::Move(arguments) => tools::relocate(&arguments),
         Command::Nic(command) => nic::run(&command),

@@ -11,8 +11,8 @@ use std::str::FromStr;
 
 #[derive(Args, Clone)]
 pub struct SocketArgument {
-    /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls` and `top`,
-    /// else the only one that runs.
+    /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls`, `top` and
+    /// `page`, else the only one that runs.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }

@@ -25,6 +25,8 @@ const INSTRUCTIONS: [(&str, f64); 3] = [
 pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
     // Not after twenty minutes.
     let mut page = page.map(|path| File::create(path).with_context(|| format!("writing {}", path.display()))).transpose()?;
+    // Before this user becomes another one's root.
+    let kept = crate::page::last_report();
     baton_linux::namespace::become_root_if_needed()?;
     let machine = baton_linux::process::machine();
     let programs = |what| {
@@ -68,6 +70,11 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
     if let Some(page) = &mut page {
         page.write_all(page::html(&machine, &sections).as_bytes()).context("writing the page")?;
     }
+    if let Some(kept) = &kept
+        && let Err(error) = keep(kept, &page::html(&machine, &sections))
+    {
+        eprintln!("baton bench all: {}, for `baton page`: {error}", kept.display());
+    }
     if how.json {
         let bars: Vec<&Bar> = sections.iter().flat_map(|section| &section.bars).collect();
         println!("{}", serde_json::json!({ "machine": machine, "bars": bars, "sections": sections }));
@@ -78,6 +85,13 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
         let ran = section.report.get("error").is_none() && section.rows.iter().all(|row| row.failures.is_empty());
         ran && section.bars.iter().all(|bar| bar.holds)
     }))
+}
+
+/// Puts a page in place of the last one, at once.
+fn keep(path: &Path, page: &str) -> std::io::Result<()> {
+    let new = path.with_extension("html.new");
+    std::fs::write(&new, page)?;
+    std::fs::rename(new, path)
 }
 
 /// A bench's bars, and all that it reports.

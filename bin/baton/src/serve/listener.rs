@@ -245,8 +245,7 @@ mod tests {
 
     #[test]
     fn errors_say_what_to_do() {
-        let error =
-            |text: &str| format!("{:#}", Listener::new(&text.parse().expect("an address"), MODE).err().expect("refused"));
+        let error = |text: &str| format!("{:#}", Listener::new(&text.parse().expect("an address"), MODE).err().expect("refused"));
         assert!(error("unix:/nowhere/metrics.sock").contains("directory"));
         let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
         assert!(error(&taken.local_addr().expect("its address").to_string()).contains("ss -ltnp"));
