@@ -618,7 +618,7 @@ pub(crate) fn session(process: u32) -> Option<u32> {
 }
 
 /// The users of a process: real, effective, saved and for files. None if it has ended.
-pub(crate) fn users(process: u32) -> Option<[u32; 4]> {
+pub fn users(process: u32) -> Option<[u32; 4]> {
     let users: Vec<u32> = status(process, "Uid")?.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     users.try_into().ok()
 }

@@ -23,8 +23,8 @@ const WORKERS: usize = 64;
 /// Microseconds for which a look is good, however many clients there are: a bit less than a page's second.
 const FRESH: u64 = 900_000;
 
-/// Microseconds between two looks at what connections were measured to cost.
-const MEASURED: u64 = 5_000_000;
+/// Microseconds between two looks at what changes rarely: users of processes, what connections were measured to cost.
+const RARELY: u64 = 5_000_000;
 
 /// Which connections are wanted.
 #[derive(Clone, PartialEq, Debug)]
@@ -43,13 +43,13 @@ impl Default for Wanted {
     }
 }
 
-/// Users of processes, each asked for once a look: a program may change its user.
+/// Effective users of processes, each asked for once in a while: a program may change its user.
 #[derive(Default)]
 struct Users(HashMap<u32, Option<u32>>);
 
 impl Users {
     fn of(&mut self, process: u32) -> Option<u32> {
-        *self.0.entry(process).or_insert_with(|| process::user_of(process).ok())
+        *self.0.entry(process).or_insert_with(|| process::users(process).map(|[_, effective, ..]| effective))
     }
 
     /// Whether a user may see connections of this process: its own, or any as root. None is nobody.
@@ -76,8 +76,8 @@ pub struct State {
     panels: BTreeMap<usize, Panels>,
     users: Users,
     classes: Vec<ClassInfo>,
-    /// When to ask for the classes next, microseconds of the monotonic clock.
-    classes_at: u64,
+    /// When to ask next for what changes rarely, microseconds of the monotonic clock.
+    rarely_at: u64,
     /// When the last look ended, microseconds of the monotonic clock; 0 before the first one.
     seen_at: u64,
     /// Connections whose details were asked for since then.
@@ -93,7 +93,7 @@ impl State {
             panels: BTreeMap::new(),
             users: Users::default(),
             classes: Vec::new(),
-            classes_at: 0,
+            rarely_at: 0,
             seen_at: 0,
             described: HashSet::new(),
         }
@@ -106,13 +106,13 @@ impl State {
             return;
         }
         self.watch.refresh();
-        if now >= self.classes_at {
-            self.classes = self.watch.classes();
-            self.classes_at = now + MEASURED;
+        if now >= self.rarely_at {
+            (self.users, self.classes) = (Users::default(), self.watch.classes());
+            self.rarely_at = now + RARELY;
         }
         // Its end counts: where agents do not answer, clients are served between two looks.
         self.seen_at = monotonic_micros();
-        (self.users, self.described, self.panels) = (Users::default(), HashSet::new(), BTreeMap::new());
+        (self.described, self.panels) = (HashSet::new(), BTreeMap::new());
         let mut before = std::mem::take(&mut self.meters);
         for (number, statistics) in self.watch.batons() {
             let mut meter = before.remove(&number).unwrap_or_default();

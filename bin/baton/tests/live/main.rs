@@ -52,6 +52,7 @@ mod nics;
 mod numbers;
 mod offloads;
 mod options;
+mod page;
 mod partial;
 mod peer_fins;
 mod placement;
