@@ -219,12 +219,13 @@ package:
 	scripts/package $(PROFILE)
 
 # The package in a Debian system of its own with systemd: installed, used, stopped, purged; and what Debian's Prometheus makes of `baton
-# metrics`, and its tshark of what `baton capture` writes.
+# metrics`, its Chromium of `baton page`, and its tshark of what `baton capture` writes.
 operate: PROFILE ?= release
 operate:
 	@scripts/dependencies operate
 	$(MAKE) package PROFILE=$(PROFILE)
 	tests/operate/metrics.py target/$(PROFILE)/baton
+	tests/operate/page.py target/$(PROFILE)/baton
 	tests/operate/capture.py target/$(PROFILE)/baton
 	tests/operate/package.py target/debian/baton_*.deb
 
