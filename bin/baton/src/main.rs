@@ -81,7 +81,8 @@ enum Command {
     /// Shows connections by what they carry, NICs and programs, on a terminal; moves connections by a key.
     #[command(after_help = top::help())]
     Top(top::TopArguments),
-    /// Serves a page for a browser, at a Unix socket or on loopback: connections, NICs and programs, with plots over time.
+    /// Serves a page for a browser, at a Unix socket or on loopback: connections, NICs and programs, with plots over
+    /// time.
     #[command(after_help = page::EXAMPLES)]
     Page(page::PageArguments),
     /// Writes the frames that a NIC sends and receives to a file for Wireshark (pcapng), or a line for each.
