@@ -84,10 +84,8 @@ impl Site for Page {
 
 /// Whether the value of a Host header names loopback. The port may be any: ssh forwards others.
 fn is_this_machine(host: &str) -> bool {
-    let (name, port) = match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
-        Some((name, port)) => (name, port),
-        None => host.split_at(host.find(':').unwrap_or(host.len())),
-    };
+    let bracketed = host.strip_prefix('[').and_then(|rest| rest.split_once(']'));
+    let (name, port) = bracketed.unwrap_or_else(|| host.split_at(host.find(':').unwrap_or(host.len())));
     let port = port.strip_prefix(':').unwrap_or(port);
     port.chars().all(|digit| digit.is_ascii_digit())
         && (name.eq_ignore_ascii_case("localhost") || name.parse::<IpAddr>().is_ok_and(|address| address.is_loopback()))
