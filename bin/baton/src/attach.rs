@@ -5,6 +5,7 @@ use crate::start::{FlipArguments, StartArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Context, Result, bail};
 use baton_attach::{AttachSettings, Attacher, Summary, Target};
+use baton_client::rules::When;
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::process;
 use baton_protocol::program::{Ask, Reply};
@@ -16,6 +17,7 @@ pub const EXAMPLES: &str = "Examples:
   baton attach 4711
   baton attach --port 6379
   baton attach --cgroup /system.slice/nginx.service --after 0
+  baton attach --port 80 --rule hot:500K
   baton attach --flip 5..50 --flip-report report.json 4711
 
 It stays until Ctrl-C, `baton detach`, or the program's end; then every connection is in the kernel again. The program may be of any kind,
@@ -58,6 +60,11 @@ pub struct AttachArguments {
     /// Bytes after which a later connection goes to the NIC. Those that exist already go at once.
     #[arg(long, value_name = "BYTES", default_value_t = 64 << 10)]
     after: u32,
+    /// When a later connection goes to the NIC: established, bytes:N (as --after), or hot[:N]: whenever it carries N
+    /// bytes a second (with K, M or G; 1M if left out), until it carries much less. With hot those that exist already
+    /// wait for that, too.
+    #[arg(long, value_name = "WHEN", conflicts_with_all = ["after", "flip"])]
+    rule: Option<When>,
     #[command(flatten)]
     flip: FlipArguments,
     #[command(flatten)]
@@ -83,12 +90,26 @@ macro_rules! say {
     }};
 }
 
+/// Bytes after which a later connection goes to the NIC, and bytes a second that each has to carry to be there.
+fn plan(arguments: &AttachArguments) -> Result<(u32, u32)> {
+    match arguments.rule {
+        None => Ok((arguments.after, 0)),
+        Some(When::Hot(rate)) => Ok((arguments.after, rate)),
+        Some(When::Established) => Ok((0, 0)),
+        Some(When::Bytes(bytes)) => Ok((bytes.try_into().unwrap_or(u32::MAX), 0)),
+        Some(other) => {
+            bail!("{:?} is no moment of `baton attach`; use one of: established, bytes:N, hot, hot:N", other.to_string())
+        }
+    }
+}
+
 /// Attaches, and returns after the detach.
 pub fn attach(arguments: &AttachArguments) -> Result<()> {
     let target = arguments.which.target()?;
+    let (after, hot_from) = plan(arguments)?;
     let (socket, channel) = arguments.start.agent(Where::Anywhere)?;
     let group = arguments.flip.make_group(&channel)?;
-    let settings = AttachSettings { target: target.clone(), after: arguments.after, flip: arguments.flip.flip(), group };
+    let settings = AttachSettings { target: target.clone(), after, hot_from, flip: arguments.flip.flip(), group };
     let attacher = Attacher::attach(&socket, settings)?;
     drop(channel);
     let (on_nic, known) = attacher.connections();

@@ -22,6 +22,7 @@ use std::process::Command;
 pub const EXAMPLES: &str = "Examples:
   baton run -- nginx -g 'daemon off;'
   baton run --rule accepted,local-port=80 --rule never -- ./server
+  baton run --rule established,local-port=80 --rule hot:500K -- ./server
   baton run --config baton.toml -- redis-server
   baton run --flip 1..50 --flip-report report.json -- python3 -m http.server
   baton run --print-config > baton.toml
@@ -44,8 +45,9 @@ const CONFIG: &str = include_str!("config.toml");
 #[derive(Args)]
 pub struct RunArguments {
     /// A rule: WHEN[,CONDITION=VALUE]... The first that matches a connection counts. WHEN is established, accepted,
-    /// connected, bytes:N, requests:N or never; conditions are local-port, remote-port (80 or 8000-8999, several with
-    /// +), local, remote (an address or network), program, cgroup.
+    /// connected, bytes:N, requests:N, hot[:N] or never; hot is whenever it carries N bytes a second (with K, M or G;
+    /// if left out 1M), until it carries much less. Conditions are local-port, remote-port (80 or 8000-8999, several
+    /// with +), local, remote (an address or network), program, cgroup.
     #[arg(long = "rule", value_name = "RULE")]
     rules: Vec<Rule>,
     /// A file with rules; see --print-config. Those of the command line come first.

@@ -84,6 +84,17 @@ impl Block {
         word.load(Ordering::Acquire) & bit != 0
     }
 
+    /// Bytes a second that the connection has to carry to be on the NIC; 0 if it is wanted there whatever it carries.
+    /// Its program may write any number here, as its rule might.
+    pub fn hot_from(&self) -> u32 {
+        self.memory.word32(session::hot_from(self.number)).load(Ordering::Acquire)
+    }
+
+    /// Notes that the connection is wanted on the NIC whatever it carries, if it is.
+    pub fn need_not_be_hot(&self) {
+        self.memory.word32(session::hot_from(self.number)).store(0, Ordering::Release);
+    }
+
     /// Reads the number of changes, which somebody else may have written.
     pub fn read_moves(&mut self) {
         self.moves = self.load(layout::MOVES);

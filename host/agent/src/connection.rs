@@ -3,7 +3,7 @@
 use crate::block::Block;
 use crate::calls::Call;
 use crate::counts::{Counted, Counts, Still};
-use crate::events::{AGENT_DIED, ASKED_TO, AT_RANDOM, BY_GAIN, CLOSED, Events, KILLS_NIC, NIC_DIED, Reasons};
+use crate::events::{AGENT_DIED, ASKED_TO, AT_RANDOM, BY_GAIN, BY_HEAT, CLOSED, Events, KILLS_NIC, NIC_DIED, Reasons};
 use crate::fin::ReplayedFin;
 use crate::identity::{Identity, mapped};
 use crate::idle::Idleness;
@@ -712,6 +712,8 @@ impl Connection {
 /// Why a connection moves for no other reason; whether nobody asked for it now.
 pub(crate) fn usual_cause(connection: &Connection, unasked: bool) -> &'static str {
     match (unasked, connection.by_gain, connection.wanted) {
+        // Whoever asks for it by hand does not ask that it be hot. An attacher is asked by the agent.
+        (_, _, true) if connection.block.hot_from() > 0 => BY_HEAT,
         (true, true, _) => BY_GAIN,
         (true, false, false) => AT_RANDOM,
         _ => ASKED_TO,

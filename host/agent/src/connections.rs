@@ -3,13 +3,14 @@
 use crate::connection::Connection;
 use crate::memory;
 use crate::slab::Slab;
-use baton_abi::layout::session::MAX_CONNECTIONS;
+use baton_abi::layout::session::{MAX_CONNECTIONS, hot_from};
 use baton_shm::Region;
 use baton_wire::Flow;
 use siphasher::sip::SipHasher13;
 use std::collections::BTreeSet;
 use std::hash::{Hash, Hasher};
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::Ordering;
 
 /// Connections of a session. Dereferences to the slice of its places, some of which are empty.
 pub(crate) struct Connections {
@@ -29,11 +30,13 @@ impl Connections {
 
     /// Returns the lowest free number whose block no thread of the program is inside of: one may be that is late with a
     /// connection which another thread has closed. It would leave the next connection in place of the thread that is
-    /// inside then. None if there is none.
+    /// inside then. None if there is none. The number's next connection does not have to be hot, whatever the last one
+    /// had to.
     pub fn vacant(&mut self, memory: &Region) -> Option<u32> {
         let lowest = self.places.vacant();
         let is_free = |number: u32| matches!(self.places.get(number as usize), None | Some(None));
-        (lowest..MAX_CONNECTIONS as u32).find(|number| is_free(*number) && memory::is_left(memory, *number))
+        let vacant = (lowest..MAX_CONNECTIONS as u32).find(|number| is_free(*number) && memory::is_left(memory, *number));
+        vacant.inspect(|number| memory.word32(hot_from(*number)).store(0, Ordering::Release))
     }
 
     /// Puts a connection at its number.
@@ -85,7 +88,6 @@ mod tests {
     use baton_abi::layout::{block as session_block, session};
     use baton_wire::Endpoint;
     use std::sync::Arc;
-    use std::sync::atomic::Ordering;
 
     fn flow(port: u16) -> Flow {
         Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port), device: 0 }
@@ -117,6 +119,15 @@ mod tests {
         assert_eq!(all.vacant(&memory), Some(2));
         busy(1, 0);
         assert_eq!(all.vacant(&memory), Some(1));
+    }
+
+    #[test]
+    fn a_numbers_next_connection_does_not_have_to_be_hot() {
+        let memory = Region::private(session::HEAP).expect("memory");
+        let mut all = connections(0..1);
+        memory.word32(session::hot_from(1)).store(1 << 20, Ordering::Release);
+        assert_eq!(all.vacant(&memory), Some(1));
+        assert_eq!(memory.word32(session::hot_from(1)).load(Ordering::Acquire), 0);
     }
 
     #[test]

@@ -23,6 +23,10 @@ pub(crate) const ASKED_TO: &str = "asked to";
 /// Why a connection has moved to the NIC with its class.
 pub(crate) const BY_GAIN: &str = "its class is on the NIC now (baton nic gain)";
 
+/// Why a connection has moved to the NIC that has to be hot enough, and why it has left it.
+pub(crate) const BY_HEAT: &str = "it is hot enough (rule hot)";
+pub(crate) const GONE_COLD: &str = "it has not been hot enough for some seconds (rule hot)";
+
 /// Why a connection is in the kernel after a death, or that makes NICs die.
 pub(crate) const NIC_DIED: &str = "the NIC died";
 pub(crate) const AGENT_DIED: &str = "the agent died";

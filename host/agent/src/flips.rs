@@ -1,16 +1,24 @@
 //! Moves without a request: random moves of connections in groups that have them, and tries of what did not move when
 //! it was to: what is wanted on the NIC goes there again as soon as it can, whatever has brought it to the kernel or
-//! kept it there.
+//! kept it there; and moves by heat.
 
 use crate::agent::Agent;
-use crate::connection::Stage;
-use crate::moves::SLICE;
+use crate::connection::{OnNic, Stage};
+use crate::events::GONE_COLD;
+use crate::moves::{Key, SLICE, named};
+use crate::placement::Scene;
+use crate::record::read_record;
+use baton_abi::Resource;
+use baton_abi::layout::{block, nic};
+use baton_abi::resource::{PAGE, pages};
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
+use baton_offloads::WhenFull;
+use baton_policy::{Demand, Place as At, Sample};
 use baton_protocol::program::Place;
 use baton_supervision::{LONGEST_RETRY, Leave};
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::time::Duration;
 
 /// Time after which a failed restore is retried, in microseconds.
@@ -194,22 +202,27 @@ impl Agent {
         }
         connection.drop_empty_extra();
         let (stage, may_go) = (connection.stage(), connection.goes_by_itself(flips));
+        let by_heat = stage == Stage::Kernel && connection.block.hot_from() > 0;
         if matches!(stage, Stage::Kernel | Stage::Nic) && connection.is_put_off() {
             return self.look_again(session, number, LATER);
         }
+        // One that waits until it is hot enough is looked at, and goes when it is.
+        let waits = by_heat && self.moves.placements.iter().any(|placement| placement.has(serial));
         if stage == Stage::Kernel && may_go {
             let now = monotonic_micros();
             if let Leave::Wait(until) = self.leave_of(session, number, now) {
                 return self.look_again(session, number, until - now);
             }
         }
-        if !may_go && self.end_silence(session, number) {
+        if (!may_go || waits) && self.end_silence(session, number) {
             return;
         }
-        self.begin_unasked(session, number, flips);
+        if !waits {
+            self.begin_unasked(session, number, flips);
+        }
         self.watch_silence(session, number);
         // An attacher was asked for it, and may not do it.
-        if attacher && matches!(stage, Stage::Kernel) && may_go {
+        if attacher && matches!(stage, Stage::Kernel) && may_go && !waits {
             self.retry_later(session, number, LONGEST_RETRY);
         }
         if attacher && matches!(stage, Stage::Nic) {
@@ -292,7 +305,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return };
         match conclusion {
             Conclusion::Stays(Refusal::Attaching) if connection.attached => self.attach_devices(),
-            Conclusion::Stays(Refusal::Attaching | Refusal::Searching | Refusal::Full) => return,
+            Conclusion::Stays(Refusal::Attaching | Refusal::Searching | Refusal::Full | Refusal::Cold) => return,
             _ => {}
         }
         let Some(connection) = self.connection(session, number) else { return };
@@ -355,6 +368,120 @@ impl Agent {
         }
         self.begin_restore(session, number, None);
     }
+}
+
+/// Why a connection leaves a NIC that is full: for another one, and since it has too many.
+const COLDER: &str = "the NIC is full, and others carry more";
+const TOO_MANY: &str = "the NIC has been given a lower limit, and others carry more";
+
+/// Moves connections to and from NICs that are full, and those that have to be hot enough.
+pub(crate) fn place(agent: &mut Agent) {
+    for nic in 0..agent.nics.len() {
+        let now = monotonic_micros();
+        if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
+            look_at(agent, nic, now);
+        }
+        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has(Resource::Connections, 1)) {
+            if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
+                agent.attend(key.0);
+                agent.begin_unasked(key.0, key.1, false);
+            }
+        }
+    }
+}
+
+/// Decides which connections a NIC is to have of those that wait for room there, or until they are hot enough.
+fn look_at(agent: &mut Agent, nic: usize, now: u64) {
+    let Known { samples, scene, keys, connections, pages } = samples(agent, nic);
+    let (limits, room) = (agent.nics[nic].settings().offloads.limits, &agent.nics[nic].room);
+    let most = limits.connections.map_or(usize::MAX, |most| most as usize);
+    let most_pages = limits.memory.map_or(u64::MAX, |bytes| bytes / u64::from(PAGE));
+    let over = (connections.saturating_sub(most), u64::from(pages).saturating_sub(most_pages) as u32);
+    // A connection that comes will have about as much memory as those that are there. With none there one may try.
+    let usual = pages.checked_div(connections as u32).unwrap_or_else(|| room.free(Resource::Memory)).max(1);
+    let free = room.free(Resource::Connections).min(room.free(Resource::Memory) / usual) as usize;
+    // While its processor is too busy nobody comes for whoever would leave.
+    let is_full = connections >= most.min(agent.settings.nic.slots) || u64::from(pages) + u64::from(usual) > most_pages;
+    let demand = Demand { over, free, swaps: is_full && limits.when_full == WhenFull::Coldest };
+    let choice = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, scene, demand, now);
+    let why = if over == (0, 0) { COLDER } else { TOO_MANY };
+    let leaving = choice.leave.iter().map(|serial| (serial, why));
+    for (serial, why) in leaving.chain(choice.cold.iter().map(|serial| (serial, GONE_COLD))) {
+        let Some(key) = keys.get(serial).copied() else { continue };
+        agent.statistics.colder += u64::from(why == COLDER);
+        agent.moves.placements[nic].note_leaving(key);
+        agent.return_soon(key.0, key.1, why);
+    }
+    explain(agent, &samples, &keys, &choice.short);
+}
+
+/// Says of those that have to be hot enough, and wait, whether they are not or the NIC is full.
+fn explain(agent: &mut Agent, samples: &[Sample], keys: &HashMap<u64, Key>, short: &[u64]) {
+    let short: HashSet<u64> = short.iter().copied().collect();
+    let (cold, full) = (Refusal::Cold.to_string(), Refusal::Full.to_string());
+    for sample in samples.iter().filter(|sample| sample.place == At::Waits && sample.hot_from > 0) {
+        let (was, is) = if short.contains(&sample.key) { (&cold, &full) } else { (&full, &cold) };
+        if let Some(key) = keys.get(&sample.key)
+            && let Some(connection) = named(&mut agent.sessions, *key)
+            && connection.reason == *was
+        {
+            connection.reason = is.clone().into();
+        }
+    }
+}
+
+/// What is known of the connections of a NIC, and of those that wait for it.
+#[derive(Default)]
+struct Known {
+    samples: Vec<Sample>,
+    scene: Scene,
+    /// By serial number, of those of which there are samples.
+    keys: HashMap<u64, Key>,
+    /// Of those on the NIC, and on their way there: how many, and their pages.
+    connections: usize,
+    pages: u32,
+}
+
+fn samples(agent: &mut Agent, nic: usize) -> Known {
+    let mut known = Known::default();
+    let memory = &agent.hardware[nic].memory;
+    for (session, entry) in agent.sessions.iter().enumerate() {
+        for connection in entry.iter().flat_map(|entry| entry.connections.iter().flatten()) {
+            let Some(cid) = connection.cid.filter(|cid| cid.nic() == nic) else { continue };
+            let hot_from = connection.block.hot_from();
+            known.scene.by_heat |= hot_from > 0;
+            if connection.is_leaving() || connection.must_return().is_some() {
+                continue;
+            }
+            let on_nic = connection.on_nic.as_deref().map(OnNic::memory);
+            let pages = on_nic.map_or(0, |memory| pages(memory.receive.1, memory.send.1));
+            known.connections += 1;
+            known.pages = known.pages.saturating_add(pages);
+            if connection.stage() == Stage::Nic && !connection.closed && !connection.opening {
+                let record = read_record(memory, nic::slot(cid.slot()));
+                let carried = record.map(|record| record.snd_una.wrapping_add(record.rcv_nxt));
+                known.samples.push(Sample { key: connection.serial, place: At::Nic, carried, pages, hot_from });
+                known.keys.insert(connection.serial, (session as u32, connection.number(), connection.serial));
+            }
+        }
+    }
+    for key in agent.moves.placements[nic].waiting() {
+        let connection = named(&mut agent.sessions, key).filter(|connection| connection.goes_by_itself(false));
+        let hot_from = connection.as_ref().map_or(0, |connection| connection.block.hot_from());
+        match connection.map(|connection| (connection.stage(), connection)) {
+            Some((Stage::Kernel, connection)) => {
+                let carried = Some(connection.block.load(block::TRAFFIC));
+                known.samples.push(Sample { key: key.2, place: At::Waits, carried, pages: 0, hot_from });
+                known.keys.insert(key.2, key);
+                known.scene.anybody_waits |= hot_from == 0;
+            }
+            Some((_, connection)) if connection.is_leaving() || connection.must_return().is_some() => {
+                known.scene.anybody_waits |= hot_from == 0;
+            }
+            _ => agent.moves.placements[nic].forget(key.2),
+        }
+    }
+    known
 }
 
 #[cfg(test)]

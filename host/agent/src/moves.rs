@@ -6,7 +6,8 @@
 
 use crate::agent::Agent;
 use crate::attaching::ForDevices;
-use crate::connection::{Asker, Connection, OnNic, Stage, Then, Waiting, record};
+use crate::connection::{Asker, Connection, Stage, Then, Waiting, record};
+use crate::flips::place;
 use crate::gain::{Found, Gains};
 use crate::journal;
 use crate::memory;
@@ -17,18 +18,16 @@ use crate::record::read_record;
 use crate::settings::Choose;
 use crate::under_way::UnderWay;
 use crate::wanted::Requests;
+use baton_abi::Cid;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
-use baton_abi::resource::{PAGE, pages};
-use baton_abi::{Cid, Resource};
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Move, Refusal};
-use baton_offloads::WhenFull;
-use baton_policy::{Demand, Place as At, Sample, Side};
+use baton_policy::Side;
 use baton_protocol::program::{Place, Reply, Until};
 use baton_supervision::Leave;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 /// Share of a round for each kind of work on moves, in microseconds. A move that has begun is finished.
@@ -117,94 +116,6 @@ pub(crate) fn named(sessions: &mut [Option<crate::session::Session>], (session, 
     (connection.serial == serial).then_some(connection)
 }
 
-/// Why a connection leaves a NIC that is full: for another one, and since it has too many.
-const COLDER: &str = "the NIC is full, and others carry more";
-const TOO_MANY: &str = "the NIC has been given a lower limit, and others carry more";
-
-/// Moves connections to and from NICs that are full.
-fn place(agent: &mut Agent) {
-    for nic in 0..agent.nics.len() {
-        let now = monotonic_micros();
-        if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
-            look_at(agent, nic, now);
-        }
-        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has(Resource::Connections, 1)) {
-            if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
-                agent.attend(key.0);
-                agent.begin_unasked(key.0, key.1, false);
-            }
-        }
-    }
-}
-
-/// Decides which connections a NIC that is full is to have.
-fn look_at(agent: &mut Agent, nic: usize, now: u64) {
-    let Known { samples, keys, connections, pages } = samples(agent, nic);
-    let (limits, room) = (agent.nics[nic].settings().offloads.limits, &agent.nics[nic].room);
-    let most = limits.connections.map_or(usize::MAX, |most| most as usize);
-    let most_pages = limits.memory.map_or(u64::MAX, |bytes| bytes / u64::from(PAGE));
-    let over = (connections.saturating_sub(most), u64::from(pages).saturating_sub(most_pages) as u32);
-    // A connection that comes will have about as much memory as those that are there. With none there one may try.
-    let usual = pages.checked_div(connections as u32).unwrap_or_else(|| room.free(Resource::Memory)).max(1);
-    let free = room.free(Resource::Connections).min(room.free(Resource::Memory) / usual) as usize;
-    // While its processor is too busy nobody comes for whoever would leave.
-    let is_full = connections >= most.min(agent.settings.nic.slots) || u64::from(pages) + u64::from(usual) > most_pages;
-    let demand = Demand { over, free, swaps: is_full && limits.when_full == WhenFull::Coldest };
-    let leave = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, demand, now);
-    for (session, number, serial) in leave.iter().filter_map(|serial| keys.get(serial)) {
-        agent.statistics.colder += u64::from(over == (0, 0));
-        agent.moves.placements[nic].note_leaving((*session, *number, *serial));
-        agent.return_soon(*session, *number, if over == (0, 0) { COLDER } else { TOO_MANY });
-    }
-}
-
-/// What is known of the connections of a NIC, and of those that wait for it.
-#[derive(Default)]
-struct Known {
-    samples: Vec<Sample>,
-    /// By serial number, of those on the NIC.
-    keys: HashMap<u64, Key>,
-    /// Of those on the NIC, and on their way there: how many, and their pages.
-    connections: usize,
-    pages: u32,
-}
-
-fn samples(agent: &mut Agent, nic: usize) -> Known {
-    let mut known = Known::default();
-    let memory = &agent.hardware[nic].memory;
-    for (session, entry) in agent.sessions.iter().enumerate() {
-        for connection in entry.iter().flat_map(|entry| entry.connections.iter().flatten()) {
-            let Some(cid) = connection.cid.filter(|cid| cid.nic() == nic) else { continue };
-            if connection.is_leaving() || connection.must_return().is_some() {
-                continue;
-            }
-            let on_nic = connection.on_nic.as_deref().map(OnNic::memory);
-            let pages = on_nic.map_or(0, |memory| pages(memory.receive.1, memory.send.1));
-            known.connections += 1;
-            known.pages = known.pages.saturating_add(pages);
-            if connection.stage() == Stage::Nic && !connection.closed && !connection.opening {
-                let record = read_record(memory, nic::slot(cid.slot()));
-                let carried = record.map(|record| record.snd_una.wrapping_add(record.rcv_nxt));
-                known.samples.push(Sample { key: connection.serial, place: At::Nic, carried, pages });
-                known.keys.insert(connection.serial, (session as u32, connection.number(), connection.serial));
-            }
-        }
-    }
-    for key in agent.moves.placements[nic].waiting() {
-        let connection = named(&mut agent.sessions, key).filter(|connection| connection.goes_by_itself(false));
-        match connection.map(|connection| (connection.stage(), connection)) {
-            Some((Stage::Kernel, connection)) => {
-                // Of an attached program nobody counts what it sends and receives.
-                let carried = (!connection.attached).then(|| connection.block.load(block::TRAFFIC));
-                known.samples.push(Sample { key: key.2, place: At::Waits, carried, pages: 0 });
-            }
-            Some((_, connection)) if connection.is_leaving() || connection.must_return().is_some() => {}
-            _ => agent.moves.placements[nic].forget(key.2),
-        }
-    }
-    known
-}
-
 /// Records the end of a move that began then, microseconds of the monotonic clock.
 fn record_end(agent: &mut Agent, (session, number): (u32, u32), conclusion: &Conclusion, began: u64) {
     if let Some(Some(entry)) = agent.sessions.get_mut(session as usize)
@@ -264,8 +175,8 @@ fn come_by_gain(agent: &mut Agent, mut coming: VecDeque<Key>) -> VecDeque<Key> {
     coming
 }
 
-/// The connections that are placed by what was measured: all that are wanted on the NIC and may be in both places. Of
-/// an attached program nobody counts what it carries in the kernel.
+/// The connections that are placed by what was measured: all that are wanted on the NIC whatever they carry, and may be
+/// in both places. An attached program's stand still for each move.
 fn find(agent: &Agent, gain: &mut Gains) -> Vec<Found> {
     let mut found = Vec::new();
     for (number, session) in agent.sessions.iter().enumerate() {
@@ -273,7 +184,8 @@ fn find(agent: &Agent, gain: &mut Gains) -> Vec<Found> {
         let program = gain.program(&session.opening.program);
         for connection in session.connections.iter().flatten() {
             let ends = connection.closed || connection.opening || connection.abandoned;
-            let (wanted, stage) = (connection.goes_by_itself(false), connection.stage());
+            let by_heat = connection.block.hot_from() > 0;
+            let (wanted, stage) = (connection.goes_by_itself(false) && !by_heat, connection.stage());
             if ends || !wanted || connection.attached || connection.made_by == Place::Nic || stage == Stage::Ended {
                 continue;
             }
@@ -303,7 +215,7 @@ fn refused_by_gain(agent: &mut Agent, session: u32, number: u32) -> Option<Refus
     let gain = agent.moves.gain.as_mut()?;
     let session = agent.sessions.get(session as usize)?.as_ref()?;
     let connection = session.connections.get(number as usize)?.as_ref()?;
-    if connection.attached || connection.made_by == Place::Nic {
+    if connection.attached || connection.made_by == Place::Nic || connection.block.hot_from() > 0 {
         return None;
     }
     let program = gain.program(&session.opening.program);

@@ -1,5 +1,7 @@
-//! Which connections a NIC has that is full. Without limits, and as long as there is room, whatever is wanted on the
-//! NIC goes there at once. From the first refusal on, until nobody waits any more, only those go that are chosen here.
+//! Which connections a NIC has that is full, and those that have to be hot enough to be on one. Without limits, and as
+//! long as there is room, whatever else is wanted on the NIC goes there at once. From the first refusal on, until
+//! nobody waits for room any more, only those go that are chosen here. One that has to be hot goes only when it is
+//! chosen.
 
 use baton_linux::events::monotonic_micros;
 use baton_policy::{Choice, Demand, Heat, Sample};
@@ -22,21 +24,23 @@ type Key = (u32, u32, u64);
 /// Who may take a slot of a NIC.
 #[derive(Default)]
 pub(crate) struct Gate {
-    /// Serial numbers of those that may, while others wait; else all may.
-    chosen: Option<BTreeSet<u64>>,
-    /// Those that found no room.
-    refused: Vec<Key>,
+    /// Serial numbers of those that were chosen.
+    chosen: BTreeSet<u64>,
+    /// Some wait for room: only the chosen may.
+    full: bool,
+    /// Those that were refused, and whether they have to be hot enough.
+    refused: Vec<(Key, bool)>,
 }
 
 impl Gate {
-    /// Whether a connection may take a slot, if there is one.
-    pub fn admits(&self, key: Key) -> bool {
-        self.chosen.as_ref().is_none_or(|chosen| chosen.contains(&key.2))
+    /// Whether a connection may take a slot, if there is one. `by_heat`: it has to be hot enough.
+    pub fn admits(&self, key: Key, by_heat: bool) -> bool {
+        self.chosen.contains(&key.2) || !self.full && !by_heat
     }
 
-    /// Notes that a connection found no room.
-    pub fn refuse(&mut self, key: Key) {
-        self.refused.push(key);
+    /// Notes that a connection may not, or found no room.
+    pub fn refuse(&mut self, key: Key, by_heat: bool) {
+        self.refused.push((key, by_heat));
     }
 
     /// Takes over who found no room at the last NIC, and has not been taken up.
@@ -45,11 +49,20 @@ impl Gate {
     }
 }
 
-/// What is known of one NIC's connections while it is full.
+/// What is found at a look, beside what connections carry.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Scene {
+    /// Some wait for room that are wanted on the NIC whatever they carry, or do so soon.
+    pub anybody_waits: bool,
+    /// Some that have to be hot enough are on the NIC, or on their way there or from there.
+    pub by_heat: bool,
+}
+
+/// What is known of one NIC's connections while it is full, or while some have to be hot enough.
 #[derive(Default)]
 pub(crate) struct Placement {
     heat: Heat,
-    /// Connections that are wanted on the NIC and wait for room, by serial number.
+    /// Connections that are wanted on the NIC and wait for room, or until they are hot enough, by serial number.
     waiting: BTreeMap<u64, Key>,
     /// Those that are to go there as soon as there is room, the hottest first.
     coming: VecDeque<Key>,
@@ -60,9 +73,10 @@ pub(crate) struct Placement {
 impl Placement {
     /// Takes up who found no room. Returns whether it is time to look.
     pub fn is_due(&mut self, gate: &mut Gate, now: u64) -> bool {
-        for key in std::mem::take(&mut gate.refused) {
+        for (key, by_heat) in std::mem::take(&mut gate.refused) {
             self.waiting.insert(key.2, key);
-            gate.chosen.get_or_insert_default().remove(&key.2);
+            gate.chosen.remove(&key.2);
+            gate.full |= !by_heat;
             self.due.get_or_insert(now + FIRST);
         }
         self.due.is_some_and(|due| due <= now)
@@ -83,6 +97,11 @@ impl Placement {
         self.waiting.values().copied().collect()
     }
 
+    /// Whether a connection waits.
+    pub fn has(&self, serial: u64) -> bool {
+        self.waiting.contains_key(&serial)
+    }
+
     /// Notes that a connection leaves the NIC: it waits from then on.
     pub fn note_leaving(&mut self, key: Key) {
         self.waiting.insert(key.2, key);
@@ -94,22 +113,23 @@ impl Placement {
     }
 
     /// Decides what is to be moved, given all connections that the NIC has and those that wait and still may come,
-    /// which the samples name by their serial numbers. Returns the serial numbers of those that leave the NIC.
-    pub fn look(&mut self, gate: &mut Gate, samples: &[Sample], demand: Demand, began: u64) -> Vec<u64> {
+    /// which the samples name by their serial numbers.
+    pub fn look(&mut self, gate: &mut Gate, samples: &[Sample], scene: Scene, demand: Demand, began: u64) -> Choice {
         // Whoever was chosen and is still here is chosen anew, or is not.
         self.coming.clear();
         let between = if self.heat.is_new() { SECOND } else { BETWEEN };
-        let Choice { leave, come } = self.heat.choose(began, samples, demand);
-        self.coming.extend(come.iter().filter_map(|serial| self.waiting.get(serial).copied()));
-        if self.waiting.is_empty() && leave.is_empty() && demand.over == (0, 0) {
+        let choice = self.heat.choose(began, samples, demand);
+        self.coming.extend(choice.come.iter().filter_map(|serial| self.waiting.get(serial).copied()));
+        gate.chosen = choice.come.iter().copied().collect();
+        let is_short = demand.free == 0 && !choice.short.is_empty();
+        gate.full = scene.anybody_waits || is_short || demand.over != (0, 0);
+        if self.waiting.is_empty() && choice.leave.is_empty() && demand.over == (0, 0) && !scene.by_heat {
             *self = Placement::default();
-            gate.chosen = None;
-            return leave;
+            return choice;
         }
-        gate.chosen = Some(come.into_iter().collect());
         let now = monotonic_micros();
         self.due = Some(now + between.max(PART * now.saturating_sub(began)));
-        leave
+        choice
     }
 
     /// The next connection that is to go to the NIC, if that has room.
@@ -124,29 +144,32 @@ mod tests {
     use baton_policy::Place;
 
     fn sample(key: u64, place: Place, carried: u32) -> Sample {
-        Sample { key, place, carried: Some(carried), pages: 1 }
+        Sample { key, place, carried: Some(carried), pages: 1, hot_from: 0 }
     }
+
+    /// Some wait for room, and nobody has to be hot.
+    const WAITING: Scene = Scene { anybody_waits: true, by_heat: false };
 
     #[test]
     fn after_a_refusal_only_the_chosen_come() {
         let (mut placement, mut gate) = (Placement::default(), Gate::default());
-        assert!(gate.admits((1, 1, 7)) && !placement.is_due(&mut gate, 5) && placement.wait().is_none());
-        gate.refuse((1, 1, 7));
-        gate.refuse((1, 2, 8));
+        assert!(gate.admits((1, 1, 7), false) && !placement.is_due(&mut gate, 5) && placement.wait().is_none());
+        gate.refuse((1, 1, 7), false);
+        gate.refuse((1, 2, 8), false);
         assert!(!placement.is_due(&mut gate, 5) && placement.is_due(&mut gate, 5 + FIRST));
-        assert!(!gate.admits((1, 1, 7)) && !gate.admits((9, 9, 9)));
+        assert!(!gate.admits((1, 1, 7), false) && !gate.admits((9, 9, 9), false));
         let waits = [sample(7, Place::Waits, 0), sample(8, Place::Waits, 0), sample(3, Place::Nic, 0)];
         let demand = Demand { free: 1, ..Demand::default() };
-        assert_eq!(placement.look(&mut gate, &waits, demand, 100_000), [0; 0]);
+        assert_eq!(placement.look(&mut gate, &waits, WAITING, demand, 100_000).leave, [0; 0]);
         assert_eq!([placement.next(false), placement.next(true), placement.next(true)], [None, Some((1, 1, 7)), None]);
-        assert!(gate.admits((1, 1, 7)) && !gate.admits((1, 2, 8)));
+        assert!(gate.admits((1, 1, 7), false) && !gate.admits((1, 2, 8), false));
     }
 
     #[test]
     fn who_was_refused_by_a_nic_that_died_waits_for_the_next_one() {
         let (mut placement, mut last, mut next) = (Placement::default(), Gate::default(), Gate::default());
-        last.refuse((1, 1, 7));
-        next.refuse((1, 2, 8));
+        last.refuse((1, 1, 7), false);
+        next.refuse((1, 2, 8), true);
         next.inherit(&mut last);
         assert!(placement.is_due(&mut next, 0) || placement.wait().is_some());
         let mut waiting = placement.waiting();
@@ -157,13 +180,46 @@ mod tests {
     #[test]
     fn when_nobody_waits_everybody_may_come() {
         let (mut placement, mut gate) = (Placement::default(), Gate::default());
-        gate.refuse((1, 1, 7));
+        gate.refuse((1, 1, 7), false);
         placement.is_due(&mut gate, 0);
-        placement.look(&mut gate, &[sample(7, Place::Waits, 0)], Demand::default(), 0);
-        assert!(!gate.admits((1, 3, 9)) && placement.wait().is_some());
+        placement.look(&mut gate, &[sample(7, Place::Waits, 0)], WAITING, Demand::default(), 0);
+        assert!(!gate.admits((1, 3, 9), false) && placement.wait().is_some());
         // It has been closed.
         placement.forget(7);
-        placement.look(&mut gate, &[], Demand::default(), 600_000);
-        assert!(gate.admits((1, 3, 9)) && placement.wait().is_none());
+        placement.look(&mut gate, &[], Scene::default(), Demand::default(), 600_000);
+        assert!(gate.admits((1, 3, 9), false) && placement.wait().is_none());
+    }
+
+    /// One that has to be hot waits for that, and keeps nobody else from coming. It is looked at for as long as it is
+    /// on the NIC, too.
+    #[test]
+    fn what_has_to_be_hot_comes_when_it_is() {
+        let (mut placement, mut gate) = (Placement::default(), Gate::default());
+        let key = (1, 1, 7);
+        assert!(!gate.admits(key, true));
+        gate.refuse(key, true);
+        assert!(placement.is_due(&mut gate, 0) || placement.wait().is_some() && placement.has(7));
+        assert!(gate.admits((1, 2, 8), false) && !gate.admits(key, true));
+        let hot = |place, carried| [Sample { hot_from: 1000, ..sample(7, place, carried) }];
+        let demand = Demand { free: 9, ..Demand::default() };
+        let nobody = Scene::default();
+        placement.look(&mut gate, &hot(Place::Waits, 0), nobody, demand, 0);
+        placement.look(&mut gate, &hot(Place::Waits, 500), nobody, demand, 1_000_000);
+        assert!(placement.next(true).is_none() && !gate.admits(key, true) && gate.admits((1, 2, 8), false));
+        placement.look(&mut gate, &hot(Place::Waits, 5000), nobody, demand, 2_000_000);
+        assert_eq!(placement.next(true), Some(key));
+        assert!(gate.admits(key, true) && gate.admits((1, 2, 8), false));
+        placement.forget(7);
+        let there = Scene { by_heat: true, ..nobody };
+        for second in 3..30 {
+            // It carries nothing any more.
+            let choice = placement.look(&mut gate, &hot(Place::Nic, 0), there, demand, second * 1_000_000);
+            assert!(placement.wait().is_some());
+            if !choice.cold.is_empty() {
+                assert_eq!((choice.cold.as_slice(), choice.leave.len()), (&[7][..], 0));
+                return;
+            }
+        }
+        panic!("it has not become cold");
     }
 }

@@ -24,7 +24,7 @@ use baton_linux::process;
 use baton_protocol::program::{Answer, Ask, Flip, Opening, Reply, VERSION};
 use baton_ring::Token;
 use baton_steering::{SocketBypass, SocketEvent};
-use relay::Entry;
+use relay::{Counting, Entry};
 use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
@@ -50,6 +50,8 @@ pub struct AttachSettings {
     pub target: Target,
     /// Bytes after which a later connection is moved.
     pub after: u32,
+    /// Bytes a second that a connection has to carry to be on the NIC; 0 if all are wanted there.
+    pub hot_from: u32,
     /// Random moves there and back, if any.
     pub flip: Option<Flip>,
     /// The group of the sessions, from the agent; 0 for none.
@@ -94,6 +96,7 @@ pub struct Attacher {
     splicing: BTreeSet<u32>,
     /// How far sockets' modes have been looked at.
     looks: unfit::Looks,
+    counting: Counting,
     /// What waits until its process can be stopped.
     work: Work,
     /// The processes that stand still now.
@@ -179,6 +182,7 @@ impl Attacher {
             inodes: BTreeSet::new(),
             splicing: BTreeSet::new(),
             looks: unfit::Looks::default(),
+            counting: Counting::default(),
             work: Work::default(),
             frozen: None,
             pauses: Vec::new(),
@@ -248,6 +252,7 @@ impl Attacher {
             self.carry(number)?;
         }
         self.look_at_modes();
+        self.counting.count(self.entries.values_mut(), &self.bypass);
         self.run_batch()
     }
 

@@ -6,7 +6,7 @@ use crate::unfit::Unfit;
 use crate::{Attacher, ME, stays};
 use anyhow::{Result, bail};
 use baton_abi::layout::Owner;
-use baton_client::LIMIT;
+use baton_client::{LIMIT, note_hot_from};
 use baton_linux::control::Channel;
 use baton_linux::events::{Trigger, monotonic_micros};
 use baton_linux::foreign::{self, Foreign};
@@ -547,14 +547,16 @@ impl Attacher {
             }
         };
         self.work.delay = 0;
+        // The agent puts a 0 there when it gives the number to a connection.
+        note_hot_from(&self.shared, number, self.settings.hot_from);
         let connection = self.shared.unregistered();
         self.shared.take_charge(&connection, number);
         let cookie = socket::cookie(copy)?;
         let flow = Flow { local: local.into(), remote: peer.into(), device: socket::device(copy)? };
         self.bypass.watch(cookie)?;
         self.by_cookie.insert(cookie, number);
-        let (joined, stash, declined, shut, closed) = (None, Vec::new(), None, false, None);
-        let entry = relay::Entry { connection, process, fd, inode, cookie, flow, joined, stash, declined, shut, closed };
+        let (joined, stash, declined, shut, closed, carried) = (None, Vec::new(), None, false, None, 0);
+        let entry = relay::Entry { connection, process, fd, inode, cookie, flow, joined, stash, declined, shut, closed, carried };
         self.entries.insert(number, entry);
         self.summary.connections += 1;
         if self.settings.flip.is_none() {

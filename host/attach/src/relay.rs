@@ -4,6 +4,7 @@ use crate::ME;
 use crate::unfit::Unfit;
 use baton_abi::layout::Owner;
 use baton_client::{Connection, Shared};
+use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_steering::SocketBypass;
 use baton_wire::Flow;
@@ -40,6 +41,8 @@ pub(crate) struct Entry {
     pub shut: bool,
     /// The program has closed it; true if the kernel had reset it by then.
     pub closed: Option<bool>,
+    /// What the program had sent and read on it when that was looked at last.
+    pub carried: u64,
 }
 
 /// A program's socket in the map of sockets, with its engine.
@@ -66,6 +69,39 @@ impl Joined {
         let _ = socket::set(engine.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1 << 20);
         let engine_flow = Flow { local: engine.local_addr()?.into(), remote: engine.peer_addr()?.into(), device: 0 };
         Ok(Joined { engine, engine_flow, _sink: sink, pushed: 0, accounted: 0, sent: true })
+    }
+}
+
+/// Shortest time in microseconds between two looks at what connections carry in the kernel, and how many times as long
+/// as a look it is at least.
+const LOOK: u64 = 100_000;
+const PART: u64 = 100;
+
+/// Notes for the agent what connections carry in the kernel: by that it finds which of them belong on the NIC.
+#[derive(Default)]
+pub(crate) struct Counting {
+    /// When it is looked next, in microseconds of the monotonic clock.
+    due: u64,
+}
+
+impl Counting {
+    /// Looks, if it is time.
+    pub fn count<'a>(&mut self, entries: impl Iterator<Item = &'a mut Entry>, bypass: &SocketBypass) {
+        let begun = monotonic_micros();
+        if begun < self.due {
+            return;
+        }
+        for entry in entries {
+            let carried = bypass.carried_by(entry.cookie);
+            // A move sets it back.
+            let more = carried.saturating_sub(std::mem::replace(&mut entry.carried, carried)) as u32;
+            // The word is the NIC's while that has the connection.
+            if more != 0 && entry.joined.is_none() && entry.connection.owner() == Owner::Kernel {
+                entry.connection.count_in_kernel(more);
+            }
+        }
+        let now = monotonic_micros();
+        self.due = now + LOOK.max(PART * now.saturating_sub(begun));
     }
 }
 

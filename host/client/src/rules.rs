@@ -19,6 +19,8 @@ pub enum When {
     Bytes(u64),
     /// After this many requests: changes from receiving to sending.
     Requests(u64),
+    /// Whenever it carries this many bytes a second, until it carries much less.
+    Hot(u32),
     /// Never.
     Never,
 }
@@ -31,6 +33,7 @@ impl fmt::Display for When {
             When::Connected => f.write_str("connected"),
             When::Bytes(count) => write!(f, "bytes {count}"),
             When::Requests(count) => write!(f, "requests {count}"),
+            When::Hot(rate) => write!(f, "hot {rate}"),
             When::Never => f.write_str("never"),
         }
     }
@@ -50,6 +53,24 @@ impl TryFrom<String> for When {
     }
 }
 
+/// Bytes a second that a connection has to carry under the rule `hot` without a number.
+const HOT_FROM: u32 = 1 << 20;
+
+/// Parses a number of bytes a second, with K, M or G for their powers of 1024.
+fn rate(text: &str) -> Result<u32, String> {
+    let text = text.trim();
+    let (digits, shift) = match text.char_indices().next_back() {
+        Some((at, 'K' | 'k')) => (&text[..at], 10),
+        Some((at, 'M' | 'm')) => (&text[..at], 20),
+        Some((at, 'G' | 'g')) => (&text[..at], 30),
+        _ => (text, 0),
+    };
+    let bytes = digits.parse::<u64>().ok().and_then(|digits| digits.checked_mul(1 << shift));
+    bytes.and_then(|bytes| u32::try_from(bytes).ok()).filter(|bytes| *bytes > 0).ok_or_else(|| {
+        format!("{text:?} is not a number of bytes a second; write for example hot:500K or hot:20M (at least 1, less than 4G)")
+    })
+}
+
 impl FromStr for When {
     type Err = String;
 
@@ -60,11 +81,13 @@ impl FromStr for When {
             "accepted" => Ok(When::Accepted),
             "connected" => Ok(When::Connected),
             "never" => Ok(When::Never),
+            "hot" => Ok(When::Hot(HOT_FROM)),
             _ => match text.split_once([' ', ':']) {
                 Some(("bytes", count)) => number(count).map(When::Bytes),
                 Some(("requests", count)) => number(count).map(When::Requests),
+                Some(("hot", bytes)) => rate(bytes).map(When::Hot),
                 _ => Err(format!(
-                    "{text:?} is not a known moment; use one of: established, accepted, connected, bytes N, requests N, never"
+                    "{text:?} is not a known moment; use one of: established, accepted, connected, bytes N, requests N, hot [N], never"
                 )),
             },
         }
@@ -394,8 +417,31 @@ mod tests {
 
     #[test]
     fn rules_survive_their_text() {
-        let rule: Rule = "requests 3,remote-port=1+2-3,local=::1,program=nginx".parse().unwrap();
-        let text = serde_json::to_string(&rule).unwrap();
-        assert_eq!(serde_json::from_str::<Rule>(&text).unwrap(), rule, "{text}");
+        for rule in ["requests 3,remote-port=1+2-3,local=::1,program=nginx", "hot", "hot:500K,local-port=80"] {
+            let rule: Rule = rule.parse().unwrap();
+            let text = serde_json::to_string(&rule).unwrap();
+            assert_eq!(serde_json::from_str::<Rule>(&text).unwrap(), rule, "{text}");
+        }
+    }
+
+    #[test]
+    fn hot_has_a_number_of_bytes_a_second() {
+        for (text, bytes) in [
+            ("hot", 1 << 20),
+            ("hot:1", 1),
+            ("hot 500", 500),
+            ("hot:500K", 500 << 10),
+            ("hot: 20m", 20 << 20),
+            ("hot:3G", 3 << 30),
+            ("hot:4294967295", u32::MAX),
+        ] {
+            assert_eq!(text.parse::<When>(), Ok(When::Hot(bytes)), "{text}");
+        }
+        for wrong in
+            ["hot:", "hot:0", "hot:0M", "hot:4G", "hot:99999999999G", "hot:-1", "hot:1.5M", "hot:fast", "hot:1MB", "hotter"]
+        {
+            let error = wrong.parse::<When>().unwrap_err();
+            assert!(error.contains("hot"), "{wrong}: {error}");
+        }
     }
 }

@@ -179,6 +179,9 @@ pub enum Refusal {
     /// The NIC has announced no room for it, or others carry more.
     #[error("the NIC is full: it goes there when there is room, or when it carries more than others there")]
     Full,
+    /// It has to carry more to be on the NIC.
+    #[error("it waits in the kernel: it is not hot enough (rule hot)")]
+    Cold,
     /// Its class is better served by the kernel, or is being measured there; what was found.
     #[error("{0}")]
     Placed(String),
@@ -307,6 +310,7 @@ mod tests {
         for refusal in [
             Refusal::NoRoom,
             Refusal::Full,
+            Refusal::Cold,
             Refusal::Busy,
             Refusal::NoNeighbour,
             Refusal::NoRoute,

@@ -18,7 +18,7 @@ use crate::waiting::{Fact, Waiting};
 use crate::worth::{Moment, Worth};
 use crate::{options, thread};
 use baton_abi::layout::Owner;
-use baton_client::Connection;
+use baton_client::{Connection, note_hot_from};
 use baton_linux::process::Undisturbed;
 use baton_protocol::native::Native;
 use baton_protocol::program::{Place, Until};
@@ -91,6 +91,8 @@ pub(crate) struct Tcp {
     /// Number of calls after which the kernel reports again what a socket is ready for, reported before or not.
     pub rearms: AtomicU32,
     plan: AtomicU64,
+    /// Bytes a second that it has to carry to be on the NIC; 0 if it is wanted there whatever it carries.
+    hot_from: AtomicU32,
     bytes: AtomicU64,
     requests: AtomicU32,
     receiving: AtomicBool,
@@ -258,9 +260,7 @@ impl Tcp {
         if let Some(origin) = origin {
             self.note_origin(origin);
         }
-        if self.plan.load(RELAXED) == UNPLANNED {
-            self.plan.store(plan::planned(fd, self.origin()), RELAXED);
-        }
+        self.make_plan(fd);
         self.consider(fd, Moment::Made);
     }
 
@@ -337,6 +337,7 @@ impl Tcp {
                 let sets = locked(&self.sets).clone();
                 sets.iter().for_each(|(set, _)| set.prepare_for_nic());
                 if !process::plan().is_some_and(process::Plan::flips) {
+                    note_hot_from(&session.shared, connection.number(), self.hot_from.load(RELAXED));
                     session.shared.suggest(connection.number(), Place::Nic);
                 }
                 if session.shared.has_ended() {

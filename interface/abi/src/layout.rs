@@ -325,8 +325,13 @@ pub mod session {
     pub const BLOCK_BYTES: usize = 64;
     /// Connection blocks of a session.
     pub const MAX_CONNECTIONS: usize = 16384;
+    /// 4-byte words behind the blocks, one for each connection, written by the program before it suggests a move: bytes
+    /// a second that the connection has to carry to be on the NIC; 0 if it is wanted there whatever it carries. The
+    /// agent puts 0 there when it gives the number to a connection, and when somebody asks for the connection on the
+    /// NIC. The next agent reads them.
+    pub const HOT_FROM: usize = BLOCKS + MAX_CONNECTIONS * BLOCK_BYTES;
     /// The heap: send and receive memory, and buffers of the program's own.
-    pub const HEAP: usize = BLOCKS + MAX_CONNECTIONS * BLOCK_BYTES;
+    pub const HEAP: usize = HOT_FROM + MAX_CONNECTIONS * 4;
 
     /// End of the part of the heap that holds the connections' send and receive memory. The rest of session memory is
     /// for buffers of the program's own.
@@ -342,6 +347,11 @@ pub mod session {
     /// Offset of a connection block.
     pub const fn block(connection: u32) -> usize {
         BLOCKS + connection as usize * BLOCK_BYTES
+    }
+
+    /// Offset of a connection's word of [`HOT_FROM`].
+    pub const fn hot_from(connection: u32) -> usize {
+        HOT_FROM + connection as usize * 4
     }
 }
 

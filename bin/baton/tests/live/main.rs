@@ -33,6 +33,7 @@ mod held;
 mod history;
 mod hostile;
 mod hostile_client;
+mod hot;
 mod interrupts;
 mod kernel_only;
 mod kernel_stay;

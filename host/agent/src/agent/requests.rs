@@ -554,6 +554,9 @@ impl Agent {
         if let Some(connection) = self.connection(session, number) {
             connection.asked_nic = nic.and_then(|nic| u8::try_from(nic).ok());
             let is_elsewhere = nic.is_some_and(|nic| of != Some(nic as usize));
+            if to == Place::Nic {
+                connection.block.need_not_be_hot();
+            }
             if to == Place::Nic && is_elsewhere && connection.stage() == Stage::Nic && !connection.opening {
                 let reply = self.settle(session, number, Then::Offload(asker), 0);
                 return reply.map(|reply| (reply, Vec::new()));
@@ -572,6 +575,9 @@ impl Agent {
                 return Reply::Stayed { reason, transient: false };
             }
             connection.asked_nic = nic.and_then(|nic| u8::try_from(nic).ok());
+            if to == Place::Nic {
+                connection.block.need_not_be_hot();
+            }
         }
         self.want(session, number, to);
         Reply::Done

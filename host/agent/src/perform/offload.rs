@@ -47,11 +47,15 @@ impl Performer<'_> {
             return Err(Refusal::Twin.into());
         }
         let key = key_of(self.session, self.connection);
+        // One whose peer is silent goes there to end.
+        let by_heat = self.connection.block.hot_from() > 0 && !self.connection.is_overdue();
         let nic = self.ground.nic();
-        let Some(cid) = nic.gate.admits(key).then(|| nic.take_slot()).flatten() else {
-            nic.gate.refuse(key);
+        let admitted = nic.gate.admits(key, by_heat);
+        let Some(cid) = admitted.then(|| nic.take_slot()).flatten() else {
+            nic.gate.refuse(key, by_heat);
             self.ground.shape.give_up_claim(&self.connection.flow);
-            return Err(Refusal::Full.into());
+            let refusal = if by_heat && !admitted { Refusal::Cold } else { Refusal::Full };
+            return Err(refusal.into());
         };
         self.connection.cid = Some(cid);
         if let Some(entry) = tracked {
@@ -288,8 +292,8 @@ impl Performer<'_> {
         let memory = memory::take(self.open, &image, limits).ok_or(Refusal::NoRoom)?;
         if !self.ground.nic().promise_memory(cid, memory) {
             memory::give(self.open, memory);
-            let key = key_of(self.session, self.connection);
-            self.ground.nic().gate.refuse(key);
+            let (key, by_heat) = (key_of(self.session, self.connection), self.connection.block.hot_from() > 0);
+            self.ground.nic().gate.refuse(key, by_heat);
             return Err(Refusal::Full);
         }
         let window = limits.first_window(self.connection.fd().ok(), &image);

@@ -33,8 +33,8 @@ mod sending;
 pub use events::catch_up_for_others;
 pub(crate) use events::{Changes, Events};
 pub use receiving::Received;
-pub use requests::LIMIT;
 use requests::protocol_error;
+pub use requests::{LIMIT, note_hot_from};
 pub use sending::limits_queue;
 pub(crate) use sending::{send_from, takes_buffers};
 

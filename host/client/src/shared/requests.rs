@@ -560,6 +560,12 @@ impl Shared {
     }
 }
 
+/// Notes how many bytes a second a connection has to carry to be on the NIC, before that is suggested; 0 if it is
+/// wanted there whatever it carries. The agent and those after it read this.
+pub fn note_hot_from(shared: &Shared, connection: u32, bytes: u32) {
+    shared.memory.word32(at::hot_from(connection)).store(bytes, Ordering::Release);
+}
+
 /// Closes a connection of which the program has no descriptor: its limit was reached when that came.
 #[cold]
 fn close_unseen(shared: &Shared, number: u32) {
@@ -618,6 +624,9 @@ mod tests {
         assert_eq!(wish(), 1 << 1);
         shared.suggest(33, Place::Kernel);
         assert_eq!(wish(), 0);
+        note_hot_from(&shared, 33, 5000);
+        let hot_from = |number| memory.word32(at::hot_from(number)).load(Ordering::Acquire);
+        assert_eq!([32, 33, 34].map(hot_from), [0, 5000, 0]);
     }
 
     /// An agent gives a connection again as long as its program has not noted that it has the answer.

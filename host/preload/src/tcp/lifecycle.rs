@@ -31,6 +31,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             stuck: AtomicU32::new(0),
             rearms: AtomicU32::new(0),
             plan: AtomicU64::new(UNPLANNED),
+            hot_from: AtomicU32::new(0),
             bytes: AtomicU64::new(0),
             requests: AtomicU32::new(0),
             receiving: AtomicBool::new(false),

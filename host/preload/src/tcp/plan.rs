@@ -32,14 +32,21 @@ impl Tcp {
         if self.receiving.swap(!sending, RELAXED) && sending {
             self.requests.fetch_add(1, RELAXED);
         }
-        if self.plan.load(RELAXED) == UNPLANNED {
-            self.plan.store(planned(fd, self.origin()), RELAXED);
-        }
+        self.make_plan(fd);
         self.consider(fd, if sending { Moment::Sent } else { Moment::Received });
     }
 
     pub(super) fn origin(&self) -> Origin {
         if self.accepted.load(RELAXED) { Origin::Accepted } else { Origin::Connected }
+    }
+
+    /// Decides when it is to be handed over, unless that is decided.
+    pub(super) fn make_plan(&self, fd: c_int) {
+        if self.plan.load(RELAXED) == UNPLANNED {
+            let (plan, hot_from) = planned(fd, self.origin());
+            self.hot_from.store(hot_from, RELAXED);
+            self.plan.store(plan, RELAXED);
+        }
     }
 
     pub(super) fn consider(&'static self, fd: c_int, moment: Moment) {
@@ -60,21 +67,23 @@ impl Tcp {
     }
 }
 
-/// When a connection is to be handed over: see [`NEVER`].
-pub(super) fn planned(fd: c_int, origin: Origin) -> u64 {
-    let Some(plan) = process::plan() else { return NEVER };
+/// When a connection is to be handed over: see [`NEVER`]; and how many bytes a second it has to carry to be on the NIC
+/// then.
+fn planned(fd: c_int, origin: Origin) -> (u64, u32) {
+    let Some(plan) = process::plan() else { return (NEVER, 0) };
     // SAFETY: the program's descriptor, open during its own call.
     let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
     let needed = plan.rules.iter().any(baton_client::rules::Rule::needs_addresses);
     let addresses = if needed {
         let local = baton_linux::socket::local_address(borrowed);
-        let Ok(peer) = baton_linux::socket::peer_address(borrowed) else { return UNPLANNED };
+        let Ok(peer) = baton_linux::socket::peer_address(borrowed) else { return (UNPLANNED, 0) };
         local.ok().map(|local| (local, peer))
     } else {
         None
     };
     let fits = |rule: &&baton_client::rules::Rule| addresses.is_none_or(|(local, peer)| rule.fits(local, peer));
-    match plan.rules.iter().find(fits).map(|rule| rule.when) {
+    let plan = match plan.rules.iter().find(fits).map(|rule| rule.when) {
+        Some(When::Hot(rate)) => return (0, rate),
         None | Some(When::Never) => NEVER,
         Some(When::Established) => 0,
         Some(When::Accepted) => {
@@ -93,7 +102,8 @@ pub(super) fn planned(fd: c_int, origin: Origin) -> u64 {
         }
         Some(When::Bytes(count)) => count & !REQUESTS,
         Some(When::Requests(count)) => count | REQUESTS,
-    }
+    };
+    (plan, 0)
 }
 
 /// Whether options are set by which receiving returns more than bytes (TCP_INQ, the time-stamping family), which only
