@@ -117,9 +117,8 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     let part = path.with_extension("part");
     if let Ok(found) = fs::symlink_metadata(&part) {
         // Left by a run that was interrupted.
-        let ours = found.is_file()
-            && found.len() <= bytes.len() as u64
-            && fs::read(&part).is_ok_and(|there| bytes.starts_with(&there));
+        let ours =
+            found.is_file() && found.len() <= bytes.len() as u64 && fs::read(&part).is_ok_and(|there| bytes.starts_with(&there));
         ensure!(ours, "{} is there, and not a part of the file: remove it", part.display());
         fs::remove_file(&part)?;
     }

@@ -12,8 +12,8 @@ pub use url::Url;
 
 use crate::status::StatusLine;
 use crate::web_mix::{Mix, Request};
-use anyhow::{Context, Result, anyhow, bail, ensure};
 use answer::Answer;
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use baton_linux::events::monotonic_micros;
 use baton_linux::process::raise_descriptor_limit;
 use client::Worker;
