@@ -5,6 +5,7 @@
 //! room for. Programs learn of them by a socket, from which they read one byte for each connection before they ask for
 //! it ([`Ask::Accept`]); several processes may share a listener, and its queue.
 
+mod granting;
 mod share;
 #[cfg(test)]
 mod tests;
@@ -18,10 +19,10 @@ use crate::ground::Ground;
 use crate::journal::{self, Entry};
 use crate::listened::Steered;
 use crate::memory::{self, Limits};
-use crate::nic::{Hardware, NicProcess};
+use crate::nic::NicProcess;
 use crate::nic_requests::Answered;
 use crate::numbers::Numbers;
-use crate::record::{read_image, unpublish};
+use crate::record::read_image;
 use crate::session::Session;
 use crate::way::Way;
 use baton_abi::layout::{Owner, block};
@@ -51,9 +52,6 @@ use baton_protocol::program::Ask;
 
 /// Longest accept queue of a listener on the NIC.
 const MOST_WAITING: usize = 128;
-
-/// Slots that are granted at most in one poll of the listeners.
-const MOST_GRANTED: usize = 256;
 
 /// Time to live of the answers to SYNs, until the connection has a socket (Linux's default).
 const TTL: u8 = 64;
@@ -100,18 +98,6 @@ struct Listener {
     next_steered: Steered,
 }
 
-/// Grants a NIC a slot for a listener's next connection. None if it has no slot, or no room for the command.
-fn grant_slot(nic: &mut NicProcess, hardware: &Hardware, listener: u32) -> Option<Cid> {
-    let cid = nic.take_slot_to_grant()?;
-    // A record that is there is of an earlier occupant.
-    unpublish(&hardware.memory, cid.slot());
-    if nic.post(Message::control(Operation::NicControl, Control::Grant, cid, listener, 0)).is_err() {
-        nic.give_slot(cid);
-        return None;
-    }
-    Some(cid)
-}
-
 impl Listener {
     fn new(listening: Listening, limits: Limits, ours: UnixStream, theirs: OwnedFd) -> Listener {
         Listener {
@@ -155,6 +141,8 @@ pub(crate) struct Listeners {
     numbers: Numbers,
     /// Slots that were granted to a NIC which has been asked to serve a listener no longer, and has not answered.
     revoked: BTreeSet<u32>,
+    /// The listener with which the next turn of those that lack slots begins.
+    lacking_from: u32,
     /// Requests for a connection that wait for the descriptor of the one that was given before, by session: see
     /// [`crate::adoption::accept`].
     pub repeated: BTreeMap<u32, Caller>,
@@ -162,7 +150,13 @@ pub(crate) struct Listeners {
 
 impl Listeners {
     pub fn new() -> Listeners {
-        Listeners { by_id: BTreeMap::new(), numbers: Numbers::new(), revoked: BTreeSet::new(), repeated: BTreeMap::new() }
+        Listeners {
+            by_id: BTreeMap::new(),
+            numbers: Numbers::new(),
+            revoked: BTreeSet::new(),
+            lacking_from: 0,
+            repeated: BTreeMap::new(),
+        }
     }
 
     /// [`share::left`]. A connection that no program has accepted counts: its listener gets a slot again when one does.
@@ -254,7 +248,7 @@ impl Agent {
             return self.withdraw(id);
         }
         listener.steered = next;
-        self.grant(id);
+        granting::grant(self, id);
         self.answer_waiting(id);
     }
 
@@ -383,13 +377,13 @@ impl Agent {
     /// Polls up to `most` listeners: a program that closes one is to say so, but need not, and another socket may
     /// listen at its port then. Returns where the next poll begins, and whether there are any.
     pub(crate) fn look_at_listeners(&mut self, from: u32, most: usize) -> (u32, bool) {
-        let (turn, next) = share::turn(&self.listeners.by_id, from, most);
+        let (turn, next) = share::turn(&self.listeners.by_id, from, most, |_| true);
         for id in turn {
             if !self.still_listens(id) {
                 self.end_listener(id);
             }
         }
-        self.grant_what_is_missing();
+        granting::grant_what_is_missing(self);
         (next, !self.listeners.by_id.is_empty())
     }
 
@@ -397,56 +391,6 @@ impl Agent {
     fn end_listener(&mut self, id: u32) {
         let sessions = self.listeners.by_id.get(&id).map(|listener| listener.sessions.clone()).unwrap_or_default();
         sessions.into_iter().for_each(|session| self.stop_listening(session, Some(id)));
-    }
-
-    /// Grants each NIC that has answered as many slots as a listener's accept queue has room for.
-    fn grant(&mut self, id: u32) {
-        let mut left = self.listeners.left(self.nics.len(), self.settings.nic.slots);
-        self.grant_some(id, MOST_WAITING, &mut left);
-    }
-
-    /// Grants each NIC that has answered up to `most` more slots for a listener, as far as its accept queue has room
-    /// and some are `left`. Returns how many were granted.
-    fn grant_some(&mut self, id: u32, most: usize, left: &mut [usize]) -> usize {
-        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return 0 };
-        // Linux accepts one more than the backlog says.
-        let room = (listener.listening.backlog as usize + 1).min(MOST_WAITING);
-        let served: Vec<usize> = listener.served.iter().copied().filter(|nic| listener.has_answer(*nic)).collect();
-        let before = listener.granted.len();
-        listener.lacks_slots = false;
-        for at in served {
-            let nic = &mut self.nics[at];
-            let had = listener.granted.iter().filter(|cid| cid.nic() == at).count();
-            let wanted = room.saturating_sub(had + listener.waiting.len());
-            let quarter = self.settings.nic.slots / 4;
-            let granted = wanted.min(most).min(share::of(left[at], had + listener.waiting.len(), wanted, quarter));
-            let granted = (0..granted).map_while(|_| grant_slot(nic, &self.hardware[at], id));
-            listener.granted.extend(granted);
-            let has = listener.granted.iter().filter(|cid| cid.nic() == at).count();
-            left[at] -= has - had;
-            listener.lacks_slots |= has - had < wanted;
-        }
-        listener.granted.len() - before
-    }
-
-    /// Grants the slots for which NICs had no room earlier. No event says that they have room now, and a listener
-    /// without any slot gets no connection whose acceptance would ask for more.
-    fn grant_what_is_missing(&mut self) {
-        // All NICs that are to serve it have answered, and its clients come to them.
-        let is_served = |listener: &Listener| listener.wanted.iter().all(|nic| listener.has_answer(*nic));
-        let lacking = self.listeners.by_id.iter().filter(|(_, listener)| listener.lacks_slots && is_served(listener));
-        let mut lacking: Vec<(usize, u32)> = lacking.map(|(id, listener)| (listener.granted.len(), *id)).collect();
-        // One each in turn, beginning with those that have the fewest, since there may not be enough for all.
-        lacking.sort_unstable();
-        let mut of_nics = self.listeners.left(self.nics.len(), self.settings.nic.slots);
-        let mut left = MOST_GRANTED;
-        while left > 0 && !lacking.is_empty() {
-            lacking.retain(|(_, id)| {
-                let granted = if left > 0 { self.grant_some(*id, 1, &mut of_nics) } else { 0 };
-                left = left.saturating_sub(granted);
-                granted > 0
-            });
-        }
     }
 
     /// Handles the NIC's refusal of a slot for a listener.
@@ -479,12 +423,12 @@ impl Agent {
         // NIC.
         if by_cookie && diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok() {
             self.drop_made(cid);
-            return self.grant(id);
+            return granting::grant(self, id);
         }
         if let Err(refusal) = self.shape.keep_made(&image.flow, image.link.interface, cid.nic()) {
             self.say_now_and_then(&format!("a connection that the NIC has made is dropped: {refusal}"));
             self.drop_made(cid);
-            return self.grant(id);
+            return granting::grant(self, id);
         }
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         journal::note_made(&self.hardware[cid.nic()].memory, cid, id);
@@ -522,7 +466,7 @@ impl Agent {
         if accepted.is_err() {
             unaccepted::reset(self, &waiting);
         }
-        self.grant(id);
+        granting::grant(self, id);
         match accepted {
             Ok((connection, fd)) => {
                 self.drive(session, connection, Event::Tick);

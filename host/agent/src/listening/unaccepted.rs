@@ -1,7 +1,7 @@
 //! Connections that no program has accepted: where they may be, how they end, and what a NIC needs before their
 //! clients' frames flow.
 
-use super::{Listener, Listeners, Waiting};
+use super::{Listener, Listeners, Waiting, granting};
 use crate::agent::Agent;
 use crate::answers::After;
 use crate::journal;
@@ -43,7 +43,7 @@ pub(super) fn await_slots(agent: &mut Agent, nic: usize) {
                 After::Listen(id) => {
                     agent.listener_answered(id, nic, Some(answer));
                     // Also while another NIC has not answered.
-                    agent.grant(id);
+                    granting::grant(agent, id);
                 }
                 After::StopListening(id, slots) => agent.stopped_listening(id, nic, slots),
                 _ => {}
