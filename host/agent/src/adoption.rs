@@ -16,6 +16,7 @@ use crate::nic::Hardware;
 use crate::perform::hand_to_kernel;
 use crate::record::{read_image, unpublish};
 use crate::session::{NOT_READING, OpenSession, Sent, Session};
+use crate::users::Users;
 use anyhow::{Context, Result};
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, nic, session};
@@ -86,10 +87,12 @@ impl Inherited {
     }
 
     /// Moves the groups into `groups`.
-    pub fn take_groups(&mut self, groups: &mut Groups) {
+    pub fn take_groups(&mut self, groups: &mut Groups, users: &mut Users) {
         for (kept, descriptors) in &mut self.0 {
             if let Kept::Group(name, user, flip) = kept {
-                groups.add(*name, Group::new(*user, *flip, descriptors.pop().map(Foreign::from)));
+                let mut group = Group::new(*user, *flip, descriptors.pop().map(Foreign::from));
+                group.count_as(users);
+                groups.add(*name, group);
             }
         }
     }
@@ -325,13 +328,14 @@ impl Agent {
     /// Takes over what a dead agent has left. Afterwards every connection is in the kernel, and every program can send
     /// requests again.
     pub(crate) fn take_over(&mut self, mut inherited: Inherited) -> Result<()> {
-        inherited.take_groups(&mut self.groups);
+        inherited.take_groups(&mut self.groups, &mut self.users);
         self.begin_addresses(inherited.take_addresses());
         let listeners = inherited.take_listeners();
-        for (number, session) in inherited.sessions(&journaled(&self.hardware, self.settings.nic.slots as u32)) {
+        for (number, mut session) in inherited.sessions(&journaled(&self.hardware, self.settings.nic.slots as u32)) {
             self.watch(number, &session)?;
             // An earlier agent may have had higher limits.
-            let _ = self.users.connects(session.user);
+            let _ = self.users.connects(session.user, u64::MAX);
+            session.connections.count_as(self.users.take(session.user, 0));
             if session.open.is_some() {
                 let _ = self.users.opens(session.user);
                 self.groups.joined(session.opening.group);

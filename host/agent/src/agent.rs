@@ -236,7 +236,7 @@ pub fn run() -> Result<()> {
     }
     let statistics = Statistics { nic_starts: settings.nics as u32, ..Statistics::default() };
     let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
-    let users = Users::new(settings.limits);
+    let users = Users::new(settings.limits, settings.nics);
     let (groups, schedule, moves) = (Groups::default(), Schedule::default(), Moves::new(settings.choose));
     let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
     let crash_loops = vec![CrashLoop::default(); nics.len()];
@@ -305,6 +305,13 @@ pub fn run() -> Result<()> {
         let _ = std::fs::remove_dir(directory);
     }
     Ok(())
+}
+
+/// How many descriptors an agent that may have `most` has left beside a new one, `fd`, [`RESERVE`] and `besides`: the
+/// kernel gives out the lowest number that is free.
+fn descriptors_left(most: u64, fd: BorrowedFd<'_>, besides: u64) -> Result<u64, Refusal> {
+    let left = most.saturating_sub(fd.as_raw_fd() as u64 + RESERVE + besides);
+    if left > 0 { Ok(left) } else { Err(Refusal::NoDescriptors(most)) }
 }
 
 impl Agent {
@@ -393,32 +400,39 @@ impl Agent {
         }
     }
 
-    /// Refuses a new descriptor `fd` that would leave fewer than [`RESERVE`] (plus `besides`) descriptors free.
-    pub(crate) fn has_room_for(&self, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
-        if fd.as_raw_fd() as u64 + RESERVE + besides < self.descriptors {
-            Ok(())
-        } else {
-            Err(Refusal::NoDescriptors(self.descriptors))
-        }
+    /// Refuses a new descriptor `fd` that would leave fewer than [`RESERVE`] (plus `besides`) descriptors free, or that
+    /// is for something of a session's whose user has its share.
+    pub(crate) fn has_room_for(&self, session: Option<u32>, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
+        let left = descriptors_left(self.descriptors, fd, besides)?;
+        session.map_or(Ok(()), |session| self.users.may_take(self.user_of(session), left))
+    }
+
+    /// The user who has opened a session; if there is none, a number that nobody has.
+    pub(crate) fn user_of(&self, session: u32) -> u32 {
+        self.sessions.get(session as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user)
     }
 
     fn admit(&mut self, channel: Channel) -> Result<()> {
         let number = self.sessions.vacant();
-        let session = Session::new(channel)?;
+        let mut session = Session::new(channel)?;
         // The reason is sent before the channel closes.
         let turn_away = |reason| _ = session.send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
-        if let Err(why) = self.has_room_for(session.channel.as_fd(), 0) {
-            turn_away(why.to_string());
-            return Err(why.into());
-        }
+        let left = match descriptors_left(self.descriptors, session.channel.as_fd(), 0) {
+            Ok(left) => left,
+            Err(why) => {
+                turn_away(why.to_string());
+                return Err(why.into());
+            }
+        };
         if foreign::is_stuck(session.user) {
             turn_away("the files whose descriptors this user has sent do not close".into());
             return Ok(());
         }
-        if let Err(why) = self.users.connects(session.user) {
+        if let Err(why) = self.users.connects(session.user, left) {
             turn_away(why);
             return Ok(());
         }
+        session.connections.count_as(self.users.take(session.user, 0));
         self.watch(number, &session)?;
         self.keep(&Kept::Session(number), &[session.channel.as_fd()]);
         self.sessions.put(number, session);
@@ -660,14 +674,16 @@ impl Agent {
         }
         let Some(session) = self.sessions.remove(number) else { return };
         self.keep(&Kept::Ended(number), &[]);
-        self.users.leaves(session.user, session.open.is_some());
-        if session.open.is_some() {
+        let (user, opened) = (session.user, session.open.is_some());
+        if opened {
             self.groups.left(session.opening.group);
             if let Some(messages) = &session.opening.messages {
                 self.shape.unsteer(&messages_flow(messages.address.into()));
             }
             self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
         }
+        drop(session);
+        self.users.leaves(user, opened);
     }
 
     /// Ends the sessions of programs that broke a rule. Their connections are restored to the kernel and remain the

@@ -118,6 +118,7 @@ impl Agent {
         }
         let address = if bound.ip().is_unspecified() { source_for(peer).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
         let local = SocketAddr::new(address, bound.port());
+        self.has_room_for(Some(session), fd.as_fd(), 0)?;
         let mut connection = self.new_connection(session, fd, local, peer)?;
         self.cgroups.let_go(connection.cgroup.as_ref(), peer)?;
         let way = self.split(session).ok_or(Refusal::NoRoom)?.0.way_of(&connection)?;

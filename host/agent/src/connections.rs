@@ -3,6 +3,7 @@
 use crate::connection::Connection;
 use crate::memory;
 use crate::slab::Slab;
+use crate::users::Taken;
 use baton_abi::layout::session::{MAX_CONNECTIONS, hot_from};
 use baton_shm::Region;
 use baton_wire::Flow;
@@ -20,12 +21,20 @@ pub(crate) struct Connections {
     by_flow: BTreeSet<(u32, u32)>,
     /// Key of that hash. It is secret, so that nobody can choose many 4-tuples with the same hash.
     key: [u64; 2],
+    /// A descriptor for each.
+    taken: Taken,
 }
 
 impl Connections {
     /// No connections. `key` must be secret and random.
     pub fn new(key: [u64; 2]) -> Connections {
-        Connections { places: Slab::default(), by_flow: BTreeSet::new(), key }
+        Connections { places: Slab::default(), by_flow: BTreeSet::new(), key, taken: Taken::default() }
+    }
+
+    /// Counts their descriptors, and those of what comes, as a user's.
+    pub fn count_as(&mut self, mut taken: Taken) {
+        taken.add(self.places.iter().flatten().count() as u64);
+        self.taken = taken;
     }
 
     /// Returns the lowest free number whose block no thread of the program is inside of: one may be that is late with a
@@ -42,6 +51,8 @@ impl Connections {
     /// Puts a connection at its number.
     pub fn put(&mut self, connection: Connection) {
         self.by_flow.insert((self.hash(&connection.flow), connection.number()));
+        let is_new = self.places.get(connection.number() as usize).is_none_or(Option::is_none);
+        self.taken.add(u64::from(is_new));
         self.places.put(connection.number(), connection);
     }
 
@@ -49,6 +60,7 @@ impl Connections {
     pub fn remove(&mut self, number: u32) -> Option<Connection> {
         let connection = self.places.remove(number)?;
         self.by_flow.remove(&(self.hash(&connection.flow), number));
+        self.taken.take_away(1);
         Some(connection)
     }
 
@@ -85,9 +97,13 @@ impl DerefMut for Connections {
 mod tests {
     use super::*;
     use crate::block::Block;
+    use crate::users::{Limits, Users};
     use baton_abi::layout::{block as session_block, session};
     use baton_wire::Endpoint;
     use std::sync::Arc;
+
+    /// Nobody's number.
+    const USER: u32 = 4_000_000_002;
 
     fn flow(port: u16) -> Flow {
         Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], port), device: 0 }
@@ -147,6 +163,21 @@ mod tests {
         let mut all = connections(0..3);
         assert!(all.remove(1).is_some() && all.remove(1).is_none());
         assert_eq!([0, 1, 2].map(|port| all.with_ends(&flow(port)).next().is_some()), [true, false, true]);
+    }
+
+    /// Each connection takes a descriptor of its user's share, from when it is there until it is gone.
+    #[test]
+    fn connections_count_as_their_users() {
+        let (mut users, mut all) = (Users::new(Limits::default(), 1), connections(0..3));
+        all.count_as(users.take(USER, 0));
+        let has = |users: &Users, count: u64| users.may_take(USER, count).is_err() && users.may_take(USER, count + 1).is_ok();
+        assert!(has(&users, 3));
+        let one = all.remove(1).expect("a connection");
+        assert!(has(&users, 2));
+        all.put(one);
+        assert!(has(&users, 3));
+        drop(all);
+        assert!(has(&users, 0));
     }
 
     #[test]

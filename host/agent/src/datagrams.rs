@@ -13,6 +13,7 @@ use crate::connection::Asker;
 use crate::ground::Shape;
 use crate::nic_requests::Answered;
 use crate::numbers::Numbers;
+use crate::users::Taken;
 use baton_abi::layout::{datagrams, session as layout};
 use baton_handoff::examine::system;
 use baton_linux::bell::SessionBell;
@@ -80,6 +81,8 @@ struct Socket {
     rings: Rings,
     place: Arc<Place>,
     bell: SessionBell,
+    /// The descriptors of both, counted as its user's.
+    _taken: Taken,
     /// What was seen of it last.
     seen: Seen,
     /// Its address is being asked for, and what else [`examine`] asks for.
@@ -205,7 +208,7 @@ impl Agent {
             Some((_, owner)) if owner != session => return Err(Refusal::Elsewhere),
             Some((id, _)) => id,
             None => {
-                self.has_room_for(fd.as_fd(), 1)?;
+                self.has_room_for(Some(session), fd.as_fd(), 1)?;
                 let of_session = self.datagrams.by_id.values().filter(|socket| socket.session == session).count();
                 if of_session >= MAX_SOCKETS {
                     return Err(Refusal::NoRoom);
@@ -213,9 +216,22 @@ impl Agent {
                 let bell = bell.into_unix().map_err(|_| Refusal::Option("a doorbell that is none"))?;
                 let place = self.lend_rings(session, &rings).ok_or(Refusal::NoRoom)?;
                 let (fd, bell) = (Arc::new(fd), SessionBell::from_fd(bell));
-                let (ways, local, is_polled, is_examined, unanswered) = (BTreeMap::new(), None, false, false, 0);
-                let socket =
-                    Socket { session, fd, cookie, rings, place, bell, seen, is_polled, is_examined, local, ways, unanswered };
+                let user = self.user_of(session);
+                let socket = Socket {
+                    session,
+                    fd,
+                    cookie,
+                    rings,
+                    place,
+                    bell,
+                    _taken: self.users.take(user, 2),
+                    seen,
+                    is_polled: false,
+                    is_examined: false,
+                    local: None,
+                    ways: BTreeMap::new(),
+                    unanswered: 0,
+                };
                 let Datagrams { by_id, numbers } = &mut self.datagrams;
                 let id = numbers.next(|id| by_id.contains_key(&id));
                 by_id.insert(id, socket);

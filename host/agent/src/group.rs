@@ -3,6 +3,7 @@
 
 use crate::connection::Connection;
 use crate::counts::counter;
+use crate::users::{Taken, Users};
 use baton_linux::events::monotonic_micros;
 use baton_linux::files;
 use baton_linux::foreign::{self, Foreign};
@@ -25,6 +26,8 @@ pub(crate) struct Group {
     pub flip: Option<Flip>,
     pub report: Report,
     file: Option<Arc<ReportFile>>,
+    /// The file's descriptor.
+    _taken: Taken,
     random: u64,
 }
 
@@ -38,8 +41,14 @@ impl Group {
             flip,
             report: Report::default(),
             file: file.map(|fd| Arc::new(ReportFile { fd, next: Mutex::default() })),
+            _taken: Taken::default(),
             random,
         }
+    }
+
+    /// Counts its file's descriptor as its user's.
+    pub fn count_as(&mut self, users: &mut Users) {
+        self._taken = users.take(self.user, u64::from(self.has_file()));
     }
 
     /// Returns the time until a connection's next move, in microseconds, if its group moves them at random.

@@ -24,6 +24,7 @@ use crate::nic_requests::Answered;
 use crate::numbers::Numbers;
 use crate::record::read_image;
 use crate::session::Session;
+use crate::users::Taken;
 use crate::way::Way;
 use baton_abi::layout::{Owner, block};
 use baton_abi::{Cid, Control, Message, Operation};
@@ -76,6 +77,8 @@ struct Listener {
     /// The agent's end of the queue's socket, and the programs'.
     ours: UnixStream,
     theirs: OwnedFd,
+    /// These two descriptors, counted as those of the user who had the listener first.
+    _taken: Taken,
     /// The sessions that may accept.
     sessions: BTreeSet<u32>,
     /// Slots in which the NIC may make connections.
@@ -105,6 +108,7 @@ impl Listener {
             limits,
             ours,
             theirs,
+            _taken: Taken::default(),
             sessions: BTreeSet::new(),
             granted: Vec::new(),
             lacks_slots: false,
@@ -194,14 +198,16 @@ impl Agent {
         let id = match known.map(|(id, _)| *id) {
             Some(id) => id,
             None => {
-                self.has_room_for(fd, 2)?;
+                self.has_room_for(Some(session), fd, 2)?;
                 let its = self.listeners.by_id.values().filter(|listener| listener.sessions.contains(&session));
                 if its.count() >= share::MAX_LISTENERS {
                     return Err(Refusal::NoRoom);
                 }
                 let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
                 ours.set_nonblocking(true).map_err(|error| system("fcntl", &error))?;
-                let listener = Listener::new(listening.clone(), limits, ours, theirs.into());
+                let user = self.user_of(session);
+                let taken = self.users.take(user, 2);
+                let listener = Listener { _taken: taken, ..Listener::new(listening.clone(), limits, ours, theirs.into()) };
                 let Listeners { by_id, numbers, .. } = &mut self.listeners;
                 let id = numbers.next(|id| by_id.contains_key(&id));
                 by_id.insert(id, listener);
@@ -320,8 +326,10 @@ impl Agent {
         let [ours, theirs] = <[OwnedFd; 2]>::try_from(descriptors).ok()?;
         let exists = |session: &u32| self.sessions.get(*session as usize).is_some_and(Option::is_some);
         let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
-        sessions.first()?;
-        let listener = Listener { sessions, ..Listener::new(listening, limits, ours.into(), unaccepted::emptied(theirs)) };
+        let user = self.user_of(*sessions.first()?);
+        let taken = self.users.take(user, 2);
+        let theirs = unaccepted::emptied(theirs);
+        let listener = Listener { sessions, _taken: taken, ..Listener::new(listening, limits, ours.into(), theirs) };
         self.listeners.by_id.insert(id, listener);
         Some(())
     }
@@ -524,7 +532,8 @@ impl Agent {
         local: SocketAddr,
         peer: SocketAddr,
     ) -> Result<Connection, Refusal> {
-        self.has_room_for(fd.as_fd(), 0)?;
+        // Whatever its user has: the client of one that is accepted would be reset.
+        self.has_room_for(None, fd.as_fd(), 0)?;
         self.serials += 1;
         let (serial, draining) = (self.serials, self.draining);
         let entry = self.sessions.get_mut(session as usize).and_then(Option::as_mut).ok_or(Refusal::NoRoom)?;

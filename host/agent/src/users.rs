@@ -1,10 +1,13 @@
 //! Limits on what each user may have of an agent, so that none can take all of it. Root and the agent's own user are
-//! not limited.
+//! not limited: they can end the agent, and raise its limits.
 
 use baton_linux::process;
+use baton_moves::Refusal;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Limits for each user.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -24,33 +27,105 @@ impl Default for Limits {
 /// Control connections that a user may have besides its sessions'.
 const TOOLS: u32 = 64;
 
+/// Descriptors of the agent's that something of a user's takes, counted until it is dropped.
+#[derive(Debug, Default)]
+pub(crate) struct Taken {
+    /// What the user has of them altogether.
+    all: Arc<AtomicU64>,
+    count: u64,
+}
+
+impl Taken {
+    /// Counts so many more.
+    pub fn add(&mut self, more: u64) {
+        self.count += more;
+        self.all.fetch_add(more, Ordering::Relaxed);
+    }
+
+    /// Counts so many less.
+    pub fn take_away(&mut self, less: u64) {
+        let less = less.min(self.count);
+        self.count -= less;
+        self.all.fetch_sub(less, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.take_away(self.count);
+    }
+}
+
+/// What a user has.
+#[derive(Debug, Default)]
+struct Has {
+    /// Control connections.
+    connections: u32,
+    /// Open sessions.
+    sessions: u32,
+    /// Descriptors for connections, listeners, UDP sockets and reports.
+    taken: Arc<AtomicU64>,
+}
+
+impl Has {
+    fn is_nothing(&self) -> bool {
+        self.connections == 0 && self.sessions == 0 && Arc::strong_count(&self.taken) == 1
+    }
+}
+
 /// What users have now.
 #[derive(Debug)]
 pub(crate) struct Users {
     limits: Limits,
     own: u32,
-    /// Number of control connections and of open sessions, by user.
-    have: HashMap<u32, (u32, u32), BuildHasherDefault<DefaultHasher>>,
+    /// Most descriptors that an open session takes: its memory, a doorbell for each NIC, and its UDP socket if it is
+    /// one for messages.
+    of_session: u64,
+    have: HashMap<u32, Has, BuildHasherDefault<DefaultHasher>>,
 }
 
 impl Users {
-    pub fn new(limits: Limits) -> Users {
-        Users { limits, own: process::user(), have: HashMap::default() }
+    /// Nobody has anything of an agent with this many NICs.
+    pub fn new(limits: Limits, nics: usize) -> Users {
+        Users { limits, own: process::user(), of_session: 2 + nics as u64, have: HashMap::default() }
     }
 
     fn may_have_any_number(&self, user: u32) -> bool {
         user == 0 || user == self.own
     }
 
-    /// Counts a new control connection.
+    /// Counts descriptors that the agent needs for something of a user's, until the result is dropped.
+    pub fn take(&mut self, user: u32, count: u64) -> Taken {
+        let mut taken = Taken { all: self.have.entry(user).or_default().taken.clone(), count: 0 };
+        taken.add(count);
+        taken
+    }
+
+    /// Refuses a descriptor for something of a user's while the agent has so many `left`. A user may have as many as
+    /// are left for everybody: the first one gets half of all, the next one half of the rest, and there always are some
+    /// for another one. Control connections are not among them, so that a user who has its share can list what it has.
+    ///
+    /// # Errors
+    /// If the user has its share.
+    pub fn may_take(&self, user: u32, left: u64) -> Result<(), Refusal> {
+        let of = |has: &Has| u64::from(has.sessions) * self.of_session + has.taken.load(Ordering::Relaxed);
+        if self.may_have_any_number(user) || self.have.get(&user).map_or(0, of) < left {
+            Ok(())
+        } else {
+            Err(Refusal::ShareTaken(user))
+        }
+    }
+
+    /// Counts a new control connection, while the agent has so many descriptors `left`: a user may have as many control
+    /// connections.
     ///
     /// # Errors
     /// If the user has as many as allowed.
-    pub fn connects(&mut self, user: u32) -> Result<(), String> {
+    pub fn connects(&mut self, user: u32, left: u64) -> Result<(), String> {
         let unlimited = self.may_have_any_number(user);
-        let most = self.limits.sessions.saturating_add(TOOLS);
-        let (connections, _) = self.have.entry(user).or_default();
-        if *connections >= most && !unlimited {
+        let most = u64::from(self.limits.sessions.saturating_add(TOOLS)).min(left);
+        let Has { connections, .. } = self.have.entry(user).or_default();
+        if u64::from(*connections) >= most && !unlimited {
             return Err(format!("user {user} has {connections} connections to this agent, and may have no more"));
         }
         *connections += 1;
@@ -63,7 +138,7 @@ impl Users {
     /// If the user has as many as allowed.
     pub fn opens(&mut self, user: u32) -> Result<(), String> {
         let unlimited = self.may_have_any_number(user);
-        let (_, sessions) = self.have.entry(user).or_default();
+        let Has { sessions, .. } = self.have.entry(user).or_default();
         if *sessions >= self.limits.sessions && !unlimited {
             let most = self.limits.sessions;
             return Err(format!("user {user} has {sessions} sessions, of {most} that each user may have (--sessions-per-user)"));
@@ -74,19 +149,18 @@ impl Users {
 
     /// Uncounts a session that could not be opened.
     pub fn fails_to_open(&mut self, user: u32) {
-        if let Some((_, sessions)) = self.have.get_mut(&user) {
-            *sessions = sessions.saturating_sub(1);
+        if let Some(has) = self.have.get_mut(&user) {
+            has.sessions = has.sessions.saturating_sub(1);
         }
     }
 
     /// Uncounts a control connection, and its session if that was `open`.
     pub fn leaves(&mut self, user: u32, open: bool) {
-        if let Some((connections, sessions)) = self.have.get_mut(&user) {
-            *connections = connections.saturating_sub(1);
-            *sessions = sessions.saturating_sub(u32::from(open));
-            if (*connections, *sessions) == (0, 0) {
-                self.have.remove(&user);
-            }
+        let Some(has) = self.have.get_mut(&user) else { return };
+        has.connections = has.connections.saturating_sub(1);
+        has.sessions = has.sessions.saturating_sub(u32::from(open));
+        if has.is_nothing() {
+            self.have.retain(|_, has| !has.is_nothing());
         }
     }
 
@@ -100,12 +174,22 @@ impl Users {
 mod tests {
     use super::*;
 
+    /// The agent's user, and more descriptors than these tests need.
+    const OWN: u32 = 7;
+    const MANY: u64 = 1000;
+
+    impl Users {
+        fn of_others(limits: Limits) -> Users {
+            Users { own: OWN, ..Users::new(limits, 1) }
+        }
+    }
+
     #[test]
     fn no_user_takes_what_others_may_have() {
-        let mut users = Users { limits: Limits { sessions: 2, groups: 1 }, own: 7, have: HashMap::default() };
+        let mut users = Users::of_others(Limits { sessions: 2, groups: 1 });
         for user in [1000, 1001] {
             for _ in 0..2 {
-                users.connects(user).unwrap();
+                users.connects(user, MANY).unwrap();
                 users.opens(user).unwrap();
             }
             let refused = users.opens(user).unwrap_err();
@@ -113,12 +197,44 @@ mod tests {
         }
         users.leaves(1000, true);
         assert_eq!((users.opens(1000).is_ok(), users.opens(1000).is_ok()), (true, false));
-        for user in [0, 7] {
-            assert!((0..200).all(|_| users.connects(user).is_ok() && users.opens(user).is_ok()));
+        for user in [0, OWN] {
+            assert!((0..200).all(|_| users.connects(user, MANY).is_ok() && users.opens(user).is_ok()));
         }
-        assert!((0..TOOLS).all(|_| users.connects(1001).is_ok()));
-        assert!(users.connects(1001).is_err());
+        assert!((0..TOOLS).all(|_| users.connects(1001, MANY).is_ok()));
+        assert!(users.connects(1001, MANY).is_err());
         (0..2 + TOOLS).for_each(|at| users.leaves(1001, at < 2));
         assert!(!users.have.contains_key(&1001));
+    }
+
+    /// Users take descriptors until they are refused: there are some for the next one, and for tools of the first.
+    #[test]
+    fn no_user_takes_all_descriptors() {
+        let mut users = Users::of_others(Limits::default());
+        let mut taken: Vec<Taken> = Vec::new();
+        let left = |taken: &[Taken]| MANY - taken.len() as u64;
+        for (user, share) in [(1000, 500), (1001, 250), (1002, 125)] {
+            let before = taken.len();
+            while users.may_take(user, left(&taken)).is_ok() {
+                taken.push(users.take(user, 1));
+            }
+            assert_eq!(taken.len() - before, share, "user {user}");
+            assert_eq!(users.may_take(user, left(&taken)), Err(Refusal::ShareTaken(user)));
+        }
+        assert!(users.connects(1000, left(&taken)).is_ok());
+        assert!([0, OWN].iter().all(|user| users.may_take(*user, 1).is_ok()));
+        taken.drain(..500);
+        assert!(users.may_take(1000, left(&taken)).is_ok());
+        users.leaves(1000, false);
+        assert!(!users.have.contains_key(&1000) && users.have.contains_key(&1001));
+    }
+
+    /// Sessions count as what they take, and so do control connections by themselves.
+    #[test]
+    fn sessions_and_control_connections_have_a_share() {
+        let mut users = Users::of_others(Limits::default());
+        (0..10).for_each(|_| users.opens(1000).unwrap());
+        assert!(users.may_take(1000, 31).is_ok() && users.may_take(1000, 30).is_err());
+        let connected = (0..100).take_while(|at| users.connects(1000, 100 - at).is_ok()).count();
+        assert_eq!(connected, 50);
     }
 }

@@ -190,6 +190,11 @@ pub enum Refusal {
         "the agent has no descriptor left for it: it may have {0} (raise the hard limit, ulimit -Hn, of whoever starts Baton)"
     )]
     NoDescriptors(u64),
+    /// The user has as many of the agent's descriptors as the agent has left.
+    #[error(
+        "user {0} has as many of the agent's descriptors as are left for all others (raise the hard limit, ulimit -Hn, of whoever starts Baton)"
+    )]
+    ShareTaken(u32),
     /// The NIC has something of an earlier connection with the same 4-tuple, or a repeated segment of it.
     #[error("the NIC still holds something with the same addresses and ports; try again")]
     StillThere,
@@ -285,7 +290,9 @@ mod tests {
 
     #[test]
     fn a_refusal_names_cause_and_remedy() {
-        assert!(Refusal::NoDescriptors(1024).to_string().contains("ulimit -Hn"));
+        for refusal in [Refusal::NoDescriptors(1024), Refusal::ShareTaken(1000)] {
+            assert!(refusal.to_string().contains("ulimit -Hn"), "{refusal}");
+        }
         assert!(Refusal::LegacyRules.to_string().contains("update-alternatives --config iptables"));
         let system = Refusal::System("TCP_REPAIR", "Operation not permitted".into());
         assert_eq!(system.to_string(), "TCP_REPAIR: Operation not permitted");

@@ -3,12 +3,14 @@
 
 use crate::common::{PacketThreads, Scene, scene};
 use crate::hostile_client::{Hostile, setting};
-use crate::scratch::Scratch;
+use crate::library::{finish, set_up_loopback};
+use crate::scratch::{Scratch, text};
 use baton_bed::testbed::TestbedSettings;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_protocol::program::{Place, Statistics};
 use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, PoisonError};
@@ -199,6 +201,30 @@ fn no_user_takes_all_namespaces_or_sessions() {
         let listed = namespace.spawn(list.args(["ls", "--socket", &socket])).expect("baton").wait().expect("its end");
         assert!(listed.success());
     }
+}
+
+/// An agent with few descriptors leaves some for others: an ordinary user is refused when it has as many as are left,
+/// and `baton ls` says so.
+#[test]
+fn no_user_takes_all_descriptors() {
+    let _alone = alone();
+    let (host, scratch) = (ns(), Scratch::new("shares"));
+    set_up_loopback(&host);
+    let socket = scratch.file("agent.sock");
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 128; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_baton"), "up", "--socket", &socket]);
+    let mut up = Up(host.spawn(command.stderr(Stdio::piped())).expect("baton"));
+    let mut messages = BufReader::new(up.0.stderr.take().expect("its messages"));
+    messages.read_line(&mut String::new()).expect("a line");
+    let listener = host.run(|| TcpListener::bind("127.0.0.1:0")).expect("a listener");
+    let peer = listener.local_addr().expect("its address").to_string();
+    let mut hostile = Hostile::start_at(&host, socket.as_ref(), &peer, "share");
+    let (said, why) = (hostile.await_attack(), "user 65534 has as many of the agent's descriptors as are left for all others");
+    assert!(said.contains(why), "{said}");
+    let mut list = Command::new(env!("CARGO_BIN_EXE_baton"));
+    list.args(["ls", "--socket", &socket]);
+    let listed = text(&finish(&host, list).stdout);
+    assert!(listed.contains(why), "{listed}");
 }
 
 /// `baton up`, which ends with its test, however that ends.

@@ -85,7 +85,7 @@ impl Listing<'_> {
     pub(super) fn detail(&self, session: u32, number: u32) -> Reply {
         let connection = self.0.sessions.get(session as usize).and_then(Option::as_ref);
         let connection = connection.and_then(|session| session.connections.get(number as usize)?.as_ref());
-        let user = self.0.sessions.get(session as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user);
+        let user = self.0.user_of(session);
         match connection.and_then(|connection| self.detail_of(user, connection)) {
             Some(detail) => Reply::Detail(detail),
             None => Reply::Failed { reason: "it is not on the NIC".into() },

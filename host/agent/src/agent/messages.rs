@@ -27,7 +27,12 @@ const HOSTS_AT_ONCE: usize = 64;
 impl Agent {
     /// Checks the endpoint that a session is to be opened with. The address is that of the socket: who can bind a port
     /// may have its packets, and nobody else.
-    pub(super) fn examine_messages(&self, opening: &Opening, socket: Option<&(Foreign, Bound)>) -> Result<Option<Messages>> {
+    pub(super) fn examine_messages(
+        &self,
+        number: u32,
+        opening: &Opening,
+        socket: Option<&(Foreign, Bound)>,
+    ) -> Result<Option<Messages>> {
         let Some(asked) = &opening.messages else { return Ok(None) };
         if opening.attacher {
             bail!("an attacher's session is for connections");
@@ -36,7 +41,7 @@ impl Agent {
             bail!("beside the kernel the NIC has both halves of the data half, or none: a device may merge packets for either");
         }
         let (socket, bound) = socket.context("a session for messages needs a UDP socket")?;
-        self.has_room_for(socket.as_fd(), 0).map_err(anyhow::Error::new)?;
+        self.has_room_for(Some(number), socket.as_fd(), 0).map_err(anyhow::Error::new)?;
         let address = match *bound {
             Bound::Udp(address) => address,
             Bound::Frames(binding) => self.ethernet_address(binding)?,

@@ -40,7 +40,7 @@ impl Agent {
         let entry = self.sessions.get(number as usize).and_then(Option::as_ref);
         let entry = entry.filter(|session| session.open.is_none() && session.begun.is_none());
         let (user, name) = entry.map(|session| (session.user, session.name)).context("the session is open already")?;
-        let messages = self.examine_messages(opening, socket.as_ref())?;
+        let messages = self.examine_messages(number, opening, socket.as_ref())?;
         let socket = socket.map(|(socket, _)| socket);
         let opening = Opening { messages, ..opening.clone() };
         self.users.opens(user).map_err(anyhow::Error::msg)?;
@@ -54,7 +54,7 @@ impl Agent {
     fn ask_nics(&mut self, session: (u32, u64), opening: Opening, socket: Option<Foreign>) -> Result<Begun> {
         let nics = if opening.messages.is_some() { 1 } else { self.nics.len() };
         let (mut open, theirs) = OpenSession::new(self.settings.session_bytes, nics)?;
-        self.has_room_for(open.further.last().unwrap_or(&open.bell).as_fd(), 0).map_err(anyhow::Error::new)?;
+        self.has_room_for(Some(session.0), open.further.last().unwrap_or(&open.bell).as_fd(), 0).map_err(anyhow::Error::new)?;
         open.socket = socket.map(Arc::new);
         if self.nics.iter().any(|nic| nic.is_detaching(session.0)) {
             bail!("the NIC has not let go of this session's last memory; try again");

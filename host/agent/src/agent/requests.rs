@@ -403,7 +403,10 @@ impl Agent {
             return Reply::Failed { reason: format!("no random numbers: {error}") };
         }
         let name = u64::from_ne_bytes(name).max(1);
-        let user = self.sessions.get(number as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user);
+        if let Some(Err(why)) = file.as_ref().map(|file| self.has_room_for(Some(number), file.as_fd(), FOR_CLIENTS)) {
+            return Reply::Failed { reason: format!("a report's file: {why}") };
+        }
+        let user = self.user_of(number);
         match self.groups.make_room(user, self.users.groups(user)) {
             Ok(ended) => ended.into_iter().for_each(|name| self.keep(&Kept::GroupEnded(name), &[])),
             Err(reason) => return Reply::Failed { reason },
@@ -411,6 +414,7 @@ impl Agent {
         let kept: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
         self.keep(&Kept::Group(name, user, flip), &kept);
         let mut group = Group::new(user, flip, file);
+        group.count_as(&mut self.users);
         group.write(None);
         self.groups.add(name, group);
         Reply::Grouped { group: name }
@@ -420,9 +424,12 @@ impl Agent {
     fn register(&mut self, (number, tag): Asker, fd: Foreign, registration: Registration) -> Option<Reply> {
         let stays = |refusal: Refusal| Some(stayed(&refusal));
         let namespace = self.known.namespace().map_err(|error| examine::system("SO_NETNS_COOKIE", &error));
-        let namespace = match self.has_room_for(fd.as_fd(), FOR_CLIENTS).and(namespace) {
+        let namespace = match self.has_room_for(Some(number), fd.as_fd(), FOR_CLIENTS).and(namespace) {
             Ok(namespace) => namespace,
-            Err(refusal) => return stays(refusal),
+            Err(refusal) => {
+                native::note_unfit(self, number, registration.process, &Native::Refused(refusal.to_string()));
+                return stays(refusal);
+            }
         };
         let attaches = self.is_attacher(number);
         let process = registration.process.filter(|_| attaches);

@@ -61,6 +61,27 @@ pub fn register_files(socket: &Path, begun: impl Fn()) {
     let _ = std::io::stdin().read(&mut [0]);
 }
 
+/// Registers connections until one is refused. Says how many it has, and why it gets no more.
+pub fn take_descriptors(path: &Path) {
+    let client = Client::open(path, alone()).expect("a session");
+    let peer: SocketAddr = std::env::var(PEER).expect("a peer").parse().expect("an address");
+    let mut kept = Vec::new();
+    let why = loop {
+        let stream = TcpStream::connect(peer).expect("a connection to the peer");
+        let ask = Ask::Register { inherited: false, process: None };
+        let reply = ask_on(&client.channel, ask, &[stream.as_fd()]);
+        match reply {
+            Some((Reply::Registered { .. }, _)) if kept.len() < 1000 => kept.push(stream),
+            Some((Reply::Stayed { reason, .. }, _)) => break reason,
+            other => panic!("connection {}: {other:?}", kept.len()),
+        }
+    };
+    println!("attacking with {} connections: {why}", kept.len());
+    let _ = std::io::stdout().flush();
+    // Until its test ends it.
+    let _ = std::io::stdin().read(&mut [0]);
+}
+
 /// Registers so many connections that linger for a thousand seconds with unsent data, and ends. Its peer must not read.
 pub fn die_with_sockets(path: &Path, begun: impl Fn()) {
     let client = Client::open(path, alone()).expect("a session");

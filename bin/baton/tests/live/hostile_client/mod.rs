@@ -274,6 +274,7 @@ pub fn run() -> bool {
         "files" => blockers::send_files(socket, say),
         "files for sockets" => blockers::register_files(socket, say),
         "lingers" => blockers::die_with_sockets(socket, say),
+        "share" => blockers::take_descriptors(socket),
         other => panic!("no attack {other:?}"),
     }
     true
