@@ -7,7 +7,7 @@ use crate::calls::{Calls, Completion, outsider};
 use crate::connection::{Connection, OnNic, Stage};
 use crate::ground::{Ground, Shape};
 use crate::moves::named;
-use crate::session::Host;
+use crate::session::{Host, Session};
 use baton_abi::{Control, Message, Operation};
 use baton_device::NOWHERE;
 use baton_image::Image;
@@ -19,7 +19,7 @@ use baton_linux::rtnetlink;
 use baton_linux::tcp_info::TcpInfo;
 use baton_moves::Refusal;
 use baton_steering::Steer;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::io;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -48,8 +48,8 @@ struct RouteChanges {
     links: bool,
     /// Routes, rules, addresses or links changed, or notifications were lost.
     routes: bool,
-    /// Changed neighbours, by device and address: the link address, or None if the kernel would use none.
-    neighbours: HashMap<(u32, IpAddr), Option<[u8; 6]>>,
+    /// Changed neighbours, by address and device: the link address, or None if the kernel would use none.
+    neighbours: BTreeMap<(IpAddr, u32), Option<[u8; 6]>>,
 }
 
 impl RouteChanges {
@@ -67,7 +67,7 @@ impl RouteChanges {
             RTM_NEWNETCONF | RTM_DELNETCONF => changed.links = true,
             RTM_NEWNEIGH | RTM_DELNEIGH => match rtnetlink::parse_neighbour(body) {
                 Some((device, address, found)) => {
-                    changed.neighbours.insert((device, address), found.filter(|_| kind == RTM_NEWNEIGH));
+                    changed.neighbours.insert((address, device), found.filter(|_| kind == RTM_NEWNEIGH));
                 }
                 None => changed.routes = true,
             },
@@ -87,7 +87,7 @@ impl RouteChanges {
         self.routes || self.links || on_nic.muted || self.changes_neighbour(way.hop, link.interface, Some(link.destination))
     }
 
-    /// Whether the changes may alter the way to a host that a session for messages sends to.
+    /// Whether the changes may alter the way to a host that a session for messages or a UDP socket sends to.
     fn touches_host(&self, host: &Host) -> bool {
         let (interface, known) = host.way.map_or((0, None), |way| (way.interface, Some(way.destination)));
         self.routes || self.links || self.changes_neighbour(host.next, interface, known)
@@ -96,10 +96,8 @@ impl RouteChanges {
     /// Whether the link address of a next hop is another one now than `known`. Inline there is one device, whose index
     /// is 0.
     fn changes_neighbour(&self, hop: IpAddr, interface: u32, known: Option<[u8; 6]>) -> bool {
-        let of_hop = |((device, address), found): (&(u32, IpAddr), &Option<[u8; 6]>)| {
-            *address == hop && (interface == 0 || interface == *device) && *found != known
-        };
-        self.neighbours.iter().any(of_hop)
+        let (first, last) = if interface == 0 { (0, u32::MAX) } else { (interface, interface) };
+        self.neighbours.range((hop, first)..=(hop, last)).any(|(_, found)| *found != known)
     }
 }
 
@@ -147,6 +145,9 @@ fn doubt(user: u32, at: u32, connection: &mut Connection, calls: &Calls) {
         })
     });
 }
+
+/// Connections whose ways are looked up again before the agent turns to others.
+const WAYS_AT_ONCE: usize = 64;
 
 /// Why a connection is restored whose frames would go another way now.
 pub(crate) const ELSEWHERE: &str = "its route has changed";
@@ -199,7 +200,11 @@ impl Agent {
     /// are restored to the kernel, those without a route are muted.
     pub(crate) fn routes_changed(&mut self) {
         let changed = RouteChanges::collect(&self.watched.routes);
-        self.known.discard();
+        if changed.links || changed.routes {
+            self.known.discard();
+        } else {
+            self.known.forget_neighbours(changed.neighbours.keys().map(|(address, device)| (*device, *address)));
+        }
         if changed.links {
             if let Shape::Beside { devices, .. } = &mut self.shape
                 && let Err(error) = devices.deal(&self.routes)
@@ -214,7 +219,7 @@ impl Agent {
         }
         self.follow_ways(|connection| connection.on_nic.as_ref().is_some_and(|on_nic| changed.touches(on_nic)));
         self.follow_hosts(|host| changed.touches_host(host));
-        self.follow_datagram_ways();
+        self.follow_datagram_ways(|host| changed.touches_host(host));
     }
 
     /// Handles changed IPsec policies: connections that they now cover are restored to the kernel.
@@ -223,7 +228,7 @@ impl Agent {
             self.known.discard();
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
-            self.follow_datagram_ways();
+            self.follow_datagram_ways(|_| true);
         }
     }
 
@@ -233,7 +238,7 @@ impl Agent {
             self.known.discard();
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
-            self.follow_datagram_ways();
+            self.follow_datagram_ways(|_| true);
         }
     }
 
@@ -272,17 +277,33 @@ impl Agent {
         self.return_soon(session, number, why);
     }
 
-    /// Looks up the routes of those connections on the NIC again for which `of` is true.
+    /// Has the routes of those connections on the NIC looked up again for which `of` is true, a bounded number in each
+    /// round of the agent.
     pub(crate) fn follow_ways(&mut self, of: impl Fn(&Connection) -> bool) {
-        for (session, number) in self.on_nic() {
+        let connections = self.sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten());
+        for connection in connections.filter(|connection| connection.stage() == Stage::Nic && of(connection)) {
+            if let Some(on_nic) = &mut connection.on_nic {
+                on_nic.stale = true;
+                self.looks.ways = true;
+            }
+        }
+    }
+
+    /// Looks up the routes of the next connections for which that is due. Returns whether there may be more.
+    pub(crate) fn follow_next_ways(&mut self) -> bool {
+        let turn = next_stale(&self.sessions, self.looks.ways_from, WAYS_AT_ONCE);
+        for (session, number) in turn.iter().copied() {
+            self.looks.ways_from = (session, number + 1);
             let Some((mut ground, entry)) = self.split_at(session, number) else { continue };
             let Some(Some(connection)) = entry.connections.get_mut(number as usize) else { continue };
-            if of(connection)
-                && let Err(why) = follow_way(&mut ground, connection)
-            {
+            if let Some(on_nic) = &mut connection.on_nic {
+                on_nic.stale = false;
+            }
+            if let Err(why) = follow_way(&mut ground, connection) {
                 self.leave_nic(session, number, why);
             }
         }
+        turn.len() == WAYS_AT_ONCE
     }
 
     /// Handles changed firewall rules. Only the kernel can tell which connections the new rules would stop, so all are
@@ -301,7 +322,7 @@ impl Agent {
         }
         self.doubt_all(|_| true);
         self.follow_hosts(|_| true);
-        self.follow_datagram_ways();
+        self.follow_datagram_ways(|_| true);
     }
 
     /// Handles BPF programs attached to or detached from control groups: as [`Self::rules_changed`], for the
@@ -343,29 +364,99 @@ impl Agent {
     }
 
     /// Session and number of the connections on the NIC, from these on.
-    pub(crate) fn on_nic_from(&self, (first, number): (u32, u32)) -> impl Iterator<Item = (u32, u32)> {
-        let sessions = self.sessions.iter().enumerate().skip(first as usize);
-        sessions.filter_map(|(at, session)| Some((at as u32, session.as_ref()?))).flat_map(move |(at, session)| {
-            let skipped = if at == first { number as usize } else { 0 };
-            let on_nic = session.connections.iter().skip(skipped).flatten().filter(|connection| connection.stage() == Stage::Nic);
-            on_nic.map(move |connection| (at, connection.number()))
-        })
+    pub(crate) fn on_nic_from(&self, from: (u32, u32)) -> impl Iterator<Item = (u32, u32)> {
+        on_nic_from(&self.sessions, from).map(|(session, connection)| (session, connection.number()))
     }
+}
+
+/// The connections on the NIC, each with its session's number, from this session and number on.
+fn on_nic_from(sessions: &[Option<Session>], (first, number): (u32, u32)) -> impl Iterator<Item = (u32, &Connection)> {
+    let sessions = sessions.iter().enumerate().skip(first as usize);
+    sessions.filter_map(|(at, session)| Some((at as u32, session.as_ref()?))).flat_map(move |(at, session)| {
+        let skipped = if at == first { number as usize } else { 0 };
+        let on_nic = session.connections.iter().skip(skipped).flatten().filter(|connection| connection.stage() == Stage::Nic);
+        on_nic.map(move |connection| (at, connection))
+    })
+}
+
+/// Session and number of up to `most` connections on the NIC whose ways are to be looked up again, in turn: those from
+/// `from` on, then those before it.
+fn next_stale(sessions: &[Option<Session>], from: (u32, u32), most: usize) -> Vec<(u32, u32)> {
+    let is_stale = |connection: &Connection| connection.on_nic.as_ref().is_some_and(|on_nic| on_nic.stale);
+    let stale_from = |from: (u32, u32)| {
+        let stale = on_nic_from(sessions, from).filter(move |(_, connection)| is_stale(connection));
+        stale.map(|(session, connection)| (session, connection.number()))
+    };
+    stale_from(from).chain(stale_from((0, 0)).take_while(|at| *at < from)).take(most).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::block::Block;
+    use crate::connection::Memory;
     use baton_abi::layout::session;
+    use baton_linux::control::Channel;
+    use baton_moves::Step;
+    use baton_protocol::nic::Hop;
     use baton_shm::Region;
-    use baton_wire::Flow;
+    use baton_wire::{Endpoint, Flow};
     use std::net::{TcpListener, TcpStream};
     use std::os::fd::OwnedFd;
     use std::sync::{Arc, mpsc};
 
     /// Nobody's number, so that the user's calls are made elsewhere.
     const USER: u32 = 4_000_000_001;
+
+    /// A session with so many connections, on the NIC.
+    fn with_connections(count: u32) -> Session {
+        let mut session = Session::new(Channel::pair().expect("two sockets").0).expect("a session");
+        let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
+        let flow = |port: u32| {
+            let end = |host| Endpoint::v4([10, 0, 0, host], port as u16);
+            Flow { local: end(1), remote: end(2), device: 0 }
+        };
+        for number in 0..count {
+            let (flow, block) = (flow(number), Block::new(memory.clone(), number));
+            let mut connection = Connection::new(None, flow, flow.local.into(), flow.remote.into(), block);
+            let parts = Memory { receive: (0, 4096), send: (4096, 4096) };
+            connection.on_nic = OnNic::new(&Image::open(flow), parts, None).map(Box::new);
+            connection.step = Step::Nic;
+            session.connections.put(connection);
+        }
+        session
+    }
+
+    /// However many connections a change may concern, only some are looked at before the agent turns to others; and
+    /// each has its turn.
+    #[test]
+    fn some_connections_are_looked_at_at_a_time() {
+        let mut sessions = [Some(with_connections(3)), None, Some(with_connections(2))];
+        let of = |sessions: &[Option<Session>], from| next_stale(sessions, from, 2);
+        assert!(of(&sessions, (0, 0)).is_empty(), "nothing has changed");
+        let all = sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten());
+        all.filter(|one| one.number() != 1).for_each(|one| one.on_nic.as_mut().expect("on the NIC").stale = true);
+        assert_eq!(of(&sessions, (0, 0)), [(0, 0), (0, 2)]);
+        assert_eq!(of(&sessions, (0, 3)), [(2, 0), (0, 0)]);
+        assert_eq!(of(&sessions, (2, 1)), [(0, 0), (0, 2)]);
+    }
+
+    /// Only ways by a neighbour that has another link address now are looked up again.
+    #[test]
+    fn neighbours_concern_the_ways_that_lead_by_them() {
+        let host = |interface, last, next: u8| {
+            let hop = Hop { source: [1; 6], destination: [last; 6], ttl: 64, interface };
+            Host { way: Some(hop), next: IpAddr::from([10, 0, 0, next]), stale: false }
+        };
+        let neighbour = |last: u8, found| ((IpAddr::from([10, 0, 0, last]), 7), found);
+        let neighbours = BTreeMap::from([neighbour(1, Some([3; 6])), neighbour(2, None)]);
+        let changed = RouteChanges { neighbours, ..RouteChanges::default() };
+        let touches = |interface, last, next| changed.touches_host(&host(interface, last, next));
+        assert!(touches(7, 4, 1) && touches(7, 3, 2) && touches(0, 4, 1), "inline there is one device");
+        assert!(!touches(7, 3, 1) && !touches(8, 4, 1) && !touches(7, 4, 3) && !touches(0, 3, 1));
+        let touches_lost = |next| changed.touches_host(&Host { way: None, ..host(0, 0, next) });
+        assert!(touches_lost(1) && !touches_lost(2));
+    }
 
     #[test]
     fn one_call_for_a_connection_waits_however_often_the_rules_change() {

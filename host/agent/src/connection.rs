@@ -167,6 +167,8 @@ pub(crate) struct OnNic {
     pub polled: bool,
     /// There is no route to its peer: the NIC sends nothing of it.
     pub muted: bool,
+    /// Something has changed since, on which its way may depend: that is to be looked up again.
+    pub stale: bool,
 }
 
 // With the allocator's 8 bytes it takes 48.
@@ -177,7 +179,7 @@ impl OnNic {
     /// whole pages.
     pub fn new(image: &Image, memory: Memory, way: Option<Arc<Way>>) -> Option<OnNic> {
         let (memory, idleness) = (PackedMemory::new(memory)?, Idleness::new(image));
-        Some(OnNic { memory, way, idleness, dropped: 0, polled: false, muted: false })
+        Some(OnNic { memory, way, idleness, dropped: 0, polled: false, muted: false, stale: false })
     }
 
     pub fn memory(&self) -> Memory {

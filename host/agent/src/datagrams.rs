@@ -13,6 +13,7 @@ use crate::connection::Asker;
 use crate::ground::Shape;
 use crate::nic_requests::Answered;
 use crate::numbers::Numbers;
+use crate::session::Host;
 use crate::users::Taken;
 use baton_abi::layout::{datagrams, session as layout};
 use baton_handoff::examine::system;
@@ -23,7 +24,7 @@ use baton_moves::Refusal;
 use baton_protocol::nic::{DatagramSocket, DatagramWay, ToNic};
 use baton_protocol::program::{Reply, Rings};
 use baton_shm::Region;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -31,6 +32,9 @@ use std::sync::atomic::Ordering;
 
 /// Most hosts that one socket sends to by the NIC; the NIC has room for as many.
 const MAX_HOSTS: usize = 4096;
+
+/// Ways that are looked up again before the agent turns to others.
+const WAYS_AT_ONCE: usize = 64;
 
 /// Most UDP sockets of a session on the NIC: each takes two of the agent's descriptors.
 const MAX_SOCKETS: usize = 1024;
@@ -90,10 +94,19 @@ struct Socket {
     is_examined: bool,
     /// Its address when the NIC was told of it last.
     local: Option<SocketAddr>,
-    /// The ways that the program has asked for; None while there is none.
-    ways: BTreeMap<IpAddr, Option<DatagramWay>>,
+    /// The hosts to which the program has asked for a way.
+    ways: BTreeMap<IpAddr, Destination>,
     /// Requests to serve it that the NIC has not answered.
     unanswered: u32,
+}
+
+/// A host that a program sends datagrams to.
+#[derive(Clone, Copy)]
+struct Destination {
+    /// None while there is none.
+    way: Option<DatagramWay>,
+    /// The next hop, as last known.
+    next: IpAddr,
 }
 
 /// Where a program sees whether the NIC has a socket's datagrams: in front of rings that a NIC may use. The socket has
@@ -135,11 +148,31 @@ impl Place {
 pub(crate) struct Datagrams {
     by_id: BTreeMap<u32, Socket>,
     numbers: Numbers,
+    stale: Stale,
+}
+
+/// Ways of sockets, by host, that are to be looked up again: something has changed on which they may depend.
+struct Stale {
+    all: BTreeSet<(u32, IpAddr)>,
+    /// The one with which the next turn begins.
+    from: (u32, IpAddr),
+}
+
+impl Stale {
+    /// Takes up to `most` of them, in turn.
+    fn take(&mut self, most: usize) -> Vec<(u32, IpAddr)> {
+        let in_turn = self.all.range(self.from..).chain(self.all.range(..self.from));
+        let turn: Vec<(u32, IpAddr)> = in_turn.take(most).copied().collect();
+        turn.iter().for_each(|way| _ = self.all.remove(way));
+        self.from = turn.last().copied().unwrap_or(self.from);
+        turn
+    }
 }
 
 impl Datagrams {
     pub fn new() -> Datagrams {
-        Datagrams { by_id: BTreeMap::new(), numbers: Numbers::new() }
+        let stale = Stale { all: BTreeSet::new(), from: (0, IpAddr::from([0; 4])) };
+        Datagrams { by_id: BTreeMap::new(), numbers: Numbers::new(), stale }
     }
 }
 
@@ -232,7 +265,7 @@ impl Agent {
                     ways: BTreeMap::new(),
                     unanswered: 0,
                 };
-                let Datagrams { by_id, numbers } = &mut self.datagrams;
+                let Datagrams { by_id, numbers, .. } = &mut self.datagrams;
                 let id = numbers.next(|id| by_id.contains_key(&id));
                 by_id.insert(id, socket);
                 id
@@ -382,7 +415,7 @@ impl Agent {
         if socket.ways.len() >= MAX_HOSTS && !socket.ways.contains_key(&host) {
             return Some(stayed(&Refusal::NoRoom));
         }
-        let (before, caller) = (socket.ways.get(&host).copied().flatten(), self.caller(session, tag));
+        let (before, caller) = (socket.ways.get(&host).and_then(|to| to.way), self.caller(session, tag));
         match self.follow_datagram_way(id, host, caller) {
             Ok(way) if Some(way) == before => Some(Reply::Way { mtu: way.mtu }),
             Ok(_) => None,
@@ -409,14 +442,20 @@ impl Agent {
         let (session, fd, bound) = (socket.session, socket.fd.clone(), socket.seen.local);
         let found = self.way_of_datagrams(session, fd.as_fd(), bound, host.to_canonical());
         let Some(socket) = self.datagrams.by_id.get_mut(&id) else { return Err(Refusal::Ended) };
-        let (way, before) = (found.as_ref().ok().copied(), socket.ways.get(&host).copied().flatten());
-        if way != before {
-            socket.ways.insert(host, way);
+        let before = socket.ways.get(&host).copied();
+        let (way, next) = match &found {
+            Ok((way, next)) => (Some(*way), *next),
+            Err(_) => (None, before.map_or(host, |before| before.next)),
+        };
+        if before.is_some() || way.is_some() {
+            socket.ways.insert(host, Destination { way, next });
+        }
+        if way != before.and_then(|before| before.way) {
             let host = host.to_canonical();
             let after = After::DatagramWay(id, way.map_or(0, |way| way.mtu), caller.filter(|_| way.is_some()));
             self.nics[0].request(ToNic::DatagramWay { id, host, way }, &[], Some(after));
         }
-        found
+        found.map(|(way, _)| way)
     }
 
     fn way_of_datagrams(
@@ -425,7 +464,7 @@ impl Agent {
         fd: BorrowedFd<'_>,
         bound: SocketAddr,
         host: IpAddr,
-    ) -> Result<DatagramWay, Refusal> {
+    ) -> Result<(DatagramWay, IpAddr), Refusal> {
         let Shape::Inline { interface } = self.shape else { return Err(Refusal::CannotOpen) };
         let link = rtnetlink::link_at(&self.routes, interface).map_err(|error| system("RTM_GETLINK", &error))?;
         let any = bound.ip().to_canonical().is_unspecified();
@@ -433,21 +472,32 @@ impl Agent {
             if any { source_for(SocketAddr::new(host, bound.port())).map_err(|_| Refusal::NoRoute)? } else { bound.ip() };
         let local = SocketAddr::new(source.to_canonical(), bound.port());
         let (mut ground, _) = self.split(session).ok_or(Refusal::Ended)?;
-        let (hop, _) = ground.way_to(fd, local, host)?;
+        let (hop, next) = ground.way_to(fd, local, host)?;
         let mtu = if host.is_ipv4() { link.mtu } else { link.mtu.min(MTU_V6) };
-        Ok(DatagramWay { source: local.ip(), hop, mtu })
+        Ok((DatagramWay { source: local.ip(), hop, mtu }, next))
     }
 
-    /// Looks up all ways again, since routes, neighbours or policies have changed.
-    pub(crate) fn follow_datagram_ways(&mut self) {
-        for id in self.datagrams.by_id.keys().copied().collect::<Vec<_>>() {
-            let ways = self.datagrams.by_id.get(&id).map(|socket| socket.ways.clone()).unwrap_or_default();
-            let changed =
-                ways.into_iter().filter(|(host, before)| self.follow_datagram_way(id, *host, None).ok() != *before).count();
-            if changed > 0 {
+    /// Has those ways looked up again for which `of` is true, since routes, neighbours or policies have changed: a
+    /// bounded number in each round of the agent.
+    pub(crate) fn follow_datagram_ways(&mut self, of: impl Fn(&Host) -> bool) {
+        let Datagrams { by_id, stale, .. } = &mut self.datagrams;
+        for (id, socket) in by_id {
+            let of = |to: &Destination| of(&Host { way: to.way.map(|way| way.hop), next: to.next, stale: false });
+            stale.all.extend(socket.ways.iter().filter(|(_, to)| of(to)).map(|(host, _)| (*id, *host)));
+        }
+        self.looks.datagram_ways |= !stale.all.is_empty();
+    }
+
+    /// Looks up the next ways for which that is due. Returns whether there are more.
+    pub(crate) fn follow_next_datagram_ways(&mut self) -> bool {
+        for (id, host) in self.datagrams.stale.take(WAYS_AT_ONCE) {
+            // The program may not use it any more.
+            let Some(before) = self.datagrams.by_id.get(&id).and_then(|socket| socket.ways.get(&host)).copied() else { continue };
+            if self.follow_datagram_way(id, host, None).ok() != before.way {
                 self.publish_datagrams(id, true);
             }
         }
+        !self.datagrams.stale.all.is_empty()
     }
 
     /// Examines all sockets anew, since the host's addresses or rules have changed, there is another NIC, or Baton
@@ -521,6 +571,19 @@ mod tests {
             drop(place);
             assert_eq!(held(&memory), !is_last);
         }
+    }
+
+    /// Each has its turn, also where the first ones change again and again.
+    #[test]
+    fn some_ways_are_looked_up_at_a_time() {
+        let ways = [(1, 1), (1, 2), (3, 1), (3, 9)].map(|(id, host): (u32, u8)| (id, IpAddr::from([10, 0, 0, host])));
+        let mut stale = Stale { all: BTreeSet::new(), from: (0, IpAddr::from([0; 4])) };
+        stale.all.extend(ways);
+        assert_eq!(stale.take(2), [ways[0], ways[1]]);
+        stale.all.extend([ways[0]]);
+        assert_eq!(stale.take(2), [ways[2], ways[3]]);
+        assert_eq!(stale.take(2), [ways[0]]);
+        assert!(stale.take(2).is_empty() && stale.all.is_empty());
     }
 
     /// What a NIC that has ended was asked is answered by its end.

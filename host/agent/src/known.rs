@@ -85,6 +85,13 @@ impl Known {
         self.empty();
     }
 
+    /// Discards what is known of these neighbours, by device and address, since they have changed. Any user's traffic
+    /// changes some, and nothing else depends on them.
+    pub fn forget_neighbours(&mut self, changed: impl Iterator<Item = (u32, IpAddr)>) {
+        self.changes += 1;
+        changed.for_each(|neighbour| _ = self.neighbours.remove(&neighbour));
+    }
+
     fn empty(&mut self) {
         let Known { changes, namespace, binds_low, .. } = *self;
         *self = Known { changes, namespace, binds_low, ..Known::default() };
@@ -239,6 +246,18 @@ mod tests {
         assert_eq!(known.buffers(), [Some(1), Some(2)]);
         known.discard();
         assert_eq!((known.buffers(), known.changes()), (buffers, 1));
+    }
+
+    /// Whoever sends to a host that nobody has sent to before changes a neighbour.
+    #[test]
+    fn neighbours_that_change_are_forgotten_and_nothing_else() {
+        let neighbours = [1u8, 2].map(|host| (7, IpAddr::from([10, 0, 0, host])));
+        let mut known = Known { buffers: Some([Some(1), Some(2)]), since: monotonic_micros(), ..Known::default() };
+        known.neighbours.extend(neighbours.map(|neighbour| (neighbour, [2; 6])));
+        known.forget_neighbours([neighbours[0], (8, neighbours[1].1)].into_iter());
+        assert_eq!(known.neighbours.keys().collect::<Vec<_>>(), [&neighbours[1]]);
+        assert_eq!(known.buffers, Some([Some(1), Some(2)]));
+        assert_eq!(known.changes(), 1, "ways that are being found are checked again");
     }
 
     #[test]

@@ -27,8 +27,8 @@ const ESTALE: i32 = 116;
 
 /// Polling period, in microseconds.
 pub(crate) const PERIOD: u64 = 200_000;
-/// Connections, UDP sockets and listeners polled at a time; the others follow in the next period. And connections of
-/// which it is found out whether they are idle, which needs no system call.
+/// Connections, UDP sockets, listeners and sessions for messages polled at a time; the others follow in the next
+/// period. And connections of which it is found out whether they are idle, which needs no system call.
 const MOST: usize = 256;
 const MOST_IDLE: usize = 1024;
 /// Connections whose pages are returned in one period: each stands still for a moment, and the agent is busy for as
@@ -61,13 +61,18 @@ pub(crate) struct Looks {
     destinations: HashSet<IpAddr>,
     routes_due: u64,
     routes_rest: u64,
-    /// Ways of sessions for messages are to be looked up again.
+    /// Ways of connections are to be looked up again, beginning with the one of this session and number.
+    pub ways: bool,
+    pub ways_from: (u32, u32),
+    /// Ways of sessions for messages, and of UDP sockets, are to be looked up again.
     pub hosts: bool,
-    /// Time of the next poll of UDP sockets and listeners; 0 while there are none. And the UDP socket and the listener
-    /// at which it begins.
+    pub datagram_ways: bool,
+    /// Time of the next poll of UDP sockets, listeners and sessions for messages; 0 while there are none. And the UDP
+    /// socket, the listener and the session at which it begins.
     sockets_due: u64,
     sockets_from: u32,
     listeners_from: u32,
+    messages_from: u32,
     /// Pages to be returned that no connection has any more.
     pub returns: Returns,
 }
@@ -75,7 +80,7 @@ pub(crate) struct Looks {
 impl Looks {
     /// Time until the next poll. None if nothing is on the NIC, and nothing is to be returned.
     pub fn wait(&self) -> Option<Duration> {
-        if self.hosts {
+        if self.ways || self.hosts || self.datagram_ways {
             return Some(Duration::ZERO);
         }
         let due = [self.due, self.routes_due, self.sockets_due, self.returns.due].into_iter().filter(|due| *due != 0).min()?;
@@ -98,9 +103,9 @@ impl Looks {
         }
     }
 
-    /// Notes that routes have been looked up.
+    /// Notes that routes have been looked up, of some connections.
     fn note_routes(&mut self, begun: u64, ended: u64) {
-        self.routes_rest = ended + (ROUTES_PART - 1) * ended.saturating_sub(begun);
+        self.routes_rest = ended.max(self.routes_rest) + (ROUTES_PART - 1) * ended.saturating_sub(begun);
     }
 }
 
@@ -201,20 +206,29 @@ impl Agent {
         if std::mem::take(&mut self.looks.hosts) {
             self.looks.hosts = self.follow_next_hosts();
         }
+        if std::mem::take(&mut self.looks.datagram_ways) {
+            self.looks.datagram_ways |= self.follow_next_datagram_ways();
+        }
         if self.looks.routes_due != 0 && now >= self.looks.routes_due {
             self.looks.routes_due = 0;
             self.known.discard();
             let destinations = std::mem::take(&mut self.looks.destinations);
             let all = destinations.len() > MOST_DESTINATIONS;
             self.follow_ways(|connection| all || destinations.contains(&connection.peer().ip().to_canonical()));
-            self.looks.note_routes(now, monotonic_micros());
+        }
+        if std::mem::take(&mut self.looks.ways) {
+            let begun = monotonic_micros();
+            self.looks.ways |= self.follow_next_ways();
+            self.looks.note_routes(begun, monotonic_micros());
         }
         if self.looks.sockets_due != 0 && now >= self.looks.sockets_due {
             let (next, any) = self.look_at_datagrams(self.looks.sockets_from, MOST);
             self.looks.sockets_from = next;
             let (next, listening) = self.look_at_listeners(self.looks.listeners_from, MOST);
             self.looks.listeners_from = next;
-            let any = listening | self.look_at_messages() | any;
+            let (next, messages) = self.look_at_messages(self.looks.messages_from, MOST);
+            self.looks.messages_from = next;
+            let any = any || listening || messages;
             self.looks.sockets_due = if any { now + PERIOD } else { 0 };
         }
         if self.looks.returns.due != 0 && now >= self.looks.returns.due {
@@ -350,5 +364,10 @@ mod tests {
         looks.routes_due = 0;
         looks.plan_routes(3_000_000);
         assert_eq!(looks.routes_due, 3_000_000 + SOON);
+        // Of some connections at a time.
+        (0..10).for_each(|at| looks.note_routes(4_000_000 + 10_000 * at, 4_010_000 + 10_000 * at));
+        looks.routes_due = 0;
+        looks.plan_routes(4_100_000);
+        assert_eq!(looks.routes_due, 4_010_000 + 10 * 90_000);
     }
 }

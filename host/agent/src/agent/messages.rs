@@ -75,17 +75,16 @@ impl Agent {
         Ok(SocketAddr::from(ethernet_address(link.address)))
     }
 
-    /// Polls the sockets of sessions for messages: one whose program has disconnected it has lost the port that the
-    /// kernel had chosen. Such a session is ended. Returns whether there are any.
-    pub(crate) fn look_at_messages(&mut self) -> bool {
-        let mut any = false;
-        for number in 0..self.sessions.len() as u32 {
+    /// Polls the sockets of the next sessions for messages, `most` at most: one whose program has disconnected it has
+    /// lost the port that the kernel had chosen. Such a session is ended. Returns where to go on, and whether there are
+    /// any.
+    pub(crate) fn look_at_messages(&mut self, from: u32, most: usize) -> (u32, bool) {
+        let turn = next_with_socket(&self.sessions, from, most);
+        let next = turn.last().map_or(0, |last| last + 1);
+        for number in turn.iter().copied() {
             let Some(Some(session)) = self.sessions.get_mut(number as usize) else { continue };
-            let (Some(messages), Some(open), false) = (&session.opening.messages, &mut session.open, session.ends) else {
-                continue;
-            };
-            let Some(socket) = open.socket.clone().filter(|_| !messages.ethernet) else { continue };
-            any = true;
+            let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else { continue };
+            let Some(socket) = open.socket.clone() else { continue };
             if std::mem::replace(&mut open.is_polled, true) {
                 continue;
             }
@@ -98,7 +97,7 @@ impl Agent {
                 open.into_iter().for_each(|open| open.is_polled = false);
             });
         }
-        any
+        (next, !turn.is_empty())
     }
 
     /// Beside the kernel: lets the NIC, and not the kernel, receive the datagrams to an endpoint's address.
@@ -206,6 +205,18 @@ impl Ground<'_> {
     }
 }
 
+/// The numbers of up to `most` sessions for messages that have a UDP socket, in turn: those from `from` on, then those
+/// before it.
+fn next_with_socket(sessions: &[Option<Session>], from: u32, most: usize) -> Vec<u32> {
+    let has_socket = |number: &u32| {
+        let session = sessions.get(*number as usize).and_then(Option::as_ref).filter(|session| !session.ends);
+        session.is_some_and(|session| session.opening.messages.as_ref().is_some_and(|messages| !messages.ethernet))
+            && session.and_then(|session| session.open.as_ref()).is_some_and(|open| open.socket.is_some())
+    };
+    let (all, from) = (sessions.len() as u32, from.min(sessions.len() as u32));
+    (from..all).chain(0..from).filter(has_socket).take(most).collect()
+}
+
 /// What the socket of a session for messages is bound to.
 #[derive(Clone, Copy)]
 pub(super) enum Bound {
@@ -252,4 +263,51 @@ fn path_of(open: &OpenSession) -> Result<Path, Refusal> {
         }
     }
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_linux::control::Channel;
+    use std::net::UdpSocket;
+    use std::os::fd::OwnedFd;
+    use std::sync::Arc;
+
+    /// A session for messages, or another one.
+    fn session(messages: bool) -> Session {
+        let mut session = Session::new(Channel::pair().expect("two sockets").0).expect("a session");
+        let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
+        let messages = messages.then(|| Messages {
+            address: socket.local_addr().expect("its address"),
+            ethernet: false,
+            endpoint: 1,
+            receiving: true,
+            sending: true,
+            peers: 1,
+            incoming: 1,
+            outgoing: 1,
+            buffers: session::HEAP as u64,
+            buffer_count: 1,
+            buffer_size: 1024,
+            packet: 1024,
+            posted: 0,
+            unexpected: 0,
+            receives: 0,
+        });
+        let (open, _) = OpenSession::new(session::HEAP + (1 << 20), 1).expect("memory");
+        session.opening = Opening { messages, ..Opening::alone() };
+        session.open = Some(OpenSession { socket: Some(Arc::new(Foreign::from(OwnedFd::from(socket)))), ..open });
+        session
+    }
+
+    /// However many there are, some are polled at a time, and each has its turn.
+    #[test]
+    fn sessions_for_messages_are_polled_in_turn() {
+        let mut sessions = [Some(session(true)), None, Some(session(false)), Some(session(true)), Some(session(true))];
+        assert_eq!(next_with_socket(&sessions, 0, 2), [0, 3]);
+        assert_eq!(next_with_socket(&sessions, 4, 2), [4, 0]);
+        assert_eq!(next_with_socket(&sessions, 9, 9), [0, 3, 4], "the last sessions have ended");
+        sessions[3].as_mut().expect("a session").ends = true;
+        assert_eq!(next_with_socket(&sessions, 3, 9), [4, 0]);
+    }
 }
