@@ -146,13 +146,40 @@ struct Up<'a> {
     own: u64,
 }
 
+/// The directories that were made for the socket, the innermost one first. They are removed if `baton up` cannot start.
+/// After that they stay: a container may have one mounted, where it finds the next Baton.
+struct Made(Vec<PathBuf>);
+
+impl Made {
+    fn for_socket(path: &Path) -> Result<Made> {
+        let Some(directory) = path.parent() else { return Ok(Made(Vec::new())) };
+        let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
+        let made = Made(missing.map(Path::to_owned).collect());
+        std::fs::create_dir_all(directory).map_err(|error| {
+            let hint = if error.kind() == io::ErrorKind::PermissionDenied { " (`baton up` needs root)" } else { "" };
+            anyhow::Error::new(error).context(format!("making {}{hint}", directory.display()))
+        })?;
+        Ok(made)
+    }
+
+    fn keep(&mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        for directory in &self.0 {
+            let _ = std::fs::remove_dir(directory);
+        }
+    }
+}
+
 /// Serves until a signal asks it to end.
 pub fn up(arguments: &UpArguments) -> Result<()> {
     arguments.nics.check()?;
     let path = &arguments.socket;
-    if let Some(directory) = path.parent() {
-        std::fs::create_dir_all(directory).with_context(|| format!("making {} (`baton up` needs root)", directory.display()))?;
-    }
+    let mut made = Made::for_socket(path)?;
     let listener = Listener::bind(path).with_context(|| format!("listening at {}", path.display()))?;
     let signals = process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
@@ -166,6 +193,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
         return Err(why);
     }
     up.served.insert(own, first);
+    made.keep();
     report!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
     tell_manager(&format!("READY=1\nSTATUS=Serves programs at {}", path.display()));
     let poller = Poller::new()?;

@@ -16,7 +16,7 @@ use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -341,9 +341,12 @@ impl Listener {
     /// Listens at a path that must not exist, or be a socket without a listener.
     ///
     /// # Errors
-    /// `AddrInUse` if another process listens there, else the system's.
+    /// `AddrInUse` if another process listens there, `AlreadyExists` if what is there is no socket, else the system's.
     pub fn bind(path: &Path) -> io::Result<Listener> {
-        if path.exists() {
+        if let Ok(there) = std::fs::metadata(path) {
+            if !there.file_type().is_socket() {
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, "what is there already is no socket"));
+            }
             if Channel::is_listened_at(path) {
                 return Err(io::Error::new(io::ErrorKind::AddrInUse, format!("another agent listens at {}", path.display())));
             }

@@ -10,7 +10,7 @@ use baton_linux::process;
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Place, Reply};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
@@ -452,6 +452,33 @@ fn a_start_that_fails_leaves_nothing() {
     let ran = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton").wait_with_output().expect("its end");
     assert!(!ran.status.success() && text(&ran.stderr).contains("/dev/net/tun"), "{}", text(&ran.stderr));
     assert!(!leftovers(&scratch), "a directory is left");
+}
+
+/// `baton up` that cannot start leaves none of the directories that it has made for its socket, and does not take a
+/// file for the socket of an earlier one.
+#[test]
+fn an_up_that_fails_leaves_nothing() {
+    let scratch = Scratch::new("up");
+    let up = |socket: &str| {
+        let line = "mount -t tmpfs none /dev/net && exec \"$@\"";
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", line, "sh", env!("CARGO_BIN_EXE_baton"), "up", "--socket", socket]);
+        command.env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
+        let up = Namespace::new().expect("a namespace").spawn(&mut command).expect("baton");
+        let ran = up.wait_with_output().expect("its end");
+        assert!(!ran.status.success());
+        text(&ran.stderr)
+    };
+    let said = up(&scratch.file("missing/too/agent.sock"));
+    assert!(said.contains("/dev/net/tun"), "{said}");
+    assert!(!Path::new(&scratch.file("missing")).exists(), "a directory is left");
+    let file = scratch.file("file");
+    std::fs::write(&file, "text").expect("a file");
+    for (socket, why) in [(file.clone(), "is no socket"), (format!("{file}/agent.sock"), "File exists")] {
+        let said = up(&socket);
+        assert!(said.contains(why) && said.contains(&file) && !said.contains("needs root"), "{said}");
+    }
+    assert_eq!(std::fs::read_to_string(&file).expect("the file"), "text");
 }
 
 /// `baton run` whose log file cannot be made says so, and leaves no directory.
