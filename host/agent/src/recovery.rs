@@ -5,6 +5,7 @@ use crate::agent::Agent;
 use crate::connection::{Asker, Connection, Stage};
 use crate::events::{KILLS_NIC, NIC_DIED};
 use crate::ground::Shape;
+use crate::nic::NicProcess;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::monotonic_micros;
@@ -51,8 +52,14 @@ impl Agent {
         self.handle_nic_messages();
         self.open_in_kernel_instead_of(nic);
         self.start_next_nic(nic)?;
+        let next = self.nics[nic].process();
         self.drive_all(nic, &Event::NicStarted);
         self.await_answers(nic);
+        if self.nics[nic].process() != next {
+            // It did not answer a connection in time, and was ended for that. The recovery from its end has done the
+            // rest for the NIC after it, which serves listeners and has frames by now.
+            return Ok(());
+        }
         self.listen_again(nic);
         self.follow_datagrams();
         if let Err(error) = self.drop_stale_frames() {
@@ -131,12 +138,15 @@ impl Agent {
     }
 
     /// Waits until the next NIC of this number has answered its commands about the last one's connections. This is part
-    /// of its start: before frames flow it has to hold those.
+    /// of its start: before frames flow it has to hold those. One that does not answer in time is ended, and recovered
+    /// from, meanwhile.
     fn await_answers(&mut self, nic: usize) {
+        let next = self.nics[nic].process();
         for (session, number) in self.all_connections() {
             let its = |connection: &Connection| connection.cid.is_some_and(|cid| cid.nic() == nic);
             let due = |connection: &&mut Connection| its(connection) && connection.awaits_answer();
-            while self.connection(session, number).filter(due).is_some() && !self.nics[nic].is_dead() {
+            let is_next = |nic: &mut NicProcess| nic.process() == next && !nic.is_dead();
+            while self.connection(session, number).filter(due).is_some() && is_next(&mut self.nics[nic]) {
                 self.pulse.beat();
                 self.handle_nic_messages();
                 self.finish_calls();
