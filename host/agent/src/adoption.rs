@@ -313,6 +313,18 @@ pub(crate) fn accept_what_was_held(agent: &mut Agent) {
     }
 }
 
+/// Reserves the memory in which a connection's bytes are by the journal, until the connection gives it back. False if
+/// it is none of the session's.
+fn keep_memory(open: &mut OpenSession, connection: &mut Connection, entry: &Entry) -> bool {
+    let of_session = entry.on_nic().filter(|(on_nic, _)| on_nic.memory().fits(&open.memory));
+    let Some((on_nic, handoff)) = of_session else { return false };
+    for (offset, size) in [on_nic.memory().receive, on_nic.memory().send] {
+        let _ = open.heap.reserve(offset, size);
+    }
+    connection.enter_nic(on_nic, handoff);
+    true
+}
+
 /// Clears the steering of what the dead agent's NICs had and nobody has any more: connections that they were opening,
 /// or of which the keeper does not know, and listeners, some of which may be the kernel's now.
 fn clear_steering(agent: &mut Agent) {
@@ -433,14 +445,12 @@ impl Agent {
         let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return journal::clear(&memory, cid) };
         connection.flow.device = entry.device();
         connection.events.note(monotonic_micros(), What::AgentDied, Some(cid.nic() as u8), None, 0);
+        // While the kernel is getting its socket back it may need the bytes once more.
+        let has_memory = phase != Phase::Reading && keep_memory(open, connection, &entry);
         if phase == Phase::Copied {
-            let Some((on_nic, handoff)) = entry.on_nic().filter(|(on_nic, _)| on_nic.memory().fits(&open.memory)) else {
+            if !has_memory {
                 return journal::clear(&memory, cid);
-            };
-            for (offset, size) in [on_nic.memory().receive, on_nic.memory().send] {
-                let _ = open.heap.reserve(offset, size);
             }
-            connection.enter_nic(on_nic, handoff);
         } else {
             connection.extra().carried = Some(Box::new(Carried { entry: Some(entry), ..Carried::default() }));
         }
@@ -543,5 +553,35 @@ impl Session {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory;
+    use baton_handoff::shell::Saved;
+    use baton_image::Image;
+
+    /// The bytes of a connection that a dead agent was moving are nobody else's until the connection gives their memory
+    /// back.
+    #[test]
+    fn memory_with_bytes_is_kept() {
+        const SIZE: u32 = 1 << 14;
+        let (mut open, _) = OpenSession::new(4 * session::HEAP, 1).expect("memory");
+        let all = open.heap.free_bytes();
+        let [receive, send] = [(); 2].map(|()| open.heap.take(SIZE).expect("a block"));
+        // As the next agent begins.
+        [receive, send].into_iter().for_each(|(offset, size)| open.heap.give(offset, size));
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 80), remote: Endpoint::v4([10, 0, 0, 2], 1000), device: 0 };
+        let block = Block::new(open.memory.clone(), 0);
+        let mut connection = Connection::new(None, flow, flow.local.into(), flow.remote.into(), block);
+        let entry = |memory| Entry::new(0, 0, Cid::new(1, 1), Saved::default()).copied(&Image::open(flow), memory, 1);
+        assert!(!keep_memory(&mut open, &mut connection, &entry(Memory { receive: (0, SIZE), send })));
+        assert_eq!(open.heap.free_bytes(), all, "it is not the session's");
+        assert!(keep_memory(&mut open, &mut connection, &entry(Memory { receive, send })));
+        assert_eq!(open.heap.free_bytes(), all - 2 * u64::from(SIZE));
+        memory::give(&mut open, connection.leave_nic().expect("memory"));
+        assert_eq!(open.heap.free_bytes(), all);
     }
 }
