@@ -59,9 +59,9 @@ fn long(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from(word(bytes, at)?) << 16 | u32::from(word(bytes, at + 2)?))
 }
 
-/// The IP header at an offset, from which on the frame has `there` bytes: where it ends, the protocol that follows, both
-/// addresses, and the bytes that the header says the packet has. None if it is no whole one, or of a fragment that does
-/// not have the next header.
+/// The IP header at an offset, from which on the frame has `there` bytes: where it ends, the protocol that follows,
+/// both addresses, and the bytes that the header says the packet has. None if it is no whole one, or of a fragment that
+/// does not have the next header.
 fn network(bytes: &[u8], at: usize, kind: u16, there: usize) -> Option<(usize, u8, [[u8; 16]; 2], usize)> {
     let mut ends = [[0; 16]; 2];
     if kind == ETHERTYPE_IPV4 {

@@ -1,5 +1,5 @@
-//! `baton load web`: a load like SPECweb99's on nginx, natively and with its connections on the NIC, and on servers that
-//! are wrong.
+//! `baton load web`: a load like SPECweb99's on nginx, natively and with its connections on the NIC, and on servers
+//! that are wrong.
 
 use crate::common::{hosts, wait_until};
 use crate::full::Program;
