@@ -193,6 +193,7 @@ def check_keyboard(browser):
     """Tab reaches every control, each with a visible mark."""
     browser.run("document.activeElement.blur()")
     reached = set()
+    # Waits: a page has fewer controls than this, and each press goes on to the next one.
     for _ in range(40):
         browser.press("Tab", 9)
         now = browser.run(

@@ -1,6 +1,6 @@
 //! Segment arrival (RFC 9293 section 3.10.7), with RFC 5961's defences and PAWS (RFC 7323 section 5).
 
-use crate::connection::{ALWAYS, Connection, Due, EndReason, NOT_PREDICTED, State};
+use crate::connection::{ALWAYS, Connection, Due, EndReason, NOT_PREDICTED, Send, State};
 use crate::reassembly::most_ranges;
 use crate::segment::{Events, Predicted, Received, Segment};
 use crate::seq::{at_or_before, before, earlier, later};
@@ -17,6 +17,12 @@ const REORDERING: u64 = 50;
 const SMALL: u32 = 500;
 /// Answers to unacceptable segments are at least this far apart (Linux's tcp_invalid_ratelimit).
 pub(crate) const CHALLENGE_GAP: u64 = 500_000;
+
+/// RFC 5961 section 5.2: whether the peer can send this acknowledgement. It is neither one of what was never sent, nor
+/// an ancient one.
+fn may_acknowledge(send: &Send, ack: u32) -> bool {
+    at_or_before(ack, send.nxt) && at_or_before(send.una.wrapping_sub(send.max_wnd), ack)
+}
 
 impl Connection {
     /// Feeds one segment. The caller then does what [`Received`] says and asks [`Connection::poll_transmit`] for
@@ -199,7 +205,7 @@ impl Connection {
             }
             received.events |= Events::ESTABLISHED;
         }
-        if !self.may_acknowledge(segment.ack) {
+        if !may_acknowledge(&self.send, segment.ack) {
             self.challenge(now);
             return Received::default();
         }
@@ -216,13 +222,6 @@ impl Connection {
             self.take_payload(segment, now, &mut received);
         }
         received
-    }
-
-    /// RFC 5961 section 5.2: whether the peer can send this acknowledgement. It is neither one of what was never sent,
-    /// nor an ancient one.
-    fn may_acknowledge(&self, ack: u32) -> bool {
-        let oldest = self.send.una.wrapping_sub(self.send.max_wnd);
-        at_or_before(ack, self.send.nxt) && at_or_before(oldest, ack)
     }
 
     /// PAWS: whether the segment is a leftover of an earlier round of the sequence space.
@@ -316,7 +315,7 @@ impl Connection {
     /// in the kernel, which gets TS.Recent with the connection.
     pub fn learn_timestamp(&mut self, segment: &Segment, now: Instant) -> bool {
         let behind = self.receive.nxt.wrapping_sub(segment.seq);
-        let acknowledges = segment.flags.contains(Flags::ACK) && self.may_acknowledge(segment.ack);
+        let acknowledges = segment.flags.contains(Flags::ACK) && may_acknowledge(&self.send, segment.ack);
         if behind > self.receive.memory || !acknowledges || segment.flags.contains(Flags::RST) {
             return false;
         }

@@ -34,6 +34,17 @@ fn add_nics_count(connection: &mut Connection, image: &Image) {
     }
 }
 
+/// Why the connection must not go to the kernel: its socket does not have it any more (`ss --kill`). An import
+/// would make it a connection again, before the next poll finds out ([`crate::looks`]). One that its program has
+/// closed goes on as ever.
+fn lost_socket(performer: &mut Performer<'_>) -> Option<Refusal> {
+    let connection = &*performer.connection;
+    if connection.growing().is_some() || !connection.waits_for_program() || connection.is_to_be_forgotten() {
+        return None;
+    }
+    performer.own().err().filter(Refusal::is_of_lost_socket)
+}
+
 impl Performer<'_> {
     /// Checks that the connection can be restored now. Without a route the import would close the socket for good, so
     /// it waits on the NIC. Other reasons that would keep it off the NIC do not keep it from the kernel.
@@ -48,7 +59,7 @@ impl Performer<'_> {
     /// Makes the NIC stop the connection, write its image and hold the frames that arrive.
     pub(super) fn rest(&mut self) -> Outcome {
         let Ok(cid) = self.cid() else { return Outcome::Refused(Refusal::NoRoom) };
-        if let Some(refusal) = self.lost_socket() {
+        if let Some(refusal) = lost_socket(self) {
             return Outcome::Refused(refusal);
         }
         if self.connection.growing().is_none() {
@@ -67,17 +78,6 @@ impl Performer<'_> {
             }
         }
         self.send(&Action::Rest, Message::new(Operation::NicRestore, cid, 0, 0))
-    }
-
-    /// Why the connection must not go to the kernel: its socket does not have it any more (`ss --kill`). An import
-    /// would make it a connection again, before the next poll finds out ([`crate::looks`]). One that its program has
-    /// closed goes on as ever.
-    fn lost_socket(&mut self) -> Option<Refusal> {
-        let connection = &*self.connection;
-        if connection.growing().is_some() || !connection.waits_for_program() || connection.is_to_be_forgotten() {
-            return None;
-        }
-        self.own().err().filter(Refusal::is_of_lost_socket)
     }
 
     pub(super) fn import_rested(&mut self) -> Result<(), Stop> {
