@@ -116,7 +116,8 @@ impl<'a> Difference<'a> {
     }
 
     /// Whether the NIC has sent data beyond the peer's window, which the last segment that it must have taken has set,
-    /// or a later one. A byte may be a probe.
+    /// a later one, or an earlier one with a later sequence number, whose window goes on to count (RFC 9293 section
+    /// 3.10.7.4, SND.WL1). A byte may be a probe.
     fn is_beyond_the_window(&self) -> bool {
         let played = self.played();
         let is_taken = |played: &Played<'_>| {
@@ -125,7 +126,8 @@ impl<'a> Difference<'a> {
         };
         let Some(last) = played.iter().rposition(is_taken) else { return false };
         let edge = |played: &Played<'_>| played.ack().saturating_add(i32::from(played.segment.window) << self.scale());
-        let edge = played[last..].iter().filter(|played| played.is_plain()).map(edge).max();
+        let ahead = played[..last].iter().filter(|early| early.start > played[last].start);
+        let edge = played[last..].iter().chain(ahead).filter(|played| played.is_plain()).map(edge).max();
         let nic = &self.now().1.wire;
         edge.is_some_and(|edge| nic.sent - i32::from(nic.fin) > edge.saturating_add(1))
     }
