@@ -1,13 +1,11 @@
 //! Large frames beside the kernel, whose payload goes between a packet socket and session memory without a copy of the
 //! NIC's.
 
-use crate::common::{Scene, before_others, hosts, later, scene_at, scene_in};
+use crate::common::{Scene, hosts, scene_at, scene_in};
 use baton_abi::layout::Counter;
 use baton_bed::testbed::{INTERFACE_B, TestbedSettings, counter};
-use baton_client::{ConnectionId, Session};
 use baton_linux::socket;
 use baton_protocol::program::Place;
-use std::net::TcpStream;
 use std::os::fd::AsFd;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -60,43 +58,6 @@ fn bulk_data_passes_in_large_frames_beside_the_kernel() {
     }
 }
 
-/// Transfers in the kernel and on the NIC, in turn. The fastest of each counts.
-const ROUNDS: usize = 7;
-
-/// How long a transfer from the peer takes whose bytes nobody makes and checks, which would take longer than all else.
-fn pour(session: &mut Session, id: ConnectionId, peer: &TcpStream) -> Duration {
-    let (piece, mut buffer, mut ready) = (vec![7; 1 << 19], vec![0; 1 << 19], Vec::new());
-    let (mut to_send, mut to_receive) = (TRANSFER as usize, TRANSFER as usize);
-    let begun = Instant::now();
-    while to_receive > 0 {
-        assert!(begun.elapsed() < Duration::from_secs(60), "{to_receive} bytes have not come");
-        let sent = later(socket::send(peer.as_fd(), &piece[..to_send.min(piece.len())]));
-        let received = later(session.receive(id, &mut buffer));
-        (to_send, to_receive) = (to_send - sent, to_receive - received);
-        if sent + received == 0 {
-            session.poll(Some(Duration::from_millis(1)), &mut ready).expect("poll");
-        }
-    }
-    begun.elapsed()
-}
-
-/// The times of the fastest transfers in the kernel and on the NIC, of which both ends go before all others.
-fn fastest(scene: &mut Scene) -> [Duration; 2] {
-    let nic = scene.bed.tool().expect("the agent").statistics().expect("statistics").nic_process;
-    let mut command = Command::new("chrt");
-    command.args(["--fifo", "--all-tasks", "--pid", "1", &nic.to_string()]);
-    assert!(command.status().expect("chrt (Debian's package util-linux)").success(), "the NIC's priority");
-    let mut fastest = [Duration::MAX; 2];
-    for _ in 0..ROUNDS {
-        for (place, least) in [Place::Kernel, Place::Nic].into_iter().zip(&mut fastest) {
-            scene.move_to(place);
-            let Scene { session, id, peer, .. } = &mut *scene;
-            *least = before_others(|| pour(session, *id, peer)).min(*least);
-        }
-    }
-    fastest
-}
-
 /// Sets the largest sends of a network device, of IPv6 and of IPv4, in bytes (RTM_NEWLINK: older versions of `ip` do
 /// not know them all).
 const BIG_TCP: &str = "
@@ -111,8 +72,7 @@ sys.exit(error and f'error {-error}')
 ";
 
 /// BIG TCP: a peer that sends frames of up to 200 or 512 KB, without a length field that could tell it. They are not
-/// lost, and connections move while they come: they are mirrored, held and replayed like any other. They are received
-/// at nine tenths of the kernel's rate, at least.
+/// lost, and connections move while they come: they are mirrored, held and replayed like any other.
 #[test]
 fn frames_of_more_than_64_kb_are_received() {
     for ipv6 in [true, false] {
@@ -125,6 +85,9 @@ fn frames_of_more_than_64_kb_are_received() {
             assert!(set.success(), "the device takes no frames of {most} bytes (Linux 6.3 is needed)");
             let mut scene = scene_in(bed, ipv6, 8080);
             socket::set_bytes(scene.peer.as_fd(), libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"reno").expect("reno");
+            let begun = Instant::now();
+            transfer(&mut scene, Scene::peer_sends, Scene::receive);
+            let natively = begun.elapsed();
             scene.move_to(Place::Nic);
             // Without loss probes: a busy machine's answer may come late (RFC 8985 section 7), and later than a
             // time-out now and then.
@@ -143,19 +106,20 @@ fn frames_of_more_than_64_kb_are_received() {
             let mut tool = scene.bed.tool().expect("the agent");
             let mut received = || tool.statistics().expect("statistics").counters[Counter::WireReceived as usize];
             let before = (again(&scene), sent(&scene), received());
+            let begun = Instant::now();
             transfer(&mut scene, Scene::peer_sends, Scene::receive);
+            let took = begun.elapsed();
             let (frames, parts) = (sent(&scene) - before.1, received() - before.2);
+            eprintln!("IPv6: {ipv6}, {most}: {frames} frames in {parts} parts, {took:?}, natively {natively:?}");
+            // Waits: what is lost and sent again after time-outs, and split, takes a hundred times as long; a machine
+            // that runs other tests, too, a few times as long.
+            assert!(took < 10 * natively + Duration::from_secs(2), "IPv6: {ipv6}, {most}: {took:?}, natively {natively:?}");
             assert!(parts > frames, "{frames} frames in {parts} parts: the peer sends no large ones");
             let again = again(&scene) - before.0;
             assert!(again < frames / 10, "IPv6: {ipv6}, {most}: of {frames} frames {again} segments were sent again");
             for to in [Place::Kernel, Place::Nic, Place::Kernel, Place::Nic] {
                 scene.exchange(4 << 20, to);
             }
-            let [natively, here] = fastest(&mut scene);
-            println!("IPv6: {ipv6}, {most}: {frames} frames in {parts} parts; {here:?}, natively {natively:?}");
-            // Waits: compared with the kernel in the same run, the fastest of several transfers each, which go before
-            // whatever else runs.
-            assert!(here.mul_f64(0.9) <= natively, "IPv6: {ipv6}, {most}: {here:?}, natively {natively:?}");
         }
     }
 }
