@@ -9,7 +9,7 @@ use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_linux::{process, socket};
 use baton_protocol::program::Opening;
 use std::io::{Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
@@ -26,10 +26,30 @@ fn agent_of(bed: &Testbed) -> u32 {
 }
 
 /// Waits until a connection waits to be accepted: the queue has a byte for it.
+#[track_caller]
 fn await_byte(queue: &OwnedFd) {
     let mut queue = UnixStream::from(queue.try_clone().expect("a descriptor"));
     queue.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
-    queue.read_exact(&mut [0]).expect("a byte");
+    let read = queue.read_exact(&mut [0]);
+    assert!(read.is_ok(), "no connection waits: {read:?}");
+}
+
+/// A client whose connection the NIC has made, and for which the queue has had a byte. Before the NIC has slots for the
+/// listener the kernel makes them, and the program accepts them there.
+fn client_of_nic(bed: &Testbed, listener: &TcpListener, queue: &OwnedFd) -> TcpStream {
+    let (at, mut client) = (listener.local_addr().expect("an address"), None);
+    listener.set_nonblocking(true).expect("non-blocking");
+    wait_until("the NIC makes a connection", || {
+        let one = connect(bed, at).expect("a connection");
+        let mut by_nic = false;
+        wait_until("somebody makes it", || {
+            by_nic = socket::receive(queue.as_fd(), &mut [0]).is_ok_and(|bytes| bytes > 0);
+            by_nic || listener.accept().is_ok()
+        });
+        client = by_nic.then_some(one);
+        by_nic
+    });
+    client.expect("a client")
 }
 
 /// A program that asks for a connection, and has not noted that it has the one that it was given last, gets that one
@@ -42,8 +62,7 @@ fn what_was_not_received_is_given_again(beside: bool) {
     let program = Client::open(&bed.socket(), Opening::alone()).expect("a session");
     let (id, queue) = program.listen(&listener);
     let given = program.memory.word32(session::GIVEN);
-    let client = connect(&bed, at).expect("a connection");
-    await_byte(&queue);
+    let client = client_of_nic(&bed, &listener, &queue);
     let (number, _) = program.accept(id).expect("a connection");
     assert_eq!(given.load(Ordering::Acquire), number + 1);
     assert_eq!(program.accept(id).expect("the same agent's answer").0, number);
@@ -60,18 +79,10 @@ fn what_was_not_received_is_given_again(beside: bool) {
         given.store(none, Ordering::Release);
         assert!(program.accept(id).is_none(), "there is no connection {}", none - 1);
     }
-    let (before, mut clients) = (count(&bed, Counter::Made), Vec::new());
-    wait_until("the next NIC makes connections", || {
-        // Waits: between two connections, since those that the kernel makes meanwhile fill the listener's queue.
-        std::thread::sleep(Duration::from_millis(20));
-        clients.extend(connect(&bed, at));
-        count(&bed, Counter::Made) > before
-    });
-    await_byte(&queue);
+    let client = client_of_nic(&bed, &listener, &queue);
     let (other, fd) = program.accept(id).expect("another connection");
     assert_ne!(other, number);
-    let peer = socket::peer_address(fd.as_fd()).expect("its peer");
-    assert!(clients.iter().any(|one| one.local_addr().expect("its address") == peer), "{peer} is no new client");
+    assert_eq!(socket::peer_address(fd.as_fd()).expect("its peer"), client.local_addr().expect("its address"));
 }
 
 /// What waits to be accepted when the agent dies is accepted from the next one, also when the clients wait for the
@@ -83,11 +94,7 @@ fn what_waits_to_be_accepted_outlives_an_agent(beside: bool) {
     let program = Client::open(&bed.socket(), Opening::alone()).expect("a session");
     let (id, queue) = program.listen(&listener);
     let given = program.memory.word32(session::GIVEN);
-    let clients = [(); 3].map(|()| {
-        let client = connect(&bed, at).expect("a connection");
-        await_byte(&queue);
-        client
-    });
+    let clients = [(); 3].map(|()| client_of_nic(&bed, &listener, &queue));
     assert_eq!(count(&bed, Counter::Made), clients.len() as u64);
     process::signal(agent_of(&bed), libc::SIGKILL).expect("the agent");
     program.await_restart();
