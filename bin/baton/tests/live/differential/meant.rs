@@ -116,8 +116,8 @@ impl<'a> Difference<'a> {
     }
 
     /// Whether the NIC has sent data beyond the peer's window, which the last segment that it must have taken has set,
-    /// a later one, or an earlier one with a later sequence number, whose window goes on to count (RFC 9293 section
-    /// 3.10.7.4, SND.WL1). A byte may be a probe.
+    /// a later one, or an earlier one whose window goes on to count: it has a later sequence number (RFC 9293 section
+    /// 3.10.7.4, SND.WL1), or the same ones and a larger window (Linux, tcp_may_update_window). A byte may be a probe.
     fn is_beyond_the_window(&self) -> bool {
         let played = self.played();
         let is_taken = |played: &Played<'_>| {
@@ -126,8 +126,12 @@ impl<'a> Difference<'a> {
         };
         let Some(last) = played.iter().rposition(is_taken) else { return false };
         let edge = |played: &Played<'_>| played.ack().saturating_add(i32::from(played.segment.window) << self.scale());
-        let ahead = played[..last].iter().filter(|early| early.start > played[last].start);
-        let edge = played[last..].iter().chain(ahead).filter(|played| played.is_plain()).map(edge).max();
+        let start = played[last].start;
+        let ahead = played[..last].iter().filter(|early| early.start >= start);
+        // The acknowledgement of the opening has the first sequence number of a script.
+        let opening = (start <= 1).then(|| OPENING as i32 + (65_535 << self.scale()));
+        let edges = played[last..].iter().chain(ahead).filter(|played| played.is_plain()).map(edge);
+        let edge = edges.chain(opening).max();
         let nic = &self.now().1.wire;
         edge.is_some_and(|edge| nic.sent - i32::from(nic.fin) > edge.saturating_add(1))
     }
@@ -267,7 +271,9 @@ pub const MEANT: &[Meant] = &[
             let Some((duplicate, rest)) = nic.wire.sacked.split_first() else { return false };
             kernel.wire.sacked == rest
                 && it.last().is_some_and(|played| {
-                    let adjoins = it.any(|early| early.segment.length > 0 && early.end == played.start);
+                    // What adjoins has been made one block with a large frame, too, wherever that begins.
+                    let adjoins =
+                        it.any(|early| early.segment.length > 0 && early.end == played.start || early.segment.length > SEGMENT);
                     adjoins && played.start <= duplicate.0 && duplicate.1 <= played.end
                 })
         },
@@ -479,18 +485,25 @@ pub const MEANT: &[Meant] = &[
         holds: |it| {
             let (kernel, nic) = it.now();
             let has = |outcome: &Outcome, start: i32, end: i32| {
-                let sacked = outcome.wire.sacked.iter().any(|block| block.0 <= start && end <= block.1);
-                sacked || end <= outcome.wire.acknowledged
+                let acknowledged = outcome.wire.acknowledged;
+                // A block into which an acknowledgement points was reported earlier, and is not held any more.
+                let is_held = |block: &(i32, i32)| !(block.0 < acknowledged && acknowledged < block.1);
+                let sacked = outcome.wire.sacked.iter().any(|block| is_held(block) && block.0 <= start && end <= block.1);
+                sacked || end <= acknowledged
             };
             let lacks = |played: &Played<'_>| {
                 let next = kernel.wire.acknowledged.max(played.start);
-                let is_new = played.segment.length > 0 && played.is_plain() && next < played.end;
-                is_new && !has(kernel, next, played.end) && has(nic, next, played.end)
+                let end = played.end.wrapping_add(i32::from(played.has(Flags::FIN)));
+                let is_new = played.start < end && played.is_plain() && next < end;
+                is_new && !has(kernel, next, end) && has(nic, next, end)
             };
+            // What Linux drops it does not compare with what it holds.
+            let reports_more = nic.wire.sacked.split_first().is_some_and(|(_, rest)| *rest == kernel.wire.sacked);
             // Of what it had before, and without SACK blocks, only the answer tells.
             let is_data = |played: Played<'_>| played.segment.length > 0 && played.is_plain();
             let of_answers = it.parts.iter().all(|part| ["answered", "sacked"].contains(part));
-            let silent = of_answers && !kernel.wire.answered && nic.wire.answered && it.last().is_some_and(is_data);
+            let silent = !kernel.wire.answered && nic.wire.answered || kernel.wire.answered && reports_more;
+            let silent = of_answers && silent && it.last().is_some_and(is_data);
             let of_window = it.parts.iter().any(|part| ["open", "shrunk"].contains(part));
             (kernel.wire.shrunk || !of_window) && it.fills_the_buffer() && (silent || it.any(lacks))
         },
