@@ -130,7 +130,7 @@ fn a_broken_rule_is_found() {
         }
         let found = tally.differing(parts);
         println!("{broken:?}: {found} of {EACH} scripts");
-        if found < 10 {
+        if found < 5 {
             unfound.push(format!("{broken:?} is found in {found} scripts:\n{tally}"));
         }
     }
