@@ -11,7 +11,7 @@ use crate::connection::{Asker, Carried, Connection, Memory, Stage};
 use crate::events::AGENT_DIED;
 use crate::fin::ReplayedFin;
 use crate::group::{Group, Groups};
-use crate::journal::{self, Entry};
+use crate::journal::{self, Entry, Made};
 use crate::nic::Hardware;
 use crate::perform::hand_to_kernel;
 use crate::record::{read_image, unpublish};
@@ -405,10 +405,8 @@ impl Agent {
                 None => {
                     // A record that is there is of an earlier occupant.
                     unpublish(&memory, at);
-                    if let Some((cid, listener)) = journal::made(&memory, nic, at) {
-                        // It is noted again if the listener is still there.
-                        journal::clear(&memory, cid);
-                        self.made(cid, listener, false);
+                    if let Some(Made { cid, listener, by_cookie }) = journal::made(&memory, nic, at) {
+                        self.made(cid, listener, by_cookie);
                     }
                 }
             }

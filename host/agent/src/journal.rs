@@ -2,19 +2,29 @@
 //! An entry lies in the connection's slot, which programs do not see; its first word is written last.
 
 use crate::connection::{Exported, Handoff, Memory, OnNic};
-use baton_abi::Cid;
 use baton_abi::layout::{nic, scratch, slot};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::shell::Saved;
 use baton_image::{Image, MAX_ENCODED, MAX_SHORT};
 use baton_moves::Phase;
-use baton_shm::Region;
+use baton_ring::Consumer;
+use baton_shm::{Region, RingWords};
 use baton_wire::Flow;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
-/// In place of a phase: the NIC has made the connection for a listener, and no program has accepted it. Listener and
-/// cid follow; image and flow are the NIC's, in scratch and slot.
+/// In place of a phase: the NIC has made the connection for a listener, and no program has accepted it. What [`Made`]
+/// holds follows; image and flow are the NIC's, in scratch and slot.
 const MADE: u32 = Phase::Sending as u32 + 1;
+
+/// A connection that waits to be accepted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Made {
+    pub cid: Cid,
+    pub listener: u32,
+    /// The NIC has made it from a SYN cookie, and it has not been found out whether the kernel has it already.
+    pub by_cookie: bool,
+}
 
 /// An entry of the journal.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -148,19 +158,46 @@ pub(crate) fn reading(nic_memory: &Region, cid: Cid) {
 }
 
 /// Notes that a connection which the NIC has made for a listener waits to be accepted. Its first entry replaces this.
-pub(crate) fn note_made(nic_memory: &Region, cid: Cid, listener: u32) {
-    let base = place(cid.slot());
+pub(crate) fn note_made(nic_memory: &Region, made: Made) {
+    let base = place(made.cid.slot());
     nic_memory.word32(base).store(0, Ordering::Release);
-    nic_memory.word32(base + 4).store(listener, Ordering::Release);
-    nic_memory.word32(base + 8).store(cid.0, Ordering::Release);
+    for (at, value) in [(4, made.listener), (8, made.cid.0), (12, made.by_cookie.into())] {
+        nic_memory.word32(base + at).store(value, Ordering::Release);
+    }
     nic_memory.word32(base).store(MADE, Ordering::Release);
 }
 
-/// The connection in a slot of NIC `nic` that waits to be accepted, and its listener.
-pub(crate) fn made(nic_memory: &Region, nic: usize, at: u32) -> Option<(Cid, u32)> {
+/// The connection that the NIC has made for a listener, if the message says that.
+fn made_for_listener(message: &Message) -> Option<Made> {
+    let about = (message.operation, Control::from_number(message.kind));
+    let is_made = about == (Operation::OsControl, Some(Control::Made));
+    // Without a listener it is one that a program opens.
+    let made = Made { cid: message.cid, listener: message.address, by_cookie: message.length != 0 };
+    (is_made && made.listener != 0).then_some(made)
+}
+
+/// Takes the next message out of the ring of a NIC, whose number and slots are given. An agent takes all that are
+/// there, and may die before it has handled them. That a connection has been made for a listener is said by its message
+/// alone, so it is noted before that is gone.
+pub(crate) fn take_message(ring: &mut Consumer<RingWords>, memory: &Region, (nic, slots): (usize, usize)) -> Option<Message> {
+    loop {
+        let message = Message::from_words(ring.pop()?);
+        let made = message.as_ref().and_then(made_for_listener);
+        if let Some(made) = made.filter(|made| made.cid.nic() == nic && (made.cid.slot() as usize) < slots) {
+            note_made(memory, made);
+        }
+        ring.release();
+        if message.is_some() {
+            return message;
+        }
+    }
+}
+
+/// The connection in a slot of NIC `nic` that waits to be accepted.
+pub(crate) fn made(nic_memory: &Region, nic: usize, at: u32) -> Option<Made> {
     let word = |offset: usize| nic_memory.word32(place(at) + offset).load(Ordering::Acquire);
     let (is_made, cid) = (word(0) == MADE, Cid(word(8)));
-    (is_made && cid.slot() == at && cid.nic() == nic).then(|| (cid, word(4)))
+    (is_made && cid.slot() == at && cid.nic() == nic).then(|| Made { cid, listener: word(4), by_cookie: word(12) != 0 })
 }
 
 /// Clears an entry: the move is over.
@@ -239,8 +276,10 @@ pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
 mod tests {
     use super::*;
     use baton_image::State;
+    use baton_ring::Producer;
     use baton_wire::Endpoint;
     use baton_wire::frame::Link;
+    use std::sync::Arc;
 
     /// An image with values that do not happen to be short.
     fn image() -> Image {
@@ -294,15 +333,47 @@ mod tests {
         assert_eq!(Phase::from_number(MADE), None);
         let region = Region::private(nic::bytes(2).next_multiple_of(4096)).unwrap();
         let cid = Cid::new(1, 7).on(2);
-        note_made(&region, cid, u32::MAX);
-        assert_eq!(made(&region, 2, 1), Some((cid, u32::MAX)));
+        for by_cookie in [true, false] {
+            let one = Made { cid, listener: u32::MAX, by_cookie };
+            note_made(&region, one);
+            assert_eq!(made(&region, 2, 1), Some(one));
+        }
         assert!(made(&region, 2, 0).is_none() && made(&region, 1, 1).is_none());
         assert!(read(&region, 2, 1).is_none());
         assert!(write(&region, Phase::Copied, &Entry { cid: cid.0, ..entry(Saved::default()) }));
         assert!(made(&region, 2, 1).is_none() && read(&region, 2, 1).is_some());
-        note_made(&region, cid, 3);
+        note_made(&region, Made { cid, listener: 3, by_cookie: false });
         clear(&region, cid);
         assert!(made(&region, 2, 1).is_none() && read(&region, 2, 1).is_none());
+    }
+
+    /// The agent dies with messages that it has taken and not handled: the next one finds what the NIC has made.
+    #[test]
+    fn what_was_made_is_noted_when_its_message_leaves_the_ring() {
+        const SLOTS: usize = 4;
+        let memory = Arc::new(Region::private(nic::bytes(SLOTS).next_multiple_of(4096)).unwrap());
+        let mut ring = Producer::new(memory.ring(nic::EVENTS));
+        let cid = |slot| Cid::new(slot, 3).on(1);
+        let said = |control, cid, listener, by_cookie| Message::control(Operation::OsControl, control, cid, listener, by_cookie);
+        let all = [
+            said(Control::Made, cid(0), 7, 1),
+            said(Control::Made, cid(1), 8, 0),
+            said(Control::Made, cid(2), 0, 0),
+            said(Control::Done, cid(3), 7, 0),
+            said(Control::Made, Cid::new(3, 3), 7, 0),
+            said(Control::Made, cid(SLOTS as u32), 7, 0),
+        ];
+        all.iter().for_each(|message| ring.push(message.to_words()).unwrap());
+        ring.publish();
+        let mut taken = Consumer::new(memory.ring(nic::EVENTS));
+        for message in all {
+            assert_eq!(take_message(&mut taken, &memory, (1, SLOTS)), Some(message));
+        }
+        assert_eq!(take_message(&mut taken, &memory, (1, SLOTS)), None);
+        assert!(Consumer::new(memory.ring(nic::EVENTS)).pop().is_none(), "the next agent finds no message");
+        let noted: Vec<_> = (0..SLOTS as u32).map(|slot| made(&memory, 1, slot)).collect();
+        let is_made = |slot, listener, by_cookie| Some(Made { cid: cid(slot), listener, by_cookie });
+        assert_eq!(noted, [is_made(0, 7, true), is_made(1, 8, false), None, None]);
     }
 
     #[test]

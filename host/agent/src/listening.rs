@@ -16,7 +16,7 @@ use crate::answers::{After, Caller, NO_ANSWER};
 use crate::block::Block;
 use crate::connection::{Asker, Connection, Exported, Handoff, OnNic};
 use crate::ground::Ground;
-use crate::journal::{self, Entry};
+use crate::journal::{self, Entry, Made};
 use crate::listened::Steered;
 use crate::memory::{self, Limits};
 use crate::nic::NicProcess;
@@ -126,6 +126,11 @@ impl Listener {
     /// Whether a NIC has answered all requests about it.
     fn has_answer(&self, nic: usize) -> bool {
         self.unanswered.get(&nic).is_none_or(|count| *count == 0)
+    }
+
+    /// Whether a connection with this cid waits to be accepted.
+    fn has_waiting(&self, cid: Cid) -> bool {
+        self.waiting.iter().any(|waiting| waiting.cid == cid)
     }
 
     /// Counts a request.
@@ -415,31 +420,33 @@ impl Agent {
         }
     }
 
-    /// Handles the NIC's message that it has made a connection.
+    /// Handles the NIC's message that it has made a connection, or what the last agent has noted of that.
     pub(crate) fn made(&mut self, cid: Cid, id: u32, by_cookie: bool) {
         self.listeners.revoked.remove(&cid.0);
         let image = read_image(&self.hardware[cid.nic()].memory, cid);
-        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return self.nics[cid.nic()].reset_connection(cid) };
+        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return unaccepted::refuse(self, cid) };
+        if listener.has_waiting(cid) {
+            // It was noted when this agent took the message, too.
+            return;
+        }
         listener.granted.retain(|granted| *granted != cid);
         let Ok(image) = image else {
             listener.lacks_slots = true;
-            return self.nics[cid.nic()].reset_connection(cid);
+            return unaccepted::refuse(self, cid);
         };
         // An agent that has died may have granted it.
         self.nics[cid.nic()].withhold(cid);
         // A cookie is accepted once more when the client repeats its first segment after the connection has left the
         // NIC.
         if by_cookie && diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok() {
-            self.drop_made(cid);
-            return granting::grant(self, id);
+            return unaccepted::leave_to_kernel(self, cid, id);
         }
         if let Err(refusal) = self.shape.keep_made(&image.flow, image.link.interface, cid.nic()) {
             self.say_now_and_then(&format!("a connection that the NIC has made is dropped: {refusal}"));
-            self.drop_made(cid);
-            return granting::grant(self, id);
+            return unaccepted::leave_to_kernel(self, cid, id);
         }
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
-        journal::note_made(&self.hardware[cid.nic()].memory, cid, id);
+        journal::note_made(&self.hardware[cid.nic()].memory, Made { cid, listener: id, by_cookie: false });
         listener.waiting.push_back(Waiting { cid, image });
         // It has room for more bytes than connections may wait.
         let _ = (&listener.ours).write(&[0]);

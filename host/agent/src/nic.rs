@@ -664,13 +664,11 @@ impl NicProcess {
 
     fn next_event(&mut self) -> Option<Message> {
         loop {
-            let words = self.events.pop()?;
-            self.events.release();
-            match Message::from_words(words) {
-                Some(message) if message.operation == Operation::OsResource => self.note_announcement(&message),
-                Some(message) if self.is_own(&message) => {}
-                Some(message) => return Some(message),
-                None => {}
+            let message = journal::take_message(&mut self.events, &self.memory, (self.settings.number, self.settings.slots))?;
+            if message.operation == Operation::OsResource {
+                self.note_announcement(&message);
+            } else if !self.is_own(&message) {
+                return Some(message);
             }
         }
     }

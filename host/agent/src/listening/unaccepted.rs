@@ -5,6 +5,7 @@ use super::{Listener, Listeners, Waiting, granting};
 use crate::agent::Agent;
 use crate::answers::After;
 use crate::journal;
+use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_wire::Endpoint;
@@ -22,10 +23,21 @@ impl Listeners {
 
 /// Drops a connection that no program will accept: its peer is reset, as by a kernel whose listener is closed.
 pub(super) fn reset(agent: &mut Agent, waiting: &Waiting) {
-    let nic = waiting.cid.nic();
-    journal::clear(&agent.hardware[nic].memory, waiting.cid);
-    agent.nics[nic].reset_connection(waiting.cid);
+    refuse(agent, waiting.cid);
     agent.shape.unsteer(&waiting.image.flow);
+}
+
+/// The same of one that no listener has taken.
+pub(super) fn refuse(agent: &mut Agent, cid: Cid) {
+    journal::clear(&agent.hardware[cid.nic()].memory, cid);
+    agent.nics[cid.nic()].reset_connection(cid);
+}
+
+/// Drops a connection that the NIC has made: its frames are the kernel's. Its listener gets another slot.
+pub(super) fn leave_to_kernel(agent: &mut Agent, cid: Cid, listener: u32) {
+    journal::clear(&agent.hardware[cid.nic()].memory, cid);
+    agent.drop_made(cid);
+    granting::grant(agent, listener);
 }
 
 /// Waits until the next NIC of this number serves the listeners and has been granted slots for them. This is part of
