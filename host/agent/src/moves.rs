@@ -23,7 +23,7 @@ use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
 use baton_linux::events::monotonic_micros;
 use baton_linux::report;
-use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Move, Refusal};
+use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
 use baton_policy::Side;
 use baton_protocol::program::{Place, Reply, Until};
 use baton_supervision::Leave;
@@ -114,6 +114,12 @@ impl Moves {
 pub(crate) fn named(sessions: &mut [Option<crate::session::Session>], (session, number, serial): Key) -> Option<&mut Connection> {
     let connection = sessions.get_mut(session as usize)?.as_mut()?.connections.get_mut(number as usize)?.as_mut()?;
     (connection.serial == serial).then_some(connection)
+}
+
+/// Whether a connection that has ended on its NIC is on its way from there: it has ended for the agent as soon as the
+/// NIC has answered. A restore that is refused until then has not failed.
+fn is_ending(connection: &Connection) -> bool {
+    connection.goal() == Some(Goal::End)
 }
 
 /// Records the end of a move that began then, microseconds of the monotonic clock.
@@ -590,7 +596,13 @@ impl Agent {
             // Its program may still read what it had received.
             Some(Stage::Ended) if !matches!(then, Then::Forget(_)) => {}
             Some(Stage::Ended) => self.forget_what_ended(session, number),
-            Some(Stage::Nic) if attempts >= ATTEMPTS => {}
+            Some(Stage::Nic) if attempts >= ATTEMPTS => {
+                // What is asked for then can be done: its program keeps what it has received.
+                if let Some(connection) = self.connection(session, number).filter(|connection| is_ending(connection)) {
+                    connection.extra().waiting.then.push((then, attempts));
+                    return None;
+                }
+            }
             Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.closes_when_grown(session, number) => {
                 if let Some(connection) = self.connection(session, number) {
                     connection.extra().waiting.then.push((then, attempts));
@@ -702,5 +714,39 @@ impl Agent {
     /// Cancels a move to the NIC that has not been handed off, and answers those who asked for it.
     pub(crate) fn call_off(&mut self, session: u32, number: u32) {
         self.drive(session, number, Event::CallOff(Refusal::CalledOff));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::block::Block;
+    use baton_abi::layout::session;
+    use baton_moves::{Action, Outcome, Step};
+    use baton_shm::Region;
+    use baton_wire::{Endpoint, Flow};
+    use std::sync::Arc;
+
+    /// A connection has ended on the NIC, which is slow to answer: requests to restore it wait for the answer.
+    #[test]
+    fn a_connection_is_ending_until_its_nic_has_answered() {
+        let end = |host| Endpoint::v4([10, 0, 0, host], 80);
+        let flow = Flow { local: end(1), remote: end(2), device: 0 };
+        let block = Block::new(Arc::new(Region::private(session::HEAP).expect("memory")), 0);
+        let mut connection = Connection::new(None, flow, flow.local.into(), flow.remote.into(), block);
+        let mut machine = Move::resting_at(Step::Nic);
+        connection.set_machine(machine.clone());
+        assert!(!is_ending(&connection));
+        assert_eq!(machine.on(Event::Ended, 1), Some(Action::End));
+        for event in [Event::Outcome(Outcome::Sent), Event::Restore { forced: false }] {
+            assert_eq!(machine.on(event, 2), None);
+            connection.set_machine(machine.clone());
+            assert!(is_ending(&connection) && connection.stage() == Stage::Nic);
+        }
+        let concluded = Action::Conclude(Conclusion::Stays(Refusal::Ended));
+        assert_eq!(machine.on(Event::Answered(Ok(())), 3), Some(concluded));
+        assert_eq!(machine.on(Event::Outcome(Outcome::Done), 3), None);
+        connection.set_machine(machine);
+        assert!(!is_ending(&connection) && connection.stage() == Stage::Ended);
     }
 }
