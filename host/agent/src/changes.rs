@@ -17,7 +17,7 @@ use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGE
 use baton_linux::report;
 use baton_linux::rtnetlink;
 use baton_linux::tcp_info::TcpInfo;
-use baton_moves::Refusal;
+use baton_moves::{Custody, Refusal};
 use baton_steering::Steer;
 use std::collections::BTreeMap;
 use std::io;
@@ -380,9 +380,10 @@ fn on_nic_from(sessions: &[Option<Session>], (first, number): (u32, u32)) -> imp
 }
 
 /// Session and number of up to `most` connections on the NIC whose ways are to be looked up again, in turn: those from
-/// `from` on, then those before it.
+/// `from` on, then those before it. Not of those that stand still: their turn comes when they go on
+/// ([`Agent::conclude`]).
 fn next_stale(sessions: &[Option<Session>], from: (u32, u32), most: usize) -> Vec<(u32, u32)> {
-    let is_stale = |connection: &Connection| connection.on_nic.as_ref().is_some_and(|on_nic| on_nic.stale);
+    let is_stale = |connection: &Connection| connection.step.custody() == Custody::Nic && connection.is_stale();
     let stale_from = |from: (u32, u32)| {
         let stale = on_nic_from(sessions, from).filter(move |(_, connection)| is_stale(connection));
         stale.map(|(session, connection)| (session, connection.number()))
@@ -439,6 +440,23 @@ mod tests {
         assert_eq!(of(&sessions, (0, 0)), [(0, 0), (0, 2)]);
         assert_eq!(of(&sessions, (0, 3)), [(2, 0), (0, 0)]);
         assert_eq!(of(&sessions, (2, 1)), [(0, 0), (0, 2)]);
+    }
+
+    /// What changes while a connection stands still, since its memory grows, counts when it goes on.
+    #[test]
+    fn what_stands_still_is_looked_at_later() {
+        let mut sessions = [Some(with_connections(1))];
+        let mut stale_at = |step| {
+            for connection in sessions.iter_mut().flatten().flat_map(|session| session.connections.iter_mut().flatten()) {
+                connection.step = step;
+                connection.on_nic.as_mut().expect("on the NIC").stale = true;
+            }
+            next_stale(&sessions, (0, 0), 2)
+        };
+        for still in [Step::Rested, Step::Grown] {
+            assert!(stale_at(still).is_empty(), "{still:?}");
+        }
+        assert_eq!(stale_at(Step::Nic), [(0, 0)]);
     }
 
     /// Only ways by a neighbour that has another link address now are looked up again.
