@@ -561,6 +561,13 @@ mod tests {
     use baton_handoff::shell::Saved;
     use baton_image::Image;
 
+    /// A next agent that looks for the heap elsewhere than the last one would write into what programs have there:
+    /// whoever moves it changes the version.
+    #[test]
+    fn a_heap_that_lies_elsewhere_is_another_versions() {
+        assert_eq!((baton_protocol::VERSION, session::HEAP), (9, 1_687_552));
+    }
+
     /// The bytes of a connection that a dead agent was moving are nobody else's until the connection gives their memory
     /// back.
     #[test]
