@@ -303,6 +303,12 @@ impl Agent {
     /// is there no more.
     pub(crate) fn follow_conclusion(&mut self, session: u32, number: u32, conclusion: &Conclusion) {
         let Some(connection) = self.connection(session, number) else { return };
+        if cannot_go(conclusion, connection.stage()) {
+            // Where it waited it would be chosen again at each look, and use up the moves that others need.
+            let serial = connection.serial;
+            self.moves.placements.iter_mut().for_each(|placement| placement.forget(serial));
+        }
+        let Some(connection) = self.connection(session, number) else { return };
         match conclusion {
             Conclusion::Stays(Refusal::Attaching) if connection.attached => self.attach_devices(),
             Conclusion::Stays(Refusal::Attaching | Refusal::Searching | Refusal::Full | Refusal::Cold) => return,
@@ -368,6 +374,14 @@ impl Agent {
         }
         self.begin_restore(session, number, None);
     }
+}
+
+/// Whether a connection in the kernel cannot go to a NIC for another reason than that this is full, or that it is not
+/// hot enough. It is tried again later, ever more rarely, if that can pass.
+fn cannot_go(conclusion: &Conclusion, stage: Stage) -> bool {
+    let Conclusion::Stays(refusal) = conclusion else { return false };
+    let soon = matches!(refusal, Refusal::Attaching | Refusal::Searching | Refusal::Full | Refusal::Cold);
+    stage == Stage::Kernel && !soon && !refusal.is_overtaken()
 }
 
 /// Why a connection leaves a NIC that is full: for another one, and since it has too many.
@@ -501,6 +515,16 @@ mod tests {
             }
         }
         assert!((380..=410).contains(&made), "{made} moves of a millisecond in two seconds, of which it may have a fifth");
+    }
+
+    /// Who cannot go for another reason is tried again like any other, and waits for no room meanwhile.
+    #[test]
+    fn who_cannot_go_does_not_wait_for_room() {
+        let cannot = |refusal| cannot_go(&Conclusion::Stays(refusal), Stage::Kernel);
+        assert!([Refusal::NoRoute, Refusal::Unproved, Refusal::Mptcp].into_iter().all(cannot));
+        let waits = [Refusal::Full, Refusal::Cold, Refusal::Searching, Refusal::Attaching];
+        assert!(!waits.into_iter().any(cannot) && !cannot(Refusal::CalledOff));
+        assert!(!cannot_go(&Conclusion::Moved, Stage::Nic) && !cannot_go(&Conclusion::Stays(Refusal::NoRoute), Stage::Nic));
     }
 
     #[test]
