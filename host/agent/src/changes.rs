@@ -383,9 +383,11 @@ fn on_nic_from(sessions: &[Option<Session>], (first, number): (u32, u32)) -> imp
 /// `from` on, then those before it. Not of those that stand still: their turn comes when they go on
 /// ([`Agent::conclude`]).
 fn next_stale(sessions: &[Option<Session>], from: (u32, u32), most: usize) -> Vec<(u32, u32)> {
-    let is_stale = |connection: &Connection| connection.step.custody() == Custody::Nic && connection.is_stale();
+    let is_due = |connection: &Connection| {
+        connection.step.custody() == Custody::Nic && connection.on_nic.as_ref().is_some_and(|on_nic| on_nic.stale)
+    };
     let stale_from = |from: (u32, u32)| {
-        let stale = on_nic_from(sessions, from).filter(move |(_, connection)| is_stale(connection));
+        let stale = on_nic_from(sessions, from).filter(move |(_, connection)| is_due(connection));
         stale.map(|(session, connection)| (session, connection.number()))
     };
     stale_from(from).chain(stale_from((0, 0)).take_while(|at| *at < from)).take(most).collect()

@@ -703,11 +703,6 @@ impl Connection {
         if self.step.custody() == Custody::Nic { self.on_nic.as_deref_mut() } else { None }
     }
 
-    /// Whether its way is to be looked up again.
-    pub fn is_stale(&self) -> bool {
-        self.on_nic.as_ref().is_some_and(|on_nic| on_nic.stale)
-    }
-
     pub fn place(&self) -> Place {
         match self.stage() {
             Stage::Nic | Stage::Ended => Place::Nic,

@@ -469,7 +469,8 @@ impl Agent {
         if conclusion == Conclusion::Moved {
             self.catch_up(session, number);
         }
-        self.looks.ways |= self.connection_ref(session, number).is_some_and(Connection::is_stale);
+        self.looks.ways |=
+            self.connection_ref(session, number).is_some_and(|one| one.on_nic.as_ref().is_some_and(|on_nic| on_nic.stale));
         self.draw_again(session, number);
         self.answer_askers(session, number, conclusion.clone());
         if must_return {
