@@ -17,28 +17,60 @@ pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
 }
 
-/// Puts these bytes in place of what a file contains.
+/// Most bytes that are overwritten with spaces behind a shorter text, before they are cut off.
+const PADDING: usize = 64 << 10;
+
+/// Puts this text in place of what a file contains. Whoever reads it meanwhile, or after this process was killed
+/// meanwhile, finds the old text or the new one, behind which there may be spaces: no rest of a longer old one.
 ///
 /// # Errors
 /// The failed system call's; `InvalidInput` for what is not on a disk or in memory.
-pub fn replace(fd: BorrowedFd<'_>, bytes: &[u8]) -> io::Result<()> {
+pub fn replace(fd: BorrowedFd<'_>, text: &[u8]) -> io::Result<()> {
     if !is_plain(fd)? {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file on a disk or in memory"));
     }
+    let (length, longest) = (text.len() as u64, text.len() + PADDING);
+    let before = fstat(fd)?.st_size.max(0) as u64;
+    if before > longest as u64 {
+        ftruncate(fd, length)?;
+    }
+    let mut padded = text.to_vec();
+    padded.resize(longest.min(before.max(length) as usize), b' ');
     let mut at = 0;
-    while at < bytes.len() {
-        match rustix::io::pwrite(fd, &bytes[at..], at as u64)? {
+    while at < padded.len() {
+        match rustix::io::pwrite(fd, &padded[at..], at as u64)? {
             0 => return Err(io::ErrorKind::WriteZero.into()),
             written => at += written,
         }
     }
-    Ok(ftruncate(fd, bytes.len() as u64)?)
+    Ok(ftruncate(fd, length)?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use std::os::fd::AsFd;
+
+    /// A reader finds the old text or the new one, whatever their lengths are.
+    #[test]
+    fn a_reader_finds_no_rest_of_a_longer_text() {
+        let texts = ["a longer text, of which nothing may stay\n", "short\n"];
+        let file = std::fs::File::from(rustix::fs::memfd_create("report", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+        replace(file.as_fd(), texts[0].as_bytes()).unwrap();
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                (0..20_000).for_each(|round| replace(file.as_fd(), texts[round % 2].as_bytes()).unwrap());
+            });
+            while !writer.is_finished() {
+                let mut found = [0; 100];
+                let length = rustix::io::pread(&file, &mut found, 0).unwrap();
+                let found = std::str::from_utf8(&found[..length]).unwrap().trim_end();
+                assert!(texts.iter().any(|text| text.trim_end() == found), "{found:?}");
+            }
+        });
+        let mut left = [0; 100];
+        assert_eq!(rustix::io::pread(&file, &mut left, 0).unwrap(), texts[1].len(), "and no spaces in the end");
+    }
 
     #[test]
     fn a_pipe_is_no_plain_file() {
