@@ -14,43 +14,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
-# Longer than the slowest of these steps takes on a machine that is busy with other tests.
-PATIENCE = 120
-INSIDE = "BATON_OPERATE_NAMESPACE"
-
-# Two ends of one connection, which Baton moves; it ends when its standard input does.
-LOAD = """
-import asyncio, os, sys
-
-async def echo(reader, writer):
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
-
-async def client(port):
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while True:
-        writer.write(b"x" * 3000)
-        await reader.readexactly(3000)
-        await asyncio.sleep(0.005)  # Waits: the load's pace.
-
-async def main():
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    load = asyncio.create_task(client(server.sockets[0].getsockname()[1]))
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    os._exit(0)
-
-asyncio.run(main())
-"""
-
-
-def step(text):
-    print(f"▸ {text}", flush=True)
+from shared import PATIENCE, in_namespace, load, step, wait_until
 
 
 def output(command, **settings):
@@ -82,22 +48,15 @@ def listed(baton, environment):
     return json.loads(output([baton, "ls", "--json"], env=environment))
 
 
-def until(what, holds):
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, f"{what}: not within {PATIENCE} s"
-        time.sleep(0.05)  # Waits: no event tells of it; the bound is minutes.
-
-
 def check(baton):
     with tempfile.TemporaryDirectory(prefix="baton-operate-capture-") as folder:
         folder = Path(folder)
         environment = {name: value for name, value in os.environ.items() if name != "BATON_SOCKET"}
         script = folder / "load.py"
-        script.write_text(LOAD)
-        load = [baton, "run", "--flip", "300..600", "--", sys.executable, script]
+        script.write_text(load(1, 3000, 0.005))
+        loads = [baton, "run", "--flip", "300..600", "--", sys.executable, script]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**environment, "TMPDIR": str(folder)}}
-        with subprocess.Popen([str(word) for word in load], **pipes) as server:
+        with subprocess.Popen([str(word) for word in loads], **pipes) as server:
             port = int(server.stdout.readline())
             (agent,) = folder.glob("baton-run-*/agent.sock")
             environment["BATON_SOCKET"] = str(agent)
@@ -117,7 +76,7 @@ def moves(baton, environment, folder, port):
         return sum(one["moves"] for one in listed(baton, environment))
 
     before = moved()
-    until("ten moves", lambda: moved() >= before + 10)
+    wait_until("ten moves", lambda: moved() >= before + 10)
     next(capture)
     step("tshark: no retransmission, nothing lost")
     wrong = "tcp.analysis.retransmission or tcp.analysis.lost_segment or tcp.analysis.out_of_order"
@@ -138,23 +97,14 @@ def moves(baton, environment, folder, port):
     file = folder / "death.pcapng"
     capture = captured(baton, environment, file, "--kernel")
     next(capture)
-    until("a connection is on the NIC", lambda: any(one["place"] == "nic" for one in listed(baton, environment)))
+    wait_until("a connection is on the NIC", lambda: any(one["place"] == "nic" for one in listed(baton, environment)))
     nic = json.loads(output([baton, "nic", "show", "--json"], env=environment))["nics"][0]["process"]
     os.kill(nic, signal.SIGKILL)
     before = moved()
-    until("moves", lambda: moved() >= before + 4)
+    wait_until("moves", lambda: moved() >= before + 4)
     said = next(capture)
     comments = [comment for (comment,) in tshark(file, "frame.comment", "frame.comment")]
     assert any("died" in text for text in [*comments, said]), (comments, said)
 
 
-def main():
-    if os.environ.get(INSIDE) is None:
-        inside = 'ip link set lo up && exec "$@"'
-        command = ["unshare", "--net", "sh", "-ec", inside, "sh", sys.executable, *sys.argv]
-        sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}).returncode)
-    check(Path(sys.argv[1]).resolve())
-    step("done")
-
-
-main()
+in_namespace(check)

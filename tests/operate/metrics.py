@@ -16,50 +16,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.parse
 import urllib.request
 from pathlib import Path
 
+from shared import PATIENCE, in_namespace, load, running, step, wait_until
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGING = ROOT / "packaging/metrics"
 PARSER = ROOT / "target/operate/python/bin/python"
-# Longer than the slowest of these steps takes on a machine that is busy with other tests.
-PATIENCE = 120
 PORTS = {"exporter": 19464, "prometheus": 19090}
-INSIDE = "BATON_OPERATE_NAMESPACE"
-
-# An echo server on loopback with some clients, whose connections Baton moves; it ends when its standard input does.
-LOAD = """
-import asyncio, os, socket, sys
-
-async def echo(reader, writer):
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
-
-async def client(port, number):
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+# The NIC does not act on this option: the connection is refused.
+REFUSED = """
+def made(client, number):
     if number == 0:
-        # The NIC does not act on this option: the connection is refused.
-        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 20)
-    while True:
-        writer.write(b"x" * 20000)
-        await reader.readexactly(20000)
-        await asyncio.sleep(0.01)  # Waits: the load's pace.
-
-async def main():
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    clients = [asyncio.create_task(client(port, number)) for number in range(16)]
-    print("ready", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    os._exit(0)
-
-asyncio.run(main())
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, 1 << 20)
 """
-
 # The reference parser of OpenMetrics, and what the text must say at least.
 PARSE = """
 import sys
@@ -69,19 +41,6 @@ assert families["baton_move_blackout_seconds"].type == "histogram" and families[
 assert families["baton_nic_sent_bytes"].type == "counter" and families["baton_up"].type == "gauge"
 print(len(families))
 """
-
-
-def step(text):
-    print(f"▸ {text}", flush=True)
-
-
-def wait_until(what, holds):
-    """Waits for what no event tells of."""
-    until = time.monotonic() + PATIENCE
-    while not (got := holds()):
-        assert time.monotonic() < until, f"{what}: not within {PATIENCE} s"
-        time.sleep(0.2)  # Waits: Prometheus offers no event for it; the bound is minutes.
-    return got
 
 
 def ask(path, **query):
@@ -108,32 +67,17 @@ def dashboard_expressions():
             yield panel["title"], target["expr"].replace("$__rate_interval", "1m").replace("$baton", ".*")
 
 
-@contextlib.contextmanager
-def running(command, **settings):
-    process = subprocess.Popen([str(word) for word in command], **settings)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
 def check(baton):
     with tempfile.TemporaryDirectory(prefix="baton-operate-metrics-") as folder:
         folder = Path(folder)
         environment = {name: value for name, value in os.environ.items() if name != "BATON_SOCKET"}
         script = folder / "load.py"
-        script.write_text(LOAD)
+        script.write_text(load(16, 20000, 0.01, REFUSED))
         # Its Baton's socket lies there, and no other one's.
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**environment, "TMPDIR": str(folder)}}
-        load = [baton, "run", "--flip", "50..400", "--", sys.executable, script]
-        with running(load, **pipes) as server, contextlib.ExitStack() as stack:
-            assert server.stdout.readline() == b"ready\n"
+        loads = [baton, "run", "--flip", "50..400", "--", sys.executable, script]
+        with running(loads, **pipes) as server, contextlib.ExitStack() as stack:
+            assert int(server.stdout.readline())
             (agent,) = folder.glob("baton-run-*/agent.sock")
             environment["BATON_SOCKET"] = str(agent)
             step("the text format: promtool check metrics")
@@ -206,13 +150,4 @@ def scraped(server, baton, environment):
     wait_until("the alert holds", lambda: values('ALERTS{alertname="BatonDown"}'))
 
 
-def main():
-    if os.environ.get(INSIDE) is None:
-        inside = 'ip link set lo up && exec "$@"'
-        command = ["unshare", "--net", "sh", "-ec", inside, "sh", sys.executable, *sys.argv]
-        sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}).returncode)
-    check(Path(sys.argv[1]).resolve())
-    step("done")
-
-
-main()
+in_namespace(check)

@@ -22,13 +22,17 @@ import tempfile
 import time
 from pathlib import Path
 
+from shared import PATIENCE, in_namespace, load, running, step, wait_until
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PICTURES = ROOT / "target/operate"
-# Longer than the slowest of these steps takes on a machine that is busy with other tests.
-PATIENCE = 120
 WIDTHS = {"phone": (360, 740), "screen": (1280, 900)}
 CLIENTS = 70
-INSIDE = "BATON_OPERATE_NAMESPACE"
+# The load's name is HTML.
+NAMED = """
+with open("/proc/self/comm", "w") as name:
+    name.write("<b>&amp;</b>")
+"""
 # What Chromium is started by: it reads requests at descriptor 3 and writes answers to 4.
 STARTS = """
 import fcntl, os, sys
@@ -36,65 +40,6 @@ read, write = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.arg
 os.dup2(read, 3), os.dup2(write, 4)
 os.execvp(sys.argv[3], sys.argv[3:])
 """
-
-# An echo server on loopback with some clients, whose connections Baton moves; it ends when its standard input does. Its name is HTML.
-LOAD = """
-import asyncio, os, sys
-
-with open("/proc/self/comm", "w") as name:
-    name.write("<b>&amp;</b>")
-
-async def echo(reader, writer):
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
-
-async def client(port):
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    while True:
-        writer.write(b"x" * 5000)
-        await reader.readexactly(5000)
-        await asyncio.sleep(0.05)  # Waits: the load's pace.
-
-async def main():
-    server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    clients = [asyncio.create_task(client(port)) for _ in range(int(sys.argv[1]))]
-    print("ready", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
-    os._exit(0)
-
-asyncio.run(main())
-"""
-
-
-def step(text):
-    print(f"▸ {text}", flush=True)
-
-
-def wait_until(what, holds):
-    """Waits for what no event tells of."""
-    until = time.monotonic() + PATIENCE
-    while not (got := holds()):
-        assert time.monotonic() < until, f"{what}: not within {PATIENCE} s"
-        time.sleep(0.2)  # Waits: the page is looked at again; the bound is minutes.
-    return got
-
-
-@contextlib.contextmanager
-def running(command, **settings):
-    process = subprocess.Popen([str(word) for word in command], **settings)
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
 
 
 class Browser:
@@ -227,14 +172,14 @@ def check(baton):
     PICTURES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="baton-operate-page-", ignore_cleanup_errors=True) as folder, contextlib.ExitStack() as stack:
         folder = Path(folder)
-        (folder / "load.py").write_text(LOAD)
+        (folder / "load.py").write_text(load(CLIENTS, 5000, 0.05, NAMED))
         (folder / "bench.html").write_text("<!doctype html><title>Report</title><h1>Benches</h1><script>document.title = 'wrong'</script>")
         environment = {name: value for name, value in os.environ.items() if name != "BATON_SOCKET"}
         # Its Baton's socket lies there, and no other one's.
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": {**environment, "TMPDIR": str(folder)}}
-        load = [baton, "run", "--flip", "50..400", "--", sys.executable, folder / "load.py", CLIENTS]
-        server = stack.enter_context(running(load, **pipes))
-        assert server.stdout.readline() == b"ready\n"
+        loads = [baton, "run", "--flip", "50..400", "--", sys.executable, folder / "load.py"]
+        server = stack.enter_context(running(loads, **pipes))
+        assert int(server.stdout.readline())
         (agent,) = folder.glob("baton-run-*/agent.sock")
         environment["BATON_SOCKET"] = str(agent)
         serves = [baton, "page", "--listen", "127.0.0.1:0", "--report", folder / "bench.html"]
@@ -302,13 +247,4 @@ def look(browser, base, baton, environment):
     assert browser.run("fetch('report').then((answer) => answer.text())").count("Benches") == 1
 
 
-def main():
-    if os.environ.get(INSIDE) is None:
-        inside = 'ip link set lo up && exec "$@"'
-        command = ["unshare", "--net", "sh", "-ec", inside, "sh", sys.executable, *sys.argv]
-        sys.exit(subprocess.run(command, env={**os.environ, INSIDE: "1"}).returncode)
-    check(Path(sys.argv[1]).resolve())
-    step("done")
-
-
-main()
+in_namespace(check)

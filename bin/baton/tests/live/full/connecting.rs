@@ -198,7 +198,7 @@ fn connecting_fails_as_natively(beside: bool) {
     drop(listener);
 }
 
-/// Begins to connect from one port, gives that up when it is told to, and connects from there again.
+/// Begins to connect from one port, gives that up when the test says so, and connects from that port again.
 const AGAIN: &str = "
 import socket, sys
 def begin():
