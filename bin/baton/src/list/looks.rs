@@ -10,6 +10,7 @@ use baton_protocol::program::{Ask, ClassInfo, ConnectionInfo, Load, Reply, Stati
 use baton_protocol::texts::plain;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 /// Agents that are looked at at the same time.
 const LOOKS: usize = 64;
@@ -187,13 +188,19 @@ impl Watch {
         if now >= self.search_at || self.batons.iter().any(|baton| baton.tool.is_none()) {
             self.search(now);
         }
+        self.each(Watched::look);
+    }
+
+    /// Does something with all of them, many at a time.
+    fn each(&mut self, act: impl Fn(&mut Watched) + Sync) {
         if let [only] = &mut self.batons[..] {
-            return only.look();
+            return act(only);
         }
+        let act = &act;
         for some in self.batons.chunks_mut(LOOKS) {
             std::thread::scope(|scope| {
                 for baton in some {
-                    scope.spawn(move || baton.look());
+                    scope.spawn(move || act(baton));
                 }
             });
         }
@@ -201,28 +208,31 @@ impl Watch {
 
     /// The classes of connections of all Batons that place them by measured gain, and what was measured.
     pub fn classes(&mut self) -> Vec<ClassInfo> {
-        let ask = |baton: &mut Watched| {
-            let tool = baton.tool.as_mut()?;
+        let all = Mutex::new(Vec::new());
+        self.each(|baton| {
+            let Some(tool) = baton.tool.as_mut() else { return };
             tool.begin_round();
             // What goes wrong shows at the next look.
-            if let Ok(Reply::Gain(classes)) = tool.ask(Ask::Gain) { Some(classes) } else { None }
-        };
-        self.batons.iter_mut().filter_map(ask).flatten().collect()
+            if let Ok(Reply::Gain(classes)) = tool.ask(Ask::Gain) {
+                all.lock().unwrap_or_else(PoisonError::into_inner).extend(classes);
+            }
+        });
+        all.into_inner().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Gets the long descriptions of these connections.
     pub fn describe(&mut self, keys: &[Key]) {
-        for baton in &mut self.batons {
+        self.each(|baton| {
             let number = baton.number;
             let wanted: Vec<_> =
                 keys.iter().filter(|(of, ..)| *of == number).map(|(_, session, connection)| (*session, *connection)).collect();
             // What goes wrong shows at the next look.
-            let Some(tool) = baton.tool.as_mut().filter(|_| !wanted.is_empty()) else { continue };
+            let Some(tool) = baton.tool.as_mut().filter(|_| !wanted.is_empty()) else { return };
             tool.begin_round();
             if let Ok(list) = tool.describe(&wanted) {
                 baton.renew(list);
             }
-        }
+        });
     }
 
     /// All connections, in no order.
