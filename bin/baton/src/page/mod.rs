@@ -27,7 +27,7 @@ this machine sees there what the user sees who runs this command, so as root the
 reach are refused: there is neither a password nor encryption. By ssh, as above, you see what is yours.
 
 The report is the page of the last `baton bench all` by the same user, or --report FILE: what `baton bench all --page`, `baton lab --output`
-or `baton demo` have written.";
+or `baton demo` have written. Whoever can connect sees it.";
 
 /// Everybody may connect to the Unix socket: who it is says the kernel.
 const MODE: u32 = 0o666;
@@ -59,8 +59,12 @@ pub fn run(arguments: PageArguments) -> Result<()> {
         None => Address::Unix(run_directory::lasting()?.join("page.sock")),
     };
     check(&address)?;
-    if let Some(report) = arguments.report.as_ref().filter(|report| !report.is_file()) {
-        bail!("--report {}: there is no such file; `baton bench all --page {}` makes it", report.display(), report.display());
+    if let Some(report) = arguments.report.as_ref().filter(|report| site::modified(report).is_none()) {
+        bail!(
+            "--report {}: there is no such file, or it has more than 4 MiB; `baton bench all --page {}` makes it",
+            report.display(),
+            report.display()
+        );
     }
     let report = arguments.report.or_else(last_report);
     serve::run("page", "/", &address, MODE, Page::new(State::new(arguments.socket), report))

@@ -229,7 +229,7 @@
       const answer = await fetch(`state?${query}`, { signal: own.signal, cache: "no-store" });
       if (answer.status === 400) {
         say(byId("refused"), await answer.text());
-        wanted.filter = "";
+        [wanted.filter, wanted.from] = ["", 0];
       } else if (answer.ok) {
         const state = await answer.json();
         if (asking === own) show(state);

@@ -8,9 +8,10 @@ use crate::list::row::Sort;
 use crate::serve::http::{Answer, Request};
 use crate::serve::server::{Counts, Site};
 use clap::ValueEnum;
-use std::fs::{self, File};
+use std::fs::{Metadata, OpenOptions};
 use std::io::Read;
 use std::net::IpAddr;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -122,16 +123,22 @@ fn decoded(value: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
+fn is_report(metadata: &Metadata) -> bool {
+    metadata.is_file() && metadata.len() <= MOST
+}
+
 /// When a report was written, seconds since 1970. None if there is none, or one that is too long.
-fn modified(path: &Path) -> Option<u64> {
-    let metadata = fs::metadata(path).ok().filter(|metadata| metadata.is_file() && metadata.len() <= MOST)?;
+pub fn modified(path: &Path) -> Option<u64> {
+    let metadata = std::fs::metadata(path).ok().filter(is_report)?;
     Some(metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
 fn read(path: &Path) -> Option<String> {
-    modified(path)?;
+    // The open of a FIFO, which somebody may have put there, does not wait for a writer.
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
+    file.metadata().ok().filter(is_report)?;
     let mut text = Vec::new();
-    File::open(path).ok()?.take(MOST).read_to_end(&mut text).ok()?;
+    file.take(MOST).read_to_end(&mut text).ok()?;
     Some(String::from_utf8_lossy(&text).into_owned())
 }
 
@@ -209,14 +216,21 @@ mod tests {
         let mut page = Page::new(State::new(nowhere()), Some(path.clone()));
         assert!(ask(&mut page, "/report", Some("localhost")).status.starts_with("404"));
         assert!(ask(&mut page, "/state", Some("localhost")).body.contains("\"report\":null"));
-        fs::write(&path, "<h1>Benches</h1><script>1</script>").expect("a file");
+        std::fs::write(&path, "<h1>Benches</h1><script>1</script>").expect("a file");
         let report = ask(&mut page, "/report", Some("localhost"));
         assert!(report.body.contains("Benches") && report.head().contains("sandbox; default-src 'none'"), "{}", report.head());
         let state = ask(&mut page, "/state", Some("localhost"));
         let state: serde_json::Value = serde_json::from_str(&state.body).expect("JSON");
         assert!(state["report"].as_u64().is_some_and(|at| at > 1_700_000_000), "{state}");
-        fs::remove_file(&path).expect("its removal");
+        std::fs::remove_file(&path).expect("its removal");
         assert_eq!(read(&std::env::temp_dir()), None, "a directory is no report");
+        let made = std::process::Command::new("mkfifo").arg(&path).status().expect("mkfifo");
+        assert!(made.success());
+        assert_eq!(read(&path), None, "a FIFO is no report");
+        std::fs::remove_file(&path).expect("its removal");
+        std::fs::write(&path, vec![b'x'; MOST as usize + 1]).expect("a file");
+        assert_eq!((read(&path), modified(&path)), (None, None), "it is too long");
+        std::fs::remove_file(&path).expect("its removal");
     }
 
     /// Programs choose their names. What they write is text, whatever is in it: nothing makes HTML of it, or runs it.
@@ -255,6 +269,14 @@ mod tests {
         }
         for part in [":focus-visible", "prefers-color-scheme: dark", "prefers-reduced-motion"] {
             assert!(css.contains(part), "{part}");
+        }
+    }
+
+    /// Before the first answer nobody knows how long a page of the list is.
+    #[test]
+    fn pages_are_turned_behind_the_first_answer_only() {
+        for id in ["previous", "next"] {
+            assert!(FILES[0].2.contains(&format!("<button id=\"{id}\" type=\"button\" disabled>")), "{id}");
         }
     }
 
