@@ -30,6 +30,8 @@ const REST: u64 = 100_000;
 /// Seconds of its line that a client reads at once, and bytes at least and at most.
 const PIECE: f64 = 0.05;
 const PIECES: [f64; 2] = [1460.0, 65_536.0];
+/// Reads of one client before it is the others' turn: a server may send without end what is no file.
+const READS: usize = 16;
 /// Bytes of a receive buffer where the line is limited: what waits there has crossed the network faster than the line
 /// would have carried it.
 const RECEIVE_BUFFER: i32 = 32 << 10;
@@ -246,8 +248,8 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// Something has happened to a client's socket. It may have been one that the client has no longer: then there is
-    /// nothing to do yet.
+    /// A client's socket is readable, writable or closed. The event may be of a socket that the client has closed since: then
+    /// there is nothing to do yet.
     fn ready(&mut self, at: usize, now: u64) {
         self.clients[at].readable = true;
         match self.clients[at].doing {
@@ -351,9 +353,9 @@ impl<'a> Worker<'a> {
         self.receive(at, now);
     }
 
-    /// Reads as much as the line can carry now.
+    /// Reads as much as the line can carry now, [`READS`] times at most.
     fn receive(&mut self, at: usize, now: u64) {
-        loop {
+        for _ in 0..READS {
             let client = &mut self.clients[at];
             let Some(connection) = client.socket.as_ref().filter(|_| client.readable) else { return };
             if client.line.free_at() > now {
@@ -382,6 +384,8 @@ impl<'a> Worker<'a> {
                 Err(what) => return self.fault(at, now, what),
             }
         }
+        // Not `now`: those whose time has come by then are all run before anything else.
+        self.wake_at(at, now + 1);
     }
 
     /// The server has closed a connection while the client waited for an answer.

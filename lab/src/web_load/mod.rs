@@ -17,7 +17,7 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use baton_linux::events::monotonic_micros;
 use baton_linux::process::raise_descriptor_limit;
 use client::Worker;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -28,7 +28,7 @@ const LEAST: f64 = 320e3;
 const LEAST_SHARE: f64 = 0.8;
 /// Descriptors that the process has besides its connections, at most.
 const OTHERS: u64 = 64;
-/// How long the server's first answers are waited for.
+/// How long each of the server's first answers is waited for.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Which requests share a connection.
@@ -146,8 +146,13 @@ fn first_answer(load: &WebLoad, server: SocketAddr, request: &Request) -> Result
     stream.set_write_timeout(Some(PATIENCE))?;
     stream.write_all(load.text(request, true).as_bytes())?;
     let (mut answer, mut buffer) = (Answer::default(), [0u8; 4096]);
+    let until = monotonic_micros() + PATIENCE.as_micros() as u64;
     while answer.status() == 0 {
-        let got = stream.read(&mut buffer).context("waiting for the server's first answer")?;
+        let got = match stream.read(&mut buffer) {
+            Err(error) if error.kind() == ErrorKind::WouldBlock => 0,
+            got => got.context("waiting for the server's first answer")?,
+        };
+        ensure!(monotonic_micros() < until, "the server has not answered within {} s", PATIENCE.as_secs());
         ensure!(got > 0, "the server closed the connection before it answered");
         answer.body(&mut &buffer[..got]).map_err(|what| anyhow!(what))?;
     }

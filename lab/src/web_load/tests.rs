@@ -209,6 +209,26 @@ fn a_server_may_close_a_connection_between_requests() {
     assert!(report.requests > 0 && report.closed_idle > 0 && report.errors == resets, "{report:?}");
 }
 
+/// A server whose answers have headers behind the body without end: the load ends nevertheless.
+#[test]
+fn an_answer_without_end_does_not_hold_up_the_load() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let server = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for mut stream in listener.incoming().flatten() {
+            std::thread::spawn(move || {
+                let lines = b"A: b\r\n".repeat(10_000);
+                let _ = stream.read(&mut [0; 4096]);
+                let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n");
+                // Until the client is gone.
+                while stream.write_all(&lines).is_ok() {}
+            });
+        }
+    });
+    let report = run(&WebLoad { rate: f64::INFINITY, connections: 1, ..load(server) }).unwrap();
+    assert_eq!(report.requests, 0, "{report:?}");
+}
+
 #[test]
 fn programs_are_asked_for_their_share() {
     let server = serve(|request| plain(&files::content(request)));
