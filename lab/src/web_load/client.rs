@@ -248,8 +248,8 @@ impl<'a> Worker<'a> {
         }
     }
 
-    /// A client's socket is readable, writable or closed. The event may be of a socket that the client has closed since: then
-    /// there is nothing to do yet.
+    /// A client's socket is readable, writable or closed. The event may be of one that the client has closed since;
+    /// then there is nothing to do yet.
     fn ready(&mut self, at: usize, now: u64) {
         self.clients[at].readable = true;
         match self.clients[at].doing {

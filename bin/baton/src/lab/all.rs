@@ -67,11 +67,12 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
             Part::of(baton_lab::connections::run(how.rounds), |report| &report.bars),
         ),
     ];
+    let html = page::html(&machine, &sections);
     if let Some(page) = &mut page {
-        page.write_all(page::html(&machine, &sections).as_bytes()).context("writing the page")?;
+        page.write_all(html.as_bytes()).context("writing the page")?;
     }
     if let Some(kept) = &kept
-        && let Err(error) = keep(kept, &page::html(&machine, &sections))
+        && let Err(error) = keep(kept, &html)
     {
         eprintln!("baton bench all: {}, for `baton page`: {error}", kept.display());
     }

@@ -236,7 +236,7 @@ mod tests {
             ("0.0.0.0:1", true),
             ("[::]:1", true),
             ("192.0.2.1:1", true),
-            // By this name other machines reach nothing, but a socket of IPv6 is not needed for it.
+            // Loopback as well, but not by `is_loopback`: it can be written as 127.0.0.1.
             ("[::ffff:127.0.0.1]:1", true),
         ] {
             assert_eq!(text.parse::<Address>().expect("an address").is_exposed(), exposed, "{text}");

@@ -74,7 +74,7 @@ impl Listening {
         Some((Made { shared: self.shared.clone(), connection, fd }, peer))
     }
 
-    /// Handles what the NIC has said.
+    /// Handles the NIC's events.
     pub fn catch_up(&self) {
         self.shared.catch_up(ME);
     }

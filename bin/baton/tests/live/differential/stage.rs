@@ -337,10 +337,10 @@ impl Stage {
         let of_kernel = by_cookies(scripts) * if self.listening.is_some() { NIC as u64 } else { LANES as u64 };
         assert!(restored >= of_kernel, "the kernel has made {restored} of {of_kernel} connections from cookies");
         // Each move sends an acknowledgement, which answers no script.
-        let mut heard = Instant::now();
-        while heard.elapsed() < QUIET {
+        let mut last = Instant::now();
+        while last.elapsed() < QUIET {
             if self.pump() {
-                heard = Instant::now();
+                last = Instant::now();
             }
         }
         Ok(())
@@ -579,11 +579,11 @@ impl Stage {
             }
         }
         self.fence();
-        let (begun, mut heard) = (Instant::now(), Instant::now());
+        let (begun, mut last) = (Instant::now(), Instant::now());
         let mut ready = Vec::new();
-        while begun.elapsed() < STEP || heard.elapsed() < QUIET || !self.settled() {
+        while begun.elapsed() < STEP || last.elapsed() < QUIET || !self.settled() {
             if self.pump() {
-                heard = Instant::now();
+                last = Instant::now();
             }
             self.session.poll(Some(Duration::from_millis(1)), &mut ready).expect("poll");
             assert!(begun.elapsed() < Duration::from_secs(30), "the answers do not end");
