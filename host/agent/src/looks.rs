@@ -43,6 +43,9 @@ const MOST_DESTINATIONS: usize = 64;
 /// Looking them up takes one part in this many of the time at most: whoever can send a message to this host can claim
 /// that packets to many destinations were too big.
 const ROUTES_PART: u64 = 10;
+/// Longest time without such lookups, in microseconds: routes that change all the time take the agent's time, too, and
+/// connections would go on sending packets that are too big.
+const LONGEST_ROUTES_REST: u64 = 60_000_000;
 
 /// Times of the next polls, and what they cover.
 #[derive(Default)]
@@ -105,7 +108,8 @@ impl Looks {
 
     /// Notes that routes have been looked up, of some connections.
     fn note_routes(&mut self, begun: u64, ended: u64) {
-        self.routes_rest = ended.max(self.routes_rest) + (ROUTES_PART - 1) * ended.saturating_sub(begun);
+        let rest = ended.max(self.routes_rest) + (ROUTES_PART - 1) * ended.saturating_sub(begun);
+        self.routes_rest = rest.min(ended + LONGEST_ROUTES_REST);
     }
 }
 
@@ -369,5 +373,10 @@ mod tests {
         looks.routes_due = 0;
         looks.plan_routes(4_100_000);
         assert_eq!(looks.routes_due, 4_010_000 + 10 * 90_000);
+        // Routes change all the time for two minutes.
+        (5..125).for_each(|second| looks.note_routes(second * 1_000_000, (second + 1) * 1_000_000));
+        looks.routes_due = 0;
+        looks.plan_routes(125_000_000);
+        assert_eq!(looks.routes_due, 125_000_000 + LONGEST_ROUTES_REST);
     }
 }
