@@ -67,8 +67,9 @@ pub(crate) struct Looks {
     /// Ways of connections are to be looked up again, beginning with the one of this session and number.
     pub ways: bool,
     pub ways_from: (u32, u32),
-    /// Ways of sessions for messages, and of UDP sockets, are to be looked up again.
+    /// Ways of sessions for messages, beginning with this session, and of UDP sockets are to be looked up again.
     pub hosts: bool,
+    pub hosts_from: u32,
     pub datagram_ways: bool,
     /// Time of the next poll of UDP sockets, listeners and sessions for messages; 0 while there are none. And the UDP
     /// socket, the listener and the session at which it begins.

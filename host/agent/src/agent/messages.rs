@@ -139,21 +139,16 @@ impl Agent {
 
     /// Looks up the ways to the next hosts for which that is due. Returns whether there may be more.
     pub(crate) fn follow_next_hosts(&mut self) -> bool {
-        let mut left = HOSTS_AT_ONCE;
-        for number in 0..self.sessions.len() as u32 {
+        let turn = next_stale_hosts(&self.sessions, self.looks.hosts_from, HOSTS_AT_ONCE);
+        for (number, host) in turn.iter().copied() {
+            self.looks.hosts_from = number + 1;
             let Some((mut ground, session)) = self.split(number) else { continue };
             let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else { continue };
-            let stale = open.hosts.iter().filter(|(_, host)| host.stale).map(|(address, _)| *address);
-            let due: Vec<IpAddr> = stale.take(left).collect();
-            left -= due.len();
-            for host in due {
-                open.hosts.entry(host).and_modify(|host| host.stale = false);
-                // Why there is no way is not kept: a request for this host asks the kernel again, and its answer says
-                // why.
-                let _ = ground.find_host(number, messages.address, open, host, None);
-            }
+            open.hosts.entry(host).and_modify(|host| host.stale = false);
+            // Why there is no way is not kept: a request for this host asks the kernel again, and its answer says why.
+            let _ = ground.find_host(number, messages.address, open, host, None);
         }
-        left == 0
+        turn.len() == HOSTS_AT_ONCE
     }
 }
 
@@ -215,6 +210,18 @@ fn next_with_socket(sessions: &[Option<Session>], from: u32, most: usize) -> Vec
     };
     let (all, from) = (sessions.len() as u32, from.min(sessions.len() as u32));
     (from..all).chain(0..from).filter(has_socket).take(most).collect()
+}
+
+/// Up to `most` hosts whose ways are to be looked up again, each with its session's number, in turn: those of the
+/// sessions from `from` on, then of those before it.
+fn next_stale_hosts(sessions: &[Option<Session>], from: u32, most: usize) -> Vec<(u32, IpAddr)> {
+    let (all, from) = (sessions.len() as u32, from.min(sessions.len() as u32));
+    let hosts_of = |number: u32| {
+        let session = sessions[number as usize].as_ref().filter(|session| session.opening.messages.is_some());
+        let hosts = session.and_then(|session| session.open.as_ref()).into_iter().flat_map(|open| &open.hosts);
+        hosts.filter(|(_, host)| host.stale).map(move |(address, _)| (number, *address))
+    };
+    (from..all).chain(0..from).flat_map(hosts_of).take(most).collect()
 }
 
 /// What the socket of a session for messages is bound to.
@@ -298,6 +305,20 @@ mod tests {
         session.opening = Opening { messages, ..Opening::alone() };
         session.open = Some(OpenSession { socket: Some(Arc::new(Foreign::from(OwnedFd::from(socket)))), ..open });
         session
+    }
+
+    /// A session whose ways change all the time does not keep those of others from being looked up.
+    #[test]
+    fn hosts_of_sessions_are_looked_up_in_turn() {
+        let mut sessions = [Some(session(true)), None, Some(session(false)), Some(session(true))];
+        let address = |last: u8| IpAddr::from([10, 0, 0, last]);
+        for session in sessions.iter_mut().flatten() {
+            let hosts = &mut session.open.as_mut().expect("it is open").hosts;
+            hosts.extend([1, 2, 3].map(|last| (address(last), Host { way: None, next: address(last), stale: last != 2 })));
+        }
+        assert_eq!(next_stale_hosts(&sessions, 0, 2), [(0, address(1)), (0, address(3))]);
+        assert_eq!(next_stale_hosts(&sessions, 1, 3), [(3, address(1)), (3, address(3)), (0, address(1))]);
+        assert_eq!(next_stale_hosts(&sessions, 9, 9).len(), 4, "the last sessions have ended");
     }
 
     /// However many there are, some are polled at a time, and each has its turn.
