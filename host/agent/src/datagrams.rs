@@ -12,7 +12,7 @@ use crate::connecting::source_for;
 use crate::connection::Asker;
 use crate::ground::Shape;
 use crate::nic_requests::Answered;
-use crate::numbers::Numbers;
+use crate::numbers::{Numbers, turn};
 use crate::session::Host;
 use crate::users::Taken;
 use baton_abi::layout::{datagrams, session as layout};
@@ -383,11 +383,8 @@ impl Agent {
     /// the port that the kernel had chosen, and another one may have it. Returns where to go on, and whether the NIC
     /// has any socket.
     pub(crate) fn look_at_datagrams(&mut self, from: u32, most: usize) -> (u32, bool) {
-        let turn: Vec<u32> = self.datagrams.by_id.range(from..).take(most).map(|(id, _)| *id).collect();
-        for id in &turn {
-            self.poll_datagrams(*id);
-        }
-        let next = turn.last().filter(|_| turn.len() == most).map_or(0, |id| id + 1);
+        let (ids, next) = turn(&self.datagrams.by_id, from, most, |_| true);
+        ids.into_iter().for_each(|id| self.poll_datagrams(id));
         (next, self.datagrams.by_id.values().any(|socket| socket.local.is_some()))
     }
 

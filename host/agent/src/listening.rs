@@ -21,7 +21,7 @@ use crate::listened::Steered;
 use crate::memory::{self, Limits};
 use crate::nic::NicProcess;
 use crate::nic_requests::Answered;
-use crate::numbers::Numbers;
+use crate::numbers::{Numbers, turn};
 use crate::record::read_image;
 use crate::session::Session;
 use crate::users::Taken;
@@ -390,8 +390,8 @@ impl Agent {
     /// Polls up to `most` listeners: a program that closes one is to say so, but need not, and another socket may
     /// listen at its port then. Returns where the next poll begins, and whether there are any.
     pub(crate) fn look_at_listeners(&mut self, from: u32, most: usize) -> (u32, bool) {
-        let (turn, next) = share::turn(&self.listeners.by_id, from, most, |_| true);
-        for id in turn {
+        let (ids, next) = turn(&self.listeners.by_id, from, most, |_| true);
+        for id in ids {
             if !self.still_listens(id) {
                 self.end_listener(id);
             }

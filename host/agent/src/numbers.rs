@@ -5,6 +5,7 @@
 //! or nothing.
 
 use baton_linux::process;
+use std::collections::BTreeMap;
 
 const MOST: u32 = i32::MAX as u32;
 
@@ -33,9 +34,30 @@ impl Numbers {
     }
 }
 
+/// The numbers of up to `most` entries for which `of` is true, in turn: those from `from` on, then those before it. And
+/// where the next turn begins.
+pub(crate) fn turn<T>(entries: &BTreeMap<u32, T>, from: u32, most: usize, of: impl Fn(&T) -> bool) -> (Vec<u32>, u32) {
+    let in_turn = entries.range(from..).chain(entries.range(..from)).filter(|(_, entry)| of(entry));
+    let turn: Vec<u32> = in_turn.take(most).map(|(number, _)| *number).collect();
+    let next = turn.last().map_or(0, |last| last.wrapping_add(1));
+    (turn, next)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_has_its_turn() {
+        let entries = BTreeMap::from([1, 4, 5, u32::MAX].map(|number| (number, number)));
+        let all = |from, most| turn(&entries, from, most, |_| true);
+        assert_eq!(all(0, 3), (vec![1, 4, 5], 6));
+        assert_eq!(all(6, 3), (vec![u32::MAX, 1, 4], 5));
+        assert_eq!(all(5, 9), (vec![5, u32::MAX, 1, 4], 5), "each once");
+        assert_eq!(all(5, 2), (vec![5, u32::MAX], 0));
+        assert_eq!(turn(&entries, 5, 2, |number| *number < 5), (vec![1, 4], 5), "only these");
+        assert_eq!(turn(&BTreeMap::<u32, u32>::new(), 7, 3, |_| true), (vec![], 0));
+    }
 
     /// What another agent has given is given again only by chance: once in ten million runs of this test.
     #[test]

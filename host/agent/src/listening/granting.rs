@@ -3,6 +3,7 @@
 use super::{Listener, MOST_WAITING, share};
 use crate::agent::Agent;
 use crate::nic::{Hardware, NicProcess};
+use crate::numbers::turn;
 use crate::record::unpublish;
 use baton_abi::{Cid, Control, Message, Operation};
 
@@ -61,10 +62,10 @@ fn lacks_slots(listener: &Listener) -> bool {
 /// listener without any slot gets no connection whose acceptance would ask for more.
 pub(super) fn grant_what_is_missing(agent: &mut Agent) {
     let listeners = &mut agent.listeners;
-    let (turn, next) = share::turn(&listeners.by_id, listeners.lacking_from, MOST_GRANTED, lacks_slots);
+    let (lacking, next) = turn(&listeners.by_id, listeners.lacking_from, MOST_GRANTED, lacks_slots);
     listeners.lacking_from = next;
     let granted = |id: &u32| listeners.by_id.get(id).map_or(0, |listener| listener.granted.len());
-    let mut lacking: Vec<(usize, u32)> = turn.iter().map(|id| (granted(id), *id)).collect();
+    let mut lacking: Vec<(usize, u32)> = lacking.iter().map(|id| (granted(id), *id)).collect();
     // One each in turn, beginning with those that have the fewest, since there may not be enough for all.
     lacking.sort_unstable();
     let mut of_nics = agent.listeners.left(agent.nics.len(), agent.settings.nic.slots);
