@@ -253,8 +253,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             let known = at_or_before(segment.end(), offloaded.tcp.rcv_nxt()) && segment.end() != segment.seq;
             if known {
                 let learned = offloaded.tcp.learn_timestamp(&segment, now);
-                let says_more = before(offloaded.tcp.snd_una(), segment.ack) || before(offloaded.tcp.rcv_nxt(), segment.seq);
-                if !learned || !says_more {
+                if !learned || !before(offloaded.tcp.snd_una(), segment.ack) {
                     continue;
                 }
                 segment.seq = offloaded.tcp.rcv_nxt();
