@@ -109,8 +109,8 @@ impl Shape {
 
     /// Removes the flows with which an agent that has died has left the steering, but for the `owned` ones. What their
     /// peers send is the kernel's then, which resets them; and another connection can have the 4-tuple, of which the
-    /// kernel could send nothing before. Those that a NIC makes again stay while their listener, of which `listens`
-    /// tells, is served.
+    /// kernel could send nothing before. Those that a NIC makes again stay while their listener is served; `listens`
+    /// says whether there is one at an endpoint.
     pub fn keep_only(&mut self, owned: &HashSet<Flow>, listens: impl Fn(Endpoint) -> bool) {
         let Shape::Beside { steering, claims, .. } = self else { return };
         for flow in steering.flows() {

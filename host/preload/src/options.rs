@@ -231,7 +231,7 @@ pub(crate) unsafe fn ioctl(tcp: &'static Tcp, fd: c_int, request: c_ulong, argum
     if written { 0 } else { fail(libc::EFAULT) as c_int }
 }
 
-/// Bytes that the program has not read, wherever the connection is. None if that cannot be told.
+/// Bytes that the program has not read, wherever the connection is. None if FIONREAD fails.
 pub(crate) fn unread(tcp: &'static Tcp, fd: c_int) -> Option<c_int> {
     let mut count: c_int = 0;
     // SAFETY: `count` is live and has room for the int that FIONREAD returns.
@@ -239,7 +239,7 @@ pub(crate) fn unread(tcp: &'static Tcp, fd: c_int) -> Option<c_int> {
     (done == 0).then_some(count)
 }
 
-/// As [`unread`], in the kernel's socket, asked without this library.
+/// As [`unread`], but only what is in the kernel's socket.
 pub(crate) fn unread_in_kernel(fd: c_int) -> Option<c_int> {
     let mut count: c_int = 0;
     // SAFETY: `count` is live and has room for the int that FIONREAD returns.

@@ -25,8 +25,8 @@ thread_local! {
     static USER: Cell<u32> = const { Cell::new(u32::MAX) };
 }
 
-/// This thread works on behalf of a user: what it drops is that user's. Afterwards it works for the one before, whose
-/// number is in here.
+/// While this lives its thread works on behalf of a user: what the thread drops is that user's. Holds the number of the
+/// user for whom the thread worked before, and does again when this is dropped.
 #[derive(Debug)]
 pub struct OnBehalf(u32);
 
@@ -454,7 +454,7 @@ mod tests {
 
     /// What is dropped for another user in between is that user's alone.
     #[test]
-    fn a_thread_works_for_the_one_before_again() {
+    fn a_thread_works_for_its_earlier_user_again() {
         let outer = on_behalf_of(OTHER);
         drop(on_behalf_of(USERS.start));
         assert_eq!(USER.get(), OTHER);
