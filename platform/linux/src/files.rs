@@ -17,11 +17,13 @@ pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
 }
 
-/// Most bytes that are overwritten with spaces behind a shorter text, before they are cut off.
-const PADDING: usize = 64 << 10;
+/// Most bytes by which an old text may be longer and is overwritten with spaces; one that is longer still is cut first.
+const PADDING: u64 = 64 << 10;
 
 /// Puts this text in place of what a file contains. Whoever reads it meanwhile, or after this process was killed
-/// meanwhile, finds the old text or the new one, behind which there may be spaces: no rest of a longer old one.
+/// meanwhile, finds the old text or the new one, behind which there may be spaces: no rest of a longer old one, and not
+/// only the beginning of a longer new one. Of texts longer than a page a reader may find old and new pages: the kernel
+/// writes them one by one.
 ///
 /// # Errors
 /// The failed system call's; `InvalidInput` for what is not on a disk or in memory.
@@ -29,21 +31,30 @@ pub fn replace(fd: BorrowedFd<'_>, text: &[u8]) -> io::Result<()> {
     if !is_plain(fd)? {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a file on a disk or in memory"));
     }
-    let (length, longest) = (text.len() as u64, text.len() + PADDING);
-    let before = fstat(fd)?.st_size.max(0) as u64;
-    if before > longest as u64 {
+    let length = text.len() as u64;
+    let mut before = fstat(fd)?.st_size.max(0) as u64;
+    if before > length + PADDING {
         ftruncate(fd, length)?;
+        before = length;
     }
+    // Both texts are as long while one replaces the other: a write changes the bytes before it changes the length.
+    write_all(fd, &vec![b' '; length.saturating_sub(before) as usize], before)?;
     let mut padded = text.to_vec();
-    padded.resize(longest.min(before.max(length) as usize), b' ');
+    padded.resize(before.max(length) as usize, b' ');
+    write_all(fd, &padded, 0)?;
+    Ok(ftruncate(fd, length)?)
+}
+
+/// Writes all of these bytes at an offset.
+fn write_all(fd: BorrowedFd<'_>, bytes: &[u8], offset: u64) -> io::Result<()> {
     let mut at = 0;
-    while at < padded.len() {
-        match rustix::io::pwrite(fd, &padded[at..], at as u64)? {
+    while at < bytes.len() {
+        match rustix::io::pwrite(fd, &bytes[at..], offset + at as u64)? {
             0 => return Err(io::ErrorKind::WriteZero.into()),
             written => at += written,
         }
     }
-    Ok(ftruncate(fd, length)?)
+    Ok(())
 }
 
 #[cfg(test)]
