@@ -2,17 +2,55 @@
  * Usage: connected CASE [moved] */
 
 #include "sockets.h"
+#include <pthread.h>
+#include <stdatomic.h>
 
 #define ROUNDS 30
 #define CALLS 1000
+/* After so many exchanges of a line a rule for 64 KiB has handed a connection over. */
+#define EXCHANGES 600
+
+static struct pair both;
+static struct sockaddr_in where;
+static atomic_int is_over;
+
+static void *connect_beside(void *unused)
+{
+    while (!is_over)
+        CHECK(connect(both.client, (struct sockaddr *)&where, sizeof where) == -1 && errno == EISCONN);
+    return unused;
+}
+
+/* One thread connects the socket again and again while another one hands its connection over. */
+static int beside(void)
+{
+    char line[] = "There is a line here, and one more, and so on, until there are a hundred and some characters of them in all.";
+    for (int round = 0; round < ROUNDS; round++) {
+        socklen_t length = sizeof where;
+        pthread_t thread;
+        both = connect_pair();
+        CHECK(getpeername(both.client, (struct sockaddr *)&where, &length) == 0);
+        is_over = 0;
+        CHECK(pthread_create(&thread, NULL, connect_beside, NULL) == 0);
+        for (int at = 0; at < EXCHANGES; at++) {
+            exchange(both.client, both.server, line);
+            exchange(both.server, both.client, line);
+        }
+        is_over = 1;
+        CHECK(pthread_join(thread, NULL) == 0 && close(both.client) == 0 && close(both.server) == 0);
+    }
+    return 0;
+}
 
 int main(int count, char **arguments)
 {
+    alarm(STANDS_STILL);
+    if (count >= 2 && strcmp(arguments[1], "beside") == 0)
+        return beside();
     struct pair ends = connect_pair();
     struct sockaddr_in peer;
     socklen_t length = sizeof peer;
     CHECK(count >= 2 && strcmp(arguments[1], "again") == 0);
-    alarm(STANDS_STILL);
     exchange(ends.client, ends.server, "there");
     exchange(ends.server, ends.client, "back");
     if (count > 2)

@@ -123,6 +123,7 @@ fn a_close_that_lingers_is_the_last_one() {
 fn a_connected_socket_is_not_connected_again() {
     as_natively("connected", "again");
     while_moving("connected", "again");
+    as_natively("connected", "beside");
 }
 
 /// What comes while a close(2) is under way does not turn its FIN into a reset.

@@ -159,7 +159,7 @@ fn dissolve(tcp: &'static Tcp, native: impl Fn() -> c_int) -> c_int {
 /// connect(2) of a socket whose connection may move, which the kernel refuses at once. Made while it moves, the call
 /// would connect the socket that the agent has just disconnected. None if the kernel may have to wait.
 fn connect_again(tcp: &'static Tcp, address: *const sockaddr, length: socklen_t, native: impl Fn() -> c_int) -> Option<c_int> {
-    if !tcp.is_managed() || tcp.is_pinned() {
+    if tcp.is_pinned() {
         return None;
     }
     let mut room = [0u8; size_of::<libc::sockaddr_storage>()];
@@ -200,13 +200,16 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
         return dissolve(tcp, || unsafe { real::connect(fd, address, length) });
     }
     // SAFETY: the program's own arguments (`# Safety`).
-    if let Some(done) = connect_again(tcp, address, length, || unsafe { real::connect(fd, address, length) }) {
+    let native = || unsafe { real::connect(fd, address, length) };
+    // It waits for a thread that hands it over just now.
+    let inside = tcp.enter_kernel();
+    if inside.is_none()
+        && let Some(done) = connect_again(tcp, address, length, native)
+    {
         return done;
     }
-    let inside = tcp.enter_kernel();
     drop(section);
-    // SAFETY: the program's own arguments (`# Safety`).
-    let done = unsafe { leaving::asleep(|| real::connect(fd, address, length)) };
+    let done = leaving::asleep(native);
     drop(inside);
     let Some(_section) = Section::enter() else { return done };
     if done == 0 || crate::thread::errno() == libc::EINPROGRESS {
