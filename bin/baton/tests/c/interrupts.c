@@ -277,6 +277,19 @@ static void ends_with_eintr(int call, const char *what, int signal)
         wrong(what, call);
 }
 
+/* A handler that the library does not know ends a call in which the thread sleeps just then. It may be awake for a moment, since an
+ * acknowledgement has come: then it sleeps on, and the next signal ends the call. Without the library the first one does. */
+static void ends_with_eintr_unseen(int call, const char *what, int signal)
+{
+    begin(&call);
+    do
+        interrupt(signal);
+    while (!over);
+    end();
+    if (result != -1 || number != EINTR)
+        wrong(what, call);
+}
+
 static void each(void (*run)(int))
 {
     for (int call = 0; call < CALLS; call++) {
@@ -370,7 +383,7 @@ static void ways(void)
     handle(SIGSEGV, SIG_DFL, 0);
     handle(SIGUSR1, count, SA_RESTART);
     handle_unseen(SIGUSR2, count, 0);
-    ends_with_eintr(call, "after an unseen handler", SIGUSR2);
+    ends_with_eintr_unseen(call, "after an unseen handler", SIGUSR2);
     goes_on(call, "beside an unseen handler", SIGUSR1, 2);
     handle_unseen(SIGUSR2, count, SA_RESTART);
     goes_on(call, "after an unseen handler with SA_RESTART", SIGUSR2, 2);
