@@ -211,6 +211,7 @@ fn what_the_agent_does_not_forget_at_once_it_forgets_later() {
     // The agent finds both when it goes on: first the NIC's end, then the request.
     let held = Frozen::freeze(&[before.agent_process]).expect("a tracer");
     process::signal(before.nic_process, libc::SIGKILL).expect("a signal");
+    wait_until("the NIC has ended", || !process::lives(before.nic_process));
     writeln!(program.0.stdin.as_mut().expect("its input")).expect("a line");
     wait_until("the attacher waits for an answer", || sleeps_in(attacher.id()) == Some(libc::SYS_recvmsg));
     drop(held);
