@@ -335,6 +335,10 @@ impl Agent {
             excuse_what_was_missed(self);
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
+            // Before requests that came later: they find what it leaves, in whatever order epoll reports both.
+            if tokens.contains(&NIC_CHANNEL) {
+                self.recover_from_deaths()?;
+            }
             if tokens.contains(&RESOLUTION) || self.addresses.wait() == Some(Duration::ZERO) {
                 self.poll_addresses();
             }
@@ -345,7 +349,6 @@ impl Agent {
                         admitted.unwrap_or_else(|error| self.complain(&error));
                     }
                     NIC_BELL => self.hardware[0].agent_bell.clear(),
-                    NIC_CHANNEL => self.recover_from_deaths()?,
                     KEEPER => match self.keeper.try_receive::<Kept>() {
                         Ok((Kept::Ending, _)) => self.drain(),
                         Ok((Kept::WasStopped, _)) => self.nics.iter().for_each(NicProcess::resume),
@@ -362,8 +365,8 @@ impl Agent {
                     POLICIES => self.policies_changed(),
                     TRAFFIC => self.filters_changed(),
                     TOO_BIG => self.packets_were_too_big(),
-                    // Its frames were read above.
-                    RESOLUTION => {}
+                    // Their frames and deaths were dealt with above.
+                    RESOLUTION | NIC_CHANNEL => {}
                     CALLS => self.finish_calls(),
                     session => {
                         let _ = self.serve(session as u32);

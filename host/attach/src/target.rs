@@ -64,7 +64,7 @@ impl Target {
 
     /// Processes that may have selected connections, as far as that is known without a look at what they have.
     pub(crate) fn candidates(&self) -> Vec<u32> {
-        process::all().into_iter().filter(|process| self.covers(*process) && process::lives(*process)).collect()
+        process::all().into_iter().filter(|process| self.covers(*process) && process::first_thread_lives(*process)).collect()
     }
 
     /// The reason why there is nothing to attach to; None if there is something.

@@ -125,7 +125,7 @@ pub fn run() -> Result<()> {
 /// holds.
 fn await_end(agent: &mut Child) -> io::Result<()> {
     const PAUSE: Duration = Duration::from_millis(2);
-    while agent.try_wait()?.is_none() && process::lives(agent.id()) {
+    while agent.try_wait()?.is_none() && process::first_thread_lives(agent.id()) {
         std::thread::sleep(PAUSE);
     }
     Ok(())
@@ -135,7 +135,7 @@ fn await_end(agent: &mut Child) -> io::Result<()> {
 /// still wait in the kernel for something that a program holds: its process goes when that has come, and is not waited
 /// for.
 fn reap(mut agent: Child, settings: &AgentSettings) -> Result<bool> {
-    if !process::lives(agent.id()) && agent.try_wait()?.is_none() {
+    if !process::first_thread_lives(agent.id()) && agent.try_wait()?.is_none() {
         report!("baton keeper: a thread of the agent that has ended (process {}) waits in the kernel", agent.id());
         // It has the socket open, on which nobody answers.
         let _ = std::fs::remove_file(&settings.socket);

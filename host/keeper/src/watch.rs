@@ -71,7 +71,7 @@ impl Watched<'_> {
         }
         let pace = if has_sessions { PACE } else { SLOW_PACE };
         let due = std::mem::replace(&mut self.due, now + pace);
-        self.ended = [!process::lives(self.process), self.ended[0]];
+        self.ended = [!process::first_thread_lives(self.process), self.ended[0]];
         if self.cause.is_some() || self.ended[0] {
             return Remedy::None;
         }

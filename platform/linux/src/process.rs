@@ -601,8 +601,14 @@ fn status(process: u32, line: &str) -> Option<String> {
     found.map(|text| text.trim().to_owned())
 }
 
-/// Whether a process has not ended yet.
+/// Whether a process has not ended yet. It has not while any thread of it is left, although its first one may have
+/// ended: by pthread_exit(3), or since it is being killed and the others take longer.
 pub fn lives(process: u32) -> bool {
+    first_thread_lives(process) || status(process, "Threads").is_some_and(|left| left.parse().is_ok_and(|left: u32| left > 1))
+}
+
+/// Whether the first thread of a process has not ended yet. Without it /proc shows none of the process's files.
+pub fn first_thread_lives(process: u32) -> bool {
     status(process, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
 }
 
@@ -762,6 +768,25 @@ mod tests {
             all += its;
         }
         assert!(!may_be_read(0, MOST_READING));
+    }
+
+    /// A program whose first thread has called pthread_exit(3) goes on.
+    #[test]
+    fn a_process_lives_as_long_as_its_last_thread() {
+        let program = "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start(); \
+                       print(flush=True); ctypes.CDLL(None).pthread_exit(None)";
+        let mut command = std::process::Command::new("python3");
+        let command = command.args(["-c", program]).stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
+        let mut child = command.spawn().expect("python3");
+        while first_thread_lives(child.id()) {
+            std::thread::yield_now();
+        }
+        assert!(lives(child.id()));
+        drop(child.stdin.take());
+        while lives(child.id()) {
+            std::thread::yield_now();
+        }
+        child.wait().expect("its end");
     }
 
     /// Ctrl-C is delivered to any thread that does not block it. Those that read of other processes do, also the ones

@@ -27,7 +27,7 @@ impl Subject {
     /// If there is no such process or unit, with what to type.
     pub fn named(name: &str) -> Result<Subject> {
         if let Ok(number) = name.parse::<u32>() {
-            if !process::lives(number) {
+            if !process::first_thread_lives(number) {
                 bail!("there is no process {number}");
             }
             return Ok(Subject::Processes(vec![number]));
@@ -86,7 +86,7 @@ impl Subject {
             Subject::Processes(first) => {
                 let (mut next, mut seen) = (first.clone(), BTreeSet::new());
                 while let Some(one) = next.pop() {
-                    if seen.len() < MOST && process::lives(one) && seen.insert(one) {
+                    if seen.len() < MOST && process::first_thread_lives(one) && seen.insert(one) {
                         next.extend(process::children(one));
                     }
                 }
