@@ -1,8 +1,9 @@
 //! Frames of more than 64 KB (BIG TCP: a peer on this machine whose `gso_max_size` was raised). An IPv6 packet then has
 //! no length, or one in a jumbo option (RFC 2675), an IPv4 packet has the length 0. They are cut into frames of whole
-//! segments that are as long as any other before anything else sees them.
+//! segments that are as long as any other before anything else sees them, unless whoever receives takes the payload
+//! of the whole one elsewhere ([`Large::show`]).
 
-use baton_device::{Checksum, Frame, Segmentation};
+use baton_device::{BEGINNING, Checksum, Frame, Segmentation};
 use baton_wire::Flags;
 use baton_wire::checksum::{Sum, pseudo_header};
 use baton_wire::frame::{ETHERNET, ETHERTYPE_IPV4, ETHERTYPE_IPV6, IPV4, IPV6, PROTOCOL_TCP, TCP};
@@ -39,6 +40,16 @@ pub(crate) struct Large {
     interface: u32,
     /// The flags of the last segment.
     flags: u8,
+}
+
+/// What the headers of a long frame say.
+enum Kind {
+    /// The packet has a length, as IPv6 has them of up to 64 KB without options.
+    Ordinary,
+    /// It has none. The payload begins at this offset.
+    Large(usize),
+    /// It is damaged, or cannot be cut.
+    Damaged,
 }
 
 fn be16(bytes: &[u8], at: usize) -> u16 {
@@ -93,24 +104,49 @@ impl Large {
     #[cold]
     pub fn begin(&mut self, frame: &mut Frame, beyond: usize) -> bool {
         self.left = 0..0;
-        match self.note_headers(frame, beyond) {
-            // A long packet, as IPv6 has them without options.
-            None => beyond == 0,
-            Some(false) => false,
-            Some(true) => self.next(frame),
-        }
+        let payload = match self.note_headers(frame, frame.length() + beyond) {
+            Kind::Ordinary => return beyond == 0,
+            Kind::Damaged => return false,
+            Kind::Large(payload) => payload,
+        };
+        // What the frame has of the payload comes before what is in the rest.
+        let here = &frame.bytes()[payload..];
+        let Some(first) = BEFORE.checked_sub(here.len()) else { return false };
+        self.room[first..BEFORE].copy_from_slice(here);
+        self.left = first..BEFORE + beyond;
+        self.next(frame)
     }
 
-    /// Notes headers and payload. None for a packet that has a length, false for a damaged one.
-    fn note_headers(&mut self, frame: &mut Frame, beyond: usize) -> Option<bool> {
+    /// Makes a frame that [`Large::concerns`], of `length` bytes, of which the first [`BEGINNING`] are in `frame`, the
+    /// headers of a segment without payload. Returns the bytes of payload, and those of options that lie between
+    /// headers and payload in the frame itself. None, and nothing is done to `frame`, if it has to be received first.
+    /// No part of another frame may be left.
+    #[cold]
+    pub fn show(&mut self, frame: &mut Frame, length: usize) -> Option<(u32, usize)> {
+        if frame.length() < HEADERS + JUMBO_BYTES {
+            return None;
+        }
+        let Kind::Large(payload) = self.note_headers(frame, length) else { return None };
+        if payload > BEGINNING {
+            return None;
+        }
+        let headers = self.lengths.0;
+        frame.set_length(headers);
+        let bytes = frame.bytes_mut();
+        bytes.copy_from_slice(&self.headers[..headers]);
+        self.finish(bytes, 0);
+        Some(((length - payload) as u32, payload - headers))
+    }
+
+    /// Notes the headers of a frame of `total` bytes.
+    fn note_headers(&mut self, frame: &Frame, total: usize) -> Kind {
         let bytes = frame.bytes();
-        let total = bytes.len() + beyond;
         let mut options = 0;
         let transport = match be16(bytes, ethernet::TYPE) {
             ETHERTYPE_IPV4 if be16(bytes, ETHERNET + ipv4::LENGTH) == 0 => {
                 let header = usize::from(bytes[ETHERNET] & 15) * 4;
                 if header < IPV4 || bytes[ETHERNET + ipv4::PROTOCOL] != PROTOCOL_TCP {
-                    return Some(false);
+                    return Kind::Damaged;
                 }
                 ETHERNET + header
             }
@@ -119,18 +155,18 @@ impl Large {
                 let hop = &bytes[ETHERNET + IPV6..][..JUMBO_BYTES];
                 let jumbo = next == HOP_BY_HOP && hop[0] == PROTOCOL_TCP && hop[1..4] == JUMBO;
                 if !jumbo && next != PROTOCOL_TCP || jumbo && be32(hop, 4) as usize != total - ETHERNET - IPV6 {
-                    return Some(false);
+                    return Kind::Damaged;
                 }
                 options = if jumbo { JUMBO_BYTES } else { 0 };
                 ETHERNET + IPV6
             }
-            _ => return None,
+            _ => return Kind::Ordinary,
         };
         let header = usize::from(bytes[transport + options + tcp::DATA_OFFSET] >> 4) * 4;
-        let (Some(segmentation), true) = (frame.segmentation, header >= TCP) else { return Some(false) };
+        let (Some(segmentation), true) = (frame.segmentation, header >= TCP) else { return Kind::Damaged };
         // What a device has not verified, and nobody completes, cannot be cut: the sum is over all of it.
         if segmentation.udp || segmentation.size == 0 || frame.checksum == Checksum::Unknown {
-            return Some(false);
+            return Kind::Damaged;
         }
         let headers = transport + header;
         self.headers[..transport].copy_from_slice(&bytes[..transport]);
@@ -141,12 +177,8 @@ impl Large {
         (self.lengths, self.interface) = ((headers, transport), frame.interface);
         self.segmentation = Segmentation { headers: headers as u16, ..segmentation };
         self.flags = self.headers[transport + tcp::FLAGS];
-        // What the frame has of the payload comes before what is in the rest.
-        let here = &bytes[headers + options..];
-        let first = BEFORE.checked_sub(here.len())?;
-        self.room[first..BEFORE].copy_from_slice(here);
-        self.left = first..BEFORE + beyond;
-        Some(headers + usize::from(segmentation.size) <= frame.capacity().min(self.longest()))
+        let fits = headers + usize::from(segmentation.size) <= frame.capacity().min(self.longest());
+        if fits { Kind::Large(headers + options) } else { Kind::Damaged }
     }
 
     /// Makes `frame` the next part of the frame that is being cut. False if nothing is left.
@@ -308,6 +340,41 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_large_frame_is_shown_as_a_segment_without_its_payload() {
+        let payload = 200_000;
+        for (ipv6, jumbo) in [(true, true), (true, false), (false, false)] {
+            let (first, at) = headers(ipv6, jumbo, payload);
+            let mut frame = Frame::with_capacity(MAX_FRAME);
+            // As a ring shows it: behind its beginning, the frame has any bytes.
+            frame.fill(&vec![0xee; MAX_FRAME]);
+            frame.bytes_mut()[..first.len()].copy_from_slice(&first);
+            frame.checksum = Checksum::Partial { start: at as u16, offset: 16 };
+            frame.segmentation = Some(Segmentation { size: 1428, headers: at as u16 + 32, ipv6, ecn: false, udp: false });
+            let mut large = Large::new();
+            let between = if jumbo { JUMBO_BYTES } else { 0 };
+            assert_eq!(large.show(&mut frame, first.len() + payload), Some((payload as u32, between)));
+            assert!(!large.has_left());
+            assert_eq!(frame.length(), first.len() - between);
+            let parsed = TcpFrame::parse(frame.bytes(), 0).expect("a segment");
+            assert_eq!((parsed.seq, parsed.ack, parsed.payload_length), (0xffff_0000, 5, 0));
+            assert_eq!((parsed.flags, parsed.options.timestamps), (Flags(0x99), Some((7, 9))));
+        }
+    }
+
+    #[test]
+    fn a_long_frame_whose_packet_has_a_length_is_not_shown() {
+        let (mut first, at) = headers(true, false, 65_500);
+        first[18..20].copy_from_slice(&65_532_u16.to_be_bytes());
+        let mut frame = Frame::with_capacity(MAX_FRAME);
+        frame.fill(&vec![0xee; first.len() + 65_500]);
+        frame.bytes_mut()[..first.len()].copy_from_slice(&first);
+        frame.checksum = Checksum::Partial { start: at as u16, offset: 16 };
+        let length = frame.length();
+        assert_eq!((Large::new().show(&mut frame, length), frame.length()), (None, length));
+        assert_eq!(&frame.bytes()[..first.len()], first);
+    }
+
     /// Whatever the bytes are, what comes out is whole or lost.
     #[test]
     fn damaged_headers_are_lost_or_kept_as_they_are() {
@@ -323,6 +390,10 @@ mod tests {
                     frame.checksum = Checksum::Partial { start: start as u16, offset: 16 };
                     frame.segmentation = Some(Segmentation { size: 1400, headers: 66, ipv6, ecn: false, udp: false });
                     let mut large = Large::new();
+                    let mut shown = frame.clone();
+                    if let Some((payload, between)) = large.show(&mut shown, whole.len()) {
+                        assert_eq!(shown.length() + between + payload as usize, whole.len(), "byte {at} is {value}");
+                    }
                     let mut parts = usize::from(large.begin(&mut frame, whole.len() - here));
                     while large.has_left() && large.next(&mut frame) {
                         parts += 1;

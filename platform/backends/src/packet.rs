@@ -28,13 +28,15 @@ pub struct PacketDevice {
     /// Gathered frames that were lost since the last flush.
     lost: u64,
     large: Box<Large>,
+    /// Of the large frame that is shown: its bytes, and those between the headers that are shown and its payload.
+    shown: (usize, usize),
 }
 
 impl PacketDevice {
     /// Makes a device over a descriptor. With `segmentation`, large frames are sent uncut.
     pub fn new(fd: OwnedFd, segmentation: bool) -> Self {
-        let (received, to_send, large) = (None, None, Box::new(Large::new()));
-        PacketDevice { fd, segmentation, takes_datagrams: true, received, to_send, gathered_for: 0, lost: 0, large }
+        let (received, to_send, large, shown) = (None, None, Box::new(Large::new()), (0, 0));
+        PacketDevice { fd, segmentation, takes_datagrams: true, received, to_send, gathered_for: 0, lost: 0, large, shown }
     }
 
     /// Receives through the socket's ring, if it has one. Only one process may do that at a time.
@@ -76,9 +78,24 @@ impl PacketDevice {
         send(socket, front, interface, payload)
     }
 
-    /// Receives the large frame that the ring has shown, whole. False if it is lost.
+    /// Shows the large frame of so many bytes whose beginning the ring has put into `frame`, or receives it if its
+    /// headers are not such that it can be shown. None if it is lost.
+    fn show(&mut self, frame: &mut Frame, length: usize) -> Option<Arrival> {
+        self.shown = (length, 0);
+        if !Large::concerns(length) {
+            return Some(Arrival::Large);
+        }
+        if let Some((payload, between)) = self.large.show(frame, length) {
+            self.shown.1 = between;
+            return Some(Arrival::Huge(payload));
+        }
+        self.receive_whole(frame, length).then_some(Arrival::Frame)
+    }
+
+    /// Receives the large frame that is shown, whole, or the first part of it. False if it is lost.
     fn receive_shown(&mut self, frame: &mut Frame) -> bool {
-        let length = frame.length();
+        let (length, capacity) = (self.shown.0, frame.capacity());
+        frame.set_length(length.min(capacity));
         self.receive_whole(frame, length)
     }
 
@@ -166,8 +183,8 @@ impl Device for PacketDevice {
             match self.receive_or_show(frame) {
                 Arrival::Nothing => return false,
                 Arrival::Frame => return true,
-                Arrival::Large if self.receive_shown(frame) => return true,
-                Arrival::Large => {}
+                Arrival::Large | Arrival::Huge(_) if self.receive_shown(frame) => return true,
+                Arrival::Large | Arrival::Huge(_) => {}
             }
         }
     }
@@ -188,9 +205,12 @@ impl Device for PacketDevice {
             match ring.receive(frame) {
                 Next::Nothing => return Arrival::Nothing,
                 Next::Frame => return Arrival::Frame,
-                Next::Queued(length) if !Large::concerns(length) => return Arrival::Large,
-                Next::Queued(length) if self.receive_whole(frame, length) => return Arrival::Frame,
-                Next::Queued(_) | Next::Lost => {}
+                Next::Queued(length) => {
+                    if let Some(arrival) = self.show(frame, length) {
+                        return arrival;
+                    }
+                }
+                Next::Lost => {}
             }
         }
     }
@@ -204,7 +224,7 @@ impl Device for PacketDevice {
 
     fn receive_apart(&mut self, headers: usize, payload: Payload<'_>) -> bool {
         let mut front = [0u8; VNET_HEADER + BEGINNING];
-        let front = &mut front[..VNET_HEADER + headers];
+        let front = &mut front[..VNET_HEADER + headers + self.shown.1];
         let got = take_queued(&self.fd, &mut self.received, front, payload);
         got == Some(front.len() + payload[0].len() + payload[1].len())
     }

@@ -211,6 +211,9 @@ pub enum Arrival {
     Frame,
     /// A large frame waits, and its beginning is shown.
     Large,
+    /// A frame that is longer than its headers can say waits (BIG TCP). They are shown, as those of a segment without
+    /// payload; so many bytes of payload follow them. A device has verified its checksum, or will complete it.
+    Huge(u32),
 }
 
 /// A device that sends and receives frames.
@@ -229,8 +232,9 @@ pub trait Device {
     fn receive(&mut self, frame: &mut Frame) -> bool;
 
     /// Receives one frame as [`Device::receive`] does, or shows a large one. That goes on waiting, but `frame` has its
-    /// length, its offload state and its first [`BEGINNING`] bytes; the bytes behind them have any value.
-    /// [`Device::receive_apart`] or [`Device::receive`] takes it.
+    /// length, its offload state and its first [`BEGINNING`] bytes; the bytes behind them have any value. Of a huge one
+    /// it has the headers only. [`Device::receive_apart`] or [`Device::receive`] takes it; the latter may give a huge
+    /// one away in several frames.
     #[inline]
     fn receive_or_show(&mut self, frame: &mut Frame) -> Arrival {
         if self.receive(frame) { Arrival::Frame } else { Arrival::Nothing }

@@ -96,9 +96,9 @@ impl<H: Device, W: Device> Worker<H, W> {
             self.process_ahead(count, &mut unannounced, now);
             match next {
                 Arrival::Frame => {}
-                Arrival::Large => {
+                Arrival::Large | Arrival::Huge(_) => {
                     std::mem::swap(&mut self.frame, &mut self.ahead.0[count].frame);
-                    self.receive_other(Arrival::Large, &mut unannounced, now);
+                    self.receive_other(next, &mut unannounced, now);
                     self.turn -= 1;
                 }
                 Arrival::Nothing => break,

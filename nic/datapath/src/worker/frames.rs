@@ -17,6 +17,10 @@ use core::sync::atomic::Ordering;
 /// Number of SACK blocks that fit into a header beside timestamps (RFC 2018 section 3).
 const MAX_SACK_BLOCKS: usize = 3;
 
+/// Bytes of a huge frame that take as much of the wire's turn as another frame does. Acknowledgements and events wait
+/// for the end of a round, and a huge frame takes long to copy: so a batch of 32 ends after half a megabyte of them.
+const HUGE_SHARE: usize = 1 << 14;
+
 impl<H: Device, W: Device> Worker<H, W> {
     /// Processes frames from any wire as long as it is its turn, unless the host device is busy. Returns whether there
     /// may be more to do.
@@ -30,7 +34,8 @@ impl<H: Device, W: Device> Worker<H, W> {
         while self.turn > 0 {
             match self.output.wire.device.receive_or_show(&mut self.frame) {
                 Arrival::Nothing => break,
-                Arrival::Large => self.on_large_frame(now),
+                Arrival::Large => self.on_large_frame(None, now),
+                Arrival::Huge(payload) => self.on_large_frame(Some(payload), now),
                 Arrival::Frame if self.output.wire.admits(&mut self.frame) => on_gated_wire_frame(self, now),
                 Arrival::Frame => {}
             }
@@ -68,16 +73,23 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     pub(super) fn receive_other(&mut self, arrival: Arrival, unannounced: &mut Unannounced, now: Instant) {
         self.announce_and_clear(unannounced, now);
-        if arrival == Arrival::Large { self.on_large_frame(now) } else { self.on_wire_frame(now) }
+        match arrival {
+            Arrival::Large => self.on_large_frame(None, now),
+            Arrival::Huge(payload) => self.on_large_frame(Some(payload), now),
+            Arrival::Frame | Arrival::Nothing => self.on_wire_frame(now),
+        }
     }
 
     /// Receives the large frame that the wire's device shows. If it is the next data of a connection, its payload goes
-    /// straight into receive memory, without the copy from the frame.
+    /// straight into receive memory, without the copy from the frame. A huge one has so many bytes of `payload`. The
+    /// caller takes a frame's part of the wire's turn.
     #[inline(never)]
-    fn on_large_frame(&mut self, now: Instant) {
-        if !self.output.wire.is_gated() && self.fast_path::<true>(now) {
+    fn on_large_frame(&mut self, payload: Option<u32>, now: Instant) {
+        if !self.output.wire.is_gated() && self.fast_path::<true>(payload, now) {
             self.counters.add(Counter::WireReceived, 1);
             self.counters.add(Counter::Segments, 1);
+            let share = payload.map_or(0, |payload| payload as usize / HUGE_SHARE);
+            self.turn = self.turn.saturating_sub(share).max(1);
         } else if self.output.wire.device.receive(&mut self.frame)
             && (!self.has_extras || self.output.wire.admits(&mut self.frame))
         {
@@ -115,7 +127,7 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     pub(super) fn on_wire_frame(&mut self, now: Instant) {
         self.counters.add(Counter::WireReceived, 1);
-        if self.fast_path::<false>(now) {
+        if self.fast_path::<false>(None, now) {
             self.counters.add(Counter::Segments, 1);
         } else {
             self.on_wire_frame_slow(now);
@@ -181,13 +193,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     /// The fast path: processes a plain segment that is the next one in order, from the frame to the acknowledgement.
     /// The caller counts it. False, and nothing is done, for any other frame.
     ///
-    /// With `SHOWN` the device shows the frame's beginning, and still has the payload. Then false also means that the
-    /// frame may be lost.
+    /// With `SHOWN` the device shows the frame's beginning, and still has the payload: of a `huge` frame so many bytes,
+    /// which its headers do not count. Then false also means that the frame may be lost.
     #[inline(always)]
-    fn fast_path<const SHOWN: bool>(&mut self, now: Instant) -> bool {
+    fn fast_path<const SHOWN: bool>(&mut self, huge: Option<u32>, now: Instant) -> bool {
         let bytes = self.frame.bytes();
         let verified = self.frame.checksum != Checksum::Unknown;
-        let Some((key, plain, _)) = Plain::parse(bytes, verified, self.frame.interface) else { return false };
+        let Some((key, mut plain, _)) = Plain::parse(bytes, verified, self.frame.interface) else { return false };
         // The first slot with the same hash is nearly always the right one; the keys are compared below.
         let Some(index) = self.connections.lookup.find(&key, |_| true) else { return false };
         let Some(Some(slot)) = self.connections.slots.get_mut(index as usize) else { return false };
@@ -198,7 +210,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if SHOWN {
             let Custody::Active(offloaded) = &slot.custody else { return false };
             let Offloaded { tcp, receive, .. } = &**offloaded;
-            let whole = verified && headers + plain.length as usize == bytes.len() && tcp.expects(&plain);
+            let complete = verified && headers + plain.length as usize == bytes.len();
+            plain.length += huge.unwrap_or(0);
+            let whole = complete && tcp.expects(&plain);
             let fast = !offloaded.is_on_fast_path() || tcp.is_fast(plain);
             // Free memory of the connection's, also if the frame is lost.
             let Some(places) = receive.places(plain.seq, plain.length).filter(|_| whole && fast) else { return false };

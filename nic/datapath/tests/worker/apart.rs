@@ -19,6 +19,9 @@ use std::sync::atomic::Ordering;
 
 const FRAME: usize = 20_000;
 const BUFFER: u32 = 1 << 16;
+/// Bytes of the headers of a segment with timestamps, and where the length of its packet is.
+const HEADERS: usize = 66;
+const IP_LENGTH: usize = 16;
 
 /// What the device did, and what it is to do.
 #[derive(Default)]
@@ -27,6 +30,8 @@ struct Log {
     received_whole: Cell<usize>,
     sent_apart: Cell<usize>,
     loses: Cell<bool>,
+    /// It shows large frames as huge ones: their headers alone, whatever their length.
+    is_huge: Cell<bool>,
 }
 
 /// A device that shows large frames.
@@ -68,6 +73,12 @@ impl Device for Showing {
             self.shown = Some(frame.clone());
         }
         frame.copy_from(self.shown.as_ref().unwrap());
+        if self.log.is_huge.get() {
+            let payload = frame.length() - HEADERS;
+            frame.set_length(HEADERS);
+            frame.bytes_mut()[IP_LENGTH..][..2].copy_from_slice(&(HEADERS as u16 - 14).to_be_bytes());
+            return Arrival::Huge(payload as u32);
+        }
         frame.bytes_mut()[BEGINNING..].fill(0xee);
         Arrival::Large
     }
@@ -130,14 +141,25 @@ fn flow() -> Flow {
 
 impl Stage {
     fn new() -> Stage {
+        Stage::with(WorkerSettings::default().batch, false)
+    }
+
+    /// One whose device shows large frames as such, and one whose device shows them as huge ones.
+    fn both() -> [Stage; 2] {
+        [false, true].map(|is_huge| Stage::with(WorkerSettings::default().batch, is_huge))
+    }
+
+    /// One whose worker takes so many frames in a round.
+    fn with(batch: usize, is_huge: bool) -> Stage {
         let capabilities = Capabilities { checksum: true, segmentation: 16_000 };
         let (wire, far) = memory_pair(64, FRAME, capabilities);
         let (host, _) = memory_pair(64, FRAME, capabilities);
         let log = Rc::new(Log::default());
+        log.is_huge.set(is_huge);
         let wire = Showing { wire, shown: None, log: log.clone() };
         let nic_memory = Arc::new(Region::private(nic::bytes(1)).unwrap());
         let now = Instant(1_000_000);
-        let settings = WorkerSettings { slots: 1, frame_bytes: FRAME, ..WorkerSettings::default() };
+        let settings = WorkerSettings { slots: 1, frame_bytes: FRAME, batch, ..WorkerSettings::default() };
         let mut worker = Worker::new(host, wire, nic_memory.clone(), settings, now);
         worker.start(now);
         let memory = Arc::new(Region::private(session::HEAP + 2 * BUFFER as usize).unwrap());
@@ -191,6 +213,11 @@ impl Stage {
     fn round(&mut self) -> Vec<Sent> {
         self.now = self.now.after(10);
         while self.worker.poll(self.now) {}
+        self.sent()
+    }
+
+    /// What the NIC has sent since the last call.
+    fn sent(&mut self) -> Vec<Sent> {
         let mut sent = Vec::new();
         while self.far.receive(&mut self.frame) {
             let parsed = TcpFrame::parse(self.frame.bytes(), 0).unwrap();
@@ -234,25 +261,51 @@ fn bytes(seq: u32, length: usize) -> Vec<u8> {
 
 #[test]
 fn the_next_data_goes_straight_into_receive_memory() {
-    let mut stage = Stage::new();
-    let mut seq = 1;
-    // Three times around receive memory.
-    for number in 1..=20 {
-        let length = 10_000 + number;
-        let sent = stage.send(seq, length);
-        assert!(sent.iter().any(|sent| sent.ack == seq + length as u32));
-        assert_eq!(stage.read(), bytes(seq, length));
-        assert_eq!(stage.received(), [number, 0]);
-        seq += length as u32;
+    for mut stage in Stage::both() {
+        let mut seq = 1;
+        // Three times around receive memory.
+        for number in 1..=20 {
+            let length = 10_000 + number;
+            let sent = stage.send(seq, length);
+            assert!(sent.iter().any(|sent| sent.ack == seq + length as u32));
+            assert_eq!(stage.read(), bytes(seq, length));
+            assert_eq!(stage.received(), [number, 0]);
+            seq += length as u32;
+        }
+        stage.send(seq, 50);
+        assert_eq!(stage.read(), bytes(seq, 50), "a small one, too");
     }
-    stage.send(seq, 50);
-    assert_eq!(stage.read(), bytes(seq, 50), "a small one, too");
+}
+
+/// A huge frame takes the turn of several, so that its acknowledgement and its event do not wait for many of them.
+#[test]
+fn a_round_ends_after_few_huge_frames() {
+    const LENGTH: usize = 17_000;
+    for (is_huge, acknowledged) in [(false, vec![51_001]), (true, vec![34_001, 51_001])] {
+        let mut stage = Stage::with(4, is_huge);
+        for number in 0..3 {
+            let seq = 1 + (number * LENGTH) as u32;
+            stage.segment(seq, 1, &bytes(seq, LENGTH));
+            assert!(stage.far.transmit(&mut stage.frame));
+        }
+        let mut acknowledgements = Vec::new();
+        while stage.worker.poll(stage.now) {
+            acknowledgements.extend(stage.sent().into_iter().map(|sent| sent.ack));
+        }
+        assert_eq!(acknowledgements, acknowledged, "huge: {is_huge}");
+        assert_eq!((stage.received(), stage.read()), ([3, 0], bytes(1, 3 * LENGTH)));
+    }
 }
 
 /// Out of order, seen before, not verified, or for a posted buffer: received whole.
 #[test]
 fn other_large_frames_are_received_whole() {
-    let mut stage = Stage::new();
+    for mut stage in Stage::both() {
+        receive_whole(&mut stage);
+    }
+}
+
+fn receive_whole(stage: &mut Stage) {
     stage.send(5001, 5000);
     assert_eq!((stage.received(), stage.read().len()), ([0, 1], 0));
     stage.send(1, 5000);
@@ -279,22 +332,22 @@ fn other_large_frames_are_received_whole() {
 /// A frame that the device loses while it receives it changes nothing but free memory.
 #[test]
 fn a_frame_that_is_lost_on_the_way_is_sent_again() {
-    let mut stage = Stage::new();
-    stage.send(1, 5000);
-    stage.log.loses.set(true);
-    let sent = stage.send(5001, 5000);
-    assert!(sent.iter().all(|sent| sent.ack <= 5001));
-    assert_eq!(stage.received(), [2, 0]);
-    assert_eq!(stage.read(), bytes(1, 5000));
-    stage.log.loses.set(false);
-    assert!(stage.send(5001, 5000).iter().any(|sent| sent.ack == 10_001));
-    assert_eq!(stage.read(), bytes(5001, 5000));
+    for mut stage in Stage::both() {
+        stage.send(1, 5000);
+        stage.log.loses.set(true);
+        let sent = stage.send(5001, 5000);
+        assert!(sent.iter().all(|sent| sent.ack <= 5001));
+        assert_eq!(stage.received(), [2, 0]);
+        assert_eq!(stage.read(), bytes(1, 5000));
+        stage.log.loses.set(false);
+        assert!(stage.send(5001, 5000).iter().any(|sent| sent.ack == 10_001));
+        assert_eq!(stage.read(), bytes(5001, 5000));
+    }
 }
 
 /// Headers that claim another length than the frame has.
 #[test]
 fn a_frame_of_another_length_is_not_received_apart() {
-    const IP_LENGTH: usize = 16;
     for wrong in [60u16, 5051, 5053, u16::MAX] {
         let mut stage = Stage::new();
         stage.segment(1, 1, &bytes(1, 5000));
