@@ -774,18 +774,13 @@ mod tests {
     #[test]
     fn a_process_lives_as_long_as_its_last_thread() {
         let program = "import ctypes, sys, threading; threading.Thread(target=sys.stdin.read).start(); \
-                       print(flush=True); ctypes.CDLL(None).pthread_exit(None)";
+                       ctypes.CDLL(None).pthread_exit(None)";
         let mut command = std::process::Command::new("python3");
-        let command = command.args(["-c", program]).stdin(std::process::Stdio::piped()).stdout(std::process::Stdio::piped());
-        let mut child = command.spawn().expect("python3");
-        while first_thread_lives(child.id()) {
-            std::thread::yield_now();
-        }
+        let mut child = command.args(["-c", program]).stdin(std::process::Stdio::piped()).spawn().expect("python3");
+        while first_thread_lives(child.id()) {}
         assert!(lives(child.id()));
         drop(child.stdin.take());
-        while lives(child.id()) {
-            std::thread::yield_now();
-        }
+        while lives(child.id()) {}
         child.wait().expect("its end");
     }
 

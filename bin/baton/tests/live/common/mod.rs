@@ -224,7 +224,8 @@ pub fn connect(bed: &Testbed, ipv6: bool, port: u16) -> (TcpStream, TcpStream) {
 /// Keys of the two streams: from the program, from the peer.
 pub const KEYS: [u64; 2] = [11, 1 << 40];
 
-fn later(result: io::Result<usize>) -> usize {
+/// What a call has transferred; nothing if it would have to wait.
+pub fn later(result: io::Result<usize>) -> usize {
     match result {
         Ok(count) => count,
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => 0,
