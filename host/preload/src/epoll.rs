@@ -207,7 +207,8 @@ impl World for Kernel {
 
     fn place(&mut self, file: File) -> (Place, u32) {
         let File::Tcp(tcp) = file else { return (Place::Set, 0) };
-        let Some((connection, _)) = tcp.managed() else { return (Place::Kernel, 0) };
+        let unmanaged = if tcp.is_being_handed_over() { Place::Moving } else { Place::Kernel };
+        let Some((connection, _)) = tcp.managed() else { return (unmanaged, 0) };
         let place = match connection.owner() {
             Owner::Nic => Place::Nic,
             Owner::Moving => Place::Moving,

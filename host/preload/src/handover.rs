@@ -84,6 +84,14 @@ impl HandOver {
         }
     }
 
+    /// Waits until no hand-over is under way, for `limit` at most.
+    pub fn wait_a_little(&self, limit: Duration) {
+        let word = self.0.load(Ordering::SeqCst);
+        if state(word) == State::HandingOver {
+            events::wait_while(&self.0, word, limit);
+        }
+    }
+
     /// Enters the kernel. None if the agent manages the socket.
     #[inline]
     pub fn enter(&self) -> Option<Inside<'_>> {

@@ -197,6 +197,13 @@ impl Tcp {
         !self.managed.load(Ordering::Acquire).is_null()
     }
 
+    /// Whether a thread hands it over: the agent may be moving it already, although nobody here knows yet that it
+    /// manages it. To be asked before whether it does: where no hand-over has begun, what the kernel has reported is
+    /// true.
+    pub fn is_being_handed_over(&self) -> bool {
+        self.handover.state() == State::HandingOver
+    }
+
     /// Whether another thread may hand it over while this one waits for it.
     pub fn may_be_handed_over(&self) -> bool {
         matches!(self.handover.state(), State::Candidate | State::HandingOver)
@@ -564,8 +571,9 @@ impl Tcp {
         self.handover.state() != State::Refused
     }
 
-    /// Waits until no move is under way, for a millisecond at most.
+    /// Waits until it is neither being moved nor handed over, for a millisecond each at most.
     pub fn wait_a_little(&self) {
+        self.handover.wait_a_little(A_LITTLE);
         if let Some((connection, session)) = self.managed() {
             connection.wait_until_settled(A_LITTLE);
             session.shared.notice_end_sometimes(thread::token());

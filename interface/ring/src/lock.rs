@@ -37,10 +37,20 @@ const NAP: Duration = Duration::from_micros(50);
 #[cold]
 pub fn give_way(round: u32) {
     match round {
-        AWAKE.. => std::thread::sleep(NAP),
+        AWAKE.. => quietly(|| std::thread::sleep(NAP)),
         yields if yields % 64 == 63 => std::thread::yield_now(),
         _ => core::hint::spin_loop(),
     }
+}
+
+/// Makes system calls that nobody sees: errno stays what it was. What a program's call returns stands in it already
+/// where the call's last locks are taken and freed.
+fn quietly(calls: impl FnOnce()) {
+    // SAFETY: the calling thread's errno, which lives as long as the thread.
+    let before = unsafe { libc::__errno_location().read() };
+    calls();
+    // SAFETY: it is still this thread that runs, so it is the same errno.
+    unsafe { libc::__errno_location().write(before) };
 }
 
 /// A value behind a lock that is meant to be held for few instructions.
@@ -133,23 +143,23 @@ impl<T> Lock<T> {
         {
             return other;
         }
+        let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
         // SAFETY: a live word of four bytes; no time-out and no second word are given. An error only means that it does
         // not sleep.
-        unsafe {
-            let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+        quietly(|| unsafe {
             libc::syscall(libc::SYS_futex, self.holder.as_ptr(), wait, slept_on, core::ptr::null::<libc::timespec>());
-        }
+        });
         self.holder.load(Ordering::Relaxed)
     }
 
     #[cold]
     #[inline(never)]
     fn wake_sleepers(&self) {
+        let wake = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
         // SAFETY: the address of a live word, which the kernel only compares with those that threads sleep on.
-        unsafe {
-            let wake = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
+        quietly(|| unsafe {
             libc::syscall(libc::SYS_futex, self.holder.as_ptr(), wake, i32::MAX);
-        }
+        });
     }
 }
 
@@ -221,6 +231,34 @@ mod tests {
         assert!(lock.lock(9).is_none() && lock.try_lock(8).is_none());
         drop(held);
         assert!(lock.try_lock(8).is_some() && lock.lock(MOST_TOKEN).is_some());
+    }
+
+    /// Whoever waits for the lock, and finds at the last moment that it is free, or naps, has its errno as before.
+    #[test]
+    fn errno_stays_what_it_was() {
+        const MINE: i32 = 4321;
+        // SAFETY: the calling thread's errno.
+        let errno = || unsafe { libc::__errno_location() };
+        let lock = Lock::new(0u64);
+        std::thread::scope(|scope| {
+            for token in 1..=8 {
+                let lock = &lock;
+                scope.spawn(move || {
+                    // SAFETY: the calling thread's errno.
+                    unsafe { errno().write(MINE) };
+                    for _ in 0..2_000 {
+                        let mut held = lock.lock(token).unwrap();
+                        (0..LOOKS).for_each(|_| *core::hint::black_box(&mut *held) += 1);
+                        drop(held);
+                        // SAFETY: errno of the thread that has set it above.
+                        assert_eq!(unsafe { errno().read() }, MINE);
+                    }
+                    give_way(AWAKE);
+                    // SAFETY: errno of the thread that has set it above.
+                    assert_eq!(unsafe { errno().read() }, MINE);
+                });
+            }
+        });
     }
 
     #[test]
