@@ -17,6 +17,7 @@ mod metrics;
 mod mpi;
 mod nic;
 mod nic_messages;
+mod nic_receive;
 mod nics;
 mod page;
 mod placement;

@@ -5,6 +5,7 @@ use crate::filter::{self, FilterArguments};
 use crate::front::{self, AttachArguments, DetachArguments};
 use crate::gain::{self, GainArguments};
 use crate::nic_messages;
+use crate::nic_receive;
 use crate::placement::{self, PlacementArguments};
 use crate::tools::SocketArgument;
 use anyhow::{Result, anyhow, bail};
@@ -129,7 +130,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 30] = [
+const FIGURES: [(Counter, &str); 34] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
@@ -155,6 +156,10 @@ const FIGURES: [(Counter, &str); 30] = [
     (Counter::Merged, "segments merged"),
     (Counter::Aggregates, "aggregates"),
     (Counter::Reordered, "segments put in order"),
+    (Counter::Alone, "data segments that were not merged with others"),
+    (Counter::Old, "segments with data that the kernel had, or large receive held"),
+    (Counter::Gaps, "missing segments that were not waited for any longer"),
+    (Counter::Unhoused, "segments that large receive had no room for"),
     (Counter::Cut, "large frames cut into segments"),
     (Counter::CutSegments, "segments cut from them"),
     (Counter::Uncut, "large frames refused"),
@@ -189,7 +194,7 @@ fn nic_in_json(number: usize, nic: &NicStatistics) -> Value {
     let NicStatistics { process, devices, counters, workers, starved, hung, .. } = nic;
     json!({
         "nic": number, "process": process, "devices": devices, "counters": figures(counters), "workers": workers_in_json(workers),
-        "messages": nic_messages::to_json(counters),
+        "messages": nic_messages::to_json(counters), "large_receive": nic_receive::to_json(counters),
         "starved": starved, "hung": hung,
     })
 }
@@ -209,7 +214,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         let shown = json!({
             "settings": settings, "counters": figures(counters), "mean_aggregate_bytes": mean,
             "workers": workers_in_json(workers), "nics": nics, "messages": nic_messages::to_json(counters), "addresses": addresses::to_json(&addresses),
-            "too_full": statistics.full, "colder": statistics.colder,
+            "too_full": statistics.full, "colder": statistics.colder, "large_receive": nic_receive::to_json(counters),
         });
         println!("{shown}");
         return Ok(true);
@@ -230,6 +235,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     println!("{hung:>14}  NICs ended since they hung");
     println!("{:>14}  moves to the NIC that it was too full for", statistics.full);
     println!("{:>14}  connections returned from it since others carried more", statistics.colder);
+    nic_receive::print(counters);
     nic_messages::print(counters);
     if statistics.nics.len() > 1 {
         print_nics(&statistics, arguments.nic);

@@ -41,7 +41,7 @@ pub mod nic {
     /// The counters: per worker a block of 8-byte words, one for each [`crate::layout::Counter`].
     pub const COUNTERS: usize = 128;
     /// Bytes of a worker's block of counters.
-    pub const COUNTERS_BYTES: usize = 512;
+    pub const COUNTERS_BYTES: usize = 768;
     /// Largest number of workers.
     pub const MAX_WORKERS: usize = 16;
     /// The NIC's own addresses, which the NIC writes: entries of [`crate::AddressEntry::WORDS`] words of 8 bytes. The
@@ -52,7 +52,7 @@ pub mod nic {
     /// Largest number of NICs that one agent has; each has NIC memory of its own.
     pub const MAX_NICS: usize = 4;
     /// Ring of commands from the agent to the NIC.
-    pub const COMMANDS: usize = 12_288;
+    pub const COMMANDS: usize = 16_384;
     /// Ring of messages from the NIC to the agent.
     pub const EVENTS: usize = COMMANDS + RING_BYTES;
     /// The slots, one per connection, in groups: first the slots of a group, close to each other, then a page of
@@ -626,10 +626,53 @@ pub enum Counter {
     Unpredicted,
     /// Connections that the host was asked to take back since their peer's FIN had come.
     PeerFins,
+    /// What large receive had waiting and gave to the kernel, an aggregate or a single segment, since there was no room
+    /// for another segment.
+    EndedFull,
+    /// Since its last segment had FIN.
+    EndedFin,
+    /// Since its last segment had PSH.
+    EndedPush,
+    /// Since its last segment was shorter than the others.
+    EndedShort,
+    /// Since the connection's next frame could not be appended.
+    EndedOther,
+    /// Since no segment came for a while, or it had waited as long as it may.
+    EndedTimeout,
+    /// Since the settings changed or the connection went to the NIC.
+    EndedRequested,
+    /// Data segments that large receive gave to the kernel alone.
+    Alone,
+    /// Segments whose data it had given to the kernel before, or held already.
+    Old,
+    /// Missing segments that it did not wait for any longer.
+    Gaps,
+    /// Segments for which it had no descriptor, buffer or room.
+    Unhoused,
+    /// Frames that it passed on unchanged, since they stood for several segments already.
+    PassedLarge,
+    /// Since they were not IP.
+    PassedNotIp,
+    /// Since they were not TCP.
+    PassedNotTcp,
+    /// Since they were fragments.
+    PassedFragment,
+    /// Since a length or an offset in them was wrong.
+    PassedMalformed,
+    /// Since they had IPv4 options.
+    PassedIpOptions,
+    /// Since bytes followed the IP packet.
+    PassedPadded,
+    /// Since a checksum was wrong.
+    PassedChecksum,
+    /// Since they had SYN, RST, URG or CWR, or no ACK.
+    PassedFlags,
+    /// Since they carried no data.
+    PassedNoData,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 61;
+pub const COUNTERS: usize = 82;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::pulse(nic::MAX_WORKERS) <= nic::COMMANDS);

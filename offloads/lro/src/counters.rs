@@ -22,8 +22,10 @@ pub enum Reason {
     Requested,
 }
 
-/// Number of reasons.
-pub const REASONS: usize = Reason::Requested as usize + 1;
+impl Reason {
+    /// Number of reasons.
+    pub const COUNT: usize = Reason::Requested as usize + 1;
+}
 
 /// Counters. All of them only grow, except `held`.
 #[derive(Clone, Copy, Default, Debug, PartialEq, Eq)]
@@ -46,8 +48,8 @@ pub struct Counters {
     pub gaps: u64,
     /// Segments for which no descriptor, buffer or room was left.
     pub short_of_memory: u64,
-    /// Aggregates that went out, by reason.
-    pub flushed: [u64; REASONS],
+    /// Aggregates that went out, single segments that had waited among them, by reason.
+    pub flushed: [u64; Reason::COUNT],
     /// Segments held out of order at present.
     pub held: u64,
 }

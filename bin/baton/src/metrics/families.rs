@@ -2,6 +2,7 @@
 //! end, and `_total` behind what only grows.
 
 use crate::nic_messages::KINDS;
+use crate::nic_receive::{ENDED, PASSED, Reason};
 use baton_abi::layout::Counter;
 use baton_protocol::events::{Histogram, ProgramCounts};
 use baton_protocol::program::{DEATHS, NicStatistics, Statistics};
@@ -180,7 +181,7 @@ fn seconds(nanos: u64) -> Value {
 type OfWorker = (Counter, &'static str, Measure, &'static str);
 
 /// The workers' counters that only grow.
-const WORKER_COUNTERS: [OfWorker; 44] = {
+const WORKER_COUNTERS: [OfWorker; 48] = {
     use Counter as C;
     use Measure::{Bytes as B, None as N, Seconds as S};
     [
@@ -216,6 +217,10 @@ const WORKER_COUNTERS: [OfWorker; 44] = {
         (C::Aggregates, "nic_aggregates", N, "Aggregates sent to the kernel."),
         (C::AggregateBytes, "nic_aggregate", B, "Bytes of the IP packets of aggregates."),
         (C::Reordered, "nic_reordered_segments", N, "Segments that large receive has put in order for the kernel."),
+        (C::Alone, "nic_unmerged_segments", N, "Data segments that large receive gave to the kernel alone."),
+        (C::Old, "nic_old_segments", N, "Segments whose data large receive had given to the kernel before, or held already."),
+        (C::Gaps, "nic_receive_gaps", N, "Missing segments that large receive did not wait for any longer."),
+        (C::Unhoused, "nic_unhoused_segments", N, "Segments for which large receive had no descriptor, buffer or room."),
         (C::Interrupts, "nic_interrupts", N, "Bursts of frames to the kernel: each stands for an interrupt of a network card."),
         (C::Redirected, "nic_redirected_frames", N, "Frames that one worker received and another one owns."),
         (C::Buckets, "nic_buckets_given", N, "Buckets of the indirection table that this worker has handed over to another."),
@@ -379,6 +384,20 @@ fn of_workers<'a, I: Iterator<Item = (&'a Name, usize, &'a NicStatistics)>>(all:
         }));
     }
     all.push(messages);
+    let by_reason: [(&str, &str, &[Reason]); 2] = [
+        ("nic_receive_ends", "What waited in large receive and went to the kernel, by why it went.", &ENDED),
+        ("nic_receive_passed_frames", "Frames that large receive passed on unchanged, by why.", &PASSED),
+    ];
+    for (name, help, reasons) in by_reason {
+        let mut family = Family::counter(name, help);
+        for reason in reasons {
+            family = family.with(each(reason.counter).map(|(mut labels, count)| {
+                labels.push(("reason", reason.name.to_owned()));
+                (labels, Value::Number(count))
+            }));
+        }
+        all.push(family);
+    }
     for (counter, name, help) in WORKER_GAUGES {
         let values = each(counter).map(|(labels, count)| (labels, Value::Number(count)));
         all.push(Family::gauge(name, help).with(values));
@@ -492,6 +511,7 @@ pub mod tests {
     fn every_counter_of_a_worker_is_there_once() {
         let mut places: Vec<usize> = WORKER_COUNTERS.iter().map(|(counter, ..)| *counter as usize).collect();
         places.extend(KINDS.iter().map(|kind| kind.counter as usize));
+        places.extend(ENDED.iter().chain(&PASSED).map(|reason| reason.counter as usize));
         places.extend(WORKER_GAUGES.iter().map(|(counter, ..)| *counter as usize));
         places.sort_unstable();
         assert_eq!(places, (0..COUNTERS).collect::<Vec<_>>());

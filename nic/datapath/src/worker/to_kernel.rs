@@ -6,9 +6,34 @@ use crate::delivery::{self, Delivery};
 use baton_abi::layout::Counter;
 use baton_active_ack::ActiveAck;
 use baton_device::{Device, Frame};
-use baton_lro::{Lro, LroSettings};
+use baton_lro::{Lro, LroSettings, Reason, Test};
 use baton_moderation::Mode as Moderation;
 use baton_wire::FlowKey;
+
+/// The counters of what large receive gives to the kernel, by [`Reason`], in its order.
+const ENDED: [Counter; Reason::COUNT] = [
+    Counter::EndedFull,
+    Counter::EndedFin,
+    Counter::EndedPush,
+    Counter::EndedShort,
+    Counter::EndedOther,
+    Counter::EndedTimeout,
+    Counter::EndedRequested,
+];
+
+/// The counters of frames that it passes on, by the [`Test`] that they fail, in its order.
+const PASSED: [Counter; Test::COUNT] = [
+    Counter::PassedLarge,
+    Counter::PassedNotIp,
+    Counter::PassedNotTcp,
+    Counter::PassedFragment,
+    Counter::PassedMalformed,
+    Counter::PassedIpOptions,
+    Counter::PassedPadded,
+    Counter::PassedChecksum,
+    Counter::PassedFlags,
+    Counter::PassedNoData,
+];
 
 /// What a worker has for the frames that go to the kernel. Times are in microseconds.
 pub(super) struct ToKernel<H> {
@@ -60,18 +85,31 @@ impl<H: Device> ToKernel<H> {
         lro.set(settings, now, &mut |frame| delivery.deliver(frame, device, counters, now));
         delivery.flush(device, counters, now);
         delivery.set(moderation);
+        // Nothing else is due in large receive that is off.
+        self.publish(counters);
     }
 
     /// Delivers the aggregates that are due, and updates large receive's counters.
     pub fn expire_aggregates(&mut self, counters: &Counters, now: u64) {
         let ToKernel { device, lro, delivery, .. } = self;
         lro.expire(now, &mut |frame| delivery.deliver(frame, device, counters, now));
-        let done = lro.counters();
+        self.publish(counters);
+    }
+
+    /// Puts large receive's counters into NIC memory.
+    fn publish(&self, counters: &Counters) {
+        let done = self.lro.counters();
         counters.set(Counter::Merged, done.merged);
         counters.set(Counter::Aggregates, done.aggregates);
         counters.set(Counter::AggregateBytes, done.bytes);
         counters.set(Counter::Reordered, done.reordered);
         counters.set(Counter::Held, done.held);
+        counters.set(Counter::Alone, done.alone);
+        counters.set(Counter::Old, done.old);
+        counters.set(Counter::Gaps, done.gaps);
+        counters.set(Counter::Unhoused, done.short_of_memory);
+        ENDED.iter().zip(done.flushed).for_each(|(counter, count)| counters.set(*counter, count));
+        PASSED.iter().zip(done.failed).for_each(|(counter, count)| counters.set(*counter, count));
     }
 
     /// Sends the frames whose delivery is due.

@@ -15,6 +15,7 @@ mod forged;
 mod gated;
 mod handshakes;
 mod links;
+mod merging;
 mod openings;
 mod other_traffic;
 mod partial;
