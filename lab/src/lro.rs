@@ -6,7 +6,7 @@
 //! without reordering; its cost is the NIC's.
 
 use crate::bars::Bar;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Context, Result, anyhow, ensure};
 use baton_abi::layout::Counter;
 use baton_bed::statistics;
 use baton_bed::testbed::connect_pairs;
@@ -16,6 +16,7 @@ use baton_linux::{process, socket};
 use baton_lro::{Mode, Push};
 use baton_offloads::Offloads;
 use baton_protocol::nic::LinkSettings;
+use baton_protocol::program::Statistics;
 use baton_sim::stream;
 use plotters::prelude::*;
 use serde::Serialize;
@@ -83,11 +84,43 @@ pub struct LroSettings {
     pub length: u64,
     /// Rounds over all cells; the median of each is reported.
     pub rounds: usize,
+    /// The NIC's workers. Several have queues of their own, among which a hash divides the connections.
+    pub workers: usize,
+    /// Megabits per second that all connections together send at most; None for as fast as they can.
+    pub rate: Option<f64>,
+}
+
+impl LroSettings {
+    /// Checks what cannot be.
+    ///
+    /// # Errors
+    /// The message says which setting is wrong.
+    pub fn check(&self) -> Result<()> {
+        ensure!(self.connections.iter().all(|connections| (1..=4000).contains(connections)), "connections: from 1 to 4000");
+        ensure!(self.reorder.iter().all(|share| (0.0..=100.0).contains(share)), "shares held back: from 0 to 100 percent");
+        ensure!((1..=16).contains(&self.workers), "{} workers: from 1 to 16", self.workers);
+        if let Some(rate) = self.rate {
+            ensure!((0.1..=100_000.0).contains(&rate), "a rate of {rate} Mb/s: from 0.1 to 100000");
+        }
+        Ok(())
+    }
+
+    /// Whether the figures with bounds are measured: they are about one worker and senders without a limit.
+    fn is_bounded(&self) -> bool {
+        self.workers == 1 && self.rate.is_none()
+    }
 }
 
 impl Default for LroSettings {
     fn default() -> Self {
-        LroSettings { connections: vec![1, 2, 4, 8, 16, 32, 64], reorder: vec![0.0, 1.0, 5.0], length: 700_000, rounds: 1 }
+        LroSettings {
+            connections: vec![1, 2, 4, 8, 16, 32, 64],
+            reorder: vec![0.0, 1.0, 5.0],
+            length: 700_000,
+            rounds: 1,
+            workers: 1,
+            rate: None,
+        }
     }
 }
 
@@ -114,6 +147,8 @@ pub struct Cell {
     pub frames_per_mb: f64,
     /// Segments that the sender retransmitted, in percent of those on the wire.
     pub retransmitted: f64,
+    /// Frames that the NIC's busiest worker received, over the workers' mean.
+    pub busiest: f64,
 }
 
 impl Cell {
@@ -125,9 +160,13 @@ impl Cell {
 /// The table.
 #[derive(Clone, Debug, Serialize)]
 pub struct LroReport {
+    /// The NIC's workers.
+    pub workers: usize,
+    /// Megabits per second that all connections together send at most.
+    pub rate: Option<f64>,
     /// All cells.
     pub cells: Vec<Cell>,
-    /// The figures with bounds.
+    /// The figures with bounds; none with several workers or a limited rate.
     pub bars: Vec<Bar>,
 }
 
@@ -141,9 +180,15 @@ fn window(connections: usize) -> usize {
     (700_000 / connections).max(128 << 10)
 }
 
-fn bed(way: Way, connections: usize, reorder: f64) -> Result<Testbed> {
+fn bed(way: Way, connections: usize, reorder: f64, workers: usize) -> Result<Testbed> {
     let link = LinkSettings { delay: 50, reorder: (reorder * 10_000.0) as u32, hold: 200, seed: 3, ..LinkSettings::default() };
+    let one = TestbedSettings::default();
+    // One worker has a processor of its own; several run where there is one.
+    let nic_cores = if workers == 1 { one.nic_cores.clone() } else { Vec::new() };
     Testbed::new(&TestbedSettings {
+        workers,
+        card: workers > 1,
+        nic_cores,
         link,
         // The moderation is the same for all, as a card's driver would have it.
         offloads: Offloads { lro: way.settings(), moderation: baton_moderation::Mode::Adaptive, ..Offloads::default() },
@@ -152,7 +197,7 @@ fn bed(way: Way, connections: usize, reorder: f64) -> Result<Testbed> {
         peer_queue: Some(QUEUE),
         peer_sysctls: vec![("ipv4/tcp_wmem", format!("4096 16384 {}", window(connections)))],
         spin: 20,
-        ..TestbedSettings::default()
+        ..one
     })
 }
 
@@ -236,17 +281,29 @@ impl<'a> Receiver<'a> {
     }
 }
 
-/// Nanoseconds of CPU that a host's interface and the NIC have used so far, and the NIC's counters.
-fn used(bed: &Testbed, napi: &[u32]) -> Result<([u64; 2], Vec<u64>)> {
+/// Nanoseconds of CPU that a host's interface and the NIC have used so far, and what the NIC has counted.
+fn used(bed: &Testbed, napi: &[u32]) -> Result<([u64; 2], Statistics)> {
     let statistics = bed.tool()?.statistics()?;
     let kernel = napi.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum();
     let nic = process::cpu_nanos(statistics.nic_process).context("the NIC has ended")?;
-    Ok(([kernel, nic], statistics.counters))
+    Ok(([kernel, nic], statistics))
 }
 
-fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<Cell> {
-    let bed = bed(way, connections, reorder)?;
+/// Frames that the busiest worker received between two looks, over the workers' mean.
+fn busiest(before: &Statistics, after: &Statistics) -> f64 {
+    let frames = |counters: &Vec<u64>| counters[Counter::WireReceived as usize];
+    let of: Vec<u64> = before.workers.iter().zip(&after.workers).map(|(before, after)| frames(after) - frames(before)).collect();
+    let mean = of.iter().sum::<u64>() as f64 / of.len().max(1) as f64;
+    of.iter().max().copied().unwrap_or(0) as f64 / mean.max(1.0)
+}
+
+fn run_cell(way: Way, connections: usize, reorder: f64, settings: &LroSettings) -> Result<Cell> {
+    let bed = bed(way, connections, reorder, settings.workers)?;
     let (servers, clients) = connect_pairs(&bed, connections, false)?;
+    if let Some(rate) = settings.rate {
+        let bytes = (rate * 1e6 / 8.0 / connections as f64).max(1.0) as u64;
+        clients.iter().try_for_each(|client| socket::limit_rate(client.as_fd(), bytes)).context("limiting the sender's rate")?;
+    }
     let napi = process::napi_threads("baton0");
     if napi.is_empty() {
         return Err(anyhow!("the kernel has no NAPI thread for the TAP: is /sys/class/net/NAME/threaded writable?"));
@@ -260,14 +317,14 @@ fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<C
             process::pin(0, 1);
             let mut receiver = Receiver::new(&servers, false)?;
             receiver.run(monotonic_micros() + WARMING, u64::MAX)?;
-            let (before, counters) = used(&bed, &napi)?;
+            let (before, earlier) = used(&bed, &napi)?;
             let (program, again) = (thread_nanos(), retransmitted()?);
             let (started, had) = (monotonic_micros(), receiver.total());
-            receiver.run(started + length, u64::MAX)?;
+            receiver.run(started + settings.length, u64::MAX)?;
             let (took, bytes) = ((monotonic_micros() - started) as f64, (receiver.total() - had) as f64);
             let (program, again) = (thread_nanos() - program, retransmitted()? - again);
             let (after, later) = used(&bed, &napi)?;
-            let count = |counter: Counter| (later[counter as usize] - counters[counter as usize]) as f64;
+            let count = |counter: Counter| (later.counters[counter as usize] - earlier.counters[counter as usize]) as f64;
             let per_gigabyte = |nanos: u64| nanos as f64 / bytes;
             Ok(Cell {
                 way,
@@ -280,6 +337,7 @@ fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<C
                 mean_aggregate: count(Counter::AggregateBytes) / count(Counter::Aggregates).max(1.0),
                 frames_per_mb: count(Counter::HostSent) / (bytes / 1e6),
                 retransmitted: again as f64 / count(Counter::WireReceived).max(1.0) * 100.0,
+                busiest: busiest(&earlier, &later),
             })
         });
         let measured = measured.join().map_err(|_| anyhow!("the receiver panicked"));
@@ -294,7 +352,7 @@ fn run_cell(way: Way, connections: usize, reorder: f64, length: u64) -> Result<C
 /// # Errors
 /// If the test bed cannot be made.
 pub fn verify(bytes: u64) -> Result<u64> {
-    let bed = bed(Way::Reorder, 4, 1.0)?;
+    let bed = bed(Way::Reorder, 4, 1.0, 1)?;
     let (servers, clients) = connect_pairs(&bed, 4, false)?;
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -320,6 +378,7 @@ fn median(cells: &[Cell]) -> Cell {
         mean_aggregate: of(|cell| cell.mean_aggregate),
         frames_per_mb: of(|cell| cell.frames_per_mb),
         retransmitted: of(|cell| cell.retransmitted),
+        busiest: of(|cell| cell.busiest),
         ..cells[0]
     }
 }
@@ -355,13 +414,13 @@ fn bars(rounds: &[Vec<Cell>]) -> Vec<Bar> {
 
 /// The cells of one round. Those of one way, with and without reordering, are near each other in time, and so are those
 /// of all ways without reordering.
-fn round(shares: &[f64], connections: &[usize], length: u64, each: &mut impl FnMut(&Cell)) -> Result<Vec<Cell>> {
+fn round(shares: &[f64], connections: &[usize], settings: &LroSettings, each: &mut impl FnMut(&Cell)) -> Result<Vec<Cell>> {
     let mut cells = Vec::new();
     for &connections in connections {
         let mut ways = Way::ALL;
         for &reorder in shares {
             for way in ways {
-                let cell = run_cell(way, connections, reorder, length)?;
+                let cell = run_cell(way, connections, reorder, settings)?;
                 each(&cell);
                 cells.push(cell);
             }
@@ -378,25 +437,28 @@ fn round(shares: &[f64], connections: &[usize], length: u64, each: &mut impl FnM
 pub fn run(settings: &LroSettings, mut each: impl FnMut(&Cell)) -> Result<LroReport> {
     let mut rounds = Vec::new();
     for _ in 0..settings.rounds.max(1) {
-        rounds.push(round(&settings.reorder, &settings.connections, settings.length, &mut each)?);
+        rounds.push(round(&settings.reorder, &settings.connections, settings, &mut each)?);
     }
-    // The cells with bounds.
+    let bounded = if settings.is_bounded() { BAR_ROUNDS } else { 0 };
     let one: Vec<usize> = settings.connections.iter().copied().filter(|connections| *connections == 1).collect();
-    for _ in rounds.len()..BAR_ROUNDS {
-        rounds.push(round(&BAR_REORDER, &one, settings.length, &mut each)?);
+    for _ in rounds.len()..bounded {
+        rounds.push(round(&BAR_REORDER, &one, settings, &mut each)?);
     }
     let median_of = |first: &Cell| {
         let same = |cell: &&Cell| (cell.way, cell.connections, cell.reorder) == (first.way, first.connections, first.reorder);
         median(&rounds.iter().flatten().filter(same).copied().collect::<Vec<Cell>>())
     };
     let cells = rounds[0].iter().map(median_of).collect();
-    Ok(LroReport { bars: bars(&rounds), cells })
+    let bars = if settings.is_bounded() { bars(&rounds) } else { Vec::new() };
+    Ok(LroReport { workers: settings.workers, rate: settings.rate, cells, bars })
 }
 
 /// A line of the table.
 pub fn line(cell: &Cell) -> String {
+    let workers =
+        if cell.busiest > 1.0 { format!(", the busiest worker {:.2} times the mean", cell.busiest) } else { String::new() };
     format!(
-        "{:<15} {:>3} connections  {:>3} % held back  {:>6.2} Gb/s  CPU s/GB: program {:.3}  kernel {:.3}  NIC {:.3}   aggregates of {:>5.1} KB, {:>5.1} frames/MB, {:.2} % retransmitted",
+        "{:<15} {:>3} connections  {:>3} % held back  {:>6.2} Gb/s  CPU s/GB: program {:.3}  kernel {:.3}  NIC {:.3}   aggregates of {:>5.1} KB, {:>5.1} frames/MB, {:.2} % retransmitted{workers}",
         cell.way.name(),
         cell.connections,
         cell.reorder,

@@ -324,6 +324,15 @@ pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
     set_bytes(fd, libc::IPPROTO_TCP, libc::TCP_CONGESTION, b"cubic")
 }
 
+/// Makes the kernel send at most so many bytes per second on a connection, evenly (SO_MAX_PACING_RATE).
+///
+/// # Errors
+/// The failed system call's.
+pub fn limit_rate(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+    const SO_MAX_PACING_RATE: i32 = 47;
+    set_bytes(fd, libc::SOL_SOCKET, SO_MAX_PACING_RATE, &bytes.to_ne_bytes())
+}
+
 /// Whether a socket is in blocking mode.
 ///
 /// # Errors

@@ -3,6 +3,7 @@
 use super::all;
 use anyhow::{Context, Result};
 use baton_lab::compare::{self, CompareReport, CompareSettings, Way, What};
+use baton_lab::lro::LroSettings;
 use baton_lab::smoltcp_server::{self, Service};
 use clap::Subcommand;
 
@@ -140,21 +141,8 @@ pub enum Bench {
     /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes
     /// about six minutes.
     Lro {
-        /// Print one JSON object.
-        #[arg(long)]
-        json: bool,
-        /// Numbers of connections to measure.
-        #[arg(long, value_delimiter = ',')]
-        connections: Vec<usize>,
-        /// Rounds; the median counts.
-        #[arg(long, default_value_t = 3)]
-        rounds: usize,
-        /// Write the plot here (SVG).
-        #[arg(long, value_name = "FILE")]
-        plot: Option<std::path::PathBuf>,
-        /// Instead, receive this many GB with reordering, and compare every byte.
-        #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "rounds", "plot"])]
-        verify: Option<f64>,
+        #[command(flatten)]
+        how: LargeReceive,
     },
     /// Moderation of interrupts and of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in
     /// turn.
@@ -278,6 +266,50 @@ impl Compare {
     }
 }
 
+/// How large receive is measured.
+#[derive(clap::Args)]
+pub struct LargeReceive {
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// Numbers of connections to measure.
+    #[arg(long, value_delimiter = ',')]
+    connections: Vec<usize>,
+    /// Shares of segments that are held back for 200 us, in percent.
+    #[arg(long, value_name = "PERCENT", value_delimiter = ',')]
+    reorder: Vec<f64>,
+    /// Rounds; the median counts.
+    #[arg(long, default_value_t = 3)]
+    rounds: usize,
+    /// The NIC's workers. Several have queues of their own, among which a hash divides the connections. With several,
+    /// or with --rate, there are no bounds.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    workers: u8,
+    /// Most megabits per second that all connections together send, evenly. Without it: as fast as they can.
+    #[arg(long, value_name = "MBITS")]
+    rate: Option<f64>,
+    /// Write the plot here (SVG).
+    #[arg(long, value_name = "FILE")]
+    plot: Option<std::path::PathBuf>,
+    /// Instead, receive this many GB with reordering, and compare every byte.
+    #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "reorder", "rounds", "workers", "rate", "plot"])]
+    verify: Option<f64>,
+}
+
+impl LargeReceive {
+    fn settings(&self) -> LroSettings {
+        let mut settings =
+            LroSettings { rounds: self.rounds, workers: self.workers.into(), rate: self.rate, ..LroSettings::default() };
+        if !self.connections.is_empty() {
+            settings.connections.clone_from(&self.connections);
+        }
+        if !self.reorder.is_empty() {
+            settings.reorder.clone_from(&self.reorder);
+        }
+        settings
+    }
+}
+
 /// How often a bench without a kernel's turn is run.
 #[derive(clap::Args)]
 pub struct Rounds {
@@ -369,13 +401,7 @@ pub fn run(what: &Bench) -> Result<bool> {
             let report = baton_lab::tail::run(&settings, |row| eprintln!("{}", baton_lab::tail::line(row)))?;
             print_bars(&report.bars, &report, *json)
         }
-        Bench::Lro { json, connections, rounds, plot, verify } => {
-            baton_linux::namespace::become_root_if_needed()?;
-            match verify {
-                Some(gigabytes) => verify_lro(*gigabytes, *json),
-                None => bench_lro(connections, *rounds, plot.as_deref(), *json),
-            }
-        }
+        Bench::Lro { how } => bench_lro(how),
         Bench::Bypass { json } => {
             let measured = baton_lab::bypass::run()?;
             if *json {
@@ -445,16 +471,18 @@ pub fn run(what: &Bench) -> Result<bool> {
     }
 }
 
-fn bench_lro(connections: &[usize], rounds: usize, plot: Option<&std::path::Path>, json: bool) -> Result<bool> {
-    let mut settings = baton_lab::lro::LroSettings { rounds, ..Default::default() };
-    if !connections.is_empty() {
-        settings.connections = connections.to_vec();
+fn bench_lro(how: &LargeReceive) -> Result<bool> {
+    let settings = how.settings();
+    settings.check()?;
+    baton_linux::namespace::become_root_if_needed()?;
+    if let Some(gigabytes) = how.verify {
+        return verify_lro(gigabytes, how.json);
     }
     let report = baton_lab::lro::run(&settings, |cell| eprintln!("{}", baton_lab::lro::line(cell)))?;
-    if let Some(path) = plot {
+    if let Some(path) = &how.plot {
         std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
     }
-    print_bars(&report.bars, &report, json)
+    print_bars(&report.bars, &report, how.json)
 }
 
 fn wire(how: &Rounds) -> Result<bool> {

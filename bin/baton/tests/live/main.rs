@@ -37,6 +37,7 @@ mod hot;
 mod interrupts;
 mod kernel_only;
 mod kernel_stay;
+mod lab;
 mod large_frames;
 mod library;
 mod lifecycle;
