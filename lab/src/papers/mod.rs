@@ -15,20 +15,21 @@ pub mod rmpp;
 pub mod sabotage;
 pub mod text;
 
-use anyhow::Result;
+use anyhow::{Context, Result, bail, ensure};
+use baton_linux::process;
 use report::Report;
 use sabotage::Sabotage;
 
 /// Adds a live run's numbers to a report of the model. It calls the function with a line on what it does.
-pub type Live = fn(&mut Report, &mut dyn FnMut(&str)) -> Result<()>;
+pub type Live = fn(&mut Report, Run, &mut dyn FnMut(&str)) -> Result<()>;
 
-/// How a document's models are run.
+/// How a document's models are run, and its live run.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Run {
     /// What is wrong with them on purpose.
     pub sabotage: Option<Sabotage>,
-    /// Fewer points and shorter runs, where a document's models take long: enough for what a sabotage changes, too few
-    /// for the bars.
+    /// Fewer points and shorter runs, where a document's models or its live run take long: enough for what a sabotage
+    /// changes, too few for the bars.
     pub short: bool,
 }
 
@@ -43,6 +44,32 @@ pub struct Document {
     pub live: Option<Live>,
     /// Sabotages that its models know.
     pub sabotages: &'static [Sabotage],
+}
+
+impl Document {
+    /// Checks that a live run is possible, before anything else runs.
+    ///
+    /// # Errors
+    /// If there is none, or callgrind runs, whose cost would be measured. The numbers of a short run mean nothing.
+    pub fn check_live(&self, how: Run) -> Result<()> {
+        ensure!(self.live.is_some(), "{} has no live run: run it without --live. Its models are what there is", self.word);
+        match process::named("callgrind").first() {
+            Some(process) if !how.short => {
+                bail!("callgrind runs (process {process}), and takes the processors that are measured: wait for its end")
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Adds the live run's numbers to a report of the model.
+    ///
+    /// # Errors
+    /// If it is not possible, or fails.
+    pub fn add_live(&self, report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<()> {
+        self.check_live(how)?;
+        let Some(live) = self.live else { return Ok(()) };
+        live(report, how, say).with_context(|| format!("the live run of {}", self.word))
+    }
 }
 
 /// Every document.

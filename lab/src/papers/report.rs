@@ -62,6 +62,23 @@ impl Report {
     pub fn show(&mut self, comparison: Comparison) {
         self.comparisons.push(comparison);
     }
+
+    /// Puts a live number beside the model's and the paper's, and says what is measured.
+    pub fn measured(&mut self, name: &str, live: f64, what: &str) {
+        for one in self.comparisons.iter_mut().filter(|one| one.name == name) {
+            one.live = Some(live);
+            let between = if one.why.is_empty() { "" } else { ". " };
+            one.why += &format!("{between}Live: {what}");
+        }
+    }
+
+    /// Puts live numbers into the table with this title, row by row.
+    pub fn measured_rows(&mut self, title: &str, rows: &[Vec<f64>]) {
+        let table = self.tables.iter_mut().find(|table| table.title == title);
+        for (row, live) in table.into_iter().flat_map(|table| &mut table.rows).zip(rows) {
+            row.cells.iter_mut().zip(live).for_each(|(cell, live)| cell.live = Some(*live));
+        }
+    }
 }
 
 /// A bar, and whether it counts.
@@ -210,6 +227,11 @@ impl Cell {
     pub fn model(model: f64) -> Cell {
         Cell { model: Some(model), ..Cell::default() }
     }
+
+    /// A number of a live run alone.
+    pub fn live(live: f64) -> Cell {
+        Cell { live: Some(live), ..Cell::default() }
+    }
 }
 
 /// A table's row.
@@ -298,4 +320,27 @@ pub struct Absent {
     pub what: &'static str,
     /// Why it has none.
     pub why: &'static str,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn live_numbers_stand_beside_those_of_the_model() {
+        let row = |model| Row { name: String::new(), cells: [model, 9.0].map(Cell::model).into() };
+        let table = Table { title: "Table 1".into(), rows: vec![row(1.0), row(2.0)], ..Table::default() };
+        let mut report = Report { tables: vec![table.clone(), Table { title: "Table 2".into(), ..table }], ..Report::default() };
+        report.show(Comparison::new("a.one", "one", "%", 1.0, 2.0).because("a reason"));
+        report.show(Comparison::new("a.two", "two", "%", 1.0, 2.0));
+        report.measured("a.one", 3.0, "here");
+        report.measured_rows("Table 1", &[vec![5.0], vec![6.0]]);
+        let [one, two] = &report.comparisons[..] else { panic!("two comparisons") };
+        assert_eq!((one.live, one.why.as_str(), two.live), (Some(3.0), "a reason. Live: here", None));
+        let live = |at: usize| -> Vec<Option<f64>> {
+            report.tables[at].rows.iter().flat_map(|row| &row.cells).map(|cell| cell.live).collect()
+        };
+        assert_eq!(live(0), [Some(5.0), None, Some(6.0), None]);
+        assert_eq!(live(1), [None; 4]);
+    }
 }

@@ -405,6 +405,11 @@ pub fn kernel_threads() -> Vec<u32> {
     processes(|name| ["ksoftirqd/", "napi/"].iter().any(|of| name.starts_with(of)))
 }
 
+/// Process numbers of programs whose name, of 15 bytes, begins so.
+pub fn named(beginning: &str) -> Vec<u32> {
+    processes(|name| name.starts_with(beginning))
+}
+
 /// The processes with a fitting name.
 fn processes(fits: impl Fn(&str) -> bool) -> Vec<u32> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };

@@ -69,9 +69,12 @@ pub struct How {
     #[arg(long, conflicts_with = "live")]
     quick: bool,
     /// Live runs beside the models, one at a time, where a document has them. They need root, or become it in a
-    /// namespace.
+    /// namespace, and nothing else that takes processors.
     #[arg(long)]
     live: bool,
+    /// Shorter runs, whose bars mean nothing.
+    #[arg(long, hide = true)]
+    short: bool,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
@@ -113,14 +116,15 @@ fn sabotage_of(document: &Document, how: &How) -> Result<Option<Sabotage>> {
 
 /// A document's report.
 fn report(document: &Document, how: &How) -> Result<Report> {
-    let mut report = (document.quick)(Run { sabotage: sabotage_of(document, how)?, short: false })
-        .with_context(|| format!("the models of {}", document.word))?;
+    let run = Run { sabotage: sabotage_of(document, how)?, short: how.short };
     if how.live {
-        let Some(live) = document.live else {
-            bail!("{} has no live run: run it without --live. Its models are what there is", document.word)
-        };
+        document.check_live(run)?;
+        // Models may have threads, with which this is not possible any more.
         baton_linux::namespace::become_root_if_needed()?;
-        live(&mut report, &mut |line| eprintln!("{line}")).with_context(|| format!("the live run of {}", document.word))?;
+    }
+    let mut report = (document.quick)(run).with_context(|| format!("the models of {}", document.word))?;
+    if how.live {
+        document.add_live(&mut report, run, &mut |line| eprintln!("{line}"))?;
     }
     Ok(report)
 }
