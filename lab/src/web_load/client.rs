@@ -185,7 +185,7 @@ impl<'a> Worker<'a> {
         })
     }
 
-    /// Runs them from `begun` to `end`.
+    /// Runs them from `begun` to `end`, or until the load is to end before.
     ///
     /// # Errors
     /// The system's. What goes wrong with a connection is counted.
@@ -198,7 +198,7 @@ impl<'a> Worker<'a> {
         let (mut tokens, mut look_at) = (Vec::new(), begun + LOOK);
         loop {
             let now = monotonic_micros();
-            if now >= end {
+            if now >= end || self.progress.stop.load(Ordering::Relaxed) {
                 break;
             }
             while let Some(Reverse((time, at))) = self.agenda.peek().copied()

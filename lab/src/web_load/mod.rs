@@ -19,7 +19,7 @@ use baton_linux::process::raise_descriptor_limit;
 use client::Worker;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tally::Tally;
 
@@ -131,12 +131,15 @@ impl WebLoad {
     }
 }
 
-/// What the threads' clients have done so far.
+/// What the threads' clients have done so far, for whoever measures a stretch of a load.
 #[derive(Default, Debug)]
-struct Progress {
-    requests: AtomicU64,
+pub(crate) struct Progress {
+    /// Requests that were answered whole.
+    pub requests: AtomicU64,
     bytes: AtomicU64,
     errors: AtomicU64,
+    /// Whether the load is to end before its time.
+    pub stop: AtomicBool,
 }
 
 /// Asks for one file on a connection of its own, and returns the answer as soon as its head has come.
@@ -192,14 +195,20 @@ fn probe(load: &WebLoad, server: SocketAddr) -> Result<()> {
 /// # Errors
 /// If it cannot be, or the server has no such files. What goes wrong later is counted.
 pub fn run(load: &WebLoad) -> Result<Report> {
+    observed(load, &Progress::default())
+}
+
+/// The same, for whoever looks at its progress, or ends it.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn observed(load: &WebLoad, progress: &Progress) -> Result<Report> {
     load.check()?;
     let server = load.url.resolve()?;
     probe(load, server)?;
-    let progress = Progress::default();
     let begun = monotonic_micros();
     let end = begun + (load.seconds * 1e6) as u64;
     let tallies = std::thread::scope(|scope| -> Result<Vec<Tally>> {
-        let progress = &progress;
         let threads = load.threads.min(load.connections);
         let workers: Vec<_> = (0..threads)
             .map(|thread| {

@@ -230,6 +230,22 @@ fn an_answer_without_end_does_not_hold_up_the_load() {
 }
 
 #[test]
+fn a_load_that_is_observed_ends_when_it_is_to() {
+    let set = FileSet::new();
+    let progress = Progress::default();
+    let load = WebLoad { seconds: 600.0, ..load(serve_files(&set)) };
+    let report = std::thread::scope(|scope| {
+        let running = scope.spawn(|| observed(&load, &progress));
+        while progress.requests.load(Ordering::Relaxed) == 0 && !running.is_finished() {
+            std::thread::yield_now();
+        }
+        progress.stop.store(true, Ordering::Relaxed);
+        running.join().unwrap().unwrap()
+    });
+    assert!(report.is_clean() && report.load.seconds < 600.0, "{report:?}");
+}
+
+#[test]
 fn programs_are_asked_for_their_share() {
     let server = serve(|request| plain(&files::content(request)));
     let report = run(&WebLoad { dynamic: 0.5, dynamic_path: Some("/cgi/get".to_owned()), ..load(server) }).unwrap();

@@ -1,4 +1,5 @@
-//! Benches, as short as they can be: every cell is there, and what must be so on any machine.
+//! Benches and live runs of the papers, as short as they can be: every cell is there, and what must be so on any
+//! machine.
 
 use crate::scratch::text;
 use serde_json::Value;
@@ -41,4 +42,41 @@ fn a_rate_that_cannot_be_is_refused() {
         let ran = baton(&["bench", "lro", option, value]);
         assert!(ran.status.code() == Some(2) && text(&ran.stderr).contains(says), "{option} {value}: {}", text(&ran.stderr));
     }
+}
+
+/// The table with this title: its rows' names, and their live numbers.
+fn live_table(report: &Value, title: &str) -> Vec<(String, Vec<f64>)> {
+    let tables = report["tables"].as_array().expect("tables");
+    let table = tables.iter().find(|table| table["title"] == title).unwrap_or_else(|| panic!("no table {title}: {report}"));
+    let live = |cell: &Value| cell["live"].as_f64().unwrap_or(f64::NAN);
+    let row = |row: &Value| {
+        let cells = row["cells"].as_array().expect("cells").iter().map(live).collect();
+        (row["name"].as_str().expect("a name").to_owned(), cells)
+    };
+    table["rows"].as_array().expect("rows").iter().map(row).collect()
+}
+
+#[test]
+fn a_web_server_has_as_many_connections_on_nics_as_they_have_room_for() {
+    let found = report(&["lab", "handoff", "--live", "--short", "--json"]);
+    let rows = live_table(&found, "Figure 7, live: a web server, CPU of a request");
+    assert_eq!(rows.iter().map(|(_, cells)| cells[0]).collect::<Vec<_>>(), [0.0, 16.0, 64.0, 64.0], "{found}");
+    for (name, cells) in &rows {
+        let [_, rate, server, nics, others, machine] = cells[..] else { panic!("six numbers: {found}") };
+        assert!(rate > 0.0 && server > 0.0 && others > 0.0 && machine >= server + nics, "{name}: {cells:?}");
+        assert_eq!(nics > 0.0, cells[0] > 0.0, "{name}: {cells:?}");
+    }
+    let messages = live_table(&found, "Figure 8, live: messages of a request by kind");
+    for kind in ["nic_send", "os_recv"] {
+        let (_, cells) = messages.iter().find(|(name, _)| name == kind).expect("each kind has a row");
+        assert!(cells[0] == 0.0 && cells[1..].iter().all(|count| *count > 0.0), "{kind}: {cells:?}");
+    }
+    let web = found["comparisons"].as_array().expect("numbers").iter().find(|one| one["name"] == "handoff.fig7.web");
+    assert!(web.is_some_and(|web| web["live"].is_f64() && web["paper"].is_f64()), "{found}");
+}
+
+#[test]
+fn a_document_without_a_live_run_says_so_at_once() {
+    let ran = baton(&["lab", "numa", "--live"]);
+    assert!(ran.status.code() == Some(2) && text(&ran.stderr).contains("numa has no live run"), "{}", text(&ran.stderr));
 }

@@ -5,6 +5,7 @@ mod agenda;
 mod cache;
 mod firmware;
 mod host;
+mod live;
 mod memory;
 mod microbenchmark;
 mod nic;
@@ -19,5 +20,9 @@ use crate::papers::Document;
 use crate::papers::sabotage::Sabotage;
 
 /// The document.
-pub const DOCUMENT: Document =
-    Document { word: "handoff", quick: report::run, live: None, sabotages: &[Sabotage::LargeState, Sabotage::LookupMisses] };
+pub const DOCUMENT: Document = Document {
+    word: "handoff",
+    quick: report::run,
+    live: Some(live::run),
+    sabotages: &[Sabotage::LargeState, Sabotage::LookupMisses],
+};
