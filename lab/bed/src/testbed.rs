@@ -294,6 +294,20 @@ pub fn without_baton(settings: &TestbedSettings) -> Result<[Namespace; 2]> {
     Ok([host_a, host_b])
 }
 
+/// Hosts A and B, whose interfaces are TAPs, and nothing between them: whoever has the TAPs carries the frames.
+///
+/// # Errors
+/// If something is missing; the message says what to do.
+pub fn by_hand(settings: &TestbedSettings) -> Result<([Namespace; 2], [OwnedFd; 2])> {
+    let namespaces = [Namespace::new()?, Namespace::new()?];
+    let open = |namespace: &Namespace, host: &Host| {
+        make_interface(namespace, host, settings, || interface::open_tap(host.name, TapOptions::default()))
+    };
+    let [a, b] = hosts();
+    let taps = [open(&namespaces[0], &a)?, open(&namespaces[1], &b)?];
+    Ok((namespaces, taps))
+}
+
 /// Host A and host B.
 fn hosts() -> [Host; 2] {
     let addresses = |host: fn(bool) -> IpAddr| [host(false), host(true)];

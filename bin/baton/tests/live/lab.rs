@@ -76,6 +76,23 @@ fn a_web_server_has_as_many_connections_on_nics_as_they_have_room_for() {
 }
 
 #[test]
+fn set_ups_and_downloads_run_in_both_ways() {
+    let found = report(&["lab", "lro", "--live", "--short", "--json"]);
+    let set_ups = live_table(&found, "Section V.B: 64 connections are set up at once");
+    assert_eq!(set_ups.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["stack", "queues in turn"]);
+    for (name, cells) in &set_ups {
+        assert!(cells[0] >= cells[1] && cells[0] <= 64.0 && cells[2] > 0.0, "{name}: {cells:?}");
+    }
+    let downloads = live_table(&found, "Section V.C: active acknowledgements");
+    for ((name, cells), active) in downloads.iter().zip([false, true]) {
+        assert!(cells[0] >= 0.0 && cells[2] > 0.0, "{name}: {cells:?}");
+        assert_eq!(cells[1] > 0.0, active, "{name}: {cells:?}");
+    }
+    let names = found["bars"].as_array().expect("bars").iter().filter_map(|bar| bar["name"].as_str());
+    assert_eq!(names.filter(|name| name.starts_with("lro.live.")).count(), 3, "{found}");
+}
+
+#[test]
 fn a_document_without_a_live_run_says_so_at_once() {
     let ran = baton(&["lab", "numa", "--live"]);
     assert!(ran.status.code() == Some(2) && text(&ran.stderr).contains("numa has no live run"), "{}", text(&ran.stderr));

@@ -3,6 +3,8 @@
 
 mod acknowledging;
 mod frames;
+mod live;
+mod requests;
 mod setting_up;
 mod throughput;
 
@@ -13,12 +15,13 @@ use crate::papers::report::{
 use crate::papers::sabotage::Sabotage;
 use crate::papers::{Document, Run};
 use anyhow::Result;
-use setting_up::{CONNECTIONS, Order};
+use requests::Order;
+use setting_up::CONNECTIONS;
 use throughput::{SEGMENT, Settings, spread};
 
 /// The document.
 pub const DOCUMENT: Document =
-    Document { word: "lro", quick, live: None, sabotages: &[Sabotage::OneQueue, Sabotage::NoAggregation] };
+    Document { word: "lro", quick, live: Some(live::run), sabotages: &[Sabotage::OneQueue, Sabotage::NoAggregation] };
 
 /// Numbers of connections, as far as the paper says: 1 to 64.
 const COUNTS: [usize; 9] = [1, 2, 4, 8, 12, 16, 24, 32, 64];
@@ -30,6 +33,10 @@ const PORTS: [u16; 3] = [40_000, 45_171, 52_013];
 const LEVEL: f64 = 4.75;
 /// Microseconds after which a SYN is sent again (RFC 6298).
 const SYN_TIMEOUT: u64 = 1_000_000;
+/// Titles of what a live run adds to.
+const SET_UPS: &str = "Section V.B: 64 connections are set up at once";
+const SET_UP_TIMES: &str = "Section V.B: when SYNs reach the host (ours)";
+const DOWNLOADS: &str = "Section V.C: active acknowledgements";
 
 fn settings(sabotage: Option<Sabotage>) -> Settings {
     Settings {
@@ -121,6 +128,14 @@ fn throughputs(settings: Settings, short: bool, report: &mut Report) {
     report.bar(Bar::least("lro.over_plain", 1.0, of(&merged, 64) / of(&alone, 64)));
 }
 
+/// Of connections that were set up at these times, in order, or never: those that were later than the first SYN's
+/// time-out, or never; those that were never; when the last of the others was, in milliseconds.
+fn set_up_figures(all: &[Option<u64>]) -> [f64; 3] {
+    let count = |of: &dyn Fn(&Option<u64>) -> bool| all.iter().filter(|one| of(one)).count() as f64;
+    let last = all.iter().flatten().max().map_or(f64::NAN, |last| *last as f64 / 1000.0);
+    [count(&|one| one.is_none_or(|at| at >= SYN_TIMEOUT)), count(&|one| one.is_none()), last]
+}
+
 /// Section V.B.
 fn set_ups(settings: &Settings, report: &mut Report) {
     let numbers = setting_up::Settings {
@@ -129,31 +144,27 @@ fn set_ups(settings: &Settings, report: &mut Report) {
         round_trip: 100,
         timeout: SYN_TIMEOUT,
     };
-    let runs = [("stack", Order::Stack), ("queues in turn", Order::Turns)];
-    let runs = runs.map(|(name, order)| (name, setting_up::run(numbers, &order)));
-    let late = |all: &[Option<u64>]| all.iter().filter(|one| one.is_none_or(|at| at >= SYN_TIMEOUT)).count() as f64;
-    let never = |all: &[Option<u64>]| all.iter().filter(|one| one.is_none()).count() as f64;
+    let runs = Order::BOTH.map(|(name, order)| (name, setting_up::run(numbers, order)));
     let curve = |(name, all): &(&str, Vec<Option<u64>>)| {
         // One that was never established is left out, since it has no time.
         let times = all.iter().enumerate().filter_map(|(at, one)| Some((at as f64 + 1.0, (*one)? as f64 / 1e3)));
         Curve::new(*name, times.collect())
     };
-    let title = "Section V.B: when SYNs reach the host (ours)".into();
+    let title = SET_UP_TIMES.into();
     let curves = runs.iter().map(curve).collect();
     let note = "The first SYN's time-out is 1 s. A connection that is not drawn was never set up in 4 s.".into();
     report.figures.push(Figure { title, x: "connections", y: "ms", shape: Shape::LogLogLines, curves, note });
-    let row = |(name, all): &(&str, Vec<Option<u64>>)| {
-        let last = all.iter().flatten().max().map_or(f64::NAN, |last| *last as f64 / 1000.0);
-        Row { name: (*name).into(), cells: [late(all), never(all), last].map(Cell::model).into() }
-    };
+    let row =
+        |(name, all): &(&str, Vec<Option<u64>>)| Row { name: (*name).into(), cells: set_up_figures(all).map(Cell::model).into() };
     report.tables.push(Table {
-        title: "Section V.B: 64 connections are set up at once".into(),
+        title: SET_UPS.into(),
         columns: ["later than 1 s, or never", "never in 4 s", "the last of the others, ms"].map(String::from).into(),
         rows: runs.iter().map(row).collect(),
         note: "The paper: with the stack \"only a few connections can conduct data transmission normally\".".into(),
     });
-    report.bar(Bar::least("lro.stack_late", CONNECTIONS as f64 / 2.0 + 1.0, late(&runs[0].1)));
-    report.bar(Bar::most("lro.turns_late", 0.0, late(&runs[1].1)));
+    let [stack, turns] = runs.map(|(_, all)| set_up_figures(&all)[0]);
+    report.bar(Bar::least("lro.stack_late", CONNECTIONS as f64 / 2.0 + 1.0, stack));
+    report.bar(Bar::most("lro.turns_late", 0.0, turns));
 }
 
 /// Section V.C.
@@ -170,7 +181,7 @@ fn downloads(download: acknowledging::Settings, report: &mut Report) {
         Row { name: (**name).into(), cells }
     };
     report.tables.push(Table {
-        title: "Section V.C: active acknowledgements".into(),
+        title: DOWNLOADS.into(),
         columns: ["spurious retransmissions", "acknowledgements of the NIC", "Mb/s"].map(String::from).into(),
         rows: names.iter().zip(&runs).map(row).collect(),
         note: "Nothing is lost: what is sent again was only held. The paper's NIC drops it, ours passes it on and with it what waits.".into(),

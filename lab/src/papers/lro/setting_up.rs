@@ -1,17 +1,16 @@
-//! Section V.B: 64 connections are set up while those that are established already keep the copy engine busy. Requests
-//! in a stack, as the paper's engine had them, or in the real engine's queues. Virtual time in microseconds.
+//! Section V.B: 64 connections are set up while those that are established already keep the copy engine busy. Virtual
+//! time in microseconds.
 
-use baton_copy::{CopySettings, Engine, Kind};
+use super::requests::{Order, Requests};
+use baton_copy::Kind;
 use std::collections::BTreeMap;
 
 /// Connections, as in Figure 13.
 pub const CONNECTIONS: usize = 64;
 /// Largest number of segments in flight: a window of 64 KB.
 const WINDOW: u32 = 45;
-/// Requests that wait at most.
-const ROOM: usize = 4096;
 /// How long a client tries: SYNs at 0, 1 and 3 s.
-const PATIENCE: u64 = 4_000_000;
+pub const PATIENCE: u64 = 4_000_000;
 
 /// Numbers of the model.
 #[derive(Clone, Copy, Debug)]
@@ -36,42 +35,9 @@ impl Frame {
     fn bytes(self) -> usize {
         if self.sets_up { 74 } else { 1514 }
     }
-}
 
-/// Where requests wait.
-pub enum Order {
-    /// Last in, first out.
-    Stack,
-    /// The real engine.
-    Turns,
-}
-
-enum Requests {
-    Stack(Vec<Frame>),
-    Turns(Engine<Frame>),
-}
-
-impl Requests {
-    /// False if there is no room.
-    fn push(&mut self, worker: usize, frame: Frame) -> bool {
-        match self {
-            Requests::Stack(stack) if stack.len() >= ROOM => false,
-            Requests::Stack(stack) => {
-                stack.push(frame);
-                true
-            }
-            Requests::Turns(engine) => {
-                let kind = Kind { sets_up: frame.sets_up, connection: frame.connection as u32 + 1 };
-                engine.push(worker, frame, frame.bytes(), kind).is_ok()
-            }
-        }
-    }
-
-    fn pop(&mut self) -> Option<Frame> {
-        match self {
-            Requests::Stack(stack) => stack.pop(),
-            Requests::Turns(engine) => engine.pop().map(|(_, frame)| frame),
-        }
+    fn kind(self) -> Kind {
+        Kind { sets_up: self.sets_up, connection: self.connection as u32 + 1 }
     }
 }
 
@@ -83,7 +49,7 @@ enum Event {
 
 struct World {
     settings: Settings,
-    requests: Requests,
+    requests: Requests<Frame>,
     events: BTreeMap<(u64, u64), Event>,
     entered: u64,
     now: u64,
@@ -107,7 +73,8 @@ impl World {
     fn step(&mut self, event: Event) {
         match event {
             Event::Arrives(frame) => {
-                if !self.requests.push(frame.connection % self.settings.workers, frame) && !frame.sets_up {
+                let worker = frame.connection % self.settings.workers;
+                if self.requests.push(worker, frame, frame.bytes(), frame.kind()).is_err() && !frame.sets_up {
                     // The sender finds the loss after a while and sends again.
                     self.window[frame.connection] = (self.window[frame.connection] / 2).max(2);
                     self.after(200_000, Event::Arrives(frame));
@@ -143,15 +110,10 @@ impl World {
 }
 
 /// When each connection's SYN has reached the host, in microseconds and in this order; None for one that never did.
-pub fn run(settings: Settings, order: &Order) -> Vec<Option<u64>> {
-    let engine = CopySettings { room: ROOM / settings.workers, ..CopySettings::default() };
-    let requests = match order {
-        Order::Stack => Requests::Stack(Vec::with_capacity(ROOM)),
-        Order::Turns => Requests::Turns(Engine::new(settings.workers, engine)),
-    };
+pub fn run(settings: Settings, order: Order) -> Vec<Option<u64>> {
     let mut world = World {
         settings,
-        requests,
+        requests: Requests::new(order, settings.workers),
         events: BTreeMap::new(),
         entered: 0,
         now: 0,
