@@ -37,6 +37,17 @@ ON_NIC = "data half on the NIC"
 # With FI_RMPP_MATCH=nic: messages for which the NIC has found the receive.
 MATCH = {"FI_RMPP_MATCH": "nic"}
 MATCHED = re.compile(r"matched there [1-9]")
+# The paper's protocol: each CTS is the host's and clears up to 16 packets, only the receiving half is on the NIC.
+PAPER = {
+    "FI_RMPP_HALVES": "receive",
+    "FI_RMPP_GRANT": "16",
+    "FI_RMPP_AHEAD": "0",
+    "FI_RMPP_EARLY": "0",
+    "FI_RMPP_NIC_BUFFERS": "64",
+    "FI_RMPP_PINNED": "1048576",
+    "FI_RMPP_STREAM": "no",
+}
+RECEIVES = ON_NIC + ", its receiving half alone"
 # And when the program's large blocks lie where the NIC reaches them.
 LENT = "memory for large blocks is lent"
 MEMORY = PROVIDER / "librmpp-memory.so"
@@ -268,6 +279,20 @@ def features_on_nic(mpi, hosts, program, quick):
     return good
 
 
+def papers_protocol(mpi, hosts, program):
+    """The protocol as the paper has it, with only the receiving half on the NIC of one of two hosts."""
+    arguments = ["--largest", 1 << 20, "--messages", 500, "sizes", "wildcards", "collectives", "outstanding"]
+    output, _, _ = run(mpi.command(2, program, arguments, False), mpi.environment(False))
+    environment = mpi.environment(True) | {"FI_LOG_LEVEL": "info", "FI_LOG_PROV": "rmpp"} | PAPER
+    command = hosts.inside(mpi.command(2, program, arguments, True, hosts.agent, PAPER))
+    output_on_nic, errors, result = run(command, environment)
+    good = result == 0 and lines(output_on_nic) == lines(output) and RECEIVES in errors and "is ignored" not in errors
+    print(f"{'ok  ' if good else 'FAIL'} {mpi.name:8} the paper's protocol, receiving on the NIC", flush=True)
+    if not good:
+        print("    " + "\n    ".join(errors.strip().splitlines()[-15:]))
+    return good
+
+
 def killed_nic(mpi, hosts, program, settings):
     """The NIC is killed several times while messages are under way: none is lost, and none comes twice."""
     arguments = ["--largest", 4 << 20, "--repeat", 100, "sizes", "collectives"]
@@ -472,6 +497,7 @@ def run_all(arguments, found):
                 continue
             if arguments.nic:
                 good &= features_on_nic(mpi, hosts, program, arguments.quick)
+                good &= papers_protocol(mpi, hosts, program)
                 for settings in ({}, MATCH):
                     good &= killed_nic(mpi, hosts, program, settings)
                 good &= killed_with_nic(mpi, hosts, program)

@@ -15,7 +15,7 @@ use crate::region::Reach;
 use crate::vector::{Vector, write_address};
 use crate::{message_calls, rma_calls, settings, tagged_calls};
 use baton_linux::events::monotonic_micros;
-use baton_messages::{Driver, Endpoint as Messages, Error, Token};
+use baton_messages::{Driver, Endpoint as Messages, Error, Halves, Token};
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
@@ -185,6 +185,7 @@ unsafe fn start(domain: &Domain, info: &Info) -> io::Result<EndpointShared> {
     let address = messages.address();
     let eager = messages.eager();
     let half = match (messages.is_on_nic(), messages.without_nic()) {
+        (true, _) if settings.halves != Halves::BOTH => "on the NIC, its receiving half alone".to_owned(),
         (true, _) => "on the NIC".to_owned(),
         (false, Some(reason)) => format!("on this host, since {reason}"),
         (false, None) => "on this host (FI_RMPP_NIC=never)".to_owned(),

@@ -1,7 +1,7 @@
 //! Settings of the provider, from the environment: FI_RMPP_NAME, as libfabric's other providers have theirs.
 
 use crate::libfabric::{Level, log};
-use baton_messages::{MAX_GRANT, Settings, Use};
+use baton_messages::{Halves, MAX_AHEAD, MAX_GRANT, Settings, Use};
 use std::net::{IpAddr, SocketAddr};
 use std::str::FromStr;
 
@@ -12,6 +12,8 @@ const LARGEST_PACKET: u16 = 65_507;
 /// Packets of a link with long frames (loopback has 64 KB) are no longer than this: with fewer, larger packets a grant
 /// would be more than a socket's receive buffer holds.
 const USUAL_PACKET: u16 = 16_384;
+/// Bytes that may be cleared at least: the longest packet of any peer's.
+const LEAST_PINNED: u64 = 1 << 16;
 /// Bytes of IP and UDP headers.
 const HEADERS_V4: u32 = 28;
 const HEADERS_V6: u32 = 48;
@@ -43,6 +45,12 @@ fn nic() -> Use {
     }
 }
 
+/// Which halves a NIC has (FI_RMPP_HALVES): both, as in the paper's step 2, or the receiving one, as in its step 1.
+fn halves() -> Halves {
+    let value = variable("FI_RMPP_HALVES", |value: &String| matches!(value.as_str(), "both" | "receive"));
+    Halves { receiving: true, sending: value.is_none_or(|value| value == "both") }
+}
+
 /// Whether a NIC matches (FI_RMPP_MATCH).
 fn match_on_nic() -> bool {
     variable("FI_RMPP_MATCH", |value: &String| matches!(value.as_str(), "host" | "nic")).is_some_and(|value| value == "nic")
@@ -61,6 +69,7 @@ pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
         address,
         packet: usual,
         nic: nic(),
+        halves: halves(),
         match_on_nic: match_on_nic(),
         stream: stream(),
         lend: Some(crate::lending::lend),
@@ -70,6 +79,10 @@ pub fn settings(address: SocketAddr, mtu: u32) -> Settings {
     settings.packet = variable("FI_RMPP_PACKET", packet).unwrap_or(settings.packet);
     settings.grant = variable("FI_RMPP_GRANT", |grant: &u16| (1..=MAX_GRANT).contains(grant)).unwrap_or(settings.grant);
     settings.early = variable("FI_RMPP_EARLY", |early: &u8| u16::from(*early) < MAX_GRANT).unwrap_or(settings.early);
+    settings.ahead = variable("FI_RMPP_AHEAD", |packets: &u32| *packets <= MAX_AHEAD);
+    settings.nic_buffers = variable("FI_RMPP_NIC_BUFFERS", |packets: &u32| (1..=1 << 16).contains(packets));
+    let pinned = variable("FI_RMPP_PINNED", |bytes: &u64| (LEAST_PINNED..=1 << 40).contains(bytes));
+    settings.pinned = pinned.unwrap_or(settings.pinned);
     let least = variable("FI_RMPP_STREAM_BYTES", |bytes: &u32| *bytes > 0);
     settings.stream_least = least.unwrap_or(settings.stream_least);
     let dead = variable("FI_RMPP_DEAD_MS", |dead: &u64| (100..=3_600_000).contains(dead));

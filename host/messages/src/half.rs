@@ -1,5 +1,6 @@
 //! The data half: on this host, or on the NIC. With a NIC there is one on this host as well, for peers to which no way
-//! leads by the NIC: those of this host, and those behind other devices.
+//! leads by the NIC: those of this host, and those behind other devices. Where the NIC has only one of the halves, the
+//! one on this host also does the other half's work for the NIC's peers.
 //!
 //! The policy knows of one data half. Its commands go to the one that has the peer or the message; the buffers for RTS
 //! packets are divided between the two.
@@ -29,6 +30,8 @@ const STREAMS: u64 = 4;
 /// The NIC's data half, and which messages it has.
 struct OnNic {
     link: Link,
+    /// What it has of the data half.
+    halves: Halves,
     /// By slot of the handle: the message is the NIC's.
     sends: Vec<bool>,
     receives: Vec<bool>,
@@ -59,9 +62,15 @@ pub struct DataHalf {
 impl DataHalf {
     /// The data half for a policy with these settings: of this host alone, with streams or without, or also of the NIC
     /// behind `link`.
-    pub fn new(config: Config, socket: Carrier, link: Option<Link>, streams: Option<(StreamConfig, Streams)>) -> DataHalf {
-        let nic = link.map(|link| OnNic {
+    pub fn new(
+        config: Config,
+        socket: Carrier,
+        link: Option<(Link, Halves)>,
+        streams: Option<(StreamConfig, Streams)>,
+    ) -> DataHalf {
+        let nic = link.map(|(link, halves)| OnNic {
             link,
+            halves,
             sends: vec![false; config.sends.into()],
             receives: vec![false; config.incoming.into()],
             peers: vec![false; config.peers.into()],
@@ -102,7 +111,7 @@ impl DataHalf {
 
     /// Whether a NIC may match: all peers' packets come by it.
     pub fn may_match(&self) -> bool {
-        self.nic.as_ref().is_some_and(|nic| !nic.has_others)
+        self.nic.as_ref().is_some_and(|nic| !nic.uses_socket())
     }
 
     /// What this host's data half has counted; datagrams that the socket did not take; packets of the NIC's, and NICs
@@ -135,7 +144,7 @@ impl DataHalf {
             if nic.looks >= ROUNDS_BETWEEN {
                 nic.looks = 0;
                 nic.ended |= nic.link.has_ended();
-            } else if !nic.has_others {
+            } else if !nic.uses_socket() {
                 return false;
             }
         }
@@ -170,7 +179,11 @@ impl DataHalf {
         if let Some(nic) = &mut self.nic
             && nic.takes(command, now)
         {
-            return nic.link.push(command, now);
+            nic.link.push(command, now);
+            // Peers are known to both where each has a half.
+            if !nic.is_parted() || command.half().is_some() {
+                return;
+            }
         }
         self.local.data.handle_command(command);
     }
@@ -249,6 +262,16 @@ impl DataHalf {
 }
 
 impl OnNic {
+    /// Whether it has only one of the halves.
+    fn is_parted(&self) -> bool {
+        self.halves != Halves::BOTH
+    }
+
+    /// Whether packets come by the socket, too.
+    fn uses_socket(&self) -> bool {
+        self.has_others || self.is_parted()
+    }
+
     /// Whether a command is for the NIC. Messages go with their peer, and stay where they are until they are forgotten.
     fn takes(&mut self, command: &Command, now: u64) -> bool {
         let ip = |address: &baton_wire::Endpoint| -> IpAddr { SocketAddr::from(*address).ip() };
@@ -260,14 +283,14 @@ impl OnNic {
                 here
             }
             Command::DropPeer { peer } => self.peers[usize::from(*peer)],
-            Command::PostBuffer { buffer } => *buffer >= BUFFERS_HERE,
+            Command::PostBuffer { buffer } => self.halves.receiving && *buffer >= BUFFERS_HERE,
             Command::Send { peer, handle, .. } => {
-                let here = self.peers[usize::from(*peer)];
+                let here = self.halves.sending && self.peers[usize::from(*peer)];
                 self.sends[handle::slot(*handle)] = here;
                 here
             }
             Command::Clear { peer, handle, .. } => {
-                let here = self.peers[usize::from(*peer)];
+                let here = self.halves.receiving && self.peers[usize::from(*peer)];
                 self.receives[handle::slot(*handle)] = here;
                 here
             }
@@ -277,7 +300,7 @@ impl OnNic {
             Command::Control { to, .. } => {
                 let here = self.link.leads_to(ip(to), now);
                 self.has_others |= !here;
-                here
+                self.halves.sending && here
             }
             Command::Place { handle } => {
                 self.receives[handle::slot(*handle)] = true;

@@ -1,6 +1,6 @@
 //! Messages between programs over RMPP: the policy half, the data half, an ordinary UDP socket, and a thread that keeps
-//! them going while the program computes. The data half is on the NIC if there is one (step 2 of the paper), else in
-//! the program's process, too (step 0). It needs no privilege.
+//! them going while the program computes. The data half is on the NIC if there is one (step 2 of the paper), or its
+//! receiving half (step 1), else in the program's process, too (step 0). It needs no privilege.
 //!
 //! | file | what |
 //! |---|---|
@@ -35,4 +35,4 @@ pub use baton_rmpp::{Delivered, Error, Limit, PeerId};
 pub use driver::{Driven, Driver};
 pub use endpoint::{Channel, Claim, Completion, Endpoint, Found, Incoming, Kind, Outgoing, Payload, Selector, Token};
 pub use rma::{Access, Regions, Remote, Transfer};
-pub use settings::{Lend, MAX_GRANT, Settings, Use};
+pub use settings::{Halves, Lend, MAX_AHEAD, MAX_GRANT, Settings, Use};

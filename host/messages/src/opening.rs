@@ -2,7 +2,7 @@
 
 use crate::arena::{Arena, Buffer, SPACE, Slot};
 use crate::half::DataHalf;
-use crate::settings::{Lend, Settings, Use};
+use crate::settings::{Halves, Lend, Settings, Use};
 use crate::staging::Staging;
 use crate::streams::Streams;
 use baton_abi::layout::session;
@@ -59,21 +59,24 @@ pub fn open<B: Buffer>(settings: &Settings, random: [u8; 32], now: u64) -> io::R
     let Some(link) = link else {
         // The kernel counts a datagram with an overhead of its own: up to its length again, and 768 bytes.
         let room = socket.receive_buffer() / (2 * usize::from(settings.packet) + 768);
-        let config = Config { nic_buffers: (room as u32).max(settings.grant.into()), ..config };
+        let room = (room as u32).max(settings.grant.into());
+        let config = Config { nic_buffers: settings.nic_buffers.unwrap_or(room), ..config };
         // Without a NIC all packets come by the socket.
         socket.add_partner()?;
         // Without streams there are packets: that is no reason to fail.
         let streams = settings.stream.then(|| streams(settings, &config, &socket)).and_then(Result::ok);
-        let config = Config { ahead: if streams.is_some() { AHEAD } else { config.ahead }, ..config };
+        let ahead = if streams.is_some() { AHEAD } else { config.ahead };
+        let config = Config { ahead: settings.ahead.unwrap_or(ahead), ..config };
         let arena = Arena::new(Slot::Own(vec![0; buffers(&config) as usize]), None);
         return Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), None, streams), config, arena, without_nic });
     };
-    let config = on_nic(&config, settings.match_on_nic);
+    let config = on_nic(&config, settings);
     let memory = link.memory().clone();
     let end = settings.lend.and_then(|lend| lend_part(memory.region(), lend)).unwrap_or(memory.region().len());
     let staging = Staging::new(config.buffers + buffers(&config), end as u64);
     let arena = Arena::new(Slot::Shared(memory), Some(staging));
-    Ok(Opened { half: DataHalf::new(config, Carrier::Udp(socket), Some(link), None), config, arena, without_nic })
+    let half = DataHalf::new(config, Carrier::Udp(socket), Some((link, settings.halves)), None);
+    Ok(Opened { half, config, arena, without_nic })
 }
 
 fn config(settings: &Settings, random: [u8; 32], now: u64) -> Config {
@@ -92,6 +95,7 @@ fn config(settings: &Settings, random: [u8; 32], now: u64) -> Config {
         packet: settings.packet,
         grant: settings.grant,
         early: settings.early,
+        pinned: settings.pinned,
         dead: settings.dead,
         ..Config::default()
     }
@@ -106,14 +110,16 @@ fn streams(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Resu
 }
 
 /// The settings within a NIC's limits.
-fn on_nic(config: &Config, matching: bool) -> Config {
+fn on_nic(config: &Config, settings: &Settings) -> Config {
+    // Who matches sends what answers a message as well.
+    let matching = settings.match_on_nic && settings.halves == Halves::BOTH;
     Config {
         data_posted: if matching { config.receives.min(NIC_POSTED) } else { 0 },
         data_unexpected: NIC_UNEXPECTED,
         sends: config.sends.min(Messages::MOST),
         buffers: (session::HEAP as u64).next_multiple_of(4096),
-        nic_buffers: NIC_PACKETS,
-        ahead: NIC_AHEAD,
+        nic_buffers: settings.nic_buffers.unwrap_or(NIC_PACKETS),
+        ahead: settings.ahead.unwrap_or(NIC_AHEAD),
         ..*config
     }
 }
@@ -140,12 +146,12 @@ fn connect(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Resu
         let reason = format!("packets of {} bytes do not fit into the frames of a NIC", settings.packet);
         return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
-    let config = on_nic(config, settings.match_on_nic);
+    let config = on_nic(config, settings);
     let messages = Messages {
         address: socket.address(),
         endpoint: config.endpoint,
-        receiving: true,
-        sending: true,
+        receiving: settings.halves.receiving,
+        sending: settings.halves.sending,
         peers: config.peers,
         incoming: config.incoming,
         outgoing: config.sends,
@@ -159,4 +165,56 @@ fn connect(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Resu
         receives: u32::from(config.receives) + u32::from(config.incoming),
     };
     Link::connect(&settings.agent, messages, socket.as_fd())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{exchange, with};
+    use baton_linux::events::monotonic_micros;
+
+    /// What of the limits is given, and what is not.
+    #[test]
+    fn limits_are_the_settings_or_what_there_is_room_for() {
+        let limits = |settings: &Settings| {
+            let config = open::<Vec<u8>>(settings, [7; 32], monotonic_micros()).expect("an endpoint").config;
+            (config.grant, config.early, config.ahead, config.nic_buffers, config.pinned)
+        };
+        let usual = Settings { stream: false, ..Settings::default() };
+        let (grant, early, ahead, buffers, pinned) = limits(&usual);
+        assert_eq!((grant, early, ahead, pinned), (128, 64, 0, 1 << 30));
+        assert!(buffers >= 128, "{buffers}");
+        assert_eq!(limits(&Settings { stream: true, ..usual.clone() }).2, AHEAD);
+        let paper =
+            Settings { grant: 16, early: 0, ahead: Some(0), nic_buffers: Some(32), pinned: 1 << 16, stream: true, ..usual };
+        assert_eq!(limits(&paper), (16, 0, 0, 32, 1 << 16));
+    }
+
+    /// A NIC that has one of the halves does not match, and its limits can be set, too.
+    #[test]
+    fn limits_of_a_nic_are_the_settings_or_the_usual_ones() {
+        let of = |settings: &Settings| {
+            let config = on_nic(&config(settings, [7; 32], 0), settings);
+            (config.data_posted > 0, config.nic_buffers, config.ahead)
+        };
+        let usual = Settings { match_on_nic: true, ..Settings::default() };
+        assert_eq!(of(&usual), (true, NIC_PACKETS, NIC_AHEAD));
+        let receiving = Halves { receiving: true, sending: false };
+        assert_eq!(of(&Settings { halves: receiving, nic_buffers: Some(16), ahead: Some(0), ..usual }), (false, 16, 0));
+    }
+
+    /// With few buffers and little memory messages wait for each other, and all come.
+    #[test]
+    fn messages_come_within_narrow_limits() {
+        let narrow = Settings {
+            grant: 16,
+            early: 0,
+            ahead: Some(0),
+            nic_buffers: Some(16),
+            pinned: 1 << 16,
+            stream: false,
+            ..Settings::default()
+        };
+        exchange(&mut [with(&narrow), with(&narrow)], 300_000, |_| ());
+    }
 }

@@ -1,5 +1,6 @@
 //! Settings of an endpoint.
 
+pub use baton_rmpp::{Halves, MAX_AHEAD};
 pub use baton_wire::rmpp::MAX_CLEARED as MAX_GRANT;
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
@@ -33,6 +34,14 @@ pub struct Settings {
     pub grant: u16,
     /// Packets before the last cleared one that the RSM is sent: the paper's k, less than [`MAX_GRANT`].
     pub early: u8,
+    /// Packets of a message that the data half may clear by itself behind a CTS, [`MAX_AHEAD`] at most: 0 if each CTS
+    /// is the policy's, as in the paper. None: many, where the data half is on the NIC or streams carry long messages.
+    pub ahead: Option<u32>,
+    /// Most packets that are cleared and have not come, of all messages: what the paper's NIC has buffers for. None: as
+    /// many as the NIC takes, or the socket's receive buffer holds.
+    pub nic_buffers: Option<u32>,
+    /// Most bytes of the program's memory that are cleared and have not come: what the paper pins. At least a packet.
+    pub pinned: u64,
     /// Peers.
     pub peers: u16,
     /// Messages that are sent or wait to be sent.
@@ -45,7 +54,9 @@ pub struct Settings {
     pub dead: u64,
     /// Whether a NIC has the data half.
     pub nic: Use,
-    /// Whether the NIC, if it has the data half, matches as well.
+    /// Which of its halves the NIC has then, and this host the others. A NIC beside the kernel has both.
+    pub halves: Halves,
+    /// Whether the NIC, if it has both halves, matches as well.
     pub match_on_nic: bool,
     /// Whether the data of long messages goes by TCP connections, where neither side's data half is on a NIC.
     pub stream: bool,
@@ -64,12 +75,16 @@ impl Default for Settings {
             packet: 1472,
             grant: MAX_GRANT,
             early: 64,
+            ahead: None,
+            nic_buffers: None,
+            pinned: 1 << 30,
             peers: 1024,
             sends: 16_384,
             receives: 16_384,
             socket_buffer: 4 << 20,
             dead: 5_000_000,
             nic: Use::Never,
+            halves: Halves::BOTH,
             match_on_nic: false,
             stream: true,
             stream_least: 16 << 10,

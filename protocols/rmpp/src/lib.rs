@@ -38,7 +38,8 @@ pub use data::{Data, DataConfig, Disposition, Halves, Intake, MatchConfig, Outfl
 pub use interface::{Arrived, Command, Event, Half, Matcher};
 pub use memory::{Memory, Region};
 pub use policy::{
-    Completion, Config, Delivered, Error, Limit, Outgoing, PeerId, Policy, Probed, ReceiveId, Request, SetupError, Side,
+    Completion, Config, Delivered, Error, Limit, MAX_AHEAD, Outgoing, PeerId, Policy, Probed, ReceiveId, Request, SetupError,
+    Side,
 };
 
 /// Messages between two endpoints that the receiver need not have acknowledged: numbers beyond that wait at the sender,

@@ -129,7 +129,7 @@ impl Default for Config {
 }
 
 /// Most packets that the data half may clear by itself: each may have a grant of its own, whose numbers wrap around.
-const MAX_AHEAD: u32 = 4096;
+pub const MAX_AHEAD: u32 = 4096;
 
 /// Why a [`Config`] is refused.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
