@@ -284,6 +284,11 @@ impl Comparison {
         Comparison { name, what: what.into(), unit, paper, model, live: None, why: String::new(), calibrated: false }
     }
 
+    /// A number of the model that the paper does not print.
+    pub fn ours(name: &'static str, what: impl Into<String>, unit: &'static str, model: f64) -> Comparison {
+        Comparison { paper: None, ..Comparison::new(name, what, unit, f64::NAN, model) }
+    }
+
     /// Says why the numbers differ.
     #[must_use]
     pub fn because(self, why: impl Into<String>) -> Comparison {

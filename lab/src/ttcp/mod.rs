@@ -51,14 +51,17 @@ pub struct Way {
     pub interface: Interface,
     /// Where small sends are kept back.
     pub nagle: Nagle,
+    /// The program sets TCP_NODELAY: nowhere.
+    pub no_delay: bool,
 }
 
 /// All ways. The first is what the others are compared with.
-pub const WAYS: [Way; 10] = [
+pub const WAYS: [Way; 11] = [
     NONE,
     Way { name: "veth", veth: true, ..NONE },
     Way { name: "handoff", offload: Some(Offload::Handoff), ..NONE },
-    Way { name: "fast-path", offload: Some(Offload::FastPath), ..NONE },
+    FAST_PATH,
+    Way { name: "fast-path-no-nagle", no_delay: true, ..FAST_PATH },
     FULL,
     Way { name: "full-handshake", interface: Interface::Handshake, ..FULL },
     Way { name: "full-aggregated", interface: Interface::Aggregated, nagle: Nagle::Host, ..FULL },
@@ -68,7 +71,11 @@ pub const WAYS: [Way; 10] = [
 ];
 
 /// The kernel alone.
-const NONE: Way = Way { name: "none", offload: None, veth: false, interface: Interface::Batched, nagle: Nagle::Nic };
+const NONE: Way =
+    Way { name: "none", offload: None, veth: false, interface: Interface::Batched, nagle: Nagle::Nic, no_delay: false };
+
+/// Connections of which the NIC keeps the fast path.
+const FAST_PATH: Way = Way { name: "fast-path", offload: Some(Offload::FastPath), ..NONE };
 
 /// Connections that the NIC makes, with the usual interface.
 const FULL: Way = Way { name: "full", offload: Some(Offload::Full), ..NONE };
@@ -231,6 +238,7 @@ impl Hosts {
         let (direction, size, bytes) = what;
         let direction = if direction == Direction::Transmit { "transmit" } else { "receive" };
         command.args(["ttcp-program", &peer.to_string(), direction, &size.to_string(), &bytes.to_string()]);
+        command.args(way.no_delay.then_some("--no-delay"));
         command.stdin(Stdio::null()).stdout(Stdio::null());
         process::inherit(&mut command, &[], true);
         let child = self.pair()[0].spawn(&mut command).context("starting the program")?;

@@ -63,12 +63,16 @@ fn receive(stream: &mut TcpStream, size: usize, bytes: u64) -> Result<()> {
     Ok(())
 }
 
-/// The program: connects, answers until the measurement begins, transfers, and ends when its peer says so.
+/// The program: connects, answers until the measurement begins, transfers, and ends when its peer says so. With
+/// `no_delay` no send waits for others (TCP_NODELAY).
 ///
 /// # Errors
 /// If the connection fails, or a byte is wrong.
-pub fn run(peer: SocketAddr, direction: Direction, size: usize, bytes: u64) -> Result<()> {
+pub fn run(peer: SocketAddr, direction: Direction, size: usize, bytes: u64, no_delay: bool) -> Result<()> {
     let mut stream = TcpStream::connect(peer).with_context(|| format!("connecting to {peer}"))?;
+    if no_delay {
+        stream.set_nodelay(true)?;
+    }
     let mut word = [0];
     loop {
         stream.read_exact(&mut word)?;

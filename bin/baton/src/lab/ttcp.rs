@@ -12,7 +12,8 @@ pub const EXAMPLES: &str = "Examples:
 
 Ways: none (the kernel, with the NIC as an ordinary card), veth (the kernel on two hosts with a veth, without a NIC), handoff,
 fast-path and full (--offload of `baton run`, a ring), and full with the message interfaces handshake and aggregated (--interface
-of `baton run`), each with Nagle's rule where it usually is, or as named in the other place (--nagle of `baton run`). Ratios are to none. Host CPU is that of program, agent and the kernel's thread for received frames, for the same
+of `baton run`), each with Nagle's rule where it usually is, or as named in the other place (--nagle of `baton run`); and
+fast-path-no-nagle, whose program sets TCP_NODELAY. Ratios are to none. Host CPU is that of program, agent and the kernel's thread for received frames, for the same
 amount of data; the NIC's is shown beside it.";
 
 #[derive(clap::Args)]
@@ -105,6 +106,9 @@ pub struct ProgramArguments {
     direction: Towards,
     size: usize,
     bytes: u64,
+    /// It sets TCP_NODELAY.
+    #[arg(long)]
+    no_delay: bool,
 }
 
 /// Instructions that `baton ttcp --costs` counts.
@@ -124,5 +128,6 @@ pub fn workload(arguments: &WorkloadArguments) -> Result<bool> {
 /// Runs that program.
 pub fn program(arguments: &ProgramArguments) -> Result<bool> {
     let direction = if arguments.direction == Towards::Transmit { Direction::Transmit } else { Direction::Receive };
-    baton_lab::ttcp::program::run(arguments.peer, direction, arguments.size, arguments.bytes).map(|()| true)
+    let ProgramArguments { peer, size, bytes, no_delay, .. } = *arguments;
+    baton_lab::ttcp::program::run(peer, direction, size, bytes, no_delay).map(|()| true)
 }

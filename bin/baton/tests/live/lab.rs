@@ -93,6 +93,18 @@ fn set_ups_and_downloads_run_in_both_ways() {
 }
 
 #[test]
+fn messages_are_sent_in_each_way_of_the_report_on_the_card() {
+    let found = report(&["lab", "inic", "--live", "--short", "--json"]);
+    let figures = found["figures"].as_array().expect("figures");
+    let bandwidth = figures.iter().find(|figure| figure["title"] == "Bandwidth (ours)").expect("the figure");
+    for curve in bandwidth["curves"].as_array().expect("curves") {
+        let live = curve["live"].as_array().expect("points");
+        assert_eq!(live.iter().filter_map(|point| point[0].as_f64()).collect::<Vec<_>>(), [1.0, 4096.0, 65_536.0], "{curve}");
+        assert!(live.iter().all(|point| point[1].as_f64() > Some(0.0)), "{curve}");
+    }
+}
+
+#[test]
 fn a_document_without_a_live_run_says_so_at_once() {
     let ran = baton(&["lab", "numa", "--live"]);
     assert!(ran.status.code() == Some(2) && text(&ran.stderr).contains("numa has no live run"), "{}", text(&ran.stderr));

@@ -18,7 +18,7 @@ fn every_way_transfers_what_was_sent() {
     let cells = report["cells"].as_array().expect("cells");
     let full = ["full", "full-handshake", "full-aggregated"];
     let other_nagle = ["full-nagle-host", "full-handshake-nagle-host", "full-aggregated-nagle-nic"];
-    for way in ["none", "veth", "handoff", "fast-path"].into_iter().chain(full).chain(other_nagle) {
+    for way in ["none", "veth", "handoff", "fast-path", "fast-path-no-nagle"].into_iter().chain(full).chain(other_nagle) {
         for direction in ["transmit", "receive"] {
             for (size, bytes) in [(1, 1500), (3000, 4_500_000), (65_536, 98_304_000)] {
                 let same =

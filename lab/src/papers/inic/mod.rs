@@ -3,6 +3,7 @@
 //!
 //! What is at hand of the report is its summary; its figures and tables are not, so every figure here is of our own.
 
+mod live;
 mod machine;
 
 use crate::bars::Bar;
@@ -14,7 +15,7 @@ use machine::{Outcome, Settings, Way, run};
 
 /// The document.
 pub const DOCUMENT: Document =
-    Document { word: "inic", quick, live: None, sabotages: &[Sabotage::NoNagle, Sabotage::NoHandshake] };
+    Document { word: "inic", quick, live: Some(live::run), sabotages: &[Sabotage::NoNagle, Sabotage::NoHandshake] };
 
 /// Sizes of messages, bytes.
 const SIZES: [u32; 15] = [1, 4, 16, 64, 128, 256, 512, 768, 1024, 1460, 2048, 4096, 8192, 16_384, 65_536];
@@ -87,14 +88,14 @@ fn parameters(settings: &Settings) -> Vec<Parameter> {
     ]
 }
 
-/// Where two curves cross: the size from which on the second one is the lower, between two sizes on a logarithmic
-/// scale.
-fn crossover(above: &[f64], below: &[f64]) -> f64 {
+/// Where two curves over these sizes cross: the size from which on the second one is the lower, between two sizes on a
+/// logarithmic scale.
+fn crossover(sizes: &[f64], above: &[f64], below: &[f64]) -> f64 {
     let ratio = |at: usize| (below[at] / above[at]).ln();
-    let found = (1..SIZES.len()).rev().find(|at| ratio(at - 1) > 0.0 && ratio(*at) <= 0.0);
+    let found = (1..sizes.len().min(above.len()).min(below.len())).rev().find(|at| ratio(at - 1) > 0.0 && ratio(*at) <= 0.0);
     let Some(at) = found else { return f64::NAN };
     let share = ratio(at - 1) / (ratio(at - 1) - ratio(at));
-    let [from, to] = [SIZES[at - 1], SIZES[at]].map(|size| f64::from(size).ln());
+    let [from, to] = [sizes[at - 1], sizes[at]].map(f64::ln);
     (from + share * (to - from)).exp()
 }
 
@@ -133,10 +134,13 @@ fn comparisons(settings: &Settings, runs: &Runs, report: &mut Report) {
     let of = |runs: &[Outcome], of: fn(&Outcome) -> f64| runs.iter().map(of).collect::<Vec<_>>();
     let packets = (SEGMENT + f64::from(settings.framing)) * 8.0 / settings.link;
     let wire = SEGMENT * 8.0 / packets;
-    let processor = crossover(&of(native, |one| one.host), &of(full, |one| one.host));
-    let interrupts = crossover(&of(native, |one| one.interrupts), &of(full, |one| one.interrupts));
+    let sizes = SIZES.map(f64::from);
+    let processor = crossover(&sizes, &of(native, |one| one.host), &of(full, |one| one.host));
+    let interrupts = crossover(&sizes, &of(native, |one| one.interrupts), &of(full, |one| one.interrupts));
     let one = Comparison::new("inic.cpu_crossover", "from this size on the host works less (1.1)", "bytes", 1000.0, processor);
     report.compare(one.because("the host's costs are those of another machine of the time"), 0.3);
+    let what = "from this size on the host has fewer interrupts";
+    report.show(Comparison::ours("inic.interrupts_crossover_bytes", what, "bytes", interrupts));
     report.missed(
         Bar::most("inic.interrupts_crossover", 1.0, interrupts / processor),
         "the model has 1.5 interrupts a packet natively, one a message offloaded: they cross at 970 bytes whatever the host costs, and the \
@@ -234,7 +238,8 @@ mod tests {
         // One curve is level; the other falls with the size and meets it at 1000.
         let level = [1.0; SIZES.len()];
         let falling = SIZES.map(|size| 1000.0 / f64::from(size));
-        assert!((crossover(&level, &falling) - 1000.0).abs() < 1.0);
-        assert!(crossover(&falling, &level).is_nan(), "it rises above");
+        let sizes = SIZES.map(f64::from);
+        assert!((crossover(&sizes, &level, &falling) - 1000.0).abs() < 1.0);
+        assert!(crossover(&sizes, &falling, &level).is_nan(), "it rises above");
     }
 }
