@@ -189,7 +189,9 @@ mod tests {
     use crate::papers::report::{Absent, Cell, Comparison, Contradiction, Curve, Parameter, Row, Shape, Source, Table};
 
     fn report() -> Report {
-        let curve = Curve { paper: vec![(2.0, 3.0)], level: Some(4.0), ..Curve::new("a <curve>", vec![(1.0, 2.0), (8.0, 4.0)]) };
+        let live = vec![(1.0, 2.5), (8.0, 3.5)];
+        let curve =
+            Curve { paper: vec![(2.0, 3.0)], level: Some(4.0), live, ..Curve::new("a <curve>", vec![(1.0, 2.0), (8.0, 4.0)]) };
         let figure = |shape| Figure { title: "Figure 1".into(), shape, curves: vec![curve.clone()], ..Figure::default() };
         let part = Curve::new("part", vec![(0.0, 1.0), (1.0, 3.0)]);
         let stacks = Figure { curves: vec![part.clone(), part], ..figure(Shape::Stacks(vec!["one".into(), "two".into()])) };
@@ -222,6 +224,7 @@ mod tests {
         }
         assert!(page.contains("a &lt;curve>") && page.contains("1 of 2 bars that count hold"), "{page}");
         assert_eq!(page.matches("<svg").count(), 4);
+        assert!(text.contains("; live 2.50 at 1.00 … 3.50 at 8.00; paper"), "{text}");
         assert_eq!(page.matches("class=missed>missed").count(), 1);
     }
 

@@ -32,13 +32,17 @@ pub fn cell(cell: &Cell) -> String {
     }
 }
 
-/// A curve in a line: its ends, its greatest value, and what the paper says.
+/// A curve in a line: its ends, its greatest value, the live one's ends, and what the paper says.
 fn curve(curve: &Curve) -> String {
     let mut line = format!("    {:<32} ", curve.name);
     if let (Some(first), Some(last)) = (curve.points.first(), curve.points.last()) {
         let most = curve.points.iter().map(|point| point.1).fold(f64::MIN, f64::max);
         let [first_x, first_y, last_x, last_y, most] = [first.0, first.1, last.0, last.1, most].map(number);
         let _ = write!(line, "{first_y} at {first_x} … {last_y} at {last_x}, at most {most}");
+    }
+    if let (Some(first), Some(last)) = (curve.live.first(), curve.live.last()) {
+        let [first_x, first_y, last_x, last_y] = [first.0, first.1, last.0, last.1].map(number);
+        let _ = write!(line, "; live {first_y} at {first_x} … {last_y} at {last_x}");
     }
     if let Some(level) = curve.level {
         let _ = write!(line, "; paper {}", number(level));
