@@ -74,6 +74,8 @@ pub(crate) struct Inner {
     pub interest: Interest<File>,
     /// The doorbell that was added to the kernel's set: its session's.
     pub bell: Option<c_int>,
+    /// The set's eventfd was added to it.
+    pub wakes: bool,
 }
 
 /// An epoll set. Never freed; reused for one descriptor after another.
@@ -224,21 +226,26 @@ impl World for Kernel {
         }
     }
 
+    fn beside_kernel(&mut self, file: File) -> u32 {
+        if matches!(file, File::Tcp(tcp) if tcp.completions.are_pending()) { libc::EPOLLERR as u32 } else { 0 }
+    }
+
     fn progress(&mut self, file: File, fd: c_int) -> Progress {
         let tcp = match file {
             File::Tcp(tcp) => tcp,
             File::Set(set) => return Progress { received: set.watchers.arrivals.load(Ordering::Acquire), ..Progress::default() },
         };
         Progress {
-            received: position(tcp, fd),
+            received: readiness::position(tcp, fd),
             stuck: tcp.stuck.load(Ordering::Acquire),
             rearms: tcp.rearms.load(Ordering::Acquire),
+            completions: tcp.completions.made(),
         }
     }
 
     fn may_move(&mut self, file: File) -> bool {
         match file {
-            File::Tcp(tcp) => tcp.may_move(),
+            File::Tcp(tcp) => tcp.may_move() || tcp.completions.are_ours() == Some(true),
             File::Set(_) => true,
         }
     }
@@ -256,23 +263,6 @@ impl World for Kernel {
         let mut event = epoll_event { events, u64: data };
         // SAFETY: one live event.
         unsafe { real::epoll_ctl(self.epfd, operation, fd, &mut event) == 0 }
-    }
-}
-
-/// Position in the stream: bytes that have arrived, ever; the end of the stream counts as one.
-fn position(tcp: &Tcp, fd: c_int) -> u32 {
-    let taken = tcp.taken.load(Ordering::Relaxed);
-    match tcp.managed() {
-        Some((connection, session)) if connection.owner() == Owner::Nic => {
-            let readiness = session.shared.readiness(connection, thread::token());
-            taken.wrapping_add(readiness.unread).wrapping_add(u32::from(readiness.fin))
-        }
-        _ => {
-            let mut unread: c_int = 0;
-            // SAFETY: FIONREAD writes one int, and `unread` is live.
-            unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut unread).cast()) };
-            taken.wrapping_add(unread.max(0) as u32).wrapping_add(u32::from(wait::reports_now(fd, libc::POLLRDHUP)))
-        }
     }
 }
 
@@ -303,7 +293,7 @@ impl Set {
                 if known.is_none() {
                     tcp.add_set(self, slot);
                 }
-                if tcp.is_managed() {
+                if tcp.is_managed() || tcp.completions.are_ours() == Some(true) {
                     self.join_bell(&mut inner, epfd);
                     // The connection may have moved before this set was added to the socket.
                     inner.interest.enqueue(slot);
@@ -325,8 +315,12 @@ impl Set {
         0
     }
 
-    /// Adds the session's doorbell, its control connection and the set's eventfd to the kernel's set.
+    /// Adds the session's doorbell, its control connection and the set's eventfd to the kernel's set; without a session
+    /// the eventfd alone.
     fn join_bell(&self, inner: &mut Inner, epfd: c_int) {
+        if !std::mem::replace(&mut inner.wakes, true) {
+            self.register_wake(epfd);
+        }
         let Some(session) = process::session() else { return };
         let bell = session.shared.bell().as_fd().as_raw_fd();
         if inner.bell == Some(bell) {
@@ -345,7 +339,12 @@ impl Set {
             // A hang-up stays pending, so every thread that sleeps in this set sees it.
             kernel.register(EPOLL_CTL_ADD, session.shared.hangs_up().as_raw_fd(), 0, end_data());
         }
-        kernel.register(EPOLL_CTL_ADD, self.eventfd(), EPOLLIN as u32, wake_data());
+        self.register_wake(epfd);
+    }
+
+    /// Adds the set's eventfd to the kernel's set.
+    pub fn register_wake(&self, epfd: c_int) {
+        Kernel::of(epfd).register(EPOLL_CTL_ADD, self.eventfd(), EPOLLIN as u32, wake_data());
     }
 
     fn eventfd(&self) -> c_int {

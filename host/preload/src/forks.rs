@@ -136,7 +136,9 @@ pub(crate) extern "C" fn after_in_child() {
     for (fd, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(parents) = file {
             parents.leave_to_parent();
-            table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
+            let tcp = tcp::inherited(fd);
+            tcp.completions.go_on_from(&parents.completions);
+            table::put(fd, Some(table::File::Tcp(tcp)));
         }
     }
     epoll::leave_inherited();

@@ -8,8 +8,8 @@
 //! socket is modified, and whatever the kernel reported while the socket was between two owners is dropped.
 //!
 //! While a connection is on the NIC, the kernel's registration has no events (it is *muted*), and what the socket is
-//! ready for is computed from the NIC's events. Registrations to check are in a queue, each at most once;
-//! level-triggered ones that were reported go to its end.
+//! ready for is computed from the NIC's events. Of one in the kernel this library adds what the kernel does not know.
+//! Registrations to check are in a queue, each at most once; level-triggered ones that were reported go to its end.
 
 use libc::{
     EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLERR, EPOLLET, EPOLLEXCLUSIVE, EPOLLHUP, EPOLLIN, EPOLLONESHOT, EPOLLOUT,
@@ -24,8 +24,9 @@ const ONE_SHOT: u32 = EPOLLONESHOT as u32;
 const EXCLUSIVE: u32 = EPOLLEXCLUSIVE as u32;
 const READABLE: u32 = (EPOLLIN | EPOLLRDNORM) as u32;
 const WRITABLE: u32 = (EPOLLOUT | EPOLLWRNORM) as u32;
-/// Events that end one direction or both.
-const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP | EPOLLERR) as u32;
+/// Events that end one direction or both. An error that ends a connection comes with EPOLLHUP.
+const ENDS: u32 = (EPOLLRDHUP | EPOLLHUP) as u32;
+const ERROR: u32 = EPOLLERR as u32;
 
 /// The highest 24 bits of a token, with which neither an address of the program's nor a small number begins. Then 20
 /// bits that count the calls of epoll_ctl, then 20 bits of slot.
@@ -68,6 +69,8 @@ pub(crate) struct Progress {
     pub stuck: u32,
     /// Number of calls after which the kernel reports anew.
     pub rearms: u32,
+    /// Completions of sends that this library has numbered, ever (wraps).
+    pub completions: u32,
 }
 
 /// What an interest list needs of kernel and NIC.
@@ -79,6 +82,8 @@ pub(crate) trait World {
     fn place(&mut self, file: Self::File) -> (Place, u32);
     /// Events that it is ready for, on the NIC; for a set, because of connections on the NIC.
     fn on_nic(&mut self, file: Self::File) -> u32;
+    /// Events that it is ready for in the kernel, and that the kernel does not know of.
+    fn beside_kernel(&mut self, file: Self::File) -> u32;
     /// How far it has come.
     fn progress(&mut self, file: Self::File, fd: c_int) -> Progress;
     /// Whether it may ever be on the NIC.
@@ -96,6 +101,7 @@ pub(crate) trait World {
 struct Seen {
     received: Option<u32>,
     stuck: Option<u32>,
+    completions: Option<u32>,
     rearms: u32,
     end: bool,
 }
@@ -250,7 +256,7 @@ impl<F: Copy + PartialEq> Interest<F> {
             reported,
         });
         self.by_fd.insert(fd, slot);
-        if place != Place::Kernel && place != Place::Set {
+        if place != Place::Kernel && place != Place::Set || world.beside_kernel(file) != 0 {
             self.enqueue(slot);
         }
         Some(slot)
@@ -408,7 +414,7 @@ impl<F: Copy + PartialEq> Interest<F> {
         self.renewed = false;
     }
 
-    /// Writes events of connections on the NIC after the first `filled` events of `out`, at most `most` of them.
+    /// Writes events that the kernel does not report after the first `filled` events of `out`, at most `most` of them.
     /// Returns the new number of events.
     fn collect<W: World<File = F>>(&mut self, world: &mut W, out: &mut [epoll_event], mut filled: usize, most: usize) -> usize {
         let end = out.len().min(filled.saturating_add(most));
@@ -419,25 +425,25 @@ impl<F: Copy + PartialEq> Interest<F> {
             if self.used(slot).is_none_or(|known| known.spent && known.muted) {
                 continue;
             }
-            match self.settle(world, slot) {
+            let place = match self.settle(world, slot) {
                 // It is brought in line when the move is over.
                 Some(Place::Moving) => {
                     self.moving = self.used(slot).map(|known| known.file);
                     self.enqueue(slot);
                     continue;
                 }
-                Some(Place::Nic | Place::Set) => {}
-                _ => continue,
-            }
+                Some(place) => place,
+                None => continue,
+            };
             let Some(known) = self.used(slot) else { continue };
-            let events = world.on_nic(known.file) & (known.events | ALWAYS);
+            let events = world.unreported(place, known.file) & (known.events | ALWAYS);
             if known.spent || events == 0 || known.is_edge() && !known.has_edge(world, events) {
                 continue;
             }
             known.note_reported(world, events);
             let (again, data, reported) = (!known.is_edge() && !known.spent, known.data, known.reported);
             if reported.0 == self.round {
-                // The kernel reported it in this round, before it moved.
+                // The kernel reported it in this round, too: before it moved, or without what it does not know.
                 out[reported.1].events |= events;
             } else {
                 out[filled] = epoll_event { events, u64: data };
@@ -524,7 +530,7 @@ impl<F: Copy + PartialEq> Interest<F> {
                 events = 0;
             }
             (Place::Set, _) => {}
-            (Place::Kernel, moves) if moves == known.moves => {}
+            (Place::Kernel, moves) if moves == known.moves => events |= world.beside_kernel(known.file),
             (place, _) => {
                 // It may have been reported during a move, when the socket is disconnected for a moment. What is true
                 // of it the kernel reports again when the registration is brought in line.
@@ -551,34 +557,33 @@ impl<F: Copy + PartialEq> Interest<F> {
         Some((slot, events, known.data))
     }
 
-    /// Whether a connection on the NIC, or a set because of one, would be reported now. Notes a file that is being
-    /// moved.
+    /// Whether a connection on the NIC, a set because of one, or what the kernel does not know of one in the kernel
+    /// would be reported now. Notes a file that is being moved.
     pub fn is_ready<W: World<File = F>>(&mut self, world: &mut W) -> bool {
         self.moving = None;
         for slot in &self.queue {
             let Some(known) = self.slots[*slot as usize].used.as_ref().filter(|known| !known.spent) else { continue };
-            match world.place(known.file).0 {
-                Place::Kernel => continue,
-                Place::Moving => self.moving = Some(known.file),
-                Place::Nic | Place::Set => {
-                    let events = world.on_nic(known.file) & (known.events | ALWAYS);
-                    if events != 0 && (!known.is_edge() || known.has_edge(world, events)) {
-                        return true;
-                    }
-                }
+            let place = world.place(known.file).0;
+            if place == Place::Moving {
+                self.moving = Some(known.file);
+            }
+            let events = world.unreported(place, known.file) & (known.events | ALWAYS);
+            if events != 0 && (!known.is_edge() || known.has_edge(world, events)) {
+                return true;
             }
         }
         false
     }
 
-    /// Whether something has happened on the NIC since this was last asked of a slot that an edge-triggered
-    /// registration of this set would report.
+    /// Whether something has happened since this was last asked of a slot that an edge-triggered registration of this
+    /// set would report, and the kernel does not.
     pub fn has_news<W: World<File = F>>(&mut self, world: &mut W, slot: u32) -> bool {
         let Some(known) = self.used(slot).filter(|known| !known.spent) else { return false };
-        if !matches!(world.place(known.file).0, Place::Nic | Place::Set) {
+        let place = world.place(known.file).0;
+        let events = world.unreported(place, known.file) & (known.events | ALWAYS);
+        if place == Place::Moving || place == Place::Kernel && events == 0 {
             return false;
         }
-        let events = world.on_nic(known.file) & (known.events | ALWAYS);
         let now = world.progress(known.file, known.fd);
         let has_news = events != 0 && known.told.lacks(now, events);
         known.told.note(now, events);
@@ -619,6 +624,15 @@ fn change<W: World + ?Sized>(world: &mut W, fd: c_int, asked: u32, events: u32, 
 }
 
 trait WorldExtension: World {
+    /// Events that a file in this place is ready for and that the kernel does not report.
+    fn unreported(&mut self, place: Place, file: Self::File) -> u32 {
+        match place {
+            Place::Nic | Place::Set => self.on_nic(file),
+            Place::Kernel => self.beside_kernel(file),
+            Place::Moving => 0,
+        }
+    }
+
     fn progress_if_edge(&mut self, file: Self::File, fd: c_int, events: u32) -> Progress {
         if events & EDGE != 0 && self.may_move(file) { self.progress(file, fd) } else { Progress::default() }
     }
@@ -654,6 +668,9 @@ impl Seen {
         if events & READABLE != 0 && self.received != Some(now.received) && !(end && self.end) {
             return true;
         }
+        if events & ERROR != 0 && self.completions != Some(now.completions) {
+            return true;
+        }
         events & WRITABLE != 0 && self.stuck != Some(now.stuck)
     }
 
@@ -663,6 +680,9 @@ impl Seen {
             self.received = Some(now.received);
         }
         self.end |= events & ENDS != 0;
+        if events & ERROR != 0 {
+            self.completions = Some(now.completions);
+        }
         if events & WRITABLE != 0 {
             self.stuck = Some(now.stuck);
         }

@@ -273,6 +273,18 @@ pub(crate) unsafe fn send_message(call: Call, tcp: &'static Tcp, fd: c_int, mess
 /// # Safety
 /// As sendmsg(2).
 unsafe fn send_inside(section: Section, call: Call, tcp: &'static Tcp, fd: c_int, message: &msghdr, flags: c_int) -> ssize_t {
+    if flags & libc::MSG_ZEROCOPY != 0 {
+        let completes = tcp.completes_sends(fd);
+        if !completes || tcp.copies_sends(fd) {
+            let generation = tcp.generation();
+            // SAFETY: this function's `# Safety` is sendmsg(2)'s.
+            let sent = unsafe { send_inside(section, call, tcp, fd, message, flags & !libc::MSG_ZEROCOPY) };
+            if completes && sent > 0 && tcp.generation() == generation {
+                tcp.complete_send();
+            }
+            return sent;
+        }
+    }
     if flags & !PLAIN_SEND != 0 {
         let patience = || Patience::of(fd, libc::SO_SNDTIMEO, flags & libc::MSG_DONTWAIT != 0);
         if let Err(number) = kernel_only::leave(tcp, unusual_send(flags), patience) {
@@ -473,6 +485,10 @@ pub(crate) unsafe fn receive(
     let _whole = Whole::begin_cancelable();
     let mut vector = iovec { iov_base: start, iov_len: length };
     let mut message = message_of(&mut vector);
+    if flags & libc::MSG_ERRQUEUE != 0 {
+        // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
+        return unsafe { receive_errors(call, tcp, fd, &mut message, flags) };
+    }
     let Some(section) = Section::enter() else {
         // SAFETY: `message` describes the buffer that recv(2) requires (`# Safety`).
         return unsafe { leaving::asleep(|| call.receive(fd, &mut message, flags)) };
@@ -515,12 +531,41 @@ pub(crate) unsafe fn receive(
 #[inline(never)]
 pub(crate) unsafe fn receive_message(call: Call, tcp: &'static Tcp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
     let _whole = Whole::begin_cancelable();
+    if flags & libc::MSG_ERRQUEUE != 0 {
+        // SAFETY: this function's `# Safety` is recvmsg(2)'s.
+        return unsafe { receive_errors(call, tcp, fd, message, flags) };
+    }
     match Section::enter() {
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-        Some(section) if flags & libc::MSG_ERRQUEUE == 0 => unsafe { receive_inside(section, call, tcp, fd, message, flags) },
+        Some(section) => unsafe { receive_inside(section, call, tcp, fd, message, flags) },
         // SAFETY: this function's `# Safety` is recvmsg(2)'s.
-        _ => unsafe { leaving::asleep(|| call.receive(fd, message, flags)) },
+        None => unsafe { leaving::asleep(|| call.receive(fd, message, flags)) },
     }
+}
+
+/// recvmsg(2) with MSG_ERRQUEUE, which never waits: what the kernel has queued, else the completions that only this
+/// library knows of.
+///
+/// # Safety
+/// As recvmsg(2).
+unsafe fn receive_errors(call: Call, tcp: &Tcp, fd: c_int, message: &mut msghdr, flags: c_int) -> ssize_t {
+    // SAFETY: this function's `# Safety` is recvmsg(2)'s.
+    let received = unsafe { leaving::asleep(|| call.receive(fd, message, flags)) };
+    if received >= 0 || thread::errno() != libc::EAGAIN {
+        return received;
+    }
+    let Some(completed) = tcp.completions.take() else { return received };
+    let room = if message.msg_control.is_null() { 0 } else { message.msg_controllen };
+    let control = completed.control(room);
+    // SAFETY: recvmsg(2) requires a writable control buffer of `room` bytes (`# Safety`); these are at most as many.
+    let written = unsafe { faults::write_all(message.msg_control.cast::<u8>(), control.bytes()) };
+    message.msg_controllen = if written { control.taken } else { 0 };
+    if !message.msg_name.is_null() {
+        message.msg_namelen = 0;
+    }
+    let cut = if control.is_cut { libc::MSG_CTRUNC } else { 0 };
+    message.msg_flags = flags & libc::MSG_CMSG_CLOEXEC | libc::MSG_ERRQUEUE | cut;
+    0
 }
 
 /// # Safety

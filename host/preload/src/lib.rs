@@ -14,6 +14,7 @@ mod at_once;
 mod call;
 mod calls;
 mod cancelling;
+mod completions;
 mod connecting;
 mod epoll;
 mod faults;

@@ -24,7 +24,7 @@ impl Watched {
         let mut watched = Watched { sockets: Few::new(), sets: Few::new() };
         for (at, entry) in fds.iter().enumerate() {
             match table::get(entry.fd) {
-                Some(table::File::Tcp(tcp)) if tcp.is_managed() || tcp.may_be_handed_over() => watched.sockets.push((at, tcp)),
+                Some(table::File::Tcp(tcp)) if is_watched(tcp) => watched.sockets.push((at, tcp)),
                 Some(table::File::Set(set)) => watched.sets.push((at, set)),
                 _ => {}
             }
@@ -36,6 +36,11 @@ impl Watched {
         self.sockets.is_empty() && self.sets.is_empty()
     }
 
+    /// Whether completions of sends wait for any of the sockets, wherever it is.
+    fn has_completions(&self) -> bool {
+        self.sockets.iter().any(|(_, tcp)| tcp.completions.are_pending())
+    }
+
     /// Fills in results for sockets and sets of the NIC's, and takes the sockets' descriptors out of what the kernel is
     /// asked. Returns how many are ready.
     fn answer(&self, fds: &mut [pollfd], asked: &mut [pollfd]) -> usize {
@@ -43,6 +48,8 @@ impl Watched {
         for (at, tcp) in &self.sockets {
             if tcp.settled_owner() != Some(Owner::Nic) {
                 asked[*at].fd = fds[*at].fd;
+                // The kernel does not know of them: `merge` reports them.
+                ready += usize::from(tcp.completions.are_pending());
                 continue;
             }
             asked[*at].fd = -1;
@@ -99,6 +106,12 @@ impl Watched {
                 moves = now;
                 // SAFETY: one live pollfd.
                 unsafe { real::poll(&mut fds[*at], 1, 0) };
+            }
+        }
+        for ((at, tcp), version) in self.sockets.iter().zip(versions) {
+            // After a move the other events are not known yet.
+            if tcp.completions.are_pending() && (tcp.generation(), tcp.moves()) == *version {
+                fds[*at].revents |= POLLERR;
             }
         }
         let mut doubt = readiness::Doubt::default();
@@ -197,6 +210,7 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             let changed = || {
                 sections::is_withdrawn()
                     || watched.versions() != versions
+                    || watched.has_completions()
                     || watched.sockets.iter().any(|(at, tcp)| {
                         let wanted = fds[*at].events as u16 as u32 | (POLLERR | POLLHUP) as u32;
                         asked_of_nic(tcp) && readiness::events(tcp) & wanted != 0
@@ -250,6 +264,11 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
             return Polled::Done(fail(libc::EINTR) as c_int);
         }
     }
+}
+
+/// Whether a socket may have events that the kernel does not know of.
+fn is_watched(tcp: &Tcp) -> bool {
+    tcp.is_managed() || tcp.may_be_handed_over() || tcp.completions.are_ours() == Some(true)
 }
 
 fn asked_of_nic(tcp: &Tcp) -> bool {

@@ -501,7 +501,9 @@ fn take_inherited() {
     for fd in numbers {
         if tcp::is_tcp(fd) && table::get(fd).is_none() {
             faults::begin();
-            table::put(fd, Some(table::File::Tcp(tcp::inherited(fd))));
+            let tcp = tcp::inherited(fd);
+            tcp.leave_numbered_sends(fd);
+            table::put(fd, Some(table::File::Tcp(tcp)));
         }
     }
 }

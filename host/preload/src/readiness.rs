@@ -13,6 +13,7 @@ use crate::process::{self, Session};
 use crate::tcp::Tcp;
 use crate::waiter::Waiters;
 use crate::{real, thread, wait};
+use baton_abi::layout::Owner;
 use baton_client::Readiness;
 use libc::{EPOLL_CTL_DEL, EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP, EPOLLRDNORM, EPOLLWRNORM, POLLIN, c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
@@ -23,6 +24,23 @@ use std::sync::atomic::{AtomicU32, Ordering};
 /// caps it (tcp_set_rcvlowat), since more might never fit.
 pub(crate) fn least(tcp: &Tcp, state: &Readiness) -> u32 {
     tcp.lowat().min(state.receive_memory / 2).max(1)
+}
+
+/// Position in the stream: bytes that have arrived, ever; the end of the stream counts as one.
+pub(crate) fn position(tcp: &Tcp, fd: c_int) -> u32 {
+    let taken = tcp.taken.load(Ordering::Relaxed);
+    match tcp.managed() {
+        Some((connection, session)) if connection.owner() == Owner::Nic => {
+            let readiness = session.shared.readiness(connection, thread::token());
+            taken.wrapping_add(readiness.unread).wrapping_add(u32::from(readiness.fin))
+        }
+        _ => {
+            let mut unread: c_int = 0;
+            // SAFETY: FIONREAD writes one int, and `unread` is live.
+            unsafe { real::ioctl(fd, libc::FIONREAD, (&raw mut unread).cast()) };
+            taken.wrapping_add(unread.max(0) as u32).wrapping_add(u32::from(wait::reports_now(fd, libc::POLLRDHUP)))
+        }
+    }
 }
 
 /// Pending events of a connection on the NIC, as epoll bits (equal to poll's).
@@ -43,7 +61,7 @@ pub(crate) fn events(tcp: &Tcp) -> u32 {
     if ended || state.shut || state.is_writable() {
         events |= EPOLLOUT | EPOLLWRNORM;
     }
-    if state.ended.is_some_and(|error| error != 0) {
+    if state.ended.is_some_and(|error| error != 0) || tcp.completions.are_pending() {
         events |= EPOLLERR;
     }
     events as u32
@@ -275,6 +293,8 @@ fn look_without(epfd: c_int, all: &[(&'static Set, c_int)]) -> bool {
         let inner = locked(&set.inner);
         if inner.bell.is_some() {
             set.register_own(*epfd);
+        } else if inner.wakes {
+            set.register_wake(*epfd);
         }
     }
     is_readable

@@ -4,9 +4,11 @@
 mod lifecycle;
 mod plan;
 mod watchers;
+mod zero_copy;
 
 pub(crate) use lifecycle::{forget_pool, hold, inherited, new};
 
+use crate::completions::Completions;
 use crate::epoll::Set;
 use crate::handover::{HandOver, Inside, State};
 use crate::listening::{Asking, Queue};
@@ -110,6 +112,8 @@ pub(crate) struct Tcp {
     nonblocking: AtomicBool,
     /// How its calls wait.
     waiting: Waiting,
+    /// Completions of sends with MSG_ZEROCOPY.
+    pub completions: Completions,
     /// Failed attempts to register it with the agent.
     attempts: AtomicU32,
     /// It listens.

@@ -1,6 +1,6 @@
 //! What is known of how a socket's calls wait, so that a call that sleeps need not ask the kernel again: that they do
-//! (O_NONBLOCK is not set), and that they do without a limit (SO_RCVTIMEO, SO_SNDTIMEO). Whatever the program does that
-//! may change one of these makes all of them unknown.
+//! (O_NONBLOCK is not set), and that they do without a limit (SO_RCVTIMEO, SO_SNDTIMEO); and that sends with
+//! MSG_ZEROCOPY are completed. Whatever the program does that may change one of these makes all of them unknown.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -14,6 +14,8 @@ pub(crate) const BLOCKS: Fact = Fact(1);
 pub(crate) const RECEIVES_FOR_EVER: Fact = Fact(2);
 /// SO_SNDTIMEO is 0.
 pub(crate) const SENDS_FOR_EVER: Fact = Fact(4);
+/// SO_ZEROCOPY is set.
+pub(crate) const COMPLETES: Fact = Fact(8);
 
 /// Number of bits for facts. The others count how often they became unknown.
 const BITS: u32 = 8;

@@ -2,7 +2,8 @@
 //! own epoll set (Linux, fs/eventpoll.c), and a program whose threads wait and change the set at the same time.
 //!
 //! Properties: an event is reported only for a registration that is in the set now, at most once in a call, and only
-//! with events that were asked for and are true; and whatever is ready is reported in the end.
+//! with events that were asked for and are true; and whatever is ready is reported in the end. What only the library
+//! knows of a socket, as completions of sends, it reports wherever the socket is.
 
 #[path = "../src/interest.rs"]
 #[allow(dead_code, unreachable_pub, missing_docs, reason = "the library's own")]
@@ -16,6 +17,7 @@ use std::collections::{BTreeMap, VecDeque};
 const IN: u32 = libc::EPOLLIN as u32;
 const OUT: u32 = libc::EPOLLOUT as u32;
 const HUP: u32 = libc::EPOLLHUP as u32;
+const ERR: u32 = libc::EPOLLERR as u32;
 const RDHUP: u32 = libc::EPOLLRDHUP as u32;
 const ALWAYS: u32 = libc::EPOLLHUP as u32 | libc::EPOLLERR as u32;
 const EDGE: u32 = libc::EPOLLET as u32;
@@ -35,22 +37,35 @@ struct Socket {
     full: bool,
     stuck: u32,
     fin: bool,
+    /// Sends that the library has completed, and completions that the program has read.
+    completed: u32,
+    noted: u32,
 }
 
 impl Socket {
     fn truth(&self) -> u32 {
+        self.of_owner() | self.of_library()
+    }
+
+    /// What kernel or NIC know.
+    fn of_owner(&self) -> u32 {
         let fin = if self.fin { IN | RDHUP } else { 0 };
         fin | if self.arrived > self.read { IN } else { 0 } | if self.full { 0 } else { OUT }
     }
 
+    /// What the library alone knows.
+    fn of_library(&self) -> u32 {
+        if self.completed > self.noted { ERR } else { 0 }
+    }
+
     fn state(&self) -> State {
-        (self.arrived, 2 * self.stuck + u32::from(self.full), self.fin)
+        (self.arrived, 2 * self.stuck + u32::from(self.full), self.fin, self.completed)
     }
 
     /// What the kernel's socket is ready for: while the NIC has the connection it is an empty shell.
     fn in_kernel(&self) -> u32 {
         match self.place {
-            Place::Kernel => self.truth(),
+            Place::Kernel => self.of_owner(),
             Place::Nic => OUT,
             _ => IN | OUT | HUP | RDHUP,
         }
@@ -109,9 +124,13 @@ impl World for Model {
         self.sockets[socket].truth()
     }
 
+    fn beside_kernel(&mut self, socket: usize) -> u32 {
+        self.sockets[socket].of_library()
+    }
+
     fn progress(&mut self, socket: usize, _: c_int) -> Progress {
         let socket = &self.sockets[socket];
-        Progress { received: socket.arrived, stuck: socket.stuck, rearms: 0 }
+        Progress { received: socket.arrived, stuck: socket.stuck, rearms: 0, completions: socket.completed }
     }
 
     fn may_move(&mut self, _: usize) -> bool {
@@ -177,11 +196,15 @@ struct Asked {
     events: u32,
     fired: bool,
     /// The state at the last report, and the state when the kernel made that report (earlier, if a thread was asleep).
+    /// What the library alone knows may be reported by itself: then the rest is as at the report before.
     seen: Option<(State, State)>,
+    /// What was reported of the latter state.
+    told: u32,
 }
 
-/// Bytes that have arrived, how often there was no room and there was again, and whether the stream has ended.
-type State = (u32, u32, bool);
+/// Bytes that have arrived, how often there was no room and there was again, whether the stream has ended, and sends
+/// that were completed.
+type State = (u32, u32, bool, u32);
 
 #[derive(Clone, Copy, Debug)]
 enum Step {
@@ -194,6 +217,8 @@ enum Step {
     Read(usize),
     Fill(usize, bool),
     Fin(usize),
+    Complete(usize),
+    Note(usize),
     BeginMove(usize),
     EndMove(usize, bool),
     Wait(usize),
@@ -232,8 +257,17 @@ impl Program {
     }
 
     fn open(&mut self, fd: usize) {
-        let socket = Socket { place: Place::Kernel, moves: 0, arrived: 0, read: 0, full: false, stuck: 0, fin: false };
-        self.model.sockets.push(socket);
+        self.model.sockets.push(Socket {
+            place: Place::Kernel,
+            moves: 0,
+            arrived: 0,
+            read: 0,
+            full: false,
+            stuck: 0,
+            fin: false,
+            completed: 0,
+            noted: 0,
+        });
         self.model.open.insert(fd as c_int, self.model.sockets.len() - 1);
     }
 
@@ -254,7 +288,7 @@ impl Program {
         assert_eq!(done, possible, "the kernel's answer to epoll_ctl");
         if done {
             self.current.insert(fd as c_int, data);
-            self.asked.insert(data, Asked { socket, events, fired: false, seen: None });
+            self.asked.insert(data, Asked { socket, events, fired: false, seen: None, told: 0 });
         }
     }
 
@@ -301,6 +335,16 @@ impl Program {
                 if !std::mem::replace(&mut self.model.sockets[socket].fin, true) {
                     self.model.happened(socket, IN | RDHUP);
                 }
+            }
+            Step::Complete(fd) => {
+                let socket = self.socket(fd);
+                self.model.sockets[socket].completed += 1;
+                // Wherever it is.
+                self.model.marks.push(socket);
+            }
+            Step::Note(fd) => {
+                let socket = self.socket(fd);
+                self.model.sockets[socket].noted = self.model.sockets[socket].completed;
             }
             Step::BeginMove(fd) => {
                 let socket = self.socket(fd);
@@ -378,9 +422,15 @@ impl Program {
             assert!(!asked.fired, "one shot, fired twice");
             asked.fired = asked.events & ONE_SHOT != 0;
             if asked.events & EDGE != 0 {
-                let changed = asked.seen.is_none_or(|seen| seen.1 != socket.state());
-                assert!(changed || !self.then.is_empty(), "an edge without a change");
-                asked.seen = Some((socket.state(), then.1));
+                let now = socket.state();
+                let changed = asked.seen.is_none_or(|seen| seen.1 != now);
+                let is_new = changed || events & !asked.told != 0;
+                assert!(is_new || !self.then.is_empty(), "an edge without a change");
+                let before = asked.seen.map_or((0, 0, false, 0), |seen| seen.0);
+                let owners = if events & !ERR != 0 { now } else { before };
+                let librarys = if events & ERR != 0 { now } else { before };
+                asked.told = if changed { events } else { asked.told | events };
+                asked.seen = Some(((owners.0, owners.1, owners.2, librarys.3), then.1));
             }
         }
     }
@@ -393,8 +443,11 @@ impl Program {
             let new = match asked.seen {
                 _ if asked.events & EDGE == 0 => true,
                 None => true,
-                // What has arrived since must be reported if it is still unread.
-                Some(((arrived, ..), _)) => asked.events & IN != 0 && socket.arrived > arrived && socket.arrived > socket.read,
+                // What has arrived or was completed since must be reported if it is still unread.
+                Some(((arrived, .., completed), _)) => {
+                    let arrives = asked.events & IN != 0 && socket.arrived > arrived && socket.arrived > socket.read;
+                    arrives || socket.completed > completed && socket.of_library() != 0
+                }
             };
             !asked.fired && new && socket.truth() & (asked.events | ALWAYS) != 0
         };
@@ -431,6 +484,8 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         3 => fd().prop_map(Step::Read),
         2 => (fd(), any::<bool>()).prop_map(|(fd, full)| Step::Fill(fd, full)),
         1 => fd().prop_map(Step::Fin),
+        3 => fd().prop_map(Step::Complete),
+        2 => fd().prop_map(Step::Note),
         3 => fd().prop_map(Step::BeginMove),
         5 => (fd(), any::<bool>()).prop_map(|(fd, to_nic)| Step::EndMove(fd, to_nic)),
         6 => (1..4usize).prop_map(Step::Wait),

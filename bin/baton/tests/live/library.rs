@@ -29,7 +29,7 @@ pub fn while_moving(program: &str, case: &str) {
 
 /// Runs a case natively, then under `baton run` with each of these arguments, where its connections have moved before
 /// it begins or not.
-fn in_each(program: &str, case: &str, ways: &[(&[&str], bool)]) {
+pub fn in_each(program: &str, case: &str, ways: &[(&[&str], bool)]) {
     let scratch = Scratch::new(program);
     let compiled = compile(program, &scratch);
     let run = |how: &[&str], moved: bool| {

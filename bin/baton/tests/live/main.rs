@@ -90,3 +90,4 @@ mod ttcp;
 mod udp;
 mod waits;
 mod web_load;
+mod zero_copy;

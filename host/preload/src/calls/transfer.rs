@@ -304,7 +304,7 @@ pub unsafe extern "C-unwind" fn recvmmsg(
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { real::recvmmsg(fd, messages, count, flags, limit) };
     }
-    if let Some(tcp) = tcp
+    if let Some(tcp) = tcp.filter(|_| flags & libc::MSG_ERRQUEUE == 0)
         && let Some(section) = Section::enter()
         && let Some(inside) = tcp.enter_kernel()
         && tcp.may_sleep(&inside, flags)
@@ -417,10 +417,12 @@ pub unsafe extern "C-unwind" fn sendto(
         // SAFETY: the program's own arguments (`# Safety`).
         return unsafe { udp::send_message(Call::Flagged, udp, fd, &message, flags) };
     }
+    // The kernel must not number what this library numbers.
+    let completes = flags & (libc::MSG_ZEROCOPY | libc::MSG_FASTOPEN) == libc::MSG_ZEROCOPY;
     match table::tcp(fd) {
         // SAFETY: the program's own arguments (`# Safety`). A connected stream ignores an address that the kernel can
         // read.
-        Some(tcp) if address.is_null() || tcp.is_managed() && io::takes_name(address.cast(), size) => unsafe {
+        Some(tcp) if address.is_null() || (tcp.is_managed() || completes) && io::takes_name(address.cast(), size) => unsafe {
             io::send(Call::Flagged, tcp, fd, buffer, length, flags)
         },
         Some(tcp) => {

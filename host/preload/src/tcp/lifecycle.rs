@@ -1,6 +1,7 @@
 //! From when a socket is tracked until its last descriptor is closed; forks and ends of sessions in between.
 
 use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
+use crate::completions::Completions;
 use crate::handover::{HandOver, State};
 use crate::listening::{self, Asking};
 use crate::short_lock::Held;
@@ -42,6 +43,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             asking_back: Mutex::default(),
             nonblocking: AtomicBool::new(false),
             waiting: Waiting::default(),
+            completions: Completions::default(),
             attempts: AtomicU32::new(0),
             listens: AtomicBool::new(false),
             queue: AtomicPtr::new(std::ptr::null_mut()),
@@ -57,6 +59,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.set_lowat(1);
     tcp.nonblocking.store(false, RELAXED);
     tcp.waiting.forget();
+    tcp.completions.forget();
     tcp.taken.store(0, RELAXED);
     tcp.stuck.store(0, RELAXED);
     tcp.plan.store(UNPLANNED, RELAXED);
