@@ -4,7 +4,7 @@
 use crate::connection::Connection;
 use crate::heap::Heap;
 use crate::shared::Shared;
-use baton_abi::layout::{POSTS, session};
+use baton_abi::layout::{POSTS, POSTS_UNANSWERED, session};
 use baton_ring::Token;
 use baton_shm::Region;
 use std::collections::VecDeque;
@@ -142,7 +142,7 @@ impl Posts {
         self.list.push_back(Post { filled: Filled { buffer, length: 0, placed: 0 }, sent: false, start: None });
     }
 
-    /// Gives the NIC as many buffers as it takes, and reads its answers. The caller has entered the connection, which
+    /// Reads the NIC's answers, and gives it as many buffers as it takes. The caller has entered the connection, which
     /// is on the NIC.
     pub fn sync(&mut self, shared: &Shared, connection: &Connection, token: Token) -> io::Result<()> {
         if self.moves != connection.moves() {
@@ -150,17 +150,19 @@ impl Posts {
             self.moves = connection.moves();
             self.list.iter_mut().for_each(|post| (post.sent, post.start) = (false, None));
         }
-        for post in self.list.iter_mut().take(POSTS).filter(|post| !post.sent) {
-            let Filled { buffer, length, .. } = &post.filled;
-            shared.post(connection, token, buffer.address() + *length as u32, buffer.length - *length as u32)?;
-            post.sent = true;
-        }
         shared.with_events(token, |round| {
             let mut answers = round.events.posted.get_mut(&connection.number());
             for post in self.list.iter_mut().filter(|post| post.sent && post.start.is_none()) {
                 post.start = answers.as_mut().and_then(|answers| answers.pop_front());
             }
         });
+        let unanswered = self.list.iter().filter(|post| post.sent && post.start.is_none()).count();
+        let more = POSTS_UNANSWERED.saturating_sub(unanswered);
+        for post in self.list.iter_mut().take(POSTS).filter(|post| !post.sent).take(more) {
+            let Filled { buffer, length, .. } = &post.filled;
+            shared.post(connection, token, buffer.address() + *length as u32, buffer.length - *length as u32)?;
+            post.sent = true;
+        }
         Ok(())
     }
 

@@ -245,8 +245,11 @@ pub mod scratch {
 /// Number of (address, length) pairs that a connection's send queue holds; a power of two.
 pub const PAIRS: usize = 16;
 
-/// Number of buffers that a program may have posted on one connection at a time.
-pub const POSTS: usize = 4;
+/// Posted buffers that the NIC fills on one connection at a time.
+pub const POSTS: usize = 32;
+
+/// Posted buffers that may wait for the NIC's answer on one connection at a time.
+pub const POSTS_UNANSWERED: usize = 4;
 
 /// Sends from buffers of the program's own that may be unacknowledged on one connection at a time. Between two of them
 /// lies at most one run of bytes in send memory, and one of the runs may reach around its end.

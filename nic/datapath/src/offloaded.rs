@@ -46,7 +46,7 @@ pub(crate) struct Pending {
     /// Linux's error number, with `closed`.
     pub error: u32,
     /// The answers to posts, in order: the sequence numbers at which the buffers begin.
-    pub posted: [u32; layout::POSTS],
+    pub posted: [u32; layout::POSTS_UNANSWERED],
     pub answers: u8,
 }
 
@@ -61,7 +61,7 @@ impl Pending {
         self.fin |= later.fin;
         self.closed |= later.closed;
         self.error |= later.error;
-        let room = layout::POSTS - usize::from(self.answers);
+        let room = layout::POSTS_UNANSWERED - usize::from(self.answers);
         // A program that posts without reading the answers loses some of them, and harms only itself.
         let answers = usize::from(later.answers).min(room);
         self.posted[usize::from(self.answers)..][..answers].copy_from_slice(&later.posted[..answers]);
@@ -480,18 +480,20 @@ impl Offloaded {
         Some(())
     }
 
-    /// `nic_post`: a buffer for the bytes that follow those of earlier buffers. False if as many answers wait as
-    /// buffers can be posted.
-    pub fn post(&mut self, address: u32, length: u32) -> bool {
+    /// `nic_post`: a buffer for the bytes that follow those of earlier buffers; if the NIC is `short` of memory they go
+    /// to receive memory. False if as many answers wait as may.
+    pub fn post(&mut self, address: u32, length: u32, short: bool) -> bool {
         let waiting = usize::from(self.pending.answers);
-        if waiting == layout::POSTS {
+        if waiting == layout::POSTS_UNANSWERED {
             return false;
         }
+        let most = if short { 0 } else { layout::POSTS };
         let free = self.tcp.out_of_order().next_back().map_or(self.tcp.rcv_nxt(), |(_, right)| right);
         // What is posted is not where predicted segments go.
         self.tcp.disable_prediction();
+        let read = self.tcp.rcv_read();
         self.pending.posted[waiting] =
-            self.receive.post((address, length), self.tcp.rcv_read(), free, &self.session_memory, self.posts_table());
+            self.receive.post((address, length), read, free, most, &self.session_memory, self.posts_table());
         self.pending.answers += 1;
         true
     }

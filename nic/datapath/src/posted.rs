@@ -108,11 +108,13 @@ impl Receive {
 
     /// Posts a buffer of `length` bytes at `address` in session memory for the bytes that follow those of earlier
     /// buffers. `read` is the first unread sequence number. Bytes before `free` have been received, and stay in the
-    /// circular buffer. Returns the sequence number of the first byte that goes into the buffer; that of its end if
-    /// there is no room for another buffer.
-    pub fn post(&mut self, buffer: (u32, u32), read: u32, free: u32, session: &Arc<Region>, table: Table) -> u32 {
-        let nothing = || Box::new(Posted { posts: Default::default(), count: 0, to: None, session: session.clone(), table });
-        self.posted.get_or_insert_with(nothing).post(buffer, read, free)
+    /// circular buffer. Returns the sequence number of the first byte that goes into the buffer; that of its end if as
+    /// many as `most` buffers are posted already.
+    pub fn post(&mut self, buffer: (u32, u32), read: u32, free: u32, most: usize, session: &Arc<Region>, table: Table) -> u32 {
+        let nothing = || {
+            Box::new(Posted { posts: [Post::default(); layout::POSTS], count: 0, to: None, session: session.clone(), table })
+        };
+        self.posted.get_or_insert_with(nothing).post(buffer, read, free, most.min(layout::POSTS))
     }
 
     /// Drops the buffers whose bytes the program has read, up to sequence number `read`: they are the program's again.
@@ -139,13 +141,13 @@ impl Posted {
     }
 
     /// See [`Receive::post`].
-    fn post(&mut self, (address, length): (u32, u32), read: u32, free: u32) -> u32 {
+    fn post(&mut self, (address, length): (u32, u32), read: u32, free: u32, most: usize) -> u32 {
         let first = self.to.unwrap_or(read);
         let end = first.wrapping_add(length);
         self.to = Some(end);
         let late = free.wrapping_sub(first);
         let skip = if late < 1 << 31 { late.min(length) } else { 0 };
-        if skip == length || self.count == layout::POSTS {
+        if skip == length || self.count >= most {
             return end;
         }
         let start = first.wrapping_add(skip);
@@ -225,7 +227,11 @@ mod tests {
         }
 
         fn post(&mut self, address: u32, length: u32, read: u32, free: u32) -> u32 {
-            self.receive.post((address, length), read, free, &self.session, Table::new(self.nic.clone(), 1))
+            self.post_of(address, length, (read, free), layout::POSTS)
+        }
+
+        fn post_of(&mut self, address: u32, length: u32, (read, free): (u32, u32), most: usize) -> u32 {
+            self.receive.post((address, length), read, free, most, &self.session, Table::new(self.nic.clone(), 1))
         }
 
         fn posts(&self) -> &[Post] {
@@ -279,8 +285,29 @@ mod tests {
             assert_eq!(stage.post(BUFFERS + 100 * number, 100, 205, 205), 205 + 100 * number);
         }
         let end = 205 + 100 * layout::POSTS as u32;
-        assert_eq!(stage.post(BUFFERS + 2000, 100, 205, 205), end + 100);
+        assert_eq!(stage.post(BUFFERS + 5000, 100, 205, 205), end + 100);
         stage.receive.write(end, &[9; 100]);
-        assert_eq!(stage.buffer(2000, 100), [0; 100]);
+        assert_eq!(stage.buffer(5000, 100), [0; 100]);
+        // Each of the others has its bytes, also after the NIC's death.
+        let bytes: Vec<u8> = (0..100 * layout::POSTS).map(|at| (at / 100) as u8).collect();
+        stage.receive.write(205, &bytes);
+        assert!((0..layout::POSTS).all(|number| stage.buffer(100 * number as u32, 100) == [number as u8; 100]));
+        assert_eq!((posts_of(&stage.nic, 1).len(), &posts_of(&stage.nic, 1)[..]), (layout::POSTS, stage.posts()));
+    }
+
+    /// Without memory for it a buffer is left alone, between others that are not.
+    #[test]
+    fn a_nic_that_is_short_of_memory_leaves_buffers_alone() {
+        let mut stage = Stage::new();
+        assert_eq!(stage.post_of(BUFFERS, 100, (5, 5), layout::POSTS), 5);
+        assert_eq!(stage.post_of(BUFFERS + 1000, 100, (5, 5), 0), 205, "its end");
+        assert_eq!(stage.post_of(BUFFERS + 2000, 100, (5, 5), layout::POSTS), 205);
+        let bytes: Vec<u8> = (0..250).collect();
+        stage.receive.write(5, &bytes);
+        assert_eq!((stage.buffer(0, 100), stage.buffer(1000, 100)), (bytes[..100].to_vec(), vec![0; 100]));
+        assert_eq!(stage.buffer(2000, 50), bytes[200..]);
+        let mut out = [0; 100];
+        stage.receive.read(105, &mut out);
+        assert_eq!(out, bytes[100..200]);
     }
 }

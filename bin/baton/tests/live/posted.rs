@@ -2,6 +2,7 @@
 //! faults and across the NIC's death.
 
 use crate::common::{Scene, scene, wait_until};
+use baton_abi::layout::POSTS;
 use baton_bed::testbed::TestbedSettings;
 use baton_client::{Buffer, Filled};
 use baton_linux::tcp_info::TcpInfo;
@@ -35,9 +36,9 @@ impl Reader {
         self.waiting += 1;
     }
 
-    /// Posts as many buffers as may be posted, and more, of all lengths.
+    /// Posts as many buffers as the NIC fills at a time, and more, of all lengths.
     fn post_several(&mut self) {
-        while self.waiting < 7 {
+        while self.waiting < POSTS + 8 {
             let most = 1 << (6 + self.rng.below(14));
             let length = 1 + self.rng.below(most);
             self.post(length as usize);

@@ -10,7 +10,7 @@ use crate::offloaded::{Offloaded, Pending};
 use crate::partial::Path;
 use crate::peers::Call;
 use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
-use baton_abi::{ANSWER, Cid, Control, FETCH, HOLD, MORE, Message, Operation, is_plain_send, join_sends};
+use baton_abi::{ANSWER, Cid, Control, FETCH, HOLD, MORE, Message, Operation, Resource, is_plain_send, join_sends};
 use baton_device::Device;
 use baton_moderation::Moderator;
 use baton_ring::{Consumer, Full, Producer, has_sleeper, note_rung, wants_ring};
@@ -476,11 +476,13 @@ impl<H: Device, W: Device> Worker<H, W> {
             Operation::NicPost => {
                 let (address, length) = (message.address as usize, message.length as usize);
                 let inside = address >= session::HEAP && length > 0 && length <= MAX_POST && address + length <= memory;
+                // A connection with posted buffers keeps its scratch, and is never dormant.
+                let short = self.resources.free(Resource::Memory) == 0;
                 // Posted buffers do not change hands between NIC and host's TCP.
                 inside
                     && offloaded.path == Path::Whole
                     && self.lender.is_none()
-                    && offloaded.post(message.address, message.length)
+                    && offloaded.post(message.address, message.length, short)
             }
             Operation::NicControl => match control(offloaded, message, now) {
                 Some(new_events) => {

@@ -20,6 +20,7 @@ mod openings;
 mod other_traffic;
 mod partial;
 mod peer_fins;
+mod posts;
 mod predicted;
 mod stage;
 
