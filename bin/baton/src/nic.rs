@@ -28,7 +28,7 @@ pub const EXAMPLES: &str = "Examples:
   baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
 
-What a NIC has room for (connections, memory, processor, when-full), what becomes of frames during moves and of connections whose peer
+What a NIC has room for (connections, memory, pairs, processor, when-full), what becomes of frames during moves and of connections whose peer
 has sent its FIN, and its programs' doorbells can always be set; the other settings are for a NIC between the kernel and the wire
 (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do these things: see `ethtool -K` and `-C`. `attach` puts large
 receive in front of any of them, whether a Baton runs or not.";

@@ -100,6 +100,9 @@ pub struct LimitArguments {
     /// Most bytes of send and receive memory that they have there, such as 64M.
     #[arg(long, value_name = "BYTES", allow_hyphen_values = true, value_parser = limit("memory"))]
     nic_memory: Option<String>,
+    /// Most (address, length) pairs that their send queues have there; a connection has 16.
+    #[arg(long, value_name = "N", allow_hyphen_values = true, value_parser = limit("pairs"))]
+    nic_pairs: Option<String>,
     /// Percent of its time for which a NIC may be busy: while it is busier, no further connection goes there.
     #[arg(long, value_name = "PERCENT", allow_hyphen_values = true, value_parser = limit("processor"))]
     nic_processor: Option<String>,
@@ -109,7 +112,12 @@ impl LimitArguments {
     /// The limits.
     pub fn limits(&self) -> Limits {
         let mut offloads = Offloads::default();
-        let given = [("connections", &self.nic_connections), ("memory", &self.nic_memory), ("processor", &self.nic_processor)];
+        let given = [
+            ("connections", &self.nic_connections),
+            ("memory", &self.nic_memory),
+            ("pairs", &self.nic_pairs),
+            ("processor", &self.nic_processor),
+        ];
         for (key, value) in given {
             // That it can be read was checked when it was given.
             let _ = value.as_ref().map(|value| offloads.set(&format!("{key}={value}")));
@@ -119,7 +127,7 @@ impl LimitArguments {
 
     /// Whether any is given.
     pub fn is_given(&self) -> bool {
-        [&self.nic_connections, &self.nic_memory, &self.nic_processor].iter().any(|value| value.is_some())
+        [&self.nic_connections, &self.nic_memory, &self.nic_pairs, &self.nic_processor].iter().any(|value| value.is_some())
     }
 }
 
@@ -206,8 +214,12 @@ mod tests {
         assert!(wrong("connections", "16385").contains("16384"), "{}", wrong("connections", "16385"));
         assert!(wrong("memory", "-1").starts_with("expected a number of bytes"), "{}", wrong("memory", "-1"));
         assert!(limit("processor")("101").is_err() && limit("processor")("80").is_ok());
-        let arguments = LimitArguments { nic_connections: Some("0".into()), nic_memory: Some("64M".into()), nic_processor: None };
-        assert_eq!(arguments.limits(), Limits { connections: Some(0), memory: Some(64 << 20), ..Limits::default() });
+        assert!(wrong("pairs", "262145").contains("262144"), "{}", wrong("pairs", "262145"));
+        let given = |text: &str| Some(text.to_owned());
+        let arguments =
+            LimitArguments { nic_connections: given("0"), nic_memory: given("64M"), nic_pairs: given("32"), nic_processor: None };
+        let limits = Limits { connections: Some(0), memory: Some(64 << 20), pairs: Some(32), ..Limits::default() };
+        assert_eq!(arguments.limits(), limits);
         assert_eq!(LimitArguments::default().limits(), Limits::default());
     }
 

@@ -10,7 +10,7 @@ use crate::placement::Scene;
 use crate::record::read_record;
 use baton_abi::Resource;
 use baton_abi::layout::{block, nic};
-use baton_abi::resource::{PAGE, pages};
+use baton_abi::resource::{PAGE, PAIRS, pages};
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
 use baton_offloads::WhenFull;
@@ -395,7 +395,7 @@ pub(crate) fn place(agent: &mut Agent) {
         if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
             look_at(agent, nic, now);
         }
-        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has(Resource::Connections, 1)) {
+        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has_connection()) {
             if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
                 agent.attend(key.0);
                 agent.begin_unasked(key.0, key.1, false);
@@ -408,12 +408,14 @@ pub(crate) fn place(agent: &mut Agent) {
 fn look_at(agent: &mut Agent, nic: usize, now: u64) {
     let Known { samples, scene, keys, connections, pages } = samples(agent, nic);
     let (limits, room) = (agent.nics[nic].settings().offloads.limits, &agent.nics[nic].room);
-    let most = limits.connections.map_or(usize::MAX, |most| most as usize);
+    let by_pairs = limits.pairs.map_or(u32::MAX, |most| most / PAIRS);
+    let most = limits.connections.unwrap_or(u32::MAX).min(by_pairs) as usize;
     let most_pages = limits.memory.map_or(u64::MAX, |bytes| bytes / u64::from(PAGE));
     let over = (connections.saturating_sub(most), u64::from(pages).saturating_sub(most_pages) as u32);
     // A connection that comes will have about as much memory as those that are there. With none there one may try.
     let usual = pages.checked_div(connections as u32).unwrap_or_else(|| room.free(Resource::Memory)).max(1);
-    let free = room.free(Resource::Connections).min(room.free(Resource::Memory) / usual) as usize;
+    let free = room.free(Resource::Connections).min(room.free(Resource::Pairs) / PAIRS);
+    let free = free.min(room.free(Resource::Memory) / usual) as usize;
     // While its processor is too busy nobody comes for whoever would leave.
     let is_full = connections >= most.min(agent.settings.nic.slots) || u64::from(pages) + u64::from(usual) > most_pages;
     let demand = Demand { over, free, swaps: is_full && limits.when_full == WhenFull::Coldest };

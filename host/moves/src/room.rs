@@ -3,7 +3,7 @@
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
-use baton_abi::resource::{EXEMPT, is_within};
+use baton_abi::resource::{EXEMPT, PAIRS, RESOURCES, is_within};
 use baton_abi::{Announcement, Message, Resource};
 
 /// What a slot has been promised, of what the NIC has not been told yet.
@@ -16,13 +16,13 @@ struct Promise {
 /// The announcements of one NIC, and what has been taken of them.
 #[derive(Default, Debug)]
 pub struct Room {
-    edges: [u32; 2],
-    taken: [u32; 2],
+    edges: [u32; RESOURCES],
+    taken: [u32; RESOURCES],
     /// The last announcement.
     number: u16,
     /// By slot; and their sums.
     promises: BTreeMap<u32, Promise>,
-    promised: [u32; 2],
+    promised: [u32; RESOURCES],
     /// Pages that each slot's connection has on the NIC.
     pages: Vec<u32>,
 }
@@ -42,6 +42,11 @@ impl Room {
             || cfg!(feature = "sabotage-exceed-room")
     }
 
+    /// Whether there is room for another connection, but for its memory.
+    pub fn has_connection(&self) -> bool {
+        self.has(Resource::Connections, 1) && self.has(Resource::Pairs, PAIRS)
+    }
+
     /// What the NIC has last announced to be free, less what has been promised since.
     pub fn free(&self, resource: Resource) -> u32 {
         let at = resource.index();
@@ -52,7 +57,9 @@ impl Room {
     /// Promises a slot a connection. It has to have room, unless the NIC makes that connection itself.
     pub fn promise_connection(&mut self, slot: u32) {
         let mut promise = self.promises.remove(&slot).unwrap_or_default();
-        self.promised[0] += u32::from(!promise.connection);
+        let more = u32::from(!promise.connection);
+        self.promised[0] += more;
+        self.promised[2] += more * PAIRS;
         promise.connection = true;
         self.promises.insert(slot, promise);
     }
@@ -97,9 +104,10 @@ impl Room {
     pub fn sent(&mut self, command: &Message, pages: impl FnOnce() -> u32) {
         let slot = command.cid.slot();
         match Resource::taken_by(command) {
-            None => {}
+            None | Some(Resource::Pairs) => {}
             Some(Resource::Connections) => {
                 self.taken[0] = self.taken[0].wrapping_add(1);
+                self.taken[2] = self.taken[2].wrapping_add(PAIRS);
                 self.drop_promise(slot, Promise { connection: true, pages: 0 });
             }
             Some(Resource::Memory) => {
@@ -118,6 +126,7 @@ impl Room {
         let Some(promise) = self.promises.get_mut(&slot) else { return };
         if what.connection && core::mem::take(&mut promise.connection) {
             self.promised[0] -= 1;
+            self.promised[2] -= PAIRS;
         }
         let pages = promise.pages.min(what.pages);
         promise.pages -= pages;
@@ -129,6 +138,7 @@ impl Room {
 }
 
 const _: () = assert!(EXEMPT == 0, "a command that is not named is exempt");
+const _: () = assert!(Resource::Connections.index() == 0 && Resource::Memory.index() == 1 && Resource::Pairs.index() == 2);
 
 #[cfg(test)]
 mod tests {
@@ -137,7 +147,8 @@ mod tests {
 
     fn announced(connections: u32, pages: u32) -> Room {
         let mut room = Room::default();
-        for (number, resource, free) in [(1, Resource::Connections, connections), (2, Resource::Memory, pages)] {
+        let pairs = (0, Resource::Pairs, 100 * PAIRS);
+        for (number, resource, free) in [pairs, (1, Resource::Connections, connections), (2, Resource::Memory, pages)] {
             room.note(&Announcement { number, resource, taken: 0, free });
         }
         room
@@ -170,6 +181,20 @@ mod tests {
         let later = Announcement { number: 3, resource: Resource::Connections, taken: 1, free: 2 };
         room.note(&later);
         assert_eq!(room.free(Resource::Connections), 2);
+    }
+
+    #[test]
+    fn a_connection_takes_its_pairs() {
+        let mut room = announced(10, 100);
+        room.note(&Announcement { number: 3, resource: Resource::Pairs, taken: 0, free: 2 * PAIRS + PAIRS / 2 });
+        assert!(room.has_connection());
+        room.promise_connection(7);
+        room.promise_connection(8);
+        assert!(room.has(Resource::Connections, 1) && !room.has_connection());
+        room.end(8);
+        assert!(room.has_connection());
+        room.sent(&mirror(7), || 0);
+        assert_eq!(room.free(Resource::Pairs), PAIRS + PAIRS / 2);
     }
 
     #[test]

@@ -6,6 +6,7 @@
 //! makes no room until the NIC announces it. Announcements are numbered, and a handoff names the last one that its
 //! host has read, so that the NIC can tell a host that keeps to it from one that does not.
 
+use crate::layout;
 use crate::message::{Cid, Control, Message, Operation};
 
 /// What a NIC may run out of.
@@ -17,7 +18,15 @@ pub enum Resource {
     /// Session memory of connections, in pages of [`PAGE`] bytes: what is handed off with a connection, and what it
     /// gets beyond that when it goes on in other memory.
     Memory = 2,
+    /// (address, length) pairs of send queues: a connection takes [`PAIRS`] with its slot.
+    Pairs = 3,
 }
+
+/// Number of [`Resource`]s.
+pub const RESOURCES: usize = 3;
+
+/// Pairs that a connection takes.
+pub const PAIRS: u32 = layout::PAIRS as u32;
 
 /// Bytes of a page of [`Resource::Memory`].
 pub const PAGE: u32 = 4096;
@@ -27,14 +36,14 @@ pub const MOST: u32 = 1 << 30;
 
 impl Resource {
     /// All of them.
-    pub const ALL: [Resource; 2] = [Resource::Connections, Resource::Memory];
+    pub const ALL: [Resource; RESOURCES] = [Resource::Connections, Resource::Memory, Resource::Pairs];
 
     /// Its place in a table of all.
     pub const fn index(self) -> usize {
         self as usize - 1
     }
 
-    /// What a command to the NIC takes.
+    /// What a command to the NIC takes; with a connection go its pairs.
     pub fn taken_by(command: &Message) -> Option<Resource> {
         let is = |control: Control| command.operation == Operation::NicControl && command.kind == control as u16;
         if is(Control::Mirror) || is(Control::Connect) {

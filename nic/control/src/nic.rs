@@ -10,7 +10,7 @@ use crate::rules::{self, Rules};
 use crate::sandbox;
 use anyhow::{Context, Result};
 use baton_abi::layout::{self, Counter, nic};
-use baton_abi::resource::PAGE;
+use baton_abi::resource::{PAGE, PAIRS};
 use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice, Wire};
 use baton_datagrams::Place;
 use baton_datapath::{
@@ -663,11 +663,14 @@ fn worker_offloads(set: &baton_offloads::Offloads) -> baton_datapath::WorkerOffl
     }
 }
 
+const _: () = assert!(baton_offloads::MOST_PAIRS == baton_offloads::MOST_CONNECTIONS * PAIRS as u64);
+
 /// What the NIC has room for, as the datapath counts it.
 fn limits(set: &baton_offloads::Limits) -> baton_datapath::Limits {
     baton_datapath::Limits {
         connections: set.connections.unwrap_or(u32::MAX),
         pages: set.memory.map_or(u32::MAX, |bytes| u32::try_from(bytes / u64::from(PAGE)).unwrap_or(u32::MAX)),
+        pairs: set.pairs.unwrap_or(u32::MAX),
         processor: set.processor.map_or(100, u32::from),
     }
 }

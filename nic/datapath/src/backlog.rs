@@ -74,8 +74,8 @@ mod tests {
                 backlog.add(Announcement { number: at, resource, taken: at.into(), free: 1 }.to_message());
             }
         }
-        assert_eq!(backlog.0.len(), 5);
+        assert_eq!(backlog.0.len(), 3 + Resource::ALL.len());
         (0..10).for_each(|_| backlog.add(event(Control::Done, 7)));
-        assert_eq!(backlog.0.len(), 15);
+        assert_eq!(backlog.0.len(), 13 + Resource::ALL.len());
     }
 }

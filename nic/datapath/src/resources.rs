@@ -3,7 +3,7 @@
 //! A limit that is lowered below what is in use ends nothing here: the NIC announces no room, and the host takes back
 //! what is too much.
 
-use baton_abi::resource::{EXEMPT, MOST, is_within};
+use baton_abi::resource::{EXEMPT, MOST, PAIRS, RESOURCES, is_within};
 use baton_abi::{Announcement, Resource};
 use core::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
@@ -23,6 +23,8 @@ pub struct Limits {
     pub connections: u32,
     /// Pages of session memory that its connections have.
     pub pages: u32,
+    /// (address, length) pairs of their send queues.
+    pub pairs: u32,
     /// Percent of its workers' time: while they are busy for more, no connection more is taken. 100 for no limit.
     pub processor: u32,
 }
@@ -30,7 +32,7 @@ pub struct Limits {
 impl Default for Limits {
     /// None but the number of slots.
     fn default() -> Self {
-        Limits { connections: u32::MAX, pages: u32::MAX, processor: 100 }
+        Limits { connections: u32::MAX, pages: u32::MAX, pairs: u32::MAX, processor: 100 }
     }
 }
 
@@ -38,6 +40,7 @@ impl Default for Limits {
 pub(crate) struct Charges {
     /// 0 for a free slot, else its pages plus one.
     slots: Vec<AtomicU32>,
+    /// Connections and pages.
     used: [AtomicU32; 2],
 }
 
@@ -70,7 +73,12 @@ impl Charges {
     }
 
     fn used(&self, resource: Resource) -> u32 {
-        self.used[resource.index()].load(Ordering::Acquire)
+        let [connections, pages] = self.used.each_ref().map(|used| used.load(Ordering::Acquire));
+        match resource {
+            Resource::Connections => connections,
+            Resource::Memory => pages,
+            Resource::Pairs => connections.saturating_mul(PAIRS),
+        }
     }
 }
 
@@ -82,12 +90,12 @@ pub(crate) struct Resources {
     too_busy: bool,
     /// Begin of the period of its load, and microseconds for which workers had been busy by then.
     measured: (u64, u64),
-    taken: [u32; 2],
+    taken: [u32; RESOURCES],
     /// The edges last announced, and the number of that announcement.
-    announced: [u32; 2],
+    announced: [u32; RESOURCES],
     number: u16,
     /// The edges in force with each of the last announcements, at its number modulo [`KEPT`].
-    edges: Vec<[u32; 2]>,
+    edges: Vec<[u32; RESOURCES]>,
 }
 
 impl Resources {
@@ -97,10 +105,10 @@ impl Resources {
             limits,
             too_busy: false,
             measured: (0, 0),
-            taken: [0; 2],
-            announced: [0; 2],
+            taken: [0; RESOURCES],
+            announced: [0; RESOURCES],
             number: 0,
-            edges: vec![[0; 2]; KEPT],
+            edges: vec![[0; RESOURCES]; KEPT],
         }
     }
 
@@ -111,16 +119,29 @@ impl Resources {
 
     /// What there is room for beyond what is in use.
     pub fn free(&self, resource: Resource) -> u32 {
+        let slots = self.charges.slots.len() as u32;
         let limit = match resource {
             Resource::Connections if self.too_busy => 0,
-            Resource::Connections => self.limits.connections.min(self.charges.slots.len() as u32),
+            Resource::Connections => self.limits.connections.min(slots),
             Resource::Memory => self.limits.pages,
+            Resource::Pairs => self.limits.pairs.min(slots.saturating_mul(PAIRS)),
         };
         limit.saturating_sub(self.charges.used(resource)).min(MOST)
     }
 
-    /// Takes `amount` of a resource for a command that names announcement `named`. Returns whether that allowed it.
+    /// Whether there is room for another connection, but for its memory.
+    pub fn has_connection(&self) -> bool {
+        self.free(Resource::Connections) > 0 && self.free(Resource::Pairs) >= PAIRS
+    }
+
+    /// Takes `amount` of a resource for a command that names announcement `named`, with connections their pairs.
+    /// Returns whether that allowed it.
     pub fn take(&mut self, resource: Resource, amount: u32, named: u16) -> bool {
+        let beside = resource != Resource::Connections || self.take_one(Resource::Pairs, amount.wrapping_mul(PAIRS), named);
+        self.take_one(resource, amount, named) && beside
+    }
+
+    fn take_one(&mut self, resource: Resource, amount: u32, named: u16) -> bool {
         let at = resource.index();
         let before = self.taken[at];
         self.taken[at] = before.wrapping_add(amount);
@@ -190,14 +211,14 @@ mod tests {
     use super::*;
 
     fn resources(connections: u32, pages: u32) -> Resources {
-        Resources::new(Arc::new(Charges::new(64)), Limits { connections, pages, processor: 100 })
+        Resources::new(Arc::new(Charges::new(64)), Limits { connections, pages, ..Limits::default() })
     }
 
     /// The host: what it has taken, and the edges that it knows.
     #[derive(Default)]
     struct Host {
-        taken: [u32; 2],
-        edges: [u32; 2],
+        taken: [u32; RESOURCES],
+        edges: [u32; RESOURCES],
         number: u16,
     }
 
@@ -211,8 +232,22 @@ mod tests {
             usize::from(self.number.wrapping_sub(before))
         }
 
-        fn may(&self, resource: Resource) -> bool {
-            is_within(self.taken[resource.index()], 1, self.edges[resource.index()])
+        fn may(&self) -> bool {
+            let has = |resource: Resource, amount| is_within(self.taken[resource.index()], amount, self.edges[resource.index()]);
+            has(Resource::Connections, 1) && has(Resource::Pairs, PAIRS)
+        }
+
+        /// Takes connections, each with its number of a slot, while it may. Returns how many.
+        fn fill(&mut self, nic: &mut Resources) -> u32 {
+            let mut slots = 0;
+            while self.may() {
+                (self.taken[0], self.taken[2]) = (self.taken[0] + 1, self.taken[2] + PAIRS);
+                assert!(nic.take(Resource::Connections, 1, self.number));
+                nic.charges.set(slots, 0);
+                slots += 1;
+                assert_eq!(self.read(nic.announcements(false)), 0, "what was announced holds");
+            }
+            slots
         }
     }
 
@@ -220,19 +255,29 @@ mod tests {
     fn a_host_that_keeps_to_announcements_fills_the_nic_and_no_more() {
         let mut nic = resources(3, 100);
         let mut host = Host::default();
-        assert_eq!(host.read(nic.announcements(true)), 2);
-        let mut slots = 0..;
-        while host.may(Resource::Connections) {
-            host.taken[0] += 1;
-            assert!(nic.take(Resource::Connections, 1, host.number));
-            nic.charges.set(slots.next().unwrap(), 0);
-            assert_eq!(host.read(nic.announcements(false)), 0, "what was announced holds");
-        }
+        assert_eq!(host.read(nic.announcements(true)), RESOURCES);
+        assert_eq!(host.fill(&mut nic), 3);
         assert_eq!((nic.charges.used(Resource::Connections), nic.free(Resource::Connections)), (3, 0));
         nic.charges.end(1);
         nic.charges.end(1);
-        assert_eq!(host.read(nic.announcements(false)), 1);
-        assert!(host.may(Resource::Connections));
+        assert_eq!(host.read(nic.announcements(false)), 2, "a connection, and its pairs");
+        assert!(host.may());
+    }
+
+    #[test]
+    fn pairs_are_taken_with_connections() {
+        let mut nic = resources(10, 100);
+        nic.set(Limits { pairs: 2 * PAIRS + PAIRS / 2, ..nic.limits });
+        let mut host = Host::default();
+        host.read(nic.announcements(true));
+        assert_eq!((host.fill(&mut nic), nic.has_connection()), (2, false));
+        assert_eq!((nic.free(Resource::Connections), nic.free(Resource::Pairs)), (8, PAIRS / 2));
+        assert!(!nic.take(Resource::Connections, 1, host.number), "beyond the pairs that it announced");
+        nic.set(Limits { pairs: u32::MAX, ..nic.limits });
+        host.taken[0] += 1;
+        host.taken[2] += PAIRS;
+        assert_eq!(host.read(nic.announcements(false)), 2);
+        assert!(host.may() && nic.has_connection());
     }
 
     #[test]

@@ -51,6 +51,9 @@ pub struct Limits {
     pub connections: Option<u32>,
     /// Bytes of send and receive memory of these.
     pub memory: Option<u64>,
+    /// (address, length) pairs of their send queues, of which each connection has a fixed number.
+    #[serde(default)]
+    pub pairs: Option<u32>,
     /// Percent of the workers' time: while they are busy for more, no connection more comes to the NIC.
     pub processor: Option<u8>,
     /// Who is there when it is full.
@@ -112,6 +115,8 @@ const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), 
 
 /// Largest limit of connections: a NIC has so many slots.
 pub const MOST_CONNECTIONS: u64 = 16_384;
+/// Largest limit of (address, length) pairs: those of so many connections.
+pub const MOST_PAIRS: u64 = 16 * MOST_CONNECTIONS;
 /// Largest limit of bytes of memory that a NIC's announcements can express.
 const MOST_MEMORY: u64 = 1 << 42;
 
@@ -212,6 +217,7 @@ impl Offloads {
             "rss-indir" => self.rss.indirection = value.parse().map_err(|_| format!("{key}={value}: {TABLES}"))?,
             "connections" => self.limits.connections = limit(key, value, 0, MOST_CONNECTIONS)?.map(|most| most as u32),
             "memory" => self.limits.memory = if value == "all" { None } else { Some(bytes(key, value)?) },
+            "pairs" => self.limits.pairs = limit(key, value, 0, MOST_PAIRS)?.map(|most| most as u32),
             "when-full" => self.limits.when_full = word(key, value, FULL)?,
             "during-moves" => self.during_moves = word(key, value, MOVING)?,
             "peer-fin" => self.peer_fin = word(key, value, FINS)?,
@@ -252,9 +258,10 @@ impl Offloads {
         if self.moderation == Moderation::Burst {
             return Err("adaptive-rx=burst: expected one of off, on".into());
         }
-        let Limits { connections, memory, processor, when_full: _ } = self.limits;
+        let Limits { connections, memory, pairs, processor, when_full: _ } = self.limits;
         between("connections", connections.unwrap_or(0).into(), 0, MOST_CONNECTIONS)?;
         between("memory", memory.unwrap_or(0), 0, MOST_MEMORY)?;
+        between("pairs", pairs.unwrap_or(0).into(), 0, MOST_PAIRS)?;
         between("processor", processor.unwrap_or(1).into(), 1, 99)?;
         between("queues", self.rss.queues.into(), 0, 16)
     }
@@ -289,6 +296,7 @@ impl Offloads {
             ("rss-indir", text(&self.rss.indirection)),
             ("connections", self.limits.connections.map_or(text(&"all"), |most| text(&most))),
             ("memory", self.limits.memory.map_or(text(&"all"), |most| text(&most))),
+            ("pairs", self.limits.pairs.map_or(text(&"all"), |most| text(&most))),
             ("processor", self.limits.processor.map_or(text(&"all"), |most| text(&most))),
             ("when-full", text(&name(&self.limits.when_full, FULL))),
             ("during-moves", text(&name(&self.during_moves, MOVING))),
@@ -308,7 +316,13 @@ mod tests {
         (wanted.during_moves, wanted.peer_fin) = (DuringMoves::Drop, PeerFin::Return);
         wanted.rss =
             baton_rss::RssSettings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
-        wanted.limits = Limits { connections: Some(0), memory: Some(3 << 30), processor: Some(70), when_full: WhenFull::Refuse };
+        wanted.limits = Limits {
+            connections: Some(0),
+            memory: Some(3 << 30),
+            pairs: Some(100),
+            processor: Some(70),
+            when_full: WhenFull::Refuse,
+        };
         wanted.lro = baton_lro::LroSettings { mode: Mode::Reorder, push: Push::Bulk, most: 9000, gap: 7, ..wanted.lro };
         for moderation in [Moderation::Off, Moderation::Static { time: 50, frames: 8 }] {
             (wanted.moderation, wanted.doorbells) = (moderation, moderation);
@@ -345,6 +359,7 @@ mod tests {
             ("rss-key=abc", "40 bytes"),
             ("rss-indir=0,1", "balanced"),
             ("connections=-1", "0 to 16384, or all"),
+            ("pairs=many", "0 to 262144, or all"),
             ("memory=32X", "such as 64M"),
             ("memory=", "such as 64M"),
             ("memory=99999999999G", "such as 64M"),

@@ -4,6 +4,7 @@ use crate::exhaustive;
 use crate::fault::{self, Planned};
 use crate::fork::Fork;
 use crate::program::{Opening, Plan};
+use baton_abi::resource::PAIRS;
 use baton_lro::Mode;
 use baton_sim::{Impairments, Rng};
 use baton_tcp::Config;
@@ -33,8 +34,8 @@ pub(crate) struct Offloads {
     pub workers: usize,
     /// The NIC, which has one worker then, keeps only the fast path of its connections; the rest is the host's TCP's.
     pub fast_path: bool,
-    /// What a NIC has room for: connections, and pages of memory; `u32::MAX` for all.
-    pub room: [u32; 2],
+    /// What a NIC has room for: connections, pages of memory, and (address, length) pairs; `u32::MAX` for all.
+    pub room: [u32; 3],
     /// Connections whose peer has sent its FIN are given back.
     pub return_at_fin: bool,
 }
@@ -46,7 +47,7 @@ impl Offloads {
         moderation: baton_moderation::Mode::Off,
         workers: 1,
         fast_path: false,
-        room: [u32::MAX; 2],
+        room: [u32::MAX; 3],
         return_at_fin: false,
     };
 }
@@ -137,9 +138,13 @@ fn offloads(rng: &mut Rng) -> Offloads {
             _ => baton_moderation::Mode::Off,
         },
         room: match rng.below(6) {
-            0 => [rng.below(3) as u32, u32::MAX],
-            1 => [u32::MAX, 8 + rng.below(100) as u32],
-            _ => [u32::MAX; 2],
+            0 => match rng.below(3) as u32 {
+                // As many connections have these pairs.
+                2 => [u32::MAX, u32::MAX, 3 * PAIRS - 1],
+                connections => [connections, u32::MAX, u32::MAX],
+            },
+            1 => [u32::MAX, 8 + rng.below(100) as u32, u32::MAX],
+            _ => [u32::MAX; 3],
         },
         return_at_fin: rng.chance(250_000),
     }

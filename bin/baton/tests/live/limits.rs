@@ -64,8 +64,9 @@ fn counter(scene: &Scene, counter: Counter) -> u64 {
     scene.statistics().counters[counter as usize]
 }
 
-fn the_busiest_are_there(bed: TestbedSettings) {
-    let mut scene = connections(bed, &["connections=4"], 12);
+/// `limit` has room for four.
+fn the_busiest_are_there(bed: TestbedSettings, limit: &str) {
+    let mut scene = connections(bed, &[limit], 12);
     load_until(&mut scene, 8..12, "the last four are the busiest", |there| *there == (8..12).collect());
     load_until(&mut scene, 2..6, "others are the busiest", |there| *there == (2..6).collect());
     let waits = scene.all().into_iter().filter(|info| info.place == Place::Kernel);
@@ -79,12 +80,12 @@ fn the_busiest_are_there(bed: TestbedSettings) {
 
 #[test]
 fn the_busiest_are_on_a_nic_beside_the_kernel() {
-    the_busiest_are_there(beside());
+    the_busiest_are_there(beside(), "connections=4");
 }
 
 #[test]
 fn the_busiest_are_on_an_inline_nic_of_two_workers() {
-    the_busiest_are_there(TestbedSettings { workers: 2, ..TestbedSettings::default() });
+    the_busiest_are_there(TestbedSettings { workers: 2, ..TestbedSettings::default() }, "pairs=70");
 }
 
 /// An unmodified program's connections, of which others become busy than were at first. What they carry in the kernel

@@ -10,7 +10,7 @@ use crate::custody::{Custody, Refusal, Slot};
 use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
 use crate::peers::Call;
 use baton_abi::layout::{Counter, nic, scratch, slot as at};
-use baton_abi::{Cid, Control, Message, Operation, Resource};
+use baton_abi::{Cid, Control, Message, Operation};
 use baton_device::{Checksum, Device};
 use baton_image::{Image, MAX_ENCODED};
 use baton_tcp::{Config, Connection, EndReason, Instant, Segment, State};
@@ -61,7 +61,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             return false;
         }
         let (id, full, open) = (listener.settings.id, listener.granted.is_empty(), listener.open);
-        let has_room = self.resources.free(Resource::Connections) > 0;
+        let has_room = self.resources.has_connection();
         if !self.is_front() {
             self.forward_handshake();
             return true;

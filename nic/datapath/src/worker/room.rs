@@ -27,6 +27,7 @@ pub(super) fn admits<H: Device, W: Device>(worker: &mut Worker<H, W>, message: &
             let pages = pages_of(&worker.nic_memory, cid.slot());
             (pages.saturating_sub(worker.resources.charges.pages(cid.slot())), pages)
         }
+        Resource::Pairs => return true,
     };
     let allowed = worker.resources.take(resource, amount, named);
     if allowed {

@@ -4,7 +4,7 @@ use crate::journal::Journal;
 use crate::machine::Machine;
 use crate::nic::SLOTS;
 use baton_abi::layout::nic;
-use baton_abi::{Announcement, Cid, Message, Operation, Resource};
+use baton_abi::{Announcement, Cid, Message, Operation};
 use baton_moves::{Inbox, Refusal, Room};
 use baton_recovery::pages_of;
 use baton_ring::{Consumer, Producer};
@@ -37,7 +37,7 @@ impl NicLink {
     }
 
     pub fn take_slot(&mut self) -> Option<Cid> {
-        if !self.room.has(Resource::Connections, 1) {
+        if !self.room.has_connection() {
             return None;
         }
         let (_, cid) = self.free.pop_last()?;
