@@ -1,10 +1,11 @@
-//! Lines on standard error. Whoever reads them can neither hold a process up nor, by what it does, have it write
-//! without end.
+//! Lines on standard error, from libraries in programs; Baton's own processes have a log (`platform/log`), which ends
+//! here as well. Whoever reads the lines can neither hold a process up nor, by what it does, have it write without end.
 
 use crate::events::monotonic_micros;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
 use std::fmt::Arguments;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::Mutex;
 
@@ -43,14 +44,19 @@ pub fn line(text: Arguments<'_>) {
     let mut allowance = ALLOWANCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let Some(left_out) = allowance.take(monotonic_micros()) else { return };
     let before = if left_out > 0 { format!("({left_out} lines were left out)\n") } else { String::new() };
-    write(io::stderr(), format!("{before}{text}\n").as_bytes());
+    write_now(format!("{before}{text}\n").as_bytes());
 }
 
-/// Writes as far as that does not wait.
-fn write(mut to: impl Write + AsFd, text: &[u8]) {
+/// Writes to standard error as far as that does not wait: neither for a reader nor for another thread, which may wait
+/// for one with the lock of `std::io::stderr()`.
+pub fn write_now(text: &[u8]) {
+    write(io::stderr(), text);
+}
+
+fn write(to: impl AsFd, text: &[u8]) {
     for part in text.chunks(AT_ONCE) {
         let ready = poll(&mut [PollFd::new(&to, PollFlags::OUT)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-        if ready != Ok(1) || to.write_all(part).is_err() {
+        if ready != Ok(1) || retry_on_intr(|| rustix::io::write(&to, part)) != Ok(part.len()) {
             return;
         }
     }
@@ -65,6 +71,14 @@ mod tests {
     fn a_full_pipe_holds_nobody_up() {
         let (_reader, writer) = io::pipe().expect("a pipe");
         (0..1000).for_each(|_| write(&writer, &[b'x'; 3 * AT_ONCE]));
+    }
+
+    /// A thread that has the lock of standard error, and may wait for its reader, does not hold another one up.
+    #[test]
+    fn the_lock_of_standard_error_holds_nobody_up() {
+        let held = io::stderr().lock();
+        std::thread::spawn(|| write_now(b"(of a test)\n")).join().expect("no panic");
+        drop(held);
     }
 
     #[test]

@@ -56,8 +56,8 @@ pub fn shares_numbers(process: u32) -> bool {
 const THREADS: usize = 24;
 const STACK: usize = 2048;
 
-/// What the threads of a process are doing, for a report: state, system call and, where the system shows it, the
-/// kernel's stack.
+/// What the threads of a process are doing, for a line of the log: state, system call and, where the system shows it,
+/// the kernel's stack, innermost function first.
 pub fn account(process: u32) -> String {
     let mut account = String::new();
     let entries = std::fs::read_dir(format!("/proc/{process}/task")).into_iter().flatten().flatten();
@@ -67,7 +67,8 @@ pub fn account(process: u32) -> String {
         let used = used_micros(process, thread).unwrap_or(0);
         let _ = write!(
             account,
-            "\n  thread {thread} ({}): {:?}, {used} us used",
+            "{}thread {thread} ({}): {:?}, {used} us used",
+            if account.is_empty() { "" } else { "; " },
             name.trim().escape_debug(),
             activity(process, thread)
         );
@@ -75,7 +76,7 @@ pub fn account(process: u32) -> String {
         let stack = text("stack");
         let end = stack.char_indices().map(|(at, _)| at).take_while(|at| *at <= STACK).last().unwrap_or(0);
         for frame in stack[..end].lines() {
-            let _ = write!(account, "\n    {frame}");
+            let _ = write!(account, " < {}", frame.trim());
         }
     }
     account
@@ -97,7 +98,9 @@ mod tests {
         while activity(number, number) != Activity::Stopped {
             std::thread::yield_now();
         }
-        assert!(account(number).contains("(sleep): Stopped"), "{}", account(number));
+        let of_sleep = account(number);
+        assert!(of_sleep.starts_with("thread ") && of_sleep.contains("(sleep): Stopped"), "{of_sleep}");
+        assert!(!of_sleep.contains('\n'), "it is one line: {of_sleep}");
         child.kill().expect("our child");
         child.wait().expect("our child");
         assert_eq!(activity(number, number), Activity::Unknown);
