@@ -202,6 +202,18 @@ fn advice(error: &anyhow::Error) -> &'static str {
     if is(EMFILE) { ": raise the limit on open files with `ulimit -n 1024` or more" } else { "" }
 }
 
+/// The part of Baton that a process is, for its log; empty for a command.
+fn part(command: &Command) -> &'static str {
+    match command {
+        Command::KeeperProcess => "keeper",
+        Command::AgentProcess => "agent",
+        Command::NicProcess => "nic",
+        Command::HostTcpProcess => "host tcp",
+        Command::NicOwnerProcess => "nic owner",
+        _ => "",
+    }
+}
+
 fn main() -> ExitCode {
     let command = Cli::parse().command;
     if matches!(
@@ -216,9 +228,21 @@ fn main() -> ExitCode {
         baton_linux::process::end_on_broken_pipe();
     }
     explain_full_output();
-    match run(command) {
+    let part = part(&command);
+    // The log of `up` begins when its configuration file has been read.
+    if !matches!(command, Command::Up(_)) {
+        baton_log::begin(part, baton_log::Level::of_environment());
+    }
+    let ran = run(command);
+    baton_log::finish();
+    match ran {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
+        // One of Baton's processes waits for nobody who reads its messages.
+        Err(error) if !part.is_empty() => {
+            baton_log::error!([] "{error:#}{}", advice(&error); "`baton doctor` names what is missing");
+            ExitCode::from(2)
+        }
         Err(error) => {
             eprintln!("baton: {error:#}{}", advice(&error));
             ExitCode::from(2)

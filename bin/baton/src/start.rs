@@ -11,6 +11,7 @@ use baton_client::tool::Tool;
 use baton_keeper::Devices;
 use baton_linux::control::Channel;
 use baton_linux::{files, process};
+use baton_log::Level;
 use baton_offloads::MOST_CONNECTIONS;
 use baton_protocol::nic::{LinkSettings, NicSettings, STANDARD_PROBES};
 use baton_protocol::program::{Answer, Ask, Flip, Reply, Request};
@@ -35,6 +36,9 @@ pub struct StartArguments {
     /// If a Baton is started: file for its messages.
     #[arg(long, value_name = "FILE")]
     log: Option<PathBuf>,
+    /// If a Baton is started: the least that is in that file: error, warning, info or debug.
+    #[arg(long, value_name = "LEVEL", env = baton_log::VARIABLE, hide_env_values = true, default_value_t = Level::Info)]
+    log_level: Level,
     #[command(flatten)]
     nics: NicsArguments,
 }
@@ -148,6 +152,7 @@ impl StartArguments {
         let me = process::open_process(std::process::id()).context("pidfd_open")?;
         let mut command = Command::new(std::env::current_exe()?);
         command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());
+        command.env(baton_log::VARIABLE, self.log_level.to_string());
         command.stderr(match &self.log {
             Some(path) => Stdio::from(File::create(path).with_context(|| format!("making {}", path.display()))?),
             None => Stdio::null(),

@@ -11,8 +11,8 @@ use baton_keeper::Devices;
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
-use baton_linux::report;
 use baton_linux::{process, service, socket};
+use baton_log::{Level, info, warning};
 use baton_protocol::program::{Answer, Ask, Reply};
 use clap::Args;
 use std::collections::{BTreeMap, VecDeque};
@@ -37,7 +37,7 @@ namespace's agent also listens at that path followed by the namespace's number (
 Ctrl-C or SIGTERM: every connection is in the kernel then. `baton status` says whether one is up.
 
 Every option can stand in the configuration file, as a key without dashes: spin = 50, device = [\"eth0\", \"eth1\"]. An option on the
-command line counts instead of the key, and so does BATON_SOCKET.";
+command line counts instead of the key, and so do BATON_SOCKET and BATON_LOG.";
 
 /// Interval of the checks whether a namespace is still used. Its Baton ends when it was unused at two checks in a row.
 const LOOK: Duration = Duration::from_secs(10);
@@ -56,6 +56,9 @@ pub struct UpArguments {
     /// Path at which programs find it. The default is what BATON_SOCKET says, if anything.
     #[arg(long, default_value_os_t = baton_client::agent_socket(), value_name = "PATH")]
     socket: PathBuf,
+    /// The least that is logged, of this and what it starts: error, warning, info or debug.
+    #[arg(long, value_name = "LEVEL", env = baton_log::VARIABLE, hide_env_values = true, default_value_t = Level::Info)]
+    log_level: Level,
     /// Microseconds that a NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100)]
     spin: u64,
@@ -106,7 +109,9 @@ impl Served {
             settings.nic.addresses = arguments.addresses.addresses()?;
             settings.nic.between_probes = arguments.addresses.between_probes();
         }
-        let (keeper, parent) = baton_keeper::launch(Command::new(std::env::current_exe()?), &settings, &devices, None)?;
+        let mut command = Command::new(std::env::current_exe()?);
+        command.env(baton_log::VARIABLE, arguments.log_level.to_string());
+        let (keeper, parent) = baton_keeper::launch(command, &settings, &devices, None)?;
         let agent = Tool::connect(socket).context("the agent that was just started")?;
         Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0, user })
     }
@@ -117,7 +122,7 @@ impl Served {
         match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
             Reply::Done => Ok(()),
             Reply::Failed { reason } => {
-                report!("baton up: a client is refused: {reason}");
+                info!([] "a client is refused: {reason}");
                 Ok(())
             }
             other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
@@ -177,6 +182,7 @@ impl Drop for Made {
 
 /// Serves until a signal asks it to end.
 pub fn up(arguments: &UpArguments) -> Result<()> {
+    baton_log::begin("up", arguments.log_level);
     arguments.nics.check()?;
     let path = &arguments.socket;
     let mut made = Made::for_socket(path)?;
@@ -194,7 +200,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     }
     up.served.insert(own, first);
     made.keep();
-    report!("Baton is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
+    info!([] "it is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
     tell_manager(&format!("READY=1\nSTATUS=Serves programs at {}", path.display()));
     let poller = Poller::new()?;
     poller.add(listener.as_fd(), LISTENER, Trigger::Readable)?;
@@ -213,12 +219,18 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
         let client = match listener.accept() {
             Ok(client) => client,
             Err(error) => {
-                report!("baton up: a client cannot be served: {error}");
+                warning!(
+                    [] "a client cannot be served: {error}";
+                    "raise the limit on open files (LimitNOFILE=, `ulimit -n`) if it is reached"
+                );
                 continue;
             }
         };
         if let Err(error) = up.admit(&client) {
-            report!("baton up: a client cannot be served: {error:#}");
+            warning!(
+                [] "a client cannot be served: {error:#}";
+                "its program runs without Baton; `baton doctor`, run beside it, names what is missing"
+            );
             // It waits for the answer to its first request.
             let reason = format!("{error:#}");
             let _ = client.try_send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
@@ -239,7 +251,10 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
 /// Tells the service manager, if one has started this process, how far it is.
 fn tell_manager(lines: &str) {
     if let Err(error) = service::notify(lines) {
-        report!("baton up: the service manager at NOTIFY_SOCKET cannot be told: {error}");
+        warning!(
+            [] "nothing can be sent to the service manager at NOTIFY_SOCKET: {error}";
+            "let this process reach that socket, or its unit does not count as started"
+        );
     }
 }
 
@@ -254,7 +269,10 @@ impl Up<'_> {
         let namespace = socket::namespace(client.as_fd())?;
         if let Some(served) = self.served.get_mut(&namespace) {
             let Err(error) = served.admit(client) else { return Ok(()) };
-            report!("baton up: the Baton of namespace {namespace} does not answer ({error:#}): starting another one");
+            warning!(
+                [] "the Baton of namespace {namespace} does not answer ({error:#}): another one is started";
+                "if it comes again, send what `baton report` writes"
+            );
             if let Some(served) = self.served.remove(&namespace) {
                 served.end();
             }

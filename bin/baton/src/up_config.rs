@@ -33,8 +33,10 @@ pub fn with_file(given: UpArguments) -> Result<UpArguments> {
     };
     // What stands before is the program's own name and `up`.
     let line: Vec<OsString> = std::env::args_os().skip(2).collect();
-    let by_environment = if baton_client::named_socket().is_some() { &["socket"][..] } else { &[] };
-    merged(&text, path, &line, by_environment)
+    let socket = baton_client::named_socket().map(|_| "socket");
+    let level = std::env::var_os(baton_log::VARIABLE).map(|_| "log-level");
+    let by_environment: Vec<&str> = socket.into_iter().chain(level).collect();
+    merged(&text, path, &line, &by_environment)
 }
 
 /// The arguments of a command line and of the text of a file.
@@ -157,6 +159,7 @@ mod tests {
             "{}",
             why("nic-connections = \"many\"")
         );
+        assert!(why("log-level = \"loud\"").contains("write error, warning, info or debug"), "{}", why("log-level = \"loud\""));
         assert!(why("spin = {}").contains("a number, or a text"));
         assert!(why("device = [\"a\", []]").contains("a number, or a text"));
         assert!(why("spin = 1\nspin = 2").starts_with("2: "), "{}", why("spin = 1\nspin = 2"));
@@ -166,18 +169,19 @@ mod tests {
 
     #[test]
     fn the_command_line_wins() {
-        let text = "spin = 50\nnamespaces = 3\nsocket = \"/from/file\"\naddress = [\"10.1.0.50/24\"]\n";
+        let text = "spin = 50\nnamespaces = 3\nlog-level = \"debug\"\nsocket = \"/from/file\"\naddress = [\"10.1.0.50/24\"]\n";
         let path = Path::new("/etc/baton/config.toml");
         let of = |words: &[&str], environment: &[&str]| {
             let options = merged(text, path, &line(words), environment).expect("both are right");
             format!("{options:?}")
         };
         let both = of(&["--spin", "7", "--address=10.1.0.51/24"], &[]);
-        for part in ["spin: 7,", "namespaces: 3,", "/from/file", "10.1.0.51"] {
+        for part in ["spin: 7,", "namespaces: 3,", "log_level: Debug,", "/from/file", "10.1.0.51"] {
             assert!(both.contains(part), "{part} in {both}");
         }
         assert!(!both.contains("10.1.0.50"), "{both}");
         assert!(!of(&[], &["socket"]).contains("/from/file"));
+        assert!(of(&[], &["log-level"]).contains("log_level: Info,"));
         let error = merged("nics = 0", path, &[], &[]).expect_err("it is wrong").to_string();
         assert!(error.starts_with("/etc/baton/config.toml:1: "), "{error}");
     }

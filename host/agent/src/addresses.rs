@@ -13,9 +13,9 @@ use crate::ground::Shape;
 use baton_abi::layout::nic;
 use baton_abi::{AddressEntry, AddressState};
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
 use baton_linux::resolution::{self, Released};
 use baton_linux::{interface, route, rtnetlink};
+use baton_log::{info, warning};
 use baton_protocol::address::{AddressInfo, OwnAddress, Standing};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Reply;
@@ -227,7 +227,12 @@ impl Agent {
                 self.addresses.mac = link.address;
                 self.nics[0].set_addresses(link.address, usable);
             }
-            Err(error) => report!("baton agent: the NIC does not have its addresses: {error}"),
+            Err(error) => {
+                warning!(
+                    [] "the NIC does not have its addresses: {error}";
+                    "see that its interface is there (`ip link`), and restart Baton"
+                );
+            }
         }
     }
 
@@ -243,14 +248,18 @@ impl Agent {
                 AddressState::Used => {
                     self.add_to_kernel(at);
                     if new_conflict {
-                        self.say_now_and_then(&format!("the host with MAC address {rival} uses {address}, the NIC's, too"));
+                        warning!(
+                            [] "the host with MAC address {rival} uses {address}, the NIC's, too";
+                            "give one of the two another address"
+                        );
                     }
                 }
                 AddressState::Taken => {
                     if new_conflict {
-                        self.say_now_and_then(&format!(
-                            "the NIC does not use {address}: the host with MAC address {rival} has it"
-                        ));
+                        warning!(
+                            [] "the NIC does not use {address}: the host with MAC address {rival} has it";
+                            "give one of the two another address"
+                        );
                     }
                     self.remove_from_kernel(at);
                 }
@@ -282,7 +291,10 @@ impl Agent {
         own.in_kernel = false;
         let (address, interface) = (own.wanted.address, own.interface);
         if let Err(error) = rtnetlink::delete_own_address(&self.routes, interface, address) {
-            report!("baton agent: the kernel keeps {address}, the NIC's: {error}");
+            warning!(
+                [] "the kernel keeps {address}, the NIC's: {error}";
+                "remove it with `ip address delete` if nothing uses it"
+            );
         }
         self.keep(&Kept::AddressGone(address), &[]);
     }
@@ -294,8 +306,15 @@ impl Agent {
             let address = own.wanted.address;
             match resolution::release(&self.routes, &self.diagnosis, own.interface, address) {
                 Ok(Released::Removed | Released::Expires) => {}
-                Ok(Released::Stays) => report!("baton agent: the kernel keeps {address}, the NIC's, which programs use"),
-                Err(error) => report!("baton agent: the kernel keeps {address}, the NIC's: {error}"),
+                Ok(Released::Stays) => {
+                    info!([] "the kernel keeps {address}, the NIC's, which programs use");
+                }
+                Err(error) => {
+                    warning!(
+                        [] "the kernel keeps {address}, the NIC's: {error}";
+                        "remove it with `ip address delete` if nothing uses it"
+                    );
+                }
             }
         }
     }
@@ -320,7 +339,10 @@ impl Agent {
             // Not looked for by Baton's mark, which kernels before Linux 5.18 do not keep.
             let lost = link.up && matches!(route::is_local(&self.routes, address), Ok(false));
             if lost && let Err(error) = rtnetlink::add_own_address(&self.routes, interface, address) {
-                report!("baton agent: the kernel has lost {address}, the NIC's, and does not take it again: {error}");
+                warning!(
+                    [] "the kernel has lost {address}, the NIC's, and does not take it again: {error}";
+                    "restart Baton when its device can have the address"
+                );
             }
         }
     }

@@ -25,8 +25,8 @@ use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::{self, Foreign};
-use baton_linux::report;
 use baton_linux::{diagnosis, socket};
+use baton_log::{error, warning};
 use baton_moves::{Event, Move, Phase};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
@@ -119,7 +119,10 @@ impl Inherited {
         for (kept, descriptors) in self.0 {
             let name = kept.clone();
             if let Err(error) = take_in(&mut sessions, kept, descriptors, &ends, journaled) {
-                report!("baton agent: {name:?} of the last agent is lost: {error:#}");
+                error!(
+                    [] "{name:?} of the last agent is lost: {error:#}";
+                    "start the program that it belongs to again"
+                );
             }
         }
         sessions
@@ -356,7 +359,10 @@ impl Agent {
         }
         for (kept, descriptors) in listeners {
             if self.inherit_listener(kept, descriptors).is_none() {
-                report!("baton agent: a listener of the last agent is lost: the kernel makes its connections");
+                warning!(
+                    [] "a listener of the last agent is lost: the kernel makes its connections";
+                    "to have the NIC make them start its program again"
+                );
             }
         }
         self.schedule_again();

@@ -16,7 +16,6 @@ use crate::captures::Captures;
 use crate::cgroups::Cgroups;
 use crate::changes::Watched;
 use crate::chaos::Chaos;
-use crate::complaints::Complaints;
 use crate::connection::{Asker, Connection, usual_cause};
 use crate::counts::Counts;
 use crate::datagrams::Datagrams;
@@ -44,8 +43,8 @@ use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
 use baton_linux::netlink::Netlink;
-use baton_linux::report;
 use baton_linux::{interface, netlink, process, rtnetlink, starter};
+use baton_log::{debug, info, warning};
 use baton_moves::Refusal;
 use baton_protocol::keeper::{AGENT_NAME, Kept};
 use baton_protocol::nic::{Descriptor, NicSettings, ToNic};
@@ -135,7 +134,6 @@ pub(crate) struct Agent {
     pub draining: bool,
     /// Limit on this process's file descriptors.
     descriptors: u64,
-    complaints: Complaints,
     pub keeper: Channel,
     pub routes: Netlink,
     pub diagnosis: Netlink,
@@ -278,7 +276,6 @@ pub fn run() -> Result<()> {
         shape,
         draining: inherited.draining(),
         descriptors,
-        complaints: Complaints::default(),
         keeper,
         routes,
         diagnosis,
@@ -332,6 +329,7 @@ impl Agent {
             self.pulse.set_asleep(false);
             self.pulse.beat();
             waited?;
+            baton_log::settle();
             excuse_what_was_missed(self);
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
@@ -346,7 +344,8 @@ impl Agent {
                 match token {
                     LISTENER => {
                         let admitted = listener.accept().map_err(Into::into).and_then(|channel| self.admit(channel));
-                        admitted.unwrap_or_else(|error| self.complain(&error));
+                        // The client gets the reason, if it can be sent one.
+                        admitted.unwrap_or_else(|error| info!([] "a client is turned away: {error:#}"));
                     }
                     NIC_BELL => self.hardware[0].agent_bell.clear(),
                     KEEPER => match self.keeper.try_receive::<Kept>() {
@@ -388,18 +387,6 @@ impl Agent {
             self.recover_from_deaths()?;
             excuse_what_was_missed(self);
             self.watch_nics()?;
-        }
-    }
-
-    /// Logs that a client was rejected. The client's connections stay in the kernel.
-    fn complain(&mut self, error: &anyhow::Error) {
-        self.say_now_and_then(&format!("a client is turned away: {error:#}"));
-    }
-
-    /// Logs something that clients can cause at will, unless too much of it was logged just before.
-    pub(crate) fn say_now_and_then(&mut self, what: &str) {
-        if self.complaints.admit(what, monotonic_micros()) {
-            report!("baton agent: {what}");
         }
     }
 
@@ -464,7 +451,10 @@ impl Agent {
             // Without a keeper there is no next agent.
             && !matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
         {
-            report!("baton agent: the keeper does not hear {kept:?} ({error}); it would be lost with this agent");
+            warning!(
+                [] "the keeper does not receive {kept:?} ({error}), which would be lost with this agent";
+                "restart Baton when its programs can do without the NIC for a moment"
+            );
         }
     }
 
@@ -686,6 +676,7 @@ impl Agent {
             self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
         }
         drop(session);
+        debug!([session = number, user = user] "session {number} has ended");
         self.users.leaves(user, opened);
     }
 
@@ -694,11 +685,11 @@ impl Agent {
     pub(crate) fn end_what_is_cut_off(&mut self) {
         while let Some((number, why)) = self.cut_off.pop() {
             if let Some(Some(session)) = self.sessions.get(number as usize) {
-                // A program may connect again and again.
-                let line = format!("process {} of user {} is cut off: {why}", session.process, session.user);
-                if self.complaints.admit(&line, monotonic_micros()) {
-                    report!("baton agent: {line}");
-                }
+                warning!(
+                    [session = number, user = session.user]
+                    "process {} of user {} is cut off: {why}", session.process, session.user;
+                    "its connections go on in the kernel; to have them on the NIC start it again"
+                );
                 self.end_session(number, false);
             }
         }
@@ -747,7 +738,10 @@ impl Agent {
                 && let Err(error) = next.attach((number as u32, *name), open, opening)
             {
                 // Its connections are restored to the kernel nevertheless, and stay there.
-                report!("baton agent: the NIC cannot have session {number}: {error:#}");
+                warning!(
+                    [nic = nic, session = number] "the NIC cannot have session {number}: {error:#}";
+                    "its connections stay in the kernel; to have them on the NIC start its program again"
+                );
             }
         }
         for (request, memory) in self.captures.requests(nic, None) {
@@ -781,7 +775,10 @@ impl Agent {
         loop {
             match NicProcess::start(&self.hardware[nic], &self.shape, self.nics[nic].settings()) {
                 Err(error) if pause < Duration::from_secs(1) => {
-                    report!("baton agent: the next NIC does not start: {error:#}");
+                    warning!(
+                        [nic = nic] "the next NIC does not start: {error:#}";
+                        "it is tried again; free memory, processes or descriptors if the error names them"
+                    );
                     std::thread::sleep(pause);
                     pause *= 2;
                 }

@@ -8,7 +8,7 @@ use crate::nic::NicProcess;
 use crate::nic_requests::Answered;
 use baton_abi::Cid;
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
+use baton_log::warning;
 use baton_offloads::Offloads;
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Reply;
@@ -164,7 +164,7 @@ impl Agent {
             After::Capture(id) => tell_of_capture(self, id, answer),
             After::Report(what) => {
                 if let Err(why) = answer {
-                    report!("baton agent: {what}: {why}");
+                    warning!([nic = nic] "{what}: {why}"; "ask for it again, or restart Baton");
                 }
             }
         }

@@ -10,7 +10,7 @@ use crate::devices::Devices;
 use crate::ground::Shape;
 use crate::moves::{Key, MANY_WAITING, named};
 use baton_linux::foreign::{self, Foreign};
-use baton_linux::report;
+use baton_log::warning;
 use baton_moves::Refusal;
 use baton_protocol::program::{Ask, Opening, Place, Reply};
 use baton_steering::{LOOPBACK, Steering};
@@ -116,7 +116,10 @@ impl Agent {
         if let Shape::Beside { steering, devices, .. } = &mut self.shape {
             devices.have_been_tried();
             if let Err(error) = devices.follow(&self.routes, steering) {
-                report!("baton agent: devices have changed, and could not be looked at: {error}");
+                warning!(
+                    [] "devices have changed, and could not be looked at: {error}";
+                    "devices that are new stay without the NIC until the next change; `baton doctor` names what is missing"
+                );
             }
         }
         self.find_devices_without_nic();
@@ -138,7 +141,10 @@ impl Agent {
     /// Answers every queued request that it has to be made again, since the devices could not be listed or no thread be
     /// started. Connections that a rule wants on the NIC are tried again later.
     fn have_no_devices(&mut self, error: &io::Error) {
-        report!("baton agent: the devices could not be looked at: {error}");
+        warning!(
+            [] "the devices could not be looked at: {error}";
+            "it is tried again; free memory, processes or descriptors if the error names them"
+        );
         let waiting = std::mem::take(&mut self.moves.for_devices);
         let reply = || Reply::Stayed { reason: Refusal::Attaching.to_string(), transient: true };
         for (key, askers) in waiting.moves {

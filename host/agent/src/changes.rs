@@ -14,9 +14,9 @@ use baton_image::Image;
 use baton_linux::foreign::{self, Foreign};
 use baton_linux::icmp::TooBig;
 use baton_linux::netlink::{Changes, NETFILTER, ROUTE, ROUTE_CHANGES, RULE_CHANGES};
-use baton_linux::report;
 use baton_linux::rtnetlink;
 use baton_linux::tcp_info::TcpInfo;
+use baton_log::warning;
 use baton_moves::{Custody, Refusal};
 use baton_steering::Steer;
 use std::collections::BTreeMap;
@@ -209,7 +209,10 @@ impl Agent {
             if let Shape::Beside { devices, .. } = &mut self.shape
                 && let Err(error) = devices.deal(&self.routes)
             {
-                report!("baton agent: devices have changed, and could not be looked at: {error}");
+                warning!(
+                    [] "devices have changed, and could not be looked at: {error}";
+                    "devices that are new stay without the NIC until the next change; `baton doctor` names what is missing"
+                );
             }
             self.follow_devices();
             self.find_devices_without_nic();

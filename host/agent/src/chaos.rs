@@ -2,7 +2,7 @@
 
 use baton_abi::layout::nic;
 use baton_linux::process;
-use baton_linux::report;
+use baton_log::info;
 use baton_moves::Step;
 use baton_shm::Region;
 use serde::{Deserialize, Serialize};
@@ -75,7 +75,7 @@ impl Chaos {
             Fault::NicStops => process::signal(process_of_nic, STOP),
         };
         if let Err(error) = signalled {
-            report!("baton agent: {:?} did not happen: {error}", crash.fault);
+            info!([] "{:?} did not happen: {error}", crash.fault);
         }
         false
     }

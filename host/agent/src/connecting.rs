@@ -21,8 +21,8 @@ use baton_handoff::examine::system;
 use baton_handoff::{listening, shell};
 use baton_image::{Image, MAX_ENCODED};
 use baton_linux::foreign::Foreign;
-use baton_linux::report;
 use baton_linux::{diagnosis, socket};
+use baton_log::warning;
 use baton_moves::{Event, Refusal};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Place, Reply, Until};
@@ -236,7 +236,10 @@ impl Agent {
                 }
             }
             Err(refusal) => {
-                report!("baton agent: a connection that the NIC has opened is given up: {refusal}");
+                warning!(
+                    [session = session] "a connection that the NIC has opened is given up: {refusal}";
+                    "its program has to connect again"
+                );
                 if let Some(cid) = self.connection(session, number).and_then(|connection| connection.cid.take()) {
                     self.nics[cid.nic()].reset_connection(cid);
                 }

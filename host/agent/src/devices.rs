@@ -6,8 +6,8 @@ use baton_handoff::examine::system;
 use baton_linux::control::Channel;
 use baton_linux::interface;
 use baton_linux::netlink::Netlink;
-use baton_linux::report;
 use baton_linux::rtnetlink::{self, LinkInfo, Master};
+use baton_log::warning;
 use baton_moves::Refusal;
 use baton_protocol::keeper::Kept;
 use baton_steering::{Accepts, Attached, Steering};
@@ -169,7 +169,10 @@ impl Devices {
             Err(error) => {
                 // Segments that arrive there reach the shell, whose drop counter shows them.
                 if self.reported.insert(index) {
-                    report!("baton agent: the NIC does not receive at interface {index}: {error}");
+                    warning!(
+                        [] "the NIC does not receive at interface {index}: {error}";
+                        "connections over it stay in the kernel; `baton doctor` names what is missing"
+                    );
                 }
                 self.refused.insert(index, error);
             }

@@ -5,7 +5,7 @@ use crate::agent::Agent;
 use crate::connection::Stage;
 use crate::nic::NicProcess;
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
+use baton_log::error;
 use baton_moves::Event;
 use baton_protocol::keeper::Kept;
 use std::time::Duration;
@@ -117,7 +117,10 @@ impl Agent {
         }
         if let Some(connection) = self.connection(session, number) {
             connection.given_up = true;
-            report!("baton agent: {} is given up: {}", connection.flow, connection.reason);
+            error!(
+                [connection = %connection.flow, session = session] "{} is given up: {}", connection.flow, connection.reason;
+                "its program has to connect again; `baton ls -e` shows its last events"
+            );
         }
         self.drive(session, number, Event::GiveUp);
     }

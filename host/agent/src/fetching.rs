@@ -14,7 +14,7 @@ use crate::session::{NOT_READING, Sent, Session};
 use baton_abi::Cid;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::foreign::Foreign;
-use baton_linux::report;
+use baton_log::warning;
 use baton_moves::{Event, Refusal, Step};
 use baton_protocol::program::{Answer, Ask, Place, Reply};
 use std::collections::{BTreeSet, HashSet};
@@ -211,7 +211,12 @@ impl Agent {
         let Some(Some(session)) = self.sessions.get(number as usize) else { return };
         match missing(self) {
             0 => {}
-            left => report!("baton agent: attacher {} has not lent {left} connections in time", session.process),
+            left => {
+                warning!(
+                    [session = number] "attacher {} has not lent {left} connections in time", session.process;
+                    "let it go on if it is stopped (SIGCONT), or attach its program again"
+                );
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use baton_backends::{BesideKernel, Kernel, PacketDevice, VnetDevice};
 use baton_handoff::examine::system;
 use baton_linux::interface;
 use baton_linux::netlink::{Changes, Netlink};
-use baton_linux::report;
+use baton_log::{error, warning};
 use baton_moves::{Refusal, Step};
 use baton_shm::Region;
 use baton_steering::{Path, Steer, Steering, listener_flow, messages_flow};
@@ -120,7 +120,7 @@ impl Shape {
                 Left::Unaccepted => _ = claims.unaccepted.insert(flow),
                 Left::Nobodys => {
                     if let Err(error) = steering.remove(&flow) {
-                        report!("baton agent: {flow:?} is still kept from the kernel: {error}");
+                        still_steered(&flow, &error);
                     }
                 }
             }
@@ -153,7 +153,7 @@ impl Shape {
         if let Shape::Beside { steering, .. } = self
             && let Err(error) = steering.forget_handshake(flow)
         {
-            report!("baton agent: {flow:?} is still kept from the kernel: {error}");
+            still_steered(flow, &error);
         }
         self.end(flow);
     }
@@ -165,7 +165,7 @@ impl Shape {
             claims.unaccepted.remove(flow);
             mirrors.iter_mut().for_each(|mirrors| mirrors.set(flow, false));
             if let Err(error) = steering.remove(flow) {
-                report!("baton agent: {flow:?} is still kept from the kernel: {error}");
+                still_steered(flow, &error);
             }
         }
     }
@@ -174,9 +174,19 @@ impl Shape {
     /// reached.
     pub fn steal_again(&mut self, flow: &Flow, path: &Path) {
         if let Err(refusal) = self.steer(flow, path, Steer::Steal) {
-            report!("baton agent: {flow:?}: {refusal}");
+            warning!(
+                [connection = %flow] "frames of {flow} may reach the kernel before it is restored: {refusal}";
+                "if that resets it, its program has to connect again"
+            );
         }
     }
+}
+
+fn still_steered(flow: &Flow, error: &io::Error) {
+    error!(
+        [connection = %flow] "{flow} is still kept from the kernel: {error}";
+        "restart Baton, so that the kernel has it"
+    );
 }
 
 /// The flows of one NIC that are being mirrored. Only while there are some the NIC's second packet socket is shown what
@@ -199,7 +209,10 @@ impl Mirrors {
             && self.flows.len() == usize::from(mirrored)
             && let Err(error) = interface::ignore_outgoing(self.outgoing.as_fd(), !mirrored)
         {
-            report!("baton agent: the packet socket for what the kernel sends: {error}");
+            warning!(
+                [] "the packet socket for what the kernel sends cannot be switched: {error}";
+                "restart Baton if connections do not move"
+            );
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::users::{Taken, Users};
 use baton_linux::events::monotonic_micros;
 use baton_linux::files;
 use baton_linux::foreign::{self, Foreign};
-use baton_linux::report;
+use baton_log::warning;
 use baton_moves::Refusal;
 use baton_protocol::program::{Flip, Report};
 use std::collections::HashMap;
@@ -124,7 +124,7 @@ impl ReportFile {
         if let Some(line) = line
             && let Err(error) = files::replace(self.fd.as_fd(), line.as_bytes())
         {
-            report!("baton agent: a report cannot be written: {error}");
+            warning!([] "a report cannot be written: {error}"; "free space where `--flip-report` leads");
         }
         then.into_iter().for_each(|then| then());
     }

@@ -13,6 +13,7 @@ use crate::moves::{Key, MANY_WAITING, named};
 use baton_linux::events::monotonic_micros;
 use baton_linux::holders::{self, Answers, Held, Question};
 use baton_linux::socket;
+use baton_log::warning;
 use baton_moves::Refusal;
 use baton_protocol::program::Reply;
 use std::collections::BTreeMap;
@@ -132,7 +133,10 @@ impl Agent {
             calls.complete(completion);
         };
         if let Err(error) = thread::Builder::new().name("search".into()).spawn(search) {
-            self.say_now_and_then(&format!("the processes could not be searched for holders of sockets: {error}"));
+            warning!(
+                [] "the processes could not be searched for holders of sockets: {error}";
+                "it is tried again; free memory or processes if the error names them"
+            );
             self.searches.waiting = self.searches.end(0, now);
             self.searches.next = now + AGAIN;
         }

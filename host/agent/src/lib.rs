@@ -15,7 +15,6 @@ mod cgroups;
 mod changes;
 mod chaos;
 mod closing;
-mod complaints;
 mod connecting;
 mod connection;
 mod connections;

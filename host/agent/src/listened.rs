@@ -4,8 +4,8 @@
 use crate::ground::Shape;
 use baton_handoff::examine::system;
 use baton_linux::netlink::Netlink;
-use baton_linux::report;
 use baton_linux::rtnetlink::{self, LinkInfo};
+use baton_log::error;
 use baton_moves::Refusal;
 use baton_steering::{LOOPBACK, Path, Steer, listener_flow};
 use baton_wire::Flow;
@@ -72,7 +72,10 @@ impl Shape {
         if let Shape::Beside { steering, .. } = self
             && let Err(error) = steering.set_listening(false)
         {
-            report!("baton agent: handshakes are still kept from the kernel: {error}");
+            error!(
+                [] "handshakes are still kept from the kernel: {error}";
+                "restart Baton, so that the kernel has them"
+            );
         }
     }
 

@@ -35,7 +35,8 @@ use baton_image::Image;
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::Foreign;
 use baton_linux::netlink::Netlink;
-use baton_linux::{diagnosis, report, rtnetlink};
+use baton_linux::{diagnosis, rtnetlink};
+use baton_log::{error, info, warning};
 use baton_moves::{Event, Move, Phase, Refusal, Step};
 use baton_protocol::keeper::Kept;
 use baton_protocol::nic::{Listen, ToNic};
@@ -190,8 +191,7 @@ impl Agent {
             let refusal = read.and_then(|listening| agent.begin_listening(asker, fd.as_fd(), listening)).err()?;
             let session = agent.sessions.get(asker.0 as usize).and_then(Option::as_ref);
             let program = session.map_or("", |session| &session.opening.program);
-            let what = format!("the kernel makes the connections of a listener of {program}: {refusal}");
-            agent.say_now_and_then(&what);
+            info!([session = asker.0] "the kernel makes the connections of a listener of {program}: {refusal}");
             Some(stayed(&refusal))
         })
     }
@@ -255,7 +255,7 @@ impl Agent {
         }
         let next = listener.next_steered.clone();
         if let Err(refusal) = self.shape.serve(&listener.steered, &next) {
-            self.say_now_and_then(&format!("the kernel makes the connections of a listener: {refusal}"));
+            info!([nic = nic] "the kernel makes the connections of a listener: {refusal}");
             return self.withdraw(id);
         }
         listener.steered = next;
@@ -442,7 +442,10 @@ impl Agent {
             return unaccepted::leave_to_kernel(self, cid, id);
         }
         if let Err(refusal) = self.shape.keep_made(&image.flow, image.link.interface, cid.nic()) {
-            self.say_now_and_then(&format!("a connection that the NIC has made is dropped: {refusal}"));
+            warning!(
+                [nic = cid.nic(), connection = %image.flow] "a connection that the NIC has made is dropped: {refusal}";
+                "its client has to connect again"
+            );
             return unaccepted::leave_to_kernel(self, cid, id);
         }
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
@@ -653,7 +656,10 @@ impl Agent {
         let steered = std::mem::take(&mut listener.steered);
         listener.next_steered.clear();
         if let Err(refusal) = self.shape.serve(&steered, &Steered::new()) {
-            report!("baton agent: clients of a listener are still kept from the kernel: {refusal}");
+            error!(
+                [] "clients of a listener are still kept from the kernel: {refusal}";
+                "restart Baton, so that the kernel has them"
+            );
         }
         if self.listeners.by_id.values().all(|listener| listener.steered.is_empty()) {
             self.shape.serve_none();
@@ -704,7 +710,7 @@ impl Agent {
                 listener.waiting = held;
             }
             if let Err(refusal) = self.can_open().and_then(|()| self.serve_listener(id)) {
-                report!("baton agent: the NIC does not serve a listener any more, the kernel does: {refusal}");
+                info!([nic = nic] "the NIC does not serve a listener any more, the kernel does: {refusal}");
                 self.withdraw(id);
             }
         }

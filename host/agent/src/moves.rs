@@ -22,7 +22,7 @@ use baton_abi::Cid;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
+use baton_log::{error, warning};
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
 use baton_policy::Side;
 use baton_protocol::program::{Place, Reply, Until};
@@ -312,7 +312,10 @@ impl Agent {
             && let Err(error) = self.recover(nic)
         {
             // The start is retried at the end of this round.
-            report!("baton agent: the next NIC does not start: {error:#}");
+            warning!(
+                [nic = nic] "the next NIC does not start: {error:#}";
+                "it is tried again; free memory, processes or descriptors if the error names them"
+            );
         }
     }
 
@@ -493,7 +496,11 @@ impl Agent {
             Conclusion::Moved => self.note_end(session, number, Ok(()), askers),
             Conclusion::Recovered => self.note_recovery(session, number, false, askers, !then.is_empty()),
             Conclusion::Lost(refusal, recovering) => {
-                report!("baton agent: {flow} is {}", refusal.to_string().trim_start_matches("it is "));
+                error!(
+                    [connection = %flow, session = session]
+                    "{flow} is {}", refusal.to_string().trim_start_matches("it is ");
+                    "its program has to connect again; `baton ls -e` shows its last events"
+                );
                 if recovering {
                     self.note_recovery(session, number, true, askers, !then.is_empty());
                 } else {

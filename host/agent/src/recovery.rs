@@ -9,7 +9,7 @@ use crate::nic::NicProcess;
 use baton_backends::VnetDevice;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
+use baton_log::{error, info, warning};
 use baton_moves::Event;
 use baton_protocol::events::What;
 use baton_supervision::Cause;
@@ -63,7 +63,7 @@ impl Agent {
         self.listen_again(nic);
         self.follow_datagrams();
         if let Err(error) = self.drop_stale_frames() {
-            report!("baton agent: frames of the kernel's may be among those that go out: {error:#}");
+            info!([nic = nic] "frames of the kernel's may be among those that go out: {error:#}");
         }
         self.give_addresses_to_nic();
         self.nics[nic].let_frames_flow();
@@ -94,6 +94,14 @@ impl Agent {
             None => "killed",
         };
         self.counts.note_death(nic, kind);
+        // Where this agent has ended it, it has said so.
+        if matches!(kind, "crashed" | "killed") {
+            let process = self.nics[nic].process();
+            warning!(
+                [nic = nic] "NIC {nic} (process {process}) has died: {why}";
+                "the next one takes over; if it comes again, send what `baton report` writes"
+            );
+        }
         let (now, why) = (monotonic_micros(), self.reasons.shared(&why));
         let mut present = Vec::new();
         for (session, number) in self.all_connections() {
@@ -112,7 +120,11 @@ impl Agent {
         let Some(guilty) = self.crash_loops[nic].died(now, by_itself, serials) else { return };
         let Some((_, (session, number))) = present.into_iter().find(|(serial, _)| *serial == guilty) else { return };
         if let Some(connection) = self.connection(session, number) {
-            report!("baton agent: {} stays in the kernel: {KILLS_NIC}", connection.flow);
+            error!(
+                [nic = nic, connection = %connection.flow, session = session]
+                "{} stays in the kernel: {KILLS_NIC}", connection.flow;
+                "send what `baton report` writes"
+            );
             connection.stays = true;
             connection.kills_nic = true;
             self.keep_connection(session, number);

@@ -12,7 +12,7 @@ use baton_abi::{Cid, record};
 use baton_linux::conntrack::{self, Entry, MOST_RENEWED, Timeouts};
 use baton_linux::events::monotonic_micros;
 use baton_linux::netlink::Netlink;
-use baton_linux::report;
+use baton_log::warning;
 use baton_recovery::published;
 use baton_shm::Region;
 use baton_wire::Flow;
@@ -199,7 +199,10 @@ impl Agent {
         if let Some(netfilter) = self.guards.netfilter()
             && let Err(error) = conntrack::renew(netfilter, entries, |_| ())
         {
-            report!("baton agent: {} entries of the connection tracker are not renewed: {error}", entries.len());
+            warning!(
+                [] "{} entries of the connection tracker are not renewed: {error}", entries.len();
+                "raise net.netfilter.nf_conntrack_tcp_timeout_established, or the firewall may drop their connections"
+            );
         }
         entries.clear();
     }

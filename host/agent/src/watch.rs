@@ -5,8 +5,8 @@ use crate::agent::Agent;
 use crate::nic::NicProcess;
 use baton_abi::layout::{host_tcp, nic};
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
 use baton_linux::tasks::{self, Activity};
+use baton_log::{info, warning};
 use baton_shm::{Pulse, Reading, Region};
 use baton_supervision::{Cause, Limits, Missed, Process, Sample, Verdict, Watchdog, Worker};
 use std::time::Duration;
@@ -178,7 +178,11 @@ impl Agent {
         for number in 0..self.nics.len() {
             let hung = self.watch.of_nics[number].look(&self.nics[number], &self.hardware[number].memory, due.max(1));
             let Some((process, cause)) = hung else { continue };
-            report!("baton agent: NIC {number} (process {process}) hangs and is ended: {cause}{}", tasks::account(process));
+            warning!(
+                [nic = number] "NIC {number} (process {process}) hangs and is ended: {cause}";
+                "if it comes again, send what `baton report` writes"
+            );
+            info!([nic = number] "what the threads of NIC {number} were doing: {}", tasks::account(process));
             self.watch.of_nics[number].hung += 1;
             self.watch.of_nics[number].cause = Some((self.nics[number].process(), cause));
             self.recover(number)?;

@@ -4,8 +4,8 @@ use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
-use baton_linux::report;
 use baton_linux::{packet_ring, process, rtnetlink};
+use baton_log::warning;
 use baton_steering::Steering;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -85,7 +85,10 @@ const SO_MARK: i32 = 36;
 /// Gives the socket its rings. Without them, which need some megabytes, each frame costs a system call.
 fn set_up_rings(socket: BorrowedFd<'_>, sending: bool) {
     if let Err(error) = packet_ring::set_up(socket, sending) {
-        report!("baton: frames are received and sent one by one: no rings ({error})");
+        warning!(
+            [] "frames are received and sent one by one: no rings ({error})";
+            "free some memory, and restart Baton"
+        );
     }
 }
 

@@ -13,7 +13,8 @@ use baton_abi::layout::{nic, slot};
 use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::events::Doorbell;
-use baton_linux::{process, report, starter};
+use baton_linux::{process, starter};
+use baton_log::{error, warning};
 use baton_protocol::keeper::Kept;
 use baton_protocol::{receive_settings, send_settings};
 use baton_shm::Region;
@@ -99,15 +100,24 @@ pub fn run() -> Result<()> {
         match blame.judge(ready, by_itself, attended) {
             Withhold::Nothing => {}
             Withhold::Groups => {
-                report!("baton keeper: two agents have died before they were ready; the next one makes no random moves");
+                warning!(
+                    [] "two agents have died before they were ready; the next one makes no random moves";
+                    "send what `baton report` writes"
+                );
                 held.stop_groups();
             }
             Withhold::Session(number) => {
-                report!("baton keeper: two agents have died while they served session {number}; the session is dropped");
+                error!(
+                    [session = number] "two agents have died while they served session {number}; the session is dropped";
+                    "start its program again, and send what `baton report` writes"
+                );
                 held.note(Kept::Ended(number), Vec::new());
             }
             Withhold::Everything => {
-                report!("baton keeper: agents still die before they are ready; all sessions are dropped");
+                error!(
+                    [] "agents still die before they are ready; all sessions are dropped";
+                    "start their programs again, and send what `baton report` writes"
+                );
                 held.drop_sessions();
                 let further = beside.iter().flat_map(|beside| &beside.further).map(|nic| &nic.memory);
                 for memory in [&memory].into_iter().chain(further) {
@@ -136,7 +146,11 @@ fn await_end(agent: &mut Child) -> io::Result<()> {
 /// for.
 fn reap(mut agent: Child, settings: &AgentSettings) -> Result<bool> {
     if !process::first_thread_lives(agent.id()) && agent.try_wait()?.is_none() {
-        report!("baton keeper: a thread of the agent that has ended (process {}) waits in the kernel", agent.id());
+        let process = agent.id();
+        warning!(
+            [] "a thread of the agent that has ended (process {process}) waits in the kernel";
+            "it ends with the program that holds it up; `ps -L -o wchan= -p {process}` shows where it waits"
+        );
         // It has the socket open, on which nobody answers.
         let _ = std::fs::remove_file(&settings.socket);
         std::thread::spawn(move || agent.wait());
@@ -256,6 +270,7 @@ fn watch(
             return Ok(true);
         }
         poller.wait(Some(watched.wait()), &mut tokens)?;
+        baton_log::settle();
         match watched.look(*ready, held.has_sessions()) {
             Remedy::None => {}
             Remedy::Resume => {

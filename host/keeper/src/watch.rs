@@ -4,7 +4,8 @@
 use baton_abi::layout::nic;
 use baton_agent::Sampler;
 use baton_linux::events::monotonic_micros;
-use baton_linux::{process, report, tasks};
+use baton_linux::{process, tasks};
+use baton_log::{info, warning};
 use baton_shm::{Pulse, Region};
 use baton_supervision::{Cause, Limits, Verdict};
 use std::time::Duration;
@@ -78,16 +79,20 @@ impl Watched<'_> {
         let places = std::iter::once(nic::AGENT_PULSE).filter(|_| ready);
         match self.sampler.look(self.memory, places, due) {
             Verdict::Hung(cause) => {
-                report!(
-                    "baton keeper: the agent (process {}) hangs and is ended: {cause}{}",
-                    self.process,
-                    tasks::account(self.process)
+                let process = self.process;
+                warning!(
+                    [] "the agent (process {process}) hangs and is ended: {cause}";
+                    "if it comes again, send what `baton report` writes"
                 );
+                info!([] "what the agent's threads were doing: {}", tasks::account(process));
                 self.cause = Some(cause);
                 Remedy::End
             }
             Verdict::Resume => {
-                report!("baton keeper: the agent (process {}) is stopped (SIGSTOP), and resumed", self.process);
+                warning!(
+                    [] "the agent (process {}) is stopped (SIGSTOP), and resumed", self.process;
+                    "do not stop it: meanwhile no connection moves, and one whose NIC has died stands still"
+                );
                 Remedy::Resume
             }
             _ => Remedy::None,

@@ -20,8 +20,8 @@ use baton_datapath::{
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
-use baton_linux::report;
 use baton_linux::{process, topology};
+use baton_log::error;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::nic as protocol;
 use baton_protocol::nic::{Capture, DatagramSocket, Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
@@ -307,7 +307,10 @@ fn start_thread(name: &'static str, work: impl FnOnce() -> Result<()> + Send + '
         let _exit = ExitOnDrop;
         let _ = begins.send(());
         if let Err(error) = work() {
-            report!("baton nic: {name}: {error:#}");
+            error!(
+                [] "{name}: {error:#}";
+                "the agent starts the next NIC; if it comes again, send what `baton report` writes"
+            );
         }
     };
     std::thread::Builder::new().name(name.into()).spawn(work).with_context(|| format!("starting the thread {name:?}"))?;

@@ -13,7 +13,7 @@ use baton_filter::words::{self, UNMATCHED, UNREADABLE, WORDS};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::process;
-use baton_linux::report;
+use baton_log::warning;
 use baton_protocol::filter::{
     AgentAnswer, AgentRequest, FilterAsk, FilterReply, FilterRequest, FromFilter, FromOwner, ListedRule, OwnerDescriptor,
     OwnerSettings, RULES_PER_MESSAGE, RuleCounters, ToFilter, ToOwner,
@@ -215,7 +215,10 @@ impl Process {
                     }
                     LISTENER => {
                         if let Err(error) = self.admit(listener) {
-                            report!("baton nic owner: a tool is turned away: {error:#}");
+                            warning!(
+                                [] "a tool is turned away: {error:#}";
+                                "end a `baton nic filter` that is not needed any more"
+                            );
                         }
                     }
                     tool => self.serve_tool(tool),
@@ -307,7 +310,10 @@ impl Process {
         {
             // A NIC that has not answered must not go on with other rules than those that are listed. The next one gets
             // the new rules.
-            report!("baton nic owner: the NIC does not answer ({error:#}): it is ended");
+            warning!(
+                [] "the NIC does not answer ({error:#}): it is ended";
+                "the next one gets the new rules, and until then nothing passes; if it comes again, send what `baton report` writes"
+            );
             self.end_nic();
         }
         self.book.commit(planned);

@@ -7,8 +7,8 @@
 
 use anyhow::{Context, Result};
 use baton_linux::process;
-use baton_linux::report;
 use baton_linux::rights::{self, User};
+use baton_log::warning;
 use landlock::{ABI, Access, AccessFs, AccessNet, Ruleset, RulesetAttr, Scope};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
@@ -24,7 +24,10 @@ pub(crate) fn drop_rights() -> Result<()> {
     if let User::Same(user) = rights::give_up_user(true).context("giving up the user")?
         && rights::has_other_users()
     {
-        report!("baton nic: runs as user {user}: changing the user needs CAP_SETUID");
+        warning!(
+            [user = user] "it runs as user {user}, whose other processes can reach it: changing the user needs CAP_SETUID";
+            "start Baton with that capability"
+        );
     }
     process::drop_capabilities().context("giving up capabilities")?;
     rights::hide_memory().context("hiding memory")?;

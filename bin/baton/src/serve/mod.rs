@@ -27,7 +27,10 @@ pub fn run(what: &str, path: &str, address: &Address, mode: u32, site: impl Site
         bail!("standard output: {error}");
     }
     if let Err(error) = service::notify("READY=1") {
-        eprintln!("baton: the service manager at NOTIFY_SOCKET cannot be told: {error}");
+        baton_log::warning!(
+            [] "nothing can be sent to the service manager at NOTIFY_SOCKET: {error}";
+            "let this process reach that socket, or its unit does not count as started"
+        );
     }
     server.run(signals.as_fd())
 }

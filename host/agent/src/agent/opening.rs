@@ -8,7 +8,7 @@ use crate::texts::shortened;
 use anyhow::{Context, Result, bail};
 use baton_linux::bell::SessionBell;
 use baton_linux::foreign::Foreign;
-use baton_linux::report;
+use baton_log::{debug, info, warning};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::{Opening, Reply};
 use std::io;
@@ -104,7 +104,12 @@ impl Agent {
                 match &mut session.begun {
                     Some(begun) => begun.failed = Some(why),
                     // Its connections are restored to the kernel nevertheless, and stay there.
-                    None => report!("baton agent: the NIC cannot have session {}: {why}", at.0),
+                    None => {
+                        warning!(
+                            [nic = nic, session = at.0] "the NIC cannot have session {}: {why}", at.0;
+                            "its connections stay in the kernel; to have them on the NIC start its program again"
+                        );
+                    }
                 }
                 self.serves(nic, at, false);
             }
@@ -192,6 +197,10 @@ impl Agent {
         let Some(Some(session)) = self.sessions.get_mut(number as usize) else { bail!("no session") };
         session.open = Some(open);
         session.opening.clone_from(&opening);
+        debug!(
+            [session = number, user = session.user]
+            "session {number} is open: process {} ({}), user {}", session.process, opening.program, session.user
+        );
         self.groups.joined(group);
         let kept = [given[0].as_fd(), bell.as_fd()].into_iter().chain(socket.as_ref().map(AsFd::as_fd));
         let kept: Vec<_> = kept.chain(further.iter().map(AsFd::as_fd)).collect();
@@ -201,5 +210,5 @@ impl Agent {
 }
 
 fn say_all_is_on_nic(session: u32, why: &str) {
-    report!("baton agent: the NIC has all of session {session}'s connections: {why}");
+    info!([session = session] "the NIC has all of session {session}'s connections: {why}");
 }

@@ -22,8 +22,8 @@ use baton_handoff::export::Exporter;
 use baton_handoff::import::{self, Importer};
 use baton_image::Image;
 use baton_linux::events::monotonic_micros;
-use baton_linux::report;
 use baton_linux::route::{Route, Routing};
+use baton_log::warning;
 use baton_moves::{Action, Conclusion, Outcome, Phase, Refusal, Source, Step, World};
 use std::any::Any;
 use std::os::fd::BorrowedFd;
@@ -358,8 +358,19 @@ impl Performer<'_> {
             Action::EndNic => {
                 let flow = self.connection.flow;
                 match &self.refused {
-                    Some((action, refusal)) => report!("baton agent: the NIC is ended: {action:?} of {flow}: {refusal}"),
-                    None => report!("baton agent: the NIC is ended: it has not answered a command about {flow}"),
+                    Some((action, refusal)) => {
+                        warning!(
+                            [nic = self.ground.chosen, connection = %flow] "the NIC is ended: {action:?} of {flow}: {refusal}";
+                            "the next one takes over; if it comes again, send what `baton report` writes"
+                        );
+                    }
+                    None => {
+                        warning!(
+                            [nic = self.ground.chosen, connection = %flow]
+                            "the NIC is ended: it has not answered a command about {flow}";
+                            "the next one takes over; if it comes again, send what `baton report` writes"
+                        );
+                    }
                 }
                 self.ground.nic().end();
             }

@@ -13,7 +13,8 @@ use baton_handoff::import::{self, ImportError, Importer};
 use baton_handoff::shell::Saved;
 use baton_image::{Image, NicState, Stay};
 use baton_linux::events::monotonic_micros;
-use baton_linux::{report, socket};
+use baton_linux::socket;
+use baton_log::{error, info, warning};
 use baton_moves::{Action, Outcome, Refusal};
 use baton_recovery::Replay;
 use std::io;
@@ -85,7 +86,11 @@ impl Performer<'_> {
             Ok(rested) => rested,
             Err(error) => {
                 // A NIC that writes an invalid image must not continue.
-                report!("baton agent: the NIC's image of {} cannot be used: {error}", self.connection.flow);
+                error!(
+                    [nic = self.ground.chosen, connection = %self.connection.flow]
+                    "the NIC's image of {} cannot be used: {error}", self.connection.flow;
+                    "the next NIC takes over; send what `baton report` writes"
+                );
                 return Err(Refusal::NicGone.into());
             }
         };
@@ -150,7 +155,10 @@ impl Performer<'_> {
         if let Some(image) = &self.image
             && let Err(error) = self.replay_from(image)
         {
-            report!("baton agent: what {} received out of order its peer has to send again: {error}", self.connection.flow);
+            info!(
+                [connection = %self.connection.flow]
+                "what {} received out of order its peer has to send again: {error}", self.connection.flow
+            );
         }
         // The NIC passes the frames that it holds to the kernel, mirrored ones too, and holds no more.
         self.ask(Action::Replay, Control::Cancel, LOST_QUEUE)
@@ -208,7 +216,10 @@ impl Performer<'_> {
                 Ok(shut) => shut.map_err(|error| error.to_string()),
             };
             self.connection.extra().fin_lost = shut.is_ok();
-            report!("baton agent: {}", not_taken(self.connection.flow, shut));
+            warning!(
+                [connection = %self.connection.flow] "{}", not_taken(self.connection.flow, shut);
+                "see that the firewall accepts what is established"
+            );
             self.connection.expect_fin(None);
             return Outcome::Done;
         }
