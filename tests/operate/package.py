@@ -213,6 +213,18 @@ def rights(container):
         container.says("runuser", "-u", "www-data", "--", "baton", *command)
 
 
+def logs(container):
+    step("the journal has levels and fields, and a warning says what to do")
+    nic = json.loads(container.says("baton", "status", "--json"))["agents"][0]["nics"][0]["process"]
+    container.says("kill", "-KILL", str(nic))
+    matching = ["journalctl", "-u", "baton", "NIC=0", "PRIORITY=4", "--no-pager", "-o", "cat"]
+    wait_until("the NIC's death is found by its field", lambda: f"process {nic}) has died" in container.run(*matching, check=False)[1])
+    log = container.says(*matching)
+    assert "`baton report` writes" in log, log
+    started = container.says("journalctl", "-u", "baton", "PRIORITY=6", "--no-pager", "-o", "cat")
+    assert "up: it is up at /run/baton/agent.sock" in started, started
+
+
 def configuration(container):
     step("a wrong configuration file is refused, and named")
     path = container.root / "etc/baton/config.toml"
@@ -377,6 +389,7 @@ def main():
         papers(container, sys.argv[1])
         service(container)
         rights(container)
+        logs(container)
         configuration(container)
         serve(container, sys.argv[1])
         refusals(container)

@@ -674,9 +674,9 @@ impl Agent {
                 self.shape.unsteer(&messages_flow(messages.address.into()));
             }
             self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
+            debug!([session = number, user = user] "session {number} has ended");
         }
         drop(session);
-        debug!([session = number, user = user] "session {number} has ended");
         self.users.leaves(user, opened);
     }
 

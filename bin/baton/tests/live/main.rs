@@ -44,6 +44,7 @@ mod lifecycle;
 mod limits;
 mod links;
 mod listening_again;
+mod logs;
 mod many_devices;
 mod matrix;
 mod messages;
