@@ -567,11 +567,13 @@ mod tests {
     use baton_handoff::shell::Saved;
     use baton_image::Image;
 
-    /// A next agent that looks for the heap elsewhere than the last one would write into what programs have there:
-    /// whoever moves it changes the version.
+    /// A next agent that looks elsewhere than the last one for the heap, or for a NIC's rings, slots and posted buffers,
+    /// would write into what others have there: whoever moves them changes the version.
     #[test]
-    fn a_heap_that_lies_elsewhere_is_another_versions() {
-        assert_eq!((baton_protocol::VERSION, session::HEAP), (9, 1_687_552));
+    fn a_layout_that_differs_is_another_versions() {
+        use baton_abi::layout::scratch;
+        let of_nic = (nic::COMMANDS, nic::SLOT_BYTES, scratch::POSTS, scratch::POSTS_BYTES);
+        assert_eq!((baton_protocol::VERSION, session::HEAP, of_nic), (10, 1_687_552, (16_384, 448, 3584, 512)));
     }
 
     /// The bytes of a connection that a dead agent was moving are nobody else's until the connection gives their memory

@@ -19,7 +19,7 @@ use std::io;
 /// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory and session memory. They are
 /// processes of one program, so they differ only if that was replaced while a keeper runs, which then starts the next
 /// agent: that takes the sessions over, whose memory is as the last one has made it.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// Sends a process that was just started the version and its settings.
 ///
