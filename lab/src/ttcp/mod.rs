@@ -384,7 +384,7 @@ impl Drop for Running {
 ///
 /// # Errors
 /// If a host cannot be made, a connection breaks or does not get to the NIC, or a byte is wrong.
-pub fn run(settings: &TtcpSettings, progress: impl Fn(&Cell)) -> Result<TtcpReport> {
+pub fn run(settings: &TtcpSettings, mut progress: impl FnMut(&Cell)) -> Result<TtcpReport> {
     ensure!(!settings.ways.is_empty() && !settings.sizes.is_empty(), "nothing to measure: name a way and a message size");
     let mut bare = settings.ways.iter().any(|way| way.veth).then(|| Hosts::new(settings, false)).transpose()?;
     let mut baton = Hosts::new(settings, true)?;

@@ -8,7 +8,6 @@ use crate::papers::report::Report;
 use crate::ttcp::program::Direction;
 use crate::ttcp::{self, Cell, TtcpSettings};
 use anyhow::{Context, Result};
-use std::cell::RefCell;
 
 /// TTCP's ways, in the order of the model's: native, full, partial without Nagle and with it.
 const LIVE: [&str; WAYS.len()] = ["none", "full-handshake", "fast-path-no-nagle", "fast-path"];
@@ -32,8 +31,7 @@ fn settings(how: Run) -> TtcpSettings {
 /// If the hosts cannot be made, or a transfer fails.
 pub fn run(report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<()> {
     let settings = settings(how);
-    let say = RefCell::new(say);
-    let found = ttcp::run(&settings, |cell| (*say.borrow_mut())(&format!("inic: {}", ttcp::line(cell)))).context("ttcp")?;
+    let found = ttcp::run(&settings, |cell| say(&format!("inic: {}", ttcp::line(cell)))).context("ttcp")?;
     add(report, &settings.sizes, &found.cells);
     Ok(())
 }
