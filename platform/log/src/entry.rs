@@ -3,7 +3,7 @@
 use crate::level::Level;
 use crate::limit::LeftOut;
 use baton_linux::terminal::plain;
-use std::fmt::{Arguments, Debug};
+use std::fmt::Debug;
 use tracing::Event;
 use tracing::field::{Field, Visit};
 
@@ -75,8 +75,7 @@ impl Visit for Entry {
     }
 
     fn record_str(&mut self, field: &Field, value: &str) {
-        let text: Arguments<'_> = format_args!("{value}");
-        self.record_debug(field, &text);
+        self.record_debug(field, &format_args!("{value}"));
     }
 }
 

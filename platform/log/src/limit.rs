@@ -144,7 +144,7 @@ mod tests {
     fn a_flood_without_end_is_counted_in_ever_longer_periods() {
         let mut limiter = Limiter::new();
         let (mut written, mut counts) = (0, Vec::new());
-        // Ten milliseconds apart: twelve periods, each twice as long as the one before, until they are ten minutes long.
+        // Ten milliseconds apart: twelve periods, each twice as long as the one before, until they last ten minutes.
         let lines = 400_000;
         for number in 0..lines {
             let (is_written, counted) = log(&mut limiter, HERE, number * 10_000);
