@@ -111,9 +111,8 @@ impl Receive {
     /// circular buffer. Returns the sequence number of the first byte that goes into the buffer; that of its end if as
     /// many as `most` buffers are posted already.
     pub fn post(&mut self, buffer: (u32, u32), read: u32, free: u32, most: usize, session: &Arc<Region>, table: Table) -> u32 {
-        let nothing = || {
-            Box::new(Posted { posts: [Post::default(); layout::POSTS], count: 0, to: None, session: session.clone(), table })
-        };
+        let nothing =
+            || Box::new(Posted { posts: [Post::default(); layout::POSTS], count: 0, to: None, session: session.clone(), table });
         self.posted.get_or_insert_with(nothing).post(buffer, read, free, most.min(layout::POSTS))
     }
 

@@ -164,12 +164,7 @@ fn settings(offloads: &Offloads) -> WorkerSettings {
         moderation,
         // What waits for the kernel may be an aggregate.
         return_at_fin: offloads.return_at_fin,
-        limits: Limits {
-            connections: offloads.room[0],
-            pages: offloads.room[1],
-            pairs: offloads.room[2],
-            ..Limits::default()
-        },
+        limits: Limits { connections: offloads.room[0], pages: offloads.room[1], pairs: offloads.room[2], ..Limits::default() },
         frame_bytes: if moderation == baton_moderation::Mode::Off { FRAME_BYTES } else { MAX_FRAME },
         ..WorkerSettings::default()
     }
