@@ -36,6 +36,9 @@ pub fn run(report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<(
     Ok(())
 }
 
+/// A figure's title, and what of a transfer it shows.
+type Metric = (&'static str, fn(&Cell) -> f64);
+
 /// A way's numbers, by size, of those that were measured.
 fn curve(cells: &[Cell], way: &str, of: fn(&Cell) -> f64) -> Vec<(f64, f64)> {
     cells.iter().filter(|cell| cell.way == way).map(|cell| (cell.size as f64, of(cell))).collect()
@@ -60,7 +63,7 @@ fn packets(cell: &Cell) -> f64 {
 
 /// Adds what was measured to a report.
 fn add(report: &mut Report, sizes: &[usize], cells: &[Cell]) {
-    let metrics: [(&str, fn(&Cell) -> f64); 3] = [
+    let metrics: [Metric; 3] = [
         ("Bandwidth (ours)", |cell| cell.figures.megabits),
         ("Host's processor (ours)", host),
         ("Interrupts of the host (ours)", interrupts),
