@@ -184,6 +184,17 @@ fn stayed(refusal: &Refusal) -> Reply {
     Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }
 }
 
+/// Ends the listeners of a session whose program runs on without Baton, and accepts from the kernel alone. Those that
+/// other sessions have, too, stay theirs.
+pub(crate) fn end_those_of(agent: &mut Agent, session: u32) {
+    let alone = |(id, listener): (&u32, &Listener)| {
+        let has_others = listener.sessions.iter().any(|other| *other != session);
+        (listener.sessions.contains(&session) && !has_others).then_some(*id)
+    };
+    let ids: Vec<u32> = agent.listeners.by_id.iter().filter_map(alone).collect();
+    ids.into_iter().for_each(|id| agent.end_listener(id));
+}
+
 impl Agent {
     /// Makes the NIC serve a listening socket for a session's program. None if the answer comes when it does.
     pub(crate) fn listen(&mut self, asker: Asker, fd: Foreign) -> Option<Reply> {
@@ -305,6 +316,7 @@ impl Agent {
                 self.nics[nic].give_slot(cid);
             }
         }
+        unaccepted::end_if_over(self, id);
     }
 
     /// Has the keeper hold a listener for the next agent, as it is now, if a program has its queue. One that waits for
@@ -351,7 +363,9 @@ impl Agent {
     fn serve_listener(&mut self, id: u32) -> Result<(), Refusal> {
         let mtu = self.shape.mtu_of_listeners(&self.routes)?;
         let own = rtnetlink::addresses_of_links(&self.routes).map_err(|error| system("RTM_GETADDR", &error))?;
-        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Ok(()) };
+        // One that no session has would be accepted from by nobody.
+        let is_had = |listener: &&mut Listener| !listener.sessions.is_empty();
+        let Some(listener) = self.listeners.by_id.get_mut(&id).filter(is_had) else { return Ok(()) };
         let programs = listener.sessions.iter().filter_map(|session| self.sessions.get(*session as usize)?.as_ref());
         listener.groups = programs.filter_map(|program| self.cgroups.of(program.process)).collect();
         listener.groups.iter().try_for_each(|group| self.cgroups.let_listen(group))?;
@@ -388,22 +402,26 @@ impl Agent {
     }
 
     /// Polls up to `most` listeners: a program that closes one is to say so, but need not, and another socket may
-    /// listen at its port then. Returns where the next poll begins, and whether there are any.
+    /// listen at its port then. One that no session has any more may be another process's, which has not waited for it
+    /// yet. Returns where the next poll begins, and whether there are any.
     pub(crate) fn look_at_listeners(&mut self, from: u32, most: usize) -> (u32, bool) {
         let (ids, next) = turn(&self.listeners.by_id, from, most, |_| true);
         for id in ids {
             if !self.still_listens(id) {
                 self.end_listener(id);
             }
+            unaccepted::end_if_over(self, id);
         }
         granting::grant_what_is_missing(self);
         (next, !self.listeners.by_id.is_empty())
     }
 
-    /// Ends a listener for all its sessions.
+    /// Ends a listener for all its sessions. What no program has accepted is reset.
     fn end_listener(&mut self, id: u32) {
-        let sessions = self.listeners.by_id.get(&id).map(|listener| listener.sessions.clone()).unwrap_or_default();
-        sessions.into_iter().for_each(|session| self.stop_listening(session, Some(id)));
+        self.keep(&Kept::ListenerGone(id), &[]);
+        self.withdraw(id);
+        let removed = self.listeners.by_id.remove(&id);
+        removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| unaccepted::reset(self, &waiting));
     }
 
     /// Handles the NIC's refusal of a slot for a listener.
@@ -618,7 +636,8 @@ impl Agent {
         Ok(())
     }
 
-    /// Ends a session's part in a listener, or in all of them.
+    /// Ends a session's part in a listener, or in all of them. With the last one the kernel gets the clients; what the
+    /// NIC has made waits as long as any process has the socket, as in the kernel's queue.
     pub(crate) fn stop_listening(&mut self, session: u32, only: Option<u32>) {
         let ids: Vec<u32> = self.listeners.by_id.keys().copied().filter(|id| only.is_none_or(|only| only == *id)).collect();
         for id in ids {
@@ -629,8 +648,7 @@ impl Agent {
             } else if left {
                 self.keep(&Kept::ListenerGone(id), &[]);
                 self.withdraw(id);
-                let removed = self.listeners.by_id.remove(&id);
-                removed.into_iter().flat_map(|listener| listener.waiting).for_each(|waiting| unaccepted::reset(self, &waiting));
+                unaccepted::end_if_over(self, id);
             }
         }
     }

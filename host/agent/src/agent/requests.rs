@@ -10,6 +10,7 @@ use crate::gain;
 use crate::ground::Shape;
 use crate::group::Group;
 use crate::identity::Identity;
+use crate::listening;
 use crate::memory;
 use crate::moves::MANY_WAITING;
 use crate::native;
@@ -102,6 +103,13 @@ fn forget(agent: &mut Agent, asker: Asker, number: u32, told: Option<Foreign>) -
         connection.extra().told = Some(told);
     }
     agent.forget(asker.0, number, asker)
+}
+
+/// Ends what Baton does for a program that runs on without it.
+fn withdraw(agent: &mut Agent, number: u32, why: &Native) {
+    agent.note_native(number, None, why);
+    agent.end_connections(number, false);
+    listening::end_those_of(agent, number);
 }
 
 /// Gives a client the frames that pass the wires. The answer comes when all NICs have answered.
@@ -300,8 +308,7 @@ impl Agent {
                 reply.map(|reply| (reply, Vec::new()))
             }
             Ask::Withdraw { why } => {
-                self.note_native(number, None, &why);
-                self.end_connections(number, false);
+                withdraw(self, number, &why);
                 self.answer_when_written(number, tag).map(|reply| (reply, Vec::new()))
             }
             Ask::Native { program, why } => {

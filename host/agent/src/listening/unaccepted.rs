@@ -33,6 +33,16 @@ pub(super) fn refuse(agent: &mut Agent, cid: Cid) {
     agent.nics[cid.nic()].reset_connection(cid);
 }
 
+/// Ends a listener that no session has any more, and for which no connection waits or may still come.
+pub(super) fn end_if_over(agent: &mut Agent, id: u32) {
+    let is_over = |one: &Listener| {
+        one.sessions.is_empty() && one.waiting.is_empty() && one.unanswered.values().all(|requests| *requests == 0)
+    };
+    if agent.listeners.by_id.get(&id).is_some_and(is_over) {
+        agent.end_listener(id);
+    }
+}
+
 /// Drops a connection that the NIC has made: its frames are the kernel's. Its listener gets another slot.
 pub(super) fn leave_to_kernel(agent: &mut Agent, cid: Cid, listener: u32) {
     journal::clear(&agent.hardware[cid.nic()].memory, cid);

@@ -1,6 +1,8 @@
 //! Connections that the NIC has made are closed by it.
 
-use super::{Program, address, bed, connect, connections, start, statistics, wait_for_server, wait_until};
+use super::{
+    Program, address, bed, connect, connections, count, exchange, start, start_printing, statistics, wait_for_server, wait_until,
+};
 use crate::scratch::text;
 use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, address_b};
@@ -17,6 +19,7 @@ in_both_shapes! {
     a_death_while_the_nic_closes_loses_nothing
     a_death_before_the_close_loses_nothing
     a_closed_listener_resets_its_clients
+    a_listener_that_another_process_has_resets_nobody
 }
 
 /// A server that sends what it is asked for, so many bytes, and closes at once.
@@ -186,4 +189,60 @@ fn a_closed_listener_resets_its_clients(beside: bool) {
         }
     }
     assert_eq!(statistics(&bed).lost, 0);
+}
+
+/// A child waits for the listener and accepts nobody. At the first line on standard input it leaves the listener, by
+/// close(2) or by its end; at the second one its parent, which has waited for nothing until then, accepts and echoes.
+const RELOADS: &str = "
+import os, select, socket, sys, threading
+listener = socket.create_server(('', 7000), backlog=100)
+orders, order = os.pipe()
+child = os.fork()
+if child == 0:
+    select.select([listener], [], [])
+    os.read(orders, 1)
+    if sys.argv[1] == 'closes': listener.close()
+    os._exit(0)
+sys.stdin.readline()
+os.write(order, b'x')
+os.waitpid(child, 0)
+print('left', flush=True)
+sys.stdin.readline()
+def echo(server):
+    while data := server.recv(65536): server.sendall(data)
+    server.close()
+while True:
+    server, _ = listener.accept()
+    threading.Thread(target=echo, args=(server,), daemon=True).start()
+";
+
+/// The last process that has waited for a listener leaves it, as nginx's workers do at a reload, while another one has
+/// it: what waits to be accepted is accepted by that one.
+fn a_listener_that_another_process_has_resets_nobody(beside: bool) {
+    for how in ["closes", "ends"] {
+        let bed = bed(beside);
+        let at = address(false, 7000);
+        let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", RELOADS, how]);
+        let mut orders = server.0.stdin.take().expect("its input");
+        wait_for_server(&bed, at);
+        let made = count(&bed, Counter::Made);
+        let clients: Vec<TcpStream> = (0..4).map(|_| connect(&bed, at).expect("a connection")).collect();
+        (&clients[0]).write_all(&[7; 1000]).expect("room");
+        wait_until("all connections", || count(&bed, Counter::Made) == made + 4);
+        writeln!(orders, "leave").expect("a server");
+        assert_eq!(lines.next().expect("a line").expect("text"), "left");
+        // Waits: the agent looks five times a second whether the socket still listens; there is no event if it does.
+        std::thread::sleep(Duration::from_millis(500));
+        writeln!(orders, "accept").expect("a server");
+        let mut received = [0; 1000];
+        clients[0].set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+        (&clients[0]).read_exact(&mut received).expect("the echo");
+        assert_eq!(received, [7; 1000]);
+        for (client, byte) in clients.iter().zip(1..) {
+            exchange(client, byte);
+        }
+        // The listener is the parent's now, and the NIC's again.
+        wait_for_server(&bed, at);
+        assert_eq!(statistics(&bed).lost, 0, "{how}");
+    }
 }
