@@ -79,6 +79,8 @@ pub(crate) struct Handshake {
     key: FlowKey,
     pub listener: u32,
     pub opening: Opening,
+    /// It is known by the acknowledgement of a SYN cookie, which found the accept queue full.
+    pub by_cookie: bool,
 }
 
 /// The listeners of a worker and their handshakes.
@@ -188,7 +190,7 @@ impl Listeners {
         let key = FlowKey::from(&opening.flow);
         self.lookup.insert(&key, index);
         self.due = self.due.min(opening.tcp.next_timeout().0.saturating_add(LATENESS));
-        self.handshakes[index as usize] = Some(Handshake { key, listener, opening });
+        self.handshakes[index as usize] = Some(Handshake { key, listener, opening, by_cookie: false });
         Some(index)
     }
 

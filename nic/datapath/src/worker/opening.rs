@@ -78,7 +78,8 @@ impl<H: Device, W: Device> Worker<H, W> {
             // A client that comes before the first slot, or finds the NIC full, is the kernel's.
             return false;
         }
-        if full && (is_syn || is_ack && known.is_some()) {
+        let is_clients = |index| self.listeners.handshake(index).is_some_and(|one| one.opening.tcp.snd_nxt() == segment.ack);
+        if full && (is_syn || is_ack && known.is_some_and(is_clients)) {
             // The client sends it again.
             self.counters.add(Counter::AcceptQueueFull, 1);
             return true;
@@ -140,13 +141,14 @@ impl<H: Device, W: Device> Worker<H, W> {
             _ => {}
         }
         if let Some(handshake) = self.listeners.forget(index) {
-            self.finish_handshake(handshake.listener, &handshake.opening, parsed, false, now);
+            self.finish_handshake(handshake.listener, &handshake.opening, parsed, handshake.by_cookie, now);
         }
         true
     }
 
-    /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered, if there is a slot for it.
-    /// False if it is none.
+    /// Makes a connection from the acknowledgement of a SYN-ACK that is not remembered, if there is a slot for it. If
+    /// there is none the handshake is remembered, for the client's further segments do not acknowledge a cookie: the
+    /// kernel, which does not know it, would reset the connection. False if it is none.
     fn take_cookie(&mut self, id: u32, segment: &Segment, parsed: &TcpFrame, now: Instant) -> bool {
         if !self.listeners.accepts_cookies(now) {
             return false;
@@ -154,18 +156,28 @@ impl<H: Device, W: Device> Worker<H, W> {
         let flow = parsed.flow.by(ANY_DEVICE);
         let Some((syn, numbers)) = self.listeners.secret.syn_of(&flow, segment, now) else { return false };
         let Some(listener) = self.listeners.at(&parsed.flow.local) else { return false };
-        if listener.granted.is_empty() {
-            // The client sends it again. The kernel, which does not know it, would reset the connection.
-            self.counters.add(Counter::AcceptQueueFull, 1);
-            return true;
-        }
+        let is_full = listener.granted.is_empty();
         let (config, ttl) = (listener.config(parsed.flow.is_v4()).of_cookie(&syn), listener.settings.ttl);
         let Some(mut tcp) = Connection::accept(config, &syn, numbers.isn, numbers.ts_offset, now) else { return false };
         // The answer that was sent already.
         let _ = tcp.poll_transmit(now, 0);
-        tcp.input(&without_data(segment), now);
+        if !is_full {
+            tcp.input(&without_data(segment), now);
+        }
         let opening = Opening { tcp, flow, link: self.way_back(ttl) };
-        self.finish_handshake(id, &opening, parsed, true, now);
+        if !is_full {
+            self.finish_handshake(id, &opening, parsed, true, now);
+            return true;
+        }
+        // The client sends it again.
+        self.counters.add(Counter::AcceptQueueFull, 1);
+        if self.listeners.has_room()
+            && let Some(index) = self.listeners.remember(id, opening, now)
+            && let Some(handshake) = self.listeners.handshake(index)
+        {
+            handshake.by_cookie = true;
+            self.wake_at(self.listeners.due());
+        }
         true
     }
 

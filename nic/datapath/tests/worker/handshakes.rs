@@ -48,6 +48,11 @@ impl Bed {
     /// The same before frames flow, and before it has run the commands that grant the slots, behind one that gives a
     /// connection up. `succeeds`: an earlier NIC was there, and has died. `beside`: it is beside the kernel.
     fn before_start(succeeds: bool, beside: bool) -> Bed {
+        Bed::with_slots(succeeds, beside, SLOTS)
+    }
+
+    /// The same with so many slots for the listener.
+    fn with_slots(succeeds: bool, beside: bool, slots: u32) -> Bed {
         let now = Instant(5_000_000);
         let capabilities = Capabilities { checksum: true, segmentation: 0 };
         let (wire, far) = memory_pair(1024, FRAME, capabilities);
@@ -70,12 +75,15 @@ impl Bed {
         };
         let gives_up = Message::control(Operation::NicControl, Control::Cancel, Cid::new(0, 2), 0, 0);
         bed.commands.push(gives_up.to_words()).unwrap();
-        for slot in 0..SLOTS {
-            let grant = Message::control(Operation::NicControl, Control::Grant, Cid::new(slot, 1), 1, 0);
-            bed.commands.push(grant.to_words()).unwrap();
-        }
+        (0..slots).for_each(|slot| bed.grant(slot));
         bed.commands.publish();
         bed
+    }
+
+    fn grant(&mut self, slot: u32) {
+        let grant = Message::control(Operation::NicControl, Control::Grant, Cid::new(slot, 1), 1, 0);
+        self.commands.push(grant.to_words()).unwrap();
+        self.commands.publish();
     }
 
     /// Images of the connections that the NIC has made since this was asked last.
@@ -182,6 +190,32 @@ fn slots_that_were_granted_before_the_start_count_from_the_first_frame_on() {
         assert_eq!(next.made().len(), 1);
         assert!(!next.kernel.receive(&mut next.frame), "the kernel gets none of them");
     }
+}
+
+/// A client that an earlier NIC has answered goes on while the accept queue is full: the kernel, which would reset it,
+/// gets none of its segments, and the first slot makes its connection. What a connection of the kernel's with the same
+/// addresses and ports acknowledges is the kernel's meanwhile.
+#[test]
+fn a_client_of_an_earlier_nic_waits_until_the_queue_has_room() {
+    let none = TcpOptions::default();
+    let acknowledged = Bed::new().open(4000, &none).seq.wrapping_add(1);
+    let mut next = Bed::with_slots(true, false, 0);
+    next.worker.start(next.now);
+    for behind in [0, 1448, 2896, 0] {
+        let (answers, passed) = next.inject(4000, &header(CLIENT_ISN + 1 + behind, acknowledged, Flags::ACK, &none));
+        assert!(answers.is_empty() && !passed, "{behind}: {answers:?}");
+    }
+    let others = header(CLIENT_ISN + 1 + 1448, acknowledged.wrapping_add(700), Flags::ACK, &none);
+    assert!(next.inject(4000, &others).1);
+    next.now = Instant(next.now.0 + 100_000);
+    next.grant(0);
+    assert_eq!(next.made(), [], "the client has to send something");
+    let (answers, passed) = next.inject(4000, &header(CLIENT_ISN + 1, acknowledged, Flags::ACK, &none));
+    assert!(answers.is_empty() && !passed);
+    let made = next.made();
+    let [image] = made[..] else { panic!("{} were made", made.len()) };
+    assert_eq!((image.rcv_nxt, image.snd_nxt), (CLIENT_ISN + 1, acknowledged));
+    assert_eq!(image.srtt, 0, "when it was answered is not known");
 }
 
 /// Whatever a client asks for, the connection that is made from its acknowledgement has what its SYN-ACK said, and no
