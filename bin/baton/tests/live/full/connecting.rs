@@ -2,7 +2,7 @@
 
 use super::{bed, connections, count, on_b, start_printing, statistics, wait_until};
 use crate::common::hosts;
-use crate::scratch::text;
+use crate::scratch::{script, text};
 use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::process;
@@ -13,6 +13,7 @@ use std::process::{Command, Stdio};
 
 in_both_shapes! {
     connecting_fails_as_natively
+    what_a_control_group_refuses_fails_as_natively
     what_a_dead_agent_was_opening_can_be_opened_again
 }
 
@@ -161,6 +162,18 @@ print(' '.join(sorted(why for _, why in held)))
 held.pop(next(at for at, one in enumerate(held) if one[1] == 'open'))[0].close()
 ";
 
+/// Runs a program on host A, natively or under full offload, which succeeds. Returns its output.
+fn run(bed: &Testbed, with_baton: bool, program: &[&str]) -> String {
+    let socket = bed.socket().to_string_lossy().into_owned();
+    let baton = [env!("CARGO_BIN_EXE_baton"), "run", "--socket", &socket, "--offload", "full", "--"];
+    let line = [if with_baton { &baton[..] } else { &[] }, program].concat();
+    let mut command = Command::new(line[0]);
+    command.args(&line[1..]).env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ran = bed.host_a.spawn(&mut command).expect("a program").wait_with_output().expect("its output");
+    assert!(ran.status.success(), "{program:?}: {}", text(&ran.stderr));
+    text(&ran.stdout)
+}
+
 /// ICMP messages while the NIC opens a connection, TCP_SYNCNT, and the end of the ports: as natively.
 fn connecting_fails_as_natively(beside: bool) {
     let bed = bed(beside);
@@ -181,21 +194,26 @@ fn connecting_fails_as_natively(beside: bool) {
     let ports = bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/ip_local_port_range", "42000 42007"));
     ports.expect("the range of ports");
     let address = address_b(false).to_string();
-    let run = |prefix: &[&str]| {
-        let line: Vec<&str> = prefix.iter().copied().chain(["python3", "-c", ERRORS, &address]).collect();
-        let mut command = Command::new(line[0]);
-        command.args(&line[1..]).env_remove("BATON_RUN").stdout(Stdio::piped()).stderr(Stdio::piped());
-        let ran = bed.host_a.spawn(&mut command).expect("a program").wait_with_output().expect("its output");
-        assert!(ran.status.success(), "{}", text(&ran.stderr));
-        text(&ran.stdout).to_owned()
-    };
     let made = count(&bed, Counter::Made);
-    let socket = bed.socket().to_string_lossy().into_owned();
-    let ours = run(&[env!("CARGO_BIN_EXE_baton"), "run", "--socket", &socket, "--offload", "full", "--"]);
+    let ours = run(&bed, true, &["python3", "-c", ERRORS, &address]);
     assert_eq!(count(&bed, Counter::Made), made + 8, "{ours}");
     let opens = ["open"; 8].join(" ");
     assert_eq!(ours, format!("EHOSTUNREACH\nEHOSTUNREACH\nECONNREFUSED\nETIMEDOUT\nin time\nEADDRNOTAVAIL {opens}\n"));
     drop(listener);
+}
+
+/// A BPF program at the control group refuses connect(2): the call fails with EPERM at once, and the NIC opens no
+/// connection. Before that program is attached, and when it is gone, the NIC does.
+fn what_a_control_group_refuses_fails_as_natively(beside: bool) {
+    let bed = bed(beside);
+    let at = SocketAddr::new(address_b(false), 6000);
+    let _listener = bed.host_b.run(|| TcpListener::bind(at)).expect("a listener");
+    let program = ["python3", &script("refused_connect.py"), &at.ip().to_string(), &at.port().to_string()];
+    let natively = run(&bed, false, &program);
+    assert_eq!(natively, "open EPERM EPERM open\n");
+    let made = count(&bed, Counter::Made);
+    assert_eq!(run(&bed, true, &program), natively);
+    assert_eq!(count(&bed, Counter::Made), made + 2);
 }
 
 /// Begins to connect from one port, gives that up when the test says so, and connects from that port again.
