@@ -44,6 +44,8 @@ pub(crate) struct Known {
     buffers: Option<[Option<u32>; 2]>,
     /// The value of tcp_retries2.
     retries: Option<u8>,
+    /// Whether tcp_notsent_lowat limits anything.
+    limits_unsent: Option<bool>,
     /// The way that was found last: most connections have the same as the one before.
     last_way: Option<Arc<Way>>,
     /// The agent's network namespace, which it does not change.
@@ -211,6 +213,13 @@ impl Known {
         self.expire(LIFETIME);
         let read = || std::fs::read_to_string("/proc/sys/net/ipv4/tcp_retries2").ok()?.trim().parse().ok();
         *self.retries.get_or_insert_with(|| read().unwrap_or(15))
+    }
+
+    /// Whether the host limits how many bytes its connections may have unsent (tcp_notsent_lowat).
+    pub fn limits_unsent(&mut self) -> bool {
+        self.expire(LIFETIME);
+        let read = || std::fs::read_to_string("/proc/sys/net/ipv4/tcp_notsent_lowat").ok()?.trim().parse().ok();
+        *self.limits_unsent.get_or_insert_with(|| read().is_some_and(|limit: u32| limit != u32::MAX))
     }
 
     /// Whether the agent may bind a port. A restored connection's socket gets its port again by that.

@@ -96,6 +96,10 @@ impl Ground<'_> {
     pub fn way_of(&mut self, connection: &Connection) -> Result<Way, Refusal> {
         let as_of = self.known.changes();
         let (routing, route) = self.route_of(connection)?;
+        // As with TCP_NOTSENT_LOWAT: the program's side does not see how much the NIC has sent.
+        if self.known.limits_unsent() {
+            return Err(Refusal::Option("host's tcp_notsent_lowat"));
+        }
         if routing.mark != 0 {
             return Err(Refusal::Marked(routing.mark));
         }

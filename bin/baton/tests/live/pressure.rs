@@ -49,11 +49,13 @@ struct Trial {
     moves: u32,
     both: bool,
     connections: u32,
+    /// TCP_NOTSENT_LOWAT, 0 for none.
+    lowat: u32,
 }
 
 impl Trial {
     fn natively(sndbuf: u32, write: u32, connections: u32) -> Trial {
-        Trial { natively: true, place: "kernel", sndbuf, write, moves: 0, both: false, connections }
+        Trial { natively: true, place: "kernel", sndbuf, write, moves: 0, both: false, connections, lowat: 0 }
     }
 
     fn run(self) -> Taken {
@@ -65,7 +67,7 @@ impl Trial {
             command.args(["run", "--rule", rule, "--eager", "--log", &scratch.file("log"), "--", "python3"]);
         }
         command.arg(script("pressure.py")).args([if self.natively { "-" } else { baton }, self.place]);
-        let numbers = [self.sndbuf, self.write, self.moves, u32::from(self.both), self.connections];
+        let numbers = [self.sndbuf, self.write, self.moves, u32::from(self.both), self.connections, self.lowat];
         command.args(numbers.map(|number| number.to_string()));
         command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
         let host = Namespace::new().expect("a namespace");
@@ -126,7 +128,7 @@ fn drawn() -> Vec<Trial> {
             for (place, moves, both) in WAYS {
                 // A hundred moves take a while.
                 if every() || length == one_write && (moves < 100 || buffer == one_buffer) {
-                    cases.push(Trial { natively: false, place, sndbuf, write, moves, both, connections: 1 });
+                    cases.push(Trial { natively: false, place, sndbuf, write, moves, both, connections: 1, lowat: 0 });
                 }
             }
         }
@@ -153,6 +155,18 @@ fn as_much_is_queued_as_natively() {
     for (trial, taken) in cases.iter().zip(&taken).filter(|(trial, _)| !trial.natively) {
         trial.compare(taken, median(trial.sndbuf, trial.write));
     }
+}
+
+/// With TCP_NOTSENT_LOWAT no more is unsent than natively, also if it is set while the connection is on the NIC.
+#[test]
+fn no_more_is_unsent_than_natively() {
+    let natively = Trial { lowat: 16_384, ..Trial::natively(0, 4096, 1) };
+    let moved = Trial { natively: false, place: "nic", ..natively };
+    let cases: Vec<Trial> = std::iter::repeat_n(natively, NATIVELY).chain([moved]).collect();
+    let taken = run_all(&cases);
+    let mut bytes: Vec<u64> = taken[..NATIVELY].iter().map(|taken| taken.bytes).collect();
+    bytes.sort_unstable();
+    moved.compare(&taken[NATIVELY], bytes[NATIVELY / 2]);
 }
 
 /// The host's memory for many connections whose peers do not read: the sockets of both ends, Baton's shared memory, and

@@ -76,6 +76,19 @@ fn signed_connections_stay() {
     assert!(error.to_string().contains("signed"), "{error}");
 }
 
+/// A host that limits how much its connections may have unsent.
+#[test]
+fn where_the_host_limits_what_is_unsent_connections_stay() {
+    const SETTING: &str = "/proc/sys/net/ipv4/tcp_notsent_lowat";
+    let mut scene = scene(TestbedSettings::default());
+    scene.bed.host_a.run(|| std::fs::write(SETTING, "16384")).expect("the setting");
+    let error = scene.session.move_to(scene.id, Place::Nic).expect_err("a limit");
+    assert!(error.to_string().contains("tcp_notsent_lowat"), "{error}");
+    assert_eq!(scene.settled_place(), Some(Place::Kernel));
+    scene.bed.host_a.run(|| std::fs::write(SETTING, u32::MAX.to_string())).expect("the setting");
+    wait_until("it moves", || scene.session.move_to(scene.id, Place::Nic).is_ok());
+}
+
 /// Options that only the kernel acts on, set before the move or while the NIC has the connection.
 #[test]
 fn options_that_the_nic_does_not_act_on_stay() {

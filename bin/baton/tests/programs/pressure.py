@@ -2,9 +2,9 @@
 taken in all; of one socket SO_SNDBUF, SIOCOUTQ and SIOCOUTQNSD at last; and the bytes of memory that all this takes then: the sockets of
 both ends, shared memory, and what the program and Baton's processes have for themselves.
 
-Usage: pressure.py BATON PLACE SNDBUF WRITE MOVES BOTH CONNECTIONS. BATON is its program, or - to run natively; PLACE is where a connection
+Usage: pressure.py BATON PLACE SNDBUF WRITE MOVES BOTH CONNECTIONS LOWAT. BATON is its program, or - to run natively; PLACE is where a connection
 begins, nic or kernel; SNDBUF is what SO_SNDBUF is set to, 0 for nothing; WRITE is the length of a write; BOTH is 1 if the peer's end moves,
-too.
+too; LOWAT is what TCP_NOTSENT_LOWAT is set to before the first write, 0 for nothing.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ if sys.argv[1] == "peer":
     sys.exit(peer(*map(int, sys.argv[2:])))
 
 baton, place = sys.argv[1:3]
-sndbuf, write, moves, both, connections = map(int, sys.argv[3:])
+sndbuf, write, moves, both, connections, lowat = map(int, sys.argv[3:])
 
 
 def tool(*arguments):
@@ -134,6 +134,8 @@ if baton != "-":
     if place == "kernel":
         tool("move", "kernel", which)
 for sock in socks:
+    if lowat:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, lowat)
     sock.setblocking(False)
 taken = fill()
 for number in range(moves):
