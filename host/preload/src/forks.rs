@@ -133,12 +133,11 @@ pub(crate) extern "C" fn after_in_child() {
     waiter::forget_inherited();
     lookout::forget_inherited();
     epoll::forget_inherited();
+    let mut inherited = tcp::Inherited::default();
     for (fd, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(parents) = file {
             parents.leave_to_parent();
-            let tcp = tcp::inherited(fd);
-            tcp.completions.go_on_from(&parents.completions);
-            table::put(fd, Some(table::File::Tcp(tcp)));
+            table::put(fd, Some(table::File::Tcp(inherited.of_parent(fd, parents))));
         }
     }
     epoll::leave_inherited();

@@ -498,12 +498,11 @@ pub(crate) fn end() {
 fn take_inherited() {
     let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
     let numbers: Vec<c_int> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    let mut inherited = tcp::Inherited::default();
     for fd in numbers {
         if tcp::is_tcp(fd) && table::get(fd).is_none() {
             faults::begin();
-            let tcp = tcp::inherited(fd);
-            tcp.leave_numbered_sends(fd);
-            table::put(fd, Some(table::File::Tcp(tcp)));
+            table::put(fd, Some(table::File::Tcp(inherited.of_starter(fd))));
         }
     }
 }

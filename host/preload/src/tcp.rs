@@ -6,7 +6,7 @@ mod plan;
 mod watchers;
 mod zero_copy;
 
-pub(crate) use lifecycle::{forget_pool, hold, inherited, new};
+pub(crate) use lifecycle::{Inherited, forget_pool, hold, new};
 
 use crate::completions::Completions;
 use crate::epoll::Set;

@@ -174,6 +174,35 @@ fn children_of_a_busy_process_go_on() {
     }
 }
 
+/// fork with ten thousand connections in the kernel, natively and under the library.
+#[test]
+fn a_fork_does_not_wait_for_each_connection() {
+    let scratch = Scratch::new("fork-cost");
+    let compiled = compile("fork_cost", &scratch);
+    let run = |with_baton: bool| {
+        let namespace = Namespace::new().expect("a namespace");
+        let baton = Path::new(env!("CARGO_BIN_EXE_baton"));
+        let mut command = Command::new(if with_baton { baton } else { compiled.as_path() });
+        if with_baton {
+            command.arg("run").arg("--").arg(&compiled);
+        } else {
+            set_up_loopback(&namespace);
+        }
+        command.arg("10000").env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        let ran = finish(&namespace, command);
+        let printed = text(&ran.stdout);
+        assert!(ran.status.success(), "{}{printed}{}", ran.status, text(&ran.stderr));
+        let numbers: Vec<u64> = printed.split_whitespace().filter_map(|number| number.parse().ok()).collect();
+        let [parent, child] = numbers[..] else { panic!("two numbers: {printed}") };
+        println!("with Baton: {with_baton}: {parent} µs in the parent, {child} in the child");
+        [parent, child]
+    };
+    let (natively, ours) = (run(false), run(true));
+    // Waits: 5 ms is what the parent may lose. The child makes an entry for each connection; one look at each other
+    // entry for that would take seconds.
+    assert!(ours[0] <= natively[0] + 5_000 && ours[1] <= natively[1] + 100_000, "natively {natively:?}, with Baton {ours:?}");
+}
+
 /// A child that was made by instructions of the program's own: nothing that it sends or receives is lost in silence, of
 /// its own or of its parent's.
 #[test]

@@ -11,6 +11,7 @@ use crate::{options, real, table, thread};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
 use libc::c_int;
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 
@@ -87,24 +88,42 @@ fn from_pool() -> Option<&'static Tcp> {
     Some(pool.swap_remove(at))
 }
 
-/// Tracks a socket that other processes may hold, too.
-pub(crate) fn inherited(fd: c_int) -> &'static Tcp {
-    // Two descriptors of one socket get one entry.
-    let inode = |fd| crate::fd_inode(fd);
-    let same = table::known(0, u32::MAX).find_map(|(other, file)| match file {
-        table::File::Tcp(tcp) if other < fd && tcp.inherited.load(RELAXED) && inode(other) == inode(fd) => Some(tcp),
-        _ => None,
-    });
-    if let Some(tcp) = same {
-        locked(&tcp.fds).push(fd);
-        return tcp;
+/// The sockets that a process has inherited, which other processes may hold, too. Two descriptors of one socket get one
+/// entry. There may be very many, and no call of the program's returns before all are tracked.
+#[derive(Default)]
+pub(crate) struct Inherited(BTreeMap<u64, &'static Tcp>);
+
+impl Inherited {
+    /// Tracks a descriptor that a program has when it starts.
+    pub fn of_starter(&mut self, fd: c_int) -> &'static Tcp {
+        self.track(fd, crate::fd_inode(fd), |tcp| {
+            tcp.listens.store(options::kernels(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN) == Some(1), RELAXED);
+            options::note_lowat(tcp, fd);
+            tcp.leave_numbered_sends(fd);
+        })
     }
-    // Not from the pool, whose entries are linked to this process's own session.
-    let tcp = new(fd);
-    tcp.inherited.store(true, RELAXED);
-    tcp.listens.store(options::kernels(fd, libc::SOL_SOCKET, libc::SO_ACCEPTCONN) == Some(1), RELAXED);
-    options::note_lowat(tcp, fd);
-    tcp
+
+    /// Tracks a descriptor in a child of fork, which knows of it what its parent knew.
+    pub fn of_parent(&mut self, fd: c_int, parents: &'static Tcp) -> &'static Tcp {
+        self.track(fd, std::ptr::from_ref(parents) as u64, |tcp| {
+            tcp.listens.store(parents.listens(), RELAXED);
+            tcp.set_lowat(parents.lowat());
+            tcp.completions.go_on_from(&parents.completions);
+        })
+    }
+
+    /// `socket` is the same number for each descriptor of a socket, and another one for each other socket.
+    fn track(&mut self, fd: c_int, socket: u64, describe: impl FnOnce(&Tcp)) -> &'static Tcp {
+        if let Some(tcp) = self.0.get(&socket).copied() {
+            locked(&tcp.fds).push(fd);
+            return tcp;
+        }
+        let tcp = new(fd);
+        tcp.inherited.store(true, RELAXED);
+        describe(tcp);
+        self.0.insert(socket, tcp);
+        tcp
+    }
 }
 
 /// Takes the pool's lock, for a fork.

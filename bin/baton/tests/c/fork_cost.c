@@ -1,0 +1,55 @@
+/* What fork costs a process with many connections. Usage: fork_cost CONNECTIONS
+ *
+ * Prints the shortest of some forks: until it returns in the parent, and until it returns in the child, in microseconds. */
+
+#include "sockets.h"
+#include <limits.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <time.h>
+
+static long microseconds(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * 1000000L + time.tv_nsec / 1000;
+}
+
+static long shorter(long one, long other)
+{
+    return one < other ? one : other;
+}
+
+int main(int count, char **arguments)
+{
+    enum { FORKS = 9 };
+    long parents = LONG_MAX, childs = LONG_MAX;
+    struct rlimit most;
+    alarm(STANDS_STILL);
+    CHECK(count == 2);
+    rlim_t wanted = atoi(arguments[1]);
+    CHECK(getrlimit(RLIMIT_NOFILE, &most) == 0 && most.rlim_max >= wanted + 1000);
+    most.rlim_cur = wanted + 1000;
+    CHECK(setrlimit(RLIMIT_NOFILE, &most) == 0);
+    /* Both ends are this process's. */
+    for (rlim_t made = 0; made < wanted; made += 2)
+        connect_pair();
+    for (int round = 0; round < FORKS; round++) {
+        int ends[2];
+        long took;
+        CHECK(pipe(ends) == 0);
+        long begun = microseconds();
+        pid_t child = fork();
+        long now = microseconds() - begun;
+        if (child == 0)
+            _exit(write(ends[1], &now, sizeof now) != sizeof now);
+        CHECK(child > 0 && read(ends[0], &took, sizeof took) == sizeof took);
+        CHECK(waitpid(child, NULL, 0) == child);
+        close(ends[0]);
+        close(ends[1]);
+        parents = shorter(parents, now);
+        childs = shorter(childs, took);
+    }
+    printf("%ld %ld\n", parents, childs);
+    return 0;
+}
