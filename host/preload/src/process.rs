@@ -6,15 +6,17 @@ use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait};
 use baton_abi::layout::session::MAX_CONNECTIONS;
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
+use baton_linux::control::Channel;
 use baton_linux::process::Undisturbed;
 use baton_linux::{report, trust};
 use baton_protocol::native::Native;
-use baton_protocol::program::{Opening, Until};
+use baton_protocol::program::{Answer, Ask, Opening, Request, Until};
 use libc::c_int;
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::time::Duration;
 
 /// The configuration that the program was started with.
 pub(crate) struct Plan {
@@ -57,6 +59,9 @@ pub(crate) const SECCOMP: &str = "seccomp";
 
 /// Microseconds between attempts to reach the agent.
 const AGAIN: u64 = 1_000_000;
+
+/// Longest time that a program waits for an agent that it only tells something.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 
 fn identity() -> u32 {
     std::process::id()
@@ -156,6 +161,26 @@ pub(crate) fn open_session_at_once() -> Option<&'static Session> {
     if is_closed() { None } else { open(hold) }
 }
 
+/// Tells the agent why the kernel alone serves this program, or a connection of its, over a connection of its own.
+/// Returns whether it has answered: one that has ended, or is stopped, lists nothing.
+pub(crate) fn say(plan: &Plan, channel: &Channel, why: Native) -> bool {
+    let request = Request { tag: 1, body: Ask::Native { program: Some(plan.program().to_owned()), why } };
+    channel.send(&request, &[]).and_then(|()| channel.receive_within::<Answer>(PATIENCE)).is_ok()
+}
+
+/// The same in the session, if there is one. None is opened for this: its descriptors would be all that the program has
+/// of Baton.
+pub(crate) fn tell(why: Native) -> bool {
+    if !is_mine() {
+        return false;
+    }
+    if let Some(session) = session() {
+        return session.shared.report_native(why).is_ok();
+    }
+    let Some(plan) = plan() else { return false };
+    Channel::connect_within(&plan.run.socket, PATIENCE).is_ok_and(|channel| say(plan, &channel, why))
+}
+
 /// Reports to the agent why no connection moves any more, now that one would be due, unless it knows.
 #[cold]
 pub(crate) fn report_closed() {
@@ -164,7 +189,11 @@ pub(crate) fn report_closed() {
         return;
     }
     let errno = thread::errno();
-    if open(|| Some(hold_opening())).is_none_or(|session| session.shared.report_native(why.clone()).is_err()) {
+    let is_due = wait::now() >= NOT_BEFORE.load(Ordering::Acquire);
+    if !is_due || !tell(why.clone()) {
+        if is_due {
+            NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
+        }
         SAID.store(false, Ordering::Release);
     }
     thread::set_errno(errno);

@@ -3,18 +3,13 @@
 //! program calls chroot or the like and can no longer reach the agent's socket; it sets a seccomp filter; or it uses
 //! MPTCP.
 
-use crate::process::{self, Plan};
+use crate::process::{self, PATIENCE, Plan};
 use crate::sections::Section;
 use crate::thread;
 use baton_linux::control::Channel;
 use baton_protocol::native::Native;
-use baton_protocol::program::{Answer, Ask, Request};
 use libc::c_int;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Duration;
-
-/// Longest time that a program waits for the agent here.
-const LIMIT: Duration = Duration::from_secs(1);
 
 /// The process that has reported an MPTCP connection; 0 if none has.
 static REPORTED_MPTCP: AtomicU32 = AtomicU32::new(0);
@@ -28,14 +23,7 @@ fn reach() -> Option<(&'static Plan, Channel)> {
         return None;
     }
     let plan = process::plan()?;
-    Some((plan, Channel::connect_within(&plan.run().socket, LIMIT).ok()?))
-}
-
-/// Tells the agent why the kernel alone serves this program.
-fn say(plan: &Plan, channel: &Channel, why: Native) {
-    let request = Request { tag: 1, body: Ask::Native { program: Some(plan.program().to_owned()), why } };
-    // An agent that has ended, or is stopped, lists nothing.
-    let _ = channel.send(&request, &[]).and_then(|()| channel.receive_within::<Answer>(LIMIT));
+    Some((plan, Channel::connect_within(&plan.run().socket, PATIENCE).ok()?))
 }
 
 /// Makes a call of the program's, such as chroot, after which it may not be able to reach the agent. A program that has
@@ -54,7 +42,7 @@ pub(crate) fn confine(call: impl FnOnce() -> c_int) -> c_int {
     {
         let errno = thread::errno();
         if reach().is_none() {
-            say(plan, &channel, Native::OutOfReach);
+            process::say(plan, &channel, Native::OutOfReach);
         }
         drop(channel);
         thread::set_errno(errno);
@@ -65,7 +53,7 @@ pub(crate) fn confine(call: impl FnOnce() -> c_int) -> c_int {
 /// Tells the agent that the program is about to set a seccomp filter, if the program has no session.
 pub(crate) fn filters_itself() {
     if let Some((plan, channel)) = reach() {
-        say(plan, &channel, Native::Filters);
+        process::say(plan, &channel, Native::Filters);
     }
 }
 
@@ -92,7 +80,7 @@ pub(crate) fn report_mptcp() {
         return;
     }
     let errno = thread::errno();
-    if process::open_session().is_none_or(|session| session.shared.report_native(Native::Mptcp).is_err()) {
+    if process::is_closed() || !process::tell(Native::Mptcp) {
         REPORTED_MPTCP.store(0, Ordering::Relaxed);
     }
     thread::set_errno(errno);

@@ -1,10 +1,12 @@
 /* A program that exchanges over a connection, and one that starts another, in every way.
  *
  *     starts serve [CASE]     (moved: once its connection is on the NIC)
+ *     starts held [ring]      (prints what the process holds afterwards; with a ring of io_uring that a thread of the kernel's polls)
  *     starts overflow
  *     starts exec WAY PROGRAM [ARGUMENT...]   (at most two arguments; execle: at least one) */
 
 #include "sockets.h"
+#include <dirent.h>
 #include <fcntl.h>
 #include <spawn.h>
 #include <sys/wait.h>
@@ -36,6 +38,26 @@ static void serve(int moved)
     }
     close(pair.client);
     close(pair.server);
+}
+
+static int entries(const char *path)
+{
+    int found = 0;
+    DIR *directory = opendir(path);
+    CHECK(directory);
+    while (readdir(directory))
+        found++;
+    closedir(directory);
+    return found;
+}
+
+static void hold(int has_ring)
+{
+    /* struct io_uring_params, whose third number is IORING_SETUP_SQPOLL. */
+    unsigned parameters[30] = {[2] = 1 << 1};
+    CHECK(!has_ring || syscall(425, 4, parameters) >= 0);
+    serve(0);
+    printf("%d in /proc/self/fd, %d in /proc/self/task\n", entries("/proc/self/fd"), entries("/proc/self/task"));
 }
 
 /* What AddressSanitizer is for: more is received than there is room for. */
@@ -149,6 +171,10 @@ int main(int count, char **words)
     alarm(STANDS_STILL);
     if (count > 1 && strcmp(words[1], "serve") == 0) {
         serve(strcmp(words[count - 1], "moved") == 0);
+        return 0;
+    }
+    if (count > 1 && strcmp(words[1], "held") == 0) {
+        hold(count > 2);
         return 0;
     }
     if (count > 1 && strcmp(words[1], "overflow") == 0) {

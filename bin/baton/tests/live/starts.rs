@@ -5,6 +5,7 @@ use crate::attach::listed;
 use crate::common::wait_until;
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
+use crate::waits::compile;
 use baton_linux::namespace::Namespace;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -119,6 +120,36 @@ fn programs_without_glibc_run_natively() {
         assert_eq!(succeeds(&scratch, How::Natively, words), "", "{words:?}");
         assert_eq!(succeeds(&scratch, How::Run, words), said, "{words:?}");
     }
+}
+
+/// What cannot be served holds nothing of Baton's: as many descriptors and threads as natively.
+#[test]
+fn what_runs_natively_holds_nothing() {
+    let scratch = Scratch::new("starts");
+    let (glibc, musl) = (glibc(&scratch), musl(&scratch));
+    let fixed = build(&scratch, "cc", "static", "starts.c", &["-static"]);
+    // One that becomes another user when it is executed: no library is loaded into it that its starter names.
+    let other = build(&scratch, "cc", "other", "starts.c", &[]);
+    std::os::unix::fs::chown(&other, Some(65_534), None).expect("its owner");
+    std::fs::set_permissions(&other, std::os::unix::fs::PermissionsExt::from_mode(0o4755)).expect("its mode");
+    let filtered = compile("sandbox", &scratch).to_string_lossy().into_owned();
+    let holds = |how, words: &[&str]| {
+        let ran = run_with(&scratch, how, words, &[]);
+        assert!(ran.status.success(), "{words:?}: {} {}{}", ran.status, text(&ran.stdout), text(&ran.stderr));
+        text(&ran.stdout)
+    };
+    let cases = [
+        &[&musl[..], "held"][..],
+        &[&fixed, "held"],
+        &[&other, "held"],
+        &[&filtered, "under", "no eventfd", &glibc, "held"],
+        &[&glibc, "held", "ring"],
+    ];
+    for words in cases {
+        assert_eq!(holds(How::Run, words), holds(How::Natively, words), "{words:?}");
+    }
+    let served = [&glibc[..], "held"];
+    assert_ne!(holds(How::Run, &served), holds(How::Natively, &served), "a session's descriptors are seen");
 }
 
 /// A program under Baton starts one that is linked with musl, whichever way: it runs natively, which is said once.
