@@ -196,6 +196,13 @@ fn a_filter_with_a_map_that_cannot_change_keeps_nothing() {
     policy_holds("fixed map");
 }
 
+/// A BPF program that swallows options keeps its group's connections in the kernel: the NIC would act on what the
+/// kernel has not set.
+#[test]
+fn a_program_that_swallows_options_keeps_its_connections() {
+    policy_holds("options");
+}
+
 /// A BPF program that follows connections' states keeps them in the kernel: each move would look like a new connection.
 #[test]
 fn a_program_that_follows_states_keeps_its_connections() {

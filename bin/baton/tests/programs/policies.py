@@ -19,8 +19,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 LIMIT = 30
 
 # Kinds of programs, and where they are attached.
-FILTER, STATES, ADDRESS = 8, 13, 18
-EGRESS, SOCK_OPS, CONNECT4 = 1, 3, 10
+FILTER, STATES, ADDRESS, OPTION = 8, 13, 18, 25
+EGRESS, SOCK_OPS, CONNECT4, SETSOCKOPT = 1, 3, 10, 22
 
 
 def bpf(command, attributes):
@@ -41,6 +41,12 @@ def load(kind, code, attach):
 def returning(value):
     """r0 = value; exit."""
     return struct.pack("<BBhi", 0xB7, 0, 0, value) + bytes.fromhex("9500000000000000")
+
+
+def swallowing():
+    """ctx->optlen = -1, by which setsockopt(2) succeeds without an effect; r0 = 1; exit."""
+    begin = struct.pack("<BBhi", 0xB7, 2, 0, -1) + struct.pack("<BBhi", 0x63, 0x21, 32, 0)
+    return begin + returning(1)
 
 
 def by_map(number):
@@ -188,6 +194,15 @@ try:
         attach(load(FILTER, by_map(numbers), EGRESS), EGRESS)
         one, other = next(steps)
         until("on the NIC", lambda: on_nic() == 2)
+        exchange(20)
+    elif CASE == "options":
+        attach(load(OPTION, swallowing(), SETSOCKOPT), SETSOCKOPT)
+        one, other = next(steps)
+        stays("setsockopt")
+        # The accepted end: the other one was made outside of the group.
+        for level, option in [(socket.IPPROTO_TCP, socket.TCP_NODELAY), (socket.SOL_SOCKET, socket.SO_KEEPALIVE)]:
+            other.setsockopt(level, option, 1)
+            assert other.getsockopt(level, option) == 0, f"{option} has an effect"
         exchange(20)
     elif CASE == "states":
         attach(load(STATES, returning(1), SOCK_OPS), SOCK_OPS)
