@@ -193,13 +193,18 @@ fn explain_full_output() {
 
 /// What to type against an error of the system that any command can meet.
 fn advice(error: &anyhow::Error) -> &'static str {
-    /// Linux's error number for too many open files.
+    /// Linux's error numbers for too many open files, and for a file that would be too large.
     const EMFILE: i32 = 24;
+    const EFBIG: i32 = 27;
     let is = |number| {
         let errors = error.chain().filter_map(|cause| cause.downcast_ref::<std::io::Error>());
         errors.filter_map(std::io::Error::raw_os_error).any(|found| found == number)
     };
-    if is(EMFILE) { ": raise the limit on open files with `ulimit -n 1024` or more" } else { "" }
+    match () {
+        () if is(EMFILE) => ": raise the limit on open files with `ulimit -n 1024` or more",
+        () if is(EFBIG) => ": raise the limit on the size of files with `ulimit -f unlimited`",
+        () => "",
+    }
 }
 
 /// The part of Baton that a process is, for its log; empty for a command.
@@ -226,6 +231,17 @@ fn main() -> ExitCode {
             | Command::Nic(_)
     ) {
         baton_linux::process::end_on_broken_pipe();
+    }
+    if matches!(
+        command,
+        Command::Up(_)
+            | Command::KeeperProcess
+            | Command::AgentProcess
+            | Command::NicProcess
+            | Command::HostTcpProcess
+            | Command::NicOwnerProcess
+    ) {
+        baton_linux::files::lift_size_limit();
     }
     explain_full_output();
     let part = part(&command);

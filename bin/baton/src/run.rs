@@ -8,7 +8,7 @@ use baton_client::rules::{Interface, Nagle, Offload, RUN_VARIABLE, Rule, Run, Wh
 use baton_client::tool::Tool;
 use baton_linux::control::Channel;
 use baton_linux::executable::{self, Start};
-use baton_linux::process;
+use baton_linux::{process, report};
 use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Reply, Request};
 use clap::Args;
@@ -157,7 +157,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
         filters => match baton_linux::seccomp::try_calls() {
             Ok(()) => filters,
             Err(call) => {
-                eprintln!("baton: this program runs without Baton: the seccomp filter here does not allow {call}");
+                report!("baton: this program runs without Baton: the seccomp filter here does not allow {call}");
                 become_program(&mut program(arguments))
             }
         },
@@ -165,7 +165,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     if arguments.if_up
         && let Some(why) = arguments.start.why_none()
     {
-        eprintln!("baton: this program runs without Baton: {why}");
+        report!("baton: this program runs without Baton: {why}");
         become_program(&mut program(arguments))
     }
     let (socket, channel) = arguments.start.agent(arguments.place)?;
@@ -258,7 +258,7 @@ fn how_it_starts(program: &OsStr) -> (String, Starts) {
 
 /// Says that a program runs natively, here and in `baton ls`: this process becomes it.
 fn say_natively(channel: &Channel, name: String, why: Native) -> Result<()> {
-    eprintln!("baton: {name} runs without Baton: {why}");
+    report!("baton: {name} runs without Baton: {why}");
     let program = Path::new(&name).file_name().map(|name| name.display().to_string());
     channel.send(&Request { tag: 1, body: Ask::Native { program, why } }, &[])?;
     channel.receive::<Answer>()?;
@@ -277,7 +277,7 @@ fn program(arguments: &RunArguments) -> Command {
 /// Returns only on an error.
 fn become_program(command: &mut Command) -> ! {
     let error = command.exec();
-    eprintln!("baton: {}: {error}", command.get_program().display());
+    report!("baton: {}: {error}", command.get_program().display());
     std::process::exit(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 });
 }
 
@@ -301,7 +301,7 @@ fn check_joining(socket: &Path, interface: Interface, offload: Offload) -> Resul
 fn full_offload(channel: &Channel) -> Result<Offload> {
     channel.send(&Request { tag: 1, body: Ask::MakesConnections }, &[])?;
     if let Reply::Stayed { reason, .. } = channel.receive::<Answer>()?.0.body {
-        eprintln!("baton: --offload full: the kernel makes this program's connections, and they are handed off: {reason}");
+        report!("baton: --offload full: the kernel makes this program's connections, and they are handed off: {reason}");
     }
     Ok(Offload::Full)
 }
@@ -311,7 +311,7 @@ fn full_offload(channel: &Channel) -> Result<Offload> {
 fn partial_offload(channel: &Channel) -> Result<Offload> {
     channel.send(&Request { tag: 1, body: Ask::KeepsFastPath }, &[])?;
     if let Reply::Stayed { reason, .. } = channel.receive::<Answer>()?.0.body {
-        eprintln!("baton: --offload fast-path: the NIC has all of this program's connections: {reason}");
+        report!("baton: --offload fast-path: the NIC has all of this program's connections: {reason}");
     }
     Ok(Offload::FastPath)
 }

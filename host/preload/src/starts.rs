@@ -14,6 +14,7 @@ use crate::sections::Section;
 use crate::{filters, thread};
 use baton_client::preload::{self, RESTORED, VARIABLE};
 use baton_linux::executable::{self, Path, Start, Text};
+use baton_linux::files;
 use libc::{c_char, c_int};
 use std::ffi::CStr;
 use std::os::fd::BorrowedFd;
@@ -168,7 +169,9 @@ fn say_once(path: &Path, why: &[&[u8]]) {
     let mut line: Text<8192> = Text::default();
     let parts = [b"baton: ", path.as_bytes(), b" runs without Baton: "];
     let whole = parts.iter().chain(why).chain([&&b"\n"[..]]).all(|part| line.push(part));
-    if whole {
+    // SAFETY: it is only asked what it is, if it is open.
+    let error = unsafe { BorrowedFd::borrow_raw(libc::STDERR_FILENO) };
+    if whole && files::has_room(error, line.as_bytes().len()) {
         // SAFETY: the text is live. What cannot be written is lost.
         unsafe { crate::real::write(libc::STDERR_FILENO, line.as_bytes().as_ptr().cast(), line.as_bytes().len()) };
     }

@@ -1,6 +1,7 @@
-//! Checks of files that other processes have opened.
+//! Checks of files that other processes have opened, and the limit on the size of files.
 
 use rustix::fs::{FileType, fstat, fstatfs, ftruncate};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io;
 use std::os::fd::BorrowedFd;
 
@@ -15,6 +16,25 @@ const FUSE: u64 = 0x6573_5546;
 pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(fd)?.st_mode);
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
+}
+
+/// Lifts this process's limit on the size of files (`ulimit -f`) as far as allowed: shared memory counts as a file. What
+/// exceeds the limit nevertheless fails, and does not end the process (SIGXFSZ). For processes of Baton's own.
+pub fn lift_size_limit() {
+    if setrlimit(Resource::Fsize, Rlimit { current: None, maximum: None }).is_err() {
+        let Rlimit { maximum, .. } = getrlimit(Resource::Fsize);
+        let _ = setrlimit(Resource::Fsize, Rlimit { current: maximum, maximum });
+    }
+    // SAFETY: ignoring a signal takes no handler.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+}
+
+/// Whether a write of so many bytes stays within this process's limit on the size of files. One beyond it would end the
+/// process (SIGXFSZ), which may be a program that has written nothing itself.
+pub fn has_room(fd: BorrowedFd<'_>, bytes: usize) -> bool {
+    let Some(most) = getrlimit(Resource::Fsize).current else { return true };
+    let is_within = |size: i64| size as u64 + bytes as u64 <= most;
+    fstat(fd).is_ok_and(|stat| !FileType::from_raw_mode(stat.st_mode).is_file() || is_within(stat.st_size))
 }
 
 /// Most bytes by which an old text may be longer and is overwritten with spaces; one that is longer still is cut first.

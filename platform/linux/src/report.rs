@@ -2,6 +2,7 @@
 //! here as well. Whoever reads the lines can neither hold a process up nor, by what it does, have it write without end.
 
 use crate::events::monotonic_micros;
+use crate::files;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::retry_on_intr;
 use std::fmt::Arguments;
@@ -56,7 +57,8 @@ pub fn write_now(text: &[u8]) {
 fn write(to: impl AsFd, text: &[u8]) {
     for part in text.chunks(AT_ONCE) {
         let ready = poll(&mut [PollFd::new(&to, PollFlags::OUT)], Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-        if ready != Ok(1) || retry_on_intr(|| rustix::io::write(&to, part)) != Ok(part.len()) {
+        let has_room = ready == Ok(1) && files::has_room(to.as_fd(), part.len());
+        if !has_room || retry_on_intr(|| rustix::io::write(&to, part)) != Ok(part.len()) {
             return;
         }
     }
