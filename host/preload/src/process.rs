@@ -60,6 +60,9 @@ pub(crate) const SECCOMP: &str = "seccomp";
 /// Microseconds between attempts to reach the agent.
 const AGAIN: u64 = 1_000_000;
 
+/// Descriptors that a program has to be allowed: of fewer, those of the library would be many.
+const LEAST_DESCRIPTORS: u64 = 48;
+
 /// Longest time that a program waits for an agent that it only tells something.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(1);
 
@@ -213,6 +216,12 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
+    let most = most_descriptors();
+    if most < LEAST_DESCRIPTORS {
+        NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
+        report_few(most);
+        return None;
+    }
     // A signal handler that forks here would wait for ever.
     let _undisturbed = Undisturbed::begin();
     let _one = hold()?;
@@ -273,6 +282,17 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
             None
         }
     }
+}
+
+/// Reports to the agent that this program keeps its descriptors to itself, once.
+#[cold]
+fn report_few(most: u64) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if SAID.swap(true, Ordering::AcqRel) {
+        return;
+    }
+    let why = format!("its program may have only {most} descriptors, and Baton would need some of them (ulimit -n)");
+    SAID.store(tell(Native::Refused(why)), Ordering::Release);
 }
 
 /// Keeps other threads from opening or leaving a session. The caller blocks signals, or is about to fork.

@@ -1,6 +1,7 @@
 //! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and
 //! compares every result with the kernel's.
 
+use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
 use serde_json::Value;
@@ -312,6 +313,47 @@ fn too_few_descriptors_are_said_in_a_line() {
         let advised = said.contains("`ulimit -n 1024`") && said.len() < 400 && !said.contains('\0');
         assert!(ran.status.success() || advised, "with {most}: {}, {said}", ran.status);
     }
+}
+
+/// A program that may have hardly a descriptor has as many of them as natively.
+#[test]
+fn the_last_descriptors_are_the_programs() {
+    const PROGRAM: &str = "
+import socket
+listener = socket.create_server(('127.0.0.1', 0))
+ends = []
+try:
+    while True:
+        client = socket.socket()
+        ends.append(client)
+        client.connect(listener.getsockname())
+        server, _ = listener.accept()
+        ends.append(server)
+        for _ in range(10):
+            client.sendall(b'question')
+            assert server.recv(100) == b'question'
+            server.sendall(b'answer')
+            assert client.recv(100) == b'answer'
+except OSError as error: print(len(ends), error.errno)
+";
+    let scratch = Scratch::new("last");
+    let run = |with_baton: bool| {
+        let namespace = Namespace::new().expect("a namespace");
+        let limited = ["sh", "-c", "ulimit -n 24; exec python3 -c \"$0\"", PROGRAM];
+        let mut command = Command::new(if with_baton { env!("CARGO_BIN_EXE_baton") } else { "env" });
+        if with_baton {
+            command.args(["run", "--eager", "--rule", "established", "--"]);
+        } else {
+            set_up_loopback(&namespace);
+        }
+        command.args(limited).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        let ran = finish(&namespace, command);
+        assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+        text(&ran.stdout)
+    };
+    let natively = run(false);
+    assert!(natively.ends_with(" 24\n"), "{natively}");
+    assert_eq!(run(true), natively);
 }
 
 /// `baton run` under `baton run`; with few descriptors; and with a directory of that name in place already.
