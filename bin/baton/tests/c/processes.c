@@ -166,14 +166,20 @@ static void *run_command(void *unused)
     return unused;
 }
 
-/* The command that receives all. */
-static void prepare_command(void)
+/* The path of this program. */
+static const char *own_path(void)
 {
-    char self[400];
+    static char self[400];
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
     CHECK(length > 0);
     self[length] = 0;
-    snprintf(command, sizeof command, "%s reader %d", self, ends.server);
+    return self;
+}
+
+/* The command that receives all. */
+static void prepare_command(void)
+{
+    snprintf(command, sizeof command, "%s reader %d", own_path(), ends.server);
 }
 
 /* As `share`, with a command of the shell's. */
@@ -196,6 +202,56 @@ static void by_popen(void)
     CHECK(child && pthread_create(&peer, NULL, echo, NULL) == 0);
     send_all(ends.server);
     CHECK(pclose(child) == 0 && pthread_join(peer, NULL) == 0);
+}
+
+/* Answers a line, each time it is the first one. */
+static int holder(int fd)
+{
+    char line[6];
+    while (recv(fd, line, sizeof line, MSG_WAITALL) == sizeof line && memcmp(line, "first\n", sizeof line) == 0)
+        CHECK(send(fd, "answer\n", 7, 0) == 7);
+    return memcmp(line, "ended\n", sizeof line);
+}
+
+static void ask_holder(void)
+{
+    char line[7];
+    CHECK(send(ends.client, "first\n", 6, 0) == 6);
+    CHECK(recv(ends.client, line, sizeof line, MSG_WAITALL) == sizeof line && memcmp(line, "answer\n", sizeof line) == 0);
+}
+
+/* A program that a shell has started keeps the connection, which this process closes: it ends with that program, and not before. */
+static void is_outlived(const char *path)
+{
+    pthread_t shell;
+    char byte;
+    snprintf(command, sizeof command, "%s holder %d", path, ends.server);
+    CHECK(pthread_create(&shell, NULL, run_command, NULL) == 0);
+    ask_holder();
+    CHECK(close(ends.server) == 0);
+    ask_holder();
+    CHECK(recv(ends.client, &byte, 1, MSG_DONTWAIT) == -1 && errno == EAGAIN);
+    CHECK(send(ends.client, "ended\n", 6, 0) == 6);
+    CHECK(recv(ends.client, &byte, 1, 0) == 0);
+    CHECK(pthread_join(shell, NULL) == 0);
+}
+
+static void is_outlived_by_system(void)
+{
+    is_outlived(own_path());
+}
+
+/* One that becomes another user when it is executed: no library is loaded into it. */
+static void is_outlived_by_setuid(void)
+{
+    static char copy[450];
+    char line[2000];
+    snprintf(copy, sizeof copy, "%s/other", getenv("TMPDIR"));
+    snprintf(line, sizeof line, "cp %s %s && chown 65534 %s && chmod 4755 %s", own_path(), copy, copy, copy);
+    CHECK(system(line) == 0);
+    while (moved && !is_on_nic(ends.server))
+        exchange(ends.client, ends.server, "once more\n");
+    is_outlived(copy);
 }
 
 /* Its connections stay in the kernel for good. */
@@ -476,6 +532,8 @@ int main(int count, char **arguments)
     alarm(STANDS_STILL);
     if (strcmp(name, "reader") == 0)
         return receive_all(atoi(arguments[2])), 0;
+    if (strcmp(name, "holder") == 0)
+        return holder(atoi(arguments[2]));
     if (strcmp(name, "opening") == 0)
         return fork_while_opening(arguments[2]), 0;
     moved = count > 2;
@@ -486,7 +544,7 @@ int main(int count, char **arguments)
     static const struct {
         const char *name;
         void (*run)(void);
-    } others[] = {{"popen", by_popen}, {"system", by_system}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
+    } others[] = {{"popen", by_popen}, {"system", by_system}, {"outlived, system", is_outlived_by_system}, {"outlived, setuid", is_outlived_by_setuid}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

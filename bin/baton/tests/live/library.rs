@@ -157,6 +157,15 @@ fn two_processes_share_a_connection() {
     }
 }
 
+/// A program that was started, served or not, keeps a connection that its starter closes: the peer sees no end before
+/// that program's, and then sees it.
+#[test]
+fn a_connection_ends_with_its_last_process() {
+    for case in ["outlived, system", "outlived, setuid"] {
+        as_natively("processes", case);
+    }
+}
+
 /// A child of fork finds the library's locks free, and has eventfds of its own.
 #[test]
 fn a_child_does_not_depend_on_its_parents_threads() {
