@@ -369,7 +369,7 @@ impl Connection {
         }
         copy(&self.read, block::READ_SEQ);
         let usual = (self.receive_memory().length() / 8).clamp(2, REPORT_EVERY).ilog2();
-        let set = flags >> block::REPORT_SHIFT;
+        let set = flags >> block::REPORT_SHIFT & block::REPORT_MASK;
         let shift = if set == 0 { usual } else { set.min(usual) };
         self.report_shift.store(if unmapped { 0 } else { shift as u8 }, RELAXED);
         self.note_reported(self.load(block::READ_SEQ));
@@ -381,7 +381,7 @@ impl Connection {
         copy(&self.queued, block::QUEUED_SEQ);
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
         self.apply_most_queued(block::most_queued(flags));
-        self.fin.store(flags & block::FLAG_FIN_RECEIVED != 0, RELAXED);
+        self.fin.store(flags & (block::FLAG_FIN_RECEIVED | block::FLAG_RECEIVING_SHUT) != 0, RELAXED);
         let error = self.load(block::ERROR);
         if error != 0 {
             self.set_ended(error);
@@ -575,6 +575,13 @@ impl Connection {
     /// count may be lost.
     pub fn count_in_kernel(&self, bytes: u32) {
         self.store(block::TRAFFIC, self.load(block::TRAFFIC).wrapping_add(bytes));
+    }
+
+    /// Notes that the program has shut down receiving: where nothing is unread the stream has ended from now on, and the
+    /// kernel's socket is shut down when it has the connection again. The caller has entered; the NIC has it.
+    pub fn shut_receiving(&self) {
+        self.set_flag(block::FLAG_RECEIVING_SHUT, true);
+        self.fin.store(true, Ordering::Release);
     }
 
     /// Notes whether the program has closed it: the agent may die before it reads the request that says so, and the

@@ -1,6 +1,5 @@
 //! Socket options and ioctls of a connection that may be on the NIC.
 
-use crate::kernel_only::{self, Patience};
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::{faults, real};
@@ -256,15 +255,9 @@ pub(crate) fn shutdown(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
 }
 
 fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
-    const REASON: &str = "shutdown of receiving";
-    // For good: a move in between would shut the other direction, the only one that the NIC can shut.
     match how {
-        libc::SHUT_RD => {
-            if let Err(number) = kernel_only::leave(tcp, REASON, || Patience::Always) {
-                return fail(number) as c_int;
-            }
-        }
-        libc::SHUT_RDWR => tcp.give_back(REASON, Until::Never),
+        // For good: a connection that receives no more gains little on the NIC.
+        libc::SHUT_RD | libc::SHUT_RDWR => tcp.give_back("shutdown of receiving", Until::Never),
         libc::SHUT_WR => {}
         // The kernel refuses it before it looks at the socket (inet_shutdown).
         // SAFETY: no pointers are involved.
@@ -288,15 +281,11 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
         if connection.ended().is_some() {
             return fail(libc::ENOTCONN) as c_int;
         }
-        if how == libc::SHUT_RD {
-            // The agent has moved it to the NIC again, which can shut nothing but sending.
-            drop(entered);
-            if let Err(number) = kernel_only::leave(tcp, REASON, || Patience::Always) {
-                return fail(number) as c_int;
-            }
-            continue;
+        if how != libc::SHUT_WR {
+            // It cannot leave the NIC now: there is no route, say.
+            connection.shut_receiving();
         }
-        if session.shared.readiness(connection, token()).shut {
+        if how == libc::SHUT_RD || session.shared.readiness(connection, token()).shut {
             return 0;
         }
         match session.shared.shutdown(connection, token()) {

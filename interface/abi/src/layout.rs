@@ -386,8 +386,9 @@ pub mod block {
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
     /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`],
-    /// [`FLAG_CLOSED`] and [`FLAG_NODELAY`], and from [`QUEUE_SHIFT`] and [`REPORT_SHIFT`] on a number. Written by the
-    /// agent at a handoff, then by the program, and by the agent once that has closed the connection.
+    /// [`FLAG_CLOSED`], [`FLAG_NODELAY`] and [`FLAG_RECEIVING_SHUT`], and from [`QUEUE_SHIFT`] and [`REPORT_SHIFT`] on
+    /// a number. Written by the agent at a handoff, then by the program, and by the agent once that has closed the
+    /// connection.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known.
     /// Written by the NIC.
@@ -426,6 +427,11 @@ pub mod block {
     /// The bits of [`FLAGS`] from this one on: log2 of the bytes that the program may have read before the NIC has a
     /// message about it, if that is less than usual since SO_RCVBUF makes the window small; else 0.
     pub const REPORT_SHIFT: u32 = 24;
+    /// Greatest value of these bits.
+    pub const REPORT_MASK: u32 = 31;
+    /// Bit of [`FLAGS`]: the program has shut down receiving, and the connection could not leave the NIC for that. The
+    /// kernel's socket is shut down when the connection is restored.
+    pub const FLAG_RECEIVING_SHUT: u32 = 1 << 31;
 
     /// What [`FLAGS`] has for a program that may queue `bytes`.
     pub const fn queue_bits(bytes: u32) -> u32 {

@@ -3,7 +3,7 @@
 use crate::common::{hosts, start_python, wait_until};
 use crate::stopped::in_time;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_b};
-use baton_protocol::program::Place;
+use baton_protocol::program::{Ask, Place, Reply};
 use std::io::{BufRead, Read, Write};
 use std::net::TcpListener;
 use std::process::Command;
@@ -124,5 +124,77 @@ fn a_call_with_flags_waits_until_the_connection_is_in_the_kernel() {
         assert_eq!(&received, b"beginend", "{way}");
         drop(input);
         assert!(program.wait().expect("its end").success());
+    }
+}
+
+/// Shuts receiving down, or both directions, and prints what it reads then: at once, when more has come, and later.
+const SHUTS: &str = "
+import select, socket, sys
+one = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+one.sendall(b'begin')
+print('ready', flush=True)
+both = sys.stdin.readline() == 'both\\n'
+one.setblocking(False)
+one.shutdown(socket.SHUT_RDWR if both else socket.SHUT_RD)
+is_readable = lambda: bool(select.select([one], [], [], 0)[0])
+print(is_readable(), one.recv(9), flush=True)
+if not both:
+    one.sendall(b'more')
+    while not (data := one.recv(9)): pass
+    print(is_readable(), data, one.recv(9), flush=True)
+sys.stdin.readline()
+print(is_readable(), one.recv(9), flush=True)
+sys.stdin.readline()
+";
+
+/// A program shuts receiving down while there is no route to the peer, so that the connection cannot leave the NIC: it
+/// does not wait, reads what it would read natively, also when the connection is in the kernel later.
+#[test]
+fn receiving_is_shut_where_the_connection_is() {
+    for way in ["alone", "both"] {
+        let read = |with_baton: bool| {
+            let bed = hosts(TestbedSettings::default());
+            let listener = bed.host_b.run(|| TcpListener::bind((address_b(false), 0))).expect("a listener");
+            let at = listener.local_addr().expect("its address");
+            let (mut program, lines) = start_python(&bed, SHUTS, at, with_baton);
+            let mut lines = lines.lines().map(|line| line.expect("text"));
+            let (mut peer, _) = listener.accept().expect("a connection");
+            peer.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+            peer.read_exact(&mut [0; 5]).expect("its first bytes");
+            let listed = || bed.tool().expect("a tool").connections().expect("a list");
+            if with_baton {
+                wait_until("it is on the NIC", || listed().iter().any(|one| one.place == Place::Nic));
+                ip(&bed, "route del 10.77.0.0/24");
+                wait_until("the route's end is noticed", || listed().iter().any(|one| one.reason.contains("no route")));
+            }
+            let mut input = program.stdin.take().expect("its input");
+            writeln!(input, "{way}").expect("a line");
+            let (first, rest) = in_time("shutdown", move || (lines.next(), lines));
+            let mut said = vec![first];
+            lines = rest;
+            if with_baton {
+                assert!(listed().iter().all(|one| one.place == Place::Nic), "{way}: {:?}", listed());
+                ip(&bed, "route add 10.77.0.0/24 dev baton0 src 10.77.0.1");
+            }
+            if way == "both" {
+                assert_eq!(peer.read_to_end(&mut Vec::new()).expect("the end of the stream"), 0);
+            } else {
+                peer.read_exact(&mut [0; 4]).expect("more");
+                peer.write_all(b"there").expect("sent");
+                said.push(lines.next());
+            }
+            if with_baton {
+                let mut tool = bed.tool().expect("a tool");
+                let one = listed().pop().expect("the connection");
+                let ask = Ask::MoveAny { session: one.session, connection: one.connection, to: Place::Kernel, nic: None };
+                wait_until("it is in the kernel", || matches!(tool.ask(ask.clone()), Ok(Reply::Done)));
+            }
+            writeln!(input).expect("a line");
+            said.push(lines.next());
+            drop(input);
+            assert!(program.wait().expect("its end").success());
+            said
+        };
+        assert_eq!(read(true), read(false), "{way}");
     }
 }

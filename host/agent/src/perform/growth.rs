@@ -147,7 +147,7 @@ impl Performer<'_> {
             {
                 let _ = buffer.resize(fd, size);
             }
-            flags = flags & !(u32::MAX << block::REPORT_SHIFT) | memory::report_bits(window);
+            flags = flags & !(block::REPORT_MASK << block::REPORT_SHIFT) | memory::report_bits(window);
         }
         limits.write(window, self.ground.nic_memory, cid);
         if wants[1]
