@@ -32,8 +32,10 @@ pub fn lift_size_limit() {
 /// Whether a write of so many bytes stays within this process's limit on the size of files. One beyond it would end the
 /// process (SIGXFSZ), which may be a program that has written nothing itself.
 pub fn has_room(fd: BorrowedFd<'_>, bytes: usize) -> bool {
-    let Some(most) = getrlimit(Resource::Fsize).current else { return true };
-    let is_within = |size: i64| size as u64 + bytes as u64 <= most;
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is live and has room for one rlimit. Where the call is not allowed (the NIC's filter) none is known.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
+    let is_within = |size: i64| (size as u64).saturating_add(bytes as u64) <= limit.rlim_cur;
     fstat(fd).is_ok_and(|stat| !FileType::from_raw_mode(stat.st_mode).is_file() || is_within(stat.st_size))
 }
 
