@@ -18,8 +18,8 @@ pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
 }
 
-/// Lifts this process's limit on the size of files (`ulimit -f`) as far as allowed: shared memory counts as a file. What
-/// exceeds the limit nevertheless fails, and does not end the process (SIGXFSZ). For processes of Baton's own.
+/// Lifts this process's limit on the size of files (`ulimit -f`) as far as allowed: shared memory counts as a file.
+/// What exceeds the limit nevertheless fails, and does not end the process (SIGXFSZ). For processes of Baton's own.
 pub fn lift_size_limit() {
     if setrlimit(Resource::Fsize, Rlimit { current: None, maximum: None }).is_err() {
         let Rlimit { maximum, .. } = getrlimit(Resource::Fsize);
@@ -33,7 +33,8 @@ pub fn lift_size_limit() {
 /// process (SIGXFSZ), which may be a program that has written nothing itself.
 pub fn has_room(fd: BorrowedFd<'_>, bytes: usize) -> bool {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is live and has room for one rlimit. Where the call is not allowed (the NIC's filter) none is known.
+    // SAFETY: `limit` is live and has room for one rlimit. Where the call is not allowed (the NIC's filter) none is
+    // known.
     unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
     let is_within = |size: i64| (size as u64).saturating_add(bytes as u64) <= limit.rlim_cur;
     fstat(fd).is_ok_and(|stat| !FileType::from_raw_mode(stat.st_mode).is_file() || is_within(stat.st_size))
