@@ -577,8 +577,8 @@ impl Connection {
         self.store(block::TRAFFIC, self.load(block::TRAFFIC).wrapping_add(bytes));
     }
 
-    /// Notes that the program has shut down receiving: where nothing is unread the stream has ended from now on, and the
-    /// kernel's socket is shut down when it has the connection again. The caller has entered; the NIC has it.
+    /// Notes that the program has shut down receiving: where nothing is unread the stream has ended from now on, and
+    /// the kernel's socket is shut down when it has the connection again. The caller has entered; the NIC has it.
     pub fn shut_receiving(&self) {
         self.set_flag(block::FLAG_RECEIVING_SHUT, true);
         self.fin.store(true, Ordering::Release);

@@ -152,8 +152,8 @@ fn what_runs_natively_holds_nothing() {
     assert_ne!(holds(How::Run, &served), holds(How::Natively, &served), "a session's descriptors are seen");
 }
 
-/// A limit on the size of files (`ulimit -f 0`), of which shared memory is one for the kernel, and standard error may be
-/// one: neither Baton nor a program is ended by it, though both have something to say.
+/// A limit on the size of files (`ulimit -f 0`), of which shared memory is one for the kernel, and standard error may
+/// be one: neither Baton nor a program is ended by it, though both have something to say.
 #[test]
 fn a_limit_on_files_ends_nothing() {
     let scratch = Scratch::new("starts");
