@@ -177,7 +177,7 @@ pub(crate) fn tell(why: Native) -> bool {
     if !is_mine() {
         return false;
     }
-    if let Some(session) = session() {
+    if let Some(session) = session().filter(|session| !session.is_over()) {
         return session.shared.report_native(why).is_ok();
     }
     let Some(plan) = plan() else { return false };
