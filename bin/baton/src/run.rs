@@ -82,7 +82,7 @@ pub struct RunArguments {
     /// itself.
     #[arg(long, value_enum, default_value_t = Where::Anywhere, value_name = "WHERE")]
     place: Where,
-    /// Start the program without Baton if none is up, instead of starting one for it.
+    /// Start the program without Baton if none is up that takes it, instead of starting one for it.
     #[arg(long)]
     if_up: bool,
     /// The name by which the program is called (its argument 0), if that is not its path.
@@ -171,7 +171,14 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let (socket, channel) = arguments.start.agent(arguments.place)?;
     // A container's program may have found an agent of the host's, whose user it is not shown: the path counts then.
     let user = channel.peer_user().ok().filter(|user| *user == process::user()).unwrap_or(0);
-    let group = arguments.flip.make_group(&channel)?;
+    let group = match arguments.flip.make_group(&channel) {
+        // An agent of another version, for example: while a package is upgraded, or in a container of an older image.
+        Err(why) if arguments.if_up => {
+            eprintln!("baton: this program runs without Baton: {why:#}");
+            become_program(&mut program(arguments))
+        }
+        made => made?,
+    };
     let offload = match arguments.offload {
         Offloading::Handoff => Offload::Handoff,
         Offloading::FastPath => partial_offload(&channel)?,

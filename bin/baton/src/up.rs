@@ -11,7 +11,7 @@ use baton_keeper::Devices;
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
-use baton_linux::{process, service, socket};
+use baton_linux::{process, service, socket, starter};
 use baton_log::{Level, info, warning};
 use baton_protocol::program::{Answer, Ask, Reply};
 use clap::Args;
@@ -19,7 +19,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Child;
 use std::time::Duration;
 
 pub const EXAMPLES: &str = "Examples:
@@ -109,7 +109,7 @@ impl Served {
             settings.nic.addresses = arguments.addresses.addresses()?;
             settings.nic.between_probes = arguments.addresses.between_probes();
         }
-        let mut command = Command::new(std::env::current_exe()?);
+        let mut command = starter::own_command()?;
         command.env(baton_log::VARIABLE, arguments.log_level.to_string());
         let (keeper, parent) = baton_keeper::launch(command, &settings, &devices, None)?;
         let agent = Tool::connect(socket).context("the agent that was just started")?;

@@ -28,6 +28,20 @@ pub(crate) fn note_unfit(agent: &mut Agent, number: u32, of: Option<u32>, why: &
     }
 }
 
+/// Notes once that a program's library is of another version: it asks again every second. `program` is empty where its
+/// request cannot be read.
+pub(crate) fn note_version(agent: &mut Agent, number: u32, program: &str) {
+    let Some(Some(session)) = agent.sessions.get(number as usize) else { return };
+    let (process, why) = (session.process, Native::OtherVersion);
+    let (identity, reason) = (process::identity(process).unwrap_or_default(), shortened(&why.to_string()));
+    let known = &agent.statistics.withdrawn;
+    if known.iter().any(|one| (one.process, one.identity, &one.reason) == (process, identity, &reason)) {
+        return;
+    }
+    let program = if program.is_empty() { process::name(process).unwrap_or_default() } else { program.to_owned() };
+    note(agent, number, (process, &program), &why);
+}
+
 fn note(agent: &mut Agent, number: u32, (process, program): (u32, &str), why: &Native) {
     let Some(Some(session)) = agent.sessions.get(number as usize) else { return };
     let noted = Withdrawn {

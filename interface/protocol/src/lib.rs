@@ -16,9 +16,10 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
 
-/// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory and session memory. They are
-/// processes of one program, so they differ only if that was replaced while a keeper runs, which then starts the next
-/// agent: that takes the sessions over, whose memory is as the last one has made it.
+/// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory and session memory. Each is
+/// started from the file that its starter runs (`baton_linux::starter::own_command`), whatever has taken that file's
+/// place since, so they differ only if somebody starts one by hand. An agent takes the sessions of the last one over,
+/// whose memory is as that has made it.
 pub const VERSION: u32 = 10;
 
 /// Sends a process that was just started the version and its settings.

@@ -36,6 +36,8 @@ pub enum Native {
     Mptcp,
     /// The agent does not take a connection, for this reason.
     Refused(String),
+    /// The program's library is of another version than the agent.
+    OtherVersion,
 }
 
 impl Native {
@@ -57,6 +59,7 @@ impl Native {
             Native::ReceivesMore => "TCP_INQ",
             Native::Mptcp => "MPTCP",
             Native::Refused(_) => "refused",
+            Native::OtherVersion => "version",
         }
     }
 }
@@ -80,6 +83,9 @@ impl fmt::Display for Native {
                 "MPTCP: the kernel cannot export it (start the program with MPTCP off, e.g. GODEBUG=multipathtcp=0)",
             ),
             Native::Refused(reason) => f.write_str(reason),
+            Native::OtherVersion => {
+                f.write_str("version: its library is of another version of Baton than this one; start the program anew")
+            }
         }
     }
 }
@@ -92,7 +98,7 @@ mod tests {
     fn every_reason_says_what_it_is_about() {
         assert!([Native::Static, Native::Go].iter().all(|why| why.to_string().contains("baton attach")));
         assert!(Native::Musl("ld-musl-x86_64.so.1".into()).to_string().contains("(ld-musl-x86_64.so.1)"));
-        for why in [Native::Filters, Native::OutOfReach, Native::IoUring, Native::RawFork] {
+        for why in [Native::Filters, Native::OutOfReach, Native::IoUring, Native::RawFork, Native::OtherVersion] {
             assert!(why.to_string().starts_with(&format!("{}: ", why.cause())) && !why.is_of_connections(), "{why}");
         }
         assert!(Native::Mptcp.to_string().starts_with("MPTCP: ") && Native::Mptcp.is_of_connections());

@@ -12,7 +12,7 @@ use baton_abi::layout::nic;
 use baton_filter::words::{self, UNMATCHED, UNREADABLE, WORDS};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
-use baton_linux::process;
+use baton_linux::{process, starter};
 use baton_log::warning;
 use baton_protocol::filter::{
     AgentAnswer, AgentRequest, FilterAsk, FilterReply, FilterRequest, FromFilter, FromOwner, ListedRule, OwnerDescriptor,
@@ -289,7 +289,7 @@ impl Process {
             vec![self.host.as_fd(), self.wire.as_fd(), memory.as_fd(), nic_bell.as_fd(), agent_bell.as_fd(), nics.as_fd()];
         inherited.extend(self.card.iter().map(AsFd::as_fd));
         inherited.extend([theirs.as_fd(), filter]);
-        let mut command = Command::new(std::env::current_exe()?);
+        let mut command = starter::own_command()?;
         command.arg("nic-process");
         process::inherit(&mut command, &inherited, true);
         let nic = Nic { child: command.spawn().context("starting the NIC process")?, channel: ours };

@@ -9,8 +9,13 @@ use crate::control::{Channel, MAX_DESCRIPTORS};
 use crate::process;
 use crate::socket::check;
 use serde::{Deserialize, Serialize};
+use std::ffi::OsStr;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
 
@@ -96,6 +101,27 @@ fn take_own_table(channel: i32) -> io::Result<Channel> {
     Ok(Channel::from_fd(unsafe { OwnedFd::from_raw_fd(channel as i32) }))
 }
 
+/// A command that runs this program's own file once more: by its path, or, if that file has been replaced or removed
+/// since this process was started (an upgrade), by the kernel's link to it. So all processes of a Baton are of one
+/// version, and one that dies is replaced while a package manager is at work.
+///
+/// # Errors
+/// If /proc is not there.
+pub fn own_command() -> io::Result<Command> {
+    const RUNNING: &str = "/proc/self/exe";
+    let path = std::env::current_exe()?;
+    let identity = |path: &Path| std::fs::metadata(path).map(|file| (file.dev(), file.ino()));
+    let running = identity(Path::new(RUNNING))?;
+    if identity(&path).is_ok_and(|there| there == running) {
+        return Ok(Command::new(path));
+    }
+    let mut command = Command::new(RUNNING);
+    // What lists of processes show. The kernel marks the path of a file that is gone.
+    let path = path.as_os_str().as_bytes();
+    command.arg0(OsStr::from_bytes(path.strip_suffix(b" (deleted)").unwrap_or(path)));
+    Ok(command)
+}
+
 /// Starts what the next order says. The error is the channel's.
 fn next(orders: &Channel) -> io::Result<io::Result<Child>> {
     let (order, mut descriptors) = orders.receive::<Order>()?;
@@ -103,8 +129,7 @@ fn next(orders: &Channel) -> io::Result<io::Result<Child>> {
         descriptors.extend(orders.receive::<()>()?.1);
     }
     let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-    Ok(std::env::current_exe().and_then(|program| {
-        let mut command = Command::new(program);
+    Ok(own_command().and_then(|mut command| {
         command.arg(&order.argument);
         process::inherit(&mut command, &borrowed, order.tied);
         if order.tied {

@@ -7,7 +7,7 @@ use baton_client::tool::Tool;
 use baton_linux::control::Channel;
 use baton_linux::namespace::Namespace;
 use baton_linux::process;
-use baton_protocol::program::{Answer, Ask, ConnectionInfo, Place, Reply};
+use baton_protocol::program::{Answer, Ask, ConnectionInfo, Opening, Place, Reply, Request, VERSION, Withdrawn};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
@@ -350,6 +350,49 @@ fn a_program_of_another_version_is_refused() {
     });
     let said = answer.map(|(answer, _)| answer.body);
     assert!(matches!(&said, Some(Reply::Failed { reason }) if reason.contains("version")), "{said:?}");
+}
+
+/// A program that was started before an upgrade which has changed the protocol: it goes on in the kernel, and `baton ls`
+/// says why, once, however often it asks.
+#[test]
+fn a_library_of_another_version_is_listed() {
+    let host = Host::with_baton("library");
+    let channel = Channel::connect(&host.inner()).expect("the agent");
+    for tag in 1..=2 {
+        let opening = Opening { version: VERSION + 1, program: "older".into(), ..Opening::alone() };
+        channel.send(&Request { tag, body: Ask::Open(opening) }, &[]).expect("a request");
+        let body = channel.receive::<Answer>().expect("an answer").0.body;
+        assert!(matches!(&body, Reply::Failed { reason } if reason.contains("version")), "{body:?}");
+    }
+    let listed = host.tool().expect("a tool").statistics().expect("statistics").withdrawn;
+    let older: Vec<&Withdrawn> = listed.iter().filter(|one| one.program == "older").collect();
+    assert!(older.len() == 1 && older[0].reason.contains("another version"), "{listed:?}");
+    assert_eq!((older[0].process, older[0].connections), (std::process::id(), 0));
+}
+
+/// The command's file is replaced while a Baton runs, as an upgrade does it: a NIC and an agent that die then are
+/// replaced all the same, by what runs already.
+#[test]
+fn a_baton_whose_file_was_replaced_starts_its_processes_anew() {
+    let mut host = Host::new("replaced");
+    let (file, next) = (host.scratch.file("baton"), host.scratch.file("next"));
+    std::fs::copy(env!("CARGO_BIN_EXE_baton"), &file).expect("a copy");
+    host.up_with(&format!("shift; exec {file} \"$@\""));
+    let mut program = host.program("established", "epoll", 4);
+    host.wait_until_on_nic(8);
+    std::fs::write(&next, "no program").expect("a file");
+    std::fs::rename(&next, &file).expect("in its place");
+    let [_, agent, nic] = host.helpers();
+    let statistics = || host.tool().and_then(|mut tool| tool.statistics().ok());
+    process::signal(nic, SIGKILL).expect("a signal");
+    wait_for("the next NIC", || statistics().is_some_and(|now| ![0, nic].contains(&now.nic_process)));
+    program.is_well(4, "the NIC has died");
+    process::signal(agent, SIGKILL).expect("a signal");
+    wait_for("the next agent", || statistics().is_some_and(|now| now.agent_process != agent));
+    program.is_well(4, "the agent has died");
+    host.wait_until_on_nic(8);
+    program.ends_well();
+    host.down();
 }
 
 /// A unit is stopped as systemd does it: SIGTERM to all processes at once. A program that shuts down by itself can do

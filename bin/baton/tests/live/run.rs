@@ -2,8 +2,11 @@
 
 use crate::common::{until_moved, wait_until};
 use crate::scratch::{Scratch, agent_socket, script, text};
+use baton_linux::control::Listener;
 use baton_linux::namespace::Namespace;
+use baton_protocol::program::{Answer, Reply, Request};
 use serde_json::Value;
+use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 /// `baton run` with these arguments, in a network namespace of its own, and with its temporary files in `scratch`.
@@ -37,6 +40,29 @@ fn flip(name: &str, program: &[&str], connections: usize, moves: u32) -> Value {
 /// Moves of the connection that moved least.
 fn least_moves(report: &Value) -> Option<u32> {
     report["connections_by_moves"].as_object().expect("counts").keys().filter_map(|key| key.parse().ok()).min()
+}
+
+/// With `--if-up` a program starts beside an agent that takes no program, one of another version for example; its unit
+/// must not fail for that.
+#[test]
+fn a_program_starts_beside_an_agent_of_another_version() {
+    let scratch = Scratch::new("another");
+    let socket = scratch.file("agent.sock");
+    let listener = Listener::bind(Path::new(&socket)).expect("a listener");
+    let agent = std::thread::spawn(move || {
+        // Whoever only looks whether there is an agent asks for nothing.
+        while let Ok(client) = listener.accept() {
+            if client.receive::<Request>().is_ok() {
+                let reason = "the agent cannot read this request".into();
+                return client.send(&Answer { tag: 0, body: Reply::Failed { reason } }, &[]);
+            }
+        }
+        Ok(())
+    });
+    let ran = baton_run(&scratch, &["--if-up", "--socket", &socket, "--", "echo", "started"]);
+    assert_eq!((ran.status.code(), text(&ran.stdout).trim()), (Some(0), "started"), "{}", text(&ran.stderr));
+    assert!(text(&ran.stderr).contains("runs without Baton: the agent cannot read"), "{}", text(&ran.stderr));
+    agent.join().expect("the agent").expect("its answer");
 }
 
 /// Both ends move: a program with connections to itself, every way to wait for a socket, IPv4 and IPv6. The program

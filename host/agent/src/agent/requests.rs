@@ -165,8 +165,12 @@ impl Agent {
             Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                 // Whatever its tag is: it is not known, but a program that waits for an answer must get one.
                 let reason = "the agent cannot read this request: are program and agent of the same version of Baton?".into();
+                let is_open = session.open.is_some() || session.begun.is_some();
                 if session.send(&Answer { tag: 0, body: Reply::Failed { reason } }, &[]) == Sent::Full {
                     self.cut_off.push((number, NOT_READING));
+                }
+                if !is_open {
+                    native::note_version(self, number, "");
                 }
             }
             Err(_) => {
@@ -202,8 +206,9 @@ impl Agent {
             Err(reply) => return reply.map(|reply| (reply, Vec::new())),
         };
         match ask {
-            Ask::Open(Opening { version, .. }) if version != VERSION => {
-                failed(format!("this agent speaks version {VERSION}, the program version {version}"))
+            Ask::Open(opening) if opening.version != VERSION => {
+                native::note_version(self, number, &opening.program);
+                failed(format!("this agent speaks version {VERSION}, the program version {}", opening.version))
             }
             Ask::Open(opening) => self.open((number, tag), opening, descriptors.pop()).map(|reply| (reply, Vec::new())),
             Ask::Admit => match descriptors
