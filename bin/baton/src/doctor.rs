@@ -76,6 +76,29 @@ fn finding(what: &'static str, needed_for: &'static str, result: io::Result<()>)
     Finding { what, needed_for, works: result.is_ok(), advice: result.err().map(|error| error.to_string()) }
 }
 
+/// The same of something whose errors are the system's, with what to do about them.
+fn advised(what: &'static str, needed_for: &'static str, remedy: &str, result: io::Result<()>) -> Finding {
+    let advise = |error: io::Error| match error.raw_os_error() {
+        Some(_) => io::Error::new(error.kind(), format!("{error}: {remedy}")),
+        None => error,
+    };
+    finding(what, needed_for, result.map_err(advise))
+}
+
+/// Whether this kernel, by its release, is new enough for NICs beside it. `works`: it has what they need in any case.
+fn kernel(release: &str, works: bool) -> Finding {
+    let mut numbers = release.split(|letter: char| !letter.is_ascii_digit()).map(|number| number.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    let works = works || version >= (6, 6);
+    let advice = (!works).then(|| {
+        format!(
+            "this is Linux {release}: install 6.6 or later, and start it (on Debian 12: apt install linux-image-6.12-amd64; \
+             Debian 13 and Ubuntu 24.04 come with one)"
+        )
+    });
+    Finding { what: "Linux 6.6 or later", needed_for: "run, up, attach", works, advice }
+}
+
 /// Tries everything in a network namespace of its own, so that nothing is disturbed.
 fn examine() -> Vec<Finding> {
     let namespace = Namespace::new();
@@ -86,19 +109,33 @@ fn examine() -> Vec<Finding> {
     let in_front = inside(|| interface::open_tap("doctor2", TapOptions::default()).and_then(|_| front::supported()));
     let in_drivers = in_front.is_ok().then(|| in_drivers(inside(attach_to_driver)));
     let made = namespace.as_ref().map(|_| ()).map_err(|error| io::Error::new(error.kind(), error.to_string()));
+    let release = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let at_devices = inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop));
     let found = [
+        kernel(release.trim(), at_devices.is_ok()),
         finding("network namespaces", "demo, soak, hosts", made),
         finding("/dev/net/tun", "everything", inside(|| interface::open_tap("doctor0", TapOptions::default()).map(drop))),
-        finding("packet sockets", "run", inside(|| interface::open_packet_socket(LOOPBACK).map(drop))),
+        advised(
+            "packet sockets",
+            "run",
+            "run as root (CAP_NET_RAW); a unit must allow AF_PACKET",
+            inside(|| interface::open_packet_socket(LOOPBACK).map(drop)),
+        ),
         rings(inside(|| interface::open_filtered_packet_socket(LOOPBACK, true, |fd| packet_ring::set_up(fd, true)).map(drop))),
-        finding("BPF programs at devices (Linux 6.6)", "run", inside(|| Steering::new(1)?.attach(LOOPBACK).map(drop))),
+        advised("BPF programs at devices (Linux 6.6)", "run", "a kernel with CONFIG_BPF_SYSCALL and CONFIG_NET_XGRESS", at_devices),
         finding("large receive in front of devices", "nic attach", in_front),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
         finding("ports below 1024 (CAP_NET_BIND_SERVICE)", "connections at such ports", inside(bind_low)),
-        finding("notification of route changes", "everything", inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop))),
-        finding(
+        advised(
+            "notification of route changes",
+            "everything",
+            "a unit must allow AF_NETLINK",
+            inside(|| Changes::listen(ROUTE, ROUTE_CHANGES).map(drop)),
+        ),
+        advised(
             "notification of firewall changes (nftables)",
             "hosts with a firewall",
+            "modprobe nfnetlink (CONFIG_NETFILTER_NETLINK)",
             inside(|| Changes::listen(NETFILTER, RULE_CHANGES).map(drop)),
         ),
         nic_rights(),
@@ -242,4 +279,30 @@ fn leftover_addresses(cleanup: bool) -> Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_old_kernel_is_named_with_one_to_install() {
+        for release in ["6.6.0", "6.12.107+deb12-amd64", "6.18.44-fc", "7.0", "10.1.2"] {
+            assert!(kernel(release, false).works, "{release}");
+        }
+        for release in ["6.1.0-50-amd64", "5.15.0", "6.5-rc1", "", "x"] {
+            assert!(!kernel(release, false).works, "{release}");
+        }
+        assert!(kernel("5.14.0-503.el9", true).works, "what is needed may be there in an older one, too");
+        let advice = kernel("6.1.0-50-amd64", false).advice.expect("advice");
+        assert!(advice.contains("6.1.0-50-amd64") && advice.contains("linux-image-6.12-amd64"), "{advice}");
+    }
+
+    #[test]
+    fn errors_of_the_system_get_a_remedy() {
+        let advice = |error: io::Error| advised("x", "y", "do this", Err(error)).advice.expect("advice");
+        assert_eq!(advice(io::Error::from_raw_os_error(1)), "Operation not permitted (os error 1): do this");
+        assert_eq!(advice(io::Error::other("as it says")), "as it says");
+        assert!(advised("x", "y", "do this", Ok(())).advice.is_none());
+    }
 }

@@ -193,9 +193,12 @@ fn explain_full_output() {
 
 /// What to type against an error of the system that any command can meet.
 fn advice(error: &anyhow::Error) -> &'static str {
-    /// Linux's error numbers for too many open files, and for a file that would be too large.
+    /// Linux's error numbers for too many open files, a file that would be too large, a full file system and a full
+    /// quota.
     const EMFILE: i32 = 24;
     const EFBIG: i32 = 27;
+    const ENOSPC: i32 = 28;
+    const EDQUOT: i32 = 122;
     let is = |number| {
         let errors = error.chain().filter_map(|cause| cause.downcast_ref::<std::io::Error>());
         errors.filter_map(std::io::Error::raw_os_error).any(|found| found == number)
@@ -203,6 +206,7 @@ fn advice(error: &anyhow::Error) -> &'static str {
     match () {
         () if is(EMFILE) => ": raise the limit on open files with `ulimit -n 1024` or more",
         () if is(EFBIG) => ": raise the limit on the size of files with `ulimit -f unlimited`",
+        () if is(ENOSPC) || is(EDQUOT) => ": make room for it (`df -h` shows how full each file system is)",
         () => "",
     }
 }

@@ -160,10 +160,7 @@ impl Made {
         let Some(directory) = path.parent() else { return Ok(Made(Vec::new())) };
         let missing = directory.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists());
         let made = Made(missing.map(Path::to_owned).collect());
-        std::fs::create_dir_all(directory).map_err(|error| {
-            let hint = if error.kind() == io::ErrorKind::PermissionDenied { " (`baton up` needs root)" } else { "" };
-            anyhow::Error::new(error).context(format!("making {}{hint}", directory.display()))
-        })?;
+        std::fs::create_dir_all(directory).map_err(|error| explained(error, format!("making {}", directory.display())))?;
         Ok(made)
     }
 
@@ -180,13 +177,19 @@ impl Drop for Made {
     }
 }
 
+/// An error of the system's, with what failed, and what to do where a right is missing.
+fn explained(error: io::Error, what: String) -> anyhow::Error {
+    let hint = if error.kind() == io::ErrorKind::PermissionDenied { " (`baton up` needs root)" } else { "" };
+    anyhow::Error::new(error).context(what + hint)
+}
+
 /// Serves until a signal asks it to end.
 pub fn up(arguments: &UpArguments) -> Result<()> {
     baton_log::begin("up", arguments.log_level);
     arguments.nics.check()?;
     let path = &arguments.socket;
     let mut made = Made::for_socket(path)?;
-    let listener = Listener::bind(path).with_context(|| format!("listening at {}", path.display()))?;
+    let listener = Listener::bind(path).map_err(|error| explained(error, format!("listening at {}", path.display())))?;
     let signals = process::signal_descriptor(&process::ENDING)?;
     process::raise_descriptor_limit();
     let own = socket::namespace(listener.as_fd())?;

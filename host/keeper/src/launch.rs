@@ -48,7 +48,7 @@ impl Devices {
     /// With what is missing, and what to do about it.
     pub fn beside(connections: usize, nics: usize) -> Result<Devices> {
         let steering = Steering::new((connections * nics) as u32 + MESSAGE_SESSIONS)?;
-        let sockets = |nic: usize| packet_sockets(&steering, (nics > 1).then_some(nic as u32)).context("packet socket");
+        let sockets = |nic: usize| packet_sockets(&steering, (nics > 1).then_some(nic as u32)).context("AF_PACKET (CAP_NET_RAW)");
         let [host, wire] = sockets(0)?;
         let further = (1..nics).map(sockets).collect::<Result<Vec<_>>>()?;
         let injector = interface::open_tap("baton%d", TapOptions { segmentation: true, ..TapOptions::default() })?;

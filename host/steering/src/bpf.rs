@@ -78,7 +78,13 @@ fn explain(error: io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(libc::EPERM) => io::Error::new(
             io::ErrorKind::PermissionDenied,
-            "no right to load BPF programs: run as root (CAP_BPF and CAP_NET_ADMIN)",
+            "no right to load BPF programs: run as root (CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN), or in a container use the \
+             host's Baton (`baton up` on the host, -v /run/baton:/run/baton for the container)",
+        ),
+        // Where a capability is missing, the kernel says EPERM.
+        Some(libc::EACCES) => io::Error::new(
+            io::ErrorKind::PermissionDenied,
+            "a security module (SELinux, AppArmor) or a filter of system calls forbids BPF: see `journalctl -k`",
         ),
         Some(libc::ENOSYS) => io::Error::new(io::ErrorKind::Unsupported, "this kernel has no BPF (CONFIG_BPF_SYSCALL)"),
         _ => error,
@@ -233,6 +239,9 @@ fn load_for(kind: ProgramKind, purpose: Purpose, instructions: &[u8]) -> io::Res
             let mut log = vec![0u8; 65536];
             let _ = attempt(&mut log);
             let text = log.split(|byte| *byte == 0).next().unwrap_or_default();
+            if text.is_empty() && error.raw_os_error() == Some(libc::EACCES) {
+                return explain(error);
+            }
             let text = String::from_utf8_lossy(text);
             io::Error::new(error.kind(), format!("the kernel refuses a BPF program ({error}): {text}"))
         }
@@ -256,7 +265,7 @@ fn attach_at(program: BorrowedFd<'_>, interface: u32, hook: Hook, flags: u32) ->
     attributes[..4].copy_from_slice(&[program.as_raw_fd() as u32, interface, hook as u32, flags]);
     bpf(LINK_CREATE, &mut attributes).map(owned).map_err(|error| match error.raw_os_error() {
         Some(libc::EINVAL) => {
-            io::Error::new(io::ErrorKind::Unsupported, "this kernel has no tcx links (Linux 6.6 or later is needed for them)")
+            io::Error::new(io::ErrorKind::Unsupported, "this kernel has no tcx links: Linux 6.6 or later has (`baton doctor`)")
         }
         _ => error,
     })

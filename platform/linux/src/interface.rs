@@ -60,7 +60,8 @@ pub fn open_tap(name: &str, options: TapOptions) -> io::Result<OwnedFd> {
         ),
         Some(libc::EACCES | libc::EPERM) => io::Error::new(
             io::ErrorKind::PermissionDenied,
-            "no right to use /dev/net/tun: run as root, or let users open it (chmod 666 /dev/net/tun, as most distributions have it)",
+            "no right to use /dev/net/tun: run as root, or let users open it (chmod 666 /dev/net/tun, as most distributions \
+             have it); a container needs --device /dev/net/tun and --cap-add NET_ADMIN, a unit DeviceAllow=/dev/net/tun rw",
         ),
         Some(libc::ENOTTY | libc::EINVAL | libc::EISDIR) => io::Error::new(
             error.kind(),

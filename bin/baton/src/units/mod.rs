@@ -8,7 +8,7 @@ use baton_linux::executable::{self, Start};
 use clap::{Args, Command as Line};
 use std::ffi::{CString, OsStr};
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -180,6 +180,23 @@ fn unserved(program: &str) -> Option<String> {
     }
 }
 
+/// Writes a file as a whole, or not at all: with the first half of its drop-in a unit would have no program.
+fn write_whole(path: &Path, text: &str) -> io::Result<()> {
+    // systemd reads what ends in .conf.
+    let next = path.with_extension("new");
+    let written = fs::write(&next, text).and_then(|()| fs::rename(&next, path));
+    if written.is_err() {
+        let _ = fs::remove_file(&next);
+    }
+    written
+}
+
+/// An error of the system's, with what failed, and what to do where a right is missing.
+fn explained(error: io::Error, doing: &str, path: &Path) -> anyhow::Error {
+    let hint = if error.kind() == ErrorKind::PermissionDenied { " (it needs root)" } else { "" };
+    anyhow::Error::new(error).context(format!("{doing} {}{hint}", path.display()))
+}
+
 /// `baton enable`.
 ///
 /// # Errors
@@ -196,8 +213,12 @@ pub fn enable(arguments: &EnableArguments) -> Result<()> {
         return Ok(());
     }
     let directory = path.parent().unwrap_or(Path::new(UNITS));
-    let written = fs::create_dir_all(directory).and_then(|()| fs::write(&path, text));
-    written.with_context(|| format!("writing {} (it needs root)", path.display()))?;
+    let written = fs::create_dir_all(directory).and_then(|()| write_whole(&path, &text));
+    if written.is_err() {
+        // Others may have drop-ins there.
+        let _ = fs::remove_dir(directory);
+    }
+    written.map_err(|error| explained(error, "writing", &path))?;
     println!("wrote {}", path.display());
     applied(std::slice::from_ref(unit), arguments.restart)
 }
@@ -212,7 +233,7 @@ pub fn disable(arguments: &DisableArguments) -> Result<()> {
         let path = drop_in_of(unit);
         match fs::remove_file(&path) {
             Err(error) if error.kind() == ErrorKind::NotFound => bail!("{unit} is not enabled: there is no {}", path.display()),
-            removed => removed.with_context(|| format!("removing {} (it needs root)", path.display()))?,
+            removed => removed.map_err(|error| explained(error, "removing", &path))?,
         }
         // Others may have drop-ins there.
         let _ = path.parent().map(fs::remove_dir);
@@ -272,6 +293,27 @@ mod tests {
         for wrong in ["", "../x", "-a", "a b", "a/b"] {
             assert!(service(wrong).is_err(), "{wrong}");
         }
+    }
+
+    /// A file where a directory would have to be stands for a full disk here: the second step fails.
+    #[test]
+    fn a_drop_in_is_written_whole_or_not_at_all() {
+        let folder = std::env::temp_dir().join(format!("baton-drop-in-{}", std::process::id()));
+        let path = folder.join(NAME);
+        fs::create_dir_all(&path).expect("a directory in its place");
+        write_whole(&path, "[Service]\n").expect_err("a directory is there");
+        assert_eq!(fs::read_dir(&folder).expect("a directory").count(), 1, "a part is left");
+        fs::remove_dir(&path).expect("its removal");
+        for text in ["[Service]\n", "[Unit]\n"] {
+            write_whole(&path, text).expect("written");
+            assert_eq!(fs::read_to_string(&path).expect("a text"), text);
+        }
+        assert_eq!(fs::read_dir(&folder).expect("a directory").count(), 1);
+        fs::remove_dir_all(&folder).expect("its removal");
+        let error = explained(ErrorKind::PermissionDenied.into(), "writing", &path);
+        assert!(format!("{error:#}").contains(&format!("writing {} (it needs root): ", path.display())), "{error:#}");
+        let error = explained(io::Error::from_raw_os_error(28), "writing", &path);
+        assert!(!format!("{error:#}").contains("root"), "{error:#}");
     }
 
     #[test]
