@@ -1,29 +1,48 @@
-"""A Debian system in a container: made of the distribution's packages, booted with systemd as its first process.
+"""Debian systems with systemd on which the package is tried: one in a container, and the one that this runs on.
 
-What it needs of this machine: root, mmdebstrap, systemd-nspawn, and whatever control groups are mounted. It has a network of its own with
-nothing but loopback, and ends with `Container.end`, however that was reached.
+A container is made of the distribution's packages, and booted with systemd as its first process. What it needs of this machine: root,
+mmdebstrap, systemd-nspawn, and whatever control groups are mounted. It has a network of its own with nothing but loopback, and ends with
+`Container.end`, however that was reached.
 """
 
 import contextlib
+import hashlib
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 PACKAGES = "systemd,systemd-sysv,dbus,nginx-light,redis-server,man-db,bash-completion,iproute2,procps"
-# Longer than the slowest of these steps takes on a machine that is busy with other tests.
-PATIENCE = 300
+# Longer than the slowest of these steps takes on a machine that is busy with other tests; an emulated one needs more.
+PATIENCE = int(os.environ.get("BATON_OPERATE_PATIENCE", "300"))
+# Files whose contents change by themselves, of those whose contents are compared.
+CHANGING = {"etc/ld.so.cache", "etc/machine-id", "etc/.updated"}
 # What a container gets besides nspawn's usual set: Baton loads BPF programs.
 CAPABILITIES = "CAP_BPF,CAP_PERFMON,CAP_NET_ADMIN,CAP_SYS_RESOURCE,CAP_SYS_ADMIN,CAP_SYS_NICE,CAP_SYS_PTRACE,CAP_IPC_LOCK"
 CALLS = "bpf perf_event_open pidfd_getfd process_vm_readv @debug"
 
 
-def base(folder):
-    """The system as an archive, which is made once."""
-    archive = folder / "base.tar"
+def step(text):
+    print(f"▸ {text}", flush=True)
+
+
+def wait_until(what, holds):
+    """Waits for what no event tells of."""
+    until = time.monotonic() + PATIENCE
+    while not (got := holds()):
+        assert time.monotonic() < until, f"{what}: not within {PATIENCE} s"
+        time.sleep(0.1)  # Waits: the tools of the container offer no event for it; the bound is minutes.
+    return got
+
+
+def base(folder, name="base", more=""):
+    """The system as an archive, which is made once. `more`: packages that it has besides."""
+    archive = folder / f"{name}.tar"
     if not archive.exists():
         folder.mkdir(parents=True, exist_ok=True)
         release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
@@ -31,7 +50,7 @@ def base(folder):
         # As apt is set up here.
         options = [f"--aptopt={path}" for path in sorted(Path("/etc/apt/apt.conf.d").glob("99*"))]
         made = archive.with_suffix(".new.tar")
-        command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}", "--dpkgopt=force-unsafe-io", *options]
+        command = ["mmdebstrap", "--variant=minbase", f"--include={PACKAGES}{more}", "--dpkgopt=force-unsafe-io", *options]
         subprocess.run([*command, release["VERSION_CODENAME"].strip('"'), made, *sources], check=True)
         made.rename(archive)
     return archive
@@ -50,7 +69,73 @@ def groups():
     return found
 
 
-class Container:
+def described(path, inside):
+    """A file's kind, rights and owners; where a link leads; and of a file in /etc what is in it."""
+    status = path.lstat()
+    what = (stat.filemode(status.st_mode), status.st_uid, status.st_gid)
+    if stat.S_ISLNK(status.st_mode):
+        return (*what, os.readlink(path))
+    if stat.S_ISREG(status.st_mode) and inside.startswith("etc/") and inside not in CHANGING:
+        return (*what, hashlib.sha256(path.read_bytes()).hexdigest())
+    return what
+
+
+class System:
+    """What both have in common. They say how a command gets inside: `enter`, `in_network`; and where the files are: `root`."""
+
+    # Whether times that it needs are to be compared with what was promised.
+    timed = True
+
+    def run(self, *command, check=True):
+        """Runs a command inside. Returns its status and all that it printed."""
+        done = subprocess.run(
+            self.enter(*command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE
+        )
+        output = done.stdout.decode(errors="replace")
+        if check and done.returncode != 0:
+            raise AssertionError(f"{' '.join(command)}: {done.returncode}\n{output}")
+        return done.returncode, output
+
+    def says(self, *command):
+        """What a command prints that succeeds."""
+        return self.run(*command)[1].strip()
+
+    def files(self):
+        """Every file but those that change by themselves: logs, caches, what is in memory, and dpkg's own lists."""
+        left_out = ["proc", "sys", "dev", "run", "tmp", "guest", "var/log", "var/cache", "var/tmp"]
+        left_out += [f"var/lib/{name}" for name in ("dpkg", "apt", "systemd", "nginx", "redis")]
+        found = {}
+        for folder, folders, names in os.walk(self.root):
+            inside = os.path.relpath(folder, self.root)
+            folders[:] = [name for name in folders if os.path.normpath(os.path.join(inside, name)) not in left_out]
+            for name in [*names, *folders]:
+                path = os.path.normpath(os.path.join(inside, name))
+                # What vanishes meanwhile is none of the package's.
+                with contextlib.suppress(FileNotFoundError):
+                    found[path] = described(self.root / path, path)
+        return found
+
+
+class Here(System):
+    """The system that this runs on: a guest that was made for the test."""
+
+    root = Path("/")
+    timed = False
+
+    def __init__(self):
+        self.leader = os.getpid()
+
+    def enter(self, *command):
+        """The command itself."""
+        return list(command)
+
+    in_network = enter
+
+    def end(self):
+        """The guest is powered off by who has started it."""
+
+
+class Container(System):
     def __init__(self, folder):
         self.groups = []
         self.root = Path(tempfile.mkdtemp(prefix="root-", dir=folder))
@@ -97,34 +182,9 @@ class Container:
         clean = ["env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8", "SYSTEMD_PAGER="]
         return ["nsenter", f"--target={self.leader}", "--mount", "--uts", "--ipc", "--net", "--pid", "--cgroup", "--root", "--wd", *clean, *command]
 
-    def run(self, *command, check=True):
-        """Runs a command inside. Returns its status and all that it printed."""
-        done = subprocess.run(
-            self.enter(*command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=PATIENCE
-        )
-        output = done.stdout.decode(errors="replace")
-        if check and done.returncode != 0:
-            raise AssertionError(f"{' '.join(command)}: {done.returncode}\n{output}")
-        return done.returncode, output
-
-    def says(self, *command):
-        """What a command prints that succeeds."""
-        return self.run(*command)[1].strip()
-
     def in_network(self, *command):
         """The command that runs a program of this machine in the container's network."""
         return ["nsenter", f"--target={self.leader}", "--net", *command]
-
-    def files(self):
-        """Every file but those that change by themselves: logs, caches, what is in memory, and dpkg's own lists."""
-        left_out = ["proc", "sys", "dev", "run", "tmp", "var/log", "var/cache", "var/tmp"]
-        left_out += [f"var/lib/{name}" for name in ("dpkg", "apt", "systemd", "nginx", "redis")]
-        found = set()
-        for folder, folders, names in os.walk(self.root):
-            inside = os.path.relpath(folder, self.root)
-            folders[:] = [name for name in folders if os.path.normpath(os.path.join(inside, name)) not in left_out]
-            found.update(os.path.normpath(os.path.join(inside, name)) for name in [*names, *folders])
-        return found
 
     def end(self):
         """Powers it off, or kills it, and removes its files."""

@@ -1,148 +1,83 @@
 #!/usr/bin/env python3
-"""Installs the Debian package into a system of its own with systemd, runs nginx under it, and removes it again.
+"""Installs the Debian package into a system with systemd, runs nginx under it, upgrades it under load, and removes it again.
 
-    make operate                      builds the package (PROFILE=release by default), then this
+    make operate                      builds the package (PROFILE=release by default), then this in a container
     tests/operate/package.py DEB
+    tests/operate/package.py --here DEB                 on the system that this runs on, a guest (tests/operate/guest.py); no times
+    tests/operate/package.py --here --old-kernel DEB    the same where the kernel is too old for the service
 
 Each step prints a line. What cannot run on this machine is skipped, with the reason; a step that fails ends the test with status 1.
 """
 
-import ctypes
+import argparse
+import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
+import termios
 import time
 from pathlib import Path
 
-from container import PATIENCE, Container
+import refusals
+from container import PATIENCE, Container, Here, step, wait_until
+from left import Bpf, State, processes
+from web import REDIS, Client, Load, on_nic
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "target/operate"
 COMMANDS = ["up", "run", "status", "enable", "disable", "ls", "move", "nic", "nic-set", "doctor", "attach", "mpi"]
-
-# A client of this machine's Python in the container's network: a line with a number makes so many requests on one connection.
-CLIENT = """
-import socket, sys
-peer = socket.create_connection(("127.0.0.1", 80), 60)
-stream = peer.makefile("rb")
-for line in sys.stdin:
-    for _ in range(int(line)):
-        peer.sendall(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n")
-        status = stream.readline()
-        assert b" 200 " in status, status
-        length = None
-        while (header := stream.readline()) != b"\\r\\n":
-            assert header, "the connection has ended"
-            name, value = header.split(b":", 1)
-            if name.lower() == b"content-length":
-                length = int(value)
-        body = stream.read(length)
-        assert len(body) == length and b"nginx" in body
-    print(peer.getsockname()[1], flush=True)
-"""
-
-# The same of redis.
-REDIS = """
-import socket, sys
-peer = socket.create_connection(("127.0.0.1", 6379), 60)
-stream = peer.makefile("rb")
-for line in sys.stdin:
-    for number in range(int(line)):
-        peer.sendall(b"PING %d\\r\\n" % number)
-        assert stream.readline() == b"$%d\\r\\n" % len(str(number))
-        assert stream.readline() == b"%d\\r\\n" % number
-    print(peer.getsockname()[1], flush=True)
-"""
+# Connections of the load under which processes are killed and the package is upgraded.
+CONNECTIONS = 48
+# Seconds after which connections are on the NIC again, at most, in an upgrade.
+UPGRADE = 2
+# A copy of the command that looks while the package's is replaced.
+LOOK = "/var/tmp/baton-look"
 
 
-def step(text):
-    print(f"▸ {text}", flush=True)
+@contextlib.contextmanager
+def inside(container, package):
+    """The path in the system of a copy of the package."""
+    copy = container.root / "var/tmp/baton.deb"
+    shutil.copy(package, copy)
+    try:
+        yield "/var/tmp/baton.deb"
+    finally:
+        copy.unlink()
 
 
-def wait_until(what, holds):
-    """Waits for what no event tells of."""
-    until = time.monotonic() + PATIENCE
-    while not (got := holds()):
-        assert time.monotonic() < until, f"{what}: not within {PATIENCE} s"
-        time.sleep(0.1)  # Waits: the tools of the container offer no event for it; the bound is minutes.
-    return got
+def upgraded(package, folder):
+    """The same package as the next version."""
+    raw, made = Path(folder) / "raw", Path(folder) / "next.deb"
+    subprocess.run(["dpkg-deb", "--raw-extract", package, raw], check=True)
+    control = raw / "DEBIAN/control"
+    control.write_text(re.sub(r"^Version: .*$", r"\g<0>+next", control.read_text(), flags=re.MULTILINE))
+    subprocess.run(["dpkg-deb", "--root-owner-group", "-Zgzip", "--build", raw, made], check=True, stdout=subprocess.DEVNULL)
+    return made
 
 
-class Client:
-    def __init__(self, container, script=None):
-        command = container.in_network(sys.executable, "-c", script or CLIENT)
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(self, requests=20):
-        """Makes requests, and returns the connection's local port."""
-        self.process.stdin.write(f"{requests}\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        assert line, "the client's connection broke"
-        return int(line)
-
-    def end(self):
-        self.process.stdin.close()
-        assert self.process.wait(PATIENCE) == 0
-
-
-def connections(container, port):
-    """The places of the server's connection with this peer's port."""
-    listed = json.loads(container.says("baton", "ls", "--json"))
-    return [one["place"] for one in listed if one["peer"].endswith(f":{port}")]
-
-
-class Bpf:
-    """The BPF objects that processes hold: while they live by their /proc entries, afterwards by their numbers."""
-
-    CALL = {"x86_64": 321, "aarch64": 280}
-    BY_ID = {"prog_id": 13, "map_id": 14, "link_id": 30}
-
-    def __init__(self, processes):
-        self.found = set()
-        for process in processes:
-            for entry in Path(f"/proc/{process}/fdinfo").glob("*"):
-                try:
-                    self.found.update(re.findall(r"^(prog_id|map_id|link_id):\s+(\d+)$", entry.read_text(), re.MULTILINE))
-                except OSError:
-                    pass  # It was closed meanwhile.
-
-    def left(self):
-        call = self.CALL.get(os.uname().machine)
-        if call is None:
-            return set()
-        library = ctypes.CDLL(None, use_errno=True)
-        left = set()
-        for kind, number in self.found:
-            attributes = (ctypes.c_uint32 * 16)(int(number))
-            descriptor = library.syscall(call, self.BY_ID[kind], ctypes.byref(attributes), ctypes.sizeof(attributes))
-            if descriptor >= 0:
-                os.close(descriptor)
-                left.add((kind, number))
-        return left
-
-
-def processes(container):
-    """The processes of the service, by their numbers on this machine."""
-    found = []
-    ours = os.readlink(f"/proc/{container.leader}/ns/pid")
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(entry / "ns/pid") == ours and (entry / "comm").read_text().startswith("baton"):
-                found.append(int(entry.name))
-        except OSError:
-            pass  # It has ended.
-    return found
+def running(container):
+    """The numbers of the service's processes inside, by what they are; None while it does not answer."""
+    status, said = container.run("baton", "status", "--json", check=False)
+    if status != 0:
+        return None
+    agent = json.loads(said)["agents"][0]
+    keeper = container.run("ps", "-o", "ppid=", "-p", str(agent["process"]), check=False)[1].strip()
+    up = container.says("systemctl", "show", "-p", "MainPID", "--value", "baton")
+    return {"baton up": up, "keeper": keeper, "agent": str(agent["process"]), "NIC": str(agent["nics"][0]["process"])}
 
 
 def install(container, package):
     step("installs the package")
-    shutil.copy(package, container.root / "baton.deb")
-    print(container.says("apt-get", "install", "-qy", "/baton.deb").splitlines()[-1])
-    (container.root / "baton.deb").unlink()
+    with inside(container, package) as path:
+        print(container.says("apt-get", "install", "-qy", path).splitlines()[-1])
     assert container.says("dpkg", "-V", "baton") == ""
     listed = container.says("dpkg", "-L", "baton").split()
     missing = [path for path in listed if not os.path.lexists(str(container.root) + path)]
@@ -245,64 +180,157 @@ def configuration(container):
     container.says("systemctl", "restart", "baton")
 
 
-def serve(container, package):
+def serve(container):
     step("nginx runs under a drop-in of `baton enable`, and its connection goes to the NIC")
     assert "baton run --if-up" in container.says("baton", "enable", "--dry-run", "nginx")
     print("  " + container.says("baton", "enable", "nginx", "--restart", "--", "--rule", "accepted", "--eager").replace("\n", "\n  "))
     client = Client(container)
     port = client.ask()
-    wait_until("the connection is on the NIC", lambda: client.ask() and connections(container, port) == ["nic"])
+    wait_until("the connection is on the NIC", lambda: client.ask() and port in on_nic(container))
     state = container.says("baton", "status")
     assert "1 connections on NICs" in state, state
     print("  " + state.replace("\n", "\n  "))
+    looks(container)
+    client.end()
 
     step("redis as well: a unit of Type=notify, of an ordinary user, with restrictions of its own")
     container.says("baton", "enable", "redis-server", "--restart", "--", "--rule", "accepted", "--eager")
     assert container.says("systemctl", "show", "-p", "User", "--value", "redis-server") == "redis"
     redis = Client(container, REDIS)
     at_redis = redis.ask()
-    wait_until("redis' connection is on the NIC", lambda: redis.ask() and connections(container, at_redis) == ["nic"])
+    wait_until("redis' connection is on the NIC", lambda: redis.ask() and at_redis in on_nic(container))
     redis.end()
     container.says("baton", "disable", "redis-server")
     container.says("systemctl", "stop", "redis-server")
 
-    step("`baton up` is killed: the connection goes on, and the next Baton has it")
-    before = container.says("systemctl", "show", "-p", "MainPID", "--value", "baton")
-    container.says("systemctl", "kill", "--kill-whom=main", "--signal=KILL", "baton")
-    client.ask(200)
-    wait_until(
-        "another one is up",
-        lambda: container.says("systemctl", "show", "-p", "MainPID", "--value", "baton") not in (before, "0")
-        and container.run("baton", "status", check=False)[0] == 0,
-    )
-    client.ask(200)
 
-    step("an upgrade: the connection goes on, and the new Baton has the program's next one")
-    shutil.copy(package, container.root / "baton.deb")
-    container.says("apt-get", "install", "--reinstall", "-qy", "/baton.deb")
-    (container.root / "baton.deb").unlink()
-    container.says("baton", "status", "--wait", "60")
-    client.ask(200)
+def on_terminal(command, text):
+    """Runs a command on a terminal of 80x24 until it shows a text; then the key q has to end it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    shown = b""
+    while text not in shown:
+        assert select.select([ours], [], [], PATIENCE)[0], f"it does not show {text}: {shown}"
+        shown += os.read(ours, 65536)
+    os.write(ours, b"q")
+    with contextlib.suppress(OSError):  # There is no other end any more.
+        while os.read(ours, 65536):
+            pass
+    os.close(ours)
+    assert process.wait(PATIENCE) == 0
 
+
+def looks(container):
+    step("`ls`, `top`, `metrics` and the page show it")
+    assert "nginx/" in container.says("baton", "ls", "-p")
+    on_terminal(container.enter("baton", "top"), b"nginx")
+    shown = container.says("baton", "metrics", "--once")
+    assert re.search(r'^baton_program_connections\{[^}]*program="nginx"', shown, re.MULTILINE), shown
+    container.says("systemd-run", "--quiet", "--collect", "--unit=page", "--", "baton", "page", "--listen", "127.0.0.1:9465")
+    fetch = "import urllib.request; print(urllib.request.urlopen('http://127.0.0.1:9465/state', timeout=60).read().decode())"
+    command = container.in_network(sys.executable, "-c", fetch)
+
+    def fetched():
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return done.stdout if "nginx" in done.stdout else None
+
+    wait_until("the page shows it", fetched)
+    container.says("systemctl", "stop", "page")
+
+
+def deaths(container, load):
+    for what in ("NIC", "agent", "keeper", "baton up"):
+        step(f"{what} is killed under load")
+        load.await_nic("before")
+        before = running(container)
+        load.mark()
+        container.says("kill", "-KILL", before[what])
+        wait_until("another one runs", lambda what=what, before=before: (now := running(container)) and now[what] != before[what])
+        load.await_nic(f"{what} was killed")
+        load.expect_no_failure()
+
+    step("all processes of the service are killed at once: what was on the NIC is reset, and all else goes on")
+    before = running(container)
+    load.mark()
+    container.says("systemctl", "kill", "--signal=KILL", "baton")
+    wait_until("others run", lambda: (now := running(container)) and now["agent"] != before["agent"])
+    load.await_nic("all were killed")
+    counts = load.mark()
+    assert len(counts["failed"]) <= CONNECTIONS, counts
+    print(f"  {len(counts['failed'])} of {CONNECTIONS} connections were reset")
+    wait_until("requests", lambda: load.says("look")["requests"] > 10 * CONNECTIONS)
+    load.expect_no_failure()
+
+
+def upgrade(container, load, package):
+    step("an upgrade under load: the service is restarted in order")
+    version = container.says("dpkg-query", "-W", "-f", "${Version}", "baton")
+    shutil.copy(container.root / "usr/bin/baton", str(container.root) + LOOK)
+    load.await_nic("before the upgrade")
+    before = running(container)
+    load.mark()
+    with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+b") as log:
+        with inside(container, upgraded(package, folder)) as path:
+            apt = container.enter("apt-get", "install", "-qy", path)
+            process = subprocess.Popen(apt, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            seconds = load.away(process, LOOK)
+        log.seek(0)
+        assert process.returncode == 0, log.read().decode()
+    assert container.says("dpkg-query", "-W", "-f", "${Version}", "baton") == version + "+next"
+    now = running(container)
+    assert all(now[what] != before[what] for what in now), (before, now)
+    print(f"  connections were on the NIC again after {seconds:.2f} s at most")
+    # Waits: the promise is two seconds, from the last look at which all are there to the end of the next one.
+    assert not container.timed or seconds <= UPGRADE, f"{seconds} s"
+    load.expect_no_failure()
+
+    step("processes are killed while the package's files are replaced, but the service is not restarted yet")
+    with inside(container, package) as path:
+        container.says("dpkg", "--unpack", path)
+        for what in ("NIC", "agent"):
+            before = running(container)
+            container.says("kill", "-KILL", before[what])
+            wait_until("another one runs", lambda what=what, before=before: (now := running(container)) and now[what] != before[what])
+            load.await_nic(f"{what} was killed")
+        container.says("dpkg", "--configure", "--pending")
+    load.await_nic("the package is configured")
+    load.expect_no_failure()
+    assert container.says("dpkg-query", "-W", "-f", "${Version}", "baton") == version
+    os.unlink(str(container.root) + LOOK)
+
+
+def under_load(container, package):
+    load = Load(container, CONNECTIONS)
+    deaths(container, load)
+    upgrade(container, load, package)
+    load.end()
+
+
+def stopped(container):
     step("the service is stopped under a connection on the NIC: the connection goes on")
-    fresh = Client(container)
-    port = fresh.ask()
-    wait_until("a connection is on the NIC", lambda: fresh.ask() and connections(container, port) == ["nic"])
+    client = Client(container)
+    port = client.ask()
+    wait_until("a connection is on the NIC", lambda: client.ask() and port in on_nic(container))
     bpf = Bpf(processes(container))
     assert bpf.found, "no BPF object was found"
     began = time.monotonic()
     container.says("systemctl", "stop", "baton")
     print(f"  stopped in {time.monotonic() - began:.1f} s; {len(bpf.found)} BPF objects were held")
-    for one in (client, fresh):
-        one.ask(200)
-        one.end()
+    client.ask(200)
+    client.end()
     assert container.run("baton", "status", check=False)[0] == 3
     assert container.says("systemctl", "show", "-p", "Result", "--value", "baton") == "success"
     assert not processes(container)
     wait_until("all BPF objects are gone", lambda: not bpf.left())
     links = container.says("ip", "-br", "link").splitlines()
     assert [line.split()[0] for line in links if line.split()[0].startswith("baton")] == []
+    natively(container)
+    container.says("systemctl", "start", "baton")
 
+
+def natively(container):
     step("without a Baton that is up, nginx starts without one")
     # Otherwise the drop-in's Wants= starts one.
     container.says("systemctl", "mask", "--runtime", "baton")
@@ -312,10 +340,21 @@ def serve(container, package):
     alone.end()
     container.says("systemctl", "unmask", "--runtime", "baton")
     assert "runs without Baton: none is up" in container.says("journalctl", "-u", "nginx", "--no-pager", "-o", "cat")
-    container.says("systemctl", "start", "baton")
 
 
-def refusals(container):
+def on_old_kernel(container):
+    step("the service does not start on this kernel, and doctor names one to install")
+    assert container.run("systemctl", "is-active", "--quiet", "baton", check=False)[0] != 0
+    assert container.run("systemctl", "start", "baton", check=False)[0] != 0
+    print("  " + container.says("journalctl", "-u", "baton", "--no-pager", "-o", "cat", "-g", "^baton: ").splitlines()[-1])
+    status, said = container.run("baton", "doctor", check=False)
+    assert status == 1 and "MISSING  Linux 6.6 or later" in said and "apt install linux-image-6.12" in said, said
+    print("  " + "\n  ".join(line for line in said.splitlines() if not line.startswith("ok")))
+    container.says("baton", "enable", "nginx")
+    natively(container)
+
+
+def refused(container):
     step("units that cannot be run so are refused")
     units = container.root / "etc/systemd/system"
     for name, text, reason in [
@@ -353,47 +392,72 @@ def refusals(container):
 def purge(container, before):
     step("is purged: nothing is left")
     print("  " + "\n  ".join(container.says("apt-get", "purge", "-qy", "baton").splitlines()[-3:]))
-    assert not processes(container)
     assert not (container.root / "etc/systemd/system/nginx.service.d").exists()
     assert container.run("ls", "/run/baton", check=False)[0] != 0, container.run("ls", "-la", "/run/baton")[1]
     container.says("systemctl", "restart", "nginx")
     client = Client(container)
     client.ask()
     client.end()
-    left = sorted(container.files() - before)
-    gone = sorted(before - container.files())
-    assert not left and not gone, (left, gone)
+    print("  " + before.expect_nothing_left())
 
 
-def main():
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    if os.geteuid() != 0:
-        assert "CI" not in os.environ, "nothing is skipped in CI"
-        print("skipped: it needs root, to make a container")
-        return
-    missing = [tool for tool in ("mmdebstrap", "systemd-nspawn", "nsenter") if shutil.which(tool) is None]
-    if missing or not Path("/dev/net/tun").exists():
-        assert "CI" not in os.environ, "nothing is skipped in CI"
-        print(f"skipped: this machine lacks {', '.join(missing) or '/dev/net/tun'}")
-        return
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    container = Container(FOLDER)
-    try:
-        step("boots a Debian system")
-        container.boot()
-        # The manual's index is made once, by whoever comes first.
-        container.run("mandb", "-q", check=False)
-        before = container.files()
-        install(container, sys.argv[1])
-        papers(container, sys.argv[1])
+def prepare(container):
+    """What the system has before the package is installed."""
+    # The manual's index is made once, by whoever comes first.
+    container.run("mandb", "-q", check=False)
+    (container.root / "etc/nginx/conf.d/requests.conf").write_text("keepalive_requests 1000000000;\n")
+    container.says("systemctl", "restart", "nginx")
+    return State(container)
+
+
+def run(container, given):
+    before = prepare(container)
+    install(container, given.package)
+    if given.old_kernel:
+        on_old_kernel(container)
+    else:
+        papers(container, given.package)
         service(container)
         rights(container)
         logs(container)
         configuration(container)
-        serve(container, sys.argv[1])
-        refusals(container)
-        purge(container, before)
+        serve(container)
+        under_load(container, given.package)
+        stopped(container)
+        refused(container)
+        refusals.activated(container)
+        refusals.meet(container)
+    purge(container, before)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--here", action="store_true", help="the system that this runs on: it has to be a guest of guest.py's")
+    parser.add_argument("--old-kernel", action="store_true", help="the kernel is too old for the service")
+    parser.add_argument("package")
+    given = parser.parse_args()
+    if given.here and not Path("/guest/baton.deb").exists():
+        sys.exit("--here installs and removes packages: it is for a guest that was made for it (tests/operate/guest.py)")
+    if os.geteuid() != 0:
+        assert "CI" not in os.environ, "nothing is skipped in CI"
+        print("skipped: it needs root, to make a container")
+        return
+    tools = () if given.here else ("mmdebstrap", "systemd-nspawn", "nsenter")
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing or not Path("/dev/net/tun").exists():
+        assert "CI" not in os.environ, "nothing is skipped in CI"
+        print(f"skipped: this machine lacks {', '.join(missing) or '/dev/net/tun'}")
+        return
+    if given.here:
+        container = Here()
+    else:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        container = Container(FOLDER)
+    try:
+        if not given.here:
+            step("boots a Debian system")
+            container.boot()
+        run(container, given)
     except BaseException:
         if container.leader:
             for command in (["journalctl", "-u", "baton", "-u", "nginx", "--no-pager", "-n", "40"], ["baton", "ls"], ["baton", "status"]):

@@ -122,7 +122,7 @@ fn examine() -> Vec<Finding> {
             inside(|| interface::open_packet_socket(LOOPBACK).map(drop)),
         ),
         rings(inside(|| interface::open_filtered_packet_socket(LOOPBACK, true, |fd| packet_ring::set_up(fd, true)).map(drop))),
-        advised("BPF programs at devices (Linux 6.6)", "run", "a kernel with CONFIG_BPF_SYSCALL and CONFIG_NET_XGRESS", at_devices),
+        advised("BPF programs at devices (Linux 6.6)", "run", "CONFIG_BPF_SYSCALL and CONFIG_NET_XGRESS", at_devices),
         finding("large receive in front of devices", "nic attach", in_front),
         finding("taking connections out of the kernel (TCP_REPAIR)", "everything", inside(repair)),
         finding("ports below 1024 (CAP_NET_BIND_SERVICE)", "connections at such ports", inside(bind_low)),
