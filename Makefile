@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate clean
+.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -218,8 +218,8 @@ package:
 	$(CARGO) build --profile $(PROFILE) --locked -p baton -p baton-preload -p baton-capi -p baton-fabric -p baton-mpi-memory --bins --lib
 	scripts/package $(PROFILE)
 
-# The package in a Debian system of its own with systemd: installed, used, stopped, purged; and what Debian's Prometheus makes of `baton
-# metrics`, its Chromium of `baton page`, and its tshark of what `baton capture` writes.
+# The package in a Debian system of its own with systemd: installed, used, upgraded under load, stopped, purged; its image run by podman; and
+# what Debian's Prometheus makes of `baton metrics`, its Chromium of `baton page`, and its tshark of what `baton capture` writes.
 operate: PROFILE ?= release
 operate:
 	@scripts/dependencies operate
@@ -228,6 +228,16 @@ operate:
 	tests/operate/page.py target/$(PROFILE)/baton
 	tests/operate/capture.py target/$(PROFILE)/baton
 	tests/operate/package.py target/debian/baton_*.deb
+	tests/operate/podman.py target/debian/baton_*.deb target/$(PROFILE)/baton
+
+# The package in guests with the distribution's kernels, under emulation (no /dev/kvm needed, and no times compared): KERNEL=6.12, on which
+# all of it works, and KERNEL=6.1, on which the service does not start. Half an hour each; kernels are downloaded once.
+guest: PROFILE ?= release
+guest: KERNEL ?= 6.12 6.1
+guest:
+	@scripts/dependencies guest
+	$(MAKE) package PROFILE=$(PROFILE)
+	set -e; for kernel in $(KERNEL); do tests/operate/guest.py $$kernel target/debian/baton_*.deb; done
 
 clean:
 	$(CARGO) clean
