@@ -5,7 +5,7 @@ use crate::counts::Counted;
 use crate::texts::shortened;
 use baton_linux::process;
 use baton_protocol::native::Native;
-use baton_protocol::program::Withdrawn;
+use baton_protocol::program::{Opening, VERSION, Withdrawn};
 
 /// Most programs and reasons that a list names; the oldest is dropped.
 const MOST: usize = 16;
@@ -40,6 +40,12 @@ pub(crate) fn note_version(agent: &mut Agent, number: u32, program: &str) {
     }
     let program = if program.is_empty() { process::name(process).unwrap_or_default() } else { program.to_owned() };
     note(agent, number, (process, &program), &why);
+}
+
+/// Why a session of another version is not opened, which is noted.
+pub(crate) fn refuse_version(agent: &mut Agent, number: u32, opening: &Opening) -> String {
+    note_version(agent, number, &opening.program);
+    format!("this agent speaks version {VERSION}, the program version {}", opening.version)
 }
 
 fn note(agent: &mut Agent, number: u32, (process, program): (u32, &str), why: &Native) {

@@ -352,7 +352,7 @@ fn a_program_of_another_version_is_refused() {
     assert!(matches!(&said, Some(Reply::Failed { reason }) if reason.contains("version")), "{said:?}");
 }
 
-/// A program that was started before an upgrade which has changed the protocol: it goes on in the kernel, and `baton ls`
+/// A program that was started before an upgrade which has changed the protocol: it goes on in the kernel, and the list
 /// says why, once, however often it asks.
 #[test]
 fn a_library_of_another_version_is_listed() {

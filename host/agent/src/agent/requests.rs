@@ -206,10 +206,7 @@ impl Agent {
             Err(reply) => return reply.map(|reply| (reply, Vec::new())),
         };
         match ask {
-            Ask::Open(opening) if opening.version != VERSION => {
-                native::note_version(self, number, &opening.program);
-                failed(format!("this agent speaks version {VERSION}, the program version {}", opening.version))
-            }
+            Ask::Open(opening) if opening.version != VERSION => failed(native::refuse_version(self, number, &opening)),
             Ask::Open(opening) => self.open((number, tag), opening, descriptors.pop()).map(|reply| (reply, Vec::new())),
             Ask::Admit => match descriptors
                 .pop()
