@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest clean
+.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -229,6 +229,7 @@ operate:
 	tests/operate/capture.py target/$(PROFILE)/baton
 	tests/operate/package.py target/debian/baton_*.deb
 	tests/operate/podman.py target/debian/baton_*.deb target/$(PROFILE)/baton
+	$(MAKE) fleet-tests PROFILE=$(PROFILE)
 
 # The package in guests with the distribution's kernels, under emulation (no /dev/kvm needed, and no times compared): KERNEL=6.12, on which
 # all of it works, and KERNEL=6.1, on which the service does not start. Half an hour each; kernels are downloaded once.
@@ -238,6 +239,23 @@ guest:
 	@scripts/dependencies guest
 	$(MAKE) package PROFILE=$(PROFILE)
 	set -e; for kernel in $(KERNEL); do tests/operate/guest.py $$kernel target/debian/baton_*.deb; done
+
+# Kubernetes' manifests, decoded strictly, and their pods run by podman (docs/operate/kubernetes.md); MPI launchers, and jobs and a job array of
+# Debian's Slurm on two nodes of its own (docs/guide/slurm.md). It needs Go 1.26 or later.
+fleet: PROFILE ?= release
+fleet:
+	$(MAKE) package PROFILE=$(PROFILE)
+	$(MAKE) fleet-tests PROFILE=$(PROFILE)
+
+# With what `make package` has built.
+fleet-tests: PROFILE ?= release
+fleet-tests:
+	@scripts/dependencies fleet
+	@scripts/dependencies wheels
+	$(call provider,$(PROFILE))
+	cd tests/fleet && go vet ./... && go test ./...
+	tests/operate/fleet.py target/debian/baton_*.deb
+	tests/operate/slurm.py target/$(PROFILE)/baton
 
 clean:
 	$(CARGO) clean
