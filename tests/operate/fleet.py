@@ -23,8 +23,8 @@ import threading
 import time
 from pathlib import Path
 
-from container import base
-from package import Client, step, wait_until
+from container import base, step, wait_until
+from web import Client
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "target/operate"
@@ -110,7 +110,7 @@ class Podman:
 
 
 class Inside:
-    """A container, as the helpers of package.py know one."""
+    """A container, as the clients of web.py know one."""
 
     def __init__(self, podman, name):
         self.podman, self.name = podman, name
@@ -138,16 +138,17 @@ def decoded(run):
 
 def checks():
     step("scripts and configuration: shellcheck, promtool")
-    scripts = ["image", "kubernetes/up", "kubernetes/opt-in", "mpi/openmpi", "mpi/mpich", "slurm/points"]
+    scripts = ["kubernetes/up", "kubernetes/opt-in", "mpi/openmpi", "mpi/mpich", "slurm/points"]
     scripts += ["slurm/openmpi.sbatch", "slurm/mpich.sbatch", "slurm/sweep.sbatch"]
-    subprocess.run(["shellcheck", "--severity=warning", *(FLEET / script for script in scripts)], check=True)
+    paths = [ROOT / "packaging/image", *(FLEET / script for script in scripts)]
+    subprocess.run(["shellcheck", "--severity=warning", *paths], check=True)
     subprocess.run(["promtool", "check", "config", FLEET / "kubernetes/prometheus.yml"], stdout=subprocess.DEVNULL, check=True)
 
 
 def images(podman, package):
     step("images of the distribution's packages: Baton's, and one with nginx and without Baton")
     archive = podman.folder / "baton.tar"
-    subprocess.run([FLEET / "image", package, archive], check=True)
+    subprocess.run([ROOT / "packaging/image", package, archive], check=True, stdout=subprocess.DEVNULL)
     podman.import_image(archive, IMAGES["baton"])
     archive.unlink()
     podman.import_image(base(FOLDER), IMAGES["application"])
