@@ -174,7 +174,7 @@ pub fn run(arguments: &RunArguments) -> Result<()> {
     let group = match arguments.flip.make_group(&channel) {
         // An agent of another version, for example: while a package is upgraded, or in a container of an older image.
         Err(why) if arguments.if_up => {
-            eprintln!("baton: this program runs without Baton: {why:#}");
+            report!("baton: this program runs without Baton: {why:#}");
             become_program(&mut program(arguments))
         }
         made => made?,
