@@ -4,7 +4,7 @@ BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
 COMMIT_SEED := $(shell printf %d 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 1))
 
-.PHONY: demo test fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
+.PHONY: demo test check fuzz build lint dependencies soak sim lab programs restarts suites numa bench provider rmpp conformance hostile differential foreign-calls packetdrill-adapter packetdrill package operate guest fleet fleet-tests clean
 
 # The demonstration compiles what it runs: neither the benches nor the simulator, and as the tests do, in half of the time that the
 # benches' build takes.
@@ -55,6 +55,16 @@ test: lint
 	$(CHECKED) soak --connections 32 --moves 600 --workers 4 --kill-nic 3 --loss 1 --reorder 2 --json
 	$(CHECKED) soak --connections 32 --moves 600 --workers 3 --one-queue --kill-nic 3 --json
 	$(CHECKED) soak --beside --connections 16 --moves 200 --kill-nic 1 --stop-nic 1 --json
+
+# What every change is tried with first: lints, unit tests, the machine of moves, the simulator for ten seconds. It needs neither root nor
+# other packages than the compiler's, and less than a minute where everything is compiled. `make check UNITS=baton-tcp`: one crate's tests.
+check: UNITS ?= $(addprefix baton-,wire shm device netem abi ring image protocol recovery datagrams capture records tcp rmpp resolution \
+  tables tso lro moderation rss active-ack copy matching filter offloads placement datapath moves supervision policy agent keeper client)
+check: lint
+	$(CARGO) test --profile checked --locked --quiet $(addprefix -p ,$(UNITS)) --lib
+	$(CARGO) test --profile checked --locked --quiet -p baton-moves --test walk
+	$(CARGO) build --profile checked --locked -p baton --bins
+	target/checked/baton sim --seeds 0..3000 --seconds 10 --json
 
 lint:
 	scripts/edges

@@ -1,7 +1,6 @@
 //! Many seeds in a row.
 
 use crate::{Counts, run};
-use std::ops::Range;
 
 /// What has come of some seeds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -14,8 +13,9 @@ pub struct Summary {
     pub failures: Vec<(u64, String)>,
 }
 
-/// Runs the scenarios of these seeds. `ran` is called after each with its failure, if there is one.
-pub fn run_seeds(seeds: Range<u64>, mut ran: impl FnMut(u64, Option<&str>)) -> Summary {
+/// Runs the scenarios of these seeds, each of which is asked for when the one before has run. `ran` is called after each
+/// with its failure, if there is one.
+pub fn run_seeds(seeds: impl IntoIterator<Item = u64>, mut ran: impl FnMut(u64, Option<&str>)) -> Summary {
     let mut summary = Summary::default();
     for seed in seeds {
         let outcome = run(seed, false);

@@ -16,6 +16,9 @@ pub struct SimArguments {
     /// Runs the scenarios of these seeds: A..B, without B.
     #[arg(long, value_name = "A..B", value_parser = range)]
     seeds: Option<Range<u64>>,
+    /// With --seeds: begin no further seed after this many seconds.
+    #[arg(long, value_name = "N", requires = "seeds", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    seconds: Option<u64>,
     /// Runs the scenario of one seed.
     #[arg(long)]
     seed: Option<u64>,
@@ -52,7 +55,8 @@ pub fn run(arguments: &SimArguments) -> Result<bool> {
     std::panic::set_hook(Box::new(|_| {}));
     let begun = monotonic_micros();
     if let Some(seeds) = &arguments.seeds {
-        return Ok(run_seeds(seeds.clone(), arguments.json, begun));
+        let end = arguments.seconds.map_or(u64::MAX, |seconds| begun + 1_000_000 * seconds);
+        return Ok(run_seeds(begun_before(seeds.clone(), end, monotonic_micros), arguments.json, begun));
     }
     if let Some(seed) = arguments.seed {
         return Ok(report(&baton_world::run(seed, arguments.trace), arguments.json, begun));
@@ -64,7 +68,12 @@ pub fn run(arguments: &SimArguments) -> Result<bool> {
     Ok(report_walked(&walked, arguments.json, monotonic_micros() - begun))
 }
 
-fn run_seeds(seeds: Range<u64>, json: bool, begun: u64) -> bool {
+/// The first of these seeds: those that are asked for before the time `end`, by the clock `now`.
+fn begun_before(seeds: Range<u64>, end: u64, mut now: impl FnMut() -> u64) -> impl Iterator<Item = u64> {
+    seeds.take_while(move |_| now() < end)
+}
+
+fn run_seeds(seeds: impl Iterator<Item = u64>, json: bool, begun: u64) -> bool {
     let mut done = 0;
     let summary = baton_world::run_seeds(seeds, |seed, failure| {
         done += 1;
@@ -134,5 +143,19 @@ fn print(object: &Value, json: bool) {
             }
         }
         _ => println!("{object}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_seed_is_begun_when_the_time_is_over() {
+        let mut times = 1..;
+        let begun: Vec<u64> = begun_before(7..100, 4, || times.next().unwrap_or(u64::MAX)).collect();
+        assert_eq!(begun, [7, 8, 9]);
+        let all: Vec<u64> = begun_before(7..10, u64::MAX, || 0).collect();
+        assert_eq!(all, [7, 8, 9]);
     }
 }
