@@ -1,8 +1,8 @@
 //! Who looks at the frames that pass the NICs' wires: the memory of their rings, which outlives a NIC.
 
 use crate::nic_requests::Answered;
+use baton_capture::MOST_CAPTURES;
 use baton_protocol::nic::{Capture, ToNic};
-use baton_protocol::program::Ask;
 use baton_shm::Region;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -52,7 +52,7 @@ impl Captures {
         if self.all.iter().any(|one| one.session == session) {
             return Err("this connection has its capture".into());
         }
-        if self.all.len() >= Ask::MOST_CAPTURES {
+        if self.all.len() >= MOST_CAPTURES {
             return Err(format!("{} captures run already, which is the most at a time", self.all.len()));
         }
         let region = |_| Region::create("baton-capture", bytes).map(Arc::new);

@@ -30,9 +30,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// Most hosts that one socket sends to by the NIC; the NIC has room for as many.
-const MAX_HOSTS: usize = 4096;
-
 /// Ways that are looked up again before the agent turns to others.
 const WAYS_AT_ONCE: usize = 64;
 
@@ -409,7 +406,7 @@ impl Agent {
         let Some(socket) = self.datagrams.by_id.get(&id).filter(|socket| socket.session == session) else {
             return Some(Reply::Failed { reason: format!("there is no UDP socket {id}") });
         };
-        if socket.ways.len() >= MAX_HOSTS && !socket.ways.contains_key(&host) {
+        if socket.ways.len() >= datagrams::MOST_HOSTS && !socket.ways.contains_key(&host) {
             return Some(stayed(&Refusal::NoRoom));
         }
         let (before, caller) = (socket.ways.get(&host).and_then(|to| to.way), self.caller(session, tag));

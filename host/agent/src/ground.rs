@@ -82,7 +82,7 @@ impl Shape {
             Shape::Inline { .. } => Kernel::Inline(VnetDevice::new(host, false)),
             Shape::Beside { injector, .. } => {
                 let host = PacketDevice::new(host, false);
-                Kernel::Beside(BesideKernel::new(host, injector.try_clone()?, baton_steering::INJECT))
+                Kernel::Beside(BesideKernel::new(host, injector.try_clone()?))
             }
         })
     }

@@ -23,9 +23,6 @@ const SEND: u32 = 1 << 18;
 const LEAST: u32 = 1 << 16;
 const MOST: u32 = 1 << 24;
 
-/// Hosts whose ways are remembered.
-const MAX_HOSTS: usize = 4096;
-
 /// Microseconds after which a host to which the NIC had no way is asked for again: if the kernel is looking for its
 /// link address, and otherwise.
 const ASK_SOON: u64 = 2000;
@@ -176,7 +173,7 @@ impl Datagrams {
         let fits = |mtu: u32| length + headers as usize <= mtu as usize;
         let version = self.word(datagrams::WAYS);
         let mut ways = locked(&self.ways);
-        if ways.0 != version || ways.1.len() >= MAX_HOSTS {
+        if ways.0 != version || ways.1.len() >= datagrams::MOST_HOSTS {
             *ways = (version, HashMap::new());
         }
         match ways.1.get(&host) {

@@ -67,10 +67,6 @@ const AGGREGATED: u32 = 0x4e49_4304;
 /// Index of the loopback device in every network namespace.
 pub const LOOPBACK: u32 = 1;
 
-/// First two bytes of the source address of a frame to inject; the device's index follows, unless it is sent on the
-/// loopback device.
-pub const INJECT: [u8; 2] = [0x02, 0xba];
-
 /// Descriptors of a steering, in the order in which [`Steering::from_fds`] takes them.
 pub const DESCRIPTORS: usize = 6;
 

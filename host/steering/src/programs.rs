@@ -9,7 +9,8 @@
 //! this handshake.
 
 use crate::assembler::{Assembler, Helper, R, Size};
-use crate::{AGGREGATED, FURTHER, INJECT, INJECTED, LISTENER_PORT, LOOPBACK, MARK, ROUTED, Steer};
+use crate::{AGGREGATED, FURTHER, INJECTED, LISTENER_PORT, LOOPBACK, MARK, ROUTED, Steer};
+use baton_wire::frame::INJECT;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// The maps.

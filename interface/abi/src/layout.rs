@@ -306,6 +306,8 @@ pub mod session {
     pub const BUFFERS_SENT_BYTES: usize = 16 * (super::BUFFERS_SENT + 1);
     /// 4-byte word of a session for messages, written by the agent: how many NICs it has been given to.
     pub const NIC_STARTS: usize = 256;
+    /// Most hosts that a session for messages sends to: with the agent and the program.
+    pub const MOST_HOSTS: usize = 8192;
     /// 8-byte words of a session for messages, written by the NIC: packets received and sent, data packets placed,
     /// packets refused or dropped, since the program began to use this NIC.
     pub const PACKETS: usize = 320;
@@ -473,6 +475,9 @@ pub mod datagrams {
     pub const SEND_WISH: usize = 384;
     /// Bytes of the page.
     pub const BYTES: usize = 4096;
+
+    /// Most hosts that a socket has ways to: with the NIC, the agent and the program.
+    pub const MOST_HOSTS: usize = 4096;
 
     /// What [`HELD`] is while an agent that has read this from [`super::session::AGENT_STARTS`] lets a NIC have the
     /// rings.

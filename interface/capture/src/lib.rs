@@ -11,6 +11,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+/// Most captures at a time.
+pub const MOST_CAPTURES: usize = 4;
+
 /// Workers of a NIC that there can be rings for.
 pub const MOST_WORKERS: usize = 32;
 

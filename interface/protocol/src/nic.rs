@@ -132,10 +132,6 @@ pub enum Descriptor {
     Injector = 9,
 }
 
-/// The beginning of the source address of a frame for the injector; the interface's index follows. The same number is
-/// in baton_steering.
-pub const INJECT: [u8; 2] = [0x02, 0xba];
-
 /// The way to a host: what its frames' headers say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hop {

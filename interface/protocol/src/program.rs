@@ -223,7 +223,7 @@ pub enum Ask {
         settled: bool,
     },
     /// Gives the frames that pass the NICs' wires to who asks (root), until its connection is closed:
-    /// [`Reply::Capturing`]. At most [`Ask::MOST_CAPTURES`] at a time.
+    /// [`Reply::Capturing`]. At most `baton_capture::MOST_CAPTURES` at a time.
     Capture {
         /// Most bytes of a frame; None for its headers.
         bytes: Option<u32>,
@@ -235,8 +235,6 @@ pub enum Ask {
 impl Ask {
     /// Most connections that one [`Ask::Describe`] or [`Ask::Events`] names.
     pub const MOST_DESCRIBED: usize = 128;
-    /// Most captures at a time.
-    pub const MOST_CAPTURES: usize = 4;
 }
 
 /// Where a UDP socket's rings lie in session memory: a page of words, the receive ring, the send ring.

@@ -24,7 +24,7 @@ use baton_linux::{process, topology};
 use baton_log::error;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::nic as protocol;
-use baton_protocol::nic::{Capture, DatagramSocket, Descriptor, Hop, INJECT, Listen, NicSettings, ToAgent, ToNic};
+use baton_protocol::nic::{Capture, DatagramSocket, Descriptor, Hop, Listen, NicSettings, ToAgent, ToNic};
 use baton_protocol::program::Messages;
 use baton_rmpp::{DataConfig, Halves, MatchConfig};
 use baton_shm::{Pulse, Region};
@@ -156,7 +156,7 @@ fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> 
     if settings.beside {
         let plain = host.try_clone()?;
         let host = PacketDevice::new(host, false).over_ring().context("the ring of the kernel's frames")?;
-        let host = Kernel::Beside(BesideKernel::new(host, take(Descriptor::Injector)?, INJECT));
+        let host = Kernel::Beside(BesideKernel::new(host, take(Descriptor::Injector)?));
         let wire = PacketDevice::new(wire, settings.segmentation).over_rings(plain).context("the wire's rings")?;
         let wire = Wire::Beside(wire);
         return Ok((vec![Devices { host, wire }], None));

@@ -8,6 +8,8 @@ use baton_wire::Endpoint;
 use core::sync::atomic::Ordering;
 use std::net::{IpAddr, SocketAddr};
 
+const _: () = assert!(nic::MOST_ADDRESSES == baton_resolution::MOST_ADDRESSES, "each address has an entry");
+
 /// What the agent says about the NIC's own addresses.
 #[derive(Clone, Debug)]
 pub struct AddressSettings {

@@ -1,14 +1,11 @@
 //! Captures: who looks at the frames that pass between a worker and the wire gets their beginnings in a ring, and never
 //! holds up the worker.
 
-use baton_capture::{Place, Seen, Writer};
+use baton_capture::{MOST_CAPTURES, Place, Seen, Writer};
 use baton_device::Parts;
 use baton_shm::Region;
 use baton_wire::Glance;
 use std::sync::Arc;
-
-/// Most captures at a time.
-pub const MOST_CAPTURES: usize = 4;
 
 /// What a capture wants.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,15 +1,13 @@
 //! Programs' UDP sockets, as the NIC serves them: who gets a datagram, their rings, and the ways to the hosts that they
 //! send to.
 
+use baton_abi::layout::datagrams::MOST_HOSTS;
 use baton_datagrams::{Direction, Place, Reader, Wish, Writer};
 use baton_shm::Region;
 use baton_wire::frame::Link;
 use baton_wire::{Endpoint, Flow};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-
-/// Most hosts that one socket has ways to.
-const MAX_HOSTS: usize = 4096;
 
 /// A UDP socket, as the agent describes it.
 #[derive(Clone, Debug)]
@@ -73,7 +71,7 @@ impl Socket {
     pub fn set_way(&mut self, host: [u8; 16], way: Option<DatagramWay>) -> bool {
         match way {
             None => _ = self.ways.remove(&host),
-            Some(_) if self.ways.len() >= MAX_HOSTS && !self.ways.contains_key(&host) => return false,
+            Some(_) if self.ways.len() >= MOST_HOSTS && !self.ways.contains_key(&host) => return false,
             Some(way) => _ = self.ways.insert(host, way),
         }
         true

@@ -33,7 +33,7 @@ mod transmit;
 mod worker;
 
 pub use addresses::AddressSettings;
-pub use captures::{CaptureSettings, MOST_CAPTURES};
+pub use captures::CaptureSettings;
 pub use custody::Refusal;
 pub use datagrams::{DatagramSettings, DatagramWay};
 pub use gate::Gate;

@@ -145,11 +145,6 @@ impl Moderator {
     pub fn counters(&self) -> Counters {
         self.counters
     }
-
-    /// The limits that hold now: microseconds and frames.
-    pub fn now_in_force(&self) -> (u32, u32) {
-        self.limits()
-    }
 }
 
 #[cfg(test)]

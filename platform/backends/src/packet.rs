@@ -5,6 +5,7 @@ use crate::large::Large;
 use crate::ring::{self, MAX_SENT, Next, ReceiveRing, SendRing};
 use crate::vnet::{self, MAX_GSO, VNET_HEADER, VnetDevice};
 use baton_device::{Arrival, BEGINNING, Capabilities, Device, Frame, HEADROOM, Payload};
+use baton_wire::frame::INJECT;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::null_mut;
@@ -326,15 +327,12 @@ fn message(to: *const libc::sockaddr_ll, parts: &mut [libc::iovec; 3]) -> libc::
 pub struct BesideKernel {
     outgoing: PacketDevice,
     injector: VnetDevice,
-    /// First bytes of the source address of an injected frame.
-    mark: [u8; 2],
 }
 
 impl BesideKernel {
-    /// Makes it of both. `mark` is the beginning of the source address of an injected frame; the index of the
-    /// interface follows.
-    pub fn new(outgoing: PacketDevice, injector: OwnedFd, mark: [u8; 2]) -> Self {
-        BesideKernel { outgoing, injector: VnetDevice::new(injector, true), mark }
+    /// Makes it of both.
+    pub fn new(outgoing: PacketDevice, injector: OwnedFd) -> Self {
+        BesideKernel { outgoing, injector: VnetDevice::new(injector, true) }
     }
 }
 
@@ -350,7 +348,7 @@ impl Device for BesideKernel {
     fn transmit(&mut self, frame: &mut Frame) -> bool {
         let interface = frame.interface;
         let Some(source) = frame.bytes_mut().get_mut(6..12) else { return false };
-        source[..2].copy_from_slice(&self.mark);
+        source[..2].copy_from_slice(&INJECT);
         // A frame sent on the loopback device is received there.
         if interface == LOOPBACK {
             // Who replays frames counts on it that the kernel then has them.

@@ -19,8 +19,6 @@ use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd};
 
-/// Most hosts that a session may send to; the NIC has room for as many.
-const MAX_HOSTS: usize = 8192;
 /// Hosts whose ways are looked up again before the agent turns to others.
 const HOSTS_AT_ONCE: usize = 64;
 
@@ -118,8 +116,8 @@ impl Agent {
         if messages.ethernet {
             return failed("raw Ethernet needs no way to a host".into());
         }
-        if open.hosts.len() >= MAX_HOSTS && !open.hosts.contains_key(&host) {
-            return failed(format!("the session sends to {MAX_HOSTS} hosts already"));
+        if open.hosts.len() >= session::MOST_HOSTS && !open.hosts.contains_key(&host) {
+            return failed(format!("the session sends to {} hosts already", session::MOST_HOSTS));
         }
         match ground.find_host(number, messages.address, open, host, caller) {
             Ok(asked) => (!asked).then_some(Reply::Done),

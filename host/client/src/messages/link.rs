@@ -18,9 +18,6 @@ use std::sync::atomic::Ordering;
 /// Microseconds after which a host is asked for again whose way was not known.
 const RETRY: u64 = 100_000;
 
-/// Most hosts that are remembered.
-const MAX_HOSTS: usize = 8192;
-
 /// A program's session for messages.
 pub struct Link {
     shared: Shared,
@@ -175,7 +172,7 @@ impl Link {
         if self.reached.contains(&host) || self.unreached.iter().any(|(other, _)| *other == host) {
             return true;
         }
-        if self.refused.contains(&host) || self.reached.len() + self.unreached.len() + self.refused.len() >= MAX_HOSTS {
+        if self.refused.contains(&host) || self.reached.len() + self.unreached.len() + self.refused.len() >= session::MOST_HOSTS {
             return false;
         }
         self.reach(host, now)
