@@ -13,8 +13,6 @@ pub const UDP_PORT: u16 = 51_717;
 pub const PROTOCOL_UDP: u8 = 17;
 /// Bytes of a UDP header.
 pub const UDP: usize = 8;
-/// The longest header that [`Envelope::emit`] writes: Ethernet, IPv6, UDP.
-pub const MAX_ENVELOPE: usize = ETHERNET + IPV6 + UDP;
 
 /// Offsets in the UDP header (RFC 768), in bytes.
 mod udp {
