@@ -43,7 +43,7 @@ use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
 use baton_linux::netlink::Netlink;
-use baton_linux::{interface, netlink, process, rtnetlink, starter};
+use baton_linux::{interface, netlink, process, rtnetlink, settings, starter};
 use baton_log::{debug, info, warning};
 use baton_moves::Refusal;
 use baton_protocol::keeper::{AGENT_NAME, Kept};
@@ -146,7 +146,8 @@ pub(crate) struct Agent {
 /// If something that it needs is missing; the error names it.
 pub fn run() -> Result<()> {
     let keeper = Channel::from_fd(inherited_as(Descriptor::Channel)?);
-    let settings = baton_protocol::receive_settings::<AgentSettings>(&keeper).context("settings, which the keeper sends")?;
+    let settings = settings::receive::<AgentSettings>(&keeper, baton_protocol::VERSION);
+    let settings = settings.context("settings, which the keeper sends")?;
     if let Some(core) = settings.core {
         process::pin(0, core);
     }

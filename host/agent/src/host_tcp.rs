@@ -9,7 +9,7 @@ use anyhow::{Context, Result};
 use baton_abi::layout::host_tcp;
 use baton_linux::control::Channel;
 use baton_linux::events::Doorbell;
-use baton_linux::{process, starter};
+use baton_linux::{process, settings, starter};
 use baton_protocol::nic::{NicSettings, ToNic};
 use baton_shm::Region;
 use std::collections::VecDeque;
@@ -58,7 +58,7 @@ impl HostTcp {
     /// If it cannot be started.
     pub fn start(shared: &Shared, nic_memory: &Region, nic_bell: &Doorbell, settings: &NicSettings) -> Result<HostTcp> {
         let (ours, theirs) = Channel::pair()?;
-        baton_protocol::send_settings(&ours, settings)?;
+        settings::send(&ours, baton_protocol::VERSION, settings)?;
         let [memory, bell] = shared.descriptors()?;
         let nic_memory = nic_memory.fd().context("NIC memory is shared memory")?;
         let descriptors = [nic_memory, memory, nic_bell.as_fd(), bell, theirs.as_fd()];

@@ -15,7 +15,7 @@ use baton_abi::resource::pages;
 use baton_abi::{Announcement, Cid, Control, Message, Operation, RESET_PEER, Resource};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
-use baton_linux::{process, starter};
+use baton_linux::{process, settings, starter};
 use baton_moves::{Inbox, Refusal, Room};
 use baton_offloads::Offloads;
 use baton_protocol::address::OwnAddress;
@@ -190,7 +190,7 @@ fn await_start(channel: &Channel) -> Result<(Vec<OwnAddress>, u64)> {
 /// Starts a NIC process as a child, and returns it and its control connection.
 fn start_child(hardware: &Hardware, shape: &Shape, settings: &NicSettings) -> Result<(Child, Channel)> {
     let (ours, theirs) = Channel::pair()?;
-    baton_protocol::send_settings(&ours, settings)?;
+    settings::send(&ours, baton_protocol::VERSION, settings)?;
     let memory_fd = hardware.memory.fd().context("NIC memory is shared memory")?;
     let mut descriptors = vec![
         hardware.host.as_fd(),

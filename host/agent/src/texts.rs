@@ -1,7 +1,7 @@
 //! Texts from programs: names and reasons. They are shortened, since lists of many must fit into a message, and without
 //! what a terminal or a log would act on.
 
-use baton_protocol::texts::plain;
+use baton_linux::terminal::plain;
 
 /// Most bytes of a text that are kept.
 const LONGEST: usize = 160;

@@ -4,6 +4,7 @@ use anyhow::{Context, Result, bail};
 use baton_capture::Reader;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
+use baton_linux::terminal::plain;
 use baton_protocol::events::{ProgramCounts, Told};
 use baton_protocol::program::{Answer, Ask, ConnectionInfo, Load, Reply, Request, Statistics};
 use baton_shm::Region;
@@ -150,7 +151,7 @@ impl Tool {
 
     fn next(&self) -> Result<Answer> {
         let Answer { tag, body } = self.limit.receive(&self.channel)?;
-        Ok(Answer { tag, body: body.with_plain_texts() })
+        Ok(Answer { tag, body: body.with_plain_texts(plain) })
     }
 
     /// Waits for the next answer.
@@ -296,7 +297,7 @@ impl Tool {
                 // The agent may have died with the request.
                 tag = self.send(Ask::Capture { bytes, kernel })?;
             }
-            let reply = if answer.tag == tag { answer.body.with_plain_texts() } else { continue };
+            let reply = if answer.tag == tag { answer.body.with_plain_texts(plain) } else { continue };
             let (nics, workers) = match reply {
                 Reply::Capturing { nics, workers } => (nics as usize, workers as usize),
                 Reply::Failed { reason } => bail!("{reason}"),

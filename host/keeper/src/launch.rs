@@ -4,7 +4,7 @@ use anyhow::{Context, Result, bail};
 use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::interface::{self, TapOptions};
-use baton_linux::{packet_ring, process, rtnetlink};
+use baton_linux::{packet_ring, process, rtnetlink, settings};
 use baton_log::warning;
 use baton_steering::Steering;
 use std::io;
@@ -105,7 +105,7 @@ pub fn launch(
 ) -> Result<(Child, Channel)> {
     let (parent, theirs) = Channel::pair()?;
     command.arg("keeper-process");
-    baton_protocol::send_settings(&parent, settings)?;
+    settings::send(&parent, baton_protocol::VERSION, settings)?;
     let mut descriptors = vec![devices.host.as_fd(), devices.wire.as_fd(), theirs.as_fd()];
     if let Some(beside) = &devices.beside {
         descriptors.extend([beside.injector.as_fd(), beside.injector_link.as_fd()]);

@@ -13,10 +13,9 @@ use baton_abi::layout::{nic, slot};
 use baton_agent::AgentSettings;
 use baton_linux::control::Channel;
 use baton_linux::events::Doorbell;
-use baton_linux::{process, starter};
+use baton_linux::{process, settings, starter};
 use baton_log::{error, warning};
 use baton_protocol::keeper::Kept;
-use baton_protocol::{receive_settings, send_settings};
 use baton_shm::Region;
 use baton_supervision::Cause;
 use held::Held;
@@ -58,7 +57,7 @@ pub fn run() -> Result<()> {
     };
     let (host, wire) = (take(Descriptor::Host)?, take(Descriptor::Wire)?);
     let parent = Channel::from_fd(take(Descriptor::Parent)?);
-    let settings = &receive_settings::<AgentSettings>(&parent)
+    let settings = &settings::receive::<AgentSettings>(&parent, baton_protocol::VERSION)
         .context("receiving the settings, which the process that starts a keeper sends")?;
     let mut further = (FURTHER..).map(|number| process::inherited(number).with_context(|| format!("descriptor {number}")));
     let mut next = || further.next().context("descriptors have no end")?;
@@ -76,7 +75,7 @@ pub fn run() -> Result<()> {
     let mut blame = Blame::default();
     loop {
         let (ours, theirs) = Channel::pair()?;
-        send_settings(&ours, settings)?;
+        settings::send(&ours, baton_protocol::VERSION, settings)?;
         let region = memory.fd().context("NIC memory is shared memory")?;
         let mut descriptors = vec![host.as_fd(), wire.as_fd(), region, nic_bell.as_fd(), agent_bell.as_fd(), theirs.as_fd()];
         if let Some(beside) = &beside {

@@ -3,7 +3,6 @@
 use crate::address::AddressInfo;
 use crate::events::{ProgramCounts, Told};
 use crate::native::Native;
-use crate::texts::plain;
 use baton_offloads::Offloads;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, VecDeque};
@@ -530,9 +529,9 @@ pub enum Reply {
 }
 
 impl Reply {
-    /// Escapes what a terminal would act on in the texts that people are shown ([`plain`]).
+    /// Escapes with `plain` what a terminal would act on in the texts that people are shown.
     #[must_use]
-    pub fn with_plain_texts(mut self) -> Reply {
+    pub fn with_plain_texts(mut self, plain: fn(&str) -> String) -> Reply {
         match &mut self {
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => *reason = plain(reason),
             Reply::Attachers(list) => list.iter_mut().for_each(|(_, what)| *what = plain(what)),

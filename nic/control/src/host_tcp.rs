@@ -8,7 +8,7 @@ use baton_abi::layout::{host_tcp, session as session_layout};
 use baton_datapath::{HostWire, NoKernel, Worker, WorkerSettings};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
-use baton_linux::process;
+use baton_linux::{process, settings};
 use baton_protocol::nic::{HostTcpDescriptor, NicSettings, ToAgent, ToNic};
 use baton_shm::{Pulse, Region};
 use baton_tcp::Instant;
@@ -43,7 +43,8 @@ struct HostTcp {
 /// If a descriptor is missing or a system call fails.
 pub fn run() -> Result<()> {
     let channel = Channel::from_fd(take(HostTcpDescriptor::Channel)?);
-    let settings = baton_protocol::receive_settings::<NicSettings>(&channel).context("receiving the settings from the agent")?;
+    let settings = settings::receive::<NicSettings>(&channel, baton_protocol::VERSION);
+    let settings = settings.context("receiving the settings from the agent")?;
     let memory = Arc::new(Region::map(take(HostTcpDescriptor::Memory)?)?);
     let shared = Arc::new(Region::map(take(HostTcpDescriptor::Shared)?)?);
     let nic_bell = Doorbell::from_fd(take(HostTcpDescriptor::NicBell)?);

@@ -20,7 +20,7 @@ use baton_datapath::{
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros, monotonic_nanos};
-use baton_linux::{process, topology};
+use baton_linux::{process, settings, topology};
 use baton_log::error;
 use baton_protocol::address::OwnAddress;
 use baton_protocol::nic as protocol;
@@ -189,7 +189,8 @@ fn devices(settings: &NicSettings) -> Result<(Vec<Devices>, Option<Registers>)> 
 pub fn run() -> Result<()> {
     let channel = Channel::from_fd(take(Descriptor::Channel)?);
     // Not among the arguments, which every user can read: the lookup's key must stay secret.
-    let settings = &baton_protocol::receive_settings::<NicSettings>(&channel).context("receiving the settings from the agent")?;
+    let settings = settings::receive::<NicSettings>(&channel, baton_protocol::VERSION);
+    let settings = &settings.context("receiving the settings from the agent")?;
     let (devices, registers) = devices(settings)?;
     let memory = Arc::new(Region::map(take(Descriptor::Memory)?)?);
     nic::many_slots(settings.slots).for_each(|slots| memory.advise_huge(slots));

@@ -12,7 +12,7 @@ use baton_abi::layout::nic;
 use baton_filter::words::{self, UNMATCHED, UNREADABLE, WORDS};
 use baton_linux::control::{Channel, Listener};
 use baton_linux::events::{Poller, Trigger};
-use baton_linux::{process, starter};
+use baton_linux::{process, settings, starter};
 use baton_log::warning;
 use baton_protocol::filter::{
     AgentAnswer, AgentRequest, FilterAsk, FilterReply, FilterRequest, FromFilter, FromOwner, ListedRule, OwnerDescriptor,
@@ -73,7 +73,7 @@ impl Owner {
         let (agents, asked) = Channel::pair()?;
         command.arg(OWNER_ARGUMENT);
         let OwnerSettings { rules, .. } = settings;
-        baton_protocol::send_settings(&parent, &OwnerSettings { rules: Vec::new(), ..settings.clone() })?;
+        settings::send(&parent, baton_protocol::VERSION, &OwnerSettings { rules: Vec::new(), ..settings.clone() })?;
         let mut descriptors = vec![host, wire, asked.as_fd(), theirs.as_fd()];
         descriptors.extend(card.iter().map(AsFd::as_fd));
         process::inherit(&mut command, &descriptors, false);
@@ -167,7 +167,7 @@ fn take(number: i32) -> Result<OwnedFd> {
 /// If a descriptor is missing, the first rules are refused, or a system call fails.
 pub fn run() -> Result<()> {
     let parent = Channel::from_fd(take(OwnerDescriptor::Parent as i32)?);
-    let settings = baton_protocol::receive_settings::<OwnerSettings>(&parent).context("receiving the settings")?;
+    let settings = settings::receive::<OwnerSettings>(&parent, baton_protocol::VERSION).context("receiving the settings")?;
     let agents = Channel::from_fd(take(OwnerDescriptor::Agents as i32)?);
     let card = OwnerDescriptor::Card as i32..;
     let card = card.take(settings.nic.card_descriptors()).map(take).collect::<Result<Vec<OwnedFd>>>()?;
@@ -283,7 +283,7 @@ impl Process {
         };
         let (ours, theirs) = Channel::pair()?;
         let (agents, nics) = Channel::pair()?;
-        baton_protocol::send_settings(&agents, &settings)?;
+        settings::send(&agents, baton_protocol::VERSION, &settings)?;
         let filter = self.memory.fd().context("the filter's memory is shared memory")?;
         let mut inherited =
             vec![self.host.as_fd(), self.wire.as_fd(), memory.as_fd(), nic_bell.as_fd(), agent_bell.as_fd(), nics.as_fd()];

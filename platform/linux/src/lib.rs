@@ -43,6 +43,7 @@ pub mod route;
 pub mod rtnetlink;
 pub mod seccomp;
 pub mod service;
+pub mod settings;
 pub mod socket;
 pub mod starter;
 pub mod stream;

@@ -8,8 +8,8 @@ use crate::top::panels::{Meter, Panels, Program, Worker, count_programs};
 use baton_handoff::examine::state_name;
 use baton_linux::events::monotonic_micros;
 use baton_linux::process;
+use baton_linux::terminal::plain;
 use baton_protocol::program::{ClassInfo, NicStatistics, Place, Statistics};
-use baton_protocol::texts::plain;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, HashMap, HashSet};
 
