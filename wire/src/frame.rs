@@ -38,8 +38,8 @@ pub const IPV4_DONT_FRAGMENT: u8 = 0x40;
 pub const ECN_MASK: u8 = 3;
 /// ECN field "congestion experienced" (RFC 3168 section 5).
 pub const ECN_CE: u8 = 3;
-/// First two bytes of the source address of a frame that a NIC beside the kernel gives to it: the index of the device at
-/// which it is to count as received follows, unless it is sent on the loopback device.
+/// First two bytes of the source address of a frame that a NIC beside the kernel gives to it: the index of the device
+/// at which it is to count as received follows, unless it is sent on the loopback device.
 pub const INJECT: [u8; 2] = [0x02, 0xba];
 
 /// Why a frame is no TCP segment that the lookup can assign to a connection. Such frames are not errors: they go to the

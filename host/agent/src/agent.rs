@@ -146,8 +146,7 @@ pub(crate) struct Agent {
 /// If something that it needs is missing; the error names it.
 pub fn run() -> Result<()> {
     let keeper = Channel::from_fd(inherited_as(Descriptor::Channel)?);
-    let settings = settings::receive::<AgentSettings>(&keeper, baton_protocol::VERSION);
-    let settings = settings.context("settings, which the keeper sends")?;
+    let settings = settings::receive::<AgentSettings>(&keeper, baton_protocol::VERSION).context("the settings of its keeper")?;
     if let Some(core) = settings.core {
         process::pin(0, core);
     }

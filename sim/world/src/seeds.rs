@@ -13,8 +13,8 @@ pub struct Summary {
     pub failures: Vec<(u64, String)>,
 }
 
-/// Runs the scenarios of these seeds, each of which is asked for when the one before has run. `ran` is called after each
-/// with its failure, if there is one.
+/// Runs the scenarios of these seeds, each of which is asked for when the one before has run. `ran` is called after
+/// each with its failure, if there is one.
 pub fn run_seeds(seeds: impl IntoIterator<Item = u64>, mut ran: impl FnMut(u64, Option<&str>)) -> Summary {
     let mut summary = Summary::default();
     for seed in seeds {
