@@ -567,8 +567,8 @@ mod tests {
     use baton_handoff::shell::Saved;
     use baton_image::Image;
 
-    /// A next agent that looks elsewhere than the last one for the heap, or for a NIC's rings, slots and posted buffers,
-    /// would write into what others have there: whoever moves them changes the version.
+    /// A next agent that looks elsewhere than the last one for the heap, or for a NIC's rings, slots and posted
+    /// buffers, would write into what others have there: whoever moves them changes the version.
     #[test]
     fn a_layout_that_differs_is_another_versions() {
         use baton_abi::layout::scratch;

@@ -53,7 +53,7 @@ impl Document {
     /// If there is none, or callgrind runs, whose cost would be measured. The numbers of a short run mean nothing.
     pub fn check_live(&self, how: Run) -> Result<()> {
         ensure!(self.live.is_some(), "{} has no live run: run it without --live. Its models are what there is", self.word);
-        match process::named("callgrind").first() {
+        match process::processes(|name| name.starts_with("callgrind")).first() {
             Some(process) if !how.short => {
                 bail!("callgrind runs (process {process}), and takes the processors that are measured: wait for its end")
             }

@@ -405,13 +405,8 @@ pub fn kernel_threads() -> Vec<u32> {
     processes(|name| ["ksoftirqd/", "napi/"].iter().any(|of| name.starts_with(of)))
 }
 
-/// Process numbers of programs whose name, of 15 bytes, begins so.
-pub fn named(beginning: &str) -> Vec<u32> {
-    processes(|name| name.starts_with(beginning))
-}
-
-/// The processes with a fitting name.
-fn processes(fits: impl Fn(&str) -> bool) -> Vec<u32> {
+/// Process numbers of programs with a fitting name, which has at most 15 bytes.
+pub fn processes(fits: impl Fn(&str) -> bool) -> Vec<u32> {
     let Ok(entries) = std::fs::read_dir("/proc") else { return Vec::new() };
     let numbers = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     numbers.filter(|pid| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| fits(comm.trim()))).collect()

@@ -329,8 +329,7 @@ pub fn use_cubic(fd: BorrowedFd<'_>) -> io::Result<()> {
 /// # Errors
 /// The failed system call's.
 pub fn limit_rate(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
-    const SO_MAX_PACING_RATE: i32 = 47;
-    set_bytes(fd, libc::SOL_SOCKET, SO_MAX_PACING_RATE, &bytes.to_ne_bytes())
+    set_bytes(fd, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, &bytes.to_ne_bytes())
 }
 
 /// Whether a socket is in blocking mode.
