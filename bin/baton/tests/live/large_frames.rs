@@ -192,8 +192,10 @@ fn frames_of_more_than_64_kb_are_received() {
             // that runs other tests, too, a few times as long.
             assert!(took < 10 * natively + Duration::from_secs(2), "{what}: {took:?}, natively {natively:?}");
             assert!(frames < TRANSFER >> 16, "{what}: {frames} frames: the peer sends no large ones");
-            // Those that come while the connection's memory grows are held in parts.
-            assert!(parts < frames + frames / 2, "{what}: {frames} frames were received in {parts} parts");
+            // Those that come while the connection's memory grows are held in parts, up to nine of a frame. If all
+            // were, there would be a part for each 64 KB at least.
+            let whole = parts < (frames + (TRANSFER >> 16)) / 2;
+            assert!(whole, "{what}: {frames} frames were received in {parts} parts");
             let again = again(&scene) - before.0;
             assert!(again < frames / 10, "{what}: of {frames} frames {again} segments were sent again");
             for to in [Place::Kernel, Place::Nic, Place::Kernel, Place::Nic] {
