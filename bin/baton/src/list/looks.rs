@@ -206,18 +206,21 @@ impl Watch {
         }
     }
 
-    /// The classes of connections of all Batons that place them by measured gain, and what was measured.
+    /// The classes of connections of all Batons that place them by measured gain, and what was measured, in the order
+    /// of the Batons: of the same class each look finds the same one last.
     pub fn classes(&mut self) -> Vec<ClassInfo> {
-        let all = Mutex::new(Vec::new());
+        let answers = Mutex::new(Vec::new());
         self.each(|baton| {
             let Some(tool) = baton.tool.as_mut() else { return };
             tool.begin_round();
             // What goes wrong shows at the next look.
             if let Ok(Reply::Gain(classes)) = tool.ask(Ask::Gain) {
-                all.lock().unwrap_or_else(PoisonError::into_inner).extend(classes);
+                answers.lock().unwrap_or_else(PoisonError::into_inner).push((baton.number, classes));
             }
         });
-        all.into_inner().unwrap_or_else(PoisonError::into_inner)
+        let mut in_order = answers.into_inner().unwrap_or_else(PoisonError::into_inner);
+        in_order.sort_unstable_by_key(|(number, _)| *number);
+        in_order.into_iter().flat_map(|(_, classes)| classes).collect()
     }
 
     /// Gets the long descriptions of these connections.
