@@ -17,7 +17,7 @@ use baton_ring::Consumer;
 use baton_shm::Region;
 use std::collections::BTreeMap;
 use std::io;
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -167,6 +167,8 @@ pub(crate) struct OpenSession {
     pub is_polled: bool,
     /// In a session for messages: the hosts that its program has asked this NIC to reach.
     pub hosts: BTreeMap<IpAddr, Host>,
+    /// The host whose way was looked up again last, at first one that is before all others.
+    pub last_host: IpAddr,
     /// Memory of connections that ended on the NIC, by number: the program may read it until it forgets them.
     pub ended: BTreeMap<u32, Memory>,
     /// Memory of connections that are closed, by number: threads may still be inside operations on them.
@@ -201,6 +203,7 @@ impl OpenSession {
             socket: None,
             is_polled: false,
             hosts: BTreeMap::new(),
+            last_host: Ipv4Addr::UNSPECIFIED.into(),
             ended: BTreeMap::new(),
             late: Vec::new(),
         }

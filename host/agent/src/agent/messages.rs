@@ -17,6 +17,7 @@ use baton_steering::{FURTHER, Path, Steer, messages_flow};
 use baton_wire::rmpp::envelope::{ETHERTYPE_RMPP, ethernet_address};
 use std::collections::BTreeSet;
 use std::net::{IpAddr, SocketAddr};
+use std::ops::Bound::{Excluded, Unbounded};
 use std::os::fd::{AsFd, BorrowedFd};
 
 /// Hosts whose ways are looked up again before the agent turns to others.
@@ -142,6 +143,7 @@ impl Agent {
             self.looks.hosts_from = number + 1;
             let Some((mut ground, session)) = self.split(number) else { continue };
             let (Some(messages), Some(open)) = (&session.opening.messages, &mut session.open) else { continue };
+            open.last_host = host;
             open.hosts.entry(host).and_modify(|host| host.stale = false);
             // Why there is no way is not kept: a request for this host asks the kernel again, and its answer says why.
             let _ = ground.find_host(number, messages.address, open, host, None);
@@ -211,15 +213,20 @@ fn next_with_socket(sessions: &[Option<Session>], from: u32, most: usize) -> Vec
 }
 
 /// Up to `most` hosts whose ways are to be looked up again, each with its session's number, in turn: those of the
-/// sessions from `from` on, then of those before it.
+/// sessions from `from` on, then of those before it. Those of one session are in turn, too.
 fn next_stale_hosts(sessions: &[Option<Session>], from: u32, most: usize) -> Vec<(u32, IpAddr)> {
     let (all, from) = (sessions.len() as u32, from.min(sessions.len() as u32));
     let hosts_of = |number: u32| {
         let session = sessions[number as usize].as_ref().filter(|session| session.opening.messages.is_some());
-        let hosts = session.and_then(|session| session.open.as_ref()).into_iter().flat_map(|open| &open.hosts);
+        let hosts = session.and_then(|session| session.open.as_ref()).into_iter().flat_map(hosts_in_turn);
         hosts.filter(|(_, host)| host.stale).map(move |(address, _)| (number, *address))
     };
     (from..all).chain(0..from).flat_map(hosts_of).take(most).collect()
+}
+
+/// A session's hosts, beginning behind the one whose way was looked up again last.
+fn hosts_in_turn(open: &OpenSession) -> impl Iterator<Item = (&IpAddr, &Host)> {
+    open.hosts.range((Excluded(open.last_host), Unbounded)).chain(open.hosts.range(..=open.last_host))
 }
 
 /// What the socket of a session for messages is bound to.
@@ -305,7 +312,8 @@ mod tests {
         session
     }
 
-    /// A session whose ways change all the time does not keep those of others from being looked up.
+    /// A session whose ways change all the time does not keep those of others from being looked up, nor its first hosts
+    /// the others of its own.
     #[test]
     fn hosts_of_sessions_are_looked_up_in_turn() {
         let mut sessions = [Some(session(true)), None, Some(session(false)), Some(session(true))];
@@ -317,6 +325,9 @@ mod tests {
         assert_eq!(next_stale_hosts(&sessions, 0, 2), [(0, address(1)), (0, address(3))]);
         assert_eq!(next_stale_hosts(&sessions, 1, 3), [(3, address(1)), (3, address(3)), (0, address(1))]);
         assert_eq!(next_stale_hosts(&sessions, 9, 9).len(), 4, "the last sessions have ended");
+        let open = sessions[0].as_mut().and_then(|session| session.open.as_mut()).expect("it is open");
+        open.last_host = address(1);
+        assert_eq!(next_stale_hosts(&sessions, 0, 3), [(0, address(3)), (0, address(1)), (3, address(1))]);
     }
 
     /// However many there are, some are polled at a time, and each has its turn.
