@@ -395,7 +395,7 @@ pub(crate) fn place(agent: &mut Agent) {
         if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
             look_at(agent, nic, now);
         }
-        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has_connection()) {
+        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has_connection(), now) {
             if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
                 agent.attend(key.0);
                 agent.begin_unasked(key.0, key.1, false);
@@ -406,26 +406,27 @@ pub(crate) fn place(agent: &mut Agent) {
 
 /// Decides which connections a NIC is to have of those that wait for room there, or until they are hot enough.
 fn look_at(agent: &mut Agent, nic: usize, now: u64) {
-    let Known { samples, scene, keys, connections, pages } = samples(agent, nic);
+    let known = samples(agent, nic, now);
     let (limits, room) = (agent.nics[nic].settings().offloads.limits, &agent.nics[nic].room);
     let by_pairs = limits.pairs.map_or(u32::MAX, |most| most / PAIRS);
     let most = limits.connections.unwrap_or(u32::MAX).min(by_pairs) as usize;
     let most_pages = limits.memory.map_or(u64::MAX, |bytes| bytes / u64::from(PAGE));
-    let over = (connections.saturating_sub(most), u64::from(pages).saturating_sub(most_pages) as u32);
+    let over = known.over(most, most_pages);
     // A connection that comes will have about as much memory as those that are there. With none there one may try.
-    let usual = pages.checked_div(connections as u32).unwrap_or_else(|| room.free(Resource::Memory)).max(1);
+    let usual = known.pages.checked_div(known.connections as u32).unwrap_or_else(|| room.free(Resource::Memory)).max(1);
     let free = room.free(Resource::Connections).min(room.free(Resource::Pairs) / PAIRS);
     let free = free.min(room.free(Resource::Memory) / usual) as usize;
     // While its processor is too busy nobody comes for whoever would leave.
-    let is_full = connections >= most.min(agent.settings.nic.slots) || u64::from(pages) + u64::from(usual) > most_pages;
+    let is_full = known.is_full(most.min(agent.settings.nic.slots), most_pages, usual);
     let demand = Demand { over, free, swaps: is_full && limits.when_full == WhenFull::Coldest };
+    let Known { samples, scene, keys, .. } = known;
     let choice = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, scene, demand, now);
     let why = if over == (0, 0) { COLDER } else { TOO_MANY };
     let leaving = choice.leave.iter().map(|serial| (serial, why));
     for (serial, why) in leaving.chain(choice.cold.iter().map(|serial| (serial, GONE_COLD))) {
         let Some(key) = keys.get(serial).copied() else { continue };
         agent.statistics.colder += u64::from(why == COLDER);
-        agent.moves.placements[nic].note_leaving(key);
+        agent.moves.placements[nic].note_leaving(key, now);
         agent.return_soon(key.0, key.1, why);
     }
     explain(agent, &samples, &keys, &choice.short);
@@ -456,9 +457,26 @@ struct Known {
     /// Of those on the NIC, and on their way there: how many, and their pages.
     connections: usize,
     pages: u32,
+    /// The same of those that were to leave the NIC for others, and have not for long.
+    slow: (usize, u32),
 }
 
-fn samples(agent: &mut Agent, nic: usize) -> Known {
+impl Known {
+    /// Connections and pages beyond these limits.
+    fn over(&self, most: usize, most_pages: u64) -> (usize, u32) {
+        (self.connections.saturating_sub(most), u64::from(self.pages).saturating_sub(most_pages) as u32)
+    }
+
+    /// Whether another connection, of so many pages, comes only if one leaves. While some leave nobody else has to, but
+    /// their programs and attachers may take as long as they like: after a while they count as if they stayed.
+    fn is_full(&self, most: usize, most_pages: u64, usual: u32) -> bool {
+        let (slow, slow_pages) = self.slow;
+        let pages = u64::from(self.pages) + u64::from(slow_pages) + u64::from(usual);
+        self.connections + slow >= most || pages > most_pages
+    }
+}
+
+fn samples(agent: &mut Agent, nic: usize, now: u64) -> Known {
     let mut known = Known::default();
     let memory = &agent.hardware[nic].memory;
     for (session, entry) in agent.sessions.iter().enumerate() {
@@ -466,11 +484,14 @@ fn samples(agent: &mut Agent, nic: usize) -> Known {
             let Some(cid) = connection.cid.filter(|cid| cid.nic() == nic) else { continue };
             let hot_from = connection.block.hot_from();
             known.scene.by_heat |= hot_from > 0;
-            if connection.is_leaving() || connection.must_return().is_some() {
-                continue;
-            }
             let on_nic = connection.on_nic.as_deref().map(OnNic::memory);
             let pages = on_nic.map_or(0, |memory| pages(memory.receive.1, memory.send.1));
+            if connection.is_leaving() || connection.must_return().is_some() {
+                if agent.moves.placements[nic].leaves_slowly(connection.serial, now) {
+                    known.slow = (known.slow.0 + 1, known.slow.1.saturating_add(pages));
+                }
+                continue;
+            }
             known.connections += 1;
             known.pages = known.pages.saturating_add(pages);
             if connection.stage() == Stage::Nic && !connection.closed && !connection.opening {
@@ -478,10 +499,11 @@ fn samples(agent: &mut Agent, nic: usize) -> Known {
                 let carried = record.map(|record| record.snd_una.wrapping_add(record.rcv_nxt));
                 known.samples.push(Sample { key: connection.serial, place: At::Nic, carried, pages, hot_from });
                 known.keys.insert(connection.serial, (session as u32, connection.number(), connection.serial));
+                agent.moves.placements[nic].has_come(connection.serial);
             }
         }
     }
-    for key in agent.moves.placements[nic].waiting() {
+    for key in agent.moves.placements[nic].waiting(now) {
         let connection = named(&mut agent.sessions, key).filter(|connection| connection.goes_by_itself(false));
         let hot_from = connection.as_ref().map_or(0, |connection| connection.block.hot_from());
         match connection.map(|connection| (connection.stage(), connection)) {
@@ -492,7 +514,7 @@ fn samples(agent: &mut Agent, nic: usize) -> Known {
                 known.scene.anybody_waits |= hot_from == 0;
             }
             Some((_, connection)) if connection.is_leaving() || connection.must_return().is_some() => {
-                known.scene.anybody_waits |= hot_from == 0;
+                known.scene.anybody_waits |= hot_from == 0 && !agent.moves.placements[nic].leaves_slowly(key.2, now);
             }
             _ => agent.moves.placements[nic].forget(key.2),
         }
@@ -517,6 +539,16 @@ mod tests {
             }
         }
         assert!((380..=410).contains(&made), "{made} moves of a millisecond in two seconds, of which it may have a fifth");
+    }
+
+    /// An attacher that does not bring back what has to leave a full NIC has its place, and no more.
+    #[test]
+    fn others_change_places_while_one_does_not_leave() {
+        let known = Known { connections: 3, pages: 30, slow: (1, 10), ..Known::default() };
+        assert!(known.is_full(4, u64::MAX, 10) && known.is_full(9, 49, 10));
+        assert!(!known.is_full(5, u64::MAX, 10) && !known.is_full(9, 50, 10));
+        // None of the others has to leave for it.
+        assert_eq!((known.over(3, 30), known.over(2, 20)), ((0, 0), (1, 10)));
     }
 
     /// Who cannot go for another reason is tried again like any other, and waits for no room meanwhile.

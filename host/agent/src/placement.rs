@@ -5,6 +5,7 @@
 
 use baton_linux::events::monotonic_micros;
 use baton_policy::{Choice, Demand, Heat, Sample};
+use baton_supervision::LONGEST_RETRY;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -17,6 +18,14 @@ const PART: u64 = 100;
 /// one, which knows how much each carries.
 const FIRST: u64 = 10_000;
 const SECOND: u64 = 250_000;
+
+/// Microseconds for which a connection whose turn it is may go to the NIC: an attacher stops its program first. One that
+/// has not come has its next turn that long after the last one, then after twice as long, and so on.
+const TURN: u64 = 1_000_000;
+
+/// Microseconds after which a connection that was to leave the NIC for another one, and has not, counts as one that
+/// stays: its attacher does not act, say.
+const SLOW: u64 = 2_000_000;
 
 /// Names a connection: session, number, and serial number, since session and number are reused.
 type Key = (u32, u32, u64);
@@ -58,6 +67,43 @@ pub(crate) struct Scene {
     pub by_heat: bool,
 }
 
+/// The turns of a connection that has not come to the NIC since: its attacher does not act, say, or its program does not
+/// leave an operation. Each may have cost another connection its place, so they become ever rarer.
+#[derive(Clone, Copy, Default)]
+struct Turns {
+    /// When the last one began, in microseconds of the monotonic clock.
+    last: u64,
+    /// How many there were.
+    count: u8,
+}
+
+impl Turns {
+    fn begin(&mut self, now: u64) {
+        // As many as the longest pause needs.
+        (self.last, self.count) = (now, self.count.saturating_add(1).min(8));
+    }
+
+    /// Whether the last one goes on.
+    fn goes_on(&self, now: u64) -> bool {
+        now < self.last.saturating_add(TURN)
+    }
+
+    /// Microseconds from the last one to the next one.
+    fn pause(&self) -> u64 {
+        (TURN << self.count.saturating_sub(1)).min(LONGEST_RETRY)
+    }
+
+    /// Whether there may be another one.
+    fn may_begin(&self, now: u64) -> bool {
+        now >= self.last.saturating_add(self.pause())
+    }
+
+    /// Whether the last one was so long ago that it does not count any more.
+    fn is_old(&self, now: u64) -> bool {
+        now >= self.last.saturating_add(2 * LONGEST_RETRY)
+    }
+}
+
 /// What is known of one NIC's connections while it is full, or while some have to be hot enough.
 #[derive(Default)]
 pub(crate) struct Placement {
@@ -66,6 +112,10 @@ pub(crate) struct Placement {
     waiting: BTreeMap<u64, Key>,
     /// Those that are to go there as soon as there is room, the hottest first.
     coming: VecDeque<Key>,
+    /// Of those that had their turn and are not there, by serial number.
+    turns: BTreeMap<u64, Turns>,
+    /// When those that wait, or do so soon, were chosen to leave the NIC, by serial number.
+    leaving: BTreeMap<u64, u64>,
     /// When to look, in microseconds of the monotonic clock.
     due: Option<u64>,
 }
@@ -92,9 +142,21 @@ impl Placement {
         self.due = Some(0);
     }
 
-    /// Those that wait, or do so soon: they are on their way from the NIC.
-    pub fn waiting(&self) -> Vec<Key> {
-        self.waiting.values().copied().collect()
+    /// Those that wait, or do so soon: they are on their way from the NIC. Not those that have had their turn just now.
+    pub fn waiting(&self, now: u64) -> Vec<Key> {
+        let may_come = |serial: &u64| self.turns.get(serial).is_none_or(|turns| turns.may_begin(now));
+        self.waiting.iter().filter(|(serial, _)| may_come(serial)).map(|(_, key)| *key).collect()
+    }
+
+    /// Notes that a connection is on the NIC, and is not to leave it.
+    pub fn has_come(&mut self, serial: u64) {
+        self.turns.remove(&serial);
+        self.leaving.remove(&serial);
+    }
+
+    /// Whether a connection that is still on the NIC was to leave it long ago.
+    pub fn leaves_slowly(&self, serial: u64, now: u64) -> bool {
+        self.leaving.get(&serial).is_some_and(|since| now.saturating_sub(*since) >= SLOW)
     }
 
     /// Whether a connection waits.
@@ -103,8 +165,9 @@ impl Placement {
     }
 
     /// Notes that a connection leaves the NIC: it waits from then on.
-    pub fn note_leaving(&mut self, key: Key) {
+    pub fn note_leaving(&mut self, key: Key, now: u64) {
         self.waiting.insert(key.2, key);
+        self.leaving.insert(key.2, now);
     }
 
     /// Forgets a connection that does not wait any more.
@@ -120,11 +183,14 @@ impl Placement {
         let between = if self.heat.is_new() { SECOND } else { BETWEEN };
         let choice = self.heat.choose(began, samples, demand);
         self.coming.extend(choice.come.iter().filter_map(|serial| self.waiting.get(serial).copied()));
-        gate.chosen = choice.come.iter().copied().collect();
+        self.turns.retain(|_, turns| !turns.is_old(began));
+        self.leaving.retain(|serial, _| self.waiting.contains_key(serial));
+        let in_turn = self.turns.iter().filter(|(_, turns)| turns.goes_on(began)).map(|(serial, _)| *serial);
+        gate.chosen = choice.come.iter().copied().chain(in_turn).collect();
         let is_short = demand.free == 0 && !choice.short.is_empty();
         gate.full = scene.anybody_waits || is_short || demand.over != (0, 0);
         if self.waiting.is_empty() && choice.leave.is_empty() && demand.over == (0, 0) && !scene.by_heat {
-            *self = Placement::default();
+            *self = Placement { turns: std::mem::take(&mut self.turns), ..Placement::default() };
             return choice;
         }
         let now = monotonic_micros();
@@ -132,9 +198,11 @@ impl Placement {
         choice
     }
 
-    /// The next connection that is to go to the NIC, if that has room.
-    pub fn next(&mut self, has_room: bool) -> Option<Key> {
-        if has_room { self.coming.pop_front() } else { None }
+    /// The next connection that is to go to the NIC, if that has room: its turn begins.
+    pub fn next(&mut self, has_room: bool, now: u64) -> Option<Key> {
+        let key = if has_room { self.coming.pop_front()? } else { return None };
+        self.turns.entry(key.2).or_default().begin(now);
+        Some(key)
     }
 }
 
@@ -161,7 +229,8 @@ mod tests {
         let waits = [sample(7, Place::Waits, 0), sample(8, Place::Waits, 0), sample(3, Place::Nic, 0)];
         let demand = Demand { free: 1, ..Demand::default() };
         assert_eq!(placement.look(&mut gate, &waits, WAITING, demand, 100_000).leave, [0; 0]);
-        assert_eq!([placement.next(false), placement.next(true), placement.next(true)], [None, Some((1, 1, 7)), None]);
+        let mut next = |has_room| placement.next(has_room, 100_000);
+        assert_eq!([next(false), next(true), next(true)], [None, Some((1, 1, 7)), None]);
         assert!(gate.admits((1, 1, 7), false) && !gate.admits((1, 2, 8), false));
     }
 
@@ -172,7 +241,7 @@ mod tests {
         next.refuse((1, 2, 8), true);
         next.inherit(&mut last);
         assert!(placement.is_due(&mut next, 0) || placement.wait().is_some());
-        let mut waiting = placement.waiting();
+        let mut waiting = placement.waiting(0);
         waiting.sort_unstable();
         assert_eq!(waiting, [(1, 1, 7), (1, 2, 8)]);
     }
@@ -190,6 +259,58 @@ mod tests {
         assert!(gate.admits((1, 3, 9), false) && placement.wait().is_none());
     }
 
+    /// The attacher of the hottest one does not act: others have the room then, and it is asked ever more rarely.
+    #[test]
+    fn who_does_not_come_leaves_the_room_to_others() {
+        let (mut placement, mut gate) = (Placement::default(), Gate::default());
+        let (idle, other) = ((1, 1, 7), (2, 1, 8));
+        [idle, other].into_iter().for_each(|key| gate.refuse(key, true));
+        assert!(!placement.is_due(&mut gate, 0));
+        let scene = Scene { by_heat: true, ..Scene::default() };
+        let demand = Demand { free: 1, ..Demand::default() };
+        let (mut asked, mut others) = (Vec::new(), 0);
+        for now in (500_000..120_000_000).step_by(500_000) {
+            let rate = |key: Key| if key == idle { 9u32 } else { 3 };
+            let heat = |key: &Key| Sample { hot_from: 1000, ..sample(key.2, Place::Waits, rate(*key) * (now / 1000) as u32) };
+            let samples: Vec<Sample> = placement.waiting(now).iter().map(heat).collect();
+            placement.look(&mut gate, &samples, scene, demand, now);
+            match placement.next(true, now) {
+                Some(key) if key == idle => asked.push(now),
+                Some(key) => {
+                    assert_eq!(key, other);
+                    placement.has_come(8);
+                    others += 1;
+                }
+                None => {}
+            }
+            let may_come = asked.last().is_some_and(|turn| now < turn + TURN);
+            assert_eq!(gate.admits(idle, true), may_come, "at {now}, asked at {asked:?}");
+        }
+        assert!((5..10).contains(&asked.len()), "{asked:?}");
+        assert!(others > 200, "{others}");
+        // It has come by itself, and may come again.
+        placement.has_come(7);
+        assert_eq!(placement.waiting(120_000_000).len(), 2);
+    }
+
+    #[test]
+    fn who_does_not_leave_counts_as_staying_after_a_while() {
+        let (mut placement, key) = (Placement::default(), (1, 1, 7));
+        placement.note_leaving(key, 5);
+        assert!(
+            !placement.leaves_slowly(7, 4 + SLOW)
+                && placement.leaves_slowly(7, 5 + SLOW)
+                && !placement.leaves_slowly(8, 5 + SLOW)
+        );
+        placement.has_come(7);
+        assert!(!placement.leaves_slowly(7, 5 + SLOW));
+        placement.note_leaving(key, 5);
+        // It has ended.
+        placement.forget(7);
+        placement.look(&mut Gate::default(), &[], WAITING, Demand::default(), 9);
+        assert!(!placement.leaves_slowly(7, 5 + SLOW));
+    }
+
     /// One that has to be hot waits for that, and keeps nobody else from coming. It is looked at for as long as it is
     /// on the NIC, too.
     #[test]
@@ -205,9 +326,9 @@ mod tests {
         let nobody = Scene::default();
         placement.look(&mut gate, &hot(Place::Waits, 0), nobody, demand, 0);
         placement.look(&mut gate, &hot(Place::Waits, 500), nobody, demand, 1_000_000);
-        assert!(placement.next(true).is_none() && !gate.admits(key, true) && gate.admits((1, 2, 8), false));
+        assert!(placement.next(true, 1_000_000).is_none() && !gate.admits(key, true) && gate.admits((1, 2, 8), false));
         placement.look(&mut gate, &hot(Place::Waits, 5000), nobody, demand, 2_000_000);
-        assert_eq!(placement.next(true), Some(key));
+        assert_eq!(placement.next(true, 2_000_000), Some(key));
         assert!(gate.admits(key, true) && gate.admits((1, 2, 8), false));
         placement.forget(7);
         let there = Scene { by_heat: true, ..nobody };
