@@ -122,6 +122,16 @@ fn is_ending(connection: &Connection) -> bool {
     connection.goal() == Some(Goal::End)
 }
 
+/// Notes until when a program needs a connection in the kernel. What the program says when its processes share the
+/// connection no more does not end a stay that has another cause: the NIC dies of it, or Baton ends.
+fn stay_until(connection: &mut Connection, until: Until, draining: bool) {
+    match until {
+        Until::Again => {}
+        Until::Alone => (connection.stays, connection.inherited) = (connection.kills_nic || draining, true),
+        Until::Never => connection.stays = true,
+    }
+}
+
 /// Records the end of a move that began then, microseconds of the monotonic clock.
 fn record_end(agent: &mut Agent, (session, number): (u32, u32), conclusion: &Conclusion, began: u64) {
     if let Some(Some(entry)) = agent.sessions.get_mut(session as usize)
@@ -688,12 +698,9 @@ impl Agent {
     }
 
     fn finish_giving_back(&mut self, session: u32, number: u32, reason: String, until: Until) -> Reply {
+        let draining = self.draining;
         let Some(connection) = self.connection(session, number) else { return Reply::Done };
-        match until {
-            Until::Again => {}
-            Until::Alone => (connection.stays, connection.inherited) = (false, true),
-            Until::Never => connection.stays = true,
-        }
+        stay_until(connection, until, draining);
         if until != Until::Again {
             self.keep_connection(session, number);
             self.forget_search(session, number);
@@ -736,13 +743,31 @@ mod tests {
     use baton_wire::{Endpoint, Flow};
     use std::sync::Arc;
 
-    /// A connection has ended on the NIC, which is slow to answer: requests to restore it wait for the answer.
-    #[test]
-    fn a_connection_is_ending_until_its_nic_has_answered() {
+    fn connection() -> Connection {
         let end = |host| Endpoint::v4([10, 0, 0, host], 80);
         let flow = Flow { local: end(1), remote: end(2), device: 0 };
         let block = Block::new(Arc::new(Region::private(session::HEAP).expect("memory")), 0);
-        let mut connection = Connection::new(None, flow, flow.local.into(), flow.remote.into(), block);
+        Connection::new(None, flow, flow.local.into(), flow.remote.into(), block)
+    }
+
+    /// Its program forks, and its processes share it no more.
+    #[test]
+    fn a_connection_of_which_the_nic_dies_stays_whatever_its_program_says() {
+        let mut connection = connection();
+        stay_until(&mut connection, Until::Never, false);
+        stay_until(&mut connection, Until::Alone, false);
+        assert!(!connection.stays && connection.inherited);
+        stay_until(&mut connection, Until::Alone, true);
+        assert!(connection.stays, "Baton ends");
+        (connection.stays, connection.kills_nic) = (true, true);
+        stay_until(&mut connection, Until::Alone, false);
+        assert!(connection.stays);
+    }
+
+    /// A connection has ended on the NIC, which is slow to answer: requests to restore it wait for the answer.
+    #[test]
+    fn a_connection_is_ending_until_its_nic_has_answered() {
+        let mut connection = connection();
         let mut machine = Move::resting_at(Step::Nic);
         connection.set_machine(machine.clone());
         assert!(!is_ending(&connection));
