@@ -9,8 +9,10 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::terminal::plain;
 use baton_protocol::program::{Ask, ClassInfo, ConnectionInfo, Load, Reply, Statistics, Withdrawn};
 use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
+use std::thread::{Builder, ScopedJoinHandle};
 
 /// Agents that are looked at at the same time.
 const LOOKS: usize = 64;
@@ -111,14 +113,23 @@ pub fn ask_each<T: Send>(
         std::thread::scope(|scope| {
             let begun: Vec<_> = some
                 .iter()
-                .map(|&(number, (socket, process))| (socket, scope.spawn(move || ask(number, socket, *process))))
+                .map(|&(number, (socket, process))| {
+                    (socket, Builder::new().spawn_scoped(scope, move || ask(number, socket, *process)))
+                })
                 .collect();
-            begun.into_iter().map(|(socket, look)| (socket, look.join())).collect::<Vec<_>>()
+            begun.into_iter().map(|(socket, look)| (socket, look.map(ScopedJoinHandle::join))).collect::<Vec<_>>()
         })
     });
-    let seen = |look: std::thread::Result<Result<T>>| look.unwrap_or_else(|_| bail!("no thread to look at it"));
+    let seen = |look: std::io::Result<std::thread::Result<Result<T>>>| match look {
+        Ok(look) => look.unwrap_or_else(|_| bail!(PANICKED)),
+        Err(error) => bail!("{NO_THREAD}: {error}"),
+    };
     looks.map(|(socket, look)| (socket.as_path(), seen(look))).collect()
 }
+
+/// Why nothing is known of an agent: what it says is foreign.
+const PANICKED: &str = "the look at it has ended with a panic, which is an error of this program's";
+const NO_THREAD: &str = "no thread to look at it";
 
 /// A Baton that is looked at again and again.
 struct Watched {
@@ -191,18 +202,24 @@ impl Watch {
         self.each(Watched::look);
     }
 
-    /// Does something with all of them, many at a time.
+    /// Does something with all of them, many at a time. What goes wrong with one is a trouble of that one: whoever looks
+    /// goes on with the others.
     fn each(&mut self, act: impl Fn(&mut Watched) + Sync) {
+        let act = |baton: &mut Watched| {
+            // What is left of it then is dropped.
+            if catch_unwind(AssertUnwindSafe(|| act(baton))).is_err() {
+                baton.lose(PANICKED);
+            }
+        };
         if let [only] = &mut self.batons[..] {
             return act(only);
         }
         let act = &act;
         for some in self.batons.chunks_mut(LOOKS) {
-            std::thread::scope(|scope| {
-                for baton in some {
-                    scope.spawn(move || act(baton));
-                }
+            let begun: Vec<bool> = std::thread::scope(|scope| {
+                some.iter_mut().map(|baton| Builder::new().spawn_scoped(scope, move || act(baton)).is_ok()).collect()
             });
+            some.iter_mut().zip(begun).filter(|(_, begun)| !begun).for_each(|(baton, _)| baton.lose(NO_THREAD));
         }
     }
 
@@ -279,12 +296,15 @@ impl Watched {
     fn look(&mut self) {
         match self.refresh() {
             Ok(()) => self.trouble = None,
-            Err(error) => {
-                (self.tool, self.statistics) = (None, None);
-                self.rows.clear();
-                self.trouble = Some(format!("{}: {error:#}", self.socket.display()));
-            }
+            Err(error) => self.lose(&format!("{error:#}")),
         }
+    }
+
+    /// Notes that nothing is known of it, and why.
+    fn lose(&mut self, why: &str) {
+        (self.tool, self.statistics) = (None, None);
+        self.rows.clear();
+        self.trouble = Some(format!("{}: {why}", self.socket.display()));
     }
 
     fn refresh(&mut self) -> Result<()> {
@@ -329,5 +349,35 @@ impl Watched {
             self.rows.retain(|key, _| there(key));
         }
         unknown
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tools::tests::nowhere;
+
+    /// An agent may say anything.
+    #[test]
+    fn a_look_that_panics_is_a_trouble_of_one_agent() {
+        let baton = |number: usize| Watched {
+            number,
+            socket: format!("/nowhere/{number}").into(),
+            process: None,
+            tool: None,
+            rows: HashMap::new(),
+            statistics: None,
+            trouble: None,
+            names: Names::default(),
+            turn: 0,
+        };
+        for count in [1, 3] {
+            let mut watch = Watch::new(nowhere());
+            watch.batons = (0..count).map(baton).collect();
+            watch.each(|baton| assert!(baton.number > 0, "as if the answer of agent {} were wrong", baton.number));
+            let troubles = watch.troubles();
+            assert_eq!(troubles.len(), 1, "{troubles:?}");
+            assert!(troubles[0].starts_with("/nowhere/0: ") && troubles[0].contains("panic"), "{troubles:?}");
+        }
     }
 }

@@ -11,8 +11,9 @@ use clap::ValueEnum;
 use std::fs::{Metadata, OpenOptions};
 use std::io::Read;
 use std::net::IpAddr;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::UNIX_EPOCH;
 
 const HTML: &str = "text/html; charset=utf-8";
@@ -41,12 +42,24 @@ pub struct Page {
     state: State,
     /// Where the report of the last bench is, or will be.
     report: Option<PathBuf>,
+    /// The report that was read last. All clients are given the same text, which may be long.
+    text: Option<Report>,
 }
+
+/// A report that was read.
+struct Report {
+    /// What changes with the file.
+    version: Version,
+    text: Rc<str>,
+}
+
+/// A file's device, number, length, and last change in seconds and nanoseconds.
+type Version = (u64, u64, u64, i64, i64);
 
 impl Page {
     /// Shows this state, and the report at this path.
     pub fn new(state: State, report: Option<PathBuf>) -> Page {
-        Page { state, report }
+        Page { state, report, text: None }
     }
 
     fn state(&mut self, query: &str, user: Option<u32>) -> Answer {
@@ -59,9 +72,10 @@ impl Page {
         Answer { status: "200 OK", content_type: "application/json", headers: OWN, body: state.to_string().into() }
     }
 
-    fn report(&self) -> Answer {
-        match self.report.as_deref().and_then(read) {
-            Some(text) => Answer { status: "200 OK", content_type: HTML, headers: REPORT, body: text.into() },
+    fn report(&mut self) -> Answer {
+        self.text = self.report.as_deref().and_then(|path| read(path, self.text.take()));
+        match &self.text {
+            Some(report) => Answer { status: "200 OK", content_type: HTML, headers: REPORT, body: report.text.clone() },
             None => Answer::line("404 Not Found", "there is no report yet: `baton bench all` makes one"),
         }
     }
@@ -133,13 +147,18 @@ pub fn modified(path: &Path) -> Option<u64> {
     Some(metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?.as_secs())
 }
 
-fn read(path: &Path) -> Option<String> {
+/// Reads a report, if that has changed since the `last` time.
+fn read(path: &Path, last: Option<Report>) -> Option<Report> {
     // The open of a FIFO, which somebody may have put there, does not wait for a writer.
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path).ok()?;
-    file.metadata().ok().filter(is_report)?;
+    let found = file.metadata().ok().filter(is_report)?;
+    let version = (found.dev(), found.ino(), found.len(), found.ctime(), found.ctime_nsec());
+    if let Some(last) = last.filter(|last| last.version == version) {
+        return Some(last);
+    }
     let mut text = Vec::new();
     file.take(MOST).read_to_end(&mut text).ok()?;
-    Some(String::from_utf8_lossy(&text).into_owned())
+    Some(Report { version, text: String::from_utf8_lossy(&text).into() })
 }
 
 #[cfg(test)]
@@ -219,10 +238,15 @@ mod tests {
         std::fs::write(&path, "<h1>Benches</h1><script>1</script>").expect("a file");
         let report = ask(&mut page, "/report", Some("localhost"));
         assert!(report.body.contains("Benches") && report.head().contains("sandbox; default-src 'none'"), "{}", report.head());
+        let again = ask(&mut page, "/report", Some("localhost"));
+        assert!(Rc::ptr_eq(&report.body, &again.body), "all clients have the same text");
+        std::fs::write(&path, "<h1>Benches of today</h1>").expect("a file");
+        assert!(ask(&mut page, "/report", Some("localhost")).body.contains("today") && report.body.contains("Benches"));
         let state = ask(&mut page, "/state", Some("localhost"));
         let state: serde_json::Value = serde_json::from_str(&state.body).expect("JSON");
         assert!(state["report"].as_u64().is_some_and(|at| at > 1_700_000_000), "{state}");
         std::fs::remove_file(&path).expect("its removal");
+        let read = |path: &Path| read(path, None).map(|report| report.text);
         assert_eq!(read(&std::env::temp_dir()), None, "a directory is no report");
         let made = std::process::Command::new("mkfifo").arg(&path).status().expect("mkfifo");
         assert!(made.success());

@@ -2,7 +2,7 @@
 //! tiny_http, have no limit on their number and time.
 //!
 //! No client can hold up another one, or use more than a bounded amount of memory: there
-//! are at most [`MOST`], each has a limited time, and the oldest one makes room for a new one.
+//! are at most [`MOST`], each has a limited time, and the oldest one of the user who has most makes room for a new one.
 
 use super::http::{self, Answer, Received, Request};
 use super::listener::{Listener, Stream};
@@ -43,6 +43,8 @@ enum State {
 
 struct Client {
     stream: Stream,
+    /// Whose it is ([`Stream::user`]).
+    user: Option<u32>,
     state: State,
     until: u64,
 }
@@ -120,26 +122,29 @@ impl<S: Site> Server<S> {
                 }
                 // No descriptor is left, for example.
                 Err(_) if !self.clients.is_empty() => {
-                    self.cut_off_oldest();
+                    self.make_room(None);
                     return Ok(());
                 }
                 Err(error) => return Err(error).context("accepting a client"),
             };
+            let user = stream.user();
             if self.clients.len() >= MOST {
-                self.cut_off_oldest();
+                self.make_room(Some(user));
             }
             let token = self.next;
             self.next += 1;
             self.poller.add(stream.as_fd(), token, Trigger::Edge)?;
-            let client = Client { stream, state: State::Asks(Vec::new()), until: monotonic_micros() + REQUEST };
+            let client = Client { stream, user, state: State::Asks(Vec::new()), until: monotonic_micros() + REQUEST };
             self.clients.insert(token, client);
             self.serve(token);
         }
         Ok(())
     }
 
-    fn cut_off_oldest(&mut self) {
-        if let Some(token) = self.clients.keys().next().copied() {
+    /// Cuts a client off for another one, of this user, if there is one already.
+    fn make_room(&mut self, newcomer: Option<Option<u32>>) {
+        let users = self.clients.iter().map(|(token, client)| (*token, client.user));
+        if let Some(token) = makes_room(users, newcomer) {
             self.cut_off(token);
         }
     }
@@ -165,7 +170,7 @@ impl<S: Site> Server<S> {
                 // The descriptor leaves the poller with its end.
                 Ok(Step::Over) | Err(_) => return,
                 Ok(Step::Asked(received)) => {
-                    let (head, body) = self.answer(&received, &client.stream);
+                    let (head, body) = self.answer(&received, client.user);
                     client.state = State::Takes(head.into_bytes(), body, 0);
                     client.until = monotonic_micros() + ANSWER;
                 }
@@ -179,9 +184,9 @@ impl<S: Site> Server<S> {
     }
 
     /// The head and the body of the answer.
-    fn answer(&mut self, received: &Received, client: &Stream) -> (String, Rc<str>) {
+    fn answer(&mut self, received: &Received, user: Option<u32>) -> (String, Rc<str>) {
         let (answer, only_head) = match received {
-            Received::Whole(request) => (self.site.answer(request, client.user(), self.counts), request.head),
+            Received::Whole(request) => (self.site.answer(request, user, self.counts), request.head),
             Received::Refused(status, why) => (Answer::line(status, why), false),
             Received::More => (Answer::line("400 Bad Request", "the request is not whole"), false),
         };
@@ -190,6 +195,18 @@ impl<S: Site> Server<S> {
         }
         (answer.head(), if only_head { Rc::from("") } else { answer.body })
     }
+}
+
+/// Which of these clients, by token and user and the oldest first, makes room: the oldest one of the user who has most
+/// with the newcomer, so that nobody is cut off by a user who has more.
+fn makes_room(mut clients: impl Iterator<Item = (u64, Option<u32>)> + Clone, newcomer: Option<Option<u32>>) -> Option<u64> {
+    let mut counts: BTreeMap<Option<u32>, usize> = BTreeMap::new();
+    for user in clients.clone().map(|(_, user)| user).chain(newcomer) {
+        *counts.entry(user).or_default() += 1;
+    }
+    // The newcomer's user may have no other one.
+    let most = clients.clone().filter_map(|(_, user)| counts.get(&user)).max()?;
+    clients.find(|(_, user)| counts.get(user) == Some(most)).map(|(token, _)| token)
 }
 
 /// What has come of going on with a client.
@@ -252,5 +269,24 @@ impl Client {
                 },
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_has_most_clients_makes_room() {
+        let (one, other) = (Some(33), Some(65_534));
+        let of = |users: &[Option<u32>], newcomer| makes_room((2..).zip(users.iter().copied()), newcomer);
+        assert_eq!(of(&[], None), None);
+        assert_eq!(of(&[one, one, one], Some(one)), Some(2), "the oldest one");
+        assert_eq!(of(&[one, other, other, None], Some(other)), Some(3));
+        // Each has half: whoever comes once more has more.
+        assert_eq!((of(&[one, other], Some(other)), of(&[one, other], Some(one))), (Some(3), Some(2)));
+        assert_eq!(of(&[one, other, other], None), Some(3));
+        // One of many users with a client each.
+        assert_eq!(of(&[one, other], Some(None)), Some(2));
     }
 }

@@ -237,3 +237,39 @@ fn no_client_of_the_page_harms_another() {
     oldest.set_read_timeout(Some(Duration::from_secs(60))).expect("a limit");
     assert_eq!(oldest.read(&mut [0; 1]).expect("its end"), 0);
 }
+
+/// A user with any number of clients cuts off its own ones only.
+#[test]
+fn no_user_takes_all_places_of_the_page() {
+    const CLIENTS: &str = "
+import os, socket, sys
+os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
+print('ready', flush=True)
+clients = []
+for line in sys.stdin:
+    for _ in range(100):
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(sys.argv[1])
+        clients.append(client)
+    print('connected', flush=True)
+";
+    let scratch = Scratch::new("page-places");
+    std::fs::set_permissions(&scratch.0, PermissionsExt::from_mode(0o755)).expect("a mode");
+    let socket = scratch.file("page.sock");
+    let _page = Page::start(Path::new("/nowhere/agent.sock"), &format!("unix:{socket}"));
+    let mut command = Command::new("python3");
+    let mut others =
+        command.args(["-c", CLIENTS, &socket]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3");
+    let mut lines = BufReader::new(others.stdout.take().expect("its output")).lines();
+    let mut says = |what: &str| assert_eq!(lines.next().expect("a line").expect("text"), what);
+    says("ready");
+    // The oldest client, which has not asked yet.
+    let client = UnixStream::connect(&socket).expect("it listens");
+    let mut asks = others.stdin.take().expect("its input");
+    writeln!(asks, "connect").expect("it reads");
+    says("connected");
+    let (head, body) = fetch(client, "localhost", "/state");
+    assert!(head.starts_with("HTTP/1.1 200 OK"), "{head}: {body}");
+    drop(asks);
+    assert!(others.wait().expect("its end").success());
+}
