@@ -246,6 +246,8 @@ pub(crate) struct Extra {
     pub told: Option<Foreign>,
     /// What it has carried on the NIC with this number and is not counted for its program yet.
     pub uncounted: (usize, Traffic),
+    /// Its socket was destroyed while it was on the NIC: it is destroyed again when it is in the kernel.
+    pub cut: bool,
 }
 
 impl Extra {
@@ -276,6 +278,7 @@ impl Extra {
             unheld_since,
             call,
             told,
+            cut,
             wants: _,
             began: _,
             still_since: _,
@@ -284,7 +287,7 @@ impl Extra {
         let of_move = machine.is_none() && handoff.is_none() && carried.is_none() && waiting.is_empty() && growing.is_none();
         let of_stay =
             stay.is_none() && unproved.is_none() && retry.is_clear() && *nic_that_died == 0 && drawn.is_none() && !overdue;
-        let of_return = fin.is_none() && !fin_lost && must_return.is_none() && refused.is_none();
+        let of_return = fin.is_none() && !fin_lost && must_return.is_none() && refused.is_none() && !cut;
         let of_socket = addresses.is_none() && unheld_since.is_none() && call.is_none() && told.is_none();
         of_move && of_stay && of_return && of_socket
     }

@@ -1,6 +1,6 @@
 //! Who is believed: sockets are what they were when they were registered, and an agent is root's or one's own.
 
-use crate::common::{Scene, connect, hosts, listen_at_freed};
+use crate::common::{Scene, answered, connect, hosts, listen_at_freed};
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, echo, listen, swap, take_datagrams};
 use crate::scratch::{Scratch, text};
@@ -8,6 +8,7 @@ use crate::stopped::in_time;
 use baton_bed::container::Container;
 use baton_bed::testbed::{TestbedSettings, address_a, address_b};
 use baton_client::Session;
+use baton_client::tool::Tool;
 use baton_linux::control::Channel;
 use baton_linux::namespace::Namespace;
 use baton_linux::netlink::{self, Netlink};
@@ -79,6 +80,19 @@ fn a_connection_that_an_administrator_has_cut_does_not_come_back() {
         destroy(&scene, &duplicate);
         let moved = scene.session.move_to(scene.id, Place::Kernel);
         assert!(moved.is_err(), "it has moved");
+        expect_abort(&mut scene);
+    }
+}
+
+/// The same of a connection whose NIC dies just then.
+#[test]
+fn a_cut_outlives_the_nic() {
+    for beside in [false, true] {
+        let (mut scene, duplicate) = scene_with_duplicate(beside);
+        scene.exchange(10_000, Place::Nic);
+        let nic = answered(&scene.bed, Tool::statistics).nic_process;
+        destroy(&scene, &duplicate);
+        process::signal(nic, libc::SIGKILL).expect("SIGKILL");
         expect_abort(&mut scene);
     }
 }

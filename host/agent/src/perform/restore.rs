@@ -59,6 +59,16 @@ fn shut_receiving_if(shut: bool, fd: BorrowedFd<'_>) {
     }
 }
 
+/// As [`lost_socket`], when the connection is about to go into its socket: also a NIC's death may come before the next
+/// poll. Not where the socket has no peer for another reason: an agent that has died was making it a shell, or an
+/// import has been tried.
+fn lost_meanwhile(performer: &mut Performer<'_>) -> Option<Refusal> {
+    let connection = &*performer.connection;
+    let is_shell = connection.on_nic.as_deref().is_some_and(|on_nic| on_nic.way.is_some());
+    let is_tried = connection.extra.as_deref().is_some_and(|extra| extra.refused.is_some());
+    if is_shell && !is_tried { lost_socket(performer) } else { None }
+}
+
 impl Performer<'_> {
     /// Checks that the connection can be restored now. Without a route the import would close the socket for good, so
     /// it waits on the NIC. Other reasons that would keep it off the NIC do not keep it from the kernel.
@@ -114,6 +124,12 @@ impl Performer<'_> {
     /// Makes the shell a connection again, from the NIC's image or from its record. `nic` is what only the NIC knows,
     /// which is kept.
     pub(super) fn begin_import(&mut self, image: Image, nic: Option<NicState>) -> Result<(), Stop> {
+        match lost_meanwhile(self) {
+            // Its program reads what it has not read, and its peer is reset, when it is destroyed once more.
+            Some(Refusal::Closed(_)) => self.connection.extra().cut = true,
+            Some(refusal) => return Err(refusal.into()),
+            None => {}
+        }
         self.image = Some(image);
         add_nics_count(self.connection, &image);
         self.connection.extra().stay = Some(Box::new(Stay::new(image, nic, monotonic_micros())));
@@ -266,6 +282,9 @@ impl Performer<'_> {
         });
         finished??;
         prove_beyond(self.connection, &image);
+        if self.connection.extra.as_deref_mut().is_some_and(|extra| std::mem::take(&mut extra.cut)) {
+            self.destroy();
+        }
         Ok(())
     }
 
