@@ -358,11 +358,13 @@ impl Agent {
             self.sessions.put(number, session);
         }
         for (kept, descriptors) in listeners {
+            let Kept::Listener(id, ..) = kept else { continue };
             if self.inherit_listener(kept, descriptors).is_none() {
                 warning!(
                     [] "a listener of the last agent is lost: the kernel makes its connections";
                     "to have the NIC make them start its program again"
                 );
+                self.keep(&Kept::ListenerGone(id), &[]);
             }
         }
         self.schedule_again();

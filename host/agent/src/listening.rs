@@ -11,6 +11,7 @@ mod share;
 mod tests;
 mod unaccepted;
 
+use self::unaccepted::Fate;
 use crate::agent::Agent;
 use crate::answers::{After, Caller, NO_ANSWER};
 use crate::block::Block;
@@ -441,23 +442,26 @@ impl Agent {
     /// Handles the NIC's message that it has made a connection, or what the last agent has noted of that.
     pub(crate) fn made(&mut self, cid: Cid, id: u32, by_cookie: bool) {
         self.listeners.revoked.remove(&cid.0);
-        let image = read_image(&self.hardware[cid.nic()].memory, cid);
-        let Some(listener) = self.listeners.by_id.get_mut(&id) else { return unaccepted::refuse(self, cid) };
-        if listener.has_waiting(cid) {
+        let image = read_image(&self.hardware[cid.nic()].memory, cid).ok();
+        let listener = self.listeners.by_id.get_mut(&id);
+        if listener.as_ref().is_some_and(|listener| listener.has_waiting(cid)) {
             // It was noted when this agent took the message, too.
             return;
         }
-        listener.granted.retain(|granted| *granted != cid);
-        let Ok(image) = image else {
-            listener.lacks_slots = true;
-            return unaccepted::refuse(self, cid);
-        };
         // An agent that has died may have granted it.
         self.nics[cid.nic()].withhold(cid);
-        // A cookie is accepted once more when the client repeats its first segment after the connection has left the
-        // NIC.
-        if by_cookie && diagnosis::state_and_holder(&self.diagnosis, &image.flow).is_ok() {
-            return unaccepted::leave_to_kernel(self, cid, id);
+        let diagnosis = &self.diagnosis;
+        let kernel_has = |flow: &Flow| diagnosis::state_and_holder(diagnosis, flow).is_ok();
+        let fate = unaccepted::fate(image.as_ref(), by_cookie, listener.is_some(), kernel_has);
+        if let Some(listener) = listener {
+            listener.granted.retain(|granted| *granted != cid);
+            listener.lacks_slots |= image.is_none();
+        }
+        let Some(image) = image else { return unaccepted::refuse(self, cid) };
+        match fate {
+            Fate::Kernels => return unaccepted::leave_to_kernel(self, cid, id),
+            Fate::Nobodys => return unaccepted::reset(self, &Waiting { cid, image }),
+            Fate::Waits => {}
         }
         if let Err(refusal) = self.shape.keep_made(&image.flow, image.link.interface, cid.nic()) {
             warning!(

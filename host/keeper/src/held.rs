@@ -129,7 +129,15 @@ impl Held {
                     drop(file);
                 }
             }
-            Kept::Ended(session) => drop(self.sessions.remove(&session)),
+            Kept::Ended(session) => {
+                drop(self.sessions.remove(&session));
+                // An agent may die before it says so.
+                let sessions = &self.sessions;
+                self.common.retain(|(held, _)| match held {
+                    Kept::Listener(_, of, _) => of.iter().any(|session| sessions.contains_key(session)),
+                    _ => true,
+                });
+            }
         }
     }
 
@@ -213,6 +221,19 @@ mod tests {
         assert_eq!(held(&all), [listener(2, 1), listener(1, 2)]);
         all.note(Kept::ListenerGone(2), Vec::new());
         assert_eq!(held(&all), [listener(1, 2)]);
+    }
+
+    #[test]
+    fn a_listener_that_no_session_has_is_not_held() {
+        let mut all = Held::default();
+        let listener = |id, sessions: &[u32]| Kept::Listener(id, sessions.to_vec(), Vec::new());
+        for kept in [Kept::Session(1), Kept::Session(2), listener(7, &[1]), listener(8, &[1, 2])] {
+            all.note(kept, Vec::new());
+        }
+        all.note(Kept::Ended(1), Vec::new());
+        assert_eq!(held(&all), [listener(8, &[1, 2]), Kept::Session(2)]);
+        all.note(Kept::Ended(2), Vec::new());
+        assert!(held(&all).is_empty());
     }
 
     #[test]

@@ -6,9 +6,10 @@ use crate::agent::Agent;
 use crate::answers::After;
 use crate::journal;
 use baton_abi::Cid;
+use baton_image::Image;
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
-use baton_wire::Endpoint;
+use baton_wire::{Endpoint, Flow};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -21,13 +22,36 @@ impl Listeners {
     }
 }
 
+/// What becomes of a connection that a NIC has made.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Fate {
+    /// A program accepts it.
+    Waits,
+    /// The kernel has it. A cookie is accepted once more when the client repeats its first segment after the connection
+    /// has left the NIC; a reset would end that one.
+    Kernels,
+    /// No program will accept it: its listener is gone, perhaps with an agent that has died. Neither its handshake nor
+    /// what that agent has steered may be left.
+    Nobodys,
+}
+
+/// The fate of one with this image, if that can be read. `kernel_has` says whether the kernel has a connection of its
+/// 4-tuple.
+pub(super) fn fate(image: Option<&Image>, by_cookie: bool, listens: bool, kernel_has: impl FnOnce(&Flow) -> bool) -> Fate {
+    match image {
+        Some(image) if by_cookie && kernel_has(&image.flow) => Fate::Kernels,
+        Some(_) if listens => Fate::Waits,
+        Some(_) | None => Fate::Nobodys,
+    }
+}
+
 /// Drops a connection that no program will accept: its peer is reset, as by a kernel whose listener is closed.
 pub(super) fn reset(agent: &mut Agent, waiting: &Waiting) {
     refuse(agent, waiting.cid);
     agent.shape.unsteer(&waiting.image.flow);
 }
 
-/// The same of one that no listener has taken.
+/// The same of one whose 4-tuple is unknown.
 pub(super) fn refuse(agent: &mut Agent, cid: Cid) {
     journal::clear(&agent.hardware[cid.nic()].memory, cid);
     agent.nics[cid.nic()].reset_connection(cid);
@@ -92,6 +116,19 @@ mod tests {
     use super::*;
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
+
+    #[test]
+    fn what_a_nic_has_made_is_a_programs_the_kernels_or_nobodys() {
+        let end = |host| Endpoint::v4([10, 0, 0, host], 80);
+        let flow = Flow { local: end(1), remote: end(2), device: 0 };
+        let image = Image::open(flow);
+        let fate = |by_cookie, listens, kernels| fate(Some(&image), by_cookie, listens, |of| *of == flow && kernels);
+        assert_eq!((fate(false, true, false), fate(true, true, false)), (Fate::Waits, Fate::Waits));
+        assert_eq!((fate(false, false, false), fate(true, false, false)), (Fate::Nobodys, Fate::Nobodys));
+        // Whether anybody listens still or not, the kernel's goes on.
+        assert_eq!((fate(true, true, true), fate(true, false, true)), (Fate::Kernels, Fate::Kernels));
+        assert_eq!(super::fate(None, true, true, |_| true), Fate::Nobodys);
+    }
 
     #[test]
     fn what_waits_has_one_byte_from_each_agent() {
