@@ -130,12 +130,27 @@ impl Session {
     /// Adopts a connected TCP socket, which stays in the kernel until it is moved. The descriptor must be non-blocking.
     ///
     /// # Errors
-    /// With the reason, if this connection can never be moved; the descriptor is closed then.
+    /// As [`Session::try_adopt`]; the descriptor is closed then.
     pub fn adopt(&mut self, fd: OwnedFd) -> io::Result<ConnectionId> {
-        let connection = self.shared.register(fd.as_fd(), false)?;
+        self.try_adopt(fd).map_err(|(error, _)| error)
+    }
+
+    /// As [`Session::adopt`], for a connection that is to go on in the kernel if it is not adopted.
+    ///
+    /// # Errors
+    /// The descriptor, and why: `TimedOut` or `WouldBlock` if trying again may help (the agent does not answer: a NIC
+    /// has died, say), anything else if this connection can never be moved.
+    pub fn try_adopt(&mut self, fd: OwnedFd) -> Result<ConnectionId, (io::Error, OwnedFd)> {
+        let connection = match self.shared.register(fd.as_fd(), false) {
+            Ok(connection) => connection,
+            Err(error) => return Err((error, fd)),
+        };
         let id = connection.number();
         self.table.clear(self.shared.memory(), id);
-        self.poller.add(fd.as_fd(), u64::from(id), Trigger::Edge)?;
+        if let Err(error) = self.poller.add(fd.as_fd(), u64::from(id), Trigger::Edge) {
+            let _ = self.shared.forget(&connection, false);
+            return Err((error, fd));
+        }
         if self.connections.len() <= id as usize {
             self.connections.resize_with(id as usize + 1, || None);
         }

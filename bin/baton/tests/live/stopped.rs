@@ -191,6 +191,36 @@ fn a_stopped_agent_holds_up_no_program_for_long() {
     wait_until(&format!("one is left of {closed} closed ones"), || listed(&bed) == 1);
 }
 
+/// A program asks the agent to adopt a connection while that does not answer: the connection goes on in the kernel, and
+/// is adopted later.
+#[test]
+fn a_connection_that_is_not_adopted_in_time_goes_on() {
+    let bed = hosts(TestbedSettings::default());
+    let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
+    let (server, mut peer) = connect(&bed, false, 8000);
+    let agent = hold_agent(&bed);
+    let (error, fd) = session.try_adopt(server.into()).expect_err("no answer");
+    assert_eq!(error.kind(), std::io::ErrorKind::TimedOut, "{error}");
+    peer.write_all(b"on").expect("sent");
+    let mut bytes = [0; 2];
+    let mut server = TcpStream::from(fd);
+    server.set_nonblocking(false).expect("a flag");
+    server.read_exact(&mut bytes).expect("what was sent");
+    assert_eq!(&bytes, b"on");
+    server.set_nonblocking(true).expect("a flag");
+    drop(agent);
+    let mut left = Some(std::os::fd::OwnedFd::from(server));
+    wait_until("it is adopted", || match session.try_adopt(left.take().expect("the descriptor")) {
+        Ok(_) => true,
+        Err((error, fd)) => {
+            assert_eq!(error.kind(), std::io::ErrorKind::TimedOut, "{error}");
+            left = Some(fd);
+            false
+        }
+    });
+    assert_eq!(listed(&bed), 1);
+}
+
 /// An agent is held while a program closes connections, and then dies: the next one closes them.
 #[test]
 fn what_is_closed_while_an_agent_is_held_is_closed_by_the_next() {

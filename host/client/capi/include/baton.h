@@ -43,8 +43,9 @@ void baton_end(baton_session *session);
 
 /* Adopts a connected, non-blocking TCP socket, which stays in the kernel until it
  * is moved. Returns the connection's number. The descriptor is Baton's from here
- * on, and is closed if this fails. EOPNOTSUPP: this connection can never be moved
- * (not TCP, MPTCP, signed, ...). */
+ * on, and is closed if this fails, but for EAGAIN: the agent does not answer now,
+ * the descriptor is the program's as before, and may be adopted later. EOPNOTSUPP:
+ * this connection can never be moved (not TCP, MPTCP, signed, ...). */
 int baton_adopt(baton_session *session, int fd);
 
 /* Moves a connection and waits until the move is done. On an error the connection

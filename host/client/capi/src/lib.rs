@@ -26,7 +26,8 @@ pub struct CSession {
 
 fn fail(error: &io::Error) -> c_int {
     let number = error.raw_os_error().unwrap_or(match error.kind() {
-        io::ErrorKind::WouldBlock => libc::EAGAIN,
+        // The agent does not answer now.
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => libc::EAGAIN,
         io::ErrorKind::NotFound => libc::EBADF,
         io::ErrorKind::InvalidInput => libc::EINVAL,
         io::ErrorKind::OutOfMemory => libc::ENOMEM,
@@ -99,15 +100,30 @@ pub unsafe extern "C" fn baton_end(pointer: *mut CSession) {
 /// See `baton.h`.
 ///
 /// # Safety
-/// See the module; `fd` must be a descriptor of the caller's, who gives it up.
+/// See the module; `fd` must be a descriptor of the caller's, who gives it up, unless errno is EAGAIN then.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn baton_adopt(pointer: *mut CSession, fd: c_int) -> c_int {
     if fd < 0 {
         return fail(&io::Error::from_raw_os_error(libc::EBADF));
     }
-    // SAFETY: the session is valid and the descriptor is given up (`# Safety`).
+    // SAFETY: the session is valid and the descriptor is given up (`# Safety`); it is given back with EAGAIN.
     let (session, fd) = unsafe { (session(pointer), OwnedFd::from_raw_fd(fd)) };
-    answer(session.and_then(|s| s.session.adopt(fd)), |id| id as c_int)
+    let session = match session {
+        Ok(session) => session,
+        Err(error) => return fail(&error),
+    };
+    match session.session.try_adopt(fd) {
+        Ok(id) => id as c_int,
+        Err((error, fd)) => {
+            let failed = fail(&error);
+            // SAFETY: `__errno_location` returns a valid pointer to this thread's errno.
+            if unsafe { *libc::__errno_location() } == libc::EAGAIN {
+                // The caller's still.
+                let _ = fd.into_raw_fd();
+            }
+            failed
+        }
+    }
 }
 
 /// See `baton.h`.

@@ -276,6 +276,7 @@ impl Shared {
                 self.take_charge(connection, number);
                 Ok(())
             }
+            Ok(Reply::Stayed { reason, transient: true }) => Err(io::Error::new(io::ErrorKind::WouldBlock, reason)),
             Ok(Reply::Stayed { reason, .. } | Reply::Failed { reason }) => Err(io::Error::other(reason)),
             Ok(_) => Err(protocol_error("the agent did not take the connection on")),
             Err(error) => Err(error),
