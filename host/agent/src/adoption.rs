@@ -336,7 +336,8 @@ fn clear_steering(agent: &mut Agent) {
     let messages = sessions.iter().flatten().filter_map(|session| session.opening.messages.as_ref());
     let flows = connections.map(|connection| connection.flow);
     let owned: HashSet<Flow> = flows.chain(messages.map(|messages| messages_flow(messages.address.into()))).collect();
-    shape.keep_only(&owned, |local| listeners.accept_at(local));
+    let ends = listeners.ends();
+    shape.keep_only(&owned, |local| ends.accept_at(local));
 }
 
 impl Agent {

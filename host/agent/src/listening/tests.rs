@@ -21,11 +21,22 @@ fn the_ends_of_listeners_are_known() {
     listeners.by_id.insert(1, listener(0..0, 0..0));
     let local = listeners.by_id[&1].listening.local;
     let other = SocketAddr::from(([127, 0, 0, 2], local.port()));
-    assert!(!listeners.accept_at(local.into()), "no program has it");
+    assert!(!listeners.ends().accept_at(local.into()), "no program has it");
     listeners.by_id.entry(1).and_modify(|listener| _ = listener.sessions.insert(7));
-    assert!(listeners.accept_at(local.into()));
-    assert!(!listeners.accept_at(other.into()), "another address");
-    assert!(!listeners.accept_at(SocketAddr::new(local.ip(), local.port() ^ 1).into()), "another port");
+    assert!(listeners.ends().accept_at(local.into()));
+    assert!(!listeners.ends().accept_at(other.into()), "another address");
+    assert!(!listeners.ends().accept_at(SocketAddr::new(local.ip(), local.port() ^ 1).into()), "another port");
+    // Sockets at any address: of IPv4, of IPv6, and one of IPv6 that accepts both.
+    let v6 = SocketAddr::from(([0, 0, 0, 0, 0, 0, 0, 1], local.port()));
+    for (v6_socket, dual, accepts) in [(false, false, [true, false]), (true, false, [false, true]), (true, true, [true, true])] {
+        let ip: std::net::IpAddr = if v6_socket { [0u8; 16].into() } else { [0u8; 4].into() };
+        listeners.by_id.entry(1).and_modify(|listener| {
+            listener.listening.local.set_ip(ip);
+            (listener.listening.v6, listener.listening.dual) = (v6_socket, dual);
+        });
+        let ends = listeners.ends();
+        assert_eq!([local, v6].map(|address| ends.accept_at(address.into())), accepts);
+    }
 }
 
 #[test]

@@ -6,19 +6,36 @@ use crate::agent::Agent;
 use crate::answers::After;
 use crate::journal;
 use baton_abi::Cid;
+use baton_handoff::listening::Listening;
 use baton_image::Image;
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_wire::{Endpoint, Flow};
-use std::net::SocketAddr;
+use std::collections::BTreeMap;
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
 
+/// Where programs have listeners, by port and address; None for any address. Of many flows each is looked up.
+pub(crate) struct Ends<'a>(BTreeMap<(u16, Option<IpAddr>), Vec<&'a Listening>>);
+
 impl Listeners {
+    /// Where programs have listeners.
+    pub fn ends(&self) -> Ends<'_> {
+        let mut ends: BTreeMap<_, Vec<&Listening>> = BTreeMap::new();
+        for Listener { listening, .. } in self.by_id.values().filter(|listener| !listener.sessions.is_empty()) {
+            let address = Some(listening.local.ip()).filter(|address| !address.is_unspecified());
+            ends.entry((listening.local.port(), address.map(|address| address.to_canonical()))).or_default().push(listening);
+        }
+        Ends(ends)
+    }
+}
+
+impl Ends<'_> {
     /// Whether a program has a listener that accepts connections to an endpoint of this host.
     pub fn accept_at(&self, local: Endpoint) -> bool {
-        let (address, port) = (SocketAddr::from(local).ip(), local.port);
-        let is_there = |one: &Listener| one.listening.local.port() == port && one.listening.accepts(address);
-        self.by_id.values().any(|listener| !listener.sessions.is_empty() && is_there(listener))
+        let address = SocketAddr::from(local).ip();
+        let at = |of: Option<IpAddr>| self.0.get(&(local.port, of)).into_iter().flatten();
+        at(Some(address)).chain(at(None)).any(|listening| listening.accepts(address))
     }
 }
 
