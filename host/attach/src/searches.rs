@@ -3,7 +3,7 @@
 //! not lost.
 
 use baton_linux::events::monotonic_micros;
-use baton_linux::process;
+use baton_linux::{process, reading};
 use std::collections::BTreeSet;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
@@ -69,7 +69,7 @@ impl Searches {
             let sockets = sockets_of(process);
             Found { process, sockets, took: monotonic_micros() - begun }
         };
-        process::apart(process, search, self.to.clone())
+        reading::apart(process, search, self.to.clone())
     }
 
     /// What has been found, after these have been waited for.

@@ -6,7 +6,7 @@
 
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
-use baton_linux::process;
+use baton_linux::{process, reading};
 use baton_protocol::keeper::AGENT_NAME;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ pub fn agents() -> Found {
     let (mut found, until) = (Found::default(), monotonic_micros() + LIMIT.as_micros() as u64);
     for process in named {
         let left = Duration::from_micros(until.saturating_sub(monotonic_micros()));
-        match process::within(process, left, move || agent(process)) {
+        match reading::within(process, left, move || agent(process)) {
             Some(agent) => found.agents.extend(agent.ok().flatten()),
             None => found.silent.push(process),
         }

@@ -1,12 +1,13 @@
 //! Whether processes other than its program hold a socket, as far as /proc shows their descriptors to this process.
 //!
-//! A process can hold up whoever reads the links of its descriptors (see [`crate::process::apart`]). So a thread reads
+//! A process can hold up whoever reads the links of its descriptors (see [`crate::reading::apart`]). So a thread reads
 //! one process after another; if it does not get on, another thread goes on with the next process, and what the first
 //! one finds is used if it comes in time. A process that is not read at all makes a difference only for the sockets
 //! that it can have inherited.
 
 use crate::events::monotonic_micros;
-use crate::process::{self, Reading};
+use crate::process;
+use crate::reading::Reading;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

@@ -36,6 +36,7 @@ mod partner;
 pub mod pcap_filter;
 pub mod process;
 mod raw_address;
+pub mod reading;
 pub mod report;
 pub mod resolution;
 pub mod rights;

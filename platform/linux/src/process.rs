@@ -5,13 +5,11 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
-use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
-use std::time::Duration;
+use std::sync::OnceLock;
 
 /// The first descriptor that [`inherit`] gives to a child.
 pub const FIRST_DESCRIPTOR: i32 = 3;
@@ -457,68 +455,6 @@ pub fn random(out: &mut [u8]) -> io::Result<()> {
     if got == wanted { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Most readings of other processes that wait.
-const MOST_READING: usize = 1024;
-/// Those of one user's processes take one part in this many of what is free at most: 32 if no others wait, and fewer
-/// the more do. So it takes more than a hundred users to leave none for another.
-const PART_OF_FREE: usize = 32;
-
-/// Whether a process may be read of whose user's `its` are being read, of `all`.
-fn may_be_read(its: usize, all: usize) -> bool {
-    its * PART_OF_FREE < MOST_READING.saturating_sub(all)
-}
-
-/// The processes whose entries are being read, each with its user.
-static READING: Mutex<BTreeMap<u32, Option<u32>>> = Mutex::new(BTreeMap::new());
-
-/// While this lives something is read of another process, which may hold up the reader.
-#[derive(Debug)]
-pub(crate) struct Reading(u32);
-
-impl Reading {
-    /// None if an earlier reading of this process has not come to its end, or too many have not: of processes of its
-    /// user, or at all.
-    pub fn begin(process: u32) -> Option<Reading> {
-        let user = real_user(process);
-        let mut reading = READING.lock().unwrap_or_else(PoisonError::into_inner);
-        let its = reading.values().filter(|other| **other == user).count();
-        if reading.contains_key(&process) || !may_be_read(its, reading.len()) {
-            return None;
-        }
-        reading.insert(process, user);
-        Some(Reading(process))
-    }
-}
-
-impl Drop for Reading {
-    fn drop(&mut self) {
-        READING.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.0);
-    }
-}
-
-/// Reads something of another process that may hold up the reader, in a thread of its own: a process in execve(2) holds
-/// up who reads the links of its descriptors, and stays there if it has a file that does not close. What has been read
-/// is sent to `to`. Returns whether the reading has begun: until it has come to its end nothing more is read of that
-/// process.
-pub fn apart<T: Send + 'static>(process: u32, read: impl FnOnce() -> T + Send + 'static, to: mpsc::Sender<T>) -> bool {
-    let Some(reading) = Reading::begin(process) else { return false };
-    let act = move || {
-        let result = read();
-        drop(reading);
-        let _ = to.send(result);
-    };
-    // The thread inherits the mask: a signal that this process waits for with a descriptor from now on must not be
-    // delivered to a thread that is from before, where it would end the process.
-    let _undisturbed = Undisturbed::begin();
-    std::thread::Builder::new().name("reader".into()).stack_size(256 << 10).spawn(act).is_ok()
-}
-
-/// The same, and what has been read. None if that has not come to its end in this time; the thread goes on.
-pub fn within<T: Send + 'static>(process: u32, limit: Duration, read: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    let (done, is_done) = mpsc::channel();
-    apart(process, read, done).then(|| is_done.recv_timeout(limit).ok()).flatten()
-}
-
 /// Sends a signal to the process of a descriptor, even if its number is another process's by now.
 ///
 /// # Errors
@@ -627,10 +563,6 @@ pub(crate) fn session(process: u32) -> Option<u32> {
 pub fn users(process: u32) -> Option<[u32; 4]> {
     let users: Vec<u32> = status(process, "Uid")?.split_whitespace().filter_map(|word| word.parse().ok()).collect();
     users.try_into().ok()
-}
-
-fn real_user(process: u32) -> Option<u32> {
-    users(process).map(|users| users[0])
 }
 
 /// A number that tells a process from a later one with its process number; None if it has ended. Before Linux 6.9 there
@@ -756,20 +688,6 @@ pub fn end_on_broken_pipe() {
 mod tests {
     use super::*;
 
-    /// However many users' processes hold up who reads of them, as many as each may, one of another user's is read.
-    #[test]
-    fn every_user_finds_a_reader() {
-        let alone = (0..MOST_READING).take_while(|its| may_be_read(*its, *its)).count();
-        assert_eq!(alone, 32);
-        let mut all = 0;
-        for user in 0..100 {
-            let its = (0..MOST_READING).take_while(|its| may_be_read(*its, all + its)).count();
-            assert!(its > 0, "user {user} finds {all} readings");
-            all += its;
-        }
-        assert!(!may_be_read(0, MOST_READING));
-    }
-
     /// A program whose first thread has called pthread_exit(3) goes on.
     #[test]
     fn a_process_lives_as_long_as_its_last_thread() {
@@ -782,18 +700,5 @@ mod tests {
         drop(child.stdin.take());
         while lives(child.id()) {}
         child.wait().expect("its end");
-    }
-
-    /// Ctrl-C is delivered to any thread that does not block it. Those that read of other processes do, also the ones
-    /// that were there before this process waited for it with a descriptor.
-    #[test]
-    fn a_thread_that_reads_of_another_process_takes_no_signal() {
-        let mask = || std::fs::read_to_string("/proc/thread-self/status").ok();
-        let status = within(std::process::id(), Duration::from_secs(60), mask).flatten().expect("its status");
-        let blocked = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).expect("its mask");
-        let blocked = u64::from_str_radix(blocked.trim(), 16).expect("a mask");
-        for signal in ENDING {
-            assert!(blocked & 1 << (signal - 1) != 0, "signal {signal} of {blocked:x}");
-        }
     }
 }

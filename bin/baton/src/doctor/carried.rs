@@ -2,7 +2,7 @@
 
 use baton_linux::namespace::Namespace;
 use baton_linux::netlink::{Netlink, Request, SOCK_DIAG, attributes};
-use baton_linux::process;
+use baton_linux::reading;
 use std::collections::HashMap;
 use std::io;
 use std::time::Duration;
@@ -32,7 +32,7 @@ impl Counters {
 /// Counters of all connections in the network namespace of a process, by their sockets' inodes. None if they are not to
 /// be had in time, or at all.
 pub fn look(process: u32) -> Option<HashMap<u64, Counters>> {
-    process::within(process, PATIENCE, move || {
+    reading::within(process, PATIENCE, move || {
         // The reader is a thread of its own, so it can enter the namespace for good.
         Namespace::of_process(process).and_then(|namespace| namespace.enter()).and_then(|()| dump())
     })?

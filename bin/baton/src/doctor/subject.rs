@@ -1,7 +1,7 @@
 //! What is watched: a process and what it starts, a unit, or who listens at a port.
 
 use anyhow::{Context, Result, bail};
-use baton_linux::process;
+use baton_linux::{process, reading};
 use std::collections::BTreeSet;
 use std::process::Command;
 use std::time::Duration;
@@ -69,7 +69,7 @@ impl Subject {
         }
         let holds = |one: &u32| {
             let number = *one;
-            let found = process::within(number, GLANCE, move || process::sockets_of(number)).unwrap_or_default();
+            let found = reading::within(number, GLANCE, move || process::sockets_of(number)).unwrap_or_default();
             found.iter().any(|(_, inode)| inodes.contains(inode))
         };
         let found: Vec<u32> = process::all().into_iter().filter(holds).collect();

@@ -6,7 +6,7 @@ use super::look::Line;
 use super::subject::Subject;
 use anyhow::{Context, Result, bail};
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
-use baton_linux::{process, tasks};
+use baton_linux::{process, reading, tasks};
 use serde::Serialize;
 use std::collections::BTreeMap;
 #[cfg(feature = "lab")]
@@ -146,7 +146,7 @@ impl Drop for Looker {
 
 /// Times of a process, in clock ticks: user, system. None if they are not to be had in time.
 fn ticks(one: u32) -> Option<(u64, u64)> {
-    process::within(one, GLANCE, move || {
+    reading::within(one, GLANCE, move || {
         let text = std::fs::read_to_string(format!("/proc/{one}/stat")).ok()?;
         times(&text)
     })?

@@ -4,7 +4,7 @@ use crate::list::events::Event;
 use crate::tools::{SocketArgument, is_silent};
 use anyhow::{Context, Result, bail};
 use baton_client::tool::Tool;
-use baton_linux::process;
+use baton_linux::{process, reading};
 use baton_protocol::program::{Ask, Reply, VERSION};
 use serde_json::{Value, json};
 use std::io::Read;
@@ -211,7 +211,7 @@ fn processes() -> (String, Vec<String>) {
             text += &format!("oom_score_adj: {}", entry("oom_score_adj").unwrap_or_default());
             Some(text + &entry("limits").unwrap_or_else(|| "limits: cannot be read\n".into()))
         };
-        match process::within(one, GLANCE, about) {
+        match reading::within(one, GLANCE, about) {
             Some(Some(about)) => text += &format!("{about}\n"),
             // It has ended.
             Some(None) => {}
