@@ -11,7 +11,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const HELD_FRAMES: usize = 4096;
 const HELD_BYTES: usize = 8 << 20;
 
-/// A sequence number as an offset from the first one seen, so that it can be ordered.
+/// A sequence number as an offset from the first one seen, then from what the kernel has acknowledged, so that it can be
+/// ordered.
 type SeqOffset = i32;
 
 /// The frames held during a move; without any it takes no memory of its own.
@@ -27,8 +28,11 @@ struct Frames {
     ends: BTreeSet<(SeqOffset, u64)>,
     /// The ranges that the frames cover, as beginnings and ends; they neither touch nor overlap.
     covered: BTreeMap<SeqOffset, SeqOffset>,
-    /// The first sequence number seen.
+    /// The sequence number from which offsets count; and whether it is the kernel's. The first one seen may be anybody's
+    /// who knows the addresses and ports, and half of all sequence numbers away: the order would turn around among the
+    /// peer's.
     base: Option<u32>,
+    is_kernels: bool,
     /// Number of frames that have arrived.
     arrivals: u64,
     /// Bytes of the frames held.
@@ -125,7 +129,22 @@ impl Frames {
         self.covered.insert(first, end);
     }
 
+    /// Has offsets count from a sequence number of the kernel's.
+    fn count_from(&mut self, base: u32) {
+        let before = self.base.replace(base).unwrap_or(base);
+        let moved = |offset: SeqOffset| offset.wrapping_add(before.wrapping_sub(base) as SeqOffset);
+        self.frames.values_mut().for_each(|(end, _)| *end = moved(*end));
+        self.ends = std::mem::take(&mut self.ends).into_iter().map(|(end, arrival)| (moved(end), arrival)).collect();
+        for (first, end) in std::mem::take(&mut self.covered) {
+            self.cover(moved(first), moved(end));
+        }
+        self.is_kernels = true;
+    }
+
     fn acknowledged(&mut self, ack: u32) {
+        if !self.is_kernels {
+            self.count_from(ack);
+        }
         let ack = self.offset(ack);
         while let Some((_, arrival)) = self.ends.first().filter(|(end, _)| *end <= ack).copied() {
             self.ends.pop_first();
@@ -194,6 +213,20 @@ mod tests {
             done.send(held.take().count())
         });
         assert_eq!(finished.recv_timeout(Duration::from_secs(5)), Ok(2));
+    }
+
+    /// Somebody who knows addresses and ports sends the first frame, half of all sequence numbers away from the peer's.
+    #[test]
+    fn a_forged_first_frame_changes_nothing_for_the_others() {
+        let mut held = HeldFrames::default();
+        push(&mut held, 1000 + (1 << 31), 1);
+        push(&mut held, 992, 5);
+        push(&mut held, 1000, 20);
+        held.acknowledged(990);
+        assert!(held.covers(992, 997) && held.covers(1000, 1020) && !held.covers(992, 1020));
+        held.acknowledged(997);
+        assert!(!held.covers(992, 997) && held.covers(1000, 1020));
+        assert_eq!(held.take().count(), 1);
     }
 
     #[test]
