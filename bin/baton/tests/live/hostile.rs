@@ -2,7 +2,7 @@
 //! while agent and NIC remain the same processes.
 
 use crate::common::{PacketThreads, Scene, scene};
-use crate::hostile_client::{Hostile, setting};
+use crate::hostile_client::{Hostile, Seeds, setting};
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
 use baton_bed::testbed::TestbedSettings;
@@ -145,6 +145,7 @@ fn no_descriptor_ends_or_holds_up_an_agent() {
     let _alone = alone();
     let mut honest = Honest::new(TestbedSettings::default());
     let mut hostile = Hostile::start(&honest.scene.bed, "descriptors");
+    let _seeds = Seeds::of(&hostile);
     let deadline = Instant::now() + Duration::from_secs(60 + setting("BATON_FUZZ_SECONDS", 3));
     while !hostile.ended() {
         assert!(Instant::now() < deadline, "the hostile program does not end");

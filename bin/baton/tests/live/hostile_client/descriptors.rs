@@ -1,7 +1,7 @@
 //! Requests with random fields, and with descriptors of every kind and state, for `BATON_FUZZ_SECONDS` (3), from
 //! `BATON_FUZZ_SEED` (1) on.
 
-use super::{Client, PEER, alone};
+use super::{Client, Hostile, PEER, alone};
 use baton_abi::layout::session as at;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::Channel;
@@ -20,6 +20,42 @@ use std::time::{Duration, Instant};
 /// A number from the environment.
 pub fn setting(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|value| value.parse().ok()).unwrap_or(otherwise)
+}
+
+/// Says from which seed on a hostile program has asked, and how far it has come, if its test fails.
+pub struct Seeds(u32);
+
+impl Seeds {
+    pub fn of(hostile: &Hostile) -> Seeds {
+        Seeds(hostile.0.id())
+    }
+}
+
+impl Drop for Seeds {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let reached = std::fs::read_to_string(format!("/proc/{}/comm", self.0)).unwrap_or_default();
+            eprintln!("it began with BATON_FUZZ_SEED={}, and has come to: {}", setting("BATON_FUZZ_SEED", 1), reached.trim());
+        }
+    }
+}
+
+/// The seed of the requests under way. This process has it as its name, where [`Seeds`] finds it.
+struct Seed(u64);
+
+impl Seed {
+    fn begin(seed: u64) -> Seed {
+        let _ = std::fs::write("/proc/self/comm", format!("seed {seed}"));
+        Seed(seed)
+    }
+}
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("BATON_FUZZ_SEED={} has failed", self.0);
+        }
+    }
 }
 
 /// Makes a descriptor; None if that fails, as when a port is taken.
@@ -256,6 +292,7 @@ pub fn run(socket: &Path, begun: impl Fn()) {
     begun();
     let (mut requests, mut sessions) = (0u64, 0u64);
     while Instant::now() < until {
+        let _seed = Seed::begin(seed);
         let mut fuzz = Fuzz { rng: Rng::new(seed), peer, given: 0 };
         seed += 1;
         let opening = fuzz.opening();
