@@ -19,8 +19,8 @@ const PART: u64 = 100;
 const FIRST: u64 = 10_000;
 const SECOND: u64 = 250_000;
 
-/// Microseconds for which a connection whose turn it is may go to the NIC: an attacher stops its program first. One that
-/// has not come has its next turn that long after the last one, then after twice as long, and so on.
+/// Microseconds for which a connection whose turn it is may go to the NIC: an attacher stops its program first. One
+/// that has not come has its next turn that long after the last one, then after twice as long, and so on.
 const TURN: u64 = 1_000_000;
 
 /// Microseconds after which a connection that was to leave the NIC for another one, and has not, counts as one that
@@ -67,8 +67,8 @@ pub(crate) struct Scene {
     pub by_heat: bool,
 }
 
-/// The turns of a connection that has not come to the NIC since: its attacher does not act, say, or its program does not
-/// leave an operation. Each may have cost another connection its place, so they become ever rarer.
+/// The turns of a connection that has not come to the NIC since: its attacher does not act, say, or its program does
+/// not leave an operation. Each may have cost another connection its place, so they become ever rarer.
 #[derive(Clone, Copy, Default)]
 struct Turns {
     /// When the last one began, in microseconds of the monotonic clock.

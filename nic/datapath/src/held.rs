@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, BTreeSet};
 const HELD_FRAMES: usize = 4096;
 const HELD_BYTES: usize = 8 << 20;
 
-/// A sequence number as an offset from the first one seen, then from what the kernel has acknowledged, so that it can be
-/// ordered.
+/// A sequence number as an offset from the first one seen, then from what the kernel has acknowledged, so that it can
+/// be ordered.
 type SeqOffset = i32;
 
 /// The frames held during a move; without any it takes no memory of its own.
@@ -28,9 +28,9 @@ struct Frames {
     ends: BTreeSet<(SeqOffset, u64)>,
     /// The ranges that the frames cover, as beginnings and ends; they neither touch nor overlap.
     covered: BTreeMap<SeqOffset, SeqOffset>,
-    /// The sequence number from which offsets count; and whether it is the kernel's. The first one seen may be anybody's
-    /// who knows the addresses and ports, and half of all sequence numbers away: the order would turn around among the
-    /// peer's.
+    /// The sequence number from which offsets count; and whether it is the kernel's. The first one seen may be
+    /// anybody's who knows the addresses and ports, and half of all sequence numbers away: the order would turn around
+    /// among the peer's.
     base: Option<u32>,
     is_kernels: bool,
     /// Number of frames that have arrived.

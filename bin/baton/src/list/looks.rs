@@ -202,8 +202,8 @@ impl Watch {
         self.each(Watched::look);
     }
 
-    /// Does something with all of them, many at a time. What goes wrong with one is a trouble of that one: whoever looks
-    /// goes on with the others.
+    /// Does something with all of them, many at a time. What goes wrong with one is a trouble of that one: whoever
+    /// looks goes on with the others.
     fn each(&mut self, act: impl Fn(&mut Watched) + Sync) {
         let act = |baton: &mut Watched| {
             // What is left of it then is dropped.
