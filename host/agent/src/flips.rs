@@ -321,6 +321,8 @@ impl Agent {
                     extra.retry.clear();
                     extra.nic_that_died = 0;
                 }
+                let serial = connection.serial;
+                self.moves.placements.iter_mut().for_each(|placement| placement.has_come(serial));
             }
             // Sooner than the next poll, which would find the same.
             Conclusion::Stays(refusal) if refusal.is_of_lost_socket() && connection.stage() == Stage::Nic => {
@@ -395,8 +397,15 @@ pub(crate) fn place(agent: &mut Agent) {
         if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
             look_at(agent, nic, now);
         }
-        while let Some(key) = agent.moves.placements[nic].next(agent.nics[nic].room.has_connection(), now) {
+        let next = |agent: &mut Agent| {
+            let room = &agent.nics[nic].room;
+            agent.moves.placements[nic].next(|count| room.has_connections(count), now)
+        };
+        while let Some(key) = next(agent) {
             if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
+                if agent.is_attacher(key.0) {
+                    agent.moves.placements[nic].note_asked(key.2);
+                }
                 agent.attend(key.0);
                 agent.begin_unasked(key.0, key.1, false);
             }

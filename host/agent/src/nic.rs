@@ -338,7 +338,7 @@ impl NicProcess {
 
     /// Takes a free slot for a connection that goes to the NIC, if that has announced room, and returns its cid.
     pub fn take_slot(&mut self) -> Option<Cid> {
-        if !self.room.has_connection() || !self.room.has(Resource::Memory, 1) {
+        if !self.room.has_connections(1) || !self.room.has(Resource::Memory, 1) {
             return None;
         }
         let cid = self.free.take(&self.memory)?;

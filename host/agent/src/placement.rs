@@ -75,12 +75,14 @@ struct Turns {
     last: u64,
     /// How many there were.
     count: u8,
+    /// Its attacher was asked for it. The NIC has promised it nothing until that acts.
+    asked: bool,
 }
 
 impl Turns {
     fn begin(&mut self, now: u64) {
         // As many as the longest pause needs.
-        (self.last, self.count) = (now, self.count.saturating_add(1).min(8));
+        (self.last, self.count, self.asked) = (now, self.count.saturating_add(1).min(8), false);
     }
 
     /// Whether the last one goes on.
@@ -198,11 +200,24 @@ impl Placement {
         choice
     }
 
-    /// The next connection that is to go to the NIC, if that has room: its turn begins.
-    pub fn next(&mut self, has_room: bool, now: u64) -> Option<Key> {
-        let key = if has_room { self.coming.pop_front()? } else { return None };
+    /// The next connection that is to go to the NIC, if that has room for so many, those included that attachers were
+    /// asked for: its turn begins.
+    pub fn next(&mut self, has_room: impl FnOnce(u32) -> bool, now: u64) -> Option<Key> {
+        let key = *self.coming.front()?;
+        let asked = self.turns.values().filter(|turns| turns.asked && turns.goes_on(now)).count();
+        if !has_room(1 + asked as u32) {
+            return None;
+        }
+        self.coming.pop_front();
         self.turns.entry(key.2).or_default().begin(now);
         Some(key)
+    }
+
+    /// Notes that a connection's attacher is asked for it in its turn.
+    pub fn note_asked(&mut self, serial: u64) {
+        if let Some(turns) = self.turns.get_mut(&serial) {
+            turns.asked = true;
+        }
     }
 }
 
@@ -229,8 +244,8 @@ mod tests {
         let waits = [sample(7, Place::Waits, 0), sample(8, Place::Waits, 0), sample(3, Place::Nic, 0)];
         let demand = Demand { free: 1, ..Demand::default() };
         assert_eq!(placement.look(&mut gate, &waits, WAITING, demand, 100_000).leave, [0; 0]);
-        let mut next = |has_room| placement.next(has_room, 100_000);
-        assert_eq!([next(false), next(true), next(true)], [None, Some((1, 1, 7)), None]);
+        let mut next = |room| placement.next(|wanted| wanted <= room, 100_000);
+        assert_eq!([next(0), next(1), next(1)], [None, Some((1, 1, 7)), None]);
         assert!(gate.admits((1, 1, 7), false) && !gate.admits((1, 2, 8), false));
     }
 
@@ -274,7 +289,7 @@ mod tests {
             let heat = |key: &Key| Sample { hot_from: 1000, ..sample(key.2, Place::Waits, rate(*key) * (now / 1000) as u32) };
             let samples: Vec<Sample> = placement.waiting(now).iter().map(heat).collect();
             placement.look(&mut gate, &samples, scene, demand, now);
-            match placement.next(true, now) {
+            match placement.next(|_| true, now) {
                 Some(key) if key == idle => asked.push(now),
                 Some(key) => {
                     assert_eq!(key, other);
@@ -291,6 +306,26 @@ mod tests {
         // It has come by itself, and may come again.
         placement.has_come(7);
         assert_eq!(placement.waiting(120_000_000).len(), 2);
+    }
+
+    /// Those that attachers are asked for take room when they come: no more are asked for than there is room.
+    #[test]
+    fn no_more_are_asked_for_than_have_room() {
+        let (mut placement, mut gate) = (Placement::default(), Gate::default());
+        let keys = [(1, 1, 7), (1, 2, 8), (1, 3, 9)];
+        keys.iter().for_each(|key| gate.refuse(*key, false));
+        placement.is_due(&mut gate, 0);
+        let waits: Vec<Sample> = keys.iter().map(|key| sample(key.2, Place::Waits, 0)).collect();
+        placement.look(&mut gate, &waits, WAITING, Demand { free: 3, ..Demand::default() }, 0);
+        let next = |placement: &mut Placement, room| {
+            let key = placement.next(|wanted| wanted <= room, 0)?;
+            placement.note_asked(key.2);
+            Some(key.2)
+        };
+        assert_eq!([next(&mut placement, 1), next(&mut placement, 1), next(&mut placement, 2)], [Some(7), None, Some(8)]);
+        // One is there, and has its room.
+        placement.has_come(7);
+        assert_eq!([next(&mut placement, 1), next(&mut placement, 2)], [None, Some(9)]);
     }
 
     #[test]
@@ -326,9 +361,9 @@ mod tests {
         let nobody = Scene::default();
         placement.look(&mut gate, &hot(Place::Waits, 0), nobody, demand, 0);
         placement.look(&mut gate, &hot(Place::Waits, 500), nobody, demand, 1_000_000);
-        assert!(placement.next(true, 1_000_000).is_none() && !gate.admits(key, true) && gate.admits((1, 2, 8), false));
+        assert!(placement.next(|_| true, 1_000_000).is_none() && !gate.admits(key, true) && gate.admits((1, 2, 8), false));
         placement.look(&mut gate, &hot(Place::Waits, 5000), nobody, demand, 2_000_000);
-        assert_eq!(placement.next(true, 2_000_000), Some(key));
+        assert_eq!(placement.next(|_| true, 2_000_000), Some(key));
         assert!(gate.admits(key, true) && gate.admits((1, 2, 8), false));
         placement.forget(7);
         let there = Scene { by_heat: true, ..nobody };

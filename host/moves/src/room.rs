@@ -42,9 +42,9 @@ impl Room {
             || cfg!(feature = "sabotage-exceed-room")
     }
 
-    /// Whether there is room for another connection, but for its memory.
-    pub fn has_connection(&self) -> bool {
-        self.has(Resource::Connections, 1) && self.has(Resource::Pairs, PAIRS)
+    /// Whether there is room for so many more connections, but for their memory.
+    pub fn has_connections(&self, count: u32) -> bool {
+        self.has(Resource::Connections, count) && self.has(Resource::Pairs, count.saturating_mul(PAIRS))
     }
 
     /// What the NIC has last announced to be free, less what has been promised since.
@@ -187,12 +187,12 @@ mod tests {
     fn a_connection_takes_its_pairs() {
         let mut room = announced(10, 100);
         room.note(&Announcement { number: 3, resource: Resource::Pairs, taken: 0, free: 2 * PAIRS + PAIRS / 2 });
-        assert!(room.has_connection());
+        assert!(room.has_connections(1));
         room.promise_connection(7);
         room.promise_connection(8);
-        assert!(room.has(Resource::Connections, 1) && !room.has_connection());
+        assert!(room.has(Resource::Connections, 1) && !room.has_connections(1));
         room.end(8);
-        assert!(room.has_connection());
+        assert!(room.has_connections(1));
         room.sent(&mirror(7), || 0);
         assert_eq!(room.free(Resource::Pairs), PAIRS + PAIRS / 2);
     }

@@ -37,7 +37,7 @@ impl NicLink {
     }
 
     pub fn take_slot(&mut self) -> Option<Cid> {
-        if !self.room.has_connection() {
+        if !self.room.has_connections(1) {
             return None;
         }
         let (_, cid) = self.free.pop_last()?;
