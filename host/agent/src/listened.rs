@@ -8,7 +8,7 @@ use baton_linux::rtnetlink::{self, LinkInfo};
 use baton_log::error;
 use baton_moves::Refusal;
 use baton_steering::{LOOPBACK, Path, Steer, listener_flow};
-use baton_wire::Flow;
+use baton_wire::{Endpoint, Flow};
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 
@@ -46,9 +46,9 @@ impl Shape {
         if !now.is_empty() {
             devices.check(LOOPBACK)?;
         }
-        for gone in before.iter().filter(|(address, nic)| now.get(address) != Some(nic)) {
-            self.leave_to_kernel(*gone.0);
-        }
+        let gone =
+            before.iter().filter(|(address, nic)| now.get(address) != Some(nic)).map(|(address, _)| Endpoint::from(*address));
+        self.leave_to_kernel(&gone.collect::<Vec<_>>());
         let Shape::Beside { steering, .. } = self else { return Ok(()) };
         for (address, nic) in now {
             steering
@@ -58,12 +58,16 @@ impl Shape {
         if now.is_empty() { Ok(()) } else { steering.set_listening(true).map_err(|error| system("steering", &error)) }
     }
 
-    /// The kernel gets what clients send to an endpoint, but for connections that the NIC has.
-    fn leave_to_kernel(&mut self, address: SocketAddr) {
-        self.unsteer(&listener_flow(address.into()));
-        self.forget_unaccepted(address.into());
-        if let Shape::Beside { steering, .. } = self {
-            steering.forget_handshakes(address.into());
+    /// The kernel gets what clients send to these endpoints, but for connections that the NIC has.
+    fn leave_to_kernel(&mut self, locals: &[Endpoint]) {
+        for local in locals {
+            self.unsteer(&listener_flow(*local));
+            self.forget_unaccepted(*local);
+        }
+        if let Shape::Beside { steering, .. } = self
+            && !locals.is_empty()
+        {
+            steering.forget_handshakes(locals);
         }
     }
 

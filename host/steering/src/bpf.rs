@@ -1,5 +1,6 @@
 //! The bpf system call, the part that is needed here.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
@@ -147,12 +148,12 @@ pub(crate) fn delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Deletes the entries whose keys `matches` accepts.
-pub(crate) fn clear(map: BorrowedFd<'_>, key_bytes: usize, mut matches: impl FnMut(&[u8]) -> bool) {
-    let mut chosen = Vec::new();
-    for_each_key(map, key_bytes, |key| {
+/// Deletes the entries whose keys `matches` accepts, of as many as [`for_each_key`] shows.
+pub(crate) fn clear(map: BorrowedFd<'_>, key_bytes: usize, most: usize, mut matches: impl FnMut(&[u8]) -> bool) {
+    let mut chosen = BTreeSet::new();
+    for_each_key(map, key_bytes, most, |key| {
         if matches(key) {
-            chosen.push(key.to_vec());
+            chosen.insert(key.to_vec());
         }
     });
     // One that is gone already is no concern.
@@ -162,14 +163,15 @@ pub(crate) fn clear(map: BorrowedFd<'_>, key_bytes: usize, mut matches: impl FnM
 /// The number of entries.
 pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
     let mut count = 0;
-    for_each_key(map, key_bytes, |_| count += 1);
+    for_each_key(map, key_bytes, usize::MAX, |_| count += 1);
     count
 }
 
-/// Shows all keys.
-pub(crate) fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, mut visit: impl FnMut(&[u8])) {
+/// Shows all keys, but no more than `most`. The kernel begins anew when the last key that it has given has been deleted
+/// meanwhile: where others delete entries that need not come to an end.
+pub(crate) fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, most: usize, mut visit: impl FnMut(&[u8])) {
     let mut key: Option<Vec<u8>> = None;
-    loop {
+    for _ in 0..most {
         let mut attributes = [0; 32];
         attributes[0] = map.as_raw_fd() as u32;
         let mut next = vec![0u8; key_bytes];

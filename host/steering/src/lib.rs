@@ -19,6 +19,7 @@ mod ring_buffer;
 pub mod rss;
 
 use baton_wire::{Endpoint, Flow};
+use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
@@ -51,6 +52,10 @@ const LISTENER_PORT: u16 = 1;
 
 /// Handshakes that are remembered: of more, the oldest are forgotten, so that a flood of SYNs takes no more memory.
 const HANDSHAKES: u32 = 1 << 16;
+
+/// Most handshakes that are looked at one after another. Each SYN that comes meanwhile may take the place of the one
+/// that was looked at last, and all are looked at once more.
+const MOST_VISITED: usize = 16 * HANDSHAKES as usize;
 
 /// Mark on frames that the NIC sends, which distinguishes them from the kernel's.
 pub const MARK: u32 = 0x4e49_4301;
@@ -265,15 +270,17 @@ impl Steering {
     /// The failed system call's.
     pub fn set_listening(&self, listening: bool) -> io::Result<()> {
         if !listening {
-            bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, |_| true);
+            bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, MOST_VISITED, |_| true);
         }
         bpf::update(self.kinds.as_fd(), &programs::LISTENERS.to_ne_bytes(), &u32::from(listening).to_ne_bytes())
     }
 
-    /// Forgets the handshakes at an endpoint: the kernel gets what their clients send.
-    pub fn forget_handshakes(&self, local: Endpoint) {
-        let part = key(&listener_flow(local));
-        bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, |key| key[..16] == part[..16] && key[32..34] == part[32..34]);
+    /// Forgets the handshakes at these endpoints: the kernel gets what their clients send. However many endpoints there
+    /// are, all handshakes are looked at once.
+    pub fn forget_handshakes(&self, locals: &[Endpoint]) {
+        let parts: BTreeSet<[u8; 18]> = locals.iter().map(|local| local_part(&key(&listener_flow(*local)))).collect();
+        let is_there = |key: &[u8]| parts.contains(&local_part(key));
+        bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, MOST_VISITED, is_there);
     }
 
     /// Forgets a handshake, since its connection is the kernel's.
@@ -306,7 +313,7 @@ impl Steering {
     /// The flows that are steered, [`messages_flow`]s and [`listener_flow`]s among them.
     pub fn flows(&self) -> Vec<Flow> {
         let mut flows = Vec::new();
-        bpf::for_each_key(self.flows.as_fd(), programs::KEY_BYTES, |key| flows.extend(key.try_into().map(flow_of)));
+        bpf::for_each_key(self.flows.as_fd(), programs::KEY_BYTES, usize::MAX, |key| flows.extend(key.try_into().map(flow_of)));
         flows
     }
 
@@ -314,6 +321,14 @@ impl Steering {
     pub fn count(&self) -> usize {
         bpf::count(self.flows.as_fd(), programs::KEY_BYTES)
     }
+}
+
+/// The local address and port in a key.
+fn local_part(key: &[u8]) -> [u8; 18] {
+    let mut part = [0; 18];
+    part[..16].copy_from_slice(&key[..16]);
+    part[16..].copy_from_slice(&key[32..34]);
+    part
 }
 
 /// A flow in the byte order in which the programs read it from a frame: see [`ends`]; then the device.
@@ -392,7 +407,16 @@ mod tests {
         steering.remove(&flow.by(7)).unwrap();
         steering.set_listening(true).unwrap();
         steering.forget_handshake(&flow).unwrap();
-        steering.forget_handshakes(flow.local);
+        let elsewhere = Flow { local: Endpoint::v4([127, 0, 0, 3], 1), ..flow };
+        let three = [flow, flow.reversed(), elsewhere];
+        three.iter().for_each(|one| bpf::update(steering.handshakes.as_fd(), &key(one), &[0; programs::VALUE_BYTES]).unwrap());
+        steering.forget_handshakes(&[flow.local, flow.remote]);
+        let known = |one: Flow| bpf::has(steering.handshakes.as_fd(), &key(&one), programs::VALUE_BYTES);
+        assert_eq!(three.map(known), [false, false, true]);
+        three.iter().for_each(|one| bpf::update(steering.handshakes.as_fd(), &key(one), &[0; programs::VALUE_BYTES]).unwrap());
+        let mut visited = 0;
+        bpf::for_each_key(steering.handshakes.as_fd(), programs::KEY_BYTES, 2, |_| visited += 1);
+        assert_eq!(visited, 2, "of three");
         steering.set(&listener_flow(flow.local), &path, Steer::Steal).unwrap();
         steering.set(&messages_flow(flow.local), &path, Steer::Steal).unwrap();
         let mut all = vec![flow.reversed(), listener_flow(flow.local), messages_flow(flow.local)];
