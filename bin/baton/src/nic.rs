@@ -130,13 +130,14 @@ fn set(arguments: &SetArguments) -> Result<bool> {
 }
 
 /// Counters of the offloads, with their meaning.
-const FIGURES: [(Counter, &str); 34] = [
+const FIGURES: [(Counter, &str); 35] = [
     (Counter::WireReceived, "frames from the wire"),
     (Counter::HostSent, "frames to the kernel"),
     (Counter::Interrupts, "interrupts (bursts to the kernel)"),
     (Counter::InterruptNanoseconds, "ns in the interrupts' first half"),
     (Counter::Doorbells, "doorbells rung for programs"),
     (Counter::DoorbellNanoseconds, "ns of ringing them"),
+    (Counter::AgentDoorbells, "doorbells rung for the agent"),
     (Counter::BusyNanoseconds, "ns of the NIC's own polling that found work"),
     (Counter::SynPrioritized, "connection set-ups that the copy engine sent first"),
     (Counter::Made, "connections made by the NIC"),

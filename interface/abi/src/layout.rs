@@ -683,10 +683,12 @@ pub enum Counter {
     PassedFlags,
     /// Since they carried no data.
     PassedNoData,
+    /// Doorbells rung for the agent.
+    AgentDoorbells,
 }
 
 /// Number of counters.
-pub const COUNTERS: usize = 82;
+pub const COUNTERS: usize = 83;
 
 const _: () = {
     assert!(COUNTERS * 8 <= nic::COUNTERS_BYTES && nic::pulse(nic::MAX_WORKERS) <= nic::COMMANDS);

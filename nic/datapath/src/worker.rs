@@ -555,7 +555,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         let handshakes = handshakes.min(self.resources.reopens_at());
         let delivery = delivery.into_iter().chain(Some(handshakes).filter(|due| *due != u64::MAX));
         let others = self.to_kernel.lro.next_expiry().into_iter().chain(delivery).chain(doorbells).chain(self.crossbar_due());
-        let others = others.chain(self.output.wire.next_passing());
+        let others = others.chain(self.output.wire.next_passing()).chain(self.agent.ring_due());
         self.connections.wheel.next_expiry().into_iter().chain(acknowledgements).chain(others).min()
     }
 }

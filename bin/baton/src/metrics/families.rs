@@ -181,7 +181,7 @@ fn seconds(nanos: u64) -> Value {
 type OfWorker = (Counter, &'static str, Measure, &'static str);
 
 /// The workers' counters that only grow.
-const WORKER_COUNTERS: [OfWorker; 48] = {
+const WORKER_COUNTERS: [OfWorker; 49] = {
     use Counter as C;
     use Measure::{Bytes as B, None as N, Seconds as S};
     [
@@ -233,6 +233,7 @@ const WORKER_COUNTERS: [OfWorker; 48] = {
         ),
         (C::Redelivered, "nic_redelivered_segments", N, "Segments sent to the kernel again, which had not acknowledged them."),
         (C::Doorbells, "nic_doorbells", N, "Doorbells rung for sleeping programs."),
+        (C::AgentDoorbells, "nic_agent_doorbells", N, "Doorbells rung for the agent."),
         (
             C::SynPrioritized,
             "nic_prioritized_syns",

@@ -10,28 +10,39 @@ use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
 use std::sync::Arc;
 
+/// Least microseconds between two doorbells of the agent, where doorbells are moderated. While a move waits for an
+/// answer the agent polls its ring for longer than that.
+const APART: u64 = 20;
+
 /// The agent's rings, which only the front worker uses.
 pub(super) struct AgentLink {
     pub commands: Consumer<RingWords>,
     pub events: Producer<RingWords>,
     /// Messages that found the ring of events full.
     pub backlog: Backlog,
-    /// Messages were sent since the agent's doorbell was last checked.
-    pub unsignalled: bool,
+    /// Messages were sent for which the agent's doorbell has not been rung.
+    unsignalled: bool,
+    /// When it may be rung next, in microseconds, and whether it was too early for these messages.
+    next_ring: u64,
+    put_off: bool,
 }
 
 impl AgentLink {
     pub fn new(nic_memory: &Arc<Region>) -> AgentLink {
         let commands = Consumer::new(nic_memory.ring(nic::COMMANDS));
         let events = Producer::new(nic_memory.ring(nic::EVENTS));
-        AgentLink { commands, events, backlog: Backlog::default(), unsignalled: false }
+        AgentLink::of(commands, events)
     }
 
     /// The host's TCP has the NIC in the agent's place.
     pub fn of_host_tcp(shared: &Arc<Region>) -> AgentLink {
         let commands = Consumer::new(shared.ring(host_tcp::COMMANDS));
         let events = Producer::new(shared.ring(host_tcp::EVENTS));
-        AgentLink { commands, events, backlog: Backlog::default(), unsignalled: false }
+        AgentLink::of(commands, events)
+    }
+
+    fn of(commands: Consumer<RingWords>, events: Producer<RingWords>) -> AgentLink {
+        AgentLink { commands, events, backlog: Backlog::default(), unsignalled: false, next_ring: 0, put_off: false }
     }
 
     /// Sends a message, behind those that found the ring full.
@@ -42,6 +53,23 @@ impl AgentLink {
         }
         self.events.publish();
         self.unsignalled = true;
+    }
+
+    /// Whether the agent's doorbell has to be rung at `now`, microseconds. `moderated`: not sooner than [`APART`] after
+    /// the last time.
+    #[inline]
+    pub fn should_ring(&mut self, moderated: bool, now: u64) -> bool {
+        self.put_off = self.unsignalled && moderated && now < self.next_ring;
+        let rings = self.unsignalled && !self.put_off;
+        if rings {
+            (self.unsignalled, self.next_ring) = (false, now + APART);
+        }
+        rings
+    }
+
+    /// When the agent's doorbell has to be rung that was put off, in microseconds; None if none was.
+    pub fn ring_due(&self) -> Option<u64> {
+        self.put_off.then_some(self.next_ring)
     }
 }
 

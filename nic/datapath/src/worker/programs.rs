@@ -12,7 +12,7 @@ use crate::peers::Call;
 use baton_abi::layout::{ANSWERED, Counter, RING_MESSAGES, session};
 use baton_abi::{ANSWER, Cid, Control, FETCH, HOLD, MORE, Message, Operation, Resource, is_plain_send, join_sends};
 use baton_device::Device;
-use baton_moderation::Moderator;
+use baton_moderation::{Mode as Moderation, Moderator};
 use baton_ring::{Consumer, Full, Producer, has_sleeper, note_rung, wants_ring};
 use baton_shm::{Region, RingWords};
 use baton_tables::NO_SLOT;
@@ -226,8 +226,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it, with the
-    /// processor that the program says it ran on, unless it is woken for bulk data. Returns whether messages were sent
-    /// to the agent since the last call: then the caller rings its doorbell, too.
+    /// processor that the program says it ran on, unless it is woken for bulk data. Returns whether the agent's doorbell
+    /// has to be rung, too: messages were sent to it, and moderation does not delay that.
     pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32, Option<usize>)) -> bool {
         for (id, session) in self.programs.sessions.iter_mut().enumerate() {
             if let Some(session) = session
@@ -240,7 +240,11 @@ impl<H: Device, W: Device> Worker<H, W> {
                 ring(id as u32, (processor as usize).checked_sub(1).filter(|_| !bulk));
             }
         }
-        std::mem::take(&mut self.agent.unsignalled)
+        let rings = self.agent.should_ring(self.settings.doorbells != Moderation::Off, now.0);
+        if rings {
+            self.counters.add(Counter::AgentDoorbells, 1);
+        }
+        rings
     }
 
     /// Takes a batch of messages from each session that has some. Returns whether there was any.

@@ -1,7 +1,7 @@
 //! When a program is woken, and what is sent for one that waits for each of its messages to be taken.
 
 use crate::stage::{BUFFER, Stage};
-use baton_abi::layout::{block, session};
+use baton_abi::layout::{COUNTERS, Counter, block, nic, session};
 use baton_abi::{ANSWER, Cid, Message, Operation};
 use baton_datapath::WorkerOffloads;
 use baton_device::Device;
@@ -10,6 +10,20 @@ use baton_ring::{clear_rung, count_sleeper};
 use baton_tcp::Instant;
 use baton_wire::TcpFrame;
 use std::sync::atomic::Ordering;
+
+/// Sets when doorbells are rung.
+fn set(stage: &mut Stage, doorbells: Mode) {
+    let set = WorkerOffloads {
+        lro: Default::default(),
+        moderation: Default::default(),
+        doorbells,
+        active_ack: false,
+        limits: Default::default(),
+        drop_during_moves: false,
+        return_at_fin: false,
+    };
+    stage.worker.set_offloads(&set, stage.now);
+}
 
 /// A sleeping program's doorbell is rung after a time or a number of bytes; a program that is awake gets none.
 #[test]
@@ -23,18 +37,6 @@ fn doorbells_are_moderated() {
         stage.worker.doorbells(stage.now, |session, _| rung.push(session));
         clear_rung(stage.programs[0].memory.word32(session::PROGRAM_SLEEPING));
         rung
-    };
-    let set = |stage: &mut Stage, doorbells| {
-        let set = WorkerOffloads {
-            lro: Default::default(),
-            moderation: Default::default(),
-            doorbells,
-            active_ack: false,
-            limits: Default::default(),
-            drop_during_moves: false,
-            return_at_fin: false,
-        };
-        stage.worker.set_offloads(&set, stage.now);
     };
     asleep(&stage, 1);
     rung(&mut stage);
@@ -81,6 +83,32 @@ fn doorbells_are_moderated() {
     assert_eq!(rung(&mut stage), [0], "nothing more has come");
     stage.victim_goes_on(100);
     assert_eq!(rung(&mut stage), [0], "the load has ended");
+}
+
+/// The agent's doorbell is rung at once for what comes after a while, and once for all that comes shortly after that.
+#[test]
+fn the_agents_doorbell_is_moderated() {
+    let mut stage = Stage::new();
+    // A command that is refused, and whether the doorbell is rung for the answer.
+    let asked = |stage: &mut Stage| {
+        stage.command(Message::new(Operation::NicRestore, Cid::new(5, 1), 0, 0));
+        stage.worker.doorbells(stage.now, |_, _| {})
+    };
+    assert!(asked(&mut stage) && asked(&mut stage), "at once, where nothing is set");
+    assert!(!stage.worker.doorbells(stage.now, |_, _| {}), "and once");
+    set(&mut stage, Mode::Burst);
+    stage.now = stage.now.after(1000);
+    assert!(asked(&mut stage), "the first one in a while");
+    let began = stage.now;
+    assert_eq!([asked(&mut stage), asked(&mut stage)], [false, false]);
+    assert!(stage.worker.next_timeout().is_some_and(|due| due <= began.0 + 20), "the worker does not sleep for longer");
+    stage.now = began.after(19);
+    assert!(!asked(&mut stage));
+    stage.now = began.after(20);
+    assert!(stage.worker.doorbells(stage.now, |_, _| {}), "for all of them");
+    assert!(!stage.worker.doorbells(stage.now.after(100), |_, _| {}), "once");
+    let counters = stage.nic_memory.words(nic::counters(0), COUNTERS);
+    assert_eq!(counters[Counter::AgentDoorbells as usize].load(Ordering::Relaxed), 4);
 }
 
 /// The processor of a program that is woken is what it has said last.
