@@ -167,9 +167,9 @@ fn what_becomes_of_frames_during_moves_can_be_set_at_any_time() {
     let messages = |operation: &str, from: &str| {
         let rows = shown["messages"].as_array().expect("rows");
         let row = rows.iter().find(|row| row["operation"] == operation && row["from"] == from).expect(operation);
-        assert_eq!(row["bytes"].as_u64(), row["messages"].as_u64().map(|messages| 16 * messages), "{row}");
         row["messages"].as_u64().expect("a number")
     };
+    assert!(shown["counters"]["doorbells rung for the agent"].as_u64().is_some_and(|rung| rung > 0), "{shown}");
     assert_eq!(messages("nic_handoff", "agent"), 5);
     // It is asked again where it has just sent what is not acknowledged.
     assert!(messages("nic_restore", "agent") >= 5, "{shown}");
