@@ -55,6 +55,8 @@ test: lint
 	$(CHECKED) soak --connections 32 --moves 600 --workers 4 --kill-nic 3 --loss 1 --reorder 2 --json
 	$(CHECKED) soak --connections 32 --moves 600 --workers 3 --one-queue --kill-nic 3 --json
 	$(CHECKED) soak --beside --connections 16 --moves 200 --kill-nic 1 --stop-nic 1 --json
+	$(CHECKED) soak --beside --connections 64 --moves 200 --nic-connections 16 --nic-memory 32M --kill-nic 2 --link-down 2 --peer-fin return --json
+	$(CHECKED) soak --connections 32 --moves 300 --ipv6 --link-down 3 --peer-fin keep --json
 
 # What every change is tried with first: lints, unit tests, the machine of moves, the simulator for ten seconds. It needs neither root nor
 # other packages than the compiler's, and less than a minute where everything is compiled. `make check UNITS=baton-tcp`: one crate's tests.
@@ -102,6 +104,9 @@ soak: build
 	$(BATON) soak --beside --connections 64 --moves 4000 --kill-nic 20 --stop-nic 20 --json
 	$(BATON) soak --connections 64 --moves 1000 --kill-nic 5 --stop-nic 5 --kill-agent 5 --json
 	$(BATON) soak --connections 16 --poison --json
+	for shape in "" --beside; do \
+	  $(BATON) soak $$shape --connections 512 --moves 4000 --nic-connections 128 --nic-memory 32M --kill-nic 10 --link-down 10 --json && \
+	  $(BATON) soak $$shape --connections 64 --moves 2000 --ipv6 --kill-agent 5 --link-down 20 --peer-fin return --json || exit 1; done
 	tests/programs/deaths.py --kill-nic 20 --stop-nic 20
 	tests/programs/starved.py --seconds 600
 	BATON_EVERY_PRESSURE=1 $(CARGO) test --profile checked --locked -p baton --test live pressure

@@ -55,8 +55,10 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
             transitions: 0,
             kill_nic: 0,
             kill_agent: 0,
+            link_down: 0,
             stop_nic: 0,
             poison: false,
+            half_closes: false,
             bed: TestbedSettings { seed, ..TestbedSettings::default() },
             progress: true,
         };

@@ -1,6 +1,8 @@
 //! Moves under load: random connections at random moments, every byte checked on both sides.
 
+mod ends;
 mod faults;
+mod link;
 
 use crate::status::StatusLine;
 use anyhow::{Result, bail};
@@ -13,15 +15,17 @@ use baton_client::{ConnectionId, Session};
 use baton_linux::events::monotonic_micros;
 use baton_linux::tcp_info::TcpInfo;
 use baton_linux::{process, socket};
+use baton_offloads::{Limits, Offloads};
 use baton_protocol::program::{Ask, Place, Reply, Statistics};
 use baton_sim::{Rng, stream};
+use link::Link;
 use serde::Serialize;
 use std::collections::HashMap;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 /// Settings of a soak.
@@ -45,10 +49,14 @@ pub struct SoakSettings {
     pub kill_nic: u32,
     /// Number of times to kill the agent, and with it the NIC.
     pub kill_agent: u32,
+    /// Number of times to take the link down, and up again.
+    pub link_down: u32,
     /// Number of times to stop the NIC for good. With any, all faults are 4 s apart, and what follows each is measured.
     pub stop_nic: u32,
     /// Instead of random moves: all connections are wanted on the NIC, which crashes whenever the first one is there.
     pub poison: bool,
+    /// In the end the peers send their FINs first, for which the NIC has a policy, and the program goes on to send.
+    pub half_closes: bool,
     /// The test bed, with its link.
     pub bed: TestbedSettings,
     /// Print progress to standard error.
@@ -87,10 +95,12 @@ pub struct SoakReport {
     pub spurious_retransmits_by_peer: u64,
     /// Times that the NIC was killed.
     pub kills: u32,
+    /// Times that the link went down.
+    pub link_downs: u32,
     /// Faults (deaths and stops) that were 4 s apart.
     pub faults: u32,
     /// Of the connections whose last requested place is the NIC: the share that is there 3 s after a fault, or at the
-    /// end.
+    /// end, or once a NIC with limits has none any more.
     pub back_on_nic: Option<f64>,
     /// Whether the connection that kills the NIC stays in the kernel, with that as the reason.
     pub poison_stays: Option<bool>,
@@ -104,6 +114,11 @@ pub struct SoakReport {
     pub colder: u64,
     /// Commands of the agent's beyond what a NIC had announced.
     pub exceeded: u64,
+    /// Connections that the NIC has given back since their peers' FINs had come, and those that it was to give back and
+    /// still had a minute later.
+    pub peer_fins: u64,
+    /// See there.
+    pub kept_after_fin: u64,
     /// Largest gap in the answers to a probe on a moving connection, minus the median gap of one that does not move;
     /// microseconds. With faults that are 4 s apart: of the streams, after each fault.
     pub blackout_us: Percentiles,
@@ -134,6 +149,7 @@ impl SoakReport {
             && self.failed_moves == 0
             && self.connections_lost == 0
             && self.exceeded == 0
+            && self.kept_after_fin == 0
     }
 }
 
@@ -149,6 +165,8 @@ const TURN: u64 = 2;
 const CHUNK: usize = 2048;
 /// Microseconds that a soak goes on for transitions alone.
 const LONGEST_WAIT: u64 = 600_000_000;
+/// Microseconds in which what was refused has to be on a NIC that has no limits any more.
+const LONGEST_RETURN: u64 = 60_000_000;
 /// Bytes that a reader leaves unread, so that both directions carry something at any time.
 const BACKLOG: u64 = 6 * CHUNK as u64;
 
@@ -167,6 +185,11 @@ struct Shared {
     stop: AtomicBool,
     /// Programs that may still write.
     writing: AtomicU32,
+    /// Programs that have read all that was written for them.
+    drained: AtomicU32,
+    /// Connections whose program has read its peer's end, and whether it may end them.
+    half_closed: AtomicUsize,
+    may_end: AtomicBool,
     to_b: Vec<Direction>,
     to_a: Vec<Direction>,
     mismatches: AtomicU64,
@@ -179,6 +202,9 @@ impl Shared {
         Shared {
             stop: AtomicBool::new(false),
             writing: AtomicU32::new(2),
+            drained: AtomicU32::new(0),
+            half_closed: AtomicUsize::new(0),
+            may_end: AtomicBool::new(false),
             to_b: directions(),
             to_a: directions(),
             mismatches: AtomicU64::new(0),
@@ -195,6 +221,8 @@ impl Shared {
 trait Pipe {
     fn send(&mut self, at: usize, bytes: &[u8]) -> io::Result<usize>;
     fn receive(&mut self, at: usize, out: &mut [u8]) -> io::Result<usize>;
+    /// Ends the sending side.
+    fn shut_down(&mut self, at: usize) -> io::Result<()>;
 }
 
 struct Offloadable {
@@ -210,6 +238,10 @@ impl Pipe for Offloadable {
     fn receive(&mut self, at: usize, out: &mut [u8]) -> io::Result<usize> {
         self.session.receive(self.ids[at], out)
     }
+
+    fn shut_down(&mut self, at: usize) -> io::Result<()> {
+        self.session.shutdown(self.ids[at])
+    }
 }
 
 struct Plain {
@@ -223,6 +255,10 @@ impl Pipe for Plain {
 
     fn receive(&mut self, at: usize, out: &mut [u8]) -> io::Result<usize> {
         socket::receive(self.sockets[at].as_fd(), out)
+    }
+
+    fn shut_down(&mut self, at: usize) -> io::Result<()> {
+        socket::shutdown_write(self.sockets[at].as_fd())
     }
 }
 
@@ -254,12 +290,14 @@ impl<'a> Streams<'a> {
         match result {
             Ok(()) => {}
             Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
-            Err(error) => {
-                self.alive[at] = false;
-                self.shared.broken.fetch_add(1, Ordering::Relaxed);
-                eprintln!("connection {at} broke: {error}");
-            }
+            Err(error) => self.note_broken(at, &error),
         }
+    }
+
+    fn note_broken(&mut self, at: usize, error: &io::Error) {
+        self.alive[at] = false;
+        self.shared.broken.fetch_add(1, Ordering::Relaxed);
+        eprintln!("connection {at} broke: {error}");
     }
 
     fn write_some(&mut self, pipe: &mut impl Pipe, at: usize) -> io::Result<()> {
@@ -352,27 +390,42 @@ pub fn run(settings: &SoakSettings) -> Result<SoakReport> {
     let shared = Arc::new(Shared::new(settings.connections));
     let peers: Vec<TcpStream> = clients.iter().map(TcpStream::try_clone).collect::<io::Result<_>>()?;
 
+    let link = (settings.link_down > 0).then(|| Link::of(&bed, settings.ipv6)).transpose()?;
     let mut report = SoakReport { connections: settings.connections, ..SoakReport::default() };
     std::thread::scope(|scope| -> Result<()> {
-        let seed = settings.seed;
+        let (seed, half_closes) = (settings.seed, settings.half_closes);
         let server = {
             let shared = shared.clone();
             let ids = ids.clone();
             scope.spawn(move || {
-                let mut pipe = Offloadable { session, ids };
-                run_program(&mut pipe, &mut Streams::new(&shared, true, seed));
+                let (mut pipe, mut streams) = (Offloadable { session, ids }, Streams::new(&shared, true, seed));
+                run_program(&mut pipe, &mut streams);
+                if half_closes {
+                    ends::end_program(&mut pipe, &mut streams);
+                }
                 pipe
             })
         };
         let client = {
             let shared = shared.clone();
-            scope.spawn(move || run_program(&mut Plain { sockets: clients }, &mut Streams::new(&shared, false, seed)))
+            scope.spawn(move || {
+                let (mut pipe, mut streams) = (Plain { sockets: clients }, Streams::new(&shared, false, seed));
+                run_program(&mut pipe, &mut streams);
+                if half_closes {
+                    ends::end_peers(&mut pipe, &mut streams);
+                }
+            })
         };
         let mut tool = bed.tool()?;
         let mut observer = bed.tool()?;
-        let moved = Mover::new(settings, &shared, number, &ids).run(&mut tool, &mut observer, &mut report);
+        let moved = Mover::new(settings, &shared, number, &ids, link).run(&mut tool, &mut observer, &mut report);
         let moved = moved.and_then(|()| await_transitions(settings, &mut tool, report.transitions));
         shared.stop.store(true, Ordering::Relaxed);
+        let moved = moved.and_then(|()| {
+            let observed = half_closes.then(|| ends::observe(settings, &mut tool, number, &shared, &mut report));
+            observed.unwrap_or(Ok(()))
+        });
+        shared.may_end.store(true, Ordering::Release);
         let pipe = server.join().map_err(|_| anyhow::anyhow!("the server's thread panicked"))?;
         client.join().map_err(|_| anyhow::anyhow!("the client's thread panicked"))?;
         moved?;
@@ -457,10 +510,18 @@ struct Mover<'a> {
     both_ways: u64,
     /// Requested moves: tag to connection and target.
     asked: HashMap<u32, (usize, Option<u32>)>,
+    /// Present if it is to go down.
+    link: Option<Link<'a>>,
 }
 
 impl<'a> Mover<'a> {
-    fn new(settings: &'a SoakSettings, shared: &'a Shared, session: u32, ids: &'a [ConnectionId]) -> Self {
+    fn new(
+        settings: &'a SoakSettings,
+        shared: &'a Shared,
+        session: u32,
+        ids: &'a [ConnectionId],
+        link: Option<Link<'a>>,
+    ) -> Self {
         Mover {
             settings,
             shared,
@@ -472,6 +533,7 @@ impl<'a> Mover<'a> {
             wished: vec![false; ids.len()],
             both_ways: 0,
             asked: HashMap::new(),
+            link,
         }
     }
 
@@ -489,30 +551,28 @@ impl<'a> Mover<'a> {
         let agent_nanos = || process::cpu_nanos(agent).unwrap_or(0);
         let before = agent_nanos();
         let target = self.settings.moves;
-        let kills = u64::from(self.settings.kill_nic + self.settings.kill_agent);
         let in_parallel = self.ids.len().min(self.settings.at_once);
         let (mut shown, status) = (monotonic_micros(), StatusLine::new());
-        let mut next_kill = if kills > 0 { 1 + self.rng.below((target / (kills + 1)).max(1) * 2) } else { u64::MAX };
+        let mut left = self.faults_left(report);
+        let mut next_fault = if left > 0 { 1 + self.rng.below((target / (left + 1)).max(1) * 2) } else { u64::MAX };
         let mut done = 0;
-        while done < target {
+        while done < target || left > 0 {
             while self.asked.len() < in_parallel && done + (self.asked.len() as u64) < target {
                 self.ask_one(tool, self.ids.len())?;
             }
-            done += u64::from(self.take_answer(tool, report)?);
-            if done >= next_kill && u64::from(report.kills) < kills {
-                while !self.asked.is_empty() {
-                    done += u64::from(self.take_answer(tool, report)?);
-                }
-                self.kill(tool, report)?;
-                report.kills += 1;
-                let left = kills - u64::from(report.kills);
-                next_kill = done
-                    + 1
-                    + self.rng.below(((target - done) / (left + 1)).max(1) * 2).min(target.saturating_sub(done + left + 2));
+            if !self.asked.is_empty() {
+                done += u64::from(self.take_answer(tool, report)?);
+            }
+            if left > 0 && done >= next_fault.min(target) {
+                done += self.take_all_answers(tool, report)?;
+                done += self.strike_once(tool, report)?;
+                left = self.faults_left(report);
+                let rest = target.saturating_sub(done);
+                next_fault = done + 1 + self.rng.below((rest / (left + 1)).max(1) * 2).min(rest.saturating_sub(left + 2));
             }
             if self.settings.progress && monotonic_micros() - shown > 1_000_000 {
                 shown = monotonic_micros();
-                status.show(format_args!("{done} of {target} moves, {} deferred, {} kills", report.deferred, report.kills));
+                status.show(format_args!("{done} of {target} moves, {} deferred, {left} faults to come", report.deferred));
             }
         }
         status.clear();
@@ -521,7 +581,49 @@ impl<'a> Mover<'a> {
         report.moves_per_second = done as f64 * 1e6 / (monotonic_micros() - started).max(1) as f64;
         report.in_flight_share = self.both_ways as f64 / done.max(1) as f64;
         report.min_moves_per_connection = self.moves.iter().copied().min().unwrap_or(0);
+        if self.settings.bed.offloads.limits != Limits::default() {
+            self.lift_limits(tool, report)?;
+        }
         Ok(())
+    }
+
+    /// Faults that are to come.
+    fn faults_left(&self, report: &SoakReport) -> u64 {
+        let SoakSettings { kill_nic, kill_agent, link_down, .. } = *self.settings;
+        u64::from(kill_nic + kill_agent - report.kills) + u64::from(link_down - report.link_downs)
+    }
+
+    /// Kills a process, or takes the link down, whichever is left. Returns the number of moves done meanwhile.
+    fn strike_once(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<u64> {
+        let link_downs = u64::from(self.settings.link_down - report.link_downs);
+        if link_downs > 0 && self.rng.below(self.faults_left(report)) < link_downs {
+            return self.take_link_down(tool, report);
+        }
+        self.kill(tool, report)?;
+        report.kills += 1;
+        Ok(0)
+    }
+
+    /// Takes the NICs' limits away, and looks whether what was refused comes.
+    fn lift_limits(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<()> {
+        for nic in 0..self.settings.bed.nics as u32 {
+            let offloads = Offloads { limits: Limits::default(), ..self.settings.bed.offloads };
+            match tool.ask(Ask::SetOffloads { nic, offloads: Box::new(offloads) })? {
+                Reply::Done => {}
+                other => bail!("the limits of NIC {nic} stay: {other:?}"),
+            }
+        }
+        let (wished, deadline) = (self.wished.iter().filter(|wished| **wished).count(), monotonic_micros() + LONGEST_RETURN);
+        loop {
+            let list = tool.connections()?;
+            let is_there = |at: &usize| self.info(&list, *at).is_some_and(|info| info.place == Place::Nic);
+            let there = (0..self.ids.len()).filter(|at| self.wished[*at] && is_there(at)).count();
+            report.back_on_nic = Some(there as f64 / wished.max(1) as f64);
+            if there == wished || monotonic_micros() > deadline {
+                return Ok(());
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
     }
 
     /// Asks for the move of one of the first `among` connections.
@@ -566,7 +668,8 @@ impl<'a> Mover<'a> {
                 self.moves[at] += 1;
                 return Ok(true);
             }
-            Reply::Stayed { transient: true, .. } => report.deferred += 1,
+            // Without a link there is no route, which is nothing that passes by itself.
+            Reply::Stayed { transient, .. } if transient || report.link_downs > 0 => report.deferred += 1,
             Reply::Stayed { reason, .. } | Reply::Failed { reason } => bail!("connection {at} could not be moved: {reason}"),
             other => bail!("unexpected answer from the agent: {other:?}"),
         }

@@ -63,7 +63,7 @@ pub enum AtFin {
 
 impl AtFin {
     /// As the NIC has it.
-    fn setting(self) -> PeerFin {
+    pub fn setting(self) -> PeerFin {
         match self {
             AtFin::Keep => PeerFin::Keep,
             AtFin::Return => PeerFin::Return,

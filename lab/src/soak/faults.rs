@@ -79,7 +79,7 @@ impl Mover<'_> {
             let fault = faults.swap_remove(self.rng.below(faults.len() as u64) as usize);
             // With moves under way, or without; an agent that dies does not answer any more.
             if fault != Fault::KillAgent && self.rng.below(2) == 0 {
-                self.ask_some(tool)?;
+                self.ask_some(tool, self.movable())?;
             } else {
                 std::thread::sleep(Duration::from_micros(self.rng.below(500_000)));
             }
@@ -120,9 +120,10 @@ impl Mover<'_> {
         self.ids.len().saturating_sub(UNMOVED).max(1)
     }
 
-    fn ask_some(&mut self, tool: &mut Tool) -> Result<()> {
-        while self.asked.len() < self.movable().min(self.settings.at_once) {
-            self.ask_one(tool, self.movable())?;
+    /// Asks for moves of some of the first `among` connections.
+    pub(super) fn ask_some(&mut self, tool: &mut Tool, among: usize) -> Result<()> {
+        while self.asked.len() < among.min(self.settings.at_once) {
+            self.ask_one(tool, among)?;
         }
         Ok(())
     }
@@ -130,13 +131,14 @@ impl Mover<'_> {
     fn make_moves(&mut self, tool: &mut Tool, report: &mut SoakReport, moves: u64) -> Result<u64> {
         let mut done = 0;
         while done < moves {
-            self.ask_some(tool)?;
+            self.ask_some(tool, self.movable())?;
             done += u64::from(self.take_answer(tool, report)?);
         }
         Ok(done + self.take_all_answers(tool, report)?)
     }
 
-    fn take_all_answers(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<u64> {
+    /// Waits for the answers to all moves that were asked for. Returns how many were done.
+    pub(super) fn take_all_answers(&mut self, tool: &mut Tool, report: &mut SoakReport) -> Result<u64> {
         let mut done = 0;
         while !self.asked.is_empty() {
             done += u64::from(self.take_answer(tool, report)?);
@@ -175,7 +177,7 @@ impl Mover<'_> {
         Ok(())
     }
 
-    fn info<'a>(&self, list: &'a [ConnectionInfo], at: usize) -> Option<&'a ConnectionInfo> {
+    pub(super) fn info<'a>(&self, list: &'a [ConnectionInfo], at: usize) -> Option<&'a ConnectionInfo> {
         list.iter().find(|info| info.session == self.session && info.connection == self.ids[at])
     }
 

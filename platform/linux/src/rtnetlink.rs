@@ -386,6 +386,19 @@ pub fn set_up(netlink: &Netlink, index: u32, address: Option<[u8; 6]>, mtu: Opti
     netlink.ask(request, |_| {})
 }
 
+/// Takes a link down.
+///
+/// # Errors
+/// The failed system call's.
+pub fn set_down(netlink: &Netlink, index: u32) -> io::Result<()> {
+    /// The flag IFF_UP, alone among those that change, and not set.
+    const UP: u32 = 1;
+    let mut header = [0u8; 16];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    header[12..16].copy_from_slice(&UP.to_ne_bytes());
+    netlink.ask(Request::new(RTM_NEWLINK, ACK, &header), |_| {})
+}
+
 fn address_request(kind: u16, flags: u16, index: u32, address: IpAddr, prefix: u8) -> Request {
     // IFA_F_NODAD: the test hosts' addresses can be used at once.
     let mut header = [family(&address), prefix, 2, 0, 0, 0, 0, 0];

@@ -44,6 +44,10 @@ pub struct SoakArguments {
     /// Kill the agent, and with it the NIC, this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_agent: u32,
+    /// Take the link down this many times, at random moments and for up to a second: at host A, which has no route then,
+    /// or at host B.
+    #[arg(long, default_value_t = 0, conflicts_with_all = ["rmpp", "stop_nic", "poison"])]
+    link_down: u32,
     /// Stop the NIC for good (SIGSTOP) this many times, at random moments. All faults are 4 s apart then, and the
     /// report says how long connections carried nothing, and how many of those that are wanted on the NIC are there 3 s
     /// later.
@@ -65,6 +69,10 @@ pub struct SoakArguments {
     /// What becomes of frames that come during a move: held for the connection's next owner, or dropped.
     #[arg(long, value_enum, default_value = "hold", value_name = "WHAT")]
     during_moves: crate::nics::WhileMoving,
+    /// What becomes of a connection on the NIC when its peer's FIN has come. In the end the peers send theirs first
+    /// then, and the program reads all ends and goes on to send.
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "rmpp")]
+    peer_fin: Option<crate::nics::AtFin>,
     /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not
     /// impaired then.
     #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
@@ -180,6 +188,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
     arguments.workers.apply(&mut bed);
     bed.offloads.limits = arguments.limits.limits();
     bed.offloads.during_moves = arguments.during_moves.setting();
+    bed.offloads.peer_fin = arguments.peer_fin.map_or(bed.offloads.peer_fin, crate::nics::AtFin::setting);
     if arguments.rmpp {
         return run_messages(arguments, &bed);
     }
@@ -193,7 +202,9 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         transitions: arguments.transitions,
         kill_nic: arguments.kill_nic,
         kill_agent: arguments.kill_agent,
+        link_down: arguments.link_down,
         stop_nic: arguments.stop_nic,
+        half_closes: arguments.peer_fin.is_some(),
         poison: arguments.poison,
         bed,
         progress: !arguments.json,
