@@ -73,8 +73,16 @@ pub mod nic {
     /// Bytes of such a buffer: 256 KiB of data behind a header of one page.
     pub const ACKNOWLEDGED_BYTES: usize = (256 << 10) + 4096;
 
+    /// Bytes of room for frames that are forwarded (`nic_forward`): for several of the longest ones, 64 KB.
+    pub const FORWARD_BYTES: usize = 256 << 10;
+
     /// Bytes of NIC memory with `slots` slots.
     pub const fn bytes(slots: usize) -> usize {
+        forward(slots) + FORWARD_BYTES
+    }
+
+    /// Offset of the room for frames that are forwarded. A frame may be overwritten once its message has been answered.
+    pub const fn forward(slots: usize) -> usize {
         acknowledged(slots) + ACKNOWLEDGED * ACKNOWLEDGED_BYTES
     }
 
@@ -227,12 +235,8 @@ pub mod scratch {
     pub const RANGES_BYTES: usize = 8 * MOST_RANGES;
     /// Most ranges in a table.
     pub const MOST_RANGES: usize = 64;
-    /// A frame to be forwarded (`nic_forward`).
-    pub const FORWARD: usize = RANGES + 2 * RANGES_BYTES;
-    /// Bytes of room for it.
-    pub const FORWARD_BYTES: usize = 768;
     /// An entry of the agent's journal that is too long for the slot.
-    pub const JOURNAL: usize = FORWARD + FORWARD_BYTES;
+    pub const JOURNAL: usize = RANGES + 2 * RANGES_BYTES;
     /// Bytes of room for it.
     pub const JOURNAL_BYTES: usize = 1024;
     /// The buffers that the program has posted, for the recovery after the NIC's death: 16 bytes each (sequence number,

@@ -68,7 +68,8 @@ pub enum Operation {
     NicRecvd = 4,
     /// `nic_ctrl(cid, command)`: see [`Control`].
     NicControl = 5,
-    /// `nic_forward(cid, address, length)`: process a frame that reached the host as if it had come from the wire.
+    /// `nic_forward(cid, address, length)`: process a frame that reached the host as if it had come from the wire. The
+    /// address is that in the room which NIC memory has for such frames ([`crate::layout::nic::forward`]).
     NicForward = 6,
     /// `nic_post(cid, address, length)`: receive into this memory.
     NicPost = 7,

@@ -111,7 +111,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         match (message.operation, Control::from_number(message.kind)) {
             (Operation::NicHandoff, _) => self.handoff(cid, now),
             (Operation::NicRestore, _) => self.restore(cid, now),
-            (Operation::NicForward, _) => self.forwarded(cid, message.length),
+            (Operation::NicForward, _) => self.forwarded(cid, message.address, message.length),
             (Operation::NicControl, Some(Control::Mirror)) => self.mirror(cid, now),
             (Operation::NicControl, Some(Control::Steal)) => self.steal(cid),
             (Operation::NicControl, Some(Control::Release)) => self.release(cid, now),
@@ -394,16 +394,20 @@ impl<H: Device, W: Device> Worker<H, W> {
         Some(slot)
     }
 
-    /// `nic_forward`: holds a frame that reached the host during the handoff, and lies in the connection's slot.
-    fn forwarded(&mut self, cid: Cid, length: u32) -> Result<u32, Refusal> {
-        let offset = nic::scratch(cid.slot()) + scratch::FORWARD;
-        if length as usize > scratch::FORWARD_BYTES || !matches!(self.occupant(cid)?.custody, Custody::Held) {
+    /// `nic_forward`: holds a frame that reached the host during the handoff, or drops it, as those from the wire.
+    fn forwarded(&mut self, cid: Cid, address: u32, length: u32) -> Result<u32, Refusal> {
+        let (address, length) = (address as usize, length as usize);
+        if address.saturating_add(length) > nic::FORWARD_BYTES {
+            return Err(Refusal::BadCommand);
+        }
+        if !matches!(self.occupant(cid)?.custody, Custody::Held) {
             return Err(Refusal::WrongState);
         }
-        let mut frame = baton_device::Frame::with_capacity(length as usize);
-        frame.set_length(length as usize);
-        let _ = self.nic_memory.read(offset, frame.bytes_mut());
+        let mut frame = baton_device::Frame::with_capacity(length);
+        frame.set_length(length);
+        let _ = self.nic_memory.read(nic::forward(self.connections.slots.len()) + address, frame.bytes_mut());
         frame.checksum = Checksum::Verified;
+        let drops = self.settings.drop_during_moves;
         let slot = self.occupant(cid)?;
         let flow = slot.flow();
         // The kernel has received it for this connection, so by its device.
@@ -411,7 +415,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         if parsed.flow != flow {
             return Err(Refusal::BadCommand);
         }
-        slot.held.push(&parsed, &frame);
+        if drops || !slot.held.push(&parsed, &frame) {
+            self.counters.add(Counter::Dropped, 1);
+        }
         Ok(0)
     }
 

@@ -1,5 +1,5 @@
 //! Workers on memory wires. Here: one with a hostile program and hostile frames, where nothing panics, and another
-//! session's connection goes on without a wrong byte; also forwarded frames, and ICMP.
+//! session's connection goes on without a wrong byte; also ICMP.
 
 mod addresses;
 mod ahead;
@@ -12,6 +12,7 @@ mod doorbells;
 mod dormant;
 mod endpoints;
 mod forged;
+mod forwarded;
 mod gated;
 mod handshakes;
 mod links;
@@ -160,43 +161,6 @@ fn a_corrupt_ring_is_not_read_any_more() {
         let done = std::iter::from_fn(|| stage.events.pop()).filter_map(Message::from_words).next().map(|answer| answer.kind);
         assert_eq!(done, Some(Control::Done as u16), "its connection can be restored");
     }
-}
-
-/// A frame that reached the host during the handoff and is forwarded is processed as if it came from the wire.
-#[test]
-fn a_forwarded_frame_is_processed_after_the_handoff() {
-    let mut stage = Stage::new();
-    let cid = Cid::new(2, 1);
-    let (base, flow) = (nic::slot(2), flow(2));
-    let heap = session::HEAP as u32 + 2 * BUFFER;
-    for (word, value) in [1, heap, BUFFER, heap + BUFFER, BUFFER].into_iter().enumerate() {
-        stage.nic_memory.word32(base + slot::PARAMETERS + 4 * word).store(value, Ordering::Relaxed);
-    }
-    let mut bytes = [0u8; MAX_ENCODED];
-    Image::open(flow).encode(&mut bytes).unwrap();
-    stage.nic_memory.write(base + slot::FLOW, &flow.to_bytes()).unwrap();
-    stage.nic_memory.write(nic::scratch(2) + scratch::IMAGE, &bytes).unwrap();
-    for control in [Control::Mirror, Control::Steal] {
-        stage.command(Message::control(Operation::NicControl, control, cid, 0, 0));
-    }
-    let template = Template::new(&flow.reversed(), &Link { ttl: 64, ..Link::default() }, true);
-    let options = TcpOptions { timestamps: Some((2, 1)), ..TcpOptions::default() };
-    let header = Header { seq: 1, ack: 1, flags: Flags::ACK, window: 512, options: &options, ecn: 0, ident: 0 };
-    let mut forwarded = vec![0u8; MAX_HEADER + 5];
-    let headers = template.emit(&header, 5, &mut forwarded);
-    forwarded[headers..headers + 5].copy_from_slice(b"early");
-    stage.nic_memory.write(nic::scratch(2) + scratch::FORWARD, &forwarded[..headers + 5]).unwrap();
-    stage.command(Message::new(Operation::NicForward, cid, 0, (headers + 5) as u32));
-    stage.command(Message::new(Operation::NicHandoff, cid, 0, 0));
-    let mut delivered = 0;
-    while let Some(words) = stage.programs[1].events.pop() {
-        let message = Message::from_words(words).unwrap();
-        delivered += if message.operation == Operation::OsRecv && message.cid == cid { message.length } else { 0 };
-    }
-    assert_eq!(delivered, 5);
-    let mut found = [0u8; 5];
-    stage.programs[1].memory.read(heap as usize + 1, &mut found).unwrap();
-    assert_eq!(&found, b"early");
 }
 
 /// What one NIC had in flight, and what of it was SACKed, the next one knows: it sends again what the peer lacks, and
