@@ -7,6 +7,7 @@ use crate::status::StatusLine;
 use anyhow::{Result, ensure};
 use baton_bed::statistics::quantile;
 use baton_bed::testbed::TestbedSettings;
+use baton_offloads::Offloads;
 use serde::Serialize;
 
 /// Connections that move.
@@ -36,11 +37,11 @@ pub struct MovesReport {
     pub bars: Vec<Bar>,
 }
 
-/// Measures `moves` moves in each round.
+/// Measures `moves` moves in each round, with a NIC that is set so.
 ///
 /// # Errors
 /// If the test bed cannot be made, or a byte is lost or wrong.
-pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<MovesReport> {
+pub fn run(moves: u64, rounds: u64, offloads: Offloads, progress: impl Fn(&SoakReport)) -> Result<MovesReport> {
     let mut reports = Vec::new();
     let (rounds, status) = (rounds.max(1), StatusLine::new());
     for seed in 1..=rounds {
@@ -59,7 +60,7 @@ pub fn run(moves: u64, rounds: u64, progress: impl Fn(&SoakReport)) -> Result<Mo
             stop_nic: 0,
             poison: false,
             half_closes: false,
-            bed: TestbedSettings { seed, ..TestbedSettings::default() },
+            bed: TestbedSettings { seed, offloads, ..TestbedSettings::default() },
             progress: true,
         };
         let report = soak::run(&settings)?;

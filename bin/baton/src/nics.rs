@@ -1,10 +1,11 @@
-//! `--nics` and `--device`: several NICs for one agent; `--nic-connections` and its like: what each has room for.
+//! `--nics` and `--device`: several NICs for one agent; `--during-moves`, `--peer-fin`, `--nic-connections` and its like:
+//! what each does with connections that move or end, and what it has room for.
 
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic::MAX_NICS;
 use baton_agent::{AgentSettings, Choose};
 use baton_linux::rtnetlink;
-use baton_offloads::{DuringMoves, Limits, Offloads, PeerFin};
+use baton_offloads::{DuringMoves, Offloads, PeerFin};
 use baton_protocol::nic::NicSettings;
 use clap::Args;
 
@@ -21,11 +22,18 @@ pub struct NicsArguments {
     /// If a Baton is started: how it chooses which connections are on the NIC.
     #[arg(long, value_enum, value_name = "HOW")]
     choose: Option<Chosen>,
-    /// If a Baton is started: what becomes of frames that come while their connection moves (`baton nic set
+    #[command(flatten)]
+    policy: PolicyArguments,
+}
+
+/// What NICs do with connections that move or end, and what they have room for. `baton nic set` changes it at run time.
+#[derive(Args, Clone, Debug, Default)]
+pub struct PolicyArguments {
+    /// What becomes of frames that come while their connection moves; of a Baton that is started (`baton nic set
     /// during-moves=…` changes it). [default: hold]
     #[arg(long, value_enum, value_name = "WHAT")]
     during_moves: Option<WhileMoving>,
-    /// If a Baton is started: what becomes of a connection on the NIC when its peer's FIN has come (`baton nic set
+    /// What becomes of a connection on the NIC when its peer's FIN has come; of a Baton that is started (`baton nic set
     /// peer-fin=…` changes it). [default: keep]
     #[arg(long, value_enum, value_name = "WHAT")]
     peer_fin: Option<AtFin>,
@@ -33,9 +41,28 @@ pub struct NicsArguments {
     limits: LimitArguments,
 }
 
+impl PolicyArguments {
+    /// Whether anything is given.
+    pub fn is_given(&self) -> bool {
+        self.during_moves.is_some() || self.peer_fin.is_some() || self.limits.is_given()
+    }
+
+    /// Whether what becomes of connections at their peers' FINs is given.
+    pub fn has_peer_fin(&self) -> bool {
+        self.peer_fin.is_some()
+    }
+
+    /// These settings, with what is given in their place.
+    pub fn apply(&self, offloads: Offloads) -> Offloads {
+        let during_moves = self.during_moves.map_or(offloads.during_moves, WhileMoving::setting);
+        let peer_fin = self.peer_fin.map_or(offloads.peer_fin, AtFin::setting);
+        self.limits.apply(Offloads { during_moves, peer_fin, ..offloads })
+    }
+}
+
 /// Values of `--during-moves`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
-pub enum WhileMoving {
+enum WhileMoving {
     /// They are held for the connection's next owner.
     Hold,
     /// They are dropped, and the peer sends them again.
@@ -44,7 +71,7 @@ pub enum WhileMoving {
 
 impl WhileMoving {
     /// As the NIC has it.
-    pub fn setting(self) -> DuringMoves {
+    fn setting(self) -> DuringMoves {
         match self {
             WhileMoving::Hold => DuringMoves::Hold,
             WhileMoving::Drop => DuringMoves::Drop,
@@ -54,7 +81,7 @@ impl WhileMoving {
 
 /// Values of `--peer-fin`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
-pub enum AtFin {
+enum AtFin {
     /// It stays until it ends.
     Keep,
     /// It returns to the kernel and ends there, and its place on the NIC is free.
@@ -63,7 +90,7 @@ pub enum AtFin {
 
 impl AtFin {
     /// As the NIC has it.
-    pub fn setting(self) -> PeerFin {
+    fn setting(self) -> PeerFin {
         match self {
             AtFin::Keep => PeerFin::Keep,
             AtFin::Return => PeerFin::Return,
@@ -91,10 +118,11 @@ impl Chosen {
     }
 }
 
-/// What a NIC has room for. `baton nic set` changes it at run time.
+/// What a NIC has room for.
 #[derive(Args, Clone, Debug, Default)]
-pub struct LimitArguments {
-    /// If a Baton is started: most connections that each NIC has at a time, the busiest of those that are to go there.
+struct LimitArguments {
+    /// Most connections that each NIC of a Baton that is started has at a time, the busiest of those that are to go
+    /// there.
     #[arg(long, value_name = "N", allow_hyphen_values = true, value_parser = limit("connections"))]
     nic_connections: Option<String>,
     /// Most bytes of send and receive memory that they have there, such as 64M.
@@ -109,9 +137,8 @@ pub struct LimitArguments {
 }
 
 impl LimitArguments {
-    /// The limits.
-    pub fn limits(&self) -> Limits {
-        let mut offloads = Offloads::default();
+    /// These settings, with the limits that are given.
+    fn apply(&self, mut offloads: Offloads) -> Offloads {
         let given = [
             ("connections", &self.nic_connections),
             ("memory", &self.nic_memory),
@@ -122,11 +149,11 @@ impl LimitArguments {
             // That it can be read was checked when it was given.
             let _ = value.as_ref().map(|value| offloads.set(&format!("{key}={value}")));
         }
-        offloads.limits
+        offloads
     }
 
     /// Whether any is given.
-    pub fn is_given(&self) -> bool {
+    fn is_given(&self) -> bool {
         [&self.nic_connections, &self.nic_memory, &self.nic_pairs, &self.nic_processor].iter().any(|value| value.is_some())
     }
 }
@@ -153,12 +180,7 @@ impl NicsArguments {
 
     /// Whether anything but the usual one NIC is asked for.
     pub fn is_given(&self) -> bool {
-        self.nics > 1
-            || !self.devices.is_empty()
-            || self.choose.is_some()
-            || self.during_moves.is_some()
-            || self.peer_fin.is_some()
-            || self.limits.is_given()
+        self.nics > 1 || !self.devices.is_empty() || self.choose.is_some() || self.policy.is_given()
     }
 
     /// Fails if the devices cannot be dealt in the calling thread's network namespace.
@@ -185,9 +207,7 @@ impl NicsArguments {
 
     /// Adds them to an agent's settings. They have been checked.
     pub fn apply(&self, settings: AgentSettings) -> AgentSettings {
-        let during_moves = self.during_moves.map_or(settings.nic.offloads.during_moves, WhileMoving::setting);
-        let peer_fin = self.peer_fin.map_or(settings.nic.offloads.peer_fin, AtFin::setting);
-        let offloads = Offloads { limits: self.limits.limits(), during_moves, peer_fin, ..settings.nic.offloads };
+        let offloads = self.policy.apply(settings.nic.offloads);
         let nic = NicSettings { offloads, ..settings.nic };
         let choose = self.choose.map_or(settings.choose, Chosen::choose);
         AgentSettings { nics: self.nics, devices: self.devices.clone(), choose, nic, ..settings }
@@ -197,6 +217,7 @@ impl NicsArguments {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_offloads::Limits;
 
     #[test]
     fn a_number_of_nics_is_checked() {
@@ -218,16 +239,27 @@ mod tests {
         let given = |text: &str| Some(text.to_owned());
         let arguments =
             LimitArguments { nic_connections: given("0"), nic_memory: given("64M"), nic_pairs: given("32"), nic_processor: None };
-        let limits = Limits { connections: Some(0), memory: Some(64 << 20), pairs: Some(32), ..Limits::default() };
-        assert_eq!(arguments.limits(), limits);
-        assert_eq!(LimitArguments::default().limits(), Limits::default());
+        let limits = |arguments: &LimitArguments| arguments.apply(Offloads::default()).limits;
+        let expected = Limits { connections: Some(0), memory: Some(64 << 20), pairs: Some(32), ..Limits::default() };
+        assert_eq!(limits(&arguments), expected);
+        assert_eq!(limits(&LimitArguments::default()), Limits::default());
+    }
+
+    #[test]
+    fn what_is_not_given_stays() {
+        let before = Offloads { during_moves: DuringMoves::Drop, peer_fin: PeerFin::Return, ..Offloads::default() };
+        let before = Offloads { limits: Limits { processor: Some(50), ..Limits::default() }, ..before };
+        assert!(PolicyArguments::default().apply(before) == before && !PolicyArguments::default().is_given());
+        let given = PolicyArguments { during_moves: Some(WhileMoving::Hold), ..PolicyArguments::default() };
+        assert!(given.is_given() && !given.has_peer_fin());
+        assert_eq!(given.apply(before), Offloads { during_moves: DuringMoves::Hold, ..before });
     }
 
     #[test]
     fn devices_are_checked() {
         let arguments = |nics, devices: &[&str]| {
             let devices = devices.iter().map(ToString::to_string).collect();
-            NicsArguments { nics, devices, choose: None, during_moves: None, peer_fin: None, limits: LimitArguments::default() }
+            NicsArguments { nics, devices, choose: None, policy: PolicyArguments::default() }
         };
         let why = |nics, devices| arguments(nics, devices).check().expect_err("it is wrong").to_string();
         assert!(why(1, &["lo"]).contains("--nics 2"));

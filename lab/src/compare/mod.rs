@@ -22,6 +22,7 @@ use crate::status::StatusLine;
 use anyhow::{Context, Result};
 use baton_bed::server::Files;
 use baton_bed::statistics::quantile;
+use baton_bed::testbed::TestbedSettings;
 use baton_linux::process;
 use load::Load;
 use programs::LENGTH;
@@ -34,10 +35,10 @@ pub struct CompareSettings {
     pub rounds: usize,
     /// Seconds of a round that are measured.
     pub seconds: f64,
-    /// Microseconds that the NIC polls without work.
-    pub spin: u64,
     /// Ways that take part, where there is a server for them. The kernel always does.
     pub ways: Vec<Way>,
+    /// Each round's hosts, but for what the way and the load say of them.
+    pub bed: TestbedSettings,
 }
 
 /// One way's figures for a load, and what they are over the kernel's.
@@ -125,7 +126,7 @@ fn compare(load: &Load, settings: &CompareSettings, files: &Files) -> Result<Row
         let mut failed = Vec::new();
         for (way, rounds) in &mut sides {
             status.show(format_args!("{}: round {round} of {all}, {}", load.name, way.name()));
-            match round::run(*way, load.traffic, files, settings.spin, settings.seconds) {
+            match round::run(*way, load.traffic, files, settings) {
                 Ok(round) => rounds.push(round),
                 Err(error) if *way == Way::Kernel => return Err(error),
                 Err(error) => failed.push((*way, format!("{error:#}"))),

@@ -1,5 +1,6 @@
 //! One round: a load on one way, with fresh hosts, and what it cost.
 
+use super::CompareSettings;
 use super::load::Traffic;
 use super::programs::Programs;
 use super::way::{Hosts, Way};
@@ -117,15 +118,15 @@ impl Round {
 ///
 /// # Errors
 /// If a program is not installed or does not start, or a connection breaks.
-pub(super) fn run(way: Way, traffic: Traffic, files: &Files, spin: u64, seconds: f64) -> Result<Round> {
-    let hosts = Hosts::new(way, traffic, spin)?;
+pub(super) fn run(way: Way, traffic: Traffic, files: &Files, settings: &CompareSettings) -> Result<Round> {
+    let hosts = Hosts::new(way, traffic, settings)?;
     let programs = Programs { hosts: &hosts, files, way, traffic };
     let (server, client) = programs.start()?;
     let progress = Progress::default();
     let mut parties = Parties { tool: hosts.tool()?, server, attacher: None };
     let (before, after) = std::thread::scope(|scope| {
         let running = scope.spawn(|| hosts.client().run(|| Ok(client.run(&progress))));
-        let measured = parties.measure(&programs, &progress, seconds);
+        let measured = parties.measure(&programs, &progress, settings.seconds);
         progress.stop.store(true, Ordering::Relaxed);
         // A client that waits for the server ends when that does; so does an attacher.
         drop(parties);

@@ -1,5 +1,6 @@
 //! Ways on which a server gets its connections' bytes, and the hosts of each.
 
+use super::CompareSettings;
 use super::load::Traffic;
 use anyhow::Result;
 use baton_bed::testbed::{self, Testbed, TestbedSettings};
@@ -75,14 +76,14 @@ pub(super) enum Hosts {
 }
 
 impl Hosts {
-    pub(super) fn new(way: Way, traffic: Traffic, spin: u64) -> Result<Hosts> {
+    pub(super) fn new(way: Way, traffic: Traffic, settings: &CompareSettings) -> Result<Hosts> {
         let never_sleeps = traffic == Traffic::PingPong;
         let bed = TestbedSettings {
             beside: way != Way::Inline,
-            spin: if never_sleeps { NEVER_SLEEPS } else { spin },
+            spin: if never_sleeps { NEVER_SLEEPS } else { settings.bed.spin },
             nic_cores: if never_sleeps { vec![0] } else { Vec::new() },
             agent_core: None,
-            ..Default::default()
+            ..settings.bed.clone()
         };
         Ok(match way {
             Way::Kernel => Hosts::Without(testbed::without_baton(&bed)?),

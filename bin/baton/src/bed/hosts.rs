@@ -3,7 +3,7 @@
 use super::workers::WorkerArguments;
 use crate::addresses::{self, AddressArguments};
 use crate::filter;
-use crate::nics::Chosen;
+use crate::nics::{Chosen, PolicyArguments};
 use anyhow::{Context, Result, anyhow, bail};
 use baton_bed::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_linux::process;
@@ -33,6 +33,8 @@ pub struct HostsArguments {
     /// How it is chosen which connections are on the NIC.
     #[arg(long, value_enum, value_name = "HOW")]
     choose: Option<Chosen>,
+    #[command(flatten)]
+    policy: PolicyArguments,
     /// A setting of the NIC's, as for `baton nic set`. Can be given several times.
     #[arg(long = "nic", value_name = "KEY=VALUE")]
     settings: Vec<String>,
@@ -62,7 +64,7 @@ struct Config {
     nic: BTreeMap<String, toml::Value>,
 }
 
-/// The NIC's offloads from the configuration file, then from the command line.
+/// The NIC's offloads from the configuration file, then from the command line's settings, then from its options.
 fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
     let mut offloads = Offloads::default();
     if let Some(path) = &arguments.config {
@@ -80,7 +82,7 @@ fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
     for assignment in &arguments.settings {
         offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
     }
-    Ok(offloads)
+    Ok(arguments.policy.apply(offloads))
 }
 
 /// What the NIC's owner starts with, if it is to have one. Without a key nobody can change the rules.

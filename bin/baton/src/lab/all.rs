@@ -50,7 +50,9 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
             "moves",
             "Moves of 64 connections under load, and the blackout of one. Absolute figures.",
             Part::of(
-                baton_lab::moves::run(MOVES, how.rounds as u64, |one| eprintln!("{}", baton_lab::moves::line(one))),
+                baton_lab::moves::run(MOVES, how.rounds as u64, how.offloads(), |one| {
+                    eprintln!("{}", baton_lab::moves::line(one))
+                }),
                 |report| &report.bars,
             ),
         ),

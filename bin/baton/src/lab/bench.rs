@@ -1,10 +1,13 @@
 //! `baton bench`: one part of Baton measured against its bounds.
 
 use super::all;
+use crate::nics::PolicyArguments;
 use anyhow::{Context, Result};
+use baton_bed::testbed::TestbedSettings;
 use baton_lab::compare::{self, CompareReport, CompareSettings, Way, What};
 use baton_lab::lro::LroSettings;
 use baton_lab::smoltcp_server::{self, Service};
+use baton_offloads::Offloads;
 use clap::Subcommand;
 
 const COMPARE_EXAMPLES: &str = "Ways:
@@ -106,6 +109,8 @@ pub enum Bench {
         /// Moves of a round.
         #[arg(long, default_value_t = 5_000, value_parser = clap::value_parser!(u64).range(100..))]
         moves: u64,
+        #[command(flatten)]
+        policy: PolicyArguments,
     },
     /// A NIC with room for 256 of 1024 connections, whose rates follow Zipf's law and change all at once: what it
     /// carries over what the hottest carry, and how many moves that takes.
@@ -247,6 +252,8 @@ pub struct Compare {
     /// smoltcp. Default: all.
     #[arg(long, value_name = "WAY", value_delimiter = ',', value_parser = way)]
     ways: Vec<Way>,
+    #[command(flatten)]
+    policy: PolicyArguments,
 }
 
 /// A way by its name.
@@ -258,10 +265,16 @@ fn way(name: &str) -> Result<Way, String> {
 }
 
 impl Compare {
+    /// What NICs are set to do.
+    pub fn offloads(&self) -> Offloads {
+        self.policy.apply(Offloads::default())
+    }
+
     /// Measures the loads of one bench.
     pub fn measure(&self, what: What) -> Result<CompareReport> {
         let ways = if self.ways.is_empty() { Way::ALL.to_vec() } else { self.ways.clone() };
-        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, spin: self.spin, ways };
+        let bed = TestbedSettings { spin: self.spin, offloads: self.offloads(), ..TestbedSettings::default() };
+        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, ways, bed };
         compare::run(what, &settings, |row| eprint!("{}", compare::text(row)))
     }
 }
@@ -345,9 +358,10 @@ pub fn run(what: &Bench) -> Result<bool> {
             let report = baton_lab::connections::run(how.rounds)?;
             print_bars(&report.bars, &report, how.json)
         }
-        Bench::Moves { how, moves } => {
+        Bench::Moves { how, moves, policy } => {
             baton_linux::namespace::become_root_if_needed()?;
-            let report = baton_lab::moves::run(*moves, how.rounds as u64, |one| eprintln!("{}", baton_lab::moves::line(one)))?;
+            let (offloads, rounds) = (policy.apply(Offloads::default()), how.rounds as u64);
+            let report = baton_lab::moves::run(*moves, rounds, offloads, |one| eprintln!("{}", baton_lab::moves::line(one)))?;
             print_bars(&report.bars, &report, how.json)
         }
         Bench::Heat { shifts, json } => heat(usize::from(*shifts), *json),

@@ -1,5 +1,6 @@
 //! `baton soak`: connections that move at random moments through a faulty link, every byte checked.
 
+use crate::nics::PolicyArguments;
 use anyhow::Result;
 use baton_bed::testbed::TestbedSettings;
 use baton_lab::messages::{self, Conditions, Offload};
@@ -66,13 +67,9 @@ pub struct SoakArguments {
     /// With --offload fast-path: go on until so many times a connection has left its fast path or come back to it.
     #[arg(long, default_value_t = 0)]
     transitions: u64,
-    /// What becomes of frames that come during a move: held for the connection's next owner, or dropped.
-    #[arg(long, value_enum, default_value = "hold", value_name = "WHAT")]
-    during_moves: crate::nics::WhileMoving,
-    /// What becomes of a connection on the NIC when its peer's FIN has come. In the end the peers send theirs first
-    /// then, and the program reads all ends and goes on to send.
-    #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "rmpp")]
-    peer_fin: Option<crate::nics::AtFin>,
+    // With --peer-fin the peers send their FINs first in the end, and the program reads all ends and goes on to send.
+    #[command(flatten)]
+    policy: PolicyArguments,
     /// Put the NIC beside the kernel, on host A's interface, instead of between kernel and wire. The link is not
     /// impaired then.
     #[arg(long, conflicts_with_all = ["workers", "one_queue", "copy_engine", "loss", "reorder", "duplicate", "corrupt", "delay"])]
@@ -80,13 +77,11 @@ pub struct SoakArguments {
     /// With --beside: number of NICs. Connections move between them, too, and each death is one NIC's.
     #[arg(long, default_value_t = 1, requires = "beside", conflicts_with = "rmpp", value_name = "N", value_parser = clap::value_parser!(u8).range(1..=4))]
     nics: u8,
-    #[command(flatten)]
-    limits: crate::nics::LimitArguments,
     /// Give host A a firewall that drops what its connection tracker finds invalid.
     #[arg(long)]
     firewall: bool,
     /// Send messages (RMPP) of random sizes both ways instead, with both halves of their data path on the NIC.
-    #[arg(long, conflicts_with_all = ["connections", "moves", "during_moves", "firewall"])]
+    #[arg(long, conflicts_with_all = ["connections", "moves", "during_moves", "peer_fin", "firewall"])]
     rmpp: bool,
     /// With --rmpp: messages, both directions together.
     #[arg(long, default_value_t = 10_000, requires = "rmpp", value_parser = clap::value_parser!(u64).range(2..))]
@@ -186,9 +181,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         ..TestbedSettings::default()
     };
     arguments.workers.apply(&mut bed);
-    bed.offloads.limits = arguments.limits.limits();
-    bed.offloads.during_moves = arguments.during_moves.setting();
-    bed.offloads.peer_fin = arguments.peer_fin.map_or(bed.offloads.peer_fin, crate::nics::AtFin::setting);
+    bed.offloads = arguments.policy.apply(bed.offloads);
     if arguments.rmpp {
         return run_messages(arguments, &bed);
     }
@@ -204,7 +197,7 @@ pub fn run(arguments: &SoakArguments) -> Result<bool> {
         kill_agent: arguments.kill_agent,
         link_down: arguments.link_down,
         stop_nic: arguments.stop_nic,
-        half_closes: arguments.peer_fin.is_some(),
+        half_closes: arguments.policy.has_peer_fin(),
         poison: arguments.poison,
         bed,
         progress: !arguments.json,
