@@ -53,7 +53,7 @@ fn name(place: Place) -> &'static str {
 fn line(class: &ClassInfo) -> String {
     let pair = |(kernel, nic): (f64, f64), digits| format!("{kernel:.digits$} / {nic:.digits$}");
     let (cost, rate, pairs) = match class.measured {
-        Some(Measured { pairs, cost, rate: (kernel, nic) }) => {
+        Some(Measured { pairs, cost, rate: (kernel, nic), .. }) => {
             (pair(cost, 2), pair((kernel / 1e6, nic / 1e6), 1), pairs.to_string())
         }
         None => ("-".into(), "-".into(), "-".into()),
@@ -75,6 +75,7 @@ fn in_json(class: &ClassInfo) -> Value {
         "pairs": measured.map(|measured| measured.pairs),
         "cpu_seconds_per_gb": measured.map(|measured| pair(measured.cost)),
         "bytes_per_second": measured.map(|measured| pair(measured.rate)),
+        "program_seconds_per_gb": measured.map(|measured| pair(measured.program)),
         "next_try_seconds": class.next_us as f64 / 1e6,
     })
 }
@@ -94,7 +95,7 @@ mod tests {
             place: Place::Kernel,
             trial: false,
             switches: 0,
-            measured: Some(Measured { pairs: 4, cost: (0.33, 0.41), rate: (1e9, 0.7e9) }),
+            measured: Some(Measured { pairs: 4, cost: (0.33, 0.41), rate: (1e9, 0.7e9), program: (0.3, 0.2) }),
             reason: "cheaper in the kernel (0.33 against 0.41 s/GB)".into(),
             next_us: 30_000_000,
         };

@@ -9,6 +9,7 @@ mod doctor;
 mod filter;
 mod front;
 mod gain;
+mod gain_file;
 mod generate;
 #[cfg(feature = "lab")]
 mod lab;

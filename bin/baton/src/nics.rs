@@ -1,6 +1,7 @@
 //! `--nics` and `--device`: several NICs for one agent; `--during-moves`, `--peer-fin`, `--nic-connections` and its like:
 //! what each does with connections that move or end, and what it has room for.
 
+use crate::gain_file;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic::MAX_NICS;
 use baton_agent::{AgentSettings, Choose};
@@ -178,6 +179,11 @@ impl NicsArguments {
         self.nics
     }
 
+    /// Whether connections are placed by what is measured.
+    pub fn measures(&self) -> bool {
+        self.choose == Some(Chosen::Gain)
+    }
+
     /// Whether anything but the usual one NIC is asked for.
     pub fn is_given(&self) -> bool {
         self.nics > 1 || !self.devices.is_empty() || self.choose.is_some() || self.policy.is_given()
@@ -210,7 +216,9 @@ impl NicsArguments {
         let offloads = self.policy.apply(settings.nic.offloads);
         let nic = NicSettings { offloads, ..settings.nic };
         let choose = self.choose.map_or(settings.choose, Chosen::choose);
-        AgentSettings { nics: self.nics, devices: self.devices.clone(), choose, nic, ..settings }
+        let known = gain_file::path().filter(|_| self.measures());
+        let measured = known.map_or_else(Vec::new, |path| gain_file::read(&path));
+        AgentSettings { nics: self.nics, devices: self.devices.clone(), choose, measured, nic, ..settings }
     }
 }
 

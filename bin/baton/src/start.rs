@@ -217,6 +217,7 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
         patience: 500_000,
         crash: None,
         choose: Choose::default(),
+        measured: Vec::new(),
         nics: 1,
         devices: Vec::new(),
         nic: NicSettings {

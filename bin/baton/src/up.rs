@@ -2,6 +2,7 @@
 //! agent and a NIC of its own with its first program, since devices, routes and firewall are each namespace's own.
 
 use crate::addresses::{self, AddressArguments};
+use crate::gain_file;
 use crate::nics::NicsArguments;
 use crate::start::{SLOTS, beside_settings};
 use anyhow::{Context, Result, bail};
@@ -210,13 +211,14 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     poller.add(signals.as_fd(), SIGNALS, Trigger::Readable)?;
     let mut tokens = Vec::new();
     loop {
-        let look = (up.served.len() > 1).then_some(LOOK);
+        let look = (up.served.len() > 1 || arguments.nics.measures()).then_some(LOOK);
         poller.wait(look, &mut tokens)?;
         if tokens.contains(&SIGNALS) {
             break;
         }
         if tokens.drain(..).count() == 0 {
             up.end_what_is_idle();
+            up.keep_what_was_measured();
             continue;
         }
         let client = match listener.accept() {
@@ -247,6 +249,7 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     tell_manager("STOPPING=1\nSTATUS=Every connection goes back to the kernel");
     // Before all else: programs that are disconnected would connect again at once, and wait for an answer.
     drop(listener);
+    up.keep_what_was_measured();
     std::mem::take(&mut up.served).into_values().for_each(Served::end);
     Ok(())
 }
@@ -319,6 +322,24 @@ impl Up<'_> {
             Ok(Served::start(&socket, user, self.arguments, false))
         });
         started?
+    }
+
+    /// Keeps what the agents have measured for those that are started later, also by another `baton up`.
+    fn keep_what_was_measured(&mut self) {
+        let Some(path) = gain_file::path().filter(|_| self.arguments.nics.measures()) else { return };
+        let mut known = gain_file::read(&path);
+        let mut changed = false;
+        for served in self.served.values_mut() {
+            if let Ok(Reply::Gain(classes)) = served.agent.ask(Ask::Gain) {
+                changed |= gain_file::renew(&mut known, &classes);
+            }
+        }
+        if changed && let Err(error) = gain_file::write(&path, &known) {
+            warning!(
+                [] "what was measured is not kept: {error:#}";
+                "see that there is room, and that this user may write there"
+            );
+        }
     }
 
     fn end_what_is_idle(&mut self) {

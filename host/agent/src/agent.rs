@@ -235,7 +235,7 @@ pub fn run() -> Result<()> {
     let statistics = Statistics { nic_starts: settings.nics as u32, ..Statistics::default() };
     let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
     let users = Users::new(settings.limits, settings.nics);
-    let (groups, schedule, moves) = (Groups::default(), Schedule::default(), Moves::new(settings.choose));
+    let (groups, schedule, moves) = (Groups::default(), Schedule::default(), Moves::new(settings.choose, &settings.measured));
     let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
     let crash_loops = vec![CrashLoop::default(); nics.len()];
     let mut agent = Agent {

@@ -4,7 +4,7 @@
 use crate::settings::Choose;
 use baton_linux::events::{monotonic_micros, nanos_of};
 use baton_linux::process;
-use baton_policy::{Figures, Gain, Row, Seen, Side, Used, Why};
+use baton_policy::{Figures, Gain, Row, Seen, Side, Start, Starts, Used, Why};
 use baton_protocol::program::{ClassInfo, Measured, Place, Reply};
 use baton_wire::Flow;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -69,14 +69,14 @@ pub(crate) struct Gains {
 }
 
 impl Gains {
-    /// None if connections are not placed by what was measured.
-    pub fn chosen(choose: Choose) -> Option<Gains> {
+    /// None if connections are not placed by what was measured. `before`: what was measured earlier.
+    pub fn chosen(choose: Choose, before: &[Measured]) -> Option<Gains> {
         let Choose::Gain { price } = choose else { return None };
         let mut seed = [0; 8];
         // The order of turns is no secret: any seed will do.
         let _ = process::random(&mut seed);
         Some(Gains {
-            policy: Gain::new(u64::from_ne_bytes(seed), price),
+            policy: Gain::new(u64::from_ne_bytes(seed), price).with_starts(Starts::new(before.iter().map(start))),
             classes: HashMap::new(),
             programs: HashMap::new(),
             last: 0,
@@ -190,12 +190,22 @@ impl Gains {
             place: place(row.home),
             trial: row.trial,
             switches: row.switches,
-            measured: row.figures.map(|Figures { pairs, cost, rate }| Measured { pairs, cost: cost.into(), rate: rate.into() }),
+            measured: row.figures.map(measured),
             reason: text(row),
             next_us: row.next,
         };
         rows.iter().map(info).collect()
     }
+}
+
+/// Figures as they are shown, and kept for other agents.
+fn measured(Figures { pairs, cost, rate, program }: Figures) -> Measured {
+    Measured { pairs, cost: cost.into(), rate: rate.into(), program: program.into() }
+}
+
+/// What such figures say about a load like it.
+fn start(Measured { cost, rate, program, .. }: &Measured) -> Start {
+    Start { program: [program.0, program.1], cost: cost.1 / cost.0, rate: rate.1 / rate.0 }
 }
 
 /// What is known of classes, as an answer.
@@ -211,7 +221,7 @@ fn place(side: Side) -> Place {
     }
 }
 
-/// Why a connection stays of whose class nothing is known.
+/// Why a connection stays of whose class nothing is known, nor of any like it.
 const NEW: &str = "not measured yet: its class begins in the kernel";
 
 /// Why a class is where it is.
@@ -228,6 +238,7 @@ fn text(row: &Row) -> String {
     let (rate, other_rate) = order(figures.rate.map(|rate| rate / 1e6));
     match row.why {
         Why::New => NEW.into(),
+        Why::Start => format!("it begins {here}, where loads like it were measured to be better served"),
         Why::Little => "a turn in which its class was measured carried too little, or was cut short".into(),
         Why::Stuck => "not all of its class could be moved to measure it (baton stats says why)".into(),
         Why::Begun => "its class was measured too briefly so far: its turns took long, and more of them follow".into(),
@@ -254,16 +265,20 @@ mod tests {
 
     #[test]
     fn the_text_says_what_was_measured() {
-        let figures = Figures { pairs: 4, cost: [0.33, 0.41], rate: [1e9, 0.7e9] };
+        let figures = Figures { pairs: 4, cost: [0.33, 0.41], rate: [1e9, 0.7e9], program: [0.3, 0.2] };
         let row = |home, why| Row { home, trial: false, why, figures: Some(figures), switches: 0, on: [1, 0], next: 0, bytes: 0 };
         assert_eq!(text(&row(Side::Kernel, Why::Cheaper)), "cheaper in the kernel (0.33 against 0.41 s/GB)");
         assert_eq!(text(&row(Side::Kernel, Why::Faster)), "faster in the kernel (1000.0 against 700.0 MB/s)");
         assert_eq!(text(&row(Side::Nic, Why::Equal)), "no difference that is certain (0.41 on the NIC against 0.33 s/GB)");
+        let begins = "it begins on the NIC, where loads like it were measured to be better served";
+        assert_eq!(text(&row(Side::Nic, Why::Start)), begins);
+        let kept = start(&measured(figures));
+        assert_eq!((kept.program, kept.cost.to_bits(), kept.rate), ([0.3, 0.2], (0.41f64 / 0.33).to_bits(), 0.7));
     }
 
     #[test]
     fn classes_are_bounded() {
-        let mut gains = Gains::chosen(Choose::Gain { price: 1.0 }).expect("chosen");
+        let mut gains = Gains::chosen(Choose::Gain { price: 1.0 }, &[]).expect("chosen");
         let flow = |port| {
             let end = |port| SocketAddr::new(IpAddr::from([10, 0, 0, 1]), port).into();
             Flow { local: end(port), remote: end(50_000), device: 0 }

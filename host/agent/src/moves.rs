@@ -25,7 +25,7 @@ use baton_linux::events::monotonic_micros;
 use baton_log::{error, warning};
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
 use baton_policy::Side;
-use baton_protocol::program::{Place, Reply, Until};
+use baton_protocol::program::{Measured, Place, Reply, Until};
 use baton_supervision::Leave;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -81,8 +81,8 @@ pub(crate) struct Moves {
 
 impl Moves {
     /// Without any.
-    pub fn new(choose: Choose) -> Moves {
-        Moves { gain: Gains::chosen(choose), ..Moves::default() }
+    pub fn new(choose: Choose, measured: &[Measured]) -> Moves {
+        Moves { gain: Gains::chosen(choose, measured), ..Moves::default() }
     }
 
     /// Whether one move at most is under way, but for those that their programs hold up, and none has to be begun.

@@ -3,6 +3,7 @@
 use crate::chaos::Crash;
 use crate::users::Limits;
 use baton_protocol::nic::NicSettings;
+use baton_protocol::program::Measured;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -44,6 +45,9 @@ pub struct AgentSettings {
     /// How it is chosen which connections are on the NIC.
     #[serde(default)]
     pub choose: Choose,
+    /// What was measured of loads before, for [`Choose::Gain`].
+    #[serde(default)]
+    pub measured: Vec<Measured>,
     /// For tests: which process dies after which step of a move.
     #[serde(default)]
     pub crash: Option<Crash>,

@@ -1,15 +1,14 @@
 //! Placement by measured gain: connections that are alike, a *class*, are where they cost least.
 //!
-//! A class begins in the kernel. When it carries something, it is tried: turns of a quarter of a second with the whole
-//! class in one place, two turns to a pair, in random order. Each turn says what a byte has cost, and how many were
-//! carried. The class changes its place when the pairs say with confidence that the other one is better; then it
-//! rests. One class is tried at a time, since what a NIC costs is shared by all that use it.
+//! A class begins in the kernel, or where loads like it were measured to be better. When it carries something, it is
+//! tried: turns of a quarter of a second with the whole class in one place, two turns to a pair, in random order. Each
+//! turn says what a byte has cost, and how many were carried. The class changes its place when the pairs say with
+//! confidence that the other one is better; then it rests. One class is tried at a time, since what a NIC costs is
+//! shared by all that use it.
 
-use crate::pairs::Pairs;
+use crate::pairs::{EQUAL, Pairs};
+use crate::starts::{Start, Starts};
 use alloc::collections::BTreeMap;
-
-/// Two places count as equal while they differ by less than this part.
-const EQUAL: f64 = 0.03;
 
 /// Microseconds of a turn; of the time before it in which the class is in its place already, since a connection that
 /// has moved begins slowly; and that a class gets to move.
@@ -98,6 +97,8 @@ pub struct Used<'a> {
 pub enum Why {
     /// It has not been measured yet.
     New,
+    /// Nor has this one, but loads like it were: it begins where they belong.
+    Start,
     /// It carries too little to be measured.
     Little,
     /// Not all of its connections could be moved.
@@ -121,6 +122,8 @@ pub struct Figures {
     pub cost: [f64; 2],
     /// Bytes a second.
     pub rate: [f64; 2],
+    /// Nanoseconds of the program for a byte.
+    pub program: [f64; 2],
 }
 
 /// What is known of a class.
@@ -178,6 +181,17 @@ struct Class {
     seen: u64,
 }
 
+impl Class {
+    /// Puts a class, of which nothing is known but that a byte costs its program so many nanoseconds, where loads like
+    /// it belong.
+    fn begin(&mut self, starts: &Starts, program: f64) {
+        let Some(on_nic) = starts.belongs_on_nic(self.home as usize, program) else { return };
+        let home = if on_nic { Side::Nic } else { Side::Kernel };
+        self.switches += u32::from(home != self.home);
+        (self.home, self.why) = (home, Why::Start);
+    }
+}
+
 /// What a turn has measured.
 #[derive(Clone, Copy, Default, Debug)]
 struct Turn {
@@ -193,8 +207,6 @@ struct Found {
     rate: Pairs,
     /// Sums over the pairs.
     figures: Figures,
-    /// The same of the program's nanoseconds for a byte, in each place.
-    program: [f64; 2],
 }
 
 impl Found {
@@ -205,7 +217,7 @@ impl Found {
         for (sums, of) in [
             (&mut self.figures.cost, [kernel.cost, nic.cost]),
             (&mut self.figures.rate, [kernel.rate, nic.rate]),
-            (&mut self.program, [kernel.program, nic.program]),
+            (&mut self.figures.program, [kernel.program, nic.program]),
         ] {
             sums.iter_mut().zip(of).for_each(|(sum, of)| *sum += of);
         }
@@ -213,8 +225,9 @@ impl Found {
 
     fn means(&self) -> Figures {
         let pairs = f64::from(self.figures.pairs.max(1));
-        let Figures { pairs: number, cost, rate } = self.figures;
-        Figures { pairs: number, cost: cost.map(|sum| sum / pairs), rate: rate.map(|sum| sum / pairs) }
+        let Figures { pairs: number, cost, rate, program } = self.figures;
+        let [cost, rate, program] = [cost, rate, program].map(|sums| sums.map(|sum| sum / pairs));
+        Figures { pairs: number, cost, rate, program }
     }
 
     /// Which place is better, with confidence, and by what; differences are positive where the NIC's figure is larger.
@@ -301,6 +314,8 @@ pub struct Gain {
     random: u64,
     /// For tests: what the NIC costs is multiplied by this, and what it carries divided.
     price: f64,
+    /// What trials have found, of classes that are gone as well.
+    starts: Starts,
 }
 
 impl Gain {
@@ -318,7 +333,14 @@ impl Gain {
             quiet: 0,
             random: seed | 1,
             price,
+            starts: Starts::default(),
         }
+    }
+
+    /// With what was measured before.
+    #[must_use]
+    pub fn with_starts(self, starts: Starts) -> Gain {
+        Gain { starts, ..self }
     }
 
     /// Where the connections of a class are to be now.
@@ -417,19 +439,28 @@ impl Gain {
     }
 
     /// Finds classes whose load has become another one: a byte costs the program much more or less than in the trial.
+    /// They, and new ones, begin where loads like them belong.
     fn compare_shapes(&mut self, now: u64) {
         for class in self.classes.values_mut() {
             let bytes = class.sums.bytes - class.looked.bytes;
             let program = class.sums.program - class.looked.program;
             class.looked = class.sums;
-            class.busy = bytes >= LEAST_BYTES;
-            let Some(shape) = class.shape.filter(|shape| class.busy && *shape > 0.0) else { continue };
-            let ratio = program as f64 / bytes as f64 / shape;
+            let was_busy = core::mem::replace(&mut class.busy, bytes >= LEAST_BYTES);
+            if !class.busy {
+                continue;
+            }
+            let shape_now = program as f64 / bytes as f64;
+            if class.why == Why::New && !was_busy {
+                class.begin(&self.starts, shape_now);
+            }
+            let Some(shape) = class.shape.filter(|shape| *shape > 0.0) else { continue };
+            let ratio = shape_now / shape;
             let strange = ratio > SHAPE || ratio * SHAPE < 1.0;
             class.strange = if strange { class.strange + 1 } else { 0 };
             if class.strange >= LOOKS && now >= class.next_shape {
                 (class.strange, class.shape, class.next, class.rest) = (0, None, now, FIRST_REST);
                 class.kept = Found::default();
+                class.begin(&self.starts, shape_now);
             }
         }
     }
@@ -574,10 +605,13 @@ impl Gain {
         class.next = now + class.rest.max(STEADY * away);
         class.next_shape = now + CHANGING * (now - trial.began);
         class.rest = (2 * class.rest).min(LAST_REST);
-        class.shape = Some(trial.found.program[home as usize] / f64::from(figures.pairs.max(1)));
+        class.shape = Some(figures.program[home as usize]);
         (class.strange, class.may_reopen, class.kept) = (0, true, Found::default());
         class.looked = class.sums;
         self.quiet = now;
+        let over_kernel = |[kernel, nic]: [f64; 2]| nic / kernel;
+        let (cost, rate) = (over_kernel(figures.cost), over_kernel(figures.rate));
+        self.starts.note(Start { program: figures.program, cost, rate });
         if switches {
             for (_, other) in self.classes.iter_mut().filter(|(number, _)| **number != trial.class) {
                 other.kept = Found::default();

@@ -10,6 +10,8 @@ mod budget;
 mod gain;
 mod heat;
 mod pairs;
+mod starts;
 
 pub use gain::{Figures, Gain, Row, Seen, Side, Used, Why};
 pub use heat::{Choice, Demand, Heat, Place, Sample};
+pub use starts::{Start, Starts};

@@ -1,5 +1,8 @@
 //! Paired measurements of two places, and what can be said of them with confidence.
 
+/// Two places count as equal while they differ by less than this part.
+pub(crate) const EQUAL: f64 = 0.03;
+
 /// What is assumed of the differences' variance before there are any, and how many degrees of freedom that is worth:
 /// few pairs can be alike, or unlike, by chance.
 const VARIANCE: f64 = 0.0036;

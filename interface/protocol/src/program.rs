@@ -636,6 +636,8 @@ pub struct Measured {
     pub cost: (f64, f64),
     /// Bytes a second, in the kernel and on the NIC.
     pub rate: (f64, f64),
+    /// Nanoseconds of the program for a byte, in the kernel and on the NIC.
+    pub program: (f64, f64),
 }
 
 /// State of a connection, from its recovery record on the NIC, or from the kernel.

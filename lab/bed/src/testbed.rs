@@ -386,6 +386,7 @@ impl Testbed {
             limits: Default::default(),
             crash: settings.crash,
             choose: settings.choose,
+            measured: Vec::new(),
             socket: directory.join("agent.sock"),
             interface: (!settings.beside).then(|| a.name.into()),
             session_bytes: 2 << 30,

@@ -321,7 +321,7 @@ mod tests {
             place: Place::Nic,
             trial: false,
             switches: 0,
-            measured: Some(Measured { pairs: 4, cost: (0.5, 0.3), rate: (1e9, 1e9) }),
+            measured: Some(Measured { pairs: 4, cost: (0.5, 0.3), rate: (1e9, 1e9), program: (0.4, 0.1) }),
             reason: String::new(),
             next_us: 0,
         };

@@ -262,3 +262,26 @@ fn a_class_that_cannot_move_is_left_alone() {
     assert_eq!(gain.row(1, now).expect("a class").why, Why::Stuck);
     assert!(on_way as u64 * MOVING < 30 * SECOND, "{on_way} looks while it was to move");
 }
+
+/// What trials have found is where a class like those begins later, before it has been tried. A value that is wrong
+/// lasts until its trial has an answer.
+#[test]
+fn a_new_class_begins_where_loads_like_it_belong() {
+    let mut first = World::new(&[BULK, REQUESTS], 1, 0.03);
+    first.run(60 * SECOND);
+    assert_eq!(first.gain.starts.all().len(), 2);
+    let wrong = Start { program: REQUESTS.program, cost: 0.5, rate: 1.2 };
+    for (load, starts, home) in [
+        (BULK, first.gain.starts.clone(), Side::Nic),
+        (REQUESTS, first.gain.starts.clone(), Side::Kernel),
+        (REQUESTS, Starts::new([wrong]), Side::Nic),
+    ] {
+        let mut world = World::new(&[load], 2, 0.03);
+        world.gain = Gain::new(2, 1.0).with_starts(starts);
+        world.run(SECOND);
+        assert_eq!((world.row(0).home, world.row(0).why), (home, Why::Start));
+        world.run(15 * SECOND);
+        let belongs = if load.nic < 1.0 { Side::Nic } else { Side::Kernel };
+        assert_eq!(world.row(0).home, belongs, "{:?}", world.row(0));
+    }
+}
