@@ -14,7 +14,7 @@ use baton_abi::resource::{PAGE, PAIRS, pages};
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
 use baton_offloads::WhenFull;
-use baton_policy::{Demand, Place as At, Sample};
+use baton_policy::{Demand, Place as At, Sample, WORTH};
 use baton_protocol::program::Place;
 use baton_supervision::{LONGEST_RETRY, Leave};
 use std::cmp::Reverse;
@@ -485,6 +485,14 @@ impl Known {
     }
 }
 
+/// Whose a connection is, and what a byte of it saves on the NIC as far as that was measured.
+fn worth_of(agent: &Agent, (session, number, _): Key) -> (u32, u32) {
+    let Some(Some(entry)) = agent.sessions.get(session as usize) else { return (0, WORTH) };
+    let flow = entry.connections.get(number as usize).and_then(Option::as_ref).map(|connection| &connection.flow);
+    let gain = agent.moves.gain.as_ref().zip(flow);
+    (entry.user, gain.map_or(WORTH, |(gain, flow)| gain.worth(flow, entry.user, &entry.opening.program)))
+}
+
 fn samples(agent: &mut Agent, nic: usize, now: u64) -> Known {
     let mut known = Known::default();
     let memory = &agent.hardware[nic].memory;
@@ -506,19 +514,22 @@ fn samples(agent: &mut Agent, nic: usize, now: u64) -> Known {
             if connection.stage() == Stage::Nic && !connection.closed && !connection.opening {
                 let record = read_record(memory, nic::slot(cid.slot()));
                 let carried = record.map(|record| record.snd_una.wrapping_add(record.rcv_nxt));
-                known.samples.push(Sample { key: connection.serial, place: At::Nic, carried, pages, hot_from });
-                known.keys.insert(connection.serial, (session as u32, connection.number(), connection.serial));
-                agent.moves.placements[nic].has_come(connection.serial);
+                let key = (session as u32, connection.number(), connection.serial);
+                let (user, worth) = worth_of(agent, key);
+                known.samples.push(Sample { key: key.2, place: At::Nic, carried, pages, hot_from, worth, user });
+                known.keys.insert(key.2, key);
+                agent.moves.placements[nic].has_come(key.2);
             }
         }
     }
     for key in agent.moves.placements[nic].waiting(now) {
+        let (user, worth) = worth_of(agent, key);
         let connection = named(&mut agent.sessions, key).filter(|connection| connection.goes_by_itself(false));
         let hot_from = connection.as_ref().map_or(0, |connection| connection.block.hot_from());
         match connection.map(|connection| (connection.stage(), connection)) {
             Some((Stage::Kernel, connection)) => {
                 let carried = Some(connection.block.load(block::TRAFFIC));
-                known.samples.push(Sample { key: key.2, place: At::Waits, carried, pages: 0, hot_from });
+                known.samples.push(Sample { key: key.2, place: At::Waits, carried, pages: 0, hot_from, worth, user });
                 known.keys.insert(key.2, key);
                 known.scene.anybody_waits |= hot_from == 0;
             }

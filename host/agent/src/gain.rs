@@ -4,7 +4,7 @@
 use crate::settings::Choose;
 use baton_linux::events::{monotonic_micros, nanos_of};
 use baton_linux::process;
-use baton_policy::{Figures, Gain, Row, Seen, Side, Start, Starts, Used, Why};
+use baton_policy::{Figures, Gain, Row, Seen, Side, Start, Starts, Used, WORTH, Why};
 use baton_protocol::program::{ClassInfo, Measured, Place, Reply};
 use baton_wire::Flow;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -109,6 +109,13 @@ impl Gains {
         self.last += 1;
         self.classes.insert(service, self.last);
         self.last
+    }
+
+    /// What a byte of a connection saves on the NIC, as [`baton_policy::Sample`] has it.
+    pub fn worth(&self, flow: &Flow, user: u32, program: &str) -> u32 {
+        let class = self.programs.get(program).and_then(|program| self.classes.get(&Service::of(flow, user, *program)));
+        let figures = class.and_then(|class| self.policy.row(*class, 0)?.figures);
+        figures.map_or(WORTH, |Figures { cost: [kernel, nic], .. }| ((kernel - nic) * f64::from(WORTH)).clamp(1.0, 1e9) as u32)
     }
 
     /// Time until the next look, or until there is something to do.
@@ -288,5 +295,6 @@ mod tests {
         assert_eq!(of(8).len(), 1);
         assert_eq!((gains.classes.len(), gains.class(&flow(1), 9, 1)), (MOST_CLASSES, 0));
         assert!(gains.refuses(0).is_some());
+        assert_eq!(gains.worth(&flow(1), 7, "of which nothing was measured"), WORTH);
     }
 }

@@ -224,10 +224,10 @@ impl Placement {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use baton_policy::Place;
+    use baton_policy::{Place, WORTH};
 
     fn sample(key: u64, place: Place, carried: u32) -> Sample {
-        Sample { key, place, carried: Some(carried), pages: 1, hot_from: 0 }
+        Sample { key, place, carried: Some(carried), pages: 1, hot_from: 0, worth: WORTH, user: 0 }
     }
 
     /// Some wait for room, and nobody has to be hot.

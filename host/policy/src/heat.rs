@@ -5,17 +5,27 @@
 //! takes the place of one that is on the NIC only if it is clearly hotter, so that two of about the same heat do not
 //! change places again and again; and only so many moves are made a second.
 //!
+//! Where it was measured what a byte saves on the NIC, the heat counts so often as that: on a full NIC are those that
+//! save most CPU for a slot, and of loads that are alike the hottest. And one user has half of the slots at most while
+//! others wait for some.
+//!
 //! A connection may also have to be *hot enough* to be there at all, whatever room there is. It comes when it carries
 //! so many bytes a second, and leaves again when it has carried less than half of that for some time.
 
 use crate::budget::Budget;
-use alloc::collections::BTreeMap;
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
 /// A connection that waits must carry more than this many quarters of what the one carries that leaves for it, and this
 /// many bytes a second more.
 const QUARTERS: u64 = 6;
 const MARGIN: u64 = 1000;
+
+/// What a byte is worth of which nothing was measured: a nanosecond of CPU, in the unit of [`Sample::worth`].
+pub const WORTH: u32 = 1024;
+
+/// One user has one part in so many of the slots at most, while others wait that carry [`MARGIN`].
+const SHARE_PART: usize = 2;
 
 /// Microseconds for which a connection that has just come to the NIC stays there, unless the NIC has too many.
 const STAY: u64 = 1_000_000;
@@ -47,6 +57,10 @@ pub struct Sample {
     pub pages: u32,
     /// Bytes a second that it has to carry to be on the NIC; 0 if it is wanted there whatever it carries.
     pub hot_from: u32,
+    /// CPU time that a byte saves on the NIC, in nanoseconds by [`WORTH`].
+    pub worth: u32,
+    /// Whose it is.
+    pub user: u32,
 }
 
 /// What the NIC needs.
@@ -107,13 +121,20 @@ impl Heat {
     /// Looks at all connections at `now`, microseconds, and decides what is to be moved.
     pub fn choose(&mut self, now: u64, samples: &[Sample], demand: Demand) -> Choice {
         self.observe(now, samples);
-        let rate = |key: u64| self.known.get(&key).map_or(0, |known| known.rate);
+        let rate = |sample: &Sample| self.known.get(&sample.key).map_or(0, |known| known.rate);
+        // Nanoseconds of CPU that it saves a second.
+        let saves = |sample: &Sample| {
+            let saves = u128::from(rate(sample)) * u128::from(sample.worth) / u128::from(WORTH);
+            saves.min(u128::from(u64::MAX / 8)) as u64
+        };
         let of = |place| samples.iter().filter(move |sample| sample.place == place);
         let mut there: Vec<&Sample> = of(Place::Nic).collect();
-        there.sort_by_key(|sample| (rate(sample.key), sample.key));
-        let is_hot = |sample: &&Sample| rate(sample.key) >= u64::from(sample.hot_from);
+        there.sort_by_key(|sample| (saves(sample), sample.key));
+        let is_hot = |sample: &&Sample| rate(sample) >= u64::from(sample.hot_from);
         let mut waiting: Vec<&Sample> = of(Place::Waits).filter(is_hot).collect();
-        waiting.sort_by_key(|sample| (core::cmp::Reverse(rate(sample.key)), sample.key));
+        waiting.sort_by_key(|sample| (core::cmp::Reverse(saves(sample)), sample.key));
+        let share = share(samples, there.len() + demand.free);
+        let (waiting, within) = within_first(&waiting, &there, share);
         let is_first = self.looks == 1;
         let leave = if is_first { Vec::new() } else { too_many(&there, demand.over) };
         if !leave.is_empty() {
@@ -124,13 +145,16 @@ impl Heat {
             sample.hot_from > 0 && self.known.get(&sample.key).is_some_and(|known| now.saturating_sub(known.warm) >= COLD)
         };
         let (cold, stay): (Vec<&Sample>, Vec<&Sample>) = there.iter().copied().partition(is_cold);
-        let settled = |sample: &&&Sample| {
+        let settled = |(sample, _): &(&Sample, bool)| {
             self.known.get(&sample.key).is_some_and(|known| now.saturating_sub(known.since) >= STAY || known.since == 0)
         };
         let swaps = demand.swaps && !is_first;
-        let better = |(cold, hot): &(u64, u64)| 4 * rate(*hot) > QUARTERS * rate(*cold) + 4 * MARGIN;
-        let pairs = stay.iter().filter(settled).zip(rest).map(|(cold, hot)| (cold.key, hot.key));
-        let pairs: Vec<(u64, u64)> = if swaps { pairs.take_while(better).collect() } else { Vec::new() };
+        let gives_way = |cold: &Sample, beyond: bool, hot: &Sample| {
+            beyond && rate(hot) > MARGIN || 4 * saves(hot) > QUARTERS * saves(cold) + 4 * MARGIN
+        };
+        let places: Vec<(&Sample, bool)> = beyond_first(&stay, &there, share).into_iter().filter(settled).collect();
+        let within = within.saturating_sub(into_room.len());
+        let pairs = if swaps { pair_up(&places, rest, within, gives_way) } else { Vec::new() };
         let mut left = 0;
         if swaps || samples.iter().any(|sample| sample.hot_from > 0) {
             let misplaced = cold.len() + by_heat(into_room).len() + pairs.len();
@@ -147,13 +171,16 @@ impl Heat {
                 choice.come.push(sample.key);
             }
         }
+        let mut placed = BTreeSet::new();
         for (cold, hot) in pairs.into_iter().take(left / 2) {
             left -= 2;
             choice.leave.push(cold);
             choice.come.push(hot);
+            placed.insert(hot);
         }
         self.budget.spend(budget - left);
-        choice.short = by_heat(&rest[choice.leave.len()..]);
+        choice.short = by_heat(rest);
+        choice.short.retain(|key| !placed.contains(key));
         choice
     }
 
@@ -199,6 +226,80 @@ fn too_many(coldest: &[&Sample], (mut connections, mut pages): (usize, u32)) -> 
     leave
 }
 
+/// Slots that one user may have while others wait for some: all of them if there are no others.
+fn share(samples: &[Sample], slots: usize) -> usize {
+    let several = samples.iter().any(|sample| sample.user != samples[0].user);
+    if several { slots.div_ceil(SHARE_PART) } else { usize::MAX }
+}
+
+/// Number of connections of each user.
+fn of_users(of: &[&Sample]) -> BTreeMap<u32, usize> {
+    of.iter().fold(BTreeMap::new(), |mut users, sample| {
+        *users.entry(sample.user).or_default() += 1;
+        users
+    })
+}
+
+/// Those that wait, in their order: the ones first whose users do not have their share yet. And how many that are.
+fn within_first<'a>(waiting: &[&'a Sample], there: &[&Sample], share: usize) -> (Vec<&'a Sample>, usize) {
+    let mut users = of_users(there);
+    let (mut all, beyond): (Vec<&'a Sample>, Vec<&'a Sample>) = waiting.iter().copied().partition(|sample| {
+        let slots = users.entry(sample.user).or_default();
+        *slots += 1;
+        *slots <= share
+    });
+    let within = all.len();
+    all.extend(beyond);
+    (all, within)
+}
+
+/// Those that stay on the NIC, in their order: the coldest first of users that have more than their share, as many as
+/// are beyond that, with true.
+fn beyond_first<'a>(stay: &[&'a Sample], there: &[&Sample], share: usize) -> Vec<(&'a Sample, bool)> {
+    let mut users = of_users(there);
+    let (beyond, others): (Vec<&'a Sample>, Vec<&'a Sample>) = stay.iter().copied().partition(|sample| {
+        let slots = users.entry(sample.user).or_default();
+        let beyond = *slots > share;
+        *slots -= usize::from(beyond);
+        beyond
+    });
+    beyond.into_iter().map(|sample| (sample, true)).chain(others.into_iter().map(|sample| (sample, false))).collect()
+}
+
+/// Who takes whose place: of those that wait the first `within` that of anybody who gives way, and the others, whose
+/// users have their share, that of one of their own. Both are in order: if the first one does not give way, nobody
+/// does. More pairs than these are not moved for at once.
+fn pair_up(
+    places: &[(&Sample, bool)],
+    waiting: &[&Sample],
+    within: usize,
+    gives_way: impl Fn(&Sample, bool, &Sample) -> bool,
+) -> Vec<(u64, u64)> {
+    const MOST: usize = 256;
+    let most = MOST.max(places.len() / 5);
+    let (within, beyond) = waiting.split_at(within.min(waiting.len()));
+    let pairs = places.iter().zip(within).take_while(|((cold, beyond), hot)| gives_way(cold, *beyond, hot));
+    let mut pairs: Vec<(u64, u64)> = pairs.take(most).map(|((cold, _), hot)| (cold.key, hot.key)).collect();
+    let (left, mut taken, mut done) = (&places[pairs.len()..], BTreeSet::new(), BTreeSet::new());
+    for hot in beyond {
+        if pairs.len() >= most {
+            break;
+        }
+        if done.contains(&hot.user) {
+            continue;
+        }
+        let own = left.iter().find(|(cold, _)| cold.user == hot.user && !taken.contains(&cold.key));
+        match own {
+            Some((cold, _)) if gives_way(cold, false, hot) => {
+                taken.insert(cold.key);
+                pairs.push((cold.key, hot.key));
+            }
+            _ => _ = done.insert(hot.user),
+        }
+    }
+    pairs
+}
+
 /// Those that have to be hot enough.
 fn by_heat(of: &[&Sample]) -> Vec<u64> {
     of.iter().filter(|sample| sample.hot_from > 0).map(|sample| sample.key).collect()
@@ -207,7 +308,6 @@ fn by_heat(of: &[&Sample]) -> Vec<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use alloc::collections::BTreeSet;
 
     /// Connections with a NIC of limited room, at which the policy looks every half second.
     struct World {
@@ -244,7 +344,15 @@ mod tests {
             }
             let sample = |(key, carried): (usize, &u32)| {
                 let place = if self.on_nic.contains(&(key as u64)) { Place::Nic } else { Place::Waits };
-                Sample { key: key as u64, place, carried: Some(*carried), pages: 16, hot_from: self.hot_from }
+                Sample {
+                    key: key as u64,
+                    place,
+                    carried: Some(*carried),
+                    pages: 16,
+                    hot_from: self.hot_from,
+                    worth: WORTH,
+                    user: 0,
+                }
             };
             let samples: Vec<Sample> = self.carried.iter().enumerate().map(sample).collect();
             let over = (self.on_nic.len().saturating_sub(self.room), 0);
@@ -334,7 +442,15 @@ mod tests {
     #[test]
     fn memory_beyond_its_limit_is_freed_by_the_coldest() {
         let mut heat = Heat::default();
-        let sample = |key, carried| Sample { key, place: Place::Nic, carried: Some(carried), pages: 10, hot_from: 0 };
+        let sample = |key, carried| Sample {
+            key,
+            place: Place::Nic,
+            carried: Some(carried),
+            pages: 10,
+            hot_from: 0,
+            worth: WORTH,
+            user: 0,
+        };
         heat.choose(0, &[sample(1, 0), sample(2, 0), sample(3, 0)], Demand::default());
         let demand = Demand { over: (0, 11), ..Demand::default() };
         let choice = heat.choose(1_000_000, &[sample(1, 900_000), sample(2, 5_000), sample(3, 100)], demand);
@@ -347,7 +463,15 @@ mod tests {
         let samples = [(1, Place::Nic, 0), (2, Place::Waits, 0), (3, Place::Waits, 1 << 20)];
         let look = |heat: &mut Heat, now, free| {
             let carried = |carried: u32| Some(carried * (now / 1_000_000) as u32);
-            let sample = |(key, place, bytes)| Sample { key, place, carried: carried(bytes), pages: 1, hot_from: 0 };
+            let sample = |(key, place, bytes)| Sample {
+                key,
+                place,
+                carried: carried(bytes),
+                pages: 1,
+                hot_from: 0,
+                worth: WORTH,
+                user: 0,
+            };
             let samples = samples.map(sample);
             heat.choose(now, &samples, Demand { free, swaps: false, ..Demand::default() })
         };
@@ -361,7 +485,8 @@ mod tests {
     fn what_nobody_counts_comes_last() {
         let mut heat = Heat::default();
         let samples = |count: u32| {
-            let sample = |(key, carried)| Sample { key, place: Place::Waits, carried, pages: 0, hot_from: 0 };
+            let sample =
+                |(key, carried)| Sample { key, place: Place::Waits, carried, pages: 0, hot_from: 0, worth: WORTH, user: 0 };
             [(1, Some(count)), (2, None)].map(sample)
         };
         heat.choose(0, &samples(0), Demand::default());
@@ -448,7 +573,7 @@ mod tests {
         let look = |heat: &mut Heat, now: u64, free| {
             let sample = |(key, rate, hot_from): (u64, u64, u32)| {
                 let carried = Some((rate * now / 1_000_000) as u32);
-                Sample { key, place: Place::Waits, carried, pages: 0, hot_from }
+                Sample { key, place: Place::Waits, carried, pages: 0, hot_from, worth: WORTH, user: 0 }
             };
             let samples = [(1, 10, 0), (2, 5000, 10_000), (3, 50_000, 10_000), (4, 20_000, 10_000)].map(sample);
             heat.choose(now, &samples, Demand { free, ..Demand::default() })
@@ -458,5 +583,49 @@ mod tests {
         let choice = look(&mut heat, 6_000_000, 1);
         assert_eq!((choice.come.as_slice(), choice.short.as_slice()), (&[3][..], &[4][..]));
         assert_eq!(look(&mut heat, 7_000_000, 4).come, [3, 4, 1]);
+    }
+
+    /// Lets connections with these rates, worths and users run for twenty seconds on a NIC with so much room. Returns
+    /// those that are there.
+    fn settled(all: &[(u64, u32, u32)], room: usize) -> BTreeSet<u64> {
+        let (mut heat, mut there) = (Heat::default(), BTreeSet::new());
+        for look in 1..=40u64 {
+            let sample = |(key, (rate, worth, user)): (usize, &(u64, u32, u32))| {
+                let place = if there.contains(&(key as u64)) { Place::Nic } else { Place::Waits };
+                let carried = Some((rate * look / 2) as u32);
+                Sample { key: key as u64, place, carried, pages: 1, hot_from: 0, worth: *worth, user: *user }
+            };
+            let samples: Vec<Sample> = all.iter().enumerate().map(sample).collect();
+            let free = room - there.len();
+            let choice = heat.choose(look * 500_000, &samples, Demand { over: (0, 0), free, swaps: free == 0 });
+            choice.leave.iter().for_each(|key| assert!(there.remove(key)));
+            choice.come.iter().for_each(|key| assert!(there.insert(*key)));
+            assert!(there.len() <= room);
+        }
+        there
+    }
+
+    /// Requests save more CPU for a byte than bulk data, which carries more bytes.
+    #[test]
+    fn those_are_there_that_save_most_for_a_slot() {
+        let (bulk, requests) = ((1_000_000, WORTH / 10, 0), (100_000, 10 * WORTH, 0));
+        let busier = (300_000, 10 * WORTH, 0);
+        assert_eq!(settled(&[bulk, requests, bulk, requests, busier], 2), BTreeSet::from([1, 4]));
+        let alike = [bulk, requests, busier].map(|(rate, _, user)| (rate, WORTH, user));
+        assert_eq!(settled(&alike, 1), BTreeSet::from([0]));
+    }
+
+    #[test]
+    fn one_user_has_half_of_the_slots_while_others_wait_for_some() {
+        let of = |rate, user| (rate, WORTH, user);
+        let greedy: Vec<_> = (1..=8).map(|at| of(1_000_000 * at, 1)).collect();
+        let others = [of(10_000, 2), of(20_000, 3), of(30_000, 2)];
+        let there = settled(&[greedy.clone(), others.to_vec()].concat(), 4);
+        assert_eq!(there, BTreeSet::from([6, 7, 9, 10]), "its two hottest, and the others' two hottest");
+        // Nobody else wants the room.
+        let there = settled(&[greedy.clone(), others[..1].to_vec()].concat(), 4);
+        assert_eq!(there, BTreeSet::from([5, 6, 7, 8]));
+        // Who carries nothing takes nobody's place.
+        assert_eq!(settled(&[greedy, alloc::vec![of(10, 2)]].concat(), 4).len(), 4);
     }
 }

@@ -13,5 +13,5 @@ mod pairs;
 mod starts;
 
 pub use gain::{Figures, Gain, Row, Seen, Side, Used, Why};
-pub use heat::{Choice, Demand, Heat, Place, Sample};
+pub use heat::{Choice, Demand, Heat, Place, Sample, WORTH};
 pub use starts::{Start, Starts};
