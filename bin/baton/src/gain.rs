@@ -1,6 +1,10 @@
 //! `baton nic gain`: what classes of connections cost in the kernel and on the NIC.
 
+#[cfg(feature = "lab")]
+use crate::gain_file;
 use crate::tools::SocketArgument;
+#[cfg(feature = "lab")]
+use anyhow::Context;
 use anyhow::{Result, bail};
 use baton_protocol::program::{Ask, ClassInfo, Measured, Place, Reply};
 use clap::Args;
@@ -10,6 +14,7 @@ pub const EXAMPLES: &str = "Examples:
   baton run --choose gain -- nginx -g 'daemon off;'
   baton nic gain
   baton nic gain --json
+  baton nic gain --measure
 
 A class is the connections of one program over one service: a listener of this host, or a peer. s/GB is CPU seconds for each GB, of the
 program, the NICs and interrupts, and MB/s the rate; each in the kernel and on the NIC, in turns of a quarter of a second.";
@@ -21,9 +26,36 @@ pub struct GainArguments {
     /// Print one JSON array.
     #[arg(long)]
     json: bool,
+    /// Instead, measure what bulk data and requests cost in both places of this machine, which takes twenty seconds, and
+    /// keep that: Batons that are started with `--choose gain` begin with it.
+    #[cfg(feature = "lab")]
+    #[arg(long, conflicts_with_all = ["socket", "json"])]
+    measure: bool,
+}
+
+/// Measures, and keeps what was found.
+#[cfg(feature = "lab")]
+fn measure() -> Result<bool> {
+    // Before this user becomes another one's root.
+    let path = gain_file::path().context("there is no directory for it: set XDG_STATE_HOME or HOME")?;
+    let classes = crate::lab::bench::measure_classes()?;
+    let mut known = gain_file::read(&path);
+    if !gain_file::renew(&mut known, &classes) {
+        bail!("no load was measured long enough: is the machine too busy?");
+    }
+    gain_file::write(&path, &known)?;
+    for class in &classes {
+        println!("{}", line(class));
+    }
+    println!("Kept in {}", path.display());
+    Ok(true)
 }
 
 pub fn show(arguments: &GainArguments) -> Result<bool> {
+    #[cfg(feature = "lab")]
+    if arguments.measure {
+        return measure();
+    }
     let classes = match arguments.socket.connect()?.ask(Ask::Gain)? {
         Reply::Gain(classes) => classes,
         Reply::Failed { reason } => bail!("{reason}"),

@@ -204,6 +204,11 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     }
     up.served.insert(own, first);
     made.keep();
+    if arguments.nics.measures()
+        && let Some(path) = gain_file::path().filter(|path| !path.exists())
+    {
+        info!([] "nothing was measured on this machine yet ({}): baton nic gain --measure", path.display());
+    }
     info!([] "it is up at {}: baton run -- PROGRAM (see baton ls, baton doctor)", path.display());
     tell_manager(&format!("READY=1\nSTATUS=Serves programs at {}", path.display()));
     let poller = Poller::new()?;

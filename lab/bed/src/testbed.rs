@@ -146,6 +146,14 @@ impl Default for TestbedSettings {
     }
 }
 
+impl TestbedSettings {
+    /// The same with connections where they are measured to be better served.
+    #[must_use]
+    pub fn by_gain(self) -> TestbedSettings {
+        TestbedSettings { choose: Choose::Gain { price: 1.0 }, ..self }
+    }
+}
+
 /// Two hosts and a Baton.
 pub struct Testbed {
     /// Host A: the server's, with the NIC.

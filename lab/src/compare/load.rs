@@ -58,36 +58,55 @@ impl Traffic {
     }
 }
 
+/// Loads of which it is measured what they cost in both places, for those that are like them.
+pub(super) const TYPICAL: [(&str, Traffic); 3] = [
+    ("64 connections with a request of 64 bytes each", Traffic::Rpc { connections: 64 }),
+    ("bulk data in", Traffic::Bulk { into: true }),
+    ("bulk data out", Traffic::Bulk { into: false }),
+];
+
 /// A figure that has a bound: its name, whose it is, which it is, of what kind the bound is, and the bound.
 pub(super) type Figure = (&'static str, Way, fn(&Column) -> f64, fn(&'static str, f64, f64) -> Bar, f64);
+
+/// Names of the bars of placement by measured gain: rate, CPU time, kept gain, 99th percentile of the waiting times.
+pub(super) type GainNames = [&'static str; 4];
+
+macro_rules! gain {
+    ($load:literal) => {
+        [concat!("gain.rate_", $load), concat!("gain.machine_", $load), concat!("gain.kept_", $load), concat!("gain.p99_", $load)]
+    };
+}
 
 pub(super) struct Load {
     pub name: &'static str,
     pub traffic: Traffic,
     pub bars: Vec<Figure>,
+    pub gain: GainNames,
 }
 
 impl Load {
     /// The ways on which there is a server for this load, in the order in which they take turns.
     pub(super) fn ways(&self) -> &'static [Way] {
         match self.traffic {
-            Traffic::Http { .. } | Traffic::Redis { .. } => &[Way::Kernel, Way::Beside, Way::Inline, Way::Attached],
-            Traffic::Rpc { .. } => &[Way::Kernel, Way::Beside, Way::Library, Way::Inline, Way::Attached, Way::Smoltcp],
-            Traffic::Bulk { .. } | Traffic::PingPong => &[Way::Kernel, Way::Beside, Way::Inline, Way::Attached, Way::Smoltcp],
+            Traffic::Http { .. } | Traffic::Redis { .. } => &[Way::Kernel, Way::Beside, Way::Gain, Way::Inline, Way::Attached],
+            Traffic::Rpc { .. } => &[Way::Kernel, Way::Beside, Way::Gain, Way::Library, Way::Inline, Way::Attached, Way::Smoltcp],
+            Traffic::Bulk { .. } => &[Way::Kernel, Way::Beside, Way::Gain, Way::Inline, Way::Attached, Way::Smoltcp],
+            Traffic::PingPong => &[Way::Kernel, Way::Beside, Way::Inline, Way::Attached, Way::Smoltcp],
         }
     }
 }
 
-/// The loads of a bench.
-pub(super) fn loads(what: What) -> Vec<Load> {
+/// The loads of a bench; with `gain` those, too, that only placement by measured gain has bars for.
+pub(super) fn loads(what: What, gain: bool) -> Vec<Load> {
     let (rate, p99, machine) = (|of: &Column| of.rate_ratio, |of: &Column| of.p99_ratio, |of: &Column| of.machine_ratio);
     let (p50, host) = (|of: &Column| of.p50_ratio, |of: &Column| of.host_ratio);
-    let load = |name, traffic, bars: &[Figure]| Load { name, traffic, bars: bars.to_vec() };
-    match what {
+    let load = |name, traffic, gain, bars: &[Figure]| Load { name, traffic, bars: bars.to_vec(), gain };
+    let mut loads = match what {
         What::Http => vec![
             load(
                 "http, 64 connections",
                 Traffic::Http { connections: 64 },
+                gain!("http_64"),
                 &[
                     ("http.machine_ratio_64", Way::Beside, machine, Bar::most, 0.8),
                     ("http.rate_ratio_64", Way::Beside, rate, Bar::least, 1.15),
@@ -96,6 +115,7 @@ pub(super) fn loads(what: What) -> Vec<Load> {
             load(
                 "http, 512 connections",
                 Traffic::Http { connections: 512 },
+                gain!("http_512"),
                 &[
                     ("http.machine_ratio_512", Way::Beside, machine, Bar::most, 0.8),
                     ("http.rate_ratio_512", Way::Beside, rate, Bar::least, 1.15),
@@ -104,10 +124,16 @@ pub(super) fn loads(what: What) -> Vec<Load> {
             ),
         ],
         What::Redis => vec![
-            load("redis GET", Traffic::Redis { depth: 1 }, &[("redis.machine_ratio_p1", Way::Beside, machine, Bar::most, 0.8)]),
+            load(
+                "redis GET",
+                Traffic::Redis { depth: 1 },
+                gain!("redis_p1"),
+                &[("redis.machine_ratio_p1", Way::Beside, machine, Bar::most, 0.8)],
+            ),
             load(
                 "redis GET, pipelined by 16",
                 Traffic::Redis { depth: 16 },
+                gain!("redis_p16"),
                 &[("redis.machine_ratio_p16", Way::Beside, machine, Bar::most, 0.9)],
             ),
         ],
@@ -115,6 +141,7 @@ pub(super) fn loads(what: What) -> Vec<Load> {
             load(
                 "bulk in",
                 Traffic::Bulk { into: true },
+                gain!("bulk_in"),
                 &[
                     ("bulk_in.rate_ratio", Way::Beside, rate, Bar::least, 1.0),
                     ("bulk_in.machine_ratio", Way::Beside, machine, Bar::most, 1.0),
@@ -123,6 +150,7 @@ pub(super) fn loads(what: What) -> Vec<Load> {
             load(
                 "bulk out",
                 Traffic::Bulk { into: false },
+                gain!("bulk_out"),
                 &[
                     ("bulk_out.rate_ratio", Way::Beside, rate, Bar::least, 1.0),
                     ("bulk_out.machine_ratio", Way::Beside, machine, Bar::most, 0.9),
@@ -133,11 +161,13 @@ pub(super) fn loads(what: What) -> Vec<Load> {
             load(
                 "rpc, 64 connections",
                 Traffic::Rpc { connections: 64 },
+                gain!("rpc_64"),
                 &[("rpc.machine_ratio_64", Way::Beside, machine, Bar::most, 0.65)],
             ),
             load(
                 "rpc, 1024 connections",
                 Traffic::Rpc { connections: 1024 },
+                gain!("rpc_1024"),
                 &[
                     ("rpc.machine_ratio_1024", Way::Beside, machine, Bar::most, 0.65),
                     ("rpc.host_ratio_1024", Way::Library, host, Bar::most, 0.1),
@@ -145,7 +175,16 @@ pub(super) fn loads(what: What) -> Vec<Load> {
             ),
         ],
         What::PingPong => {
-            vec![load("ping-pong", Traffic::PingPong, &[("pingpong.p50_ratio", Way::Beside, p50, Bar::most, 0.6)])]
+            vec![load(
+                "ping-pong",
+                Traffic::PingPong,
+                gain!("pingpong"),
+                &[("pingpong.p50_ratio", Way::Beside, p50, Bar::most, 0.6)],
+            )]
         }
+    };
+    if gain && what == What::Http {
+        loads.push(load("http, 1024 connections", Traffic::Http { connections: 1024 }, gain!("http_1024"), &[]));
     }
+    loads
 }

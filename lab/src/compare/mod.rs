@@ -6,6 +6,7 @@
 //! NIC, and of the kernel's threads that process frames; what else runs on the machine does not count. A NIC that polls
 //! counts in full.
 
+mod gain;
 mod load;
 mod programs;
 mod round;
@@ -24,6 +25,7 @@ use baton_bed::server::Files;
 use baton_bed::statistics::quantile;
 use baton_bed::testbed::TestbedSettings;
 use baton_linux::process;
+use baton_protocol::program::ClassInfo;
 use load::Load;
 use programs::LENGTH;
 use serde::Serialize;
@@ -62,6 +64,12 @@ pub struct Column {
     pub rate_spread: [f64; 2],
     /// See `rate_spread`.
     pub machine_spread: [f64; 2],
+    /// Where these ratios' medians lie with 95 % confidence: of rate, CPU time, and the waiting times' 99th percentile.
+    pub rate_interval: [f64; 2],
+    /// See `rate_interval`.
+    pub machine_interval: [f64; 2],
+    /// See `rate_interval`.
+    pub p99_interval: [f64; 2],
 }
 
 /// One load.
@@ -104,9 +112,12 @@ pub fn run(what: What, settings: &CompareSettings, progress: impl Fn(&Row)) -> R
     let files = Files::new()?;
     files.add(0, LENGTH)?;
     let (mut rows, mut bars) = (Vec::new(), Vec::new());
-    for load in load::loads(what) {
+    let by_gain = settings.ways.contains(&Way::Gain);
+    for load in load::loads(what, by_gain) {
         let row = compare(&load, settings, &files).with_context(|| load.name)?;
-        for (name, way, figure, bar, bound) in &load.bars {
+        bars.extend(gain::bars(&row, load.gain));
+        // The bars of the NIC alone are not those of who may choose.
+        for (name, way, figure, bar, bound) in load.bars.iter().filter(|_| !by_gain) {
             let column = row.columns.iter().find(|column| column.way == *way);
             bars.extend(column.map(|column| bar(name, *bound, figure(column))));
         }
@@ -149,6 +160,7 @@ impl Column {
         };
         let ratio = |figure| quantile(&mut ratios(figure), 0.5);
         let spread = |figure| [0.0, 1.0].map(|end| quantile(&mut ratios(figure), end));
+        let interval = |figure| interval(ratios(figure));
         Column {
             way,
             medians: Round::medians(rounds),
@@ -159,6 +171,65 @@ impl Column {
             host_ratio: ratio(|round| round.server),
             rate_spread: spread(|round| round.rate),
             machine_spread: spread(|round| round.machine),
+            rate_interval: interval(|round| round.rate),
+            machine_interval: interval(|round| round.machine),
+            p99_interval: interval(|round| round.p99),
         }
+    }
+}
+
+/// Where the median of such figures lies with 95 % confidence, whatever their distribution: from the one of a rank to
+/// that of the same rank from the end. Of fewer than six it is from the least to the greatest, with less confidence.
+fn interval(mut of: Vec<f64>) -> [f64; 2] {
+    /// The chance that the median lies beyond one end.
+    const BEYOND: f64 = 0.025;
+    of.sort_by(f64::total_cmp);
+    let [Some(least), Some(greatest)] = [of.first(), of.last()] else { return [0.0; 2] };
+    let (mut ends, all) = ([*least, *greatest], of.len());
+    // The chances that none, one, two … of them lie beyond the median.
+    let (mut chance, mut sum) = (0.5f64.powi(all as i32), 0.0);
+    for rank in 0..all / 2 {
+        sum += chance;
+        if sum > BEYOND {
+            break;
+        }
+        ends = [of[rank], of[all - 1 - rank]];
+        chance *= (all - rank) as f64 / (rank + 1) as f64;
+    }
+    ends
+}
+
+/// What requests and bulk data cost in the kernel and on the NIC of this machine, as a Baton measures it that places
+/// connections by that. Each load gets at most the seconds of the settings.
+///
+/// # Errors
+/// If no load could be run.
+pub fn classes(settings: &CompareSettings) -> Result<Vec<ClassInfo>> {
+    process::raise_descriptor_limit();
+    let (files, status) = (Files::new()?, StatusLine::new());
+    let (mut all, mut failed) = (Vec::new(), None);
+    for (name, traffic) in load::TYPICAL {
+        status.show(format_args!("{name}, in the kernel and on the NIC"));
+        match round::classes(traffic, &files, settings) {
+            Ok(mut classes) => all.append(&mut classes),
+            Err(error) => failed = Some(error.context(name)),
+        }
+    }
+    match failed {
+        Some(error) if all.is_empty() => Err(error),
+        _ => Ok(all),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_interval_holds_the_median_with_confidence() {
+        let of = |count: u32| interval((1..=count).rev().map(f64::from).collect());
+        assert_eq!([of(0), of(1), of(5), of(6)], [[0.0, 0.0], [1.0, 1.0], [1.0, 5.0], [1.0, 6.0]]);
+        // As in tables of the sign test.
+        assert_eq!([of(8), of(9), of(12), of(20)], [[1.0, 8.0], [2.0, 8.0], [3.0, 10.0], [6.0, 15.0]]);
     }
 }

@@ -95,7 +95,7 @@ impl Programs<'_> {
 
     /// Starts a program on the server's host: under `baton run` if that is the way.
     fn run(&self, words: &[OsString]) -> Result<Server> {
-        let agent = self.hosts.agent().filter(|_| matches!(self.way, Way::Beside | Way::Inline));
+        let agent = self.hosts.agent().filter(|_| matches!(self.way, Way::Beside | Way::Gain | Way::Inline));
         Server::start(self.hosts.server(), words, self.files.root(), agent.as_deref())
     }
 

@@ -5,14 +5,14 @@ use super::load::Traffic;
 use super::programs::Programs;
 use super::way::{Hosts, Way};
 use crate::closed_loop::Progress;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use baton_abi::layout::Counter;
 use baton_bed::server::{Files, Server};
 use baton_bed::statistics::{Percentiles, quantile};
 use baton_client::tool::Tool;
 use baton_linux::events::{monotonic_micros, process_nanos};
 use baton_linux::process;
-use baton_protocol::program::Place;
+use baton_protocol::program::{Ask, ClassInfo, Place, Reply};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
@@ -20,6 +20,8 @@ use std::time::Duration;
 
 /// Seconds before each measurement: connections are made, and moved.
 const WARMING: f64 = 1.0;
+/// Seconds before it in which classes are measured, where connections are placed by that.
+const LEARNING: f64 = 15.0;
 /// Seconds before it after which no further connection is expected to move: moves are not what is measured.
 const MOVING: f64 = 15.0;
 
@@ -137,6 +139,41 @@ pub(super) fn run(way: Way, traffic: Traffic, files: &Files, settings: &CompareS
     Round::between(&before, &after, &times, traffic)
 }
 
+/// Runs a load under a Baton that measures what it costs in both places, until it knows or has had the time for that.
+/// Returns what it says then.
+///
+/// # Errors
+/// Those of [`run`].
+pub(super) fn classes(traffic: Traffic, files: &Files, settings: &CompareSettings) -> Result<Vec<ClassInfo>> {
+    let way = Way::Gain;
+    let hosts = Hosts::new(way, traffic, settings)?;
+    let programs = Programs { hosts: &hosts, files, way, traffic };
+    let (server, client) = programs.start()?;
+    let progress = Progress::default();
+    let mut tool = hosts.tool()?.context("no agent")?;
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| hosts.client().run(|| Ok(client.run(&progress))));
+        let classes = await_classes(&mut tool, settings.seconds);
+        progress.stop.store(true, Ordering::Relaxed);
+        // A client that waits for the server ends when that does.
+        drop(server);
+        running.join().map_err(|_| anyhow::anyhow!("the load panicked"))???;
+        classes
+    })
+}
+
+/// The classes of an agent, once one of them has been measured, or so many seconds later.
+fn await_classes(tool: &mut Tool, seconds: f64) -> Result<Vec<ClassInfo>> {
+    let deadline = monotonic_micros() + (seconds * 1e6) as u64;
+    loop {
+        let Reply::Gain(classes) = tool.ask(Ask::Gain)? else { bail!("the agent does not measure") };
+        if classes.iter().any(|class| class.measured.is_some()) || monotonic_micros() > deadline {
+            return Ok(classes);
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
 /// CPU times in nanoseconds, and what was done, at a moment.
 struct Snapshot {
     micros: u64,
@@ -167,7 +204,11 @@ impl Parties {
         if programs.way == Way::Attached {
             self.attacher = Some(programs.attach(&self.server)?);
         }
-        self.await_moves(programs.traffic.connections())?;
+        if programs.way == Way::Gain {
+            std::thread::sleep(Duration::from_secs_f64(LEARNING));
+        } else {
+            self.await_moves(programs.traffic.connections())?;
+        }
         let kernel = process::kernel_threads();
         progress.timing.store(true, Ordering::Relaxed);
         let before = self.snapshot(progress, &kernel)?;

@@ -21,7 +21,9 @@ pub enum Way {
     Kernel,
     /// `baton run`, with the NIC beside the kernel on the veth, and rings in shared memory between NIC and program.
     Beside,
-    /// The same, for a program that is written for the client library.
+    /// The same, and connections are where they were measured to be better served.
+    Gain,
+    /// As beside, for a program that is written for the client library.
     Library,
     /// `baton run`, with the NIC between the kernel's device and the wire (both TAPs).
     Inline,
@@ -34,13 +36,14 @@ pub enum Way {
 
 impl Way {
     /// All of them, the one that the others are compared with first.
-    pub const ALL: [Way; 6] = [Way::Kernel, Way::Beside, Way::Library, Way::Inline, Way::Attached, Way::Smoltcp];
+    pub const ALL: [Way; 7] = [Way::Kernel, Way::Beside, Way::Library, Way::Inline, Way::Attached, Way::Smoltcp, Way::Gain];
 
     /// Its name in reports and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Way::Kernel => "kernel",
             Way::Beside => "beside",
+            Way::Gain => "gain",
             Way::Library => "library",
             Way::Inline => "inline",
             Way::Attached => "attached",
@@ -53,7 +56,8 @@ impl Way {
         match self {
             Way::Kernel => "the kernel's TCP over a veth, without Baton",
             Way::Beside => "baton run, the NIC beside the kernel on the veth",
-            Way::Library => "the same, the program written for the client library",
+            Way::Gain => "as beside, with --choose gain: connections where they were measured to be better served",
+            Way::Library => "as beside, the program written for the client library",
             Way::Inline => "baton run, the NIC between the kernel's device and the wire (TAPs)",
             Way::Attached => "baton attach, the NIC beside the kernel, a map of sockets between attacher and program",
             Way::Smoltcp => "a program that contains smoltcp, on a TAP without offloads; the kernel's TCP only at the client",
@@ -78,12 +82,13 @@ pub(super) enum Hosts {
 impl Hosts {
     pub(super) fn new(way: Way, traffic: Traffic, settings: &CompareSettings) -> Result<Hosts> {
         let never_sleeps = traffic == Traffic::PingPong;
+        let bed = if way == Way::Gain { settings.bed.clone().by_gain() } else { settings.bed.clone() };
         let bed = TestbedSettings {
             beside: way != Way::Inline,
             spin: if never_sleeps { NEVER_SLEEPS } else { settings.bed.spin },
             nic_cores: if never_sleeps { vec![0] } else { Vec::new() },
             agent_core: None,
-            ..settings.bed.clone()
+            ..bed
         };
         Ok(match way {
             Way::Kernel => Hosts::Without(testbed::without_baton(&bed)?),

@@ -34,6 +34,9 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
         let rows = report.rows.clone();
         Ok(Part { rows, ..Part::of(Ok(report), |report| &report.bars)? })
     };
+    if how.chooses_gain() {
+        return report(how, page.as_mut(), kept.as_deref(), &machine, &by_gain(programs));
+    }
     let sections = [
         section("datapath", "Instructions of a received segment on a wire in memory.", datapath()),
         section(
@@ -69,11 +72,26 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
             Part::of(baton_lab::connections::run(how.rounds), |report| &report.bars),
         ),
     ];
-    let html = page::html(&machine, &sections);
-    if let Some(page) = &mut page {
+    report(how, page.as_mut(), kept.as_deref(), &machine, &sections)
+}
+
+/// The benches of loads that are placed where they were measured to be better served.
+fn by_gain(programs: impl Fn(What) -> Result<Part>) -> [Section; 4] {
+    [
+        section("http", "nginx and a file of 256 bytes, 64, 512 and 1024 connections.", programs(What::Http)),
+        section("redis", "redis GET on 50 connections, one at a time and 16.", programs(What::Redis)),
+        section("rpc", "64 bytes and their echo on 64 and 1024 connections, one at a time on each.", programs(What::Rpc)),
+        section("bulk", "One connection, into a program and out of it.", programs(What::Bulk)),
+    ]
+}
+
+/// Writes the page, and prints the rest. Returns whether all ran and met their bounds.
+fn report(how: &Compare, page: Option<&mut File>, kept: Option<&Path>, machine: &str, sections: &[Section]) -> Result<bool> {
+    let html = page::html(machine, sections);
+    if let Some(page) = page {
         page.write_all(html.as_bytes()).context("writing the page")?;
     }
-    if let Some(kept) = &kept
+    if let Some(kept) = kept
         && let Err(error) = keep(kept, &html)
     {
         eprintln!("baton bench all: {}, for `baton page`: {error}", kept.display());
@@ -82,7 +100,7 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
         let bars: Vec<&Bar> = sections.iter().flat_map(|section| &section.bars).collect();
         println!("{}", serde_json::json!({ "machine": machine, "bars": bars, "sections": sections }));
     } else {
-        print!("{}", page::text(&sections));
+        print!("{}", page::text(sections));
     }
     Ok(sections.iter().all(|section| {
         let ran = section.report.get("error").is_none() && section.rows.iter().all(|row| row.failures.is_empty());

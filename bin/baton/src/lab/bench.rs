@@ -1,13 +1,14 @@
 //! `baton bench`: one part of Baton measured against its bounds.
 
 use super::all;
-use crate::nics::PolicyArguments;
+use crate::nics::{Chosen, PolicyArguments};
 use anyhow::{Context, Result};
 use baton_bed::testbed::TestbedSettings;
 use baton_lab::compare::{self, CompareReport, CompareSettings, Way, What};
 use baton_lab::lro::LroSettings;
 use baton_lab::smoltcp_server::{self, Service};
 use baton_offloads::Offloads;
+use baton_protocol::program::ClassInfo;
 use clap::Subcommand;
 
 const COMPARE_EXAMPLES: &str = "Ways:
@@ -16,9 +17,11 @@ const COMPARE_EXAMPLES: &str = "Ways:
   inline    baton run, the NIC between the kernel's device and the wire; needs no right to load BPF programs
   attached  baton attach, with a map of sockets
   smoltcp   a program that contains smoltcp, on a TAP
+  gain      as beside, with connections where they were measured to be better served (only if it is named, or with --choose gain)
 
 Examples:
   baton bench rpc
+  baton bench http --choose gain
   baton bench rpc --ways beside --rounds 9
   baton bench pingpong --ways inline,smoltcp --json      # as an ordinary user";
 
@@ -249,9 +252,13 @@ pub struct Compare {
     #[arg(long, default_value_t = 100)]
     spin: u64,
     /// Ways that take turns with the kernel, where there is a server for them: beside, library, inline, attached,
-    /// smoltcp. Default: all.
+    /// smoltcp, gain. Default: all but gain.
     #[arg(long, value_name = "WAY", value_delimiter = ',', value_parser = way)]
     ways: Vec<Way>,
+    /// How it is chosen which connections are on the NIC. With `gain` the ways are beside and gain, if none is named,
+    /// and the bounds are about gain: nowhere worse than the kernel, and nine tenths of what the NIC alone saves.
+    #[arg(long, value_enum, value_name = "HOW")]
+    choose: Option<Chosen>,
     #[command(flatten)]
     policy: PolicyArguments,
 }
@@ -265,6 +272,21 @@ fn way(name: &str) -> Result<Way, String> {
 }
 
 impl Compare {
+    /// Whether connections are placed by what is measured.
+    pub fn chooses_gain(&self) -> bool {
+        self.choose == Some(Chosen::Gain)
+    }
+
+    fn ways(&self) -> Vec<Way> {
+        let mut ways = self.ways.clone();
+        if self.chooses_gain() {
+            ways.extend([Way::Beside, Way::Gain].iter().filter(|way| **way == Way::Gain || self.ways.is_empty()));
+        } else if ways.is_empty() {
+            ways.extend(Way::ALL.iter().filter(|way| **way != Way::Gain));
+        }
+        ways
+    }
+
     /// What NICs are set to do.
     pub fn offloads(&self) -> Offloads {
         self.policy.apply(Offloads::default())
@@ -272,9 +294,8 @@ impl Compare {
 
     /// Measures the loads of one bench.
     pub fn measure(&self, what: What) -> Result<CompareReport> {
-        let ways = if self.ways.is_empty() { Way::ALL.to_vec() } else { self.ways.clone() };
         let bed = TestbedSettings { spin: self.spin, offloads: self.offloads(), ..TestbedSettings::default() };
-        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, ways, bed };
+        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, ways: self.ways(), bed };
         compare::run(what, &settings, |row| eprint!("{}", compare::text(row)))
     }
 }
@@ -321,6 +342,16 @@ impl LargeReceive {
         }
         settings
     }
+}
+
+/// Seconds that each load gets to be measured in both places: all of them together take less than twenty.
+const LEARNING: f64 = 5.5;
+
+/// `baton nic gain --measure`: what loads cost in both places of this machine.
+pub fn measure_classes() -> Result<Vec<ClassInfo>> {
+    baton_linux::namespace::become_root_if_needed()?;
+    let bed = TestbedSettings { spin: 100, ..TestbedSettings::default() };
+    compare::classes(&CompareSettings { rounds: 1, seconds: LEARNING, ways: vec![Way::Gain], bed })
 }
 
 /// How often a bench without a kernel's turn is run.

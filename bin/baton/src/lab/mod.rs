@@ -2,7 +2,7 @@
 //! left out.
 
 mod all;
-mod bench;
+pub mod bench;
 mod load;
 mod papers;
 pub mod plan;
@@ -22,7 +22,7 @@ use std::path::PathBuf;
 pub enum Command {
     /// Moves random connections at random moments under load, and checks every byte.
     #[command(
-        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20\n  baton soak --beside --kill-nic 20 --stop-nic 20\n  baton soak --poison\n  baton soak --offload fast-path --loss 1 --transitions 10000\n  baton soak --rmpp --messages 10000 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --kill-nic 20 --restart-peer 1"
+        after_help = "Examples:\n  baton soak --connections 64 --moves 10000 --json\n  baton soak --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --delay 5 --ipv6\n  baton soak --kill-nic 20\n  baton soak --beside --kill-nic 20 --stop-nic 20\n  baton soak --beside --nic-connections 16 --link-down 10 --peer-fin return\n  baton soak --poison\n  baton soak --offload fast-path --loss 1 --transitions 10000\n  baton soak --rmpp --messages 10000 --loss 1 --reorder 2 --duplicate 1 --corrupt 0.1 --kill-nic 20 --restart-peer 1"
     )]
     Soak(soak::SoakArguments),
     /// Simulates whole machines in virtual time: hosts, links, programs, moves, faults and deaths; and checks what must
