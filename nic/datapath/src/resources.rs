@@ -13,6 +13,8 @@ const KEPT: usize = 2 * baton_abi::layout::RING_MESSAGES;
 
 /// Length of the periods over which the processor's load is measured, microseconds.
 const PERIOD: u64 = 100_000;
+/// How often all is announced though nothing has changed, as long as there are limits, microseconds.
+const REPEAT: u64 = 1_000_000;
 /// Percent by which the load has to fall below its limit before there is room again.
 const HYSTERESIS: u64 = 10;
 
@@ -90,6 +92,8 @@ pub(crate) struct Resources {
     too_busy: bool,
     /// Begin of the period of its load, and microseconds for which workers had been busy by then.
     measured: (u64, u64),
+    /// When all was announced last though nothing had changed.
+    repeated: u64,
     taken: [u32; RESOURCES],
     /// The edges last announced, and the number of that announcement.
     announced: [u32; RESOURCES],
@@ -105,6 +109,7 @@ impl Resources {
             limits,
             too_busy: false,
             measured: (0, 0),
+            repeated: 0,
             taken: [0; RESOURCES],
             announced: [0; RESOURCES],
             number: 0,
@@ -183,9 +188,20 @@ impl Resources {
         if self.too_busy { self.measured.0 + PERIOD } else { u64::MAX }
     }
 
-    /// When the load is measured next, in microseconds; None without a limit.
+    /// When the load is measured next, or all is announced again, in microseconds; None without a limit.
     pub fn due(&self) -> Option<u64> {
-        (self.limits.processor < 100).then_some(self.measured.0 + PERIOD)
+        let measures = (self.limits.processor < 100).then_some(self.measured.0 + PERIOD);
+        let repeats = (self.limits != Limits::default()).then_some(self.repeated + REPEAT);
+        measures.into_iter().chain(repeats).min()
+    }
+
+    /// Whether all is to be announced at `now`, microseconds, though nothing has changed.
+    pub fn repeats(&mut self, now: u64) -> bool {
+        let repeats = self.limits != Limits::default() && now >= self.repeated + REPEAT;
+        if repeats {
+            self.repeated = now;
+        }
+        repeats
     }
 
     /// Notes for how many microseconds `workers` workers have been busy by `now`. Returns whether they have become too
@@ -325,6 +341,16 @@ mod tests {
         assert_eq!(nic.free(Resource::Memory), 20);
         nic.charges.end(5);
         assert_eq!((nic.free(Resource::Memory), nic.free(Resource::Connections)), (100, 64));
+    }
+
+    #[test]
+    fn limits_are_announced_again_and_again() {
+        let mut nic = resources(3, 100);
+        let second = 1_000_000;
+        assert_eq!([5 * second, 6 * second - 1, 6 * second].map(|now| nic.repeats(now)), [true, false, true]);
+        assert_eq!(nic.due(), Some(7 * second));
+        nic.set(Limits::default());
+        assert!(nic.due().is_none() && !nic.repeats(9 * second));
     }
 
     #[test]

@@ -271,9 +271,10 @@ impl<H: Device, W: Device> Worker<H, W> {
         self.due = now.0;
     }
 
-    /// Announces what there is room for, the first time that this is called, and later as far as it depends on how busy
-    /// the workers are. To be called for the front worker once all have joined, then in each round. `busy` is the time,
-    /// in nanoseconds, for which this worker has been busy so far; the others' counters say theirs.
+    /// Announces what there is room for, the first time that this is called, then every second while there are limits,
+    /// and as far as it depends on how busy the workers are. To be called for the front worker once all have joined,
+    /// then in each round. `busy` is the time, in nanoseconds, for which this worker has been busy so far; the others'
+    /// counters say theirs.
     #[inline]
     pub fn review(&mut self, now: Instant, busy: u64) {
         room::review(self, now, busy);

@@ -89,5 +89,5 @@ pub(super) fn review<H: Device, W: Device>(worker: &mut Worker<H, W>, now: Insta
     if !is_new && worker.resources.due().is_none_or(|due| now.0 < due) || !serves_agent(worker) {
         return;
     }
-    if is_new { advertise(worker, true) } else { measure(worker, now, busy) }
+    if worker.resources.repeats(now.0) || is_new { advertise(worker, true) } else { measure(worker, now, busy) }
 }
