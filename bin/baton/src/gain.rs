@@ -26,8 +26,8 @@ pub struct GainArguments {
     /// Print one JSON array.
     #[arg(long)]
     json: bool,
-    /// Instead, measure what bulk data and requests cost in both places of this machine, which takes twenty seconds, and
-    /// keep that: Batons that are started with `--choose gain` begin with it.
+    /// Instead, measure what bulk data and requests cost in both places of this machine, which takes twenty seconds,
+    /// and keep that: Batons that are started with `--choose gain` begin with it.
     #[cfg(feature = "lab")]
     #[arg(long, conflicts_with_all = ["socket", "json"])]
     measure: bool,

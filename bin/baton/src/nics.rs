@@ -1,5 +1,5 @@
-//! `--nics` and `--device`: several NICs for one agent; `--during-moves`, `--peer-fin`, `--nic-connections` and its like:
-//! what each does with connections that move or end, and what it has room for.
+//! `--nics` and `--device`: several NICs for one agent; `--during-moves`, `--peer-fin`, `--nic-connections` and its
+//! like: what each does with connections that move or end, and what it has room for.
 
 use crate::gain_file;
 use anyhow::{Context, Result, bail};

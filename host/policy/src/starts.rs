@@ -1,5 +1,6 @@
-//! What loads were measured to cost in both places of this machine: where a class of connections begins of which nothing
-//! else is known. Loads are told apart by what a byte costs their program: bulk data costs little, requests much.
+//! What loads were measured to cost in both places of this machine: where a class of connections begins of which
+//! nothing else is known. Loads are told apart by what a byte costs their program: bulk data costs little, requests
+//! much.
 
 use crate::pairs::EQUAL;
 use alloc::vec::Vec;

@@ -45,8 +45,8 @@ pub struct SoakArguments {
     /// Kill the agent, and with it the NIC, this many times, at random moments.
     #[arg(long, default_value_t = 0)]
     kill_agent: u32,
-    /// Take the link down this many times, at random moments and for up to a second: at host A, which has no route then,
-    /// or at host B.
+    /// Take the link down this many times, at random moments and for up to a second: at host A, which has no route
+    /// then, or at host B.
     #[arg(long, default_value_t = 0, conflicts_with_all = ["rmpp", "stop_nic", "poison"])]
     link_down: u32,
     /// Stop the NIC for good (SIGSTOP) this many times, at random moments. All faults are 4 s apart then, and the

@@ -226,8 +226,8 @@ impl<H: Device, W: Device> Worker<H, W> {
     }
 
     /// Calls `ring` for each session whose program sleeps and was sent events, unless moderation delays it, with the
-    /// processor that the program says it ran on, unless it is woken for bulk data. Returns whether the agent's doorbell
-    /// has to be rung, too: messages were sent to it, and moderation does not delay that.
+    /// processor that the program says it ran on, unless it is woken for bulk data. Returns whether the agent's
+    /// doorbell has to be rung, too: messages were sent to it, and moderation does not delay that.
     pub fn doorbells(&mut self, now: Instant, mut ring: impl FnMut(u32, Option<usize>)) -> bool {
         for (id, session) in self.programs.sessions.iter_mut().enumerate() {
             if let Some(session) = session
