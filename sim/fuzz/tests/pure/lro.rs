@@ -240,7 +240,19 @@ impl Queue {
         } else {
             note!("{} connection {number}: {offset} + {length}", self.now);
         }
-        self.receive((!damaged && length > 0).then_some((number, offset, length)));
+        let is_data = length > 0 && (!damaged || self.is_whole(number));
+        self.receive(is_data.then_some((number, offset, length)));
+    }
+
+    /// Whether the damaged frame is still a segment of its connection, like any other: IPv6 has no checksum, and TCP's
+    /// does not cover traffic class, flow label and hop limit. IPv4's own covers all of its header.
+    fn is_whole(&self, number: usize) -> bool {
+        let bytes = self.frame.bytes();
+        TcpFrame::parse(bytes, 0).is_ok_and(|parsed| {
+            parsed.flow == self.model.connections[number].flow
+                && parsed.payload_offset + parsed.payload_length == bytes.len()
+                && parsed.checksum_holds(bytes)
+        })
     }
 
     fn receive(&mut self, data: Option<(usize, u32, u32)>) {
