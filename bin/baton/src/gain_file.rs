@@ -3,6 +3,7 @@
 
 use anyhow::{Context, Result};
 use baton_linux::process;
+use baton_log::warning;
 use baton_protocol::program::{ClassInfo, Measured};
 use serde_json::{Value, json};
 use std::io::ErrorKind;
@@ -23,18 +24,21 @@ pub fn path() -> Option<PathBuf> {
     Some(state.join("baton/gain.json"))
 }
 
-/// What it holds: nothing if it is not there or makes no sense, which is said on standard error.
+/// What it holds: nothing if it is not there or makes no sense, which is logged.
 pub fn read(path: &Path) -> Vec<Measured> {
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::NotFound => return Vec::new(),
         Err(error) => {
-            eprintln!("baton: {}: {error}: it is begun without what was measured before", path.display());
+            warning!(
+                [] "{}: {error}: it is begun without what was measured before", path.display();
+                "see that this user may read it"
+            );
             return Vec::new();
         }
     };
     parse(&text).unwrap_or_else(|| {
-        eprintln!("baton: {}: it does not hold what was measured before: remove it", path.display());
+        warning!([] "{} does not hold what was measured before", path.display(); "remove it");
         Vec::new()
     })
 }
