@@ -138,8 +138,8 @@ impl Session {
     /// As [`Session::adopt`], for a connection that is to go on in the kernel if it is not adopted.
     ///
     /// # Errors
-    /// The descriptor, and why: `TimedOut` or `WouldBlock` if trying again may help (the agent does not answer: a NIC
-    /// has died, say), anything else if this connection can never be moved.
+    /// The descriptor, and why: `TimedOut`, `WouldBlock` or `ResourceBusy` if trying again may help (the agent does not
+    /// answer: a NIC has died, say), anything else if this connection can never be moved.
     pub fn try_adopt(&mut self, fd: OwnedFd) -> Result<ConnectionId, (io::Error, OwnedFd)> {
         let connection = match self.shared.register(fd.as_fd(), false) {
             Ok(connection) => connection,

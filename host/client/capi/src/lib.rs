@@ -24,17 +24,22 @@ pub struct CSession {
     ready: Vec<u32>,
 }
 
-fn fail(error: &io::Error) -> c_int {
-    let number = error.raw_os_error().unwrap_or(match error.kind() {
-        // The agent does not answer now.
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => libc::EAGAIN,
+/// The error number by which C knows an error.
+fn number_of(error: &io::Error) -> c_int {
+    error.raw_os_error().unwrap_or(match error.kind() {
+        // The agent does not answer now, or another thread waits for its answer.
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut | io::ErrorKind::ResourceBusy => libc::EAGAIN,
         io::ErrorKind::NotFound => libc::EBADF,
         io::ErrorKind::InvalidInput => libc::EINVAL,
         io::ErrorKind::OutOfMemory => libc::ENOMEM,
         io::ErrorKind::InvalidData => libc::EPROTO,
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => libc::ECONNRESET,
         _ => libc::EOPNOTSUPP,
-    });
+    })
+}
+
+fn fail(error: &io::Error) -> c_int {
+    let number = number_of(error);
     LAST_ERROR.with(|last| *last.borrow_mut() = CString::new(error.to_string().replace('\0', " ")).unwrap_or_default());
     // SAFETY: `__errno_location` returns a valid pointer to this thread's errno.
     unsafe { *libc::__errno_location() = number };
@@ -115,13 +120,14 @@ pub unsafe extern "C" fn baton_adopt(pointer: *mut CSession, fd: c_int) -> c_int
     match session.session.try_adopt(fd) {
         Ok(id) => id as c_int,
         Err((error, fd)) => {
-            let failed = fail(&error);
-            // SAFETY: `__errno_location` returns a valid pointer to this thread's errno.
-            if unsafe { *libc::__errno_location() } == libc::EAGAIN {
+            if number_of(&error) == libc::EAGAIN {
                 // The caller's still.
                 let _ = fd.into_raw_fd();
+            } else {
+                // Before errno is set, which this may change.
+                drop(fd);
             }
-            failed
+            fail(&error)
         }
     }
 }
