@@ -158,7 +158,7 @@ impl Handoff {
 /// State that the agent keeps of a connection on the NIC.
 pub(crate) struct OnNic {
     memory: PackedMemory,
-    /// Its way, as found last. None after its NIC or agent died: it is being restored.
+    /// Its way, as found last. None after its agent died: it is being restored.
     pub way: Option<Arc<Way>>,
     /// What it has carried, and since when nothing more.
     pub idleness: Idleness,

@@ -397,14 +397,15 @@ pub(crate) fn place(agent: &mut Agent) {
         if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
             look_at(agent, nic, now);
         }
-        let next = |agent: &mut Agent| {
-            let room = &agent.nics[nic].room;
-            agent.moves.placements[nic].next(|count| room.has_connections(count), now)
-        };
-        while let Some(key) = next(agent) {
+        // The NIC has promised nothing to those that attachers were asked for.
+        let mut asked = agent.moves.placements[nic].asked(now);
+        loop {
+            let has_room = agent.nics[nic].room.has_connections(1 + asked);
+            let Some(key) = agent.moves.placements[nic].next(has_room, now) else { break };
             if named(&mut agent.sessions, key).is_some_and(|connection| connection.stage() == Stage::Kernel) {
                 if agent.is_attacher(key.0) {
                     agent.moves.placements[nic].note_asked(key.2);
+                    asked += 1;
                 }
                 agent.attend(key.0);
                 agent.begin_unasked(key.0, key.1, false);
@@ -466,7 +467,7 @@ struct Known {
     /// Of those on the NIC, and on their way there: how many, and their pages.
     connections: usize,
     pages: u32,
-    /// The same of those that were to leave the NIC for others, and have not for long.
+    /// The same of those that were to leave the NIC, for others or for any other reason, and have not for long.
     slow: (usize, u32),
 }
 
@@ -494,7 +495,7 @@ fn worth_of(agent: &Agent, (session, number, _): Key) -> (u32, u32) {
 }
 
 fn samples(agent: &mut Agent, nic: usize, now: u64) -> Known {
-    let mut known = Known::default();
+    let (mut known, mut leaving) = (Known::default(), Vec::new());
     let memory = &agent.hardware[nic].memory;
     for (session, entry) in agent.sessions.iter().enumerate() {
         for connection in entry.iter().flat_map(|entry| entry.connections.iter().flatten()) {
@@ -504,6 +505,7 @@ fn samples(agent: &mut Agent, nic: usize, now: u64) -> Known {
             let on_nic = connection.on_nic.as_deref().map(OnNic::memory);
             let pages = on_nic.map_or(0, |memory| pages(memory.receive.1, memory.send.1));
             if connection.is_leaving() || connection.must_return().is_some() {
+                leaving.push(connection.serial);
                 if agent.moves.placements[nic].leaves_slowly(connection.serial, now) {
                     known.slow = (known.slow.0 + 1, known.slow.1.saturating_add(pages));
                 }
@@ -522,6 +524,7 @@ fn samples(agent: &mut Agent, nic: usize, now: u64) -> Known {
             }
         }
     }
+    agent.moves.placements[nic].note_still_leaving(&leaving, now);
     for key in agent.moves.placements[nic].waiting(now) {
         let (user, worth) = worth_of(agent, key);
         let connection = named(&mut agent.sessions, key).filter(|connection| connection.goes_by_itself(false));

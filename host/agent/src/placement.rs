@@ -23,8 +23,8 @@ const SECOND: u64 = 250_000;
 /// that has not come has its next turn that long after the last one, then after twice as long, and so on.
 const TURN: u64 = 1_000_000;
 
-/// Microseconds after which a connection that was to leave the NIC for another one, and has not, counts as one that
-/// stays: its attacher does not act, say.
+/// Microseconds after which a connection that was to leave the NIC, and has not, counts as one that stays: its attacher
+/// does not act, say.
 const SLOW: u64 = 2_000_000;
 
 /// Names a connection: session, number, and serial number, since session and number are reused.
@@ -116,7 +116,7 @@ pub(crate) struct Placement {
     coming: VecDeque<Key>,
     /// Of those that had their turn and are not there, by serial number.
     turns: BTreeMap<u64, Turns>,
-    /// When those that wait, or do so soon, were chosen to leave the NIC, by serial number.
+    /// Since when those that are on the NIC are to leave it, by serial number.
     leaving: BTreeMap<u64, u64>,
     /// When to look, in microseconds of the monotonic clock.
     due: Option<u64>,
@@ -156,6 +156,12 @@ impl Placement {
         self.leaving.remove(&serial);
     }
 
+    /// Notes which connections are to leave the NIC, for others or for any other reason, and are still there.
+    pub fn note_still_leaving(&mut self, serials: &[u64], now: u64) {
+        let before = std::mem::take(&mut self.leaving);
+        self.leaving = serials.iter().map(|serial| (*serial, before.get(serial).copied().unwrap_or(now))).collect();
+    }
+
     /// Whether a connection that is still on the NIC was to leave it long ago.
     pub fn leaves_slowly(&self, serial: u64, now: u64) -> bool {
         self.leaving.get(&serial).is_some_and(|since| now.saturating_sub(*since) >= SLOW)
@@ -186,7 +192,6 @@ impl Placement {
         let choice = self.heat.choose(began, samples, demand);
         self.coming.extend(choice.come.iter().filter_map(|serial| self.waiting.get(serial).copied()));
         self.turns.retain(|_, turns| !turns.is_old(began));
-        self.leaving.retain(|serial, _| self.waiting.contains_key(serial));
         let in_turn = self.turns.iter().filter(|(_, turns)| turns.goes_on(began)).map(|(serial, _)| *serial);
         gate.chosen = choice.come.iter().copied().chain(in_turn).collect();
         let is_short = demand.free == 0 && !choice.short.is_empty();
@@ -200,15 +205,18 @@ impl Placement {
         choice
     }
 
-    /// The next connection that is to go to the NIC, if that has room for so many, those included that attachers were
-    /// asked for: its turn begins.
-    pub fn next(&mut self, has_room: impl FnOnce(u32) -> bool, now: u64) -> Option<Key> {
-        let key = *self.coming.front()?;
-        let asked = self.turns.values().filter(|turns| turns.asked && turns.goes_on(now)).count();
-        if !has_room(1 + asked as u32) {
-            return None;
+    /// Those that attachers were asked for, and that may still come in their turn. Not counted for each one that is to
+    /// come: there may be very many.
+    pub fn asked(&self, now: u64) -> u32 {
+        if self.coming.is_empty() {
+            return 0;
         }
-        self.coming.pop_front();
+        self.turns.values().filter(|turns| turns.asked && turns.goes_on(now)).count() as u32
+    }
+
+    /// The next connection that is to go to the NIC, if that has room: its turn begins.
+    pub fn next(&mut self, has_room: bool, now: u64) -> Option<Key> {
+        let key = if has_room { self.coming.pop_front()? } else { return None };
         self.turns.entry(key.2).or_default().begin(now);
         Some(key)
     }
@@ -244,8 +252,8 @@ mod tests {
         let waits = [sample(7, Place::Waits, 0), sample(8, Place::Waits, 0), sample(3, Place::Nic, 0)];
         let demand = Demand { free: 1, ..Demand::default() };
         assert_eq!(placement.look(&mut gate, &waits, WAITING, demand, 100_000).leave, [0; 0]);
-        let mut next = |room| placement.next(|wanted| wanted <= room, 100_000);
-        assert_eq!([next(0), next(1), next(1)], [None, Some((1, 1, 7)), None]);
+        let mut next = |has_room| placement.next(has_room, 100_000);
+        assert_eq!([next(false), next(true), next(true)], [None, Some((1, 1, 7)), None]);
         assert!(gate.admits((1, 1, 7), false) && !gate.admits((1, 2, 8), false));
     }
 
@@ -289,7 +297,7 @@ mod tests {
             let heat = |key: &Key| Sample { hot_from: 1000, ..sample(key.2, Place::Waits, rate(*key) * (now / 1000) as u32) };
             let samples: Vec<Sample> = placement.waiting(now).iter().map(heat).collect();
             placement.look(&mut gate, &samples, scene, demand, now);
-            match placement.next(|_| true, now) {
+            match placement.next(true, now) {
                 Some(key) if key == idle => asked.push(now),
                 Some(key) => {
                     assert_eq!(key, other);
@@ -318,14 +326,16 @@ mod tests {
         let waits: Vec<Sample> = keys.iter().map(|key| sample(key.2, Place::Waits, 0)).collect();
         placement.look(&mut gate, &waits, WAITING, Demand { free: 3, ..Demand::default() }, 0);
         let next = |placement: &mut Placement, room| {
-            let key = placement.next(|wanted| wanted <= room, 0)?;
+            let key = placement.next(placement.asked(0) < room, 0)?;
             placement.note_asked(key.2);
             Some(key.2)
         };
         assert_eq!([next(&mut placement, 1), next(&mut placement, 1), next(&mut placement, 2)], [Some(7), None, Some(8)]);
         // One is there, and has its room.
         placement.has_come(7);
-        assert_eq!([next(&mut placement, 1), next(&mut placement, 2)], [None, Some(9)]);
+        assert_eq!((next(&mut placement, 1), placement.asked(0)), (None, 1));
+        assert_eq!(placement.asked(TURN), 0, "its turn is over");
+        assert_eq!(next(&mut placement, 2), Some(9));
     }
 
     #[test]
@@ -340,10 +350,14 @@ mod tests {
         placement.has_come(7);
         assert!(!placement.leaves_slowly(7, 5 + SLOW));
         placement.note_leaving(key, 5);
-        // It has ended.
-        placement.forget(7);
-        placement.look(&mut Gate::default(), &[], WAITING, Demand::default(), 9);
-        assert!(!placement.leaves_slowly(7, 5 + SLOW));
+        // Another one has to leave, too, though not for others.
+        placement.note_still_leaving(&[7, 8], 9);
+        placement.note_still_leaving(&[7, 8], 11);
+        let slow = |placement: &Placement, now| [7, 8].map(|serial| placement.leaves_slowly(serial, now));
+        assert_eq!([5, 9].map(|since| slow(&placement, since + SLOW)), [[true, false], [true, true]]);
+        // One has ended, or is in the kernel.
+        placement.note_still_leaving(&[8], 13);
+        assert_eq!(slow(&placement, 9 + SLOW), [false, true]);
     }
 
     /// One that has to be hot waits for that, and keeps nobody else from coming. It is looked at for as long as it is
@@ -361,9 +375,9 @@ mod tests {
         let nobody = Scene::default();
         placement.look(&mut gate, &hot(Place::Waits, 0), nobody, demand, 0);
         placement.look(&mut gate, &hot(Place::Waits, 500), nobody, demand, 1_000_000);
-        assert!(placement.next(|_| true, 1_000_000).is_none() && !gate.admits(key, true) && gate.admits((1, 2, 8), false));
+        assert!(placement.next(true, 1_000_000).is_none() && !gate.admits(key, true) && gate.admits((1, 2, 8), false));
         placement.look(&mut gate, &hot(Place::Waits, 5000), nobody, demand, 2_000_000);
-        assert_eq!(placement.next(|_| true, 2_000_000), Some(key));
+        assert_eq!(placement.next(true, 2_000_000), Some(key));
         assert!(gate.admits(key, true) && gate.admits((1, 2, 8), false));
         placement.forget(7);
         let there = Scene { by_heat: true, ..nobody };
