@@ -3,6 +3,7 @@
 
 use crate::agent::Agent;
 use crate::connection::Stage;
+use crate::listening;
 use crate::nic::NicProcess;
 use baton_linux::events::monotonic_micros;
 use baton_log::error;
@@ -83,6 +84,7 @@ impl Agent {
         for number in 0..self.sessions.len() as u32 {
             self.end_session(number, true);
         }
+        listening::end_all(self);
         self.nics.iter_mut().for_each(NicProcess::end);
         self.release_addresses();
         self.remove_sessions();

@@ -11,6 +11,8 @@ mod share;
 mod tests;
 mod unaccepted;
 
+pub(crate) use self::unaccepted::{end_all, end_those_of};
+
 use self::unaccepted::Fate;
 use crate::agent::Agent;
 use crate::answers::{After, Caller, NO_ANSWER};
@@ -81,8 +83,9 @@ struct Listener {
     theirs: OwnedFd,
     /// These two descriptors, counted as those of the user who had the listener first.
     _taken: Taken,
-    /// The sessions that may accept.
+    /// The sessions that may accept; and when the last one left, microseconds of the monotonic clock.
     sessions: BTreeSet<u32>,
+    left_at: u64,
     /// Slots in which the NIC may make connections.
     granted: Vec<Cid>,
     /// It may have fewer than its accept queue has room for: its NIC had no slot, or no room for the command, or has
@@ -112,6 +115,7 @@ impl Listener {
             theirs,
             _taken: Taken::default(),
             sessions: BTreeSet::new(),
+            left_at: 0,
             granted: Vec::new(),
             lacks_slots: false,
             waiting: VecDeque::new(),
@@ -185,17 +189,6 @@ fn stayed(refusal: &Refusal) -> Reply {
     Reply::Stayed { transient: refusal.is_transient(), reason: refusal.to_string() }
 }
 
-/// Ends the listeners of a session whose program runs on without Baton, and accepts from the kernel alone. Those that
-/// other sessions have, too, stay theirs.
-pub(crate) fn end_those_of(agent: &mut Agent, session: u32) {
-    let alone = |(id, listener): (&u32, &Listener)| {
-        let has_others = listener.sessions.iter().any(|other| *other != session);
-        (listener.sessions.contains(&session) && !has_others).then_some(*id)
-    };
-    let ids: Vec<u32> = agent.listeners.by_id.iter().filter_map(alone).collect();
-    ids.into_iter().for_each(|id| agent.end_listener(id));
-}
-
 impl Agent {
     /// Makes the NIC serve a listening socket for a session's program. None if the answer comes when it does.
     pub(crate) fn listen(&mut self, asker: Asker, fd: Foreign) -> Option<Reply> {
@@ -233,6 +226,7 @@ impl Agent {
         };
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
         (listener.listening, listener.limits) = (listening, limits);
+        unaccepted::recount(listener);
         let joins = listener.sessions.insert(session);
         if let Err(refusal) = self.serve_listener(id) {
             if joins {
@@ -641,7 +635,7 @@ impl Agent {
     }
 
     /// Ends a session's part in a listener, or in all of them. With the last one the kernel gets the clients; what the
-    /// NIC has made waits as long as any process has the socket, as in the kernel's queue.
+    /// NIC has made waits for another process that has the socket, as in the kernel's queue.
     pub(crate) fn stop_listening(&mut self, session: u32, only: Option<u32>) {
         let ids: Vec<u32> = self.listeners.by_id.keys().copied().filter(|id| only.is_none_or(|only| only == *id)).collect();
         for id in ids {
@@ -650,6 +644,7 @@ impl Agent {
             if left && !listener.sessions.is_empty() {
                 self.keep_listener(id);
             } else if left {
+                listener.left_at = monotonic_micros();
                 self.keep(&Kept::ListenerGone(id), &[]);
                 self.withdraw(id);
                 unaccepted::end_if_over(self, id);
@@ -689,10 +684,11 @@ impl Agent {
         self.refuse_waiting(id, &stayed(&Refusal::NicGone));
     }
 
-    /// Takes all listeners from the NICs.
+    /// Takes all listeners from the NICs, for good.
     pub(crate) fn withdraw_all(&mut self) {
         for id in self.listeners.by_id.keys().copied().collect::<Vec<_>>() {
             self.withdraw(id);
+            unaccepted::end_if_over(self, id);
         }
     }
 

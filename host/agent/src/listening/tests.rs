@@ -1,4 +1,5 @@
 use super::*;
+use std::io::Read;
 use std::net::TcpListener;
 use std::ops::Range;
 
@@ -51,4 +52,36 @@ fn all_listeners_together_have_a_quarter_of_the_slots() {
     assert_eq!(listeners.left(2, 40), [3, 9]);
     // A NIC with fewer slots than the last one's.
     assert_eq!(listeners.left(2, 20), [0, 4]);
+}
+
+/// What no session can accept any more waits for another process that has the socket, but not for ever: that one may
+/// accept from the kernel alone.
+#[test]
+fn what_nobody_accepts_waits_for_a_while() {
+    const MINUTE: u64 = 60_000_000;
+    let over = |listener: &Listener, now| [false, true].map(|ends| unaccepted::is_over(listener, ends, now));
+    let mut left = listener(0..0, 0..2);
+    left.left_at = 7;
+    assert_eq!([7, 6 + MINUTE, 7 + MINUTE].map(|now| over(&left, now)), [[false, true], [false, true], [true, true]]);
+    left.sessions.insert(3);
+    assert_eq!(over(&left, 7 + MINUTE), [false, false], "a program has it again");
+    left.sessions.clear();
+    left.waiting.clear();
+    assert_eq!(over(&left, 7), [true, true], "nothing waits");
+    left.asks(0);
+    assert_eq!(over(&left, 7), [false, true], "some may come still");
+}
+
+/// A program has read a byte of the queue, and has ended before it has asked for the connection.
+#[test]
+fn the_next_program_finds_all_that_waits() {
+    let mut left = listener(0..0, 0..3);
+    left.ours.write_all(&[0; 2]).expect("room");
+    unaccepted::recount(&mut left);
+    let mut queue = UnixStream::from(left.theirs.try_clone().expect("a descriptor"));
+    // The other end with it.
+    drop(left);
+    let mut bytes = Vec::new();
+    queue.read_to_end(&mut bytes).expect("what is left");
+    assert_eq!(bytes, [0; 3]);
 }

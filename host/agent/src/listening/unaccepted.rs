@@ -12,8 +12,14 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_wire::{Endpoint, Flow};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::{AsFd, OwnedFd};
+
+/// Microseconds for which what the NIC has made waits for a process that may have the socket, and has not asked for the
+/// queue: the next worker of a server, or one that is started anew. A process that accepts from the kernel alone would
+/// have the clients wait for ever.
+const LONGEST_UNHAD: u64 = 60_000_000;
 
 /// Where programs have listeners, by port and address; None for any address. Of many flows each is looked up.
 pub(crate) struct Ends<'a>(BTreeMap<(u16, Option<IpAddr>), Vec<&'a Listening>>);
@@ -74,13 +80,46 @@ pub(super) fn refuse(agent: &mut Agent, cid: Cid) {
     agent.nics[cid.nic()].reset_connection(cid);
 }
 
-/// Ends a listener that no session has any more, and for which no connection waits or may still come.
+/// Whether a listener that no session has any more is to end: no connection waits for another session or may still
+/// come, or none will be accepted. `ends`: the agent does, and no session gets a listener.
+pub(super) fn is_over(listener: &Listener, ends: bool, now: u64) -> bool {
+    let may_come = listener.unanswered.values().any(|requests| *requests > 0);
+    let waits = may_come || !listener.waiting.is_empty();
+    listener.sessions.is_empty() && (ends || !waits || now.saturating_sub(listener.left_at) >= LONGEST_UNHAD)
+}
+
+/// Ends a listener that is over.
 pub(super) fn end_if_over(agent: &mut Agent, id: u32) {
-    let is_over = |one: &Listener| {
-        one.sessions.is_empty() && one.waiting.is_empty() && one.unanswered.values().all(|requests| *requests == 0)
-    };
-    if agent.listeners.by_id.get(&id).is_some_and(is_over) {
+    let ends = agent.draining;
+    if agent.listeners.by_id.get(&id).is_some_and(|listener| is_over(listener, ends, monotonic_micros())) {
         agent.end_listener(id);
+    }
+}
+
+/// Ends the listeners of a session whose program runs on without Baton, and accepts from the kernel alone. Those that
+/// other sessions have, too, stay theirs.
+pub(crate) fn end_those_of(agent: &mut Agent, session: u32) {
+    let alone = |(id, listener): (&u32, &Listener)| {
+        let has_others = listener.sessions.iter().any(|other| *other != session);
+        (listener.sessions.contains(&session) && !has_others).then_some(*id)
+    };
+    let ids: Vec<u32> = agent.listeners.by_id.iter().filter_map(alone).collect();
+    ids.into_iter().for_each(|id| agent.end_listener(id));
+}
+
+/// Ends all listeners, since the agent ends: what waits is reset.
+pub(crate) fn end_all(agent: &mut Agent) {
+    let ids: Vec<u32> = agent.listeners.by_id.keys().copied().collect();
+    ids.into_iter().for_each(|id| agent.end_listener(id));
+}
+
+/// Counts what waits once more in the queue of a listener that no session has, before one gets it: a program may have
+/// ended between a byte of the queue and its request for the connection.
+pub(super) fn recount(listener: &mut Listener) {
+    if listener.sessions.is_empty() {
+        empty(&listener.theirs);
+        // As when they were made: there is room.
+        let _ = (&listener.ours).write(&vec![0; listener.waiting.len()]);
     }
 }
 
@@ -124,14 +163,19 @@ fn awaits(listeners: &Listeners, nic: usize) -> bool {
 /// The programs' end of a queue, without the bytes that the last agent has written and no program has read. Each
 /// connection that waits gets one from this agent: with two a program might wait for a connection that is not there.
 pub(super) fn emptied(theirs: OwnedFd) -> OwnedFd {
-    while socket::receive(theirs.as_fd(), &mut [0; 256]).is_ok_and(|length| length > 0) {}
+    empty(&theirs);
     theirs
+}
+
+/// Takes what was written from the programs' end of a queue.
+fn empty(theirs: &OwnedFd) {
+    while socket::receive(theirs.as_fd(), &mut [0; 256]).is_ok_and(|length| length > 0) {}
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Read, Write};
+    use std::io::Read;
     use std::os::unix::net::UnixStream;
 
     #[test]
