@@ -25,6 +25,15 @@ impl Block {
         Block { memory, number: connection, moves: 0 }
     }
 
+    /// Begins a connection's block: what an earlier one of this number has left means nothing any more.
+    pub fn begin(&self, owner: Owner) {
+        for field in [layout::BUSY, layout::MOVES, layout::ERROR] {
+            self.store(field, 0);
+        }
+        self.set_flags(0);
+        self.set_owner(owner);
+    }
+
     /// Number of the connection in its session.
     pub fn number(&self) -> u32 {
         self.number
@@ -46,6 +55,17 @@ impl Block {
     pub fn set_flags(&self, flags: u32) {
         let kept = |now: u32| Some(flags & !layout::FLAG_CLOSED | now & layout::FLAG_CLOSED);
         let _ = self.word(layout::FLAGS).fetch_update(Ordering::AcqRel, Ordering::Acquire, kept);
+    }
+
+    /// Whether its program has shut down receiving while the NIC had the connection.
+    pub fn is_receiving_shut(&self) -> bool {
+        self.load(layout::FLAGS) & layout::FLAG_RECEIVING_SHUT != 0
+    }
+
+    /// Notes that the kernel's socket is shut down by now, if its program has asked for that: it does not count for the
+    /// next stay on the NIC. The program is kept out.
+    pub fn note_receiving_shut(&self) {
+        self.set_flags(self.load(layout::FLAGS) & !layout::FLAG_RECEIVING_SHUT);
     }
 
     /// Whether the connection's program has closed it.
@@ -133,5 +153,25 @@ impl Block {
     /// Whether the program, which is kept out, has left the operation that it was in.
     pub fn is_left(&self) -> bool {
         self.load(layout::BUSY) == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A program has shut down receiving, and its connection has ended on the NIC, or has left it: neither the next
+    /// connection of this number nor the next stay is shut down for that.
+    #[test]
+    fn a_shutdown_is_of_one_stay() {
+        let block = Block::new(Arc::new(Region::private(session::HEAP).expect("memory")), 3);
+        let all = layout::FLAG_RECEIVING_SHUT | layout::FLAG_CORK | layout::FLAG_CLOSED;
+        block.store(layout::FLAGS, all);
+        assert!(block.is_receiving_shut());
+        block.note_receiving_shut();
+        assert_eq!(block.load(layout::FLAGS), layout::FLAG_CORK | layout::FLAG_CLOSED);
+        block.store(layout::FLAGS, all);
+        block.begin(Owner::Kernel);
+        assert!(!block.is_receiving_shut() && block.is_closed(), "its program may say so at any moment");
     }
 }

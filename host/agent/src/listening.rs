@@ -29,7 +29,7 @@ use crate::record::read_image;
 use crate::session::Session;
 use crate::users::Taken;
 use crate::way::Way;
-use baton_abi::layout::{Owner, block};
+use baton_abi::layout::Owner;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::examine::system;
 use baton_handoff::listening::Listening;
@@ -568,10 +568,7 @@ impl Agent {
         memory::give_what_was_left(open);
         let number = entry.connections.vacant(&open.memory).ok_or(Refusal::NoRoom)?;
         let block = Block::new(open.memory.clone(), number);
-        block.store(block::BUSY, 0);
-        block.store(block::MOVES, 0);
-        block.store(block::ERROR, 0);
-        block.set_owner(Owner::Moving);
+        block.begin(Owner::Moving);
         // Sockets that are bound to a device, and link-local addresses, are the kernel's.
         let flow = Flow { local: local.into(), remote: peer.into(), device: 0 };
         let cgroup = self.cgroups.of(process);

@@ -705,5 +705,6 @@ const _: () = {
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());
     assert!(session::HEAP.is_multiple_of(4096) && 2048 + session::MAX_CONNECTIONS / 8 <= session::COMMANDS);
     assert!(block::QUIET_ABOVE + 4 <= session::BLOCK_BYTES);
+    assert!(block::REPORT_MASK << block::REPORT_SHIFT < block::FLAG_RECEIVING_SHUT);
     assert!(block::FLAG_NODELAY < 1 << block::QUEUE_SHIFT && block::QUEUE_MASK << block::QUEUE_SHIFT < 1 << block::REPORT_SHIFT);
 };

@@ -18,7 +18,7 @@ use crate::nic::NicProcess;
 use crate::session::{NOT_READING, Sent, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
-use baton_abi::layout::{Owner, block};
+use baton_abi::layout::Owner;
 use baton_handoff::examine;
 use baton_linux::control::Channel;
 use baton_linux::events::monotonic_micros;
@@ -499,10 +499,7 @@ impl Agent {
         }
         let Some(place) = session.connections.vacant(&open.memory) else { return stays(Refusal::NoRoom) };
         let block = Block::new(open.memory.clone(), place);
-        block.store(block::BUSY, 0);
-        block.store(block::MOVES, 0);
-        block.store(block::ERROR, 0);
-        block.set_owner(Owner::Kernel);
+        block.begin(Owner::Kernel);
         self.serials += 1;
         let serial = self.serials;
         let mut connection = Connection {

@@ -47,12 +47,8 @@ fn lost_socket(performer: &mut Performer<'_>) -> Option<Refusal> {
     performer.own().err().filter(Refusal::is_of_lost_socket)
 }
 
-/// Whether its program has shut down receiving while the connection was on the NIC.
-fn is_receiving_shut(connection: &Connection) -> bool {
-    connection.block.load(block::FLAGS) & block::FLAG_RECEIVING_SHUT != 0
-}
-
-/// Shuts the kernel's socket down then. If its peer has reset it meanwhile that is what its program finds.
+/// Shuts the kernel's socket down if its program has shut down receiving while the connection was on the NIC. If its
+/// peer has reset it meanwhile that is what its program finds.
 fn shut_receiving_if(shut: bool, fd: BorrowedFd<'_>) {
     if shut {
         let _ = socket::shutdown_read(fd);
@@ -272,7 +268,7 @@ impl Performer<'_> {
         let (Some(image), Some(on_nic)) = (self.image, &self.connection.on_nic) else { return Err(damaged("import").into()) };
         let (memory, region, importer) = (on_nic.memory(), self.open.memory.clone(), self.importer.take());
         let idle = self.connection.extra.as_ref().and_then(|extra| extra.stay.as_ref()).is_some_and(|stay| stay.is_idle());
-        let shut = is_receiving_shut(self.connection);
+        let shut = self.connection.block.is_receiving_shut();
         let finished = self.on_socket(move |fd| {
             let importer = importer.ok_or_else(|| damaged("import"))?;
             let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
@@ -281,6 +277,7 @@ impl Performer<'_> {
             Ok::<(), Refusal>(())
         });
         finished??;
+        self.connection.block.note_receiving_shut();
         prove_beyond(self.connection, &image);
         if self.connection.extra.as_deref_mut().is_some_and(|extra| std::mem::take(&mut extra.cut)) {
             self.destroy();
@@ -293,7 +290,7 @@ impl Performer<'_> {
     pub(super) fn finish_anew(&mut self) -> Result<(), Stop> {
         let (Some(image), Some(entry)) = (self.image, &self.entry) else { return Err(damaged("journal").into()) };
         let (memory, region, saved) = (entry.memory(), self.open.memory.clone(), entry.saved.clone());
-        let shut = is_receiving_shut(self.connection);
+        let shut = self.connection.block.is_receiving_shut();
         let finished = self.on_socket(move |fd| {
             let (_, unacknowledged) = queues(&region, memory, &image).ok_or_else(|| damaged("queues"))?;
             import::resume_sending(fd, &image, &unacknowledged, &saved).map_err(Refusal::from)?;
@@ -301,6 +298,7 @@ impl Performer<'_> {
             Ok::<(), Refusal>(())
         });
         finished??;
+        self.connection.block.note_receiving_shut();
         prove_beyond(self.connection, &image);
         Ok(())
     }
