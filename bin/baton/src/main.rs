@@ -204,11 +204,14 @@ fn advice(error: &anyhow::Error) -> &'static str {
         let errors = error.chain().filter_map(|cause| cause.downcast_ref::<std::io::Error>());
         errors.filter_map(std::io::Error::raw_os_error).any(|found| found == number)
     };
-    match () {
-        () if is(EMFILE) => ": raise the limit on open files with `ulimit -n 1024` or more",
-        () if is(EFBIG) => ": raise the limit on the size of files with `ulimit -f unlimited`",
-        () if is(ENOSPC) || is(EDQUOT) => ": make room for it (`df -h` shows how full each file system is)",
-        () => "",
+    if is(EMFILE) {
+        ": raise the limit on open files with `ulimit -n 1024` or more"
+    } else if is(EFBIG) {
+        ": raise the limit on the size of files with `ulimit -f unlimited`"
+    } else if is(ENOSPC) || is(EDQUOT) {
+        ": make room for it (`df -h` shows how full each file system is)"
+    } else {
+        ""
     }
 }
 

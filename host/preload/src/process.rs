@@ -172,7 +172,7 @@ pub(crate) fn say(plan: &Plan, channel: &Channel, why: Native) -> bool {
 }
 
 /// The same in the session, if there is one. None is opened for this: its descriptors would be all that the program has
-/// of Baton.
+/// of Baton. An agent that does not answer is not waited for again at once.
 pub(crate) fn tell(why: Native) -> bool {
     if !is_mine() {
         return false;
@@ -181,7 +181,16 @@ pub(crate) fn tell(why: Native) -> bool {
         return session.shared.report_native(why).is_ok();
     }
     let Some(plan) = plan() else { return false };
-    Channel::connect_within(&plan.run.socket, PATIENCE).is_ok_and(|channel| say(plan, &channel, why))
+    if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
+        return false;
+    }
+    // A signal handler that does not return would leave the descriptor to the program.
+    let _undisturbed = Undisturbed::begin();
+    let told = Channel::connect_within(&plan.run.socket, PATIENCE).is_ok_and(|channel| say(plan, &channel, why));
+    if !told {
+        NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
+    }
+    told
 }
 
 /// Reports to the agent why no connection moves any more, now that one would be due, unless it knows.
@@ -192,11 +201,7 @@ pub(crate) fn report_closed() {
         return;
     }
     let errno = thread::errno();
-    let is_due = wait::now() >= NOT_BEFORE.load(Ordering::Acquire);
-    if !is_due || !tell(why.clone()) {
-        if is_due {
-            NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
-        }
+    if !tell(why.clone()) {
         SAID.store(false, Ordering::Release);
     }
     thread::set_errno(errno);
@@ -218,8 +223,8 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
     }
     let most = most_descriptors();
     if most < LEAST_DESCRIPTORS {
-        NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
         report_few(most);
+        NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
         return None;
     }
     // A signal handler that forks here would wait for ever.
@@ -284,15 +289,20 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
     }
 }
 
-/// Reports to the agent that this program keeps its descriptors to itself, once.
+/// Reports to the agent that this process keeps its descriptors to itself, once.
 #[cold]
 fn report_few(most: u64) {
-    static SAID: AtomicBool = AtomicBool::new(false);
-    if SAID.swap(true, Ordering::AcqRel) {
+    /// The process that has reported it; 0 if none has.
+    static REPORTED: AtomicU32 = AtomicU32::new(0);
+    if REPORTED.swap(identity(), Ordering::AcqRel) == identity() {
         return;
     }
+    let errno = thread::errno();
     let why = format!("its program may have only {most} descriptors, and Baton would need some of them (ulimit -n)");
-    SAID.store(tell(Native::Refused(why)), Ordering::Release);
+    if !tell(Native::Refused(why)) {
+        REPORTED.store(0, Ordering::Release);
+    }
+    thread::set_errno(errno);
 }
 
 /// Keeps other threads from opening or leaving a session. The caller blocks signals, or is about to fork.
