@@ -19,7 +19,7 @@ pub enum Bed {
     #[command(
         after_help = "Examples:\n  baton hosts -- ./my-server\n  baton hosts --peer 'sleep 1; curl http://$BATON_A:8080/' -- ./my-server --port 8080\n  baton hosts --address 10.77.0.50/24 --address fd00:ba70::50/64 -- sh\n\nThe program finds the agent through BATON_SOCKET (libbaton does so by itself)."
     )]
-    Hosts(hosts::HostsArguments),
+    Hosts(Box<hosts::HostsArguments>),
     /// The web server of the demonstration where nginx is not installed.
     #[command(hide = true)]
     ServeFiles { address: std::net::SocketAddr, root: PathBuf },
