@@ -152,8 +152,8 @@ fn what_runs_natively_holds_nothing() {
     assert_ne!(holds(How::Run, &served), holds(How::Natively, &served), "a session's descriptors are seen");
 }
 
-/// A limit on the size of files (`ulimit -f 0`), of which shared memory is one for the kernel, and standard error may
-/// be one: neither Baton nor a program is ended by it, though both have something to say.
+/// A soft limit on the size of files (`ulimit -S -f 0`), of which shared memory is one for the kernel, and standard
+/// error may be one: neither Baton nor a program is ended by it, though both have something to say.
 #[test]
 fn a_limit_on_files_ends_nothing() {
     let scratch = Scratch::new("starts");
@@ -161,7 +161,7 @@ fn a_limit_on_files_ends_nothing() {
     let cases = [&[&glibc[..], "serve", "moved"][..], &[&musl, "serve"], &[&glibc, "exec", "execv", &musl, "serve"]];
     for words in cases {
         let mut command = Command::new("sh");
-        command.args(["-c", "ulimit -f 0; exec \"$@\" 2>\"$SAID\"", "sh", env!("CARGO_BIN_EXE_baton"), "run"]);
+        command.args(["-c", "ulimit -S -f 0; exec \"$@\" 2>\"$SAID\"", "sh", env!("CARGO_BIN_EXE_baton"), "run"]);
         command.args(["--eager", "--rule", "established", "--"]).args(words);
         command.env("SAID", &said).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
         let ran = finish(&Namespace::new().expect("a namespace"), command);
