@@ -162,7 +162,7 @@ impl Round<'_> {
 
     /// Handles events until there are none, or enough connections are concerned. Whether they are.
     #[inline(always)]
-    fn handle(&mut self) -> bool {
+    pub(super) fn handle(&mut self) -> bool {
         if self.shared.has_moved() {
             self.check_moves();
         }
@@ -268,6 +268,12 @@ impl Round<'_> {
     /// Handles moves: a connection that has moved may be readable and writable, whatever it was before.
     #[cold]
     fn check_moves(&mut self) {
+        // First: who has left before one of these moves is not read anew for it. A closed connection's object may be
+        // about to represent the one that has moved, and would then be read anew once more: what the NIC has told of it
+        // in between would be lost.
+        if self.shared.changes.any() {
+            self.apply_changes();
+        }
         let early = self.shared.early.swap(false, Ordering::AcqRel);
         let (seen, moves) = (self.shared.moves_seen.load(RELAXED), self.shared.moves.words()[0].load(Ordering::Acquire));
         self.shared.moves_seen.store(moves, RELAXED);

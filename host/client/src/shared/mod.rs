@@ -505,6 +505,36 @@ mod tests {
         assert_eq!(connection.received.load(RELAXED), 1110);
     }
 
+    /// A connection is closed, and the next one gets its number and its object, while another thread is in the middle
+    /// of the NIC's events. What that thread finds of the new one counts.
+    #[test]
+    fn events_of_a_connection_that_takes_anothers_place_count() {
+        let memory = Arc::new(Region::private(at::HEAP).unwrap());
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        let mut receive = |cid, length| {
+            nic.push(Message::new(Operation::OsRecv, cid, 0, length).to_words()).unwrap();
+            nic.publish();
+        };
+        let shared = Shared::on(memory.clone());
+        let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
+        shared.represent(&connection, 3);
+        shared.catch_up(2);
+        shared.with_events(2, |round| {
+            shared.let_go(&connection);
+            shared.begin_accepting();
+            memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
+            memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
+            memory.word32(at::MOVED).store(3, RELAXED);
+            memory.word32(at::MOVES).store(1, Ordering::Release);
+            receive(cid, 10);
+            round.handle();
+        });
+        shared.represent(&connection, 3);
+        receive(cid, 100);
+        shared.end_accepting(Some(connection.clone()), 1);
+        assert_eq!(connection.received.load(RELAXED), 110);
+    }
+
     /// While connections are registered all the time, events of others that have left the NIC come, too: more than are
     /// kept. A new connection's own events count.
     #[test]
