@@ -24,6 +24,9 @@ const PATIENT: u8 = 1;
 /// Bit of a connection: a thread changes its fields ([`Connection::change`]).
 const CHANGING: u8 = 2;
 
+/// The move counter of a connection that leaves. No block's counter gets there, so that it counts as moved.
+const LEAVING: u32 = u32::MAX;
+
 /// Connection reset by peer.
 const ECONNRESET: u32 = 104;
 
@@ -34,7 +37,7 @@ pub struct Connection {
     number: AtomicU32,
     /// Its block, its receive memory and its send memory.
     memory: MovableParts<{ session::BLOCK_BYTES / 4 }, 2>,
-    /// The block's move counter when the other fields were read from it.
+    /// The block's move counter when the other fields were read from it; [`LEAVING`] once its program has closed it.
     pub(crate) moves: AtomicU32,
     pub(crate) cid: AtomicU32,
     /// First unread sequence number, and the one after the last received byte.
@@ -201,6 +204,25 @@ impl Connection {
         self.moves.store(0, Ordering::Release);
     }
 
+    /// From now on its block is neither read anew nor used, until this represents another connection: the next one that
+    /// has its number may be on the NIC already. What a thread counted for that one here would be lost when it becomes
+    /// known, and numbers of the earlier one do not fit it. Called before the agent can give the number to another one;
+    /// what it returns is for [`Connection::stay`].
+    pub(crate) fn begin_leaving(&self) -> u32 {
+        let _alone = self.change();
+        self.moves.swap(LEAVING, Ordering::AcqRel)
+    }
+
+    /// Undoes [`Connection::begin_leaving`], which returned `moves`: the agent has not forgotten it.
+    pub(crate) fn stay(&self, moves: u32) {
+        self.moves.store(moves, Ordering::Release);
+    }
+
+    /// Whether its program has closed it ([`Connection::begin_leaving`]).
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.moves.load(Ordering::Acquire) == LEAVING
+    }
+
     /// Waits until no other thread changes the fields. A late thread may read the block anew just when another one
     /// makes this represent the next connection: a mixture of both would count as up to date.
     fn change(&self) -> Changing<'_> {
@@ -346,9 +368,13 @@ impl Connection {
         Cid(self.cid.load(RELAXED))
     }
 
-    /// Reads the block after a move. The caller holds the lock of the session's events.
-    pub(crate) fn refresh(&self) {
+    /// Reads the block after a move, unless the connection leaves. Whether it was read. The caller holds the lock of the
+    /// session's events.
+    pub(crate) fn refresh(&self) -> bool {
         let _alone = self.change();
+        if self.is_leaving() {
+            return false;
+        }
         let moves = self.moves();
         let flags = self.load(block::FLAGS);
         let copy = |to: &AtomicU32, field| to.store(self.load(field), RELAXED);
@@ -389,6 +415,7 @@ impl Connection {
         self.set_shut(flags & 2 != 0);
         self.announces.store(false, RELAXED);
         self.moves.store(moves, Ordering::Release);
+        true
     }
 
     /// Limits the bytes that may be queued from now on, as SO_SNDBUF does on an open connection. The NIC sees the

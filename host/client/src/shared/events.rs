@@ -246,12 +246,14 @@ impl Round<'_> {
         }
     }
 
-    /// Reads a connection's numbers anew, and what its NIC calls it.
+    /// Reads a connection's numbers anew, and what its NIC calls it, unless its program has closed it.
     pub fn refresh(&mut self, connection: &Connection) {
-        self.events.known.forget(connection.number(), connection.cid());
-        self.events.posted.remove(&connection.number());
-        connection.refresh();
-        self.events.known.note(connection);
+        let earlier = connection.cid();
+        if connection.refresh() {
+            self.events.known.forget(connection.number(), earlier);
+            self.events.posted.remove(&connection.number());
+            self.events.known.note(connection);
+        }
     }
 
     /// Learns the cids that connections got by moving.
@@ -268,12 +270,6 @@ impl Round<'_> {
     /// Handles moves: a connection that has moved may be readable and writable, whatever it was before.
     #[cold]
     fn check_moves(&mut self) {
-        // First: who has left before one of these moves is not read anew for it. A closed connection's object may be
-        // about to represent the one that has moved, and would then be read anew once more: what the NIC has told of it
-        // in between would be lost.
-        if self.shared.changes.any() {
-            self.apply_changes();
-        }
         let early = self.shared.early.swap(false, Ordering::AcqRel);
         let (seen, moves) = (self.shared.moves_seen.load(RELAXED), self.shared.moves.words()[0].load(Ordering::Acquire));
         self.shared.moves_seen.store(moves, RELAXED);

@@ -318,13 +318,17 @@ impl Shared {
         &self.channel
     }
 
-    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), or
-    /// if this thread is inside already.
+    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), if this
+    /// thread is inside already, or if another one closes it.
     #[inline(always)]
     pub fn enter<'a>(&self, connection: &'a Connection, token: Token) -> Option<Entered<'a>> {
         let entered = connection.enter(token)?;
         if connection.has_moved() {
             self.note_move(connection, token);
+            // The block may be another connection's by now. What is the kernel's is so by its descriptor.
+            if entered.owner == Owner::Nic && connection.is_leaving() {
+                return None;
+            }
         }
         Some(entered)
     }
@@ -506,33 +510,44 @@ mod tests {
     }
 
     /// A connection is closed, and the next one gets its number and its object, while another thread is in the middle
-    /// of the NIC's events. What that thread finds of the new one counts.
+    /// of the NIC's events. What that thread finds of the new one counts, whether it knows already that the first one
+    /// has left or not, and by whichever list it learns of the move.
     #[test]
     fn events_of_a_connection_that_takes_anothers_place_count() {
-        let memory = Arc::new(Region::private(at::HEAP).unwrap());
-        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
-        let mut receive = |cid, length| {
-            nic.push(Message::new(Operation::OsRecv, cid, 0, length).to_words()).unwrap();
-            nic.publish();
-        };
-        let shared = Shared::on(memory.clone());
-        let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
-        shared.represent(&connection, 3);
-        shared.catch_up(2);
-        shared.with_events(2, |round| {
-            shared.let_go(&connection);
-            shared.begin_accepting();
-            memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
-            memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
-            memory.word32(at::MOVED).store(3, RELAXED);
-            memory.word32(at::MOVES).store(1, Ordering::Release);
-            receive(cid, 10);
-            round.handle();
-        });
-        shared.represent(&connection, 3);
-        receive(cid, 100);
-        shared.end_accepting(Some(connection.clone()), 1);
-        assert_eq!(connection.received.load(RELAXED), 110);
+        for (is_known, moved) in [(true, 3), (false, 3), (true, at::ANY), (false, at::ANY)] {
+            let memory = Arc::new(Region::private(at::HEAP).unwrap());
+            let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+            let mut receive = |cid, length| {
+                nic.push(Message::new(Operation::OsRecv, cid, 0, length).to_words()).unwrap();
+                nic.publish();
+            };
+            let shared = Shared::on(memory.clone());
+            let (connection, cid) = (shared.unregistered(), Cid::new(5, 1));
+            shared.represent(&connection, 3);
+            shared.catch_up(2);
+            connection.begin_leaving();
+            shared.with_events(2, |round| {
+                if is_known {
+                    shared.let_go(&connection);
+                }
+                shared.begin_accepting();
+                memory.word32(at::block(3) + block::CID).store(cid.0, RELAXED);
+                memory.word32(at::block(3) + block::MOVES).store(1, RELAXED);
+                memory.word32(at::MOVED).store(moved, RELAXED);
+                memory.word32(at::MOVES).store(1, Ordering::Release);
+                memory.word32(at::block(3) + block::OWNER).store(Owner::Nic as u32, RELAXED);
+                receive(cid, 10);
+                round.handle();
+            });
+            assert!(shared.enter(&connection, 2).is_none(), "a late thread must not use the next one's block");
+            if !is_known {
+                shared.let_go(&connection);
+            }
+            shared.represent(&connection, 3);
+            receive(cid, 100);
+            shared.end_accepting(Some(connection.clone()), 1);
+            assert_eq!(connection.received.load(RELAXED), 110, "known: {is_known}, moved: {moved}");
+        }
     }
 
     /// While connections are registered all the time, events of others that have left the NIC come, too: more than are

@@ -476,11 +476,13 @@ impl Shared {
         let (ours, theirs) = lingers.then(Channel::pair).and_then(Result::ok).unzip();
         // Before the agent can give its number to another one.
         connection.note_closed(true);
+        let moves = connection.begin_leaving();
         let body = Ask::Forget { connection: connection.number() };
         let reply = self.ask_or_leave(&body, theirs.as_ref().map(AsFd::as_fd));
         let kept = matches!(reply, Ok(Reply::Stayed { .. } | Reply::Failed { .. }));
         if kept {
             connection.note_closed(false);
+            connection.stay(moves);
         }
         self.let_go(connection);
         if self.has_ended() || reply.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::TimedOut) {
