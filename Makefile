@@ -47,6 +47,7 @@ test: lint
 	tests/programs/both_ways.py --rounds 8 --seconds 0.3 --connections 32
 	tests/programs/both_ways.py --rounds 2 --seconds 0.3 --connections 256
 	tests/programs/both_ways.py --rounds 2 --seconds 1 --connections 64 --kill-nic 2
+	tests/programs/waits.py --total-seconds 20
 	tests/programs/ends.py
 	$(CHECKED) bench tail --smoke
 	$(CHECKED) soak --connections 64 --moves 2000 --json
@@ -112,6 +113,7 @@ soak: build
 	BATON_EVERY_PRESSURE=1 $(CARGO) test --profile checked --locked -p baton --test live pressure
 	tests/programs/both_ways.py --rounds 100 --seconds 5
 	tests/programs/both_ways.py --rounds 20 --seconds 5 --kill-nic 1 --stop-nic 1 --kill-agent 1
+	tests/programs/waits.py --copies 10 --total-seconds 1200
 	tests/programs/ends.py --rounds 60
 	tests/programs/ends.py --rounds 20 --kill nic
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker
