@@ -40,7 +40,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def commit_seed():
-    """As the Makefile's: each commit tries other seeds."""
+    """As the Makefile's: each commit has others."""
     if given := os.environ.get("BATON_FUZZ_SEED"):
         return int(given)
     try:
