@@ -658,9 +658,9 @@ impl Connection {
         !self.attached && !self.abandoned
     }
 
-    /// Whether no move of it may begin now.
-    pub fn is_put_off(&self) -> bool {
-        self.moving().is_some_and(|machine| machine.is_put_off(events::monotonic_micros()))
+    /// For how many microseconds more no move of it may begin; 0 if one may now.
+    pub fn put_off_for(&self) -> u64 {
+        self.moving().map_or(0, |machine| machine.put_off_for(events::monotonic_micros()))
     }
 
     pub fn stage(&self) -> Stage {

@@ -24,8 +24,8 @@ use std::time::Duration;
 /// Time after which a failed restore is retried, in microseconds.
 const AGAIN: u64 = 1_000;
 
-/// Time after which a connection that had to leave the NIC, although a move there was requested, is offloaded again, in
-/// microseconds.
+/// Time after which a connection that had to leave the NIC, although a move there was requested, is offloaded again,
+/// and most time between two looks at one that is put off, in microseconds.
 pub(crate) const LATER: u64 = 1_000_000;
 
 /// Time after which a connection is offloaded again that has left a NIC for another one, in microseconds: the kernel
@@ -203,8 +203,9 @@ impl Agent {
         connection.drop_empty_extra();
         let (stage, may_go) = (connection.stage(), connection.goes_by_itself(flips));
         let by_heat = stage == Stage::Kernel && connection.block.hot_from() > 0;
-        if matches!(stage, Stage::Kernel | Stage::Nic) && connection.is_put_off() {
-            return self.look_again(session, number, LATER);
+        let put_off = connection.put_off_for();
+        if matches!(stage, Stage::Kernel | Stage::Nic) && put_off > 0 {
+            return self.look_again(session, number, put_off.min(LATER));
         }
         // One that waits until it is hot enough is looked at, and goes when it is.
         let waits = by_heat && self.moves.placements.iter().any(|placement| placement.has(serial));
@@ -240,7 +241,7 @@ impl Agent {
             Stage::Nic if !flips && connection.must_return().is_none() => {}
             Stage::Kernel if attacher => self.want(session, number, Place::Nic),
             Stage::Nic if attacher => self.want(session, number, Place::Kernel),
-            Stage::Kernel | Stage::Nic if connection.is_put_off() => {}
+            Stage::Kernel | Stage::Nic if connection.put_off_for() > 0 => {}
             Stage::Kernel => self.begin_offload(session, number, None),
             Stage::Nic => self.begin_restore(session, number, None),
             Stage::Offloading | Stage::Ended => {}

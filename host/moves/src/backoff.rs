@@ -27,7 +27,12 @@ impl Backoff {
 
     /// Whether no move is to be begun now.
     pub fn is_on(&self, now: u64) -> bool {
-        now < self.until
+        self.rest(now) > 0
+    }
+
+    /// For how many microseconds more no move is to be begun.
+    pub fn rest(&self, now: u64) -> u64 {
+        self.until.saturating_sub(now)
     }
 }
 

@@ -265,9 +265,10 @@ impl Move {
         self.answer_by = self.answer_by.map(|limit| limit.saturating_add(micros));
     }
 
-    /// Whether its program did not leave in time lately: no move of it is to be begun now.
-    pub fn is_put_off(&self, now: u64) -> bool {
-        self.backoff.is_on(now)
+    /// For how many microseconds more no move of it is to be begun, since its program did not leave in time lately; 0
+    /// if one may.
+    pub fn put_off_for(&self, now: u64) -> u64 {
+        self.backoff.rest(now)
     }
 
     /// Performs what an event brings about, until something has to be waited for.

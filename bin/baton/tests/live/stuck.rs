@@ -1,17 +1,19 @@
 //! Programs that stay inside an operation on a connection that is to be moved, and a NIC that does not answer.
 
-use crate::common::{SetsAtEnd, connect, hosts, wait_until};
+use crate::common::{SetsAtEnd, connect, hosts, kernel_repeats, wait_until};
 use baton_abi::layout::{Owner, block, session};
 use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::{Connection, Listener, Shared};
 use baton_linux::freeze::Frozen;
 use baton_linux::process;
+use baton_protocol::events::What;
 use baton_protocol::program::{Opening, Place};
 use baton_shm::Region;
 use std::fs::File;
 use std::io;
 use std::net::TcpStream;
 use std::os::fd::AsFd;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -83,6 +85,34 @@ fn a_program_inside_an_operation_delays_no_other() {
         program.is_inside(false);
         program.shared.move_to(program.connection.number(), Place::Kernel).expect("it is out of the operation");
     }
+}
+
+/// How often the agent has tried in vain to have the only connection leave the NIC.
+fn moves_in_vain(bed: &Testbed) -> u32 {
+    let mut tool = bed.tool().expect("a tool");
+    let listed = tool.connections().expect("a list");
+    let told = tool.events(&[(listed[0].session, listed[0].connection)]).expect("its events");
+    let events = told.iter().flat_map(|told| &told.histories).flat_map(|history| &history.events);
+    events.filter(|event| event.what == What::StayedOnNic).map(|event| event.figure).sum()
+}
+
+/// A connection has to leave the NIC, and a thread is inside an operation on it: it is tried again after 20 ms, then
+/// 40 ms and so on, not once a second. The kernel sends a segment again by such time-outs, too.
+#[test]
+fn what_has_to_leave_the_nic_is_tried_again_soon() {
+    let bed = hosts(TestbedSettings::default());
+    let program = Program::start(&bed, 8000);
+    program.is_inside(true);
+    let rules = "add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c tcp dport 9 drop";
+    let changed = bed.host_a.spawn(Command::new("nft").arg(rules)).expect("nft").wait().expect("its status");
+    assert!(changed.success());
+    wait_until("it is tried", || moves_in_vain(&bed) > 0);
+    // The last one after 3 s, or after 1.4 s if the first one was a probe (RFC 8985).
+    kernel_repeats(&bed, 8100, 4);
+    let moves = moves_in_vain(&bed);
+    assert!(moves >= 6, "only {moves}");
+    program.is_inside(false);
+    wait_until("it has left", || program.connection.moves() > 1);
 }
 
 /// A program closes a connection while a thread is inside an operation on it: as natively the connection ends when the

@@ -433,7 +433,9 @@ fn a_program_that_does_not_leave_is_busy_and_then_put_off() {
     rig.go(RESTORE);
     assert_eq!(rig.machine.step(), Step::Nic);
     assert_eq!(rig.conclusions, [Conclusion::Moved, Conclusion::Stays(Refusal::Busy)]);
-    assert!(rig.machine.is_put_off(rig.now));
+    let put_off = rig.machine.put_off_for(rig.now);
+    assert!(put_off > 0);
+    assert_eq!([put_off - 1, put_off].map(|after| rig.machine.put_off_for(rig.now + after)), [1, 0]);
     // A close waits: the thread that is inside may still write to the connection's memory.
     rig.feed(Event::Restore { forced: true });
     assert!(!rig.machine.is_held_up(rig.now), "the program has its time");
@@ -444,7 +446,7 @@ fn a_program_that_does_not_leave_is_busy_and_then_put_off() {
     rig.settle();
     assert_eq!((rig.machine.step(), rig.machine.is_held_up(rig.now)), (Step::Kernel, false));
     assert_eq!(rig.conclusions.last(), Some(&Conclusion::Moved));
-    assert!(!rig.machine.is_put_off(rig.now), "it has moved");
+    assert_eq!(rig.machine.put_off_for(rig.now), 0, "it has moved");
     rig.world.inside = 1_000_000;
     rig.go(OFFLOAD);
     assert_eq!(rig.machine.step(), Step::Kernel, "it is inside again");
