@@ -34,7 +34,7 @@ const LAST_REST: u64 = 600_000_000;
 const STEADY: u64 = 50;
 
 /// The same after a trial for a class whose shape changes, and after one that had to end before the class has had any
-/// answer: away for at most one part of this of the time.
+/// answer, but has measured something: away for at most one part of this of the time.
 const CHANGING: u64 = 5;
 
 /// Rest of a class that could not be tried, since it did not carry enough.
@@ -189,6 +189,16 @@ impl Class {
         let home = if on_nic { Side::Nic } else { Side::Kernel };
         self.switches += u32::from(home != self.home);
         (self.home, self.why) = (home, Why::Start);
+    }
+
+    /// Whether a trial of it has pairs that are not kept yet.
+    fn has_more(&self, trial: &Trial) -> bool {
+        trial.found.figures.pairs > self.kept.figures.pairs
+    }
+
+    /// Whether a trial has brought it closer to its first answer: the next one may follow soon.
+    fn comes_closer(&self, trial: &Trial) -> bool {
+        self.has_more(trial) && self.shape.is_none()
     }
 }
 
@@ -556,11 +566,16 @@ impl Gain {
 
     fn fail(&mut self, trial: &Trial, why: Why, now: u64) {
         let Some(class) = self.classes.get_mut(&trial.class) else { return };
-        let rest = if why == Why::Little { TOO_LITTLE } else { class.rest };
-        if why == Why::Stuck {
-            class.rest = (2 * class.rest).min(LAST_REST);
+        let away = trial.away_by(now);
+        if class.comes_closer(trial) {
+            class.next = now + TOO_LITTLE.max(CHANGING * away);
+        } else {
+            let rest = if why == Why::Little { TOO_LITTLE } else { class.rest };
+            class.next = now + rest.max(STEADY * away);
+            if why == Why::Stuck {
+                class.rest = (2 * class.rest).min(LAST_REST);
+            }
         }
-        class.next = now + rest.max(STEADY * trial.away_by(now));
         class.kept = trial.found;
         if class.figures.is_none() {
             class.why = why;
@@ -572,13 +587,12 @@ impl Gain {
     fn postpone(&mut self, trial: &Trial, now: u64) {
         let Some(class) = self.classes.get_mut(&trial.class) else { return };
         let away = trial.away_by(now);
-        let more = trial.found.figures.pairs > class.kept.figures.pairs;
-        if more && class.shape.is_none() {
+        if class.comes_closer(trial) {
             class.next = now + CHANGING * away;
         } else {
             class.next = now + class.rest.max(STEADY * away);
         }
-        if !more {
+        if !class.has_more(trial) {
             class.rest = (2 * class.rest).min(LAST_REST);
         }
         class.kept = trial.found;
