@@ -1,9 +1,9 @@
 //! Arguments of calls: what the kernel refuses is refused with its errno, wherever the connection is, and nothing else
 //! happens.
 
+use crate::compiled::compile;
 use crate::library::{as_natively, finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
-use crate::waits::compile;
 use baton_linux::namespace::Namespace;
 use std::path::Path;
 use std::process::Command;

@@ -1,8 +1,8 @@
 //! `baton attach`: programs that run already, on the machine's own loopback device, in a namespace of their own.
 
 use crate::common::{until_moved, wait_until};
+use crate::compiled::{build, compile};
 use crate::scratch::{Scratch, agent_socket, script, text};
-use crate::waits::compile;
 use baton_client::tool::Tool;
 use baton_linux::freeze::Frozen;
 use baton_linux::namespace::Namespace;
@@ -12,7 +12,6 @@ use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
-use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -442,10 +441,7 @@ fn a_proxy_that_splices_is_left_in_the_kernel() {
 fn a_blocking_client_with_signals_does_not_notice() {
     let scratch = Scratch::new("attach-signals");
     let host = Namespace::new().expect("a namespace");
-    let binary = scratch.file("signals");
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/signals.c");
-    let status = Command::new("cc").args(["-O1", "-Wall", "-Werror", "-o", &binary]).arg(source).status();
-    assert!(status.expect("a C compiler").success());
+    let binary = build(&scratch, "cc", "signals", "signals.c", &["-O1", "-Wall", "-Werror"]);
     let backend = echo(&host, 1);
     let mut program = Command::new(&binary);
     program.arg(backend.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());

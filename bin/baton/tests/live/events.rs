@@ -1,9 +1,9 @@
 //! Events that epoll reports for connections that move: only for sockets in the set, at most once per call, and only
 //! true ones.
 
+use crate::compiled::build;
 use crate::scratch::{Scratch, script, text};
 use baton_linux::namespace::Namespace;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// Runs a program with these arguments of `baton run`. Returns its output.
@@ -17,20 +17,11 @@ fn run(scratch: &Scratch, arguments: &[&str], program: &[&str]) -> String {
     text(&ran.stdout)
 }
 
-fn compile(scratch: &Scratch) -> PathBuf {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/events.c");
-    let program = scratch.0.join("events");
-    let mut compiler = Command::new("cc");
-    compiler.args(["-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-o"]).arg(&program).arg(source);
-    assert!(compiler.status().expect("a C compiler").success());
-    program
-}
-
 /// Under every rule and under random moves: no event of a socket that is not in the set, or that has reported and was
 /// not armed again; none twice in a call; and a socket that is reported as readable can be read.
 fn expect_nothing_wrong(name: &str, way: &str, connections: [&str; 2], others: &str) {
     let scratch = Scratch::new(name);
-    let program = compile(&scratch);
+    let program = build(&scratch, "cc", "events", "events.c", &["-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]);
     let rules = ["bytes:5000", "accepted", "connected", "established"].map(|rule| vec!["--eager", "--rule", rule]);
     for arguments in rules.into_iter().chain([vec!["--flip", "10..40"]]) {
         // Each end of each connection moves. With more connections the agent's speed would be tested instead.

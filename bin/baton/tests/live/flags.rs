@@ -1,9 +1,9 @@
 //! Flags of calls that receive and send, and signals for input: as natively, wherever the connection is.
 
 use crate::arguments::{compare, play};
+use crate::compiled::compile;
 use crate::library::as_natively;
 use crate::scratch::Scratch;
-use crate::waits::compile;
 
 /// Every set of MSG_PEEK, MSG_WAITALL, MSG_TRUNC and MSG_DONTWAIT, with what is asked for there, partly, or not, before
 /// the end of the stream or a reset; blocking or not, with a time limit, with a low-water mark: the kernel's results,

@@ -1,8 +1,8 @@
 //! The preloaded library in whole programs in C: each case succeeds natively, and under `baton run` before its
 //! connection has moved and after.
 
+use crate::compiled::compile;
 use crate::scratch::{Scratch, text};
-use crate::waits::compile;
 use baton_linux::namespace::Namespace;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};

@@ -12,6 +12,7 @@ mod capture;
 mod changes;
 mod common;
 mod compare;
+mod compiled;
 mod conformance;
 mod containers;
 mod copy;

@@ -1,9 +1,9 @@
 //! Sets of epoll that are watched themselves, by poll and select and by other sets, report what they report natively:
 //! whether their connections are in the kernel, on the NIC, or between the two.
 
+use crate::compiled::compile;
 use crate::library::{as_natively, finish};
 use crate::scratch::{Scratch, text};
-use crate::waits::compile;
 use baton_linux::namespace::Namespace;
 use std::process::Command;
 

@@ -1,6 +1,7 @@
 //! `baton run`: unmodified programs, on the loopback device, in a network namespace of their own.
 
 use crate::common::{until_moved, wait_until};
+use crate::compiled::build;
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_linux::control::Listener;
 use baton_linux::namespace::Namespace;
@@ -385,10 +386,8 @@ fn nothing_is_left() {
 #[test]
 fn programs_that_confine_themselves_are_offloaded() {
     let scratch = Scratch::new("confined");
-    let source = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c/confined.c");
-    let (program, empty) = (scratch.file("confined"), scratch.file("empty"));
-    let compiled = Command::new("cc").args(["-O1", "-Wall", "-Wextra", "-Werror", "-o", &program]).arg(source).status();
-    assert!(compiled.expect("a C compiler").success());
+    let program = build(&scratch, "cc", "confined", "confined.c", &["-O1", "-Wall", "-Wextra", "-Werror"]);
+    let (program, empty) = (program.to_string_lossy().into_owned(), scratch.file("empty"));
     std::fs::create_dir(&empty).expect("an empty directory");
     for (name, words) in [("chroot", &[&program[..], &empty][..]), ("setuid", &[&program, &empty, "65534"])] {
         let report = flip(name, words, 2, 1);

@@ -1,9 +1,9 @@
 //! Programs that filter their system calls, in C (`c/sandbox.c`): each case succeeds natively, and under `baton run`,
 //! whether its connections have moved when the filter is set or not.
 
+use crate::compiled::compile;
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, agent_socket, text};
-use crate::waits::compile;
 use baton_linux::namespace::Namespace;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};

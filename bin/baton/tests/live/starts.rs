@@ -3,9 +3,9 @@
 
 use crate::attach::listed;
 use crate::common::wait_until;
+use crate::compiled::{self, compile};
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
-use crate::waits::compile;
 use baton_linux::namespace::Namespace;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -33,13 +33,8 @@ const STARTS: [&str; 4] = ["posix_spawn", "posix_spawnp", "vfork", "fork twice"]
 const SHELLS: [&str; 2] = ["system", "popen"];
 
 fn build(scratch: &Scratch, compiler: &str, name: &str, source: &str, options: &[&str]) -> String {
-    let program = scratch.file(name);
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
-    let mut command = Command::new(compiler);
-    command.args(["-O1", "-Wall", "-Wextra", "-std=gnu11", "-o", &program]).arg(source).args(options);
-    let built = command.output().expect("a C compiler (scripts/dependencies tests installs musl-tools)");
-    assert!(built.status.success(), "{name}: {}", text(&built.stderr));
-    program
+    let options = [&["-O1", "-Wall", "-Wextra", "-std=gnu11"][..], options].concat();
+    compiled::build(scratch, compiler, name, source, &options).to_string_lossy().into_owned()
 }
 
 fn glibc(scratch: &Scratch) -> String {

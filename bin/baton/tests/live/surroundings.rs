@@ -8,11 +8,11 @@
 //! left, and how its memory grows. `make test` plays some rounds by the commit's seed; `make hostile` as many as
 //! BATON_ROUNDS says in each surrounding, from seed BATON_FUZZ_SEED on.
 
+use crate::compiled::build;
 use crate::library::set_up_loopback;
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -121,11 +121,8 @@ impl Programs {
     }
 
     fn compile(&self, name: &str, source: &str, options: &[&str]) {
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(source);
-        let mut command = Command::new("cc");
-        command.args(["-O1", "-Wall", "-Wextra", "-Werror", "-std=gnu11", "-pthread", "-o"]);
-        command.arg(self.scratch.file(name)).arg(source).args(options);
-        assert!(command.status().expect("a C compiler").success(), "{name}");
+        let options = [&["-O1", "-Wall", "-Wextra", "-Werror", "-std=gnu11", "-pthread"][..], options].concat();
+        build(&self.scratch, "cc", name, source, &options);
     }
 
     /// Plays a batch natively if there are no arguments, else under `baton run` with these. `sabotage`: what the

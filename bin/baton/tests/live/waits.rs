@@ -1,25 +1,12 @@
 //! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and
 //! compares every result with the kernel's.
 
+use crate::compiled::compile;
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-
-/// Compiles a C program of these tests.
-pub fn compile(name: &str, scratch: &Scratch) -> PathBuf {
-    let program = scratch.0.join(name);
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/c").join(name).with_extension("c");
-    let status = Command::new("cc")
-        .args(["-O2", "-Wall", "-Wextra", "-Werror", "-std=gnu11", "-pthread", "-o"])
-        .args([&program, &source])
-        .status()
-        .expect("a C compiler");
-    assert!(status.success());
-    program
-}
 
 /// `baton run` with these arguments, in a network namespace of its own. Returns the program's output, and the report.
 fn baton_run(scratch: &Scratch, arguments: &[&str]) -> (Output, Value) {

@@ -10,9 +10,9 @@
 
 mod judge;
 
+use crate::compiled::compile;
 use crate::library::set_up_loopback;
 use crate::scratch::{Scratch, text};
-use crate::waits::compile;
 use baton_linux::namespace::Namespace;
 use baton_netem::Rng;
 use judge::{Answer, Found, Tally};
