@@ -6,6 +6,7 @@ mod addresses;
 mod aggregation;
 mod arguments;
 mod attach;
+mod awaited;
 mod blocked;
 mod capi;
 mod capture;

@@ -1,5 +1,6 @@
 //! `baton run`: unmodified programs, on the loopback device, in a network namespace of their own.
 
+use crate::awaited::{is_on_nic, python, run_awaited};
 use crate::common::{until_moved, wait_until};
 use crate::compiled::build;
 use crate::scratch::{Scratch, agent_socket, script, text};
@@ -299,7 +300,7 @@ thread.join()
 #[test]
 fn short_connections_stay_in_the_kernel() {
     const PROGRAM: &str = "
-import socket, time
+import socket
 listener = socket.create_server(('127.0.0.1', 0))
 def exchange(client, server):
     client.sendall(b'request'); server.recv(7)
@@ -311,15 +312,10 @@ for n in range(300):
     server.close(); client.close()
 client = socket.create_connection(listener.getsockname())
 server, _ = listener.accept()
-end = time.monotonic() + 2
-while time.monotonic() < end:
-    exchange(client, server)
+go_on(lambda: exchange(client, server), server)
 ";
     let scratch = Scratch::new("short");
-    let report = scratch.file("report");
-    let ran = baton_run(&scratch, &["--rule", "accepted", "--flip-report", &report, "--", "python3", "-c", PROGRAM]);
-    assert!(ran.status.success(), "{}", text(&ran.stderr));
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+    let (report, _) = run_awaited(&scratch, &["--rule", "accepted", "--", "python3", "-c", &python(PROGRAM)], is_on_nic);
     assert!((1..=30).contains(&report["connections"].as_u64().unwrap_or(0)), "{report}");
     let still_there = report["connections_by_moves"].as_object().expect("counts").keys().any(|moves| moves != "0");
     assert!(still_there, "the last one never moved: {report}");
@@ -329,22 +325,19 @@ while time.monotonic() < end:
 #[test]
 fn programs_may_change_their_user() {
     const PROGRAM: &str = "
-import encodings.idna, os, socket, time
+import encodings.idna, os, socket
 os.setgroups([]); os.setresgid(65534, 65534, 65534); os.setresuid(65534, 65534, 65534)
 listener = socket.create_server(('127.0.0.1', 0))
 client = socket.create_connection(listener.getsockname())
 server, _ = listener.accept()
-end = time.monotonic() + 1
-while time.monotonic() < end:
+def exchange():
     client.sendall(b'x' * 1000)
     assert server.recv(1000, socket.MSG_WAITALL) == b'x' * 1000
+go_on(exchange, server)
 ";
     let scratch = Scratch::new("user");
     // The new user may not be able to read the library where this test runs; it is loaded before.
-    let report = scratch.file("report");
-    let ran = baton_run(&scratch, &["--rule", "accepted", "--flip-report", &report, "--", "python3", "-c", PROGRAM]);
-    assert!(ran.status.success(), "{}", text(&ran.stderr));
-    let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
+    let (report, _) = run_awaited(&scratch, &["--rule", "accepted", "--", "python3", "-c", &python(PROGRAM)], is_on_nic);
     assert_eq!((&report["connections"], &report["resets"]), (&1.into(), &0.into()), "{report}");
     assert!(report["moves"].as_u64() >= Some(1), "{report}");
 }

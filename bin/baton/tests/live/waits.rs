@@ -1,10 +1,12 @@
 //! Programs whose threads sleep in system calls while their connections move: `c/waits.c` draws the calls at random and
 //! compares every result with the kernel's.
 
+use crate::awaited::{is_on_nic, python, run_awaited};
 use crate::compiled::compile;
 use crate::library::{finish, set_up_loopback};
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
+use baton_protocol::program::ConnectionInfo;
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
 
@@ -27,6 +29,14 @@ fn baton_run_in(namespace: &Namespace, scratch: &Scratch, arguments: &[&str]) ->
     let report: Value = serde_json::from_str(&std::fs::read_to_string(report).expect("a report")).expect("JSON");
     assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{arguments:?}: {report}");
     (ran, report)
+}
+
+/// The same with a program that goes on until its connections are as expected.
+fn baton_run_until(scratch: &Scratch, arguments: &[&str], expected: impl Fn(&ConnectionInfo) -> bool) -> Value {
+    let (report, log) = run_awaited(scratch, &[&["--eager"][..], arguments].concat(), expected);
+    assert!(log.is_empty(), "{arguments:?}: {log}");
+    assert_eq!((&report["resets"], &report["errors"]), (&0.into(), &0.into()), "{arguments:?}: {report}");
+    report
 }
 
 /// What the namespace's TCP has counted, as far as it is not 0: who reset a connection, and why.
@@ -73,7 +83,7 @@ fn blocked_threads_do_not_notice_moves() {
 #[test]
 fn a_sleeping_reader_does_not_keep_its_connection_in_the_kernel() {
     const PROGRAM: &str = "
-import select, socket, threading, time
+import select, socket, threading
 listener = socket.create_server(('127.0.0.1', 0))
 client = socket.create_connection(listener.getsockname())
 server, _ = listener.accept()
@@ -81,17 +91,17 @@ ends = []
 threads = [threading.Thread(target=lambda: ends.append(client.recv(1))),
            threading.Thread(target=lambda: ends.append(select.select([client], [], []) and b''))]
 for thread in threads: thread.start()
-until = time.monotonic() + 0.5
-while time.monotonic() < until:
+def exchange():
     client.sendall(b'x' * 5000)
     data = server.recv(5000, socket.MSG_WAITALL)
     assert data == b'x' * 5000
+go_on(exchange, client, server)
 server.close()
 for thread in threads: thread.join()
 assert ends == [b'', b''], ends
 ";
     let scratch = Scratch::new("sleeping");
-    let (_, report) = baton_run(&scratch, &["--rule", "bytes:10500", "--", "python3", "-c", PROGRAM]);
+    let report = baton_run_until(&scratch, &["--rule", "bytes:10500", "--", "python3", "-c", &python(PROGRAM)], is_on_nic);
     assert!(report["connections_by_moves"].get("0").is_none(), "{report}");
 }
 
@@ -152,7 +162,8 @@ exchange(0.2)
 #[test]
 fn a_moving_socket_answers_as_before() {
     let scratch = Scratch::new("asks");
-    let (_, report) = baton_run(&scratch, &["--flip", "0..1", "--", "python3", &crate::scratch::script("asks.py"), "1.5"]);
+    let arguments = ["--flip", "0..1", "--", "python3", &crate::scratch::script("asks.py")];
+    let report = baton_run_until(&scratch, &arguments, |one| one.moves > 50);
     assert!(report["moves"].as_u64() > Some(100), "{report}");
 }
 
@@ -193,18 +204,18 @@ for round in range(10):
 #[test]
 fn urgent_data_is_seen_as_such() {
     const PROGRAM: &str = "
-import select, socket, time
+import select, socket
 for inline in (0, 1):
     listener = socket.create_server(('127.0.0.1', 0))
     client = socket.create_connection(listener.getsockname())
     server, _ = listener.accept()
     server.settimeout(10)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, inline)
-    end = time.monotonic() + 0.3
-    while time.monotonic() < end:
+    def exchange():
         client.sendall(b'ping' * 1000)
         data = server.recv(4000, socket.MSG_WAITALL)
         assert data == b'ping' * 1000
+    go_on(exchange, server)
     client.send(b'abc')
     client.send(b'!', socket.MSG_OOB)
     client.send(b'def')
@@ -219,7 +230,7 @@ for inline in (0, 1):
     assert pieces[0] == b'abc', pieces
 ";
     let scratch = Scratch::new("urgent");
-    let (_, report) = baton_run(&scratch, &["--rule", "accepted", "--", "python3", "-c", PROGRAM]);
+    let report = baton_run_until(&scratch, &["--rule", "accepted", "--", "python3", "-c", &python(PROGRAM)], is_on_nic);
     assert_eq!((&report["connections"], report["moves"].as_u64() >= Some(4)), (&2.into(), true), "{report}");
 }
 
@@ -236,12 +247,13 @@ client = socket.create_connection(listener.getsockname())
 server, _ = listener.accept()
 server.set_inheritable(True)
 client.settimeout(10)
+def exchange():
+    client.sendall(b'ping' * 1000)
+    assert len(server.recv(4000, socket.MSG_WAITALL)) == 4000
 def talk():
     end = time.monotonic() + 0.2
-    while time.monotonic() < end:
-        client.sendall(b'ping' * 1000)
-        assert len(server.recv(4000, socket.MSG_WAITALL)) == 4000
-talk()
+    while time.monotonic() < end: exchange()
+go_on(exchange, server)
 assert libc.system(b'echo one >&%d' % server.fileno()) == 0
 assert client.recv(4, socket.MSG_WAITALL) == b'one\\n'
 talk()
@@ -251,7 +263,7 @@ assert client.recv(4, socket.MSG_WAITALL) == b'two\\n'
 talk()
 ";
     let scratch = Scratch::new("system");
-    let (_, report) = baton_run(&scratch, &["--rule", "accepted", "--", "python3", "-c", PROGRAM]);
+    let report = baton_run_until(&scratch, &["--rule", "accepted", "--", "python3", "-c", &python(PROGRAM)], is_on_nic);
     assert!(report["moves"].as_u64() >= Some(2), "{report}");
 }
 
@@ -260,14 +272,14 @@ talk()
 #[test]
 fn a_low_water_mark_above_receive_memory_is_reached() {
     const PROGRAM: &str = "
-import select, socket, threading, time
+import select, socket, threading
 listener = socket.create_server(('127.0.0.1', 0))
 client = socket.create_connection(listener.getsockname())
 server, _ = listener.accept()
-end = time.monotonic() + 0.2
-while time.monotonic() < end:
+def exchange():
     client.sendall(b'ping' * 1000)
     assert len(server.recv(4000, socket.MSG_WAITALL)) == 4000
+go_on(exchange, server)
 server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1 << 20)
 sender = threading.Thread(target=client.sendall, args=(b'x' * (4 << 20),))
 sender.start()
@@ -282,7 +294,7 @@ while received < 4 << 20: received += len(server.recv(1 << 20))
 sender.join()
 ";
     let scratch = Scratch::new("lowat");
-    let (_, report) = baton_run(&scratch, &["--rule", "accepted", "--", "python3", "-c", PROGRAM]);
+    let report = baton_run_until(&scratch, &["--rule", "accepted", "--", "python3", "-c", &python(PROGRAM)], is_on_nic);
     assert!(report["moves"].as_u64() >= Some(1), "{report}");
 }
 
