@@ -30,8 +30,8 @@ pub fn is_on_nic(one: &ConnectionInfo) -> bool {
     one.place == Place::Nic
 }
 
-/// `baton run` with these arguments, in a network namespace of its own. Answers the program when all connections that it
-/// has named are as expected. Returns the report, when the program has ended with success, and the log.
+/// `baton run` with these arguments, in a network namespace of its own. Answers the program when all connections that
+/// it has named are as expected. Returns the report, when the program has ended with success, and the log.
 pub fn run_awaited(scratch: &Scratch, arguments: &[&str], expected: impl Fn(&ConnectionInfo) -> bool) -> (Value, String) {
     let [log, report, said] = ["log", "report", "said"].map(|name| scratch.file(name));
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));

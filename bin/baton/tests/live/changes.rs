@@ -12,7 +12,6 @@ use baton_protocol::program::Place;
 use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 fn on_host_a(scene: &Scene, program: &str, arguments: &[&str]) {
     let mut command = Command::new(program);
@@ -231,10 +230,7 @@ fn the_end_of_a_stream_reaches_the_kernel_in_spite_of_a_drop() {
         scene.exchange(10_000, Place::Nic);
         scene.peer.shutdown(std::net::Shutdown::Write).expect("the peer's shutdown");
         let ended = |scene: &mut Scene| matches!(scene.session.receive(scene.id, &mut [0; 16]), Ok(0));
-        let deadline = Instant::now() + Duration::from_secs(5);
-        while !ended(&mut scene) {
-            assert!(Instant::now() < deadline, "the NIC has no end of the stream");
-        }
+        wait_until("the NIC has the end of the stream", || ended(&mut scene));
         let rules = "add table inet t; add chain inet t c { type filter hook input priority 0; }; add rule inet t c tcp flags fin counter drop";
         on_host_a(&scene, "nft", &[rules]);
         let removed = std::thread::scope(|scope| {

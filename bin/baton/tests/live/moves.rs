@@ -340,14 +340,11 @@ fn close_on_the_nic_is_close() {
     scene.peer_sends(1000);
     wait_until("the peer's data arrives", || unacknowledged(&scene.peer) == 0);
     scene.session.close(scene.id).expect("close");
-    let deadline = Instant::now() + Duration::from_secs(5);
-    loop {
-        match socket::receive(scene.peer.as_fd(), &mut [0; 16]) {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => break,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => assert!(Instant::now() < deadline, "no reset came"),
-            other => panic!("not a reset but {other:?}"),
-        }
-    }
+    wait_until("a reset", || match socket::receive(scene.peer.as_fd(), &mut [0; 16]) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => true,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
+        other => panic!("not a reset but {other:?}"),
+    });
 }
 
 /// Moves there and back with data in flight and out of order, while a process dies after every third time that the step
@@ -496,14 +493,11 @@ fn close_with_a_reset(peer: &std::net::TcpStream) {
 }
 
 fn expect_reset(session: &mut Session, id: ConnectionId) {
-    let deadline = Instant::now() + Duration::from_secs(5);
-    loop {
-        match session.receive(id, &mut [0; 16]) {
-            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => break,
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => assert!(Instant::now() < deadline, "no reset came"),
-            other => panic!("not a reset but {other:?}"),
-        }
-    }
+    wait_until("a reset", || match session.receive(id, &mut [0; 16]) {
+        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => true,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => false,
+        other => panic!("not a reset but {other:?}"),
+    });
 }
 
 /// The peer resets while the NIC has the connection.
@@ -530,14 +524,9 @@ fn what_a_connection_had_received_when_it_ended_can_be_read_after_a_request_to_r
     let (other, other_peer) = connect(&scene.bed, false, 8081);
     let Scene { mut session, id, peer, bed, .. } = scene;
     let mut buffer = [0; 5000];
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while session.receive(id, &mut buffer[..1]).is_err() {
-        assert!(Instant::now() < deadline, "nothing arrives");
-    }
+    wait_until("something arrives", || session.receive(id, &mut buffer[..1]).is_ok());
     baton_handoff::shell::block_input(peer.as_fd()).expect("a deaf peer");
-    while session.send(id, b"x").map_or_else(|error| error.kind() == io::ErrorKind::WouldBlock, |_| true) {
-        assert!(Instant::now() < deadline, "it does not end");
-    }
+    wait_until("its end", || session.send(id, b"x").is_err_and(|error| error.kind() != io::ErrorKind::WouldBlock));
     session.set_option(id, libc::IPPROTO_IP, libc::IP_MINTTL, 10).expect("an option of the shell");
     // It takes the freed memory, if any, and fills it.
     let other = session.adopt(other.into()).expect("another connection");
@@ -657,10 +646,7 @@ fn other_traffic_crosses_the_nic() {
     let (server, client) = connect(&scene.bed, true, 9090);
     let mut got = [0u8; 5];
     assert_eq!(socket::send(client.as_fd(), b"hello").expect("send"), 5);
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while socket::receive(server.as_fd(), &mut got).is_err() {
-        assert!(Instant::now() < deadline);
-    }
+    wait_until("another connection's data", || socket::receive(server.as_fd(), &mut got).is_ok());
     assert_eq!(&got, b"hello");
     let udp = scene.bed.host_a.run(|| std::net::UdpSocket::bind(SocketAddr::new(baton_bed::testbed::address_a(false), 5353)));
     let udp = udp.expect("a UDP socket");

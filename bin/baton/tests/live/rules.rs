@@ -1,7 +1,7 @@
 //! Firewall rules whose verdict changes from packet to packet, and rules whose changes cannot be observed: connections
 //! that they may judge stay in the kernel, others move.
 
-use crate::common::{Scene, scene, scene_at};
+use crate::common::{Scene, scene, scene_at, wait_until};
 use baton_bed::testbed::TestbedSettings;
 use baton_linux::conntrack::{self, Entry};
 use baton_linux::namespace::Namespace;
@@ -31,11 +31,7 @@ fn stays(scene: &mut Scene, why: &str) {
 
 /// The agent's reason for a connection that was restored.
 fn returned(scene: &Scene) -> String {
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while scene.session.place(scene.id) != Some(Place::Kernel) {
-        assert!(Instant::now() < deadline, "it stays on the NIC");
-        std::thread::yield_now();
-    }
+    wait_until("it has left the NIC", || scene.session.place(scene.id) == Some(Place::Kernel));
     let mut tool = scene.bed.tool().expect("the agent");
     tool.connections().expect("connections").into_iter().map(|connection| connection.reason).collect()
 }

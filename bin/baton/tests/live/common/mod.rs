@@ -242,10 +242,11 @@ impl Scene {
 
     /// Where the connection is. Its memory may be growing now; then it is moving for a moment.
     pub fn settled_place(&self) -> Option<Place> {
-        let deadline = Instant::now() + Duration::from_secs(5);
+        let deadline = Instant::now() + Duration::from_secs(20);
         loop {
             match self.session.place(self.id) {
-                None if Instant::now() < deadline => std::thread::yield_now(),
+                // Waits: between two looks; the deadline is far away.
+                None if Instant::now() < deadline => std::thread::sleep(Duration::from_micros(200)),
                 place => return place,
             }
         }
