@@ -42,12 +42,25 @@ pub fn listen_at_freed(bed: &Testbed, address: SocketAddr, when: &str) -> TcpLis
 
 /// Waits until a condition holds that comes late by itself.
 pub fn wait_for(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + limit;
-    while !holds() {
-        assert!(Instant::now() < deadline, "{what}: not within {limit:?}");
+    let begun = Instant::now();
+    loop {
+        let looks = Instant::now();
+        if holds() {
+            return;
+        }
+        let waited = begun.elapsed();
+        assert!(waited < limit, "{what}: not within {limit:?}");
         // Waits: between two looks at the condition.
-        std::thread::sleep(Duration::from_millis(1));
+        std::thread::sleep(until_next_look(waited, looks.elapsed()));
     }
+}
+
+/// Looks take processor from other tests. So there are fewer of them where it takes long until the condition holds, or
+/// where one takes long, as that of a command does.
+fn until_next_look(waited: Duration, look: Duration) -> Duration {
+    // Waits: between two looks at a condition.
+    let [least, usual, most] = [1, 4, 20].map(Duration::from_millis);
+    (waited / 16).min(usual).max(look.min(most)).max(least)
 }
 
 /// Sets a flag for which other threads look, however this one ends: a test that fails in a scope waits for its threads.
