@@ -1,6 +1,6 @@
 //! Several NICs at once: each serves the connections that leave by its devices, and dies alone.
 
-use crate::common::{KEYS, answered, hosts};
+use crate::common::{KEYS, answered, hosts, until_moved};
 use crate::full::{ECHO, exchange};
 use crate::lifecycle::wait_for;
 use crate::scratch::{Scratch, agent_socket, text};
@@ -567,7 +567,7 @@ fn a_program_over_two_links_does_not_notice() {
     let (log, report) = (scratch.file("log"), scratch.file("report"));
     let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
     command.args(["run", "--nics", "2", "--device", "link1", "--device", "link0", "--log", &log, "--flip", "1..20"]);
-    command.args(["--flip-report", &report, "--", "python3", "-c", CLIENT, "3", "10.90.0.2", "10.90.1.2"]);
+    command.args(["--flip-report", &report, "--", "python3", "-c", CLIENT, "0", "10.90.0.2", "10.90.1.2"]);
     command.env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET").stdout(Stdio::piped()).stderr(Stdio::piped());
     // It goes on until its output is waited for.
     command.stdin(Stdio::piped());
@@ -575,6 +575,7 @@ fn a_program_over_two_links_does_not_notice() {
     // Each link's connection is on the NIC that it was dealt to.
     let expected = [("10.90.0.2:7000".to_string(), 1), ("10.90.1.2:7000".to_string(), 0)];
     assert_eq!(seen_on_nics(&scratch), BTreeSet::from(expected));
+    until_moved(|| agent_socket(&scratch), 2, 11);
     let ran = program.wait_with_output().expect("its output");
     let said = std::fs::read_to_string(&log).unwrap_or_default();
     assert!(ran.status.success() && said.is_empty(), "{}{}{said}", text(&ran.stdout), text(&ran.stderr));
