@@ -19,7 +19,7 @@ pub fn path() -> Option<PathBuf> {
     if process::user() == 0 {
         return Some("/var/lib/baton/gain.json".into());
     }
-    let from = |name: &str| std::env::var_os(name).filter(|path| !path.is_empty()).map(PathBuf::from);
+    let from = |name| process::variable(name).map(PathBuf::from);
     let state = from("XDG_STATE_HOME").or_else(|| Some(from("HOME")?.join(".local/state")))?;
     Some(state.join("baton/gain.json"))
 }

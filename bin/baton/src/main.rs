@@ -6,6 +6,7 @@ mod attach;
 mod bed;
 mod capture;
 mod doctor;
+mod environment;
 mod filter;
 mod front;
 mod gain;
@@ -38,7 +39,7 @@ mod up_config;
 mod wind_down;
 
 use anyhow::Result;
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use metrics::MetricsArguments;
 use std::io::Write;
 use std::process::ExitCode;
@@ -228,7 +229,8 @@ fn part(command: &Command) -> &'static str {
 }
 
 fn main() -> ExitCode {
-    let command = Cli::parse().command;
+    let matches = environment::heed(Cli::command()).get_matches();
+    let command = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit()).command;
     if matches!(
         command,
         Command::Ls(_)

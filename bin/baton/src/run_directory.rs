@@ -29,7 +29,7 @@ enum Base {
 fn bases() -> Vec<Base> {
     let user = process::user();
     let mut bases = Vec::new();
-    let given = |variable| std::env::var_os(variable).filter(|value| !value.is_empty()).map(PathBuf::from).map(Base::Given);
+    let given = |variable| process::variable(variable).map(PathBuf::from).map(Base::Given);
     bases.extend(given("TMPDIR"));
     // Only its owner can reach into it, and a program of root's may change its user.
     bases.extend(if user == 0 { Some(Base::Own(OF_ROOT.into())) } else { given("XDG_RUNTIME_DIR") });

@@ -127,7 +127,7 @@ impl StartArguments {
 
     /// The socket of an outer `baton run`, whose process has become this one.
     fn outer() -> Option<(PathBuf, Channel)> {
-        let run: Run = serde_json::from_str(&std::env::var(RUN_VARIABLE).ok()?).ok()?;
+        let run: Run = serde_json::from_str(process::variable(RUN_VARIABLE)?.to_str()?).ok()?;
         Channel::connect(&run.socket).ok().map(|channel| (run.socket, channel))
     }
 

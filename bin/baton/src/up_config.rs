@@ -1,8 +1,10 @@
 //! The configuration file of `baton up`. Its keys are the names of the command's options, and their values are read as
 //! the options are: there is one definition of both, `UpArguments`.
 
+use crate::environment;
 use crate::up::UpArguments;
 use anyhow::{Context, Result, anyhow, bail};
+use baton_linux::process;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, Args, Command, FromArgMatches};
 use std::any::TypeId;
@@ -34,7 +36,7 @@ pub fn with_file(given: UpArguments) -> Result<UpArguments> {
     // What stands before is the program's own name and `up`.
     let line: Vec<OsString> = std::env::args_os().skip(2).collect();
     let socket = baton_client::named_socket().map(|_| "socket");
-    let level = std::env::var_os(baton_log::VARIABLE).map(|_| "log-level");
+    let level = process::variable(baton_log::VARIABLE).map(|_| "log-level");
     let by_environment: Vec<&str> = socket.into_iter().chain(level).collect();
     merged(&text, path, &line, &by_environment)
 }
@@ -54,7 +56,7 @@ fn merged(text: &str, path: &Path, line: &[OsString], by_environment: &[&str]) -
 
 /// The options, without a program's name before them.
 fn options() -> Command {
-    UpArguments::augment_args(Command::new("baton up").no_binary_name(true))
+    environment::heed(UpArguments::augment_args(Command::new("baton up").no_binary_name(true)))
 }
 
 /// The keys and their options, such as `--spin=100`. An error begins with the number of the line.

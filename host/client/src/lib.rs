@@ -37,7 +37,7 @@ pub fn agent_socket() -> std::path::PathBuf {
     named_socket().unwrap_or_else(|| DEFAULT_SOCKET.into())
 }
 
-/// The path that BATON_SOCKET names. An empty value names none.
+/// The path that BATON_SOCKET names.
 pub fn named_socket() -> Option<std::path::PathBuf> {
-    std::env::var_os("BATON_SOCKET").filter(|path| !path.is_empty()).map(Into::into)
+    baton_linux::process::variable("BATON_SOCKET").map(Into::into)
 }

@@ -7,13 +7,14 @@ use baton_abi::layout::session::MAX_CONNECTIONS;
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::control::Channel;
-use baton_linux::process::Undisturbed;
+use baton_linux::process::{Undisturbed, variable};
 use baton_linux::{report, trust};
 use baton_protocol::native::Native;
 use baton_protocol::program::{Answer, Ask, Opening, Request, Until};
 use libc::c_int;
 use std::collections::VecDeque;
 use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::Duration;
@@ -76,8 +77,8 @@ pub(crate) fn plan() -> Option<&'static Plan> {
         return None;
     }
     PLAN.get_or_init(|| {
-        let text = std::env::var(RUN_VARIABLE).ok()?;
-        let run: Run = match serde_json::from_str(&text) {
+        let text = variable(RUN_VARIABLE)?;
+        let run: Run = match serde_json::from_slice(text.as_bytes()) {
             Ok(run) => run,
             Err(error) => {
                 report!("baton: cannot read {RUN_VARIABLE} ({error}): this program runs without Baton; start it with `baton run`, which sets that variable");

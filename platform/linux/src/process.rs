@@ -5,6 +5,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Resource, Rlimit, Signal, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, CpuSet};
+use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
@@ -19,6 +20,11 @@ const FEW_DESCRIPTORS: u64 = 1024;
 
 /// Most descriptors that [`inherit`] passes.
 const MOST_DESCRIPTORS: usize = 64;
+
+/// The value of an environment variable. An empty one counts as one that is not set.
+pub fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
 
 /// Raises this process's limit on open files (`ulimit -n`) to [`FEW_DESCRIPTORS`], if it is lower and may be raised.
 fn allow_few_descriptors() {

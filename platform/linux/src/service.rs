@@ -12,7 +12,7 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 /// # Errors
 /// The failed system call's.
 pub fn notify(lines: &str) -> io::Result<()> {
-    match std::env::var_os("NOTIFY_SOCKET").filter(|socket| !socket.is_empty()) {
+    match crate::process::variable("NOTIFY_SOCKET") {
         Some(socket) => send(&socket, lines),
         None => Ok(()),
     }

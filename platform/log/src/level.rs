@@ -24,7 +24,7 @@ pub enum Level {
 impl Level {
     /// The level that [`VARIABLE`] names, or else the default. Commands refuse a wrong name before they start others.
     pub fn of_environment() -> Level {
-        std::env::var(VARIABLE).ok().and_then(|name| name.parse().ok()).unwrap_or_default()
+        baton_linux::process::variable(VARIABLE).and_then(|name| name.to_str()?.parse().ok()).unwrap_or_default()
     }
 
     pub(crate) fn of(level: &tracing::Level) -> Level {

@@ -11,6 +11,7 @@ mod blocked;
 mod capi;
 mod capture;
 mod changes;
+mod commands;
 mod common;
 mod compare;
 mod compiled;
