@@ -195,8 +195,9 @@ fn explain_full_output() {
 
 /// What to type against an error of the system that any command can meet.
 fn advice(error: &anyhow::Error) -> &'static str {
-    /// Linux's error numbers for too many open files, a file that would be too large, a full file system and a full
-    /// quota.
+    /// Linux's error numbers for no memory, too many open files, a file that would be too large, a full file system and
+    /// a full quota.
+    const ENOMEM: i32 = 12;
     const EMFILE: i32 = 24;
     const EFBIG: i32 = 27;
     const ENOSPC: i32 = 28;
@@ -205,7 +206,9 @@ fn advice(error: &anyhow::Error) -> &'static str {
         let errors = error.chain().filter_map(|cause| cause.downcast_ref::<std::io::Error>());
         errors.filter_map(std::io::Error::raw_os_error).any(|found| found == number)
     };
-    if is(EMFILE) {
+    if is(ENOMEM) {
+        ": raise the limit on address space with `ulimit -v unlimited` (`ulimit -v` shows it), or free memory"
+    } else if is(EMFILE) {
         ": raise the limit on open files with `ulimit -n 1024` or more"
     } else if is(EFBIG) {
         ": raise the limit on the size of files with `ulimit -f unlimited`"

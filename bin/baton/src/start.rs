@@ -4,12 +4,13 @@ use crate::addresses::{self, AddressArguments};
 use crate::nics::NicsArguments;
 use crate::placement::{self, Where};
 use crate::run_directory;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use baton_agent::{AgentSettings, Choose};
 use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_client::tool::Tool;
 use baton_keeper::Devices;
 use baton_linux::control::Channel;
+use baton_linux::events::{Poller, Trigger};
 use baton_linux::{files, process};
 use baton_log::Level;
 use baton_offloads::MOST_CONNECTIONS;
@@ -18,9 +19,11 @@ use baton_protocol::program::{Answer, Ask, Flip, Reply, Request};
 use clap::Args;
 use std::fs::File;
 use std::io::ErrorKind::{ConnectionRefused, NotADirectory, NotFound};
+use std::io::{self, PipeReader, Read};
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 #[derive(Args)]
 pub struct StartArguments {
@@ -153,11 +156,19 @@ impl StartArguments {
         let mut command = Command::new(std::env::current_exe()?);
         command.current_dir("/").stdin(Stdio::null()).stdout(Stdio::null());
         command.env(baton_log::VARIABLE, self.log_level.to_string());
+        // Without a file for them its messages are read until it is up; later ones are lost.
+        let (messages, written) = std::io::pipe().context("a pipe")?;
         command.stderr(match &self.log {
             Some(path) => Stdio::from(File::create(path).with_context(|| format!("making {}", path.display()))?),
-            None => Stdio::null(),
+            None => Stdio::from(written),
         });
-        let (mut starter, _) = baton_keeper::launch(command, &settings, devices, Some(me.as_fd()))?;
+        let (mut starter, _) = baton_keeper::launch(command, &settings, devices, Some(me.as_fd())).map_err(|error| {
+            let said = match &self.log {
+                Some(path) => std::fs::read_to_string(path).unwrap_or_default(),
+                None => last_words(messages).unwrap_or_default(),
+            };
+            with_what_was_said(error, &said)
+        })?;
         let _ = starter.wait();
         if self.addresses.any() {
             addresses::settle(&mut Tool::connect(&socket)?)?;
@@ -199,6 +210,35 @@ impl FlipArguments {
             }
         }
         bail!("{AGENTS} agents have died, one after the other, before they answered")
+    }
+}
+
+/// All that the processes of a Baton that did not start have written to this pipe. They may end a little later than its
+/// keeper closes its connection.
+fn last_words(mut messages: PipeReader) -> io::Result<String> {
+    let poller = Poller::new()?;
+    poller.add(messages.as_fd(), 0, Trigger::Readable)?;
+    let (mut bytes, mut part, mut tokens) = (Vec::new(), [0; 4096], Vec::new());
+    loop {
+        poller.wait(Some(LAST_WORDS), &mut tokens)?;
+        // A process that lives on has the pipe, or all have ended.
+        if tokens.drain(..).count() == 0 {
+            break;
+        }
+        match messages.read(&mut part)? {
+            0 => break,
+            read => bytes.extend_from_slice(&part[..read]),
+        }
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// An error with the last lines of what was said about its cause.
+fn with_what_was_said(error: anyhow::Error, said: &str) -> anyhow::Error {
+    let lines: Vec<&str> = said.lines().filter(|line| !line.trim().is_empty()).collect();
+    match &lines[lines.len().saturating_sub(SAID)..] {
+        [] => error.context("no message says why (`baton doctor` names what is missing here)"),
+        last => anyhow!("{error:#}; it has said: {}", last.join(" | ")),
     }
 }
 
@@ -244,6 +284,11 @@ pub fn beside_settings(socket: PathBuf, lingers: bool, spin: u64) -> Result<Agen
 pub const SLOTS: usize = MOST_CONNECTIONS as usize;
 /// Bytes of memory that a session may use; memory that it does not use is not taken from the system.
 const SESSION_BYTES: usize = 3 << 30;
+
+/// How long processes of a Baton that did not start are waited for, which write why.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+/// Most lines of theirs that are shown.
+const SAID: usize = 3;
 
 /// How many agents are asked for a group, each after the death of the one before.
 const AGENTS: u32 = 5;

@@ -96,7 +96,8 @@ fn set_up_rings(socket: BorrowedFd<'_>, sending: bool) {
 /// returned channel is closed; or, if `process` (a pidfd) is given, when that process and the last session have ended.
 ///
 /// # Errors
-/// If it does not start. It has printed the cause itself.
+/// If it does not start, with how its keeper has ended; of an orphan's end nothing is known. It has written the cause
+/// to the command's standard error.
 pub fn launch(
     mut command: Command,
     settings: &AgentSettings,
@@ -125,9 +126,10 @@ pub fn launch(
     drop(theirs);
     match parent.receive::<bool>() {
         Ok(_) => Ok((keeper, parent)),
-        Err(error) => {
-            let _ = keeper.wait();
-            bail!("Baton did not start ({error})")
-        }
+        Err(error) => match keeper.wait() {
+            Ok(ended) if process.is_none() => bail!("Baton did not start: its keeper has ended ({ended})"),
+            _ if error.kind() == io::ErrorKind::UnexpectedEof => bail!("Baton did not start"),
+            _ => bail!("Baton did not start ({error})"),
+        },
     }
 }

@@ -21,7 +21,7 @@ use baton_supervision::Cause;
 use held::Held;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::process::Child;
+use std::process::{Child, ExitStatus};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -94,7 +94,8 @@ pub fn run() -> Result<()> {
         }
         let attended = memory.word32(nic::ATTENDED).swap(0, Ordering::AcqRel).checked_sub(1);
         // An agent that was killed by a signal from outside has not died of what it was given.
-        let killed = reap(agent, settings)?;
+        let ended = reap(agent, settings)?;
+        let killed = ended.is_none_or(process::is_killed);
         let by_itself = watched.cause().map_or(!killed, Cause::is_its_own);
         match blame.judge(ready, by_itself, attended) {
             Withhold::Nothing => {}
@@ -125,7 +126,10 @@ pub fn run() -> Result<()> {
                     }
                 }
             }
-            Withhold::GiveUp => bail!("agents still die before they are ready; see their messages above"),
+            Withhold::GiveUp => {
+                let how = ended.map(|status| format!(" (the last one ended with {status})")).unwrap_or_default();
+                bail!("agents still die before they are ready{how}; see their messages above")
+            }
         }
     }
 }
@@ -140,10 +144,9 @@ fn await_end(agent: &mut Child) -> io::Result<()> {
     Ok(())
 }
 
-/// Takes the status of an agent that has ended. Returns whether a signal from outside has ended it. A thread of its may
-/// still wait in the kernel for something that a program holds: its process goes when that has come, and is not waited
-/// for.
-fn reap(mut agent: Child, settings: &AgentSettings) -> Result<bool> {
+/// Takes the status of an agent that has ended. None if a thread of its still waits in the kernel for something that a
+/// program holds: its process goes when that has come, and is not waited for.
+fn reap(mut agent: Child, settings: &AgentSettings) -> Result<Option<ExitStatus>> {
     if !process::first_thread_lives(agent.id()) && agent.try_wait()?.is_none() {
         let process = agent.id();
         warning!(
@@ -153,9 +156,9 @@ fn reap(mut agent: Child, settings: &AgentSettings) -> Result<bool> {
         // It has the socket open, on which nobody answers.
         let _ = std::fs::remove_file(&settings.socket);
         std::thread::spawn(move || agent.wait());
-        return Ok(true);
+        return Ok(None);
     }
-    Ok(process::is_killed(agent.wait()?))
+    Ok(Some(agent.wait()?))
 }
 
 /// What NICs beside the kernel need.

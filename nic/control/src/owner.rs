@@ -61,7 +61,7 @@ impl Owner {
     /// program.
     ///
     /// # Errors
-    /// If it does not start. It has printed the cause itself.
+    /// If it does not start, with how it has ended. It has printed the cause itself.
     pub fn launch(
         mut command: Command,
         settings: &OwnerSettings,
@@ -84,10 +84,7 @@ impl Owner {
         let sent = parts.try_for_each(|part| parent.send(&part, &[]));
         match sent.and_then(|()| parent.receive::<bool>()) {
             Ok(_) => Ok((Owner { child, parent: Some(parent) }, agents.into())),
-            Err(error) => {
-                let _ = child.wait();
-                bail!("the NIC's owner did not start ({error})")
-            }
+            Err(_) => bail!("the NIC's owner did not start: it has ended ({})", child.wait()?),
         }
     }
 
