@@ -27,7 +27,8 @@ TRIES = [
     (NO_TUN, RUN, 2, ["there is no /dev/net/tun", "modprobe tun", "--device /dev/net/tun"]),
     (NO_PACKETS + OWN, UP, 2, ["AF_PACKET (CAP_NET_RAW)"]),
     ([], ["baton", "status"], 3, ["no Baton is up", "systemctl start baton"]),
-    ([], ["baton", "ls"], 0, ["no Baton runs here", "baton up"]),
+    ([], ["baton", "ls"], 2, ["no Baton runs here", "baton up"]),
+    ([], ["baton", "stats"], 2, ["no Baton runs here", "baton up"]),
     ([], ["baton", "move", "nic", "all"], 2, ["no Baton runs here", "baton up"]),
     ([], ["baton", "enable", "sshd.socket"], 2, ["a socket starts no program"]),
     # Each of doctor's lines about something that is missing is followed by what to do.

@@ -2,8 +2,8 @@
 
 use crate::list::columns::duration;
 use crate::list::looks::ask_all;
-use crate::tools::SocketArgument;
-use anyhow::Result;
+use crate::tools::{NO_BATON, SocketArgument};
+use anyhow::{Result, bail};
 use baton_client::tool::Tool;
 use baton_protocol::events::ProgramCounts;
 use baton_protocol::program::Statistics;
@@ -110,15 +110,15 @@ fn by_reason(counts: &BTreeMap<String, u64>) -> impl Iterator<Item = (&String, &
 /// Prints what all agents have counted.
 ///
 /// # Errors
-/// If the only one does not answer.
+/// If there is none, or the only one does not answer.
 pub fn run(arguments: &StatsArguments) -> Result<()> {
-    let (all, any) = ask_all(&arguments.socket, |_, socket, process| look(socket, process))?;
+    let all = ask_all(&arguments.socket, |_, socket, process| look(socket, process))?;
     if arguments.json {
-        println!("{}", serde_json::to_string(&all)?);
-        return Ok(());
+        println!("{}", serde_json::to_string(all.as_deref().unwrap_or_default())?);
     }
-    if !any {
-        println!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one");
+    let Some(all) = all else { bail!(NO_BATON) };
+    if arguments.json {
+        return Ok(());
     }
     for (number, counted) in all.iter().enumerate() {
         if all.len() > 1 {

@@ -9,6 +9,9 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::str::FromStr;
 
+/// What a command says that needs a Baton where none runs: on standard error, and its exit status is 2.
+pub const NO_BATON: &str = "no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one";
+
 #[derive(Args, Clone)]
 pub struct SocketArgument {
     /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls`, `top` and
@@ -46,7 +49,7 @@ impl SocketArgument {
     /// The socket of the only agent that is meant.
     pub fn only(&self) -> Result<PathBuf> {
         match &mut self.sockets()[..] {
-            [] => bail!("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one"),
+            [] => bail!(NO_BATON),
             [(socket, _)] => Ok(std::mem::take(socket)),
             several => {
                 let paths: Vec<_> = several.iter().map(|(path, _)| format!("\n    --socket {}", path.display())).collect();

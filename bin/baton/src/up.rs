@@ -112,8 +112,16 @@ impl Served {
         }
         let mut command = starter::own_command()?;
         command.env(baton_log::VARIABLE, arguments.log_level.to_string());
-        let (keeper, parent) = baton_keeper::launch(command, &settings, &devices, None)?;
-        let agent = Tool::connect(socket).context("the agent that was just started")?;
+        let (mut keeper, parent) = baton_keeper::launch(command, &settings, &devices, None)?;
+        let agent = match Tool::connect(socket).context("the agent that was just started") {
+            Ok(agent) => agent,
+            Err(error) => {
+                // Its socket is in a directory that may have been made for it, which can be removed then.
+                drop(parent);
+                let _ = keeper.wait();
+                return Err(error);
+            }
+        };
         Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0, user })
     }
 

@@ -70,25 +70,27 @@ fn look(number: usize, socket: &Path, process: Option<u32>, events: bool) -> Res
     Ok(Seen { baton: Baton { socket: socket.to_owned(), nics: statistics.nics.len() }, rows, statistics })
 }
 
-/// Looks once at all agents that are meant, and at the events of their connections if wanted. Returns also whether
-/// there are any.
+/// Looks once at all agents that are meant, and at the events of their connections if wanted. None if there are none.
 ///
 /// # Errors
 /// If the only one does not answer.
-pub fn look_at_all(argument: &SocketArgument, events: bool) -> Result<(Vec<Seen>, bool)> {
+pub fn look_at_all(argument: &SocketArgument, events: bool) -> Result<Option<Vec<Seen>>> {
     ask_all(argument, |number, socket, process| look(number, socket, process, events))
 }
 
 /// Asks all agents that are meant, many at a time: one that does not answer holds up few of the others. Of several
-/// those that do not answer are only named. Returns also whether there are any.
+/// those that do not answer are only named. None if there are none.
 ///
 /// # Errors
 /// If the only one does not answer.
 pub fn ask_all<T: Send>(
     argument: &SocketArgument,
     ask: impl Fn(usize, &Path, Option<u32>) -> Result<T> + Sync,
-) -> Result<(Vec<T>, bool)> {
+) -> Result<Option<Vec<T>>> {
     let sockets = argument.sockets();
+    if sockets.is_empty() {
+        return Ok(None);
+    }
     let mut all = Vec::new();
     for (socket, seen) in ask_each(&sockets, ask) {
         match seen.with_context(|| format!("looking at {}", socket.display())) {
@@ -98,7 +100,7 @@ pub fn ask_all<T: Send>(
             Err(error) => return Err(error),
         }
     }
-    Ok((all, !sockets.is_empty()))
+    Ok(Some(all))
 }
 
 /// Asks the agents at these sockets, many at a time. `ask` gets the place in the list, the socket, and the process that

@@ -7,7 +7,7 @@ pub mod lines;
 pub mod looks;
 pub mod row;
 
-use crate::tools::SocketArgument;
+use crate::tools::{NO_BATON, SocketArgument};
 use anyhow::{Result, anyhow, bail};
 use baton_protocol::program::ConnectionInfo;
 use clap::Args;
@@ -94,15 +94,22 @@ pub fn list(arguments: &ListArguments) -> Result<bool> {
     let mut earlier = HashMap::new();
     loop {
         let looked = looks::look_at_all(&arguments.socket, arguments.events);
-        let (seen, any) = match (looked, arguments.watch) {
+        let seen = match (looked, arguments.watch) {
             (Err(error), None) => return Err(error),
             (Err(error), Some(_)) => {
                 eprintln!("baton: {error:#}");
-                (Vec::new(), true)
+                Some(Vec::new())
+            }
+            (Ok(None), None) => {
+                if arguments.json {
+                    println!("[]");
+                }
+                bail!(NO_BATON)
             }
             (Ok(looked), _) => looked,
         };
-        let seen = with_rates(seen, &mut earlier);
+        let any = seen.is_some();
+        let seen = with_rates(seen.unwrap_or_default(), &mut earlier);
         print(arguments, filter.as_ref(), &seen, any)?;
         let Some(seconds) = arguments.watch else { return Ok(true) };
         std::thread::sleep(Duration::from_secs_f64(seconds));
@@ -162,7 +169,7 @@ fn text(arguments: &ListArguments, filter: Option<&Expression>, seen: &[Seen], a
     let is_meant = |row: &&Row| filter.is_none_or(|filter| filter.matches(row));
     let mut lines = Vec::new();
     if !any {
-        lines.push("no Baton runs here; `baton run -- PROGRAM` or `baton up` starts one".into());
+        lines.push(NO_BATON.into());
     }
     for (number, Seen { baton, rows, .. }) in seen.iter().enumerate() {
         if seen.len() > 1 {

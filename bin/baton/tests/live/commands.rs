@@ -36,25 +36,55 @@ fn an_empty_variable_is_none() {
 }
 
 /// A Baton that a limit keeps from starting: the command says what its processes have said, which is the cause, and
-/// what to type.
+/// what to type; and the directories that were made for it are gone.
 #[test]
 fn a_baton_that_does_not_start_says_why() {
     let scratch = Scratch::new("limits");
+    let missing = scratch.file("missing/too/agent.sock");
     // Root without CAP_SYS_RESOURCE cannot lift a limit, as other users cannot.
     let cases = [
         ("ulimit -v 90000", "Cannot allocate memory", "`ulimit -v unlimited`"),
         ("ulimit -f 0", "File too large", "`ulimit -f unlimited`"),
     ];
     for (limit, cause, remedy) in cases {
-        let mut command = Command::new("sh");
-        command.args(["-c", &format!("{limit}; exec setpriv --bounding-set=-sys_resource \"$@\""), "sh"]);
-        command.args([env!("CARGO_BIN_EXE_baton"), "run", "--", "true"]).env("TMPDIR", &scratch.0);
-        command.env_remove("BATON_SOCKET").env_remove("BATON_LOG");
-        let ran = finish(&Namespace::new().expect("a namespace"), command);
-        let said = text(&ran.stderr);
-        assert_eq!(ran.status.code(), Some(2), "{limit}: {said}");
-        for part in ["Baton did not start", "baton keeper: error: NIC memory: ", cause, remedy] {
-            assert!(said.contains(part), "{limit}: {part} is not in {said}");
+        for words in [&["run", "--", "true"][..], &["up", "--socket", missing.as_str()]] {
+            let mut command = Command::new("sh");
+            command.args(["-c", &format!("{limit}; exec setpriv --bounding-set=-sys_resource \"$@\""), "sh"]);
+            command.arg(env!("CARGO_BIN_EXE_baton")).args(words).env("TMPDIR", &scratch.0);
+            command.env_remove("BATON_SOCKET").env_remove("BATON_LOG");
+            let ran = finish(&Namespace::new().expect("a namespace"), command);
+            let said = text(&ran.stderr);
+            assert_eq!(ran.status.code(), Some(2), "{limit}: {said}");
+            for part in ["Baton did not start", "baton keeper: error: NIC memory: ", cause, remedy] {
+                assert!(said.contains(part), "{limit}: {part} is not in {said}");
+            }
+            let left: Vec<_> = std::fs::read_dir(&scratch.0).expect("a directory").flatten().map(|entry| entry.path()).collect();
+            assert!(left.is_empty(), "{words:?}: {left:?} is left");
         }
+    }
+}
+
+/// Where no Baton runs, every command that needs one says so on standard error, and its status is 2; what is to be JSON
+/// is an empty list.
+#[test]
+fn a_command_fails_where_no_baton_runs() {
+    for words in [
+        &["ls"][..],
+        &["ls", "-s"],
+        &["ls", "--json"],
+        &["stats"],
+        &["stats", "--json"],
+        &["nic", "show"],
+        &["move", "nic", "all"],
+    ] {
+        // No process of others is seen.
+        let mut command = Command::new("unshare");
+        command.args(["--fork", "--pid", "--mount-proc", env!("CARGO_BIN_EXE_baton")]).args(words);
+        command.env_remove("BATON_SOCKET").env_remove("BATON_LOG");
+        let ran = ran(&mut command);
+        assert_eq!(ran.status.code(), Some(2), "{words:?}: {}", text(&ran.stderr));
+        assert!(text(&ran.stderr).starts_with("baton: no Baton runs here; "), "{words:?}: {}", text(&ran.stderr));
+        let printed = if words[words.len() - 1] == "--json" { "[]\n" } else { "" };
+        assert_eq!(text(&ran.stdout), printed, "{words:?}");
     }
 }
