@@ -6,6 +6,7 @@
 //! such figures counts. It is an ordinary program that uses loopback; Baton runs beside the kernel.
 
 use anyhow::{Context, Result, bail};
+use baton_bed::temporary::{Directory, Kind};
 use serde::Serialize;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -48,9 +49,8 @@ pub fn run() -> Result<Bypass> {
 }
 
 fn count(function: &str, messages: u64) -> Result<u64> {
-    let directory = std::env::temp_dir().join(format!("baton-bypass-{}", std::process::id()));
-    std::fs::create_dir_all(&directory)?;
-    let out = directory.join("out");
+    let directory = Directory::new(Kind::Profile)?;
+    let out = directory.path().join("out");
     let baton = std::env::current_exe()?;
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let port = listener.local_addr()?.port().to_string();
@@ -77,7 +77,7 @@ fn count(function: &str, messages: u64) -> Result<u64> {
         .status()
         .context("starting the workload")?;
     let text = std::fs::read_to_string(&out);
-    let _ = std::fs::remove_dir_all(&directory);
+    drop(directory);
     // A workload that never connected leaves the peer waiting until this process ends.
     if !status.success() {
         bail!("the workload failed under `baton run` and valgrind (Debian's package valgrind)");

@@ -10,6 +10,7 @@ use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
+use baton_bed::temporary::{Directory, Kind};
 use baton_datapath::{Worker, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
@@ -436,9 +437,8 @@ pub(crate) fn count(
     arguments: &[String],
     group: impl Fn(&Source) -> &'static str,
 ) -> Result<BTreeMap<String, u64>> {
-    let directory = std::env::temp_dir().join(format!("baton-callgrind-{}", std::process::id()));
-    std::fs::create_dir_all(&directory)?;
-    let out = directory.join("out");
+    let directory = Directory::new(Kind::Profile)?;
+    let out = directory.path().join("out");
     let status = Command::new("valgrind")
         .args(["--tool=callgrind", "--collect-atstart=no", "--dump-line=yes", "-q"])
         .arg(format!("--toggle-collect={measured}"))
@@ -451,7 +451,7 @@ pub(crate) fn count(
         .status()
         .context("starting valgrind (Debian's package valgrind)")?;
     let text = std::fs::read_to_string(&out);
-    let _ = std::fs::remove_dir_all(&directory);
+    drop(directory);
     if !status.success() {
         bail!("the workload failed under valgrind");
     }

@@ -6,6 +6,7 @@ pub mod look;
 mod subject;
 mod watch;
 
+use crate::bed::temporary;
 use crate::run_directory;
 use anyhow::{Result, bail};
 use baton_client::DEFAULT_SOCKET;
@@ -57,7 +58,7 @@ pub struct DoctorArguments {
     #[arg(long)]
     json: bool,
     /// Remove what a Baton that was killed with all its processes has left: directories with a socket at which nobody
-    /// listens, and its NIC's addresses that no program uses.
+    /// listens, the temporary files of demo, bench and soak, and its NIC's addresses that no program uses.
     #[arg(long)]
     cleanup: bool,
 }
@@ -202,14 +203,22 @@ fn repair() -> io::Result<()> {
     })
 }
 
-/// Directories of Batons that were started for one program and were killed before they could clean up.
+/// Directories that processes of Baton's have left which were killed before they could clean up: of Batons that were
+/// started for one program, and of the commands that show or measure something.
 fn leftovers() -> Vec<PathBuf> {
+    let mut left = temporary::left_in(&std::env::temp_dir());
     let places = run_directory::existing().into_iter().chain([std::env::temp_dir()]).collect::<BTreeSet<_>>();
     let entries = places.into_iter().filter_map(|place| std::fs::read_dir(place).ok()).flatten();
-    let named = entries.flatten().map(|entry| entry.path()).filter(|path| {
+    // A link may lead anywhere.
+    let directories = entries.flatten().filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+    let named = directories.map(|entry| entry.path()).filter(|path| {
         path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("baton-")) && path.join("agent.sock").exists()
     });
-    named.filter(|path| !Channel::is_listened_at(&path.join("agent.sock"))).collect()
+    let silent = named.filter(|path| !Channel::is_listened_at(&path.join("agent.sock")));
+    left.extend(silent);
+    left.sort();
+    left.dedup();
+    left
 }
 
 /// Prints the findings. Returns whether everything works.
@@ -249,11 +258,14 @@ pub fn run(arguments: &DoctorArguments) -> Result<bool> {
         println!("\n{} runs at {DEFAULT_SOCKET}{advice}", if running { "A Baton" } else { "No Baton" });
     }
     for path in leftovers() {
-        if arguments.cleanup {
-            std::fs::remove_dir_all(&path)?;
-            eprintln!("removed {}", path.display());
-        } else {
+        if !arguments.cleanup {
             eprintln!("{} was left by a Baton that was killed; `baton doctor --cleanup` removes it", path.display());
+            continue;
+        }
+        match std::fs::remove_dir_all(&path) {
+            Ok(()) => eprintln!("removed {}", path.display()),
+            // The others are removed nevertheless.
+            Err(error) => eprintln!("{} cannot be removed: {error}", path.display()),
         }
     }
     leftover_addresses(arguments.cleanup)?;

@@ -30,6 +30,8 @@ impl Container {
         let mut command = Command::new("unshare");
         command.args(["--user", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c"]);
         command.arg("echo; exec sleep infinity").stdin(Stdio::null()).stdout(Stdio::piped());
+        // It would outlive this process otherwise, with all namespaces.
+        process::inherit(&mut command, &[], true);
         let mut unshare = command.spawn().context("starting unshare (Debian's package util-linux)")?;
         let output = unshare.stdout.take().context("its output")?;
         let ready = BufReader::new(output).lines().next();

@@ -11,4 +11,5 @@ mod report;
 pub mod server;
 pub mod small_server;
 pub mod statistics;
+pub mod temporary;
 pub mod testbed;

@@ -1,6 +1,7 @@
 //! Unmodified web servers: nginx if it is installed, else [`crate::small_server`]. They serve files whose bytes can be
 //! checked: `/KEY/LENGTH` contains the first LENGTH bytes of stream KEY.
 
+use crate::temporary::{Directory, Kind};
 use anyhow::{Context, Result};
 use baton_linux::events::monotonic_micros;
 use baton_linux::namespace::Namespace;
@@ -16,7 +17,7 @@ use std::time::Duration;
 /// A directory of files to serve, which is removed when this is dropped.
 #[derive(Debug)]
 pub struct Files {
-    root: PathBuf,
+    directory: Directory,
 }
 
 impl Files {
@@ -25,14 +26,12 @@ impl Files {
     /// # Errors
     /// The system's.
     pub fn new() -> Result<Files> {
-        let root = std::env::temp_dir().join(format!("baton-files-{}", std::process::id()));
-        std::fs::create_dir(&root).with_context(|| format!("making {}", root.display()))?;
-        Ok(Files { root })
+        Ok(Files { directory: Directory::new(Kind::Files)? })
     }
 
     /// The directory.
     pub fn root(&self) -> &Path {
-        &self.root
+        self.directory.path()
     }
 
     /// Makes the file of the first `length` bytes of stream `key`.
@@ -40,18 +39,12 @@ impl Files {
     /// # Errors
     /// The system's.
     pub fn add(&self, key: u64, length: usize) -> Result<()> {
-        let directory = self.root.join(key.to_string());
+        let directory = self.root().join(key.to_string());
         std::fs::create_dir_all(&directory)?;
         let mut bytes = vec![0; length];
         stream::fill(key, 0, &mut bytes);
         let path = directory.join(length.to_string());
         std::fs::write(&path, bytes).with_context(|| format!("writing {}", path.display()))
-    }
-}
-
-impl Drop for Files {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.root);
     }
 }
 
@@ -101,15 +94,15 @@ impl Program {
         Ok(match self {
             Program::Nginx(path) => {
                 let path = path.clone().into_os_string();
-                let configuration = files.root.join(format!("nginx-{}.conf", address.port()));
-                let root = files.root.display().to_string();
+                let configuration = files.root().join(format!("nginx-{}.conf", address.port()));
+                let root = files.root().display().to_string();
                 let text = NGINX.replace("ROOT", &root).replace("ADDRESS", &address.to_string());
                 std::fs::write(&configuration, text.replace("PORT", &address.port().to_string()))?;
                 vec![path, "-e".into(), "stderr".into(), "-p".into(), root.into(), "-c".into(), configuration.into()]
             }
             Program::Small => {
                 let program = std::env::current_exe()?.into_os_string();
-                vec![program, "serve-files".into(), address.to_string().into(), files.root.clone().into_os_string()]
+                vec![program, "serve-files".into(), address.to_string().into(), files.root().as_os_str().to_owned()]
             }
         })
     }

@@ -6,11 +6,11 @@
 //!   programs, kernel ── TAP baton0 ── NIC ── link ── TAP eth0 ── kernel, clients
 //! ```
 //!
-//! The link is the NIC's wire: a TAP in host B, with an emulated link before it when faults are wanted. Nothing has a
-//! name in the file system that outlives this process: all is held by descriptors, so nothing is left behind however it
-//! ends.
+//! The link is the NIC's wire: a TAP in host B, with an emulated link before it when faults are wanted. All but the
+//! directory of the sockets is held by descriptors, so only that is left behind by a process that is killed.
 
 use crate::container::{Container, ROOT};
+use crate::temporary::{Directory, Kind};
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Choose, Crash};
 use baton_client::tool::Tool;
@@ -166,7 +166,7 @@ pub struct Testbed {
     /// Present if host A is one.
     pub container: Option<Container>,
     parent: Option<Channel>,
-    directory: PathBuf,
+    directory: Directory,
 }
 
 /// Host A's addresses, IPv4 then IPv6.
@@ -380,13 +380,12 @@ impl Testbed {
         if let Some(rules) = &settings.firewall {
             install_firewall(&host_a, rules)?;
         }
-        let directory = std::env::temp_dir().join(format!("baton-{}-{:x}", std::process::id(), next_number()));
-        std::fs::create_dir(&directory).with_context(|| format!("making {}", directory.display()))?;
+        let directory = Directory::new(Kind::Bed)?;
         let nic = nic_settings(settings, segmentation);
         let (owner, devices, nic) = match &settings.control_point {
             None => (None, devices, nic),
             Some(control_point) => {
-                let (owner, devices, nic) = hand_over(control_point, devices, nic, settings, &directory)?;
+                let (owner, devices, nic) = hand_over(control_point, devices, nic, settings, directory.path())?;
                 (Some(owner), devices, nic)
             }
         };
@@ -395,7 +394,7 @@ impl Testbed {
             crash: settings.crash,
             choose: settings.choose,
             measured: Vec::new(),
-            socket: directory.join("agent.sock"),
+            socket: directory.path().join("agent.sock"),
             interface: (!settings.beside).then(|| a.name.into()),
             session_bytes: 2 << 30,
             lingers: false,
@@ -413,7 +412,7 @@ impl Testbed {
             }
             Some(container) => {
                 // The agent's socket is made by the host's root.
-                chown(&directory, Some(ROOT), Some(ROOT))?;
+                chown(directory.path(), Some(ROOT), Some(ROOT))?;
                 baton_keeper::launch(container.command(program), &agent, &devices, None).context("starting Baton on host A")?
             }
         };
@@ -422,12 +421,12 @@ impl Testbed {
 
     /// Path at which programs on host A find the agent.
     pub fn socket(&self) -> PathBuf {
-        self.directory.join("agent.sock")
+        self.directory.path().join("agent.sock")
     }
 
     /// Path at which tools find the NIC's owner, if it has one.
     pub fn filter_socket(&self) -> PathBuf {
-        self.directory.join("filter.sock")
+        self.directory.path().join("filter.sock")
     }
 
     /// Connects a tool to the agent.
@@ -482,12 +481,6 @@ fn program(settings: &TestbedSettings) -> io::Result<PathBuf> {
     settings.program.clone().map_or_else(std::env::current_exe, Ok)
 }
 
-fn next_number() -> u64 {
-    use std::sync::atomic::{AtomicU64, Ordering};
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    NUMBER.fetch_add(1, Ordering::Relaxed)
-}
-
 fn install_firewall(host: &Namespace, rules: &str) -> Result<()> {
     use std::io::Write;
     let mut command = Command::new("nft");
@@ -505,7 +498,6 @@ impl Drop for Testbed {
         // The keeper ends when its parent's connection is closed, after everything has been restored.
         self.parent.take();
         let _ = self.keeper.wait();
-        let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
 

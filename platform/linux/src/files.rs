@@ -1,6 +1,7 @@
-//! Checks of files that other processes have opened, and the limit on the size of files.
+//! Checks of files that other processes have opened, locks, and the limit on the size of files.
 
-use rustix::fs::{FileType, fstat, fstatfs, ftruncate};
+use rustix::fs::{FileType, FlockOperation, flock, fstat, fstatfs, ftruncate};
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -16,6 +17,19 @@ const FUSE: u64 = 0x6573_5546;
 pub fn is_plain(fd: BorrowedFd<'_>) -> io::Result<bool> {
     let kind = FileType::from_raw_mode(fstat(fd)?.st_mode);
     Ok(kind.is_file() && fstatfs(fd)?.f_type as u64 != FUSE)
+}
+
+/// Locks a file or directory for as long as it is open here (flock(2)). False if it is locked by somebody who has
+/// opened it as well.
+///
+/// # Errors
+/// The failed system call's: some file systems have no locks.
+pub fn try_lock(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    match flock(fd, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Lifts this process's limit on the size of files (`ulimit -f`) as far as allowed: shared memory counts as a file.

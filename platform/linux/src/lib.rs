@@ -19,6 +19,7 @@ pub mod control;
 pub mod datagrams;
 pub mod device_frames;
 pub mod diagnosis;
+pub mod ending;
 pub mod events;
 pub mod executable;
 pub mod files;

@@ -4,6 +4,7 @@ mod hosts;
 pub mod workers;
 
 use anyhow::Result;
+pub use baton_bed::temporary;
 use clap::Subcommand;
 use std::path::{Path, PathBuf};
 
