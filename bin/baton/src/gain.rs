@@ -38,6 +38,7 @@ pub struct GainArguments {
 fn measure() -> Result<bool> {
     // Before this user becomes another one's root.
     let path = gain_file::path().context("there is no directory for it: set XDG_STATE_HOME or HOME")?;
+    gain_file::check(&path)?;
     let classes = crate::lab::bench::measure_classes()?;
     let mut known = gain_file::read(&path);
     if !gain_file::renew(&mut known, &classes) {

@@ -43,11 +43,24 @@ pub fn read(path: &Path) -> Vec<Measured> {
     })
 }
 
-/// Writes it, at once.
-pub fn write(path: &Path, measured: &[Measured]) -> Result<()> {
+/// Makes its directory. Returns the path at which the next one is written.
+fn place_of_next(path: &Path) -> Result<PathBuf> {
     let directory = path.parent().context("a file in a directory")?;
     std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
-    let new = path.with_extension("json.new");
+    Ok(path.with_extension("json.new"))
+}
+
+/// Fails if it cannot be written.
+#[cfg(feature = "lab")]
+pub fn check(path: &Path) -> Result<()> {
+    let new = place_of_next(path)?;
+    let written = std::fs::write(&new, "").and_then(|()| std::fs::remove_file(&new));
+    written.with_context(|| format!("writing {}", path.display()))
+}
+
+/// Writes it, at once.
+pub fn write(path: &Path, measured: &[Measured]) -> Result<()> {
+    let new = place_of_next(path)?;
     let text = format!("{:#}\n", Value::from_iter(measured.iter().map(in_json)));
     let written = std::fs::write(&new, text).and_then(|()| std::fs::rename(&new, path));
     written.with_context(|| format!("writing {}", path.display()))

@@ -5,6 +5,7 @@ use crate::probe;
 use crate::report;
 use crate::server::{Files, Program, Server};
 use crate::statistics::{Percentiles, quantile};
+use crate::temporary::ResultFile;
 use crate::testbed::{Testbed, TestbedSettings, address_a, without_baton};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::Counter;
@@ -17,7 +18,7 @@ use baton_sim::{Rng, stream};
 use serde::Serialize;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::Ordering;
@@ -133,6 +134,9 @@ fn address() -> SocketAddr {
 /// If it cannot be set up. Failed checks are in the report.
 pub fn run(directory: &Path) -> Result<DemoReport> {
     std::fs::create_dir_all(directory).with_context(|| format!("making {}", directory.display()))?;
+    // Not after half a minute.
+    let open = |name| ResultFile::open(&directory.join(name));
+    let (json, page) = (open("demo.json")?, open("report.html")?);
     let program = Program::find();
     say(&format!(
         "Compared: {0} on a Linux host with a veth link and no Baton at all, and the same {0} under `baton run` behind a NIC
@@ -187,7 +191,8 @@ pub fn run(directory: &Path) -> Result<DemoReport> {
     report.blackout_us = blackout.blackout;
     report.moves += blackout.moves;
     conclude(&mut report);
-    write_results(&report, directory)?;
+    json.write(serde_json::to_string_pretty(&report)?.as_bytes())?;
+    page.write(report::html(&report)?.as_bytes())?;
     Ok(report)
 }
 
@@ -456,14 +461,6 @@ fn conclude(report: &mut DemoReport) {
     check(report.resets_seen_by_peer == 0, format!("{} connections broke", report.resets_seen_by_peer));
     check(report.bytes_verified > 0, "no byte was checked".into());
     check(report.moves >= 2000, format!("only {} moves were made", report.moves));
-}
-
-fn write_results(report: &DemoReport, directory: &Path) -> Result<()> {
-    let json: PathBuf = directory.join("demo.json");
-    std::fs::write(&json, serde_json::to_string_pretty(report)?).with_context(|| format!("writing {}", json.display()))?;
-    let html = directory.join("report.html");
-    std::fs::write(&html, report::html(report)?).with_context(|| format!("writing {}", html.display()))?;
-    Ok(())
 }
 
 /// The change from kernel to NIC, as text: empty where the kernel has nothing to compare with.

@@ -1,13 +1,12 @@
 //! `baton bench all`: the benches that compare with the kernel, or have a figure to reach, on one page.
 
 use super::bench::Compare;
-use anyhow::{Context, Result};
+use anyhow::Result;
+use baton_bed::temporary::ResultFile;
 use baton_lab::bars::Bar;
 use baton_lab::compare::{Row, What};
 use baton_lab::page::{self, Section};
 use serde::Serialize;
-use std::fs::File;
-use std::io::Write;
 use std::path::Path;
 
 /// Moves of a round.
@@ -23,11 +22,11 @@ const INSTRUCTIONS: [(&str, f64); 3] = [
 /// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and
 /// met their bounds.
 pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
-    // Not after twenty minutes.
-    let mut page = page.map(|path| File::create(path).with_context(|| format!("writing {}", path.display()))).transpose()?;
     // Before this user becomes another one's root.
     let kept = crate::page::last_report();
     baton_linux::namespace::become_root_if_needed()?;
+    // Not after twenty minutes.
+    let page = page.map(ResultFile::open).transpose()?;
     let machine = baton_linux::process::machine();
     let programs = |what| {
         let report = how.measure(what)?;
@@ -35,7 +34,7 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
         Ok(Part { rows, ..Part::of(Ok(report), |report| &report.bars)? })
     };
     if how.chooses_gain() {
-        return report(how, page.as_mut(), kept.as_deref(), &machine, &by_gain(programs));
+        return report(how, page, kept.as_deref(), &machine, &by_gain(programs));
     }
     let sections = [
         section("datapath", "Instructions of a received segment on a wire in memory.", datapath()),
@@ -72,7 +71,7 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
             Part::of(baton_lab::connections::run(how.rounds), |report| &report.bars),
         ),
     ];
-    report(how, page.as_mut(), kept.as_deref(), &machine, &sections)
+    report(how, page, kept.as_deref(), &machine, &sections)
 }
 
 /// The benches of loads that are placed where they were measured to be better served.
@@ -86,10 +85,10 @@ fn by_gain(programs: impl Fn(What) -> Result<Part>) -> [Section; 4] {
 }
 
 /// Writes the page, and prints the rest. Returns whether all ran and met their bounds.
-fn report(how: &Compare, page: Option<&mut File>, kept: Option<&Path>, machine: &str, sections: &[Section]) -> Result<bool> {
+fn report(how: &Compare, page: Option<ResultFile>, kept: Option<&Path>, machine: &str, sections: &[Section]) -> Result<bool> {
     let html = page::html(machine, sections);
     if let Some(page) = page {
-        page.write_all(html.as_bytes()).context("writing the page")?;
+        page.write(html.as_bytes())?;
     }
     if let Some(kept) = kept
         && let Err(error) = keep(kept, &html)

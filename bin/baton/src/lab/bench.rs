@@ -2,7 +2,8 @@
 
 use super::all;
 use crate::nics::{Chosen, PolicyArguments};
-use anyhow::{Context, Result};
+use anyhow::Result;
+use baton_bed::temporary::ResultFile;
 use baton_bed::testbed::TestbedSettings;
 use baton_lab::compare::{self, CompareReport, CompareSettings, Way, What};
 use baton_lab::lro::LroSettings;
@@ -523,9 +524,10 @@ fn bench_lro(how: &LargeReceive) -> Result<bool> {
     if let Some(gigabytes) = how.verify {
         return verify_lro(gigabytes, how.json);
     }
+    let plot = how.plot.as_deref().map(ResultFile::open).transpose()?;
     let report = baton_lab::lro::run(&settings, |cell| eprintln!("{}", baton_lab::lro::line(cell)))?;
-    if let Some(path) = &how.plot {
-        std::fs::write(path, baton_lab::lro::plot(&report)?).with_context(|| format!("writing {}", path.display()))?;
+    if let Some(plot) = plot {
+        plot.write(baton_lab::lro::plot(&report)?.as_bytes())?;
     }
     print_bars(&report.bars, &report, how.json)
 }

@@ -1,6 +1,7 @@
 //! `baton lab`: the papers that Baton began with, repeated.
 
 use anyhow::{Context, Result, bail};
+use baton_bed::temporary::ResultFile;
 use baton_lab::equations::{self, Load};
 use baton_lab::papers::report::Report;
 use baton_lab::papers::sabotage::Sabotage;
@@ -129,16 +130,21 @@ fn report(document: &Document, how: &How) -> Result<Report> {
     Ok(report)
 }
 
+/// Opens the file of the page, if it is wanted.
+fn open_page(how: &How) -> Result<Option<ResultFile>> {
+    how.output.as_deref().map(ResultFile::open).transpose()
+}
+
 /// Writes the page, if it is wanted.
-fn write_page(how: &How, reports: &[Report]) -> Result<()> {
-    let Some(file) = &how.output else { return Ok(()) };
-    std::fs::write(file, page::html(reports)?).with_context(|| format!("writing {}", file.display()))
+fn write_page(file: Option<ResultFile>, reports: &[Report]) -> Result<()> {
+    file.map_or(Ok(()), |file| file.write(page::html(reports)?.as_bytes()))
 }
 
 fn one(word: &str, how: &How) -> Result<bool> {
     let document = DOCUMENTS.iter().find(|document| document.word == word).context("the document has a line in DOCUMENTS")?;
+    let page = open_page(how)?;
     let report = report(document, how)?;
-    write_page(how, std::slice::from_ref(&report))?;
+    write_page(page, std::slice::from_ref(&report))?;
     if how.json {
         println!("{}", serde_json::to_string(&report)?);
     } else {
@@ -158,6 +164,7 @@ fn all(how: &How) -> Result<bool> {
     {
         bail!("no document's models know a sabotage {name}");
     }
+    let page = open_page(how)?;
     let mut reports = Vec::new();
     for document in DOCUMENTS {
         let live = how.live && document.live.is_some();
@@ -167,7 +174,7 @@ fn all(how: &How) -> Result<bool> {
         let sabotage = how.sabotage.clone().filter(|name| knows(document, name));
         reports.push(report(document, &How { live, output: None, sabotage, ..*how })?);
     }
-    write_page(how, &reports)?;
+    write_page(page, &reports)?;
     let bars: Vec<_> = reports.iter().flat_map(|report| &report.bars).collect();
     if how.json {
         println!("{}", serde_json::json!({ "documents": reports, "bars": bars }));

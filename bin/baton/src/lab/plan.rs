@@ -5,6 +5,7 @@ use crate::tools::SocketArgument;
 use anyhow::{Context, Result, bail, ensure};
 use baton_abi::layout::Counter;
 use baton_bed::server::Files;
+use baton_bed::temporary::ResultFile;
 use baton_client::tool::Tool;
 use baton_lab::planner::costs::{Host, Nic};
 use baton_lab::planner::load::{Load, Size};
@@ -186,6 +187,7 @@ pub fn run(arguments: &PlanArguments) -> Result<bool> {
         }
         return print_bars(&report.bars, &report, arguments.json);
     }
+    let save = arguments.save.as_deref().map(ResultFile::open).transpose()?;
     let records = arguments.load.as_deref() == Some(Path::new("record"));
     let file = arguments.load.as_deref().filter(|_| !records);
     let mut load: Option<Load> = file.map(read).transpose()?;
@@ -196,9 +198,8 @@ pub fn run(arguments: &PlanArguments) -> Result<bool> {
     if let Some(carried) = carried {
         load = Some(carried.load("recorded", &nic.offloaded.program)?);
     }
-    if let Some(path) = &arguments.save {
-        let text = toml::to_string(&File { host: Some(host.clone()), nic: Some(nic.clone()) })?;
-        std::fs::write(path, text).with_context(|| format!("writing {}", path.display()))?;
+    if let Some(save) = save {
+        save.write(toml::to_string(&File { host: Some(host.clone()), nic: Some(nic.clone()) })?.as_bytes())?;
     }
     let Some(load) = load else { return Ok(true) };
     let rows = planner::plan(&host, &nic, &load, arguments.connections)?;

@@ -1,6 +1,7 @@
 //! `baton ttcp`.
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
+use baton_bed::temporary::ResultFile;
 use baton_lab::ttcp::program::Direction;
 use baton_lab::ttcp::{TtcpSettings, WAYS, buffering, cost, line, run, svg};
 use std::path::PathBuf;
@@ -85,12 +86,15 @@ fn settings(arguments: &TtcpArguments) -> Result<TtcpSettings> {
 pub fn ttcp(arguments: &TtcpArguments) -> Result<bool> {
     let settings = settings(arguments)?;
     baton_linux::namespace::become_root_if_needed()?;
+    let open = |direction: Direction| -> Result<Option<ResultFile>> {
+        let name = if direction == Direction::Transmit { "ttcp-transmit.svg" } else { "ttcp-receive.svg" };
+        arguments.plot.as_ref().map(|directory| ResultFile::open(&directory.join(name))).transpose()
+    };
+    let plots = settings.directions.iter().map(|direction| open(*direction)).collect::<Result<Vec<_>>>()?;
     let report = run(&settings, |cell| eprintln!("{}", line(cell)))?;
-    if let Some(directory) = &arguments.plot {
-        for direction in &settings.directions {
-            let name = if *direction == Direction::Transmit { "ttcp-transmit.svg" } else { "ttcp-receive.svg" };
-            let path = directory.join(name);
-            std::fs::write(&path, svg(&report, *direction)?).with_context(|| format!("writing {}", path.display()))?;
+    for (direction, plot) in settings.directions.iter().zip(plots) {
+        if let Some(plot) = plot {
+            plot.write(svg(&report, *direction)?.as_bytes())?;
         }
     }
     if arguments.costs {

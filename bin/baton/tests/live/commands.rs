@@ -3,7 +3,12 @@
 use crate::library::finish;
 use crate::scratch::{Scratch, text};
 use baton_linux::namespace::Namespace;
-use std::process::{Command, Output};
+use baton_linux::process;
+use std::io::{BufRead, BufReader};
+use std::os::unix::fs::chown;
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
 
 /// The command, without what the environment says about Baton.
 fn baton(arguments: &[&str]) -> Command {
@@ -86,5 +91,96 @@ fn a_command_fails_where_no_baton_runs() {
         assert!(text(&ran.stderr).starts_with("baton: no Baton runs here; "), "{words:?}: {}", text(&ran.stderr));
         let printed = if words[words.len() - 1] == "--json" { "[]\n" } else { "" };
         assert_eq!(text(&ran.stdout), printed, "{words:?}");
+    }
+}
+
+/// What is in a directory.
+fn names_in(place: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(place).expect("a directory").flatten();
+    let mut names: Vec<String> = entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// A signal ends a command that has two hosts, and nothing of it is left: no directory, and no empty file for its
+/// result.
+#[test]
+fn a_command_that_a_signal_ends_leaves_nothing() {
+    let scratch = Scratch::new("ended");
+    let (temporary, output) = (scratch.0.join("temporary"), scratch.0.join("output"));
+    [&temporary, &output].into_iter().for_each(|path| std::fs::create_dir(path).expect("a directory"));
+    let at = output.to_str().expect("a path");
+    for (words, line) in [
+        (&["hosts", "--", "sh", "-c", "echo ready; exec sleep 600"][..], "ready"),
+        (&["demo", "--output", at][..], "HTTP connections to each"),
+    ] {
+        let mut command = baton(words);
+        command.env("TMPDIR", &temporary).stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut child = command.spawn().expect("baton");
+        let mut lines = BufReader::new(child.stdout.take().expect("its output")).lines().map_while(Result::ok);
+        assert!(lines.any(|said| said.contains(line)), "{words:?} has not begun");
+        assert!(!names_in(&temporary).is_empty(), "{words:?} has no directory");
+        process::signal(child.id(), libc::SIGTERM).expect("it lives");
+        assert_eq!(child.wait().expect("its end").signal(), Some(libc::SIGTERM), "{words:?}");
+        for place in [&temporary, &output] {
+            assert_eq!(names_in(place), [] as [&str; 0], "{words:?} in {}", place.display());
+        }
+    }
+}
+
+/// `doctor --cleanup` removes what processes have left that were killed, and nothing of those that live, of other
+/// users, or behind a link.
+#[test]
+fn what_killed_commands_have_left_is_removed() {
+    let scratch = Scratch::new("left");
+    let mut child = baton(&["hosts", "--", "sh", "-c", "echo ready; exec sleep 600"]);
+    child.env("TMPDIR", &scratch.0).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = child.spawn().expect("baton");
+    let mut ready = String::new();
+    BufReader::new(child.stdout.take().expect("its output")).read_line(&mut ready).expect("a line");
+    assert_eq!(ready, "ready\n");
+    let dead = child.id();
+    let directory = |name: String| {
+        let path = scratch.0.join(name);
+        std::fs::create_dir(&path).expect("a directory");
+        path
+    };
+    directory(format!("baton-files-{}-0", std::process::id()));
+    chown(directory(format!("baton-files-{dead}-1")), Some(65534), None).expect("root's right");
+    std::os::unix::fs::symlink(directory("else".into()), scratch.0.join(format!("baton-files-{dead}-2"))).expect("a link");
+    let cleaned = || {
+        let mut doctor = baton(&["doctor", "--cleanup"]);
+        doctor.env("TMPDIR", &scratch.0);
+        text(&finish(&Namespace::new().expect("a namespace"), doctor).stderr)
+    };
+    let kept = names_in(&scratch.0);
+    cleaned();
+    assert_eq!(names_in(&scratch.0), kept, "it lives");
+    child.kill().expect("it lives");
+    child.wait().expect("its end");
+    let said = cleaned();
+    let bed = kept.iter().find(|name| name.starts_with("baton-bed-")).expect("its directory");
+    assert!(said.contains(&format!("removed {}", scratch.file(bed))), "{said}");
+    let left: Vec<String> = kept.iter().filter(|name| *name != bed).cloned().collect();
+    assert_eq!(names_in(&scratch.0), left, "{said}");
+}
+
+/// A file for a result that cannot be written is an error before anything is measured.
+#[test]
+fn a_result_without_a_place_is_refused_at_once() {
+    let scratch = Scratch::new("results");
+    let missing = scratch.file("missing/result");
+    for words in [
+        &["bench", "lro", "--plot"][..],
+        &["bench", "all", "--page"],
+        &["ttcp", "--plot"],
+        &["plan", "--save"],
+        &["lab", "rmpp", "--output"],
+        &["lab", "all", "--output"],
+    ] {
+        let ran = ran(baton(words).arg(&missing));
+        assert_eq!(ran.status.code(), Some(2), "{words:?}: {}", text(&ran.stderr));
+        let said = text(&ran.stderr);
+        assert!(said.starts_with(&format!("baton: writing {missing}")) && said.contains("No such file"), "{words:?}: {said}");
     }
 }
