@@ -22,7 +22,7 @@ mod session;
 mod shared;
 pub mod tool;
 
-pub use baton_shm::{guarded, keep_unlocked};
+pub use baton_shm::{address_space, guarded, keep_unlocked};
 pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
 pub use datagrams::Datagrams;

@@ -3,7 +3,8 @@
 use crate::sections::{self, Section};
 use crate::tcp::Tcp;
 use crate::{faults, filters, forks, real, starts, table, tcp, thread, wait};
-use baton_abi::layout::session::MAX_CONNECTIONS;
+use baton_abi::layout::session::{HEAP, MAX_CONNECTIONS};
+use baton_client::address_space::{self, RESERVE};
 use baton_client::rules::{Offload, RUN_VARIABLE, Rule, Run};
 use baton_client::{DESCRIPTORS, Listener, Shared};
 use baton_linux::control::Channel;
@@ -222,9 +223,8 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
     if wait::now() < NOT_BEFORE.load(Ordering::Acquire) {
         return None;
     }
-    let most = most_descriptors();
-    if most < LEAST_DESCRIPTORS {
-        report_few(most);
+    if let Some((why, reported)) = what_is_scarce() {
+        report_scarce(why, reported);
         NOT_BEFORE.store(wait::now() + AGAIN, Ordering::Release);
         return None;
     }
@@ -290,18 +290,39 @@ fn open(hold: impl FnOnce() -> Option<MutexGuard<'static, ()>>) -> Option<&'stat
     }
 }
 
-/// Reports to the agent that this process keeps its descriptors to itself, once.
+/// What this process has too little of for a session, as a reason for people, and the process that has reported it to
+/// the agent; 0 if none has.
 #[cold]
-fn report_few(most: u64) {
-    /// The process that has reported it; 0 if none has.
-    static REPORTED: AtomicU32 = AtomicU32::new(0);
-    if REPORTED.swap(identity(), Ordering::AcqRel) == identity() {
+fn what_is_scarce() -> Option<(String, &'static AtomicU32)> {
+    static FEW: AtomicU32 = AtomicU32::new(0);
+    static NARROW: AtomicU32 = AtomicU32::new(0);
+    let most = most_descriptors();
+    if most < LEAST_DESCRIPTORS {
+        let why = format!("its program may have only {most} descriptors, and Baton would need some of them (ulimit -n)");
+        return Some((why, &FEW));
+    }
+    let left = {
+        // A signal handler that does not return would leave a descriptor to the program.
+        let _undisturbed = Undisturbed::begin();
+        address_space::left().filter(|left| *left < HEAP as u64 + RESERVE)?
+    };
+    let why = format!(
+        "address space: its program may map only {} KB more, and Baton leaves {} KB to it: raise the limit (ulimit -v)",
+        left >> 10,
+        RESERVE >> 10
+    );
+    Some((why, &NARROW))
+}
+
+/// Reports to the agent why this process keeps to itself what a session would take, once.
+#[cold]
+fn report_scarce(why: String, reported: &AtomicU32) {
+    if reported.swap(identity(), Ordering::AcqRel) == identity() {
         return;
     }
     let errno = thread::errno();
-    let why = format!("its program may have only {most} descriptors, and Baton would need some of them (ulimit -n)");
     if !tell(Native::Refused(why)) {
-        REPORTED.store(0, Ordering::Release);
+        reported.store(0, Ordering::Release);
     }
     thread::set_errno(errno);
 }

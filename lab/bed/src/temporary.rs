@@ -43,7 +43,8 @@ impl Kind {
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
-    /// It is locked for as long as this is open, so that nobody in another PID namespace takes it for one that was left.
+    /// It is locked for as long as this is open, so that nobody in another PID namespace takes it for one that was
+    /// left.
     _locked: File,
 }
 

@@ -12,8 +12,8 @@ static TOLD: AtomicI32 = AtomicI32::new(-1);
 /// Writes a signal's number into the pipe.
 extern "C" fn note(signal: libc::c_int) {
     let number = signal as u8;
-    // SAFETY: write(2) is async-signal-safe, and `number` is one byte that lives until it returns. The location of errno
-    // is this thread's; what the signal has interrupted finds it as it was.
+    // SAFETY: write(2) is async-signal-safe, and `number` is one byte that lives until it returns. The location of
+    // errno is this thread's; what the signal has interrupted finds it as it was.
     unsafe {
         let errno = *libc::__errno_location();
         libc::write(TOLD.load(Ordering::Relaxed), (&raw const number).cast(), 1);

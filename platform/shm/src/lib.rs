@@ -1,6 +1,7 @@
 //! Memory shared between processes. Whoever is at the other side may write anything at any time: every value is copied
 //! once and then checked.
 
+pub mod address_space;
 mod copy;
 pub mod guarded;
 mod lines;

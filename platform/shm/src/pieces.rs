@@ -4,8 +4,9 @@
 //! (RLIMIT_AS), be locked by mlockall(2) and be written into core files. So its beginning is mapped at once, and the
 //! rest by pieces, when they are first reached. The addresses of the others are not reserved, which would count as
 //! well. They are far below those that the kernel gives out, and a piece whose addresses have been taken nevertheless
-//! cannot be mapped.
+//! cannot be mapped. Nor is one that would take the last of a limited address space, which the program may need.
 
+use crate::address_space;
 use core::mem::MaybeUninit;
 use core::ptr::NonNull;
 use core::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -135,6 +136,9 @@ impl Pieces {
 
     fn map(&self, base: NonNull<u8>, fd: BorrowedFd<'_>, piece: usize) -> bool {
         let (from, to) = self.bounds(piece);
+        if !address_space::has_room(to - from) {
+            return false;
+        }
         let Ok(made) = map_at(base.as_ptr() as usize + from, to - from, fd, from) else { return false };
         exclude_from_dumps(made.as_ptr(), to - from);
         self.mapped[piece].store(true, Ordering::Release);

@@ -106,6 +106,20 @@ static void limited(void)
     use(pair);
 }
 
+/* So little address space that a session's memory would take what the program needs itself. */
+static void kept_free(void)
+{
+    struct rlimit most = {(status("VmSize") << 10) + (12 << 20), RLIM_INFINITY};
+    CHECK(setrlimit(RLIMIT_AS, &most) == 0);
+    struct pair pair = connect_pair();
+    use(pair);
+    char *own = malloc(10 << 20);
+    CHECK(own);
+    memset(own, 1, 10 << 20);
+    use(pair);
+    free(own);
+}
+
 /* Kilobytes of mappings shared with others that a core file contains. */
 static void dumped(void)
 {
@@ -128,7 +142,12 @@ static void dumped(void)
 int main(int count, char **words)
 {
     static const struct test_case cases[] = {
-        {"address space", address_space}, {"locked", locked}, {"locked before", locked_before}, {"limited", limited}, {"dumped", dumped},
+        {"address space", address_space},
+        {"locked", locked},
+        {"locked before", locked_before},
+        {"limited", limited},
+        {"kept free", kept_free},
+        {"dumped", dumped},
     };
     alarm(STANDS_STILL);
     CHECK(count > 1);

@@ -332,10 +332,10 @@ fn short_waits_are_as_short_as_natively() {
 }
 
 /// What a connection on the NIC adds to a program's address space, to what mlockall(2) locks, and to core files, is not
-/// session memory as a whole; and a program without address space for more goes on.
+/// session memory as a whole; a program without address space for more goes on, and one with little keeps it.
 #[test]
 fn session_memory_is_no_memory_of_the_programs() {
-    for case in ["address space", "locked", "locked before", "limited", "dumped"] {
+    for case in ["address space", "locked", "locked before", "limited", "kept free", "dumped"] {
         as_natively("memory", case);
     }
 }

@@ -427,6 +427,11 @@ def open_polled_ring():
     assert ctypes.CDLL(None).syscall(425, 4, parameters) >= 0
 if what == 'io_uring before':
     open_polled_ring()
+if what == 'limited':
+    import resource
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + (12 << 20), hard))
 listener = socket.create_server(('127.0.0.1', 0))
 client = socket.create_connection(listener.getsockname())
 server = listener.accept()[0]
@@ -442,6 +447,8 @@ for _ in range(20):
     exchange()
 if what == 'io_uring':
     open_polled_ring()
+if what == 'limited':
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 # Waits: until the list no longer has what a connection waits for first.
 for _ in range(500):
     said = subprocess.run([baton, 'ls'], capture_output=True, text=True).stdout
@@ -457,7 +464,12 @@ fn what_is_served_natively_says_why() {
     let scratch = Scratch::new("natively");
     let baton = env!("CARGO_BIN_EXE_baton");
     let ring = ("runs without Baton", "io_uring: ");
-    let cases = [("inq", "127.0.0.1:", "TCP_INQ"), ("io_uring", ring.0, ring.1), ("io_uring before", ring.0, ring.1)];
+    let cases = [
+        ("inq", "127.0.0.1:", "TCP_INQ"),
+        ("io_uring", ring.0, ring.1),
+        ("io_uring before", ring.0, ring.1),
+        ("limited", "has connections that stay in the kernel", "address space: its program may map only "),
+    ];
     for (what, says, why) in cases {
         let arguments = ["--rule", "established", "--eager", "--", "python3", "-c", KEPT_NATIVE, what, baton];
         let said = text(&baton_run(&scratch, &arguments).stdout);
