@@ -9,7 +9,7 @@ use baton_linux::files;
 use baton_linux::foreign::{self, Foreign};
 use baton_log::warning;
 use baton_moves::Refusal;
-use baton_protocol::program::{Flip, Report};
+use baton_protocol::program::{Flip, NOT_ASKED, Report};
 use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -79,7 +79,8 @@ impl Group {
     pub fn forgotten(&mut self, connection: &Connection) {
         *self.report.connections_by_moves.entry(connection.made).or_default() += 1;
         if connection.made == 0 {
-            let longest = counter(&mut self.report.unmoved, &connection.reason);
+            let reason: &str = if connection.reason.is_empty() { NOT_ASKED } else { &connection.reason };
+            let longest = counter(&mut self.report.unmoved, reason);
             *longest = (monotonic_micros().saturating_sub(connection.since) / 1000).max(*longest);
         }
     }
@@ -218,6 +219,10 @@ impl Groups {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::block::Block;
+    use baton_abi::layout::session;
+    use baton_shm::Region;
+    use baton_wire::{Endpoint, Flow};
     use std::fs::File;
     use std::os::fd::OwnedFd;
 
@@ -241,6 +246,20 @@ mod tests {
         (0..40).for_each(|name| groups.remove(name));
         assert!(foreign::is_stuck(ITS) && !foreign::is_stuck(OTHER));
         drop(held);
+    }
+
+    /// No move was due for the first one.
+    #[test]
+    fn each_connection_that_never_moved_has_a_reason() {
+        let end = |host| Endpoint::v4([10, 0, 0, host], 80);
+        let flow = Flow { local: end(1), remote: end(2), device: 0 };
+        let block = Block::new(Arc::new(Region::private(session::HEAP).expect("memory")), 0);
+        let mut connection = Connection::new(None, flow, flow.local.into(), flow.remote.into(), block);
+        let mut group = Group::new(0, None, None);
+        group.forgotten(&connection);
+        connection.reason = "fork".into();
+        group.forgotten(&connection);
+        assert!(group.report.unmoved.keys().eq(["fork", NOT_ASKED]), "{:?}", group.report);
     }
 
     #[test]

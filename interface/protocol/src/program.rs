@@ -393,6 +393,9 @@ impl Flip {
     }
 }
 
+/// Why a connection is where it is that has no other reason: no move was due.
+pub const NOT_ASKED: &str = "nothing has asked for a move";
+
 /// What happened to the connections of a group.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
@@ -402,8 +405,7 @@ pub struct Report {
     pub moves: u64,
     /// Connections by the number of moves that they made.
     pub connections_by_moves: std::collections::BTreeMap<u32, u64>,
-    /// Connections that never moved: the longest life in milliseconds, by the reason why they stayed. The reason is
-    /// empty if no move was due.
+    /// Connections that never moved: the longest life in milliseconds, by the reason why they stayed.
     pub unmoved: std::collections::BTreeMap<String, u64>,
     /// Restores that the program caused, by cause.
     pub given_back: std::collections::BTreeMap<String, u64>,

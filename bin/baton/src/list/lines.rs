@@ -3,7 +3,7 @@
 use super::columns::{Column, bytes, duration, table};
 use super::row::{Rate, Row};
 use baton_handoff::examine::state_name;
-use baton_protocol::program::{Place, Withdrawn};
+use baton_protocol::program::{NOT_ASKED, Place, Withdrawn};
 use std::collections::BTreeMap;
 
 /// What is shown of connections.
@@ -179,10 +179,7 @@ pub fn summary(rows: &[&Row]) -> Vec<String> {
     };
     add("STATE", count(&|row| state_name(row.info.detail.state).into()));
     add("PROGRAM", count(&|row| row.name.clone()));
-    add(
-        "WHY",
-        count(&|row| if row.info.reason.is_empty() { "nothing has asked for a move".into() } else { row.info.reason.clone() }),
-    );
+    add("WHY", count(&|row| if row.info.reason.is_empty() { NOT_ASKED.into() } else { row.info.reason.clone() }));
     lines
 }
 
