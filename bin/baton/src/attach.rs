@@ -32,7 +32,7 @@ pub struct Which {
     #[arg(value_name = "PID")]
     process: Option<u32>,
     /// Connections with this local port, of whatever process.
-    #[arg(long)]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     port: Option<u16>,
     /// Processes of a control group, as /proc/PID/cgroup names it.
     #[arg(long, value_name = "PATH")]

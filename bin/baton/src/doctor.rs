@@ -45,7 +45,7 @@ pub struct DoctorArguments {
     #[arg(value_name = "PID|UNIT", conflicts_with_all = ["cleanup", "port"])]
     program: Option<String>,
     /// Watch who listens at this port, and the connections there.
-    #[arg(long, value_name = "N", conflicts_with = "cleanup")]
+    #[arg(long, value_name = "N", conflicts_with = "cleanup", value_parser = clap::value_parser!(u16).range(1..))]
     port: Option<u16>,
     /// How long a program is watched.
     #[arg(long, value_name = "N", default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=86_400))]

@@ -61,10 +61,11 @@ pub struct DetachArguments {
 
 /// Large receive's settings and the path from their names and values.
 fn parse(assignments: &[String]) -> Result<(Offloads, Choice)> {
-    let (mut offloads, mut choice) = (Offloads::default(), Choice::default());
-    for assignment in ["lro=in-order"].into_iter().chain(assignments.iter().map(String::as_str)) {
+    let (mut offloads, mut paths, mut settings) = (Offloads::default(), Vec::new(), Vec::new());
+    offloads.set("lro=in-order").map_err(|why| anyhow!("{why}"))?;
+    for assignment in assignments.iter().map(String::as_str) {
         if let Some(path) = assignment.strip_prefix("path=") {
-            choice = parse_path(path)?;
+            paths.push(path);
             continue;
         }
         let (key, _) = assignment.split_once('=').unwrap_or((assignment, ""));
@@ -72,8 +73,14 @@ fn parse(assignments: &[String]) -> Result<(Offloads, Choice)> {
         if !known.contains(&key) {
             bail!("{key}: no setting of large receive: write KEY=VALUE; known are path, {}", known.join(", "));
         }
-        offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
+        settings.push(assignment);
     }
+    offloads.set_all(settings).map_err(|why| anyhow!("{why}"))?;
+    let choice = match paths[..] {
+        [] => Choice::default(),
+        [path] => parse_path(path)?,
+        [one, other, ..] => bail!("path={one} and path={other}: leave one of them out"),
+    };
     if offloads.lro.mode == baton_lro::Mode::Off {
         bail!("lro=off: nothing would be merged; `baton nic detach` ends what is attached");
     }

@@ -21,6 +21,7 @@ mod nic;
 mod nic_messages;
 mod nic_receive;
 mod nics;
+mod numbers;
 mod page;
 mod placement;
 mod report;

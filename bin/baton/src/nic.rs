@@ -117,9 +117,7 @@ fn set(arguments: &SetArguments) -> Result<bool> {
     };
     for nic in nics {
         let mut offloads = current(&mut tool, nic)?;
-        for assignment in &arguments.settings {
-            offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
-        }
+        offloads.set_all(arguments.settings.iter().map(String::as_str)).map_err(|why| anyhow!("{why}"))?;
         match tool.ask(Ask::SetOffloads { nic, offloads: Box::new(offloads) })? {
             Reply::Done => {}
             Reply::Failed { reason } => bail!("{reason}"),

@@ -2,6 +2,7 @@
 
 use crate::addresses::{self, AddressArguments};
 use crate::nics::NicsArguments;
+use crate::numbers::MOST_SPIN;
 use crate::placement::{self, Where};
 use crate::run_directory;
 use anyhow::{Context, Result, anyhow, bail};
@@ -32,7 +33,7 @@ pub struct StartArguments {
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
     /// If a Baton is started: microseconds that its NIC polls without work before it sleeps.
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(..=MOST_SPIN))]
     spin: u64,
     #[command(flatten)]
     addresses: AddressArguments,

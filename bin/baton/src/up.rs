@@ -4,6 +4,7 @@
 use crate::addresses::{self, AddressArguments};
 use crate::gain_file;
 use crate::nics::NicsArguments;
+use crate::numbers::{MOST_SPIN, whole};
 use crate::start::{SLOTS, beside_settings};
 use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Limits};
@@ -46,6 +47,9 @@ const LOOK: Duration = Duration::from_secs(10);
 /// Number of refused clients whose connections stay open, so that each can still read the reason.
 const REFUSED: usize = 16;
 
+/// Most namespaces that can be served; each has processes and memory of its own.
+const MOST_NAMESPACES: usize = 65_536;
+
 const LISTENER: u64 = 0;
 const SIGNALS: u64 = 1;
 
@@ -61,21 +65,21 @@ pub struct UpArguments {
     #[arg(long, value_name = "LEVEL", env = baton_log::VARIABLE, hide_env_values = true, default_value_t = Level::Info)]
     log_level: Level,
     /// Microseconds that a NIC polls without work before it sleeps.
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(..=MOST_SPIN))]
     spin: u64,
     #[command(flatten)]
     addresses: AddressArguments,
     /// Most network namespaces that are served at a time.
-    #[arg(long, default_value_t = 64, value_name = "N")]
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = whole(1, MOST_NAMESPACES))]
     namespaces: usize,
     /// Most of those that may be one user's. Root may have all.
-    #[arg(long, default_value_t = 16, value_name = "N")]
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = whole(1, MOST_NAMESPACES))]
     namespaces_per_user: usize,
     /// Most open sessions (processes with connections) of a user in one namespace. Root may have any number.
-    #[arg(long, default_value_t = Limits::default().sessions, value_name = "N")]
+    #[arg(long, default_value_t = Limits::default().sessions, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     sessions_per_user: u32,
     /// Most groups of sessions (programs started by `baton run`) of a user in one namespace. Root may have any number.
-    #[arg(long, default_value_t = Limits::default().groups, value_name = "N")]
+    #[arg(long, default_value_t = Limits::default().groups, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     groups_per_user: u32,
     #[command(flatten)]
     nics: NicsArguments,

@@ -230,6 +230,36 @@ impl Offloads {
         Ok(())
     }
 
+    /// Applies several `KEY=VALUE`s, all of which are in force then.
+    ///
+    /// # Errors
+    /// As [`Offloads::set`], and if two of them contradict each other; then nothing is changed.
+    pub fn set_all<'a>(&mut self, assignments: impl IntoIterator<Item = &'a str>) -> Result<(), String> {
+        let mut all = *self;
+        let mut done: Vec<&str> = Vec::new();
+        for assignment in assignments {
+            all.set(assignment)?;
+            if let Some(other) = done.iter().find(|other| !all.has(other)) {
+                return Err(format!("{other} and {assignment} contradict each other: leave one of them out"));
+            }
+            done.push(assignment);
+        }
+        let given = |key: &str| done.iter().find(|assignment| assignment.split('=').next() == Some(key));
+        if all.lro.quiet.1 > all.lro.age
+            && let (Some(quiet), Some(age)) = (given("lro-quiet-usecs"), given("lro-usecs"))
+        {
+            return Err(format!("{quiet} and {age} contradict each other: an aggregate goes out after {age} in any case"));
+        }
+        *self = all;
+        Ok(())
+    }
+
+    /// Whether a `KEY=VALUE` is in force.
+    fn has(&self, assignment: &str) -> bool {
+        let mut again = *self;
+        again.set(assignment).is_ok() && again == *self
+    }
+
     /// Checks settings that came in another form than by [`Offloads::set`].
     ///
     /// # Errors
@@ -343,6 +373,33 @@ mod tests {
         assert_eq!(set, Offloads { moderation: Moderation::Adaptive, ..Offloads::default() });
         set.set("rx-usecs=0").unwrap();
         assert_eq!(set.moderation, Moderation::Off);
+    }
+
+    #[test]
+    fn settings_that_contradict_each_other_are_refused() {
+        for both in [
+            ["lro=reorder", "lro=in-order"],
+            ["connections=5", "connections=all"],
+            ["adaptive-rx=on", "rx-usecs=50"],
+            ["rx-usecs=50", "adaptive-rx=on"],
+            ["rx-usecs=0", "rx-frames=8"],
+            ["adaptive-bell=burst", "bell-frames=8"],
+            ["lro-quiet-usecs=2000", "lro-usecs=1000"],
+        ] {
+            let mut set = Offloads::default();
+            let error = set.set_all(both).unwrap_err();
+            assert!(both.iter().all(|one| error.contains(one)) && error.contains("contradict"), "{error}");
+            assert_eq!(set, Offloads::default());
+        }
+        for both in [["adaptive-rx=off", "rx-usecs=50"], ["rx-usecs=50", "rx-frames=8"], ["lro=reorder", "lro=reorder"]] {
+            let (mut set, mut one_by_one) = (Offloads::default(), Offloads::default());
+            set.set_all(both).unwrap();
+            both.iter().for_each(|one| one_by_one.set(one).unwrap());
+            assert_eq!(set, one_by_one);
+        }
+        let mut set = Offloads::default();
+        assert!(set.set_all(["tso=on", "lro=yes"]).is_err());
+        assert_eq!(set, Offloads::default());
     }
 
     #[test]

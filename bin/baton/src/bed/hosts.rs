@@ -70,18 +70,15 @@ fn offloads(arguments: &HostsArguments) -> Result<Offloads> {
     if let Some(path) = &arguments.config {
         let text = std::fs::read_to_string(path).with_context(|| format!("reading {}", path.display()))?;
         let config: Config = toml::from_str(&text).map_err(|error| anyhow!("{}: {error}", path.display()))?;
-        for (key, value) in config.nic {
-            let value = match value {
-                toml::Value::String(text) => text,
-                toml::Value::Boolean(on) => if on { "on" } else { "off" }.into(),
-                other => other.to_string(),
-            };
-            offloads.set(&format!("{key}={value}")).map_err(|why| anyhow!("{}: {why}", path.display()))?;
-        }
+        let assignment = |(key, value): (String, toml::Value)| match value {
+            toml::Value::String(text) => format!("{key}={text}"),
+            toml::Value::Boolean(on) => format!("{key}={}", if on { "on" } else { "off" }),
+            other => format!("{key}={other}"),
+        };
+        let all: Vec<String> = config.nic.into_iter().map(assignment).collect();
+        offloads.set_all(all.iter().map(String::as_str)).map_err(|why| anyhow!("{}: {why}", path.display()))?;
     }
-    for assignment in &arguments.settings {
-        offloads.set(assignment).map_err(|why| anyhow!("{why}"))?;
-    }
+    offloads.set_all(arguments.settings.iter().map(String::as_str)).map_err(|why| anyhow!("{why}"))?;
     Ok(arguments.policy.apply(offloads))
 }
 

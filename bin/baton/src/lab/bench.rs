@@ -2,6 +2,7 @@
 
 use super::all;
 use crate::nics::{Chosen, PolicyArguments};
+use crate::numbers::{MOST_SPIN, between, whole};
 use anyhow::Result;
 use baton_bed::temporary::ResultFile;
 use baton_bed::testbed::TestbedSettings;
@@ -11,6 +12,9 @@ use baton_lab::smoltcp_server::{self, Service};
 use baton_offloads::Offloads;
 use baton_protocol::program::ClassInfo;
 use clap::Subcommand;
+
+/// Most rounds of a bench.
+const MOST_ROUNDS: usize = 1000;
 
 const COMPARE_EXAMPLES: &str = "Ways:
   beside    baton run, the NIC beside the kernel on the veth
@@ -53,7 +57,7 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
         /// Rounds; the median counts.
-        #[arg(long, default_value_t = 3)]
+        #[arg(long, default_value_t = 3, value_parser = whole(1, MOST_ROUNDS))]
         rounds: usize,
         /// Megabytes each way.
         #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
@@ -132,7 +136,7 @@ pub enum Bench {
         #[command(flatten)]
         how: Rounds,
         /// Seconds of a round that are measured.
-        #[arg(long, default_value_t = 2.0)]
+        #[arg(long, default_value_t = 2.0, value_parser = between(0.1, 3600.0))]
         seconds: f64,
         /// Where segments are taken: `xdp`, as on a card whose driver has it, or `tc`.
         #[arg(long, default_value = "xdp")]
@@ -160,7 +164,7 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
         /// Rounds; the median counts.
-        #[arg(long, default_value_t = 3)]
+        #[arg(long, default_value_t = 3, value_parser = whole(1, MOST_ROUNDS))]
         rounds: usize,
     },
     /// Messages (RMPP) of 1 MB, with nothing, receiving or both on the NIC in turn: host A's CPU, events, processor
@@ -189,10 +193,10 @@ pub enum Bench {
         #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u16).range(1..=4000))]
         flows: u16,
         /// Zipf's exponent.
-        #[arg(long, default_value_t = 1.0)]
+        #[arg(long, default_value_t = 1.0, value_parser = between(0.0, 10.0))]
         exponent: f64,
         /// How often the weights move to other connections, for each table.
-        #[arg(long, default_value_t = 3)]
+        #[arg(long, default_value_t = 3, value_parser = whole(0, MOST_ROUNDS))]
         shifts: usize,
     },
     /// One connection over 1 Gb/s and 100 ms, on the NIC and in the kernel in turn. Takes about a minute.
@@ -201,10 +205,10 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
         /// Rounds; the median counts.
-        #[arg(long, default_value_t = 3)]
+        #[arg(long, default_value_t = 3, value_parser = whole(1, MOST_ROUNDS))]
         rounds: usize,
         /// Seconds of each transfer.
-        #[arg(long, default_value_t = 5.0)]
+        #[arg(long, default_value_t = 5.0, value_parser = between(0.1, 3600.0))]
         seconds: f64,
     },
     /// Longest waits of requests, and cost of short connections: a web server in the kernel and under Baton, in turn.
@@ -214,13 +218,13 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
         /// Numbers of connections to measure.
-        #[arg(long, value_delimiter = ',')]
+        #[arg(long, value_delimiter = ',', value_parser = whole(1, 4000))]
         connections: Vec<usize>,
         /// Pairs of rounds; the medians count.
-        #[arg(long, default_value_t = 5)]
+        #[arg(long, default_value_t = 5, value_parser = whole(1, MOST_ROUNDS))]
         rounds: usize,
         /// Seconds of a round.
-        #[arg(long, default_value_t = 3.0)]
+        #[arg(long, default_value_t = 3.0, value_parser = between(0.1, 3600.0))]
         seconds: f64,
         /// Run for a few seconds, and only look for errors.
         #[arg(long, conflicts_with_all = ["connections", "rounds", "seconds"])]
@@ -232,7 +236,7 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
         /// Length of every cell, as a share of what its losses need.
-        #[arg(long, default_value_t = 1.0)]
+        #[arg(long, default_value_t = 1.0, value_parser = between(0.001, 100.0))]
         scale: f64,
     },
 }
@@ -244,13 +248,13 @@ pub struct Compare {
     #[arg(long)]
     pub json: bool,
     /// Rounds of each way; the medians count.
-    #[arg(long, default_value_t = 5)]
+    #[arg(long, default_value_t = 5, value_parser = whole(1, MOST_ROUNDS))]
     pub rounds: usize,
     /// Seconds of a round that are measured.
-    #[arg(long, default_value_t = 3.0)]
+    #[arg(long, default_value_t = 3.0, value_parser = between(0.1, 3600.0))]
     pub seconds: f64,
     /// Microseconds that the NIC polls without work before it sleeps.
-    #[arg(long, default_value_t = 100)]
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(..=MOST_SPIN))]
     spin: u64,
     /// Ways that take turns with the kernel, where there is a server for them: beside, library, inline, attached,
     /// smoltcp, gain. Default: all but gain.
@@ -314,7 +318,7 @@ pub struct LargeReceive {
     #[arg(long, value_name = "PERCENT", value_delimiter = ',')]
     reorder: Vec<f64>,
     /// Rounds; the median counts.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = whole(1, MOST_ROUNDS))]
     rounds: usize,
     /// The NIC's workers. Several have queues of their own, among which a hash divides the connections. With several,
     /// or with --rate, there are no bounds.
@@ -327,7 +331,7 @@ pub struct LargeReceive {
     #[arg(long, value_name = "FILE")]
     plot: Option<std::path::PathBuf>,
     /// Instead, receive this many GB with reordering, and compare every byte.
-    #[arg(long, value_name = "GB", conflicts_with_all = ["connections", "reorder", "rounds", "workers", "rate", "plot"])]
+    #[arg(long, value_name = "GB", value_parser = between(0.001, 1000.0), conflicts_with_all = ["connections", "reorder", "rounds", "workers", "rate", "plot"])]
     verify: Option<f64>,
 }
 
@@ -362,7 +366,7 @@ pub struct Rounds {
     #[arg(long)]
     json: bool,
     /// Rounds; the median counts.
-    #[arg(long, default_value_t = 3)]
+    #[arg(long, default_value_t = 3, value_parser = whole(1, MOST_ROUNDS))]
     rounds: usize,
 }
 

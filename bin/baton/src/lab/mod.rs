@@ -131,7 +131,7 @@ pub struct How {
     /// Seconds before the measurement.
     #[arg(short, long, default_value_t = 1.0)]
     warming: f64,
-    #[arg(long, default_value_t = 5001)]
+    #[arg(long, default_value_t = 5001, value_parser = clap::value_parser!(u16).range(1..))]
     port: u16,
     /// Count the interrupts of the Baton whose agent listens at BATON_SOCKET.
     #[arg(long)]

@@ -1,5 +1,6 @@
 //! `baton lab`: the papers that Baton began with, repeated.
 
+use crate::numbers::between;
 use anyhow::{Context, Result, bail};
 use baton_bed::temporary::ResultFile;
 use baton_lab::equations::{self, Load};
@@ -24,19 +25,19 @@ pub enum Lab {
     )]
     Equations {
         /// Bytes per second of your own load.
-        #[arg(long, default_value_t = 1e9)]
+        #[arg(long, default_value_t = 1e9, value_parser = between(1.0, 1e15))]
         throughput: f64,
         /// Bytes of a packet.
-        #[arg(long, default_value_t = 1000.0)]
+        #[arg(long, default_value_t = 1000.0, value_parser = between(1.0, 1e9))]
         packet: f64,
         /// Share of packets that are received.
-        #[arg(long, default_value_t = 0.5)]
+        #[arg(long, default_value_t = 0.5, value_parser = between(0.001, 1.0))]
         received: f64,
         /// Packets for each interrupt.
-        #[arg(long, default_value_t = 1.0)]
+        #[arg(long, default_value_t = 1.0, value_parser = between(0.001, 1e9))]
         per_interrupt: f64,
         /// Cycles of an interrupt, both halves together. With this, your own load is calculated.
-        #[arg(long)]
+        #[arg(long, value_parser = between(0.0, 1e15))]
         path: Option<f64>,
         /// Do not measure this machine.
         #[arg(long)]
@@ -204,9 +205,6 @@ fn sabotage() -> Result<bool> {
 
 fn run_equations(command: &Lab) -> Result<bool> {
     let Lab::Equations { throughput, packet, received, per_interrupt, path, paper_only, json } = command else { return Ok(true) };
-    if [throughput, packet, received, per_interrupt].into_iter().any(|value| *value <= 0.0) {
-        bail!("--throughput, --packet, --received and --per-interrupt must be more than 0");
-    }
     let mut loads = equations::of_the_paper().to_vec();
     if let Some(path) = path {
         let (throughput, packet, received, per_interrupt) = (*throughput, *packet, *received, *per_interrupt);

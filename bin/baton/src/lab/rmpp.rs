@@ -91,10 +91,10 @@ pub struct ConditionArguments {
     #[arg(long)]
     coalesce: bool,
     /// Rate of the link in Mb/s; 0 for no limit.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=1_000_000))]
     rate: u64,
     /// Round-trip time of the link in microseconds.
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=20_000_000))]
     rtt: u64,
     /// Let the NIC match messages with receives: with room for so many posted ones.
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u16).range(0..=16384))]

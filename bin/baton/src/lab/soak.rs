@@ -1,6 +1,7 @@
 //! `baton soak`: connections that move at random moments through a faulty link, every byte checked.
 
 use crate::nics::PolicyArguments;
+use crate::numbers::between;
 use anyhow::Result;
 use baton_bed::testbed::TestbedSettings;
 use baton_lab::messages::{self, Conditions, Offload};
@@ -16,7 +17,7 @@ pub struct SoakArguments {
     #[command(flatten)]
     workers: crate::bed::workers::WorkerArguments,
     /// Moves to make; an offload and a restore count as two.
-    #[arg(long, default_value_t = 1000)]
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..))]
     moves: u64,
     /// Seed of every random choice.
     #[arg(long, default_value_t = 1)]
@@ -34,7 +35,7 @@ pub struct SoakArguments {
     #[arg(long, default_value_t = 0.0, value_parser = percent)]
     corrupt: f64,
     /// One-way delay in milliseconds.
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = between(0.0, 10_000.0))]
     delay: f64,
     /// Use IPv6.
     #[arg(long)]

@@ -184,3 +184,26 @@ fn a_result_without_a_place_is_refused_at_once() {
         assert!(said.starts_with(&format!("baton: writing {missing}")) && said.contains("No such file"), "{words:?}: {said}");
     }
 }
+
+/// A number that makes no sense is refused, with those that do.
+#[test]
+fn a_number_out_of_range_is_refused() {
+    for (words, says) in [
+        (&["bench", "lro", "--rounds", "0"][..], "from 1 to 1000"),
+        (&["bench", "lro", "--verify", "0"][..], "from 0.001 to 1000"),
+        (&["bench", "rpc", "--rounds", "0"][..], "from 1 to 1000"),
+        (&["bench", "rpc", "--seconds", "nan"][..], "from 0.1 to 3600"),
+        (&["bench", "tail", "--connections", "8,0"][..], "from 1 to 4000"),
+        (&["soak", "--moves", "0"][..], "1.."),
+        (&["soak", "--delay", "nan"][..], "from 0 to 10000"),
+        (&["rmpp", "pingpong", "--rate", "18446744073709551615"][..], "..=1000000"),
+        (&["lab", "equations", "--received", "2"][..], "from 0.001 to 1"),
+        (&["run", "--spin", "18446744073709551615", "--", "true"][..], "..=60000000"),
+        (&["up", "--namespaces", "0"][..], "from 1 to 65536"),
+        (&["doctor", "--port", "0"][..], "1..=65535"),
+    ] {
+        let ran = ran(&mut baton(words));
+        assert_eq!(ran.status.code(), Some(2), "{words:?}: {}", text(&ran.stderr));
+        assert!(text(&ran.stderr).contains(says), "{words:?}: {}", text(&ran.stderr));
+    }
+}
