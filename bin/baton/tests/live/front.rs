@@ -475,7 +475,11 @@ fn a_hang_up_ends_it_unless_it_is_to_be_ignored() {
     }
     attached.signal(libc::SIGTERM);
     assert!(attached.ended().0);
-    let attached = Attached::new(&host, &[]);
+    // These tests may run under nohup(1) themselves.
+    let attached = Attached::start(
+        &host,
+        Command::new("env").args(["--default-signal=HUP", env!("CARGO_BIN_EXE_baton"), "nic", "attach", INTERFACE_A]),
+    );
     attached.signal(libc::SIGHUP);
     assert!(attached.ended().0);
 }
