@@ -109,12 +109,18 @@ fn finish(tcp: &'static Tcp, fd: c_int) -> Result<(), c_int> {
             if readiness.room > 0 || readiness.fin {
                 return Ok(());
             }
-        } else if wait::reports_now(fd, libc::POLLOUT) {
-            // The kernel has opened it in the NIC's place.
-            return match crate::options::kernels(fd, libc::SOL_SOCKET, libc::SO_ERROR) {
-                None | Some(0) => Ok(()),
-                Some(error) => Err(error),
-            };
+        } else {
+            // The kernel opens it in the NIC's place. Not asked during a move, when the socket is disconnected for a
+            // moment, and has an error.
+            let opened = tcp.undisturbed(|owner| {
+                let is_open = owner != Some(Owner::Nic) && wait::reports_now(fd, libc::POLLOUT);
+                is_open.then(|| crate::options::kernels(fd, libc::SOL_SOCKET, libc::SO_ERROR).unwrap_or(0))
+            });
+            match opened {
+                Some(0) => return Ok(()),
+                Some(error) => return Err(error),
+                None => {}
+            }
         }
         match wait::block(tcp, fd, Want::Send, &mut wait) {
             Ok(()) => {}

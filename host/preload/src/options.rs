@@ -103,11 +103,13 @@ pub(crate) unsafe fn set(
         note_lowat(tcp, fd);
         tcp.changed();
         if let Some((connection, session)) = tcp.managed() {
-            let readiness = session.shared.readiness(connection, token());
-            let ready = match tcp.settled_owner() {
-                Some(Owner::Nic) => readiness.fin || readiness.unread >= crate::readiness::least(tcp, &readiness),
+            let ready = tcp.undisturbed(|owner| match owner {
+                Some(Owner::Nic) => {
+                    let readiness = session.shared.readiness(connection, token());
+                    readiness.fin || readiness.unread >= crate::readiness::least(tcp, &readiness)
+                }
                 _ => crate::wait::reports_now(fd, libc::POLLIN),
-            };
+            });
             if ready {
                 tcp.rearm();
             }

@@ -268,7 +268,7 @@ fn poll_sockets(watched: &Watched, fds: &mut [pollfd], given: usize, limit: Opti
 
 /// Whether a socket may have events that the kernel does not know of.
 fn is_watched(tcp: &Tcp) -> bool {
-    tcp.is_managed() || tcp.may_be_handed_over() || tcp.completions.are_ours() == Some(true)
+    tcp.may_leave_kernel() || tcp.completions.are_ours() == Some(true)
 }
 
 fn asked_of_nic(tcp: &Tcp) -> bool {

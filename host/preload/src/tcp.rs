@@ -208,11 +208,15 @@ impl Tcp {
         self.handover.state() == State::HandingOver
     }
 
-    /// Whether another thread may hand it over while this one waits for it.
-    pub fn may_be_handed_over(&self) -> bool {
-        matches!(self.handover.state(), State::Candidate | State::HandingOver)
-            && self.plan.load(RELAXED) != NEVER
-            && !thread::is_alone()
+    /// Whether it may be on the NIC before a call has ended that begins to wait for it now: the agent manages it, or
+    /// another thread may hand it over. One word says both. By two looks a hand-over that ends in between would be
+    /// missed, and the call would wait in the kernel for the shell.
+    pub fn may_leave_kernel(&self) -> bool {
+        match self.handover.state() {
+            State::Managed | State::HandingOver => true,
+            State::Candidate => self.plan.load(RELAXED) != NEVER && !thread::is_alone(),
+            State::Refused => false,
+        }
     }
 
     /// Enters the kernel for a call; None if the agent manages the socket, whose connection may then be on the NIC. A

@@ -233,21 +233,21 @@ fn satisfied(tcp: &Tcp, want: Want) -> bool {
 
 /// Whether a receive would not have to wait: there are bytes, the end, or an error.
 pub(crate) fn is_readable(tcp: &Tcp, fd: c_int) -> bool {
-    match tcp.settled_owner() {
+    tcp.undisturbed(|owner| match owner {
         Some(Owner::Nic) => satisfied(tcp, Want::Receive(1)),
         _ => reports_now(fd, libc::POLLIN),
-    }
+    })
 }
 
-/// Whether no more bytes will come.
+/// Whether no more bytes will come. Not asked during a move, when the socket is disconnected for a moment.
 pub(crate) fn has_ended(tcp: &Tcp, fd: c_int) -> bool {
-    match tcp.managed() {
-        Some((connection, session)) if connection.owner() == Owner::Nic => {
+    tcp.undisturbed(|owner| match (owner, tcp.managed()) {
+        (Some(Owner::Nic), Some((connection, session))) => {
             let state = session.shared.readiness(connection, thread::token());
             state.fin || state.ended.is_some()
         }
         _ => reports_now(fd, libc::POLLRDHUP) || reports_now(fd, libc::POLLERR),
-    }
+    })
 }
 
 /// A call that waits: how long, and what a signal does to it.

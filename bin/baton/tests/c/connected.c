@@ -1,4 +1,4 @@
-/* connect(2) of a socket that has a connection, again and again: it is refused at once, and the connection goes on.
+/* connect(2) and listen(2) of a socket that has a connection, again and again: they are refused at once, and the connection goes on.
  * Usage: connected CASE [moved] */
 
 #include "sockets.h"
@@ -16,8 +16,10 @@ static atomic_int is_over;
 
 static void *connect_beside(void *unused)
 {
-    while (!is_over)
+    while (!is_over) {
         CHECK(connect(both.client, (struct sockaddr *)&where, sizeof where) == -1 && errno == EISCONN);
+        CHECK(listen(both.client, 1) == -1 && errno == EINVAL);
+    }
     return unused;
 }
 
@@ -57,8 +59,10 @@ int main(int count, char **arguments)
         until_on_nic(ends.client);
     CHECK(getpeername(ends.client, (struct sockaddr *)&peer, &length) == 0);
     for (int round = 0; round < ROUNDS; round++) {
-        for (int call = 0; call < CALLS; call++)
+        for (int call = 0; call < CALLS; call++) {
             CHECK(connect(ends.client, (struct sockaddr *)&peer, length) == -1 && errno == EISCONN);
+            CHECK(listen(ends.client, 1) == -1 && errno == EINVAL);
+        }
         exchange(ends.client, ends.server, "there");
         exchange(ends.server, ends.client, "back");
     }

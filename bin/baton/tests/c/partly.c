@@ -1,5 +1,6 @@
 /* The peer sends fewer bytes than MSG_WAITALL or SO_RCVLOWAT asks for. When SO_RCVTIMEO expires, or a signal comes, the call must return
- * these bytes, and not EAGAIN or EINTR. Usage: partly CASE [moved] */
+ * these bytes, and not EAGAIN or EINTR. When the others come it must return all of them, also where it only looks (MSG_PEEK).
+ * Usage: partly CASE [moved] */
 
 #include "sockets.h"
 #include <pthread.h>
@@ -124,9 +125,30 @@ static void a_signal_comes(void)
     in_each_call();
 }
 
+/* A part of the bytes, and the others while the receiver waits for them. */
+static void *send_all(void *unused)
+{
+    CHECK(send(ends.client, "abc", COME, 0) == COME);
+    wait_a_little();
+    CHECK(send(ends.client, "defgh", WANTED - COME, 0) == WANTED - COME);
+    return unused;
+}
+
+static void the_others_come(void)
+{
+    enum { ROUNDS = 100 };
+    for (int round = 0; round < ROUNDS; round++) {
+        pthread_t sender;
+        CHECK(pthread_create(&sender, NULL, send_all, NULL) == 0);
+        CHECK(by_recv(MSG_WAITALL | MSG_PEEK) == WANTED && memcmp(got, "abcdefgh", WANTED) == 0);
+        CHECK(by_recvmsg(MSG_WAITALL) == WANTED && memcmp(got, "abcdefgh", WANTED) == 0);
+        CHECK(pthread_join(sender, NULL) == 0);
+    }
+}
+
 int main(int count, char **arguments)
 {
-    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}};
+    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}, {"all", the_others_come}};
     alarm(STANDS_STILL);
     CHECK(count >= 2);
     ends = connect_pair();

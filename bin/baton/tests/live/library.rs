@@ -109,6 +109,13 @@ fn a_receive_that_ends_early_gets_what_is_there() {
     }
 }
 
+/// A receive of all that is asked for waits for the bytes that come later, though the connection moves meanwhile.
+#[test]
+fn a_receive_of_all_bytes_gets_all() {
+    as_natively("partly", "all");
+    while_moving("partly", "all");
+}
+
 /// With SO_LINGER the last close(2) of a socket waits for the peer, or has reset the connection when it returns.
 #[test]
 fn a_close_that_lingers_is_the_last_one() {
@@ -118,7 +125,7 @@ fn a_close_that_lingers_is_the_last_one() {
     }
 }
 
-/// connect(2) of a connected socket is refused, and does not connect what a move has just disconnected.
+/// connect(2) and listen(2) of a connected socket are refused, and do not use what a move has just disconnected.
 #[test]
 fn a_connected_socket_is_not_connected_again() {
     as_natively("connected", "again");

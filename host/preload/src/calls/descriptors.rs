@@ -232,8 +232,9 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn listen(fd: c_int, most: c_int) -> c_int {
+    // During a move a connection's socket is disconnected for a moment, and would listen.
     // SAFETY: no pointers are involved.
-    let done = unsafe { real::listen(fd, most) };
+    let done = undisturbed(fd, || unsafe { real::listen(fd, most) });
     if done == 0
         && let Some(tcp) = table::tcp(fd)
         && let Some(_section) = Section::enter()

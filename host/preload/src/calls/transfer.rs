@@ -427,6 +427,11 @@ pub unsafe extern "C-unwind" fn sendto(
         },
         Some(tcp) => {
             let inside = Section::enter().and_then(|_section| tcp.enter_kernel());
+            if inside.is_none() && tcp.is_managed() && io::takes_name(address.cast(), size) {
+                // Another thread has handed it over since. The kernel's socket may be the shell.
+                // SAFETY: the program's own arguments (`# Safety`).
+                return unsafe { io::send(Call::Flagged, tcp, fd, buffer, length, flags) };
+            }
             // SAFETY: the program's own arguments (`# Safety`).
             let sent = unsafe { leaving::asleep(|| real::sendto(fd, buffer, length, flags, address, size)) };
             drop(inside);

@@ -310,3 +310,31 @@ impl Tcp {
         None
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Another thread hands a socket over just when this one looks whether to watch it.
+    #[test]
+    fn a_socket_is_watched_at_every_moment_from_its_hand_over_on() {
+        const HAND_OVERS: u32 = 20_000;
+        let tcp = new(-1);
+        tcp.put_into(State::HandingOver);
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for _ in 0..HAND_OVERS {
+                    tcp.put_into(State::Managed);
+                    tcp.put_into(State::HandingOver);
+                }
+                is_over.store(true, RELAXED);
+            });
+            while !is_over.load(RELAXED) {
+                assert!(tcp.may_leave_kernel());
+            }
+        });
+        tcp.put_into(State::Refused);
+        assert!(!tcp.may_leave_kernel());
+    }
+}
