@@ -112,13 +112,14 @@ fn writable_room(most_queued: u32) -> u32 {
 /// The right to use a connection: until this is dropped its owner does not change.
 #[derive(Debug)]
 pub struct Entered<'a> {
-    connection: &'a Connection,
+    block: Inside<'a>,
     /// The connection's owner.
     pub owner: Owner,
 }
 
-/// A connection's block, checked once to be inside the memory.
-#[derive(Clone, Copy)]
+/// A connection's block, checked once to be inside the memory. Who has entered leaves this one, whatever connection the
+/// object represents by then: another thread may be inside that.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Inside<'a>(&'a [AtomicU32; session::BLOCK_BYTES / 4]);
 
 impl<'a> Inside<'a> {
@@ -133,11 +134,35 @@ impl<'a> Inside<'a> {
         self.word(block::BUSY).store(0, Ordering::Release);
     }
 
+    /// Leaves it, and wakes an agent that waits for that.
+    #[inline(always)]
+    pub(crate) fn leave(self) {
+        self.step_out();
+        fence(Ordering::SeqCst);
+        self.wake_mover();
+    }
+
     /// Wakes an agent that waits for the program to leave.
     #[inline(always)]
     pub(crate) fn wake_mover(self) {
         if self.word(block::OWNER).load(Ordering::Acquire) == Owner::Moving as u32 {
             events::wake_all(self.word(block::BUSY));
+        }
+    }
+}
+
+/// Enters, by its busy word, a block that some thread is inside of, when that has left. False if it is this thread.
+#[cold]
+fn wait_for_turn(busy: &AtomicU32, token: Token) -> bool {
+    let mut round = 0u32;
+    loop {
+        match busy.compare_exchange(0, token, Ordering::SeqCst, RELAXED) {
+            Ok(_) => return true,
+            Err(holder) if holder == token => return false,
+            Err(_) => {
+                give_way(round);
+                round = round.saturating_add(1);
+            }
         }
     }
 }
@@ -154,7 +179,7 @@ impl Drop for Changing<'_> {
 impl Drop for Entered<'_> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.connection.leave();
+        self.block.leave();
     }
 }
 
@@ -290,18 +315,19 @@ impl Connection {
     /// thread is inside already (it runs a signal handler).
     #[inline(always)]
     pub(crate) fn enter(&self, token: Token) -> Option<Entered<'_>> {
-        let busy = self.word(block::BUSY);
+        let block = self.inside();
+        let busy = block.word(block::BUSY);
         // The exchange is a full barrier, so the owner is read after it.
-        if busy.compare_exchange(0, token, Ordering::SeqCst, RELAXED).is_err() && !self.wait_for_turn(token) {
+        if busy.compare_exchange(0, token, Ordering::SeqCst, RELAXED).is_err() && !wait_for_turn(busy, token) {
             return None;
         }
-        match self.owner() {
+        match Owner::from_number(block.word(block::OWNER).load(Ordering::Acquire)) {
             Owner::Moving => {
-                self.leave();
+                block.leave();
                 None
             }
             // A connection that the agent has forgotten is the kernel's.
-            owner => Some(Entered { connection: self, owner }),
+            owner => Some(Entered { block, owner }),
         }
     }
 
@@ -310,33 +336,17 @@ impl Connection {
     #[inline(always)]
     pub(crate) fn step_in(&self, token: Token) -> Option<Inside<'_>> {
         // The exchange is a full barrier, so the owner is read after it.
-        let block = Inside(self.memory.words());
+        let block = self.inside();
         if block.word(block::BUSY).compare_exchange(0, token, Ordering::SeqCst, RELAXED).is_err() {
             return None;
         }
         let settled = block.word(block::OWNER).load(Ordering::Acquire) == Owner::Nic as u32
             && block.word(block::MOVES).load(Ordering::Acquire) == self.moves.load(Ordering::Acquire);
         if !settled {
-            self.leave();
+            block.leave();
             return None;
         }
         Some(block)
-    }
-
-    #[cold]
-    fn wait_for_turn(&self, token: Token) -> bool {
-        let busy = self.word(block::BUSY);
-        let mut round = 0u32;
-        loop {
-            match busy.compare_exchange(0, token, Ordering::SeqCst, RELAXED) {
-                Ok(_) => return true,
-                Err(holder) if holder == token => return false,
-                Err(_) => {
-                    give_way(round);
-                    round = round.saturating_add(1);
-                }
-            }
-        }
     }
 
     /// Whether any thread is inside an operation on it.
@@ -349,15 +359,6 @@ impl Connection {
         self.word(block::BUSY).load(RELAXED) == token
     }
 
-    /// Leaves it, and wakes an agent that waits for that.
-    #[inline(always)]
-    pub(crate) fn leave(&self) {
-        let block = Inside(self.memory.words());
-        block.step_out();
-        fence(Ordering::SeqCst);
-        block.wake_mover();
-    }
-
     /// Waits until no move is under way, or until `limit` has passed. The end of a move ends it at once.
     pub fn wait_until_settled(&self, limit: Duration) {
         events::wait_while(self.word(block::OWNER), Owner::Moving as u32, limit);
@@ -368,8 +369,8 @@ impl Connection {
         Cid(self.cid.load(RELAXED))
     }
 
-    /// Reads the block after a move, unless the connection leaves. Whether it was read. The caller holds the lock of the
-    /// session's events.
+    /// Reads the block after a move, unless the connection leaves. Whether it was read. The caller holds the lock of
+    /// the session's events.
     pub(crate) fn refresh(&self) -> bool {
         let _alone = self.change();
         if self.is_leaving() {
@@ -389,8 +390,9 @@ impl Connection {
         let lacks = size > 0 && !(receives && sends);
         let unmapped =
             lacks && is_inside(block::RECEIVE_BASE, block::RECEIVE_SIZE) && is_inside(block::SEND_BASE, block::SEND_SIZE);
-        // A connection that was never on the NIC has no memory.
-        if lacks && !unmapped {
+        // A connection that was never on the NIC has no memory. What the agent is about to write may not fit together:
+        // it is read anew when that is done.
+        if lacks && !unmapped && self.owner() != Owner::Moving && self.moves() == moves {
             self.set_ended(EIO);
         }
         copy(&self.read, block::READ_SEQ);
@@ -625,5 +627,46 @@ impl Connection {
         } else {
             flags.fetch_and(!flag, Ordering::AcqRel)
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thread is late with a connection: the object represents the next one, and another thread is inside that, when
+    /// it leaves. It leaves what it has entered.
+    #[test]
+    fn a_late_thread_leaves_what_it_has_entered() {
+        let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
+        let busy = |number| memory.word32(session::block(number) + block::BUSY).load(RELAXED);
+        let connection = Connection::unregistered(memory.clone(), false);
+        connection.set_number(3);
+        let late = connection.enter(7).expect("nobody is inside");
+        connection.set_number(4);
+        let inside = connection.enter(8).expect("nobody is inside");
+        drop(late);
+        assert_eq!((busy(3), busy(4)), (0, 8));
+        drop(inside);
+        assert_eq!((busy(3), busy(4)), (0, 0));
+    }
+
+    /// A connection is read while the agent writes where its memory is: half of that is no error of the connection's.
+    #[test]
+    fn what_is_half_written_ends_no_connection() {
+        let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
+        let set = |field, value| memory.word32(session::block(3) + field).store(value, RELAXED);
+        let connection = Connection::unregistered(memory.clone(), false);
+        connection.set_number(3);
+        let beyond = session::HEAP as u32;
+        for (field, value) in [(block::RECEIVE_BASE, beyond), (block::RECEIVE_SIZE, 1 << 16), (block::MOVES, 1)] {
+            set(field, value);
+        }
+        set(block::OWNER, Owner::Moving as u32);
+        connection.refresh();
+        assert_eq!(connection.ended(), None);
+        set(block::OWNER, Owner::Nic as u32);
+        connection.refresh();
+        assert_eq!(connection.ended(), Some(EIO), "the agent has written all, and there is no such memory");
     }
 }

@@ -318,8 +318,8 @@ impl Shared {
         &self.channel
     }
 
-    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), if this
-    /// thread is inside already, or if another one closes it.
+    /// Enters an operation on a connection. None while it is being moved (see [`Connection::wait_until_settled`]), if
+    /// this thread is inside already, or if another one closes it.
     #[inline(always)]
     pub fn enter<'a>(&self, connection: &'a Connection, token: Token) -> Option<Entered<'a>> {
         let entered = connection.enter(token)?;

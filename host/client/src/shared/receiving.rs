@@ -63,7 +63,7 @@ impl Shared {
             && let Some(is_written) = connection.receive_memory().read_straight(read, out)
         {
             if !is_written {
-                connection.leave();
+                block.leave();
                 return Received::Some(0);
             }
             connection.note_read(block, end);

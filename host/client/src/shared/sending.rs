@@ -199,7 +199,7 @@ impl Shared {
         let Some(block) = connection.step_in(token) else { return false };
         let lane = self.lane(connection);
         let Some(commands) = put_at_once(lane, connection, block, token, bytes) else {
-            connection.leave();
+            block.leave();
             return false;
         };
         block.step_out();
