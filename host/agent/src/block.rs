@@ -31,6 +31,7 @@ impl Block {
             self.store(field, 0);
         }
         self.set_flags(0);
+        self.take_shared_away();
         self.set_owner(owner);
     }
 
@@ -51,9 +52,11 @@ impl Block {
         self.word(field).store(value, Ordering::Release);
     }
 
-    /// Sets the flags, but for [`layout::FLAG_CLOSED`], which its program may set at any moment.
+    /// Sets the flags, but for [`layout::FLAG_CLOSED`] and [`layout::FLAG_SHARED`], which its program may set at any
+    /// moment.
     pub fn set_flags(&self, flags: u32) {
-        let kept = |now: u32| Some(flags & !layout::FLAG_CLOSED | now & layout::FLAG_CLOSED);
+        const PROGRAMS: u32 = layout::FLAG_CLOSED | layout::FLAG_SHARED;
+        let kept = |now: u32| Some(flags & !PROGRAMS | now & PROGRAMS);
         let _ = self.word(layout::FLAGS).fetch_update(Ordering::AcqRel, Ordering::Acquire, kept);
     }
 
@@ -66,6 +69,16 @@ impl Block {
     /// next stay on the NIC. The program is kept out.
     pub fn note_receiving_shut(&self) {
         self.set_flags(self.load(layout::FLAGS) & !layout::FLAG_RECEIVING_SHUT);
+    }
+
+    /// Whether other processes may have the socket since the last search for them began: its program has forked.
+    pub fn is_shared(&self) -> bool {
+        self.load(layout::FLAGS) & layout::FLAG_SHARED != 0
+    }
+
+    /// Notes that a search begins for other processes that have the socket.
+    pub fn take_shared_away(&self) {
+        self.word(layout::FLAGS).fetch_and(!layout::FLAG_SHARED, Ordering::AcqRel);
     }
 
     /// Whether the connection's program has closed it.
@@ -173,5 +186,21 @@ mod tests {
         block.store(layout::FLAGS, all);
         block.begin(Owner::Kernel);
         assert!(!block.is_receiving_shut() && block.is_closed(), "its program may say so at any moment");
+    }
+
+    /// A program forks, whatever the agent writes meanwhile: that is known until other processes are searched for, or
+    /// until another connection has the number.
+    #[test]
+    fn a_fork_is_known_until_a_search_begins() {
+        let block = Block::new(Arc::new(Region::private(session::HEAP).expect("memory")), 3);
+        block.begin(Owner::Kernel);
+        block.store(layout::FLAGS, layout::FLAG_SHARED | layout::FLAG_CORK);
+        block.set_flags(layout::FLAG_NODELAY);
+        assert!(block.is_shared() && block.load(layout::FLAGS) & layout::FLAG_CORK == 0);
+        block.take_shared_away();
+        assert_eq!(block.load(layout::FLAGS), layout::FLAG_NODELAY);
+        block.store(layout::FLAGS, layout::FLAG_SHARED);
+        block.begin(Owner::Kernel);
+        assert!(!block.is_shared());
     }
 }

@@ -88,6 +88,11 @@ impl Searches {
 }
 
 impl Ground<'_> {
+    /// Its program has forked since: what has been found of a connection's socket does not count.
+    pub fn forget_found(&mut self, key: Key) {
+        self.searches.found.remove(&key);
+    }
+
     /// Checks that no process other than its program and Baton's own holds a connection's socket.
     ///
     /// # Errors
@@ -144,6 +149,7 @@ impl Agent {
 
     /// What is to be searched for a connection. None if it is gone.
     fn question(&mut self, key: Key) -> Option<Question> {
+        take_note_of_fork(self, key);
         let program = self.sessions.get(key.0 as usize)?.as_ref()?.process;
         let inode = socket::inode(named(&mut self.sessions, key)?.fd().ok()?).ok()?;
         let except = vec![program, std::process::id(), std::os::unix::process::parent_id()];
@@ -179,6 +185,19 @@ impl Agent {
         if let Some(askers) = askers {
             self.move_when_searched(session, number, askers);
         }
+    }
+}
+
+/// Notes, for the next agent, too, that other processes may have a connection's socket, if its program has noted in the
+/// connection's block that it has forked. A search for them begins after this.
+fn take_note_of_fork(agent: &mut Agent, key: Key) {
+    let forked = named(&mut agent.sessions, key).filter(|connection| connection.block.is_shared());
+    let Some(connection) = forked else { return };
+    connection.inherited = true;
+    agent.searches.found.remove(&key);
+    agent.keep_connection(key.0, key.1);
+    if let Some(connection) = named(&mut agent.sessions, key) {
+        connection.block.take_shared_away();
     }
 }
 

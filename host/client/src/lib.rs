@@ -27,7 +27,9 @@ pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
 pub use datagrams::Datagrams;
 pub use session::{ConnectionId, Session};
-pub use shared::{DESCRIPTORS, LIMIT, Listener, Received, Shared, catch_up_for_others, limits_queue, note_hot_from};
+pub use shared::{
+    DESCRIPTORS, LIMIT, Listener, Received, Shared, catch_up_for_others, give_back_each, limits_queue, note_hot_from,
+};
 
 /// The agent's socket, unless BATON_SOCKET names another.
 pub const DEFAULT_SOCKET: &str = "/run/baton/agent.sock";

@@ -1,7 +1,9 @@
 //! What a fork does to this library.
 //!
-//! - Before it every connection is restored, and nothing is handed over until it is done. Both processes have the
-//!   sockets then: a connection may move when the agent finds that its process alone has it
+//! - Before it every connection is restored, and nothing is handed over until it is done. For one that is in the kernel
+//!   the agent is not asked: the forking thread is inside an operation on it, which keeps it there, and notes in its
+//!   block that its socket may have more than one process from then on. Both processes have the sockets then: a
+//!   connection may move when the agent finds that its process alone has it
 //!   ([`Tcp::note_shared`](crate::tcp::Tcp::note_shared)).
 //! - The forking thread holds the locks of what the library keeps for its next use, of its memory, and the one for
 //!   opening a session. So the child finds them free, and what they guard whole. It waits for their holders, unless it
@@ -15,8 +17,10 @@
 
 use crate::sections::{self, Section};
 use crate::short_lock::Held;
+use crate::tcp::Tcp;
 use crate::whole::MEMORY;
 use crate::{epoll, listening, lookout, process, real, rings, signals, starts, table, tcp, thread, udp, waiter};
+use baton_client::Entered;
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::cell::UnsafeCell;
@@ -34,6 +38,11 @@ struct Locks {
     /// A signal handler that forks too would wait for these locks for ever.
     undisturbed: Option<Undisturbed>,
     section: Option<Section>,
+    /// Connections that are in the kernel: this thread is inside operations on them. A child leaves them alone, since
+    /// they are in memory that both have.
+    held: Vec<Entered<'static>>,
+    /// Those that were restored.
+    restored: Vec<&'static Tcp>,
 }
 
 struct Place(UnsafeCell<Locks>);
@@ -41,7 +50,14 @@ struct Place(UnsafeCell<Locks>);
 // SAFETY: only the thread that holds the lock for opening a session uses it, and that lock is a part of it.
 unsafe impl Sync for Place {}
 
-static LOCKS: Place = Place(UnsafeCell::new(Locks { short: Vec::new(), opening: None, undisturbed: None, section: None }));
+static LOCKS: Place = Place(UnsafeCell::new(Locks {
+    short: Vec::new(),
+    opening: None,
+    undisturbed: None,
+    section: None,
+    held: Vec::new(),
+    restored: Vec::new(),
+}));
 
 /// The thread that has been through [`before`] and forks now; 0 if there is none.
 static FORKING: AtomicU32 = AtomicU32::new(0);
@@ -67,13 +83,15 @@ pub(crate) extern "C" fn before() {
     UNDER_WAY.fetch_add(1, Ordering::SeqCst);
     let opening = process::hold_opening();
     FORKING.store(thread::token(), Ordering::SeqCst);
+    let (mut held, mut restored) = (Vec::new(), Vec::new());
     if !process::is_closed_for_good() {
-        process::give_everything_back(tcp::FORK, Until::Never);
+        restored = process::give_others_back(tcp::FORK, Until::Never, |tcp| tcp.stays_for_fork(&mut held));
     }
     let locks = [tcp::hold(), waiter::hold(), epoll::hold(), listening::hold(), udp::hold()];
     let short = locks.into_iter().flatten().collect();
+    let (opening, undisturbed, section) = (Some(opening), Some(undisturbed), Some(section));
     // SAFETY: this thread holds the lock for opening a session.
-    unsafe { *LOCKS.0.get() = Locks { short, opening: Some(opening), undisturbed: Some(undisturbed), section: Some(section) } };
+    unsafe { *LOCKS.0.get() = Locks { short, opening, undisturbed, section, held, restored } };
     MEMORY.hold();
 }
 
@@ -81,7 +99,7 @@ pub(crate) extern "C" fn before() {
 fn release() {
     // SAFETY: `before` has taken the lock for opening a session, in this thread. Nothing of it is left there when it is
     // released.
-    let Locks { short, opening, undisturbed, section } = unsafe { std::mem::take(&mut *LOCKS.0.get()) };
+    let Locks { short, opening, undisturbed, section, .. } = unsafe { std::mem::take(&mut *LOCKS.0.get()) };
     FORKING.store(0, Ordering::SeqCst);
     drop(short);
     drop(opening);
@@ -105,10 +123,14 @@ pub(crate) extern "C" fn after_in_parent() {
     }
     // First: whoever has another lock that is waited for below may want memory.
     MEMORY.release();
+    // SAFETY: `before` has taken the lock for opening a session, in this thread.
+    let locks = unsafe { &mut *LOCKS.0.get() };
+    let (held, restored) = (std::mem::take(&mut locks.held), std::mem::take(&mut locks.restored));
+    drop(held);
     // Also what other threads have made since.
     note_shared();
-    if !process::is_closed_for_good() {
-        process::allow_again();
+    if let (false, Some(session)) = (process::is_closed_for_good(), process::session()) {
+        tcp::allow_each_again(session, &restored);
     }
     UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
     release();
@@ -120,6 +142,9 @@ pub(crate) extern "C" fn after_in_child() {
         return;
     }
     MEMORY.release();
+    // SAFETY: this process has one thread, which has been through `before`.
+    let held = unsafe { std::mem::take(&mut (*LOCKS.0.get()).held) };
+    held.into_iter().for_each(std::mem::forget);
     table::restore();
     process::become_owner();
     // What has closed its parent for good holds for the child, too: filters and rings are inherited.
@@ -166,6 +191,7 @@ pub(crate) fn after_unprepared() {
     waiter::leave_inherited();
     // SAFETY: this process has one thread.
     let locks = unsafe { &mut *LOCKS.0.get() };
+    std::mem::forget(std::mem::take(&mut locks.held));
     let (undisturbed, section) = if prepared { (locks.undisturbed.take(), locks.section.take()) } else { (None, None) };
     for (fd, file) in table::known(0, u32::MAX) {
         match file {
@@ -183,7 +209,7 @@ pub(crate) fn after_unprepared() {
 }
 
 /// The tracked sockets that a program inherits: those without FD_CLOEXEC.
-pub(crate) fn stay_open() -> impl Iterator<Item = &'static tcp::Tcp> {
+pub(crate) fn stay_open() -> impl Iterator<Item = &'static Tcp> {
     table::known(0, u32::MAX).filter_map(|(fd, file)| match file {
         // SAFETY: F_GETFD takes no pointer.
         table::File::Tcp(tcp) if unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC == 0 => Some(tcp),
@@ -205,7 +231,7 @@ impl Drop for Start {
     fn drop(&mut self) {
         // Also what other threads have made since.
         if let Some(_section) = Section::enter() {
-            stay_open().for_each(tcp::Tcp::note_shared);
+            stay_open().for_each(Tcp::note_shared);
         }
         UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
     }

@@ -515,8 +515,14 @@ impl Session {
 
 /// Restores every connection to the kernel.
 pub(crate) fn give_everything_back(reason: &str, until: Until) {
+    give_others_back(reason, until, |_| false);
+}
+
+/// As [`give_everything_back`], but for connections that are in the kernel and stay there, as `stays` says. Returns the
+/// others.
+pub(crate) fn give_others_back(reason: &str, until: Until, mut stays: impl FnMut(&'static Tcp) -> bool) -> Vec<&'static Tcp> {
     if !is_mine() {
-        return;
+        return Vec::new();
     }
     // Hand-overs that other threads have begun count, too.
     for (_, file) in table::known(0, u32::MAX) {
@@ -527,18 +533,19 @@ pub(crate) fn give_everything_back(reason: &str, until: Until) {
             tcp.settle();
         }
     }
-    let Some(session) = session() else { return };
-    for tcp in session.sockets() {
-        tcp.give_back(reason, until);
-    }
+    let Some(session) = session() else { return Vec::new() };
+    let mut others = session.sockets();
+    others.retain(|&tcp| !stays(tcp));
+    tcp::give_each_back(session, &others, reason, until);
     crate::udp::give_everything_back();
     crate::epoll::settle();
+    others
 }
 
-/// Lets connections that were restored for a fork move again, once no other process has them.
+/// Lets connections that were restored for a program that was started move again, once no other process has them.
 pub(crate) fn allow_again() {
     if let Some(session) = session() {
-        session.sockets().into_iter().for_each(Tcp::allow_again);
+        tcp::allow_each_again(session, &session.sockets());
     }
 }
 

@@ -6,7 +6,7 @@ mod plan;
 mod watchers;
 mod zero_copy;
 
-pub(crate) use lifecycle::{Inherited, forget_pool, hold, new};
+pub(crate) use lifecycle::{Inherited, allow_each_again, forget_pool, give_each_back, hold, new};
 
 use crate::completions::Completions;
 use crate::epoll::Set;
@@ -416,6 +416,13 @@ impl Tcp {
 
     /// As [`Tcp::give_back`]. Returns false if the connection cannot be in the kernel now: it is on the NIC still.
     pub fn restore(&self, reason: &str, until: Until) -> bool {
+        self.begin_to_leave(reason, until);
+        // The agent refuses while another thread is inside an operation, which may have been preempted there.
+        (0..ATTEMPTS).any(|_| self.restore_once(reason, until))
+    }
+
+    /// What comes before the agent is asked to restore it.
+    fn begin_to_leave(&self, reason: &str, until: Until) {
         let passes = reason == FORK || reason == START;
         if until == Until::Never && !passes {
             self.pinned.store(true, RELAXED);
@@ -426,8 +433,6 @@ impl Tcp {
             self.note_shared();
         }
         self.settle();
-        // The agent refuses while another thread is inside an operation, which may have been preempted there.
-        (0..ATTEMPTS).any(|_| self.restore_once(reason, until))
     }
 
     /// One attempt of [`Tcp::restore`]. True also if there is nothing to wait for: the session has ended, or this

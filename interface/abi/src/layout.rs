@@ -392,9 +392,9 @@ pub mod block {
     /// Sequence number behind the last byte queued. Written by the agent at a handoff, then by the program.
     pub const QUEUED_SEQ: usize = 44;
     /// The bits [`FLAG_FIN_RECEIVED`], [`FLAG_SHUT_DOWN`], [`FLAG_KEEPALIVE`], [`FLAG_OPENING`], [`FLAG_CORK`],
-    /// [`FLAG_CLOSED`], [`FLAG_NODELAY`] and [`FLAG_RECEIVING_SHUT`], and from [`QUEUE_SHIFT`] and [`REPORT_SHIFT`] on
-    /// a number. Written by the agent at a handoff, then by the program, and by the agent once that has closed the
-    /// connection.
+    /// [`FLAG_CLOSED`], [`FLAG_NODELAY`], [`FLAG_SHARED`] and [`FLAG_RECEIVING_SHUT`], and from [`QUEUE_SHIFT`] and
+    /// [`REPORT_SHIFT`] on a number. Written by the agent at a handoff, then by the program, and by the agent once that
+    /// has closed the connection.
     pub const FLAGS: usize = 48;
     /// The processor that the connection's worker runs on, plus one, while the NIC owns the connection; 0 if not known.
     /// Written by the NIC.
@@ -435,6 +435,10 @@ pub mod block {
     pub const REPORT_SHIFT: u32 = 24;
     /// Greatest value of these bits.
     pub const REPORT_MASK: u32 = 31;
+    /// Bit of [`FLAGS`]: other processes may have the connection's socket, since its program has forked while the
+    /// kernel had the connection. Written by the program, which is inside an operation until it has forked; the agent
+    /// takes it away when it begins to look for such processes.
+    pub const FLAG_SHARED: u32 = 1 << 29;
     /// Bit of [`FLAGS`]: the program has shut down receiving, and the connection could not leave the NIC for that. The
     /// kernel's socket is shut down when the connection is restored.
     pub const FLAG_RECEIVING_SHUT: u32 = 1 << 31;
@@ -705,6 +709,6 @@ const _: () = {
     assert!(host_tcp::FRAMES_DATA.is_power_of_two());
     assert!(session::HEAP.is_multiple_of(4096) && 2048 + session::MAX_CONNECTIONS / 8 <= session::COMMANDS);
     assert!(block::QUIET_ABOVE + 4 <= session::BLOCK_BYTES);
-    assert!(block::REPORT_MASK << block::REPORT_SHIFT < block::FLAG_RECEIVING_SHUT);
+    assert!(block::REPORT_MASK << block::REPORT_SHIFT < block::FLAG_SHARED && block::FLAG_SHARED < block::FLAG_RECEIVING_SHUT);
     assert!(block::FLAG_NODELAY < 1 << block::QUEUE_SHIFT && block::QUEUE_MASK << block::QUEUE_SHIFT < 1 << block::REPORT_SHIFT);
 };

@@ -164,6 +164,14 @@ fn two_processes_share_a_connection() {
     }
 }
 
+/// The same while the connection moves all the time: at the moment of the fork it is in either place, or in between.
+#[test]
+fn two_processes_share_a_connection_that_moves() {
+    for case in ["fork", "_Fork", "clone", "spawn", "vfork", "popen"] {
+        while_moving("processes", case);
+    }
+}
+
 /// A program that was started, served or not, keeps a connection that its starter closes: the peer sees no end before
 /// that program's, and then sees it.
 #[test]
@@ -190,33 +198,40 @@ fn children_of_a_busy_process_go_on() {
     }
 }
 
-/// fork with ten thousand connections in the kernel, natively and under the library.
+/// fork with ten thousand connections in the kernel: natively, under the library, and where the agent manages each.
 #[test]
 fn a_fork_does_not_wait_for_each_connection() {
+    const CONNECTIONS: u32 = 10_000;
     let scratch = Scratch::new("fork-cost");
     let compiled = compile("fork_cost", &scratch);
-    let run = |with_baton: bool| {
+    let (baton, report) = (Path::new(env!("CARGO_BIN_EXE_baton")), scratch.file("report"));
+    let run = |how: Option<&[&str]>| {
         let namespace = Namespace::new().expect("a namespace");
-        let baton = Path::new(env!("CARGO_BIN_EXE_baton"));
-        let mut command = Command::new(if with_baton { baton } else { compiled.as_path() });
-        if with_baton {
-            command.arg("run").arg("--").arg(&compiled);
+        let mut command = Command::new(if how.is_some() { baton } else { compiled.as_path() });
+        if let Some(arguments) = how {
+            command.args(["run", "--flip-report", &report]).args(arguments).arg("--").arg(&compiled);
         } else {
             set_up_loopback(&namespace);
         }
-        command.arg("10000").env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        command.arg(CONNECTIONS.to_string()).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
         let ran = finish(&namespace, command);
         let printed = text(&ran.stdout);
-        assert!(ran.status.success(), "{}{printed}{}", ran.status, text(&ran.stderr));
+        assert!(ran.status.success(), "{how:?}: {}{printed}{}", ran.status, text(&ran.stderr));
         let numbers: Vec<u64> = printed.split_whitespace().filter_map(|number| number.parse().ok()).collect();
         let [parent, child] = numbers[..] else { panic!("two numbers: {printed}") };
-        println!("with Baton: {with_baton}: {parent} µs in the parent, {child} in the child");
+        println!("{how:?}: {parent} µs in the parent, {child} in the child");
         [parent, child]
     };
-    let (natively, ours) = (run(false), run(true));
+    let (natively, ours) = (run(None), run(Some(&[])));
+    // No connection carries as much as this rule asks for: all are the agent's, and stay in the kernel.
+    let managed = run(Some(&["--eager", "--rule", "hot:3G"]));
+    let report: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(&report).expect("a report")).expect("a report in JSON");
+    assert_eq!((&report["connections"], &report["moves"]), (&CONNECTIONS.into(), &0.into()), "{report}");
     // Waits: 5 ms is what the parent may lose. The child makes an entry for each connection; one look at each other
     // entry for that would take seconds.
-    assert!(ours[0] <= natively[0] + 5_000 && ours[1] <= natively[1] + 100_000, "natively {natively:?}, with Baton {ours:?}");
+    let is_quick = |ours: [u64; 2]| ours[0] <= natively[0] + 5_000 && ours[1] <= natively[1] + 100_000;
+    assert!(is_quick(ours) && is_quick(managed), "natively {natively:?}, with Baton {ours:?}, by its agent {managed:?}");
 }
 
 /// A child that was made by instructions of the program's own: nothing that it sends or receives is lost in silence, of

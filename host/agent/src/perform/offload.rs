@@ -95,8 +95,12 @@ impl Performer<'_> {
             return Err(Refusal::Answered.into());
         }
         self.ground.cgroups.let_go(connection.cgroup.as_ref(), connection.peer())?;
-        if connection.inherited {
+        let forked = connection.block.is_shared();
+        if connection.inherited || forked {
             let key = key_of(self.session, connection);
+            if forked {
+                self.ground.forget_found(key);
+            }
             self.ground.held_alone(key)?;
         }
         let netfilter = self.ground.tracker_of(connection.serial);
@@ -190,7 +194,10 @@ impl Performer<'_> {
     }
 
     fn may_steal(&mut self) -> Result<Way, Stop> {
-        // Firewall, route or socket options may have changed since the move began.
+        // Firewall, route or socket options may have changed since the move began, and the program may have forked.
+        if self.connection.block.is_shared() {
+            return Err(Refusal::Shared.into());
+        }
         if self.connection.unproved().is_some() {
             return Err(Refusal::Unproved.into());
         }

@@ -30,6 +30,10 @@ const EMFILE: i32 = 24;
 /// Microseconds after which an agent that has not answered is waited for again.
 const SILENCE: u64 = 5_000_000;
 
+/// Most requests of [`give_back_each`] that wait for their answers at the same time. The queues of the control
+/// connection have room for more.
+const AT_ONCE: usize = 32;
+
 /// How long a request's answer is waited for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Patience {
@@ -569,6 +573,71 @@ pub fn note_hot_from(shared: &Shared, connection: u32, bytes: u32) {
     shared.memory.word32(at::hot_from(connection)).store(bytes, Ordering::Release);
 }
 
+/// As [`Shared::give_back`] for each of these connections, several at a time: a program that forks may have very many.
+/// Returns those that cannot be in the kernel now.
+///
+/// # Errors
+/// If the agent has ended.
+pub fn give_back_each(shared: &Shared, connections: &[u32], reason: &str, until: Until) -> io::Result<Vec<u32>> {
+    let _undisturbed = Undisturbed::begin();
+    let channel = shared.channel.lock().unwrap_or_else(PoisonError::into_inner);
+    let stay = give_back_over(shared, &channel, connections, (reason, until));
+    drop(channel);
+    shared.send_unsent_unless_busy();
+    stay
+}
+
+/// As [`give_back_each`], over the control connection, which the caller has to itself.
+fn give_back_over(
+    shared: &Shared,
+    channel: &Channel,
+    connections: &[u32],
+    (reason, until): (&str, Until),
+) -> io::Result<Vec<u32>> {
+    let starts = || shared.memory.word32(at::AGENT_STARTS).load(Ordering::Acquire);
+    let send = |connection: u32| -> io::Result<u32> {
+        let tag = shared.tag();
+        let body = Ask::GiveBack { connection, reason: reason.into(), until };
+        channel.send(&Request { tag, body }, &[])?;
+        Ok(tag)
+    };
+    if shared.has_ended() {
+        return Err(ended());
+    }
+    shared.memory.word32(at::ASKED).store(0, Ordering::Release);
+    shared.send_unsent(channel, Patience::Endless)?;
+    let mut left = connections.iter().copied();
+    let (mut asked, mut stay): (Vec<(u32, u32)>, Vec<u32>) = (Vec::new(), Vec::new());
+    let mut known = starts();
+    loop {
+        for connection in left.by_ref().take(AT_ONCE - asked.len()) {
+            asked.push((send(connection)?, connection));
+        }
+        if asked.is_empty() {
+            return Ok(stay);
+        }
+        let mut take = |answer: Answer| {
+            let Some(at) = asked.iter().position(|(tag, _)| *tag == answer.tag) else { return };
+            let (_, connection) = asked.swap_remove(at);
+            if !matches!(answer.body, Reply::Done) {
+                stay.push(connection);
+            }
+        };
+        take(channel.receive::<Answer>()?.0);
+        let now = starts();
+        if now.wrapping_sub(known) as i32 > 0 {
+            // The agent has died. What it has answered before has come.
+            while let Ok((answer, _)) = channel.try_receive::<Answer>() {
+                take(answer);
+            }
+            known = now;
+            for (tag, connection) in &mut asked {
+                *tag = send(*connection)?;
+            }
+        }
+    }
+}
+
 /// Closes a connection of which the program has no descriptor: its limit was reached when that came.
 #[cold]
 fn close_unseen(shared: &Shared, number: u32) {
@@ -678,5 +747,47 @@ mod tests {
         assert!(answered(true).expect("an answer that was sent before the agent died"));
         send(7, Reply::Done);
         assert!(answered(true).expect("the answer"));
+    }
+
+    /// Many connections are given back, several at a time. The agent answers in another order, and dies with most of
+    /// the first requests: they come again.
+    #[test]
+    fn many_connections_are_given_back_at_once() {
+        const ALL: u32 = 3 * AT_ONCE as u32;
+        const STAYS: u32 = 7;
+        let memory = Arc::new(baton_shm::Region::private(at::HEAP).expect("memory"));
+        let (channel, agent) = Channel::pair().expect("a channel");
+        let (bell, _other) = SessionBell::pair().expect("a doorbell");
+        let shared = Shared::new(0, Arc::new(channel), memory.clone(), bell, Vec::new(), Listener(Box::new(|_| {})));
+        let answering = std::thread::spawn(move || {
+            let send = |tag, body| agent.send(&Answer { tag, body }, &[]).expect("sent");
+            let mut asked = Vec::new();
+            let mut note = |request: &Request| {
+                let Ask::GiveBack { connection, until: Until::Alone, .. } = request.body else { panic!("{request:?}") };
+                asked.push(connection);
+                connection
+            };
+            let first: Vec<Request> = (0..AT_ONCE)
+                .map(|_| agent.receive_within(Duration::from_secs(60)).expect("a request without an answer to the first").0)
+                .collect();
+            let last = &first[AT_ONCE - 1];
+            note(last);
+            send(last.tag, Reply::Done);
+            memory.word32(at::AGENT_STARTS).store(1, Ordering::Release);
+            send(0, Reply::Restarted { starts: 1 });
+            while let Ok((request, _)) = agent.receive::<Request>() {
+                let stays = note(&request) == STAYS;
+                send(request.tag, if stays { Reply::Failed { reason: "no route".into() } } else { Reply::Done });
+            }
+            asked
+        });
+        let connections: Vec<u32> = (0..ALL).collect();
+        let stay = give_back_each(&shared, &connections, "fork", Until::Alone).expect("the answers");
+        assert_eq!(stay, [STAYS]);
+        drop(shared);
+        let mut asked = answering.join().expect("the requests");
+        asked.sort_unstable();
+        asked.dedup();
+        assert_eq!(asked, connections);
     }
 }

@@ -4,11 +4,13 @@ use super::{POOL, RELAXED, Tcp, UNPLANNED, locked};
 use crate::completions::Completions;
 use crate::handover::{HandOver, State};
 use crate::listening::{self, Asking};
+use crate::process::Session;
 use crate::short_lock::Held;
 use crate::waiting::Waiting;
 use crate::worth::{self, Worth};
 use crate::{options, real, table, thread};
 use baton_abi::layout::Owner;
+use baton_client::Entered;
 use baton_protocol::program::Until;
 use libc::c_int;
 use std::collections::BTreeMap;
@@ -131,6 +133,49 @@ pub(crate) fn hold() -> Vec<Held> {
     vec![POOL.hold()]
 }
 
+/// As [`Tcp::give_back`] for each of these sockets of a session, several at a time.
+pub(crate) fn give_each_back(session: &'static Session, sockets: &[&'static Tcp], reason: &str, until: Until) {
+    sockets.iter().for_each(|tcp| tcp.begin_to_leave(reason, until));
+    ask_for_each(session, sockets, reason, until).into_iter().for_each(|tcp| tcp.give_back(reason, until));
+}
+
+/// As [`Tcp::allow_again`] for each of these sockets of a session, several at a time.
+pub(crate) fn allow_each_again(session: &'static Session, sockets: &[&'static Tcp]) {
+    ask_for_each(session, sockets, "", Until::Alone).into_iter().for_each(Tcp::allow_again);
+}
+
+/// Asks the agent once to restore each of these. Returns those that may not be in the kernel, or for which it was not
+/// asked.
+fn ask_for_each(session: &'static Session, sockets: &[&'static Tcp], reason: &str, until: Until) -> Vec<&'static Tcp> {
+    let (errno, token) = (thread::errno(), thread::token());
+    // In the order of their addresses: another thread may do the same.
+    let mut sockets = sockets.to_vec();
+    sockets.sort_unstable_by_key(|tcp| std::ptr::from_ref(*tcp) as usize);
+    sockets.dedup_by_key(|tcp| std::ptr::from_ref(*tcp) as usize);
+    let (mut turns, mut asked, mut others) = (Vec::new(), BTreeMap::new(), Vec::new());
+    for tcp in sockets {
+        let turn = locked(&tcp.asking_back);
+        // One that stays for good is not allowed to move again.
+        let may_ask = until == Until::Never || !tcp.is_pinned();
+        match tcp.managed() {
+            Some((connection, of)) if may_ask && std::ptr::eq(of, session) && !connection.is_inside(token) => {
+                asked.insert(connection.number(), tcp);
+                turns.push(turn);
+            }
+            _ => others.push(tcp),
+        }
+    }
+    let numbers: Vec<u32> = asked.keys().copied().collect();
+    match baton_client::give_back_each(&session.shared, &numbers, reason, until) {
+        Ok(stay) => others.extend(stay.iter().filter_map(|number| asked.get(number).copied())),
+        Err(_) => others.extend(asked.values().copied()),
+    }
+    drop(turns);
+    session.shared.catch_up(token);
+    thread::set_errno(errno);
+    others
+}
+
 /// Empties the pool after a fork: its entries are linked to the parent's session.
 pub(crate) fn forget_pool() {
     if let Some(mut pool) = POOL.try_lock() {
@@ -234,6 +279,16 @@ impl Tcp {
         !self.inherited.load(Ordering::SeqCst) && !self.is_pinned()
     }
 
+    /// Whether it stays in the kernel while the process forks: it is there, and no move of it begins as long as this
+    /// thread is inside an operation on it, which is added to `held`; or the agent does not manage it.
+    pub fn stays_for_fork(&'static self, held: &mut Vec<Entered<'static>>) -> bool {
+        let Some((connection, _)) = self.managed() else { return true };
+        let Some(entered) = connection.hold_for_fork(thread::token()) else { return false };
+        self.note_shared();
+        held.push(entered);
+        true
+    }
+
     /// Lets it move again after a fork, once no other process holds it.
     pub fn allow_again(&self) {
         let Some((connection, session)) = self.managed() else { return };
@@ -321,18 +376,14 @@ mod tests {
         const HAND_OVERS: u32 = 20_000;
         let tcp = new(-1);
         tcp.put_into(State::HandingOver);
-        let is_over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for _ in 0..HAND_OVERS {
                     tcp.put_into(State::Managed);
                     tcp.put_into(State::HandingOver);
                 }
-                is_over.store(true, RELAXED);
             });
-            while !is_over.load(RELAXED) {
-                assert!(tcp.may_leave_kernel());
-            }
+            (0..100 * HAND_OVERS).for_each(|_| assert!(tcp.may_leave_kernel()));
         });
         tcp.put_into(State::Refused);
         assert!(!tcp.may_leave_kernel());
