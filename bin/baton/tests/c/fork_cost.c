@@ -1,6 +1,7 @@
-/* What fork costs a process with many connections. Usage: fork_cost CONNECTIONS
+/* What fork costs a process with many connections. Usage: fork_cost CONNECTIONS [moved]
  *
- * Prints the shortest of some forks: until it returns in the parent, and until it returns in the child, in microseconds. */
+ * Prints the shortest of some forks: until it returns in the parent, and until it returns in the child, in microseconds. With "moved" every
+ * connection is on the NIC at each of them. */
 
 #include "sockets.h"
 #include <limits.h>
@@ -22,20 +23,27 @@ static long shorter(long one, long other)
 
 int main(int count, char **arguments)
 {
-    enum { FORKS = 9 };
+    enum { FORKS = 9, FORKS_OF_MOVED = 3 };
+    int moved = count == 3 && strcmp(arguments[2], "moved") == 0;
     long parents = LONG_MAX, childs = LONG_MAX;
     struct rlimit most;
     alarm(STANDS_STILL);
-    CHECK(count == 2);
+    CHECK(count == 2 || moved);
     rlim_t wanted = atoi(arguments[1]);
     CHECK(getrlimit(RLIMIT_NOFILE, &most) == 0 && most.rlim_max >= wanted + 1000);
     most.rlim_cur = wanted + 1000;
     CHECK(setrlimit(RLIMIT_NOFILE, &most) == 0);
     /* Both ends are this process's. */
+    struct pair *pairs = calloc(wanted / 2 + 1, sizeof *pairs);
+    CHECK(pairs != NULL);
     for (rlim_t made = 0; made < wanted; made += 2)
-        connect_pair();
-    for (int round = 0; round < FORKS; round++) {
+        pairs[made / 2] = connect_pair();
+    for (int round = 0; round < (moved ? FORKS_OF_MOVED : FORKS); round++) {
         int ends[2];
+        for (rlim_t at = 0; moved && at < wanted; at += 2) {
+            until_on_nic(pairs[at / 2].server);
+            until_on_nic(pairs[at / 2].client);
+        }
         long took;
         CHECK(pipe(ends) == 0);
         long begun = microseconds();
