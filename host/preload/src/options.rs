@@ -73,6 +73,8 @@ pub(crate) unsafe fn set(
                 return fail(libc::EAGAIN) as c_int;
             }
             tcp.settled_owner();
+            give_way(round);
+            round += 1;
             continue;
         };
         if entered.owner != Owner::Nic {
@@ -275,6 +277,8 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
                 return fail(libc::EAGAIN) as c_int;
             }
             tcp.settled_owner();
+            give_way(round);
+            round += 1;
             continue;
         };
         if entered.owner != Owner::Nic {

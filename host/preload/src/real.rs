@@ -57,6 +57,7 @@ real! {
     accept = c"accept": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     accept4 = c"accept4": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) -> c_int;
     connect = c"connect": fn(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int;
+    bind = c"bind": fn(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int;
     listen = c"listen": fn(fd: c_int, most: c_int) -> c_int;
     getsockname = c"getsockname": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;
     getpeername = c"getpeername": fn(fd: c_int, address: *mut sockaddr, length: *mut socklen_t) -> c_int;

@@ -24,6 +24,7 @@ use baton_client::{Connection, note_hot_from};
 use baton_linux::process::Undisturbed;
 use baton_protocol::native::Native;
 use baton_protocol::program::{Place, Until};
+use baton_ring::give_way;
 use libc::c_int;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering, fence};
@@ -562,6 +563,7 @@ impl Tcp {
     /// Makes a call to the kernel that does not wait, at a time when no move is under way. The call gets the
     /// connection's owner, if the agent manages it.
     pub fn undisturbed<T>(&self, call: impl Fn(Option<Owner>) -> T) -> T {
+        let mut round = 0u32;
         loop {
             if let Some(_inside) = self.enter_kernel() {
                 return call(None);
@@ -576,6 +578,10 @@ impl Tcp {
                 return call(Some(connection.owner()));
             }
             self.settled_owner();
+            // One that another thread closes cannot be entered until it has: this thread may keep that one off its
+            // processor.
+            give_way(round);
+            round = round.saturating_add(1);
         }
     }
 

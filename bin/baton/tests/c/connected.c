@@ -1,4 +1,4 @@
-/* connect(2) and listen(2) of a socket that has a connection, again and again: they are refused at once, and the connection goes on.
+/* connect(2), bind(2) and listen(2) of a socket that has a connection, again and again: they are refused at once, and the connection goes on.
  * Usage: connected CASE [moved] */
 
 #include "sockets.h"
@@ -14,11 +14,18 @@ static struct pair both;
 static struct sockaddr_in where;
 static atomic_int is_over;
 
+static void refuses(int fd)
+{
+    struct sockaddr_in any_port = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    CHECK(bind(fd, (struct sockaddr *)&any_port, sizeof any_port) == -1 && errno == EINVAL);
+    CHECK(listen(fd, 1) == -1 && errno == EINVAL);
+}
+
 static void *connect_beside(void *unused)
 {
     while (!is_over) {
         CHECK(connect(both.client, (struct sockaddr *)&where, sizeof where) == -1 && errno == EISCONN);
-        CHECK(listen(both.client, 1) == -1 && errno == EINVAL);
+        refuses(both.client);
     }
     return unused;
 }
@@ -61,7 +68,7 @@ int main(int count, char **arguments)
     for (int round = 0; round < ROUNDS; round++) {
         for (int call = 0; call < CALLS; call++) {
             CHECK(connect(ends.client, (struct sockaddr *)&peer, length) == -1 && errno == EISCONN);
-            CHECK(listen(ends.client, 1) == -1 && errno == EINVAL);
+            refuses(ends.client);
         }
         exchange(ends.client, ends.server, "there");
         exchange(ends.server, ends.client, "back");

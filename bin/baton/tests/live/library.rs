@@ -125,7 +125,8 @@ fn a_close_that_lingers_is_the_last_one() {
     }
 }
 
-/// connect(2) and listen(2) of a connected socket are refused, and do not use what a move has just disconnected.
+/// connect(2), bind(2) and listen(2) of a connected socket are refused, and do not use what a move has just
+/// disconnected.
 #[test]
 fn a_connected_socket_is_not_connected_again() {
     as_natively("connected", "again");

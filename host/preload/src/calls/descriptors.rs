@@ -226,6 +226,17 @@ pub unsafe extern "C-unwind" fn connect(fd: c_int, address: *const sockaddr, len
     done
 }
 
+/// Intercepts the C library's `bind`: during a move a connection's socket is disconnected for a moment, and would be
+/// bound.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn bind(fd: c_int, address: *const sockaddr, length: socklen_t) -> c_int {
+    // SAFETY: the program's own arguments (`# Safety`).
+    undisturbed(fd, || unsafe { real::bind(fd, address, length) })
+}
+
 /// Intercepts the C library's `listen`: a listening socket is no connection, and never will be.
 ///
 /// # Safety
