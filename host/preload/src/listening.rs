@@ -285,11 +285,12 @@ fn sleep(section: Section, queue: &Queue, fd: c_int, deadline: Option<u64>) -> O
     Some((section, slept))
 }
 
-/// Completes accept4(2) for a connection that the NIC has made: the descriptor's flags, and the peer's address.
+/// Completes accept4(2) for a connection that the NIC has made: the descriptor's flags, and the peer's address, which
+/// the socket does not have for a moment while the connection moves.
 ///
 /// # Safety
 /// As accept4(2).
-pub(crate) unsafe fn finish(fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) {
+pub(crate) unsafe fn finish(tcp: &Tcp, fd: c_int, address: *mut sockaddr, length: *mut socklen_t, flags: c_int) {
     let errno = thread::errno();
     // SAFETY: neither command takes a pointer; the last call has the program's own arguments (`# Safety`).
     unsafe {
@@ -301,7 +302,7 @@ pub(crate) unsafe fn finish(fd: c_int, address: *mut sockaddr, length: *mut sock
             real::fcntl(fd, libc::F_SETFL, (now | libc::O_NONBLOCK) as libc::c_ulong);
         }
         if !address.is_null() {
-            real::getpeername(fd, address, length);
+            tcp.undisturbed(|_| real::getpeername(fd, address, length));
         }
     }
     thread::set_errno(errno);

@@ -115,7 +115,7 @@ unsafe fn accept_from(
                     tcp.give_back(process::SECCOMP, Until::Never);
                 }
                 // SAFETY: the program's own arguments (`# Safety`); the descriptor is new, and the flags are its own.
-                unsafe { listening::finish(fd, address, length, flags) };
+                unsafe { listening::finish(tcp, fd, address, length, flags) };
             }
         }
     }
