@@ -165,6 +165,10 @@ fn ask_for_each(session: &'static Session, sockets: &[&'static Tcp], reason: &st
             _ => others.push(tcp),
         }
     }
+    if asked.is_empty() {
+        // Another thread may wait for the agent's answer.
+        return others;
+    }
     let numbers: Vec<u32> = asked.keys().copied().collect();
     match baton_client::give_back_each(&session.shared, &numbers, reason, until) {
         Ok(stay) => others.extend(stay.iter().filter_map(|number| asked.get(number).copied())),
