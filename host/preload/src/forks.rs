@@ -24,6 +24,7 @@ use baton_client::Entered;
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::cell::UnsafeCell;
+use std::collections::BTreeSet;
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -72,6 +73,30 @@ pub(crate) fn are_under_way() -> bool {
     UNDER_WAY.load(Ordering::SeqCst) > 0
 }
 
+/// Sees to it that every connection is in the kernel until the fork is done. Returns those that are held there, and
+/// those that were restored.
+fn keep_in_kernel() -> (Vec<Entered<'static>>, Vec<&'static Tcp>) {
+    let address = |tcp: &'static Tcp| std::ptr::from_ref(tcp) as usize;
+    // First what takes long: other threads use meanwhile what is in the kernel.
+    let mut restored = process::give_others_back(tcp::FORK, Until::Never, Tcp::is_in_kernel);
+    let Some(session) = process::session() else { return (Vec::new(), restored) };
+    let mut known: BTreeSet<usize> = restored.iter().copied().map(address).collect();
+    loop {
+        let mut held = Vec::new();
+        let mut late = session.sockets();
+        late.retain(|&tcp| !known.contains(&address(tcp)) && !tcp.stays_for_fork(&mut held));
+        if late.is_empty() {
+            return (held, restored);
+        }
+        // They have moved since, or a thread was inside an operation on them.
+        drop(held);
+        tcp::give_each_back(session, &late, tcp::FORK, Until::Never);
+        epoll::settle();
+        known.extend(late.iter().copied().map(address));
+        restored.extend(late);
+    }
+}
+
 /// Prepares for a fork.
 pub(crate) extern "C" fn before() {
     let Some(section) = Section::enter() else { return };
@@ -83,10 +108,7 @@ pub(crate) extern "C" fn before() {
     UNDER_WAY.fetch_add(1, Ordering::SeqCst);
     let opening = process::hold_opening();
     FORKING.store(thread::token(), Ordering::SeqCst);
-    let (mut held, mut restored) = (Vec::new(), Vec::new());
-    if !process::is_closed_for_good() {
-        restored = process::give_others_back(tcp::FORK, Until::Never, |tcp| tcp.stays_for_fork(&mut held));
-    }
+    let (held, restored) = if process::is_closed_for_good() { (Vec::new(), Vec::new()) } else { keep_in_kernel() };
     let locks = [tcp::hold(), waiter::hold(), epoll::hold(), listening::hold(), udp::hold()];
     let short = locks.into_iter().flatten().collect();
     let (opening, undisturbed, section) = (Some(opening), Some(undisturbed), Some(section));

@@ -508,7 +508,8 @@ impl Session {
         crate::epoll::settle();
     }
 
-    fn sockets(&self) -> Vec<&'static Tcp> {
+    /// The sockets of all its connections.
+    pub fn sockets(&self) -> Vec<&'static Tcp> {
         self.by_number.iter().filter_map(found).collect()
     }
 }
@@ -518,9 +519,9 @@ pub(crate) fn give_everything_back(reason: &str, until: Until) {
     give_others_back(reason, until, |_| false);
 }
 
-/// As [`give_everything_back`], but for connections that are in the kernel and stay there, as `stays` says. Returns the
+/// As [`give_everything_back`], but for connections of which `stays` says that nothing is to be done. Returns the
 /// others.
-pub(crate) fn give_others_back(reason: &str, until: Until, mut stays: impl FnMut(&'static Tcp) -> bool) -> Vec<&'static Tcp> {
+pub(crate) fn give_others_back(reason: &str, until: Until, stays: impl Fn(&'static Tcp) -> bool) -> Vec<&'static Tcp> {
     if !is_mine() {
         return Vec::new();
     }

@@ -283,6 +283,11 @@ impl Tcp {
         !self.inherited.load(Ordering::SeqCst) && !self.is_pinned()
     }
 
+    /// Whether the kernel has the connection now.
+    pub fn is_in_kernel(&self) -> bool {
+        self.managed().is_none_or(|(connection, _)| connection.owner() == Owner::Kernel)
+    }
+
     /// Whether it stays in the kernel while the process forks: it is there, and no move of it begins as long as this
     /// thread is inside an operation on it, which is added to `held`; or the agent does not manage it.
     pub fn stays_for_fork(&'static self, held: &mut Vec<Entered<'static>>) -> bool {
