@@ -13,7 +13,7 @@
 //! so many bytes a second, and leaves again when it has carried less than half of that for some time.
 
 use crate::budget::Budget;
-use alloc::collections::{BTreeMap, BTreeSet};
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
 use alloc::vec::Vec;
 
 /// A connection that waits must carry more than this many quarters of what the one carries that leaves for it, and this
@@ -280,21 +280,17 @@ fn pair_up(
     let (within, beyond) = waiting.split_at(within.min(waiting.len()));
     let pairs = places.iter().zip(within).take_while(|((cold, beyond), hot)| gives_way(cold, *beyond, hot));
     let mut pairs: Vec<(u64, u64)> = pairs.take(most).map(|((cold, _), hot)| (cold.key, hot.key)).collect();
-    let (left, mut taken, mut done) = (&places[pairs.len()..], BTreeSet::new(), BTreeSet::new());
+    // What is left of each user's own, in their order, until one does not give way. Not looked for among all places for
+    // each that waits: there may be very many of both.
+    let mut own: BTreeMap<u32, VecDeque<&Sample>> = BTreeMap::new();
+    places[pairs.len()..].iter().for_each(|(cold, _)| own.entry(cold.user).or_default().push_back(cold));
     for hot in beyond {
         if pairs.len() >= most {
             break;
         }
-        if done.contains(&hot.user) {
-            continue;
-        }
-        let own = left.iter().find(|(cold, _)| cold.user == hot.user && !taken.contains(&cold.key));
-        match own {
-            Some((cold, _)) if gives_way(cold, false, hot) => {
-                taken.insert(cold.key);
-                pairs.push((cold.key, hot.key));
-            }
-            _ => _ = done.insert(hot.user),
+        match own.get_mut(&hot.user).and_then(VecDeque::pop_front) {
+            Some(cold) if gives_way(cold, false, hot) => pairs.push((cold.key, hot.key)),
+            _ => _ = own.remove(&hot.user),
         }
     }
     pairs
@@ -307,7 +303,10 @@ fn by_heat(of: &[&Sample]) -> Vec<u64> {
 
 #[cfg(test)]
 mod tests {
+    extern crate std;
+
     use super::*;
+    use core::time::Duration;
 
     /// Connections with a NIC of limited room, at which the policy looks every half second.
     struct World {
@@ -627,5 +626,32 @@ mod tests {
         assert_eq!(there, BTreeSet::from([5, 6, 7, 8]));
         // Who carries nothing takes nobody's place.
         assert_eq!(settled(&[greedy, alloc::vec![of(10, 2)]].concat(), 4).len(), 4);
+    }
+
+    /// Of users with their share very many wait that carry more than those that are there. If the place of each was
+    /// looked for among all this would take a minute, in which the agent does nothing else.
+    #[test]
+    fn very_many_change_places_with_others_of_their_users() {
+        const MANY: u64 = 300_000;
+        let (done, finished) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let of = |key: u64, place| Sample {
+                key,
+                place,
+                carried: None,
+                pages: 1,
+                hot_from: 0,
+                worth: WORTH,
+                user: (key % 2) as u32,
+            };
+            let there: Vec<Sample> = (0..MANY).map(|key| of(key, Place::Nic)).collect();
+            let hot: Vec<Sample> = (MANY..2 * MANY).map(|key| of(key, Place::Waits)).collect();
+            let places: Vec<(&Sample, bool)> = there.iter().map(|sample| (sample, false)).collect();
+            let waiting: Vec<&Sample> = hot.iter().collect();
+            done.send(pair_up(&places, &waiting, 0, |_, _, _| true))
+        });
+        let pairs = finished.recv_timeout(Duration::from_secs(20)).expect("the pairs");
+        assert_eq!((pairs.len() as u64, &pairs[..2]), (MANY / 5, &[(0, MANY), (1, MANY + 1)][..]));
+        assert!(pairs.iter().all(|(cold, hot)| cold % 2 == hot % 2));
     }
 }
