@@ -10,7 +10,7 @@
 //! (skb_zerocopy_notify_extend).
 
 use libc::c_int;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 /// Who numbers a socket's sends.
 const UNDECIDED: u32 = 0;
@@ -22,17 +22,18 @@ const LIBRARY_IPV6: u32 = 3;
 #[derive(Default)]
 pub(crate) struct Completions {
     by: AtomicU32,
-    /// Sends numbered by this library, ever (wraps).
-    made: AtomicU32,
+    /// Sends numbered by this library, ever (wraps), in the lower half; in the upper one whose they are: the generation
+    /// of the socket, whose place another one may take while a thread is late with a send.
+    made: AtomicU64,
     /// Sends whose completions the program has read.
     read: AtomicU32,
 }
 
 impl Completions {
-    /// Begins anew, for another socket.
-    pub fn forget(&self) {
+    /// Begins anew, for another socket, of this generation.
+    pub fn forget(&self, generation: u32) {
         self.by.store(UNDECIDED, Ordering::Release);
-        self.made.store(0, Ordering::Release);
+        self.made.store(u64::from(generation) << 32, Ordering::Release);
         self.read.store(0, Ordering::Release);
     }
 
@@ -40,7 +41,8 @@ impl Completions {
     pub fn go_on_from(&self, parents: &Completions) {
         let made = parents.made();
         self.by.store(parents.by.load(Ordering::Acquire), Ordering::Release);
-        self.made.store(made, Ordering::Release);
+        // Only this thread knows the child's.
+        self.made.store(with_count(self.made.load(Ordering::Acquire), made), Ordering::Release);
         self.read.store(made, Ordering::Release);
     }
 
@@ -64,20 +66,21 @@ impl Completions {
         self.are_ours() == Some(true)
     }
 
-    /// Numbers a send, which is complete.
-    pub fn add(&self) {
+    /// Numbers a send of the socket of this generation, which is complete. Nothing is done if another one is here now.
+    pub fn add(&self, generation: u32) {
+        let more = |made: u64| (made >> 32 == u64::from(generation)).then(|| with_count(made, (made as u32).wrapping_add(1)));
         // Whoever is about to sleep registers first, then looks.
-        self.made.fetch_add(1, Ordering::SeqCst);
+        let _ = self.made.fetch_update(Ordering::SeqCst, Ordering::Relaxed, more);
     }
 
     /// How many there have been, ever (wraps).
     pub fn made(&self) -> u32 {
-        self.made.load(Ordering::Acquire)
+        self.made.load(Ordering::Acquire) as u32
     }
 
     /// Whether there is one that the program has not read.
     pub fn are_pending(&self) -> bool {
-        self.made.load(Ordering::SeqCst) != self.read.load(Ordering::Acquire)
+        self.made.load(Ordering::SeqCst) as u32 != self.read.load(Ordering::Acquire)
     }
 
     /// Takes those that the program has not read.
@@ -94,6 +97,11 @@ impl Completions {
             }
         }
     }
+}
+
+/// A socket's word with another number of sends.
+fn with_count(word: u64, count: u32) -> u64 {
+    word & !u64::from(u32::MAX) | u64::from(count)
 }
 
 /// Sends that are complete, from one number to another.
@@ -168,9 +176,9 @@ mod tests {
         let completions = Completions::default();
         assert!(completions.are_ours().is_none() && !completions.are_pending() && completions.take().is_none());
         assert!(completions.decide(true, false));
-        completions.add();
+        completions.add(0);
         assert_eq!(range(completions.take()), Some((0, 0)));
-        (0..3).for_each(|_| completions.add());
+        (0..3).for_each(|_| completions.add(0));
         assert!(completions.are_pending() && completions.made() == 4);
         assert_eq!(range(completions.take()), Some((1, 3)));
         assert!(!completions.are_pending() && completions.take().is_none());
@@ -179,11 +187,25 @@ mod tests {
     #[test]
     fn numbers_wrap() {
         let completions = Completions::default();
-        completions.made.store(u32::MAX, Ordering::Relaxed);
+        completions.made.store(u32::MAX.into(), Ordering::Relaxed);
         completions.read.store(u32::MAX, Ordering::Relaxed);
-        (0..2).for_each(|_| completions.add());
+        (0..2).for_each(|_| completions.add(0));
         assert_eq!(range(completions.take()), Some((u32::MAX, 0)));
         assert!(!completions.are_pending());
+    }
+
+    /// A thread returns from a send on a socket that another one has closed meanwhile. The next socket has its place.
+    #[test]
+    fn who_is_late_completes_no_send_of_the_next_socket() {
+        let completions = Completions::default();
+        completions.forget(7);
+        completions.add(7);
+        assert!(completions.are_pending());
+        completions.forget(8);
+        completions.add(7);
+        assert!(!completions.are_pending() && completions.take().is_none());
+        completions.add(8);
+        assert_eq!(range(completions.take()), Some((0, 0)));
     }
 
     #[test]
@@ -191,7 +213,7 @@ mod tests {
         let completions = Completions::default();
         assert!(!completions.decide(false, false) && completions.are_ours() == Some(false));
         assert!(!completions.decide(true, false), "the kernel has numbered one");
-        completions.forget();
+        completions.forget(1);
         assert!(completions.are_ours().is_none());
         assert!(completions.decide(true, true) && completions.decide(false, true));
     }
@@ -200,10 +222,10 @@ mod tests {
     fn a_child_goes_on_with_its_parents_numbers() {
         let (parents, childs) = (Completions::default(), Completions::default());
         parents.decide(true, false);
-        (0..2).for_each(|_| parents.add());
+        (0..2).for_each(|_| parents.add(0));
         childs.go_on_from(&parents);
         assert!(childs.take().is_none() && parents.are_pending());
-        childs.add();
+        childs.add(0);
         assert_eq!(range(childs.take()), Some((2, 2)));
     }
 
@@ -215,7 +237,7 @@ mod tests {
         let read = AtomicU32::new(0);
         std::thread::scope(|scope| {
             for _ in 0..2 {
-                scope.spawn(|| (0..SENDS).for_each(|_| completions.add()));
+                scope.spawn(|| (0..SENDS).for_each(|_| completions.add(0)));
                 scope.spawn(|| {
                     while read.load(Ordering::Relaxed) < 2 * SENDS {
                         if let Some((first, last)) = range(completions.take()) {

@@ -279,8 +279,8 @@ unsafe fn send_inside(section: Section, call: Call, tcp: &'static Tcp, fd: c_int
             let generation = tcp.generation();
             // SAFETY: this function's `# Safety` is sendmsg(2)'s.
             let sent = unsafe { send_inside(section, call, tcp, fd, message, flags & !libc::MSG_ZEROCOPY) };
-            if completes && sent > 0 && tcp.generation() == generation {
-                tcp.complete_send();
+            if completes && sent > 0 {
+                tcp.complete_send(generation);
             }
             return sent;
         }

@@ -62,7 +62,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.set_lowat(1);
     tcp.nonblocking.store(false, RELAXED);
     tcp.waiting.forget();
-    tcp.completions.forget();
+    tcp.completions.forget(tcp.generation());
     tcp.taken.store(0, RELAXED);
     tcp.stuck.store(0, RELAXED);
     tcp.plan.store(UNPLANNED, RELAXED);

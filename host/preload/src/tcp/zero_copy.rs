@@ -35,9 +35,9 @@ impl Tcp {
         ours
     }
 
-    /// Completes such a send, whose bytes are copied. The caller is in no section.
-    pub fn complete_send(&self) {
-        self.completions.add();
+    /// Completes such a send, whose bytes are copied, of the socket of this generation. The caller is in no section.
+    pub fn complete_send(&self, generation: u32) {
+        self.completions.add(generation);
         if let Some(_section) = Section::enter() {
             self.changed();
         }
