@@ -131,10 +131,12 @@ impl Held {
             }
             Kept::Ended(session) => {
                 drop(self.sessions.remove(&session));
-                // An agent may die before it says so.
-                let sessions = &self.sessions;
-                self.common.retain(|(held, _)| match held {
-                    Kept::Listener(_, of, _) => of.iter().any(|session| sessions.contains_key(session)),
+                // An agent may die before it says so, and the number is another session's soon.
+                self.common.retain_mut(|(held, _)| match held {
+                    Kept::Listener(_, of, _) => {
+                        of.retain(|other| *other != session);
+                        !of.is_empty()
+                    }
                     _ => true,
                 });
             }
@@ -154,6 +156,7 @@ impl Held {
     /// Drops everything that is held for sessions.
     pub fn drop_sessions(&mut self) {
         self.sessions.clear();
+        self.common.retain(|(held, _)| !matches!(held, Kept::Listener(..)));
     }
 
     /// Whether any program has a control connection.
@@ -231,8 +234,13 @@ mod tests {
             all.note(kept, Vec::new());
         }
         all.note(Kept::Ended(1), Vec::new());
-        assert_eq!(held(&all), [listener(8, &[1, 2]), Kept::Session(2)]);
+        assert_eq!(held(&all), [listener(8, &[2]), Kept::Session(2)]);
+        // Another program's, which has no part in the listener.
+        all.note(Kept::Session(1), Vec::new());
         all.note(Kept::Ended(2), Vec::new());
+        assert_eq!(held(&all), [Kept::Session(1)]);
+        all.note(listener(9, &[1]), Vec::new());
+        all.drop_sessions();
         assert!(held(&all).is_empty());
     }
 
