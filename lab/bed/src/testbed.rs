@@ -302,6 +302,24 @@ pub fn without_baton(settings: &TestbedSettings) -> Result<[Namespace; 2]> {
     Ok([host_a, host_b])
 }
 
+/// Hosts A and B, of which the first one has a Baton or none.
+pub enum Hosts {
+    /// Of [`without_baton`].
+    Without([Namespace; 2]),
+    /// Of a test bed.
+    Baton(Box<Testbed>),
+}
+
+impl Hosts {
+    /// Both.
+    pub fn both(&self) -> [&Namespace; 2] {
+        match self {
+            Hosts::Without([host_a, host_b]) => [host_a, host_b],
+            Hosts::Baton(bed) => [&bed.host_a, &bed.host_b],
+        }
+    }
+}
+
 /// Hosts A and B, whose interfaces are TAPs, and nothing between them: whoever has the TAPs carries the frames.
 ///
 /// # Errors

@@ -7,7 +7,7 @@ use super::traffic::{Progress, Traffic};
 use anyhow::{Context, Result, ensure};
 use baton_abi::layout::Counter;
 use baton_bed::server::{Files, Server};
-use baton_bed::testbed::{self, Testbed, TestbedSettings, address_a};
+use baton_bed::testbed::{self, Hosts, Testbed, TestbedSettings, address_a};
 use baton_client::tool::Tool;
 use baton_linux::events::{monotonic_micros, process_nanos};
 use baton_linux::namespace::Namespace;
@@ -39,21 +39,6 @@ pub enum Way {
     Passed,
     /// The NIC's.
     Offloaded,
-}
-
-/// Two hosts, the first one the program's.
-enum Hosts {
-    Without([Namespace; 2]),
-    Baton(Box<Testbed>),
-}
-
-impl Hosts {
-    fn both(&self) -> [&Namespace; 2] {
-        match self {
-            Hosts::Without([host_a, host_b]) => [host_a, host_b],
-            Hosts::Baton(bed) => [&bed.host_a, &bed.host_b],
-        }
-    }
 }
 
 /// Two hosts and the program on one. What runs on them ends first.

@@ -116,8 +116,8 @@ impl Default for WorkerSettings {
     }
 }
 
-/// The settings that can be changed at any time.
-#[derive(Clone, Copy, Debug)]
+/// The settings that can be changed at any time. By default there are neither offloads nor limits.
+#[derive(Clone, Copy, Debug, Default)]
 pub struct WorkerOffloads {
     /// Large receive.
     pub lro: baton_lro::LroSettings,

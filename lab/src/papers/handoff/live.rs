@@ -9,10 +9,9 @@ use anyhow::{Context, Result, anyhow, ensure};
 use baton_abi::layout::Counter;
 use baton_bed::server::{Files, Program, Server};
 use baton_bed::statistics::quantile;
-use baton_bed::testbed::{self, Testbed, TestbedSettings, address_a};
+use baton_bed::testbed::{self, Hosts, Testbed, TestbedSettings, address_a};
 use baton_client::tool::Tool;
 use baton_linux::events::{monotonic_micros, process_nanos};
-use baton_linux::namespace::Namespace;
 use baton_linux::process;
 use baton_offloads::{Limits, Offloads, WhenFull};
 use baton_protocol::program::{Ask, Place, Reply};
@@ -128,21 +127,6 @@ fn between(before: &Snapshot, after: &Snapshot, on_nics: usize) -> Result<Round>
         others: each(|one| one.others),
         messages: std::array::from_fn(|kind| (after.messages[kind] - before.messages[kind]) as f64 / requests),
     })
-}
-
-/// Two hosts, the first one the server's.
-enum Hosts {
-    Without([Namespace; 2]),
-    Baton(Box<Testbed>),
-}
-
-impl Hosts {
-    fn both(&self) -> [&Namespace; 2] {
-        match self {
-            Hosts::Without([host_a, host_b]) => [host_a, host_b],
-            Hosts::Baton(bed) => [&bed.host_a, &bed.host_b],
-        }
-    }
 }
 
 /// Whose CPU time counts, beside that of the clients, which is this process's.

@@ -13,16 +13,7 @@ use std::sync::atomic::Ordering;
 
 /// Sets when doorbells are rung.
 fn set(stage: &mut Stage, doorbells: Mode) {
-    let set = WorkerOffloads {
-        lro: Default::default(),
-        moderation: Default::default(),
-        doorbells,
-        active_ack: false,
-        limits: Default::default(),
-        drop_during_moves: false,
-        return_at_fin: false,
-    };
-    stage.worker.set_offloads(&set, stage.now);
+    stage.worker.set_offloads(&WorkerOffloads { doorbells, ..WorkerOffloads::default() }, stage.now);
 }
 
 /// A sleeping program's doorbell is rung after a time or a number of bytes; a program that is awake gets none.

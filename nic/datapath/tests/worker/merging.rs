@@ -6,7 +6,6 @@ use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{Worker, WorkerOffloads, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame, MAX_FRAME};
 use baton_lro::{LroSettings, Mode};
-use baton_moderation::Mode as Moderation;
 use baton_shm::Region;
 use baton_sim::frames::ipv4;
 use baton_tcp::Instant;
@@ -141,16 +140,7 @@ fn nothing_is_held_once_it_is_off() {
     stage.segment(100, 100, NONE);
     stage.poll(32);
     assert_eq!(stage.count(Counter::Held), 1);
-    let off = WorkerOffloads {
-        lro: LroSettings::default(),
-        moderation: Moderation::Off,
-        doorbells: Moderation::Off,
-        active_ack: false,
-        limits: Default::default(),
-        drop_during_moves: false,
-        return_at_fin: false,
-    };
-    stage.worker.set_offloads(&off, stage.now);
+    stage.worker.set_offloads(&WorkerOffloads::default(), stage.now);
     stage.settle();
     assert_eq!((stage.count(Counter::Held), stage.count(Counter::EndedRequested)), (0, 1));
 }

@@ -82,15 +82,7 @@ fn other_frames_cross_unchanged() {
                     let lro = baton_lro::LroSettings { mode: next, ..Default::default() };
                     let (moderation, active_ack) = (MODERATIONS[number / 30 % 3], number / 20 % 2 == 0);
                     stage.worker.set_offloads(
-                        &WorkerOffloads {
-                            lro,
-                            moderation,
-                            doorbells: moderation,
-                            active_ack,
-                            limits: Default::default(),
-                            drop_during_moves: false,
-                            return_at_fin: false,
-                        },
+                        &WorkerOffloads { lro, moderation, doorbells: moderation, active_ack, ..WorkerOffloads::default() },
                         stage.now,
                     );
                 }

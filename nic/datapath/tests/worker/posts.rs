@@ -36,16 +36,7 @@ fn buffer(stage: &Stage, number: u32, length: usize) -> Vec<u8> {
 }
 
 fn limit(stage: &mut Stage, limits: Limits) {
-    let set = WorkerOffloads {
-        lro: Default::default(),
-        moderation: Default::default(),
-        doorbells: Default::default(),
-        active_ack: false,
-        limits,
-        drop_during_moves: false,
-        return_at_fin: false,
-    };
-    stage.worker.set_offloads(&set, stage.now);
+    stage.worker.set_offloads(&WorkerOffloads { limits, ..WorkerOffloads::default() }, stage.now);
 }
 
 #[test]
