@@ -1,6 +1,5 @@
 //! The bpf system call, the part that is needed here.
 
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
@@ -8,10 +7,10 @@ const MAP_CREATE: i32 = 0;
 const MAP_LOOKUP: i32 = 1;
 const MAP_UPDATE: i32 = 2;
 const MAP_DELETE: i32 = 3;
-const MAP_NEXT_KEY: i32 = 4;
 const PROGRAM_LOAD: i32 = 5;
 const PROGRAM_ATTACH: i32 = 8;
 const RAW_TRACEPOINT_OPEN: i32 = 17;
+const MAP_LOOKUP_BATCH: i32 = 24;
 const LINK_CREATE: i32 = 28;
 /// BPF_SK_MSG_VERDICT.
 const MESSAGE_VERDICT: u32 = 7;
@@ -68,9 +67,16 @@ pub(crate) fn owned(raw: i32) -> OwnedFd {
     unsafe { OwnedFd::from_raw_fd(raw) }
 }
 
-/// Writes a pointer into the attributes as two words.
+/// Writes a pointer to what the kernel reads into the attributes, as two words.
 fn point(attributes: &mut [u32; 32], at: usize, bytes: &[u8]) {
     let address = bytes.as_ptr() as u64;
+    attributes[at] = address as u32;
+    attributes[at + 1] = (address >> 32) as u32;
+}
+
+/// The same of what the kernel writes.
+fn point_to_room(attributes: &mut [u32; 32], at: usize, bytes: &mut [u8]) {
+    let address = bytes.as_mut_ptr() as u64;
     attributes[at] = address as u32;
     attributes[at + 1] = (address >> 32) as u32;
 }
@@ -133,8 +139,7 @@ pub(crate) fn read(map: BorrowedFd<'_>, key: &[u8], found: &mut [u8]) -> bool {
     let mut attributes = [0; 32];
     attributes[0] = map.as_raw_fd() as u32;
     point(&mut attributes, 2, key);
-    let address = found.as_mut_ptr() as u64;
-    (attributes[4], attributes[5]) = (address as u32, (address >> 32) as u32);
+    point_to_room(&mut attributes, 4, found);
     bpf(MAP_LOOKUP, &mut attributes).is_ok()
 }
 
@@ -148,43 +153,54 @@ pub(crate) fn delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Deletes the entries whose keys `matches` accepts, of as many as [`for_each_key`] shows.
-pub(crate) fn clear(map: BorrowedFd<'_>, key_bytes: usize, most: usize, mut matches: impl FnMut(&[u8]) -> bool) {
-    let mut chosen = BTreeSet::new();
-    for_each_key(map, key_bytes, most, |key| {
+/// Deletes the entries of a hash map whose keys `matches` accepts.
+pub(crate) fn clear(map: BorrowedFd<'_>, bytes: (usize, usize), mut matches: impl FnMut(&[u8]) -> bool) {
+    let mut chosen = Vec::new();
+    for_each_key(map, bytes, |key| {
         if matches(key) {
-            chosen.insert(key.to_vec());
+            chosen.push(key.to_vec());
         }
     });
     // One that is gone already is no concern.
     chosen.iter().for_each(|key| _ = delete(map, key));
 }
 
-/// The number of entries.
-pub(crate) fn count(map: BorrowedFd<'_>, key_bytes: usize) -> usize {
+/// The number of entries of a hash map.
+pub(crate) fn count(map: BorrowedFd<'_>, bytes: (usize, usize)) -> usize {
     let mut count = 0;
-    for_each_key(map, key_bytes, usize::MAX, |_| count += 1);
+    for_each_key(map, bytes, |_| count += 1);
     count
 }
 
-/// Shows all keys, but no more than `most`. The kernel begins anew when the last key that it has given has been deleted
-/// meanwhile: where others delete entries that need not come to an end.
-pub(crate) fn for_each_key(map: BorrowedFd<'_>, key_bytes: usize, most: usize, mut visit: impl FnMut(&[u8])) {
-    let mut key: Option<Vec<u8>> = None;
-    for _ in 0..most {
-        let mut attributes = [0; 32];
-        attributes[0] = map.as_raw_fd() as u32;
-        let mut next = vec![0u8; key_bytes];
-        if let Some(key) = &key {
-            point(&mut attributes, 2, key);
+/// Entries of a hash map that the kernel is asked for at a time: far more than one of its buckets has.
+const BATCH: usize = 4096;
+
+/// Shows all keys of a hash map, whose keys and values have so many bytes. The kernel goes from bucket to bucket: each
+/// is looked at once, whatever others add and delete meanwhile. (Asked for the next key, it begins anew if the last one
+/// has been deleted; and with a system call for each key a large map takes many times as long.)
+pub(crate) fn for_each_key(map: BorrowedFd<'_>, (key_bytes, value_bytes): (usize, usize), mut visit: impl FnMut(&[u8])) {
+    let (mut keys, mut values) = (vec![0u8; BATCH * key_bytes], vec![0u8; BATCH * value_bytes]);
+    let mut place: Option<[u8; 4]> = None;
+    loop {
+        let (mut attributes, mut next) = ([0; 32], [0u8; 4]);
+        if let Some(place) = &place {
+            point(&mut attributes, 0, place);
         }
-        let address = next.as_mut_ptr() as u64;
-        (attributes[4], attributes[5]) = (address as u32, (address >> 32) as u32);
-        if bpf(MAP_NEXT_KEY, &mut attributes).is_err() {
+        point_to_room(&mut attributes, 2, &mut next);
+        point_to_room(&mut attributes, 4, &mut keys);
+        point_to_room(&mut attributes, 6, &mut values);
+        (attributes[8], attributes[9]) = (BATCH as u32, map.as_raw_fd() as u32);
+        let is_last = match bpf(MAP_LOOKUP_BATCH, &mut attributes) {
+            Ok(_) => false,
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => true,
+            Err(_) => return,
+        };
+        let shown = (attributes[8] as usize).min(BATCH);
+        keys[..shown * key_bytes].chunks_exact(key_bytes).for_each(&mut visit);
+        if is_last {
             return;
         }
-        visit(&next);
-        key = Some(next);
+        place = Some(next);
     }
 }
 

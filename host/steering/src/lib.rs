@@ -53,10 +53,6 @@ const LISTENER_PORT: u16 = 1;
 /// Handshakes that are remembered: of more, the oldest are forgotten, so that a flood of SYNs takes no more memory.
 const HANDSHAKES: u32 = 1 << 16;
 
-/// Most handshakes that are looked at one after another. Each SYN that comes meanwhile may take the place of the one
-/// that was looked at last, and all are looked at once more.
-const MOST_VISITED: usize = 16 * HANDSHAKES as usize;
-
 /// Mark on frames that the NIC sends, which distinguishes them from the kernel's.
 pub const MARK: u32 = 0x4e49_4301;
 
@@ -270,7 +266,7 @@ impl Steering {
     /// The failed system call's.
     pub fn set_listening(&self, listening: bool) -> io::Result<()> {
         if !listening {
-            bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, MOST_VISITED, |_| true);
+            bpf::clear(self.handshakes.as_fd(), programs::BYTES, |_| true);
         }
         bpf::update(self.kinds.as_fd(), &programs::LISTENERS.to_ne_bytes(), &u32::from(listening).to_ne_bytes())
     }
@@ -280,7 +276,7 @@ impl Steering {
     pub fn forget_handshakes(&self, locals: &[Endpoint]) {
         let parts: BTreeSet<[u8; 18]> = locals.iter().map(|local| local_part(&key(&listener_flow(*local)))).collect();
         let is_there = |key: &[u8]| parts.contains(&local_part(key));
-        bpf::clear(self.handshakes.as_fd(), programs::KEY_BYTES, MOST_VISITED, is_there);
+        bpf::clear(self.handshakes.as_fd(), programs::BYTES, is_there);
     }
 
     /// Forgets a handshake, since its connection is the kernel's.
@@ -313,13 +309,13 @@ impl Steering {
     /// The flows that are steered, [`messages_flow`]s and [`listener_flow`]s among them.
     pub fn flows(&self) -> Vec<Flow> {
         let mut flows = Vec::new();
-        bpf::for_each_key(self.flows.as_fd(), programs::KEY_BYTES, usize::MAX, |key| flows.extend(key.try_into().map(flow_of)));
+        bpf::for_each_key(self.flows.as_fd(), programs::BYTES, |key| flows.extend(key.try_into().map(flow_of)));
         flows
     }
 
     /// Number of flows that are steered.
     pub fn count(&self) -> usize {
-        bpf::count(self.flows.as_fd(), programs::KEY_BYTES)
+        bpf::count(self.flows.as_fd(), programs::BYTES)
     }
 }
 
@@ -372,12 +368,18 @@ mod tests {
         }
     }
 
+    /// Whether this test may load BPF programs.
+    fn may_load() -> bool {
+        let Err(error) = supported() else { return true };
+        eprintln!("skipped: {error}");
+        assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+        false
+    }
+
     /// Needs the right to load BPF programs.
     #[test]
     fn the_kernel_takes_the_programs() {
-        if let Err(error) = supported() {
-            eprintln!("skipped: {error}");
-            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+        if !may_load() {
             return;
         }
         let steering = Steering::new(8).unwrap();
@@ -413,10 +415,6 @@ mod tests {
         steering.forget_handshakes(&[flow.local, flow.remote]);
         let known = |one: Flow| bpf::has(steering.handshakes.as_fd(), &key(&one), programs::VALUE_BYTES);
         assert_eq!(three.map(known), [false, false, true]);
-        three.iter().for_each(|one| bpf::update(steering.handshakes.as_fd(), &key(one), &[0; programs::VALUE_BYTES]).unwrap());
-        let mut visited = 0;
-        bpf::for_each_key(steering.handshakes.as_fd(), programs::KEY_BYTES, 2, |_| visited += 1);
-        assert_eq!(visited, 2, "of three");
         steering.set(&listener_flow(flow.local), &path, Steer::Steal).unwrap();
         steering.set(&messages_flow(flow.local), &path, Steer::Steal).unwrap();
         let mut all = vec![flow.reversed(), listener_flow(flow.local), messages_flow(flow.local)];
@@ -428,5 +426,38 @@ mod tests {
         let steers = [flow, flow.reversed(), flow.by(7)].map(|one| steering.steer_of(&one));
         assert_eq!(steers, [Some(Steer::Mirror), Some(Steer::Steal), None]);
         steering.set_listening(false).unwrap();
+    }
+
+    /// Needs that right, too. In a flood of SYNs handshakes take the places of others, also of the one that was looked
+    /// at last: each is looked at once, and that comes to an end.
+    #[test]
+    fn handshakes_are_looked_at_once_in_a_flood_of_them() {
+        const MANY: u32 = 10_000;
+        if !may_load() {
+            return;
+        }
+        let steering = Steering::new(8).unwrap();
+        let (map, local) = (steering.handshakes.as_fd(), Endpoint::v4([127, 0, 0, 1], 80));
+        let of = |number: u32| {
+            let [_, _, high, low] = number.to_be_bytes();
+            key(&Flow { local, remote: Endpoint::v4([10, 0, high, low], 4000), device: 0 })
+        };
+        let enter = |number| bpf::update(map, &of(number), &[0; programs::VALUE_BYTES]).unwrap();
+        (0..MANY).for_each(enter);
+        let mut found = Vec::new();
+        bpf::for_each_key(map, programs::BYTES, |one| found.push(one.to_vec()));
+        found.sort_unstable();
+        let mut all: Vec<Vec<u8>> = (0..MANY).map(|number| of(number).to_vec()).collect();
+        all.sort_unstable();
+        assert!(found == all, "{} are shown", found.len());
+        let mut looked_at = 0;
+        bpf::for_each_key(map, programs::BYTES, |one| {
+            bpf::delete(map, one).unwrap();
+            enter(MANY + looked_at);
+            looked_at += 1;
+        });
+        assert!((MANY..3 * MANY).contains(&looked_at), "{looked_at}");
+        steering.forget_handshakes(&[local]);
+        assert_eq!(bpf::count(map, programs::BYTES), 0);
     }
 }

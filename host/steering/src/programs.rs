@@ -38,6 +38,8 @@ pub(crate) const ENDS: usize = 36;
 /// family, if it is received at the devices of the map of devices, too; further devices at which it is received in any
 /// case; the NIC's number.
 pub(crate) const VALUE_BYTES: usize = 16 + 4 * FURTHER;
+/// Those of both.
+pub(crate) const BYTES: (usize, usize) = (KEY_BYTES, VALUE_BYTES);
 /// Bytes of a value of the map of devices: families, then the device's address.
 pub(crate) const DEVICE_BYTES: usize = 12;
 const DEVICE_ADDRESS: i32 = 4;
