@@ -384,6 +384,7 @@ impl Agent {
             self.clear_attended();
             self.end_what_is_cut_off();
             self.remove_sessions();
+            self.shape.forget_handshakes();
             self.recover_from_deaths()?;
             excuse_what_was_missed(self);
             self.watch_nics()?;

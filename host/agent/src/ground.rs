@@ -18,7 +18,7 @@ use baton_moves::{Refusal, Step};
 use baton_shm::Region;
 use baton_steering::{Path, Steer, Steering, listener_flow, messages_flow};
 use baton_wire::{Endpoint, Flow};
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -50,6 +50,10 @@ pub(crate) struct Claims {
     /// Those that are steered still since an agent has died: its NICs had made them for listeners, and no program had
     /// accepted them. A NIC makes each again when its client sends something.
     unaccepted: HashSet<Flow>,
+    /// Endpoints that no NIC serves any more, whose handshakes are not forgotten yet: see [`Shape::forget_handshakes`].
+    pub gone: BTreeSet<Endpoint>,
+    /// No listener is served, and no handshake is known.
+    pub serves_none: bool,
 }
 
 /// What becomes of a flow with which an agent that has died has left the steering.
