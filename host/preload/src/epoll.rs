@@ -16,12 +16,13 @@ use crate::short_lock::{Held, ShortLock};
 use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::wait::Sleeper;
+use crate::wake::Wake;
 use crate::{faults, leaving, process, readiness, real, table, thread, wait, whole};
 use baton_abi::layout::Owner;
 use libc::{EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD, EPOLLEXCLUSIVE, EPOLLIN, c_int, epoll_event};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Data of this library's own registrations: addresses of its own statics, which no program has a reason to use.
 static BELL: u8 = 0;
@@ -85,7 +86,7 @@ pub(crate) struct Set {
     /// Slots of sockets to which something has happened.
     marked: Mutex<Vec<u32>>,
     pub any_marked: AtomicBool,
-    pub wake: OnceLock<c_int>,
+    pub wake: Wake,
     pub sleepers: AtomicU32,
     /// Who polls the set itself, or has it in another set.
     pub watchers: readiness::Watchers,
@@ -144,7 +145,7 @@ fn known_set(epfd: c_int) -> &'static Set {
             inner: Mutex::default(),
             marked: Mutex::default(),
             any_marked: AtomicBool::new(false),
-            wake: OnceLock::new(),
+            wake: Wake::default(),
             sleepers: AtomicU32::new(0),
             watchers: readiness::Watchers::default(),
             inherited: AtomicBool::new(false),
@@ -318,8 +319,8 @@ impl Set {
     /// Adds the session's doorbell, its control connection and the set's eventfd to the kernel's set; without a session
     /// the eventfd alone.
     fn join_bell(&self, inner: &mut Inner, epfd: c_int) {
-        if !std::mem::replace(&mut inner.wakes, true) {
-            self.register_wake(epfd);
+        if !inner.wakes {
+            inner.wakes = self.register_wake(epfd);
         }
         let Some(session) = process::session() else { return };
         let bell = session.shared.bell().as_fd().as_raw_fd();
@@ -330,7 +331,7 @@ impl Set {
         self.register_own(epfd);
     }
 
-    /// See [`Set::join_bell`].
+    /// Adds the session's doorbell and control connection to the kernel's set.
     pub fn register_own(&self, epfd: c_int) {
         let kernel = &mut Kernel::of(epfd);
         if let Some(session) = process::session() {
@@ -339,20 +340,18 @@ impl Set {
             // A hang-up stays pending, so every thread that sleeps in this set sees it.
             kernel.register(EPOLL_CTL_ADD, session.shared.hangs_up().as_raw_fd(), 0, end_data());
         }
-        self.register_wake(epfd);
     }
 
-    /// Adds the set's eventfd to the kernel's set.
-    pub fn register_wake(&self, epfd: c_int) {
-        Kernel::of(epfd).register(EPOLL_CTL_ADD, self.eventfd(), EPOLLIN as u32, wake_data());
-    }
-
-    fn eventfd(&self) -> c_int {
-        *self.wake.get_or_init(|| {
+    /// Adds the set's eventfd to the kernel's set. False if there is none. The caller has `inner`.
+    pub fn register_wake(&self, epfd: c_int) -> bool {
+        let wake = self.wake.made(|| {
             let fd = wait::eventfd();
-            OURS.lock().push(fd);
+            OURS.lock().extend((fd >= 0).then_some(fd));
             fd
-        })
+        });
+        let Some(wake) = wake else { return false };
+        Kernel::of(epfd).register(EPOLL_CTL_ADD, wake, EPOLLIN as u32, wake_data());
+        true
     }
 
     /// Prepares the set for a socket that may go to the NIC from now on.
@@ -361,7 +360,7 @@ impl Set {
         if let Some(epfd) = epfd {
             self.join_bell(&mut locked(&self.inner), epfd);
             // A thread that has slept in it since before the session was opened is not counted as a sleeper.
-            wait::signal(self.eventfd());
+            self.wake.signal();
             readiness::tell(self);
             readiness::prepare_parents(self);
         }
@@ -378,7 +377,7 @@ impl Set {
     /// Wakes threads that sleep in the set.
     pub fn alert(&self) {
         if self.sleepers.load(Ordering::SeqCst) > 0 {
-            wait::signal(self.eventfd());
+            self.wake.signal();
         }
     }
 
@@ -386,12 +385,6 @@ impl Set {
     fn announce(&self) {
         self.alert();
         readiness::tell(self);
-    }
-
-    pub fn clear_wake(&self) {
-        if let Some(wake) = self.wake.get() {
-            wait::clear(*wake);
-        }
     }
 
     /// Runs a change with the interest list and one of the set's descriptors.
@@ -466,7 +459,7 @@ impl Set {
     fn remove_wake(&self, epfd: c_int) {
         if let Some(wake) = self.wake.get() {
             // SAFETY: EPOLL_CTL_DEL does not read the event.
-            unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, *wake, std::ptr::null_mut()) };
+            unsafe { real::epoll_ctl(epfd, EPOLL_CTL_DEL, wake, std::ptr::null_mut()) };
         }
     }
 
@@ -518,7 +511,7 @@ impl Set {
         let inner = std::mem::take(&mut *locked(&self.inner));
         inner.interest.files().for_each(|(slot, file)| self.forget_in(file, slot));
         locked(&self.marked).clear();
-        self.clear_wake();
+        self.wake.renew();
         POOL.lock().push(self);
     }
 
@@ -545,7 +538,7 @@ impl Set {
         *bell |= data == bell_data();
         *end |= data == end_data();
         if data == wake_data() {
-            self.clear_wake();
+            self.wake.clear();
         }
         is_own(data)
     }
@@ -659,7 +652,7 @@ impl Set {
         let sleeper = Sleeper::begin(session);
         let pending =
             self.any_marked.load(Ordering::SeqCst) || session.is_some_and(|session| session.shared.has_events(thread::token()));
-        let left = if pending { Some(0) } else { left_until(deadline) };
+        let left = if pending { Some(0) } else { left_until(self.wake.looks(deadline)) };
         drop(section);
         let got = native(out, left);
         let errno = thread::errno();

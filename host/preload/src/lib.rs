@@ -49,6 +49,7 @@ mod unwinding;
 mod wait;
 mod waiter;
 mod waiting;
+mod wake;
 mod whole;
 mod worth;
 

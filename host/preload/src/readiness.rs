@@ -252,7 +252,7 @@ fn calm(session: Option<&'static Session>, all: &[(&'static Set, c_int)]) {
     }
     for (set, _) in all {
         if set.sleepers.load(Ordering::SeqCst) == 0 {
-            set.clear_wake();
+            set.wake.clear();
             // One that has fallen asleep since may have been woken by what was cleared.
             set.alert();
         }
@@ -267,7 +267,7 @@ fn look(session: Option<&'static Session>, epfd: c_int, all: &[(&'static Set, c_
         fds.push(entry(session.shared.hangs_up().as_raw_fd(), 0));
         fds.push(entry(session.shared.bell().as_fd().as_raw_fd(), POLLIN));
     }
-    fds.extend(all.iter().filter_map(|(set, _)| set.wake.get()).map(|wake| entry(*wake, POLLIN)));
+    fds.extend(all.iter().filter_map(|(set, _)| set.wake.get()).map(|wake| entry(wake, POLLIN)));
     // SAFETY: a live array of that length.
     unsafe { real::poll(fds.as_mut_ptr(), fds.len() as libc::nfds_t, 0) };
     if let (Some(session), true) = (session, fds.get(1).is_some_and(|entry| entry.revents != 0)) {
@@ -283,7 +283,7 @@ fn look_without(epfd: c_int, all: &[(&'static Set, c_int)]) -> bool {
         let inner = locked(&set.inner);
         let of_session = inner.bell.zip(process::session());
         let of_session = of_session.map(|(bell, session)| [bell, session.shared.hangs_up().as_raw_fd()]);
-        for fd in of_session.into_iter().flatten().chain(set.wake.get().copied()) {
+        for fd in of_session.into_iter().flatten().chain(set.wake.get()) {
             // SAFETY: EPOLL_CTL_DEL does not read the event.
             unsafe { real::epoll_ctl(*epfd, EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
         }
@@ -293,7 +293,8 @@ fn look_without(epfd: c_int, all: &[(&'static Set, c_int)]) -> bool {
         let inner = locked(&set.inner);
         if inner.bell.is_some() {
             set.register_own(*epfd);
-        } else if inner.wakes {
+        }
+        if inner.wakes {
             set.register_wake(*epfd);
         }
     }

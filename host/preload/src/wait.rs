@@ -10,16 +10,14 @@ use crate::short_lock::ShortLock;
 use crate::signals::Mark;
 use crate::tcp::Tcp;
 use crate::waiter::{self, Waiter, Waiters};
+use crate::wake::WITHOUT_DESCRIPTOR;
 use crate::{leaving, lookout, process, real, sections, thread};
 use baton_abi::layout::Owner;
-use libc::{c_int, c_long, pollfd};
+use libc::{c_int, pollfd};
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::atomic::{Ordering, fence};
 
-/// Microseconds for which a thread sleeps at most if there is no descriptor to wake it by.
-const WITHOUT_DESCRIPTOR: u64 = 10_000;
-
-/// The same for a thread that waits for more bytes than the kernel has, where those stay unread.
+/// As [`WITHOUT_DESCRIPTOR`], for a thread that waits for more bytes than the kernel has, where those stay unread.
 const FOR_MORE: u64 = 10_000;
 
 /// Closes descriptors that a child of fork has inherited of this library's.
@@ -37,20 +35,6 @@ pub(crate) fn eventfd() -> c_int {
     // SAFETY: no pointers are involved.
     let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
     if fd < 0 { fd } else { process::lift(fd) }
-}
-
-/// Makes an eventfd readable. No thread is cancelled in it.
-pub(crate) fn signal(fd: c_int) {
-    let one = 1u64.to_ne_bytes();
-    // SAFETY: the buffer is eight live bytes. The write can only fail if the eventfd is readable already.
-    unsafe { real::syscall(libc::SYS_write, fd.into(), one.as_ptr() as c_long, 8, 0, 0, 0) };
-}
-
-/// Makes an eventfd unreadable.
-pub(crate) fn clear(fd: c_int) {
-    let mut count = [0u8; 8];
-    // SAFETY: the buffer is eight live bytes. The read can only fail if the eventfd is unreadable already.
-    unsafe { real::syscall(libc::SYS_read, fd.into(), count.as_mut_ptr() as c_long, 8, 0, 0, 0) };
 }
 
 /// Whether poll(2) reports this event for a socket now. It consumes neither data nor a pending error.

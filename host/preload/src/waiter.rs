@@ -8,7 +8,8 @@
 use crate::few::Few;
 use crate::process;
 use crate::short_lock::{Held, ShortLock};
-use crate::wait::{self, clear, eventfd, signal};
+use crate::wait::{self, eventfd};
+use crate::wake::{clear, signal};
 use libc::c_int;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

@@ -136,20 +136,22 @@ static void *answer(void *end)
     return NULL;
 }
 
-/* Threads sleep when the program has no descriptor left. */
-static void none_left(int moved)
+enum { PAIRS = 20 };
+
+/* Connects them, and uses up the program's descriptors. */
+static void use_all(struct pair *pairs, int moved)
 {
-    enum { PAIRS = 20 };
-    struct pair pairs[PAIRS];
-    pthread_t threads[PAIRS];
     limit(128);
     for (int at = 0; at < PAIRS; at++)
         pairs[at] = connected(moved);
     while (dup(0) >= 0)
         ;
     CHECK(errno == EMFILE);
-    for (int at = 0; at < PAIRS; at++)
-        CHECK(pthread_create(&threads[at], NULL, answer, (void *)(long)pairs[at].server) == 0);
+}
+
+/* Has each thread answer fifty times, then end. */
+static void ask_all(struct pair *pairs, pthread_t *threads)
+{
     for (int round = 0; round < 50; round++) {
         char line[5];
         for (int at = 0; at < PAIRS; at++)
@@ -159,6 +161,52 @@ static void none_left(int moved)
     }
     for (int at = 0; at < PAIRS; at++)
         CHECK(shutdown(pairs[at].client, SHUT_WR) == 0 && pthread_join(threads[at], NULL) == 0);
+}
+
+/* Threads sleep when the program has no descriptor left. */
+static void none_left(int moved)
+{
+    struct pair pairs[PAIRS];
+    pthread_t threads[PAIRS];
+    use_all(pairs, moved);
+    for (int at = 0; at < PAIRS; at++)
+        CHECK(pthread_create(&threads[at], NULL, answer, (void *)(long)pairs[at].server) == 0);
+    ask_all(pairs, threads);
+}
+
+struct watched {
+    int fd, set;
+};
+
+/* As answer, where the thread waits in a set of its own. */
+static void *answer_from_set(void *given)
+{
+    struct watched *watched = given;
+    struct epoll_event event = {.events = EPOLLIN};
+    char line[5];
+    CHECK(epoll_ctl(watched->set, EPOLL_CTL_ADD, watched->fd, &event) == 0);
+    for (;;) {
+        CHECK(epoll_wait(watched->set, &event, 1, -1) == 1);
+        if (recv(watched->fd, line, sizeof line, MSG_WAITALL) != sizeof line)
+            return NULL;
+        CHECK(send(watched->fd, line, sizeof line, 0) == sizeof line);
+    }
+}
+
+/* Threads sleep in sets, to which their connections are added when the program has no descriptor left. */
+static void none_for_sets(int moved)
+{
+    struct pair pairs[PAIRS];
+    struct watched watched[PAIRS];
+    for (int at = 0; at < PAIRS; at++)
+        CHECK((watched[at].set = epoll_create1(0)) >= 0);
+    use_all(pairs, moved);
+    pthread_t threads[PAIRS];
+    for (int at = 0; at < PAIRS; at++) {
+        watched[at].fd = pairs[at].server;
+        CHECK(pthread_create(&threads[at], NULL, answer_from_set, &watched[at]) == 0);
+    }
+    ask_all(pairs, threads);
 }
 
 static long microseconds(void)
@@ -212,7 +260,8 @@ int main(int count, char **words)
         const char *name;
         void (*run)(int);
     } cases[] = {
-        {"select", whole_table}, {"closefrom", close_from}, {"poll", whole_poll}, {"none left", none_left}, {"short waits", short_waits},
+        {"select", whole_table}, {"closefrom", close_from}, {"poll", whole_poll}, {"none left", none_left},
+        {"none for sets", none_for_sets}, {"short waits", short_waits},
     };
     alarm(STANDS_STILL);
     CHECK(count > 1);

@@ -283,6 +283,7 @@ fn sleeping_threads_need_no_descriptor_each() {
 #[test]
 fn sleeping_threads_need_no_descriptor() {
     as_natively("limits", "none left");
+    as_natively("limits", "none for sets");
 }
 
 /// A program that may have many descriptors: select for all of them looks no further than the kernel natively does, and
