@@ -226,7 +226,7 @@ impl Agent {
         };
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return Err(Refusal::NoRoom) };
         (listener.listening, listener.limits) = (listening, limits);
-        unaccepted::recount(listener);
+        unaccepted::recount_if_unhad(listener);
         let joins = listener.sessions.insert(session);
         if let Err(refusal) = self.serve_listener(id) {
             if joins {
@@ -637,7 +637,7 @@ impl Agent {
         let ids: Vec<u32> = self.listeners.by_id.keys().copied().filter(|id| only.is_none_or(|only| only == *id)).collect();
         for id in ids {
             let Some(listener) = self.listeners.by_id.get_mut(&id) else { continue };
-            let left = listener.sessions.remove(&session);
+            let left = unaccepted::leave(listener, session);
             if left && !listener.sessions.is_empty() {
                 self.keep_listener(id);
             } else if left {

@@ -77,11 +77,27 @@ fn what_nobody_accepts_waits_for_a_while() {
 fn the_next_program_finds_all_that_waits() {
     let mut left = listener(0..0, 0..3);
     left.ours.write_all(&[0; 2]).expect("room");
-    unaccepted::recount(&mut left);
-    let mut queue = UnixStream::from(left.theirs.try_clone().expect("a descriptor"));
+    unaccepted::recount_if_unhad(&left);
+    assert_eq!(queued(left), [0; 3]);
+}
+
+/// The same while another worker of the server has the listener.
+#[test]
+fn the_other_programs_find_all_that_waits() {
+    let mut shared = listener(0..0, 0..3);
+    shared.sessions.extend([3, 4]);
+    shared.ours.write_all(&[0; 2]).expect("room");
+    unaccepted::recount_if_unhad(&shared);
+    assert!(!unaccepted::leave(&mut shared, 5) && unaccepted::leave(&mut shared, 3) && shared.sessions.contains(&4));
+    assert_eq!(queued(shared), [0; 3]);
+}
+
+/// What programs can read from a listener's queue.
+fn queued(of: Listener) -> Vec<u8> {
+    let mut queue = UnixStream::from(of.theirs.try_clone().expect("a descriptor"));
     // The other end with it.
-    drop(left);
+    drop(of);
     let mut bytes = Vec::new();
     queue.read_to_end(&mut bytes).expect("what is left");
-    assert_eq!(bytes, [0; 3]);
+    bytes
 }

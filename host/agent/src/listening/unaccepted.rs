@@ -113,14 +113,30 @@ pub(crate) fn end_all(agent: &mut Agent) {
     ids.into_iter().for_each(|id| agent.end_listener(id));
 }
 
-/// Counts what waits once more in the queue of a listener that no session has, before one gets it: a program may have
-/// ended between a byte of the queue and its request for the connection.
-pub(super) fn recount(listener: &mut Listener) {
-    if listener.sessions.is_empty() {
-        empty(&listener.theirs);
-        // As when they were made: there is room.
-        let _ = (&listener.ours).write(&vec![0; listener.waiting.len()]);
+/// Ends a session's part in a listener. False if it has none. What waits is counted once more: its program may have
+/// ended between a byte of the queue and its request for the connection. A program that is between the two now may find
+/// none, and waits on.
+pub(super) fn leave(listener: &mut Listener, session: u32) -> bool {
+    let left = listener.sessions.remove(&session);
+    if left {
+        recount(listener);
     }
+    left
+}
+
+/// Counts what waits once more in the queue of a listener that no session has, before one gets it: a program that is
+/// none of its sessions' any more may have read of it since.
+pub(super) fn recount_if_unhad(listener: &Listener) {
+    if listener.sessions.is_empty() {
+        recount(listener);
+    }
+}
+
+/// Writes a byte for each connection that waits, and none besides.
+fn recount(listener: &Listener) {
+    empty(&listener.theirs);
+    // As when they were made: there is room.
+    let _ = (&listener.ours).write(&vec![0; listener.waiting.len()]);
 }
 
 /// Drops a connection that the NIC has made: its frames are the kernel's. Its listener gets another slot.
