@@ -1,10 +1,11 @@
 //! Descriptors that came from another user's process. Of such a one nothing is known: closing it, or asking its file
 //! for anything, may take as long as that user likes.
 //!
-//! A TCP socket with SO_LINGER and unsent data waits for its peer, a file of FUSE or NFS for its server. So a
-//! [`Foreign`] is never closed by the thread that drops it unless it is known not to wait: then threads for its user
-//! close it. One that is stuck delays only what else comes from that user: each user has one thread of each kind at
-//! most, and there are as many as users who have something to do, up to a number that costs the machine little.
+//! A TCP socket with SO_LINGER and unsent data waits for its peer, a file of FUSE or NFS for its server. A Unix socket
+//! waits for either if one is in its queue: what nobody has received is closed with it, by the thread that closes it.
+//! So a [`Foreign`] is never closed by the thread that drops it unless it is known not to wait: then threads for its
+//! user close it. One that is stuck delays only what else comes from that user: each user has one thread of each kind
+//! at most, and there are as many as users who have something to do, up to a number that costs the machine little.
 
 use crate::socket;
 use rustix::io::Errno;
@@ -42,17 +43,22 @@ impl Drop for OnBehalf {
     }
 }
 
-/// Most threads of each kind: that close sockets, that close other files, that make calls on sockets. A socket takes a
-/// thread for [`PATIENCE`] at most, so a few are enough for all users. Of the other kinds a user can keep its one as
-/// long as it likes: another user waits only if so many do. Such a thread costs some 40 KB, and whoever holds it up a
-/// blocked thread of that user's own.
-const THREADS: [usize; 3] = [8, 1024, 1024];
+/// Kinds of threads: those of [`Lane`].
+const LANES: usize = 4;
+/// Most threads of each kind: that close sockets, that close other files, that make calls on sockets, that close Unix
+/// sockets. A socket that lingers takes a thread for [`PATIENCE`] at most, so a few are enough for all users. Of the
+/// other kinds a user can keep its one as long as it likes: another user waits only if so many do. Such a thread costs
+/// some 40 KB, and whoever holds it up a blocked thread of that user's own.
+const THREADS: [usize; LANES] = [8, 1024, 1024, 1024];
 /// Calls on sockets that a user may have waiting before it is turned away.
 const MOST_CALLS: usize = 256;
-/// Time after which a thread that makes calls on sockets, and has none to make, ends.
+/// Time after which a thread that makes calls on sockets or closes Unix sockets, and has nothing to do, ends.
 const LINGERS: Duration = Duration::from_secs(2);
 /// Descriptors other than sockets that a user may have waiting to be closed before it is turned away.
 const MOST_STUCK: usize = 32;
+/// Unix sockets that a user may have waiting to be closed before it is turned away: more than it has when all of its
+/// programs end at once, unless one of the sockets does not close.
+const MOST_UNCLOSED: usize = 4096;
 /// Time after which a close that lingers is interrupted, in nanoseconds.
 const PATIENCE: i64 = 2_000_000;
 
@@ -68,6 +74,8 @@ enum Kind {
     Plain,
     /// A socket that lingers.
     Lingering,
+    /// A Unix socket, in whose queue any descriptors may be.
+    Queue,
     /// Anything else: a file that may be on FUSE or NFS.
     Other,
 }
@@ -75,8 +83,7 @@ enum Kind {
 fn kind(fd: BorrowedFd<'_>) -> Kind {
     // Asked of the socket layer: for what is no socket it is ENOTSOCK, and the file is not asked.
     match rustix::net::sockopt::socket_domain(fd) {
-        // A Unix socket does not linger, and files in its queue are dropped without being flushed.
-        Ok(AddressFamily::UNIX) => Kind::Plain,
+        Ok(AddressFamily::UNIX) => Kind::Queue,
         Ok(AddressFamily::INET | AddressFamily::INET6) => match rustix::net::sockopt::socket_linger(fd) {
             Ok(Some(time)) if !time.is_zero() => Kind::Lingering,
             _ => Kind::Plain,
@@ -121,16 +128,22 @@ impl Foreign {
         std::fs::read_link(link).is_ok_and(|target| target.is_absolute())
     }
 
-    /// The descriptor itself, if it is a Unix socket: closing that waits for nobody.
+    /// Itself, if it is a Unix socket, as this process's end of a connection to another user's process.
     ///
     /// # Errors
     /// `InvalidInput` if it is something else.
-    pub fn into_unix(self) -> io::Result<OwnedFd> {
+    pub fn into_unix(self) -> io::Result<Foreign> {
         if rustix::net::sockopt::socket_domain(&self) != Ok(AddressFamily::UNIX) {
             return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not a Unix socket"));
         }
         trace::note(self.as_fd(), trace::OWN);
-        Ok(self.into_inner())
+        Ok(self)
+    }
+
+    /// A Unix socket that this process has made, or accepted from a listener of its own: another user's process may be
+    /// at its other end. Calls on it wait for nobody, but closing it may.
+    pub(crate) fn own_end(fd: OwnedFd) -> Foreign {
+        Foreign(ManuallyDrop::new(fd))
     }
 }
 
@@ -164,18 +177,36 @@ fn close(fd: OwnedFd, then: Option<Foreign>) {
             let user = socket::owner(fd.as_fd()).unwrap_or(u32::MAX);
             return do_elsewhere((Lane::Sockets, user), Job::Close(fd, then));
         }
+        // Its queue holds what the one at its other end has sent.
+        Kind::Queue => {
+            let user = socket::peer_user(fd.as_fd()).ok().filter(|user| *user != u32::MAX).unwrap_or(USER.get());
+            return do_elsewhere((Lane::Queues, user), Job::Close(fd, then));
+        }
         Kind::Other => return do_elsewhere((Lane::Files, USER.get()), Job::Close(fd, then)),
     }
     drop(then);
 }
 
-/// Sockets and other files are closed by different threads: what is stuck in one kind does not delay the other. Calls
-/// on sockets wait for the socket's lock, which its program can hold as long as it likes.
+/// Sockets that linger, other files, and Unix sockets are closed by different threads: what is stuck in one kind does
+/// not delay the others. Calls on sockets wait for the socket's lock, which its program can hold as long as it likes.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 enum Lane {
     Sockets,
     Files,
     Calls,
+    Queues,
+}
+
+impl Lane {
+    /// Whether sockets that linger are closed in it: then closing is interrupted after [`PATIENCE`].
+    fn may_linger(self) -> bool {
+        matches!(self, Lane::Sockets | Lane::Queues)
+    }
+
+    /// Whether its threads wait a while for something more to do, since that comes often.
+    fn rests(self) -> bool {
+        matches!(self, Lane::Calls | Lane::Queues)
+    }
 }
 
 /// What a thread is to do.
@@ -232,19 +263,19 @@ pub fn finish(limit: Duration) {
 }
 
 static DONE: Condvar = Condvar::new();
-/// There is a call to make.
-static WORK: Condvar = Condvar::new();
+/// There is something to do for threads of this kind that rest.
+static WORK: [Condvar; LANES] = [const { Condvar::new() }; LANES];
 
 /// What waits to be closed.
 struct Closing {
     /// By kind and user. An entry without descriptors has a thread that closes the last one.
     queues: BTreeMap<(Lane, u32), Queue>,
     /// Threads of each kind.
-    threads: [usize; 3],
-    /// Those of each kind that have nothing to do yet: they have just been started, or wait for calls to make.
-    idle: [usize; 3],
+    threads: [usize; LANES],
+    /// Those of each kind that have nothing to do yet: they have just been started, or rest.
+    idle: [usize; LANES],
     /// The user of each kind that was served last.
-    served: [u32; 3],
+    served: [u32; LANES],
 }
 
 #[derive(Default)]
@@ -269,7 +300,16 @@ fn closing() -> std::sync::MutexGuard<'static, Closing> {
 
 /// Whether so much of a user's waits to be closed that no more may come from it.
 pub fn is_stuck(user: u32) -> bool {
-    closing().queues.get(&(Lane::Files, user)).is_some_and(|queue| queue.waiting.len() >= MOST_STUCK)
+    let closing = closing();
+    let waits = |lane| closing.queues.get(&(lane, user)).map_or(0, |queue| queue.waiting.len());
+    waits(Lane::Files) >= MOST_STUCK || waits(Lane::Queues) >= MOST_UNCLOSED
+}
+
+/// Unix sockets of a user's that are to be closed, each of which takes a descriptor until then.
+pub fn unclosed(user: u32) -> u64 {
+    let closing = closing();
+    let queue = closing.queues.get(&(Lane::Queues, user));
+    queue.map_or(0, |queue| queue.waiting.len() as u64 + u64::from(queue.busy))
 }
 
 fn do_elsewhere(at: (Lane, u32), job: Job) {
@@ -277,7 +317,7 @@ fn do_elsewhere(at: (Lane, u32), job: Job) {
     closing.queues.entry(at).or_default().waiting.push_back(job);
     if closing.ready(lane) <= closing.idle[lane as usize] {
         // A thread that rests or has just been started does it, or the user's own after what it does now.
-        WORK.notify_one();
+        WORK[lane as usize].notify_one();
     } else if closing.threads[lane as usize] < THREADS[lane as usize] {
         closing.count_new(lane, true);
         let (name, stack) = if lane == Lane::Calls { ("caller", 256 << 10) } else { ("closer", 64 << 10) };
@@ -291,7 +331,7 @@ fn do_elsewhere(at: (Lane, u32), job: Job) {
 
 impl Closing {
     const fn new() -> Closing {
-        Closing { queues: BTreeMap::new(), threads: [0; 3], idle: [0; 3], served: [0; 3] }
+        Closing { queues: BTreeMap::new(), threads: [0; LANES], idle: [0; LANES], served: [0; LANES] }
     }
 
     /// Counts a thread that is started, or one that could not be.
@@ -334,15 +374,16 @@ impl Closing {
 /// A thread: closes what no other one is stuck with, and ends when there is nothing left.
 fn close_all(lane: Lane) {
     // A lock of a socket is waited for whatever signal comes.
-    let alarm = (lane == Lane::Sockets).then(Alarm::new).flatten();
+    let alarm = lane.may_linger().then(Alarm::new).flatten();
     let mut guard = closing();
     guard.idle[lane as usize] -= 1;
     loop {
         let Some((at, job)) = guard.take(lane) else {
-            if lane == Lane::Calls {
+            if lane.rests() {
                 guard.idle[lane as usize] += 1;
                 let rests = |closing: &mut Closing| closing.ready(lane) == 0;
-                let (woken, _) = WORK.wait_timeout_while(guard, LINGERS, rests).unwrap_or_else(PoisonError::into_inner);
+                let work = &WORK[lane as usize];
+                let (woken, _) = work.wait_timeout_while(guard, LINGERS, rests).unwrap_or_else(PoisonError::into_inner);
                 guard = woken;
                 guard.idle[lane as usize] -= 1;
                 if guard.ready(lane) > 0 {
@@ -414,8 +455,11 @@ impl Drop for Alarm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::{Read, Write};
+    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
+    use std::io::{IoSlice, Read, Write};
+    use std::mem::MaybeUninit;
     use std::net::{TcpListener, TcpStream};
+    use std::os::unix::net::UnixStream;
     use std::sync::{Arc, mpsc};
     use std::time::Instant;
 
@@ -513,15 +557,67 @@ mod tests {
         }
     }
 
+    /// Leaves a descriptor in the queue of the socket at the other end.
+    fn leave(from: &UnixStream, fd: OwnedFd) {
+        let fds = [fd.as_fd()];
+        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut ancillary = SendAncillaryBuffer::new(&mut room);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
+        rustix::net::sendmsg(from, &[IoSlice::new(&[0])], &mut ancillary, SendFlags::empty()).expect("room");
+    }
+
+    /// Sockets that linger, and that nobody has received, are closed with the socket in whose queue they are; one of
+    /// them is in a queue in that queue. They hold up nobody.
+    #[test]
+    fn what_nobody_has_received_holds_up_nobody() {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let pairs: Vec<_> = (0..4).map(|_| lingering(&listener)).collect();
+        let (mut ours, theirs): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        let (from, to) = UnixStream::pair().expect("two sockets");
+        let (inner_from, inner_to) = UnixStream::pair().expect("two sockets");
+        leave(&inner_from, ours.pop().expect("a socket").into());
+        leave(&from, inner_to.into());
+        ours.into_iter().for_each(|ours| leave(&from, ours.into()));
+        #[expect(clippy::disallowed_methods, reason = "a test measures real time")]
+        let begun = Instant::now();
+        drop(Foreign::from(OwnedFd::from(to)));
+        assert!(begun.elapsed() < Duration::from_secs(10), "dropping it took {:?}", begun.elapsed());
+        for mut peer in theirs {
+            peer.set_read_timeout(Some(Duration::from_secs(60))).expect("a time-out");
+            let mut bytes = Vec::new();
+            peer.read_to_end(&mut bytes).expect("everything, and the end");
+            assert!(bytes.len() >= 65536 && bytes.iter().all(|byte| *byte == 7));
+        }
+    }
+
+    /// Unix sockets that do not close are counted for the user at their other end, who is turned away in the end.
+    #[test]
+    fn a_user_has_a_bounded_number_of_unclosed_sockets() {
+        const ITS: u32 = 4_000_000_950;
+        let gate = Arc::new(Mutex::new(()));
+        let held = gate.lock().expect("no panic");
+        let stuck = |count: usize| {
+            for _ in 0..count {
+                let gate = gate.clone();
+                do_elsewhere((Lane::Queues, ITS), Job::Run(Box::new(move || drop(gate.lock()))));
+            }
+        };
+        stuck(MOST_UNCLOSED);
+        assert_eq!((unclosed(ITS), unclosed(OTHER)), (MOST_UNCLOSED as u64, 0));
+        stuck(1);
+        assert!(is_stuck(ITS) && !is_stuck(OTHER));
+        drop(held);
+    }
+
     #[test]
     fn kinds_are_told_apart_without_asking_the_file() {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
         let (ours, _theirs) = lingering(&listener);
-        let (unix, _) = std::os::unix::net::UnixStream::pair().expect("two sockets");
+        let (unix, _) = UnixStream::pair().expect("two sockets");
         let file = std::fs::File::open("/dev/null").expect("a file");
         assert_eq!(kind(ours.as_fd()), Kind::Lingering);
         assert_eq!(kind(listener.as_fd()), Kind::Plain);
-        assert_eq!(kind(unix.as_fd()), Kind::Plain);
+        assert_eq!(kind(unix.as_fd()), Kind::Queue);
         assert_eq!(kind(file.as_fd()), Kind::Other);
         assert!(!Foreign::from(OwnedFd::from(file)).is_socket());
         assert!(Foreign::from(OwnedFd::from(unix)).into_unix().is_ok());
