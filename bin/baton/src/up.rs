@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use baton_agent::{AgentSettings, Limits};
 use baton_client::tool::Tool;
 use baton_keeper::Devices;
-use baton_linux::control::{Channel, Listener};
+use baton_linux::control::{Channel, Listener, PeerChannel};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, service, socket, starter};
@@ -130,7 +130,7 @@ impl Served {
     }
 
     /// Passes a client to the agent, which may refuse it.
-    fn admit(&mut self, client: &Channel) -> Result<()> {
+    fn admit(&mut self, client: &PeerChannel) -> Result<()> {
         self.unused = 0;
         match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
             Reply::Done => Ok(()),
@@ -160,7 +160,7 @@ struct Up<'a> {
     arguments: &'a UpArguments,
     /// By the namespace's cookie.
     served: BTreeMap<u64, Served>,
-    refused: VecDeque<Channel>,
+    refused: VecDeque<PeerChannel>,
     own: u64,
 }
 
@@ -288,7 +288,7 @@ impl Up<'_> {
         path.into()
     }
 
-    fn admit(&mut self, client: &Channel) -> Result<()> {
+    fn admit(&mut self, client: &PeerChannel) -> Result<()> {
         let namespace = socket::namespace(client.as_fd())?;
         if let Some(served) = self.served.get_mut(&namespace) {
             let Err(error) = served.admit(client) else { return Ok(()) };

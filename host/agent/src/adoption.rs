@@ -22,7 +22,7 @@ use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, nic, session};
 use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
-use baton_linux::control::Channel;
+use baton_linux::control::{Channel, PeerChannel};
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::{self, Foreign};
 use baton_linux::{diagnosis, socket};
@@ -172,7 +172,7 @@ fn take_in(
     let mut next = || descriptors.next().context("the keeper lost its descriptor");
     match kept {
         Kept::Session(number) => {
-            let channel = Channel::from_fd(next()?);
+            let channel = PeerChannel::from_foreign(Foreign::from(next()?))?;
             sessions.insert(number, Session::new(channel)?);
         }
         Kept::Memory(number, opening) => {
@@ -350,7 +350,7 @@ impl Agent {
         for (number, mut session) in inherited.sessions(&journaled(&self.hardware, self.settings.nic.slots as u32)) {
             self.watch(number, &session)?;
             // An earlier agent may have had higher limits.
-            let _ = self.users.connects(session.user, u64::MAX);
+            let _ = self.users.connects(session.user, u64::MAX, 0);
             session.connections.count_as(self.users.take(session.user, 0));
             if session.open.is_some() {
                 let _ = self.users.opens(session.user);

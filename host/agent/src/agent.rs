@@ -39,7 +39,7 @@ use crate::users::Users;
 use crate::watch::Watch;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
-use baton_linux::control::{Channel, Listener};
+use baton_linux::control::{Channel, Listener, MOST_RECEIVED, PeerChannel};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
 use baton_linux::netlink::Netlink;
@@ -74,6 +74,10 @@ const CALLS: u64 = u64::MAX - 11;
 /// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some.
 /// A request whose descriptor would leave fewer is refused, and its connection stays in the kernel.
 const RESERVE: u64 = 32;
+
+/// As many as come with one message are kept free as well by an agent that may have more than these: those for which
+/// the table has no room are closed by the kernel, in the loop.
+const MANY: u64 = 1024;
 
 /// Time that the last reports of an agent that ends may take.
 const REPORT_LIMIT: Duration = Duration::from_secs(5);
@@ -304,10 +308,11 @@ pub fn run() -> Result<()> {
     Ok(())
 }
 
-/// How many descriptors an agent that may have `most` has left beside a new one, `fd`, [`RESERVE`] and `besides`: the
-/// kernel gives out the lowest number that is free.
+/// How many descriptors an agent that may have `most` has left beside a new one, `fd`, [`RESERVE`], those of a message
+/// and `besides`: the kernel gives out the lowest number that is free.
 fn descriptors_left(most: u64, fd: BorrowedFd<'_>, besides: u64) -> Result<u64, Refusal> {
-    let left = most.saturating_sub(fd.as_raw_fd() as u64 + RESERVE + besides);
+    let message = if most > MANY { MOST_RECEIVED as u64 } else { 0 };
+    let left = most.saturating_sub(fd.as_raw_fd() as u64 + RESERVE + message + besides);
     if left > 0 { Ok(left) } else { Err(Refusal::NoDescriptors(most)) }
 }
 
@@ -403,7 +408,7 @@ impl Agent {
         self.sessions.get(session as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user)
     }
 
-    fn admit(&mut self, channel: Channel) -> Result<()> {
+    fn admit(&mut self, channel: PeerChannel) -> Result<()> {
         let number = self.sessions.vacant();
         let mut session = Session::new(channel)?;
         // The reason is sent before the channel closes.
@@ -419,7 +424,7 @@ impl Agent {
             turn_away("the files whose descriptors this user has sent do not close".into());
             return Ok(());
         }
-        if let Err(why) = self.users.connects(session.user, left) {
+        if let Err(why) = self.users.connects(session.user, left, foreign::unclosed(session.user)) {
             turn_away(why);
             return Ok(());
         }
@@ -431,7 +436,7 @@ impl Agent {
     }
 
     /// Admits a client whose control connection another process received and passes on.
-    fn admit_another(&mut self, number: u32, channel: Channel) -> Result<()> {
+    fn admit_another(&mut self, number: u32, channel: PeerChannel) -> Result<()> {
         requests::only_ours(self.rights_of(number), "bring others")?;
         self.admit(channel)
     }

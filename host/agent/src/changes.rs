@@ -416,7 +416,7 @@ mod tests {
 
     /// A session with so many connections, on the NIC.
     fn with_connections(count: u32) -> Session {
-        let mut session = Session::new(Channel::pair().expect("two sockets").0).expect("a session");
+        let mut session = Session::new(Channel::pair().expect("two sockets").0.into()).expect("a session");
         let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
         let flow = |port: u32| {
             let end = |host| Endpoint::v4([10, 0, 0, host], port as u16);

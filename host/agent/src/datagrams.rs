@@ -17,7 +17,6 @@ use crate::session::Host;
 use crate::users::Taken;
 use baton_abi::layout::{datagrams, session as layout};
 use baton_handoff::examine::system;
-use baton_linux::bell::SessionBell;
 use baton_linux::foreign::Foreign;
 use baton_linux::{rtnetlink, socket};
 use baton_moves::Refusal;
@@ -81,7 +80,8 @@ struct Socket {
     cookie: u64,
     rings: Rings,
     place: Arc<Place>,
-    bell: SessionBell,
+    /// The end of its doorbell that the NIC rings.
+    bell: Arc<Foreign>,
     /// The descriptors of both, counted as its user's.
     _taken: Taken,
     /// What was seen of it last.
@@ -112,6 +112,9 @@ struct Destination {
 pub(crate) struct Place {
     memory: Arc<Region>,
     base: usize,
+    /// What the program has sent to its own doorbell, descriptors too, is closed with the last descriptor of that. So
+    /// that this is not the NIC's, the agent has one until the NIC has closed its own.
+    _bell: Option<Arc<Foreign>>,
 }
 
 impl Drop for Place {
@@ -126,11 +129,11 @@ impl Drop for Place {
 impl Place {
     /// That of rings which a NIC is about to get. None if an earlier socket had the same ones and its NIC may use them
     /// still. A program that writes into the word itself harms its own rings only.
-    fn lend(memory: &Arc<Region>, base: u32) -> Option<Arc<Place>> {
+    fn lend(memory: &Arc<Region>, base: u32, bell: Option<Arc<Foreign>>) -> Option<Arc<Place>> {
         let base = base as usize;
         let held = datagrams::held(memory.word32(layout::AGENT_STARTS).load(Ordering::Acquire));
         let before = memory.word32(base + datagrams::HELD).swap(held, Ordering::AcqRel);
-        (before != held).then(|| Arc::new(Place { memory: memory.clone(), base }))
+        (before != held).then(|| Arc::new(Place { memory: memory.clone(), base, _bell: bell }))
     }
 
     /// Shows whether the NIC has them, and that their ways may have changed.
@@ -244,8 +247,8 @@ impl Agent {
                     return Err(Refusal::NoRoom);
                 }
                 let bell = bell.into_unix().map_err(|_| Refusal::Option("a doorbell that is none"))?;
-                let place = self.lend_rings(session, &rings).ok_or(Refusal::NoRoom)?;
-                let (fd, bell) = (Arc::new(fd), SessionBell::from_fd(bell));
+                let (fd, bell) = (Arc::new(fd), Arc::new(bell));
+                let place = self.lend_rings(session, &rings, &bell).ok_or(Refusal::NoRoom)?;
                 let user = self.user_of(session);
                 let socket = Socket {
                     session,
@@ -296,14 +299,14 @@ impl Agent {
 
     /// Lets a NIC have rings. None if they do not lie in the part of session memory of which the agent gives out
     /// nothing, or see [`Place::lend`].
-    fn lend_rings(&self, session: u32, rings: &Rings) -> Option<Arc<Place>> {
+    fn lend_rings(&self, session: u32, rings: &Rings, bell: &Arc<Foreign>) -> Option<Arc<Place>> {
         let memory = &self.sessions.get(session as usize)?.as_ref()?.open.as_ref()?.memory;
         let sizes = [rings.receive, rings.send].map(|size| size as usize);
         let fit = rings.base.is_multiple_of(4096)
             && rings.base as usize >= layout::heap_end(memory.len())
             && sizes.iter().all(|size| size.is_power_of_two() && *size >= 4096)
             && rings.base as usize + datagrams::BYTES + sizes[0] + sizes[1] <= memory.len();
-        if fit { Place::lend(memory, rings.base) } else { None }
+        if fit { Place::lend(memory, rings.base, Some(bell.clone())) } else { None }
     }
 
     /// Shows a socket's program whether the NIC has its datagrams, and that the ways of these may have changed.
@@ -551,7 +554,7 @@ mod tests {
         let memory = memory();
         let (ours, theirs) = Channel::pair().expect("two sockets");
         let mut requests = Requests::new(ours);
-        let place = Place::lend(&memory, BASE).expect("nobody has them");
+        let place = Place::lend(&memory, BASE, None).expect("nobody has them");
         for place in [place.clone(), place] {
             let after = Some(After::EndDatagrams(place, None));
             assert!(requests.send(ToNic::EndDatagrams { id: 1, replay: false }, &[], after).is_ok());
@@ -586,7 +589,7 @@ mod tests {
         let memory = memory();
         let (ours, theirs) = Channel::pair().expect("two sockets");
         let mut requests = Requests::new(ours);
-        let after = After::EndDatagrams(Place::lend(&memory, BASE).expect("nobody has them"), None);
+        let after = After::EndDatagrams(Place::lend(&memory, BASE, None).expect("nobody has them"), None);
         assert!(requests.send(ToNic::EndDatagrams { id: 1, replay: false }, &[], Some(after)).is_ok());
         drop(theirs);
         assert!(requests.receive().is_none() && held(&memory));
@@ -599,13 +602,13 @@ mod tests {
     #[test]
     fn rings_are_lent_once() {
         let memory = memory();
-        let first = Place::lend(&memory, BASE).expect("nobody has them");
-        assert!(Place::lend(&memory, BASE).is_none() && held(&memory));
+        let first = Place::lend(&memory, BASE, None).expect("nobody has them");
+        assert!(Place::lend(&memory, BASE, None).is_none() && held(&memory));
         drop(first);
-        std::mem::forget(Place::lend(&memory, BASE).expect("nobody has them"));
+        std::mem::forget(Place::lend(&memory, BASE, None).expect("nobody has them"));
         memory.word32(layout::AGENT_STARTS).fetch_add(1, Ordering::AcqRel);
         assert!(!held(&memory));
-        let second = Place::lend(&memory, BASE).expect("that agent has died");
+        let second = Place::lend(&memory, BASE, None).expect("that agent has died");
         assert!(held(&memory));
         drop(second);
         assert!(!held(&memory));

@@ -48,7 +48,7 @@ use baton_steering::Steer;
 use baton_wire::Flow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io::{self, Write};
-use std::net::SocketAddr;
+use std::net::{Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
@@ -215,6 +215,8 @@ impl Agent {
                 }
                 let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
                 ours.set_nonblocking(true).map_err(|error| system("fcntl", &error))?;
+                // Programs write nothing there: descriptors that came along would be closed with it.
+                ours.shutdown(Shutdown::Read).map_err(|error| system("shutdown", &error))?;
                 let user = self.user_of(session);
                 let taken = self.users.take(user, 2);
                 let listener = Listener { _taken: taken, ..Listener::new(listening.clone(), limits, ours, theirs.into()) };

@@ -8,7 +8,7 @@ use crate::released::Released;
 use baton_abi::layout::session as at;
 use baton_client::heap::Heap;
 use baton_linux::bell::SessionBell;
-use baton_linux::control::Channel;
+use baton_linux::control::PeerChannel;
 use baton_linux::foreign::Foreign;
 use baton_linux::socket;
 use baton_protocol::nic::Hop;
@@ -28,7 +28,7 @@ static NAMES: AtomicU64 = AtomicU64::new(0);
 pub(crate) struct Session {
     /// No other session has it, while numbers are used again.
     pub name: u64,
-    pub channel: Channel,
+    pub channel: PeerChannel,
     pub process: u32,
     pub user: u32,
     /// Parameters with which it was opened.
@@ -117,7 +117,7 @@ impl Session {
     }
 
     /// Makes a session that its program has not opened yet.
-    pub fn new(channel: Channel) -> io::Result<Session> {
+    pub fn new(channel: PeerChannel) -> io::Result<Session> {
         let (process, user) = (channel.peer_process()?, channel.peer_user()?);
         let mut key = [0; 16];
         baton_linux::process::random(&mut key)?;
@@ -249,6 +249,7 @@ impl OpenSession {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_linux::control::Channel;
 
     /// A NIC has the session, another one has not answered: without the first one it cannot be opened.
     #[test]
@@ -267,7 +268,7 @@ mod tests {
     #[test]
     fn a_program_that_does_not_ask_outlives_any_number_of_agents() {
         let (ours, theirs) = Channel::pair().expect("a channel");
-        let mut session = Session::new(ours).expect("a session");
+        let mut session = Session::new(ours.into()).expect("a session");
         session.open = Some(OpenSession::new(at::HEAP + (1 << 20), 1).expect("memory").0);
         for starts in 1..10_000 {
             assert_eq!(session.report_restart(starts), Sent::Done, "cut off after {starts} deaths");

@@ -117,13 +117,13 @@ impl Users {
     }
 
     /// Counts a new control connection, while the agent has so many descriptors `left`: a user may have as many control
-    /// connections.
+    /// connections. Of those that it had before so many are `unclosed`.
     ///
     /// # Errors
     /// If the user has as many as allowed.
-    pub fn connects(&mut self, user: u32, left: u64) -> Result<(), String> {
+    pub fn connects(&mut self, user: u32, left: u64, unclosed: u64) -> Result<(), String> {
         let unlimited = self.may_have_any_number(user);
-        let most = u64::from(self.limits.sessions.saturating_add(TOOLS)).min(left);
+        let most = u64::from(self.limits.sessions.saturating_add(TOOLS)).min(left.saturating_sub(unclosed));
         let Has { connections, .. } = self.have.entry(user).or_default();
         if u64::from(*connections) >= most && !unlimited {
             return Err(format!("user {user} has {connections} connections to this agent, and may have no more"));
@@ -189,7 +189,7 @@ mod tests {
         let mut users = Users::of_others(Limits { sessions: 2, groups: 1 });
         for user in [1000, 1001] {
             for _ in 0..2 {
-                users.connects(user, MANY).unwrap();
+                users.connects(user, MANY, 0).unwrap();
                 users.opens(user).unwrap();
             }
             let refused = users.opens(user).unwrap_err();
@@ -198,10 +198,10 @@ mod tests {
         users.leaves(1000, true);
         assert_eq!((users.opens(1000).is_ok(), users.opens(1000).is_ok()), (true, false));
         for user in [0, OWN] {
-            assert!((0..200).all(|_| users.connects(user, MANY).is_ok() && users.opens(user).is_ok()));
+            assert!((0..200).all(|_| users.connects(user, MANY, 0).is_ok() && users.opens(user).is_ok()));
         }
-        assert!((0..TOOLS).all(|_| users.connects(1001, MANY).is_ok()));
-        assert!(users.connects(1001, MANY).is_err());
+        assert!((0..TOOLS).all(|_| users.connects(1001, MANY, 0).is_ok()));
+        assert!(users.connects(1001, MANY, 0).is_err());
         (0..2 + TOOLS).for_each(|at| users.leaves(1001, at < 2));
         assert!(!users.have.contains_key(&1001));
     }
@@ -220,7 +220,7 @@ mod tests {
             assert_eq!(taken.len() - before, share, "user {user}");
             assert_eq!(users.may_take(user, left(&taken)), Err(Refusal::ShareTaken(user)));
         }
-        assert!(users.connects(1000, left(&taken)).is_ok());
+        assert!(users.connects(1000, left(&taken), 0).is_ok());
         assert!([0, OWN].iter().all(|user| users.may_take(*user, 1).is_ok()));
         taken.drain(..500);
         assert!(users.may_take(1000, left(&taken)).is_ok());
@@ -234,7 +234,8 @@ mod tests {
         let mut users = Users::of_others(Limits::default());
         (0..10).for_each(|_| users.opens(1000).unwrap());
         assert!(users.may_take(1000, 31).is_ok() && users.may_take(1000, 30).is_err());
-        let connected = (0..100).take_while(|at| users.connects(1000, 100 - at).is_ok()).count();
+        let connected = (0..100).take_while(|at| users.connects(1000, 100 - at, 0).is_ok()).count();
         assert_eq!(connected, 50);
+        assert!(users.connects(1000, 100, 49).is_ok() && users.connects(1000, 100, 49).is_err());
     }
 }

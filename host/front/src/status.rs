@@ -29,7 +29,7 @@ pub(crate) fn listen(netlink: &Netlink, index: u32, tap: u32) -> io::Result<List
     let mut random = [0; 8];
     process::random(&mut random)?;
     let name = format!("{PREFIX}{index}/{:016x}", u64::from_ne_bytes(random));
-    let listener = Listener::bind_name(&name)?;
+    let listener = Listener::bind_name(&name)?.without_descriptors();
     rtnetlink::set_alias(netlink, tap, &name)?;
     Ok(listener)
 }

@@ -11,7 +11,7 @@ use crate::blame::{Blame, Withhold};
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, slot};
 use baton_agent::AgentSettings;
-use baton_linux::control::Channel;
+use baton_linux::control::{Channel, PeerChannel};
 use baton_linux::events::Doorbell;
 use baton_linux::{process, settings, starter};
 use baton_log::{error, warning};
@@ -85,6 +85,8 @@ pub fn run() -> Result<()> {
         let mut agent =
             starter::start(baton_protocol::keeper::AGENT_ARGUMENT, &descriptors, false).context("starting the agent")?;
         drop(theirs);
+        // It brings programs' descriptors.
+        let ours = PeerChannel::from(ours);
         let mut ready = false;
         // If the agent has died already, `watch` notices.
         let _ = hand_over(&ours, &held);
@@ -239,7 +241,7 @@ impl End {
 }
 
 /// Gives an agent everything that is held.
-fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
+fn hand_over(agent: &PeerChannel, held: &Held) -> Result<()> {
     for (kept, descriptors) in held.iter() {
         let descriptors: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
         agent.send(&*kept, &descriptors)?;
@@ -251,7 +253,7 @@ fn hand_over(agent: &Channel, held: &Held) -> Result<()> {
 /// has restored everything and ended, too.
 fn watch(
     agent: &mut Child,
-    channel: Channel,
+    channel: PeerChannel,
     end: &End,
     held: &mut Held,
     ready: &mut bool,
@@ -267,7 +269,7 @@ fn watch(
     loop {
         // Programs that the watched process has started, and that outlive it, keep their connections.
         if over && !(end.process.is_some() && held.has_sessions()) {
-            drop(channel);
+            channel.end();
             await_end(agent)?;
             return Ok(true);
         }

@@ -10,7 +10,7 @@ mod book;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic;
 use baton_filter::words::{self, UNMATCHED, UNREADABLE, WORDS};
-use baton_linux::control::{Channel, Listener};
+use baton_linux::control::{Channel, Listener, PeerChannel};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::{process, settings, starter};
 use baton_log::warning;
@@ -133,7 +133,7 @@ impl Nic {
 
 /// A connection of a tool, and the rules that it has sent so far to be loaded.
 struct Tool {
-    channel: Channel,
+    channel: PeerChannel,
     parts: Vec<String>,
 }
 
@@ -174,6 +174,7 @@ pub fn run() -> Result<()> {
     process::random(&mut random).context("random numbers")?;
     let key = std::array::from_fn(|at| u64::from_ne_bytes(std::array::from_fn(|byte| random[8 * at + byte])));
     let listener = Listener::bind(&settings.socket).with_context(|| format!("listening at {}", settings.socket.display()))?;
+    let listener = listener.without_descriptors();
     let mut rules = Vec::new();
     loop {
         match parent.receive::<Vec<String>>()?.0 {
@@ -331,7 +332,7 @@ impl Process {
     /// Serves one request of a tool. A tool without the key is cut off.
     fn serve_tool(&mut self, number: u64) {
         let Some(tool) = self.tools.get_mut(&number) else { return };
-        let Ok((request, _)) = tool.channel.try_receive::<FilterRequest>() else {
+        let Ok((request, _)) = tool.channel.try_receive_foreign::<FilterRequest>() else {
             self.tools.remove(&number);
             return;
         };

@@ -1,8 +1,9 @@
 //! The doorbells between a program and the NIC: a pair of datagram sockets, one end each.
 //!
 //! An eventfd would be one object for both processes, and either could make the other block, by its flags or by filling
-//! its count. Here each call says by itself that it must not block. Datagram sockets do not report that the other end
-//! is closed; both sides learn that elsewhere.
+//! its count. Here each call says by itself that it must not block, and neither end takes descriptors, which whoever
+//! clears it would have to close. Datagram sockets do not report that the other end is closed; both sides learn that
+//! elsewhere.
 
 use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
@@ -26,6 +27,7 @@ impl SessionBell {
         for end in [&one, &other] {
             // Few rings fit: one unread ring is as good as many.
             set_socket_send_buffer_size(end, 1)?;
+            crate::socket::refuse_descriptors(end.as_fd());
         }
         Ok((SessionBell(one), SessionBell(other)))
     }

@@ -9,7 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    SocketAddrUnix, SocketFlags, SocketType,
+    Shutdown, SocketAddrUnix, SocketFlags, SocketType,
 };
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -23,11 +23,16 @@ use std::time::Duration;
 
 /// Most bytes of a message.
 const MAX_MESSAGE: usize = 65536;
-/// Most descriptors of a message.
+/// Most descriptors of a message that these processes send.
 pub(crate) const MAX_DESCRIPTORS: usize = 32;
 
-/// Bytes of a message's ancillary data with that many descriptors.
-const ANCILLARY: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
+/// Most descriptors of any message (Linux, SCM_MAX_FD). There is always room for so many: those for which there is none
+/// are closed by the kernel, in the thread that receives the message.
+pub const MOST_RECEIVED: usize = 253;
+
+/// Bytes of a message's ancillary data with as many descriptors: when it is sent, and when it is received.
+const SENT: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
+const RECEIVED: usize = rustix::cmsg_space!(ScmRights(MOST_RECEIVED));
 
 /// A time limit of zero.
 const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -47,6 +52,53 @@ fn unix_address(path: &Path) -> io::Result<SocketAddrUnix> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "the socket's path is longer than 107 bytes"));
     }
     Ok(SocketAddrUnix::new(path)?)
+}
+
+fn send<T: Serialize>(fd: BorrowedFd<'_>, message: &T, descriptors: &[BorrowedFd<'_>], flags: SendFlags) -> io::Result<()> {
+    let bytes = postcard::to_stdvec(message).map_err(io::Error::other)?;
+    if bytes.len() > MAX_MESSAGE || descriptors.len() > MAX_DESCRIPTORS {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "control message too long"));
+    }
+    let mut room = [MaybeUninit::uninit(); SENT];
+    let mut ancillary = SendAncillaryBuffer::new(&mut room);
+    if !descriptors.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+    }
+    let flags = flags | SendFlags::NOSIGNAL;
+    retry_on_intr(|| rustix::net::sendmsg(fd, &[IoSlice::new(&bytes)], &mut ancillary, flags))?;
+    Ok(())
+}
+
+fn receive<T: DeserializeOwned, D: From<OwnedFd>>(fd: BorrowedFd<'_>, flags: RecvFlags) -> io::Result<(T, Vec<D>)> {
+    let mut bytes = vec![0u8; MAX_MESSAGE];
+    let mut room = [MaybeUninit::uninit(); RECEIVED];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut room);
+    let flags = flags | RecvFlags::CMSG_CLOEXEC;
+    let got = retry_on_intr(|| {
+        rustix::net::recvmsg(fd, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags).map(|got| got.bytes)
+    })?;
+    // Every one is taken, so that none leaks whatever the message contains.
+    let descriptors = ancillary.drain().flat_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
+        _ => Vec::new(),
+    });
+    let descriptors: Vec<D> = descriptors.map(D::from).collect();
+    if got == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    Ok((decode(&bytes[..got])?, descriptors))
+}
+
+fn is_hung_up(fd: BorrowedFd<'_>) -> bool {
+    let mut ends = [PollFd::from_borrowed_fd(fd, PollFlags::empty())];
+    let ready = rustix::event::poll(&mut ends, Some(&NOW));
+    ready == Ok(1) && ends[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+}
+
+fn peer_process(fd: BorrowedFd<'_>) -> io::Result<u32> {
+    let mut raw = [0u8; 12];
+    crate::socket::get_bytes(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
+    Ok(u32::from_ne_bytes([raw[0], raw[1], raw[2], raw[3]]))
 }
 
 /// The message in these bytes.
@@ -112,11 +164,9 @@ impl Channel {
     /// # Errors
     /// The failed system call's: `WouldBlock` if the listener's queue is full.
     pub fn try_connect_to_anybody(path: &Path) -> io::Result<Channel> {
-        const SO_PASSRIGHTS: i32 = 83;
         let fd = unix_socket()?;
-        // Descriptors would be this process's to close, which may take as long as their sender likes. Linux before 6.16
-        // cannot refuse them.
-        let _ = crate::socket::set(fd.as_fd(), libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
+        // Descriptors would be this process's to close, which may take as long as their sender likes.
+        crate::socket::refuse_descriptors(fd.as_fd());
         rustix::io::ioctl_fionbio(&fd, true)?;
         let address = unix_address(path)?;
         retry_on_intr(|| rustix::net::connect(&fd, &address))?;
@@ -157,7 +207,7 @@ impl Channel {
     /// # Errors
     /// The failed system call's; `InvalidInput` for a message that is too long.
     pub fn send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.send_with(message, descriptors, SendFlags::empty())
+        send(self.as_fd(), message, descriptors, SendFlags::empty())
     }
 
     /// As [`Channel::send`], but `WouldBlock` if the other end does not read.
@@ -165,22 +215,7 @@ impl Channel {
     /// # Errors
     /// See there.
     pub fn try_send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
-        self.send_with(message, descriptors, SendFlags::DONTWAIT)
-    }
-
-    fn send_with<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>], flags: SendFlags) -> io::Result<()> {
-        let bytes = postcard::to_stdvec(message).map_err(io::Error::other)?;
-        if bytes.len() > MAX_MESSAGE || descriptors.len() > MAX_DESCRIPTORS {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "control message too long"));
-        }
-        let mut room = [MaybeUninit::uninit(); ANCILLARY];
-        let mut ancillary = SendAncillaryBuffer::new(&mut room);
-        if !descriptors.is_empty() {
-            ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
-        }
-        let flags = flags | SendFlags::NOSIGNAL;
-        retry_on_intr(|| rustix::net::sendmsg(&self.fd, &[IoSlice::new(&bytes)], &mut ancillary, flags))?;
-        Ok(())
+        send(self.as_fd(), message, descriptors, SendFlags::DONTWAIT)
     }
 
     /// Receives a message and its descriptors, waiting for one.
@@ -188,16 +223,7 @@ impl Channel {
     /// # Errors
     /// `UnexpectedEof` when the other end is gone, `InvalidData` for what is not a message, else the system's.
     pub fn receive<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<OwnedFd>)> {
-        self.receive_with(RecvFlags::empty())
-    }
-
-    /// As [`Channel::try_receive`], from another user's process: descriptors that do not belong to a message are not
-    /// closed by this thread either, if that may wait.
-    ///
-    /// # Errors
-    /// See there.
-    pub fn try_receive_foreign<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<Foreign>)> {
-        self.receive_with(RecvFlags::DONTWAIT)
+        receive(self.as_fd(), RecvFlags::empty())
     }
 
     /// As [`Channel::receive`], but `WouldBlock` if none waits.
@@ -205,7 +231,7 @@ impl Channel {
     /// # Errors
     /// See there.
     pub fn try_receive<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<OwnedFd>)> {
-        self.receive_with(RecvFlags::DONTWAIT)
+        receive(self.as_fd(), RecvFlags::DONTWAIT)
     }
 
     /// As [`Channel::receive`], but `TimedOut` if none has come after this time.
@@ -252,31 +278,9 @@ impl Channel {
         }
     }
 
-    fn receive_with<T: DeserializeOwned, D: From<OwnedFd>>(&self, flags: RecvFlags) -> io::Result<(T, Vec<D>)> {
-        let mut bytes = vec![0u8; MAX_MESSAGE];
-        let mut room = [MaybeUninit::uninit(); ANCILLARY];
-        let mut ancillary = RecvAncillaryBuffer::new(&mut room);
-        let flags = flags | RecvFlags::CMSG_CLOEXEC;
-        let got = retry_on_intr(|| {
-            rustix::net::recvmsg(&self.fd, &mut [IoSliceMut::new(&mut bytes)], &mut ancillary, flags).map(|got| got.bytes)
-        })?;
-        // Every one is taken, so that none leaks whatever the message contains.
-        let descriptors = ancillary.drain().flat_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(descriptors) => descriptors.collect(),
-            _ => Vec::new(),
-        });
-        let descriptors: Vec<D> = descriptors.map(D::from).collect();
-        if got == 0 {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
-        Ok((decode(&bytes[..got])?, descriptors))
-    }
-
     /// Whether the other end is closed. Messages that were sent before may still wait here.
     pub fn is_hung_up(&self) -> bool {
-        let mut ends = [PollFd::new(&self.fd, PollFlags::empty())];
-        let ready = rustix::event::poll(&mut ends, Some(&NOW));
-        ready == Ok(1) && ends[0].revents().intersects(PollFlags::HUP | PollFlags::ERR)
+        is_hung_up(self.as_fd())
     }
 
     /// User id of the process at the other end, from the kernel.
@@ -304,9 +308,7 @@ impl Channel {
     /// # Errors
     /// The failed system call's.
     pub fn peer_process(&self) -> io::Result<u32> {
-        let mut raw = [0u8; 12];
-        crate::socket::get_bytes(self.fd.as_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
-        Ok(u32::from_ne_bytes([raw[0], raw[1], raw[2], raw[3]]))
+        peer_process(self.as_fd())
     }
 }
 
@@ -322,10 +324,97 @@ impl From<Channel> for OwnedFd {
     }
 }
 
-/// A listener for control connections. Dropping it removes its path.
+/// The end of a control connection at whose other end anybody may be.
+///
+/// Any message may bring descriptors, and those that nobody has received are closed with the connection: it is a
+/// [`Foreign`], and so is all that it brings.
+#[derive(Debug)]
+pub struct PeerChannel {
+    fd: Foreign,
+}
+
+impl PeerChannel {
+    /// An end that another user's process has sent, or that the keeper holds.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it is no Unix socket.
+    pub fn from_foreign(fd: Foreign) -> io::Result<PeerChannel> {
+        Ok(PeerChannel { fd: fd.into_unix()? })
+    }
+
+    /// As [`Channel::send`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        send(self.as_fd(), message, descriptors, SendFlags::empty())
+    }
+
+    /// As [`Channel::try_send`].
+    ///
+    /// # Errors
+    /// See there.
+    pub fn try_send<T: Serialize>(&self, message: &T, descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+        send(self.as_fd(), message, descriptors, SendFlags::DONTWAIT)
+    }
+
+    /// As [`Channel::receive`]: descriptors that do not belong to a message are not closed by this thread either, if
+    /// that may wait.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn receive_foreign<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<Foreign>)> {
+        receive(self.as_fd(), RecvFlags::empty())
+    }
+
+    /// As [`PeerChannel::receive_foreign`], but `WouldBlock` if no message waits.
+    ///
+    /// # Errors
+    /// See there.
+    pub fn try_receive_foreign<T: DeserializeOwned>(&self) -> io::Result<(T, Vec<Foreign>)> {
+        receive(self.as_fd(), RecvFlags::DONTWAIT)
+    }
+
+    /// User id of the process at the other end, from the kernel.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn peer_user(&self) -> io::Result<u32> {
+        crate::socket::peer_user(self.as_fd())
+    }
+
+    /// Process id at the other end, from the kernel.
+    ///
+    /// # Errors
+    /// The failed system call's.
+    pub fn peer_process(&self) -> io::Result<u32> {
+        peer_process(self.as_fd())
+    }
+
+    /// Ends the connection, also for others who have this end: the process at the other end sees that at once, however
+    /// long closing it takes.
+    pub fn end(self) {
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+    }
+}
+
+impl From<Channel> for PeerChannel {
+    fn from(channel: Channel) -> PeerChannel {
+        PeerChannel { fd: Foreign::own_end(channel.fd) }
+    }
+}
+
+impl AsFd for PeerChannel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// A listener for control connections. Dropping it removes its path, and connecting to it fails from then on.
 #[derive(Debug)]
 pub struct Listener {
-    fd: OwnedFd,
+    /// Clients that nobody has accepted may have sent descriptors, which are closed with it.
+    fd: Foreign,
     /// None if it has a name instead.
     path: Option<std::path::PathBuf>,
     /// Closed for a moment when this process has no other descriptor left, to turn a client away.
@@ -358,7 +447,7 @@ impl Listener {
         // each may do is decided by what it sends.
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o666))?;
         rustix::net::listen(&fd, 64)?;
-        Ok(Listener { fd, path: Some(path.to_owned()), spare: Mutex::new(spare()) })
+        Ok(Listener { fd: Foreign::own_end(fd), path: Some(path.to_owned()), spare: Mutex::new(spare()) })
     }
 
     /// Listens at a name of the network namespace (an abstract address), which no file stands for: it is free again as
@@ -370,7 +459,14 @@ impl Listener {
         let fd = unix_socket()?;
         rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
         rustix::net::listen(&fd, 64)?;
-        Ok(Listener { fd, path: None, spare: Mutex::new(spare()) })
+        Ok(Listener { fd: Foreign::own_end(fd), path: None, spare: Mutex::new(spare()) })
+    }
+
+    /// Refuses descriptors from all who connect from now on, where this kernel can.
+    #[must_use]
+    pub fn without_descriptors(self) -> Listener {
+        crate::socket::refuse_descriptors(self.fd.as_fd());
+        self
     }
 
     /// Waits for the next connection and accepts it. If this process has no descriptor left, the connection is closed
@@ -378,7 +474,7 @@ impl Listener {
     ///
     /// # Errors
     /// The failed system call's.
-    pub fn accept(&self) -> io::Result<Channel> {
+    pub fn accept(&self) -> io::Result<PeerChannel> {
         let accepted = self.accept_one();
         if matches!(accepted, Err(Errno::MFILE | Errno::NFILE)) {
             let mut kept = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
@@ -389,8 +485,9 @@ impl Listener {
         Ok(accepted?)
     }
 
-    fn accept_one(&self) -> Result<Channel, Errno> {
-        retry_on_intr(|| rustix::net::accept_with(&self.fd, SocketFlags::CLOEXEC)).map(|fd| Channel { fd })
+    fn accept_one(&self) -> Result<PeerChannel, Errno> {
+        let accepted = retry_on_intr(|| rustix::net::accept_with(&self.fd, SocketFlags::CLOEXEC))?;
+        Ok(PeerChannel { fd: Foreign::own_end(accepted) })
     }
 }
 
@@ -402,8 +499,58 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
+        // Its descriptor is closed a moment later.
+        let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
         if let Some(path) = &self.path {
             let _ = std::fs::remove_file(path);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::{TcpListener, TcpStream};
+
+    /// Those for which there is no room would be closed by the kernel, in the thread that receives the message.
+    #[test]
+    fn every_descriptor_of_a_message_is_received() {
+        let (ours, theirs) = Channel::pair().expect("two sockets");
+        let ours = PeerChannel::from(ours);
+        let file = std::fs::File::open("/dev/null").expect("a file");
+        let descriptors = [file.as_fd(); MOST_RECEIVED];
+        let mut room = [MaybeUninit::uninit(); RECEIVED];
+        let mut ancillary = SendAncillaryBuffer::new(&mut room);
+        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        rustix::net::sendmsg(&theirs.fd, &[IoSlice::new(&[7])], &mut ancillary, SendFlags::empty()).expect("sent");
+        let (number, received) = ours.try_receive_foreign::<u8>().expect("a message");
+        assert_eq!((number, received.len()), (7, MOST_RECEIVED));
+    }
+
+    /// A client that nobody has accepted has sent a socket that lingers for a thousand seconds.
+    #[test]
+    fn a_listener_ends_whatever_its_clients_have_sent() {
+        let tcp = TcpListener::bind("127.0.0.1:0").expect("a listener");
+        let ours = TcpStream::connect(tcp.local_addr().expect("an address")).expect("a connection");
+        let (mut theirs, _) = tcp.accept().expect("a connection");
+        ours.set_nonblocking(true).expect("a socket");
+        while (&ours).write(&[7; 65536]).is_ok() {}
+        let linger = [1i32.to_ne_bytes(), 1000i32.to_ne_bytes()].concat();
+        crate::socket::set_bytes(ours.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &linger).expect("SO_LINGER");
+        let name = format!("baton-control-{}", std::process::id());
+        let listener = Listener::bind_name(&name).expect("a listener");
+        let client = Channel::connect_name(&name).expect("a client");
+        client.send(&1u8, &[ours.as_fd()]).expect("room");
+        drop(ours);
+        let begun = monotonic_micros();
+        drop(listener);
+        let took = monotonic_micros() - begun;
+        assert!(took < 10_000_000, "dropping it took {took} us");
+        assert!(Channel::connect_name(&name).is_err(), "somebody listens");
+        theirs.set_read_timeout(Some(Duration::from_secs(60))).expect("a time-out");
+        let mut bytes = Vec::new();
+        theirs.read_to_end(&mut bytes).expect("everything, and the end");
+        assert!(!bytes.is_empty() && bytes.iter().all(|byte| *byte == 7));
     }
 }

@@ -316,6 +316,13 @@ pub fn shutdown_read(fd: BorrowedFd<'_>) -> io::Result<()> {
     Ok(rustix::net::shutdown(fd, Shutdown::Read)?)
 }
 
+/// Makes sends to a Unix socket fail if they bring descriptors; those that connect to a listener have it from that. On
+/// Linux before 6.16 nothing can: there whoever reads from the socket, or closes it, closes what was sent.
+pub fn refuse_descriptors(fd: BorrowedFd<'_>) {
+    const SO_PASSRIGHTS: i32 = 83;
+    let _ = set(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
+}
+
 /// Makes a socket use CUBIC, with which comparisons are made, whatever the host's default is.
 ///
 /// # Errors

@@ -90,6 +90,7 @@ impl Listener {
                 })?;
                 std::fs::set_permissions(path, Permissions::from_mode(mode))?;
                 listener.set_nonblocking(true)?;
+                socket::refuse_descriptors(listener.as_fd());
                 Ok(Listener::Unix(listener, path.clone()))
             }
             Address::Tcp(address) => {

@@ -287,7 +287,7 @@ mod tests {
 
     /// A session for messages, or another one.
     fn session(messages: bool) -> Session {
-        let mut session = Session::new(Channel::pair().expect("two sockets").0).expect("a session");
+        let mut session = Session::new(Channel::pair().expect("two sockets").0.into()).expect("a session");
         let socket = UdpSocket::bind("127.0.0.1:0").expect("a socket");
         let messages = messages.then(|| Messages {
             address: socket.local_addr().expect("its address"),

@@ -20,7 +20,7 @@ use crate::texts::shortened;
 use anyhow::{Context, Result};
 use baton_abi::layout::Owner;
 use baton_handoff::examine;
-use baton_linux::control::Channel;
+use baton_linux::control::PeerChannel;
 use baton_linux::events::monotonic_micros;
 use baton_linux::foreign::{self, Foreign};
 use baton_linux::{device_frames, interface, process, socket};
@@ -210,8 +210,8 @@ impl Agent {
             Ask::Open(opening) => self.open((number, tag), opening, descriptors.pop()).map(|reply| (reply, Vec::new())),
             Ask::Admit => match descriptors
                 .pop()
-                .and_then(|fd| fd.into_unix().ok())
-                .map(|fd| self.admit_another(number, Channel::from_fd(fd)))
+                .and_then(|fd| PeerChannel::from_foreign(fd).ok())
+                .map(|channel| self.admit_another(number, channel))
             {
                 Some(Ok(())) => Some((Reply::Done, Vec::new())),
                 Some(Err(error)) => failed(format!("{error:#}")),

@@ -110,7 +110,7 @@ mod tests {
         let agents = std::thread::spawn(move || {
             for body in [None, Some(Reply::Restarted { starts: 1 }), Some(Reply::Failed { reason: "no room".into() })] {
                 let channel = listener.accept().expect("a client");
-                let (request, _): (Request, _) = channel.receive().expect("a request");
+                let (request, _) = channel.receive_foreign::<Request>().expect("a request");
                 assert!(matches!(request.body, Ask::Open(_)));
                 body.into_iter().for_each(|body| channel.send(&Answer { tag: request.tag, body }, &[]).expect("sent"));
             }

@@ -553,7 +553,7 @@ fn pretend(socket: &Path, begun: impl Fn(), lies: bool, gift: Option<OwnedFd>) {
     while let Ok(channel) = listener.accept() {
         println!("a client");
         let mut from = 0;
-        while lies && let Ok((Request { tag, body }, _)) = channel.receive::<Request>() {
+        while lies && let Ok((Request { tag, body }, _)) = channel.receive_foreign::<Request>() {
             let body = match body {
                 Ask::List { .. } => {
                     from += 1;
