@@ -92,7 +92,7 @@ fuzz:
 	  $(CARGO) test --profile checked --locked -p baton-fuzz --target-dir target/fuzz -- --nocapture
 	$(CARGO) test --profile checked --locked -p baton-datapath --test worker bounds
 	$(CARGO) test --profile checked --locked -p baton-fabric --lib -- --nocapture fuzz
-	$(CARGO) test --profile checked --locked -p baton --test live -- --nocapture hostile::no_descriptor frames::no_frame
+	$(CARGO) test --profile checked --locked -p baton --test live -- --nocapture hostile::no_descriptor hostile::words_of_no_session frames::no_frame
 
 # The long form of what `make test` runs for a short while.
 soak: build

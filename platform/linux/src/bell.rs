@@ -104,6 +104,21 @@ mod tests {
         assert!(!rings(&there) && !rings(&here));
     }
 
+    /// Whoever clears an end, or closes it, need not close what was sent to it.
+    #[test]
+    fn no_end_takes_descriptors() {
+        let (here, there) = SessionBell::pair().unwrap();
+        if !crate::socket::refuse_descriptors(here.as_fd()) {
+            println!("skipped: only Linux 6.16 and later refuse descriptors");
+            return;
+        }
+        for end in [&here, &there] {
+            assert!(crate::control::try_send_bytes(end.as_fd(), &[1], &[end.as_fd()]).is_err(), "it was taken");
+            end.ring();
+        }
+        assert!(rings(&here) && rings(&there));
+    }
+
     /// Neither flags nor a full buffer make either side block: this test would never end.
     #[test]
     fn nobody_waits_for_the_other_end() {

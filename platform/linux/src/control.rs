@@ -30,9 +30,8 @@ pub(crate) const MAX_DESCRIPTORS: usize = 32;
 /// are closed by the kernel, in the thread that receives the message.
 pub const MOST_RECEIVED: usize = 253;
 
-/// Bytes of a message's ancillary data with as many descriptors: when it is sent, and when it is received.
-const SENT: usize = rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS));
-const RECEIVED: usize = rustix::cmsg_space!(ScmRights(MOST_RECEIVED));
+/// Bytes of a message's ancillary data with so many.
+const ANCILLARY: usize = rustix::cmsg_space!(ScmRights(MOST_RECEIVED));
 
 /// A time limit of zero.
 const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -59,19 +58,31 @@ fn send<T: Serialize>(fd: BorrowedFd<'_>, message: &T, descriptors: &[BorrowedFd
     if bytes.len() > MAX_MESSAGE || descriptors.len() > MAX_DESCRIPTORS {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "control message too long"));
     }
-    let mut room = [MaybeUninit::uninit(); SENT];
+    send_bytes(fd, &bytes, descriptors, flags)
+}
+
+/// Sends any bytes and descriptors on a Unix socket, without waiting.
+///
+/// # Errors
+/// The failed system call's; `InvalidInput` for more descriptors than any message can have.
+pub fn try_send_bytes(fd: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<()> {
+    send_bytes(fd, bytes, descriptors, SendFlags::DONTWAIT)
+}
+
+fn send_bytes(fd: BorrowedFd<'_>, bytes: &[u8], descriptors: &[BorrowedFd<'_>], flags: SendFlags) -> io::Result<()> {
+    let mut room = [MaybeUninit::uninit(); ANCILLARY];
     let mut ancillary = SendAncillaryBuffer::new(&mut room);
-    if !descriptors.is_empty() {
-        ancillary.push(SendAncillaryMessage::ScmRights(descriptors));
+    if !descriptors.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(descriptors)) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "too many descriptors"));
     }
     let flags = flags | SendFlags::NOSIGNAL;
-    retry_on_intr(|| rustix::net::sendmsg(fd, &[IoSlice::new(&bytes)], &mut ancillary, flags))?;
+    retry_on_intr(|| rustix::net::sendmsg(fd, &[IoSlice::new(bytes)], &mut ancillary, flags))?;
     Ok(())
 }
 
 fn receive<T: DeserializeOwned, D: From<OwnedFd>>(fd: BorrowedFd<'_>, flags: RecvFlags) -> io::Result<(T, Vec<D>)> {
     let mut bytes = vec![0u8; MAX_MESSAGE];
-    let mut room = [MaybeUninit::uninit(); RECEIVED];
+    let mut room = [MaybeUninit::uninit(); ANCILLARY];
     let mut ancillary = RecvAncillaryBuffer::new(&mut room);
     let flags = flags | RecvFlags::CMSG_CLOEXEC;
     let got = retry_on_intr(|| {
@@ -520,10 +531,7 @@ mod tests {
         let ours = PeerChannel::from(ours);
         let file = std::fs::File::open("/dev/null").expect("a file");
         let descriptors = [file.as_fd(); MOST_RECEIVED];
-        let mut room = [MaybeUninit::uninit(); RECEIVED];
-        let mut ancillary = SendAncillaryBuffer::new(&mut room);
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&descriptors)));
-        rustix::net::sendmsg(&theirs.fd, &[IoSlice::new(&[7])], &mut ancillary, SendFlags::empty()).expect("sent");
+        try_send_bytes(theirs.as_fd(), &[7], &descriptors).expect("sent");
         let (number, received) = ours.try_receive_foreign::<u8>().expect("a message");
         assert_eq!((number, received.len()), (7, MOST_RECEIVED));
     }

@@ -455,9 +455,7 @@ impl Drop for Alarm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
-    use std::io::{IoSlice, Read, Write};
-    use std::mem::MaybeUninit;
+    use std::io::{Read, Write};
     use std::net::{TcpListener, TcpStream};
     use std::os::unix::net::UnixStream;
     use std::sync::{Arc, mpsc};
@@ -559,11 +557,7 @@ mod tests {
 
     /// Leaves a descriptor in the queue of the socket at the other end.
     fn leave(from: &UnixStream, fd: OwnedFd) {
-        let fds = [fd.as_fd()];
-        let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut ancillary = SendAncillaryBuffer::new(&mut room);
-        assert!(ancillary.push(SendAncillaryMessage::ScmRights(&fds)));
-        rustix::net::sendmsg(from, &[IoSlice::new(&[0])], &mut ancillary, SendFlags::empty()).expect("room");
+        crate::control::try_send_bytes(from.as_fd(), &[0], &[fd.as_fd()]).expect("room");
     }
 
     /// Sockets that linger, and that nobody has received, are closed with the socket in whose queue they are; one of

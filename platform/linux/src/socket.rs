@@ -317,10 +317,11 @@ pub fn shutdown_read(fd: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 /// Makes sends to a Unix socket fail if they bring descriptors; those that connect to a listener have it from that. On
-/// Linux before 6.16 nothing can: there whoever reads from the socket, or closes it, closes what was sent.
-pub fn refuse_descriptors(fd: BorrowedFd<'_>) {
+/// Linux before 6.16 nothing can: there whoever reads from the socket, or closes it, closes what was sent. Returns
+/// whether this kernel can.
+pub fn refuse_descriptors(fd: BorrowedFd<'_>) -> bool {
     const SO_PASSRIGHTS: i32 = 83;
-    let _ = set(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, 0);
+    set(fd, libc::SOL_SOCKET, SO_PASSRIGHTS, 0).is_ok()
 }
 
 /// Makes a socket use CUBIC, with which comparisons are made, whatever the host's default is.
@@ -368,9 +369,18 @@ pub fn begin_connecting(fd: BorrowedFd<'_>, address: SocketAddr) -> io::Result<(
 /// # Errors
 /// The failed system call's.
 pub fn stream(v6: bool, protocol: i32) -> io::Result<OwnedFd> {
-    let family = if v6 { AddressFamily::INET6 } else { AddressFamily::INET };
-    let protocol = NonZeroU32::new(protocol as u32).map(Protocol::from_raw);
-    Ok(rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, protocol)?)
+    let family = if v6 { libc::AF_INET6 } else { libc::AF_INET };
+    of_family(family as u16, libc::SOCK_STREAM as u32, protocol as u32)
+}
+
+/// Makes a socket of any family (`AF_INET`), type (`SOCK_STREAM`) and protocol, 0 for the family's own.
+///
+/// # Errors
+/// The failed system call's.
+pub fn of_family(family: u16, kind: u32, protocol: u32) -> io::Result<OwnedFd> {
+    let (family, kind) = (AddressFamily::from_raw(family), SocketType::from_raw(kind));
+    let protocol = NonZeroU32::new(protocol).map(Protocol::from_raw);
+    Ok(rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, protocol)?)
 }
 
 /// The inode of a descriptor's file, which identifies sockets in /proc.

@@ -139,6 +139,53 @@ fn a_thousand_sockets_and_a_hundred_files_hold_up_nobody() {
     assert_eq!(self::agent(&bed), agent);
 }
 
+/// Another user's program sends sockets that linger, and files that do not close, to every socket of agent and NIC that
+/// it can reach, in such a way that nobody receives them: whoever drops them closes them. Root's program goes on, and
+/// lists come, as without them.
+#[test]
+fn what_nobody_has_received_holds_up_nobody() {
+    for attack in ["unreceived", "unreceived files"] {
+        let file = if attack == "unreceived" { None } else { FuseFile::new(&NEVER_FLUSHED) };
+        if attack != "unreceived" && file.is_none() {
+            return;
+        }
+        let bed = hosts(TestbedSettings::default());
+        let mut program = Program::start(&bed);
+        let processes = || {
+            let now = bed.tool().expect("a tool").statistics().expect("statistics");
+            (now.agent_process, now.nic_process)
+        };
+        let mut longest = || {
+            listed(&bed);
+            program.calls().into_iter().max_by_key(|(_, time)| *time).expect("calls")
+        };
+        let (before, alone) = (processes(), longest());
+        let server = NeverReads::start(&bed);
+        let peer = server.address().to_string();
+        let mut hostile = Hostile::start_with(&bed.host_a, &bed.socket(), &peer, (attack, 1), file);
+        let sends = std::thread::spawn(move || {
+            hostile.await_attack();
+            hostile
+        });
+        let mut beside = vec![longest()];
+        while !sends.is_finished() {
+            beside.push(longest());
+        }
+        let hostile = sends.join().expect("it has sent them");
+        beside.extend((0..10).map(|_| longest()));
+        if attack == "unreceived" {
+            hostile.expect_success();
+        } else {
+            drop(hostile);
+        }
+        beside.extend((0..10).map(|_| longest()));
+        let worst = beside.into_iter().max_by_key(|(_, time)| *time).expect("calls");
+        println!("{attack}: the longest call takes {worst:?}, {alone:?} alone");
+        assert!(worst.1 < alone.1 + PROMISED, "{attack}: {worst:?}, {alone:?} alone");
+        assert_eq!(processes(), before, "{attack}");
+    }
+}
+
 /// A report's file whose server does not answer delays the report and nothing else.
 #[test]
 fn a_reports_file_that_never_answers_holds_up_nobody() {

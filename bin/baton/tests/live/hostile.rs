@@ -142,9 +142,20 @@ fn invalid_requests_end_no_agent() {
 /// Descriptors of every kind, in requests of every kind.
 #[test]
 fn no_descriptor_ends_or_holds_up_an_agent() {
+    goes_on_beside_random("descriptors");
+}
+
+/// Words, requests among them, and descriptors of every kind, from peers that have opened no session.
+#[test]
+fn words_of_no_session_end_or_hold_up_no_agent() {
+    goes_on_beside_random("words");
+}
+
+/// The honest program goes on, lists come, and agent and NIC remain, while another one sends what is random.
+fn goes_on_beside_random(attack: &str) {
     let _alone = alone();
     let mut honest = Honest::new(TestbedSettings::default());
-    let mut hostile = Hostile::start(&honest.scene.bed, "descriptors");
+    let mut hostile = Hostile::start(&honest.scene.bed, attack);
     let _seeds = Seeds::of(&hostile);
     let deadline = Instant::now() + Duration::from_secs(60 + setting("BATON_FUZZ_SECONDS", 3));
     while !hostile.ended() {

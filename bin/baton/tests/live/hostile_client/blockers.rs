@@ -82,19 +82,25 @@ pub fn take_descriptors(path: &Path) {
     let _ = std::io::stdin().read(&mut [0]);
 }
 
-/// Registers so many connections that linger for a thousand seconds with unsent data, and ends. Its peer must not read.
+/// A connection that lingers for a thousand seconds with unsent data. Its peer must not read.
+pub fn lingering(peer: SocketAddr) -> TcpStream {
+    let stream = TcpStream::connect(peer).expect("a connection to the peer");
+    // Memory for many of them.
+    socket::set(stream.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1).expect("SO_SNDBUF");
+    stream.set_nonblocking(true).expect("a socket");
+    while (&stream).write(&[7; 4096]).is_ok() {}
+    let linger = [1i32.to_ne_bytes(), 1000i32.to_ne_bytes()].concat();
+    socket::set_bytes(stream.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &linger).expect("SO_LINGER");
+    stream
+}
+
+/// Registers so many connections that linger, and ends.
 pub fn die_with_sockets(path: &Path, begun: impl Fn()) {
     let client = Client::open(path, alone()).expect("a session");
     let peer: SocketAddr = std::env::var(PEER).expect("a peer").parse().expect("an address");
-    let linger = [1i32.to_ne_bytes(), 1000i32.to_ne_bytes()].concat();
     let mut kept = Vec::new();
     for at in 0..setting(COUNT, 10) {
-        let stream = TcpStream::connect(peer).unwrap_or_else(|error| panic!("connection {at}: {error}"));
-        // Memory for many of them.
-        socket::set(stream.as_fd(), libc::SOL_SOCKET, libc::SO_SNDBUF, 1).expect("SO_SNDBUF");
-        stream.set_nonblocking(true).expect("a socket");
-        while (&stream).write(&[7; 4096]).is_ok() {}
-        socket::set_bytes(stream.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &linger).expect("SO_LINGER");
+        let stream = lingering(peer);
         let ask = Ask::Register { inherited: false, process: None };
         let reply = ask_on(&client.channel, ask, &[stream.as_fd()]).map(|(reply, _)| reply);
         assert!(matches!(reply, Some(Reply::Registered { .. })), "connection {at}: {reply:?}");

@@ -1,10 +1,10 @@
-//! Requests with random fields, and with descriptors of every kind and state, for `BATON_FUZZ_SECONDS` (3), from
-//! `BATON_FUZZ_SEED` (1) on.
+//! Requests with random fields, and words that may be none, with descriptors of every kind and state, for
+//! `BATON_FUZZ_SECONDS` (3), from `BATON_FUZZ_SEED` (1) on.
 
 use super::{Client, Hostile, PEER, alone};
 use baton_abi::layout::session as at;
 use baton_linux::bell::SessionBell;
-use baton_linux::control::Channel;
+use baton_linux::control::{Channel, MOST_RECEIVED, try_send_bytes};
 use baton_linux::events::{Doorbell, Poller, Trigger};
 use baton_linux::{process, socket};
 use baton_protocol::program::{Answer, Ask, Flip, Messages, Opening, Place, Reply, Request, Rings, Until};
@@ -13,6 +13,7 @@ use baton_sim::Rng;
 use std::fs::File;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -66,7 +67,7 @@ fn any(v6: bool) -> SocketAddr {
 }
 
 /// Every kind of descriptor that a program can send: sockets of each family and state, files, what is no file.
-const KINDS: [Make; 38] = [
+const KINDS: [Make; 46] = [
     |peer| Some(TcpStream::connect(peer).ok()?.into()),
     |peer| Some(TcpStream::connect(peer).ok()?.into()),
     |peer| {
@@ -159,6 +160,26 @@ const KINDS: [Make; 38] = [
     |_| process::open_process(1).ok(),
     |_| process::signal_descriptor(&process::ENDING).ok(),
     |_| Some(File::open("/proc/self/ns/net").ok()?.into()),
+    |_| socket::of_family(libc::AF_NETLINK as u16, libc::SOCK_RAW as u32, 0).ok(),
+    |_| socket::of_family(libc::AF_VSOCK as u16, libc::SOCK_STREAM as u32, 0).ok(),
+    |_| socket::of_family(libc::AF_INET as u16, libc::SOCK_DGRAM as u32, libc::IPPROTO_ICMP as u32).ok(),
+    |_| socket::of_family(libc::AF_INET6 as u16, libc::SOCK_DGRAM as u32, libc::IPPROTO_UDPLITE as u32).ok(),
+    |peer| {
+        // Resets its connection when it is closed.
+        let stream = TcpStream::connect(peer).ok()?;
+        let linger = [1i32.to_ne_bytes(), 0i32.to_ne_bytes()].concat();
+        socket::set_bytes(stream.as_fd(), libc::SOL_SOCKET, libc::SO_LINGER, &linger).ok()?;
+        Some(stream.into())
+    },
+    |peer| {
+        // In its queue are a connection, and itself.
+        let (one, other) = UnixDatagram::pair().ok()?;
+        let stream = TcpStream::connect(peer).ok()?;
+        try_send_bytes(one.as_fd(), b"x", &[stream.as_fd(), other.as_fd()]).ok()?;
+        Some(other.into())
+    },
+    |_| Some(File::options().read(true).custom_flags(libc::O_PATH).open("/proc/self/exe").ok()?.into()),
+    |_| Some(File::open("/proc/self/mem").ok()?.into()),
 ];
 
 fn unix_name() -> Option<std::os::unix::net::SocketAddr> {
@@ -282,6 +303,75 @@ impl Fuzz {
         };
         (0..count).filter_map(|_| KINDS[self.rng.below(KINDS.len() as u64) as usize](self.peer)).collect()
     }
+
+    /// A request's bytes, some of them changed, cut off or added; or bytes that never were one.
+    fn words(&mut self, tag: u32) -> Vec<u8> {
+        let mut bytes = if self.rng.below(4) == 0 { Vec::new() } else { encoded(&Request { tag, body: self.ask() }) };
+        let length = bytes.len() as u64;
+        match self.rng.below(5) {
+            0 => {}
+            1 => bytes.truncate(self.rng.below(length + 1) as usize),
+            2 => {
+                let most = if self.flag() { 64 } else { 70_000 };
+                let more = self.rng.below(most);
+                bytes.extend((0..more).map(|_| self.rng.below(256) as u8));
+            }
+            _ => {
+                for _ in 0..1 + self.rng.below(4) {
+                    let (at, byte) = (self.rng.below(length.max(1)) as usize, self.rng.below(256) as u8);
+                    if let Some(place) = bytes.get_mut(at) {
+                        *place = byte;
+                    }
+                }
+            }
+        }
+        bytes
+    }
+}
+
+/// A request's bytes.
+fn encoded(request: &Request) -> Vec<u8> {
+    let (one, other) = Channel::pair().expect("two sockets");
+    one.send(request, &[]).expect("room");
+    let mut bytes = vec![0; 1 << 16];
+    let length = socket::receive(other.as_fd(), &mut bytes).expect("its bytes");
+    bytes.truncate(length);
+    bytes
+}
+
+/// Connects again and again, opens no session, and sends words with as many descriptors as a message can have. Answers
+/// are read or not.
+pub fn send_words(socket: &Path, begun: impl Fn()) {
+    let peer = std::env::var(PEER).expect("a peer").parse().expect("an address");
+    let until = Instant::now() + Duration::from_secs(setting("BATON_FUZZ_SECONDS", 3));
+    let mut seed = setting("BATON_FUZZ_SEED", 1);
+    begun();
+    let (mut sent, mut connected) = (0u64, 0u64);
+    while Instant::now() < until {
+        let _seed = Seed::begin(seed);
+        let mut fuzz = Fuzz { rng: Rng::new(seed), peer, given: 0 };
+        seed += 1;
+        let channel = Channel::connect(socket).expect("the agent");
+        connected += 1;
+        for tag in 0..1 + fuzz.rng.below(20) as u32 {
+            let (bytes, descriptors) = (fuzz.words(tag), fuzz.descriptors());
+            let mut given: Vec<BorrowedFd<'_>> = descriptors.iter().map(AsFd::as_fd).collect();
+            match fuzz.rng.below(12) {
+                0 => given.push(channel.as_fd()),
+                1 => given = given.iter().copied().cycle().take(MOST_RECEIVED).collect(),
+                _ => {}
+            }
+            sent += u64::from(try_send_bytes(channel.as_fd(), &bytes, &given).is_ok());
+            match fuzz.rng.below(40) {
+                0 => _ = socket::shutdown_write(channel.as_fd()),
+                1 => _ = socket::shutdown_read(channel.as_fd()),
+                2..20 => while channel.try_receive::<Answer>().is_ok() {},
+                _ => {}
+            }
+        }
+    }
+    println!("{sent} messages on {connected} connections, seeds to {seed}");
+    assert!(sent > 100, "only {sent} messages");
 }
 
 /// Runs it. Sessions come and go, and answers are read or not.

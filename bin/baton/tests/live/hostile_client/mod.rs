@@ -3,6 +3,7 @@
 pub(crate) mod blockers;
 mod descriptors;
 pub(crate) mod kinds;
+mod unreceived;
 
 use crate::fuse::FuseFile;
 use baton_abi::layout::{RING_WORDS, session as at};
@@ -274,6 +275,9 @@ pub fn run() -> bool {
         "files" => blockers::send_files(socket, say),
         "files for sockets" => blockers::register_files(socket, say),
         "lingers" => blockers::die_with_sockets(socket, say),
+        "unreceived" => unreceived::run(socket, say, None),
+        "unreceived files" => unreceived::run(socket, say, Some(blockers::file())),
+        "words" => descriptors::send_words(socket, say),
         "share" => blockers::take_descriptors(socket),
         other => panic!("no attack {other:?}"),
     }
