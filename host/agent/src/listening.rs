@@ -213,9 +213,9 @@ impl Agent {
                 if its.count() >= share::MAX_LISTENERS {
                     return Err(Refusal::NoRoom);
                 }
+                // Ours: programs may only read from their end, so that no descriptors can be in either queue.
                 let (ours, theirs) = UnixStream::pair().map_err(|error| system("socketpair", &error))?;
                 ours.set_nonblocking(true).map_err(|error| system("fcntl", &error))?;
-                // Programs write nothing there: descriptors that came along would be closed with it.
                 ours.shutdown(Shutdown::Read).map_err(|error| system("shutdown", &error))?;
                 let user = self.user_of(session);
                 let taken = self.users.take(user, 2);

@@ -85,6 +85,7 @@ impl Listener {
         match address {
             Address::Unix(path) => {
                 clear(path)?;
+                // Ours: it refuses descriptors, and with it all who connect.
                 let listener = UnixListener::bind(path).with_context(|| {
                     format!("listening at {}: the directory must be there and be writable; or --listen unix:PATH", path.display())
                 })?;

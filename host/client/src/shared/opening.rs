@@ -99,6 +99,7 @@ fn agent_has_died(asked: &io::Result<(Answer, Vec<OwnedFd>)>) -> bool {
 mod tests {
     use super::*;
     use baton_linux::control::Listener;
+    use std::os::fd::AsFd;
 
     /// One agent closes the connection, the next one is followed by another before it has answered.
     #[test]
@@ -109,8 +110,9 @@ mod tests {
         let listener = Listener::bind(&path).expect("a listener");
         let agents = std::thread::spawn(move || {
             for body in [None, Some(Reply::Restarted { starts: 1 }), Some(Reply::Failed { reason: "no room".into() })] {
-                let channel = listener.accept().expect("a client");
-                let (request, _) = channel.receive_foreign::<Request>().expect("a request");
+                let client = listener.accept().expect("a client");
+                let channel = Channel::from_fd(client.as_fd().try_clone_to_owned().expect("a descriptor"));
+                let (request, _): (Request, _) = channel.receive().expect("a request");
                 assert!(matches!(request.body, Ask::Open(_)));
                 body.into_iter().for_each(|body| channel.send(&Answer { tag: request.tag, body }, &[]).expect("sent"));
             }

@@ -1,5 +1,5 @@
-//! Descriptors that nobody receives: they wait in the queues of sockets that agent, keeper or NIC close, or more of them
-//! come than with any message of Baton's. Each is the last one of its file, which takes long to close.
+//! Descriptors that nobody receives: they wait in the queues of sockets that agent, keeper or NIC close, or more of
+//! them come than with any message of Baton's. Each is the last one of its file, which takes long to close.
 
 use super::blockers::lingering;
 use super::{Client, PEER, alone, ask_on};
@@ -77,11 +77,7 @@ impl Sender<'_> {
             let _ = channel.try_send(&request, &[]);
         }
         let socket = lingering(self.peer);
-        for _ in 0..1000 {
-            if channel.try_send(&request, &[socket.as_fd()]).is_err() {
-                break;
-            }
-        }
+        let _ = (0..1000).take_while(|_| channel.try_send(&request, &[socket.as_fd()]).is_ok()).count();
         // As in `send`.
         std::thread::spawn(move || drop(socket));
         channel
