@@ -151,7 +151,10 @@ impl Served {
 
     fn end(mut self) {
         drop(self.parent);
-        let _ = self.keeper.wait();
+        if let Ok(None) = baton_keeper::await_end(&mut self.keeper) {
+            // It has files of programs that do not close.
+            std::thread::spawn(move || self.keeper.wait());
+        }
         let _ = std::fs::remove_file(&self.socket);
     }
 }

@@ -23,10 +23,10 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, ExitStatus};
 use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 use crate::watch::{Remedy, Watched};
 pub use launch::{BesideDevices, Devices, launch};
+pub use watch::await_end;
 
 /// Descriptors that a keeper inherits from the process that made the devices, numbered from 3 on.
 #[derive(Clone, Copy, Debug)]
@@ -136,20 +136,11 @@ pub fn run() -> Result<()> {
     }
 }
 
-/// Waits for the end of an agent, but not for a thread of its that waits in the kernel for something that a program
-/// holds.
-fn await_end(agent: &mut Child) -> io::Result<()> {
-    const PAUSE: Duration = Duration::from_millis(2);
-    while agent.try_wait()?.is_none() && process::first_thread_lives(agent.id()) {
-        std::thread::sleep(PAUSE);
-    }
-    Ok(())
-}
-
-/// Takes the status of an agent that has ended. None if a thread of its still waits in the kernel for something that a
-/// program holds: its process goes when that has come, and is not waited for.
+/// Takes the status of an agent that has ended. None if a thread of it still waits in the kernel for something that a
+/// program holds, or for a file that does not close: its process goes when that has come, and is not waited for.
 fn reap(mut agent: Child, settings: &AgentSettings) -> Result<Option<ExitStatus>> {
-    if !process::first_thread_lives(agent.id()) && agent.try_wait()?.is_none() {
+    let status = await_end(&mut agent)?;
+    if status.is_none() {
         let process = agent.id();
         warning!(
             [] "a thread of the agent that has ended (process {process}) waits in the kernel";
@@ -158,9 +149,8 @@ fn reap(mut agent: Child, settings: &AgentSettings) -> Result<Option<ExitStatus>
         // It has the socket open, on which nobody answers.
         let _ = std::fs::remove_file(&settings.socket);
         std::thread::spawn(move || agent.wait());
-        return Ok(None);
     }
-    Ok(Some(agent.wait()?))
+    Ok(status)
 }
 
 /// What NICs beside the kernel need.
@@ -318,7 +308,7 @@ fn watch(
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => {
-                    agent.wait()?;
+                    await_end(agent)?;
                     return Ok(false);
                 }
             }

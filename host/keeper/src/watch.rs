@@ -8,11 +8,39 @@ use baton_linux::{process, tasks};
 use baton_log::{info, warning};
 use baton_shm::{Pulse, Region};
 use baton_supervision::{Cause, Limits, Verdict};
+use std::io;
+use std::process::{Child, ExitStatus};
 use std::time::Duration;
 
 /// Microseconds between two looks at the agent while there are sessions, and without.
 const PACE: u64 = 100_000;
 const SLOW_PACE: u64 = 250_000;
+
+/// Between two looks at a process that ends, and the time that it may take to close its descriptors, in microseconds.
+const PAUSE: Duration = Duration::from_millis(2);
+const CLOSING: u64 = 1_000_000;
+
+/// Waits until a child has ended, and takes its status. None if it does nothing more, but has not ended: a thread of it
+/// waits in the kernel for something that somebody else holds, or for a file that does not close.
+///
+/// # Errors
+/// The failed system call's.
+pub fn await_end(child: &mut Child) -> io::Result<Option<ExitStatus>> {
+    let mut ending = None;
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        let now = monotonic_micros();
+        if !process::first_thread_lives(child.id()) || ending.is_some_and(|since| now > since + CLOSING) {
+            return child.try_wait();
+        }
+        if !process::first_thread_runs(child.id()) {
+            ending.get_or_insert(now);
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
 
 /// What is to be done with an agent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -72,7 +100,7 @@ impl Watched<'_> {
         }
         let pace = if has_sessions { PACE } else { SLOW_PACE };
         let due = std::mem::replace(&mut self.due, now + pace);
-        self.ended = [!process::first_thread_lives(self.process), self.ended[0]];
+        self.ended = [!process::first_thread_runs(self.process), self.ended[0]];
         if self.cause.is_some() || self.ended[0] {
             return Remedy::None;
         }

@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Command, ExitStatus};
 use std::sync::OnceLock;
 
 /// The first descriptor that [`inherit`] gives to a child.
@@ -338,7 +338,7 @@ pub fn thread() -> u32 {
 
 /// Whether a process was ended from outside, by a signal that no process sends itself when it fails: SIGKILL, SIGTERM,
 /// SIGINT, SIGHUP.
-pub fn is_killed(status: std::process::ExitStatus) -> bool {
+pub fn is_killed(status: ExitStatus) -> bool {
     use std::os::unix::process::ExitStatusExt;
     matches!(status.signal(), Some(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP))
 }
@@ -552,6 +552,12 @@ pub fn lives(process: u32) -> bool {
 /// Whether the first thread of a process has not ended yet. Without it /proc shows none of the process's files.
 pub fn first_thread_lives(process: u32) -> bool {
     status(process, "State").is_some_and(|state| !state.starts_with(['Z', 'X']))
+}
+
+/// Whether the first thread of a process can do anything still: it has not ended, and is not ending. One that ends
+/// gives up its memory first, and then closes what descriptors it has, for which it may have to wait.
+pub fn first_thread_runs(process: u32) -> bool {
+    first_thread_lives(process) && status(process, "VmSize").is_some()
 }
 
 /// The parent of a process; None if it has ended.

@@ -1,11 +1,12 @@
 //! Descriptors that take long to close: those who have sent them, or died with them, hold up nobody else.
 
 use crate::blocked::{PROMISED, Program};
-use crate::common::{connect, hosts};
+use crate::common::{answered, connect, hosts};
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, NeverReads};
 use crate::stopped::{in_time, listed, registered};
 use baton_bed::testbed::{Testbed, TestbedSettings};
+use baton_client::tool::Tool;
 use baton_client::{Listener, Shared};
 use baton_linux::control::Channel;
 use baton_linux::{process, socket};
@@ -197,6 +198,22 @@ fn a_reports_file_that_never_answers_holds_up_nobody() {
     in_time("a group", move || channel.receive::<Answer>().map(drop)).expect("an answer");
     in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
     assert_eq!(listed(&bed), 0);
+}
+
+/// An agent is killed that has a report's file which does not close: its process cannot end. The next agent serves, and
+/// `baton ls` answers.
+#[test]
+fn an_agent_that_cannot_close_a_file_is_followed_by_another() {
+    let bed = hosts(TestbedSettings::default());
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
+    let channel = Channel::connect(&bed.socket()).expect("the agent");
+    channel.send(&Request { tag: 1, body: Ask::Group { flip: None } }, &[file.fd()]).expect("a request");
+    in_time("a group", move || channel.receive::<Answer>().map(drop)).expect("an answer");
+    let before = agent(&bed);
+    process::signal(before, libc::SIGKILL).expect("the agent");
+    assert_ne!(answered(&bed, Tool::statistics).agent_process, before);
+    assert_eq!(listed(&bed), 0);
+    assert!(process::lives(before), "the file was closed");
 }
 
 /// The answer to a program's last request comes when its group's report has been written, however late that is: whoever
