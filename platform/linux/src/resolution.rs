@@ -6,12 +6,10 @@ use crate::frames::link_address;
 use crate::netlink::Netlink;
 use crate::rtnetlink;
 use crate::socket::check;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType};
 use std::io;
 use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::UnixDatagram;
 
 /// A packet socket that receives only other hosts' claims to the address. It costs no frame of another EtherType
 /// anything.
@@ -102,8 +100,16 @@ fn attach(fd: BorrowedFd<'_>, program: &mut [libc::sock_filter]) -> io::Result<(
 /// # Errors
 /// `EADDRINUSE` if it is claimed.
 pub fn claim(address: IpAddr) -> io::Result<OwnedFd> {
-    let name = std::os::unix::net::SocketAddr::from_abstract_name(format!("baton-address-{address}"))?;
-    UnixDatagram::bind_addr(&name).map(OwnedFd::from)
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    // Anybody may send to a name: what came, descriptors too, would be closed with the socket. From here on nothing
+    // can.
+    rustix::net::shutdown(&fd, Shutdown::Read)?;
+    rustix::net::bind(&fd, &SocketAddrUnix::new_abstract_name(name_of_claim(address).as_bytes())?)?;
+    Ok(fd)
+}
+
+fn name_of_claim(address: IpAddr) -> String {
+    format!("baton-address-{address}")
 }
 
 /// What has become of an address of a NIC's that was to be removed from the kernel.
@@ -191,6 +197,21 @@ mod tests {
     use baton_wire::arp::Arp;
     use baton_wire::neighbour::{NEIGHBOUR_FRAME, Neighbour};
     use std::net::Ipv4Addr;
+    use std::os::linux::net::SocketAddrExt;
+    use std::os::unix::net::{SocketAddr, UnixDatagram};
+
+    /// An address is claimed once, until the claim is dropped, and nobody can send anything to the claim.
+    #[test]
+    fn a_claim_takes_nothing() {
+        let address = IpAddr::from(std::process::id().to_be_bytes());
+        let claim = claim(address).expect("nobody has it");
+        assert_eq!(super::claim(address).expect_err("it is claimed").kind(), io::ErrorKind::AddrInUse);
+        let name = SocketAddr::from_abstract_name(name_of_claim(address)).expect("a name");
+        let sender = UnixDatagram::unbound().expect("a socket");
+        assert_eq!(sender.send_to_addr(b"x", &name).expect_err("it was taken").kind(), io::ErrorKind::BrokenPipe);
+        drop(claim);
+        assert!(super::claim(address).is_ok());
+    }
 
     /// What a program of loads, comparisons and returns makes of a frame, as the kernel runs it: a load beyond the end
     /// refuses.
