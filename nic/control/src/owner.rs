@@ -12,6 +12,7 @@ use baton_abi::layout::nic;
 use baton_filter::words::{self, UNMATCHED, UNREADABLE, WORDS};
 use baton_linux::control::{Channel, Listener, PeerChannel};
 use baton_linux::events::{Poller, Trigger};
+use baton_linux::foreign::Foreign;
 use baton_linux::{process, settings, starter};
 use baton_log::warning;
 use baton_protocol::filter::{
@@ -165,7 +166,7 @@ fn take(number: i32) -> Result<OwnedFd> {
 pub fn run() -> Result<()> {
     let parent = Channel::from_fd(take(OwnerDescriptor::Parent as i32)?);
     let settings = settings::receive::<OwnerSettings>(&parent, baton_protocol::VERSION).context("receiving the settings")?;
-    let agents = Channel::from_fd(take(OwnerDescriptor::Agents as i32)?);
+    let agents = PeerChannel::from(Channel::from_fd(take(OwnerDescriptor::Agents as i32)?));
     let card = OwnerDescriptor::Card as i32..;
     let card = card.take(settings.nic.card_descriptors()).map(take).collect::<Result<Vec<OwnedFd>>>()?;
     let signals = process::signal_descriptor(&process::ENDING)?;
@@ -200,7 +201,7 @@ pub fn run() -> Result<()> {
 }
 
 impl Process {
-    fn main_loop(&mut self, agents: &Channel, listener: &Listener) -> Result<()> {
+    fn main_loop(&mut self, agents: &PeerChannel, listener: &Listener) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
             self.poller.wait(None, &mut tokens)?;
@@ -232,8 +233,8 @@ impl Process {
     }
 
     /// Serves one request of an agent. The host is not trusted: what it sends is checked.
-    fn serve_agent(&mut self, agents: &Channel) -> Result<()> {
-        let (answer, descriptor) = match agents.try_receive::<AgentRequest>() {
+    fn serve_agent(&mut self, agents: &PeerChannel) -> Result<()> {
+        let (answer, descriptor) = match agents.try_receive_foreign::<AgentRequest>() {
             Ok(((tag, ToOwner::Start(asked)), descriptors)) => match self.start_nic(&asked, descriptors) {
                 Ok((process, end)) => ((tag, FromOwner::Started(process)), Some(end)),
                 Err(error) => {
@@ -261,12 +262,16 @@ impl Process {
     }
 
     /// Starts a NIC with the rules in force. Returns its process and the agent's end of its control connection.
-    fn start_nic(&mut self, asked: &NicSettings, descriptors: Vec<OwnedFd>) -> Result<(u32, Channel)> {
+    fn start_nic(&mut self, asked: &NicSettings, descriptors: Vec<Foreign>) -> Result<(u32, Channel)> {
         self.end_nic();
-        let Ok([memory, nic_bell, agent_bell]) = <[OwnedFd; 3]>::try_from(descriptors) else {
+        let Ok([memory, nic_bell, agent_bell]) = <[Foreign; 3]>::try_from(descriptors) else {
             bail!("a NIC needs three descriptors: its memory and two doorbells")
         };
-        let region = Region::map(memory.try_clone()?).context("NIC memory")?;
+        // The new process closes copies of them, which must not take long.
+        if !memory.is_memory() || nic_bell.has_path() || agent_bell.has_path() {
+            bail!("a NIC needs memory and two doorbells, not other files");
+        }
+        let region = Region::map(memory.as_fd().try_clone_to_owned()?).context("NIC memory")?;
         if asked.slots > MAX_SLOTS || region.len() < nic::bytes(asked.slots) {
             bail!("NIC memory has no room for {} connections", asked.slots);
         }

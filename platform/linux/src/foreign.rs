@@ -121,6 +121,11 @@ impl Foreign {
         rustix::net::sockopt::socket_type(self) != Err(Errno::NOTSOCK)
     }
 
+    /// Whether it is a file in memory, which closes at once.
+    pub fn is_memory(&self) -> bool {
+        rustix::fs::fcntl_get_seals(self).is_ok()
+    }
+
     /// Whether it is a file with a path, be its server ever so slow: no socket, pipe or anonymous one, which may hold
     /// other descriptors, the other end of a control connection for example. The file itself is not asked.
     pub fn has_path(&self) -> bool {
@@ -613,7 +618,11 @@ mod tests {
         assert_eq!(kind(listener.as_fd()), Kind::Plain);
         assert_eq!(kind(unix.as_fd()), Kind::Queue);
         assert_eq!(kind(file.as_fd()), Kind::Other);
-        assert!(!Foreign::from(OwnedFd::from(file)).is_socket());
+        let file = Foreign::from(OwnedFd::from(file));
+        assert!(!file.is_socket() && !file.is_memory());
+        let memory = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).expect("memory");
+        assert_eq!(kind(memory.as_fd()), Kind::Plain);
+        assert!(Foreign::from(memory).is_memory());
         assert!(Foreign::from(OwnedFd::from(unix)).into_unix().is_ok());
         assert!(Foreign::from(OwnedFd::from(listener)).into_unix().is_err());
     }
