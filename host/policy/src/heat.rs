@@ -13,7 +13,7 @@
 //! so many bytes a second, and leaves again when it has carried less than half of that for some time.
 
 use crate::budget::Budget;
-use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
 /// A connection that waits must carry more than this many quarters of what the one carries that leaves for it, and this
@@ -134,8 +134,10 @@ impl Heat {
         let mut waiting: Vec<&Sample> = of(Place::Waits).filter(is_hot).collect();
         waiting.sort_by_key(|sample| (core::cmp::Reverse(saves(sample)), sample.key));
         let share = share(samples, there.len() + demand.free);
-        let (waiting, within) = within_first(&waiting, &there, share);
         let is_first = self.looks == 1;
+        let used = |sample: &Sample| rate(sample).max(saves(sample));
+        let has_share = |sample: &Sample| share == usize::MAX || is_first || used(sample) > MARGIN;
+        let (waiting, within) = within_first(&waiting, &there, share, has_share);
         let leave = if is_first { Vec::new() } else { too_many(&there, demand.over) };
         if !leave.is_empty() {
             return Choice { leave, short: by_heat(&waiting), ..Choice::default() };
@@ -152,9 +154,11 @@ impl Heat {
         let gives_way = |cold: &Sample, beyond: bool, hot: &Sample| {
             beyond && rate(hot) > MARGIN || 4 * saves(hot) > QUARTERS * saves(cold) + 4 * MARGIN
         };
+        // A share is for those that use it.
+        let may_take = |cold: &Sample, hot: &Sample| cold.user == hot.user || 2 * used(cold) <= MARGIN;
         let places: Vec<(&Sample, bool)> = beyond_first(&stay, &there, share).into_iter().filter(settled).collect();
         let within = within.saturating_sub(into_room.len());
-        let pairs = if swaps { pair_up(&places, rest, within, gives_way) } else { Vec::new() };
+        let pairs = if swaps { pair_up(&places, rest, within, gives_way, may_take) } else { Vec::new() };
         let mut left = 0;
         if swaps || samples.iter().any(|sample| sample.hot_from > 0) {
             let misplaced = cold.len() + by_heat(into_room).len() + pairs.len();
@@ -240,13 +244,19 @@ fn of_users(of: &[&Sample]) -> BTreeMap<u32, usize> {
     })
 }
 
-/// Those that wait, in their order: the ones first whose users do not have their share yet. And how many that are.
-fn within_first<'a>(waiting: &[&'a Sample], there: &[&Sample], share: usize) -> (Vec<&'a Sample>, usize) {
+/// Those that wait, in their order: the ones first whose users do not have their share yet, of those that `has_share`
+/// accepts. And how many that are.
+fn within_first<'a>(
+    waiting: &[&'a Sample],
+    there: &[&Sample],
+    share: usize,
+    has_share: impl Fn(&Sample) -> bool,
+) -> (Vec<&'a Sample>, usize) {
     let mut users = of_users(there);
     let (mut all, beyond): (Vec<&'a Sample>, Vec<&'a Sample>) = waiting.iter().copied().partition(|sample| {
         let slots = users.entry(sample.user).or_default();
         *slots += 1;
-        *slots <= share
+        *slots <= share && has_share(sample)
     });
     let within = all.len();
     all.extend(beyond);
@@ -267,30 +277,35 @@ fn beyond_first<'a>(stay: &[&'a Sample], there: &[&Sample], share: usize) -> Vec
 }
 
 /// Who takes whose place: of those that wait the first `within` that of anybody who gives way, and the others, whose
-/// users have their share, that of one of their own. Both are in order: if the first one does not give way, nobody
-/// does. More pairs than these are not moved for at once.
+/// users have their share, only that of one of whom `may_take` says so. Both are in order: if the first one does not
+/// give way, nobody does. More pairs than these are not moved for at once.
 fn pair_up(
     places: &[(&Sample, bool)],
     waiting: &[&Sample],
     within: usize,
     gives_way: impl Fn(&Sample, bool, &Sample) -> bool,
+    may_take: impl Fn(&Sample, &Sample) -> bool,
 ) -> Vec<(u64, u64)> {
     const MOST: usize = 256;
     let most = MOST.max(places.len() / 5);
     let (within, beyond) = waiting.split_at(within.min(waiting.len()));
     let pairs = places.iter().zip(within).take_while(|((cold, beyond), hot)| gives_way(cold, *beyond, hot));
     let mut pairs: Vec<(u64, u64)> = pairs.take(most).map(|((cold, _), hot)| (cold.key, hot.key)).collect();
-    // What is left of each user's own, in their order, until one does not give way. Not looked for among all places for
-    // each that waits: there may be very many of both.
-    let mut own: BTreeMap<u32, VecDeque<&Sample>> = BTreeMap::new();
-    places[pairs.len()..].iter().for_each(|(cold, _)| own.entry(cold.user).or_default().push_back(cold));
+    let (left, mut taken, mut done) = (&places[pairs.len()..], BTreeSet::new(), BTreeSet::new());
     for hot in beyond {
         if pairs.len() >= most {
             break;
         }
-        match own.get_mut(&hot.user).and_then(VecDeque::pop_front) {
-            Some(cold) if gives_way(cold, false, hot) => pairs.push((cold.key, hot.key)),
-            _ => _ = own.remove(&hot.user),
+        if done.contains(&hot.user) {
+            continue;
+        }
+        let place = left.iter().find(|(cold, _)| may_take(cold, hot) && !taken.contains(&cold.key));
+        match place {
+            Some((cold, _)) if gives_way(cold, false, hot) => {
+                taken.insert(cold.key);
+                pairs.push((cold.key, hot.key));
+            }
+            _ => _ = done.insert(hot.user),
         }
     }
     pairs
@@ -648,10 +663,20 @@ mod tests {
             let hot: Vec<Sample> = (MANY..2 * MANY).map(|key| of(key, Place::Waits)).collect();
             let places: Vec<(&Sample, bool)> = there.iter().map(|sample| (sample, false)).collect();
             let waiting: Vec<&Sample> = hot.iter().collect();
-            done.send(pair_up(&places, &waiting, 0, |_, _, _| true))
+            done.send(pair_up(&places, &waiting, 0, |_, _, _| true, |cold, hot| cold.user == hot.user))
         });
         let pairs = finished.recv_timeout(Duration::from_secs(20)).expect("the pairs");
         assert_eq!((pairs.len() as u64, &pairs[..2]), (MANY / 5, &[(0, MANY), (1, MANY + 1)][..]));
         assert!(pairs.iter().all(|(cold, hot)| cold % 2 == hot % 2));
+    }
+
+    /// A server's connections, and another user's that were there before and are idle.
+    #[test]
+    fn a_share_that_nobody_uses_is_others() {
+        let of = |rate, user| (rate, WORTH, user);
+        let busy: Vec<_> = (1..=8).map(|at| of(1_000_000 * at, 1)).collect();
+        let before = |rate| [alloc::vec![of(rate, 2); 4], busy.clone()].concat();
+        assert_eq!(settled(&before(0), 4), BTreeSet::from([8, 9, 10, 11]));
+        assert_eq!(settled(&before(5000), 4), BTreeSet::from([0, 1, 10, 11]), "they carry something");
     }
 }
