@@ -339,8 +339,8 @@ impl Agent {
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
             // Before requests that came later: they find what it leaves, in whatever order epoll reports both.
-            if tokens.contains(&NIC_CHANNEL) {
-                self.recover_from_deaths()?;
+            if tokens.contains(&NIC_CHANNEL) && !self.recover_while_wanted()? {
+                return Ok(());
             }
             if tokens.contains(&RESOLUTION) || self.addresses.wait() == Some(Duration::ZERO) {
                 self.poll_addresses();
@@ -390,7 +390,9 @@ impl Agent {
             self.end_what_is_cut_off();
             self.remove_sessions();
             self.shape.forget_handshakes();
-            self.recover_from_deaths()?;
+            if !self.recover_while_wanted()? {
+                return Ok(());
+            }
             excuse_what_was_missed(self);
             self.watch_nics()?;
         }

@@ -69,6 +69,9 @@ impl Agent {
                 let waits = self.awaits_nic(*session, *number) || self.is_called(*session, *number);
                 waits || self.is_on_nic(*session, *number)
             });
+            if left.is_empty() {
+                break;
+            }
             // A NIC that does not answer is ended, and its connections are recovered.
             if monotonic_micros() >= deadline && !left.iter().any(|(session, number)| self.awaits_nic(*session, *number)) {
                 break;
@@ -76,9 +79,7 @@ impl Agent {
             if self.recover_from_deaths().is_err() {
                 break;
             }
-            if !left.is_empty() {
-                std::thread::sleep(PAUSE);
-            }
+            std::thread::sleep(PAUSE);
         }
         self.give_back_all_lent();
         for number in 0..self.sessions.len() as u32 {

@@ -30,6 +30,20 @@ impl Agent {
         Ok(())
     }
 
+    /// The same, unless the keeper has ended as well: then another NIC is only wanted for connections that the dead one
+    /// had, which [`Agent::give_everything_back`] sees to. Returns whether the keeper lives, if a NIC does not.
+    pub(crate) fn recover_while_wanted(&mut self) -> anyhow::Result<bool> {
+        for nic in 0..self.nics.len() {
+            if self.nics[nic].is_dead() {
+                if self.keeper.is_hung_up() {
+                    return Ok(false);
+                }
+                self.recover(nic)?;
+            }
+        }
+        Ok(true)
+    }
+
     /// Starts the next NIC in place of a dead one, so that other traffic flows again, and restores the last one's
     /// connections to the kernel. Until then their shells neither receive nor send, so no peer gets segments that the
     /// connection itself did not send. A connection whose program does not leave an operation is waited for by itself,

@@ -251,6 +251,26 @@ fn a_killed_keeper_goes_unnoticed() {
     }
 }
 
+/// Keeper and NIC are killed at the same time while the kernel has all connections: the agent ends without a NIC that
+/// nobody wants.
+#[test]
+fn a_nic_that_ends_with_the_keeper_is_not_replaced() {
+    let host = Host::new("with-keeper");
+    let mut program = host.program("hot:1G", "poll", 2);
+    let [keeper, agent, nic] = host.helpers();
+    // It finds both at once.
+    [keeper, agent].iter().for_each(|one| process::signal(*one, SIGSTOP).expect("a signal"));
+    [nic, keeper].iter().for_each(|one| process::signal(*one, SIGKILL).expect("a signal"));
+    wait_for("their end", || ![nic, keeper].iter().any(|one| process::lives(*one)));
+    // The kernel may have let it go on already, since its parent has ended.
+    let _ = process::resume(agent);
+    wait_for("the agent's end", || !process::lives(agent));
+    let log = std::fs::read_to_string(host.scratch.file("log")).expect("a log");
+    assert!(!log.contains("has died"), "{log}");
+    program.is_well(2, "poll");
+    program.ends_well();
+}
+
 /// Keeper and agent are killed together, or all three: what the NIC had fails with ECONNRESET within a second, in every
 /// way to wait, and no program spins. What was in the kernel goes on.
 #[test]
