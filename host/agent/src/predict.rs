@@ -79,8 +79,8 @@ impl Predictor {
         let flow = Flow { local: local.into(), remote: peer.into(), device: 0 };
         look_through(fd, self.namespace, &flow)?;
         let group = self.cgroups.of(process);
-        if let Some(why) = group.and_then(|group| self.cgroups.keeps(&group)) {
-            return Err(Refusal::Group(why.into()));
+        if let Some(refusal) = group.and_then(|group| self.cgroups.keeps(&group)) {
+            return Err(refusal);
         }
         let netfilter = self.guards.netfilter();
         if netfilter.is_some_and(|netfilter| matches!(conntrack::find(netfilter, &flow), Ok(Some(entry)) if entry.translated)) {

@@ -91,6 +91,12 @@ pub enum Refusal {
     /// BPF programs of its control group judge it, and would not see what the NIC does, or refuse what a move does.
     #[error("its control group has BPF programs {0} (bpftool cgroup tree, systemctl show)")]
     Group(String),
+    /// Its control group cannot be opened: BPF programs may judge it there.
+    #[error(
+        "its control group is outside of what Baton sees, so that nobody knows which BPF programs judge it \
+         (start Baton in the host's control group namespace)"
+    )]
+    GroupUnseen,
     /// There are rules whose changes cannot be observed.
     #[error(
         "there are rules of iptables-legacy, of whose changes nothing tells; use iptables-nft (update-alternatives --config iptables)"
@@ -323,6 +329,7 @@ mod tests {
             Refusal::NoRoute,
             Refusal::Unproved,
             Refusal::Shared,
+            Refusal::GroupUnseen,
         ] {
             assert!(!refusal.is_for_good(), "{refusal}");
         }

@@ -455,6 +455,29 @@ fn few_descriptors_end_no_agent() {
     program.ends_well();
 }
 
+/// The agent has a control group namespace of its own, and the program runs outside: nobody knows which BPF programs
+/// judge its connections there, and they stay in the kernel.
+#[test]
+fn connections_of_a_control_group_that_is_not_seen_stay_in_the_kernel() {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").expect("mounts");
+    let words = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+    let mount = words.into_iter().find(|words| words[2] == "cgroup2").expect("cgroup2 is mounted")[1];
+    let group = format!("{mount}/baton-unseen-{}", std::process::id());
+    std::fs::create_dir(&group).expect("a control group");
+    let mut host = Host::new("unseen");
+    host.up_with(&format!("echo $$ > {group}/cgroup.procs && exec unshare --cgroup \"$@\""));
+    let mut program = host.program("established", "poll", 2);
+    wait_for("the reason", || {
+        let listed = host.tool().and_then(|mut tool| tool.connections().ok()).unwrap_or_default();
+        let stays = |one: &ConnectionInfo| one.place == Place::Kernel && one.reason.contains("control group namespace");
+        listed.len() == 4 && listed.iter().all(stays)
+    });
+    program.is_well(2, "poll");
+    program.ends_well();
+    host.down();
+    wait_for("an empty group", || std::fs::remove_dir(&group).is_ok());
+}
+
 /// A server at port 80 and its client, which exchange some bytes for each line of input.
 const AT_PORT_80: &str = "
 import socket, sys
