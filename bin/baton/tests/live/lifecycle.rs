@@ -460,8 +460,8 @@ fn few_descriptors_end_no_agent() {
 #[test]
 fn connections_of_a_control_group_that_is_not_seen_stay_in_the_kernel() {
     let mounts = std::fs::read_to_string("/proc/self/mounts").expect("mounts");
-    let words = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-    let mount = words.into_iter().find(|words| words[2] == "cgroup2").expect("cgroup2 is mounted")[1];
+    let mut words = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+    let mount = words.find(|words| words[2] == "cgroup2").expect("cgroup2 is mounted")[1];
     let group = format!("{mount}/baton-unseen-{}", std::process::id());
     std::fs::create_dir(&group).expect("a control group");
     let mut host = Host::new("unseen");
