@@ -28,8 +28,8 @@ pub const EXAMPLES: &str = "Examples:
   baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
 
-What a NIC has room for (connections, memory, pairs, processor, when-full), what becomes of frames during moves and of connections whose peer
-has sent its FIN, and its programs' doorbells can always be set; the other settings are for a NIC between the kernel and the wire
+What a NIC has room for (connections, memory, pairs, processor, when-full), what becomes of frames during moves, of connections whose peer
+has sent its FIN and of those whose route leads elsewhere, and its programs' doorbells can always be set; the other settings are for a NIC between the kernel and the wire
 (`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do these things: see `ethtool -K` and `-C`. `attach` puts large
 receive in front of any of them, whether a Baton runs or not.";
 
@@ -213,7 +213,8 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         let shown = json!({
             "settings": settings, "counters": figures(counters), "mean_aggregate_bytes": mean,
             "workers": workers_in_json(workers), "nics": nics, "messages": nic_messages::to_json(counters), "addresses": addresses::to_json(&addresses),
-            "too_full": statistics.full, "colder": statistics.colder, "large_receive": nic_receive::to_json(counters),
+            "too_full": statistics.full, "colder": statistics.colder, "dropped": statistics.dropped,
+            "large_receive": nic_receive::to_json(counters),
         });
         println!("{shown}");
         return Ok(true);
@@ -234,6 +235,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
     println!("{hung:>14}  NICs ended since they hung");
     println!("{:>14}  moves to the NIC that it was too full for", statistics.full);
     println!("{:>14}  connections returned from it since others carried more", statistics.colder);
+    println!("{:>14}  connections reset since it was full or their route changed", statistics.dropped);
     nic_receive::print(counters);
     nic_messages::print(counters);
     if statistics.nics.len() > 1 {

@@ -1,12 +1,12 @@
-//! `--nics` and `--device`: several NICs for one agent; `--during-moves`, `--peer-fin`, `--nic-connections` and its
-//! like: what each does with connections that move or end, and what it has room for.
+//! `--nics` and `--device`: several NICs for one agent; `--during-moves`, `--peer-fin`, `--route-change`,
+//! `--nic-connections` and its like: what each does with connections that move or end, and what it has room for.
 
 use crate::gain_file;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::nic::MAX_NICS;
 use baton_agent::{AgentSettings, Choose};
 use baton_linux::rtnetlink;
-use baton_offloads::{DuringMoves, Offloads, PeerFin};
+use baton_offloads::{DuringMoves, Offloads, PeerFin, RouteChange, WhenFull};
 use baton_protocol::nic::NicSettings;
 use clap::Args;
 
@@ -38,6 +38,10 @@ pub struct PolicyArguments {
     /// peer-fin=…` changes it). [default: keep]
     #[arg(long, value_enum, value_name = "WHAT")]
     peer_fin: Option<AtFin>,
+    /// What becomes of a connection on the NIC whose route leads to a device that is not the NIC's any more; of a Baton
+    /// that is started (`baton nic set route-change=…` changes it). [default: restore]
+    #[arg(long, value_enum, value_name = "WHAT")]
+    route_change: Option<AtRouteChange>,
     #[command(flatten)]
     limits: LimitArguments,
 }
@@ -45,7 +49,7 @@ pub struct PolicyArguments {
 impl PolicyArguments {
     /// Whether anything is given.
     pub fn is_given(&self) -> bool {
-        self.during_moves.is_some() || self.peer_fin.is_some() || self.limits.is_given()
+        self.during_moves.is_some() || self.peer_fin.is_some() || self.route_change.is_some() || self.limits.is_given()
     }
 
     /// Whether what becomes of connections at their peers' FINs is given.
@@ -58,7 +62,8 @@ impl PolicyArguments {
     pub fn apply(&self, offloads: Offloads) -> Offloads {
         let during_moves = self.during_moves.map_or(offloads.during_moves, WhileMoving::setting);
         let peer_fin = self.peer_fin.map_or(offloads.peer_fin, AtFin::setting);
-        self.limits.apply(Offloads { during_moves, peer_fin, ..offloads })
+        let route_change = self.route_change.map_or(offloads.route_change, AtRouteChange::setting);
+        self.limits.apply(Offloads { during_moves, peer_fin, route_change, ..offloads })
     }
 }
 
@@ -100,6 +105,47 @@ impl AtFin {
     }
 }
 
+/// Values of `--route-change`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum AtRouteChange {
+    /// It returns to the kernel, which follows the route.
+    Restore,
+    /// It is reset.
+    Drop,
+}
+
+impl AtRouteChange {
+    /// As the agent has it.
+    fn setting(self) -> RouteChange {
+        match self {
+            AtRouteChange::Restore => RouteChange::Restore,
+            AtRouteChange::Drop => RouteChange::Drop,
+        }
+    }
+}
+
+/// Values of `--when-full`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum AtLimits {
+    /// The busiest are there: colder ones return to the kernel for them.
+    Coldest,
+    /// Whoever is there stays; others wait in the kernel.
+    Refuse,
+    /// The same; and what a lower limit leaves no room for is reset instead of returned.
+    Drop,
+}
+
+impl AtLimits {
+    /// As the agent has it.
+    fn setting(self) -> WhenFull {
+        match self {
+            AtLimits::Coldest => WhenFull::Coldest,
+            AtLimits::Refuse => WhenFull::Refuse,
+            AtLimits::Drop => WhenFull::Drop,
+        }
+    }
+}
+
 /// Values of `--choose`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
 pub enum Chosen {
@@ -136,6 +182,10 @@ struct LimitArguments {
     /// Percent of its time for which a NIC may be busy: while it is busier, no further connection goes there.
     #[arg(long, value_name = "PERCENT", allow_hyphen_values = true, value_parser = limit("processor"))]
     nic_processor: Option<String>,
+    /// Who is on a NIC that is full; of a Baton that is started (`baton nic set when-full=…` changes it). [default:
+    /// coldest]
+    #[arg(long, value_enum, value_name = "WHO")]
+    when_full: Option<AtLimits>,
 }
 
 impl LimitArguments {
@@ -151,12 +201,14 @@ impl LimitArguments {
             // That it can be read was checked when it was given.
             let _ = value.as_ref().map(|value| offloads.set(&format!("{key}={value}")));
         }
+        offloads.limits.when_full = self.when_full.map_or(offloads.limits.when_full, AtLimits::setting);
         offloads
     }
 
     /// Whether any is given.
     fn is_given(&self) -> bool {
-        [&self.nic_connections, &self.nic_memory, &self.nic_pairs, &self.nic_processor].iter().any(|value| value.is_some())
+        let limits = [&self.nic_connections, &self.nic_memory, &self.nic_pairs, &self.nic_processor];
+        self.when_full.is_some() || limits.iter().any(|value| value.is_some())
     }
 }
 
@@ -246,10 +298,16 @@ mod tests {
         assert!(limit("processor")("101").is_err() && limit("processor")("80").is_ok());
         assert!(wrong("pairs", "262145").contains("262144"), "{}", wrong("pairs", "262145"));
         let given = |text: &str| Some(text.to_owned());
-        let arguments =
-            LimitArguments { nic_connections: given("0"), nic_memory: given("64M"), nic_pairs: given("32"), nic_processor: None };
+        let arguments = LimitArguments {
+            nic_connections: given("0"),
+            nic_memory: given("64M"),
+            nic_pairs: given("32"),
+            nic_processor: None,
+            when_full: Some(AtLimits::Drop),
+        };
         let limits = |arguments: &LimitArguments| arguments.apply(Offloads::default()).limits;
-        let expected = Limits { connections: Some(0), memory: Some(64 << 20), pairs: Some(32), ..Limits::default() };
+        let (memory, when_full) = (Some(64 << 20), WhenFull::Drop);
+        let expected = Limits { connections: Some(0), memory, pairs: Some(32), when_full, ..Limits::default() };
         assert_eq!(limits(&arguments), expected);
         assert_eq!(limits(&LimitArguments::default()), Limits::default());
     }
@@ -262,6 +320,8 @@ mod tests {
         let given = PolicyArguments { during_moves: Some(WhileMoving::Hold), ..PolicyArguments::default() };
         assert!(given.is_given());
         assert_eq!(given.apply(before), Offloads { during_moves: DuringMoves::Hold, ..before });
+        let given = PolicyArguments { route_change: Some(AtRouteChange::Drop), ..PolicyArguments::default() };
+        assert_eq!((given.is_given(), given.apply(before)), (true, Offloads { route_change: RouteChange::Drop, ..before }));
     }
 
     #[test]

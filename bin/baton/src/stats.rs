@@ -41,6 +41,7 @@ pub struct Counted {
     deferred: u64,
     full: u64,
     colder: u64,
+    dropped: u64,
     recovered: u64,
     lost: u64,
     programs: Vec<ProgramCounts>,
@@ -59,7 +60,7 @@ pub fn look(socket: &Path, process: Option<u32>) -> Result<Counted> {
 impl Counted {
     fn new(socket: &Path, statistics: &Statistics, programs: Vec<ProgramCounts>) -> Counted {
         let &Statistics { agent_process, for_us, nic_starts, moves, failed_moves, deferred, .. } = statistics;
-        let &Statistics { full, colder, recovered, lost, .. } = statistics;
+        let &Statistics { full, colder, dropped, recovered, lost, .. } = statistics;
         let socket = socket.to_owned();
         Counted {
             socket,
@@ -71,6 +72,7 @@ impl Counted {
             deferred,
             full,
             colder,
+            dropped,
             recovered,
             lost,
             programs,

@@ -339,7 +339,7 @@ impl Agent {
             // First: an answer that is there is not late, however long this process did not run.
             self.handle_nic_messages();
             // Before requests that came later: they find what it leaves, in whatever order epoll reports both.
-            if tokens.contains(&NIC_CHANNEL) && !self.recover_while_wanted()? {
+            if tokens.contains(&NIC_CHANNEL) && !self.recover_from_deaths(true)? {
                 return Ok(());
             }
             if tokens.contains(&RESOLUTION) || self.addresses.wait() == Some(Duration::ZERO) {
@@ -390,7 +390,7 @@ impl Agent {
             self.end_what_is_cut_off();
             self.remove_sessions();
             self.shape.forget_handshakes();
-            if !self.recover_while_wanted()? {
+            if !self.recover_from_deaths(true)? {
                 return Ok(());
             }
             excuse_what_was_missed(self);

@@ -108,9 +108,9 @@ pub(crate) struct Cgroups {
     due: u64,
 }
 
-/// Whether this error means that there is a group of which nothing can be known: it is outside of this process's control
-/// group namespace, or has more programs than can be read. Others come of a kernel that has no such programs, and of a
-/// process that may not ask.
+/// Whether this error means that there is a group of which nothing can be known: it is outside of this process's
+/// control group namespace, or has more programs than can be read. Others come of a kernel that has no such programs,
+/// and of a process that may not ask.
 fn is_unseen(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory | io::ErrorKind::StorageFull)
 }

@@ -18,6 +18,7 @@ use baton_linux::rtnetlink;
 use baton_linux::tcp_info::TcpInfo;
 use baton_log::warning;
 use baton_moves::{Custody, Refusal};
+use baton_offloads::RouteChange;
 use baton_steering::Steer;
 use std::collections::BTreeMap;
 use std::io;
@@ -155,27 +156,52 @@ pub(crate) const ELSEWHERE: &str = "its route has changed";
 /// Why a connection is restored whose frames would leave by the device of another NIC now.
 const ANOTHER_NIC: &str = "its route leads to another NIC";
 
+/// Why one is reset instead, where that is set.
+const DROPPED: &str = "its route leads to another device (route-change=drop)";
+
+/// Why a connection has to leave its NIC.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Leaving {
+    why: &'static str,
+    /// Its frames would leave by another device.
+    by_device: bool,
+}
+
+impl Leaving {
+    fn by_device(why: &'static str) -> Leaving {
+        Leaving { why, by_device: true }
+    }
+}
+
+impl From<&'static str> for Leaving {
+    fn from(why: &'static str) -> Leaving {
+        Leaving { why, by_device: false }
+    }
+}
+
 /// Applies a changed route to a connection on the NIC. Without a route the connection is muted, as it would be in the
 /// kernel, and unmuted when it has one again; path MTU and the devices at which its frames are received follow the
 /// route. An error, the reason, if its frames need another device or header: then it has to be restored to the kernel.
-fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), &'static str> {
+fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<(), Leaving> {
     let (Some(cid), true) = (connection.cid, connection.running().is_some()) else { return Ok(()) };
     let now = ground.way_of(connection);
     let Some(exported) = connection.exported(ground.nic_memory) else { return Ok(()) };
     let (link, device) = (exported.image.link, connection.flow.device);
     let Some(on_nic) = connection.running() else { return Ok(()) };
     let (muted, interface) = match &now {
-        Ok(now) if now.path.nic as usize != cid.nic() => return Err(ANOTHER_NIC),
+        Ok(now) if now.path.nic as usize != cid.nic() => return Err(Leaving::by_device(ANOTHER_NIC)),
         // Its flow would be another one.
-        Ok(now) if now.device() != device => return Err(ELSEWHERE),
+        Ok(now) if now.device() != device => return Err(ELSEWHERE.into()),
         Ok(now) if now.leads_as(&link) => (false, link.interface),
+        Ok(now) if now.link.interface != link.interface => return Err(Leaving::by_device(ELSEWHERE)),
         Err(refusal) if refusal.is_unreachable() => (true, NOWHERE),
-        Err(Refusal::Policy) => return Err("an IPsec policy covers it"),
+        Err(Refusal::OtherInterface(_) | Refusal::NotEthernet(_)) => return Err(Leaving::by_device(ELSEWHERE)),
+        Err(Refusal::Policy) => return Err("an IPsec policy covers it".into()),
         Err(Refusal::Rules(_) | Refusal::LegacyRules | Refusal::Filtered(_)) => {
-            return Err("rules that change from packet to packet may judge it");
+            return Err("rules that change from packet to packet may judge it".into());
         }
-        Err(Refusal::Marked(_)) => return Err("its program has set SO_MARK"),
-        _ => return Err(ELSEWHERE),
+        Err(Refusal::Marked(_)) => return Err("its program has set SO_MARK".into()),
+        _ => return Err(ELSEWHERE.into()),
     };
     let command = |control, value| Message::control(Operation::NicControl, control, cid, value, 0);
     if muted != on_nic.muted && ground.nic().post_in_time(command(Control::Interface, interface)).is_ok() {
@@ -259,18 +285,25 @@ impl Agent {
             return;
         }
         let followed = match connection.unproved() {
-            Some(_) => Err("the firewall has changed"),
-            None if elsewhere => Err(ANOTHER_NIC),
+            Some(_) => Err("the firewall has changed".into()),
+            // Its client has come to an address of another NIC: no route has changed.
+            None if elsewhere => Err(ANOTHER_NIC.into()),
             None => follow_way(&mut ground, connection),
         };
-        if let Err(why) = followed {
-            self.leave_nic(session, number, why);
+        if let Err(leaving) = followed {
+            self.leave_nic(session, number, leaving);
         }
     }
 
     /// Queues a connection that has to leave its NIC. If its route has changed, it may lead to another NIC: the
-    /// connection goes on there.
-    fn leave_nic(&mut self, session: u32, number: u32, why: &'static str) {
+    /// connection goes on there. Or it is reset, if the NIC is set to that.
+    fn leave_nic(&mut self, session: u32, number: u32, Leaving { why, by_device }: Leaving) {
+        let nic = self.nic_of(session, number).and_then(|nic| self.nics.get(nic));
+        if by_device && nic.is_some_and(|nic| nic.settings().offloads.route_change == RouteChange::Drop) {
+            let is_first = self.cut(session, number, DROPPED);
+            self.statistics.dropped += u64::from(is_first);
+            return;
+        }
         let several = self.nics.len() > 1;
         if let Some(connection) = self.connection(session, number).filter(|_| several && [ELSEWHERE, ANOTHER_NIC].contains(&why))
         {
@@ -302,8 +335,8 @@ impl Agent {
             if let Some(on_nic) = &mut connection.on_nic {
                 on_nic.stale = false;
             }
-            if let Err(why) = follow_way(&mut ground, connection) {
-                self.leave_nic(session, number, why);
+            if let Err(leaving) = follow_way(&mut ground, connection) {
+                self.leave_nic(session, number, leaving);
             }
         }
         turn.len() == WAYS_AT_ONCE

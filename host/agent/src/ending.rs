@@ -76,7 +76,7 @@ impl Agent {
             if monotonic_micros() >= deadline && !left.iter().any(|(session, number)| self.awaits_nic(*session, *number)) {
                 break;
             }
-            if self.recover_from_deaths().is_err() {
+            if self.recover_from_deaths(false).is_err() {
                 break;
             }
             std::thread::sleep(PAUSE);

@@ -27,6 +27,9 @@ pub(crate) const BY_GAIN: &str = "its class is on the NIC now (baton nic gain)";
 pub(crate) const BY_HEAT: &str = "it is hot enough (rule hot)";
 pub(crate) const GONE_COLD: &str = "it has not been hot enough for some seconds (rule hot)";
 
+/// Why a connection on the NIC is ended whose socket does not have it any more.
+pub(crate) const SOCKET_GONE: &str = "its socket was disconnected, closed or destroyed (ss --kill)";
+
 /// Why a connection is in the kernel after a death, or that makes NICs die.
 pub(crate) const NIC_DIED: &str = "the NIC died";
 pub(crate) const AGENT_DIED: &str = "the agent died";

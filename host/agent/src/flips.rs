@@ -4,7 +4,7 @@
 
 use crate::agent::Agent;
 use crate::connection::{OnNic, Stage};
-use crate::events::GONE_COLD;
+use crate::events::{GONE_COLD, SOCKET_GONE};
 use crate::moves::{Key, SLICE, named};
 use crate::placement::Scene;
 use crate::record::read_record;
@@ -327,7 +327,7 @@ impl Agent {
             }
             // Sooner than the next poll, which would find the same.
             Conclusion::Stays(refusal) if refusal.is_of_lost_socket() && connection.stage() == Stage::Nic => {
-                self.cut(session, number);
+                self.cut(session, number, SOCKET_GONE);
             }
             Conclusion::Recovered if connection.goes_by_itself(false) => {
                 let now = monotonic_micros();
@@ -391,6 +391,9 @@ fn cannot_go(conclusion: &Conclusion, stage: Stage) -> bool {
 const COLDER: &str = "the NIC is full, and others carry more";
 const TOO_MANY: &str = "the NIC has been given a lower limit, and others carry more";
 
+/// Why one is reset instead, where that is set.
+const DROPPED: &str = "the NIC has been given a lower limit, and others carry more (when-full=drop)";
+
 /// Moves connections to and from NICs that are full, and those that have to be hot enough.
 pub(crate) fn place(agent: &mut Agent) {
     for nic in 0..agent.nics.len() {
@@ -432,6 +435,13 @@ fn look_at(agent: &mut Agent, nic: usize, now: u64) {
     let demand = Demand { over, free, swaps: is_full && limits.when_full == WhenFull::Coldest };
     let Known { samples, scene, keys, .. } = known;
     let choice = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, scene, demand, now);
+    if over != (0, 0) && limits.when_full == WhenFull::Drop {
+        for key in choice.leave.iter().filter_map(|serial| keys.get(serial)) {
+            let is_first = agent.cut(key.0, key.1, DROPPED);
+            agent.statistics.dropped += u64::from(is_first);
+        }
+        return explain(agent, &samples, &keys, &choice.short);
+    }
     let why = if over == (0, 0) { COLDER } else { TOO_MANY };
     let leaving = choice.leave.iter().map(|serial| (serial, why));
     for (serial, why) in leaving.chain(choice.cold.iter().map(|serial| (serial, GONE_COLD))) {

@@ -6,6 +6,7 @@
 use crate::agent::Agent;
 use crate::calls::{check_unlocked, outsider};
 use crate::connection::{Connection, OnNic, Wants};
+use crate::events::SOCKET_GONE;
 use crate::ground::Shape;
 use crate::released::Returns;
 use crate::traffic::Traffic;
@@ -287,7 +288,10 @@ impl Agent {
         }
         let shown = match find(user, connection, &self.diagnosis, monotonic_micros()) {
             Found::Shown(shown) => shown,
-            Found::Lost => return self.cut(session, number),
+            Found::Lost => {
+                self.cut(session, number, SOCKET_GONE);
+                return;
+            }
             Found::Nothing => return,
         };
         // Beside the kernel, datagrams reassembled from fragments reach the shell, too: they mean nothing where the NIC
@@ -300,18 +304,19 @@ impl Agent {
         }
     }
 
-    /// Ends a connection on the NIC that its socket does not have any more, as the kernel ends one that is destroyed:
-    /// its peer is reset, and its program gets ECONNABORTED.
-    pub(crate) fn cut(&mut self, session: u32, number: u32) {
-        let Some(connection) = self.connection(session, number) else { return };
-        connection.reason = "its socket was disconnected, closed or destroyed (ss --kill)".into();
+    /// Ends a connection on the NIC, as the kernel ends one that is destroyed: its peer is reset, and its program gets
+    /// ECONNABORTED. Returns false if that was tried for the same reason before: the NIC's ring had no room for it.
+    pub(crate) fn cut(&mut self, session: u32, number: u32, why: &'static str) -> bool {
+        let Some(connection) = self.connection(session, number) else { return false };
+        let is_first = connection.reason != why;
+        connection.reason = why.into();
         if connection.attached {
-            return self.leave_attached(session, number);
-        }
-        if let Some(cid) = connection.cid {
+            self.leave_attached(session, number);
+        } else if let Some(cid) = connection.cid {
             // If there is no room for it, the next poll finds the same.
             let _ = self.nics[cid.nic()].post(Message::control(Operation::NicControl, Control::Abort, cid, 0, 0));
         }
+        is_first
     }
 
     /// Returns the pages of one connection if it is idle. Returns whether it is.

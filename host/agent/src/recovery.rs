@@ -20,22 +20,13 @@ use std::collections::HashSet;
 const MOST_STALE_FRAMES: usize = 8192;
 
 impl Agent {
-    /// Recovers from the death of each NIC that has died.
-    pub(crate) fn recover_from_deaths(&mut self) -> anyhow::Result<()> {
+    /// Recovers from the death of each NIC that has died. With `while_kept` not if the keeper has ended as well: then
+    /// another NIC is only wanted for connections that the dead one had, which [`Agent::give_everything_back`] sees to.
+    /// Returns false if that is so.
+    pub(crate) fn recover_from_deaths(&mut self, while_kept: bool) -> anyhow::Result<bool> {
         for nic in 0..self.nics.len() {
             if self.nics[nic].is_dead() {
-                self.recover(nic)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// The same, unless the keeper has ended as well: then another NIC is only wanted for connections that the dead one
-    /// had, which [`Agent::give_everything_back`] sees to. Returns whether the keeper lives, if a NIC does not.
-    pub(crate) fn recover_while_wanted(&mut self) -> anyhow::Result<bool> {
-        for nic in 0..self.nics.len() {
-            if self.nics[nic].is_dead() {
-                if self.keeper.is_hung_up() {
+                if while_kept && self.keeper.is_hung_up() {
                     return Ok(false);
                 }
                 self.recover(nic)?;

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
 
 /// Version of these messages.
-pub const VERSION: u32 = 21;
+pub const VERSION: u32 = 22;
 
 /// Where a connection is, or is to go.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -786,6 +786,8 @@ pub struct Statistics {
     pub full: u64,
     /// Connections returned from a NIC that was full, since others carried more.
     pub colder: u64,
+    /// Connections on a NIC that were reset, since it was full or their route changed, where it is set to that.
+    pub dropped: u64,
     /// Connections restored after the NIC's death.
     pub recovered: u64,
     /// Connections lost at the NIC's death: must stay 0.

@@ -20,6 +20,19 @@ pub enum WhenFull {
     Coldest,
     /// Who is there.
     Refuse,
+    /// The same; and connections that a lower limit leaves no room for are reset instead of returned to the kernel.
+    Drop,
+}
+
+/// What becomes of a connection on the NIC whose route leads to a device that is not the NIC's any more (the paper on
+/// connection handoff, section 3.3: it is restored, or dropped).
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+pub enum RouteChange {
+    /// It returns to the kernel, which follows the route.
+    #[default]
+    Restore,
+    /// It is reset.
+    Drop,
 }
 
 /// What becomes of the frames that arrive while their connection is between two owners (the paper on connection
@@ -84,6 +97,9 @@ pub struct Offloads {
     /// What becomes of connections whose peer has sent its FIN.
     #[serde(default)]
     pub peer_fin: PeerFin,
+    /// What becomes of connections whose route leads elsewhere.
+    #[serde(default)]
+    pub route_change: RouteChange,
 }
 
 impl Default for Offloads {
@@ -99,6 +115,7 @@ impl Default for Offloads {
             limits: Limits::default(),
             during_moves: DuringMoves::default(),
             peer_fin: PeerFin::default(),
+            route_change: RouteChange::default(),
         }
     }
 }
@@ -108,9 +125,10 @@ const ON_OFF: &[(&str, bool)] = &[("off", false), ("on", true)];
 const BELLS: &[(&str, Option<Moderation>)] =
     &[("off", None), ("on", Some(Moderation::Adaptive)), ("burst", Some(Moderation::Burst))];
 const MODES: &[(&str, Mode)] = &[("off", Mode::Off), ("in-order", Mode::InOrder), ("reorder", Mode::Reorder)];
-const FULL: &[(&str, WhenFull)] = &[("coldest", WhenFull::Coldest), ("refuse", WhenFull::Refuse)];
+const FULL: &[(&str, WhenFull)] = &[("coldest", WhenFull::Coldest), ("refuse", WhenFull::Refuse), ("drop", WhenFull::Drop)];
 const MOVING: &[(&str, DuringMoves)] = &[("hold", DuringMoves::Hold), ("drop", DuringMoves::Drop)];
 const FINS: &[(&str, PeerFin)] = &[("keep", PeerFin::Keep), ("return", PeerFin::Return)];
+const ROUTES: &[(&str, RouteChange)] = &[("restore", RouteChange::Restore), ("drop", RouteChange::Drop)];
 const PUSHES: &[(&str, Push)] = &[("flush", Push::Flush), ("bulk", Push::Bulk), ("ignore", Push::Ignore)];
 
 /// Largest limit of connections: a NIC has so many slots.
@@ -221,6 +239,7 @@ impl Offloads {
             "when-full" => self.limits.when_full = word(key, value, FULL)?,
             "during-moves" => self.during_moves = word(key, value, MOVING)?,
             "peer-fin" => self.peer_fin = word(key, value, FINS)?,
+            "route-change" => self.route_change = word(key, value, ROUTES)?,
             "processor" => self.limits.processor = limit(key, value, 1, 99)?.map(|most| most as u8),
             _ => {
                 let known: Vec<&str> = self.list().iter().map(|(key, _)| *key).collect();
@@ -331,6 +350,7 @@ impl Offloads {
             ("when-full", text(&name(&self.limits.when_full, FULL))),
             ("during-moves", text(&name(&self.during_moves, MOVING))),
             ("peer-fin", text(&name(&self.peer_fin, FINS))),
+            ("route-change", text(&name(&self.route_change, ROUTES))),
         ]
         .into()
     }
@@ -343,7 +363,7 @@ mod tests {
     #[test]
     fn what_is_listed_can_be_set() {
         let mut wanted = Offloads { large_sends: true, active_ack: true, ..Offloads::default() };
-        (wanted.during_moves, wanted.peer_fin) = (DuringMoves::Drop, PeerFin::Return);
+        (wanted.during_moves, wanted.peer_fin, wanted.route_change) = (DuringMoves::Drop, PeerFin::Return, RouteChange::Drop);
         wanted.rss =
             baton_rss::RssSettings { queues: 3, key: Some(baton_rss::Key::SYMMETRIC), indirection: "0012".parse().unwrap() };
         wanted.limits = Limits {
@@ -420,7 +440,8 @@ mod tests {
             ("memory=32X", "such as 64M"),
             ("memory=", "such as 64M"),
             ("memory=99999999999G", "such as 64M"),
-            ("when-full=drop", "coldest, refuse"),
+            ("when-full=return", "coldest, refuse, drop"),
+            ("route-change=keep", "restore, drop"),
             ("processor=0", "1 to 99, or all"),
             ("rings=4", "known are tso, lro,"),
         ] {

@@ -275,12 +275,13 @@ const WORKER_GAUGES: [(Counter, &str, &str); 3] = [
 
 type OfAgent = (&'static str, &'static str, fn(&Statistics) -> u64);
 
-const AGENT_COUNTERS: [OfAgent; 8] = [
+const AGENT_COUNTERS: [OfAgent; 9] = [
     ("moves", "Moves of connections, either way.", |of| of.moves),
     ("moves_failed", "Moves that failed and lost the connection: must stay 0.", |of| of.failed_moves),
     ("moves_deferred", "Moves given up for a transient reason; they may be tried again.", |of| of.deferred),
     ("moves_nic_full", "Moves given up since the NIC was full.", |of| of.full),
     ("connections_colder", "Connections returned from a NIC that was full, since others carried more.", |of| of.colder),
+    ("connections_dropped", "Connections reset since a NIC was full or a route changed, where that is set.", |of| of.dropped),
     ("connections_recovered", "Connections restored to the kernel after the death of their NIC.", |of| of.recovered),
     ("connections_lost", "Connections lost at the death of their NIC: must stay 0.", |of| of.lost),
     ("nic_starts", "NICs started, the first ones included.", |of| of.nic_starts.into()),

@@ -1,7 +1,7 @@
 //! A NIC that has not room for all: it says what it has room for, the agent keeps to that, and the busiest connections
 //! are there.
 
-use crate::common::{answered, hosts};
+use crate::common::{answered, hosts, wait_until};
 use crate::full::{ECHO, Program, address, connect, exchange};
 use crate::nics::Scene;
 use baton_abi::layout::Counter;
@@ -146,6 +146,30 @@ fn a_lowered_limit_returns_what_is_too_much() {
         assert!(expected < 2 || on_nic(&scene).is_superset(&(6..8).collect()), "the busiest stay: {:?}", on_nic(&scene));
     }
     scene.drain();
+    assert_eq!(counter(&scene, Counter::Exceeded), 0);
+}
+
+/// With `when-full=drop` what a lower limit leaves no room for is reset, and what comes later waits in the kernel.
+#[test]
+fn what_is_too_much_is_dropped_if_that_is_asked_for() {
+    let mut scene = connections(beside(), &["when-full=drop"], 6);
+    load_until(&mut scene, 4..6, "all are on the NIC", |there| there.len() == 6);
+    set(&scene, &["connections=2"]);
+    wait_until("four are dropped", || {
+        (4..6).for_each(|at| _ = scene.step(at, 4096));
+        scene.statistics().dropped == 4
+    });
+    for at in 0..4 {
+        wait_until("a reset", || {
+            let got = scene.pairs[at].peer.read(&mut [0]);
+            got.is_err_and(|error| error.raw_os_error() == Some(libc::ECONNRESET))
+        });
+    }
+    scene.connect(0);
+    let error = scene.session.move_to(scene.pairs[6].id, Place::Nic).expect_err("the NIC is full");
+    assert!(error.to_string().contains("the NIC is full"), "{error}");
+    let statistics = scene.statistics();
+    assert_eq!((statistics.dropped, statistics.colder, statistics.lost), (4, 0, 0));
     assert_eq!(counter(&scene, Counter::Exceeded), 0);
 }
 

@@ -46,7 +46,7 @@ fn run(host: &Namespace, line: &str) {
 /// A connection of the program on host A, and its peer.
 pub(crate) struct Pair {
     pub id: ConnectionId,
-    peer: TcpStream,
+    pub peer: TcpStream,
     /// Bytes sent and received by the program, then by the peer.
     sent: [u64; 2],
     received: [u64; 2],

@@ -1,10 +1,13 @@
 //! Frames leave by the device that the kernel would use, and are received at each device at which it would accept them:
 //! several devices, policy routing, IPsec, MTUs.
 
-use crate::common::{Scene, connect, hosts, scene, scene_at, wait_until};
+use crate::common::{Scene, answered, connect, hosts, scene, scene_at, wait_until};
+use crate::trust::expect_abort;
 use baton_bed::testbed::{INTERFACE_A, INTERFACE_B, Testbed, TestbedSettings, address_a, address_b};
 use baton_client::Session;
+use baton_client::tool::Tool;
 use baton_linux::{namespace::Namespace, rtnetlink, socket};
+use baton_offloads::{Offloads, RouteChange};
 use baton_protocol::program::Place;
 use std::io::{self, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -219,6 +222,24 @@ fn frames_leave_by_the_device_that_the_rules_say() {
             assert!(after[0] < before[0] + 5, "{rule:?}, {place:?}: frames leave by the wrong device: {before:?} {after:?}");
             assert!(after[1] > before[1] + 2, "{rule:?}, {place:?}: {before:?} {after:?}");
         }
+    }
+}
+
+/// With `route-change=drop` a connection whose route leads to another device is reset.
+#[test]
+fn what_leads_elsewhere_is_dropped_if_that_is_asked_for() {
+    for beside in [false, true] {
+        let offloads = Offloads { route_change: RouteChange::Drop, ..Offloads::default() };
+        let mut scene = scene(TestbedSettings { beside, offloads, ..TestbedSettings::default() });
+        second_link(&scene.bed);
+        scene.exchange(10_000, Place::Nic);
+        // Its device is still the same.
+        run(&scene.bed.host_a, &format!("ip route add 10.77.0.2/32 dev {INTERFACE_A} src 10.77.0.1"));
+        exchange(&mut scene, 10_000);
+        assert_eq!((answered(&scene.bed, Tool::statistics).dropped, scene.settled_place()), (0, Some(Place::Nic)));
+        run(&scene.bed.host_a, "ip route replace 10.77.0.2/32 dev second0 src 10.77.0.1");
+        expect_abort(&mut scene);
+        assert_eq!(answered(&scene.bed, Tool::statistics).dropped, 1);
     }
 }
 

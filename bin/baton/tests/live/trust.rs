@@ -106,7 +106,8 @@ fn destroy(scene: &Scene, socket: &TcpStream) {
     diagnosis::destroy(&netlink, &flow, None).expect("destroyed");
 }
 
-fn expect_abort(scene: &mut Scene) {
+/// The program gets ECONNABORTED, the peer a RST.
+pub(crate) fn expect_abort(scene: &mut Scene) {
     let deadline = Instant::now() + LONG;
     let error = loop {
         scene.session.poll(Some(Duration::from_millis(10)), &mut Vec::new()).expect("a poll");

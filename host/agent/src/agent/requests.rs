@@ -363,8 +363,8 @@ impl Agent {
         let Some(now) = self.nics.get(nic as usize).map(|nic| nic.settings().offloads) else {
             anyhow::bail!(self.no_such_nic(nic))
         };
-        let Offloads { doorbells, limits, during_moves, peer_fin, .. } = now;
-        let elsewhere = Offloads { doorbells, limits, during_moves, peer_fin, ..offloads };
+        let Offloads { doorbells, limits, during_moves, peer_fin, route_change, .. } = now;
+        let elsewhere = Offloads { doorbells, limits, during_moves, peer_fin, route_change, ..offloads };
         if matches!(self.shape, Shape::Beside { .. }) && elsewhere != now {
             anyhow::bail!(
                 "this NIC is beside the kernel, whose frames go through its own devices: see ethtool -K and -C for those"
