@@ -305,7 +305,7 @@ impl Agent {
     }
 
     /// Ends a connection on the NIC, as the kernel ends one that is destroyed: its peer is reset, and its program gets
-    /// ECONNABORTED. Returns false if that was tried for the same reason before: the NIC's ring had no room for it.
+    /// ECONNABORTED. Returns false if the same was done before, and the connection has not ended yet.
     pub(crate) fn cut(&mut self, session: u32, number: u32, why: &'static str) -> bool {
         let Some(connection) = self.connection(session, number) else { return false };
         let is_first = connection.reason != why;
@@ -313,8 +313,8 @@ impl Agent {
         if connection.attached {
             self.leave_attached(session, number);
         } else if let Some(cid) = connection.cid {
-            // If there is no room for it, the next poll finds the same.
-            let _ = self.nics[cid.nic()].post(Message::control(Operation::NicControl, Control::Abort, cid, 0, 0));
+            // If the NIC has died, its connections are looked at again.
+            let _ = self.nics[cid.nic()].post_in_time(Message::control(Operation::NicControl, Control::Abort, cid, 0, 0));
         }
         is_first
     }
