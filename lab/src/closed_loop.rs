@@ -2,13 +2,14 @@
 //! They count while they run, so that any stretch of them can be measured.
 
 use anyhow::{Context, Result, ensure};
+use baton_bed::statistics::Percentiles;
 use baton_linux::events::{Poller, Trigger, monotonic_nanos};
 use baton_linux::socket;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Waiting times that are recorded together: of many connections, and of one that waits for each answer.
@@ -28,6 +29,13 @@ pub struct Progress {
     pub times: Mutex<Vec<u32>>,
     /// Whether the load is to end.
     pub stop: AtomicBool,
+    /// Of a client that is another program: its process; whether it is to be started anew, so that what it has measured
+    /// by then does not count; and the waiting times that it has measured, in milliseconds.
+    pub client_process: AtomicU32,
+    /// See there.
+    pub anew: AtomicBool,
+    /// See there.
+    pub waits: Mutex<Option<Percentiles>>,
 }
 
 impl Progress {

@@ -34,6 +34,12 @@ impl Files {
         self.directory.path()
     }
 
+    /// Where a server at `address` that counts ([`Program::counting`]) says how many requests it has answered: a Unix
+    /// socket.
+    pub fn counter(&self, address: SocketAddr) -> PathBuf {
+        self.root.join(format!("counter-{}.sock", address.port()))
+    }
+
     /// Makes the file of the first `length` bytes of stream `key`.
     ///
     /// # Errors
@@ -105,6 +111,24 @@ impl Program {
                 vec![program, "serve-files".into(), address.to_string().into(), files.root().as_os_str().to_owned()]
             }
         })
+    }
+
+    /// The same of a server that says at [`Files::counter`] how many requests it has answered, as nginx's stub_status
+    /// does.
+    ///
+    /// # Errors
+    /// The system's; and if it is another server than nginx.
+    pub fn counting(&self, files: &Files, address: SocketAddr) -> Result<Vec<OsString>> {
+        anyhow::ensure!(matches!(self, Program::Nginx(_)), "{} does not count requests: install nginx-light", self.name());
+        let (words, counter) = (self.command(files, address)?, files.counter(address));
+        // Of a server that was killed.
+        let _ = std::fs::remove_file(&counter);
+        let configuration = files.root.join(format!("nginx-{}.conf", address.port()));
+        let text = std::fs::read_to_string(&configuration)?;
+        let (rest, end) = text.rsplit_once('}').context("nginx's configuration ends with a block")?;
+        let status = format!("    server {{ listen unix:{}; location / {{ stub_status; }} }}\n", counter.display());
+        std::fs::write(&configuration, format!("{rest}{status}}}{end}"))?;
+        Ok(words)
     }
 
     /// Starts it on a host, under `baton run` if an agent is given, and waits until it listens.

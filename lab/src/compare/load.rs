@@ -10,7 +10,8 @@ const REDIS_CONNECTIONS: usize = 50;
 /// What is measured.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum What {
-    /// A web server (nginx, or a small one of ours) and a file of 256 bytes, at 64 and 512 connections.
+    /// A web server (nginx, or a small one of ours) and a file of 256 bytes, at 64 and 512 connections, of our own
+    /// client and of wrk.
     Http,
     /// redis-server, GET on 50 connections, one request at a time and 16.
     Redis,
@@ -24,11 +25,21 @@ pub enum What {
     PingPong,
 }
 
+/// Who asks a web server.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum WebClient {
+    /// [`crate::closed_loop`].
+    Own,
+    /// wrk, with which people measure.
+    Wrk,
+}
+
 /// What a client does.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Traffic {
     Http {
         connections: usize,
+        client: WebClient,
     },
     /// This many requests at once on each connection.
     Redis {
@@ -46,7 +57,7 @@ pub(super) enum Traffic {
 impl Traffic {
     pub(super) fn connections(self) -> usize {
         match self {
-            Traffic::Http { connections } | Traffic::Rpc { connections } => connections,
+            Traffic::Http { connections, .. } | Traffic::Rpc { connections } => connections,
             Traffic::Redis { .. } => REDIS_CONNECTIONS,
             Traffic::Bulk { .. } | Traffic::PingPong => 1,
         }
@@ -55,6 +66,19 @@ impl Traffic {
     /// Whether bytes count, and not requests.
     pub(super) fn is_bulk(self) -> bool {
         matches!(self, Traffic::Bulk { .. })
+    }
+
+    /// Whether it is measured if only one of the web servers' clients is.
+    pub(super) fn is_of(self, only: Option<WebClient>) -> bool {
+        match self {
+            Traffic::Http { client, .. } => only.is_none_or(|only| only == client),
+            _ => true,
+        }
+    }
+
+    /// Whether its client is wrk.
+    pub(super) fn is_by_wrk(self) -> bool {
+        matches!(self, Traffic::Http { client: WebClient::Wrk, .. })
     }
 }
 
@@ -105,7 +129,7 @@ pub(super) fn loads(what: What, gain: bool) -> Vec<Load> {
         What::Http => vec![
             load(
                 "http, 64 connections",
-                Traffic::Http { connections: 64 },
+                Traffic::Http { connections: 64, client: WebClient::Own },
                 gain!("http_64"),
                 &[
                     ("http.machine_ratio_64", Way::Beside, machine, Bar::most, 0.8),
@@ -114,7 +138,7 @@ pub(super) fn loads(what: What, gain: bool) -> Vec<Load> {
             ),
             load(
                 "http, 512 connections",
-                Traffic::Http { connections: 512 },
+                Traffic::Http { connections: 512, client: WebClient::Own },
                 gain!("http_512"),
                 &[
                     ("http.machine_ratio_512", Way::Beside, machine, Bar::most, 0.8),
@@ -183,8 +207,13 @@ pub(super) fn loads(what: What, gain: bool) -> Vec<Load> {
             )]
         }
     };
-    if gain && what == What::Http {
-        loads.push(load("http, 1024 connections", Traffic::Http { connections: 1024 }, gain!("http_1024"), &[]));
+    if what == What::Http {
+        let http = |connections, client| Traffic::Http { connections, client };
+        let many = || load("http, 1024 connections", http(1024, WebClient::Own), gain!("http_1024"), &[]);
+        loads.extend(gain.then(many));
+        loads.push(load("http by wrk, 64 connections", http(64, WebClient::Wrk), gain!("http_wrk_64"), &[]));
+        loads.push(load("http by wrk, 512 connections", http(512, WebClient::Wrk), gain!("http_wrk_512"), &[]));
+        loads.push(load("http by wrk, 1024 connections", http(1024, WebClient::Wrk), gain!("http_wrk_1024"), &[]));
     }
     loads
 }

@@ -12,8 +12,9 @@ mod programs;
 mod round;
 mod table;
 mod way;
+mod wrk;
 
-pub use load::What;
+pub use load::{WebClient, What};
 pub use round::Round;
 pub use table::text;
 pub use way::Way;
@@ -39,6 +40,8 @@ pub struct CompareSettings {
     pub seconds: f64,
     /// Ways that take part, where there is a server for them. The kernel always does.
     pub ways: Vec<Way>,
+    /// The web servers' clients: None for all.
+    pub client: Option<WebClient>,
     /// Each round's hosts, but for what the way and the load say of them.
     pub bed: TestbedSettings,
 }
@@ -113,7 +116,13 @@ pub fn run(what: What, settings: &CompareSettings, progress: impl Fn(&Row)) -> R
     files.add(0, LENGTH)?;
     let (mut rows, mut bars) = (Vec::new(), Vec::new());
     let by_gain = settings.ways.contains(&Way::Gain);
-    for load in load::loads(what, by_gain) {
+    let mut loads = load::loads(what, by_gain);
+    loads.retain(|load| load.traffic.is_of(settings.client));
+    // Not after the loads before.
+    if loads.iter().any(|load| load.traffic.is_by_wrk()) {
+        wrk::check()?;
+    }
+    for load in loads {
         let row = compare(&load, settings, &files).with_context(|| load.name)?;
         bars.extend(gain::bars(&row, load.gain));
         // The bars of the NIC alone are not those of who may choose.

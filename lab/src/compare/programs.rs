@@ -1,7 +1,8 @@
 //! The servers of a comparison, and their clients.
 
-use super::load::Traffic;
+use super::load::{Traffic, WebClient};
 use super::way::{Hosts, Way};
+use super::wrk::Wrk;
 use crate::closed_loop::{self, Progress, Requests};
 use anyhow::{Context, Result, ensure};
 use baton_bed::server::{Files, Program, Server};
@@ -106,7 +107,10 @@ impl Programs<'_> {
     }
 
     fn web(&self) -> Result<Server> {
-        self.run(&Program::find().command(self.files, address())?)
+        let program = Program::find();
+        let words =
+            if self.traffic.is_by_wrk() { program.counting(self.files, address())? } else { program.command(self.files, address())? };
+        self.run(&words)
     }
 
     fn redis(&self) -> Result<Server> {
@@ -164,6 +168,10 @@ impl Programs<'_> {
     fn requests(&self) -> Result<Client> {
         let (request, depth, complete): (Vec<u8>, usize, Complete) = match self.traffic {
             Traffic::PingPong => return Ok(Client::PingPong { shares: self.way.has_nic() }),
+            Traffic::Http { client: WebClient::Wrk, connections } => {
+                let (url, counter) = (format!("http://{}/0/{LENGTH}", address()), self.files.counter(address()));
+                return Ok(Client::Wrk(Wrk { connections, url, counter }));
+            }
             Traffic::Http { .. } => (format!("GET /0/{LENGTH} HTTP/1.1\r\nHost: a\r\n\r\n").into_bytes(), 1, http_answer),
             Traffic::Redis { depth } => {
                 let set = redis_request(&["SET", "key", "abc"]);
@@ -197,6 +205,7 @@ fn http_answer(answer: &[u8]) -> Option<usize> {
 /// The other end of the link.
 pub(super) enum Client {
     Requests(Requests),
+    Wrk(Wrk),
     /// With whether it shares its core with the server.
     PingPong {
         shares: bool,
@@ -208,12 +217,15 @@ pub(super) enum Client {
 impl Client {
     /// Runs until it has to stop. The server may end after that.
     pub(super) fn run(&self, progress: &Progress) -> Result<()> {
-        self.work(progress).or_else(|error| if progress.stop.load(Ordering::Relaxed) { Ok(()) } else { Err(error) })
+        // wrk ends by itself, before the server, and says then what it has measured.
+        let may_fail = || !matches!(self, Client::Wrk(_)) && progress.stop.load(Ordering::Relaxed);
+        self.work(progress).or_else(|error| if may_fail() { Ok(()) } else { Err(error) })
     }
 
     fn work(&self, progress: &Progress) -> Result<()> {
         match self {
             Client::Requests(requests) => requests.run(address(), progress),
+            Client::Wrk(wrk) => wrk.run(progress),
             Client::PingPong { shares } => {
                 process::pin(0, if *shares { SERVER_CORE } else { 0 });
                 closed_loop::ping_pong(address(), MESSAGE, *shares, progress)

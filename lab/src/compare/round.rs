@@ -2,7 +2,7 @@
 
 use super::CompareSettings;
 use super::load::Traffic;
-use super::programs::Programs;
+use super::programs::{Client, Programs};
 use super::way::{Hosts, Way};
 use crate::closed_loop::Progress;
 use anyhow::{Context, Result, bail, ensure};
@@ -88,15 +88,14 @@ impl Round {
         }
     }
 
-    /// What happened between two moments. `times` are waiting times in nanoseconds.
-    fn between(before: &Snapshot, after: &Snapshot, times: &[u32], traffic: Traffic) -> Result<Round> {
+    /// What happened between two moments. `times` are waiting times in milliseconds.
+    fn between(before: &Snapshot, after: &Snapshot, times: Percentiles, traffic: Traffic) -> Result<Round> {
         let (done, micros) = (after.done - before.done, (after.micros - before.micros) as f64);
         ensure!(done > 0, "the server answered nothing");
         // Nanoseconds per byte are seconds per GB.
         let unit = if traffic.is_bulk() { 1.0 } else { 1e3 };
         // A thread of the kernel's may have ended meanwhile.
         let each = |of: fn(&Snapshot) -> u64| of(after).saturating_sub(of(before)) as f64 / done as f64 / unit;
-        let times = Percentiles::of(times.iter().map(|time| f64::from(*time) / 1e6).collect());
         let mut round = Round {
             rate: if traffic.is_bulk() { done as f64 * 8.0 / 1e3 / micros } else { done as f64 * 1e6 / micros },
             p50: times.p50,
@@ -130,13 +129,18 @@ pub(super) fn run(way: Way, traffic: Traffic, files: &Files, settings: &CompareS
         let running = scope.spawn(|| hosts.client().run(|| Ok(client.run(&progress))));
         let measured = parties.measure(&programs, &progress, settings.seconds);
         progress.stop.store(true, Ordering::Relaxed);
+        // wrk has to find the server until it has ended.
+        while matches!(client, Client::Wrk(_)) && !running.is_finished() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
         // A client that waits for the server ends when that does; so does an attacher.
         drop(parties);
         running.join().map_err(|_| anyhow::anyhow!("the load panicked"))???;
         measured
     })?;
-    let times = progress.times.lock().map(|times| times.clone()).unwrap_or_default();
-    Round::between(&before, &after, &times, traffic)
+    let own = progress.times.lock().map(|times| times.iter().map(|time| f64::from(*time) / 1e6).collect()).unwrap_or_default();
+    let said = progress.waits.lock().ok().and_then(|waits| *waits);
+    Round::between(&before, &after, said.unwrap_or_else(|| Percentiles::of(own)), traffic)
 }
 
 /// Runs a load under a Baton that measures what it costs in both places, until it knows or has had the time for that.
@@ -206,6 +210,11 @@ impl Parties {
         }
         if programs.way == Way::Gain {
             std::thread::sleep(Duration::from_secs_f64(LEARNING));
+            if programs.traffic.is_by_wrk() {
+                // Its waiting times are those of all that it has seen. Its next connections go where they belong.
+                progress.anew.store(true, Ordering::Relaxed);
+                std::thread::sleep(Duration::from_secs_f64(WARMING));
+            }
         } else {
             self.await_moves(programs.traffic.connections())?;
         }
@@ -227,7 +236,7 @@ impl Parties {
         Ok(Snapshot {
             micros: monotonic_micros(),
             done: progress.done.load(Ordering::Relaxed),
-            client: process_nanos(),
+            client: process_nanos() + cpu(Some(progress.client_process.load(Ordering::Relaxed)).filter(|process| *process > 0)),
             server: self.server.cpu().context("the server has ended")?,
             agent: cpu(statistics.as_ref().map(|of| of.agent_process)),
             attacher: match &self.attacher {

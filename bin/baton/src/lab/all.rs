@@ -45,7 +45,7 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
         ),
         section("rpc", "64 bytes and their echo on 64 and 1024 connections, one at a time on each.", programs(What::Rpc)),
         section("pingpong", "64 bytes and their echo on one connection; programs and NIC never sleep.", programs(What::PingPong)),
-        section("http", "nginx and a file of 256 bytes.", programs(What::Http)),
+        section("http", "nginx and a file of 256 bytes, asked by the bench's own client and by wrk.", programs(What::Http)),
         section("redis", "redis GET on 50 connections, one at a time and 16.", programs(What::Redis)),
         section("bulk", "One connection, into a program and out of it.", programs(What::Bulk)),
         section(
@@ -77,7 +77,11 @@ pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
 /// The benches of loads that are placed where they were measured to be better served.
 fn by_gain(programs: impl Fn(What) -> Result<Part>) -> [Section; 4] {
     [
-        section("http", "nginx and a file of 256 bytes, 64, 512 and 1024 connections.", programs(What::Http)),
+        section(
+            "http",
+            "nginx and a file of 256 bytes, 64, 512 and 1024 connections of the bench's own client and of wrk.",
+            programs(What::Http),
+        ),
         section("redis", "redis GET on 50 connections, one at a time and 16.", programs(What::Redis)),
         section("rpc", "64 bytes and their echo on 64 and 1024 connections, one at a time on each.", programs(What::Rpc)),
         section("bulk", "One connection, into a program and out of it.", programs(What::Bulk)),

@@ -6,7 +6,7 @@ use crate::numbers::{MOST_SPIN, between, whole};
 use anyhow::Result;
 use baton_bed::temporary::ResultFile;
 use baton_bed::testbed::TestbedSettings;
-use baton_lab::compare::{self, CompareReport, CompareSettings, Way, What};
+use baton_lab::compare::{self, CompareReport, CompareSettings, Way, WebClient, What};
 use baton_lab::lro::LroSettings;
 use baton_lab::smoltcp_server::{self, Service};
 use baton_offloads::Offloads;
@@ -64,7 +64,7 @@ pub enum Bench {
         megabytes: u32,
     },
     /// A web server (nginx, 256 bytes, 64 and 512 connections) in the kernel, under Baton on every way, in turn: rate,
-    /// waiting times, all CPU time of a request.
+    /// waiting times, all CPU time of a request. Asked by a client of the bench's own, then by wrk (64, 512, 1024).
     #[command(after_help = COMPARE_EXAMPLES)]
     Http {
         #[command(flatten)]
@@ -143,7 +143,7 @@ pub enum Bench {
         path: String,
     },
     /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections.
-    /// Takes about twenty minutes.
+    /// Takes about half an hour.
     All {
         #[command(flatten)]
         how: Compare,
@@ -264,8 +264,29 @@ pub struct Compare {
     /// and the bounds are about gain: nowhere worse than the kernel, and nine tenths of what the NIC alone saves.
     #[arg(long, value_enum, value_name = "HOW")]
     choose: Option<Chosen>,
+    /// Of web servers: the client that asks them. Default: both.
+    #[arg(long, value_enum, value_name = "WHO")]
+    client: Option<Asker>,
     #[command(flatten)]
     policy: PolicyArguments,
+}
+
+/// Values of `--client`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, clap::ValueEnum)]
+enum Asker {
+    /// The bench's own, which does as little as it can beside asking.
+    Own,
+    /// wrk (Debian's package of that name), with one thread.
+    Wrk,
+}
+
+impl Asker {
+    fn client(self) -> WebClient {
+        match self {
+            Asker::Own => WebClient::Own,
+            Asker::Wrk => WebClient::Wrk,
+        }
+    }
 }
 
 /// A way by its name.
@@ -300,7 +321,8 @@ impl Compare {
     /// Measures the loads of one bench.
     pub fn measure(&self, what: What) -> Result<CompareReport> {
         let bed = TestbedSettings { spin: self.spin, offloads: self.offloads(), ..TestbedSettings::default() };
-        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, ways: self.ways(), bed };
+        let (ways, client) = (self.ways(), self.client.map(Asker::client));
+        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, ways, client, bed };
         compare::run(what, &settings, |row| eprint!("{}", compare::text(row)))
     }
 }
@@ -356,7 +378,7 @@ const LEARNING: f64 = 5.5;
 pub fn measure_classes() -> Result<Vec<ClassInfo>> {
     baton_linux::namespace::become_root_if_needed()?;
     let bed = TestbedSettings { spin: 100, ..TestbedSettings::default() };
-    compare::classes(&CompareSettings { rounds: 1, seconds: LEARNING, ways: vec![Way::Gain], bed })
+    compare::classes(&CompareSettings { rounds: 1, seconds: LEARNING, ways: vec![Way::Gain], client: None, bed })
 }
 
 /// How often a bench without a kernel's turn is run.

@@ -63,12 +63,39 @@ fn programs_that_never_sleep_and_bulk_data() {
 
 #[test]
 fn whole_programs() {
-    for (what, connections) in [("http", [64.0, 512.0]), ("redis", [50.0, 50.0])] {
-        let report = bench(&[what, "--ways", "beside,attached"]);
+    let (http, redis) = (&["http", "--client", "own"][..], &["redis"][..]);
+    for (what, connections) in [(http, [64.0, 512.0]), (redis, [50.0, 50.0])] {
+        let report = bench(&[what, &["--ways", "beside,attached"]].concat());
         for (row, connections) in report["rows"].as_array().expect("rows").iter().zip(connections) {
             check(row, connections, &["kernel", "beside", "attached"]);
         }
     }
+}
+
+/// wrk is a program of its own, whose CPU time counts, and which says itself how long it has waited.
+#[test]
+fn a_web_server_is_asked_by_wrk_too() {
+    let report = bench(&["http", "--client", "wrk", "--ways", "beside"]);
+    let rows = report["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 3, "{report}");
+    for (row, connections) in rows.iter().zip([64.0, 512.0, 1024.0]) {
+        assert!(row["load"].as_str().is_some_and(|load| load.contains("wrk")), "{row}");
+        check(row, connections, &["kernel", "beside"]);
+        for column in row["columns"].as_array().expect("columns") {
+            let [p50, p99] = ["p50", "p99"].map(|name| column["medians"][name].as_f64().expect("a time"));
+            assert!(0.0 < p50 && p50 <= p99, "{column}");
+        }
+    }
+}
+
+/// Without wrk the bench ends before it has measured anything, and says what to do.
+#[test]
+fn without_wrk_the_bench_says_what_to_install() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    command.args(["bench", "http", "--rounds", "1"]).env("PATH", "/nonexistent");
+    let output = command.output().expect("baton");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.contains("wrk is not installed") && said.contains("--client own"), "{said}");
 }
 
 #[test]
