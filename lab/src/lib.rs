@@ -26,6 +26,7 @@ pub mod recovery;
 pub mod rss;
 pub mod smoltcp_server;
 pub mod soak;
+pub mod source;
 mod status;
 pub mod tail;
 pub mod ttcp;

@@ -114,7 +114,10 @@ impl Load {
         match self.traffic {
             Traffic::Http { .. } | Traffic::Redis { .. } => &[Way::Kernel, Way::Beside, Way::Gain, Way::Inline, Way::Attached],
             Traffic::Rpc { .. } => &[Way::Kernel, Way::Beside, Way::Gain, Way::Library, Way::Inline, Way::Attached, Way::Smoltcp],
-            Traffic::Bulk { .. } => &[Way::Kernel, Way::Beside, Way::Gain, Way::Inline, Way::Attached, Way::Smoltcp],
+            Traffic::Bulk { into: true } => &[Way::Kernel, Way::Beside, Way::Gain, Way::Inline, Way::Attached, Way::Smoltcp],
+            Traffic::Bulk { into: false } => {
+                &[Way::Kernel, Way::Beside, Way::Gain, Way::Library, Way::Buffers, Way::Inline, Way::Attached, Way::Smoltcp]
+            }
             Traffic::PingPong => &[Way::Kernel, Way::Beside, Way::Inline, Way::Attached, Way::Smoltcp],
         }
     }
@@ -178,6 +181,7 @@ pub(super) fn loads(what: What, gain: bool) -> Vec<Load> {
                 &[
                     ("bulk_out.rate_ratio", Way::Beside, rate, Bar::least, 1.0),
                     ("bulk_out.machine_ratio", Way::Beside, machine, Bar::most, 0.9),
+                    ("bulk_out.host_ratio_buffers", Way::Buffers, host, Bar::most, 0.1),
                 ],
             ),
         ],

@@ -130,10 +130,18 @@ pub fn run(what: What, settings: &CompareSettings, progress: impl Fn(&Row)) -> R
             let column = row.columns.iter().find(|column| column.way == *way);
             bars.extend(column.map(|column| bar(name, *bound, figure(column))));
         }
+        bars.extend(without_copies(&row).filter(|_| !by_gain));
         progress(&row);
         rows.push(row);
     }
     Ok(CompareReport { rows, bars })
+}
+
+/// What a program's sends from a buffer cost over those that the library copies, if both were measured.
+fn without_copies(row: &Row) -> Option<Bar> {
+    let machine = |way| row.columns.iter().find(|column| column.way == way).map(|column| column.medians.machine);
+    let (buffers, library) = (machine(Way::Buffers)?, machine(Way::Library)?);
+    Some(Bar::most("bulk_out.machine_ratio_buffers_to_library", 0.9, buffers / library.max(1e-9)))
 }
 
 /// Runs all rounds of a load.
@@ -233,6 +241,16 @@ pub fn classes(settings: &CompareSettings) -> Result<Vec<ClassInfo>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_not_copied_is_compared_with_what_is() {
+        let column = |way, machine| Column { way, medians: Round { machine, ..Round::default() }, ..Column::default() };
+        let row = |columns| Row { load: "load", bulk: true, columns, failures: Vec::new() };
+        let both = row(vec![column(Way::Kernel, 1.0), column(Way::Library, 0.5), column(Way::Buffers, 0.4)]);
+        let bar = without_copies(&both).expect("a bar");
+        assert!(bar.holds && (bar.value - 0.8).abs() < 1e-9, "{bar:?}");
+        assert!(without_copies(&row(vec![column(Way::Kernel, 1.0), column(Way::Library, 0.5)])).is_none());
+    }
 
     #[test]
     fn an_interval_holds_the_median_with_confidence() {

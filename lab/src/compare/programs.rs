@@ -70,6 +70,7 @@ impl Programs<'_> {
             _ if self.way == Way::Smoltcp => self.smoltcp(),
             Traffic::Http { .. } => self.web(),
             Traffic::Redis { .. } => self.redis(),
+            Traffic::Bulk { .. } if matches!(self.way, Way::Library | Way::Buffers) => self.source(),
             Traffic::Bulk { into } => self.script(into),
             Traffic::Rpc { .. } | Traffic::PingPong => self.echo(),
         }?;
@@ -124,6 +125,15 @@ impl Programs<'_> {
         let (script, at) = if into { (SINK, address()) } else { (SOURCE, client_address()) };
         let words = ["python3".into(), "-c".into(), script.into(), at.ip().to_string(), at.port().to_string()];
         self.run(&words.map(OsString::from))
+    }
+
+    /// Sends by the client library.
+    fn source(&self) -> Result<Server> {
+        let agent = self.hosts.agent().context("no agent")?;
+        let to = client_address().to_string().into();
+        let mut words = vec!["serve-source".into(), to, "--ring".into(), agent.into_os_string()];
+        words.extend((self.way == Way::Buffers).then(|| OsString::from("--buffers")));
+        self.own(words)
     }
 
     fn echo(&self) -> Result<Server> {

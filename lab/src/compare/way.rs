@@ -25,6 +25,8 @@ pub enum Way {
     Gain,
     /// As beside, for a program that is written for the client library.
     Library,
+    /// The same, for one that sends from a buffer, which the library does not copy.
+    Buffers,
     /// `baton run`, with the NIC between the kernel's device and the wire (both TAPs).
     Inline,
     /// `baton attach`, with the NIC beside the kernel on the veth, and the kernel's map of sockets between attacher and
@@ -36,7 +38,8 @@ pub enum Way {
 
 impl Way {
     /// All of them, the one that the others are compared with first.
-    pub const ALL: [Way; 7] = [Way::Kernel, Way::Beside, Way::Library, Way::Inline, Way::Attached, Way::Smoltcp, Way::Gain];
+    pub const ALL: [Way; 8] =
+        [Way::Kernel, Way::Beside, Way::Library, Way::Inline, Way::Attached, Way::Smoltcp, Way::Buffers, Way::Gain];
 
     /// Its name in reports and on the command line.
     pub fn name(self) -> &'static str {
@@ -45,6 +48,7 @@ impl Way {
             Way::Beside => "beside",
             Way::Gain => "gain",
             Way::Library => "library",
+            Way::Buffers => "buffers",
             Way::Inline => "inline",
             Way::Attached => "attached",
             Way::Smoltcp => "smoltcp",
@@ -58,6 +62,7 @@ impl Way {
             Way::Beside => "baton run, the NIC beside the kernel on the veth",
             Way::Gain => "as beside, with --choose gain: connections where they were measured to be better served",
             Way::Library => "as beside, the program written for the client library",
+            Way::Buffers => "as library, sending from a buffer without a copy by the program",
             Way::Inline => "baton run, the NIC between the kernel's device and the wire (TAPs)",
             Way::Attached => "baton attach, the NIC beside the kernel, a map of sockets between attacher and program",
             Way::Smoltcp => "a program that contains smoltcp, on a TAP without offloads; the kernel's TCP only at the client",

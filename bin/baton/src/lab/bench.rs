@@ -19,6 +19,7 @@ const MOST_ROUNDS: usize = 1000;
 const COMPARE_EXAMPLES: &str = "Ways:
   beside    baton run, the NIC beside the kernel on the veth
   library   the same, the program written for the client library
+  buffers   the same, sending from a buffer that the library does not copy
   inline    baton run, the NIC between the kernel's device and the wire; needs no right to load BPF programs
   attached  baton attach, with a map of sockets
   smoltcp   a program that contains smoltcp, on a TAP
@@ -256,8 +257,8 @@ pub struct Compare {
     /// Microseconds that the NIC polls without work before it sleeps.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(..=MOST_SPIN))]
     spin: u64,
-    /// Ways that take turns with the kernel, where there is a server for them: beside, library, inline, attached,
-    /// smoltcp, gain. Default: all but gain.
+    /// Ways that take turns with the kernel, where there is a server for them: beside, library, buffers, inline,
+    /// attached, smoltcp, gain. Default: all but gain.
     #[arg(long, value_name = "WAY", value_delimiter = ',', value_parser = way)]
     ways: Vec<Way>,
     /// How it is chosen which connections are on the NIC. With `gain` the ways are beside and gain, if none is named,
@@ -636,6 +637,16 @@ pub enum Workload {
         #[arg(long, conflicts_with = "spin")]
         ring: Option<std::path::PathBuf>,
     },
+    #[command(hide = true, name = "serve-source")]
+    ServeSource {
+        address: std::net::SocketAddr,
+        /// The agent listens at this path.
+        #[arg(long)]
+        ring: std::path::PathBuf,
+        /// From a buffer.
+        #[arg(long)]
+        buffers: bool,
+    },
     #[command(hide = true, name = "serve-plan")]
     ServePlan { address: std::net::SocketAddr },
     #[command(hide = true, name = "serve-smoltcp")]
@@ -667,6 +678,7 @@ pub fn workload(what: &Workload) -> Result<bool> {
         &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
         Workload::ServeEcho { address, ring: Some(agent), .. } => baton_lab::echo::run_on_ring(*address, agent).map(|()| true),
         Workload::ServeEcho { address, spin, shares, .. } => baton_lab::echo::run(*address, *spin, *shares).map(|()| true),
+        Workload::ServeSource { address, ring, buffers } => baton_lab::source::run(*address, ring, *buffers).map(|()| true),
         &Workload::ServePlan { address } => baton_lab::planner::serve(address).map(|()| true),
         &Workload::ServeSmoltcp { address, connections, sink, source, spin } => {
             let service = match source {

@@ -61,6 +61,17 @@ fn programs_that_never_sleep_and_bulk_data() {
     }
 }
 
+/// What a program of the client library sends, with and without a copy.
+#[test]
+fn bulk_data_of_a_written_program() {
+    let report = bench(&["bulk", "--ways", "library,buffers"]);
+    let rows = report["rows"].as_array().expect("rows");
+    check(&rows[0], 1.0, &["kernel"]);
+    check(&rows[1], 1.0, &["kernel", "library", "buffers"]);
+    let names = report["bars"].as_array().expect("bars").iter().map(|bar| &bar["name"]).collect::<Vec<_>>();
+    assert_eq!(names, ["bulk_out.host_ratio_buffers", "bulk_out.machine_ratio_buffers_to_library"]);
+}
+
 #[test]
 fn whole_programs() {
     let (http, redis) = (&["http", "--client", "own"][..], &["redis"][..]);
