@@ -127,7 +127,7 @@ impl Resources {
         let slots = self.charges.slots.len() as u32;
         let limit = match resource {
             Resource::Connections if self.too_busy => 0,
-            Resource::Connections => self.limits.connections.min(slots),
+            Resource::Connections => self.limits.connections.min(slots) + u32::from(cfg!(feature = "sabotage-announce-more")),
             Resource::Memory => self.limits.pages,
             Resource::Pairs => self.limits.pairs.min(slots.saturating_mul(PAIRS)),
         };

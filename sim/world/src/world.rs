@@ -9,12 +9,13 @@ use crate::keeper::Keeper;
 use crate::machine::Machine;
 use crate::network::Network;
 use crate::program::{Hosted, Program};
-use crate::scenario::{Placed, SESSIONS, Scenario, address, host_of};
+use crate::scenario::{Offloads, Placed, SESSIONS, Scenario, address, host_of};
 use crate::stop::{Remedy, Stop};
 use crate::trace::{Happening, Trace};
 use crate::watch::{About, Watch};
 use baton_abi::Cid;
 use baton_abi::layout::{COUNTERS, Counter, Owner, block, nic, session};
+use baton_abi::resource::PAIRS;
 use baton_sim::{Impairments, Rng};
 use baton_tcp::Instant;
 use baton_wire::TcpFrame;
@@ -471,15 +472,20 @@ impl World {
     }
 
     fn check_host(&mut self, at: usize) {
+        let Offloads { room: [connections, _, pairs], workers, .. } = self.scenario.offloads;
+        // Of several workers each counts at its own time.
+        let most = if workers > 1 { u32::MAX } else { connections.min(pairs / PAIRS) };
         let host = &mut self.hosts[at];
         let lost = host.agent.as_ref().and_then(|agent| agent.lost.first().cloned());
-        let exceeded =
-            host.machine.card.as_ref().map_or(0, |card| {
-                card.memory.words(nic::counters(0), COUNTERS)[Counter::Exceeded as usize].load(Ordering::Relaxed)
-            });
+        let card = host.machine.card.as_ref();
+        let count = |of: Counter| {
+            card.map_or(0, |card| card.memory.words(nic::counters(0), COUNTERS)[of as usize].load(Ordering::Relaxed))
+        };
+        let (exceeded, there) = (count(Counter::Exceeded), count(Counter::Connections));
         let exceeded = (exceeded > 0).then(|| format!("host {at}: its agent went beyond what the NIC had announced"));
+        let crowd = (there > u64::from(most)).then(|| format!("host {at}: its NIC has {there} connections, and room for {most}"));
         let lost = lost.map(|lost| format!("host {at}: {lost}"));
-        let found = host.machine.failure.take().or(lost).or(exceeded);
+        let found = host.machine.failure.take().or(lost).or(exceeded).or(crowd);
         if let Some(found) = found {
             self.fail(found);
         }
