@@ -57,7 +57,11 @@ impl Group {
             Some(root) => root,
             None => root.insert(cgroups::root()?),
         };
-        let directory = cgroups::open(root, path)?;
+        let directory = match cgroups::open(&*root, path) {
+            Ok(directory) => directory,
+            // Whoever may not ask about any group's programs knows nothing less of this one.
+            Err(error) => return programs_of(root.as_fd()).and(Err(error)),
+        };
         let programs = programs_of(directory.as_fd())?;
         Ok((directory, programs))
     }
