@@ -8,9 +8,10 @@ use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, TestbedSettings, connect_pairs};
 use baton_client::tool::Tool;
 use baton_client::{ConnectionId, Session};
-use baton_linux::events::monotonic_micros;
+use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_linux::{process, socket};
 use baton_offloads::{Limits, Offloads};
+use baton_policy::{Demand, Heat, Place as At, Sample, WORTH};
 use baton_protocol::program::Place;
 use baton_sim::Rng;
 use serde::Serialize;
@@ -34,6 +35,13 @@ const SETTLING: u64 = 3_000_000;
 const STEADY: u64 = 4_000_000;
 const LOOK: u64 = 250_000;
 
+/// Connections, on a NIC with room for a quarter of them, between which the policy decides on its own; whose they are;
+/// and how often, each after as many microseconds.
+const MANY: u64 = 10_000;
+const USERS: u32 = 3;
+const DECISIONS: u64 = 40;
+const BETWEEN: u64 = 500_000;
+
 /// The bench's result.
 #[derive(Clone, Debug, Serialize)]
 pub struct HeatReport {
@@ -50,6 +58,8 @@ pub struct HeatReport {
     pub steady_moves: Vec<f64>,
     /// The agent's processor time in the steady seconds, its moves included: share of a processor.
     pub agent: f64,
+    /// Processor time that the policy takes to decide between ten thousand connections, twice a second: share of one.
+    pub decision: f64,
     /// Requests that were answered, over those made.
     pub answered: f64,
     /// Commands of the agent's beyond what the NIC had announced.
@@ -207,6 +217,7 @@ fn measure(bed: &Testbed, load: &Load, shifts: usize, status: &StatusLine) -> Re
         shift_moves: Vec::new(),
         steady_moves: Vec::new(),
         agent: 0.0,
+        decision: decision(),
         answered: 0.0,
         exceeded: 0,
         bars: Vec::new(),
@@ -240,9 +251,32 @@ fn measure(bed: &Testbed, load: &Load, shifts: usize, status: &StatusLine) -> Re
         Bar::least("heat.share", 0.9, report.share.iter().copied().fold(f64::INFINITY, f64::min)),
         Bar::most("heat.moves_per_second", 50.0, most(&report.steady_moves)),
         Bar::most("heat.moves_per_second_in_a_shift", 200.0, most(&report.shift_moves)),
+        Bar::most("heat.decision", 0.01, report.decision),
         Bar::most("heat.exceeded", 0.0, report.exceeded as f64),
     ];
     Ok(report)
+}
+
+/// What the policy's decisions take of a processor, with weights by Zipf's law that shift from time to time.
+fn decision() -> f64 {
+    let (mut heat, mut there, mut took) = (Heat::default(), vec![false; MANY as usize], 0);
+    let mut carried = vec![0u32; MANY as usize];
+    for decision in 1..=DECISIONS {
+        let shift = decision / 10 * 3_970;
+        let sample = |(key, carried): (u64, &mut u32)| {
+            *carried = carried.wrapping_add((1_000_000_000 / (1 + (key + shift) % MANY)) as u32);
+            let (place, pages) = if there[key as usize] { (At::Nic, 128) } else { (At::Waits, 0) };
+            Sample { key, place, carried: Some(*carried), pages, hot_from: 0, worth: WORTH, user: key as u32 % USERS }
+        };
+        let samples: Vec<Sample> = (0..).zip(&mut carried).map(sample).collect();
+        let free = (MANY / 4) as usize - there.iter().filter(|there| **there).count();
+        let began = thread_nanos();
+        let choice = heat.choose(decision * BETWEEN, &samples, Demand { free, swaps: free == 0, ..Demand::default() });
+        took += thread_nanos() - began;
+        choice.leave.iter().for_each(|key| there[*key as usize] = false);
+        choice.come.iter().for_each(|key| there[*key as usize] = true);
+    }
+    took as f64 / 1e3 / (DECISIONS * BETWEEN) as f64
 }
 
 /// Lets a time pass, in microseconds. Returns the moves made a second.

@@ -292,6 +292,8 @@ fn pair_up(
     let pairs = places.iter().zip(within).take_while(|((cold, beyond), hot)| gives_way(cold, *beyond, hot));
     let mut pairs: Vec<(u64, u64)> = pairs.take(most).map(|((cold, _), hot)| (cold.key, hot.key)).collect();
     let (left, mut taken, mut done) = (&places[pairs.len()..], BTreeSet::new(), BTreeSet::new());
+    // Of each user: the first place that it may take still.
+    let mut first: BTreeMap<u32, usize> = BTreeMap::new();
     for hot in beyond {
         if pairs.len() >= most {
             break;
@@ -299,8 +301,11 @@ fn pair_up(
         if done.contains(&hot.user) {
             continue;
         }
-        let place = left.iter().find(|(cold, _)| may_take(cold, hot) && !taken.contains(&cold.key));
-        match place {
+        let at = first.entry(hot.user).or_default();
+        while left.get(*at).is_some_and(|(cold, _)| !may_take(cold, hot) || taken.contains(&cold.key)) {
+            *at += 1;
+        }
+        match left.get(*at) {
             Some((cold, _)) if gives_way(cold, false, hot) => {
                 taken.insert(cold.key);
                 pairs.push((cold.key, hot.key));
