@@ -38,8 +38,8 @@ pub struct PolicyArguments {
     /// peer-fin=…` changes it). [default: keep]
     #[arg(long, value_enum, value_name = "WHAT")]
     peer_fin: Option<AtFin>,
-    /// What becomes of a connection on the NIC whose route leads to a device that is not the NIC's any more; of a Baton
-    /// that is started (`baton nic set route-change=…` changes it). [default: restore]
+    /// What becomes of a connection on the NIC whose route leads to another device than before; of a Baton that is
+    /// started (`baton nic set route-change=…` changes it). [default: restore]
     #[arg(long, value_enum, value_name = "WHAT")]
     route_change: Option<AtRouteChange>,
     #[command(flatten)]

@@ -24,8 +24,8 @@ pub enum WhenFull {
     Drop,
 }
 
-/// What becomes of a connection on the NIC whose route leads to a device that is not the NIC's any more (the paper on
-/// connection handoff, section 3.3: it is restored, or dropped).
+/// What becomes of a connection on the NIC whose route leads to another device than before (the paper on connection
+/// handoff, section 3.3: it is restored, or dropped).
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub enum RouteChange {
     /// It returns to the kernel, which follows the route.

@@ -120,12 +120,14 @@ fn a_nic_starts_with_its_settings() {
     std::fs::write(&file, "[nic]\nlro = \"in-order\"\ntso = true\nrx-usecs = 70\n").expect("a file");
     let me = env!("CARGO_BIN_EXE_baton");
     let options = ["--nic", "lro=reorder", "--nic", "memory=1G", "--during-moves", "drop", "--nic-connections", "7"];
-    let shown = baton(&[&["hosts", "--config", &file][..], &options, &["--", me, "nic", "show", "--json"]].concat());
+    let options = [&options[..], &["--when-full", "drop", "--route-change", "drop"]].concat();
+    let shown = baton(&[&["hosts", "--config", &file][..], &options[..], &["--", me, "nic", "show", "--json"]].concat());
     let shown: serde_json::Value = serde_json::from_slice(&shown.stdout).unwrap_or_else(|_| panic!("{shown:?}"));
     let setting = |key: &str| shown["settings"][key].as_str().unwrap_or_default().to_string();
     assert_eq!([setting("lro"), setting("tso"), setting("rx-usecs")], ["reorder", "on", "70"]);
     let chosen = ["memory", "during-moves", "peer-fin", "connections", "processor"].map(setting);
     assert_eq!(chosen, ["1073741824", "drop", "keep", "7", "all"]);
+    assert_eq!(["when-full", "route-change"].map(setting), ["drop", "drop"]);
     for (wrong, says) in
         [("[nic]\nlro = 7\n", "off, in-order, reorder"), ("[nic]\nspeed = 1\n", "unknown setting"), ("[card]\n", "card")]
     {
