@@ -108,10 +108,9 @@ impl Programs<'_> {
     }
 
     fn web(&self) -> Result<Server> {
-        let program = Program::find();
-        let words =
-            if self.traffic.is_by_wrk() { program.counting(self.files, address())? } else { program.command(self.files, address())? };
-        self.run(&words)
+        let (program, files) = (Program::find(), self.files);
+        let words = if self.traffic.is_by_wrk() { program.counting(files, address()) } else { program.command(files, address()) };
+        self.run(&words?)
     }
 
     fn redis(&self) -> Result<Server> {
