@@ -5,9 +5,11 @@ use crate::common::{until_moved, wait_until};
 use crate::compiled::build;
 use crate::scratch::{Scratch, agent_socket, script, text};
 use baton_linux::control::Listener;
+use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
 use baton_protocol::program::{Answer, Reply, Request};
 use serde_json::Value;
+use std::os::fd::AsFd;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
@@ -54,7 +56,10 @@ fn a_program_starts_beside_an_agent_of_another_version() {
     let agent = std::thread::spawn(move || {
         // Whoever only looks whether there is an agent asks for nothing.
         while let Ok(client) = listener.accept() {
-            if client.receive::<Request>().is_ok() {
+            let asks = Poller::new()?;
+            asks.add(client.as_fd(), 0, Trigger::Level)?;
+            asks.wait(None, &mut Vec::new())?;
+            if client.try_receive_foreign::<Request>().is_ok() {
                 let reason = "the agent cannot read this request".into();
                 return client.send(&Answer { tag: 0, body: Reply::Failed { reason } }, &[]);
             }
