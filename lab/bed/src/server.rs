@@ -37,7 +37,7 @@ impl Files {
     /// Where a server at `address` that counts ([`Program::counting`]) says how many requests it has answered: a Unix
     /// socket.
     pub fn counter(&self, address: SocketAddr) -> PathBuf {
-        self.root.join(format!("counter-{}.sock", address.port()))
+        self.root().join(format!("counter-{}.sock", address.port()))
     }
 
     /// Makes the file of the first `length` bytes of stream `key`.
@@ -123,7 +123,7 @@ impl Program {
         let (words, counter) = (self.command(files, address)?, files.counter(address));
         // Of a server that was killed.
         let _ = std::fs::remove_file(&counter);
-        let configuration = files.root.join(format!("nginx-{}.conf", address.port()));
+        let configuration = files.root().join(format!("nginx-{}.conf", address.port()));
         let text = std::fs::read_to_string(&configuration)?;
         let (rest, end) = text.rsplit_once('}').context("nginx's configuration ends with a block")?;
         let status = format!("    server {{ listen unix:{}; location / {{ stub_status; }} }}\n", counter.display());

@@ -57,7 +57,7 @@ fn a_program_starts_beside_an_agent_of_another_version() {
         // Whoever only looks whether there is an agent asks for nothing.
         while let Ok(client) = listener.accept() {
             let asks = Poller::new()?;
-            asks.add(client.as_fd(), 0, Trigger::Level)?;
+            asks.add(client.as_fd(), 0, Trigger::Readable)?;
             asks.wait(None, &mut Vec::new())?;
             if client.try_receive_foreign::<Request>().is_ok() {
                 let reason = "the agent cannot read this request".into();
