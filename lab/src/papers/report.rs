@@ -40,12 +40,7 @@ impl Report {
         self.bars.push(JudgedBar { bar, counted: true, known: None });
     }
 
-    /// Adds a bar that counts and does not hold, with the reason. It is reported as missed, and no run fails for it.
-    pub fn missed(&mut self, bar: Bar, why: &'static str) {
-        self.bars.push(JudgedBar { bar, counted: true, known: Some(why) });
-    }
-
-    /// Gives the reason why the bar with this name does not hold, as [`Report::missed`] does.
+    /// Gives the reason why the bar with this name does not hold. It is reported as missed, and no run fails for it.
     pub fn explain(&mut self, name: &str, why: &'static str) {
         self.bars.iter_mut().filter(|judged| judged.bar.name == name).for_each(|judged| judged.known = Some(why));
     }

@@ -38,6 +38,14 @@ const SMALL: (f64, f64) = (4_500_000.0, 940.0);
 const CLOCK: f64 = 100.0;
 /// Bytes of data in the largest packet.
 const SEGMENT: f64 = 1460.0;
+/// The host's accesses of the card for a message, by I2O's queues: it reads the number of a free frame, writes the frame
+/// of ten words and its number, reads the number of the answer, finds by two reads that there is no other answer, and
+/// gives the answer's frame back. So does Linux's driver for I2O.
+const READS: f64 = 4.0;
+const WRITES: f64 = 12.0;
+/// Microseconds of a read over PCI, for which the processor waits, and of a write of one word: five clocks at 33 MHz.
+const READ: f64 = 2.0;
+const WRITE: f64 = 0.15;
 
 fn settings(sabotage: Option<Sabotage>) -> Settings {
     let handshake = (SMALL.0 - PACKET) / SMALL.1 / CLOCK;
@@ -47,7 +55,7 @@ fn settings(sabotage: Option<Sabotage>) -> Settings {
         host_packet: 13.1,
         interrupt: 8.0,
         switch: 3.8,
-        access: 6.0,
+        access: READS * READ + WRITES * WRITE,
         handshake: if sabotage == Some(Sabotage::NoHandshake) { 0.0 } else { handshake },
         nic_packet: PACKET / CLOCK,
         link: 100.0,
@@ -81,7 +89,7 @@ fn parameters(settings: &Settings) -> Vec<Parameter> {
             "host, accesses of the card",
             settings.access,
             "µs",
-            Assumed("three PCI reads of 2 µs a handshake: I2O's queues"),
+            Assumed("I2O's queues over PCI: four reads of 2 µs, twelve words written of 0.15 µs"),
         ),
         Parameter::new("socket buffer", settings.buffer.into(), "bytes", Assumed("4.4BSD's 16 KB")),
         Parameter::new("one way", settings.delay, "µs", Assumed("a switch")),
@@ -141,11 +149,7 @@ fn comparisons(settings: &Settings, runs: &Runs, report: &mut Report) {
     report.compare(one.because("the host's costs are those of another machine of the time"), 0.3);
     let what = "from this size on the host has fewer interrupts";
     report.show(Comparison::ours("inic.interrupts_crossover_bytes", what, "bytes", interrupts));
-    report.missed(
-        Bar::most("inic.interrupts_crossover", 1.0, interrupts / processor),
-        "the model has 1.5 interrupts a packet natively, one a message offloaded: they cross at 970 bytes whatever the host costs, and the \
-         assumed costs of a handshake put the processor's crossover some 80 bytes below; the report's host is not named in what is at hand",
-    );
+    report.bar(Bar::most("inic.interrupts_crossover", 1.0, interrupts / processor));
     // "The number of interrupts is reduced by a much more significant percentage than the reduction in host processor
     // utilization".
     let kept = |of: fn(&Outcome) -> f64| of(&full[last]) / of(&native[last]);
