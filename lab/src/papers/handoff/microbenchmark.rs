@@ -377,6 +377,16 @@ mod tests {
         assert!((number("ch_nic_send") - 0.5).abs() < 0.05 && number("ch_os_ack") < 0.5, "{:?}", measured.messages);
     }
 
+    /// At the microbenchmark's rate a message for each write, and one for each page that is acknowledged.
+    #[test]
+    fn acknowledged_data_is_reported_by_pages() {
+        let measured = run(&Load::shared(0, &[64], Faults::default())).unwrap();
+        let number = |kind: &str| measured.messages.iter().find(|(name, _)| *name == kind).map_or(0.0, |one| one.1);
+        let pages = 0.5 * f64::from(n::SEGMENT) / n::PAGE as f64;
+        assert!((number("ch_os_ack") / pages - 1.0).abs() < 0.05, "{:?}", measured.messages);
+        assert!((number("ch_nic_send") - 0.5).abs() < 0.05 && (measured.rate - 100.0).abs() < 0.5, "{:?}", measured.messages);
+    }
+
     #[test]
     fn larger_state_and_a_lookup_that_misses_cost_accesses() {
         let total = |faults| run(&Load::os(1024, faults)).unwrap().profile.total();

@@ -26,12 +26,13 @@ const FRAME: usize = 2048;
 /// Bytes that one message without an address stands for at most (the client library's).
 const JOINED: u32 = 16 << 10;
 
-/// When the program's side sends a message.
+/// When messages are sent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Messages {
-    /// For each write, as the paper's does.
+    /// As the paper's: one for each write, and one when a page or more of the program's data is acknowledged. Until
+    /// then no page is free. (Section 5.1 says that the NIC joins acknowledgements, and not how.)
     Each,
-    /// As our client library does: one stands for all that is written until the NIC has read it.
+    /// As ours: one stands for all that is written until the NIC has read it, and for what is acknowledged in a round.
     Joined,
 }
 
@@ -66,8 +67,10 @@ struct Far {
     announced: u32,
     /// Position of the last message in the ring.
     given: Option<u64>,
-    /// Bytes written and not yet acknowledged.
+    /// Bytes written, of which the host does not know yet that they are acknowledged.
     pending: u32,
+    /// Bytes acknowledged, of which the NIC has not told the host.
+    unreported: u32,
 }
 
 /// An event for the program: its connection, and the bytes that the peer has acknowledged.
@@ -182,7 +185,7 @@ impl Nic {
         peer.set_quick_ack(true);
         let template = Template::new(&flow.reversed(), &Link { ttl: 64, ..Link::default() }, false);
         let written = image.snd_end;
-        self.far.push(Far { peer, template, cid, written, announced: written, given: None, pending: 0 });
+        self.far.push(Far { peer, template, cid, written, announced: written, given: None, pending: 0, unreported: 0 });
         Ok(())
     }
 
@@ -248,18 +251,31 @@ impl Nic {
         self.segments[1] -= self.segments[0] - sent;
         while let Some(words) = self.events.pop() {
             let Some(message) = Message::from_words(words) else { continue };
-            *self.counts.entry(name(message.operation)).or_default() += 1;
             if message.operation == Operation::OsAck {
                 let at = message.cid.slot() as usize;
-                self.far[at].pending -= message.length;
-                events.push((at, message.length));
+                let Some(bytes) = self.acknowledged(at, message.length) else { continue };
+                events.push((at, bytes));
             }
+            *self.counts.entry(name(message.operation)).or_default() += 1;
         }
         self.events.release();
         let segments = self.segments[0] + self.segments[1] - before[0] - before[1];
         let cycles = segments as f64 * n::CYCLES_PER_SEGMENT / 2.0;
         self.busy = now + (cycles / n::NIC_CLOCK * 1e6) as u64;
         worked
+    }
+
+    /// The peer has acknowledged `length` bytes more. Returns how many the host is told of, if it is told now.
+    fn acknowledged(&mut self, at: usize, length: u32) -> Option<u32> {
+        let far = &mut self.far[at];
+        far.unreported += length;
+        let bytes = match self.messages {
+            Messages::Each => far.unreported - far.unreported % n::PAGE as u32,
+            Messages::Joined => far.unreported,
+        };
+        far.unreported -= bytes;
+        far.pending -= bytes;
+        (bytes > 0).then_some(bytes)
     }
 
     /// A connection's peer receives a segment, reads its data at once, and answers. The answers are on the wire to the

@@ -38,9 +38,9 @@ const SMALL: (f64, f64) = (4_500_000.0, 940.0);
 const CLOCK: f64 = 100.0;
 /// Bytes of data in the largest packet.
 const SEGMENT: f64 = 1460.0;
-/// The host's accesses of the card for a message, by I2O's queues: it reads the number of a free frame, writes the frame
-/// of ten words and its number, reads the number of the answer, finds by two reads that there is no other answer, and
-/// gives the answer's frame back. So does Linux's driver for I2O.
+/// The host's accesses of the card for a message, by I2O's queues: it reads the number of a free frame, writes the
+/// frame of ten words and its number, reads the number of the answer, finds by two reads that there is no other answer,
+/// and gives the answer's frame back. So does Linux's driver for I2O.
 const READS: f64 = 4.0;
 const WRITES: f64 = 12.0;
 /// Microseconds of a read over PCI, for which the processor waits, and of a write of one word: five clocks at 33 MHz.
