@@ -172,10 +172,13 @@ mod tests {
             size: BANDWIDTH.size,
             median_us: 0.0,
             least_us: 0.0,
+            mean_us: 0.0,
+            most_us: 0.0,
             mb_per_s,
             host_cpu_ms_per_mb: 0.0,
             kernel_cpu_ms_per_mb: 0.0,
             nic_cpu_ms_per_mb: 0.0,
+            availability: None,
         };
         let rounds = [(2.0, 1.0), (200.0, 100.0), (200.0, 100.0), (3.0, 100.0), (50.0, 25.0)];
         let cells: Vec<MpiCell> =

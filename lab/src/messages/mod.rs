@@ -13,5 +13,6 @@ pub use availability::{Availability, availability};
 pub use bed::{Conditions, Offload};
 pub use bench::{BenchReport, bench};
 pub use mpi::{Carrier, MpiCell};
+pub(crate) use mpi::{Load, MpiHosts};
 pub use pingpong::{PingPong, ping_pong};
 pub use soak::{SoakReport, SoakSettings, soak};

@@ -14,6 +14,8 @@ use std::process::{Child, Command, Stdio};
 const SOURCE: &str = include_str!("mpi.c");
 /// Hosts' addresses: those of a test bed.
 const ADDRESSES: [&str; 2] = ["10.77.0.1", "10.77.0.2"];
+/// Packets that a CTS of the paper's protocol clears.
+const GRANT: u16 = 16;
 /// Seconds after which a job is ended.
 const LIMIT: &str = "120";
 
@@ -29,6 +31,9 @@ pub enum Carrier {
     RmppPackets,
     /// The provider, with the data half on host A's NIC.
     RmppNic,
+    /// The same with the paper's protocol: each CTS is the host's and clears 16 packets. The data half as far as this
+    /// says on host A's NIC, the RSM sent so many packets early.
+    Paper(Offload, u8),
 }
 
 impl Carrier {
@@ -37,8 +42,27 @@ impl Carrier {
         match self {
             Carrier::Tcp => "tcp",
             Carrier::RmppHost => "stream",
-            Carrier::RmppPackets | Carrier::RmppNic => "udp",
+            Carrier::RmppPackets | Carrier::RmppNic | Carrier::Paper(..) => "udp",
         }
+    }
+
+    /// Whether a part of the data half is on a NIC.
+    fn on_nic(self) -> bool {
+        matches!(self, Carrier::RmppNic | Carrier::Paper(Offload::Receive | Offload::Both, _))
+    }
+
+    /// The provider's settings.
+    fn settings(self) -> Vec<(&'static str, String)> {
+        let mut settings = vec![
+            ("FI_RMPP_NIC", if self.on_nic() { "auto" } else { "never" }.to_owned()),
+            ("FI_RMPP_STREAM", if self == Carrier::RmppHost { "yes" } else { "no" }.to_owned()),
+        ];
+        if let Carrier::Paper(offload, early) = self {
+            let halves = if offload == Offload::Receive { "receive" } else { "both" };
+            settings.extend([("FI_RMPP_HALVES", halves.to_owned()), ("FI_RMPP_GRANT", GRANT.to_string())]);
+            settings.extend([("FI_RMPP_AHEAD", "0".to_owned()), ("FI_RMPP_EARLY", early.to_string())]);
+        }
+        settings
     }
 }
 
@@ -53,10 +77,14 @@ pub struct MpiCell {
     pub nic: bool,
     /// Bytes of a message.
     pub size: u32,
-    /// Half a round trip in microseconds: the median and the least.
+    /// Half a round trip in microseconds: the median, the least, the mean and the most.
     pub median_us: f64,
     /// See there.
     pub least_us: f64,
+    /// See there.
+    pub mean_us: f64,
+    /// See there.
+    pub most_us: f64,
     /// Megabytes per second, from the median.
     pub mb_per_s: f64,
     /// Milliseconds of host A's CPU per megabyte: rank 0's process beside its work, and with a NIC its kernel's
@@ -66,6 +94,8 @@ pub struct MpiCell {
     pub kernel_cpu_ms_per_mb: f64,
     /// Milliseconds of the NIC's CPU per megabyte.
     pub nic_cpu_ms_per_mb: f64,
+    /// Share of host A's CPU that was rank 0's work: the rest went to its messages. None without work.
+    pub availability: Option<f64>,
 }
 
 /// What rank 0 prints.
@@ -73,8 +103,11 @@ pub struct MpiCell {
 struct Printed {
     median_us: f64,
     least_us: f64,
+    mean_us: f64,
+    most_us: f64,
     mb_per_s: f64,
     cpu_ms_per_mb: f64,
+    work_ms_per_mb: f64,
     wrong: u32,
 }
 
@@ -201,6 +234,7 @@ impl MpiHosts {
         // carriers.
         let megabytes = 2.2e-6 * f64::from(load.size) * f64::from(load.rounds);
         let [kernel, nic] = [0, 1].map(|at| (used[at] - before[at]) as f64 / 1e6 / megabytes.max(1e-9));
+        let host = printed.cpu_ms_per_mb + kernel;
         Ok(MpiCell {
             carrier,
             encapsulation: carrier.encapsulation(),
@@ -208,10 +242,13 @@ impl MpiHosts {
             size: load.size,
             median_us: printed.median_us,
             least_us: printed.least_us,
+            mean_us: printed.mean_us,
+            most_us: printed.most_us,
             mb_per_s: printed.mb_per_s,
-            host_cpu_ms_per_mb: printed.cpu_ms_per_mb + kernel,
+            host_cpu_ms_per_mb: host,
             kernel_cpu_ms_per_mb: kernel,
             nic_cpu_ms_per_mb: nic,
+            availability: (load.work > 0).then(|| printed.work_ms_per_mb / (printed.work_ms_per_mb + host)),
         })
     }
 
@@ -249,27 +286,22 @@ impl MpiHosts {
                 "FI_PROVIDER_PATH",
                 "-x",
                 "FI_PROVIDER",
-                "-x",
-                "FI_RMPP_NIC",
-                "-x",
-                "FI_RMPP_STREAM",
             ],
         };
         words.extend(transport.iter().map(Into::into));
-        if carrier == Carrier::RmppNic {
-            words.extend(["-x", "LD_PRELOAD"].map(Into::into));
-        }
+        let settings = carrier.settings();
+        let names = settings.iter().map(|(name, _)| *name).chain(carrier.on_nic().then_some("LD_PRELOAD"));
+        words.extend(names.flat_map(|name| ["-x", name]).map(Into::into));
         words.push(self.folder.join("program").into());
         words.extend([load.size, load.rounds, load.work].map(|number| number.to_string().into()));
         let mut command = Command::new(&words[0]);
         command.args(&words[1..]).env("FI_PROVIDER_PATH", &self.provider).env("FI_PROVIDER", "rmpp");
         command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
-        if carrier == Carrier::RmppNic {
+        if carrier.on_nic() {
             // As `baton mpi` does.
             command.env("LD_PRELOAD", self.provider.join("librmpp-memory.so"));
         }
-        command.env("FI_RMPP_NIC", if carrier == Carrier::RmppNic { "auto" } else { "never" });
-        command.env("FI_RMPP_STREAM", if carrier == Carrier::RmppHost { "yes" } else { "no" });
+        command.envs(settings);
         if let Hosts::WithNic(bed) = &self.hosts {
             command.env("BATON_SOCKET", bed.socket());
         }
@@ -309,4 +341,30 @@ fn plain(folder: &Path) -> Result<(Hosts, [Anchor; 2])> {
     }
     let [host, _] = hosts;
     Ok((Hosts::Plain(host), anchors))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_papers_steps_are_settings_of_the_provider() {
+        let of = |carrier: Carrier, name: &str| carrier.settings().into_iter().find(|one| one.0 == name).map(|one| one.1);
+        let steps =
+            [(Offload::None, 0, "never", "both"), (Offload::Receive, 0, "auto", "receive"), (Offload::Both, 15, "auto", "both")];
+        for (offload, early, nic, halves) in steps {
+            let carrier = Carrier::Paper(offload, early);
+            assert_eq!(
+                (of(carrier, "FI_RMPP_NIC").as_deref(), of(carrier, "FI_RMPP_HALVES").as_deref()),
+                (Some(nic), Some(halves))
+            );
+            assert_eq!(of(carrier, "FI_RMPP_EARLY"), Some(early.to_string()));
+            assert_eq!(
+                (of(carrier, "FI_RMPP_GRANT").as_deref(), of(carrier, "FI_RMPP_STREAM").as_deref()),
+                (Some("16"), Some("no"))
+            );
+        }
+        assert_eq!(of(Carrier::RmppHost, "FI_RMPP_STREAM").as_deref(), Some("yes"));
+        assert_eq!(of(Carrier::RmppNic, "FI_RMPP_GRANT"), None);
+    }
 }

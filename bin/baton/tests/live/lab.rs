@@ -104,6 +104,28 @@ fn messages_are_sent_in_each_way_of_the_report_on_the_card() {
     }
 }
 
+/// Without MPI, or the provider, which not every build has, it says what makes them.
+#[test]
+fn an_mpi_programs_messages_are_measured_or_what_is_missing_is_named() {
+    let ran = baton(&["lab", "rmpp", "--live", "--short", "--json"]);
+    if ran.status.code() == Some(2) {
+        let says = text(&ran.stderr);
+        let missing = ["`make provider` builds it", "scripts/dependencies mpi installs it"];
+        assert!(missing.iter().any(|what| says.contains(what)), "{says}");
+        return;
+    }
+    let found: Value = serde_json::from_slice(&ran.stdout).unwrap_or_else(|_| panic!("{}", text(&ran.stderr)));
+    let figures = found["figures"].as_array().expect("figures");
+    let bandwidth =
+        figures.iter().find(|figure| figure["title"] == "Figure 7: bandwidth by what is offloaded").expect("a figure");
+    for curve in bandwidth["curves"].as_array().expect("curves") {
+        let live = curve["live"].as_array().expect("points");
+        assert!(matches!(&live[..], [point] if point[0] == 100_000.0 && point[1].as_f64() > Some(0.0)), "{curve}");
+    }
+    let names = found["bars"].as_array().expect("bars").iter().filter_map(|bar| bar["name"].as_str());
+    assert_eq!(names.filter(|name| name.starts_with("rmpp.live.")).count(), 3, "{found}");
+}
+
 #[test]
 fn a_document_without_a_live_run_says_so_at_once() {
     let ran = baton(&["lab", "numa", "--live"]);

@@ -3,6 +3,7 @@
 
 mod cable;
 mod hardware;
+mod live;
 mod machine;
 mod programs;
 mod report;
@@ -14,4 +15,5 @@ pub use hardware::{Hardware, JUMBO, STANDARD};
 pub use programs::{Availability, Latency, MB, Step, availability, ping_pong};
 
 /// The document.
-pub const DOCUMENT: Document = Document { word: "rmpp", quick: report::run, live: None, sabotages: &[Sabotage::NoCtsBatch] };
+pub const DOCUMENT: Document =
+    Document { word: "rmpp", quick: report::run, live: Some(live::run), sabotages: &[Sabotage::NoCtsBatch] };

@@ -14,7 +14,7 @@ const LENGTHS: [u64; 14] =
 /// The length at which the curves of bandwidth have levelled off.
 const LONG: u64 = 1_000_000;
 /// Length of the messages whose availability is measured.
-const WORKING: u64 = 256 * 1024;
+pub const WORKING: u64 = 256 * 1024;
 /// Bytes of message in a data packet of a 1500-byte frame.
 const FRAGMENT: f64 = 1460.0;
 /// Rounds of the ping-pong test. The model has no noise, so a few do.
@@ -26,6 +26,12 @@ const EARLY: [u8; 8] = [0, 1, 2, 5, 8, 11, 14, 15];
 
 /// Packets to a CTS if the model is sabotaged.
 const FEW: u16 = 4;
+
+/// Titles of the figures that a live run adds to.
+pub const FIGURE_7: &str = "Figure 7: bandwidth by what is offloaded";
+pub const FIGURE_8: &str = "Figure 8: bandwidth by how early the RSM is sent";
+pub const FIGURE_10: &str = "Figure 10: availability over bandwidth";
+pub const FIGURE_11: &str = "Figure 11: effective bandwidth (bandwidth times availability)";
 
 const STEPS: [(&str, Step); 3] = [("none", Step::NONE), ("receive", Step::RECEIVE), ("both", Step::BOTH)];
 
@@ -75,14 +81,14 @@ fn bandwidths(hardware: Hardware, each: usize, report: &mut Report) {
     let levels = [35.0, 50.0, 69.0];
     let curve = |((name, step), level): (&(&str, Step), f64)| bandwidth_curve((*name).into(), hardware, *step, Some(level), each);
     let curves = STEPS.iter().zip(levels).map(curve).collect();
-    report.figures.push(figure("Figure 7: bandwidth by what is offloaded", x, y, curves));
+    report.figures.push(figure(FIGURE_7, x, y, curves));
     let level = |early| match early {
         0 => Some(69.0),
         14.. => Some(88.0),
         _ => None,
     };
     let curves = EARLY.map(|early| bandwidth_curve(format!("Pre {early}"), hardware, Step::pre(early), level(early), each));
-    report.figures.push(figure("Figure 8: bandwidth by how early the RSM is sent", x, y, curves.into()));
+    report.figures.push(figure(FIGURE_8, x, y, curves.into()));
     let [none, receive, both, early] = [Step::NONE, Step::RECEIVE, Step::BOTH, Step::pre(15)].map(|step| long(hardware, step));
     let rate = |name, what, paper, model| Comparison::new(name, format!("bandwidth, {what} (Figure 7)"), "MB/s", paper, model);
     let packet = |name, what, paper, model| Comparison::new(name, format!("a packet, {what} (5.1)"), "µs", paper, model);
@@ -148,10 +154,8 @@ fn availabilities(hardware: Hardware, each: usize, report: &mut Report) {
         let products = curve.iter().map(|point| (point.interval, point.bandwidth * point.availability)).collect();
         figure_11.push(Curve { level: Some(product), ..Curve::new(*name, products) });
     }
-    let title = "Figure 10: availability over bandwidth";
-    report.figures.push(Figure { shape: Shape::Lines, ..figure(title, "bandwidth, MB/s", "availability", figure_10) });
-    let title = "Figure 11: effective bandwidth (bandwidth times availability)";
-    report.figures.push(figure(title, "polling interval, µs", "effective bandwidth, MB/s", figure_11));
+    report.figures.push(Figure { shape: Shape::Lines, ..figure(FIGURE_10, "bandwidth, MB/s", "availability", figure_10) });
+    report.figures.push(figure(FIGURE_11, "polling interval, µs", "effective bandwidth, MB/s", figure_11));
 }
 
 /// Figure 12: offloading, coalescing and jumbo frames compared.
