@@ -22,6 +22,7 @@ pub mod options;
 pub mod page;
 pub mod papers;
 pub mod planner;
+pub mod processor_trace;
 pub mod recovery;
 pub mod rss;
 pub mod smoltcp_server;

@@ -1,15 +1,17 @@
 //! NTttcp: throughput over kernel sockets, and its cost to this machine. It measures whatever NIC the route leads
 //! through.
 
-use anyhow::{Context, Result, bail};
+use crate::processor_trace::{self, Trace};
+use anyhow::{Context, Result, bail, ensure};
 use baton_abi::layout::Counter;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
-use baton_linux::socket;
+use baton_linux::{process, socket};
 use serde::Serialize;
 use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Settings of a run.
@@ -23,6 +25,10 @@ pub struct NtttcpSettings {
     pub seconds: f64,
     /// Seconds before the measurement.
     pub warming: f64,
+    /// The processor that this side's thread is bound to, if any.
+    pub core: Option<usize>,
+    /// Whether that processor's interrupts and processes are traced.
+    pub traced: bool,
 }
 
 /// Figures of the measured time.
@@ -59,6 +65,9 @@ pub struct NtttcpReport {
     pub deferred_half: Option<f64>,
     /// Cycles of the machine's busy time per payload byte, at its nominal frequency.
     pub cycles_per_byte: f64,
+    /// What the bound processor did, if it was traced.
+    #[serde(skip)]
+    pub trace: Option<Trace>,
 }
 
 /// Counters of the machine and of this network namespace.
@@ -115,6 +124,15 @@ pub fn frequency() -> Option<f64> {
     Some(line.split(':').nth(1)?.trim().parse::<f64>().ok()? * 1e6)
 }
 
+/// Sets the flag when it is dropped, so that a thread which looks at it ends however this one does.
+struct Ending<'a>(&'a AtomicBool);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Both sides: transfers bytes over the connections until the time is over. `move_some` is a send or a receive.
 fn measure(
     settings: &NtttcpSettings,
@@ -123,6 +141,10 @@ fn measure(
     nic: Option<&Path>,
     mut move_some: impl FnMut(&TcpStream, &mut [u8]) -> io::Result<usize>,
 ) -> Result<NtttcpReport> {
+    if let Some(core) = settings.core {
+        ensure!(process::pin(0, core), "this process may not run on processor {core}");
+    }
+    let traced = settings.core.filter(|_| settings.traced);
     let poller = Poller::new()?;
     for (at, connection) in connections.iter().enumerate() {
         connection.set_nonblocking(true)?;
@@ -133,38 +155,47 @@ fn measure(
     let begins = monotonic_micros() + (settings.warming * 1e6) as u64;
     let mut ends = u64::MAX;
     let (mut bytes, mut before, mut open) = (0u64, None, connections.len());
-    while monotonic_micros() < ends && open > 0 {
-        for token in tokens.drain(..) {
-            loop {
-                let now = monotonic_micros();
-                if before.is_none() && now >= begins {
-                    before = Some((Counts::read(nic)?, now, bytes));
-                    ends = now + (settings.seconds * 1e6) as u64;
-                }
-                if now >= ends {
-                    break;
-                }
-                match move_some(&connections[token as usize], &mut buffer) {
-                    Ok(0) => {
-                        open -= 1;
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let ending = Ending(&over);
+        let mut tracing = None;
+        while monotonic_micros() < ends && open > 0 {
+            for token in tokens.drain(..) {
+                loop {
+                    let now = monotonic_micros();
+                    if before.is_none() && now >= begins {
+                        tracing = traced.map(|core| processor_trace::begin(scope, core, &over)).transpose()?;
+                        let now = monotonic_micros();
+                        before = Some((Counts::read(nic)?, now, bytes));
+                        ends = now + (settings.seconds * 1e6) as u64;
+                    }
+                    if now >= ends {
                         break;
                     }
-                    Ok(count) => bytes += count as u64,
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    // The other side's time is over.
-                    Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => {
-                        open -= 1;
-                        break;
+                    match move_some(&connections[token as usize], &mut buffer) {
+                        Ok(0) => {
+                            open -= 1;
+                            break;
+                        }
+                        Ok(count) => bytes += count as u64,
+                        Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                        // The other side's time is over.
+                        Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe) => {
+                            open -= 1;
+                            break;
+                        }
+                        Err(error) => return Err(error).context("the connection"),
                     }
-                    Err(error) => return Err(error).context("the connection"),
                 }
             }
+            poller.wait(Some(Duration::from_millis(20)), &mut tokens)?;
         }
-        poller.wait(Some(Duration::from_millis(20)), &mut tokens)?;
-    }
-    let Some((before, began, had)) = before else { bail!("the connections ended before the warming-up was over") };
-    let (after, seconds) = (Counts::read(nic)?, (monotonic_micros() - began) as f64 / 1e6);
-    Ok(report(&before, &after, bytes - had, seconds, received, nic.is_some()))
+        let Some((before, began, had)) = before else { bail!("the connections ended before the warming-up was over") };
+        let (after, seconds) = (Counts::read(nic)?, (monotonic_micros() - began) as f64 / 1e6);
+        drop(ending);
+        let trace = tracing.map(processor_trace::Tracing::end).transpose()?;
+        Ok(NtttcpReport { trace, ..report(&before, &after, bytes - had, seconds, received, nic.is_some()) })
+    })
 }
 
 fn report(before: &Counts, after: &Counts, bytes: u64, seconds: f64, received: bool, of_the_nic: bool) -> NtttcpReport {
@@ -191,6 +222,7 @@ fn report(before: &Counts, after: &Counts, bytes: u64, seconds: f64, received: b
         first_half: share(of(|counts| counts.first), after.first),
         deferred_half: share(of(|counts| counts.second), after.second),
         cycles_per_byte: busy * frequency().unwrap_or(0.0) / bytes.max(1) as f64,
+        trace: None,
     }
 }
 
@@ -243,4 +275,5 @@ pub fn table(report: &NtttcpReport) -> String {
     ]
     .map(|(name, value)| format!("{name:<34}{value:>16}\n"))
     .concat()
+        + &report.trace.as_ref().map(Trace::table).unwrap_or_default()
 }

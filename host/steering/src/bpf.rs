@@ -10,6 +10,7 @@ const MAP_DELETE: i32 = 3;
 const PROGRAM_LOAD: i32 = 5;
 const PROGRAM_ATTACH: i32 = 8;
 const RAW_TRACEPOINT_OPEN: i32 = 17;
+const MAP_TAKE: i32 = 21;
 const MAP_LOOKUP_BATCH: i32 = 24;
 const LINK_CREATE: i32 = 28;
 /// BPF_SK_MSG_VERDICT.
@@ -136,11 +137,20 @@ pub(crate) fn has(map: BorrowedFd<'_>, key: &[u8], value: usize) -> bool {
 
 /// Reads a value of a map, which is as long as `found`. False if the map does not have the key.
 pub(crate) fn read(map: BorrowedFd<'_>, key: &[u8], found: &mut [u8]) -> bool {
+    find(MAP_LOOKUP, map, key, found)
+}
+
+/// As [`read`], and deletes the entry of a hash map, so that no program adds to it in between.
+pub(crate) fn take(map: BorrowedFd<'_>, key: &[u8], found: &mut [u8]) -> bool {
+    find(MAP_TAKE, map, key, found)
+}
+
+fn find(command: i32, map: BorrowedFd<'_>, key: &[u8], found: &mut [u8]) -> bool {
     let mut attributes = [0; 32];
     attributes[0] = map.as_raw_fd() as u32;
     point(&mut attributes, 2, key);
     point_to_room(&mut attributes, 4, found);
-    bpf(MAP_LOOKUP, &mut attributes).is_ok()
+    bpf(command, &mut attributes).is_ok()
 }
 
 pub(crate) fn delete(map: BorrowedFd<'_>, key: &[u8]) -> io::Result<()> {

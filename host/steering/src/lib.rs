@@ -14,6 +14,7 @@ mod btf;
 mod bypass;
 mod cgroups;
 pub mod front;
+mod interrupts;
 mod programs;
 mod ring_buffer;
 pub mod rss;
@@ -26,6 +27,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 pub use bpf::supported;
 pub use bypass::{READ_EVERY, SocketBypass, SocketEvent};
 pub use cgroups::{Group, programs_of};
+pub use interrupts::{InterruptTrace, ProcessorTimes, RunTimes};
 
 /// What happens to a connection's frames.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -12,7 +12,7 @@ mod sim;
 mod soak;
 mod ttcp;
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use baton_lab::ntttcp::{self, NtttcpSettings};
 use clap::{Args, Subcommand};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -96,7 +96,8 @@ pub fn run(command: &Command) -> Result<bool> {
 const NTTTCP_EXAMPLES: &str = "Examples:
   baton ntttcp receive -P 8                      # on one machine
   baton ntttcp send 10.0.0.1 -P 8 -l 65536       # on the other
-  baton hosts --peer 'baton ntttcp send $BATON_A' -- sh -c 'baton nic set lro=reorder; baton ntttcp receive --nic'";
+  baton hosts --peer 'baton ntttcp send $BATON_A' -- sh -c 'baton nic set lro=reorder; baton ntttcp receive --nic'
+  baton ntttcp receive --core 0 --trace trace.json  # what interrupts and processes take of processor 0, by tenths of a second";
 
 #[derive(Subcommand)]
 pub enum Ntttcp {
@@ -133,6 +134,13 @@ pub struct How {
     warming: f64,
     #[arg(long, default_value_t = 5001, value_parser = clap::value_parser!(u16).range(1..))]
     port: u16,
+    /// Bind this side to a processor.
+    #[arg(long, value_name = "N")]
+    core: Option<usize>,
+    /// Trace that processor by BPF, and write what the halves of interrupts and the processes take of it to this file:
+    /// a JSON object for each tenth of a second.
+    #[arg(long, value_name = "FILE", requires = "core")]
+    trace: Option<PathBuf>,
     /// Count the interrupts of the Baton whose agent listens at BATON_SOCKET.
     #[arg(long)]
     nic: bool,
@@ -154,7 +162,12 @@ fn ntttcp(command: &Ntttcp) -> Result<bool> {
         length: how.length as usize,
         seconds: how.seconds,
         warming: how.warming,
+        core: how.core,
+        traced: how.trace.is_some(),
     };
+    // Before anything runs for it.
+    let trace = how.trace.as_ref().map(|path| std::fs::File::create(path).with_context(|| format!("writing {}", path.display())));
+    let trace = trace.transpose()?;
     let nic = how.nic.then_some(how.socket.as_path());
     let report = match command {
         Ntttcp::Receive { listen, .. } => {
@@ -163,6 +176,9 @@ fn ntttcp(command: &Ntttcp) -> Result<bool> {
         }
         Ntttcp::Send { address, .. } => ntttcp::send(&settings, SocketAddr::new(*address, how.port), nic)?,
     };
+    if let (Some(file), Some(traced)) = (trace, &report.trace) {
+        traced.write(std::io::BufWriter::new(file)).context("writing the trace")?;
+    }
     if how.json {
         println!("{}", serde_json::to_string(&report)?);
     } else {

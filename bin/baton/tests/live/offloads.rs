@@ -2,6 +2,7 @@
 //! that reorders: every byte is compared, and frames that are not TCP cross unchanged.
 
 use crate::common::{SetsAtEnd, hosts};
+use crate::scratch::Scratch;
 use baton_abi::layout::Counter;
 use baton_backends::VnetDevice;
 use baton_bed::testbed::connect_pairs;
@@ -9,7 +10,7 @@ use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
-use baton_linux::{interface, rtnetlink, socket};
+use baton_linux::{interface, process, rtnetlink, socket};
 use baton_lro::{Mode, Push};
 use baton_moderation::Mode as Moderation;
 use baton_offloads::Offloads;
@@ -265,4 +266,32 @@ fn ntttcp_measures_both_sides() {
     assert!(received["of_the_nic"] == true && figure(&received, "average_frame") > 5000.0, "{received}");
     assert!(figure(&received, "interrupts_per_second") > 10.0, "{received}");
     assert!(figure(&sent, "average_frame") > 1000.0, "{sent}");
+}
+
+/// The receiver's turns on the processor that it is bound to are in the trace, and interrupts.
+#[test]
+fn ntttcp_traces_a_processor() {
+    let bed = hosts(TestbedSettings { threaded_napi: true, ..TestbedSettings::default() });
+    let scratch = Scratch::new("trace");
+    let (file, core) = (scratch.file("trace"), process::allowed_cpus().into_iter().max().expect("a processor").to_string());
+    let start = |host: &Namespace, arguments: &[&str]| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_baton"));
+        command.arg("ntttcp").args(arguments).args(["-t", "0.5", "-w", "0.2"]).stdout(std::process::Stdio::piped());
+        host.spawn(&mut command).expect("baton")
+    };
+    let receiver = start(&bed.host_a, &["receive", "--core", &core, "--trace", &file]);
+    let (number, sender) = (receiver.id(), start(&bed.host_b, &["send", &address_a(false).to_string()]));
+    let [received, sent] = [receiver, sender].map(|child| child.wait_with_output().expect("its output"));
+    assert!(received.status.success() && sent.status.success());
+    let table = String::from_utf8_lossy(&received.stdout).into_owned();
+    assert!(table.contains(&format!("Processor {core} ")) && table.contains(&format!("({number})")), "{table}");
+    let trace = std::fs::read_to_string(&file).expect("the trace");
+    let samples: Vec<serde_json::Value> = trace.lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+    assert!(samples.len() >= 2, "{trace}");
+    let own = |sample: &serde_json::Value| {
+        let processes = sample["processes"].as_array().expect("processes");
+        processes.iter().any(|one| one["process"] == number && one["sum_us"].as_f64() > Some(0.0))
+    };
+    assert!(samples.iter().any(own), "{trace}");
+    assert!(samples.iter().any(|sample| sample["halves"].as_object().is_some_and(|halves| !halves.is_empty())), "{trace}");
 }
