@@ -15,7 +15,7 @@ pub mod rmpp;
 pub mod sabotage;
 pub mod text;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use baton_linux::process;
 use report::Report;
 use sabotage::Sabotage;
@@ -40,8 +40,8 @@ pub struct Document {
     pub word: &'static str,
     /// Runs its models. The same each time: no clock, no randomness but seeds.
     pub quick: fn(Run) -> Result<Report>,
-    /// Its live run, if there is one.
-    pub live: Option<Live>,
+    /// Its live run.
+    pub live: Live,
     /// Sabotages that its models know.
     pub sabotages: &'static [Sabotage],
 }
@@ -50,9 +50,8 @@ impl Document {
     /// Checks that a live run is possible, before anything else runs.
     ///
     /// # Errors
-    /// If there is none, or callgrind runs, whose cost would be measured. The numbers of a short run mean nothing.
-    pub fn check_live(&self, how: Run) -> Result<()> {
-        ensure!(self.live.is_some(), "{} has no live run: run it without --live. Its models are what there is", self.word);
+    /// If callgrind runs, whose cost would be measured. The numbers of a short run mean nothing.
+    pub fn check_live(how: Run) -> Result<()> {
         match process::processes(|name| name.starts_with("callgrind")).first() {
             Some(process) if !how.short => {
                 bail!("callgrind runs (process {process}), and takes the processors that are measured: wait for its end")
@@ -66,9 +65,8 @@ impl Document {
     /// # Errors
     /// If it is not possible, or fails.
     pub fn add_live(&self, report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<()> {
-        self.check_live(how)?;
-        let Some(live) = self.live else { return Ok(()) };
-        live(report, how, say).with_context(|| format!("the live run of {}", self.word))
+        Self::check_live(how)?;
+        (self.live)(report, how, say).with_context(|| format!("the live run of {}", self.word))
     }
 }
 

@@ -70,8 +70,8 @@ pub struct How {
     /// Models only, in virtual time: the same on every machine. The default.
     #[arg(long, conflicts_with = "live")]
     quick: bool,
-    /// Live runs beside the models, one at a time, where a document has them. They need root, or become it in a
-    /// namespace, and nothing else that takes processors.
+    /// Live runs beside the models, one at a time. They need root, or become it in a namespace, and nothing else that
+    /// takes processors.
     #[arg(long)]
     live: bool,
     /// Shorter runs, whose bars mean nothing.
@@ -120,7 +120,7 @@ fn sabotage_of(document: &Document, how: &How) -> Result<Option<Sabotage>> {
 fn report(document: &Document, how: &How) -> Result<Report> {
     let run = Run { sabotage: sabotage_of(document, how)?, short: how.short };
     if how.live {
-        document.check_live(run)?;
+        Document::check_live(run)?;
         // Models may have threads, with which this is not possible any more.
         baton_linux::namespace::become_root_if_needed()?;
     }
@@ -158,7 +158,7 @@ fn knows(document: &Document, name: &str) -> bool {
     document.sabotages.iter().any(|sabotage| sabotage.words().0 == name)
 }
 
-/// `baton lab all`. With `--live` those documents that have no live run are reported from their models.
+/// `baton lab all`: one document after the other.
 fn all(how: &How) -> Result<bool> {
     if let Some(name) = &how.sabotage
         && !DOCUMENTS.iter().any(|document| knows(document, name))
@@ -168,12 +168,8 @@ fn all(how: &How) -> Result<bool> {
     let page = open_page(how)?;
     let mut reports = Vec::new();
     for document in DOCUMENTS {
-        let live = how.live && document.live.is_some();
-        if how.live && !live {
-            eprintln!("{} has no live run: its models only", document.word);
-        }
         let sabotage = how.sabotage.clone().filter(|name| knows(document, name));
-        reports.push(report(document, &How { live, output: None, sabotage, ..*how })?);
+        reports.push(report(document, &How { output: None, sabotage, ..*how })?);
     }
     write_page(page, &reports)?;
     let bars: Vec<_> = reports.iter().flat_map(|report| &report.bars).collect();

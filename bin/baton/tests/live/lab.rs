@@ -127,7 +127,16 @@ fn an_mpi_programs_messages_are_measured_or_what_is_missing_is_named() {
 }
 
 #[test]
-fn a_document_without_a_live_run_says_so_at_once() {
-    let ran = baton(&["lab", "numa", "--live"]);
-    assert!(ran.status.code() == Some(2) && text(&ran.stderr).contains("numa has no live run"), "{}", text(&ran.stderr));
+fn a_processors_interrupts_are_in_the_papers_tables() {
+    let found = report(&["lab", "numa", "--live", "--short", "--json"]);
+    let summary = live_table(&found, "Table 1: NTttcp for 120 s");
+    assert!(summary.iter().all(|(name, cells)| cells[0] > 0.0 || name.starts_with("packets sent")), "{summary:?}");
+    for title in ["Table 2: deferred halves by module", "Table 3: first halves by module"] {
+        let [count, longest, mean, sum] = live_table(&found, title)[0].1[..] else { panic!("four numbers: {found}") };
+        assert!(count > 0.0 && mean > 0.0 && longest >= mean && sum >= longest, "{title}: {found}");
+    }
+    let own = &live_table(&found, "Table 4: processor time by process")[1];
+    assert!(own.1[0] > 0.0 && own.1[0] <= 50.0, "{own:?}");
+    let figure = &found["figures"][0];
+    assert!(figure["curves"].as_array().expect("curves").iter().all(|curve| curve["live"][0].is_array()), "{figure}");
 }

@@ -20,9 +20,5 @@ use crate::papers::Document;
 use crate::papers::sabotage::Sabotage;
 
 /// The document.
-pub const DOCUMENT: Document = Document {
-    word: "handoff",
-    quick: report::run,
-    live: Some(live::run),
-    sabotages: &[Sabotage::LargeState, Sabotage::LookupMisses],
-};
+pub const DOCUMENT: Document =
+    Document { word: "handoff", quick: report::run, live: live::run, sabotages: &[Sabotage::LargeState, Sabotage::LookupMisses] };

@@ -21,7 +21,7 @@ use throughput::{SEGMENT, Settings, spread};
 
 /// The document.
 pub const DOCUMENT: Document =
-    Document { word: "lro", quick, live: Some(live::run), sabotages: &[Sabotage::OneQueue, Sabotage::NoAggregation] };
+    Document { word: "lro", quick, live: live::run, sabotages: &[Sabotage::OneQueue, Sabotage::NoAggregation] };
 
 /// Numbers of connections, as far as the paper says: 1 to 64.
 const COUNTS: [usize; 9] = [1, 2, 4, 8, 12, 16, 24, 32, 64];

@@ -1,6 +1,7 @@
 //! "Mainstream NUMA and the TCP/IP stack" (Friedman): its measurement of what an interrupt costs, Table 1, Figure 2 and
 //! Tables 2 to 4, on a model of its machine whose NIC the real moderation drives.
 
+mod live;
 mod machine;
 
 use crate::bars::Bar;
@@ -14,7 +15,14 @@ use machine::{Settings, Totals, run, sum};
 
 /// The document.
 pub const DOCUMENT: Document =
-    Document { word: "numa", quick, live: None, sabotages: &[Sabotage::NoModeration, Sabotage::AckEveryFourth] };
+    Document { word: "numa", quick, live: live::run, sabotages: &[Sabotage::NoModeration, Sabotage::AckEveryFourth] };
+
+/// Titles of the figure and the tables that a live run adds to.
+const FIGURE_2: &str = "Figure 2: processor 0, per second of the trace";
+const SUMMARY: &str = "Table 1: NTttcp for 120 s";
+const DEFERRED: &str = "Table 2: deferred halves by module";
+const FIRST: &str = "Table 3: first halves by module";
+const PROCESSES_TABLE: &str = "Table 4: processor time by process";
 
 /// Seconds of the trace.
 const TRACE: u32 = 52;
@@ -89,8 +97,7 @@ fn figures(settings: Settings, seconds: &[Totals], report: &mut Report) {
         line("first half", |one| one.isr, 2.6),
     ];
     let note = "The paper's lines are a picture; the levels are those of its text and of Tables 2 and 3 over 52 s.".into();
-    let title = "Figure 2: processor 0, per second of the trace".into();
-    report.figures.push(Figure { title, x: "s", y: "% of processor 0", curves, note, ..Figure::default() });
+    report.figures.push(Figure { title: FIGURE_2.into(), x: "s", y: "% of processor 0", curves, note, ..Figure::default() });
     let limits = [1, 2, 3, 4, 6, 8, 12, 16];
     let mode = |frames| if settings.mode == Mode::Off { Mode::Off } else { Mode::Static { time: DELAY, frames } };
     let swept: Vec<_> =
@@ -128,7 +135,7 @@ fn tables(all: &Totals, report: &mut Report) {
     let one = |name, paper, model| row(name, vec![Cell::both(paper, model)]);
     let of_120 = 120.0 / seconds;
     report.tables.push(table(
-        "Table 1: NTttcp for 120 s",
+        SUMMARY,
         &["value"],
         vec![
             one("throughput, KB/s", 16_475.553, rate * FRAME / 1000.0),
@@ -150,7 +157,7 @@ fn tables(all: &Totals, report: &mut Report) {
     };
     let other = |name, paper: [f64; 4]| row(name, paper.map(Cell::paper).into());
     report.tables.push(table(
-        "Table 2: deferred halves by module",
+        DEFERRED,
         &columns,
         vec![
             half("ndis.sys", [425_125.0, 1.116595, 0.075376, 32_044.45], 0.075376),
@@ -162,7 +169,7 @@ fn tables(all: &Totals, report: &mut Report) {
         "The model's halves all take the mean. Other modules are in its share of others.",
     ));
     report.tables.push(table(
-        "Table 3: first halves by module",
+        FIRST,
         &columns,
         vec![
             half("ntkrnlpa.exe", [423_803.0, 0.023875, 0.003173, 1_345.15], 0.003173),
@@ -174,7 +181,7 @@ fn tables(all: &Totals, report: &mut Report) {
         "",
     ));
     report.tables.push(table(
-        "Table 4: processor time by process",
+        PROCESSES_TABLE,
         &["% of both processors"],
         vec![
             row("idle, and processor 1", vec![Cell::paper(50.4)]),
