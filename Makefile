@@ -131,7 +131,7 @@ sim: build
 lab: PROFILE ?= release
 lab:
 	$(CARGO) build --profile $(PROFILE) --locked -p baton --bins
-	target/$(PROFILE)/baton lab all --quick --output target/papers.html
+	target/$(PROFILE)/baton lab all --quick --output target/papers.html --pictures target/papers
 	target/$(PROFILE)/baton lab sabotage
 
 # Whole programs, as far as they are installed, and Python's own test suites, while their connections move. Each takes some minutes.

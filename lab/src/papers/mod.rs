@@ -9,11 +9,13 @@ pub mod inic;
 pub mod lro;
 pub mod numa;
 pub mod page;
+pub mod pictures;
 mod plot;
 pub mod report;
 pub mod rmpp;
 pub mod sabotage;
 pub mod text;
+pub mod twins;
 
 use anyhow::{Context, Result, bail};
 use baton_linux::process;
@@ -38,6 +40,10 @@ pub struct Run {
 pub struct Document {
     /// What follows `baton lab`, and how the names of its bars begin.
     pub word: &'static str,
+    /// How many figures the paper numbers, and how many tables.
+    pub figures: u8,
+    /// See there.
+    pub tables: u8,
     /// Runs its models. The same each time: no clock, no randomness but seeds.
     pub quick: fn(Run) -> Result<Report>,
     /// Its live run.
@@ -116,6 +122,10 @@ mod tests {
             let names = || report.bars.iter().map(|judged| judged.bar.name);
             assert!(names().all(|name| name.strip_prefix(document.word).is_some_and(|rest| rest.starts_with('.'))), "{text}");
             assert!(report.bars.iter().filter(|judged| judged.counted).count() >= 3, "{text}");
+            // What the paper numbers is here, or it is said why not.
+            for twin in twins::of(document, &report) {
+                assert!(twin.titles.is_empty() == twin.why.is_some(), "{}: {twin:?}", document.word);
+            }
             // A reason that is not needed any more is taken away.
             assert!(report.bars.iter().all(|judged| judged.known.is_none() || !judged.bar.holds), "{text}");
             assert!(!document.sabotages.is_empty(), "{}", document.word);

@@ -20,7 +20,7 @@ figcaption{font-weight:500}svg{width:100%;height:auto;max-width:560px;display:bl
 ";
 
 /// A rule for each colour of the plots, which gives it its value on a dark screen.
-fn dark() -> String {
+pub fn dark() -> String {
     let rules = COLOURS.iter().chain([&INK, &GRID]).map(|(light, dark)| {
         let light = hexadecimal(*light);
         format!("[fill='{light}']{{fill:{dark}}}[stroke='{light}']{{stroke:{dark}}}")
@@ -33,7 +33,8 @@ fn swatches() -> String {
     COLOURS.iter().enumerate().map(|(at, (light, _))| format!(".c{at}{{background:{}}}", hexadecimal(*light))).collect()
 }
 
-fn escaped(text: &str) -> String {
+/// Text without what HTML takes for tags.
+pub fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;")
 }
 

@@ -25,7 +25,7 @@ pub const INK: (RGBColor, &str) = (RGBColor(0x1b, 0x1f, 0x24), "#E6EDF3");
 pub const GRID: (RGBColor, &str) = (RGBColor(0xd0, 0xd7, 0xde), "#30363D");
 
 /// Width and height: a phone's width, so that the text keeps its size there.
-const SIZE: (u32, u32) = (400, 290);
+pub const SIZE: (u32, u32) = (400, 290);
 
 /// A colour as an attribute of SVG has it.
 pub fn hexadecimal(RGBColor(red, green, blue): RGBColor) -> String {

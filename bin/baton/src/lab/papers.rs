@@ -6,7 +6,7 @@ use baton_bed::temporary::ResultFile;
 use baton_lab::equations::{self, Load};
 use baton_lab::papers::report::Report;
 use baton_lab::papers::sabotage::Sabotage;
-use baton_lab::papers::{self, CHANGES, DOCUMENTS, Document, Run, page, text};
+use baton_lab::papers::{self, CHANGES, DOCUMENTS, Document, Run, page, pictures, text};
 use clap::{Args, Subcommand};
 use std::path::PathBuf;
 
@@ -14,6 +14,7 @@ use std::path::PathBuf;
 pub const EXAMPLES: &str = "Examples:
   baton lab all                          # every document's models
   baton lab rmpp --output rmpp.html      # one document, with its figures as plots
+  baton lab all --pictures figures       # a page for each document, and its figures as SVG
   baton lab all --json | jq '.bars[] | select(.holds | not)'";
 
 #[derive(Subcommand)]
@@ -83,6 +84,9 @@ pub struct How {
     /// Write figures, tables and numbers to this HTML page.
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Write a page in Markdown for each document, and its figures as SVG, into this folder.
+    #[arg(long, value_name = "DIR")]
+    pictures: Option<PathBuf>,
     /// Make the models wrong in this way.
     #[arg(long, hide = true, value_name = "NAME")]
     sabotage: Option<String>,
@@ -136,16 +140,19 @@ fn open_page(how: &How) -> Result<Option<ResultFile>> {
     how.output.as_deref().map(ResultFile::open).transpose()
 }
 
-/// Writes the page, if it is wanted.
-fn write_page(file: Option<ResultFile>, reports: &[Report]) -> Result<()> {
-    file.map_or(Ok(()), |file| file.write(page::html(reports)?.as_bytes()))
+/// Writes the page and the pictures, if they are wanted.
+fn write_pages(how: &How, page: Option<ResultFile>, documents: &[Document], reports: &[Report]) -> Result<()> {
+    if let Some(folder) = &how.pictures {
+        documents.iter().zip(reports).try_for_each(|(document, report)| pictures::write(folder, document, report))?;
+    }
+    page.map_or(Ok(()), |file| file.write(page::html(reports)?.as_bytes()))
 }
 
 fn one(word: &str, how: &How) -> Result<bool> {
     let document = DOCUMENTS.iter().find(|document| document.word == word).context("the document has a line in DOCUMENTS")?;
     let page = open_page(how)?;
     let report = report(document, how)?;
-    write_page(page, std::slice::from_ref(&report))?;
+    write_pages(how, page, std::slice::from_ref(document), std::slice::from_ref(&report))?;
     if how.json {
         println!("{}", serde_json::to_string(&report)?);
     } else {
@@ -169,9 +176,9 @@ fn all(how: &How) -> Result<bool> {
     let mut reports = Vec::new();
     for document in DOCUMENTS {
         let sabotage = how.sabotage.clone().filter(|name| knows(document, name));
-        reports.push(report(document, &How { output: None, sabotage, ..*how })?);
+        reports.push(report(document, &How { output: None, pictures: None, sabotage, ..*how })?);
     }
-    write_page(page, &reports)?;
+    write_pages(how, page, DOCUMENTS, &reports)?;
     let bars: Vec<_> = reports.iter().flat_map(|report| &report.bars).collect();
     if how.json {
         println!("{}", serde_json::json!({ "documents": reports, "bars": bars }));

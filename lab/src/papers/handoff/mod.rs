@@ -20,5 +20,11 @@ use crate::papers::Document;
 use crate::papers::sabotage::Sabotage;
 
 /// The document.
-pub const DOCUMENT: Document =
-    Document { word: "handoff", quick: report::run, live: live::run, sabotages: &[Sabotage::LargeState, Sabotage::LookupMisses] };
+pub const DOCUMENT: Document = Document {
+    word: "handoff",
+    figures: 9,
+    tables: 2,
+    quick: report::run,
+    live: live::run,
+    sabotages: &[Sabotage::LargeState, Sabotage::LookupMisses],
+};

@@ -14,8 +14,14 @@ use anyhow::Result;
 use machine::{Outcome, Settings, Way, run};
 
 /// The document.
-pub const DOCUMENT: Document =
-    Document { word: "inic", quick, live: live::run, sabotages: &[Sabotage::NoNagle, Sabotage::NoHandshake] };
+pub const DOCUMENT: Document = Document {
+    word: "inic",
+    figures: 0,
+    tables: 0,
+    quick,
+    live: live::run,
+    sabotages: &[Sabotage::NoNagle, Sabotage::NoHandshake],
+};
 
 /// Sizes of messages, bytes.
 const SIZES: [u32; 15] = [1, 4, 16, 64, 128, 256, 512, 768, 1024, 1460, 2048, 4096, 8192, 16_384, 65_536];

@@ -20,8 +20,14 @@ use setting_up::CONNECTIONS;
 use throughput::{SEGMENT, Settings, spread};
 
 /// The document.
-pub const DOCUMENT: Document =
-    Document { word: "lro", quick, live: live::run, sabotages: &[Sabotage::OneQueue, Sabotage::NoAggregation] };
+pub const DOCUMENT: Document = Document {
+    word: "lro",
+    figures: 13,
+    tables: 0,
+    quick,
+    live: live::run,
+    sabotages: &[Sabotage::OneQueue, Sabotage::NoAggregation],
+};
 
 /// Numbers of connections, as far as the paper says: 1 to 64.
 const COUNTS: [usize; 9] = [1, 2, 4, 8, 12, 16, 24, 32, 64];

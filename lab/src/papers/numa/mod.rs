@@ -14,8 +14,14 @@ use baton_moderation::Mode;
 use machine::{Settings, Totals, run, sum};
 
 /// The document.
-pub const DOCUMENT: Document =
-    Document { word: "numa", quick, live: live::run, sabotages: &[Sabotage::NoModeration, Sabotage::AckEveryFourth] };
+pub const DOCUMENT: Document = Document {
+    word: "numa",
+    figures: 6,
+    tables: 4,
+    quick,
+    live: live::run,
+    sabotages: &[Sabotage::NoModeration, Sabotage::AckEveryFourth],
+};
 
 /// Titles of the figure and the tables that a live run adds to.
 const FIGURE_2: &str = "Figure 2: processor 0, per second of the trace";

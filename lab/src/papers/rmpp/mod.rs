@@ -15,4 +15,5 @@ pub use hardware::{Hardware, JUMBO, STANDARD};
 pub use programs::{Availability, Latency, MB, Step, availability, ping_pong};
 
 /// The document.
-pub const DOCUMENT: Document = Document { word: "rmpp", quick: report::run, live: live::run, sabotages: &[Sabotage::NoCtsBatch] };
+pub const DOCUMENT: Document =
+    Document { word: "rmpp", figures: 12, tables: 0, quick: report::run, live: live::run, sabotages: &[Sabotage::NoCtsBatch] };
