@@ -14,6 +14,7 @@ pub mod filter;
 pub mod front;
 pub mod heat;
 pub mod lro;
+pub mod memory_cost;
 pub mod messages;
 pub mod moderation;
 pub mod moves;

@@ -51,6 +51,13 @@ pub enum Bench {
         #[arg(long)]
         json: bool,
     },
+    /// Nanoseconds of an access of memory from each NUMA node to each, by a pointer chase, beside the distances that
+    /// the firmware names (SLIT).
+    Memory {
+        /// Print one JSON object.
+        #[arg(long)]
+        json: bool,
+    },
     /// Partial offload beside handoff and full offload: bulk transfers of a program over links that lose nothing, 0.1 %
     /// and 1 %: share of the segments on the fast path, goodput, the host's CPU.
     Fastpath {
@@ -518,6 +525,7 @@ pub fn run(what: &Bench) -> Result<bool> {
             }
             print_bars(&report.bars, &report, *json)
         }
+        Bench::Memory { json } => memory(*json),
         Bench::Datapath { json } => {
             let report = baton_lab::datapath::run()?;
             if *json {
@@ -665,6 +673,16 @@ pub enum Workload {
         #[arg(long)]
         spin: bool,
     },
+}
+
+fn memory(json: bool) -> Result<bool> {
+    let costs = baton_lab::memory_cost::measure()?;
+    if json {
+        println!("{}", serde_json::to_string(&costs)?);
+    } else {
+        print!("{}", costs.table());
+    }
+    Ok(true)
 }
 
 /// Runs one of them.

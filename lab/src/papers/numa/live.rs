@@ -2,6 +2,7 @@
 //! the other one the sender. What each takes is traced by BPF.
 
 use super::{DEFERRED, FIGURE_2, FIRST, PROCESSES_TABLE, SUMMARY};
+use crate::memory_cost::{self, MemoryCosts};
 use crate::ntttcp::{self, NtttcpReport, NtttcpSettings};
 use crate::papers::Run;
 use crate::papers::report::{Cell, Report, Row, Table};
@@ -62,7 +63,27 @@ pub fn run(report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<(
         (receiving.join().map_err(|_| anyhow!("the receiver panicked")), sent)
     });
     sent?.context("the sender")?;
-    add(report, &received??.context("the receiver")?, nic)
+    add(report, &received??.context("the receiver")?, nic)?;
+    say("numa: a pointer chase from each node to each");
+    report.tables.push(by_node(&memory_cost::measure().context("the cost of memory")?));
+    Ok(())
+}
+
+/// What an access costs by node, the firmware's distance in the paper's place.
+fn by_node(costs: &MemoryCosts) -> Table {
+    let rows = costs.nodes.iter().zip(&costs.nanos).zip(&costs.distances);
+    let row = |((node, nanos), distances): ((&usize, &Vec<f64>), &Vec<Option<u32>>)| {
+        let cells = nanos.iter().map(|nanos| Cell::live(*nanos));
+        let slit = distances.iter().map(|distance| distance.map_or_else(Cell::default, |distance| Cell::live(distance.into())));
+        Row { name: format!("from node {node}"), cells: cells.chain(slit).collect() }
+    };
+    let to = costs.nodes.iter().map(|node| format!("to node {node}, ns"));
+    Table {
+        title: "Memory by node, live: an access of a pointer chase (ours)".into(),
+        columns: to.chain(costs.nodes.iter().map(|node| format!("to node {node}, SLIT"))).collect(),
+        rows: rows.map(row).collect(),
+        note: String::new(),
+    }
 }
 
 /// Who of a sample's processes delivers frames to the kernel, which is an interrupt's first half here; and who is the
@@ -240,5 +261,15 @@ mod tests {
         assert_eq!(figure.curves[0].live, [(0.0, 80.0), (0.1, 80.0)]);
         assert_eq!(figure.curves[1].live[1], (0.1, 40.0));
         assert_eq!(report.tables[4].rows.len(), 6);
+    }
+
+    #[test]
+    fn a_row_has_what_each_nodes_memory_costs_and_how_far_it_is() {
+        let costs =
+            MemoryCosts { nodes: vec![0, 1], nanos: vec![vec![80.0, 140.0]; 2], distances: vec![vec![Some(10), None]; 2] };
+        let table = by_node(&costs);
+        assert_eq!(table.columns, ["to node 0, ns", "to node 1, ns", "to node 0, SLIT", "to node 1, SLIT"]);
+        let live: Vec<Option<f64>> = table.rows[1].cells.iter().map(|cell| cell.live).collect();
+        assert_eq!(live, [Some(80.0), Some(140.0), Some(10.0), None]);
     }
 }
