@@ -33,6 +33,8 @@ pub struct Run {
     /// Fewer points and shorter runs, where a document's models or its live run take long: enough for what a sabotage
     /// changes, too few for the bars.
     pub short: bool,
+    /// What a document counts of our own code is counted, too. That needs valgrind.
+    pub callgrind: bool,
 }
 
 /// A document.
@@ -100,7 +102,7 @@ pub const CHANGES: usize = 2;
 /// If a model cannot run.
 pub fn sabotage(document: &Document, whole: &Report, short: bool) -> Result<Vec<Change>> {
     let change = |sabotage: &Sabotage| {
-        let changed = sabotage::changed(whole, &(document.quick)(Run { sabotage: Some(*sabotage), short })?);
+        let changed = sabotage::changed(whole, &(document.quick)(Run { sabotage: Some(*sabotage), short, ..Run::default() })?);
         Ok(Change { word: document.word, sabotage: *sabotage, changed })
     };
     document.sabotages.iter().map(change).collect()
@@ -129,7 +131,7 @@ mod tests {
             // A reason that is not needed any more is taken away.
             assert!(report.bars.iter().all(|judged| judged.known.is_none() || !judged.bar.holds), "{text}");
             assert!(!document.sabotages.is_empty(), "{}", document.word);
-            let [short, again] = [(); 2].map(|()| (document.quick)(Run { sabotage: None, short: true }).unwrap());
+            let [short, again] = [(); 2].map(|()| (document.quick)(Run { short: true, ..Run::default() }).unwrap());
             assert_eq!(serde_json::to_string(&short).unwrap(), serde_json::to_string(&again).unwrap(), "{}", document.word);
             for change in sabotage(document, &short, true).unwrap() {
                 println!("{change:?}");

@@ -632,6 +632,15 @@ pub enum Workload {
         #[arg(long)]
         port: u16,
     },
+    #[command(hide = true, name = "bench-host-workload")]
+    Host {
+        #[arg(long)]
+        host: usize,
+        #[arg(long)]
+        nic: usize,
+        #[arg(long)]
+        packets: u64,
+    },
     #[command(hide = true, name = "serve-echo")]
     ServeEcho {
         address: std::net::SocketAddr,
@@ -693,6 +702,7 @@ pub fn workload(what: &Workload) -> Result<bool> {
             baton_lab::datapath::run_workload(workload, segments).map(|_| true)
         }
         &Workload::Filter { rules, new, segments } => baton_lab::filter::workload(rules, new, segments).map(|()| true),
+        &Workload::Host { host, nic, packets } => baton_lab::papers::handoff::workload(host, nic, packets).map(|()| true),
         &Workload::Bypass { messages, port } => baton_lab::bypass::workload(messages, port).map(|()| true),
         Workload::ServeEcho { address, ring: Some(agent), .. } => baton_lab::echo::run_on_ring(*address, agent).map(|()| true),
         Workload::ServeEcho { address, spin, shares, .. } => baton_lab::echo::run(*address, *spin, *shares).map(|()| true),

@@ -75,6 +75,9 @@ pub struct How {
     /// takes processors.
     #[arg(long)]
     live: bool,
+    /// Count our own code on the paper's caches as well (handoff). Needs valgrind, and some minutes.
+    #[arg(long)]
+    callgrind: bool,
     /// Shorter runs, whose bars mean nothing.
     #[arg(long, hide = true)]
     short: bool,
@@ -122,7 +125,7 @@ fn sabotage_of(document: &Document, how: &How) -> Result<Option<Sabotage>> {
 
 /// A document's report.
 fn report(document: &Document, how: &How) -> Result<Report> {
-    let run = Run { sabotage: sabotage_of(document, how)?, short: how.short };
+    let run = Run { sabotage: sabotage_of(document, how)?, short: how.short, callgrind: how.callgrind };
     if how.live {
         Document::check_live(run)?;
         // Models may have threads, with which this is not possible any more.

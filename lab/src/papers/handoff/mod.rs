@@ -3,6 +3,7 @@
 
 mod agenda;
 mod cache;
+mod counted;
 mod firmware;
 mod host;
 mod live;
@@ -18,6 +19,8 @@ mod web;
 
 use crate::papers::Document;
 use crate::papers::sabotage::Sabotage;
+
+pub use counted::workload;
 
 /// The document.
 pub const DOCUMENT: Document = Document {

@@ -4,11 +4,11 @@ use super::host::Faults;
 use super::numbers as n;
 use super::prototype::{Named, Prototype, figure_1, figure_7, figure_8};
 use super::simulated::{Simulated, figure_9};
-use super::{firmware, prototype, simulated};
+use super::{counted, firmware, prototype, simulated};
 use crate::papers::Run;
 use crate::papers::report::{Absent, Cell, Comparison, Contradiction, Parameter, Report, Row, Source, Table};
 use crate::papers::sabotage::Sabotage;
-use anyhow::Result;
+use anyhow::{Context, Result};
 
 /// Bars that count and do not hold, and why. docs/papers/handoff.md says more.
 const MISSED: [(&str, &str); 3] = [
@@ -158,7 +158,7 @@ fn contradictions() -> Vec<Contradiction> {
 /// # Errors
 /// If a NIC refuses a connection.
 pub fn run(how: Run) -> Result<Report> {
-    let Run { sabotage, short } = how;
+    let Run { sabotage, short, callgrind } = how;
     let faults = Faults {
         large_state: sabotage == Some(Sabotage::LargeState),
         lookup_misses: sabotage == Some(Sabotage::LookupMisses),
@@ -196,6 +196,9 @@ pub fn run(how: Run) -> Result<Report> {
     report.tables.push(table_1());
     table_2(&mut report);
     figure_9(&simulated, &mut report);
+    if callgrind {
+        counted::run(&mut report).context("our own code")?;
+    }
     MISSED.iter().for_each(|(name, why)| report.explain(name, why));
     Ok(report)
 }

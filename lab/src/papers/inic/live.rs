@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn every_way_of_the_model_is_measured() {
         for short in [false, true] {
-            let settings = settings(Run { sabotage: None, short });
+            let settings = settings(Run { short, ..Run::default() });
             assert_eq!(settings.ways.iter().map(|way| way.name).collect::<Vec<_>>(), LIVE);
             assert_eq!((settings.sizes.first(), settings.sizes.last()), (Some(&1), Some(&65_536)));
         }
