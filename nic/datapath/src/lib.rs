@@ -29,6 +29,7 @@ mod partial;
 mod peers;
 mod posted;
 mod resources;
+mod send_queue;
 mod transmit;
 mod worker;
 
@@ -41,4 +42,5 @@ pub use listeners::ListenerSettings;
 pub use messages::MessageEndpoint;
 pub use peers::{Peers, Registers, crossbar, owner_of_messages};
 pub use resources::Limits;
+pub use send_queue::{References, SendQueue};
 pub use worker::{HostWire, NoKernel, Worker, WorkerOffloads, WorkerSettings, capture, end_capture};

@@ -4,6 +4,7 @@ use crate::growth::Growth;
 use crate::icmp::MIN_MTU;
 use crate::partial::Path;
 use crate::posted::{Receive, Table};
+use crate::send_queue::{Pair, References};
 use baton_abi::layout::{self, slot as at};
 use baton_abi::record::{STEP, WORDS, copy};
 use baton_device::Payload;
@@ -23,15 +24,6 @@ pub(crate) use tcp::Tcp;
 
 /// Queued bytes that last longer on a short path than a program needs to wake up: 80 us at 25 Gb/s.
 const LASTS: u32 = 1 << 18;
-
-/// A contiguous part of the send queue: where its bytes lie in the session's memory, and the sequence number of the
-/// first.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Pair {
-    pub address: u32,
-    pub length: u32,
-    pub seq: u32,
-}
 
 /// The events that have not been sent to the program.
 #[derive(Clone, Copy, Debug, Default)]
@@ -121,12 +113,7 @@ pub(crate) struct Offloaded {
     /// the connection back.
     pub in_order: u32,
     pub memory: Memory,
-    /// The send queue, a ring; the indices count without wrapping at its size.
-    pairs: [Pair; layout::PAIRS],
-    pair_first: u8,
-    pair_next: u8,
-    /// The pair from which bytes were fetched last.
-    pair_fetched: u8,
+    queue: References,
     /// Offset and size of send memory, and offset of the word up to which the program has filled it.
     send_base: u32,
     send_size: u32,
@@ -214,10 +201,7 @@ impl Offloaded {
             in_order: 0,
             memory,
             closing: false,
-            pairs: [Pair::default(); layout::PAIRS],
-            pair_first: 0,
-            pair_next: 0,
-            pair_fetched: 0,
+            queue: References::default(),
             send_base: memory.send_base,
             send_size: memory.send_size,
             queued_offset: layout::session::block(memory.block) + layout::block::QUEUED_SEQ,
@@ -299,7 +283,7 @@ impl Offloaded {
         while left > 0 {
             let offset = seq & (memory.send_size - 1);
             let length = left.min(memory.send_size - offset);
-            self.add_pair(memory.send_base + offset, length, seq);
+            self.queue.add(memory.send_base + offset, length, seq);
             seq = seq.wrapping_add(length);
             left -= length;
         }
@@ -308,7 +292,7 @@ impl Offloaded {
     /// Replaces the send queue by one in other memory.
     pub fn replace_send_queue(&mut self, image: &Image, memory: Memory) {
         self.memory = memory;
-        (self.pair_first, self.pair_next) = (0, 0);
+        self.queue.clear();
         (self.send_base, self.send_size) = (memory.send_base, memory.send_size);
         self.adopt_send_queue(image, memory);
     }
@@ -316,11 +300,9 @@ impl Offloaded {
     /// Moves the bytes of the send queue that lie in buffers of the program's to send memory, before the connection
     /// leaves the NIC or goes on in other memory. They fit: no more is queued than send memory has room for.
     pub fn gather_sends(&self) {
-        let count = self.pair_next.wrapping_sub(self.pair_first);
-        let pairs = (0..count).map(|nth| self.pairs[usize::from(self.pair_first.wrapping_add(nth) & (layout::PAIRS as u8 - 1))]);
         // One that begins in send memory may go on in a buffer that lies behind it.
         let inside = |pair: &Pair| u64::from(pair.address.wrapping_sub(self.send_base)) + u64::from(pair.length);
-        let outside = pairs.filter(|pair| inside(pair) > u64::from(self.send_size));
+        let outside = self.queue.pairs().filter(|pair| inside(pair) > u64::from(self.send_size));
         let sends: Vec<Post> = outside.map(|Pair { address, length, seq }| Post { seq, length, address }).collect();
         if !sends.is_empty()
             && let Some(circle) = self.session_memory.circle(self.send_base, self.send_size)
@@ -335,25 +317,9 @@ impl Offloaded {
         self.template.set_interface(interface);
     }
 
-    /// Appends bytes to the send queue. Bytes that directly follow the last pair in memory extend it. False if the
-    /// queue is full.
+    /// Appends bytes to the send queue. False if it is full.
     pub fn add_pair(&mut self, address: u32, length: u32, seq: u32) -> bool {
-        let mask = layout::PAIRS as u8 - 1;
-        if self.pair_next != self.pair_first {
-            let index = usize::from(self.pair_next.wrapping_sub(1) & mask);
-            let last = &mut self.pairs[index];
-            if last.address.wrapping_add(last.length) == address && last.seq.wrapping_add(last.length) == seq {
-                last.length += length;
-                return true;
-            }
-        }
-        if self.pair_next.wrapping_sub(self.pair_first) >= layout::PAIRS as u8 {
-            return false;
-        }
-        let index = usize::from(self.pair_next & mask);
-        self.pairs[index] = Pair { address, length, seq };
-        self.pair_next = self.pair_next.wrapping_add(1);
-        true
+        self.queue.add(address, length, seq)
     }
 
     /// Whether send memory has room for `length` bytes more than the peer has not acknowledged. Numbers that a program
@@ -379,24 +345,16 @@ impl Offloaded {
             let offset = seq & (self.send_size - 1);
             let length = left.min(self.send_size - offset);
             // At most one pair ends at the end of send memory at a time, so there is always room.
-            self.add_pair(self.send_base + offset, length, seq);
+            self.queue.add(self.send_base + offset, length, seq);
             seq = seq.wrapping_add(length);
             left -= length;
         }
         true
     }
 
-    /// Removes the pairs whose bytes are all acknowledged.
+    /// Removes from the send queue what is acknowledged.
     pub fn drop_acked_pairs(&mut self) {
-        let una = self.tcp.snd_una();
-        let mask = layout::PAIRS as u8 - 1;
-        while self.pair_first != self.pair_next {
-            let first = &self.pairs[usize::from(self.pair_first & mask)];
-            if (una.wrapping_sub(first.seq.wrapping_add(first.length)) as i32) < 0 {
-                break;
-            }
-            self.pair_first = self.pair_first.wrapping_add(1);
-        }
+        self.queue.drop_acked(self.tcp.snd_una());
     }
 
     /// The IPv4 identification of the next segment.
@@ -407,77 +365,20 @@ impl Offloaded {
         ident
     }
 
-    /// Copies `out.len()` bytes of the send queue from sequence number `seq` on: the NIC's DMA. False if the queue does
-    /// not have them, which no program can bring about but by corrupting its own connection.
+    /// Copies `out.len()` bytes of the send queue from sequence number `seq` on, see [`References::fetch`].
     #[inline(always)]
     pub fn fetch(&mut self, seq: u32, out: &mut [u8]) -> bool {
-        // Segments that follow each other nearly always lie in the same pair.
-        let at = self.pair_fetched;
-        let pair = self.pairs[usize::from(at & (layout::PAIRS as u8 - 1))];
-        let skip = seq.wrapping_sub(pair.seq);
-        let is_there = at.wrapping_sub(self.pair_first) < self.pair_next.wrapping_sub(self.pair_first);
-        if is_there && skip < pair.length && out.len() as u32 <= pair.length - skip {
-            return self.session_memory.read((pair.address + skip) as usize, out).is_ok();
-        }
-        self.pair_fetched = self.pair_of(seq);
-        self.fetch_pieces(seq, out)
-    }
-
-    /// Index of the pair that has the byte with this sequence number; any if none has.
-    #[inline(never)]
-    fn pair_of(&self, seq: u32) -> u8 {
-        let holds = |at: &u8| {
-            let pair = &self.pairs[usize::from(at & (layout::PAIRS as u8 - 1))];
-            seq.wrapping_sub(pair.seq) < pair.length
-        };
-        let mut pairs = (0..self.pair_next.wrapping_sub(self.pair_first)).map(|nth| self.pair_first.wrapping_add(nth));
-        pairs.find(holds).unwrap_or(self.pair_first)
+        self.queue.fetch(&self.session_memory, seq, out)
     }
 
     /// [`Offloaded::fetch`] from however many pairs the bytes lie in.
-    #[inline(never)]
-    pub fn fetch_pieces(&self, seq: u32, mut out: &mut [u8]) -> bool {
-        let copied = self.each_piece(seq, out.len() as u32, |at, length| {
-            let (piece, rest) = core::mem::take(&mut out).split_at_mut(length);
-            out = rest;
-            self.session_memory.read(at, piece).ok()
-        });
-        copied.is_some()
+    pub fn fetch_pieces(&self, seq: u32, out: &mut [u8]) -> bool {
+        self.queue.fetch_pieces(&self.session_memory, seq, out)
     }
 
-    /// The places of the `length` bytes of the send queue from sequence number `seq` on. None if they lie in more than
-    /// two pieces, or as in [`Offloaded::fetch`].
+    /// The places of the `length` bytes of the send queue from sequence number `seq` on, see [`References::places`].
     pub fn places(&self, seq: u32, length: u32) -> Option<Payload<'_>> {
-        let mut places: Payload<'_> = [&[], &[]];
-        let mut free = places.iter_mut();
-        self.each_piece(seq, length, |at, length| {
-            *free.next()? = self.session_memory.bytes(at, length)?;
-            Some(())
-        })?;
-        Some(places)
-    }
-
-    /// Gives `each` offset and length of the pieces of session memory in which the `length` bytes of the send queue
-    /// from sequence number `seq` on lie, in order, until it returns None. None also if the queue does not have them.
-    #[inline(always)]
-    fn each_piece(&self, mut seq: u32, mut length: u32, mut each: impl FnMut(usize, usize) -> Option<()>) -> Option<()> {
-        let mask = layout::PAIRS as u8 - 1;
-        let mut index = self.pair_first;
-        while length > 0 {
-            if index == self.pair_next {
-                return None;
-            }
-            let pair = self.pairs[usize::from(index & mask)];
-            let skip = seq.wrapping_sub(pair.seq);
-            if skip < pair.length {
-                let piece = length.min(pair.length - skip);
-                each((pair.address + skip) as usize, piece as usize)?;
-                seq = seq.wrapping_add(piece);
-                length -= piece;
-            }
-            index = index.wrapping_add(1);
-        }
-        Some(())
+        self.queue.places(&self.session_memory, seq, length)
     }
 
     /// `nic_post`: a buffer for the bytes that follow those of earlier buffers; if the NIC is `short` of memory they go
