@@ -229,7 +229,7 @@ fn quick(how: Run) -> Result<Report> {
             },
             Absent {
                 what: "buffering strategies (3.4)",
-                why: "baton ttcp --costs has them on models of the queue, not on our NIC's",
+                why: "baton ttcp --costs compares them: send queues below the real TCP, our NIC's own among them",
             },
         ],
         ..Report::default()
