@@ -345,10 +345,12 @@ impl<Q: Compared> Stream<Q> {
     /// Makes frames of what TCP sends, each looked at by `sent`.
     fn transmit(&mut self, sent: &mut impl FnMut(&[u8])) -> Result<()> {
         while let Some(transmit) = self.near.poll_transmit(NOW, 0) {
-            let frame = &mut self.frame[..transmit.length as usize];
-            ensure!(self.queue.copy(&self.host, transmit.seq, frame), "bytes are missing");
-            sent(frame);
-            self.fetched += u64::from(transmit.length);
+            if transmit.length > 0 {
+                let frame = &mut self.frame[..transmit.length as usize];
+                ensure!(self.queue.copy(&self.host, transmit.seq, frame), "bytes are missing");
+                sent(frame);
+                self.fetched += u64::from(transmit.length);
+            }
             self.out.push(segment_of(&transmit));
         }
         Ok(())
