@@ -45,58 +45,85 @@ impl Level {
         &mut self.lines[first..first + self.ways]
     }
 
-    /// Whether the line is there. It is now the most recently used one of its set, in place of the least recently used
-    /// one if it was not.
-    fn access(&mut self, line: u64) -> bool {
+    /// Makes a line the most recently used one of its set. None if it was there; else the least recently used one,
+    /// which it has replaced, or [`EMPTY`].
+    fn replace(&mut self, line: u64) -> Option<u64> {
         let set = self.set(line);
         // Shifts the more recently used lines behind it by one place; most lines are found in the first.
         let mut before = line;
         for place in set.iter_mut() {
             std::mem::swap(place, &mut before);
             if before == line {
-                return true;
+                return None;
             }
         }
-        false
+        Some(before)
     }
 
-    fn remove(&mut self, line: u64) {
+    /// Whether the line is there. It is now the most recently used one of its set.
+    fn access(&mut self, line: u64) -> bool {
+        self.replace(line).is_none()
+    }
+
+    /// Takes a line out. Whether it was there.
+    fn remove(&mut self, line: u64) -> bool {
         let set = self.set(line);
-        if let Some(at) = set.iter().position(|other| *other == line) {
-            set[at..].rotate_left(1);
-            *set.last_mut().expect("a set has a line") = EMPTY;
-        }
+        let Some(at) = set.iter().position(|other| *other == line) else { return false };
+        set[at..].rotate_left(1);
+        *set.last_mut().expect("a set has a line") = EMPTY;
+        true
     }
 }
 
-/// Two levels of cache before memory. Each level keeps what passes through it.
+/// How two levels work together.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Levels {
+    /// Each keeps what passes through it.
+    Inclusive {
+        /// A miss of the second level also fetches the line behind it.
+        prefetches: bool,
+    },
+    /// The second has what the first has given up, and no line is in both.
+    Exclusive,
+}
+
+/// Two levels of cache before memory.
 #[derive(Clone, Debug)]
 pub struct Caches {
     first: Level,
     second: Level,
-    prefetches: bool,
+    levels: Levels,
 }
 
 impl Caches {
-    /// Empty caches. With `prefetches` a miss of the second level also fetches the line behind it.
-    pub fn new(first: Geometry, second: Geometry, prefetches: bool) -> Caches {
-        Caches { first: Level::new(first), second: Level::new(second), prefetches }
+    /// Empty caches.
+    pub fn new(first: Geometry, second: Geometry, levels: Levels) -> Caches {
+        Caches { first: Level::new(first), second: Level::new(second), levels }
     }
 
     /// The processor reads or writes a line.
     pub fn access(&mut self, line: u64) -> Served {
-        if self.first.access(line) {
-            return Served::First;
+        let Some(victim) = self.first.replace(line) else { return Served::First };
+        match self.levels {
+            Levels::Exclusive => {
+                let was_there = self.second.remove(line);
+                if victim != EMPTY {
+                    self.second.replace(victim);
+                }
+                if was_there { Served::Second } else { Served::Memory }
+            }
+            Levels::Inclusive { prefetches } => {
+                if self.second.access(line) {
+                    return Served::Second;
+                }
+                if prefetches {
+                    self.second.access(line + 1);
+                    // The line that was asked for is the more recent one.
+                    self.second.access(line);
+                }
+                Served::Memory
+            }
         }
-        if self.second.access(line) {
-            return Served::Second;
-        }
-        if self.prefetches {
-            self.second.access(line + 1);
-            // The line that was asked for is the more recent one.
-            self.second.access(line);
-        }
-        Served::Memory
     }
 
     /// A device writes these lines into memory: the processor's copies of them are void.
@@ -114,7 +141,11 @@ mod tests {
 
     /// Two sets of two lines, then two sets of four.
     fn small(prefetches: bool) -> Caches {
-        Caches::new(Geometry { bytes: 256, ways: 2 }, Geometry { bytes: 512, ways: 4 }, prefetches)
+        with(Levels::Inclusive { prefetches })
+    }
+
+    fn with(levels: Levels) -> Caches {
+        Caches::new(Geometry { bytes: 256, ways: 2 }, Geometry { bytes: 512, ways: 4 }, levels)
     }
 
     fn served(caches: &mut Caches, lines: &[u64]) -> Vec<Served> {
@@ -141,6 +172,18 @@ mod tests {
     }
 
     #[test]
+    fn levels_that_exclude_each_other_hold_as_many_lines_as_both() {
+        use Served::{First, Memory, Second};
+        let mut caches = with(Levels::Exclusive);
+        // Six lines of a set: two in the first level, four in the second.
+        assert_eq!(served(&mut caches, &[0, 2, 4, 6, 8, 10]), [Memory; 6]);
+        assert_eq!(served(&mut caches, &[0, 10, 2, 0]), [Second, First, Second, Second]);
+        let mut inclusive = small(false);
+        served(&mut inclusive, &[0, 2, 4, 6, 8, 10]);
+        assert_eq!(served(&mut inclusive, &[0]), [Memory]);
+    }
+
+    #[test]
     fn what_a_device_writes_has_to_be_fetched_again() {
         use Served::{First, Memory};
         let mut caches = small(false);
@@ -154,7 +197,7 @@ mod tests {
     fn a_working_set_that_does_not_fit_misses_always() {
         let geometry = (Geometry { bytes: 64 << 10, ways: 2 }, Geometry { bytes: 256 << 10, ways: 16 });
         let misses = |lines: u64| {
-            let mut caches = Caches::new(geometry.0, geometry.1, false);
+            let mut caches = Caches::new(geometry.0, geometry.1, Levels::Inclusive { prefetches: false });
             let mut count = || (0..lines).filter(|line| caches.access(*line) == Served::Memory).count() as u64;
             (count(), count())
         };

@@ -1,7 +1,7 @@
 //! The host of the paper: FreeBSD's network stack as a list of which layer executes how many instructions and touches
 //! which structures when something happens, over the simulated caches. What happens, and when, comes from outside.
 
-use super::cache::{Caches, Served};
+use super::cache::{Caches, Levels, Served};
 use super::memory::{Array, Layout, Lines, shuffled};
 use super::numbers as n;
 use super::timers::Wheel;
@@ -115,6 +115,8 @@ pub struct Timing {
 pub struct Faults {
     /// A miss does not fetch the next line, too.
     pub no_prefetch: bool,
+    /// The same, and the levels of cache exclude each other, as the Athlon's do.
+    pub exclusive: bool,
     /// A connection's structures are twice as large.
     pub large_state: bool,
     /// The lookup finds a connection only behind many others.
@@ -127,6 +129,11 @@ impl Faults {
     /// Nothing is wrong; runs as long.
     pub fn without(self) -> Faults {
         Faults { short: self.short, ..Faults::default() }
+    }
+
+    /// How the levels of cache work together.
+    fn levels(self) -> Levels {
+        if self.exclusive { Levels::Exclusive } else { Levels::Inclusive { prefetches: !self.no_prefetch } }
     }
 
     /// This number of packets, or in a short run a part of it.
@@ -216,7 +223,7 @@ impl Host {
         }
         let buffers = 4 * n::RING + 64 * count;
         Host {
-            caches: Caches::new(n::FIRST, n::SECOND, !faults.no_prefetch),
+            caches: Caches::new(n::FIRST, n::SECOND, faults.levels()),
             profile: Profile::default(),
             scale,
             files: layout.array(n::FILE, count),

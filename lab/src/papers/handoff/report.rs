@@ -162,8 +162,8 @@ pub fn run(how: Run) -> Result<Report> {
     let faults = Faults {
         large_state: sabotage == Some(Sabotage::LargeState),
         lookup_misses: sabotage == Some(Sabotage::LookupMisses),
-        no_prefetch: false,
         short,
+        ..Faults::default()
     };
     let prototype = prototype::measure(faults)?;
     let simulated = simulated::measure(faults);
