@@ -31,7 +31,7 @@ const ROWS: usize = 8;
 pub fn run(report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<()> {
     let seconds = if how.short { SHORT } else { SECONDS };
     let cores = process::allowed_cpus();
-    ensure!(cores.len() > 1, "one processor is measured while another one sends: this process may run on {} only", cores.len());
+    ensure!(cores.len() > 1, "one processor is measured while another one sends: this process may run on one only");
     let (core, other) = (cores[0], cores[1]);
     // The paper's moderation, as the model has it; frames of the wire's size; nothing is merged.
     let moderation = Mode::Static { time: super::DELAY, frames: super::AT_FRAMES };
@@ -55,11 +55,10 @@ pub fn run(report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<(
     let address = SocketAddr::new(address_a(false), PORT);
     let settings =
         |core, traced| NtttcpSettings { connections: 1, length: LENGTH, seconds, warming: 1.0, core: Some(core), traced };
-    let agent = bed.socket();
+    let (agent, host_a, host_b) = (bed.socket(), &bed.host_a, &bed.host_b);
     let (received, sent) = std::thread::scope(|scope| {
-        let receiving =
-            scope.spawn(|| bed.host_a.run(|| Ok(ntttcp::receive(&settings(core, true), address, Some(agent.as_path())))));
-        let sent = bed.host_b.run(|| Ok(ntttcp::send(&settings(other, false), address, None)));
+        let receiving = scope.spawn(|| host_a.run(|| Ok(ntttcp::receive(&settings(core, true), address, Some(agent.as_path())))));
+        let sent = host_b.run(|| Ok(ntttcp::send(&settings(other, false), address, None)));
         (receiving.join().map_err(|_| anyhow!("the receiver panicked")), sent)
     });
     sent?.context("the sender")?;
