@@ -13,6 +13,6 @@ pub use availability::{Availability, availability};
 pub use bed::{Conditions, Offload};
 pub use bench::{BenchReport, bench};
 pub use mpi::{Carrier, MpiCell};
-pub(crate) use mpi::{Load, MpiHosts};
+pub(crate) use mpi::{Load, MpiHosts, check as check_mpi};
 pub use pingpong::{PingPong, ping_pong};
 pub use soak::{SoakReport, SoakSettings, soak};

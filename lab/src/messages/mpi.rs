@@ -172,6 +172,17 @@ fn provider() -> Result<PathBuf> {
     Ok(folder.canonicalize()?)
 }
 
+const NEEDED: &str = "Debian's Open MPI is needed: scripts/dependencies mpi installs it";
+
+/// Checks that an MPI program can be compiled and run, before anything is made for it.
+///
+/// # Errors
+/// If something is missing; the message says what to do.
+pub fn check() -> Result<()> {
+    provider()?;
+    succeed(Command::new("mpicc").arg("--version").stdout(Stdio::null()).stderr(Stdio::null())).context(NEEDED)
+}
+
 impl MpiHosts {
     /// Two hosts, the first with a NIC or not.
     ///
@@ -193,8 +204,7 @@ impl MpiHosts {
         let source = self.folder.join("mpi.c");
         std::fs::write(&source, SOURCE)?;
         let mut compiler = Command::new("mpicc");
-        succeed(compiler.arg("-O2").arg("-o").arg(self.folder.join("program")).arg(&source))
-            .context("Debian's Open MPI is needed: scripts/dependencies mpi installs it")?;
+        succeed(compiler.arg("-O2").arg("-o").arg(self.folder.join("program")).arg(&source)).context(NEEDED)?;
         let [a, b] = [0, 1].map(|host| self._anchors[host].0.id());
         let script = format!(
             "#!/bin/sh\nwhile case $1 in -*) true ;; *) false ;; esac; do shift; done\nhost=$1; shift\n\

@@ -50,6 +50,8 @@ pub struct Document {
     pub quick: fn(Run) -> Result<Report>,
     /// Its live run.
     pub live: Live,
+    /// Checks what that needs beside root, if anything.
+    pub needs: Option<fn() -> Result<()>>,
     /// Sabotages that its models know.
     pub sabotages: &'static [Sabotage],
 }
@@ -58,8 +60,10 @@ impl Document {
     /// Checks that a live run is possible, before anything else runs.
     ///
     /// # Errors
-    /// If callgrind runs, whose cost would be measured. The numbers of a short run mean nothing.
-    pub fn check_live(how: Run) -> Result<()> {
+    /// If something is missing, or callgrind runs, whose cost would be measured. The numbers of a short run mean
+    /// nothing.
+    pub fn check_live(&self, how: Run) -> Result<()> {
+        self.needs.map_or(Ok(()), |needs| needs()).with_context(|| format!("the live run of {}", self.word))?;
         match process::processes(|name| name.starts_with("callgrind")).first() {
             Some(process) if !how.short => {
                 bail!("callgrind runs (process {process}), and takes the processors that are measured: wait for its end")
@@ -73,7 +77,7 @@ impl Document {
     /// # Errors
     /// If it is not possible, or fails.
     pub fn add_live(&self, report: &mut Report, how: Run, say: &mut dyn FnMut(&str)) -> Result<()> {
-        Self::check_live(how)?;
+        self.check_live(how)?;
         (self.live)(report, how, say).with_context(|| format!("the live run of {}", self.word))
     }
 }

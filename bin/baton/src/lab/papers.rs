@@ -127,7 +127,7 @@ fn sabotage_of(document: &Document, how: &How) -> Result<Option<Sabotage>> {
 fn report(document: &Document, how: &How) -> Result<Report> {
     let run = Run { sabotage: sabotage_of(document, how)?, short: how.short, callgrind: how.callgrind };
     if how.live {
-        Document::check_live(run)?;
+        document.check_live(run)?;
         // Models may have threads, with which this is not possible any more.
         baton_linux::namespace::become_root_if_needed()?;
     }
@@ -176,6 +176,10 @@ fn all(how: &How) -> Result<bool> {
         bail!("no document's models know a sabotage {name}");
     }
     let page = open_page(how)?;
+    if how.live {
+        let run = Run { short: how.short, ..Run::default() };
+        DOCUMENTS.iter().try_for_each(|document| document.check_live(run))?;
+    }
     let mut reports = Vec::new();
     for document in DOCUMENTS {
         let sabotage = how.sabotage.clone().filter(|name| knows(document, name));

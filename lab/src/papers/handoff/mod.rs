@@ -29,5 +29,6 @@ pub const DOCUMENT: Document = Document {
     tables: 2,
     quick: report::run,
     live: live::run,
+    needs: None,
     sabotages: &[Sabotage::LargeState, Sabotage::LookupMisses],
 };

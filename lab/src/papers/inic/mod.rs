@@ -20,6 +20,7 @@ pub const DOCUMENT: Document = Document {
     tables: 0,
     quick,
     live: live::run,
+    needs: None,
     sabotages: &[Sabotage::NoNagle, Sabotage::NoHandshake],
 };
 

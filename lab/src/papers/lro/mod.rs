@@ -26,6 +26,7 @@ pub const DOCUMENT: Document = Document {
     tables: 0,
     quick,
     live: live::run,
+    needs: None,
     sabotages: &[Sabotage::OneQueue, Sabotage::NoAggregation],
 };
 

@@ -20,6 +20,7 @@ pub const DOCUMENT: Document = Document {
     tables: 4,
     quick,
     live: live::run,
+    needs: None,
     sabotages: &[Sabotage::NoModeration, Sabotage::AckEveryFourth],
 };
 

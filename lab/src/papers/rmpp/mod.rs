@@ -8,6 +8,7 @@ mod machine;
 mod programs;
 mod report;
 
+use crate::messages::check_mpi;
 use crate::papers::Document;
 use crate::papers::sabotage::Sabotage;
 
@@ -15,5 +16,12 @@ pub use hardware::{Hardware, JUMBO, STANDARD};
 pub use programs::{Availability, Latency, MB, Step, availability, ping_pong};
 
 /// The document.
-pub const DOCUMENT: Document =
-    Document { word: "rmpp", figures: 12, tables: 0, quick: report::run, live: live::run, sabotages: &[Sabotage::NoCtsBatch] };
+pub const DOCUMENT: Document = Document {
+    word: "rmpp",
+    figures: 12,
+    tables: 0,
+    quick: report::run,
+    live: live::run,
+    needs: Some(check_mpi),
+    sabotages: &[Sabotage::NoCtsBatch],
+};
