@@ -62,7 +62,7 @@ test: lint
 # What every change is tried with first: lints, unit tests, the machine of moves, the simulator for ten seconds. It needs neither root nor
 # other packages than the compiler's, and less than a minute where everything is compiled. `make check UNITS=baton-tcp`: one crate's tests.
 check: UNITS ?= $(addprefix baton-,wire log shm device netem abi ring image protocol recovery datagrams capture records tcp rmpp resolution \
-  tables tso lro moderation rss active-ack copy matching filter offloads placement datapath moves supervision policy agent keeper client)
+  tables tso lro moderation rss active-ack copy matching filter offloads placement datapath moves supervision policy core agent keeper client)
 check: lint
 	$(CARGO) test --profile checked --locked --quiet $(addprefix -p ,$(UNITS)) --lib
 	$(CARGO) test --profile checked --locked --quiet -p baton-moves --test walk

@@ -7,7 +7,7 @@ use crate::agent::Agent;
 use crate::block::Block;
 use crate::calls::outsider;
 use crate::connecting::ABORTED;
-use crate::connection::{Asker, Carried, Connection, Memory, Stage};
+use crate::connection::{Asker, Carried, Connection, Memory};
 use crate::events::AGENT_DIED;
 use crate::fin::ReplayedFin;
 use crate::group::{Group, Groups};
@@ -20,6 +20,7 @@ use crate::users::Users;
 use anyhow::{Context, Result};
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, nic, session};
+use baton_core::Stage;
 use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::{Channel, PeerChannel};
@@ -432,7 +433,8 @@ impl Agent {
                 connection.serial = self.serials;
                 connection.cgroup = self.cgroups.of(connection.process);
                 if let Some(after) = self.groups.get(session.opening.group).and_then(Group::interval) {
-                    self.schedule.add(after, at as u32, connection.number(), connection.serial);
+                    let key = (at as u32, connection.number(), connection.serial);
+                    self.schedule.add(monotonic_micros().saturating_add(after), key);
                 }
             }
         }

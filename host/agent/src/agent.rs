@@ -21,7 +21,7 @@ use crate::counts::Counts;
 use crate::datagrams::Datagrams;
 use crate::earlier::Earlier;
 use crate::events::Reasons;
-use crate::flips::{Schedule, Share};
+use crate::flips::Share;
 use crate::ground::{Claims, Ground, Shape};
 use crate::group::Groups;
 use crate::guards::Guards;
@@ -29,7 +29,7 @@ use crate::holders::Searches;
 use crate::known::Known;
 use crate::listening::Listeners;
 use crate::looks::Looks;
-use crate::moves::{Moves, excuse_what_was_missed};
+use crate::moves::{Key, Moves, excuse_what_was_missed};
 use crate::nic::{Hardware, NicProcess};
 use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
@@ -39,6 +39,7 @@ use crate::users::Users;
 use crate::watch::Watch;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
+use baton_core::Timers;
 use baton_linux::control::{Channel, Listener, MOST_RECEIVED, PeerChannel};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
@@ -105,9 +106,9 @@ pub(crate) struct Agent {
     pub started: u64,
     pub(crate) chaos: Chaos,
     pub groups: Groups,
-    pub schedule: Schedule,
+    pub schedule: Timers<Key>,
     /// Times at which failed moves are retried.
-    pub retries: Schedule,
+    pub retries: Timers<Key>,
     /// What it may use of a processor for random moves.
     pub share: Share,
     /// Of each NIC.
@@ -239,7 +240,7 @@ pub fn run() -> Result<()> {
     let statistics = Statistics { nic_starts: settings.nics as u32, ..Statistics::default() };
     let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
     let users = Users::new(settings.limits, settings.nics);
-    let (groups, schedule, moves) = (Groups::default(), Schedule::default(), Moves::new(settings.choose, &settings.measured));
+    let (groups, schedule, moves) = (Groups::default(), Timers::default(), Moves::new(settings.choose, &settings.measured));
     let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
     let crash_loops = vec![CrashLoop::default(); nics.len()];
     let mut agent = Agent {
@@ -256,7 +257,7 @@ pub fn run() -> Result<()> {
         chaos,
         groups,
         schedule,
-        retries: Schedule::default(),
+        retries: Timers::default(),
         share: Share::default(),
         crash_loops,
         serials: 0,

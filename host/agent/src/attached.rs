@@ -3,8 +3,9 @@
 
 use crate::agent::Agent;
 use crate::calls::{self, check_unlocked, outsider};
-use crate::connection::{Asker, Connection, Stage};
+use crate::connection::{Asker, Connection};
 use crate::session::Session;
+use baton_core::Stage;
 use baton_handoff::examine;
 use baton_linux::foreign::Foreign;
 use baton_linux::{diagnosis, process, socket};

@@ -5,10 +5,11 @@
 
 use crate::agent::Agent;
 use crate::calls::Completion;
-use crate::connection::{Asker, Stage};
+use crate::connection::Asker;
 use crate::devices::Devices;
 use crate::ground::Shape;
 use crate::moves::{Key, MANY_WAITING, named};
+use baton_core::Stage;
 use baton_linux::foreign::{self, Foreign};
 use baton_log::warning;
 use baton_moves::Refusal;

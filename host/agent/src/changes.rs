@@ -4,11 +4,12 @@
 
 use crate::agent::Agent;
 use crate::calls::{Calls, Completion, outsider};
-use crate::connection::{Connection, OnNic, Stage};
+use crate::connection::{Connection, OnNic};
 use crate::ground::{Ground, Shape};
 use crate::moves::named;
 use crate::session::{Host, Session};
 use baton_abi::{Control, Message, Operation};
+use baton_core::Stage;
 use baton_device::NOWHERE;
 use baton_image::Image;
 use baton_linux::foreign::{self, Foreign};

@@ -6,10 +6,11 @@
 //! connection with SO_LINGER, or of a program that ends, moves to the kernel first.
 
 use crate::agent::Agent;
-use crate::connection::{Connection, Stage, Then};
+use crate::connection::{Connection, Then};
 use crate::events::CLOSED;
 use baton_abi::layout::block;
 use baton_abi::{Control, Message, Operation};
+use baton_core::Stage;
 use baton_linux::socket;
 use baton_moves::{Goal, Step};
 use baton_protocol::program::Place;

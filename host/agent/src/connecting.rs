@@ -8,7 +8,7 @@
 //! Each of these calls waits for the socket's lock, which its program may hold: see [`crate::calls`].
 
 use crate::agent::Agent;
-use crate::connection::{Asker, Connection, Stage};
+use crate::connection::{Asker, Connection};
 use crate::journal;
 use crate::listening::make_shell;
 use crate::memory::Limits;
@@ -17,6 +17,7 @@ use crate::record::{read_image, unpublish};
 use crate::way::Way;
 use baton_abi::layout::{Owner, block, nic, scratch, slot};
 use baton_abi::{Control, Message, Operation};
+use baton_core::Stage;
 use baton_handoff::examine::system;
 use baton_handoff::{listening, shell};
 use baton_image::{Image, MAX_ENCODED};

@@ -13,6 +13,7 @@ use crate::packed::PackedMemory;
 use crate::traffic::Traffic;
 use crate::way::Way;
 use baton_abi::Cid;
+use baton_core::Stage;
 use baton_handoff::export::Exporter;
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
@@ -83,19 +84,6 @@ impl Waiting {
     fn is_empty(&self) -> bool {
         self.askers.is_empty() && self.again.is_empty() && self.then.is_empty()
     }
-}
-
-/// Stage of a connection's life with the agent, derived from its move's step.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Stage {
-    /// In the kernel.
-    Kernel,
-    /// Being offloaded: the move waits for the NIC's copy or for the program.
-    Offloading,
-    /// On the NIC, or being restored.
-    Nic,
-    /// It ended while it was on the NIC; only the shell is left.
-    Ended,
 }
 
 /// What a connection on the NIC rests for, to go on with other memory or with the same.
@@ -664,12 +652,7 @@ impl Connection {
     }
 
     pub fn stage(&self) -> Stage {
-        match self.step {
-            Step::Ended => Stage::Ended,
-            step if step.is_on_nic() => Stage::Nic,
-            Step::Kernel if self.goal().is_none() => Stage::Kernel,
-            _ => Stage::Offloading,
-        }
+        Stage::of(self.step, self.goal())
     }
 
     /// Returns what is needed of a connection on the NIC when it leaves that. None if the journal is damaged.

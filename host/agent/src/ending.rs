@@ -2,9 +2,9 @@
 //! rejected. Connections that cannot be restored are reset.
 
 use crate::agent::Agent;
-use crate::connection::Stage;
 use crate::listening;
 use crate::nic::NicProcess;
+use baton_core::Stage;
 use baton_linux::events::monotonic_micros;
 use baton_log::error;
 use baton_moves::Event;

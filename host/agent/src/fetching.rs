@@ -8,10 +8,11 @@
 use crate::agent::Agent;
 use crate::attached::stand_in;
 use crate::calls::{self, outsider};
-use crate::connection::{Connection, Stage};
+use crate::connection::Connection;
 use crate::journal;
 use crate::session::{NOT_READING, Sent, Session};
 use baton_abi::Cid;
+use baton_core::Stage;
 use baton_linux::events::{Poller, Trigger, monotonic_micros};
 use baton_linux::foreign::Foreign;
 use baton_log::warning;

@@ -3,7 +3,7 @@
 //! kept it there; and moves by heat.
 
 use crate::agent::Agent;
-use crate::connection::{OnNic, Stage};
+use crate::connection::OnNic;
 use crate::events::{GONE_COLD, SOCKET_GONE};
 use crate::moves::{Key, SLICE, named};
 use crate::placement::Scene;
@@ -11,14 +11,14 @@ use crate::record::read_record;
 use baton_abi::Resource;
 use baton_abi::layout::{block, nic};
 use baton_abi::resource::{PAGE, PAIRS, pages};
+use baton_core::Stage;
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
 use baton_offloads::WhenFull;
 use baton_policy::{Demand, Place as At, Sample, WORTH};
 use baton_protocol::program::Place;
 use baton_supervision::{LONGEST_RETRY, Leave};
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 /// Time after which a failed restore is retried, in microseconds.
@@ -43,39 +43,6 @@ const REST: u64 = 2;
 /// Why a connection was not moved when its time had come. It is drawn again like any other, so it may be skipped more
 /// than once.
 const NO_TIME: &str = "more connections were to move than the agent has time for";
-
-/// Times at which connections are to move: microseconds of the monotonic clock, session, number, and serial number,
-/// since session and number are reused.
-#[derive(Default)]
-pub(crate) struct Schedule(BinaryHeap<Reverse<(u64, u32, u32, u64)>>);
-
-impl Schedule {
-    pub fn add(&mut self, after: u64, session: u32, number: u32, serial: u64) {
-        self.add_at(monotonic_micros().saturating_add(after), session, number, serial);
-    }
-
-    fn add_at(&mut self, at: u64, session: u32, number: u32, serial: u64) {
-        self.0.push(Reverse((at, session, number, serial)));
-    }
-
-    fn due(&mut self, now: u64) -> Option<(u64, (u32, u32, u64))> {
-        let Reverse((at, session, number, serial)) = *self.0.peek()?;
-        (at <= now).then(|| {
-            self.0.pop();
-            (at, (session, number, serial))
-        })
-    }
-
-    fn is_due(&self, now: u64) -> bool {
-        self.0.peek().is_some_and(|Reverse((at, ..))| *at <= now)
-    }
-
-    /// Time until the next is due.
-    pub fn wait(&self) -> Option<Duration> {
-        let Reverse((at, ..)) = self.0.peek()?;
-        Some(Duration::from_micros(at.saturating_sub(monotonic_micros())))
-    }
-}
 
 /// What part of a processor the agent may use with moves at random: one part of this. It goes before programs, which
 /// need the rest.
@@ -117,7 +84,7 @@ impl Agent {
     /// Makes the moves that are due.
     pub(crate) fn flip(&mut self) {
         let begun = monotonic_micros();
-        while let Some((at, key)) = self.retries.due(begun) {
+        while let Some((at, key)) = self.retries.take(begun) {
             self.attend(key.0);
             self.try_again(at, key);
             if monotonic_micros() >= begun + SLICE {
@@ -128,7 +95,7 @@ impl Agent {
             return;
         }
         let mut now = begun;
-        while let Some((_, (session, number, serial))) = self.schedule.due(begun) {
+        while let Some((_, (session, number, serial))) = self.schedule.take(begun) {
             if now < begun + SLICE && self.moves.under_way() < AT_ONCE {
                 self.attend(session);
                 self.flip_one(session, number, serial);
@@ -142,9 +109,10 @@ impl Agent {
 
     /// Time that the loop may sleep as far as random moves and retries are concerned.
     pub(crate) fn flips_wait(&self) -> Option<Duration> {
-        let rest = Duration::from_micros(self.share.left());
-        let flips = self.schedule.wait().map(|wait| wait.max(rest));
-        [flips, self.retries.wait()].into_iter().flatten().min()
+        let now = monotonic_micros();
+        let flips = self.schedule.due().map(|at| at.saturating_sub(now).max(self.share.left()));
+        let retries = self.retries.due().map(|at| at.saturating_sub(now));
+        flips.into_iter().chain(retries).min().map(Duration::from_micros)
     }
 
     fn flip_later(&mut self, session: u32, number: u32, serial: u64) {
@@ -153,7 +121,7 @@ impl Agent {
         if connection.serial == serial
             && let Some(after) = self.groups.get(entry.opening.group).and_then(crate::group::Group::interval)
         {
-            self.schedule.add(after, session, number, serial);
+            self.schedule.add(monotonic_micros().saturating_add(after), (session, number, serial));
             if connection.reason.is_empty() {
                 connection.reason = NO_TIME.into();
             }
@@ -180,7 +148,7 @@ impl Agent {
         let Some(Some(entry)) = self.sessions.get(session as usize) else { return };
         let Some(Some(connection)) = entry.connections.get(number as usize) else { return };
         if let Some(after) = self.groups.get(entry.opening.group).and_then(crate::group::Group::interval) {
-            self.schedule.add(after.max(rest), session, number, connection.serial);
+            self.schedule.add(monotonic_micros().saturating_add(after.max(rest)), (session, number, connection.serial));
         }
     }
 
@@ -266,7 +234,7 @@ impl Agent {
         let Some(connection) = self.connection(session, number) else { return };
         let serial = connection.serial;
         if connection.extra().retry.plan(at) {
-            self.retries.add_at(at, session, number, serial);
+            self.retries.add(at, (session, number, serial));
         }
     }
 

@@ -62,7 +62,6 @@ mod slab;
 mod texts;
 mod tracker;
 mod traffic;
-mod under_way;
 mod users;
 mod wanted;
 mod watch;

@@ -6,7 +6,7 @@
 
 use crate::agent::Agent;
 use crate::attaching::ForDevices;
-use crate::connection::{Asker, Connection, Stage, Then, Waiting, record};
+use crate::connection::{Asker, Connection, Then, Waiting, record};
 use crate::flips::place;
 use crate::gain::{Found, Gains};
 use crate::journal;
@@ -16,11 +16,11 @@ use crate::perform::Performer;
 use crate::placement::Placement;
 use crate::record::read_record;
 use crate::settings::Choose;
-use crate::under_way::UnderWay;
 use crate::wanted::Requests;
 use baton_abi::Cid;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
+use baton_core::{LOOK, Stage, UnderWay};
 use baton_linux::events::monotonic_micros;
 use baton_log::{error, warning};
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
@@ -32,9 +32,6 @@ use std::time::Duration;
 
 /// Share of a round for each kind of work on moves, in microseconds. A move that has begun is finished.
 pub(crate) const SLICE: u64 = 500;
-
-/// Time between two checks of moves that wait for their program, or for the NIC's copy, in microseconds.
-const LOOK: u64 = 100;
 
 /// Time without a request after which suggested moves are made, and age from which they are made regardless, in
 /// microseconds.
@@ -56,7 +53,7 @@ pub(crate) struct PutOff(Key, Then, u8);
 /// Queues of moves.
 #[derive(Default)]
 pub(crate) struct Moves {
-    under_way: UnderWay,
+    under_way: UnderWay<Key>,
     /// Moves to the NIC that programs have suggested, with the time of that.
     suggested: VecDeque<(Key, u64)>,
     /// Connections that have to leave the NIC, each with the reason.
@@ -103,7 +100,8 @@ impl Moves {
             () if self.under_way.count() > 0 => LOOK,
             () => {
                 let placed = self.placements.iter().filter_map(Placement::wait).chain(self.gain.as_ref().map(Gains::wait));
-                return placed.chain(self.under_way.wait(monotonic_micros())).min();
+                let held_up = self.under_way.due().map(|due| due.saturating_sub(monotonic_micros()));
+                return placed.chain(held_up.map(Duration::from_micros)).min();
             }
         };
         Some(Duration::from_micros(micros))

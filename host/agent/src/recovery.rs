@@ -2,11 +2,12 @@
 //! its memory.
 
 use crate::agent::Agent;
-use crate::connection::{Asker, Connection, Stage};
+use crate::connection::{Asker, Connection};
 use crate::events::{KILLS_NIC, NIC_DIED};
 use crate::ground::Shape;
 use crate::nic::NicProcess;
 use baton_backends::VnetDevice;
+use baton_core::Stage;
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::monotonic_micros;
 use baton_log::{error, info, warning};

@@ -3,7 +3,8 @@
 //! its time is over: the NIC knows how long its peer has been silent, and ends it.
 
 use crate::agent::Agent;
-use crate::connection::{Connection, Stage};
+use crate::connection::Connection;
+use baton_core::Stage;
 use baton_linux::events::monotonic_micros;
 use baton_moves::{Conclusion, Refusal};
 

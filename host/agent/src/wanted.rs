@@ -2,9 +2,10 @@
 //! what cannot be sent then is sent later, unless the connection has moved meanwhile.
 
 use crate::agent::Agent;
-use crate::connection::{Connection, Stage};
+use crate::connection::Connection;
 use crate::moves::named;
 use crate::session::{Sent, Session};
+use baton_core::Stage;
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_protocol::program::{Answer, Place, Reply};

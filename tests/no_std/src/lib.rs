@@ -5,7 +5,7 @@
 extern crate alloc;
 
 pub use {
-    baton_abi, baton_device, baton_filter, baton_image, baton_lro, baton_matching, baton_moderation, baton_moves, baton_offloads, baton_resolution, baton_rmpp,
+    baton_abi, baton_core, baton_device, baton_filter, baton_image, baton_lro, baton_matching, baton_moderation, baton_moves, baton_offloads, baton_resolution, baton_rmpp,
     baton_policy, baton_supervision, baton_tables, baton_tcp, baton_tso, baton_wire,
 };
 

@@ -5,7 +5,7 @@ use super::listing::{LISTED_IN_ALL, Listing};
 use crate::adoption;
 use crate::answers::{After, NO_ANSWER};
 use crate::block::Block;
-use crate::connection::{Asker, Connection, Stage, Then};
+use crate::connection::{Asker, Connection, Then};
 use crate::gain;
 use crate::ground::Shape;
 use crate::group::Group;
@@ -19,6 +19,7 @@ use crate::session::{NOT_READING, Sent, Session};
 use crate::texts::shortened;
 use anyhow::{Context, Result};
 use baton_abi::layout::Owner;
+use baton_core::Stage;
 use baton_handoff::examine;
 use baton_linux::control::PeerChannel;
 use baton_linux::events::monotonic_micros;
@@ -545,7 +546,7 @@ impl Agent {
         if let Some(group) = self.groups.get(group) {
             group.report.connections += 1;
             if let Some(after) = group.interval() {
-                self.schedule.add(after, session, number, serial);
+                self.schedule.add(monotonic_micros().saturating_add(after), (session, number, serial));
             }
         }
     }

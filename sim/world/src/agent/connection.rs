@@ -7,8 +7,9 @@ use crate::keeper::{Kept, Until};
 use crate::kernel::Descriptor;
 use baton_abi::Cid;
 use baton_abi::layout::block;
+use baton_core::Stage;
 use baton_image::{Image, NicState, Stay};
-use baton_moves::{Move, Step};
+use baton_moves::Move;
 use baton_wire::Flow;
 
 /// An enlargement that is under way.
@@ -18,15 +19,6 @@ pub(super) struct Growing {
     /// Blocks of memory that are not in use.
     pub unused: [Option<(u32, u32)>; 2],
     pub larger: Memory,
-}
-
-/// Stage of a connection's life with the agent.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Stage {
-    Kernel,
-    Offloading,
-    Nic,
-    Ended,
 }
 
 /// What a program wants of a connection that is in the kernel.
@@ -46,6 +38,8 @@ pub(super) struct Connection {
     pub until: Until,
     pub block: Block,
     pub machine: Move,
+    /// Whether it is in the queue of moves that wait.
+    pub under_way: bool,
     /// When it last gave the NIC a command that is to be answered.
     pub asked: Asked,
     pub cid: Option<Cid>,
@@ -85,6 +79,7 @@ impl Connection {
             moves: block.load(block::MOVES),
             block,
             machine: Move::new(),
+            under_way: false,
             asked: Asked::default(),
             cid: None,
             on_nic: None,
@@ -107,11 +102,6 @@ impl Connection {
     }
 
     pub fn stage(&self) -> Stage {
-        match self.machine.step() {
-            Step::Ended => Stage::Ended,
-            step if step.is_on_nic() => Stage::Nic,
-            Step::Kernel if self.machine.goal().is_none() => Stage::Kernel,
-            _ => Stage::Offloading,
-        }
+        Stage::of(self.machine.step(), self.machine.goal())
     }
 }

@@ -14,19 +14,18 @@ use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
 use baton_abi::{Cid, Control, Message, Operation};
+use baton_core::{LOOK, Stage, UnderWay};
 use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
 use baton_shm::RingWords;
 use baton_sim::Rng;
-use connection::{Connection, Stage, Wish};
+use connection::{Connection, Wish};
 use link::NicLink;
 use perform::Performer;
 use std::collections::{BTreeMap, VecDeque};
 use watch::Watch;
 
-/// Time between two checks of moves that wait, microseconds.
-const LOOK: u64 = 100;
 /// Microseconds of mirroring that the copy may take.
 const PATIENCE: u64 = 500_000;
 /// Time between two attempts to restore a connection that must leave the NIC, microseconds.
@@ -96,6 +95,8 @@ pub(crate) struct Agent {
     /// The next action of the move that is worked on.
     chain: Option<(u32, Action)>,
     tasks: VecDeque<Task>,
+    /// Moves that wait for something.
+    under_way: UnderWay<u32>,
     requests: VecDeque<(u32, Request)>,
     /// Requests are served: the takeover is over.
     announced: bool,
@@ -125,6 +126,7 @@ impl Agent {
             ended: BTreeMap::new(),
             chain: None,
             tasks: VecDeque::new(),
+            under_way: UnderWay::default(),
             requests: VecDeque::new(),
             announced: false,
             answers: Vec::new(),
@@ -251,15 +253,18 @@ impl Agent {
         if busy || self.nic.has_message() || self.announced && !waits && !self.requests.is_empty() {
             return self.due.max(machine.now.0);
         }
-        let answers = self.connections.values().filter_map(|connection| connection.machine.answer_due());
+        let soon = self.due.max(machine.now.0);
         let connections = self.connections.values();
         let retries = connections.filter_map(|connection| connection.must_return.filter(|_| connection.stage() == Stage::Nic));
-        let works = |connection: &Connection| {
-            let waits = connection.machine.waits() || connection.wish.is_some();
-            waits && connection.machine.answer_due().is_none()
+        let wishes = |connection: &Connection| connection.wish.is_some() && connection.machine.answer_due().is_none();
+        let wishes = self.connections.values().any(wishes).then_some(soon);
+        // One that waits for the NIC's answer has nothing to do before that is late.
+        let due = |number: u32| {
+            let machine = &self.connections.get(&number)?.machine;
+            machine.waits().then(|| machine.answer_due().unwrap_or(soon))
         };
-        let ticks = self.connections.values().any(works).then_some(self.due.max(machine.now.0));
-        retries.chain(ticks).chain(answers).chain(self.watch.due(machine)).min().unwrap_or(u64::MAX)
+        let moves = self.under_way.soon().filter_map(due).chain(self.under_way.due().map(|due| due.max(soon)));
+        retries.chain(wishes).chain(moves).chain(self.watch.due(machine)).min().unwrap_or(u64::MAX)
     }
 
     /// Whether the NIC has not answered a command.
@@ -313,10 +318,18 @@ impl Agent {
     /// Lets the moves that wait go on, and restores what must return.
     fn look(&mut self, now: u64) {
         let tick = self.tick(now);
+        self.under_way.begin_round(now);
+        while let Some(number) = self.under_way.take() {
+            let Some(connection) = self.connections.get_mut(&number) else { continue };
+            if connection.machine.answer_due().is_some_and(|due| due > now) {
+                self.under_way.add(number, false, now);
+            } else {
+                connection.under_way = false;
+                self.tasks.push_back(Task::Drive(number, tick.clone()));
+            }
+        }
         for (number, connection) in &mut self.connections {
-            if connection.machine.waits() && connection.machine.answer_due().is_none_or(|due| due <= now) {
-                self.tasks.push_back(Task::Drive(*number, tick.clone()));
-            } else if connection.must_return.is_some_and(|at| at <= now) {
+            if connection.must_return.is_some_and(|at| at <= now) {
                 match connection.stage() {
                     Stage::Nic => {
                         connection.must_return = Some(now + LATER);
@@ -401,27 +414,27 @@ impl Agent {
             machine.failure = Some(format!("the NIC of host {} {wrong}", machine.number));
         }
         let next = connection.machine.on(event, machine.now.0);
-        self.follow(number, next);
+        self.follow(number, next, machine.now.0);
     }
 
-    /// Notes the next action of a move; or, if the NIC must not go on, recovers.
-    fn follow(&mut self, number: u32, next: Option<Action>) {
-        match next {
-            Some(action) => self.chain = Some((number, action)),
-            None => {
-                let barrier = self.connections.get(&number).and_then(|connection| connection.machine.barrier());
-                if let Some(connection) = self.connections.get_mut(&number)
-                    && let Some(step) = connection.machine.rests_at()
-                {
-                    // As the agent does: of a machine at rest only the step is kept.
-                    connection.machine = Move::resting_at(step);
-                }
-                if barrier == Some(Barrier::Dead) {
-                    let later = std::mem::take(&mut self.tasks);
-                    self.schedule_recovery();
-                    self.tasks.extend(later);
-                }
-            }
+    /// Notes the next action of a move, or that it waits; or, if the NIC must not go on, recovers.
+    fn follow(&mut self, number: u32, next: Option<Action>, now: u64) {
+        if let Some(action) = next {
+            self.chain = Some((number, action));
+            return;
+        }
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        if let Some(step) = connection.machine.rests_at() {
+            // As the agent does: of a machine at rest only the step is kept.
+            connection.machine = Move::resting_at(step);
+        }
+        if connection.machine.waits() && !std::mem::replace(&mut connection.under_way, true) {
+            self.under_way.add(number, connection.machine.is_held_up(now), now);
+        }
+        if connection.machine.barrier() == Some(Barrier::Dead) {
+            let later = std::mem::take(&mut self.tasks);
+            self.schedule_recovery();
+            self.tasks.extend(later);
         }
     }
 
@@ -468,7 +481,7 @@ impl Agent {
         if let Action::Conclude(conclusion) = action {
             self.conclude(number, conclusion);
         }
-        self.follow(number, next);
+        self.follow(number, next, machine.now.0);
     }
 
     fn conclude(&mut self, number: u32, conclusion: &Conclusion) {

@@ -1,23 +1,21 @@
 //! Moves that have begun and wait for something, in the order in which they are looked at.
 
-use std::collections::VecDeque;
-use std::time::Duration;
+use alloc::collections::VecDeque;
+
+/// Time between two looks at a move that goes on soon, in microseconds.
+pub const LOOK: u64 = 100;
 
 /// Time between two looks at a move that is held up, in microseconds: its program may be stopped, or never say that it
 /// has left.
 const SELDOM: u64 = 10_000;
 
-/// Names a connection: session, number, and serial number, since session and number are reused.
-type Key = (u32, u32, u64);
-
-/// Moves that wait, each in one of two queues.
-#[derive(Default)]
-pub(crate) struct UnderWay {
+/// Moves that wait, by names of their connections that are never used twice, each in one of two queues.
+#[derive(Default, Debug)]
+pub struct UnderWay<K> {
     /// Those that go on soon.
-    moves: VecDeque<Key>,
-    /// Those that are held up by their programs, each with the time of the next look, in microseconds of the monotonic
-    /// clock.
-    held_up: VecDeque<(u64, Key)>,
+    moves: VecDeque<K>,
+    /// Those that are held up by their programs, each with the time of the next look.
+    held_up: VecDeque<(u64, K)>,
     /// The next look is at one of those, if one is due.
     turns: bool,
     /// How many of each queue are to be looked at in this round still: those that were there, and due, when it began.
@@ -25,9 +23,9 @@ pub(crate) struct UnderWay {
     left_held_up: usize,
 }
 
-impl UnderWay {
+impl<K: Copy> UnderWay<K> {
     /// Adds a move that has been looked at now.
-    pub fn add(&mut self, key: Key, is_held_up: bool, now: u64) {
+    pub fn add(&mut self, key: K, is_held_up: bool, now: u64) {
         if is_held_up {
             self.held_up.push_back((now + SELDOM, key));
         } else {
@@ -44,7 +42,7 @@ impl UnderWay {
 
     /// Takes the next move that is to be looked at in this round: from both queues in turn, so that however many are
     /// held up, they do not hold up others.
-    pub fn take(&mut self) -> Option<Key> {
+    pub fn take(&mut self) -> Option<K> {
         self.turns = !self.turns;
         if self.left_held_up > 0 && (self.turns || self.left == 0) {
             self.left_held_up -= 1;
@@ -59,37 +57,45 @@ impl UnderWay {
         self.moves.len()
     }
 
-    /// Time until a move that is held up is looked at.
-    pub fn wait(&self, now: u64) -> Option<Duration> {
-        self.held_up.front().map(|(due, _)| Duration::from_micros(due.saturating_sub(now)))
+    /// When a move that is held up is looked at next.
+    pub fn due(&self) -> Option<u64> {
+        self.held_up.front().map(|(due, _)| *due)
+    }
+
+    /// Those that go on soon.
+    pub fn soon(&self) -> impl Iterator<Item = K> {
+        self.moves.iter().copied()
     }
 
     /// All of them.
-    pub fn keys(&self) -> impl Iterator<Item = Key> {
-        self.moves.iter().copied().chain(self.held_up.iter().map(|(_, key)| *key))
+    pub fn keys(&self) -> impl Iterator<Item = K> {
+        self.soon().chain(self.held_up.iter().map(|(_, key)| *key))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use alloc::vec::Vec;
+
+    type Key = (u32, u32, u64);
 
     #[test]
     fn what_is_held_up_is_looked_at_seldom_and_in_turn_with_others() {
-        let mut under_way = UnderWay::default();
+        let mut under_way = UnderWay::<Key>::default();
         for serial in 0..3 {
             under_way.add((1, 1, serial), true, serial);
             under_way.add((2, 2, serial), false, serial);
         }
         assert_eq!(under_way.count(), 3);
-        assert_eq!(under_way.wait(1_000), Some(Duration::from_micros(SELDOM - 1_000)));
+        assert_eq!(under_way.due(), Some(SELDOM));
         under_way.begin_round(3);
         assert_eq!([(); 3].map(|()| under_way.take()), [0, 1, 2].map(|serial| Some((2, 2, serial))));
         assert_eq!((under_way.take(), under_way.count()), (None, 0));
         (0..3).for_each(|serial| under_way.add((2, 2, serial), false, 3));
         // The third one is not due yet.
         under_way.begin_round(SELDOM + 1);
-        let taken: Vec<u32> = std::iter::from_fn(|| under_way.take()).map(|(session, ..)| session).collect();
+        let taken: Vec<u32> = core::iter::from_fn(|| under_way.take()).map(|(session, ..)| session).collect();
         assert_eq!(taken, [1, 2, 1, 2, 2]);
         assert_eq!(under_way.keys().collect::<Vec<_>>(), [(1, 1, 2)]);
     }
@@ -97,7 +103,7 @@ mod tests {
     /// A thousand moves that are held up do not make the one beside them be looked at hundreds of times in a round.
     #[test]
     fn each_move_is_looked_at_once_in_a_round() {
-        let mut under_way = UnderWay::default();
+        let mut under_way = UnderWay::<Key>::default();
         (0..1000).for_each(|serial| under_way.add((1, 1, serial), true, 0));
         under_way.add((2, 2, 0), false, 0);
         for round in 1..=2 {

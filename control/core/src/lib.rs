@@ -1,0 +1,17 @@
+//! What the agent decides, without I/O, clock or randomness: times are arguments, in microseconds of a clock that does
+//! not run back. The agent performs it on sockets, memory and NICs; the simulator runs the same code on its models.
+//!
+//! A connection's move is a machine of its own (`baton-moves`). Here is what concerns all connections, or what comes
+//! before and after a move: in which order moves go on ([`UnderWay`]) and what is due when ([`Timers`]).
+#![no_std]
+#![forbid(unsafe_code)]
+
+extern crate alloc;
+
+mod stage;
+mod timers;
+mod under_way;
+
+pub use stage::Stage;
+pub use timers::Timers;
+pub use under_way::{LOOK, UnderWay};
