@@ -2,16 +2,19 @@
 //! not run back. The agent performs it on sockets, memory and NICs; the simulator runs the same code on its models.
 //!
 //! A connection's move is a machine of its own (`baton-moves`). Here is what concerns all connections, or what comes
-//! before and after a move: in which order moves go on ([`UnderWay`]) and what is due when ([`Timers`]).
+//! before and after a move: in which order moves go on ([`UnderWay`]), what is due when ([`Timers`]), what follows the
+//! end of a move ([`follow`]), and which begin although nobody asks ([`unasked`]).
 #![no_std]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
 
+mod follow;
 mod stage;
 mod timers;
 mod under_way;
 
+pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
 pub use stage::Stage;
 pub use timers::Timers;
 pub use under_way::{LOOK, UnderWay};

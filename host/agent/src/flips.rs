@@ -3,7 +3,7 @@
 //! kept it there; and moves by heat.
 
 use crate::agent::Agent;
-use crate::connection::OnNic;
+use crate::connection::{Connection, OnNic};
 use crate::events::{GONE_COLD, SOCKET_GONE};
 use crate::moves::{Key, SLICE, named};
 use crate::placement::Scene;
@@ -11,7 +11,7 @@ use crate::record::read_record;
 use baton_abi::Resource;
 use baton_abi::layout::{block, nic};
 use baton_abi::resource::{PAGE, PAIRS, pages};
-use baton_core::Stage;
+use baton_core::{LATER, Next, Stage, Standing, Unasked, cannot_go, follow, unasked};
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
 use baton_offloads::WhenFull;
@@ -20,17 +20,6 @@ use baton_protocol::program::Place;
 use baton_supervision::{LONGEST_RETRY, Leave};
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
-
-/// Time after which a failed restore is retried, in microseconds.
-const AGAIN: u64 = 1_000;
-
-/// Time after which a connection that had to leave the NIC, although a move there was requested, is offloaded again,
-/// and most time between two looks at one that is put off, in microseconds.
-pub(crate) const LATER: u64 = 1_000_000;
-
-/// Time after which a connection is offloaded again that has left a NIC for another one, in microseconds: the kernel
-/// may have to find the link address of the next hop.
-const ONWARD: u64 = 20_000;
 
 /// Random moves that are under way at the same time at most. Each keeps its program out for as long as all of them
 /// together take.
@@ -199,20 +188,15 @@ impl Agent {
         }
     }
 
-    /// Begins a move for which nobody has asked now, to wherever the connection is not and should be. A connection
-    /// whose program was inside an operation for too long the last time stays.
+    /// Begins a move for which nobody has asked now, to wherever the connection is not and should be.
     pub(crate) fn begin_unasked(&mut self, session: u32, number: u32, flips: bool) {
-        let attacher = self.is_attacher(session);
         let Some(connection) = self.connection(session, number) else { return };
-        match connection.stage() {
-            Stage::Kernel if !connection.goes_by_itself(flips) => {}
-            Stage::Nic if !flips && connection.must_return().is_none() => {}
-            Stage::Kernel if attacher => self.want(session, number, Place::Nic),
-            Stage::Nic if attacher => self.want(session, number, Place::Kernel),
-            Stage::Kernel | Stage::Nic if connection.put_off_for() > 0 => {}
-            Stage::Kernel => self.begin_offload(session, number, None),
-            Stage::Nic => self.begin_restore(session, number, None),
-            Stage::Offloading | Stage::Ended => {}
+        match (unasked(&standing(connection, flips), flips), connection.attached) {
+            (None, _) => {}
+            (Some(Unasked::Offload), true) => self.want(session, number, Place::Nic),
+            (Some(Unasked::Restore), true) => self.want(session, number, Place::Kernel),
+            (Some(Unasked::Offload), false) => self.begin_offload(session, number, None),
+            (Some(Unasked::Restore), false) => self.begin_restore(session, number, None),
         }
     }
 
@@ -268,36 +252,38 @@ impl Agent {
         }
     }
 
-    /// Schedules what follows the end of a move, for a connection that is wanted on the NIC and has not come there, or
-    /// is there no more.
-    pub(crate) fn follow_conclusion(&mut self, session: u32, number: u32, conclusion: &Conclusion) {
+    /// Does what follows the end of a move. `must_return`: the connection had to leave the NIC when it ended.
+    pub(crate) fn follow_conclusion(&mut self, session: u32, number: u32, conclusion: &Conclusion, must_return: bool) {
         let Some(connection) = self.connection(session, number) else { return };
-        if cannot_go(conclusion, connection.stage()) {
+        if connection.attached && !must_return && *conclusion == Conclusion::Stays(Refusal::Attaching) {
+            self.attach_devices();
+        }
+        let Some(connection) = self.connection(session, number) else { return };
+        let (serial, standing) = (connection.serial, Standing { must_return, ..standing(connection, false) });
+        if !must_return && cannot_go(conclusion, standing.stage) {
             // Where it waited it would be chosen again at each look, and use up the moves that others need.
-            let serial = connection.serial;
             self.moves.placements.iter_mut().for_each(|placement| placement.forget(serial));
         }
-        let Some(connection) = self.connection(session, number) else { return };
-        match conclusion {
-            Conclusion::Stays(Refusal::Attaching) if connection.attached => self.attach_devices(),
-            Conclusion::Stays(Refusal::Attaching | Refusal::Searching | Refusal::Full | Refusal::Cold) => return,
-            _ => {}
-        }
-        let Some(connection) = self.connection(session, number) else { return };
-        match conclusion {
-            Conclusion::Moved if connection.stage() == Stage::Nic => {
-                if let Some(extra) = &mut connection.extra {
+        match follow(conclusion, &standing) {
+            Next::Nothing => {}
+            Next::Arrived => {
+                if let Some(extra) = self.connection(session, number).and_then(|connection| connection.extra.as_mut()) {
                     extra.retry.clear();
                     extra.nic_that_died = 0;
                 }
-                let serial = connection.serial;
                 self.moves.placements.iter_mut().for_each(|placement| placement.has_come(serial));
             }
-            // Sooner than the next poll, which would find the same.
-            Conclusion::Stays(refusal) if refusal.is_of_lost_socket() && connection.stage() == Stage::Nic => {
-                self.cut(session, number, SOCKET_GONE);
+            Next::Returned(after) => {
+                if let Some(connection) = self.connection(session, number) {
+                    connection.onward = false;
+                    connection.extra.iter_mut().for_each(|extra| extra.retry.clear());
+                }
+                if let Some(after) = after {
+                    self.look_again(session, number, after);
+                }
             }
-            Conclusion::Recovered if connection.goes_by_itself(false) => {
+            Next::Cut => _ = self.cut(session, number, SOCKET_GONE),
+            Next::WhenLet => {
                 let now = monotonic_micros();
                 let until = match self.leave_of(session, number, now) {
                     Leave::Wait(until) => until,
@@ -305,32 +291,8 @@ impl Agent {
                 };
                 self.look_again(session, number, until - now);
             }
-            Conclusion::Stays(refusal)
-                if connection.stage() == Stage::Kernel && !refusal.is_for_good() && !refusal.is_overtaken() =>
-            {
-                // It may pass with the connection's next packet, or as soon as a process lets others look.
-                let passes = matches!(refusal, Refusal::Unproved | Refusal::Unsearched);
-                let longest = if passes { LATER } else { LONGEST_RETRY };
-                self.retry_later(session, number, longest);
-            }
-            _ => {}
-        }
-    }
-
-    /// Schedules what follows the end of a move of a connection that had to leave the NIC.
-    pub(crate) fn follow_return(&mut self, session: u32, number: u32) {
-        let Some(connection) = self.connection(session, number) else { return };
-        if connection.stage() == Stage::Nic {
-            return self.look_again(session, number, AGAIN);
-        }
-        if let Some(extra) = &mut connection.extra {
-            // Of its return.
-            extra.retry.clear();
-        }
-        if std::mem::take(&mut connection.onward) && !connection.stays {
-            self.look_again(session, number, ONWARD);
-        } else {
-            self.try_later(session, number);
+            Next::Again(after) => self.look_again(session, number, after),
+            Next::Retry(longest) => self.retry_later(session, number, longest),
         }
     }
 
@@ -347,12 +309,16 @@ impl Agent {
     }
 }
 
-/// Whether a connection in the kernel cannot go to a NIC for another reason than that this is full, or that it is not
-/// hot enough. It is tried again later, ever more rarely, if that can pass.
-fn cannot_go(conclusion: &Conclusion, stage: Stage) -> bool {
-    let Conclusion::Stays(refusal) = conclusion else { return false };
-    let soon = matches!(refusal, Refusal::Attaching | Refusal::Searching | Refusal::Full | Refusal::Cold);
-    stage == Stage::Kernel && !soon && !refusal.is_overtaken()
+/// A connection, as far as it counts for its next move. `flips`: its group has random moves.
+fn standing(connection: &Connection, flips: bool) -> Standing {
+    Standing {
+        stage: connection.stage(),
+        wanted: connection.goes_by_itself(flips),
+        must_return: connection.must_return().is_some(),
+        put_off: connection.put_off_for() > 0,
+        attached: connection.attached,
+        onward: connection.onward && !connection.stays,
+    }
 }
 
 /// Why a connection leaves a NIC that is full: for another one, and since it has too many.
@@ -551,16 +517,6 @@ mod tests {
         assert!(!known.is_full(5, u64::MAX, 10) && !known.is_full(9, 50, 10));
         // None of the others has to leave for it.
         assert_eq!((known.over(3, 30), known.over(2, 20)), ((0, 0), (1, 10)));
-    }
-
-    /// Who cannot go for another reason is tried again like any other, and waits for no room meanwhile.
-    #[test]
-    fn who_cannot_go_does_not_wait_for_room() {
-        let cannot = |refusal| cannot_go(&Conclusion::Stays(refusal), Stage::Kernel);
-        assert!([Refusal::NoRoute, Refusal::Unproved, Refusal::Mptcp].into_iter().all(cannot));
-        let waits = [Refusal::Full, Refusal::Cold, Refusal::Searching, Refusal::Attaching];
-        assert!(!waits.into_iter().any(cannot) && !cannot(Refusal::CalledOff));
-        assert!(!cannot_go(&Conclusion::Moved, Stage::Nic) && !cannot_go(&Conclusion::Stays(Refusal::NoRoute), Stage::Nic));
     }
 
     #[test]

@@ -474,9 +474,7 @@ impl Agent {
 
     /// Concludes a move: counts it, answers those who asked for it, and does what was waiting for its end.
     pub(crate) fn conclude(&mut self, session: u32, number: u32, conclusion: Conclusion) {
-        // Not after a growth: what asked for the restore begins it when the growth has ended.
-        let must_return = conclusion != Conclusion::Grown
-            && self.connection(session, number).is_some_and(|connection| connection.must_return().is_some());
+        let must_return = self.connection(session, number).is_some_and(|connection| connection.must_return().is_some());
         if conclusion == Conclusion::Moved {
             self.catch_up(session, number);
         }
@@ -484,11 +482,7 @@ impl Agent {
             self.connection_ref(session, number).is_some_and(|one| one.on_nic.as_ref().is_some_and(|on_nic| on_nic.stale));
         self.draw_again(session, number);
         self.answer_askers(session, number, conclusion.clone());
-        if must_return {
-            self.follow_return(session, number);
-        } else {
-            self.follow_conclusion(session, number, &conclusion);
-        }
+        self.follow_conclusion(session, number, &conclusion, must_return);
         self.follow_silence(session, number, &conclusion);
         self.return_descriptor(session, number);
     }

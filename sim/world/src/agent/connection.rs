@@ -7,9 +7,10 @@ use crate::keeper::{Kept, Until};
 use crate::kernel::Descriptor;
 use baton_abi::Cid;
 use baton_abi::layout::block;
-use baton_core::Stage;
+use baton_core::{Stage, Standing};
 use baton_image::{Image, NicState, Stay};
 use baton_moves::Move;
+use baton_supervision::Retry;
 use baton_wire::Flow;
 
 /// An enlargement that is under way.
@@ -62,8 +63,10 @@ pub(super) struct Connection {
     pub moves: u32,
     /// What the program wants that needs it in the kernel; attempts to restore it for that.
     pub wish: Option<(Wish, u8)>,
-    /// It has to leave the NIC, and when that is tried again, microseconds.
-    pub must_return: Option<u64>,
+    /// It has to leave the NIC.
+    pub must_return: bool,
+    /// When that is tried again.
+    pub retry: Retry,
     /// There is no connection any more, because it could not be restored.
     pub lost: bool,
 }
@@ -91,7 +94,8 @@ impl Connection {
             image: None,
             journalled: None,
             wish: None,
-            must_return: None,
+            must_return: false,
+            retry: Retry::default(),
             lost: false,
         }
     }
@@ -103,5 +107,11 @@ impl Connection {
 
     pub fn stage(&self) -> Stage {
         Stage::of(self.machine.step(), self.machine.goal())
+    }
+
+    /// As far as it counts for its next move. It goes to the NIC only when somebody asks for that.
+    pub fn standing(&self, now: u64) -> Standing {
+        let (stage, put_off) = (self.stage(), self.machine.put_off_for(now) > 0);
+        Standing { stage, wanted: false, must_return: self.must_return, put_off, attached: false, onward: false }
     }
 }

@@ -14,7 +14,7 @@ use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_core::{LOOK, Stage, UnderWay};
+use baton_core::{LATER, LOOK, Next, Stage, Timers, Unasked, UnderWay, follow, unasked};
 use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
@@ -28,8 +28,6 @@ use watch::Watch;
 
 /// Microseconds of mirroring that the copy may take.
 const PATIENCE: u64 = 500_000;
-/// Time between two attempts to restore a connection that must leave the NIC, microseconds.
-const LATER: u64 = 10_000;
 /// Attempts to restore a connection for a program that closes it.
 const ATTEMPTS: u8 = 2;
 /// Longest time that a step of the agent takes, microseconds.
@@ -97,6 +95,8 @@ pub(crate) struct Agent {
     tasks: VecDeque<Task>,
     /// Moves that wait for something.
     under_way: UnderWay<u32>,
+    /// When connections that have to leave the NIC are restored again.
+    retries: Timers<u32>,
     requests: VecDeque<(u32, Request)>,
     /// Requests are served: the takeover is over.
     announced: bool,
@@ -127,6 +127,7 @@ impl Agent {
             chain: None,
             tasks: VecDeque::new(),
             under_way: UnderWay::default(),
+            retries: Timers::default(),
             requests: VecDeque::new(),
             announced: false,
             answers: Vec::new(),
@@ -254,8 +255,7 @@ impl Agent {
             return self.due.max(machine.now.0);
         }
         let soon = self.due.max(machine.now.0);
-        let connections = self.connections.values();
-        let retries = connections.filter_map(|connection| connection.must_return.filter(|_| connection.stage() == Stage::Nic));
+        let retries = self.retries.due().map(|at| at.max(soon));
         let wishes = |connection: &Connection| connection.wish.is_some() && connection.machine.answer_due().is_none();
         let wishes = self.connections.values().any(wishes).then_some(soon);
         // One that waits for the NIC's answer has nothing to do before that is late.
@@ -264,7 +264,7 @@ impl Agent {
             machine.waits().then(|| machine.answer_due().unwrap_or(soon))
         };
         let moves = self.under_way.soon().filter_map(due).chain(self.under_way.due().map(|due| due.max(soon)));
-        retries.chain(wishes).chain(moves).chain(self.watch.due(machine)).min().unwrap_or(u64::MAX)
+        retries.into_iter().chain(wishes).chain(moves).chain(self.watch.due(machine)).min().unwrap_or(u64::MAX)
     }
 
     /// Whether the NIC has not answered a command.
@@ -328,18 +328,31 @@ impl Agent {
                 self.tasks.push_back(Task::Drive(number, tick.clone()));
             }
         }
-        for (number, connection) in &mut self.connections {
-            if connection.must_return.is_some_and(|at| at <= now) {
-                match connection.stage() {
-                    Stage::Nic => {
-                        connection.must_return = Some(now + LATER);
-                        self.tasks.push_back(Task::Drive(*number, Event::Restore { forced: false }));
-                    }
-                    _ => connection.must_return = None,
-                }
-            }
+        while let Some((at, number)) = self.retries.take(now) {
+            self.try_again(number, at, now);
         }
         self.due = self.due.max(now + LOOK);
+    }
+
+    /// Makes the try that was planned for this time, unless it was replaced by another one.
+    fn try_again(&mut self, number: u32, at: u64, now: u64) {
+        let Some(connection) = self.connections.get_mut(&number) else { return };
+        if !connection.retry.take(at) {
+            return;
+        }
+        let put_off = connection.machine.put_off_for(now);
+        if put_off > 0 {
+            self.look_again(number, put_off.min(LATER), now);
+        } else if unasked(&connection.standing(now), false) == Some(Unasked::Restore) {
+            self.tasks.push_back(Task::Drive(number, Event::Restore { forced: false }));
+        }
+    }
+
+    /// Has a connection looked at again after this many microseconds, or earlier if that is planned already.
+    fn look_again(&mut self, number: u32, after: u64, now: u64) {
+        if self.connections.get_mut(&number).is_some_and(|connection| connection.retry.plan(now + after)) {
+            self.retries.add(now + after, number);
+        }
     }
 
     fn do_task(&mut self, task: Task, machine: &mut Machine, trace: &mut Trace) {
@@ -479,14 +492,15 @@ impl Agent {
         }
         self.connections.insert(number, connection);
         if let Action::Conclude(conclusion) = action {
-            self.conclude(number, conclusion);
+            self.conclude(number, conclusion, machine.now.0);
         }
         self.follow(number, next, machine.now.0);
     }
 
-    fn conclude(&mut self, number: u32, conclusion: &Conclusion) {
+    fn conclude(&mut self, number: u32, conclusion: &Conclusion, now: u64) {
         let Some(connection) = self.connections.get_mut(&number) else { return };
         self.concluded.push(self.actions);
+        let next = follow(conclusion, &connection.standing(now));
         (connection.exported, connection.image, connection.journalled) = (None, None, None);
         match conclusion {
             Conclusion::Moved | Conclusion::Recovered => self.moves += 1,
@@ -499,6 +513,14 @@ impl Agent {
             Conclusion::Grown if connection.wants.take().is_some() => self.tasks.push_back(Task::Drive(number, Event::Grow)),
             Conclusion::Stays(_) | Conclusion::Grown => {}
         }
+        match next {
+            Next::Again(after) => self.look_again(number, after, now),
+            Next::Returned(_) => {
+                connection.must_return = false;
+                connection.retry.clear();
+            }
+            _ => {}
+        }
     }
 
     /// Handles a message that the NIC sent by itself.
@@ -506,7 +528,11 @@ impl Agent {
         let of = |connection: &&mut Connection| connection.cid == Some(message.cid);
         let Some(connection) = self.connections.values_mut().find(of) else { return };
         match (message.operation, Control::from_number(message.kind)) {
-            (Operation::OsRestore, _) => connection.must_return = Some(machine.now.0),
+            (Operation::OsRestore, _) if connection.stage() == Stage::Nic => {
+                connection.must_return = true;
+                let number = connection.number;
+                self.drive(number, Event::Restore { forced: false }, machine);
+            }
             (Operation::OsControl, Some(Control::Closed)) => {
                 let number = connection.number;
                 self.drive(number, Event::Ended, machine);
