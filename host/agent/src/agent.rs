@@ -39,7 +39,7 @@ use crate::users::Users;
 use crate::watch::Watch;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
-use baton_core::Timers;
+use baton_core::{Stage, Timers};
 use baton_linux::control::{Channel, Listener, MOST_RECEIVED, PeerChannel};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
@@ -573,7 +573,7 @@ impl Agent {
     /// Removes a connection because this agent ends: it is in the kernel, has ended, or is lost with the NIC. In the
     /// last two cases the block keeps its contents, from which the program sees what happened.
     fn let_go(&mut self, session: u32, number: u32) {
-        let ended = self.has_ended(session, number);
+        let ended = self.stage(session, number) == Some(Stage::Ended);
         if let Some(connection) = self.connection(session, number) {
             connection.outlives_agent = true;
         }

@@ -108,10 +108,6 @@ impl Agent {
         connection.is_some_and(|connection| connection.awaits_answer())
     }
 
-    pub(crate) fn has_ended(&self, session: u32, number: u32) -> bool {
-        self.stage(session, number) == Some(Stage::Ended)
-    }
-
     /// Gives up a connection that cannot be restored: its frames are no longer stolen, so the kernel resets its peer,
     /// and its slot and memory are freed. Its program, if it still runs, finds it lost when its session ends.
     pub(crate) fn give_up(&mut self, session: u32, number: u32) {

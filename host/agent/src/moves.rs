@@ -20,7 +20,7 @@ use crate::wanted::Requests;
 use baton_abi::Cid;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
-use baton_core::{LOOK, Stage, UnderWay};
+use baton_core::{ATTEMPTS, LOOK, Settle, Stage, UnderWay, settle};
 use baton_linux::events::monotonic_micros;
 use baton_log::{error, warning};
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
@@ -37,9 +37,6 @@ pub(crate) const SLICE: u64 = 500;
 /// microseconds.
 const IDLE: u64 = 200;
 const OVERDUE: u64 = 10_000;
-
-/// Attempts to restore a connection for an operation that only the kernel can do.
-const ATTEMPTS: u8 = 2;
 
 /// Why a request is refused that would wait with too many others.
 pub(crate) const MANY_WAITING: &str = "too many requests wait for its move";
@@ -584,55 +581,43 @@ impl Agent {
 
     fn settle_now(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
         let opens = self.connection_ref(session, number).is_some_and(|connection| connection.opening);
-        if (attempts >= ATTEMPTS || opens)
-            && self.is_called(session, number)
-            && let Some(connection) = self.connection(session, number)
-        {
-            connection.extra().waiting.then.push((then, attempts));
-            return None;
+        if (attempts >= ATTEMPTS || opens) && self.is_called(session, number) {
+            return self.settle_later(session, number, then, attempts);
         }
         self.open_in_kernel_for(session, number, &then);
         if opens && self.is_called(session, number) {
             return self.settle_now(session, number, then, attempts);
         }
-        match self.stage(session, number) {
-            None | Some(Stage::Kernel) => {}
-            Some(Stage::Offloading) => {
-                if let Some(connection) = self.connection(session, number) {
-                    connection.extra().waiting.then.push((then, attempts));
-                }
+        let connection = self.connection_ref(session, number);
+        let (stage, ends) = (connection.map(Connection::stage), connection.is_some_and(is_ending));
+        match settle(stage, ends, matches!(then, Then::Forget(_)), attempts) {
+            Settle::Operate => {}
+            Settle::GiveUpUnread => self.forget_what_ended(session, number),
+            Settle::Wait => return self.settle_later(session, number, then, attempts),
+            Settle::CallOff => {
+                self.settle_later(session, number, then, attempts);
                 self.call_off(session, number);
                 return None;
             }
-            // Its program may still read what it had received.
-            Some(Stage::Ended) if !matches!(then, Then::Forget(_)) => {}
-            Some(Stage::Ended) => self.forget_what_ended(session, number),
-            Some(Stage::Nic) if attempts >= ATTEMPTS => {
-                // What is asked for then can be done: its program keeps what it has received.
-                if let Some(connection) = self.connection(session, number).filter(|connection| is_ending(connection)) {
-                    connection.extra().waiting.then.push((then, attempts));
-                    return None;
-                }
+            Settle::Restore { forced: true } if self.closes_when_grown(session, number) => {
+                return self.settle_later(session, number, then, attempts);
             }
-            Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.closes_when_grown(session, number) => {
-                if let Some(connection) = self.connection(session, number) {
-                    connection.extra().waiting.then.push((then, attempts));
-                }
-                return None;
-            }
-            Some(Stage::Nic) if matches!(then, Then::Forget(_)) && self.close_on_nic(session, number) => {
-                return Some(Reply::Done);
-            }
-            Some(Stage::Nic) => {
-                let forced = matches!(then, Then::Forget(_));
-                if let Some(connection) = self.connection(session, number) {
-                    connection.extra().waiting.then.push((then, attempts + 1));
-                }
+            Settle::Restore { forced: true } if self.close_on_nic(session, number) => return Some(Reply::Done),
+            Settle::Restore { forced } => {
+                self.settle_later(session, number, then, attempts + 1);
                 self.drive(session, number, Event::Restore { forced });
                 return None;
             }
         }
         self.finish(session, number, then)
+    }
+
+    /// Has `then` settled again when the move has ended that is under way, or begins. The answer comes then.
+    fn settle_later(&mut self, session: u32, number: u32, then: Then, attempts: u8) -> Option<Reply> {
+        if let Some(connection) = self.connection(session, number) {
+            connection.extra().waiting.then.push((then, attempts));
+        }
+        None
     }
 
     /// Takes a connection that the NIC is opening from there: the kernel opens it, unless its program has closed it.

@@ -14,7 +14,7 @@ use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_core::{LATER, LOOK, Next, Stage, Timers, Unasked, UnderWay, follow, unasked};
+use baton_core::{ATTEMPTS, LATER, LOOK, Next, Settle, Stage, Timers, Unasked, UnderWay, follow, settle, unasked};
 use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
@@ -28,8 +28,6 @@ use watch::Watch;
 
 /// Microseconds of mirroring that the copy may take.
 const PATIENCE: u64 = 500_000;
-/// Attempts to restore a connection for a program that closes it.
-const ATTEMPTS: u8 = 2;
 /// Longest time that a step of the agent takes, microseconds.
 const MOST_STEP: u64 = 40;
 /// Longest time for which an agent does nothing, microseconds.
@@ -591,37 +589,42 @@ impl Agent {
 
     /// Restores the connections for which their programs wait.
     fn settle_requests(&mut self, machine: &mut Machine, keeper: &mut Keeper, trace: &mut Trace) {
-        let wanted = self.connections.iter().filter_map(|(number, found)| Some((*number, found.wish?, found.stage())));
-        for (number, (wish, attempts), stage) in wanted.collect::<Vec<_>>() {
-            match (stage, wish) {
-                (Stage::Nic, _) => self.restore_for(number, wish, attempts),
-                (Stage::Offloading, _) => {
-                    self.tasks.push_back(Task::Drive(number, Event::CallOff(Refusal::CalledOff)));
-                }
-                (Stage::Ended, Wish::Forget) => {
+        for number in self.connections.keys().copied().collect::<Vec<_>>() {
+            let Some(connection) = self.connections.get_mut(&number) else { continue };
+            let (Some((wish, attempts)), stage) = (connection.wish, connection.stage()) else { continue };
+            if stage == Stage::Nic && connection.machine.goal().is_some() {
+                // The end of its move comes first.
+                continue;
+            }
+            match settle(Some(stage), false, wish == Wish::Forget, attempts) {
+                Settle::Operate => self.operate(number, wish, stage, machine, keeper, trace),
+                Settle::GiveUpUnread => {
                     self.forget_what_ended(number, machine);
                     self.forgotten(number, machine, keeper, trace);
                 }
-                (Stage::Ended, Wish::GiveBack) => self.answer_wish(number, Answer::GivenBack(None)),
-                (Stage::Kernel, Wish::Forget) => self.forgotten(number, machine, keeper, trace),
-                (Stage::Kernel, Wish::GiveBack) => {
-                    self.set_until(number, Until::Never, machine, keeper);
-                    let lost = self.connections.get(&number).is_some_and(|connection| connection.lost);
-                    self.answer_wish(number, Answer::GivenBack((!lost).then_some(true)));
+                Settle::Wait => {}
+                Settle::CallOff => self.tasks.push_back(Task::Drive(number, Event::CallOff(Refusal::CalledOff))),
+                Settle::Restore { forced } => {
+                    connection.wish = Some((wish, attempts + 1));
+                    self.tasks.push_back(Task::Drive(number, Event::Restore { forced }));
                 }
             }
         }
     }
 
-    fn restore_for(&mut self, number: u32, wish: Wish, attempts: u8) {
-        let Some(connection) = self.connections.get_mut(&number).filter(|found| found.machine.goal().is_none()) else { return };
-        connection.wish = Some((wish, attempts + 1));
-        let event = match wish {
-            _ if attempts < ATTEMPTS => Event::Restore { forced: wish == Wish::Forget },
-            Wish::Forget => Event::GiveUp,
-            Wish::GiveBack => return self.answer_wish(number, Answer::GivenBack(Some(false))),
-        };
-        self.tasks.push_back(Task::Drive(number, event));
+    /// Does what a program wants of a connection that is in the kernel, has ended, or could not be restored.
+    fn operate(&mut self, number: u32, wish: Wish, stage: Stage, machine: &mut Machine, keeper: &mut Keeper, trace: &mut Trace) {
+        match (wish, stage) {
+            (Wish::Forget, Stage::Nic) => self.tasks.push_back(Task::Drive(number, Event::GiveUp)),
+            (Wish::Forget, _) => self.forgotten(number, machine, keeper, trace),
+            (Wish::GiveBack, Stage::Nic) => self.answer_wish(number, Answer::GivenBack(Some(false))),
+            (Wish::GiveBack, Stage::Ended) => self.answer_wish(number, Answer::GivenBack(None)),
+            (Wish::GiveBack, _) => {
+                self.set_until(number, Until::Never, machine, keeper);
+                let lost = self.connections.get(&number).is_some_and(|connection| connection.lost);
+                self.answer_wish(number, Answer::GivenBack((!lost).then_some(true)));
+            }
+        }
     }
 
     fn answer_wish(&mut self, number: u32, answer: Answer) {
