@@ -3,20 +3,22 @@
 //!
 //! A connection's move is a machine of its own (`baton-moves`). Here is what concerns all connections, or what comes
 //! before and after a move: in which order moves go on ([`UnderWay`]), what is due when ([`Timers`]), what follows the
-//! end of a move ([`follow`]), which begin although nobody asks ([`unasked`]), and what is done with a connection that
-//! is needed in the kernel ([`settle()`]).
+//! end of a move ([`follow`]), which begin although nobody asks ([`unasked`]), what is done with a connection that is
+//! needed in the kernel ([`settle()`]), and in which steps a NIC's death is recovered from ([`Recovery`]).
 #![no_std]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
 
 mod follow;
+mod recovery;
 mod settle;
 mod stage;
 mod timers;
 mod under_way;
 
 pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
+pub use recovery::Recovery;
 pub use settle::{ATTEMPTS, Settle, settle};
 pub use stage::Stage;
 pub use timers::Timers;

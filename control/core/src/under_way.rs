@@ -36,6 +36,9 @@ impl<K: Copy> UnderWay<K> {
     /// Begins a round, in which each move that is to be looked at now is looked at once. One that is added again during
     /// the round waits for the next, however many others are looked at meanwhile.
     pub fn begin_round(&mut self, now: u64) {
+        if cfg!(feature = "sabotage-lose-move") {
+            self.moves.pop_back();
+        }
         self.left = self.moves.len();
         self.left_held_up = self.held_up.iter().take_while(|(due, _)| *due <= now).count();
     }

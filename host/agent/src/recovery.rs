@@ -7,7 +7,7 @@ use crate::events::{KILLS_NIC, NIC_DIED};
 use crate::ground::Shape;
 use crate::nic::NicProcess;
 use baton_backends::VnetDevice;
-use baton_core::Stage;
+use baton_core::{Recovery, Stage};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_linux::events::monotonic_micros;
 use baton_log::{error, info, warning};
@@ -47,35 +47,48 @@ impl Agent {
 
     /// The same of a NIC that this agent ends since the connections are the last agent's.
     pub(crate) fn replace_nic(&mut self, nic: usize) -> anyhow::Result<()> {
-        self.nics[nic].end();
-        self.drive_all(nic, &Event::NicDied);
-        for session in self.sessions.iter().flatten() {
-            if let Some(open) = &session.open {
-                open.forget_commands(nic);
+        let mut next = None;
+        for step in Recovery::STEPS {
+            match step {
+                Recovery::EndNic => self.nics[nic].end(),
+                Recovery::ForgetCommands => {
+                    let open = self.sessions.iter().flatten().filter_map(|session| session.open.as_ref());
+                    open.for_each(|open| open.forget_commands(nic));
+                    // Connections that it has made may be in the ring still.
+                    self.handle_nic_messages();
+                    self.open_in_kernel_instead_of(nic);
+                }
+                Recovery::StartNic => {
+                    self.start_next_nic(nic)?;
+                    next = Some(self.nics[nic].process());
+                }
+                Recovery::AwaitAnswers => {
+                    self.await_answers(nic);
+                    if Some(self.nics[nic].process()) != next {
+                        // It did not answer a connection in time, and was ended for that. The recovery from its end has
+                        // done the rest for the NIC after it, which serves listeners and has frames by now.
+                        return Ok(());
+                    }
+                    self.listen_again(nic);
+                    self.follow_datagrams();
+                }
+                Recovery::DropStaleFrames => {
+                    if let Err(error) = self.drop_stale_frames() {
+                        info!([nic = nic] "frames of the kernel's may be among those that go out: {error:#}");
+                    }
+                }
+                Recovery::LetFramesFlow => {
+                    self.give_addresses_to_nic();
+                    self.nics[nic].let_frames_flow();
+                    // The connections of attachers follow as soon as these have lent their descriptors.
+                    self.fetch_what_was_on(nic);
+                }
+                Recovery::TellDeath | Recovery::TellStart | Recovery::TellFlow => {}
+            }
+            if let Some(event) = step.event() {
+                self.drive_all(nic, &event);
             }
         }
-        // Connections that it has made may be in the ring still.
-        self.handle_nic_messages();
-        self.open_in_kernel_instead_of(nic);
-        self.start_next_nic(nic)?;
-        let next = self.nics[nic].process();
-        self.drive_all(nic, &Event::NicStarted);
-        self.await_answers(nic);
-        if self.nics[nic].process() != next {
-            // It did not answer a connection in time, and was ended for that. The recovery from its end has done the
-            // rest for the NIC after it, which serves listeners and has frames by now.
-            return Ok(());
-        }
-        self.listen_again(nic);
-        self.follow_datagrams();
-        if let Err(error) = self.drop_stale_frames() {
-            info!([nic = nic] "frames of the kernel's may be among those that go out: {error:#}");
-        }
-        self.give_addresses_to_nic();
-        self.nics[nic].let_frames_flow();
-        // The connections of attachers follow as soon as these have lent their descriptors.
-        self.fetch_what_was_on(nic);
-        self.drive_all(nic, &Event::FramesFlow);
         self.clear_attended();
         self.restore_lent();
         Ok(())

@@ -14,7 +14,7 @@ use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
 use baton_abi::{Cid, Control, Message, Operation};
-use baton_core::{ATTEMPTS, LATER, LOOK, Next, Settle, Stage, Timers, Unasked, UnderWay, follow, settle, unasked};
+use baton_core::{ATTEMPTS, LATER, LOOK, Next, Recovery, Settle, Stage, Timers, Unasked, UnderWay, follow, settle, unasked};
 use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
@@ -67,15 +67,8 @@ enum Task {
     Drive(u32, Event),
     /// The same, if the connection is on the NIC or on its way there.
     DriveMoved(u32, Event),
-    DriveAll(Event),
-    EndNic,
-    StartNic,
-    /// Waits until the next NIC has answered, before frames flow.
-    AwaitAnswers,
-    /// Drops what programs have queued for the NIC that died: their blocks say the same.
-    ForgetCommands,
-    DropStaleFrames,
-    LetFramesFlow,
+    /// Makes a step of the recovery from the NIC's death.
+    Recover(Recovery),
     /// The last of a takeover: programs get at what is in the kernel, and are notified that they have to repeat their
     /// requests.
     Announce,
@@ -151,7 +144,7 @@ impl Agent {
 
     /// Takes moves that were under way from the journal. The NIC has died with the last agent.
     fn adopt(&mut self, machine: &mut Machine) {
-        self.tasks.push_back(Task::StartNic);
+        self.tasks.push_back(Task::Recover(Recovery::StartNic));
         let entries: Vec<_> = machine.card().journal.entries.values().cloned().collect();
         let noted: Vec<u32> = entries.iter().map(|entry| entry.cid.slot()).collect();
         for slot in (0..crate::nic::SLOTS as u32).filter(|slot| !noted.contains(slot)) {
@@ -205,17 +198,13 @@ impl Agent {
 
     /// The steps of a recovery from the NIC's death.
     fn schedule_recovery(&mut self) {
-        self.tasks.extend([
-            Task::EndNic,
-            Task::DriveAll(Event::NicDied),
-            Task::ForgetCommands,
-            Task::StartNic,
-            Task::DriveAll(Event::NicStarted),
-            Task::AwaitAnswers,
-            Task::DropStaleFrames,
-            Task::LetFramesFlow,
-            Task::DriveAll(Event::FramesFlow),
-        ]);
+        self.tasks.extend(Recovery::STEPS.map(Task::Recover));
+    }
+
+    /// Whether the next task is to wait until the NIC has answered, and it has not.
+    fn is_held(&self) -> bool {
+        let waits = matches!(self.tasks.front(), Some(Task::Recover(Recovery::AwaitAnswers)));
+        waits && self.connections.values().any(|connection| connection.machine.answer_due().is_some())
     }
 
     /// Queues a request of a program's.
@@ -247,7 +236,7 @@ impl Agent {
 
     /// When the agent has something to do next, microseconds.
     pub fn next_due(&self, machine: &Machine) -> u64 {
-        let waits = matches!(self.tasks.front(), Some(Task::AwaitAnswers)) && self.awaits();
+        let waits = self.is_held();
         let busy = self.chain.is_some() || !waits && !self.tasks.is_empty() || !machine.has_nic();
         if busy || self.nic.has_message() || self.announced && !waits && !self.requests.is_empty() {
             return self.due.max(machine.now.0);
@@ -265,11 +254,6 @@ impl Agent {
         retries.into_iter().chain(wishes).chain(moves).chain(self.watch.due(machine)).min().unwrap_or(u64::MAX)
     }
 
-    /// Whether the NIC has not answered a command.
-    fn awaits(&self) -> bool {
-        self.connections.values().any(|connection| connection.machine.answer_due().is_some())
-    }
-
     /// Does the next step, if its time has come.
     pub fn run(&mut self, machine: &mut Machine, keeper: &mut Keeper, trace: &mut Trace) {
         let now = machine.now.0;
@@ -280,7 +264,7 @@ impl Agent {
         if let Some((number, action)) = self.chain.take() {
             return self.perform(number, &action, machine, trace);
         }
-        let waits = matches!(self.tasks.front(), Some(Task::AwaitAnswers)) && self.awaits() && machine.has_nic();
+        let waits = self.is_held() && machine.has_nic();
         if let Some(task) = if waits { None } else { self.tasks.pop_front() } {
             return self.do_task(task, machine, trace);
         }
@@ -362,38 +346,44 @@ impl Agent {
                     self.drive(number, event, machine);
                 }
             }
-            Task::DriveAll(event) => {
-                for number in self.connections.keys().rev() {
-                    self.tasks.push_front(Task::DriveMoved(*number, event.clone()));
-                }
+            Task::Recover(step) => self.recover(step, machine, trace),
+            Task::Announce => self.announce(),
+        }
+    }
+
+    fn recover(&mut self, step: Recovery, machine: &mut Machine, trace: &mut Trace) {
+        if let Some(event) = step.event() {
+            for number in self.connections.keys().rev() {
+                self.tasks.push_front(Task::DriveMoved(*number, event.clone()));
             }
-            Task::EndNic => {
+        }
+        match step {
+            Recovery::EndNic => {
                 machine.kill_nic(trace);
                 self.nic.inbox.nic_died();
             }
-            // There is nothing to wait for any more.
-            Task::AwaitAnswers => {}
-            Task::StartNic => {
+            Recovery::StartNic => {
                 machine.start_nic(trace);
                 self.watch = Watch::new(machine.now.0);
                 self.nic.restarted();
                 self.due += self.rng.below(NIC_START);
             }
-            Task::ForgetCommands => {
+            Recovery::ForgetCommands => {
                 let sessions = &machine.card().sessions;
                 sessions.iter().for_each(|memory| Consumer::<RingWords>::new(memory.ring(session::COMMANDS)).skip_all());
             }
-            Task::DropStaleFrames => {
+            Recovery::DropStaleFrames => {
                 let ours = self.connections.values().map(|connection| connection.flow).collect();
                 machine.drop_stale_frames(&ours);
             }
-            Task::LetFramesFlow => {
+            Recovery::LetFramesFlow => {
                 let now = machine.now;
                 if let Some(nic) = &mut machine.card().nic {
                     nic.let_frames_flow(now);
                 }
             }
-            Task::Announce => self.announce(),
+            // There is nothing to wait for any more, or it was said above.
+            Recovery::AwaitAnswers | Recovery::TellDeath | Recovery::TellStart | Recovery::TellFlow => {}
         }
     }
 
