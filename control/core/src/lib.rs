@@ -4,7 +4,8 @@
 //! A connection's move is a machine of its own (`baton-moves`). Here is what concerns all connections, or what comes
 //! before and after a move: in which order moves go on ([`UnderWay`]), what is due when ([`Timers`]), what follows the
 //! end of a move ([`follow`]), which begin although nobody asks ([`unasked`]), what is done with a connection that is
-//! needed in the kernel ([`settle()`]), and in which steps a NIC's death is recovered from ([`Recovery`]).
+//! needed in the kernel ([`settle()`]), and in which steps a NIC's death is recovered from ([`Recovery`]). [`Users`]
+//! says what each user may have.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -16,6 +17,7 @@ mod settle;
 mod stage;
 mod timers;
 mod under_way;
+mod users;
 
 pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
 pub use recovery::Recovery;
@@ -23,3 +25,4 @@ pub use settle::{ATTEMPTS, Settle, settle};
 pub use stage::Stage;
 pub use timers::Timers;
 pub use under_way::{LOOK, UnderWay};
+pub use users::{Limits, Taken, Users};

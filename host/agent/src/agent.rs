@@ -35,11 +35,10 @@ use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
 use crate::tracker::Tracker;
-use crate::users::Users;
 use crate::watch::Watch;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
-use baton_core::{Stage, Timers};
+use baton_core::{Stage, Timers, Users};
 use baton_linux::control::{Channel, Listener, MOST_RECEIVED, PeerChannel};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
@@ -71,14 +70,6 @@ const TRAFFIC: u64 = u64::MAX - 8;
 const SIGNALS: u64 = u64::MAX - 9;
 const RESOLUTION: u64 = u64::MAX - 10;
 const CALLS: u64 = u64::MAX - 11;
-
-/// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some.
-/// A request whose descriptor would leave fewer is refused, and its connection stays in the kernel.
-const RESERVE: u64 = 32;
-
-/// As many as come with one message are kept free as well by an agent that may have more than these: those for which
-/// the table has no room are closed by the kernel, in the loop.
-const MANY: u64 = 1024;
 
 /// Time that the last reports of an agent that ends may take.
 const REPORT_LIMIT: Duration = Duration::from_secs(5);
@@ -137,8 +128,6 @@ pub(crate) struct Agent {
     pub shape: Shape,
     /// Shutdown was requested: connections stay in the kernel.
     pub draining: bool,
-    /// Limit on this process's file descriptors.
-    descriptors: u64,
     pub keeper: Channel,
     pub routes: Netlink,
     pub diagnosis: Netlink,
@@ -239,7 +228,7 @@ pub fn run() -> Result<()> {
     }
     let statistics = Statistics { nic_starts: settings.nics as u32, ..Statistics::default() };
     let chaos = Chaos::new(settings.crash, hardware[0].memory.clone());
-    let users = Users::new(settings.limits, settings.nics);
+    let users = Users::new(settings.limits, process::user(), settings.nics, (descriptors, MOST_RECEIVED as u64));
     let (groups, schedule, moves) = (Groups::default(), Timers::default(), Moves::new(settings.choose, &settings.measured));
     let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
     let crash_loops = vec![CrashLoop::default(); nics.len()];
@@ -280,7 +269,6 @@ pub fn run() -> Result<()> {
         calls,
         shape,
         draining: inherited.draining(),
-        descriptors,
         keeper,
         routes,
         diagnosis,
@@ -307,14 +295,6 @@ pub fn run() -> Result<()> {
         let _ = std::fs::remove_dir(directory);
     }
     Ok(())
-}
-
-/// How many descriptors an agent that may have `most` has left beside a new one, `fd`, [`RESERVE`], those of a message
-/// and `besides`: the kernel gives out the lowest number that is free.
-fn descriptors_left(most: u64, fd: BorrowedFd<'_>, besides: u64) -> Result<u64, Refusal> {
-    let message = if most > MANY { MOST_RECEIVED as u64 } else { 0 };
-    let left = most.saturating_sub(fd.as_raw_fd() as u64 + RESERVE + message + besides);
-    if left > 0 { Ok(left) } else { Err(Refusal::NoDescriptors(most)) }
 }
 
 impl Agent {
@@ -399,10 +379,10 @@ impl Agent {
         }
     }
 
-    /// Refuses a new descriptor `fd` that would leave fewer than [`RESERVE`] (plus `besides`) descriptors free, or that
-    /// is for something of a session's whose user has its share.
+    /// Refuses a new descriptor `fd` that would leave too few (plus `besides`) descriptors free, or that is for
+    /// something of a session's whose user has its share.
     pub(crate) fn has_room_for(&self, session: Option<u32>, fd: BorrowedFd<'_>, besides: u64) -> Result<(), Refusal> {
-        let left = descriptors_left(self.descriptors, fd, besides)?;
+        let left = self.users.descriptors_left(fd.as_raw_fd() as u64, besides)?;
         session.map_or(Ok(()), |session| self.users.may_take(self.user_of(session), left))
     }
 
@@ -416,7 +396,7 @@ impl Agent {
         let mut session = Session::new(channel)?;
         // The reason is sent before the channel closes.
         let turn_away = |reason| _ = session.send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
-        let left = match descriptors_left(self.descriptors, session.channel.as_fd(), 0) {
+        let left = match self.users.descriptors_left(session.channel.as_fd().as_raw_fd() as u64, 0) {
             Ok(left) => left,
             Err(why) => {
                 turn_away(why.to_string());

@@ -3,8 +3,8 @@
 use crate::connection::Connection;
 use crate::memory;
 use crate::slab::Slab;
-use crate::users::Taken;
 use baton_abi::layout::session::{MAX_CONNECTIONS, hot_from};
+use baton_core::Taken;
 use baton_shm::Region;
 use baton_wire::Flow;
 use siphasher::sip::SipHasher13;
@@ -97,8 +97,8 @@ impl DerefMut for Connections {
 mod tests {
     use super::*;
     use crate::block::Block;
-    use crate::users::{Limits, Users};
     use baton_abi::layout::{block as session_block, session};
+    use baton_core::{Limits, Users};
     use baton_wire::Endpoint;
     use std::sync::Arc;
 
@@ -168,7 +168,7 @@ mod tests {
     /// Each connection takes a descriptor of its user's share, from when it is there until it is gone.
     #[test]
     fn connections_count_as_their_users() {
-        let (mut users, mut all) = (Users::new(Limits::default(), 1), connections(0..3));
+        let (mut users, mut all) = (Users::new(Limits::default(), 0, 1, (1024, 0)), connections(0..3));
         all.count_as(users.take(USER, 0));
         let has = |users: &Users, count: u64| users.may_take(USER, count).is_err() && users.may_take(USER, count + 1).is_ok();
         assert!(has(&users, 3));

@@ -3,7 +3,7 @@
 
 use crate::connection::Connection;
 use crate::counts::counter;
-use crate::users::{Taken, Users};
+use baton_core::{Taken, Users};
 use baton_linux::events::monotonic_micros;
 use baton_linux::files;
 use baton_linux::foreign::{self, Foreign};

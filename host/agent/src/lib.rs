@@ -62,15 +62,14 @@ mod slab;
 mod texts;
 mod tracker;
 mod traffic;
-mod users;
 mod wanted;
 mod watch;
 mod way;
 
 pub use agent::{STEERING, run};
+pub use baton_core::Limits;
 pub use baton_moves::Step;
 pub use chaos::{Crash, Fault};
 pub use predict::{Judged, Predictor};
 pub use settings::{AgentSettings, Choose};
-pub use users::Limits;
 pub use watch::Sampler;

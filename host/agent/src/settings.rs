@@ -1,7 +1,7 @@
 //! Settings that an agent receives from the keeper when it starts.
 
 use crate::chaos::Crash;
-use crate::users::Limits;
+use baton_core::Limits;
 use baton_protocol::nic::NicSettings;
 use baton_protocol::program::Measured;
 use serde::{Deserialize, Serialize};

@@ -1,13 +1,13 @@
 //! Limits on what each user may have of an agent, so that none can take all of it. Root and the agent's own user are
 //! not limited: they can end the agent, and raise its limits.
 
-use baton_linux::process;
+use alloc::collections::BTreeMap;
+use alloc::format;
+use alloc::string::String;
+use alloc::sync::Arc;
 use baton_moves::Refusal;
+use core::sync::atomic::{AtomicU64, Ordering};
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, DefaultHasher};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Limits for each user.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -27,9 +27,17 @@ impl Default for Limits {
 /// Control connections that a user may have besides its sessions'.
 const TOOLS: u32 = 64;
 
+/// File descriptors that an agent keeps free for its own use: moves, the next NIC process and reads of /proc need some.
+/// A request whose descriptor would leave fewer is refused, and its connection stays in the kernel.
+const RESERVE: u64 = 32;
+
+/// As many as come with one message are kept free as well by an agent that may have more than these: those for which
+/// the table has no room are closed by the kernel, in the loop.
+const ENOUGH: u64 = 1024;
+
 /// Descriptors of the agent's that something of a user's takes, counted until it is dropped.
 #[derive(Debug, Default)]
-pub(crate) struct Taken {
+pub struct Taken {
     /// What the user has of them altogether.
     all: Arc<AtomicU64>,
     count: u64,
@@ -75,19 +83,36 @@ impl Has {
 
 /// What users have now.
 #[derive(Debug)]
-pub(crate) struct Users {
+pub struct Users {
     limits: Limits,
     own: u32,
+    /// Most descriptors of the agent's, and those of them that it keeps free.
+    descriptors: u64,
+    reserve: u64,
     /// Most descriptors that an open session takes: its memory, a doorbell for each NIC, and its UDP socket if it is
     /// one for messages.
     of_session: u64,
-    have: HashMap<u32, Has, BuildHasherDefault<DefaultHasher>>,
+    have: BTreeMap<u32, Has>,
 }
 
 impl Users {
-    /// Nobody has anything of an agent with this many NICs.
-    pub fn new(limits: Limits, nics: usize) -> Users {
-        Users { limits, own: process::user(), of_session: 2 + nics as u64, have: HashMap::default() }
+    /// Nobody has anything of the agent of user `own`, with so many NICs, which may have so many descriptors. At most
+    /// `with_message` come with one message.
+    pub fn new(limits: Limits, own: u32, nics: usize, (descriptors, with_message): (u64, u64)) -> Users {
+        let reserve = RESERVE + if descriptors > ENOUGH { with_message } else { 0 };
+        Users { limits, own, descriptors, reserve, of_session: 2 + nics as u64, have: BTreeMap::new() }
+    }
+
+    /// How many descriptors the agent has left beside a new one with this number, those that it keeps free and
+    /// `besides`: the kernel gives out the lowest number that is free.
+    ///
+    /// # Errors
+    /// If none is left.
+    pub fn descriptors_left(&self, number: u64, besides: u64) -> Result<u64, Refusal> {
+        match self.descriptors.saturating_sub(number + self.reserve + besides) {
+            0 => Err(Refusal::NoDescriptors(self.descriptors)),
+            left => Ok(left),
+        }
     }
 
     fn may_have_any_number(&self, user: u32) -> bool {
@@ -173,6 +198,8 @@ impl Users {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use alloc::string::ToString;
+    use alloc::vec::Vec;
 
     /// The agent's user, and more descriptors than these tests need.
     const OWN: u32 = 7;
@@ -180,7 +207,7 @@ mod tests {
 
     impl Users {
         fn of_others(limits: Limits) -> Users {
-            Users { own: OWN, ..Users::new(limits, 1) }
+            Users::new(limits, OWN, 1, (MANY, 253))
         }
     }
 
@@ -226,6 +253,17 @@ mod tests {
         assert!(users.may_take(1000, left(&taken)).is_ok());
         users.leaves(1000, false);
         assert!(!users.have.contains_key(&1000) && users.have.contains_key(&1001));
+    }
+
+    #[test]
+    fn the_agent_keeps_some_descriptors_for_itself() {
+        let users = Users::of_others(Limits::default());
+        assert_eq!(users.descriptors_left(7, 16), Ok(MANY - 7 - 16 - RESERVE));
+        assert_eq!(users.descriptors_left(MANY - RESERVE - 1, 0), Ok(1));
+        assert_eq!(users.descriptors_left(MANY - RESERVE, 0), Err(Refusal::NoDescriptors(MANY)));
+        assert_eq!(users.descriptors_left(MANY, MANY), Err(Refusal::NoDescriptors(MANY)));
+        let users = Users::new(Limits::default(), OWN, 1, (2 * ENOUGH, 253));
+        assert_eq!(users.descriptors_left(7, 0), Ok(2 * ENOUGH - 7 - RESERVE - 253));
     }
 
     /// Sessions count as what they take, and so do control connections by themselves.
