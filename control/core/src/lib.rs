@@ -11,7 +11,9 @@
 
 extern crate alloc;
 
+mod dealing;
 mod follow;
+mod placement;
 mod recovery;
 mod settle;
 mod stage;
@@ -19,10 +21,15 @@ mod timers;
 mod under_way;
 mod users;
 
+pub use dealing::Dealing;
 pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
+pub use placement::{Gate, Placement, Scene};
 pub use recovery::Recovery;
 pub use settle::{ATTEMPTS, Settle, settle};
 pub use stage::Stage;
 pub use timers::Timers;
 pub use under_way::{LOOK, UnderWay};
 pub use users::{Limits, Taken, Users};
+
+/// Names a connection: session, number, and serial number, since session and number are reused.
+pub type Key = (u32, u32, u64);

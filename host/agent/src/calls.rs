@@ -9,7 +9,8 @@
 use crate::adoption::accept_what_was_held;
 use crate::agent::Agent;
 use crate::connection::{Asker, Connection};
-use crate::moves::{Key, named};
+use crate::moves::named;
+use baton_core::Key;
 use baton_handoff::examine::system;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::foreign::{self, Foreign};

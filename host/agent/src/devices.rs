@@ -1,7 +1,7 @@
 //! Network devices to which the steering's programs are attached, beside the kernel. These are all devices by which the
 //! kernel would accept a connection's packets, since the peer's may arrive by another than the one by which ours leave.
 
-use crate::dealing::Dealing;
+use baton_core::Dealing;
 use baton_handoff::examine::system;
 use baton_linux::control::Channel;
 use baton_linux::interface;

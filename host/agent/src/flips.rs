@@ -5,13 +5,12 @@
 use crate::agent::Agent;
 use crate::connection::{Connection, OnNic};
 use crate::events::{GONE_COLD, SOCKET_GONE};
-use crate::moves::{Key, SLICE, named};
-use crate::placement::Scene;
+use crate::moves::{SLICE, named};
 use crate::record::read_record;
 use baton_abi::Resource;
 use baton_abi::layout::{block, nic};
 use baton_abi::resource::{PAGE, PAIRS, pages};
-use baton_core::{LATER, Next, Stage, Standing, Unasked, cannot_go, follow, unasked};
+use baton_core::{Key, LATER, Next, Scene, Stage, Standing, Unasked, cannot_go, follow, unasked};
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
 use baton_offloads::WhenFull;
@@ -369,6 +368,7 @@ fn look_at(agent: &mut Agent, nic: usize, now: u64) {
     let demand = Demand { over, free, swaps: is_full && limits.when_full == WhenFull::Coldest };
     let Known { samples, scene, keys, .. } = known;
     let choice = agent.moves.placements[nic].look(&mut agent.nics[nic].gate, &samples, scene, demand, now);
+    agent.moves.placements[nic].looked(now, monotonic_micros());
     if over != (0, 0) && limits.when_full == WhenFull::Drop {
         for key in choice.leave.iter().filter_map(|serial| keys.get(serial)) {
             let is_first = agent.cut(key.0, key.1, DROPPED);

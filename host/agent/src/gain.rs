@@ -2,6 +2,7 @@
 //! and what lists say of it. The decisions are made in [`baton_policy::Gain`].
 
 use crate::settings::Choose;
+use baton_core::Key;
 use baton_linux::events::{monotonic_micros, nanos_of};
 use baton_linux::process;
 use baton_policy::{Figures, Gain, Row, Seen, Side, Start, Starts, Used, WORTH, Why};
@@ -17,9 +18,6 @@ const MOST_OF_USER: usize = 64;
 
 /// How many times as long as a look the pause after it is at least: looking takes at most a hundredth of a processor.
 const PART: u64 = 100;
-
-/// Names a connection: session, number, and serial number, since session and number are reused.
-type Key = (u32, u32, u64);
 
 /// Names a class: one program over one service.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]

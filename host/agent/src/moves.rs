@@ -13,14 +13,13 @@ use crate::journal;
 use crate::memory;
 use crate::nic::NicProcess;
 use crate::perform::Performer;
-use crate::placement::Placement;
 use crate::record::read_record;
 use crate::settings::Choose;
 use crate::wanted::Requests;
 use baton_abi::Cid;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
-use baton_core::{ATTEMPTS, LOOK, Settle, Stage, UnderWay, settle};
+use baton_core::{ATTEMPTS, Key, LOOK, Placement, Settle, Stage, UnderWay, settle};
 use baton_linux::events::monotonic_micros;
 use baton_log::{error, warning};
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
@@ -40,9 +39,6 @@ const OVERDUE: u64 = 10_000;
 
 /// Why a request is refused that would wait with too many others.
 pub(crate) const MANY_WAITING: &str = "too many requests wait for its move";
-
-/// Key of a connection: session, number, and serial number, since session and number are reused.
-pub(crate) type Key = (u32, u32, u64);
 
 /// What is to be settled again: the connection, what to do with it, and the number of attempts.
 pub(crate) struct PutOff(Key, Then, u8);
@@ -96,9 +92,9 @@ impl Moves {
             () if !self.suggested.is_empty() => LOOK.min(IDLE),
             () if self.under_way.count() > 0 => LOOK,
             () => {
-                let placed = self.placements.iter().filter_map(Placement::wait).chain(self.gain.as_ref().map(Gains::wait));
-                let held_up = self.under_way.due().map(|due| due.saturating_sub(monotonic_micros()));
-                return placed.chain(held_up.map(Duration::from_micros)).min();
+                let due = self.placements.iter().filter_map(Placement::due).chain(self.under_way.due()).min();
+                let wait = due.map(|due| Duration::from_micros(due.saturating_sub(monotonic_micros())));
+                return wait.into_iter().chain(self.gain.as_ref().map(Gains::wait)).min();
             }
         };
         Some(Duration::from_micros(micros))

@@ -1,12 +1,12 @@
 //! What an agent begins with: its NICs' hardware and the devices beside the kernel.
 
 use super::STEERING;
-use crate::dealing::Dealing;
 use crate::devices::Devices;
 use crate::ground::Mirrors;
 use crate::nic::Hardware;
 use crate::settings::AgentSettings;
 use anyhow::{Context, Result};
+use baton_core::Dealing;
 use baton_linux::events::Doorbell;
 use baton_linux::netlink::Netlink;
 use baton_linux::process;

@@ -3,11 +3,11 @@
 //! nobody waits for room any more, only those go that are chosen here. One that has to be hot goes only when it is
 //! chosen.
 
-use baton_linux::events::monotonic_micros;
+use crate::Key;
+use alloc::collections::{BTreeMap, BTreeSet, VecDeque};
+use alloc::vec::Vec;
 use baton_policy::{Choice, Demand, Heat, Sample};
 use baton_supervision::LONGEST_RETRY;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::time::Duration;
 
 /// Shortest time between two looks, in microseconds, and how many times as long as a look it is at least: looking takes
 /// at most a hundredth of a processor.
@@ -27,12 +27,9 @@ const TURN: u64 = 1_000_000;
 /// does not act, say.
 const SLOW: u64 = 2_000_000;
 
-/// Names a connection: session, number, and serial number, since session and number are reused.
-type Key = (u32, u32, u64);
-
 /// Who may take a slot of a NIC.
 #[derive(Default)]
-pub(crate) struct Gate {
+pub struct Gate {
     /// Serial numbers of those that were chosen.
     chosen: BTreeSet<u64>,
     /// Some wait for room: only the chosen may.
@@ -60,7 +57,7 @@ impl Gate {
 
 /// What is found at a look, beside what connections carry.
 #[derive(Clone, Copy, Default)]
-pub(crate) struct Scene {
+pub struct Scene {
     /// Some wait for room that are wanted on the NIC whatever they carry, or do so soon.
     pub anybody_waits: bool,
     /// Some that have to be hot enough are on the NIC, or on their way there or from there.
@@ -71,7 +68,7 @@ pub(crate) struct Scene {
 /// not leave an operation. Each may have cost another connection its place, so they become ever rarer.
 #[derive(Clone, Copy, Default)]
 struct Turns {
-    /// When the last one began, in microseconds of the monotonic clock.
+    /// When the last one began.
     last: u64,
     /// How many there were.
     count: u8,
@@ -108,7 +105,7 @@ impl Turns {
 
 /// What is known of one NIC's connections while it is full, or while some have to be hot enough.
 #[derive(Default)]
-pub(crate) struct Placement {
+pub struct Placement {
     heat: Heat,
     /// Connections that are wanted on the NIC and wait for room, or until they are hot enough, by serial number.
     waiting: BTreeMap<u64, Key>,
@@ -118,14 +115,14 @@ pub(crate) struct Placement {
     turns: BTreeMap<u64, Turns>,
     /// Since when those that are on the NIC are to leave it, by serial number.
     leaving: BTreeMap<u64, u64>,
-    /// When to look, in microseconds of the monotonic clock.
+    /// When to look.
     due: Option<u64>,
 }
 
 impl Placement {
     /// Takes up who found no room. Returns whether it is time to look.
     pub fn is_due(&mut self, gate: &mut Gate, now: u64) -> bool {
-        for (key, by_heat) in std::mem::take(&mut gate.refused) {
+        for (key, by_heat) in core::mem::take(&mut gate.refused) {
             self.waiting.insert(key.2, key);
             gate.chosen.remove(&key.2);
             gate.full |= !by_heat;
@@ -134,9 +131,9 @@ impl Placement {
         self.due.is_some_and(|due| due <= now)
     }
 
-    /// Time until the next look.
-    pub fn wait(&self) -> Option<Duration> {
-        Some(Duration::from_micros(self.due?.saturating_sub(monotonic_micros())))
+    /// When to look next.
+    pub fn due(&self) -> Option<u64> {
+        self.due
     }
 
     /// Has it look now: its NIC's limits have changed, say.
@@ -158,7 +155,7 @@ impl Placement {
 
     /// Notes which connections are to leave the NIC, for others or for any other reason, and are still there.
     pub fn note_still_leaving(&mut self, serials: &[u64], now: u64) {
-        let before = std::mem::take(&mut self.leaving);
+        let before = core::mem::take(&mut self.leaving);
         self.leaving = serials.iter().map(|serial| (*serial, before.get(serial).copied().unwrap_or(now))).collect();
     }
 
@@ -197,12 +194,16 @@ impl Placement {
         let is_short = demand.free == 0 && !choice.short.is_empty();
         gate.full = scene.anybody_waits || is_short || demand.over != (0, 0);
         if self.waiting.is_empty() && choice.leave.is_empty() && demand.over == (0, 0) && !scene.by_heat {
-            *self = Placement { turns: std::mem::take(&mut self.turns), ..Placement::default() };
+            *self = Placement { turns: core::mem::take(&mut self.turns), ..Placement::default() };
             return choice;
         }
-        let now = monotonic_micros();
-        self.due = Some(now + between.max(PART * now.saturating_sub(began)));
+        self.due = Some(began + between);
         choice
+    }
+
+    /// Notes that the look which began then has ended.
+    pub fn looked(&mut self, began: u64, now: u64) {
+        self.due = self.due.map(|due| now + due.saturating_sub(began).max(PART * now.saturating_sub(began)));
     }
 
     /// Those that attachers were asked for, and that may still come in their turn. Not counted for each one that is to
@@ -244,7 +245,7 @@ mod tests {
     #[test]
     fn after_a_refusal_only_the_chosen_come() {
         let (mut placement, mut gate) = (Placement::default(), Gate::default());
-        assert!(gate.admits((1, 1, 7), false) && !placement.is_due(&mut gate, 5) && placement.wait().is_none());
+        assert!(gate.admits((1, 1, 7), false) && !placement.is_due(&mut gate, 5) && placement.due().is_none());
         gate.refuse((1, 1, 7), false);
         gate.refuse((1, 2, 8), false);
         assert!(!placement.is_due(&mut gate, 5) && placement.is_due(&mut gate, 5 + FIRST));
@@ -263,7 +264,7 @@ mod tests {
         last.refuse((1, 1, 7), false);
         next.refuse((1, 2, 8), true);
         next.inherit(&mut last);
-        assert!(placement.is_due(&mut next, 0) || placement.wait().is_some());
+        assert!(placement.is_due(&mut next, 0) || placement.due().is_some());
         let mut waiting = placement.waiting(0);
         waiting.sort_unstable();
         assert_eq!(waiting, [(1, 1, 7), (1, 2, 8)]);
@@ -275,11 +276,28 @@ mod tests {
         gate.refuse((1, 1, 7), false);
         placement.is_due(&mut gate, 0);
         placement.look(&mut gate, &[sample(7, Place::Waits, 0)], WAITING, Demand::default(), 0);
-        assert!(!gate.admits((1, 3, 9), false) && placement.wait().is_some());
+        assert!(!gate.admits((1, 3, 9), false) && placement.due().is_some());
         // It has been closed.
         placement.forget(7);
         placement.look(&mut gate, &[], Scene::default(), Demand::default(), 600_000);
-        assert!(gate.admits((1, 3, 9), false) && placement.wait().is_none());
+        assert!(gate.admits((1, 3, 9), false) && placement.due().is_none());
+    }
+
+    /// The more there is to look at, the more rarely that is done.
+    #[test]
+    fn looking_takes_a_small_part_of_a_processor() {
+        let (mut placement, mut gate) = (Placement::default(), Gate::default());
+        placement.looked(0, 1);
+        assert_eq!(placement.due(), None, "there is nothing to look at");
+        gate.refuse((1, 1, 7), false);
+        placement.is_due(&mut gate, 0);
+        let mut began = 1_000_000;
+        for (took, pause) in [(100, SECOND), (1_000, BETWEEN), (20_000, 20_000 * PART), (100, BETWEEN)] {
+            placement.look(&mut gate, &[sample(7, Place::Waits, 0)], WAITING, Demand::default(), began);
+            placement.looked(began, began + took);
+            assert_eq!(placement.due(), Some(began + took + pause), "a look of {took} us");
+            began += 10_000_000;
+        }
     }
 
     /// The attacher of the hottest one does not act: others have the room then, and it is asked ever more rarely.
@@ -368,7 +386,7 @@ mod tests {
         let key = (1, 1, 7);
         assert!(!gate.admits(key, true));
         gate.refuse(key, true);
-        assert!(placement.is_due(&mut gate, 0) || placement.wait().is_some() && placement.has(7));
+        assert!(placement.is_due(&mut gate, 0) || placement.due().is_some() && placement.has(7));
         assert!(gate.admits((1, 2, 8), false) && !gate.admits(key, true));
         let hot = |place, carried| [Sample { hot_from: 1000, ..sample(7, place, carried) }];
         let demand = Demand { free: 9, ..Demand::default() };
@@ -384,7 +402,7 @@ mod tests {
         for second in 3..30 {
             // It carries nothing any more.
             let choice = placement.look(&mut gate, &hot(Place::Nic, 0), there, demand, second * 1_000_000);
-            assert!(placement.wait().is_some());
+            assert!(placement.due().is_some());
             if !choice.cold.is_empty() {
                 assert_eq!((choice.cold.as_slice(), choice.leave.len()), (&[7][..], 0));
                 return;

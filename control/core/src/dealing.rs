@@ -1,10 +1,12 @@
 //! Which device belongs to which NIC, where an agent has several.
 
-use std::collections::BTreeMap;
+use alloc::collections::BTreeMap;
+use alloc::string::String;
+use alloc::vec::Vec;
 
 /// The devices and their NICs.
 #[derive(Debug, Default)]
-pub(crate) struct Dealing {
+pub struct Dealing {
     nics: usize,
     /// Devices that are dealt in turn, by name: the first to NIC 0, the second to NIC 1, …
     names: Vec<String>,
