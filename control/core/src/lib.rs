@@ -13,20 +13,26 @@ extern crate alloc;
 
 mod dealing;
 mod follow;
+mod pauses;
 mod placement;
 mod recovery;
 mod settle;
+mod share;
 mod stage;
+mod suggestions;
 mod timers;
 mod under_way;
 mod users;
 
 pub use dealing::Dealing;
 pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
+pub use pauses::{Pause, Refused};
 pub use placement::{Gate, Placement, Scene};
 pub use recovery::Recovery;
 pub use settle::{ATTEMPTS, Settle, settle};
+pub use share::Share;
 pub use stage::Stage;
+pub use suggestions::Suggestions;
 pub use timers::Timers;
 pub use under_way::{LOOK, UnderWay};
 pub use users::{Limits, Taken, Users};

@@ -13,7 +13,7 @@ use crate::packed::PackedMemory;
 use crate::traffic::Traffic;
 use crate::way::Way;
 use baton_abi::Cid;
-use baton_core::Stage;
+use baton_core::{Refused, Stage};
 use baton_handoff::export::Exporter;
 use baton_handoff::import::Importer;
 use baton_handoff::shell::Saved;
@@ -32,13 +32,6 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 pub(crate) use crate::packed::Memory;
-
-/// How long a kernel that refuses to take a connection back is asked again, and how long if no program waits for it any
-/// more: the connection is lost then. Shortest and longest pause in between. All in microseconds.
-const AGAIN_LIMIT: u64 = 60_000_000;
-const AGAIN_WITHOUT_PROGRAM: u64 = 2_000_000;
-const AGAIN_FIRST: u64 = 1_000;
-const AGAIN_MOST: u64 = 200_000;
 
 /// A request for a move that waits for its answer: session of the asker, and tag.
 pub(crate) type Asker = (u32, u32);
@@ -214,9 +207,8 @@ pub(crate) struct Extra {
     pub overdue: bool,
     /// The NIC that died when it was there last, whose crash loop says when it may go back.
     pub nic_that_died: u8,
-    /// The kernel has refused to take it back: since when, and when it is asked again, microseconds of the monotonic
-    /// clock.
-    pub refused: Option<(u64, u64)>,
+    /// The kernel has refused to take it back, and is asked again.
+    pub refused: Option<Refused>,
     /// When the move that is under way was due at random, in microseconds of the monotonic clock, if it was.
     pub drawn: Option<u64>,
     /// Local address and peer as its socket names them, if that is neither as the 4-tuple does nor as addresses of IPv4
@@ -434,7 +426,7 @@ impl Connection {
 
     /// Whether the kernel has refused to take it back, and is not to be asked again yet.
     pub fn was_refused_just_now(&self, now: u64) -> bool {
-        self.extra.as_ref().and_then(|extra| extra.refused).is_some_and(|(_, again_at)| now < again_at)
+        self.extra.as_ref().and_then(|extra| extra.refused).is_some_and(|refused| refused.is_recent(now))
     }
 
     /// Notes that the kernel has not refused to take it back, or is not asked again.
@@ -447,14 +439,10 @@ impl Connection {
     /// Notes that the kernel has refused to take it back. Returns whether it is asked again, a moment later: what is
     /// held of the connection waits, and its program, too.
     pub fn tries_again(&mut self, why: &str, now: u64) -> bool {
-        let (since, _) = self.extra().refused.unwrap_or((now, now));
         let is_over = self.closed || self.abandoned || self.outlives_agent || self.is_to_be_forgotten();
-        let patience = if is_over { AGAIN_WITHOUT_PROGRAM } else { AGAIN_LIMIT };
-        let again = now.saturating_sub(since) < patience;
-        let pause = (now.saturating_sub(since)).clamp(AGAIN_FIRST, AGAIN_MOST);
-        self.extra().refused = again.then_some((since, now + pause));
+        self.extra().refused = Refused::again(self.extra().refused, !is_over, now);
         self.reason = format!("the kernel refuses to take it back, and is asked again: {why}").into();
-        again
+        self.extra().refused.is_some()
     }
 
     /// The local address and the peer's, as its socket names them.

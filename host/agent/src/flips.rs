@@ -32,38 +32,6 @@ const REST: u64 = 2;
 /// than once.
 const NO_TIME: &str = "more connections were to move than the agent has time for";
 
-/// What part of a processor the agent may use with moves at random: one part of this. It goes before programs, which
-/// need the rest.
-const PART: u64 = 5;
-
-/// Microseconds of a processor that it may save up while it does nothing.
-const MOST_SAVED: i64 = 5_000;
-
-/// The agent's share of a processor for moves at random. What it does otherwise is counted, too, and always done.
-#[derive(Default)]
-pub(crate) struct Share {
-    /// Microseconds of processor time that are left; below 0: that were used too much.
-    saved: i64,
-    /// The last look: time, and processor time used by then, in microseconds.
-    looked: (u64, u64),
-}
-
-impl Share {
-    /// Returns for how many microseconds no move at random may begin, at a time `now` by which `used` microseconds of
-    /// processor time were used.
-    fn wait(&mut self, now: u64, used: u64) -> u64 {
-        let (then, before) = std::mem::replace(&mut self.looked, (now, used));
-        let earned = (now.saturating_sub(then) / PART) as i64;
-        self.saved = self.saved.saturating_add(earned).saturating_sub(used.saturating_sub(before) as i64).min(MOST_SAVED);
-        self.left()
-    }
-
-    /// The same, as of the last look.
-    fn left(&self) -> u64 {
-        self.saved.min(0).unsigned_abs() * PART
-    }
-}
-
 fn thread_micros() -> u64 {
     thread_nanos() / 1000
 }
@@ -494,21 +462,6 @@ fn samples(agent: &mut Agent, nic: usize, now: u64) -> Known {
 mod tests {
     use super::*;
 
-    #[test]
-    fn moves_at_random_leave_programs_most_of_a_processor() {
-        let mut share = Share::default();
-        assert_eq!(share.wait(1_000_000, 0), 0, "it has saved some");
-        // A round of moves that take a millisecond each, one after another, whenever it may.
-        let (mut now, mut used, mut made) = (1_000_000, 0, 0);
-        while now < 3_000_000 {
-            match share.wait(now, used) {
-                0 => (now, used, made) = (now + 1_000, used + 1_000, made + 1),
-                wait => now += wait.min(1_000),
-            }
-        }
-        assert!((380..=410).contains(&made), "{made} moves of a millisecond in two seconds, of which it may have a fifth");
-    }
-
     /// An attacher that does not bring back what has to leave a full NIC has its place, and no more.
     #[test]
     fn others_change_places_while_one_does_not_leave() {
@@ -517,13 +470,5 @@ mod tests {
         assert!(!known.is_full(5, u64::MAX, 10) && !known.is_full(9, 50, 10));
         // None of the others has to leave for it.
         assert_eq!((known.over(3, 30), known.over(2, 20)), ((0, 0), (1, 10)));
-    }
-
-    #[test]
-    fn what_was_not_used_is_not_saved_for_ever() {
-        let mut share = Share::default();
-        share.wait(0, 0);
-        assert_eq!(share.wait(3_600_000_000, 0), 0);
-        assert!(share.wait(3_600_006_000, 6_000 + 1_200) > 0);
     }
 }

@@ -19,7 +19,7 @@ use crate::wanted::Requests;
 use baton_abi::Cid;
 use baton_abi::layout::nic::MAX_NICS;
 use baton_abi::layout::{block, nic};
-use baton_core::{ATTEMPTS, Key, LOOK, Placement, Settle, Stage, UnderWay, settle};
+use baton_core::{ATTEMPTS, Key, LOOK, Placement, Settle, Stage, Suggestions, UnderWay, settle};
 use baton_linux::events::monotonic_micros;
 use baton_log::{error, warning};
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
@@ -32,11 +32,6 @@ use std::time::Duration;
 /// Share of a round for each kind of work on moves, in microseconds. A move that has begun is finished.
 pub(crate) const SLICE: u64 = 500;
 
-/// Time without a request after which suggested moves are made, and age from which they are made regardless, in
-/// microseconds.
-const IDLE: u64 = 200;
-const OVERDUE: u64 = 10_000;
-
 /// Why a request is refused that would wait with too many others.
 pub(crate) const MANY_WAITING: &str = "too many requests wait for its move";
 
@@ -47,8 +42,8 @@ pub(crate) struct PutOff(Key, Then, u8);
 #[derive(Default)]
 pub(crate) struct Moves {
     under_way: UnderWay<Key>,
-    /// Moves to the NIC that programs have suggested, with the time of that.
-    suggested: VecDeque<(Key, u64)>,
+    /// Moves to the NIC that programs have suggested.
+    pub suggested: Suggestions<Key>,
     /// Connections that have to leave the NIC, each with the reason.
     returning: VecDeque<(Key, &'static str)>,
     /// Sessions whose attachers have been asked for descriptors.
@@ -65,8 +60,6 @@ pub(crate) struct Moves {
     /// are handled: inside, the answers about many connections would each be handled inside the one before.
     pub handling: bool,
     pub put_off: Vec<PutOff>,
-    /// Time of the last request, in microseconds of the monotonic clock.
-    pub last_request: u64,
 }
 
 impl Moves {
@@ -89,8 +82,7 @@ impl Moves {
     pub fn wait(&self) -> Option<Duration> {
         let micros = match () {
             () if !self.returning.is_empty() => 0,
-            () if !self.suggested.is_empty() => LOOK.min(IDLE),
-            () if self.under_way.count() > 0 => LOOK,
+            () if !self.suggested.is_empty() || self.under_way.count() > 0 => LOOK,
             () => {
                 let due = self.placements.iter().filter_map(Placement::due).chain(self.under_way.due()).min();
                 let wait = due.map(|due| Duration::from_micros(due.saturating_sub(monotonic_micros())));
@@ -414,7 +406,7 @@ impl Agent {
         connection.want(true);
         if !std::mem::replace(&mut connection.suggested, true) {
             let key = (session, number, connection.serial);
-            self.moves.suggested.push_back((key, monotonic_micros()));
+            self.moves.suggested.add(key, monotonic_micros());
         }
     }
 
@@ -422,14 +414,8 @@ impl Agent {
         let begun = monotonic_micros();
         let mut now = begun;
         while now < begun + SLICE
-            && let Some((key, since)) = self.moves.suggested.front().copied()
+            && let Some(key) = self.moves.suggested.take(begun, now)
         {
-            let idle = now.saturating_sub(self.moves.last_request) >= IDLE;
-            // While requests keep coming, an overdue move is made once a round.
-            if !idle && (now != begun || now.saturating_sub(since) < OVERDUE) {
-                return;
-            }
-            self.moves.suggested.pop_front();
             let wanted = |connection: &mut Connection| std::mem::take(&mut connection.suggested) && connection.is_wanted();
             if named(&mut self.sessions, key).is_some_and(wanted) {
                 let (session, number, _) = key;

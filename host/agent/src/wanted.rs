@@ -5,18 +5,13 @@ use crate::agent::Agent;
 use crate::connection::Connection;
 use crate::moves::named;
 use crate::session::{Sent, Session};
-use baton_core::Stage;
+use baton_core::{Pause, Stage};
 use baton_linux::events::monotonic_micros;
 use baton_linux::socket;
 use baton_protocol::program::{Answer, Place, Reply};
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::time::Duration;
-
-/// First and longest pause before unsent requests are sent again, in microseconds. It doubles while the attacher reads
-/// nothing.
-const FIRST_PAUSE: u64 = 1_000;
-const LONGEST_PAUSE: u64 = 200_000;
 
 /// Bytes of messages, with what the kernel needs to keep them, that an attacher may have unread when a move is asked
 /// for. This leaves room for messages that come once: an attacher whose channel has no room for such a one is cut off.
@@ -41,12 +36,10 @@ impl Unsent {
 }
 
 /// The moves that one attacher has not been asked for yet: one for a connection at most.
-#[derive(Default)]
 pub(crate) struct Requests {
     by_number: BTreeMap<u32, Unsent>,
-    /// When they are sent again, in microseconds of the monotonic clock, and the pause before.
-    due: u64,
-    pause: u64,
+    /// When they are sent again.
+    pause: Pause,
 }
 
 impl Session {
@@ -68,13 +61,13 @@ impl Agent {
             return;
         }
         let unsent = Unsent { serial: connection.serial, made: connection.made, to };
-        let first = || Requests { due: monotonic_micros() + FIRST_PAUSE, pause: FIRST_PAUSE, ..Requests::default() };
+        let first = || Requests { by_number: BTreeMap::new(), pause: Pause::begin(monotonic_micros()) };
         self.moves.unsent.entry(session).or_insert_with(first).by_number.insert(number, unsent);
     }
 
     /// Time until requests are sent again that attachers had no room for.
     pub(crate) fn unsent_wait(&self) -> Option<Duration> {
-        let due = self.moves.unsent.values().map(|requests| requests.due).min()?;
+        let due = self.moves.unsent.values().map(|requests| requests.pause.due()).min()?;
         Some(Duration::from_micros(due.saturating_sub(monotonic_micros())))
     }
 
@@ -85,7 +78,7 @@ impl Agent {
         }
         let now = monotonic_micros();
         let mut unsent = std::mem::take(&mut self.moves.unsent);
-        unsent.retain(|session, requests| requests.due > now || self.send_again(*session, requests, now));
+        unsent.retain(|session, requests| requests.pause.due() > now || self.send_again(*session, requests, now));
         self.moves.unsent = unsent;
     }
 
@@ -101,9 +94,7 @@ impl Agent {
             }
             requests.by_number.pop_first();
         }
-        let reads = requests.by_number.len() < before;
-        requests.pause = if reads { FIRST_PAUSE } else { (2 * requests.pause).min(LONGEST_PAUSE) };
-        requests.due = now + requests.pause;
+        requests.pause.tried(requests.by_number.len() < before, now);
         !requests.by_number.is_empty()
     }
 }

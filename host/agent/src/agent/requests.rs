@@ -156,7 +156,7 @@ impl Agent {
             }
             Ok((request, descriptors)) => {
                 let reply = self.on_request(number, request.tag, request.body, descriptors);
-                self.moves.last_request = monotonic_micros();
+                self.moves.suggested.note_request(monotonic_micros());
                 if let Some((body, given)) = reply {
                     let given: Vec<BorrowedFd<'_>> = given.iter().map(AsFd::as_fd).collect();
                     self.answer(number, request.tag, body, &given);
