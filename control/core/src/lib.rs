@@ -13,6 +13,7 @@ extern crate alloc;
 
 mod dealing;
 mod follow;
+mod notice;
 mod pauses;
 mod placement;
 mod recovery;
@@ -26,6 +27,7 @@ mod users;
 
 pub use dealing::Dealing;
 pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
+pub use notice::{ELSEWHERE, Notice};
 pub use pauses::{Pause, Refused};
 pub use placement::{Gate, Placement, Scene};
 pub use recovery::Recovery;

@@ -9,7 +9,7 @@ use crate::ground::{Ground, Shape};
 use crate::moves::named;
 use crate::session::{Host, Session};
 use baton_abi::{Control, Message, Operation};
-use baton_core::Stage;
+use baton_core::{ELSEWHERE, Stage};
 use baton_device::NOWHERE;
 use baton_image::Image;
 use baton_linux::foreign::{self, Foreign};
@@ -150,9 +150,6 @@ fn doubt(user: u32, at: u32, connection: &mut Connection, calls: &Calls) {
 
 /// Connections whose ways are looked up again before the agent turns to others.
 const WAYS_AT_ONCE: usize = 64;
-
-/// Why a connection is restored whose frames would go another way now.
-pub(crate) const ELSEWHERE: &str = "its route has changed";
 
 /// Why a connection is restored whose frames would leave by the device of another NIC now.
 const ANOTHER_NIC: &str = "its route leads to another NIC";

@@ -3,7 +3,8 @@
 
 use crate::connection::{Exported, Handoff, Memory, OnNic};
 use baton_abi::layout::{nic, scratch, slot};
-use baton_abi::{Cid, Control, Message, Operation};
+use baton_abi::{Cid, Message};
+use baton_core::Notice;
 use baton_handoff::shell::Saved;
 use baton_image::{Image, MAX_ENCODED, MAX_SHORT};
 use baton_moves::Phase;
@@ -169,11 +170,8 @@ pub(crate) fn note_made(nic_memory: &Region, made: Made) {
 
 /// The connection that the NIC has made for a listener, if the message says that.
 fn made_for_listener(message: &Message) -> Option<Made> {
-    let about = (message.operation, Control::from_number(message.kind));
-    let is_made = about == (Operation::OsControl, Some(Control::Made));
-    // Without a listener it is one that a program opens.
-    let made = Made { cid: message.cid, listener: message.address, by_cookie: message.length != 0 };
-    (is_made && made.listener != 0).then_some(made)
+    let Some(Notice::Made { listener, by_cookie }) = Notice::of(message) else { return None };
+    Some(Made { cid: message.cid, listener, by_cookie })
 }
 
 /// Takes the next message out of the ring of a NIC, whose number and slots are given. An agent takes all that are
@@ -275,6 +273,7 @@ pub(crate) fn note_next_name(nic_memory: &Region, name: Cid) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_abi::{Control, Operation};
     use baton_image::State;
     use baton_ring::Producer;
     use baton_wire::Endpoint;

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
 use baton_abi::resource::pages;
 use baton_abi::{Announcement, Cid, Control, Message, Operation, RESET_PEER, Resource};
-use baton_core::Gate;
+use baton_core::{Gate, Notice};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::{process, settings, starter};
@@ -58,12 +58,6 @@ pub(crate) struct Hardware {
     pub memory: Arc<Region>,
     pub nic_bell: Doorbell,
     pub agent_bell: Doorbell,
-}
-
-/// Returns the session that a message ends because its program broke the interface's rules, if it is such a message.
-pub(crate) fn cut_off(message: &Message) -> Option<u32> {
-    let about = (message.operation, Control::from_number(message.kind));
-    matches!(about, (Operation::OsControl, Some(Control::Detach))).then_some(message.address)
 }
 
 /// The NIC's process: a child, or the owner's.
@@ -717,7 +711,7 @@ impl NicProcess {
 
     /// Drops notifications about a session, so that they do not apply to the next one of this number.
     pub fn forget_session(&mut self, session: u32) {
-        self.inbox.retain(|message| cut_off(message) != Some(session));
+        self.inbox.retain(|message| Notice::of(message) != Some(Notice::CutOff(session)));
     }
 }
 

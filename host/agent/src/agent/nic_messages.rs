@@ -1,15 +1,11 @@
 //! What NICs say by their message rings.
 
 use super::Agent;
-use crate::changes::ELSEWHERE;
 use crate::connection::Wants;
 use crate::journal;
-use crate::nic::cut_off;
-use baton_abi::{Cid, Control, Message, Operation, RestoreCause};
+use baton_abi::{Cid, Message};
+use baton_core::Notice;
 use baton_moves::{Arrived, Event};
-
-/// Why a connection returns when its NIC is set to give it back then (`peer-fin=return`).
-const PEER_FIN: &str = "its peer has sent its FIN";
 
 impl Agent {
     /// Handles the NIC's messages: answers to commands, a broken command ring, a connection that it wants to restore,
@@ -41,51 +37,31 @@ impl Agent {
     }
 
     fn on_nic_message(&mut self, message: &Message) {
-        if let Some(session) = cut_off(message) {
-            return self.cut_off.push((session, "its command ring makes no sense"));
-        }
-        let control = Control::from_number(message.kind);
-        if (message.operation, control) == (Operation::OsControl, Some(Control::Made)) {
-            return match (message.address, self.find(message.cid)) {
-                (0, Some((session, number))) => self.opened(session, number),
-                (0, None) => self.drop_made(message.cid),
-                (listener, _) => self.made(message.cid, listener, message.length != 0),
-            };
-        }
-        if (message.operation, control) == (Operation::OsControl, Some(Control::Addresses)) {
-            return self.addresses_changed();
-        }
-        let refuses = |what| control == Some(Control::Refused) && message.length == what as u32;
-        if message.operation == Operation::OsControl && refuses(Control::Grant) {
-            return self.not_granted(message.cid);
-        }
-        let Some((session, number)) = self.find(message.cid) else { return };
-        match (message.operation, control) {
-            (Operation::OsRestore, _) if message.address == RestoreCause::Urgent as u32 => {
-                self.return_soon(session, number, "urgent data from its peer");
-            }
-            (Operation::OsRestore, _) if message.address == RestoreCause::PeerFin as u32 => {
+        let Some(notice) = Notice::of(message) else { return };
+        let found = self.find(message.cid);
+        match (notice, found) {
+            (Notice::CutOff(session), _) => self.cut_off.push((session, "its command ring makes no sense")),
+            (Notice::Made { listener, by_cookie }, _) => self.made(message.cid, listener, by_cookie),
+            (Notice::Addresses, _) => self.addresses_changed(),
+            (Notice::NotGranted, _) => self.not_granted(message.cid),
+            (Notice::Opened, None) => self.drop_made(message.cid),
+            (_, None) => {}
+            (Notice::Opened, Some((session, number))) => self.opened(session, number),
+            (Notice::NotOpened(error), Some((session, number))) => self.fail_opening(session, number, error),
+            (Notice::OpensNone, Some((session, number))) => self.open_in_kernel(session, number),
+            (Notice::Leaves { why, for_good }, Some((session, number))) => {
                 if let Some(connection) = self.connection(session, number) {
-                    // It is not tried again: its slot is for others.
-                    connection.stays = true;
+                    connection.stays |= for_good;
                 }
-                self.return_soon(session, number, PEER_FIN);
+                self.return_soon(session, number, why);
             }
-            (Operation::OsRestore, _) => self.return_soon(session, number, "its peer has ended it"),
-            (Operation::OsControl, Some(Control::NotMade)) => self.fail_opening(session, number, message.address),
-            (Operation::OsControl, Some(Control::Closed)) => self.drive(session, number, Event::Ended),
-            (Operation::OsControl, _) if refuses(Control::Connect) => self.open_in_kernel(session, number),
-            (Operation::OsControl, _) if refuses(Control::Close) => {
-                self.return_soon(session, number, "the NIC cannot close it");
-            }
-            (Operation::OsControl, _) if refuses(Control::Mtu) => self.return_soon(session, number, ELSEWHERE),
-            (Operation::OsControl, Some(Control::Grow)) => {
+            (Notice::Ended, Some((session, number))) => self.drive(session, number, Event::Ended),
+            (Notice::Larger(receive, send), Some((session, number))) => {
                 if let Some(connection) = self.connection(session, number) {
-                    connection.extra().wants = Wants::Larger(message.address, message.length);
+                    connection.extra().wants = Wants::Larger(receive, send);
                 }
                 self.drive(session, number, Event::Grow);
             }
-            _ => {}
         }
     }
 

@@ -13,8 +13,10 @@ use crate::keeper::{Keeper, Kept, Until};
 use crate::machine::Machine;
 use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
-use baton_abi::{Cid, Control, Message, Operation};
-use baton_core::{ATTEMPTS, LATER, LOOK, Next, Recovery, Settle, Stage, Timers, Unasked, UnderWay, follow, settle, unasked};
+use baton_abi::{Cid, Message};
+use baton_core::{
+    ATTEMPTS, LATER, LOOK, Next, Notice, Recovery, Settle, Stage, Timers, Unasked, UnderWay, follow, settle, unasked,
+};
 use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
@@ -515,19 +517,15 @@ impl Agent {
     fn on_message(&mut self, message: &Message, machine: &mut Machine) {
         let of = |connection: &&mut Connection| connection.cid == Some(message.cid);
         let Some(connection) = self.connections.values_mut().find(of) else { return };
-        match (message.operation, Control::from_number(message.kind)) {
-            (Operation::OsRestore, _) if connection.stage() == Stage::Nic => {
+        let number = connection.number;
+        match Notice::of(message) {
+            Some(Notice::Leaves { .. }) if connection.stage() == Stage::Nic => {
                 connection.must_return = true;
-                let number = connection.number;
                 self.drive(number, Event::Restore { forced: false }, machine);
             }
-            (Operation::OsControl, Some(Control::Closed)) => {
-                let number = connection.number;
-                self.drive(number, Event::Ended, machine);
-            }
-            (Operation::OsControl, Some(Control::Grow)) => {
-                connection.wants = Some((message.address, message.length));
-                let number = connection.number;
+            Some(Notice::Ended) => self.drive(number, Event::Ended, machine),
+            Some(Notice::Larger(receive, send)) => {
+                connection.wants = Some((receive, send));
                 self.drive(number, Event::Grow, machine);
             }
             _ => {}
