@@ -5,6 +5,8 @@
 //! to 8 bytes. It has one writer and one reader, and each keeps its own position to itself and only shows it: a program
 //! that writes nonsense into shared memory reads or sends nonsense, and the NIC stays within the ring.
 
+#![forbid(unsafe_code)]
+
 use baton_abi::layout::datagrams as at;
 use baton_shm::{Circle, Region};
 use baton_wire::Endpoint;
