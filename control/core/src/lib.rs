@@ -2,15 +2,23 @@
 //! not run back. The agent performs it on sockets, memory and NICs; the simulator runs the same code on its models.
 //!
 //! A connection's move is a machine of its own (`baton-moves`). Here is what concerns all connections, or what comes
-//! before and after a move: in which order moves go on ([`UnderWay`]), what is due when ([`Timers`]), what follows the
-//! end of a move ([`follow`]), which begin although nobody asks ([`unasked`]), what is done with a connection that is
-//! needed in the kernel ([`settle()`]), and in which steps a NIC's death is recovered from ([`Recovery`]). [`Users`]
-//! says what each user may have.
+//! before and after a move:
+//!
+//! | | |
+//! |---|---|
+//! | in which order moves go on, and what is due when | [`UnderWay`], [`Suggestions`], [`Timers`] |
+//! | what follows the end of a move; which begin unasked | [`follow`](fn@follow), [`unasked`] |
+//! | what is done with a connection that is needed in the kernel | [`settle`](fn@settle) |
+//! | what a NIC says; the steps after its death | [`Notice`], [`Recovery`] |
+//! | what the next agent does with what the last one left | [`Adopted`] |
+//! | who gets a slot of a full NIC; what each user may have | [`Gate`], [`Placement`], [`Users`] |
+//! | how long somebody is waited for | [`Pause`], [`Refused`], [`Share`] |
 #![no_std]
 #![forbid(unsafe_code)]
 
 extern crate alloc;
 
+mod adoption;
 mod dealing;
 mod follow;
 mod notice;
@@ -25,6 +33,7 @@ mod timers;
 mod under_way;
 mod users;
 
+pub use adoption::Adopted;
 pub use dealing::Dealing;
 pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
 pub use notice::{ELSEWHERE, Notice};

@@ -19,7 +19,7 @@ use crate::session::{NOT_READING, OpenSession, Sent, Session};
 use anyhow::{Context, Result};
 use baton_abi::Cid;
 use baton_abi::layout::{Owner, block, nic, session};
-use baton_core::{Stage, Users};
+use baton_core::{Adopted, Stage, Users};
 use baton_handoff::shell;
 use baton_linux::bell::SessionBell;
 use baton_linux::control::{Channel, PeerChannel};
@@ -453,8 +453,8 @@ impl Agent {
         let Some(Some(connection)) = session.connections.get_mut(at.1 as usize) else { return journal::clear(&memory, cid) };
         connection.flow.device = entry.device();
         connection.events.note(monotonic_micros(), What::AgentDied, Some(cid.nic() as u8), None, 0);
-        // While the kernel is getting its socket back it may need the bytes once more.
-        let has_memory = phase != Phase::Reading && keep_memory(open, connection, &entry);
+        let Adopted { machine, keeps_memory, at_once } = Adopted::at(phase, finished);
+        let has_memory = keeps_memory && keep_memory(open, connection, &entry);
         if phase == Phase::Copied {
             if !has_memory {
                 return journal::clear(&memory, cid);
@@ -465,11 +465,11 @@ impl Agent {
         if phase == Phase::Sending {
             connection.expect_fin(image.and_then(ReplayedFin::of));
         }
-        connection.set_machine(Move::adopted(phase, phase == Phase::Sending && finished));
+        connection.set_machine(machine);
         connection.cid = Some(cid);
         // Its slot is taken until it has been restored.
         self.nics[cid.nic()].withhold(cid);
-        if phase != Phase::Copied {
+        if at_once {
             self.drive(at.0, at.1, Event::Tick);
         }
     }

@@ -57,8 +57,6 @@ pub(super) struct Connection {
     pub stay: Option<Box<Stay>>,
     /// The image from which the kernel's socket is made.
     pub image: Option<Image>,
-    /// Where the bytes are of a connection that was in the kernel again when its agent died.
-    pub journalled: Option<OnNic>,
     /// Number of changes to its block.
     pub moves: u32,
     /// What the program wants that needs it in the kernel; attempts to restore it for that.
@@ -92,7 +90,6 @@ impl Connection {
             nic: None,
             stay: None,
             image: None,
-            journalled: None,
             wish: None,
             must_return: false,
             retry: Retry::default(),

@@ -15,9 +15,9 @@ use crate::trace::{Happening, Trace};
 use baton_abi::layout::{Owner, session};
 use baton_abi::{Cid, Message};
 use baton_core::{
-    ATTEMPTS, LATER, LOOK, Next, Notice, Recovery, Settle, Stage, Timers, Unasked, UnderWay, follow, settle, unasked,
+    ATTEMPTS, Adopted, LATER, LOOK, Next, Notice, Recovery, Settle, Stage, Timers, Unasked, UnderWay, follow, settle, unasked,
 };
-use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Phase, Refusal};
+use baton_moves::{ANSWER_LIMIT, Action, Arrived, Barrier, Conclusion, Event, Move, Outcome, Refusal};
 use baton_recovery::{read_image, unpublish};
 use baton_ring::Consumer;
 use baton_shm::RingWords;
@@ -157,18 +157,17 @@ impl Agent {
             let image = read_image(&machine.card().memory, entry.cid).ok();
             let Some(connection) = self.connections.get_mut(&entry.connection) else { continue };
             let finished = image.is_some_and(|image| image.state.fin_acknowledged());
-            connection.machine = Move::adopted(entry.phase, entry.phase == Phase::Sending && finished);
-            connection.cid = Some(entry.cid);
+            let adopted = Adopted::at(entry.phase, finished);
+            (connection.machine, connection.cid) = (adopted.machine, Some(entry.cid));
             self.nic.withhold(entry.cid);
-            if entry.phase == Phase::Copied {
-                if let Some(on_nic) = &entry.on_nic {
-                    let heap = &mut self.heaps[connection.session as usize];
-                    heap.reserve(on_nic.memory.receive);
-                    heap.reserve(on_nic.memory.send);
-                }
-                connection.on_nic = entry.on_nic;
-            } else {
-                (connection.image, connection.journalled) = (image, entry.on_nic);
+            if let Some(on_nic) = entry.on_nic.filter(|_| adopted.keeps_memory) {
+                let heap = &mut self.heaps[connection.session as usize];
+                heap.reserve(on_nic.memory.receive);
+                heap.reserve(on_nic.memory.send);
+                connection.on_nic = Some(on_nic);
+            }
+            if adopted.at_once {
+                connection.image = image;
                 self.tasks.push_back(Task::Drive(entry.connection, Event::Tick));
             }
         }
@@ -491,7 +490,7 @@ impl Agent {
         let Some(connection) = self.connections.get_mut(&number) else { return };
         self.concluded.push(self.actions);
         let next = follow(conclusion, &connection.standing(now));
-        (connection.exported, connection.image, connection.journalled) = (None, None, None);
+        (connection.exported, connection.image) = (None, None);
         match conclusion {
             Conclusion::Moved | Conclusion::Recovered => self.moves += 1,
             Conclusion::Lost(refusal, _) => {

@@ -373,8 +373,7 @@ impl Performer<'_> {
     }
 
     fn memory(&self) -> Option<Memory> {
-        let on_nic = self.connection.on_nic.as_ref().or(self.connection.journalled.as_ref())?;
-        Some(on_nic.memory)
+        Some(self.connection.on_nic.as_ref()?.memory)
     }
 
     fn finish(&mut self) -> Result<(), Refusal> {
