@@ -11,7 +11,7 @@
 //! | what is done with a connection that is needed in the kernel | [`settle`](fn@settle) |
 //! | what a NIC says; the steps after its death | [`Notice`], [`Recovery`] |
 //! | what the next agent does with what the last one left | [`Adopted`] |
-//! | who gets a slot of a full NIC; what each user may have | [`Gate`], [`Placement`], [`Users`] |
+//! | who gets which slot of a NIC; what each user may have | [`FreeSlots`], [`Gate`], [`Placement`], [`Users`] |
 //! | how long somebody is waited for | [`Pause`], [`Refused`], [`Share`] |
 #![no_std]
 #![forbid(unsafe_code)]
@@ -27,6 +27,7 @@ mod placement;
 mod recovery;
 mod settle;
 mod share;
+mod slots;
 mod stage;
 mod suggestions;
 mod timers;
@@ -42,6 +43,7 @@ pub use placement::{Gate, Placement, Scene};
 pub use recovery::Recovery;
 pub use settle::{ATTEMPTS, Settle, settle};
 pub use share::Share;
+pub use slots::FreeSlots;
 pub use stage::Stage;
 pub use suggestions::Suggestions;
 pub use timers::Timers;

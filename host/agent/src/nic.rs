@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
 use baton_abi::resource::pages;
 use baton_abi::{Announcement, Cid, Control, Message, Operation, RESET_PEER, Resource};
-use baton_core::{Gate, Notice};
+use baton_core::{FreeSlots, Gate, Notice};
 use baton_linux::control::Channel;
 use baton_linux::events::{Doorbell, monotonic_micros};
 use baton_linux::{process, settings, starter};
@@ -106,41 +106,22 @@ pub(crate) struct NicProcess {
     ended: bool,
 }
 
-/// Slots without a connection. The memory of slots that never had one is not touched.
-#[derive(Default)]
-struct FreeSlots {
-    /// Number of their NIC.
-    nic: usize,
-    /// Free slots that had a connection, with the cid of their next one.
-    names: BTreeMap<u32, Cid>,
-    /// The first slot that never had a connection, and the number of slots.
-    fresh: u32,
-    slots: u32,
+/// All slots of a NIC as free, whatever an earlier agent had in them.
+fn free_slots(memory: &Region, nic: usize, slots: u32) -> FreeSlots {
+    let used = journal::slots_used(memory, slots);
+    FreeSlots::new(nic, slots, (0..used).map(|slot| journal::next_name(memory, nic, slot)))
 }
 
-impl FreeSlots {
-    /// Returns all slots as free, whatever an earlier agent had in them.
-    fn read(memory: &Region, nic: usize, slots: u32) -> FreeSlots {
-        let fresh = journal::slots_used(memory, slots);
-        let names = (0..fresh).map(|slot| (slot, journal::next_name(memory, nic, slot))).collect();
-        FreeSlots { nic, names, fresh, slots }
+/// Takes a free slot. Its next cid is noted at once: the next agent would give this one away a second time if it found
+/// no entry of the journal that has it.
+fn take_free(free: &mut FreeSlots, memory: &Region) -> Option<Cid> {
+    let used = free.used();
+    let cid = free.take()?;
+    if free.used() > used {
+        journal::note_slots_used(memory, free.used());
     }
-
-    /// Takes a free slot. Its next cid is noted at once: the next agent would give this one away a second time if it
-    /// found no entry of the journal that has it.
-    fn take(&mut self, memory: &Region) -> Option<Cid> {
-        let cid = match self.names.pop_last() {
-            Some((_, name)) => name,
-            None if self.fresh == self.slots => return None,
-            None => {
-                self.fresh += 1;
-                journal::note_slots_used(memory, self.fresh);
-                Cid::new(self.fresh - 1, 1).on(self.nic)
-            }
-        };
-        journal::note_next_name(memory, cid.next_generation());
-        Some(cid)
-    }
+    journal::note_next_name(memory, cid.next_generation());
+    Some(cid)
 }
 
 impl Process {
@@ -233,7 +214,7 @@ impl NicProcess {
             detached: Vec::new(),
             room: Room::default(),
             gate: Gate::default(),
-            free: FreeSlots::read(&hardware.memory, settings.number, slots),
+            free: free_slots(&hardware.memory, settings.number, slots),
             ended: false,
             own_addresses,
             between_probes,
@@ -335,14 +316,14 @@ impl NicProcess {
         if !self.room.has_connections(1) || !self.room.has(Resource::Memory, 1) {
             return None;
         }
-        let cid = self.free.take(&self.memory)?;
+        let cid = take_free(&mut self.free, &self.memory)?;
         self.room.promise_connection(cid.slot());
         Some(cid)
     }
 
     /// Takes a free slot for a connection that the NIC is to make, and returns its cid.
     pub fn take_slot_to_grant(&mut self) -> Option<Cid> {
-        self.free.take(&self.memory)
+        take_free(&mut self.free, &self.memory)
     }
 
     /// Promises a connection memory on the NIC, instead of what it has there. False if the NIC has not announced room
@@ -354,13 +335,12 @@ impl NicProcess {
     /// Frees a slot.
     pub fn give_slot(&mut self, cid: Cid) {
         self.room.end(cid.slot());
-        journal::note_next_name(&self.memory, cid.next_generation());
-        self.free.names.insert(cid.slot(), cid.next_generation());
+        journal::note_next_name(&self.memory, self.free.give(cid));
     }
 
     /// Removes a slot from the free ones, because a connection has it already.
     pub fn withhold(&mut self, cid: Cid) {
-        self.free.names.remove(&cid.slot());
+        self.free.withhold(cid);
     }
 
     /// Takes over the free slots of the last NIC, with their cids, so that no cid is used twice, and who found none.
@@ -736,9 +716,10 @@ mod tests {
         let memory = Region::private(nic::bytes(2).next_multiple_of(4096)).unwrap();
         let mut given = Vec::new();
         for _ in 0..3 {
-            let mut free = FreeSlots::read(&memory, 1, 2);
-            given.extend([free.take(&memory), free.take(&memory)].map(|cid| cid.expect("a slot").0));
-            assert!(free.take(&memory).is_none());
+            let mut free = free_slots(&memory, 1, 2);
+            let mut take = || take_free(&mut free, &memory);
+            given.extend([take(), take()].map(|cid| cid.expect("a slot").0));
+            assert!(take().is_none());
         }
         given.sort_unstable();
         given.dedup();

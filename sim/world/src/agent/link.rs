@@ -5,11 +5,11 @@ use crate::machine::Machine;
 use crate::nic::SLOTS;
 use baton_abi::layout::nic;
 use baton_abi::{Announcement, Cid, Message, Operation};
+use baton_core::FreeSlots;
 use baton_moves::{Inbox, Refusal, Room};
 use baton_recovery::pages_of;
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 pub(crate) struct NicLink {
@@ -20,8 +20,7 @@ pub(crate) struct NicLink {
     /// What the NIC has room for, as announced.
     pub room: Room,
     memory: Arc<Region>,
-    /// Free slots, with the cid of their next occupant.
-    free: BTreeMap<u32, Cid>,
+    free: FreeSlots,
 }
 
 impl NicLink {
@@ -32,7 +31,7 @@ impl NicLink {
             inbox: Inbox::default(),
             room: Room::default(),
             memory: memory.clone(),
-            free: (0..SLOTS as u32).map(|slot| (slot, journal.next_cid(slot))).collect(),
+            free: FreeSlots::new(0, SLOTS as u32, (0..SLOTS as u32).map(|slot| journal.next_cid(slot))),
         }
     }
 
@@ -40,24 +39,23 @@ impl NicLink {
         if !self.room.has_connections(1) {
             return None;
         }
-        let (_, cid) = self.free.pop_last()?;
+        let cid = self.free.take()?;
         self.room.promise_connection(cid.slot());
         Some(cid)
     }
 
     pub fn give_slot(&mut self, journal: &mut Journal, cid: Cid) {
         self.room.end(cid.slot());
-        journal.next_cids.insert(cid.slot(), cid.next_generation());
-        self.free.insert(cid.slot(), cid.next_generation());
+        journal.next_cids.insert(cid.slot(), self.free.give(cid));
     }
 
     /// Removes a slot from the free ones, because a connection has it already.
     pub fn withhold(&mut self, cid: Cid) {
-        self.free.remove(&cid.slot());
+        self.free.withhold(cid);
     }
 
     pub fn free_slots(&self) -> usize {
-        self.free.len()
+        self.free.count()
     }
 
     /// The next NIC: it has announced what it has room for, behind what the last one has left in the ring.
