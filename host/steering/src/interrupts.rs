@@ -96,7 +96,7 @@ impl InterruptTrace {
             RunTimes { count, sum, longest }
         };
         let mut keys = Vec::new();
-        bpf::for_each_key(self.processes.as_fd(), 4, PROCESSES as usize, |key| keys.extend(<[u8; 4]>::try_from(key)));
+        bpf::for_each_key(self.processes.as_fd(), (4, PROCESS), |key| keys.extend(<[u8; 4]>::try_from(key)));
         let process = |key: [u8; 4]| {
             let mut found = [0; PROCESS];
             bpf::take(self.processes.as_fd(), &key, &mut found).then(|| {

@@ -9,6 +9,7 @@ pub mod keeper;
 pub mod native;
 pub mod nic;
 pub mod program;
+pub mod report;
 
 /// Version of the messages between keeper, agent and NIC, and of the layout of NIC memory and session memory. Each is
 /// started from the file that its starter runs (`baton_linux::starter::own_command`), whatever has taken that file's

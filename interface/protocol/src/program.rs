@@ -393,30 +393,6 @@ impl Flip {
     }
 }
 
-/// Why a connection is where it is that has no other reason: no move was due.
-pub const NOT_ASKED: &str = "nothing has asked for a move";
-
-/// What happened to the connections of a group.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Report {
-    /// Connections that were registered.
-    pub connections: u64,
-    /// Moves made, either way.
-    pub moves: u64,
-    /// Connections by the number of moves that they made.
-    pub connections_by_moves: std::collections::BTreeMap<u32, u64>,
-    /// Connections that never moved: the longest life in milliseconds, by the reason why they stayed.
-    pub unmoved: std::collections::BTreeMap<String, u64>,
-    /// Restores that the program caused, by cause.
-    pub given_back: std::collections::BTreeMap<String, u64>,
-    /// Moves that did not take place, by reason.
-    pub stayed: std::collections::BTreeMap<String, u64>,
-    /// Connections that were lost in a move.
-    pub resets: u64,
-    /// Moves that a system call refused.
-    pub errors: u64,
-}
-
 /// An answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Answer {
@@ -786,7 +762,7 @@ pub struct Statistics {
     pub full: u64,
     /// Connections returned from a NIC that was full, since others carried more.
     pub colder: u64,
-    /// Connections on a NIC that were reset, since it was full or their route changed, where it is set to that.
+    /// Connections on a NIC that were reset, since it was full or their route changed, as it was set to do.
     pub dropped: u64,
     /// Connections restored after the NIC's death.
     pub recovered: u64,

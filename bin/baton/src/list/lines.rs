@@ -3,7 +3,8 @@
 use super::columns::{Column, bytes, duration, table};
 use super::row::{Rate, Row};
 use baton_handoff::examine::state_name;
-use baton_protocol::program::{NOT_ASKED, Place, Withdrawn};
+use baton_protocol::program::{Place, Withdrawn};
+use baton_protocol::report::NOT_ASKED;
 use std::collections::BTreeMap;
 
 /// What is shown of connections.
