@@ -276,7 +276,7 @@ pub fn run() -> Result<()> {
     agent.take_over(inherited)?;
     agent.follow_devices();
     // Notifies the keeper that programs may connect.
-    agent.keep(&Kept::Ready, &[]);
+    agent.keep(&Kept::Ready, &[listener.as_fd()]);
     if let Err(error) = agent.main_loop(&listener, &signals) {
         // The next agent continues from what the keeper and the journal hold.
         agent.nics.iter_mut().for_each(NicProcess::end);

@@ -2,6 +2,7 @@
 //! depend on how much is held.
 
 use baton_abi::layout::session::MAX_CONNECTIONS;
+use baton_linux::control::Listening;
 use baton_linux::foreign::{self, Foreign};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Until;
@@ -22,6 +23,8 @@ pub(crate) struct Held {
     /// What belongs to no session.
     common: Vec<One>,
     sessions: BTreeMap<u32, Session>,
+    /// Where the present agent's clients connect.
+    listener: Option<Listening>,
 }
 
 /// What is held for a session.
@@ -86,7 +89,8 @@ impl Held {
     /// Records a message from an agent.
     pub fn note(&mut self, kept: Kept, descriptors: Vec<Foreign>) {
         match kept {
-            Kept::Ready | Kept::WasStopped => {}
+            Kept::Ready => self.listener = descriptors.into_iter().next().and_then(|fd| Listening::from_foreign(fd).ok()),
+            Kept::WasStopped => {}
             Kept::Offloads(..) | Kept::Ending | Kept::Group(..) | Kept::Device(_) => {
                 // There is one current setting of each NIC's offloads, and one request to end; the others accumulate.
                 let set = |held: &Kept| match (&kept, held) {
@@ -140,6 +144,14 @@ impl Held {
                     _ => true,
                 });
             }
+        }
+    }
+
+    /// Turns away whoever connects to an agent that has ended, and who has connected and was not accepted. Its process
+    /// may not be gone for long: what it has open is open until then, and nobody answers there.
+    pub fn end_listener(&mut self) {
+        if let Some(listener) = self.listener.take() {
+            listener.end();
         }
     }
 

@@ -261,6 +261,7 @@ fn watch(
         if over && !(end.process.is_some() && held.has_sessions()) {
             channel.end();
             await_end(agent)?;
+            held.end_listener();
             return Ok(true);
         }
         poller.wait(Some(watched.wait()), &mut tokens)?;
@@ -279,6 +280,7 @@ fn watch(
             while let Ok((kept, descriptors)) = channel.try_receive_foreign::<Kept>() {
                 held.note(kept, descriptors);
             }
+            held.end_listener();
             return Ok(false);
         }
         for token in tokens.drain(..) {
@@ -296,7 +298,8 @@ fn watch(
                 continue;
             }
             match channel.try_receive_foreign::<Kept>() {
-                Ok((Kept::Ready, _)) => {
+                Ok((Kept::Ready, listener)) => {
+                    held.note(Kept::Ready, listener);
                     *ready = true;
                     if !std::mem::replace(announced, true) {
                         end.parent.send(&true, &[])?;
@@ -308,6 +311,7 @@ fn watch(
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) => {
+                    held.end_listener();
                     await_end(agent)?;
                     return Ok(false);
                 }

@@ -19,7 +19,7 @@ pub const KEEPER_NAME: &str = "baton-keeper";
 /// What an agent sends the keeper, and the keeper the next agent. Descriptors come along.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kept {
-    /// From the agent: programs may come. From the keeper: that was all.
+    /// From the agent, with the socket that it listens at: programs may come. From the keeper: that was all.
     Ready,
     /// From the keeper: the agent was stopped (SIGSTOP) and is resumed. What it watches may have been stopped with it.
     WasStopped,

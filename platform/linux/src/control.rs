@@ -502,10 +502,39 @@ impl AsFd for Listener {
     }
 }
 
+/// Another process's descriptor of a [`Listener`].
+#[derive(Debug)]
+pub struct Listening(Foreign);
+
+impl Listening {
+    /// The listener's, which its process has sent.
+    ///
+    /// # Errors
+    /// `InvalidInput` if it is no Unix socket.
+    pub fn from_foreign(fd: Foreign) -> io::Result<Listening> {
+        Ok(Listening(fd.into_unix()?))
+    }
+
+    /// Turns away all who connect to it and have connected, though the process that has it may be a while about its end.
+    pub fn end(self) {
+        turn_away(self.0.as_fd());
+    }
+}
+
+/// Ends a listener for all who connect to it, and for those who have and are not accepted: they would wait until the last
+/// descriptor of it is closed.
+fn turn_away(listener: BorrowedFd<'_>) {
+    let _ = rustix::net::shutdown(listener, Shutdown::Both);
+    // Nobody can connect any more, so this comes to an end.
+    while let Ok(client) = retry_on_intr(|| rustix::net::accept_with(listener, SocketFlags::CLOEXEC)) {
+        PeerChannel { fd: Foreign::own_end(client) }.end();
+    }
+}
+
 impl Drop for Listener {
     fn drop(&mut self) {
         // Its descriptor is closed a moment later.
-        let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+        turn_away(self.fd.as_fd());
         if let Some(path) = &self.path {
             let _ = std::fs::remove_file(path);
         }
@@ -528,6 +557,29 @@ mod tests {
         try_send_bytes(theirs.as_fd(), &[7], &descriptors).expect("sent");
         let (number, received) = ours.try_receive_foreign::<u8>().expect("a message");
         assert_eq!((number, received.len()), (7, MOST_RECEIVED));
+    }
+
+    /// As if its process could not end: somebody has the listener open still.
+    #[test]
+    fn who_was_not_accepted_sees_the_end_of_a_listener() {
+        let name = |way: &str| format!("baton-control-{way}-{}", std::process::id());
+        let client = |name: &str| {
+            let client = Channel::connect_name(name).expect("a client");
+            client.send(&1u8, &[]).expect("room");
+            client
+        };
+        let listeners = ["dropped", "ended"].map(|way| Listener::bind_name(&name(way)).expect("a listener"));
+        let clients = ["dropped", "ended"].map(|way| client(&name(way)));
+        let others = listeners.each_ref().map(|listener| listener.as_fd().try_clone_to_owned().expect("a descriptor"));
+        let [dropped, _ended] = listeners;
+        let [_kept, other] = others;
+        drop(dropped);
+        Listening::from_foreign(other.into()).expect("a Unix socket").end();
+        for (client, way) in clients.iter().zip(["dropped", "ended"]) {
+            let error = client.receive_message_within::<u8>(Duration::from_secs(60)).expect_err("nobody answers");
+            assert_ne!(error.kind(), io::ErrorKind::TimedOut, "{way}: {error}");
+            assert!(Channel::connect_name(&name(way)).is_err(), "{way}: somebody listens");
+        }
     }
 
     /// A client that nobody has accepted has sent a socket that lingers for a thousand seconds.
