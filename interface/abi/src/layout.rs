@@ -403,8 +403,11 @@ pub mod block {
     /// modulo 2³², from wherever it begins. Written by the program.
     pub const TRAFFIC: usize = PROCESSOR;
 
-    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. Written by the agent.
+    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. [`TOLD`] once it has
+    /// ended on the NIC, whose events say how. Written by the agent.
     pub const ERROR: usize = 56;
+    /// A value of [`ERROR`]: no error's number.
+    pub const TOLD: u32 = u32::MAX - 1;
     /// Written by the program: while more than this many bytes are queued or unacknowledged, an acknowledgement does
     /// not ring its doorbell, since nobody waits for so little room; 0 if each one shall.
     pub const QUIET_ABOVE: usize = 60;

@@ -208,13 +208,16 @@ fn a_fork_does_not_wait_for_each_connection() {
     let (baton, report) = (Path::new(env!("CARGO_BIN_EXE_baton")), scratch.file("report"));
     let run = |how: Option<&[&str]>| {
         let namespace = Namespace::new().expect("a namespace");
-        let mut command = Command::new(if how.is_some() { baton } else { compiled.as_path() });
+        // Before all others: a fork in the kernel waits for no other process, so what it takes is its own.
+        let first = ["chrt", "--fifo", "1"];
+        let mut command = Command::new(if how.is_some() { baton } else { Path::new(first[0]) });
         if let Some(arguments) = how {
-            command.args(["run", "--flip-report", &report]).args(arguments).arg("--").arg(&compiled);
+            command.args(["run", "--flip-report", &report]).args(arguments).arg("--").args(first);
         } else {
             set_up_loopback(&namespace);
+            command.args(&first[1..]);
         }
-        command.arg(CONNECTIONS.to_string()).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+        command.arg(&compiled).arg(CONNECTIONS.to_string()).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
         let ran = finish(&namespace, command);
         let printed = text(&ran.stdout);
         assert!(ran.status.success(), "{how:?}: {}{printed}{}", ran.status, text(&ran.stderr));
@@ -230,10 +233,12 @@ fn a_fork_does_not_wait_for_each_connection() {
         serde_json::from_str(&std::fs::read_to_string(&report).expect("a report")).expect("a report in JSON");
     // Nearly all: where few descriptors are allowed, a user may have half of the agent's.
     assert!(report["connections"].as_u64() >= Some(9_000) && report["moves"] == 0, "{report}");
-    // Waits: 5 ms is what the parent may lose. The child makes an entry for each connection; one look at each other
-    // entry for that would take seconds.
-    let is_quick = |ours: [u64; 2]| ours[0] <= natively[0] + 5_000 && ours[1] <= natively[1] + 100_000;
-    assert!(is_quick(ours) && is_quick(managed), "natively {natively:?}, with Baton {ours:?}, by its agent {managed:?}");
+    // Waits: 5 ms is what the parent may lose; 25 where each is held for the time of the fork: a request for each would
+    // take tenths of a second. The child makes an entry for each connection; one look at each other entry for that would
+    // take seconds.
+    let is_quick = |ours: [u64; 2], most| ours[0] <= natively[0] + most && ours[1] <= natively[1] + 100_000;
+    let are_quick = is_quick(ours, 5_000) && is_quick(managed, 25_000);
+    assert!(are_quick, "natively {natively:?}, with Baton {ours:?}, by its agent {managed:?}");
 }
 
 /// A child that was made by instructions of the program's own: nothing that it sends or receives is lost in silence, of

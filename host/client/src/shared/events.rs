@@ -246,7 +246,8 @@ impl Round<'_> {
         }
     }
 
-    /// Reads a connection's numbers anew, and what its NIC calls it, unless its program has closed it.
+    /// Reads a connection's numbers anew, and what its NIC calls it, unless its program has closed it, or it has ended where it
+    /// was.
     pub fn refresh(&mut self, connection: &Connection) {
         let earlier = connection.cid();
         if connection.refresh() {
@@ -327,6 +328,10 @@ impl Shared {
                 round.refresh(connection);
                 // Other threads, too, must check it anew.
                 round.concern(connection.number());
+            }
+            if connection.has_moved() && connection.ended().is_none() {
+                // It has ended on the NIC, which has said how by now.
+                round.handle();
             }
         });
     }
@@ -524,4 +529,52 @@ pub fn catch_up_for_others(shared: &Shared, token: Token) {
         shared.clear_bell();
     }
     shared.catch_up(token);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_abi::layout::block;
+    use baton_ring::Producer;
+
+    /// Linux's number of a time-out.
+    const ETIMEDOUT: u32 = 110;
+
+    /// A program that only sends has room for long, and reads no events as long as it has. It learns that its connection
+    /// has ended nevertheless, and has what was received before.
+    #[test]
+    fn who_only_sends_learns_of_the_end() {
+        let memory = Arc::new(Region::private(at::HEAP + (1 << 16)).unwrap());
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        let set = |field, value: u32| memory.word32(at::block(0) + field).store(value, RELAXED);
+        let (shared, cid) = (Shared::on(memory.clone()), Cid::new(5, 1));
+        let connection = shared.unregistered();
+        shared.represent(&connection, 0);
+        for (base, size, place) in [(block::RECEIVE_BASE, block::RECEIVE_SIZE, 0), (block::SEND_BASE, block::SEND_SIZE, 4096)] {
+            set(base, at::HEAP as u32 + place);
+            set(size, 4096);
+        }
+        set(block::OWNER, Owner::Nic as u32);
+        set(block::CID, cid.0);
+        set(block::MOVES, 1);
+        memory.word32(at::MOVES).store(1, Ordering::Release);
+        assert_eq!(shared.enter(&connection, 1).map(|entered| entered.owner), Some(Owner::Nic));
+        assert!(shared.send_at_once(&connection, 1, b"one"));
+        let told = [
+            Message::new(Operation::OsRecv, cid, 0, 7),
+            Message::control(Operation::OsControl, Control::Closed, cid, ETIMEDOUT, 0),
+        ];
+        told.iter().for_each(|message| nic.push(message.to_words()).unwrap());
+        nic.publish();
+        set(block::ERROR, block::TOLD);
+        set(block::MOVES, 2);
+        memory.word32(at::MOVED + 4).store(0, RELAXED);
+        memory.word32(at::MOVES).store(2, Ordering::Release);
+        assert!(!shared.send_at_once(&connection, 1, b"two"), "it has ended");
+        let entered = shared.enter(&connection, 1).expect("nobody is inside");
+        let error = shared.send(&connection, 1, b"two").expect_err("it has ended");
+        assert_eq!((entered.owner, error.raw_os_error()), (Owner::Nic, Some(ETIMEDOUT as i32)));
+        drop(entered);
+        assert_eq!(shared.readiness(&connection, 1).unread, 7);
+    }
 }
