@@ -393,7 +393,8 @@ impl Connection {
         }
         let moves = self.moves();
         let error = self.load(block::ERROR);
-        // It has ended on the NIC, and has not moved: what the NIC has told since counts. The last of it is how it ended.
+        // It has ended on the NIC, and has not moved: what the NIC has told since counts. The last of it is how it
+        // ended.
         if error == block::TOLD && self.moves.load(RELAXED).wrapping_add(1) == moves {
             if self.ended().is_some() {
                 self.moves.store(moves, Ordering::Release);

@@ -515,14 +515,15 @@ impl Listening {
         Ok(Listening(fd.into_unix()?))
     }
 
-    /// Turns away all who connect to it and have connected, though the process that has it may be a while about its end.
+    /// Turns away all who connect to it and have connected, though the process that has it may be a while about its
+    /// end.
     pub fn end(self) {
         turn_away(self.0.as_fd());
     }
 }
 
-/// Ends a listener for all who connect to it, and for those who have and are not accepted: they would wait until the last
-/// descriptor of it is closed.
+/// Ends a listener for all who connect to it, and for those who have and are not accepted: they would wait until the
+/// last descriptor of it is closed.
 fn turn_away(listener: BorrowedFd<'_>) {
     let _ = rustix::net::shutdown(listener, Shutdown::Both);
     // Nobody can connect any more, so this comes to an end.

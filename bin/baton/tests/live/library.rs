@@ -234,8 +234,8 @@ fn a_fork_does_not_wait_for_each_connection() {
     // Nearly all: where few descriptors are allowed, a user may have half of the agent's.
     assert!(report["connections"].as_u64() >= Some(9_000) && report["moves"] == 0, "{report}");
     // Waits: 5 ms is what the parent may lose; 25 where each is held for the time of the fork: a request for each would
-    // take tenths of a second. The child makes an entry for each connection; one look at each other entry for that would
-    // take seconds.
+    // take tenths of a second. The child makes an entry for each connection; one look at each other entry for that
+    // would take seconds.
     let is_quick = |ours: [u64; 2], most| ours[0] <= natively[0] + most && ours[1] <= natively[1] + 100_000;
     let are_quick = is_quick(ours, 5_000) && is_quick(managed, 25_000);
     assert!(are_quick, "natively {natively:?}, with Baton {ours:?}, by its agent {managed:?}");

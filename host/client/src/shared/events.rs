@@ -246,8 +246,8 @@ impl Round<'_> {
         }
     }
 
-    /// Reads a connection's numbers anew, and what its NIC calls it, unless its program has closed it, or it has ended where it
-    /// was.
+    /// Reads a connection's numbers anew, and what its NIC calls it, unless its program has closed it, or it has ended
+    /// where it was.
     pub fn refresh(&mut self, connection: &Connection) {
         let earlier = connection.cid();
         if connection.refresh() {
@@ -540,8 +540,8 @@ mod tests {
     /// Linux's number of a time-out.
     const ETIMEDOUT: u32 = 110;
 
-    /// A program that only sends has room for long, and reads no events as long as it has. It learns that its connection
-    /// has ended nevertheless, and has what was received before.
+    /// A program that only sends has room for long, and reads no events as long as it has. It learns that its
+    /// connection has ended nevertheless, and has what was received before.
     #[test]
     fn who_only_sends_learns_of_the_end() {
         let memory = Arc::new(Region::private(at::HEAP + (1 << 16)).unwrap());
