@@ -17,8 +17,10 @@ pub struct Twin<'a> {
 /// The numbers that a text names as its first words: `Figures 2, 3 and 6`, `Figure 1 and Figures 3 to 6`, `Table 1: …`.
 fn named(text: &str, kind: &str) -> Vec<u8> {
     let (mut numbers, mut counts, mut range) = (Vec::new(), false, false);
-    for word in text.split_whitespace() {
-        let word = word.trim_end_matches([',', ':']);
+    // What follows a colon is the title.
+    let names = text.split(':').next().unwrap_or_default();
+    for word in names.split_whitespace() {
+        let word = word.trim_end_matches(',');
         match word.parse::<u8>() {
             Ok(number) if counts => {
                 let from = numbers.last().copied().filter(|_| range).map_or(number, |last: u8| last + 1);
