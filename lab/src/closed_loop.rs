@@ -29,12 +29,11 @@ pub struct Progress {
     pub times: Mutex<Vec<u32>>,
     /// Whether the load is to end.
     pub stop: AtomicBool,
-    /// Of a client that is another program: its process; whether it is to be started anew, so that what it has measured
-    /// by then does not count; and the waiting times that it has measured, in milliseconds.
+    /// Process of a client that is another program; 0 for none.
     pub client_process: AtomicU32,
-    /// See there.
+    /// Set to start that client anew: what it has measured by then does not count.
     pub anew: AtomicBool,
-    /// See there.
+    /// The waiting times that it has measured, in milliseconds.
     pub waits: Mutex<Option<Percentiles>>,
 }
 

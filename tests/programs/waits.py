@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Copies of one program beside each other, each in a network namespace of its own with a Baton of its own, until the processors are busy.
 The program (bin/baton/tests/c/waits.c) has threads that sleep in every call that waits for a connection, compares every byte, and fails if a
-call says what it could not say natively, or hangs. One copy more runs natively in each round: a round in which that fails judges nothing.
+call says what it could not say natively, or hangs. One copy more runs natively in each round: if that fails, the run ends there and fails.
 
     tests/programs/waits.py                                  # five rounds, two copies for each processor
     tests/programs/waits.py --copies 10 --total-seconds 1200

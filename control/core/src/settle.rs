@@ -44,7 +44,7 @@ pub fn settle(stage: Option<Stage>, ends: bool, forgets: bool, attempts: u8) -> 
 mod tests {
     use super::*;
 
-    // Waits: for nothing. So often a restore is begun, whatever the machine's load.
+    // Waits: for nothing. `ATTEMPTS` counts restores of a connection, not tries of this test.
     const MOST: u8 = ATTEMPTS;
 
     #[test]

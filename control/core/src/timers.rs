@@ -4,7 +4,8 @@ use alloc::collections::BinaryHeap;
 use core::cmp::Reverse;
 
 /// Names of things, such as connections, each with the time at which something is to be done with it. A name may be in
-/// it several times; what is of no use any more when its time comes is told by whoever takes it.
+/// it several times. Nothing is removed before its time: whoever takes a name checks whether there is anything to do
+/// still.
 #[derive(Clone, Debug)]
 pub struct Timers<K>(BinaryHeap<Reverse<(u64, K)>>);
 

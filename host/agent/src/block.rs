@@ -143,6 +143,14 @@ impl Block {
         self.store(layout::MOVES, self.moves);
     }
 
+    /// Notes that the connection has ended on the NIC, which has said how by events. A program that only sends reads
+    /// none for as long as it has room, but notices a change.
+    pub fn note_end(&mut self) {
+        self.count_move();
+        self.store(layout::ERROR, layout::told(self.moves));
+        self.note_moves();
+    }
+
     /// Sets the owner, and wakes the program's threads that wait for the end of a move.
     pub fn set_owner(&self, owner: Owner) {
         self.store(layout::OWNER, owner as u32);

@@ -395,7 +395,7 @@ impl Connection {
         let error = self.load(block::ERROR);
         // It has ended on the NIC, and has not moved: what the NIC has told since counts. The last of it is how it
         // ended.
-        if error == block::TOLD && self.moves.load(RELAXED).wrapping_add(1) == moves {
+        if error == block::told(moves) && self.moves.load(RELAXED).wrapping_add(1) == moves {
             if self.ended().is_some() {
                 self.moves.store(moves, Ordering::Release);
             }
@@ -434,7 +434,7 @@ impl Connection {
         self.room_ends.store(self.load(block::ACKED_SEQ).wrapping_add(self.send_memory().length()), RELAXED);
         self.apply_most_queued(block::most_queued(flags));
         self.fin.store(flags & (block::FLAG_FIN_RECEIVED | block::FLAG_RECEIVING_SHUT) != 0, RELAXED);
-        if error != 0 && error != block::TOLD {
+        if error != 0 && error & block::TOLD == 0 {
             self.set_ended(error);
         }
         self.set_shut(flags & 2 != 0);

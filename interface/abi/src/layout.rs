@@ -403,11 +403,17 @@ pub mod block {
     /// modulo 2³², from wherever it begins. Written by the program.
     pub const TRAFFIC: usize = PROCESSOR;
 
-    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. [`TOLD`] once it has
+    /// Linux's number of the error for which the NIC could not open the connection, 0 for none. [`told`] once it has
     /// ended on the NIC, whose events say how. Written by the agent.
     pub const ERROR: usize = 56;
-    /// A value of [`ERROR`]: no error's number.
-    pub const TOLD: u32 = u32::MAX - 1;
+    /// A value of [`ERROR`], no error's number: the connection has ended where it was, which is its move with this
+    /// count ([`MOVES`]). It is written before the count: whoever reads the count of an earlier move finds that this is
+    /// not it.
+    pub const fn told(moves: u32) -> u32 {
+        TOLD | moves
+    }
+    /// Bit of [`ERROR`]: see [`told`].
+    pub const TOLD: u32 = 1 << 31;
     /// Written by the program: while more than this many bytes are queued or unacknowledged, an acknowledgement does
     /// not ring its doorbell, since nobody waits for so little room; 0 if each one shall.
     pub const QUIET_ABOVE: usize = 60;

@@ -1,4 +1,4 @@
-//! What a group's programs get told of their connections' moves.
+//! The report on a group's connections and their moves.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;

@@ -169,7 +169,7 @@ pub fn left_in(place: &Path) -> Vec<PathBuf> {
     let user = process::user();
     let is_left = |entry: &std::fs::DirEntry| {
         let Some(maker) = entry.file_name().to_str().and_then(maker) else { return false };
-        // It is not looked through a link.
+        // A link's own metadata: links are not followed.
         let is_own = entry.metadata().is_ok_and(|of| of.is_dir() && of.uid() == user);
         is_own && !process::lives(maker) && is_unlocked(&entry.path())
     };

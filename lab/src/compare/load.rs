@@ -221,3 +221,14 @@ pub(super) fn loads(what: What, gain: bool) -> Vec<Load> {
     }
     loads
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrk_asks_over_as_many_connections_as_people_measure() {
+        let by_wrk = loads(What::Http, false).into_iter().map(|load| load.traffic).filter(|traffic| traffic.is_by_wrk());
+        assert_eq!(by_wrk.map(Traffic::connections).collect::<Vec<_>>(), [64, 512, 1024]);
+    }
+}

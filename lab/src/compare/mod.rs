@@ -21,7 +21,7 @@ pub use way::Way;
 
 use crate::bars::Bar;
 use crate::status::StatusLine;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use baton_bed::server::Files;
 use baton_bed::statistics::quantile;
 use baton_bed::testbed::TestbedSettings;
@@ -42,6 +42,8 @@ pub struct CompareSettings {
     pub ways: Vec<Way>,
     /// The web servers' clients: None for all.
     pub client: Option<WebClient>,
+    /// Only loads of so many connections; None for all.
+    pub connections: Option<usize>,
     /// Each round's hosts, but for what the way and the load say of them.
     pub bed: TestbedSettings,
 }
@@ -117,8 +119,10 @@ pub fn run(what: What, settings: &CompareSettings, progress: impl Fn(&Row)) -> R
     let (mut rows, mut bars) = (Vec::new(), Vec::new());
     let by_gain = settings.ways.contains(&Way::Gain);
     let mut loads = load::loads(what, by_gain);
-    loads.retain(|load| load.traffic.is_of(settings.client));
-    // Not after the loads before.
+    let fits = |load: &load::Load| settings.connections.is_none_or(|count| load.traffic.connections() == count);
+    loads.retain(|load| load.traffic.is_of(settings.client) && fits(load));
+    ensure!(!loads.is_empty(), "this bench has no load of so many connections, by this client");
+    // Checked first: the other loads take minutes.
     if loads.iter().any(|load| load.traffic.is_by_wrk()) {
         wrk::check()?;
     }

@@ -94,7 +94,7 @@ impl Round {
         ensure!(done > 0, "the server answered nothing");
         // Nanoseconds per byte are seconds per GB.
         let unit = if traffic.is_bulk() { 1.0 } else { 1e3 };
-        // A thread of the kernel's may have ended meanwhile.
+        // An agent or a NIC may have been replaced meanwhile.
         let each = |of: fn(&Snapshot) -> u64| of(after).saturating_sub(of(before)) as f64 / done as f64 / unit;
         let mut round = Round {
             rate: if traffic.is_bulk() { done as f64 * 8.0 / 1e3 / micros } else { done as f64 * 1e6 / micros },
@@ -218,17 +218,17 @@ impl Parties {
         } else {
             self.await_moves(programs.traffic.connections())?;
         }
-        let kernel = process::kernel_threads();
+        let mut kernel = process::KernelThreads::new();
         progress.timing.store(true, Ordering::Relaxed);
-        let before = self.snapshot(progress, &kernel)?;
+        let before = self.snapshot(progress, &mut kernel)?;
         std::thread::sleep(Duration::from_secs_f64(seconds));
         // A short stretch on a busy machine may see no answer.
         await_answers(progress, before.done);
-        let after = self.snapshot(progress, &kernel)?;
+        let after = self.snapshot(progress, &mut kernel)?;
         Ok((before, after))
     }
 
-    fn snapshot(&mut self, progress: &Progress, kernel: &[u32]) -> Result<Snapshot> {
+    fn snapshot(&mut self, progress: &Progress, kernel: &mut process::KernelThreads) -> Result<Snapshot> {
         let statistics = self.tool.as_mut().map(Tool::statistics).transpose()?;
         let on_nic = self.count_on_nic()?;
         let busy = statistics.as_ref().and_then(|of| of.counters.get(Counter::BusyNanoseconds as usize).copied());
@@ -245,7 +245,7 @@ impl Parties {
             },
             nic: cpu(statistics.as_ref().map(|of| of.nic_process)),
             nic_busy: busy.unwrap_or(0),
-            kernel: kernel.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum(),
+            kernel: kernel.nanos(),
             on_nic,
         })
     }

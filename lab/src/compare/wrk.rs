@@ -121,8 +121,8 @@ impl Drop for Running {
     }
 }
 
-/// The line of what wrk has said that speaks of connections that broke, or of answers that are none. A slow answer is
-/// no error.
+/// The line of wrk's output with its counts of failed connections and of bad answers, if any of them is not 0. Slow
+/// answers (`timeout`) are no errors.
 fn broken(said: &str) -> Option<&str> {
     let errors = |line: &str| {
         let counts = line.split(',').filter(|count| !count.contains("timeout"));

@@ -77,13 +77,13 @@ pub struct MpiCell {
     pub nic: bool,
     /// Bytes of a message.
     pub size: u32,
-    /// Half a round trip in microseconds: the median, the least, the mean and the most.
+    /// Half a round trip in microseconds, the median.
     pub median_us: f64,
-    /// See there.
+    /// The shortest half of a round trip in microseconds.
     pub least_us: f64,
-    /// See there.
+    /// The mean.
     pub mean_us: f64,
-    /// See there.
+    /// The longest.
     pub most_us: f64,
     /// Megabytes per second, from the median.
     pub mb_per_s: f64,

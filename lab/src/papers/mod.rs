@@ -42,9 +42,9 @@ pub struct Run {
 pub struct Document {
     /// What follows `baton lab`, and how the names of its bars begin.
     pub word: &'static str,
-    /// How many figures the paper numbers, and how many tables.
+    /// How many figures the paper numbers.
     pub figures: u8,
-    /// See there.
+    /// How many tables the paper numbers.
     pub tables: u8,
     /// Runs its models. The same each time: no clock, no randomness but seeds.
     pub quick: fn(Run) -> Result<Report>,

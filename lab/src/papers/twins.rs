@@ -14,7 +14,7 @@ pub struct Twin<'a> {
     pub why: Option<&'static str>,
 }
 
-/// The numbers that a text names as its first words: `Figures 2, 3 and 6`, `Figure 1 and Figures 3 to 6`, `Table 1: …`.
+/// The numbers at the start of a title: `Figures 2, 3 and 6`, `Figure 1 and Figures 3 to 6`, `Table 1: …`.
 fn named(text: &str, kind: &str) -> Vec<u8> {
     let (mut numbers, mut counts, mut range) = (Vec::new(), false, false);
     // What follows a colon is the title.

@@ -187,10 +187,10 @@ impl Parties {
         let (cpu, moves) = self.moves()?;
         self.moving = (self.moving.0 + cpu - begun.0, self.moving.1 + moves - begun.1);
         std::thread::sleep(Duration::from_secs_f64(WARMING));
-        let kernel = process::kernel_threads();
-        let before = self.snapshot(progress, &kernel)?;
+        let mut kernel = process::KernelThreads::new();
+        let before = self.snapshot(progress, &mut kernel)?;
         std::thread::sleep(Duration::from_secs_f64(seconds));
-        let after = self.snapshot(progress, &kernel)?;
+        let after = self.snapshot(progress, &mut kernel)?;
         ensure!(after.done > before.done, "nothing was answered in {seconds} s");
         let done = (after.done - before.done) as f64;
         let each = |of: fn(&Snapshot) -> u64| of(&after).saturating_sub(of(&before)) as f64 / done;
@@ -205,10 +205,9 @@ impl Parties {
         })
     }
 
-    fn snapshot(&mut self, progress: &Progress, kernel: &[u32]) -> Result<Snapshot> {
+    fn snapshot(&mut self, progress: &Progress, kernel: &mut process::KernelThreads) -> Result<Snapshot> {
         let statistics = self.tool.as_mut().map(Tool::statistics).transpose()?;
         let cpu = |process: Option<u32>| process.and_then(process::cpu_nanos).unwrap_or(0);
-        let threads: u64 = kernel.iter().filter_map(|thread| process::cpu_nanos(*thread)).sum();
         Ok(Snapshot {
             done: progress.done.load(Ordering::Relaxed),
             peer: process_nanos(),
@@ -216,7 +215,7 @@ impl Parties {
             own: user_nanos(self.server.id()),
             nic: cpu(statistics.as_ref().map(|of| of.nic_process)),
             again: statistics.as_ref().map_or(0, |of| of.counters.get(Counter::Retransmitted as usize).copied().unwrap_or(0)),
-            others: threads + cpu(statistics.as_ref().map(|of| of.agent_process)),
+            others: kernel.nanos() + cpu(statistics.as_ref().map(|of| of.agent_process)),
         })
     }
 

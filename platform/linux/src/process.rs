@@ -404,9 +404,33 @@ pub fn napi_threads(interface: &str) -> Vec<u32> {
     processes(|name| wanted.starts_with(name) || name.starts_with(&wanted))
 }
 
-/// Process numbers of the kernel's threads that process frames in place of the programs: of soft interrupts, and NAPI.
-pub fn kernel_threads() -> Vec<u32> {
-    processes(|name| ["ksoftirqd/", "napi/"].iter().any(|of| name.starts_with(of)))
+/// CPU time of the kernel's threads that process frames in place of the programs: of soft interrupts, and NAPI. Those
+/// count that there were when this was made.
+#[derive(Debug)]
+pub struct KernelThreads(Vec<(u32, u64)>);
+
+impl KernelThreads {
+    /// The threads that there are now.
+    pub fn new() -> KernelThreads {
+        let threads = processes(|name| ["ksoftirqd/", "napi/"].iter().any(|of| name.starts_with(of)));
+        KernelThreads(threads.into_iter().map(|thread| (thread, 0)).collect())
+    }
+
+    /// What they have used so far, in nanoseconds. It never becomes less: a thread that has ended, with its device,
+    /// counts with what it had used when this was called last.
+    pub fn nanos(&mut self) -> u64 {
+        let now = |(thread, used): &mut (u32, u64)| {
+            *used = cpu_nanos(*thread).unwrap_or(0).max(*used);
+            *used
+        };
+        self.0.iter_mut().map(now).sum()
+    }
+}
+
+impl Default for KernelThreads {
+    fn default() -> KernelThreads {
+        KernelThreads::new()
+    }
 }
 
 /// Process numbers of programs with a fitting name, which has at most 15 bytes.
@@ -699,6 +723,21 @@ pub fn end_on_broken_pipe() {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// A device goes, and its thread with it: what that has used is not subtracted from what the others use.
+    #[test]
+    fn what_a_thread_has_used_counts_when_it_has_ended() {
+        let mut one = std::process::Command::new("sh").args(["-c", "while :; do :; done"]).spawn().expect("a shell");
+        let mut threads = KernelThreads(vec![(one.id(), 0)]);
+        let mut before = 0;
+        while before == 0 {
+            before = threads.nanos();
+        }
+        one.kill().expect("it runs");
+        one.wait().expect("its end");
+        assert_eq!(cpu_nanos(one.id()), None);
+        assert_eq!(threads.nanos(), before);
+    }
 
     /// A program whose first thread has called pthread_exit(3) goes on.
     #[test]

@@ -15,7 +15,7 @@ pub fn send<T: Serialize>(channel: &Channel, version: u32, settings: &T) -> io::
     channel.send(settings, &[])
 }
 
-/// Receives what [`send`] sends, in a process that speaks this version of the protocol.
+/// Receives the settings that [`send`] has sent, in a process that was built with this version of the protocol.
 ///
 /// # Errors
 /// The system's, or `InvalidData` if the other process has another version.

@@ -1,7 +1,7 @@
 //! `baton bench all`: the benches that compare with the kernel, or have a figure to reach, on one page.
 
 use super::bench::Compare;
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use baton_bed::temporary::ResultFile;
 use baton_lab::bars::Bar;
 use baton_lab::compare::{Row, What};
@@ -22,10 +22,11 @@ const INSTRUCTIONS: [(&str, f64); 3] = [
 /// Runs all of them. One that fails is on the page with its error, and the others go on. Returns whether all ran and
 /// met their bounds.
 pub fn run(how: &Compare, page: Option<&Path>) -> Result<bool> {
+    ensure!(how.connections.is_none(), "--connections is for one bench, not for all");
     // Before this user becomes another one's root.
     let kept = crate::page::last_report();
     baton_linux::namespace::become_root_if_needed()?;
-    // Not after twenty minutes.
+    // Opened first: the benches take half an hour.
     let page = page.map(ResultFile::open).transpose()?;
     let machine = baton_linux::process::machine();
     let programs = |what| {

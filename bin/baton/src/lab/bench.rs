@@ -275,6 +275,9 @@ pub struct Compare {
     /// Of web servers: the client that asks them. Default: both.
     #[arg(long, value_enum, value_name = "WHO")]
     client: Option<Asker>,
+    /// Only the loads with so many connections. Default: all.
+    #[arg(long, value_name = "N")]
+    pub connections: Option<usize>,
     #[command(flatten)]
     policy: PolicyArguments,
 }
@@ -330,7 +333,8 @@ impl Compare {
     pub fn measure(&self, what: What) -> Result<CompareReport> {
         let bed = TestbedSettings { spin: self.spin, offloads: self.offloads(), ..TestbedSettings::default() };
         let (ways, client) = (self.ways(), self.client.map(Asker::client));
-        let settings = CompareSettings { rounds: self.rounds, seconds: self.seconds, ways, client, bed };
+        let (rounds, seconds, connections) = (self.rounds, self.seconds, self.connections);
+        let settings = CompareSettings { rounds, seconds, ways, client, connections, bed };
         compare::run(what, &settings, |row| eprint!("{}", compare::text(row)))
     }
 }
@@ -386,7 +390,14 @@ const LEARNING: f64 = 5.5;
 pub fn measure_classes() -> Result<Vec<ClassInfo>> {
     baton_linux::namespace::become_root_if_needed()?;
     let bed = TestbedSettings { spin: 100, ..TestbedSettings::default() };
-    compare::classes(&CompareSettings { rounds: 1, seconds: LEARNING, ways: vec![Way::Gain], client: None, bed })
+    compare::classes(&CompareSettings {
+        rounds: 1,
+        seconds: LEARNING,
+        ways: vec![Way::Gain],
+        client: None,
+        connections: None,
+        bed,
+    })
 }
 
 /// How often a bench without a kernel's turn is run.

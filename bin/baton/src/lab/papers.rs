@@ -138,8 +138,11 @@ fn report(document: &Document, how: &How) -> Result<Report> {
     Ok(report)
 }
 
-/// Opens the file of the page, if it is wanted.
+/// Opens the file of the page, and makes the folder of the pictures, if they are wanted: a run takes minutes.
 fn open_page(how: &How) -> Result<Option<ResultFile>> {
+    if let Some(folder) = &how.pictures {
+        std::fs::create_dir_all(folder).with_context(|| format!("making {}", folder.display()))?;
+    }
     how.output.as_deref().map(ResultFile::open).transpose()
 }
 

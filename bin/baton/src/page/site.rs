@@ -296,7 +296,8 @@ mod tests {
         }
     }
 
-    /// Before the first answer nobody knows how long a page of the list is.
+    /// The buttons that turn the list's pages are disabled until the first answer has come, which says how long a page
+    /// is.
     #[test]
     fn pages_are_turned_behind_the_first_answer_only() {
         for id in ["previous", "next"] {

@@ -10,8 +10,8 @@ use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
-/// The begin of such a program in Python. `go_on` names ends of connections, by their peers' ports, and makes exchanges
-/// until the test answers.
+/// The beginning of such a program in Python. `go_on` names ends of connections, by their peers' ports, and makes
+/// exchanges until the test answers.
 const GO_ON: &str = "
 import select, sys
 def go_on(exchange, *ends):

@@ -86,16 +86,16 @@ fn whole_programs() {
 /// wrk is a program of its own, whose CPU time counts, and which says itself how long it has waited.
 #[test]
 fn a_web_server_is_asked_by_wrk_too() {
-    let report = bench(&["http", "--client", "wrk", "--ways", "beside"]);
+    // Each takes both processors for seconds; that there are the three is a test of the loads'.
+    let report = bench(&["http", "--client", "wrk", "--connections", "512", "--ways", "beside"]);
     let rows = report["rows"].as_array().expect("rows");
-    assert_eq!(rows.len(), 3, "{report}");
-    for (row, connections) in rows.iter().zip([64.0, 512.0, 1024.0]) {
-        assert!(row["load"].as_str().is_some_and(|load| load.contains("wrk")), "{row}");
-        check(row, connections, &["kernel", "beside"]);
-        for column in row["columns"].as_array().expect("columns") {
-            let [p50, p99] = ["p50", "p99"].map(|name| column["medians"][name].as_f64().expect("a time"));
-            assert!(0.0 < p50 && p50 <= p99, "{column}");
-        }
+    assert_eq!(rows.len(), 1, "{report}");
+    let row = &rows[0];
+    assert!(row["load"].as_str().is_some_and(|load| load.contains("wrk")), "{row}");
+    check(row, 512.0, &["kernel", "beside"]);
+    for column in row["columns"].as_array().expect("columns") {
+        let [p50, p99] = ["p50", "p99"].map(|name| column["medians"][name].as_f64().expect("a time"));
+        assert!(0.0 < p50 && p50 <= p99, "{column}");
     }
 }
 

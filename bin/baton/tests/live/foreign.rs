@@ -160,7 +160,7 @@ fn what_nobody_has_received_holds_up_nobody() {
             listed(&bed);
             program.calls().into_iter().max_by_key(|(_, time)| *time).expect("calls")
         };
-        let (before, alone) = (processes(), longest());
+        let (before, alone) = (processes(), (0..20).map(|_| longest()).max_by_key(|(_, time)| *time).expect("calls"));
         let server = NeverReads::start(&bed);
         let peer = server.address().to_string();
         let mut hostile = Hostile::start_with(&bed.host_a, &bed.socket(), &peer, (attack, 1), file);

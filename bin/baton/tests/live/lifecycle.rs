@@ -455,8 +455,8 @@ fn few_descriptors_end_no_agent() {
     program.ends_well();
 }
 
-/// The agent has a control group namespace of its own, and the program runs outside: nobody knows which BPF programs
-/// judge its connections there, and they stay in the kernel.
+/// The agent has a control group namespace of its own, and the program's group lies outside of it. The agent cannot ask
+/// which BPF programs filter the connections of that group, so they stay in the kernel.
 #[test]
 fn connections_of_a_control_group_that_is_not_seen_stay_in_the_kernel() {
     let mounts = std::fs::read_to_string("/proc/self/mounts").expect("mounts");

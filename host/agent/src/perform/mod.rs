@@ -16,7 +16,7 @@ use crate::memory;
 use crate::record::{read_image, unpublish};
 use crate::session::OpenSession;
 use crate::way::Way;
-use baton_abi::layout::{Owner, block};
+use baton_abi::layout::Owner;
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_handoff::export::Exporter;
 use baton_handoff::import::{self, Importer};
@@ -213,10 +213,7 @@ impl<'a> Performer<'a> {
         } else {
             self.destroy();
         }
-        // A program that only sends reads no events for as long as it has room.
-        self.connection.block.store(block::ERROR, block::TOLD);
-        self.connection.block.count_move();
-        self.connection.block.note_moves();
+        self.connection.block.note_end();
         self.open.announce_move(self.connection.number());
         if let Some(memory) = self.connection.leave_nic() {
             self.open.ended.insert(self.connection.number(), memory);

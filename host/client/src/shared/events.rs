@@ -566,7 +566,7 @@ mod tests {
         ];
         told.iter().for_each(|message| nic.push(message.to_words()).unwrap());
         nic.publish();
-        set(block::ERROR, block::TOLD);
+        set(block::ERROR, block::told(2));
         set(block::MOVES, 2);
         memory.word32(at::MOVED + 4).store(0, RELAXED);
         memory.word32(at::MOVES).store(2, Ordering::Release);
@@ -576,5 +576,35 @@ mod tests {
         assert_eq!((entered.owner, error.raw_os_error()), (Owner::Nic, Some(ETIMEDOUT as i32)));
         drop(entered);
         assert_eq!(shared.readiness(&connection, 1).unread, 7);
+    }
+
+    /// The agent is about to note that a connection has ended, of which the program has not noticed yet that the NIC
+    /// has it: that is noticed first, and what the NIC has told counts.
+    #[test]
+    fn an_end_that_is_half_noted_hides_no_handoff() {
+        let memory = Arc::new(Region::private(at::HEAP + (1 << 16)).unwrap());
+        let mut nic = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+        let set = |field, value: u32| memory.word32(at::block(0) + field).store(value, RELAXED);
+        let (shared, cid) = (Shared::on(memory.clone()), Cid::new(5, 1));
+        let connection = shared.unregistered();
+        shared.represent(&connection, 0);
+        shared.catch_up(1);
+        set(block::OWNER, Owner::Nic as u32);
+        set(block::CID, cid.0);
+        set(block::MOVES, 1);
+        memory.word32(at::MOVES).store(1, Ordering::Release);
+        let told = [
+            Message::new(Operation::OsRecv, cid, 0, 7),
+            Message::control(Operation::OsControl, Control::Closed, cid, ETIMEDOUT, 0),
+        ];
+        told.iter().for_each(|message| nic.push(message.to_words()).unwrap());
+        nic.publish();
+        set(block::ERROR, block::told(2));
+        shared.catch_up(1);
+        assert_eq!((connection.received.load(RELAXED), connection.ended()), (7, Some(ETIMEDOUT)));
+        set(block::MOVES, 2);
+        memory.word32(at::MOVES).store(2, Ordering::Release);
+        shared.catch_up(1);
+        assert_eq!((connection.received.load(RELAXED), connection.has_moved()), (7, false));
     }
 }

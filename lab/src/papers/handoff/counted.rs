@@ -47,8 +47,8 @@ struct Host {
 }
 
 impl Host {
-    /// The program writes a segment: the host's TCP sends it, or the NIC is told of it. Callgrind finds this, and the
-    /// two below, by the names.
+    /// The program writes a segment: the host's TCP sends it, or the NIC gets a message. Callgrind finds this function
+    /// and the next two by their names.
     #[inline(never)]
     fn measured_write(&mut self, at: usize, now: Instant) -> Option<Transmit> {
         let Some(number) = at.checked_sub(self.connections.len()) else {

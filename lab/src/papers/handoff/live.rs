@@ -117,7 +117,7 @@ struct Snapshot {
 fn between(before: &Snapshot, after: &Snapshot, on_nics: usize) -> Result<Round> {
     ensure!(after.requests > before.requests, "the server answered nothing");
     let requests = (after.requests - before.requests) as f64;
-    // A thread of the kernel's may have ended meanwhile.
+    // An agent or a NIC may have been replaced meanwhile.
     let each = |of: fn(&Snapshot) -> u64| of(after).saturating_sub(of(before)) as f64 / requests / 1e3;
     Ok(Round {
         on_nics: on_nics as f64,
@@ -148,14 +148,14 @@ impl Parties {
             None => 0,
         };
         std::thread::sleep(Duration::from_secs_f64(WARMING));
-        let kernel = process::kernel_threads();
-        let before = self.snapshot(progress, &kernel)?;
+        let mut kernel = process::KernelThreads::new();
+        let before = self.snapshot(progress, &mut kernel)?;
         std::thread::sleep(Duration::from_secs_f64(seconds));
-        let after = self.snapshot(progress, &kernel)?;
+        let after = self.snapshot(progress, &mut kernel)?;
         between(&before, &after, on_nics)
     }
 
-    fn snapshot(&mut self, progress: &Progress, kernel: &[u32]) -> Result<Snapshot> {
+    fn snapshot(&mut self, progress: &Progress, kernel: &mut process::KernelThreads) -> Result<Snapshot> {
         let statistics = self.tool.as_mut().map(Tool::statistics).transpose()?.unwrap_or_default();
         let cpu = |process: u32| process::cpu_nanos(process).unwrap_or(0);
         let agent = if self.tool.is_some() { cpu(statistics.agent_process) } else { 0 };
@@ -165,7 +165,7 @@ impl Parties {
             requests: progress.requests.load(Ordering::Relaxed),
             server: self.server.cpu().context("the server has ended")?,
             nics: statistics.nics.iter().map(|nic| cpu(nic.process)).sum(),
-            others: process_nanos() + agent + kernel.iter().map(|thread| cpu(*thread)).sum::<u64>(),
+            others: process_nanos() + agent + kernel.nanos(),
             messages: KINDS.map(|(_, counter)| count(counter)),
         })
     }

@@ -265,7 +265,8 @@ impl Nic {
         worked
     }
 
-    /// The peer has acknowledged `length` bytes more. Returns how many the host is told of, if it is told now.
+    /// The peer has acknowledged `length` bytes more. Returns how many the NIC reports to the host now, if it
+    /// does.
     fn acknowledged(&mut self, at: usize, length: u32) -> Option<u32> {
         let far = &mut self.far[at];
         far.unreported += length;
