@@ -664,6 +664,8 @@ impl Agent {
             self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
             debug!([session = number, user = user] "session {number} has ended");
         }
+        // A program that was cut off sees it now, and not only when what it has sent can be closed.
+        session.channel.shut();
         drop(session);
         self.users.leaves(user, opened);
     }

@@ -15,6 +15,7 @@ use crate::whole::Whole;
 use crate::{faults, leaving, real};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
+use baton_ring::give_way;
 use libc::{c_int, c_void, iovec, msghdr, size_t, socklen_t, ssize_t};
 
 /// Flags with which the NIC can send.
@@ -350,7 +351,7 @@ unsafe fn send_rest(
         // Linux, in do_iter_write, as for readv(2).
         return 0;
     }
-    let (mut wait, generation, begun) = (None, tcp.generation(), section.begun);
+    let (mut wait, generation, begun, mut rounds) = (None, tcp.generation(), section.begun, 0);
     loop {
         let is_left = tcp.is_left(generation);
         if tcp.generation() != generation && !is_left {
@@ -373,7 +374,7 @@ unsafe fn send_rest(
                 if is_interrupted_here(tcp) {
                     return fail(libc::EAGAIN);
                 }
-                tcp.settled_owner();
+                give_way_to_move(tcp, &mut rounds);
                 continue;
             }
             Attempt::Done(sent) => {
@@ -430,6 +431,15 @@ fn leave_if_lost(tcp: &Tcp) {
 /// Whether this thread was interrupted in the middle of an operation on the connection, and now runs a signal handler.
 fn is_interrupted_here(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.is_inside(token()))
+}
+
+/// Waits until a move has ended; or, if another thread closes the connection, a little: that thread may wait for this
+/// one's processor.
+#[cold]
+fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
+    tcp.settled_owner();
+    give_way(*rounds);
+    *rounds = rounds.saturating_add(1);
 }
 
 /// One attempt to send what lies after the first `done` bytes, without waiting.
@@ -662,7 +672,7 @@ unsafe fn receive_imported(
     let room = total(message);
     let (lowat, peeks) = (tcp.lowat() as usize, flags & libc::MSG_PEEK != 0);
     let wanted = if flags & libc::MSG_WAITALL != 0 { room } else { lowat.min(room) }.max(1);
-    let (mut done, mut wait, generation, begun) = (0, None, tcp.generation(), section.begun);
+    let (mut done, mut wait, generation, begun, mut rounds) = (0, None, tcp.generation(), section.begun, 0);
     let is_further = matches!(call, Call::Further);
     // What has ended the wait, a time-out or a signal: a last attempt, with MSG_DONTWAIT, receives what is there.
     let (mut flags, mut over) = (flags, None);
@@ -698,7 +708,7 @@ unsafe fn receive_imported(
                 if is_interrupted_here(tcp) {
                     return fail(libc::EAGAIN);
                 }
-                tcp.settled_owner();
+                give_way_to_move(tcp, &mut rounds);
                 continue;
             }
             Attempt::Done(0) => return done as ssize_t,

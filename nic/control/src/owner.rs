@@ -338,7 +338,7 @@ impl Process {
     fn serve_tool(&mut self, number: u64) {
         let Some(tool) = self.tools.get_mut(&number) else { return };
         let Ok((request, _)) = tool.channel.try_receive_foreign::<FilterRequest>() else {
-            self.tools.remove(&number);
+            self.cut_off(number);
             return;
         };
         let mut parts = std::mem::take(&mut tool.parts);
@@ -352,7 +352,15 @@ impl Process {
         let Some(tool) = self.tools.get_mut(&number) else { return };
         tool.parts = parts;
         if tool.channel.try_send(&reply, &[]).is_err() || !allowed {
-            self.tools.remove(&number);
+            self.cut_off(number);
+        }
+    }
+
+    /// Ends a tool's connection. It is closed a moment later, and reports nothing until then.
+    fn cut_off(&mut self, number: u64) {
+        if let Some(tool) = self.tools.remove(&number) {
+            let _ = self.poller.remove(tool.channel.as_fd());
+            tool.channel.end();
         }
     }
 

@@ -397,9 +397,14 @@ impl PeerChannel {
     }
 
     /// Ends the connection, also for others who have this end: the process at the other end sees that at once, however
-    /// long closing it takes.
-    pub fn end(self) {
+    /// long closing it takes. What was sent before can still be received there.
+    pub fn shut(&self) {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
+    }
+
+    /// As [`PeerChannel::shut`], and gives this end up.
+    pub fn end(self) {
+        self.shut();
     }
 }
 
@@ -480,9 +485,13 @@ impl Listener {
     /// # Errors
     /// The failed system call's.
     pub fn accept(&self) -> io::Result<PeerChannel> {
+        let mut kept = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+        // The last one that was turned away may not have been closed when this was tried then.
+        if kept.is_none() {
+            *kept = spare();
+        }
         let accepted = self.accept_one();
         if matches!(accepted, Err(Errno::MFILE | Errno::NFILE)) {
-            let mut kept = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
             *kept = None;
             drop(self.accept_one());
             *kept = spare();
