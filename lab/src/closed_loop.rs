@@ -50,6 +50,15 @@ impl Progress {
     }
 }
 
+/// Sets a flag for which other threads look, however this one ends.
+pub struct SetsAtEnd<'a>(pub &'a AtomicBool);
+
+impl Drop for SetsAtEnd<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Requests of one kind, whose answers all have one length.
 #[derive(Clone, Debug)]
 pub struct Requests {

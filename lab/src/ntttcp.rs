@@ -1,6 +1,7 @@
 //! NTttcp: throughput over kernel sockets, and its cost to this machine. It measures whatever NIC the route leads
 //! through.
 
+use crate::closed_loop::SetsAtEnd;
 use crate::processor_trace::{self, Trace};
 use anyhow::{Context, Result, bail, ensure};
 use baton_abi::layout::Counter;
@@ -11,7 +12,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 /// Settings of a run.
@@ -124,15 +125,6 @@ pub fn frequency() -> Option<f64> {
     Some(line.split(':').nth(1)?.trim().parse::<f64>().ok()? * 1e6)
 }
 
-/// Sets the flag when it is dropped, so that a thread which looks at it ends however this one does.
-struct Ending<'a>(&'a AtomicBool);
-
-impl Drop for Ending<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// Both sides: transfers bytes over the connections until the time is over. `move_some` is a send or a receive.
 fn measure(
     settings: &NtttcpSettings,
@@ -157,7 +149,7 @@ fn measure(
     let (mut bytes, mut before, mut open) = (0u64, None, connections.len());
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        let ending = Ending(&over);
+        let ending = SetsAtEnd(&over);
         let mut tracing = None;
         while monotonic_micros() < ends && open > 0 {
             for token in tokens.drain(..) {

@@ -2,7 +2,8 @@
 //! messages are on their way, and looks for their completion in intervals.
 
 use super::bed::{Bed, Conditions, Offload};
-use super::pingpong::{Ending, echo, receive, send};
+use super::pingpong::{echo, receive, send};
+use crate::closed_loop::SetsAtEnd;
 use anyhow::{Context, Result, bail};
 use baton_client::messages::Endpoint;
 use baton_linux::events::{Doorbell, monotonic_micros, thread_nanos};
@@ -140,14 +141,14 @@ pub fn availability(conditions: &Conditions, size: u64, interval: u64, rounds: u
         let peer = scope.spawn(|| echo(b, to_a, size, &over));
         let endpoint = &mut *a;
         let served = scope.spawn(|| -> Result<(u64, baton_client::messages::Usage)> {
-            let _over = Ending(&shared.over);
+            let _over = SetsAtEnd(&shared.over);
             process::pin(0, process::cores() - 1);
             let peer = endpoint.peer(to_b).map_err(|limit| anyhow::anyhow!("{limit:?}"))?;
             let nanos = serve(endpoint, peer, size, &shared)?;
             Ok((nanos, endpoint.usage()))
         });
         let mine = {
-            let (_over, _end) = (Ending(&over), Ending(&shared.over));
+            let (_over, _end) = (SetsAtEnd(&over), SetsAtEnd(&shared.over));
             let mine = || -> Result<(u64, [u64; 2], f64)> {
                 process::pin(0, process::cores() - 1);
                 work_until(&shared, 1, interval)?;

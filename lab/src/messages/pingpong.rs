@@ -1,6 +1,7 @@
 //! The ping-pong test (the paper's figure 6): half a round trip of messages of one size, and what it costs host A.
 
 use super::bed::{Bed, Conditions, Offload, Used};
+use crate::closed_loop::SetsAtEnd;
 use anyhow::{Context, Result, bail};
 use baton_client::messages::Endpoint;
 use baton_linux::events::monotonic_micros;
@@ -142,15 +143,6 @@ pub fn echo(endpoint: &mut Endpoint, to: SocketAddr, size: u64, over: &AtomicBoo
     Ok(())
 }
 
-/// Sets the flag when it is dropped, so that the other thread ends however this one does.
-pub struct Ending<'a>(pub &'a AtomicBool);
-
-impl Drop for Ending<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
-    }
-}
-
 /// Round trips of host A.
 struct Rounds {
     /// Microseconds of each.
@@ -172,7 +164,7 @@ pub fn ping_pong(conditions: &Conditions, size: u64, rounds: u32) -> Result<Ping
     let done = std::thread::scope(|scope| {
         let peer = scope.spawn(|| echo(b, to_a, size, &over));
         let mine = {
-            let _ending = Ending(&over);
+            let _ending = SetsAtEnd(&over);
             let mut mine = || -> Result<Rounds> {
                 // Beside the NIC's worker, which has the first core.
                 process::pin(0, process::cores() - 1);

@@ -2,7 +2,8 @@
 //! byte right, every message once and in MPI's order, nothing left over.
 
 use super::bed::{Bed, Conditions};
-use super::pingpong::{Ending, compare, fill};
+use super::pingpong::{compare, fill};
+use crate::closed_loop::SetsAtEnd;
 use anyhow::{Context, Result, bail};
 use baton_client::messages::Endpoint;
 use baton_linux::events::monotonic_micros;
@@ -417,7 +418,7 @@ pub fn soak(settings: &SoakSettings) -> Result<SoakReport> {
     let kills = std::thread::scope(|scope| {
         let killer = scope.spawn(|| kill(testbed, &course, &over));
         let exchanged = {
-            let _ending = Ending(&over);
+            let _ending = SetsAtEnd(&over);
             exchange(&course, &conditions, testbed, [a, b], rounds, &mut report)
         };
         let killed = killer.join().map_err(|_| anyhow::anyhow!("the killer panicked"))?;
@@ -473,7 +474,7 @@ fn exchange(
         let both = || finished.iter().all(|finished| finished.load(Ordering::Relaxed));
         let theirs = std::thread::scope(|scope| -> Result<(SoakReport, [u64; 7])> {
             let peer = scope.spawn(|| -> Result<(SoakReport, [u64; 7])> {
-                let _end = Ending(&finished[1]);
+                let _end = SetsAtEnd(&finished[1]);
                 let mut theirs = Traffic::new(b, address_a, round, count, !seed)?;
                 theirs.run(b, false, course, &|| halfway() || finished[0].load(Ordering::Relaxed) && !last)?;
                 finished[1].store(true, Ordering::Relaxed);
@@ -504,7 +505,7 @@ fn exchange(
             std::thread::scope(|scope| -> Result<()> {
                 let peer = scope.spawn(|| discard(b, round, &|| over.load(Ordering::Relaxed)));
                 let abandoned = {
-                    let _ending = Ending(&over);
+                    let _ending = SetsAtEnd(&over);
                     mine.abandon(a, true)
                 };
                 peer.join().map_err(|_| anyhow::anyhow!("the peer panicked"))??;
