@@ -5,12 +5,12 @@
 //! and the difference is divided by 2N. The program has no influence on when messages arrive, so the median of three
 //! such figures counts. It is an ordinary program that uses loopback; Baton runs beside the kernel.
 
-use anyhow::{Context, Result, bail};
-use baton_bed::temporary::{Directory, Kind};
+use crate::callgrind;
+use anyhow::{Context, Result};
 use serde::Serialize;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 /// Bytes of a message.
@@ -49,41 +49,16 @@ pub fn run() -> Result<Bypass> {
 }
 
 fn count(function: &str, messages: u64) -> Result<u64> {
-    let directory = Directory::new(Kind::Profile)?;
-    let out = directory.path().join("out");
-    let baton = std::env::current_exe()?;
     let listener = TcpListener::bind(("127.0.0.1", 0))?;
     let port = listener.local_addr()?.port().to_string();
     let peer = std::thread::spawn(move || answer(&listener));
-    let status = Command::new(&baton)
-        .args([
-            "run",
-            "--rule",
-            "established",
-            "--spin",
-            "1000000",
-            "--",
-            "valgrind",
-            "--tool=callgrind",
-            "--collect-atstart=no",
-            "-q",
-        ])
-        .arg(format!("--toggle-collect={function}"))
-        .arg(format!("--callgrind-out-file={}", out.display()))
-        .arg(&baton)
-        .args(["bench-bypass-workload", "--messages", &messages.to_string(), "--port", &port])
-        .env("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=1000000000")
-        .stderr(Stdio::null())
-        .status()
-        .context("starting the workload")?;
-    let text = std::fs::read_to_string(&out);
-    drop(directory);
+    let mut valgrind = Command::new(std::env::current_exe()?);
+    valgrind.args(["run", "--rule", "established", "--spin", "1000000", "--", "valgrind"]);
+    let arguments = ["bench-bypass-workload", "--messages", &messages.to_string(), "--port", &port].map(str::to_owned);
     // A workload that never connected leaves the peer waiting until this process ends.
-    if !status.success() {
-        bail!("the workload failed under `baton run` and valgrind (Debian's package valgrind)");
-    }
+    let profile = callgrind::profile(valgrind, function, &arguments).context("`baton run`")?;
     peer.join().map_err(|_| anyhow::anyhow!("the peer panicked"))??;
-    without_copies(&text?).context("callgrind's output cannot be parsed")
+    without_copies(&profile).context("callgrind's output cannot be parsed")
 }
 
 /// The total of a callgrind profile, without the C library's copying functions themselves.

@@ -5,12 +5,12 @@
 //! the difference is divided by 2N. Layers are distinguished by source file ([`crate::ttcp::cost`] has a finer
 //! division).
 
+use crate::callgrind;
 use crate::status::StatusLine;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{nic, scratch, session, slot};
 use baton_abi::{Cid, Control, MORE, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
-use baton_bed::temporary::{Directory, Kind};
 use baton_datapath::{Worker, WorkerSettings};
 use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
@@ -437,25 +437,7 @@ pub(crate) fn count(
     arguments: &[String],
     group: impl Fn(&Source) -> &'static str,
 ) -> Result<BTreeMap<String, u64>> {
-    let directory = Directory::new(Kind::Profile)?;
-    let out = directory.path().join("out");
-    let status = Command::new("valgrind")
-        .args(["--tool=callgrind", "--collect-atstart=no", "--dump-line=yes", "-q"])
-        .arg(format!("--toggle-collect={measured}"))
-        .arg(format!("--callgrind-out-file={}", out.display()))
-        .arg(std::env::current_exe()?)
-        .args(arguments)
-        // Valgrind counts every byte of `rep movsb` as an instruction.
-        .env("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=1000000000")
-        .stderr(std::process::Stdio::null())
-        .status()
-        .context("starting valgrind (Debian's package valgrind)")?;
-    let text = std::fs::read_to_string(&out);
-    drop(directory);
-    if !status.success() {
-        bail!("the workload failed under valgrind");
-    }
-    Ok(by_source(&text?, group))
+    Ok(by_source(&callgrind::profile(Command::new("valgrind"), measured, arguments)?, group))
 }
 
 /// Where an instruction comes from.

@@ -3,6 +3,7 @@
 
 pub mod bars;
 pub mod bypass;
+mod callgrind;
 mod closed_loop;
 pub mod compare;
 pub mod connections;

@@ -9,8 +9,9 @@ use super::nic::{flow, image};
 use super::numbers as n;
 use super::simulated::TIMING;
 use crate::bars::Bar;
+use crate::callgrind;
 use crate::papers::report::{Cell, Report, Row, Table};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use baton_abi::layout::session;
 use baton_abi::{Cid, Message, Operation};
 use baton_ring::{Consumer, Producer};
@@ -20,7 +21,7 @@ use baton_tcp::segment::Segment;
 use baton_tcp::{Connection, Instant, Transmit};
 use baton_wire::Flags;
 use std::collections::BTreeMap;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::Arc;
 
 /// Packets before those that are counted, and these: a tenth of the paper's (section 5.2), as in the model.
@@ -138,25 +139,10 @@ fn events(profile: &str) -> Option<BTreeMap<String, u64>> {
 /// # Errors
 /// If valgrind is missing, or the program fails.
 fn count(arguments: &[String]) -> Result<Tally> {
-    let file = std::env::temp_dir().join(format!("baton-caches-{}", std::process::id()));
     let cache = |name: &str, of: super::cache::Geometry| format!("--{name}={},{},64", of.bytes, of.ways);
-    let status = Command::new("valgrind")
-        .args(["--tool=callgrind", "--collect-atstart=no", "--toggle-collect=*measured_*", "--cache-sim=yes", "-q"])
-        .args([cache("I1", n::FIRST), cache("D1", n::FIRST), cache("LL", n::SECOND)])
-        .arg(format!("--callgrind-out-file={}", file.display()))
-        .arg(std::env::current_exe()?)
-        .args(arguments)
-        // Valgrind counts every byte of `rep movsb` as an instruction.
-        .env("GLIBC_TUNABLES", "glibc.cpu.x86_rep_movsb_threshold=1000000000")
-        .stderr(Stdio::null())
-        .status()
-        .context("starting valgrind (Debian's package valgrind)")?;
-    let profile = std::fs::read_to_string(&file);
-    let _ = std::fs::remove_file(&file);
-    if !status.success() {
-        bail!("the workload failed under valgrind");
-    }
-    let all = events(&profile?).context("callgrind's output cannot be parsed")?;
+    let mut valgrind = Command::new("valgrind");
+    valgrind.args([cache("I1", n::FIRST), cache("D1", n::FIRST), cache("LL", n::SECOND)]).arg("--cache-sim=yes");
+    let all = events(&callgrind::profile(valgrind, "*measured_*", arguments)?).context("callgrind's output cannot be parsed")?;
     Ok(tally(&all))
 }
 
