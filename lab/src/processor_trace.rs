@@ -6,7 +6,6 @@ use baton_linux::process;
 use baton_steering::{InterruptTrace, ProcessorTimes, RunTimes};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Scope, ScopedJoinHandle};
 use std::time::Duration;
@@ -117,15 +116,12 @@ impl Trace {
         total
     }
 
-    /// Writes a JSON object a line: each sample.
+    /// A JSON object a line: each sample.
     ///
     /// # Errors
-    /// The system's.
-    pub fn write(&self, mut to: impl Write) -> Result<()> {
-        for sample in &self.samples {
-            writeln!(to, "{}", serde_json::to_string(sample)?)?;
-        }
-        Ok(to.flush()?)
+    /// If a figure is none that JSON has.
+    pub fn lines(&self) -> Result<String> {
+        self.samples.iter().map(|sample| Ok(serde_json::to_string(sample)? + "\n")).collect()
     }
 
     /// The total as text.
@@ -211,10 +207,8 @@ mod tests {
             total.processes.iter().map(|one| (one.process, one.name.as_str(), one.runs)).collect();
         assert_eq!(names, [(0, "swapper/0", runs(20)), (7, "server", runs(10))], "the longest first");
         assert!(trace.table().contains("server (7)") && trace.table().contains("10 polls found 30 frames, at most 6"));
-        let mut written = Vec::new();
-        trace.write(&mut written).unwrap();
         let lines: Vec<serde_json::Value> =
-            String::from_utf8(written).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            trace.lines().unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!((lines.len(), &lines[1]["halves"]["NET_RX"]["count"]), (2, &6.into()));
         assert_eq!(lines[0]["processes"][0]["sum_us"], 4.0);
     }

@@ -12,7 +12,8 @@ mod sim;
 mod soak;
 mod ttcp;
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
+use baton_bed::temporary::ResultFile;
 use baton_lab::ntttcp::{self, NtttcpSettings};
 use clap::{Args, Subcommand};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -166,8 +167,7 @@ fn ntttcp(command: &Ntttcp) -> Result<bool> {
         traced: how.trace.is_some(),
     };
     // Before anything runs for it.
-    let trace = how.trace.as_ref().map(|path| std::fs::File::create(path).with_context(|| format!("writing {}", path.display())));
-    let trace = trace.transpose()?;
+    let trace = how.trace.as_deref().map(ResultFile::open).transpose()?;
     let nic = how.nic.then_some(how.socket.as_path());
     let report = match command {
         Ntttcp::Receive { listen, .. } => {
@@ -177,7 +177,7 @@ fn ntttcp(command: &Ntttcp) -> Result<bool> {
         Ntttcp::Send { address, .. } => ntttcp::send(&settings, SocketAddr::new(*address, how.port), nic)?,
     };
     if let (Some(file), Some(traced)) = (trace, &report.trace) {
-        traced.write(std::io::BufWriter::new(file)).context("writing the trace")?;
+        file.write(traced.lines()?.as_bytes())?;
     }
     if how.json {
         println!("{}", serde_json::to_string(&report)?);
