@@ -4,7 +4,6 @@
 pub const MOST_SPIN: u64 = 60_000_000;
 
 /// Reads a number from `least` to `most`.
-#[cfg(any(test, feature = "lab"))]
 pub fn between(least: f64, most: f64) -> impl Fn(&str) -> Result<f64, String> + Clone + Send + Sync + 'static {
     move |text: &str| {
         let number = text.parse().ok().filter(|number| (least..=most).contains(number));

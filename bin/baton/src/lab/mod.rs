@@ -12,7 +12,8 @@ mod sim;
 mod soak;
 mod ttcp;
 
-use anyhow::{Result, bail};
+use crate::numbers::between;
+use anyhow::Result;
 use baton_bed::temporary::ResultFile;
 use baton_lab::ntttcp::{self, NtttcpSettings};
 use clap::{Args, Subcommand};
@@ -128,10 +129,10 @@ pub struct How {
     #[arg(short, long, default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=16_777_216))]
     length: u32,
     /// Seconds that are measured.
-    #[arg(short = 't', long, default_value_t = 10.0)]
+    #[arg(short = 't', long, default_value_t = 10.0, value_parser = between(0.1, 86_400.0))]
     seconds: f64,
     /// Seconds before the measurement.
-    #[arg(short, long, default_value_t = 1.0)]
+    #[arg(short, long, default_value_t = 1.0, value_parser = between(0.0, 86_400.0))]
     warming: f64,
     #[arg(long, default_value_t = 5001, value_parser = clap::value_parser!(u16).range(1..))]
     port: u16,
@@ -155,9 +156,6 @@ pub struct How {
 
 fn ntttcp(command: &Ntttcp) -> Result<bool> {
     let (Ntttcp::Receive { how, .. } | Ntttcp::Send { how, .. }) = command;
-    if !(how.seconds > 0.0 && how.seconds < 1e6 && how.warming >= 0.0 && how.warming < 1e6) {
-        bail!("--seconds must be more than 0");
-    }
     let settings = NtttcpSettings {
         connections: how.connections.into(),
         length: how.length as usize,

@@ -1,8 +1,9 @@
 //! `baton plan`: what each degree of offload brings for a host, a NIC and a load.
 
 use super::bench::print_bars;
+use crate::numbers::between;
 use crate::tools::SocketArgument;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use baton_abi::layout::Counter;
 use baton_bed::server::Files;
 use baton_bed::temporary::ResultFile;
@@ -59,7 +60,7 @@ pub struct PlanArguments {
     #[arg(long, default_value_t = 3, requires = "check", value_parser = clap::value_parser!(u16).range(1..=100))]
     rounds: u16,
     /// Seconds that are recorded (10), or with --check measured in each run (1).
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = between(0.1, 3600.0))]
     seconds: Option<f64>,
     #[command(flatten)]
     socket: SocketArgument,
@@ -176,8 +177,6 @@ fn table(rows: &[Row]) -> Vec<String> {
 
 /// `baton plan`.
 pub fn run(arguments: &PlanArguments) -> Result<bool> {
-    let seconds = arguments.seconds.unwrap_or(1.0);
-    ensure!((0.1..=3600.0).contains(&seconds), "--seconds {seconds}: from 0.1 to 3600");
     if arguments.check {
         baton_linux::namespace::become_root_if_needed()?;
         let report =

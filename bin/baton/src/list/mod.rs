@@ -7,6 +7,7 @@ pub mod lines;
 pub mod looks;
 pub mod row;
 
+use crate::numbers::between;
 use crate::tools::{NO_BATON, SocketArgument};
 use anyhow::{Result, anyhow, bail};
 use baton_protocol::program::ConnectionInfo;
@@ -59,7 +60,14 @@ pub struct ListArguments {
     #[arg(long, value_name = "KEY", default_value = "number")]
     sort: Sort,
     /// Look again and again, every second or as often as said, and show rates.
-    #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "1", require_equals = true)]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        num_args = 0..=1,
+        default_missing_value = "1",
+        require_equals = true,
+        value_parser = between(0.1, 86_400.0)
+    )]
     watch: Option<f64>,
     /// Only connections that this filter matches.
     #[arg(value_name = "FILTER", trailing_var_arg = true, allow_hyphen_values = false)]
@@ -76,18 +84,12 @@ struct Listed<'a> {
     events: Option<&'a [Event]>,
 }
 
-/// The shortest and longest time between two looks, seconds.
-const PERIODS: std::ops::RangeInclusive<f64> = 0.1..=86_400.0;
-
 /// `baton ls`.
 pub fn list(arguments: &ListArguments) -> Result<bool> {
     let filter = match arguments.filter.join(" ") {
         none if none.trim().is_empty() => None,
         text => Some(text.parse::<Expression>().map_err(|why| anyhow!("the filter `{text}`: {why} (`baton ls --help`)"))?),
     };
-    if let Some(seconds) = arguments.watch.filter(|seconds| !PERIODS.contains(seconds)) {
-        bail!("--watch={seconds}: write seconds, from {} to {}", PERIODS.start(), PERIODS.end());
-    }
     if arguments.sort == Sort::Rate && arguments.watch.is_none() {
         bail!("rates need two looks: `baton ls --watch --sort rate`");
     }
