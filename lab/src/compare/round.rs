@@ -129,12 +129,9 @@ pub(super) fn run(way: Way, traffic: Traffic, files: &Files, settings: &CompareS
         let running = scope.spawn(|| hosts.client().run(|| Ok(client.run(&progress))));
         let measured = parties.measure(&programs, &progress, settings.seconds);
         progress.stop.store(true, Ordering::Relaxed);
-        // wrk has to find the server until it has ended.
-        while matches!(client, Client::Wrk(_)) && !running.is_finished() {
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        // A client that waits for the server ends when that does; so does an attacher.
-        drop(parties);
+        // wrk has to find the server until it has ended. Another client that waits for the server ends when that does;
+        // so does an attacher.
+        let _parties = Some(parties).filter(|_| matches!(client, Client::Wrk(_)));
         running.join().map_err(|_| anyhow::anyhow!("the load panicked"))???;
         measured
     })?;
