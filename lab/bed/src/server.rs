@@ -34,7 +34,7 @@ impl Files {
         self.directory.path()
     }
 
-    /// Where a server at `address` that counts ([`Program::counting`]) says how many requests it has answered: a Unix
+    /// Where a server at `address` that counts ([`Program::command`]) says how many requests it has answered: a Unix
     /// socket.
     pub fn counter(&self, address: SocketAddr) -> PathBuf {
         self.root().join(format!("counter-{}.sock", address.port()))
@@ -72,6 +72,7 @@ http {
     access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000000; open_file_cache max=4096;
     client_body_temp_path ROOT/t; proxy_temp_path ROOT/t; fastcgi_temp_path ROOT/t; uwsgi_temp_path ROOT/t; scgi_temp_path ROOT/t;
     server { listen ADDRESS; root ROOT; default_type application/octet-stream; }
+    COUNTER
 }
 ";
 
@@ -92,43 +93,32 @@ impl Program {
         }
     }
 
-    /// The words of its command, with which it serves these files at `address`.
+    /// The words of its command, with which it serves these files at `address`. One that counts says at
+    /// [`Files::counter`] how many requests it has answered, as nginx's stub_status does.
     ///
     /// # Errors
-    /// The system's, if its configuration cannot be written.
-    pub fn command(&self, files: &Files, address: SocketAddr) -> Result<Vec<OsString>> {
+    /// The system's, if its configuration cannot be written; and if another server than nginx is to count.
+    pub fn command(&self, files: &Files, address: SocketAddr, counts: bool) -> Result<Vec<OsString>> {
         Ok(match self {
             Program::Nginx(path) => {
                 let path = path.clone().into_os_string();
                 let configuration = files.root().join(format!("nginx-{}.conf", address.port()));
-                let root = files.root().display().to_string();
+                let (root, counter) = (files.root().display().to_string(), files.counter(address));
                 let text = NGINX.replace("ROOT", &root).replace("ADDRESS", &address.to_string());
-                std::fs::write(&configuration, text.replace("PORT", &address.port().to_string()))?;
+                let status = || format!("server {{ listen unix:{}; location / {{ stub_status; }} }}", counter.display());
+                let status = counts.then(status).unwrap_or_default();
+                // Of a server that was killed.
+                let _ = std::fs::remove_file(&counter);
+                let text = text.replace("PORT", &address.port().to_string()).replace("COUNTER", &status);
+                std::fs::write(&configuration, text)?;
                 vec![path, "-e".into(), "stderr".into(), "-p".into(), root.into(), "-c".into(), configuration.into()]
             }
             Program::Small => {
+                anyhow::ensure!(!counts, "{} does not count requests: install nginx-light", self.name());
                 let program = std::env::current_exe()?.into_os_string();
                 vec![program, "serve-files".into(), address.to_string().into(), files.root().as_os_str().to_owned()]
             }
         })
-    }
-
-    /// The same of a server that says at [`Files::counter`] how many requests it has answered, as nginx's stub_status
-    /// does.
-    ///
-    /// # Errors
-    /// The system's; and if it is another server than nginx.
-    pub fn counting(&self, files: &Files, address: SocketAddr) -> Result<Vec<OsString>> {
-        anyhow::ensure!(matches!(self, Program::Nginx(_)), "{} does not count requests: install nginx-light", self.name());
-        let (words, counter) = (self.command(files, address)?, files.counter(address));
-        // Of a server that was killed.
-        let _ = std::fs::remove_file(&counter);
-        let configuration = files.root().join(format!("nginx-{}.conf", address.port()));
-        let text = std::fs::read_to_string(&configuration)?;
-        let (rest, end) = text.rsplit_once('}').context("nginx's configuration ends with a block")?;
-        let status = format!("    server {{ listen unix:{}; location / {{ stub_status; }} }}\n", counter.display());
-        std::fs::write(&configuration, format!("{rest}{status}}}{end}"))?;
-        Ok(words)
     }
 
     /// Starts it on a host, under `baton run` if an agent is given, and waits until it listens.
@@ -136,7 +126,7 @@ impl Program {
     /// # Errors
     /// If it does not start.
     pub fn start(&self, host: &Namespace, files: &Files, address: SocketAddr, agent: Option<&Path>) -> Result<Server> {
-        let words = self.command(files, address)?;
+        let words = self.command(files, address, false)?;
         let mut server = Server::start(host, &words, files.root(), agent).with_context(|| format!("starting {}", self.name()))?;
         server.listens(host, address)?;
         Ok(server)

@@ -108,9 +108,7 @@ impl Programs<'_> {
     }
 
     fn web(&self) -> Result<Server> {
-        let (program, files) = (Program::find(), self.files);
-        let words = if self.traffic.is_by_wrk() { program.counting(files, address()) } else { program.command(files, address()) };
-        self.run(&words?)
+        self.run(&Program::find().command(self.files, address(), self.traffic.is_by_wrk())?)
     }
 
     fn redis(&self) -> Result<Server> {

@@ -178,7 +178,7 @@ fn words(served: Served, files: &Files) -> Result<Vec<OsString>> {
         Served::Own => {
             vec![std::env::current_exe()?.into_os_string(), "serve-plan".into(), address().to_string().into()]
         }
-        Served::Web => Program::find().command(files, address())?,
+        Served::Web => Program::find().command(files, address(), false)?,
         Served::Redis => {
             let (ip, port) = (address().ip().to_string(), address().port().to_string());
             let words =

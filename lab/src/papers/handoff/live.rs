@@ -227,7 +227,7 @@ fn run_once(division: &Division, files: &Files, seconds: f64) -> Result<Round> {
         (Hosts::Baton(Box::new(bed)), Some(agent), Some(tool))
     };
     let [host_a, host_b] = hosts.both();
-    let words = Program::find().command(files, address)?;
+    let words = Program::find().command(files, address, false)?;
     let mut server = Server::start(host_a, &words, files.root(), agent.as_deref())?;
     server.listens(host_b, address)?;
     // Ends before the hosts do.
