@@ -191,6 +191,7 @@ mod tests {
     use crate::bars::Bar;
     use crate::papers::DOCUMENTS;
     use crate::papers::report::{Absent, Cell, Comparison, Curve, Row};
+    use baton_bed::temporary::{Directory, Kind};
 
     fn report() -> Report {
         let curves = vec![Curve::new("a <curve>", vec![(1.0, 2.0), (8.0, 4.0)])];
@@ -213,15 +214,14 @@ mod tests {
     #[test]
     fn a_page_has_all_of_a_report_and_its_pictures_beside_it() {
         let document = DOCUMENTS.iter().find(|document| document.word == "lro").unwrap();
-        let folder = std::env::temp_dir().join(format!("baton-pictures-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
+        let directory = Directory::new(Kind::Files).unwrap();
+        let folder = directory.path();
         for (name, kept) in [("lro-9.svg", false), ("rmpp-1.svg", true), ("lro.md", true)] {
             std::fs::write(folder.join(name), "old").unwrap();
-            write(&folder, document, &report()).unwrap();
+            write(folder, document, &report()).unwrap();
             assert_eq!(folder.join(name).exists(), kept, "{name}");
         }
         let [page, picture] = ["lro.md", "lro-1.svg"].map(|name| std::fs::read_to_string(folder.join(name)).unwrap());
-        std::fs::remove_dir_all(&folder).unwrap();
         assert!(page.contains("| Figure 12 | nothing: drawings |\n| Figure 13 | Figure 13: a curve |"), "{page}");
         assert!(page.contains("![Figure 13: a curve](lro-1.svg)"), "{page}");
         assert!(

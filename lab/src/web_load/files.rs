@@ -134,27 +134,9 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_bed::temporary::{Directory, Kind};
     use std::collections::BTreeSet;
     use std::os::unix::fs::symlink;
-    use std::path::PathBuf;
-    use std::sync::atomic::{AtomicU32, Ordering};
-
-    /// A directory that is removed when this is dropped.
-    struct Scratch(PathBuf);
-
-    impl Scratch {
-        fn new() -> Scratch {
-            static NUMBER: AtomicU32 = AtomicU32::new(0);
-            let name = format!("baton-web-files-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
-            Scratch(std::env::temp_dir().join(name))
-        }
-    }
-
-    impl Drop for Scratch {
-        fn drop(&mut self) {
-            let _ = fs::remove_dir_all(&self.0);
-        }
-    }
 
     #[test]
     fn a_directory_has_nine_files_of_each_class() {
@@ -172,19 +154,19 @@ mod tests {
 
     #[test]
     fn a_file_set_is_made_kept_and_enlarged() {
-        let scratch = Scratch::new();
-        let first = make(&scratch.0, 1).unwrap();
+        let scratch = Directory::new(Kind::Files).unwrap();
+        let first = make(scratch.path(), 1).unwrap();
         assert_eq!((first.written, first.kept), (36, 0));
         assert_eq!(first.bytes, in_directory(0).map(|request| request.bytes()).sum::<u64>());
         let one = Request { directory: 0, class: 2, file: 4, dynamic: false };
-        assert_eq!(fs::read(scratch.0.join(path(&one))).unwrap(), content(&one));
+        assert_eq!(fs::read(scratch.path().join(path(&one))).unwrap(), content(&one));
         // A run was interrupted before, in the middle of a file.
         let other = Request { directory: 1, class: 0, file: 0, dynamic: false };
-        fs::create_dir(scratch.0.join("dir00001")).unwrap();
-        fs::write(scratch.0.join("dir00001/class0_0.part"), &content(&other)[..50]).unwrap();
-        let second = make(&scratch.0, 2).unwrap();
+        fs::create_dir(scratch.path().join("dir00001")).unwrap();
+        fs::write(scratch.path().join("dir00001/class0_0.part"), &content(&other)[..50]).unwrap();
+        let second = make(scratch.path(), 2).unwrap();
         assert_eq!((second.written, second.kept), (36, 36));
-        assert_eq!(fs::read_dir(scratch.0.join("dir00001")).unwrap().count(), 36, "nothing else is left");
+        assert_eq!(fs::read_dir(scratch.path().join("dir00001")).unwrap().count(), 36, "nothing else is left");
     }
 
     #[test]
@@ -199,14 +181,15 @@ mod tests {
             },
         ];
         for (at, spoil) in spoils.into_iter().enumerate() {
-            let scratch = Scratch::new();
-            fs::create_dir_all(scratch.0.join("dir00000")).unwrap();
-            spoil(&scratch.0);
-            let refused = format!("{:#}", make(&scratch.0, 1).unwrap_err());
+            let scratch = Directory::new(Kind::Files).unwrap();
+            fs::create_dir_all(scratch.path().join("dir00000")).unwrap();
+            spoil(scratch.path());
+            let refused = format!("{:#}", make(scratch.path(), 1).unwrap_err());
             assert!(refused.contains("remove it") || refused.contains("Remove it"), "{at}: {refused}");
         }
-        let scratch = Scratch::new();
-        assert!(make(&scratch.0, 0).is_err() && make(&scratch.0, MOST_DIRECTORIES + 1).is_err());
-        assert!(!scratch.0.exists());
+        let scratch = Directory::new(Kind::Files).unwrap();
+        let missing = scratch.path().join("missing");
+        assert!(make(&missing, 0).is_err() && make(&missing, MOST_DIRECTORIES + 1).is_err());
+        assert!(!missing.exists());
     }
 }

@@ -1,31 +1,19 @@
 use super::*;
 use crate::web_mix::CLIENT_RATE;
+use baton_bed::temporary::{Directory, Kind};
 use std::net::TcpListener;
-use std::path::PathBuf;
 
 /// A file set of one directory, which is removed when this is dropped.
-struct FileSet(PathBuf);
-
-impl FileSet {
-    fn new() -> FileSet {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let name = format!("baton-web-load-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
-        let set = FileSet(std::env::temp_dir().join(name));
-        files::make(&set.0, 1).unwrap();
-        set
-    }
-}
-
-impl Drop for FileSet {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
+fn file_set() -> Directory {
+    let set = Directory::new(Kind::Files).unwrap();
+    files::make(set.path(), 1).unwrap();
+    set
 }
 
 /// Serves a file set on loopback for as long as the tests run. Returns its address when it listens.
-fn serve_files(set: &FileSet) -> SocketAddr {
+fn serve_files(set: &Directory) -> SocketAddr {
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let root = set.0.clone();
+    let root = set.path().to_owned();
     std::thread::spawn(move || baton_bed::small_server::run(free, &root));
     while TcpStream::connect(free).is_err() {
         std::thread::yield_now();
@@ -110,7 +98,7 @@ fn found(report: &Report, what: &str) -> u64 {
 
 #[test]
 fn a_server_of_the_file_set_is_found_right() {
-    let set = FileSet::new();
+    let set = file_set();
     let server = serve_files(&set);
     for keep in [Keep::Mix, Keep::Always, Keep::Never] {
         let report = run(&WebLoad { keep, ..load(server) }).unwrap();
@@ -126,7 +114,7 @@ fn a_server_of_the_file_set_is_found_right() {
 
 #[test]
 fn no_client_gets_more_than_its_rate() {
-    let set = FileSet::new();
+    let set = file_set();
     let report = run(&WebLoad { rate: CLIENT_RATE, connections: 4, ..load(serve_files(&set)) }).unwrap();
     assert!(report.is_clean(), "{report:?}");
     // Besides the rate a client may have read one piece, which its line still carries: 2500 bytes.
@@ -139,11 +127,11 @@ fn no_client_gets_more_than_its_rate() {
 
 #[test]
 fn every_wrong_byte_is_found() {
-    let set = FileSet::new();
+    let set = file_set();
     for request in files::in_directory(0).filter(|request| request.class == 1) {
         let mut bytes = files::content(&request);
         bytes[1000] ^= 0x10;
-        std::fs::write(set.0.join(files::path(&request)), bytes).unwrap();
+        std::fs::write(set.path().join(files::path(&request)), bytes).unwrap();
     }
     let report = run(&load(serve_files(&set))).unwrap();
     assert!(!report.is_clean() && report.classes[1] > 0, "{report:?}");
@@ -231,7 +219,7 @@ fn an_answer_without_end_does_not_hold_up_the_load() {
 
 #[test]
 fn a_load_that_is_observed_ends_when_it_is_to() {
-    let set = FileSet::new();
+    let set = file_set();
     let progress = Progress::default();
     let load = WebLoad { seconds: 600.0, ..load(serve_files(&set)) };
     let report = std::thread::scope(|scope| {
@@ -254,7 +242,7 @@ fn programs_are_asked_for_their_share() {
 
 #[test]
 fn a_server_that_is_none_is_named_before_the_load_begins() {
-    let set = FileSet::new();
+    let set = file_set();
     let server = serve_files(&set);
     let refused = |load: WebLoad| format!("{:#}", run(&load).unwrap_err());
     let two = refused(WebLoad { directories: 2, ..load(server) });
