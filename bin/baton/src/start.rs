@@ -166,7 +166,7 @@ impl StartArguments {
         let (mut starter, _) = baton_keeper::launch(command, &settings, devices, Some(me.as_fd())).map_err(|error| {
             let said = match &self.log {
                 Some(path) => std::fs::read_to_string(path).unwrap_or_default(),
-                None => last_words(messages).unwrap_or_default(),
+                None => final_messages(messages).unwrap_or_default(),
             };
             with_what_was_said(error, &said)
         })?;
@@ -216,12 +216,12 @@ impl FlipArguments {
 
 /// All that the processes of a Baton that did not start have written to this pipe. They may end a little later than its
 /// keeper closes its connection.
-fn last_words(mut messages: PipeReader) -> io::Result<String> {
+fn final_messages(mut messages: PipeReader) -> io::Result<String> {
     let poller = Poller::new()?;
     poller.add(messages.as_fd(), 0, Trigger::Readable)?;
     let (mut bytes, mut part, mut tokens) = (Vec::new(), [0; 4096], Vec::new());
     loop {
-        poller.wait(Some(LAST_WORDS), &mut tokens)?;
+        poller.wait(Some(PATIENCE), &mut tokens)?;
         // A process that lives on has the pipe, or all have ended.
         if tokens.drain(..).count() == 0 {
             break;
@@ -287,7 +287,7 @@ pub const SLOTS: usize = MOST_CONNECTIONS as usize;
 const SESSION_BYTES: usize = 3 << 30;
 
 /// How long processes of a Baton that did not start are waited for, which write why.
-const LAST_WORDS: Duration = Duration::from_secs(2);
+const PATIENCE: Duration = Duration::from_secs(2);
 /// Most lines of theirs that are shown.
 const SAID: usize = 3;
 
