@@ -31,12 +31,12 @@ test: lint
 	@scripts/dependencies tests
 	tests/setup/locks.py
 	$(CARGO) build --profile checked --locked --workspace --lib --bins --tests --examples
+	@scripts/dependencies mpi
+	$(call provider,checked)
 	timeout --foreground 1200 scripts/tests --profile checked --locked --workspace --tests --examples
 	RUSTFLAGS="--cfg loom" $(CARGO) test --profile checked --locked -p baton-ring --lib --target-dir target/loom
 	$(CHECKED) sim --seeds 0..30 --json
 	$(CHECKED) sim --exhaustive --stride 31 --json
-	@scripts/dependencies mpi
-	$(call provider,checked)
 	tests/mpi/run.py --quick --mpi debian
 	tests/mpi/run.py --quick --nic --mpi debian
 	tests/programs/programs.py --seconds 1 --only "python asyncio,python uvloop,python selectors,python ssl,python http.server,python socketserver,python fork,curl,sshd"

@@ -104,7 +104,7 @@ fn messages_are_sent_in_each_way_of_the_report_on_the_card() {
     }
 }
 
-/// Without MPI, or the provider, which not every build has, it says what makes them.
+/// Without MPI, or the provider, which only `make` builds, it says what makes them.
 #[test]
 fn an_mpi_programs_messages_are_measured_or_what_is_missing_is_named() {
     let ran = baton(&["lab", "rmpp", "--live", "--short", "--json"]);
@@ -112,7 +112,8 @@ fn an_mpi_programs_messages_are_measured_or_what_is_missing_is_named() {
         let says = text(&ran.stderr);
         let missing = ["`make provider` builds it", "scripts/dependencies mpi installs it"];
         assert!(missing.iter().any(|what| says.contains(what)), "{says}");
-        return;
+        assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+        return eprintln!("skipped: {says}");
     }
     let found: Value = serde_json::from_slice(&ran.stdout).unwrap_or_else(|_| panic!("{}", text(&ran.stderr)));
     let figures = found["figures"].as_array().expect("figures");
