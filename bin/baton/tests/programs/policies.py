@@ -10,37 +10,12 @@ import sys
 import tempfile
 import time
 
+from bpf import ADDRESS, CONNECT4, EGRESS, FILTER, OPTION, SETSOCKOPT, SOCK_OPS, STATES
+from bpf import attach, bpf, detach, enter, load, own_group, returning
+
 CASE, BATON = sys.argv[1:3]
 SOCKET = f"{tempfile.gettempdir()}/baton-run-{os.getpid()}/agent.sock"
-mount = next(line.split()[1] for line in open("/proc/self/mounts") if line.split()[2] == "cgroup2")
-group = f"{mount}/baton-policy-{os.getpid()}"
-BPF = {"x86_64": 321, "aarch64": 280}[os.uname().machine]
-libc = ctypes.CDLL(None, use_errno=True)
 LIMIT = 30
-
-# Kinds of programs, and where they are attached.
-FILTER, STATES, ADDRESS, OPTION = 8, 13, 18, 25
-EGRESS, SOCK_OPS, CONNECT4, SETSOCKOPT = 1, 3, 10, 22
-
-
-def bpf(command, attributes):
-    buffer = ctypes.create_string_buffer(attributes.ljust(128, b"\0"), 128)
-    result = libc.syscall(BPF, command, buffer, 128)
-    if result < 0:
-        raise OSError(ctypes.get_errno(), f"bpf {command}")
-    return result
-
-
-def load(kind, code, attach):
-    code = ctypes.create_string_buffer(code, len(code))
-    license = ctypes.create_string_buffer(b"GPL")
-    fields = struct.pack("IIQQIIQI", kind, len(code) // 8, ctypes.addressof(code), ctypes.addressof(license), 0, 0, 0, 0)
-    return bpf(5, fields.ljust(68, b"\0") + struct.pack("I", attach))
-
-
-def returning(value):
-    """r0 = value; exit."""
-    return struct.pack("<BBhi", 0xB7, 0, 0, value) + bytes.fromhex("9500000000000000")
 
 
 def swallowing():
@@ -77,14 +52,6 @@ def array(flags=0):
 def put(number, value):
     key, value = ctypes.create_string_buffer(4), ctypes.create_string_buffer(struct.pack("I", value), 4)
     bpf(2, struct.pack("IIQQQ", number, 0, ctypes.addressof(key), ctypes.addressof(value), 0))
-
-
-def attach(program, where):
-    bpf(8, struct.pack("IIII", directory, program, where, 0))
-
-
-def detach(program, where):
-    bpf(9, struct.pack("IIII", directory, program, where, 0))
 
 
 def listed():
@@ -129,7 +96,7 @@ def stays(why):
 def connect():
     # The connecting socket belongs to the group in which it was made.
     early = socket.socket()
-    open(f"{group}/cgroup.procs", "w").write(str(os.getpid()))
+    enter(group)
     yield
     listener = socket.create_server(("127.0.0.1", 0))
     early.connect(listener.getsockname())
@@ -139,17 +106,15 @@ def connect():
     yield early, accepted
 
 
-os.mkdir(group)
-directory = os.open(group, os.O_RDONLY)
-try:
+with own_group() as (group, directory):
     steps = connect()
     next(steps)
     if CASE == "refused":
-        attach(load(ADDRESS, returning(0), CONNECT4), CONNECT4)
+        attach(directory, load(ADDRESS, returning(0), CONNECT4), CONNECT4)
         one, other = next(steps)
         stays("refuse a connect(2)")
     elif CASE == "allowed":
-        attach(load(ADDRESS, returning(1), CONNECT4), CONNECT4)
+        attach(directory, load(ADDRESS, returning(1), CONNECT4), CONNECT4)
         one, other = next(steps)
         until("on the NIC", lambda: on_nic() == 2)
         exchange(20)
@@ -157,18 +122,18 @@ try:
         one, other = next(steps)
         until("on the NIC", lambda: on_nic() == 2)
         program = load(ADDRESS, returning(0), CONNECT4)
-        attach(program, CONNECT4)
+        attach(directory, program, CONNECT4)
         # They cannot come back, and go on where they are.
         until("no reason", lambda: text().count("refuse a connect(2)") == 2)
         exchange(20)
         assert on_nic() == 2, text()
-        detach(program, CONNECT4)
+        detach(directory, program, CONNECT4)
         until("the reason stays", lambda: "refuse a connect(2)" not in text())
         exchange(20)
     elif CASE == "map":
         numbers = array()
         put(numbers, 1)
-        attach(load(FILTER, by_map(numbers), EGRESS), EGRESS)
+        attach(directory, load(FILTER, by_map(numbers), EGRESS), EGRESS)
         one, other = next(steps)
         stays("by a map")
         put(numbers, 0)
@@ -191,12 +156,12 @@ try:
         numbers = array(OF_PROGRAMS)
         put(numbers, 1)
         bpf(22, struct.pack("I", numbers))
-        attach(load(FILTER, by_map(numbers), EGRESS), EGRESS)
+        attach(directory, load(FILTER, by_map(numbers), EGRESS), EGRESS)
         one, other = next(steps)
         until("on the NIC", lambda: on_nic() == 2)
         exchange(20)
     elif CASE == "options":
-        attach(load(OPTION, swallowing(), SETSOCKOPT), SETSOCKOPT)
+        attach(directory, load(OPTION, swallowing(), SETSOCKOPT), SETSOCKOPT)
         one, other = next(steps)
         stays("setsockopt")
         # The accepted end: the other one was made outside of the group.
@@ -205,10 +170,7 @@ try:
             assert other.getsockopt(level, option) == 0, f"{option} has an effect"
         exchange(20)
     elif CASE == "states":
-        attach(load(STATES, returning(1), SOCK_OPS), SOCK_OPS)
+        attach(directory, load(STATES, returning(1), SOCK_OPS), SOCK_OPS)
         one, other = next(steps)
         stays("sock_ops")
     print("ok")
-finally:
-    open(f"{mount}/cgroup.procs", "w").write(str(os.getpid()))
-    os.rmdir(group)
