@@ -205,18 +205,10 @@ fn what_the_nic_has_made_can_move(beside: bool) {
     }
 }
 
-/// A server that accepts one connection for each line that it is sent on standard input, and then echoes.
-const ON_DEMAND: &str = "
-import socket, sys, select, threading
-listener = socket.create_server(('', 7000), backlog=20)
-select.select([listener], [], [])
-def echo(server):
-    while data := server.recv(65536): server.sendall(data)
-    server.close()
-for line in sys.stdin:
-    server, _ = listener.accept()
-    threading.Thread(target=echo, args=(server,), daemon=True).start()
-";
+/// [`ECHO`] that accepts one connection for each line that it is sent on standard input.
+fn on_demand() -> String {
+    ECHO.replace("while True:", "import select, sys\nselect.select([listener], [], [])\nfor line in sys.stdin:")
+}
 
 /// Sends bytes to a server that echoes, and compares them. The connection stays open.
 pub(crate) fn exchange(client: &TcpStream, byte: u8) {
@@ -239,7 +231,7 @@ fn listeners_are_there_again_after_a_death(beside: bool) {
     for agent_dies in [false, true] {
         let bed = bed(beside);
         let at = address(false, 7000);
-        let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+        let mut server = start(&bed, &["python3", "-c", &on_demand()]);
         let mut orders = server.0.stdin.take().expect("its input");
         wait_for_server(&bed, at);
         // It has not accepted any yet.
@@ -279,7 +271,7 @@ fn listeners_are_there_again_after_a_death(beside: bool) {
 fn listeners_are_the_kernels_while_there_are_rules(beside: bool) {
     let bed = bed(beside);
     let at = address(false, 7000);
-    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+    let mut server = start(&bed, &["python3", "-c", &on_demand()]);
     let mut orders = server.0.stdin.take().expect("its input");
     wait_for_server(&bed, at);
     for _ in 0..1000 {
@@ -379,7 +371,7 @@ fn resident(process: u32) -> u64 {
 fn a_flood_of_syns_leaves_room_for_honest_clients(beside: bool) {
     let bed = bed(beside);
     let at = address(false, 7000);
-    let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+    let mut server = start(&bed, &["python3", "-c", &on_demand()]);
     let mut orders = server.0.stdin.take().expect("its input");
     wait_for_server(&bed, at);
     for _ in 0..50 {

@@ -1,6 +1,6 @@
 //! Connections that the NIC has made and that a program accepts while agents die: each is some program's.
 
-use super::{ON_DEMAND, address, bed, connect, count, exchange, start, wait_for_server, wait_until};
+use super::{address, bed, connect, count, exchange, on_demand, start, wait_for_server, wait_until};
 use crate::common::{answered, hosts};
 use crate::hostile_client::Client;
 use baton_abi::layout::{Counter, session};
@@ -118,7 +118,7 @@ fn an_agent_may_die_while_a_program_accepts(beside: bool) {
         let crash = Some(Crash { after, fault: Fault::AgentDies });
         let bed = hosts(TestbedSettings { beside, crash, ..TestbedSettings::default() });
         let at = address(false, 7000);
-        let mut server = start(&bed, &["python3", "-c", ON_DEMAND]);
+        let mut server = start(&bed, &["python3", "-c", &on_demand()]);
         let mut orders = server.0.stdin.take().expect("its input");
         wait_for_server(&bed, at);
         let first = agent_of(&bed);

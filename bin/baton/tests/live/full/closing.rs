@@ -1,7 +1,8 @@
 //! Connections that the NIC has made are closed by it.
 
 use super::{
-    Program, address, bed, connect, connections, count, exchange, start, start_printing, statistics, wait_for_server, wait_until,
+    ECHO, Program, address, bed, connect, connections, count, exchange, start, start_printing, statistics, wait_for_server,
+    wait_until,
 };
 use crate::scratch::text;
 use baton_abi::layout::Counter;
@@ -192,9 +193,9 @@ fn a_closed_listener_resets_its_clients(beside: bool) {
 }
 
 /// A child waits for the listener and accepts nobody. At the first line on standard input it leaves the listener, by
-/// close(2) or by its end; at the second one its parent, which has waited for nothing until then, accepts and echoes.
+/// close(2) or by its end; at the second one its parent, which has waited for nothing until then, goes on as [`ECHO`].
 const RELOADS: &str = "
-import os, select, socket, sys, threading
+import os, select, socket, sys
 listener = socket.create_server(('', 7000), backlog=100)
 orders, order = os.pipe()
 child = os.fork()
@@ -208,21 +209,16 @@ os.write(order, b'x')
 os.waitpid(child, 0)
 print('left', flush=True)
 sys.stdin.readline()
-def echo(server):
-    while data := server.recv(65536): server.sendall(data)
-    server.close()
-while True:
-    server, _ = listener.accept()
-    threading.Thread(target=echo, args=(server,), daemon=True).start()
 ";
 
 /// The last process that has waited for a listener leaves it, as nginx's workers do at a reload, while another one has
 /// it: what waits to be accepted is accepted by that one.
 fn a_listener_that_another_process_has_resets_nobody(beside: bool) {
+    let program = RELOADS.to_owned() + &ECHO.replace("listener = socket.create_server(('', 7000), backlog=20)\n", "");
     for how in ["closes", "ends"] {
         let bed = bed(beside);
         let at = address(false, 7000);
-        let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", RELOADS, how]);
+        let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", &program, how]);
         let mut orders = server.0.stdin.take().expect("its input");
         wait_for_server(&bed, at);
         let made = count(&bed, Counter::Made);
