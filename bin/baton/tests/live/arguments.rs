@@ -77,7 +77,5 @@ fn arguments_are_judged_as_by_the_kernel() {
 /// actions.
 #[test]
 fn faults_are_the_programs() {
-    for case in ["sigaction", "SIGBUS", "profiler", "ends", "near the stack"] {
-        as_natively("faults", case);
-    }
+    as_natively("faults", &["sigaction", "SIGBUS", "profiler", "ends", "near the stack"]);
 }

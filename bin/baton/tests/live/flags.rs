@@ -21,16 +21,12 @@ fn flags_mean_together_what_they_mean_natively() {
 /// MSG_MORE: what does not fill a segment waits for what comes next, or for 200 ms.
 #[test]
 fn what_is_sent_with_more_behind_it_waits() {
-    for case in ["next", "alone", "much"] {
-        as_natively("more", case);
-    }
+    as_natively("more", &["next", "alone", "much"]);
 }
 
 /// O_ASYNC by fcntl and ioctl, for a process, a thread and a group, with SIGIO and with a signal of the program's
 /// choice; SIGURG.
 #[test]
 fn signals_for_input_come_however_they_are_asked_for() {
-    for case in ["fcntl", "thread", "ioctl", "group", "urgent"] {
-        as_natively("input_signals", case);
-    }
+    as_natively("input_signals", &["fcntl", "thread", "ioctl", "group", "urgent"]);
 }

@@ -16,187 +16,163 @@ pub fn finish(namespace: &Namespace, mut command: Command) -> Output {
     namespace.spawn(&mut command).expect("a program").wait_with_output().expect("its output")
 }
 
-/// Runs a case natively, then under `baton run`, where its connections move after 64 KiB, and where they have moved
+/// How a case is run: the options of `baton run`, or natively without any, and whether its connections have moved
 /// before it begins.
-pub fn as_natively(program: &str, case: &str) {
-    in_each(program, case, &[(&["--rule", "bytes:65536"], false), (&["--rule", "established"], true)]);
+pub type Way = (&'static [&'static str], bool);
+
+const NATIVELY: Way = (&[], false);
+const MOVES: Way = (&["--eager", "--rule", "bytes:65536"], false);
+const HAS_MOVED: Way = (&["--eager", "--rule", "established"], true);
+/// Its connections move at random all the time.
+pub const FLIPS: Way = (&["--eager", "--flip", "0..2"], false);
+
+/// Runs cases natively, then under `baton run`, where their connections move after 64 KiB, and where they have moved
+/// before it begins.
+pub fn as_natively(program: &str, cases: &[&str]) {
+    in_each(program, cases, &[NATIVELY, MOVES, HAS_MOVED]);
 }
 
-/// Runs a case natively, then under `baton run`, where its connections move at random all the time.
-pub fn while_moving(program: &str, case: &str) {
-    in_each(program, case, &[(&["--flip", "0..2"], false)]);
+/// The same, and where their connections move at random all the time.
+pub fn as_natively_while_moving(program: &str, cases: &[&str]) {
+    in_each(program, cases, &[NATIVELY, MOVES, HAS_MOVED, FLIPS]);
 }
 
-/// Runs a case natively, then under `baton run` with each of these arguments, where its connections have moved before
-/// it begins or not.
-pub fn in_each(program: &str, case: &str, ways: &[(&[&str], bool)]) {
+/// Runs cases in each of these ways.
+pub fn in_each(program: &str, cases: &[&str], ways: &[Way]) {
     let scratch = Scratch::new(program);
     let compiled = compile(program, &scratch);
-    let run = |how: &[&str], moved: bool| {
-        let namespace = Namespace::new().expect("a namespace");
-        let mut command = if how.is_empty() {
-            set_up_loopback(&namespace);
-            Command::new(&compiled)
-        } else {
-            let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
-            command.args(["run", "--eager", "--log", &scratch.file("log")]).args(how).arg("--").arg(&compiled);
-            command
-        };
-        command.arg(case).args(moved.then_some("moved")).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
-        let ran = finish(&namespace, command);
-        let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
-        assert!(
-            ran.status.success() && log.is_empty(),
-            "{program}, {case}, {how:?}: {} {}{}{log}",
-            ran.status,
-            text(&ran.stdout),
-            text(&ran.stderr)
-        );
-    };
-    run(&[], false);
-    ways.iter().for_each(|(how, moved)| run(how, *moved));
+    for case in cases {
+        for (how, moved) in ways {
+            let namespace = Namespace::new().expect("a namespace");
+            let mut command = if how.is_empty() {
+                set_up_loopback(&namespace);
+                Command::new(&compiled)
+            } else {
+                let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+                command.args(["run", "--log", &scratch.file("log")]).args(*how).arg("--").arg(&compiled);
+                command
+            };
+            command.arg(case).args(moved.then_some("moved")).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+            let ran = finish(&namespace, command);
+            let log = std::fs::read_to_string(scratch.file("log")).unwrap_or_default();
+            let said = format!("{}{}{log}", text(&ran.stdout), text(&ran.stderr));
+            assert!(ran.status.success() && log.is_empty(), "{program}, {case}, {how:?}, moved: {moved}: {} {said}", ran.status);
+        }
+    }
 }
 
 /// stdio on a connection: the C library reads and writes without the preloaded library; other threads' calls go on.
 #[test]
 fn a_stream_of_the_c_library_is_a_connection() {
-    for case in ["stream", "streams", "beside recv", "beside poll"] {
-        as_natively("stdio", case);
-    }
+    as_natively("stdio", &["stream", "streams", "beside recv", "beside poll"]);
 }
 
 /// splice on a connection of which both directions have ended on the NIC.
 #[test]
 fn an_end_on_the_nic_is_spliced() {
-    as_natively("stdio", "spliced end");
+    as_natively("stdio", &["spliced end"]);
 }
 
 /// What has been spliced stays in the kernel: though it was to move before, and though a child has had it since.
 #[test]
 fn what_has_been_spliced_does_not_move() {
-    for case in ["first moves", "vfork"] {
-        while_moving("stdio", case);
-    }
+    in_each("stdio", &["first moves", "vfork"], &[NATIVELY, FLIPS]);
 }
 
 /// A set keeps what is registered under a descriptor that is closed while a copy of it is open.
 #[test]
 fn a_closed_number_stays_in_its_set() {
-    as_natively("stdio", "closed number");
+    as_natively("stdio", &["closed number"]);
 }
 
 /// A descriptor of a connection on the NIC is closed, or becomes another one, while another thread makes calls on it:
 /// none of them finds the shell.
 #[test]
 fn a_number_that_changes_is_no_shell() {
-    for case in ["same", "closed", "replaced", "exchanged"] {
-        as_natively("numbers", case);
-    }
+    as_natively("numbers", &["same", "closed", "replaced", "exchanged"]);
 }
 
 /// What is unread is what the owner has, though the connection moves while that is asked for.
 #[test]
 fn a_move_changes_nothing_of_what_is_unread() {
-    while_moving("unread", "asked for");
+    in_each("unread", &["asked for"], &[NATIVELY, FLIPS]);
 }
 
 /// A receive with MSG_WAITALL or SO_RCVLOWAT returns the bytes that have come when a time-out or a signal ends it.
 #[test]
 fn a_receive_that_ends_early_gets_what_is_there() {
-    for case in ["time", "signal"] {
-        as_natively("partly", case);
-        while_moving("partly", case);
-    }
+    as_natively_while_moving("partly", &["time", "signal"]);
 }
 
 /// A receive of all that is asked for waits for the bytes that come later, though the connection moves meanwhile.
 #[test]
 fn a_receive_of_all_bytes_gets_all() {
-    as_natively("partly", "all");
-    while_moving("partly", "all");
+    as_natively_while_moving("partly", &["all"]);
 }
 
 /// With SO_LINGER the last close(2) of a socket waits for the peer, or has reset the connection when it returns.
 #[test]
 fn a_close_that_lingers_is_the_last_one() {
-    for case in ["waits", "resets"] {
-        as_natively("linger", case);
-        while_moving("linger", case);
-    }
+    as_natively_while_moving("linger", &["waits", "resets"]);
 }
 
 /// connect(2), bind(2) and listen(2) of a connected socket are refused, and do not use what a move has just
 /// disconnected.
 #[test]
 fn a_connected_socket_is_not_connected_again() {
-    as_natively("connected", "again");
-    while_moving("connected", "again");
-    as_natively("connected", "beside");
+    as_natively_while_moving("connected", &["again"]);
+    as_natively("connected", &["beside"]);
 }
 
 /// What comes while a close(2) is under way does not turn its FIN into a reset.
 #[test]
 fn a_close_sends_a_fin_though_more_comes_behind_it() {
-    as_natively("closes", "late");
-    while_moving("closes", "late");
+    as_natively_while_moving("closes", &["late"]);
 }
 
 /// What a ring closes that the library does not know is closed for the peer, too.
 #[test]
 fn a_ring_that_is_not_known_closes_for_the_peer() {
-    as_natively("ring_close", "ring");
-    while_moving("ring_close", "ring");
+    as_natively_while_moving("ring_close", &["ring"]);
 }
 
 /// What has closed a process for good, for itself and its children, holds after a fork, too.
 #[test]
 fn a_fork_does_not_reopen_what_is_closed_for_good() {
-    for case in ["io_uring for good", "raw fork for good", "seccomp for good"] {
-        as_natively("processes", case);
-    }
+    as_natively("processes", &["io_uring for good", "raw fork for good", "seccomp for good"]);
 }
 
 /// Parent and child, whichever way it was made, use one connection together: what one sends and the other receives is
 /// complete, whether the connection has moved before or is due to move after.
 #[test]
 fn two_processes_share_a_connection() {
-    for case in ["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "exec", "popen", "system"] {
-        as_natively("processes", case);
-    }
+    as_natively("processes", &["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "exec", "popen", "system"]);
 }
 
 /// The same while the connection moves all the time: at the moment of the fork it is in either place, or in between.
 #[test]
 fn two_processes_share_a_connection_that_moves() {
-    for case in ["fork", "_Fork", "clone", "spawn", "vfork", "popen"] {
-        while_moving("processes", case);
-    }
+    in_each("processes", &["fork", "_Fork", "clone", "spawn", "vfork", "popen"], &[FLIPS]);
 }
 
 /// A program that was started, served or not, keeps a connection that its starter closes: the peer sees no end before
 /// that program's, and then sees it.
 #[test]
 fn a_connection_ends_with_its_last_process() {
-    for case in ["outlived, system", "outlived, setuid"] {
-        as_natively("processes", case);
-    }
+    as_natively("processes", &["outlived, system", "outlived, setuid"]);
 }
 
 /// A child of fork finds the library's locks free, and has eventfds of its own.
 #[test]
 fn a_child_does_not_depend_on_its_parents_threads() {
-    for case in ["churn", "eventfds"] {
-        as_natively("processes", case);
-    }
+    as_natively("processes", &["churn", "eventfds"]);
 }
 
 /// Hundreds of forks beside threads that make, wait for, use and close connections: no child hangs that does so, too,
 /// or closes what it has inherited, and its parent's threads go on.
 #[test]
 fn children_of_a_busy_process_go_on() {
-    for case in ["serve", "serve, _Fork", "serve, unseen"] {
-        as_natively("processes", case);
-    }
+    as_natively("processes", &["serve", "serve, _Fork", "serve, unseen"]);
 }
 
 /// fork with ten thousand connections in the kernel: natively, under the library, and where the agent manages each.
@@ -245,7 +221,7 @@ fn a_fork_does_not_wait_for_each_connection() {
 /// its own or of its parent's.
 #[test]
 fn a_child_that_nobody_saw_loses_nothing() {
-    as_natively("processes", "unseen");
+    as_natively("processes", &["unseen"]);
 }
 
 /// A child that is forked while another thread asks for a session, of a Baton that never answers.
@@ -273,107 +249,92 @@ fn a_fork_while_a_session_is_opened() {
 /// The C library's own input and output on a connection: printf to its descriptor, and standard input and output.
 #[test]
 fn the_c_library_reads_and_writes_connections() {
-    for case in ["print", "output", "output beside", "input", "super-server"] {
-        as_natively("stdio", case);
-    }
+    as_natively("stdio", &["print", "output", "output beside", "input", "super-server"]);
 }
 
 /// A server with a thread for each of its connections, and little more than a descriptor for each.
 #[test]
 fn sleeping_threads_need_no_descriptor_each() {
-    as_natively("threads", "few");
+    as_natively("threads", &["few"]);
 }
 
 /// Threads sleep, and are woken, when the program has no descriptor left at all.
 #[test]
 fn sleeping_threads_need_no_descriptor() {
-    as_natively("limits", "none left");
-    as_natively("limits", "none for sets");
+    as_natively("limits", &["none left", "none for sets"]);
 }
 
 /// A program that may have many descriptors: select for all of them looks no further than the kernel natively does, and
 /// what closes all of them takes no longer.
 #[test]
 fn large_tables_of_descriptors_cost_nothing() {
-    for case in ["select", "closefrom"] {
-        as_natively("limits", case);
-    }
+    as_natively("limits", &["select", "closefrom"]);
 }
 
 /// poll takes as many entries as the program may have descriptors, and no more.
 #[test]
 fn poll_takes_as_many_entries_as_natively() {
-    as_natively("limits", "poll");
+    as_natively("limits", &["poll"]);
 }
 
 /// Handlers of signals that come a thousand times a second make the same calls as what they interrupt, on its
 /// connections and on others.
 #[test]
 fn handlers_use_sockets() {
-    as_natively("handlers", "calls");
+    as_natively("handlers", &["calls"]);
 }
 
 /// The same handlers, where what they interrupt is the program's malloc.
 #[test]
 fn handlers_use_sockets_in_the_middle_of_malloc() {
-    as_natively("handlers", "allocates");
+    as_natively("handlers", &["allocates"]);
 }
 
 /// Handlers leave calls by siglongjmp, while these run and while they sleep: nothing is left of a call.
 #[test]
 fn handlers_leave_calls() {
-    for case in ["alone", "threads"] {
-        as_natively("jumps", case);
-    }
+    as_natively("jumps", &["alone", "threads"]);
 }
 
 /// Threads are cancelled in calls that run and that sleep, and end in handlers there: nothing is left of a call.
 #[test]
 fn threads_are_cancelled_in_calls() {
-    for case in ["deferred", "at any time", "exit"] {
-        as_natively("cancel", case);
-    }
+    as_natively("cancel", &["deferred", "at any time", "exit"]);
 }
 
 /// A signal comes at any instruction of a call: its handler ends the thread, leaves the call, or makes calls itself.
 #[test]
 fn a_handler_runs_at_any_instruction() {
-    for case in ["exit", "jump", "call"] {
-        as_natively("steps", case);
-    }
+    as_natively("steps", &["exit", "jump", "call"]);
 }
 
 /// A program sees its own actions, and its handlers get what these ask for.
 #[test]
 fn actions_are_the_programs() {
-    as_natively("handlers", "actions");
+    as_natively("handlers", &["actions"]);
 }
 
 /// Real-time signals that come while calls run are handled once each and in their order, however many wait.
 #[test]
 fn queued_signals_keep_their_order() {
-    as_natively("handlers", "queue");
+    as_natively("handlers", &["queue"]);
 }
 
 /// A limit of less than a millisecond is kept, with what the kernel's clock allows.
 #[test]
 fn short_waits_are_as_short_as_natively() {
-    as_natively("limits", "short waits");
+    as_natively("limits", &["short waits"]);
 }
 
 /// What a connection on the NIC adds to a program's address space, to what mlockall(2) locks, and to core files, is not
 /// session memory as a whole; a program without address space for more goes on, and one with little keeps it.
 #[test]
 fn session_memory_is_no_memory_of_the_programs() {
-    for case in ["address space", "locked", "locked before", "limited", "kept free", "dumped"] {
-        as_natively("memory", case);
-    }
+    as_natively("memory", &["address space", "locked", "locked before", "limited", "kept free", "dumped"]);
 }
 
 /// A thread of a real-time priority does not wait in a loop for an ordinary one that it keeps off the processor.
 #[test]
 fn a_real_time_thread_lets_others_go_on() {
-    for case in ["one connection", "two connections"] {
-        as_natively("priority", case);
-    }
+    as_natively("priority", &["one connection", "two connections"]);
 }

@@ -7,23 +7,17 @@ use crate::library::as_natively;
 /// those that fail.
 #[test]
 fn rings_register_connections_on_the_nic() {
-    for case in ["control", "forked", "together"] {
-        as_natively("rings", case);
-    }
+    as_natively("rings", &["control", "forked", "together"]);
 }
 
 /// A connection that any other entry names is the kernel's, and no other one.
 #[test]
 fn what_rings_use_is_the_kernels() {
-    for case in ["transfer", "registered", "linked", "closed"] {
-        as_natively("rings", case);
-    }
+    as_natively("rings", &["transfer", "registered", "linked", "closed"]);
 }
 
 /// Where a ring's entries are not seen, or a ring waits for a set, every connection is the kernel's.
 #[test]
 fn rings_that_nobody_sees_keep_everything_in_the_kernel() {
-    for case in ["polled", "waited", "unknown"] {
-        as_natively("rings", case);
-    }
+    as_natively("rings", &["polled", "waited", "unknown"]);
 }
