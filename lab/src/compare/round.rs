@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Seconds before each measurement: connections are made, and moved.
+/// Seconds before each measurement, or as many as it lasts if those are fewer: connections are made, and moved.
 const WARMING: f64 = 1.0;
 /// Seconds before it in which classes are measured, where connections are placed by that.
 const LEARNING: f64 = 15.0;
@@ -200,7 +200,7 @@ struct Parties {
 impl Parties {
     /// Waits until the load runs as it should, and measures a stretch of it.
     fn measure(&mut self, programs: &Programs<'_>, progress: &Progress, seconds: f64) -> Result<(Snapshot, Snapshot)> {
-        std::thread::sleep(Duration::from_secs_f64(WARMING));
+        std::thread::sleep(Duration::from_secs_f64(WARMING.min(seconds)));
         await_answers(progress, 0);
         if programs.way == Way::Attached {
             self.attacher = Some(programs.attach(&self.server)?);
