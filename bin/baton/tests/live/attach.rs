@@ -397,9 +397,9 @@ fn a_proxy_that_splices_is_left_in_the_kernel() {
     let host = Namespace::new().expect("a namespace");
     let binary = scratch.file("proxy");
     let mut compiler = Command::new("go");
-    // Go's library is compiled with it. What it calls does not depend on how well that is optimised.
+    // Go's library is compiled with it, once for all runs. What it calls does not depend on how well that is optimised.
     compiler.args(["build", "-gcflags=all=-N -l", "-o", &binary, &script("proxy.go")]).env("CGO_ENABLED", "0");
-    compiler.env("GOCACHE", scratch.file("cache")).env("GOFLAGS", "-mod=mod");
+    compiler.env("GOCACHE", concat!(env!("CARGO_TARGET_TMPDIR"), "/go")).env("GOFLAGS", "-mod=mod");
     let compiled = match compiler.output() {
         Ok(compiled) => compiled,
         Err(error) => {

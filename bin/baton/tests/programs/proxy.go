@@ -3,15 +3,15 @@
 package main
 
 import (
-	"fmt"
 	"io"
 	"net"
 	"os"
+	"strconv"
 )
 
 func pass(to, from *net.TCPConn) {
 	if _, err := io.Copy(to, from); err != nil {
-		fmt.Fprintln(os.Stderr, err)
+		os.Stderr.WriteString(err.Error() + "\n")
 	}
 	to.CloseWrite()
 }
@@ -21,7 +21,7 @@ func main() {
 	if err != nil {
 		panic(err)
 	}
-	fmt.Println(listener.Addr().(*net.TCPAddr).Port)
+	os.Stdout.WriteString(strconv.Itoa(listener.Addr().(*net.TCPAddr).Port) + "\n")
 	for {
 		client, err := listener.Accept()
 		if err != nil {
