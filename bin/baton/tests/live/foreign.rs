@@ -1,7 +1,7 @@
 //! Descriptors that take long to close: those who have sent them, or died with them, hold up nobody else.
 
 use crate::blocked::{PROMISED, Program};
-use crate::common::{answered, connect, hosts};
+use crate::common::{answered, connect, hosts, wait_until};
 use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use crate::hostile_client::{Hostile, NeverReads};
 use crate::stopped::{in_time, listed, registered};
@@ -49,7 +49,7 @@ fn a_dead_programs_sockets_that_linger_hold_up_nobody() {
     // Its control connection hangs up: for agent and keeper it has died.
     drop(shared);
     in_time("another program's close", move || other.forget(&connection, false)).expect("forgotten");
-    while listed(&bed) > 0 {}
+    wait_until("their connections' end", || listed(&bed) == 0);
     assert!(threads(agent(&bed)) < 20, "{} threads", threads(agent(&bed)));
     in_time("the end of their connections", move || {
         for mut peer in peers {
@@ -85,7 +85,7 @@ fn files_that_do_not_close_hold_up_nobody() {
     let _ = in_time("another program's close", move || other.forget(&connection, false));
     // The server answers at last: what waits for it goes on.
     drop(file);
-    while bed.tool().and_then(|mut tool| tool.connections()).is_err() {}
+    wait_until("a list", || bed.tool().and_then(|mut tool| tool.connections()).is_ok());
     assert_eq!(agent(&bed), before);
 }
 

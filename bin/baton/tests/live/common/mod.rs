@@ -59,7 +59,7 @@ pub fn wait_for(limit: Duration, what: &str, mut holds: impl FnMut() -> bool) {
 /// where one takes long, as that of a command does.
 fn until_next_look(waited: Duration, look: Duration) -> Duration {
     // Waits: between two looks at a condition.
-    let [least, usual, most] = [1, 4, 20].map(Duration::from_millis);
+    let [least, usual, most] = [1, 10, 20].map(Duration::from_millis);
     (waited / 16).min(usual).max(look.min(most)).max(least)
 }
 
@@ -271,7 +271,10 @@ impl Scene {
         loop {
             match self.session.move_to(self.id, to) {
                 Ok(()) => break,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                    // Waits: between two tries; the deadline is far away.
+                    std::thread::sleep(Duration::from_micros(200));
+                }
                 Err(error) => panic!("it could not be moved to {to:?}: {error}"),
             }
         }
