@@ -270,7 +270,8 @@ impl Stage {
             let sent = Instant::now();
             while self.passed != self.fences && sent.elapsed() < AGAIN {
                 if !self.pump() {
-                    std::thread::yield_now();
+                    // Waits: between two looks; the other tests get the processor.
+                    std::thread::sleep(Duration::from_micros(100));
                 }
             }
         }
@@ -616,6 +617,8 @@ impl Stage {
         while !self.bed.tool().and_then(|mut tool| tool.connections()).expect("a list").is_empty() {
             assert!(Instant::now() < deadline, "closed connections are left");
             self.pump();
+            // Waits: between two lists of up to a thousand connections.
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
 
