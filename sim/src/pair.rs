@@ -27,6 +27,12 @@ impl Carried for Packet {
     }
 }
 
+/// What is sent, as it arrives if nobody marks it.
+pub fn arriving(transmit: &Transmit) -> Segment {
+    let Transmit { seq, ack, flags, window, options, length, .. } = *transmit;
+    Segment { seq, ack, flags, window, options, congestion_experienced: false, length }
+}
+
 /// One end: a connection, its memory, and a program that sends a known stream and checks what it gets.
 pub struct End {
     /// The connection.
@@ -120,16 +126,7 @@ impl End {
         // Position in the stream: what is queued, less how far the segment begins before the queue's end.
         let back = u64::from(self.first.wrapping_add(self.queued as u32).wrapping_sub(transmit.seq));
         stream::fill(self.key, self.queued.wrapping_sub(back), &mut payload);
-        let segment = Segment {
-            seq: transmit.seq,
-            ack: transmit.ack,
-            flags: transmit.flags,
-            window: transmit.window,
-            options: transmit.options,
-            congestion_experienced: false,
-            length: transmit.length,
-        };
-        Packet { segment, payload, damaged: false }
+        Packet { segment: arriving(transmit), payload, damaged: false }
     }
 
     /// Ends the connection in an image and starts a new one from it: a move, as far as the protocol sees it. Between

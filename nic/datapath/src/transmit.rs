@@ -139,15 +139,7 @@ impl<W: Device> Output<W> {
     pub fn send_handshake(&mut self, opening: &mut Opening, counters: &Counters, now: Instant) {
         self.send_held(counters);
         while let Some(transmit) = opening.tcp.poll_transmit(now, 0) {
-            let header = Header {
-                seq: transmit.seq,
-                ack: transmit.ack,
-                flags: transmit.flags,
-                window: transmit.window,
-                options: &transmit.options,
-                ecn: transmit.ecn,
-                ident: transmit.seq as u16,
-            };
+            let header = transmit.header(transmit.seq as u16);
             let template = Template::new(&opening.flow, &opening.link, false);
             self.frame.set_length(MAX_HEADER);
             let length = template.emit(&header, 0, self.frame.bytes_mut());
@@ -242,15 +234,7 @@ impl<W: Device> Output<W> {
     #[inline(always)]
     fn emit(&mut self, offloaded: &mut Offloaded, transmit: &Transmit, counters: &Counters) {
         self.send_held(counters);
-        let header = Header {
-            seq: transmit.seq,
-            ack: transmit.ack,
-            flags: transmit.flags,
-            window: transmit.window,
-            options: &transmit.options,
-            ecn: transmit.ecn,
-            ident: 0,
-        };
+        let header = transmit.header(0);
         if transmit.segment_size == 0 {
             self.emit_segment(offloaded, &header, transmit.length, counters);
         } else if self.capabilities.segmentation == 0 {

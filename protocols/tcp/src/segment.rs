@@ -1,5 +1,6 @@
 //! What crosses the boundary of a connection: segments in, segments out, and what happened.
 
+use baton_wire::frame::Header;
 use baton_wire::{Acknowledgement, Flags, Plain, TcpFrame, TcpOptions};
 use bitflags::bitflags;
 
@@ -135,4 +136,13 @@ pub struct Transmit {
     pub segment_size: u16,
     /// ECN field of the IP header.
     pub ecn: u8,
+}
+
+impl Transmit {
+    /// The fields of its headers, with this IPv4 identification.
+    #[inline(always)]
+    pub fn header(&self, ident: u16) -> Header<'_> {
+        let Transmit { seq, ack, flags, window, ref options, ecn, .. } = *self;
+        Header { seq, ack, flags, window, options, ecn, ident }
+    }
 }

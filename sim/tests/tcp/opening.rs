@@ -1,23 +1,12 @@
 //! Opening a connection in the ways that are not the usual one.
 
-use baton_tcp::segment::{Segment, Transmit};
+use baton_sim::pair::arriving;
+use baton_tcp::segment::Segment;
 use baton_tcp::{Config, Connection, Events, Instant, State};
 use baton_wire::{Flags, TcpOptions};
 
-fn segment(transmit: &Transmit) -> Segment {
-    Segment {
-        seq: transmit.seq,
-        ack: transmit.ack,
-        flags: transmit.flags,
-        window: transmit.window,
-        options: transmit.options,
-        congestion_experienced: false,
-        length: transmit.length,
-    }
-}
-
 fn send(from: &mut Connection, now: Instant) -> Segment {
-    segment(&from.poll_transmit(now, 0).expect("a segment"))
+    arriving(&from.poll_transmit(now, 0).expect("a segment"))
 }
 
 /// RFC 9293 section 3.5, figure 8: two SYNs cross, and both ends are open after each SYN was acknowledged.

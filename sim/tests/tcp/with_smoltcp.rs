@@ -72,15 +72,7 @@ struct Ours {
 
 impl Ours {
     fn packet(&self, transmit: &Transmit) -> Vec<u8> {
-        let header = Header {
-            seq: transmit.seq,
-            ack: transmit.ack,
-            flags: transmit.flags,
-            window: transmit.window,
-            options: &transmit.options,
-            ecn: 0,
-            ident: 0,
-        };
+        let header = Header { ecn: 0, ..transmit.header(0) };
         let length = transmit.length as usize;
         let mut bytes = vec![0; MAX_HEADER + length];
         let headers = self.template.emit(&header, length, &mut bytes);

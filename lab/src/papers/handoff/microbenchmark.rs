@@ -4,10 +4,11 @@
 use super::agenda::Agenda;
 use super::host::{Data, Faults, Host, Layer, Profile, Timer, Timing};
 use super::memory::shuffled;
-use super::nic::{Counts, Messages, Nic, answer, flow, image, to_segment};
+use super::nic::{Counts, Messages, Nic, answer, flow, image};
 use super::numbers as n;
 use anyhow::Result;
 use baton_sim::Rng;
+use baton_sim::pair::arriving;
 use baton_tcp::segment::Segment;
 use baton_tcp::{Connection, Instant};
 use std::collections::VecDeque;
@@ -139,7 +140,7 @@ impl World<'_> {
     /// Sends what a connection of the operating system has to send, and follows its timer, which expired at `before`.
     fn transmit(&mut self, connection: usize, before: Instant) {
         while let Some(transmit) = self.pairs[connection].machine.poll_transmit(Instant(self.now), 0) {
-            let segment = to_segment(&transmit);
+            let segment = arriving(&transmit);
             self.host.send_segment(connection, segment.length.into(), self.load.data);
             self.descriptors[0] += 1 + u64::from(segment.length > 0);
             self.packets += 1;

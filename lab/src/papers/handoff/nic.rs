@@ -11,6 +11,7 @@ use baton_device::{Capabilities, Checksum, Device, Frame};
 use baton_image::{Image, MAX_ENCODED};
 use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
+use baton_sim::pair::arriving;
 use baton_tcp::segment::Segment;
 use baton_tcp::{Connection, Instant};
 use baton_wire::frame::{Header, Link, MAX_HEADER, Template};
@@ -310,18 +311,5 @@ pub fn answer(peer: &mut Connection, segment: &Segment, now: u64) -> Vec<Segment
     if received.delivered > 0 {
         peer.consumed(received.delivered);
     }
-    std::iter::from_fn(|| peer.poll_transmit(Instant(now), 0).map(|transmit| to_segment(&transmit))).collect()
-}
-
-/// What is sent as it arrives.
-pub fn to_segment(transmit: &baton_tcp::Transmit) -> Segment {
-    Segment {
-        seq: transmit.seq,
-        ack: transmit.ack,
-        flags: transmit.flags,
-        window: transmit.window,
-        options: transmit.options,
-        congestion_experienced: false,
-        length: transmit.length,
-    }
+    std::iter::from_fn(|| peer.poll_transmit(Instant(now), 0).map(|transmit| arriving(&transmit))).collect()
 }

@@ -4,9 +4,10 @@
 
 use super::agenda::Agenda;
 use super::host::{Data, Faults, Host, Layer, Profile, Timer, Timing};
-use super::nic::{Counts, to_segment};
+use super::nic::Counts;
 use super::numbers as n;
 use crate::web_mix::{Mix, pause};
+use baton_sim::pair::arriving;
 use baton_tcp::segment::{Events, Segment};
 use baton_tcp::{Config, Connection, Instant, State};
 use std::collections::{BTreeMap, VecDeque};
@@ -167,7 +168,7 @@ impl World {
         let Some(end) = self.end(side, at) else { return };
         let mut segments = Vec::new();
         while let Some(transmit) = end.poll_transmit(now, 0) {
-            segments.push(to_segment(&transmit));
+            segments.push(arriving(&transmit));
         }
         let expires = end.next_timeout();
         let client = &mut self.clients[at];

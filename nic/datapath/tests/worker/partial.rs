@@ -12,7 +12,7 @@ use baton_ring::{Consumer, Producer};
 use baton_shm::{Region, RingWords};
 use baton_sim::{Impairments, Link, Rng, stream};
 use baton_tcp::{Connection, Instant, Segment, State};
-use baton_wire::frame::{Header, Link as Way, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
+use baton_wire::frame::{Link as Way, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
 use baton_wire::{Endpoint, Flow, TcpFrame};
 use proptest::prelude::*;
 use std::sync::Arc;
@@ -82,17 +82,8 @@ impl Peer {
     fn transmit(&mut self, frame: &mut Frame, now: Instant) -> bool {
         let Some(transmit) = self.tcp.poll_transmit(now, 0) else { return false };
         let length = transmit.length as usize;
-        let header = Header {
-            seq: transmit.seq,
-            ack: transmit.ack,
-            flags: transmit.flags,
-            window: transmit.window,
-            options: &transmit.options,
-            ecn: transmit.ecn,
-            ident: 0,
-        };
         frame.set_length(MAX_HEADER + length);
-        let headers = self.template.emit(&header, length, frame.bytes_mut());
+        let headers = self.template.emit(&transmit.header(0), length, frame.bytes_mut());
         frame.set_length(headers + length);
         // The first byte has sequence number 1.
         stream::fill(IN, u64::from(transmit.seq - 1), &mut frame.bytes_mut()[headers..]);

@@ -10,7 +10,7 @@ use crate::port::Lane;
 use baton_device::{Checksum, Frame};
 use baton_sim::Rng;
 use baton_tcp::{Config, Connection, Instant, Segment, State, Transmit};
-use baton_wire::frame::{Header, Link, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
+use baton_wire::frame::{Link, MAX_HEADER, TCP_CHECKSUM, Template, finish_checksum};
 use baton_wire::{Endpoint, Flags, Flow, TcpFrame, TcpOptions};
 use std::collections::{BTreeMap, VecDeque};
 
@@ -157,16 +157,7 @@ pub(crate) fn build(template: &Template, transmit: &Transmit, ident: u16, fetch:
     let length = transmit.length as usize;
     let mut frame = Frame::with_capacity(MAX_HEADER + length);
     frame.set_length(MAX_HEADER + length);
-    let header = Header {
-        seq: transmit.seq,
-        ack: transmit.ack,
-        flags: transmit.flags,
-        window: transmit.window,
-        options: &transmit.options,
-        ecn: transmit.ecn,
-        ident,
-    };
-    let headers = template.emit(&header, length, frame.bytes_mut());
+    let headers = template.emit(&transmit.header(ident), length, frame.bytes_mut());
     frame.set_length(headers + length);
     fetch(transmit.seq, &mut frame.bytes_mut()[headers..]);
     finish_checksum(frame.bytes_mut(), template.tcp_offset(), TCP_CHECKSUM);
