@@ -44,11 +44,7 @@ int main(int count, char **arguments)
     alarm(STANDS_STILL);
     for (int round = 0; round < ROUNDS; round++) {
         pthread_t peer;
-        ends = connect_pair();
-        exchange(ends.client, ends.server, "there");
-        exchange(ends.server, ends.client, "back");
-        if (count > 2)
-            until_on_nic(ends.server);
+        ends = connect_used(count > 2);
         waits = closes = 0;
         CHECK(pthread_create(&peer, NULL, send_late, NULL) == 0);
         while (!waits)

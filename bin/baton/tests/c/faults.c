@@ -255,11 +255,7 @@ int main(int number, char **arguments)
         return now.sa_handler == SIG_IGN ? 5 : 6;
     alarm(STANDS_STILL);
     hole = mmap(NULL, 1 << 16, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "hello\n");
-    exchange(ends.server, ends.client, "hello\n");
-    if (number > 2)
-        until_on_nic(ends.server);
+    ends = connect_used(number > 2);
     if (strcmp(name, "sigaction") == 0)
         return use_sigaction(), 0;
     if (strcmp(name, "SIGBUS") == 0)

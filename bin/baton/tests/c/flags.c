@@ -86,11 +86,7 @@ static void play(int situation, int mode, int which)
 {
     struct timeval limit = {.tv_usec = 30000};
     pthread_t thread;
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "first\n");
-    exchange(ends.server, ends.client, "second\n");
-    if (moved)
-        until_on_nic(ends.server);
+    ends = connect_used(moved);
     flags = 0;
     for (int bit = 0; bit < 4; bit++)
         flags |= which >> bit & 1 ? flags_of[bit] : 0;

@@ -46,11 +46,7 @@ int main(int count_of, char **words)
     struct sigaction action = {.sa_sigaction = count, .sa_flags = SA_SIGINFO | SA_RESTART};
     CHECK(sigaction(SIGIO, &action, NULL) == 0 && sigaction(SIGRTMIN + 1, &action, NULL) == 0);
     CHECK(sigaction(SIGURG, &action, NULL) == 0);
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "first\n");
-    exchange(ends.server, ends.client, "second\n");
-    if (count_of > 2)
-        until_on_nic(ends.server);
+    ends = connect_used(count_of > 2);
     int own = getpid();
     if (strcmp(words[1], "fcntl") == 0) {
         CHECK(fcntl(ends.server, F_SETOWN, own) == 0);

@@ -14,15 +14,6 @@ static int moved;
 static atomic_int reads;
 static atomic_size_t received;
 
-static void connect_again(void)
-{
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "there");
-    exchange(ends.server, ends.client, "back");
-    if (moved)
-        until_on_nic(ends.server);
-}
-
 static void set_linger(int fd, int seconds)
 {
     struct linger linger = {.l_onoff = 1, .l_linger = seconds};
@@ -77,7 +68,7 @@ static void waits(void)
 {
     for (int at = 0; at < 3; at++) {
         pthread_t peer;
-        connect_again();
+        ends = connect_used(moved);
         set_linger(ends.server, 40);
         size_t sent = fill(ends.server);
         reads = received = 0;
@@ -95,7 +86,7 @@ static void resets(void)
     for (int at = 0; at < 3 * ROUNDS; at++) {
         struct sockaddr_in name;
         socklen_t length = sizeof name;
-        connect_again();
+        ends = connect_used(moved);
         set_linger(ends.client, 0);
         CHECK(getsockname(ends.client, (struct sockaddr *)&name, &length) == 0);
         ways[at % 3](ends.client);

@@ -26,13 +26,9 @@ static long status(const char *field)
 
 static struct pair connected(void)
 {
-    struct pair pair = connect_pair();
-    exchange(pair.client, pair.server, "the first\n");
-    exchange(pair.server, pair.client, "and back\n");
-    if (moved) {
-        until_on_nic(pair.server);
+    struct pair pair = connect_used(moved);
+    if (moved)
         until_on_nic(pair.client);
-    }
     return pair;
 }
 

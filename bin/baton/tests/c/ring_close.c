@@ -45,10 +45,6 @@ int main(int count, char **arguments)
     static const struct test_case cases[] = {{"ring", by_ring}};
     alarm(STANDS_STILL);
     CHECK(count >= 2);
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "there");
-    exchange(ends.server, ends.client, "back");
-    if (count > 2 && strcmp(arguments[2], "moved") == 0)
-        until_on_nic(ends.server);
+    ends = connect_used(count > 2);
     return run_case(cases, sizeof cases / sizeof cases[0], arguments[1]);
 }

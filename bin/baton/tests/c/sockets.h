@@ -82,6 +82,17 @@ static inline void exchange(int from, int to, const char *line)
     CHECK(memcmp(got, line, length) == 0);
 }
 
+/* A connection that has been used both ways. With `moved` the server's end is on the NIC. */
+static inline struct pair connect_used(int moved)
+{
+    struct pair made = connect_pair();
+    exchange(made.client, made.server, "there\n");
+    exchange(made.server, made.client, "back\n");
+    if (moved)
+        until_on_nic(made.server);
+    return made;
+}
+
 /* A case of a program, by the name that is its first argument. */
 struct test_case {
     const char *name;

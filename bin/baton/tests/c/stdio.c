@@ -300,10 +300,6 @@ int main(int count, char **arguments)
         return serve();
     if (strcmp(arguments[1], "first moves") == 0)
         return first_moves(), 0;
-    ends = connect_pair();
-    exchange(ends.client, ends.server, "hello\n");
-    exchange(ends.server, ends.client, "hello\n");
-    if (count > 2)
-        until_on_nic(ends.server);
+    ends = connect_used(count > 2);
     return run_case(cases, sizeof cases / sizeof *cases, arguments[1]);
 }
