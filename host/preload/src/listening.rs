@@ -12,9 +12,8 @@ use crate::again::Again;
 use crate::process::{self, Session};
 use crate::sections::Section;
 use crate::short_lock::{Held, ShortLock};
-use crate::signals::Mark;
 use crate::tcp::{self, Tcp};
-use crate::{leaving, real, table, thread, wait};
+use crate::{real, table, thread, wait};
 use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
 use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -250,39 +249,17 @@ pub(crate) fn accept(tcp: &'static Tcp, fd: c_int, native: impl Fn() -> c_int) -
         if tcp.queue().is_none_or(|now| !std::ptr::eq(now, queue)) {
             continue;
         }
-        match sleep(section, queue, fd, deadline) {
-            Some((again, Ok(()))) => section = again,
+        match wait::for_either(section, [fd, queue.fd], deadline) {
+            Some((again, Ok(hung_up))) => {
+                section = again;
+                if hung_up {
+                    queue.session.leave_if_over();
+                }
+            }
             Some((_, Err(errno))) => return Some(Accepted::Kernel(thread::fail(errno) as c_int)),
             None => return Some(Accepted::Kernel(native())),
         }
     }
-}
-
-/// Waits until kernel or NIC has a connection. Err with errno: EAGAIN after the deadline, EINTR after a signal whose
-/// handler does not restart calls. None if the library has withdrawn meanwhile, or a handler has made this child: the
-/// queue is its parent's.
-fn sleep(section: Section, queue: &Queue, fd: c_int, deadline: Option<u64>) -> Option<(Section, Result<(), c_int>)> {
-    let mut fds = [fd, queue.fd].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
-    let left =
-        deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
-    drop(section);
-    let (before, owner) = (Mark::now(), process::owner());
-    // SAFETY: two live entries.
-    let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
-    let section = Section::enter()?;
-    let slept = match got {
-        0 => Err(libc::EAGAIN),
-        -1 if thread::errno() == libc::EINTR && !before.is_over_by_kernel(deadline.is_none()) => Ok(()),
-        -1 => Err(thread::errno()),
-        _ => Ok(()),
-    };
-    if slept.is_ok() && !process::is_still(owner) {
-        return None;
-    }
-    if slept.is_ok() && fds[1].revents & libc::POLLHUP != 0 {
-        queue.session.leave_if_over();
-    }
-    Some((section, slept))
 }
 
 /// Completes accept4(2) for a connection that the NIC has made: the descriptor's flags, and the peer's address, which

@@ -11,7 +11,6 @@ use crate::call::Call;
 use crate::process::{self, Session};
 use crate::sections::{self, Section};
 use crate::short_lock::{Held, ShortLock};
-use crate::signals::Mark;
 use crate::whole::Whole;
 use crate::{connecting, io, leaving, real, table, thread, wait};
 use baton_client::Datagrams;
@@ -414,7 +413,7 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
         if !blocks(fd, flags) {
             return thread::fail(libc::EAGAIN);
         }
-        match sleep(section, &taken, fd, deadline) {
+        match wait::for_either(section, [fd, taken.bell()], deadline) {
             Some((again, slept)) => {
                 section = again;
                 if let Err(errno) = slept {
@@ -431,29 +430,6 @@ pub(crate) unsafe fn receive_message(call: Call, udp: &Udp, fd: c_int, message: 
             }
         }
     }
-}
-
-/// Waits until kernel or NIC has a datagram: Ok, or Err with errno. None if the library has withdrawn meanwhile, or a
-/// handler has made this child: the ring is its parent's.
-fn sleep(section: Section, taken: &Taken, fd: c_int, deadline: Option<u64>) -> Option<(Section, Result<(), c_int>)> {
-    let mut fds = [fd, taken.bell()].map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
-    let left =
-        deadline.map_or(-1, |deadline| deadline.saturating_sub(wait::now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
-    drop(section);
-    let (before, owner) = (Mark::now(), process::owner());
-    // SAFETY: two live entries.
-    let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
-    let section = Section::enter()?;
-    let slept = match got {
-        0 => Err(libc::EAGAIN),
-        -1 if thread::errno() == libc::EINTR && !before.is_over_by_kernel(deadline.is_none()) => Ok(()),
-        -1 => Err(thread::errno()),
-        _ => Ok(()),
-    };
-    if slept.is_ok() && !process::is_still(owner) {
-        return None;
-    }
-    Some((section, slept))
 }
 
 /// Takes the next datagram from the ring. None if there is none.

@@ -6,6 +6,7 @@
 
 use crate::few::Few;
 use crate::process::Session;
+use crate::sections::Section;
 use crate::short_lock::ShortLock;
 use crate::signals::Mark;
 use crate::tcp::Tcp;
@@ -257,6 +258,26 @@ impl Wait {
         self.restarted = self.deadline.is_none() && done == 0;
         self
     }
+}
+
+/// Waits until one of two descriptors is readable, the kernel's and the NIC's. Ok with whether the NIC's has hung up.
+/// Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does not restart calls. None if the
+/// library has withdrawn meanwhile, or a handler has made this child: the NIC's descriptor is its parent's.
+pub(crate) fn for_either(section: Section, fds: [c_int; 2], deadline: Option<u64>) -> Option<(Section, Result<bool, c_int>)> {
+    let mut fds = fds.map(|fd| pollfd { fd, events: libc::POLLIN, revents: 0 });
+    let left = deadline.map_or(-1, |deadline| deadline.saturating_sub(now()).div_ceil(1000).min(c_int::MAX as u64) as c_int);
+    drop(section);
+    let (before, owner) = (Mark::now(), process::owner());
+    // SAFETY: two live entries.
+    let got = unsafe { leaving::asleep_again(|| real::poll(fds.as_mut_ptr(), 2, left)) };
+    let section = Section::enter()?;
+    let slept = match got {
+        0 => Err(libc::EAGAIN),
+        -1 if thread::errno() == libc::EINTR && !before.is_over_by_kernel(deadline.is_none()) => Ok(false),
+        -1 => Err(thread::errno()),
+        _ => Ok(fds[1].revents & libc::POLLHUP != 0),
+    };
+    (slept.is_err() || process::is_still(owner)).then_some((section, slept))
 }
 
 /// Waits as a blocking call would. Err with errno: EAGAIN after the deadline, EINTR after a signal whose handler does
