@@ -389,16 +389,4 @@ fn nothing_is_lost_or_overtaken(workers: usize, card: bool, seed: u64) {
     assert_eq!((bed.count(Counter::Connections), bed.count(Counter::BadMessages)), (0, 0));
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(12)))]
-
-    #[test]
-    fn with_a_card_that_distributes(workers in 2usize..6, seed in any::<u64>()) {
-        nothing_is_lost_or_overtaken(workers, true, seed);
-    }
-
-    #[test]
-    fn with_one_queue_for_all(workers in 2usize..6, seed in any::<u64>()) {
-        nothing_is_lost_or_overtaken(workers, false, seed);
-    }
-}
+with_both_cards!(nothing_is_lost_or_overtaken);

@@ -1,6 +1,25 @@
 //! Workers on memory wires. Here: one with a hostile program and hostile frames, where nothing panics, and another
 //! session's connection goes on without a wrong byte; also ICMP.
 
+/// A property of several workers: with a card that distributes frames, and with one queue for all.
+macro_rules! with_both_cards {
+    ($property:ident) => {
+        proptest! {
+            #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(12)))]
+
+            #[test]
+            fn with_a_card_that_distributes(workers in 2usize..6, seed in any::<u64>()) {
+                $property(workers, true, seed);
+            }
+
+            #[test]
+            fn with_one_queue_for_all(workers in 2usize..6, seed in any::<u64>()) {
+                $property(workers, false, seed);
+            }
+        }
+    };
+}
+
 mod addresses;
 mod ahead;
 mod apart;

@@ -299,19 +299,7 @@ fn each_connection_is_made_once(workers: usize, card: bool, seed: u64) {
     assert_eq!((bed.count(Counter::BadMessages), bed.count(Counter::AcceptQueueFull)), (0, 0));
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(std::env::var("BATON_FUZZ_CASES").ok().and_then(|n| n.parse().ok()).unwrap_or(12)))]
-
-    #[test]
-    fn with_a_card_that_distributes(workers in 2usize..6, seed in any::<u64>()) {
-        each_connection_is_made_once(workers, true, seed);
-    }
-
-    #[test]
-    fn with_one_queue_for_all(workers in 2usize..6, seed in any::<u64>()) {
-        each_connection_is_made_once(workers, false, seed);
-    }
-}
+with_both_cards!(each_connection_is_made_once);
 
 /// A client's second acknowledgement was held for a bucket on its way to the front worker when its first one made the
 /// connection.
