@@ -6,7 +6,7 @@ use crate::settings::{Halves, Lend, Settings, Use};
 use crate::staging::Staging;
 use crate::streams::Streams;
 use baton_abi::layout::session;
-use baton_client::messages::{Carrier, Link};
+use baton_client::messages::{Carrier, Link, request};
 use baton_linux::datagrams::Datagrams;
 use baton_protocol::program::Messages;
 use baton_rmpp::data::first_bytes;
@@ -147,23 +147,7 @@ fn connect(settings: &Settings, config: &Config, socket: &Datagrams) -> io::Resu
         return Err(io::Error::new(io::ErrorKind::InvalidInput, reason));
     }
     let config = on_nic(config, settings);
-    let messages = Messages {
-        address: socket.address(),
-        endpoint: config.endpoint,
-        receiving: settings.halves.receiving,
-        sending: settings.halves.sending,
-        peers: config.peers,
-        incoming: config.incoming,
-        outgoing: config.sends,
-        buffers: config.buffers,
-        buffer_count: config.buffer_count,
-        buffer_size: config.buffer_size,
-        packet: config.packet,
-        ethernet: false,
-        posted: config.data_posted,
-        unexpected: config.data_unexpected,
-        receives: u32::from(config.receives) + u32::from(config.incoming),
-    };
+    let messages = request(&config, settings.halves, socket.address());
     Link::connect(&settings.agent, messages, socket.as_fd())
 }
 

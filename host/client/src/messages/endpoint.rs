@@ -105,7 +105,11 @@ impl Endpoint {
         let config = config(settings);
         let Halves { receiving, sending } = settings.on_nic;
         let link = match receiving || sending {
-            true => Some(Link::connect(&settings.agent, messages(&config, settings, address), socket.as_fd())?),
+            true => {
+                let ethernet = settings.ethernet.is_some();
+                let messages = Messages { ethernet, ..request(&config, settings.on_nic, address) };
+                Some(Link::connect(&settings.agent, messages, socket.as_fd())?)
+            }
             false => None,
         };
         let memory = match &link {
@@ -372,13 +376,15 @@ fn config(settings: &Settings) -> Config {
     Config { memory: HEAP + buffers_bytes(&config) + settings.memory as u64, ..config }
 }
 
-fn messages(config: &Config, settings: &Settings, address: SocketAddr) -> Messages {
+/// What the agent is asked for: an endpoint of these numbers over a UDP socket at `address`, with these halves on the
+/// NIC.
+pub fn request(config: &Config, halves: Halves, address: SocketAddr) -> Messages {
     Messages {
         address,
-        ethernet: settings.ethernet.is_some(),
+        ethernet: false,
         endpoint: config.endpoint,
-        receiving: settings.on_nic.receiving,
-        sending: settings.on_nic.sending,
+        receiving: halves.receiving,
+        sending: halves.sending,
         peers: config.peers,
         incoming: config.incoming,
         outgoing: config.sends,

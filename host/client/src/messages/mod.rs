@@ -16,6 +16,6 @@ mod link;
 mod local;
 
 pub use carrier::Carrier;
-pub use endpoint::{Endpoint, Settings, Usage};
+pub use endpoint::{Endpoint, Settings, Usage, request};
 pub use link::Link;
 pub use local::Local;
