@@ -200,6 +200,8 @@ fn what_stops_or_never_answers_holds_up_no_other_program() {
         let mut lists = Vec::new();
         while begun.elapsed() < WHILE {
             lists.extend([list(&arguments), list(&[])]);
+            // Waits: between two lists, each of which is a process.
+            std::thread::sleep(Duration::from_millis(30));
         }
         let (gap, control) = (here.longest(), native.longest());
         let waited = before.waited();

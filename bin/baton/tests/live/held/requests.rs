@@ -79,6 +79,8 @@ impl Kinds {
         let begun = Instant::now();
         while begun.elapsed() < LOOKS {
             goes_on(&mut self.scene, self.usual);
+            // Waits: between two rounds; the agent's looks come by themselves.
+            std::thread::sleep(Duration::from_millis(50));
         }
         drop(holder);
         assert_eq!(self.processes(), self.before);
