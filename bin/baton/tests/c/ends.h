@@ -5,7 +5,6 @@
 #include <dirent.h>
 #include <poll.h>
 #include <sys/epoll.h>
-#include <time.h>
 
 /* One end receives; the other sends, and receives nothing. */
 static struct pair ends;
@@ -25,16 +24,6 @@ static inline int count_descriptors(void)
     return count;
 }
 
-/* Exchanges lines until this end is on the NIC, and leaves the processor to those who move it. */
-static inline void exchange_until_on_nic(int fd)
-{
-    do {
-        exchange(ends.client, ends.server, "hello\n");
-        /* Waits: between two looks; there is no event when a connection has moved. */
-        nanosleep(&(struct timespec){0, 1000000}, NULL);
-    } while (!is_on_nic(fd));
-}
-
 static inline void open_ends(void)
 {
     struct epoll_event event = {.events = EPOLLIN};
@@ -42,7 +31,7 @@ static inline void open_ends(void)
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");
     if (may_move)
-        exchange_until_on_nic(ends.server), exchange_until_on_nic(ends.client);
+        exchange_until_on_nic(ends, ends.server), exchange_until_on_nic(ends, ends.client);
     CHECK((set = epoll_create1(0)) >= 0 && epoll_ctl(set, EPOLL_CTL_ADD, ends.server, &event) == 0);
 }
 
@@ -71,7 +60,7 @@ static inline void close_ends(int is_empty)
         if (may_move && trips++ % 8 == 0) {
             /* Back, and there again, which the agent does after a second. */
             CHECK(setsockopt(ends.server, IPPROTO_IP, IP_TOS, &tos, sizeof tos) == 0);
-            exchange_until_on_nic(ends.server);
+            exchange_until_on_nic(ends, ends.server);
         }
     } else {
         CHECK(shutdown(ends.client, SHUT_WR) == 0);

@@ -174,8 +174,8 @@ static void use_calls(void)
         worker->both = connect_pair();
         worker->own = connect_pair();
         CHECK((worker->set = epoll_create1(0)) >= 0);
-        while (may_move && !is_on_nic(worker->both.server))
-            exchange(worker->both.client, worker->both.server, "hello\n");
+        if (may_move)
+            exchange_until_on_nic(worker->both, worker->both.server);
     }
     for (int at = 0; at < THREADS; at++)
         CHECK(pthread_create(&workers[at].thread, NULL, work, &workers[at]) == 0);

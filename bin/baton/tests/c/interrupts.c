@@ -429,9 +429,9 @@ static void forks(int call)
     child_saw(call, -1, EINTR);
     if (call < TRANSFERS)
         both_go_on(call);
-    do
-        exchange(ends.client, ends.server, "once more\n");
-    while (may_move && !bare && !is_on_nic(ends.server));
+    exchange(ends.client, ends.server, "once more\n");
+    if (may_move && !bare)
+        exchange_until_on_nic(ends, ends.server);
     goes_on(call, "after the children of handlers", SIGHUP, call < TRANSFERS ? 2 : 0);
 }
 

@@ -314,8 +314,8 @@ int main(int count, char **words)
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");
     is_moving = count > 2 && strcmp(words[2], "moving") == 0;
-    while (count > 2 && !is_moving && !(is_on_nic(ends.server) && is_on_nic(ends.client)))
-        exchange(ends.client, ends.server, "hello\n");
+    if (count > 2 && !is_moving)
+        exchange_until_on_nic(ends, ends.server), exchange_until_on_nic(ends, ends.client);
     const char *name = words[1];
     int rounds = strcmp(name, "asleep") == 0 ? 4 : 100;
     for (int round = 0; round < (is_moving ? rounds : 1); round++) {

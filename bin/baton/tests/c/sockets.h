@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 /* Seconds after which a program that stands still is ended: far more than it needs beside whatever else the machine does. */
@@ -80,6 +81,22 @@ static inline void exchange(int from, int to, const char *line)
         have += more;
     }
     CHECK(memcmp(got, line, length) == 0);
+}
+
+/* Leaves the processor to others between two looks. */
+static inline void nap(void)
+{
+    /* Waits: for what no event shows. */
+    nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+}
+
+/* Exchanges lines until this end of the connection is on the NIC. */
+static inline void exchange_until_on_nic(struct pair pair, int fd)
+{
+    do {
+        exchange(pair.client, pair.server, "once more\n");
+        nap();
+    } while (!is_on_nic(fd));
 }
 
 /* A connection that has been used both ways. With `moved` the server's end is on the NIC. */

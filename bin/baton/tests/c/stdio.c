@@ -220,7 +220,7 @@ static void splice_nothing(int from, int pipe)
 /* For two seconds, in which a connection that moves at random moves many times, none of these is on the NIC. */
 static void stay(const int *fds, int count)
 {
-    for (time_t end = time(NULL) + 2; time(NULL) < end; sched_yield())
+    for (time_t end = time(NULL) + 2; time(NULL) < end; nap())
         for (int at = 0; at < count; at++)
             CHECK(!is_on_nic(fds[at]));
 }
