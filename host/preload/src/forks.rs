@@ -8,6 +8,9 @@
 //! - The forking thread holds the locks of what the library keeps for its next use, of its memory, and the one for
 //!   opening a session. So the child finds them free, and what they guard whole. It waits for their holders, unless it
 //!   is one itself ([`short_lock`](crate::short_lock)).
+//! - So no handler of anybody else's (pthread_atfork) may run while it holds them: one that makes or closes a socket,
+//!   or sleeps on one, would wait for its own thread. This library's are registered before all others ([`register`]):
+//!   the C library calls the first ones last before a fork, and first after it.
 //! - The child has a session and eventfds of its own. What it has inherited of its parent's is closed.
 //! - Once the library has withdrawn ([`sections`]) it does nothing of this.
 //! - A child of clone(2), `_Fork` or `syscall` may run at a moment at which another thread has any lock, malloc's too.
@@ -26,7 +29,10 @@ use baton_protocol::program::Until;
 use std::cell::UnsafeCell;
 use std::collections::BTreeSet;
 use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// The C library calls [`before`], [`after_in_parent`] and [`after_in_child`].
+static REGISTERED: AtomicBool = AtomicBool::new(false);
 
 /// Number of forks and starts of programs that are under way: no connection may be handed over meanwhile.
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
@@ -66,6 +72,15 @@ static FORKING: AtomicU32 = AtomicU32::new(0);
 /// Whether this thread has been through [`before`]. So has a child's.
 fn is_prepared() -> bool {
     FORKING.load(Ordering::SeqCst) == thread::token()
+}
+
+/// Has the C library prepare this one for forks. Called before anybody else's handlers are registered, and before this
+/// library knows whether it serves the program: until then its own do nothing.
+pub(crate) fn register() {
+    if !REGISTERED.swap(true, Ordering::SeqCst) {
+        // SAFETY: three functions that live as long as the process.
+        unsafe { libc::pthread_atfork(Some(before), Some(after_in_parent), Some(after_in_child)) };
+    }
 }
 
 /// Whether the process forks now, or starts a program.

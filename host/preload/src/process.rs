@@ -603,8 +603,7 @@ extern "C" fn at_start() {
         real::find_all();
         thread::is_alone();
         table::begin();
-        // SAFETY: three functions that live as long as the process.
-        unsafe { libc::pthread_atfork(Some(forks::before), Some(forks::after_in_parent), Some(forks::after_in_child)) };
+        forks::register();
         take_inherited();
     }
 }

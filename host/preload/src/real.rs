@@ -117,6 +117,7 @@ real! {
     setresuid = c"setresuid": fn(real: libc::uid_t, effective: libc::uid_t, saved: libc::uid_t) -> c_int;
     clone = c"clone": fn(function: extern "C" fn(*mut c_void) -> c_int, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent: *mut c_void, storage: *mut c_void, child: *mut c_void) -> c_int;
     fork_without_handlers = c"_Fork": fn() -> pid_t;
+    register_at_fork = c"__register_atfork": fn(before: Option<unsafe extern "C" fn()>, parent: Option<unsafe extern "C" fn()>, child: Option<unsafe extern "C" fn()>, object: *mut c_void) -> c_int;
     sigaction = c"sigaction": fn(signal: c_int, new: *const libc::sigaction, old: *mut libc::sigaction) -> c_int;
     signal = c"signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;
     bsd_signal = c"bsd_signal": fn(signal: c_int, handler: libc::sighandler_t) -> libc::sighandler_t;

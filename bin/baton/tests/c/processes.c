@@ -324,6 +324,52 @@ static void use_connections(void)
     close(pair.server);
 }
 
+static int handles;
+
+/* Handlers of forks, as of a library that is begun before all others: they use a connection, and make and close others. */
+static void at_fork(void)
+{
+    if (!handles)
+        return;
+    exchange(ends.client, ends.server, "at a\n");
+    exchange(ends.server, ends.client, "fork\n");
+    use_connections();
+}
+
+static void register_handlers(void)
+{
+    pthread_atfork(at_fork, at_fork, NULL);
+}
+
+__attribute__((section(".preinit_array"), used)) static void (*const before_all_others)(void) = register_handlers;
+
+/* Takes the alarm if the thread that forks stands still: that one may block all signals. */
+static void *stand_by(void *unused)
+{
+    pause();
+    return unused;
+}
+
+/* The first child lives until the last fork is done: the connection is in the kernel, and the agent's, at further forks. */
+static void fork_with_handlers(void)
+{
+    enum { CHILDREN = 3 };
+    pthread_t other;
+    pid_t children[CHILDREN];
+    int end[2];
+    CHECK(pthread_create(&other, NULL, stand_by, NULL) == 0 && pipe(end) == 0);
+    handles = 1;
+    for (int at = 0; at < CHILDREN; at++)
+        if ((children[at] = fork()) == 0) {
+            char byte;
+            close(end[1]);
+            _exit(read(end[0], &byte, 1) != 0);
+        }
+    close(end[1]);
+    for (int at = 0; at < CHILDREN; at++)
+        ended_well(children[at]);
+}
+
 static void *open_session(void *unused)
 {
     use_connections();
@@ -544,7 +590,7 @@ int main(int count, char **arguments)
     static const struct {
         const char *name;
         void (*run)(void);
-    } others[] = {{"popen", by_popen}, {"system", by_system}, {"outlived, system", is_outlived_by_system}, {"outlived, setuid", is_outlived_by_setuid}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
+    } others[] = {{"popen", by_popen}, {"system", by_system}, {"outlived, system", is_outlived_by_system}, {"outlived, setuid", is_outlived_by_setuid}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"handlers", fork_with_handlers}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

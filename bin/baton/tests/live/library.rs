@@ -168,6 +168,14 @@ fn a_child_does_not_depend_on_its_parents_threads() {
     as_natively("processes", &["churn", "eventfds"]);
 }
 
+/// Handlers of forks, whenever they were registered, use connections, and make and close some: they run while this
+/// library holds nothing for the fork.
+#[test]
+fn handlers_of_forks_use_connections() {
+    as_natively("processes", "handlers");
+    while_moving("processes", "handlers");
+}
+
 /// Hundreds of forks beside threads that make, wait for, use and close connections: no child hangs that does so, too,
 /// or closes what it has inherited, and its parent's threads go on.
 #[test]

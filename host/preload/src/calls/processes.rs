@@ -356,6 +356,21 @@ pub unsafe extern "C-unwind" fn _Fork() -> pid_t {
     child
 }
 
+/// A handler of forks.
+type AtFork = Option<unsafe extern "C" fn()>;
+
+/// Intercepts the C library's `__register_atfork`, by which pthread_atfork(3) registers handlers. Libraries that are
+/// begun before this one register theirs, too: this one's come first.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn __register_atfork(before: AtFork, parent: AtFork, child: AtFork, object: *mut c_void) -> c_int {
+    forks::register();
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { real::register_at_fork(before, parent, child, object) }
+}
+
 /// Intercepts the C library's `syscall`: a system call on a socket without the function for it.
 ///
 /// # Safety
