@@ -25,9 +25,11 @@ impl Block {
         Block { memory, number: connection, moves: 0 }
     }
 
-    /// Begins a connection's block: what an earlier one of this number has left means nothing any more.
+    /// Begins a connection's block: what an earlier one of this number has left means nothing any more. But for a
+    /// thread that is late with that one, and has entered since nobody was found inside: it is waited for. Without its
+    /// token it would leave in place of the thread that is inside then.
     pub fn begin(&self, owner: Owner) {
-        for field in [layout::BUSY, layout::MOVES, layout::ERROR] {
+        for field in [layout::MOVES, layout::ERROR] {
             self.store(field, 0);
         }
         self.set_flags(0);
@@ -194,6 +196,18 @@ mod tests {
         block.store(layout::FLAGS, all);
         block.begin(Owner::Kernel);
         assert!(!block.is_receiving_shut() && block.is_closed(), "its program may say so at any moment");
+    }
+
+    /// A thread is late with a connection that another one has closed, and enters just when the next one gets the
+    /// number.
+    #[test]
+    fn who_enters_late_is_waited_for() {
+        let block = Block::new(Arc::new(Region::private(session::HEAP).expect("memory")), 3);
+        block.store(layout::BUSY, 7);
+        block.begin(Owner::Kernel);
+        assert!(!block.keep_out() && !block.is_left());
+        block.store(layout::BUSY, 0);
+        assert!(block.is_left());
     }
 
     /// A program forks, whatever the agent writes meanwhile: that is known until other processes are searched for, or
