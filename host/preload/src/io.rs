@@ -241,7 +241,7 @@ pub(crate) fn deadline(fd: c_int, option: c_int) -> Option<u64> {
 pub(crate) enum Attempt {
     Done(usize),
     Failed(c_int),
-    /// The connection is being moved: try again when it has settled.
+    /// The connection is being moved, or there is no room for a message to the NIC: try again a little later.
     Moving,
 }
 
@@ -852,8 +852,9 @@ unsafe fn try_receive(tcp: &'static Tcp, fd: c_int, message: &mut msghdr, done: 
         }
     }
     if !peek && received > 0 {
-        if let Err(error) = session.shared.consume(connection, token(), received as u32) {
-            return Attempt::Failed(thread::number(&error));
+        if session.shared.consume(connection, token(), received as u32).is_err() {
+            // The NIC has to get a message about that, and has not read the last ones yet. No edge would follow EAGAIN.
+            return Attempt::Moving;
         }
         tcp.took(received);
     }

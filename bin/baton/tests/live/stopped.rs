@@ -300,6 +300,90 @@ fn a_program_closes_and_ends_while_the_agent_is_stopped() {
     assert_eq!(peer.read(&mut byte).expect("the FIN"), 0);
 }
 
+/// Fills the ring of messages by one connection, and uses two others by edges.
+const EDGES: &str = "
+import array, fcntl, select, socket, sys, termios
+busy, sends, receives = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(3)]
+for one in busy, sends, receives:
+    one.sendall(b'y')
+    assert one.recv(1) == b'y'
+    one.setblocking(False)
+print('ready', flush=True)
+sys.stdin.readline()
+unread = array.array('i', [0])
+while unread[0] < 65536:
+    fcntl.ioctl(receives, termios.FIONREAD, unread)
+edges = select.epoll()
+edges.register(sends, select.EPOLLOUT | select.EPOLLET)
+edges.register(receives, select.EPOLLIN | select.EPOLLET)
+seen = set()
+while len(seen) < 2:
+    seen.update(fd for fd, _ in edges.poll())
+print('unread', flush=True)
+sys.stdin.readline()
+def would_wait(act):
+    try:
+        act()
+        return False
+    except BlockingIOError:
+        return True
+while not would_wait(lambda: busy.send(b'x')):
+    pass
+sent, received = not would_wait(lambda: sends.send(b'x')), 0
+print('full', flush=True)
+def receive():
+    global received
+    while received < 65536:
+        received += len(receives.recv(65536))
+would_wait(receive)
+while not sent or received < 65536:
+    for fd, _ in edges.poll():
+        if fd == sends.fileno():
+            sent = sent or not would_wait(lambda: sends.send(b'x'))
+        else:
+            would_wait(receive)
+print('done', flush=True)
+";
+
+/// While the NIC stands still a program fills the ring of messages. Where another connection's call fails for that, and
+/// nothing else happens to it, the program gets an edge when the NIC goes on.
+#[test]
+fn edges_follow_when_a_ring_was_full() {
+    let bed = hosts(TestbedSettings::default());
+    let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
+    let at = listener.local_addr().expect("its address");
+    let accepting = std::thread::spawn(move || {
+        let mut peers = [(); 3].map(|()| listener.accept().expect("a connection").0);
+        for peer in &mut peers {
+            let mut byte = [0];
+            peer.read_exact(&mut byte).expect("a byte");
+            peer.write_all(&byte).expect("an echo");
+        }
+        peers
+    });
+    let (mut program, mut lines) = start_python(&bed, EDGES, at, true);
+    let mut peers = accepting.join().expect("three connections");
+    let list = || bed.tool().expect("a tool").connections().expect("a list");
+    wait_until("all are on the NIC", || list().iter().filter(|one| one.place == Place::Nic).count() == 3);
+    let mut input = program.stdin.take().expect("its input");
+    let mut says = |wanted: &str| {
+        let mut line = String::new();
+        lines.read_line(&mut line).expect("a line");
+        assert_eq!(line, wanted);
+    };
+    peers[2].write_all(&[1; 65536]).expect("sent");
+    input.write_all(b"\n").expect("a line");
+    says("unread\n");
+    let nic = hold_nic(&bed);
+    input.write_all(b"\n").expect("a line");
+    says("full\n");
+    drop(nic);
+    let mut line = String::new();
+    let end = in_time("the program's end", move || lines.read_line(&mut line).map(|_| line));
+    assert_eq!(end.expect("a line"), "done\n");
+    assert!(program.wait().expect("its end").success());
+}
+
 /// Prints how long each of some calls takes, in milliseconds, then forks; parent and child use what they have.
 const CALLS: &str = "
 import os, socket, sys, time

@@ -11,7 +11,7 @@ use baton_shm::{Region, RingWords};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::mpsc::{self, Receiver, Sender};
 
 /// What the lock of a session's events protects.
@@ -224,13 +224,40 @@ impl Round<'_> {
                 }
                 Some(Control::Fin) => connection.fin.store(true, Ordering::Release),
                 // Whoever waits for this reads the ring's index.
-                Some(Control::Taken) => {}
+                Some(Control::Taken) => {
+                    let number = connection.number();
+                    self.concern_who_found_it_full(message.cid.nic());
+                    return Some(number);
+                }
                 Some(Control::Closed) => connection.set_ended(message.address),
                 _ => return None,
             },
             _ => return None,
         }
         Some(connection.number())
+    }
+
+    /// The NIC has read messages. If its ring was full, and is not any more, each of its connections may go on: the
+    /// event is only for the one of which it has read last.
+    #[cold]
+    fn concern_who_found_it_full(&mut self, nic: usize) {
+        let shared = self.shared;
+        let Some(lane) = [&shared.first].into_iter().chain(&shared.further).nth(nic) else { return };
+        // Who notes that after this looks at the ring once more.
+        fence(Ordering::SeqCst);
+        let full_until = lane.full_until.load(RELAXED);
+        if full_until == 0 {
+            return;
+        }
+        let read = Consumer::<RingWords>::new(shared.memory.ring(at::area(nic) + at::COMMANDS)).position();
+        if (read.wrapping_sub(full_until) as i64) < 0 {
+            // Another event comes when it has read that far.
+            return;
+        }
+        let _ = lane.full_until.compare_exchange(full_until, 0, RELAXED, RELAXED);
+        let is_of = |connection: &&Arc<Connection>| connection.cid().nic() == nic;
+        let all: Vec<u32> = self.events.known.connections.iter().flatten().filter(is_of).map(|one| one.number()).collect();
+        all.into_iter().for_each(|number| self.concern(number));
     }
 
     /// Keeps an event of a connection that is not known, if a thread is accepting one.

@@ -99,7 +99,8 @@ struct Lane {
     nic_sending: usize,
     /// Wakes the NIC. That of the first NIC also wakes the program, whichever NIC has events for it.
     bell: SessionBell,
-    /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again.
+    /// Index in the command ring up to which the NIC has to read before a program that found the ring full tries again;
+    /// 0 if all have been told since it was full. Set with the lock of the commands, cleared with that of the events.
     full_until: AtomicU64,
 }
 
@@ -365,9 +366,7 @@ impl Shared {
         self.report_all_read(connection, token)?;
         let lane = self.lane(connection);
         let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
-        commands
-            .push(Message::new(Operation::NicPost, connection.cid(), address, length).to_words())
-            .map_err(|_| would_block())?;
+        lane.put(&mut commands, Message::new(Operation::NicPost, connection.cid(), address, length))?;
         commands.publish();
         drop(commands);
         lane.ring_nic();

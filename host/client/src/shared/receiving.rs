@@ -112,7 +112,7 @@ impl Shared {
         let message = Message::new(Operation::NicRecvd, connection.cid(), 0, length);
         let lane = self.lane(connection);
         let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
-        commands.push(message.to_words()).map_err(|_| would_block())?;
+        lane.put(&mut commands, message)?;
         connection.note_reported(read);
         commands.publish();
         drop(commands);

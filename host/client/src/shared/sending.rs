@@ -25,6 +25,35 @@ const SEGMENT: u32 = 1448;
 /// before.
 const ANSWER_LOOKS: u32 = 200;
 
+impl Lane {
+    /// Whether so many messages fit into the ring. If not, each connection of this NIC's is concerned by an event when
+    /// it is worth trying again ([`Control::Taken`]).
+    #[inline(always)]
+    fn has_room(&self, commands: &mut Producer<RingWords>, count: u64) -> bool {
+        commands.has_room(count) || self.is_full(commands, count)
+    }
+
+    #[cold]
+    fn is_full(&self, commands: &mut Producer<RingWords>, count: u64) -> bool {
+        // Until the NIC has read the message that it answers, with a quarter of the ring left to do.
+        self.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
+        // It may have read that one, and another thread its answer, just before this was noted.
+        fence(Ordering::SeqCst);
+        commands.has_room(count)
+    }
+
+    /// Queues a message.
+    ///
+    /// # Errors
+    /// `WouldBlock` if the ring is full.
+    pub(super) fn put(&self, commands: &mut Producer<RingWords>, message: Message) -> io::Result<()> {
+        if !self.has_room(commands, 1) {
+            return Err(would_block());
+        }
+        commands.push(message.to_words()).map_err(|_| would_block())
+    }
+}
+
 impl Shared {
     /// Queues bytes for sending, as many as there is room for. Returns how many. The caller has entered the connection,
     /// which is on the NIC.
@@ -80,9 +109,7 @@ impl Shared {
         let first = length.min(memory.length() - (queued & (memory.length() - 1)));
         let lane = self.lane(connection);
         let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
-        if !commands.has_room(2) {
-            // Until it has read the message that it answers, with a quarter of the ring left to do.
-            lane.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
+        if !lane.has_room(&mut commands, 2) {
             return Err(would_block());
         }
         if self.joins() {
@@ -124,11 +151,7 @@ impl Shared {
             return true;
         }
         let Some(commands) = lane.commands.lock(token) else { return true };
-        let taken = commands.is_released(full_until);
-        if taken {
-            lane.full_until.store(0, RELAXED);
-        }
-        taken && (!handshake || commands.is_released(connection.given.load(RELAXED)))
+        commands.is_released(full_until) && (!handshake || commands.is_released(connection.given.load(RELAXED)))
     }
 
     /// Looks for the NIC's answer to the connection's last message for a few microseconds, before the thread sleeps.
@@ -258,7 +281,7 @@ impl Shared {
         let message = Message::control(Operation::NicControl, Control::Shutdown, connection.cid(), 0, 0);
         let lane = self.lane(connection);
         let Some(mut commands) = lane.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
-        commands.push(message.to_words()).map_err(|_| would_block())?;
+        lane.put(&mut commands, message)?;
         // Only once there was room for the command, and before the NIC can act on it: after the NIC's death only the
         // flag is left.
         connection.set_shut(true);
@@ -283,7 +306,7 @@ impl Shared {
         let message = Message::control(Operation::NicControl, control, connection.cid(), address, length);
         let lane = self.lane(connection);
         let Some(mut commands) = lane.commands.lock(token) else { return Err(io::ErrorKind::ResourceBusy.into()) };
-        commands.push(message.to_words()).map_err(|_| would_block())?;
+        lane.put(&mut commands, message)?;
         commands.publish();
         drop(commands);
         lane.ring_nic();
@@ -368,8 +391,7 @@ pub(crate) fn send_from(
     }
     let lane = shared.lane(connection);
     let Some(mut commands) = lane.commands.lock(token) else { return Err(would_block()) };
-    if !commands.has_room(1) {
-        lane.full_until.store(commands.position().saturating_sub(ANSWERED) / ANSWERED * ANSWERED, RELAXED);
+    if !lane.has_room(&mut commands, 1) {
         return Err(would_block());
     }
     let queued = connection.queued.load(RELAXED);
@@ -414,4 +436,85 @@ fn put_at_once<'a>(
     let end = connection.queued.load(RELAXED).wrapping_add(bytes.len() as u32);
     commands.push_and_publish(message.to_words(), || connection.note_queued(block, end)).ok()?;
     Some(commands)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Listener;
+    use super::*;
+    use baton_abi::Cid;
+    use baton_abi::layout::{Owner, session as at};
+    use baton_linux::bell::SessionBell;
+    use baton_linux::control::Channel;
+    use baton_ring::Consumer;
+    use baton_shm::Region;
+    use std::sync::{Arc, Mutex};
+
+    /// The NIC's connection of this number in a session, with 4096 bytes of memory each way, all of it unread.
+    fn on_nic(shared: &Shared, number: u32) -> Arc<Connection> {
+        let heap = at::HEAP as u32 + 8192 * number;
+        let memories = [(block::RECEIVE_BASE, heap), (block::RECEIVE_SIZE, 4096), (block::SEND_BASE, heap + 4096)];
+        let fields = [(block::OWNER, Owner::Nic as u32), (block::CID, Cid::new(number, 1).0), (block::MOVES, 1)];
+        for (field, value) in memories.into_iter().chain(fields).chain([(block::SEND_SIZE, 4096), (block::RECEIVE_SEQ, 4096)]) {
+            shared.memory().word32(at::block(number) + field).store(value, RELAXED);
+        }
+        let connection = shared.unregistered();
+        shared.represent(&connection, number);
+        shared.with_events(1, |round| round.refresh(&connection)).expect("the lock");
+        connection
+    }
+
+    /// A call that finds the ring full fails where it would wait, although its connection has room or bytes. Nothing
+    /// else happens to that one: it is concerned, once, when the NIC has read what another one has sent.
+    #[test]
+    fn who_finds_the_ring_full_is_told_when_it_is_not() {
+        let calls: [fn(&Shared, &Connection) -> io::Result<usize>; 3] = [
+            |shared, connection| shared.send(connection, 1, b"b"),
+            |shared, connection| shared.receive(connection, 1, &mut [0; 4096]),
+            |shared, connection| shared.shutdown(connection, 1).map(|()| 0),
+        ];
+        for call in calls {
+            let memory = Arc::new(Region::private(at::HEAP + 16384).expect("memory"));
+            let told = Arc::new(Mutex::new(Vec::new()));
+            let note = told.clone();
+            let listener = Listener(Box::new(move |number| note.lock().expect("numbers").push(number)));
+            let (channel, _agent) = Channel::pair().expect("a channel");
+            let (bell, _other) = SessionBell::pair().expect("a doorbell");
+            let shared = Shared::new(0, Arc::new(channel), memory.clone(), bell, Vec::new(), listener);
+            let (busy, waiting) = (on_nic(&shared, 0), on_nic(&shared, 1));
+            let filler = Message::control(Operation::NicControl, Control::NoDelay, busy.cid(), 0, 0);
+            {
+                let mut commands = shared.first.commands.lock(1).expect("the lock");
+                while commands.push(filler.to_words()).is_ok() {}
+                commands.publish();
+            }
+            assert_eq!(call(&shared, &waiting).expect_err("it is full").kind(), io::ErrorKind::WouldBlock);
+            let mut nic = Consumer::<RingWords>::new(memory.ring(at::COMMANDS));
+            let mut events = Producer::<RingWords>::new(memory.ring(at::EVENTS));
+            // Whether the other connection is concerned by the NIC's answer.
+            let mut is_told = || {
+                told.lock().expect("numbers").clear();
+                let taken = Message::control(Operation::OsControl, Control::Taken, busy.cid(), 0, 0);
+                events.push(taken.to_words()).expect("room");
+                events.publish();
+                shared.catch_up(1);
+                let numbers = told.lock().expect("numbers");
+                assert!(numbers.contains(&0));
+                numbers.contains(&1)
+            };
+            loop {
+                nic.pop().expect("a message");
+                nic.release();
+                if nic.position().is_multiple_of(ANSWERED) {
+                    let takes = shared.takes(&waiting, 1);
+                    assert_eq!(is_told(), takes, "{}", nic.position());
+                    if takes {
+                        break;
+                    }
+                }
+            }
+            assert!(!is_told(), "once is enough");
+            call(&shared, &waiting).expect("there is room");
+        }
+    }
 }
