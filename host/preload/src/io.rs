@@ -152,6 +152,7 @@ pub(crate) unsafe fn send(
     if length > 0 && inside.as_ref().is_some_and(|inside| !tcp.may_sleep(inside, flags)) {
         // SAFETY: send(2) requires a readable buffer of `length` bytes (`# Safety`).
         let sent = unsafe { real::send(fd, start, length, flags | libc::MSG_DONTWAIT) };
+        tcp.note_room(sent, || length);
         drop(inside);
         tcp.count(fd, sent, true);
         if sent == length as ssize_t || sent < 0 && thread::errno() != libc::EAGAIN {
@@ -201,6 +202,12 @@ fn rest_of(message: &msghdr, done: usize) -> (msghdr, Vec<iovec>) {
 fn total(message: &msghdr) -> usize {
     // SAFETY: `import` has made the message, with `msg_iovlen` vectors of this library's.
     (0..message.msg_iovlen).map(|at| unsafe { (*message.msg_iov.add(at)).iov_len }).sum()
+}
+
+/// Bytes that the pieces of a message of the program's have.
+fn length_of(message: &msghdr) -> usize {
+    let piece = |at| faults::read(message.msg_iov.cast_const().wrapping_add(at)).map_or(0, |piece| piece.iov_len);
+    (0..message.msg_iovlen).map(piece).fold(0, usize::saturating_add)
 }
 
 /// Whether a call fails where it would have to wait.
@@ -316,6 +323,7 @@ unsafe fn send_as_it_is(
         drop(section);
         // SAFETY: this function's `# Safety` is sendmsg(2)'s.
         let sent = unsafe { leaving::asleep(|| call.send(fd, message, flags)) };
+        tcp.note_room(sent, || length_of(message));
         drop(inside);
         tcp.count(fd, sent, true);
         return sent;

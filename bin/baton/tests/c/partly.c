@@ -1,12 +1,17 @@
-/* The peer sends fewer bytes than MSG_WAITALL or SO_RCVLOWAT asks for. When SO_RCVTIMEO expires, or a signal comes, the call must return
- * these bytes, and not EAGAIN or EINTR. When the others come it must return all of them, also where it only looks (MSG_PEEK).
+/* Calls that transfer a part of what is asked for. The peer sends fewer bytes than MSG_WAITALL or SO_RCVLOWAT asks for. When SO_RCVTIMEO
+ * expires, or a signal comes, the call must return these bytes, and not EAGAIN or EINTR. When the others come it must return all of them,
+ * also where it only looks (MSG_PEEK). Or a send fills the queue.
  * Usage: partly CASE [moved] */
 
 #include "sockets.h"
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <sys/epoll.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/sendfile.h>
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <time.h>
@@ -146,9 +151,50 @@ static void the_others_come(void)
     }
 }
 
+static char many[16 << 20];
+
+static ssize_t by_write(int from)
+{
+    (void)from;
+    return write(ends.server, many, sizeof many);
+}
+
+static ssize_t by_sendfile(int from)
+{
+    return sendfile(ends.server, from, &(off_t){0}, sizeof many);
+}
+
+/* A send fills the queue, after which the connection moves. Whoever waits for an edge gets one when there is room again. */
+static void fill(ssize_t (*send_some)(int))
+{
+    struct epoll_event event = {.events = EPOLLOUT | EPOLLET}, reported;
+    int set = epoll_create1(0), from = memfd_create("bytes", 0);
+    CHECK(set >= 0 && from >= 0 && ftruncate(from, sizeof many) == 0);
+    CHECK(fcntl(ends.server, F_SETFL, O_NONBLOCK) == 0);
+    CHECK(epoll_ctl(set, EPOLL_CTL_ADD, ends.server, &event) == 0);
+    CHECK(epoll_wait(set, &reported, 1, -1) == 1);
+    ssize_t sent = send_some(from);
+    CHECK(sent > 0 && sent < (ssize_t)sizeof many);
+    if (getenv("BATON_RUN"))
+        until_on_nic(ends.server);
+    for (ssize_t left = sent, piece; left > 0; left -= piece)
+        CHECK((piece = read(ends.client, many, left)) > 0);
+    CHECK(epoll_wait(set, &reported, 1, -1) == 1 && reported.events == EPOLLOUT);
+}
+
+static void room_after_write(void)
+{
+    fill(by_write);
+}
+
+static void room_after_sendfile(void)
+{
+    fill(by_sendfile);
+}
+
 int main(int count, char **arguments)
 {
-    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}, {"all", the_others_come}};
+    static const struct test_case cases[] = {{"time", time_is_over}, {"signal", a_signal_comes}, {"all", the_others_come}, {"write", room_after_write}, {"sendfile", room_after_sendfile}};
     alarm(STANDS_STILL);
     CHECK(count >= 2);
     ends = connect_used(count > 2);

@@ -110,6 +110,14 @@ fn a_receive_of_all_bytes_gets_all() {
     as_natively_while_moving("partly", &["all"]);
 }
 
+/// A send has filled the queue in the kernel when the connection moves: an edge follows when there is room again.
+#[test]
+fn an_edge_follows_a_send_that_has_filled_the_queue() {
+    for case in ["write", "sendfile"] {
+        as_natively("partly", case);
+    }
+}
+
 /// With SO_LINGER the last close(2) of a socket waits for the peer, or has reset the connection when it returns.
 #[test]
 fn a_close_that_lingers_is_the_last_one() {

@@ -434,6 +434,7 @@ pub unsafe extern "C-unwind" fn sendto(
             }
             // SAFETY: the program's own arguments (`# Safety`).
             let sent = unsafe { leaving::asleep(|| real::sendto(fd, buffer, length, flags, address, size)) };
+            tcp.note_room(sent, || length);
             drop(inside);
             tcp.count(fd, sent, true);
             sent
@@ -633,6 +634,7 @@ unsafe fn send_file(out: c_int, from: c_int, offset: *mut off64_t, count: size_t
         drop(section);
         // SAFETY: the program's own arguments (`# Safety`).
         let sent = unsafe { real::sendfile(out, from, offset, count) };
+        tcp.note_room(sent, || count);
         drop(inside);
         tcp.count(out, sent, true);
         return sent;

@@ -379,6 +379,24 @@ impl Tcp {
 mod tests {
     use super::*;
 
+    /// A send in the kernel has filled the queue, or has not: before the hand-over, too, since the NIC has to report
+    /// when there is room again.
+    #[test]
+    fn a_send_in_the_kernel_that_lacks_room_is_noted() {
+        let tcp = new(-1);
+        let noted = |sent, wanted| {
+            let before = tcp.stuck.load(RELAXED);
+            tcp.note_room(sent, || wanted);
+            tcp.stuck.load(RELAXED) - before
+        };
+        thread::set_errno(libc::EPIPE);
+        assert_eq!([noted(5, 5), noted(4, 5), noted(-1, 5)], [0, 1, 0]);
+        thread::set_errno(libc::EAGAIN);
+        assert_eq!(noted(-1, 5), 1);
+        tcp.put_into(State::Refused);
+        assert_eq!(noted(4, 5), 0, "the kernel alone reports it");
+    }
+
     /// Another thread hands a socket over just when this one looks whether to watch it.
     #[test]
     fn a_socket_is_watched_at_every_moment_from_its_hand_over_on() {

@@ -14,9 +14,6 @@ impl Tcp {
     /// Counts bytes that have gone through the kernel, and hands the connection over if that makes it due.
     pub fn count(&'static self, fd: c_int, bytes: isize, sending: bool) {
         if bytes <= 0 {
-            if bytes < 0 && sending && thread::errno() == libc::EAGAIN {
-                self.stuck.fetch_add(1, Ordering::AcqRel);
-            }
             return;
         }
         if !sending {
@@ -34,6 +31,19 @@ impl Tcp {
         }
         self.make_plan(fd);
         self.consider(fd, if sending { Moment::Sent } else { Moment::Received });
+    }
+
+    /// Notes whether a send in the kernel, which returned this, has found no room for all that was `wanted`: who waits
+    /// for room then waits for an edge, and it may be the NIC that reports it. Called before the socket may be handed
+    /// over.
+    pub fn note_room(&self, sent: isize, wanted: impl FnOnce() -> usize) {
+        let is_short = match sent {
+            ..0 => thread::errno() == libc::EAGAIN,
+            _ => self.may_move() && self.plan.load(RELAXED) != NEVER && (sent as usize) < wanted(),
+        };
+        if is_short {
+            self.stuck.fetch_add(1, Ordering::AcqRel);
+        }
     }
 
     pub(super) fn origin(&self) -> Origin {
