@@ -13,7 +13,7 @@ use crate::process::{self, Session};
 use crate::sections::Section;
 use crate::short_lock::{Held, ShortLock};
 use crate::tcp::{self, Tcp};
-use crate::{real, table, thread, wait};
+use crate::{forks, real, table, thread, wait};
 use libc::{c_int, epoll_event, pollfd, sockaddr, socklen_t};
 use std::os::fd::{BorrowedFd, IntoRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -202,7 +202,8 @@ fn has_descriptor_left(queue: &Queue) -> bool {
 }
 
 fn take(listener: &Tcp, queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
-    if process::is_closed() || !take_byte(listener, queue) {
+    // In a process that is closed for good, too: the NIC has made it, and it goes to the kernel then.
+    if forks::are_under_way() || !take_byte(listener, queue) {
         return None;
     }
     let errno = thread::errno();

@@ -370,6 +370,11 @@ pub(crate) fn is_closed_for_good() -> bool {
     CLOSED.load(Ordering::SeqCst)
 }
 
+/// The cause for restoring a connection of a process that is closed for good.
+pub(crate) fn why_closed() -> &'static str {
+    WHY.get().map_or(SECCOMP, Native::cause)
+}
+
 /// Whether no connection may be offloaded now.
 pub(crate) fn is_closed() -> bool {
     is_closed_for_good() || forks::are_under_way()

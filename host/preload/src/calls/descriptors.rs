@@ -110,12 +110,17 @@ unsafe fn accept_from(
                 if stdio::is_standard(fd) {
                     stdio::take_over(tcp);
                 }
-                if process::is_closed_for_good() {
-                    // Closed since it was taken.
-                    tcp.give_back(process::SECCOMP, Until::Never);
+                // Perhaps since it was taken.
+                let is_closed = process::is_closed_for_good();
+                if is_closed {
+                    tcp.give_back(process::why_closed(), Until::Never);
                 }
                 // SAFETY: the program's own arguments (`# Safety`); the descriptor is new, and the flags are its own.
                 unsafe { listening::finish(tcp, fd, address, length, flags) };
+                if is_closed {
+                    // Nobody may see its end: nobody else may have it.
+                    tcp.give_up_in_kernel();
+                }
             }
         }
     }

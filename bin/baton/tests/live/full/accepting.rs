@@ -1,6 +1,6 @@
 //! Connections that the NIC has made and that a program accepts while agents die: each is some program's.
 
-use super::{address, bed, connect, count, exchange, on_demand, start, wait_for_server, wait_until};
+use super::{ECHO, address, bed, connect, count, exchange, on_demand, start, start_printing, wait_for_server, wait_until};
 use crate::common::{answered, hosts};
 use crate::hostile_client::Client;
 use baton_abi::layout::{Counter, session};
@@ -19,6 +19,7 @@ in_both_shapes! {
     what_was_not_received_is_given_again
     what_waits_to_be_accepted_outlives_an_agent
     an_agent_may_die_while_a_program_accepts
+    a_program_that_is_closed_for_good_accepts_what_the_nic_makes
 }
 
 fn agent_of(bed: &Testbed) -> u32 {
@@ -138,4 +139,31 @@ fn an_agent_may_die_while_a_program_accepts(beside: bool) {
         assert_ne!(agent_of(&bed), first, "no agent has died: {after:?}");
         assert_eq!(answered(&bed, |tool| tool.statistics()).lost, 0, "{after:?}");
     }
+}
+
+/// A program forks by a system call of its own, so that nothing of its stays on the NIC, which makes connections for it
+/// nevertheless: it accepts and uses them.
+fn a_program_that_is_closed_for_good_accepts_what_the_nic_makes(beside: bool) {
+    let (bed, at) = (bed(beside), address(false, 7000));
+    let program = format!(
+        "
+import ctypes, os, sys, threading
+def fork():
+    sys.stdin.readline()
+    # 57 is SYS_fork of x86-64. The child has Python's lock.
+    if ctypes.PyDLL(None).syscall(57) == 0:
+        os._exit(0)
+    os.wait()
+    print('closed', flush=True)
+threading.Thread(target=fork, daemon=True).start()
+{ECHO}"
+    );
+    let (mut program, mut lines) = start_printing(&bed, &["python3", "-c", &program]);
+    wait_for_server(&bed, at);
+    exchange(&connect(&bed, at).expect("a client"), 1);
+    program.0.stdin.as_mut().expect("its input").write_all(b"\n").expect("a line");
+    assert_eq!(lines.next().expect("a line").expect("text"), "closed");
+    let before = count(&bed, Counter::Made);
+    (2..5).for_each(|byte| exchange(&connect(&bed, at).expect("a client"), byte));
+    assert!(count(&bed, Counter::Made) > before, "the NIC makes none");
 }
