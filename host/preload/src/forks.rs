@@ -4,7 +4,7 @@
 //!   the agent is not asked: the forking thread is inside an operation on it, which keeps it there, and notes in its
 //!   block that its socket may have more than one process from then on. Both processes have the sockets then: a
 //!   connection may move when the agent finds that its process alone has it
-//!   ([`Tcp::note_shared`](crate::tcp::Tcp::note_shared)).
+//!   ([`tcp::note_all_shared`](crate::tcp::note_all_shared)).
 //! - The forking thread holds the locks of what the library keeps for its next use, of its memory, and the one for
 //!   opening a session. So the child finds them free, and what they guard whole. It waits for their holders, unless it
 //!   is one itself ([`short_lock`](crate::short_lock)).
@@ -121,6 +121,8 @@ pub(crate) extern "C" fn before() {
     starts::share();
     let undisturbed = Undisturbed::begin();
     UNDER_WAY.fetch_add(1, Ordering::SeqCst);
+    // Before the child is there: a thread that closes a socket then must not end the connection for both.
+    tcp::note_all_shared();
     let opening = process::hold_opening();
     FORKING.store(thread::token(), Ordering::SeqCst);
     let (held, restored) = if process::is_closed_for_good() { (Vec::new(), Vec::new()) } else { keep_in_kernel() };
@@ -144,15 +146,6 @@ fn release() {
     drop(section);
 }
 
-/// Notes that another process has the sockets, too.
-fn note_shared() {
-    for (_, file) in table::known(0, u32::MAX) {
-        if let table::File::Tcp(tcp) = file {
-            tcp.note_shared();
-        }
-    }
-}
-
 /// Goes on in the parent.
 pub(crate) extern "C" fn after_in_parent() {
     if !is_prepared() || !process::is_mine() {
@@ -165,7 +158,7 @@ pub(crate) extern "C" fn after_in_parent() {
     let (held, restored) = (std::mem::take(&mut locks.held), std::mem::take(&mut locks.restored));
     drop(held);
     // Also what other threads have made since.
-    note_shared();
+    tcp::note_all_shared();
     if let (false, Some(session)) = (process::is_closed_for_good(), process::session()) {
         tcp::allow_each_again(session, &restored);
     }

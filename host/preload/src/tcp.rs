@@ -6,7 +6,7 @@ mod plan;
 mod watchers;
 mod zero_copy;
 
-pub(crate) use lifecycle::{Inherited, allow_each_again, forget_pool, give_each_back, hold, new};
+pub(crate) use lifecycle::{Inherited, allow_each_again, forget_pool, give_each_back, hold, new, note_all_shared};
 
 use crate::completions::Completions;
 use crate::epoll::Set;
@@ -102,7 +102,10 @@ pub(crate) struct Tcp {
     /// When a move pays.
     pub worth: Worth,
     accepted: AtomicBool,
+    /// Other processes may have it, too: this one has inherited it, or has started a program.
     inherited: AtomicBool,
+    /// Number of forks when it was made: see [`note_all_shared`].
+    forks: AtomicU64,
     /// It stays in the kernel for good, although the agent manages it.
     pinned: AtomicBool,
     /// Held while the agent is asked to restore it, so that such requests reach the agent one after the other.
@@ -250,13 +253,13 @@ impl Tcp {
     /// Whether something holds of how its calls wait: known, or asked for. What other processes can change is asked for
     /// every time.
     pub fn waits(&self, fact: Fact, asks: impl FnOnce() -> bool) -> bool {
-        if self.inherited.load(RELAXED) { asks() } else { self.waiting.holds(fact, asks) }
+        if self.is_shared() { asks() } else { self.waiting.holds(fact, asks) }
     }
 
     /// Whether O_NONBLOCK is known to be set. No other process shares the descriptor, which could have changed it
     /// since.
     pub fn is_nonblocking(&self) -> bool {
-        self.nonblocking.load(RELAXED) && !self.inherited.load(RELAXED)
+        self.nonblocking.load(RELAXED) && !self.is_shared()
     }
 
     /// The present generation: it changes when the descriptor is closed and the entry reused.
@@ -339,7 +342,7 @@ impl Tcp {
             }
             Err(std::io::Error::other("options that only the kernel knows"))
         } else {
-            session.shared.register_as(connection, borrowed, self.inherited.load(Ordering::SeqCst), thread::token())
+            session.shared.register_as(connection, borrowed, self.is_shared(), thread::token())
         };
         match registered {
             Ok(()) => {

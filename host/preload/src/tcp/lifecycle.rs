@@ -20,6 +20,15 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering};
 /// How many sockets are looked at before another one is made.
 const MOST_LATE: usize = 8;
 
+/// How often this process has forked, counted before and after each fork.
+static FORKS: AtomicU64 = AtomicU64::new(0);
+
+/// Notes that another process has all sockets that there are, or will have them at once: see [`Tcp::is_shared`]. None
+/// of them is written for that. There may be very many, and a page that is written around a fork is copied.
+pub(crate) fn note_all_shared() {
+    FORKS.fetch_add(1, Ordering::SeqCst);
+}
+
 /// Tracks a socket that this process has just made.
 pub(crate) fn new(fd: c_int) -> &'static Tcp {
     let tcp = from_pool().unwrap_or_else(|| {
@@ -42,6 +51,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
             worth: Worth::default(),
             accepted: AtomicBool::new(false),
             inherited: AtomicBool::new(false),
+            forks: AtomicU64::new(0),
             pinned: AtomicBool::new(false),
             asking_back: Mutex::default(),
             nonblocking: AtomicBool::new(false),
@@ -72,6 +82,7 @@ pub(crate) fn new(fd: c_int) -> &'static Tcp {
     tcp.worth.clear();
     tcp.accepted.store(false, RELAXED);
     tcp.inherited.store(false, RELAXED);
+    tcp.forks.store(FORKS.load(Ordering::SeqCst), RELAXED);
     tcp.pinned.store(false, RELAXED);
     tcp.attempts.store(0, RELAXED);
     tcp.listens.store(false, RELAXED);
@@ -205,6 +216,12 @@ impl Tcp {
         self.inherited.store(true, Ordering::SeqCst);
     }
 
+    /// Whether another process may have its descriptor, as far as this one has had a part in that: so also if it has
+    /// forked since the socket was made.
+    pub(super) fn is_shared(&self) -> bool {
+        self.inherited.load(Ordering::SeqCst) || self.forks.load(RELAXED) != FORKS.load(Ordering::SeqCst)
+    }
+
     /// Leaves it to the parent, in a child: what it is linked to is the parent's memory. A call that a handler has
     /// interrupted, which has forked, goes on in the kernel. Takes no lock and no memory.
     pub fn leave_to_parent(&self) {
@@ -280,7 +297,7 @@ impl Tcp {
     /// Whether no other process has its descriptor, as far as this one has had a part in that. One that is passed on
     /// over a Unix socket stays in the kernel for good.
     fn is_this_processes_alone(&self) -> bool {
-        !self.inherited.load(Ordering::SeqCst) && !self.is_pinned()
+        !self.is_shared() && !self.is_pinned()
     }
 
     /// Whether the kernel has the connection now.
@@ -293,7 +310,6 @@ impl Tcp {
     pub fn stays_for_fork(&'static self, held: &mut Vec<Entered<'static>>) -> bool {
         let Some((connection, _)) = self.managed() else { return true };
         let Some(entered) = connection.hold_for_fork(thread::token()) else { return false };
-        self.note_shared();
         held.push(entered);
         true
     }
@@ -414,5 +430,20 @@ mod tests {
         });
         tcp.put_into(State::Refused);
         assert!(!tcp.may_leave_kernel());
+    }
+
+    /// A fork shares all sockets that there are, and writes none of them. What is made later is this process's alone.
+    #[test]
+    fn a_fork_shares_all_sockets_by_one_word() {
+        let earlier = [new(-1), new(-1)];
+        earlier.iter().for_each(|tcp| tcp.note_nonblocking(true));
+        assert!(earlier.iter().all(|tcp| !tcp.is_shared() && tcp.is_nonblocking()));
+        note_all_shared();
+        assert!(earlier.iter().all(|tcp| tcp.is_shared() && !tcp.is_nonblocking() && !tcp.is_this_processes_alone()));
+        assert!(!earlier.iter().any(|tcp| tcp.inherited.load(RELAXED)), "none is written");
+        let later = new(-1);
+        assert!(!later.is_shared() && later.is_this_processes_alone());
+        later.note_shared();
+        assert!(later.is_shared());
     }
 }
