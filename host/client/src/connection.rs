@@ -331,21 +331,6 @@ impl Connection {
         }
     }
 
-    /// Keeps the connection in the kernel while its program forks, as long as what is returned lives. The agent finds
-    /// noted that other processes may have the socket from then on. None if the kernel does not have the connection, or
-    /// a thread is inside an operation on it.
-    pub fn hold_for_fork(&self, token: Token) -> Option<Entered<'_>> {
-        let block = self.inside();
-        // The exchange is a full barrier, so the owner is read after it.
-        block.word(block::BUSY).compare_exchange(0, token, Ordering::SeqCst, RELAXED).ok()?;
-        let held = Entered { block, owner: Owner::from_number(block.word(block::OWNER).load(Ordering::Acquire)) };
-        if held.owner != Owner::Kernel {
-            return None;
-        }
-        block.word(block::FLAGS).fetch_or(block::FLAG_SHARED, Ordering::AcqRel);
-        Some(held)
-    }
-
     /// Enters an operation if the NIC has the connection, no thread is inside, and no move has happened since
     /// [`Connection::refresh`]. [`Inside::step_out`] must follow then.
     #[inline(always)]
@@ -672,29 +657,6 @@ mod tests {
         assert_eq!((busy(3), busy(4)), (0, 8));
         drop(inside);
         assert_eq!((busy(3), busy(4)), (0, 0));
-    }
-
-    /// What the kernel has stays there during a fork, and the agent learns of that. Nothing else is held, nor waited
-    /// for.
-    #[test]
-    fn a_fork_holds_what_is_in_the_kernel() {
-        let memory = Arc::new(Region::private(session::HEAP).expect("memory"));
-        let word = |field| memory.word32(session::block(3) + field);
-        let is_shared = || word(block::FLAGS).load(RELAXED) & block::FLAG_SHARED != 0;
-        let connection = Connection::unregistered(memory.clone(), false);
-        connection.set_number(3);
-        for owner in [Owner::Nobody, Owner::Nic, Owner::Moving] {
-            word(block::OWNER).store(owner as u32, RELAXED);
-            assert!(connection.hold_for_fork(7).is_none() && word(block::BUSY).load(RELAXED) == 0 && !is_shared());
-        }
-        word(block::OWNER).store(Owner::Kernel as u32, RELAXED);
-        word(block::BUSY).store(8, RELAXED);
-        assert!(connection.hold_for_fork(7).is_none() && word(block::BUSY).load(RELAXED) == 8 && !is_shared());
-        word(block::BUSY).store(0, RELAXED);
-        let held = connection.hold_for_fork(7).expect("the kernel has it, and nobody is inside");
-        assert!(word(block::BUSY).load(RELAXED) == 7 && is_shared());
-        drop(held);
-        assert!(word(block::BUSY).load(RELAXED) == 0 && is_shared());
     }
 
     /// A connection is read while the agent writes where its memory is: half of that is no error of the connection's.

@@ -13,6 +13,7 @@ mod datagrams;
 pub mod discovery;
 mod ending;
 pub mod heap;
+mod kernel_hold;
 pub mod messages;
 pub mod preload;
 mod ring_memory;
@@ -26,6 +27,7 @@ pub use baton_shm::{address_space, guarded, keep_unlocked};
 pub use buffer::{Buffer, Filled};
 pub use connection::{Connection, Entered, Readiness};
 pub use datagrams::Datagrams;
+pub use kernel_hold::{KernelHold, is_in_kernel};
 pub use session::{ConnectionId, Session};
 pub use shared::{
     DESCRIPTORS, LIMIT, Listener, Received, Shared, catch_up_for_others, give_back_each, limits_queue, note_hot_from,

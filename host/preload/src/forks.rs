@@ -2,9 +2,11 @@
 //!
 //! - Before it every connection is restored, and nothing is handed over until it is done. For one that is in the kernel
 //!   the agent is not asked: the forking thread is inside an operation on it, which keeps it there, and notes in its
-//!   block that its socket may have more than one process from then on. Both processes have the sockets then: a
-//!   connection may move when the agent finds that its process alone has it
-//!   ([`tcp::note_all_shared`](crate::tcp::note_all_shared)).
+//!   block afterwards that its socket may have more than one process. Both processes have the sockets then: a
+//!   connection may move when the agent finds that its process alone has it.
+//! - There may be very many sockets. A page that is written around a fork is copied, so the parent writes none of what
+//!   it knows of each: one count says which sockets there were ([`tcp::note_all_shared`](crate::tcp::note_all_shared)),
+//!   and the blocks are in session memory, which is shared ([`KernelHold`]).
 //! - The forking thread holds the locks of what the library keeps for its next use, of its memory, and the one for
 //!   opening a session. So the child finds them free, and what they guard whole. It waits for their holders, unless it
 //!   is one itself ([`short_lock`](crate::short_lock)).
@@ -23,7 +25,7 @@ use crate::short_lock::Held;
 use crate::tcp::Tcp;
 use crate::whole::MEMORY;
 use crate::{epoll, listening, lookout, process, real, rings, signals, starts, table, tcp, thread, udp, waiter};
-use baton_client::Entered;
+use baton_client::{KernelHold, is_in_kernel};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
 use std::cell::UnsafeCell;
@@ -47,7 +49,7 @@ struct Locks {
     section: Option<Section>,
     /// Connections that are in the kernel: this thread is inside operations on them. A child leaves them alone, since
     /// they are in memory that both have.
-    held: Vec<Entered<'static>>,
+    held: Option<KernelHold<'static>>,
     /// Those that were restored.
     restored: Vec<&'static Tcp>,
 }
@@ -62,7 +64,7 @@ static LOCKS: Place = Place(UnsafeCell::new(Locks {
     opening: None,
     undisturbed: None,
     section: None,
-    held: Vec::new(),
+    held: None,
     restored: Vec::new(),
 }));
 
@@ -90,18 +92,19 @@ pub(crate) fn are_under_way() -> bool {
 
 /// Sees to it that every connection is in the kernel until the fork is done. Returns those that are held there, and
 /// those that were restored.
-fn keep_in_kernel() -> (Vec<Entered<'static>>, Vec<&'static Tcp>) {
+fn keep_in_kernel() -> (Option<KernelHold<'static>>, Vec<&'static Tcp>) {
     let address = |tcp: &'static Tcp| std::ptr::from_ref(tcp) as usize;
     // First what takes long: other threads use meanwhile what is in the kernel.
-    let mut restored = process::give_others_back(tcp::FORK, Until::Never, Tcp::is_in_kernel);
-    let Some(session) = process::session() else { return (Vec::new(), restored) };
+    let mut restored = process::give_others_back(tcp::FORK, Until::Never, is_in_kernel);
+    let Some(session) = process::session() else { return (None, restored) };
     let mut known: BTreeSet<usize> = restored.iter().copied().map(address).collect();
     loop {
-        let mut held = Vec::new();
-        let mut late = session.sockets();
-        late.retain(|&tcp| !known.contains(&address(tcp)) && !tcp.stays_for_fork(&mut held));
+        let mut held = KernelHold::begin(&session.shared);
+        let sockets = session.numbered_sockets().filter(|&(_, tcp)| !known.contains(&address(tcp)));
+        let late: Vec<&'static Tcp> =
+            sockets.filter_map(|(number, tcp)| (!held.add(number, thread::token())).then_some(tcp)).collect();
         if late.is_empty() {
-            return (held, restored);
+            return (Some(held), restored);
         }
         // They have moved since, or a thread was inside an operation on them.
         drop(held);
@@ -125,7 +128,7 @@ pub(crate) extern "C" fn before() {
     tcp::note_all_shared();
     let opening = process::hold_opening();
     FORKING.store(thread::token(), Ordering::SeqCst);
-    let (held, restored) = if process::is_closed_for_good() { (Vec::new(), Vec::new()) } else { keep_in_kernel() };
+    let (held, restored) = if process::is_closed_for_good() { (None, Vec::new()) } else { keep_in_kernel() };
     let locks = [tcp::hold(), waiter::hold(), epoll::hold(), listening::hold(), udp::hold()];
     let short = locks.into_iter().flatten().collect();
     let (opening, undisturbed, section) = (Some(opening), Some(undisturbed), Some(section));
@@ -174,7 +177,7 @@ pub(crate) extern "C" fn after_in_child() {
     MEMORY.release();
     // SAFETY: this process has one thread, which has been through `before`.
     let held = unsafe { std::mem::take(&mut (*LOCKS.0.get()).held) };
-    held.into_iter().for_each(std::mem::forget);
+    std::mem::forget(held);
     table::restore();
     process::become_owner();
     // What has closed its parent for good holds for the child, too: filters and rings are inherited.

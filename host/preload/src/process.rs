@@ -515,18 +515,23 @@ impl Session {
 
     /// The sockets of all its connections.
     pub fn sockets(&self) -> Vec<&'static Tcp> {
-        self.by_number.iter().filter_map(found).collect()
+        self.numbered_sockets().map(|(_, tcp)| tcp).collect()
+    }
+
+    /// The same with their connections' numbers.
+    pub fn numbered_sockets(&self) -> impl Iterator<Item = (u32, &'static Tcp)> {
+        (0u32..).zip(&self.by_number[..]).filter_map(|(number, place)| Some((number, found(place)?)))
     }
 }
 
 /// Restores every connection to the kernel.
 pub(crate) fn give_everything_back(reason: &str, until: Until) {
-    give_others_back(reason, until, |_| false);
+    give_others_back(reason, until, |_, _| false);
 }
 
-/// As [`give_everything_back`], but for connections of which `stays` says that nothing is to be done. Returns the
-/// others.
-pub(crate) fn give_others_back(reason: &str, until: Until, stays: impl Fn(&'static Tcp) -> bool) -> Vec<&'static Tcp> {
+/// As [`give_everything_back`], but for connections of which `stays` says, by session and number, that nothing is to be
+/// done. Returns the others.
+pub(crate) fn give_others_back(reason: &str, until: Until, stays: impl Fn(&Shared, u32) -> bool) -> Vec<&'static Tcp> {
     if !is_mine() {
         return Vec::new();
     }
@@ -540,8 +545,8 @@ pub(crate) fn give_others_back(reason: &str, until: Until, stays: impl Fn(&'stat
         }
     }
     let Some(session) = session() else { return Vec::new() };
-    let mut others = session.sockets();
-    others.retain(|&tcp| !stays(tcp));
+    let moves = |(number, tcp): (u32, &'static Tcp)| (!stays(&session.shared, number)).then_some(tcp);
+    let others: Vec<&'static Tcp> = session.numbered_sockets().filter_map(moves).collect();
     tcp::give_each_back(session, &others, reason, until);
     crate::udp::give_everything_back();
     crate::epoll::settle();

@@ -445,8 +445,8 @@ pub mod block {
     /// Greatest value of these bits.
     pub const REPORT_MASK: u32 = 31;
     /// Bit of [`FLAGS`]: other processes may have the connection's socket, since its program has forked while the
-    /// kernel had the connection. Written by the program, which is inside an operation until it has forked; the agent
-    /// takes it away when it begins to look for such processes.
+    /// kernel had the connection. Written by the program when it has forked, at the end of the operation that it has
+    /// been inside meanwhile; the agent takes it away when it begins to look for such processes.
     pub const FLAG_SHARED: u32 = 1 << 29;
     /// Bit of [`FLAGS`]: the program has shut down receiving, and the connection could not leave the NIC for that. The
     /// kernel's socket is shut down when the connection is restored.

@@ -10,7 +10,6 @@ use crate::waiting::Waiting;
 use crate::worth::{self, Worth};
 use crate::{options, real, table, thread};
 use baton_abi::layout::Owner;
-use baton_client::Entered;
 use baton_protocol::program::Until;
 use libc::c_int;
 use std::collections::BTreeMap;
@@ -298,20 +297,6 @@ impl Tcp {
     /// over a Unix socket stays in the kernel for good.
     fn is_this_processes_alone(&self) -> bool {
         !self.is_shared() && !self.is_pinned()
-    }
-
-    /// Whether the kernel has the connection now.
-    pub fn is_in_kernel(&self) -> bool {
-        self.managed().is_none_or(|(connection, _)| connection.owner() == Owner::Kernel)
-    }
-
-    /// Whether it stays in the kernel while the process forks: it is there, and no move of it begins as long as this
-    /// thread is inside an operation on it, which is added to `held`; or the agent does not manage it.
-    pub fn stays_for_fork(&'static self, held: &mut Vec<Entered<'static>>) -> bool {
-        let Some((connection, _)) = self.managed() else { return true };
-        let Some(entered) = connection.hold_for_fork(thread::token()) else { return false };
-        held.push(entered);
-        true
     }
 
     /// Lets it move again after a fork, once no other process holds it.

@@ -1,0 +1,159 @@
+//! Connections that their program holds in the kernel while it forks.
+//!
+//! There may be very many, and the fork waits for all. So each takes some instructions on its block. The blocks lie one
+//! after the other in session memory, where the processor loads them ahead, and which a fork neither copies nor
+//! protects. Of the program's own memory only the list of their numbers is used: what it has for each connection is
+//! scattered over many pages, and a page that is written around a fork is copied.
+
+use crate::shared::Shared;
+use baton_abi::layout::{Owner, block, session};
+use baton_linux::events;
+use baton_ring::Token;
+use baton_shm::Region;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+
+/// Connections of a session that a thread holds in the kernel: no move of them begins until this is dropped, and the
+/// agent finds noted then that other processes may have their sockets.
+///
+/// A child forgets it: the memory is its parent's, too.
+#[derive(Debug)]
+pub struct KernelHold<'a> {
+    memory: &'a Region,
+    numbers: Vec<u32>,
+}
+
+/// Whether the kernel has the connection with this number.
+pub fn is_in_kernel(shared: &Shared, number: u32) -> bool {
+    owner(shared.memory(), number) == Owner::Kernel
+}
+
+fn word(memory: &Region, number: u32, field: usize) -> &AtomicU32 {
+    memory.word32(session::block(number) + field)
+}
+
+fn owner(memory: &Region, number: u32) -> Owner {
+    Owner::from_number(word(memory, number, block::OWNER).load(Ordering::Acquire))
+}
+
+/// Leaves the operations on these connections, and wakes an agent that waits for that.
+fn leave(memory: &Region, numbers: &[u32]) {
+    for number in numbers {
+        word(memory, *number, block::BUSY).store(0, Ordering::Release);
+    }
+    // Who moves one sets its owner first, then looks whether a thread is inside: one barrier is enough for all.
+    fence(Ordering::SeqCst);
+    for number in numbers {
+        if owner(memory, *number) == Owner::Moving {
+            events::wake_all(word(memory, *number, block::BUSY));
+        }
+    }
+}
+
+impl<'a> KernelHold<'a> {
+    /// Holds none of this session's yet.
+    pub fn begin(shared: &'a Shared) -> KernelHold<'a> {
+        KernelHold::on(shared.memory())
+    }
+
+    fn on(memory: &'a Region) -> KernelHold<'a> {
+        KernelHold { memory, numbers: Vec::new() }
+    }
+
+    /// Holds the connection with this number, by an operation that the thread is inside of from now on. Returns false,
+    /// and holds nothing more, if the kernel does not have it, or a thread is inside an operation on it.
+    pub fn add(&mut self, number: u32, token: Token) -> bool {
+        let busy = word(self.memory, number, block::BUSY);
+        // The exchange is a full barrier, so the owner is read after it.
+        if busy.compare_exchange(0, token, Ordering::SeqCst, Ordering::Relaxed).is_err() {
+            return false;
+        }
+        if owner(self.memory, number) != Owner::Kernel {
+            leave(self.memory, &[number]);
+            return false;
+        }
+        self.numbers.push(number);
+        true
+    }
+}
+
+impl Drop for KernelHold<'_> {
+    fn drop(&mut self) {
+        // Not before the fork: the agent takes the mark away when it begins to search for other processes, and such a
+        // search would not find the child that is not there yet.
+        for number in &self.numbers {
+            word(self.memory, *number, block::FLAGS).fetch_or(block::FLAG_SHARED, Ordering::AcqRel);
+        }
+        leave(self.memory, &self.numbers);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RELAXED: Ordering = Ordering::Relaxed;
+
+    fn memory() -> Region {
+        Region::private(session::HEAP).expect("memory")
+    }
+
+    fn is_marked(memory: &Region, number: u32) -> bool {
+        word(memory, number, block::FLAGS).load(RELAXED) & block::FLAG_SHARED != 0
+    }
+
+    /// What the kernel has stays there during a fork, and the agent learns of that. Nothing else is held, nor waited
+    /// for.
+    #[test]
+    fn a_fork_holds_what_is_in_the_kernel() {
+        let memory = memory();
+        let set = |field, value| word(&memory, 3, field).store(value, RELAXED);
+        let busy = || word(&memory, 3, block::BUSY).load(RELAXED);
+        let mut hold = KernelHold::on(&memory);
+        for owner in [Owner::Nobody, Owner::Nic, Owner::Moving] {
+            set(block::OWNER, owner as u32);
+            assert!(!hold.add(3, 7) && busy() == 0);
+        }
+        set(block::OWNER, Owner::Kernel as u32);
+        set(block::BUSY, 8);
+        assert!(!hold.add(3, 7) && busy() == 8);
+        drop(hold);
+        assert!(!is_marked(&memory, 3) && busy() == 8, "nothing was held");
+        set(block::BUSY, 0);
+        let mut hold = KernelHold::on(&memory);
+        assert!(hold.add(3, 7) && busy() == 7);
+        assert!(!hold.add(3, 7), "once");
+        drop(hold);
+        assert!(is_marked(&memory, 3) && busy() == 0);
+        assert!([2, 4].iter().all(|other| !is_marked(&memory, *other) && word(&memory, *other, block::BUSY).load(RELAXED) == 0));
+    }
+
+    /// The agent begins to search for other processes after a connection is held, and before the child is there: that
+    /// search must not count.
+    #[test]
+    fn a_search_before_the_child_is_there_does_not_count() {
+        let memory = memory();
+        word(&memory, 3, block::OWNER).store(Owner::Kernel as u32, RELAXED);
+        let flags = word(&memory, 3, block::FLAGS);
+        flags.store(block::FLAG_SHARED | block::FLAG_CORK, RELAXED);
+        let mut hold = KernelHold::on(&memory);
+        assert!(hold.add(3, 7));
+        flags.fetch_and(!block::FLAG_SHARED, RELAXED);
+        drop(hold);
+        assert_eq!(flags.load(RELAXED), block::FLAG_SHARED | block::FLAG_CORK);
+    }
+
+    /// All blocks of a session are held at once: each is left, and what is kept meanwhile is a number for each.
+    #[test]
+    fn a_hold_takes_a_number_for_each_connection() {
+        const ALL: u32 = session::MAX_CONNECTIONS as u32;
+        let memory = memory();
+        (0..ALL).for_each(|number| word(&memory, number, block::OWNER).store(Owner::Kernel as u32, RELAXED));
+        let mut hold = KernelHold::on(&memory);
+        assert!((0..ALL).all(|number| hold.add(number, 7)));
+        assert!((0..ALL).all(|number| word(&memory, number, block::BUSY).load(RELAXED) == 7));
+        assert_eq!(hold.numbers.len(), ALL as usize);
+        assert_eq!(size_of_val(&hold.numbers[..]), 4 * ALL as usize);
+        drop(hold);
+        assert!((0..ALL).all(|number| word(&memory, number, block::BUSY).load(RELAXED) == 0 && is_marked(&memory, number)));
+    }
+}
