@@ -15,7 +15,6 @@ use baton_client::rules::{RUN_VARIABLE, Run};
 use baton_linux::process::Undisturbed;
 use baton_linux::seccomp::{self, Instruction};
 use baton_protocol::native::Native;
-use baton_protocol::program::Until;
 use libc::{c_char, c_long, iovec, sock_filter, sock_fprog};
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -173,7 +172,7 @@ fn withdraw(report: fn()) {
     sections::withdraw();
     let alone = sections::await_none(PATIENCE, waiter::wake_all);
     // What other threads were about to make when everything was restored.
-    process::give_everything_back(process::SECCOMP, Until::Never);
+    process::give_everything_back(process::SECCOMP);
     if alone {
         leave();
     }

@@ -28,10 +28,11 @@ use crate::{epoll, listening, lookout, process, real, rings, signals, starts, ta
 use baton_client::{KernelHold, is_in_kernel};
 use baton_linux::process::Undisturbed;
 use baton_protocol::program::Until;
+use libc::c_int;
 use std::cell::UnsafeCell;
 use std::collections::BTreeSet;
 use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// The C library calls [`before`], [`after_in_parent`] and [`after_in_child`].
 static REGISTERED: AtomicBool = AtomicBool::new(false);
@@ -95,7 +96,7 @@ pub(crate) fn are_under_way() -> bool {
 fn keep_in_kernel() -> (Option<KernelHold<'static>>, Vec<&'static Tcp>) {
     let address = |tcp: &'static Tcp| std::ptr::from_ref(tcp) as usize;
     // First what takes long: other threads use meanwhile what is in the kernel.
-    let mut restored = process::give_others_back(tcp::FORK, Until::Never, is_in_kernel);
+    let mut restored = process::give_others_back(tcp::FORK, is_in_kernel);
     let Some(session) = process::session() else { return (None, restored) };
     let mut known: BTreeSet<usize> = restored.iter().copied().map(address).collect();
     loop {
@@ -241,22 +242,48 @@ pub(crate) fn after_unprepared() {
     drop(section);
 }
 
-/// The tracked sockets that a program inherits: those without FD_CLOEXEC.
-pub(crate) fn stay_open() -> impl Iterator<Item = &'static Tcp> {
-    table::known(0, u32::MAX).filter_map(|(fd, file)| match file {
-        // SAFETY: F_GETFD takes no pointer.
-        table::File::Tcp(tcp) if unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC == 0 => Some(tcp),
+/// Numbers of descriptors that file actions of posix_spawn(3) have ever duplicated: a bit for each, the last one for
+/// all from there on.
+static DUPLICATED: [AtomicU64; 16] = [const { AtomicU64::new(0) }; 16];
+
+/// The word and the bit of a descriptor's number.
+fn duplicated(fd: c_int) -> Option<(&'static AtomicU64, u64)> {
+    let number = usize::try_from(fd).ok()?.min(DUPLICATED.len() * 64 - 1);
+    Some((&DUPLICATED[number / 64], 1 << (number % 64)))
+}
+
+/// Notes that a file action duplicates a descriptor.
+pub(crate) fn note_duplicated(fd: c_int) {
+    if let Some((word, bit)) = duplicated(fd) {
+        word.fetch_or(bit, Ordering::SeqCst);
+    }
+}
+
+/// Whether a file action may duplicate what has this number.
+fn may_be_duplicated(fd: c_int) -> bool {
+    duplicated(fd).is_some_and(|(word, bit)| word.load(Ordering::SeqCst) & bit != 0)
+}
+
+/// The tracked sockets that a program inherits: those without FD_CLOEXEC, and those that an action duplicates, where it
+/// is started `with_actions`.
+pub(crate) fn stay_open(with_actions: bool) -> impl Iterator<Item = &'static Tcp> {
+    // SAFETY: F_GETFD takes no pointer.
+    let stays_open = |fd| (unsafe { real::fcntl(fd, libc::F_GETFD, 0) } & libc::FD_CLOEXEC) == 0;
+    table::known(0, u32::MAX).filter_map(move |(fd, file)| match file {
+        table::File::Tcp(tcp) if with_actions && may_be_duplicated(fd) || stays_open(fd) => Some(tcp),
         _ => None,
     })
 }
 
 /// While this lives nothing is handed over: a program is being started, which inherits descriptors.
-pub(crate) struct Start;
+pub(crate) struct Start {
+    with_actions: bool,
+}
 
 impl Start {
-    pub fn begin() -> Start {
+    pub fn begin(with_actions: bool) -> Start {
         UNDER_WAY.fetch_add(1, Ordering::SeqCst);
-        Start
+        Start { with_actions }
     }
 }
 
@@ -264,8 +291,26 @@ impl Drop for Start {
     fn drop(&mut self) {
         // Also what other threads have made since.
         if let Some(_section) = Section::enter() {
-            stay_open().for_each(Tcp::note_shared);
+            stay_open(self.with_actions).for_each(Tcp::note_shared);
         }
         UNDER_WAY.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A number counts for itself; from the last one on all count together.
+    #[test]
+    fn what_an_action_duplicates_is_known_by_its_number() {
+        for (noted, others) in [(300, [299, 301, 1023]), (5000, [301, 1022, 299])] {
+            assert!(!may_be_duplicated(noted));
+            note_duplicated(noted);
+            assert!(may_be_duplicated(noted) && !others.into_iter().any(may_be_duplicated));
+        }
+        assert!(may_be_duplicated(300) && may_be_duplicated(1023) && may_be_duplicated(c_int::MAX));
+        note_duplicated(-1);
+        assert!(!may_be_duplicated(-1) && !may_be_duplicated(0));
     }
 }

@@ -525,46 +525,36 @@ impl Session {
 }
 
 /// Restores every connection to the kernel.
-pub(crate) fn give_everything_back(reason: &str, until: Until) {
-    give_others_back(reason, until, |_, _| false);
+pub(crate) fn give_everything_back(reason: &str) {
+    give_others_back(reason, |_, _| false);
 }
 
 /// As [`give_everything_back`], but for connections of which `stays` says, by session and number, that nothing is to be
 /// done. Returns the others.
-pub(crate) fn give_others_back(reason: &str, until: Until, stays: impl Fn(&Shared, u32) -> bool) -> Vec<&'static Tcp> {
+pub(crate) fn give_others_back(reason: &str, stays: impl Fn(&Shared, u32) -> bool) -> Vec<&'static Tcp> {
     if !is_mine() {
         return Vec::new();
     }
     // Hand-overs that other threads have begun count, too.
     for (_, file) in table::known(0, u32::MAX) {
         if let table::File::Tcp(tcp) = file {
-            if until != Until::Never || reason == crate::tcp::START {
-                tcp.note_shared();
-            }
             tcp.settle();
         }
     }
     let Some(session) = session() else { return Vec::new() };
     let moves = |(number, tcp): (u32, &'static Tcp)| (!stays(&session.shared, number)).then_some(tcp);
     let others: Vec<&'static Tcp> = session.numbered_sockets().filter_map(moves).collect();
-    tcp::give_each_back(session, &others, reason, until);
+    tcp::give_each_back(session, &others, reason, Until::Never);
     crate::udp::give_everything_back();
     crate::epoll::settle();
     others
-}
-
-/// Lets connections that were restored for a program that was started move again, once no other process has them.
-pub(crate) fn allow_again() {
-    if let Some(session) = session() {
-        tcp::allow_each_again(session, &session.sockets());
-    }
 }
 
 /// Restores everything for good: the process does something that this library cannot follow.
 pub(crate) fn close_for_good(why: Native) {
     let Some(_section) = Section::enter() else { return };
     let closed = CLOSED.swap(true, Ordering::SeqCst);
-    give_everything_back(why.cause(), Until::Never);
+    give_everything_back(why.cause());
     // A ring closes sockets where no library sees it, and the peer is to get a FIN then: nobody else may have them.
     if why == Native::IoUring
         && is_mine()

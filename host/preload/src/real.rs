@@ -106,6 +106,7 @@ real! {
     execveat = c"execveat": fn(fd: c_int, path: *const c_char, arguments: *const *const c_char, environment: *const *const c_char, flags: c_int) -> c_int;
     posix_spawn = c"posix_spawn": fn(process: *mut pid_t, path: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
     posix_spawnp = c"posix_spawnp": fn(process: *mut pid_t, file: *const c_char, actions: *const c_void, attributes: *const c_void, arguments: *const *mut c_char, environment: *const *mut c_char) -> c_int;
+    add_dup2 = c"posix_spawn_file_actions_adddup2": fn(actions: *mut c_void, fd: c_int, to: c_int) -> c_int;
     system = c"system": fn(command: *const c_char) -> c_int;
     popen = c"popen": fn(command: *const c_char, mode: *const c_char) -> *mut libc::FILE;
     chroot = c"chroot": fn(path: *const c_char) -> c_int;

@@ -4,6 +4,7 @@
 
 #include "sockets.h"
 #include <dirent.h>
+#include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/io_uring.h>
 #include <linux/seccomp.h>
@@ -134,6 +135,42 @@ static pid_t by_spawn(void)
     pid_t child;
     CHECK(posix_spawn(&child, "/proc/self/exe", NULL, NULL, arguments, environ) == 0);
     return child;
+}
+
+/* Starts a program with these file actions, which alone pass connections on. */
+static pid_t spawn_by(posix_spawn_file_actions_t *actions, const char *path, char **arguments)
+{
+    pid_t child;
+    CHECK(fcntl(ends.server, F_SETFD, FD_CLOEXEC) == 0 && fcntl(ends.client, F_SETFD, FD_CLOEXEC) == 0);
+    CHECK(posix_spawn(&child, path, actions, NULL, arguments, environ) == 0);
+    CHECK(posix_spawn_file_actions_destroy(actions) == 0);
+    return child;
+}
+
+static pid_t by_spawn_with_actions(void)
+{
+    char *arguments[] = {"processes", "reader", "200", NULL};
+    posix_spawn_file_actions_t actions;
+    CHECK(posix_spawn_file_actions_init(&actions) == 0 && posix_spawn_file_actions_adddup2(&actions, ends.server, 200) == 0);
+    return spawn_by(&actions, "/proc/self/exe", arguments);
+}
+
+/* What a started program does not get stays where it is. */
+static void spawn_beside(void)
+{
+    char *arguments[] = {"true", NULL};
+    for (int round = 0; round < 5; round++) {
+        posix_spawn_file_actions_t actions;
+        int output[2];
+        CHECK(pipe(output) == 0 && posix_spawn_file_actions_init(&actions) == 0);
+        CHECK(posix_spawn_file_actions_adddup2(&actions, output[1], STDOUT_FILENO) == 0);
+        pid_t child = spawn_by(&actions, "/bin/true", arguments);
+        CHECK(!moved || is_on_nic(ends.server));
+        ended_well(child);
+        CHECK(close(output[0]) == 0 && close(output[1]) == 0);
+    }
+    exchange(ends.client, ends.server, "after\n");
+    exchange(ends.server, ends.client, "all\n");
 }
 
 static pid_t by_vfork(void)
@@ -586,11 +623,11 @@ int main(int count, char **arguments)
     static const struct {
         const char *name;
         pid_t (*start)(void);
-    } ways[] = {{"fork", by_fork}, {"_Fork", by_fork_alone}, {"clone", by_clone}, {"raw fork", by_raw_fork}, {"spawn", by_spawn}, {"vfork", by_vfork}, {"exec", by_exec}};
+    } ways[] = {{"fork", by_fork}, {"_Fork", by_fork_alone}, {"clone", by_clone}, {"raw fork", by_raw_fork}, {"spawn", by_spawn}, {"spawn, with actions", by_spawn_with_actions}, {"vfork", by_vfork}, {"exec", by_exec}};
     static const struct {
         const char *name;
         void (*run)(void);
-    } others[] = {{"popen", by_popen}, {"system", by_system}, {"outlived, system", is_outlived_by_system}, {"outlived, setuid", is_outlived_by_setuid}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"handlers", fork_with_handlers}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
+    } others[] = {{"spawn, beside", spawn_beside}, {"popen", by_popen}, {"system", by_system}, {"outlived, system", is_outlived_by_system}, {"outlived, setuid", is_outlived_by_setuid}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"handlers", fork_with_handlers}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

@@ -154,13 +154,19 @@ fn a_fork_does_not_reopen_what_is_closed_for_good() {
 /// complete, whether the connection has moved before or is due to move after.
 #[test]
 fn two_processes_share_a_connection() {
-    as_natively("processes", &["fork", "_Fork", "clone", "raw fork", "spawn", "vfork", "exec", "popen", "system"]);
+    as_natively("processes", &["fork", "_Fork", "clone", "raw fork", "spawn", "spawn, with actions", "vfork", "exec", "popen", "system"]);
 }
 
 /// The same while the connection moves all the time: at the moment of the fork it is in either place, or in between.
 #[test]
 fn two_processes_share_a_connection_that_moves() {
-    in_each("processes", &["fork", "_Fork", "clone", "spawn", "vfork", "popen"], &[FLIPS]);
+    in_each("processes", &["fork", "_Fork", "clone", "spawn", "spawn, with actions", "vfork", "popen"], &[FLIPS]);
+}
+
+/// posix_spawn(3) with file actions, none of which passes a connection on: it stays on the NIC.
+#[test]
+fn a_connection_that_a_started_program_does_not_get_stays() {
+    as_natively("processes", &["spawn, beside"]);
 }
 
 /// A program that was started, served or not, keeps a connection that its starter closes: the peer sees no end before

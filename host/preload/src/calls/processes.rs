@@ -3,8 +3,8 @@
 use crate::forks::{self, Start};
 use crate::sections::{self, Section};
 use crate::starts::{self, Strings, Target};
-use crate::tcp::{self, START};
-use crate::{filters, kernel_only, process, real, rings, table, thread, unserved};
+use crate::tcp::{self, START, Tcp};
+use crate::{epoll, filters, kernel_only, process, real, rings, table, thread, udp, unserved};
 use baton_protocol::native::Native;
 use baton_protocol::program::Until;
 use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
@@ -12,7 +12,7 @@ use libc::{c_char, c_int, c_long, c_ulong, c_void, pid_t};
 /// Restores connections whose descriptors another program would inherit: those without FD_CLOEXEC.
 extern "C-unwind" fn before_exec() {
     let Some(_section) = Section::enter() else { return };
-    forks::stay_open().for_each(|tcp| tcp.give_back("exec", Until::Alone));
+    forks::stay_open(false).for_each(|tcp| tcp.give_back("exec", Until::Alone));
 }
 
 macro_rules! confines {
@@ -117,29 +117,46 @@ pub unsafe extern "C-unwind" fn execveat(
     }
 }
 
-/// Restores connections that a new process may inherit: with file actions, any descriptor can be among them.
-/// Until [`after_spawn`] they stay: the agent would find this process alone with them until the new one is there.
-fn before_spawn(actions: *const c_void) {
+/// Restores connections that a new process inherits, several at a time. Until [`after_spawn`] they stay: the agent
+/// would find this process alone with them until the new one is there.
+fn before_spawn(with_actions: bool) {
     let Some(_section) = Section::enter() else { return };
-    if actions.is_null() {
-        forks::stay_open().for_each(|tcp| tcp.give_back(START, Until::Never));
-    } else {
-        process::give_everything_back(START, Until::Never);
+    let errno = thread::errno();
+    let passed: Vec<&'static Tcp> = forks::stay_open(with_actions).collect();
+    match process::session() {
+        Some(session) => tcp::give_each_back(session, &passed, START, Until::Never),
+        None => passed.into_iter().for_each(|tcp| tcp.give_back(START, Until::Never)),
     }
+    if with_actions && process::is_mine() {
+        // A datagram socket can be among what they pass on, and so can a set.
+        udp::give_everything_back();
+        epoll::settle();
+    }
+    thread::set_errno(errno);
 }
 
 /// Lets them move again, once no other process has them.
-fn after_spawn(actions: *const c_void) {
+fn after_spawn(with_actions: bool) {
     let Some(_section) = Section::enter() else { return };
     let errno = thread::errno();
     // What has closed the process meanwhile holds.
-    let may_move = !process::is_closed_for_good();
-    if may_move && actions.is_null() {
-        forks::stay_open().for_each(tcp::Tcp::allow_again);
-    } else if may_move {
-        process::allow_again();
+    if let (false, Some(session)) = (process::is_closed_for_good(), process::session()) {
+        let passed: Vec<&'static Tcp> = forks::stay_open(with_actions).collect();
+        tcp::allow_each_again(session, &passed);
     }
     thread::set_errno(errno);
+}
+
+/// Intercepts the C library's `posix_spawn_file_actions_adddup2`: a program that is started with these actions gets the
+/// descriptor, whether it has FD_CLOEXEC or not.
+///
+/// # Safety
+/// As for the C library's function.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn posix_spawn_file_actions_adddup2(actions: *mut c_void, fd: c_int, to: c_int) -> c_int {
+    forks::note_duplicated(fd);
+    // SAFETY: the program's own arguments (`# Safety`).
+    unsafe { real::add_dup2(actions, fd, to) }
 }
 
 /// Intercepts the C library's `posix_spawn`.
@@ -155,15 +172,16 @@ pub unsafe extern "C-unwind" fn posix_spawn(
     arguments: *const *mut c_char,
     environment: *const *mut c_char,
 ) -> c_int {
-    let _start = Start::begin();
-    before_spawn(actions);
+    let with_actions = !actions.is_null();
+    let _start = Start::begin(with_actions);
+    before_spawn(with_actions);
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe {
         starts::execute(Target::Path(path), environment.cast(), |environment| {
             real::posix_spawn(process, path, actions, attributes, arguments, environment.cast())
         })
     };
-    after_spawn(actions);
+    after_spawn(with_actions);
     done
 }
 
@@ -180,15 +198,16 @@ pub unsafe extern "C-unwind" fn posix_spawnp(
     arguments: *const *mut c_char,
     environment: *const *mut c_char,
 ) -> c_int {
-    let _start = Start::begin();
-    before_spawn(actions);
+    let with_actions = !actions.is_null();
+    let _start = Start::begin(with_actions);
+    before_spawn(with_actions);
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe {
         starts::execute(Target::Name(file), environment.cast(), |environment| {
             real::posix_spawnp(process, file, actions, attributes, arguments, environment.cast())
         })
     };
-    after_spawn(actions);
+    after_spawn(with_actions);
     done
 }
 
@@ -199,12 +218,12 @@ pub unsafe extern "C-unwind" fn posix_spawnp(
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
     if !command.is_null() {
-        before_spawn(std::ptr::null());
+        before_spawn(false);
     }
     // SAFETY: the program's own arguments (`# Safety`).
     let status = unsafe { real::system(command) };
     if !command.is_null() {
-        after_spawn(std::ptr::null());
+        after_spawn(false);
     }
     status
 }
@@ -215,11 +234,11 @@ pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
-    let _start = Start::begin();
-    before_spawn(std::ptr::null());
+    let _start = Start::begin(false);
+    before_spawn(false);
     // SAFETY: the program's own arguments (`# Safety`).
     let stream = unsafe { real::popen(command, mode) };
-    after_spawn(std::ptr::null());
+    after_spawn(false);
     stream
 }
 
