@@ -154,7 +154,10 @@ fn a_fork_does_not_reopen_what_is_closed_for_good() {
 /// complete, whether the connection has moved before or is due to move after.
 #[test]
 fn two_processes_share_a_connection() {
-    as_natively("processes", &["fork", "_Fork", "clone", "raw fork", "spawn", "spawn, with actions", "vfork", "exec", "popen", "system"]);
+    as_natively(
+        "processes",
+        &["fork", "_Fork", "clone", "raw fork", "spawn", "spawn, with actions", "vfork", "exec", "popen", "system"],
+    );
 }
 
 /// The same while the connection moves all the time: at the moment of the fork it is in either place, or in between.
