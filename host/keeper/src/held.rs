@@ -65,6 +65,11 @@ impl Session {
         }
     }
 
+    /// Whether a program has opened it: tools have a control connection alone.
+    fn is_open(&self) -> bool {
+        self.itself.iter().any(|(kept, _)| matches!(kept, Kept::Memory(..)))
+    }
+
     /// Drops what is held of a connection. Returns its descriptors.
     fn forget(&mut self, number: u32) -> Vec<Foreign> {
         let ours = self.ours.get_mut(number as usize).and_then(Option::take).map(|(fd, _)| fd);
@@ -171,9 +176,14 @@ impl Held {
         self.common.retain(|(held, _)| !matches!(held, Kept::Listener(..)));
     }
 
-    /// Whether any program has a control connection.
+    /// Whether any program or tool has a control connection.
     pub fn has_sessions(&self) -> bool {
         !self.sessions.is_empty()
+    }
+
+    /// Whether any program has opened a session. A tool that looks again and again is none.
+    pub fn has_programs(&self) -> bool {
+        self.sessions.values().any(Session::is_open)
     }
 
     /// Everything, in an order in which nothing comes before what it depends on.
@@ -217,6 +227,19 @@ mod tests {
         assert_eq!(held(&all), [&[Kept::Group(7, 0, None)], &of_first[..]].concat());
         all.note(Kept::Ended(1), Vec::new());
         assert!(!all.has_sessions());
+    }
+
+    /// A Baton that ends with its programs is not kept by a tool that looks at it.
+    #[test]
+    fn a_tool_is_no_program() {
+        let mut all = Held::default();
+        all.note(Kept::Session(1), Vec::new());
+        assert!(all.has_sessions() && !all.has_programs());
+        all.note(Kept::Session(2), Vec::new());
+        all.note(Kept::Memory(2, Opening::alone()), Vec::new());
+        assert!(all.has_programs());
+        all.note(Kept::Ended(2), Vec::new());
+        assert!(all.has_sessions() && !all.has_programs());
     }
 
     /// A connection that another process holds is not to move once the next agent has it.

@@ -257,8 +257,9 @@ fn watch(
     let mut tokens = Vec::new();
     let mut over = false;
     loop {
-        // Programs that the watched process has started, and that outlive it, keep their connections.
-        if over && !(end.process.is_some() && held.has_sessions()) {
+        // Programs that the watched process has started, and that outlive it, keep their connections. Tools do not keep
+        // a Baton: `baton page` looks for as long as somebody has the page open.
+        if over && !(end.process.is_some() && held.has_programs()) {
             channel.end();
             await_end(agent)?;
             held.end_listener();

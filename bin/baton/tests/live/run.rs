@@ -4,6 +4,7 @@ use crate::awaited::{is_on_nic, python, run_awaited};
 use crate::common::{until_moved, wait_until};
 use crate::compiled::build;
 use crate::scratch::{Scratch, agent_socket, script, text};
+use baton_client::tool::Tool;
 use baton_linux::control::Listener;
 use baton_linux::events::{Poller, Trigger};
 use baton_linux::namespace::Namespace;
@@ -100,6 +101,26 @@ fn tools_in_a_program_ask_its_own_baton() {
     );
     let ran = baton_run(&scratch, &["--", "sh", "-c", &outer]);
     assert!(ran.status.success(), "{}{}", text(&ran.stdout), text(&ran.stderr));
+}
+
+/// A Baton that was started for a program ends with it, also while a tool looks at it again and again, as `baton page`
+/// does for as long as somebody has the page open.
+#[test]
+fn a_tool_keeps_no_baton() {
+    let scratch = Scratch::new("looked-at");
+    let mut run = Command::new(env!("CARGO_BIN_EXE_baton"));
+    run.args(["run", "--log", &scratch.file("log"), "--", "cat"]).env("TMPDIR", &scratch.0).env_remove("BATON_SOCKET");
+    let mut run = run.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("baton");
+    let mut tool = None;
+    wait_until("its Baton", || {
+        tool = agent_socket(&scratch).and_then(|path| Tool::connect(&path).ok());
+        tool.is_some()
+    });
+    let mut tool = tool.expect("a tool");
+    tool.statistics().expect("its agent answers");
+    drop(run.stdin.take());
+    assert!(run.wait().expect("our child").success());
+    wait_until("the end of its Baton", || tool.has_ended());
 }
 
 /// A server that sets a small receive buffer on a connection before the NIC has it, and is sent 200,000 bytes then.
