@@ -4,7 +4,7 @@
 
 use baton_handoff::shell;
 use baton_linux::events::monotonic_micros;
-use baton_linux::{cgroup_socket, cgroups, process};
+use baton_linux::{cgroups, process, starter};
 use baton_moves::Refusal;
 use baton_steering::{Group as Programs, programs_of};
 use std::collections::HashMap;
@@ -93,7 +93,7 @@ impl Group {
         let probe = match place {
             Some(probe) => probe,
             None => {
-                let made = cgroup_socket::make(directory.as_fd(), peer.is_ipv6());
+                let made = starter::socket_of_group(directory.as_fd(), peer.is_ipv6());
                 place
                     .insert(made.map_err(|error| Refusal::Group(format!("that could not be asked about a connect(2): {error}")))?)
             }

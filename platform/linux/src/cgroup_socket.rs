@@ -16,11 +16,13 @@ const CLONE_PIDFD: u64 = 0x1000;
 const CLONE_INTO_CGROUP: u64 = 1 << 33;
 
 /// Makes a TCP socket that belongs to a control group, of which `group` is the directory. A socket belongs to the group
-/// of the process that makes it, so a process in that group does: it lives for a moment and runs nothing else.
+/// of the process that makes it, so a process in that group does: it lives for a moment and runs nothing else. It has
+/// copies of the calling thread's descriptors, which it would have to close at its end: so the starter's thread calls
+/// this.
 ///
 /// # Errors
 /// The failed system call's; `ETIMEDOUT` if the group's processes do not run.
-pub fn make(group: BorrowedFd<'_>, v6: bool) -> io::Result<OwnedFd> {
+pub(crate) fn make(group: BorrowedFd<'_>, v6: bool) -> io::Result<OwnedFd> {
     let mut ends = [0; 2];
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC;
     // SAFETY: the array takes the two descriptors.

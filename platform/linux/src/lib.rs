@@ -13,7 +13,7 @@ macro_rules! report {
 
 pub mod bell;
 pub mod buffers;
-pub mod cgroup_socket;
+mod cgroup_socket;
 pub mod cgroups;
 pub mod conntrack;
 pub mod control;

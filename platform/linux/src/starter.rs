@@ -3,8 +3,10 @@
 //! A new process gets a copy of the table of descriptors of the thread that starts it, and closes what is not meant for
 //! it when it executes its program. Closing even a copy may wait for whoever is behind it: a FUSE server that is asked
 //! to flush its file, a socket that lingers. So the thread here, which has a table of its own that never holds such a
-//! descriptor, starts them. It gets what the new process is to have by a socket.
+//! descriptor, starts them. It gets what the new process is to have by a socket. The process that makes a socket in
+//! another control group, and executes no program, is started by it as well.
 
+use crate::cgroup_socket;
 use crate::control::{Channel, MAX_DESCRIPTORS};
 use crate::process;
 use crate::socket::check;
@@ -17,15 +19,19 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command};
-use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError, mpsc};
 
-/// What is to be started. Its descriptors come with it and with as many further messages as they need.
+/// What is to be done.
 #[derive(Serialize, Deserialize)]
-struct Order {
-    argument: String,
-    tied: bool,
-    descriptors: usize,
+enum Order {
+    /// Start this program. Its descriptors come with the order and with as many further messages as they need.
+    Start { argument: String, tied: bool, descriptors: usize },
+    /// Make a socket of the control group whose directory comes with the order.
+    Socket { v6: bool },
 }
+
+/// The answer to [`Order::Socket`]: None with the socket, else the system's error number.
+type Made = Option<i32>;
 
 struct Starter {
     orders: Channel,
@@ -53,14 +59,33 @@ pub fn begin() -> io::Result<()> {
 /// # Errors
 /// If it cannot be started.
 pub fn start(argument: &str, descriptors: &[BorrowedFd<'_>], tied: bool) -> io::Result<Child> {
-    begin()?;
-    let Some(starter) = STARTER.get() else { return Err(io::ErrorKind::NotFound.into()) };
-    let starter = starter.lock().unwrap_or_else(PoisonError::into_inner);
+    let starter = starter()?;
     let mut chunks = descriptors.chunks(MAX_DESCRIPTORS);
-    let order = Order { argument: argument.to_owned(), tied, descriptors: descriptors.len() };
+    let order = Order::Start { argument: argument.to_owned(), tied, descriptors: descriptors.len() };
     starter.orders.send(&order, chunks.next().unwrap_or_default())?;
     chunks.try_for_each(|chunk| starter.orders.send(&(), chunk))?;
     starter.started.recv().map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?
+}
+
+/// Makes a TCP socket that belongs to a control group, of which `group` is the directory.
+///
+/// # Errors
+/// The failed system call's; `ETIMEDOUT` if the group's processes do not run.
+pub fn socket_of_group(group: BorrowedFd<'_>, v6: bool) -> io::Result<OwnedFd> {
+    let starter = starter()?;
+    starter.orders.send(&Order::Socket { v6 }, &[group])?;
+    let (failed, made) = starter.orders.receive::<Made>()?;
+    match (failed, made.into_iter().next()) {
+        (None, Some(socket)) => Ok(socket),
+        // This process has no room for it.
+        (failed, _) => Err(io::Error::from_raw_os_error(failed.unwrap_or(libc::EMFILE))),
+    }
+}
+
+fn starter() -> io::Result<MutexGuard<'static, Starter>> {
+    begin()?;
+    let starter = STARTER.get().ok_or(io::ErrorKind::NotFound)?;
+    Ok(starter.lock().unwrap_or_else(PoisonError::into_inner))
 }
 
 impl Starter {
@@ -74,7 +99,7 @@ impl Starter {
             let orders = own.map_err(|error| begun.send(Err(error))).ok()?;
             begun.send(Ok(())).ok()?;
             // It ends with its process.
-            while child.send(next(&orders).ok()?).is_ok() {}
+            while serve(&orders, &child).is_some() {}
             Some(())
         })?;
         has_begun.recv().map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))??;
@@ -122,21 +147,35 @@ pub fn own_command() -> io::Result<Command> {
     Ok(command)
 }
 
-/// Starts what the next order says. The error is the channel's.
-fn next(orders: &Channel) -> io::Result<io::Result<Child>> {
-    let (order, mut descriptors) = orders.receive::<Order>()?;
-    while descriptors.len() < order.descriptors {
-        descriptors.extend(orders.receive::<()>()?.1);
-    }
-    let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
-    Ok(own_command().and_then(|mut command| {
-        command.arg(&order.argument);
-        process::inherit(&mut command, &borrowed, order.tied);
-        if order.tied {
-            process::with_sharing_priority(&mut command);
+/// Does what the next order says. None if nobody gives any more.
+fn serve(orders: &Channel, started: &mpsc::Sender<io::Result<Child>>) -> Option<()> {
+    let (order, mut descriptors) = orders.receive::<Order>().ok()?;
+    match order {
+        Order::Start { argument, tied, descriptors: all } => {
+            while descriptors.len() < all {
+                descriptors.extend(orders.receive::<()>().ok()?.1);
+            }
+            started.send(spawn(&argument, &descriptors, tied)).ok()
         }
-        command.spawn()
-    }))
+        Order::Socket { v6 } => {
+            let group = descriptors.first().ok_or(io::Error::from_raw_os_error(libc::EMFILE));
+            let made = group.and_then(|group| cgroup_socket::make(group.as_fd(), v6));
+            let failed: Made = made.as_ref().err().map(|error| error.raw_os_error().unwrap_or(libc::EIO));
+            let socket: Vec<BorrowedFd<'_>> = made.iter().map(AsFd::as_fd).collect();
+            orders.send(&failed, &socket).ok()
+        }
+    }
+}
+
+fn spawn(argument: &str, descriptors: &[OwnedFd], tied: bool) -> io::Result<Child> {
+    let borrowed: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+    let mut command = own_command()?;
+    command.arg(argument);
+    process::inherit(&mut command, &borrowed, tied);
+    if tied {
+        process::with_sharing_priority(&mut command);
+    }
+    command.spawn()
 }
 
 #[cfg(test)]

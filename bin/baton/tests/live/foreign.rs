@@ -9,8 +9,9 @@ use baton_bed::testbed::{Testbed, TestbedSettings};
 use baton_client::tool::Tool;
 use baton_client::{Listener, Shared};
 use baton_linux::control::Channel;
-use baton_linux::{process, socket};
+use baton_linux::{process, socket, starter};
 use baton_protocol::program::{Answer, Ask, Opening, Reply, Request};
+use std::fs::File;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::os::fd::AsFd;
@@ -185,6 +186,24 @@ fn what_nobody_has_received_holds_up_nobody() {
         assert!(worst.1 < alone.1 + PROMISED, "{attack}: {worst:?}, {alone:?} alone");
         assert_eq!(processes(), before, "{attack}");
     }
+}
+
+/// A socket of another control group is made by a process in that group, which has no copy of a file that this process
+/// has: at its end it would have to close it, and stay in the group as long as the file's server likes.
+#[test]
+fn a_file_that_does_not_close_keeps_no_process_in_a_group() {
+    // Before this process has the file.
+    starter::begin().expect("the thread that starts processes");
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
+    let mounts = std::fs::read_to_string("/proc/self/mounts").expect("mounts");
+    let mut words = mounts.lines().map(|line| line.split(' ').collect::<Vec<_>>());
+    let mount = words.find(|words| words[2] == "cgroup2").expect("cgroup2 is mounted")[1];
+    let group = format!("{mount}/baton-file-{}", std::process::id());
+    std::fs::create_dir(&group).expect("a control group");
+    let directory = File::open(&group).expect("the group");
+    let _held = file.fd();
+    starter::socket_of_group(directory.as_fd(), false).expect("a socket");
+    wait_until("the end of the group's process", || std::fs::remove_dir(&group).is_ok());
 }
 
 /// A report's file whose server does not answer delays the report and nothing else.
