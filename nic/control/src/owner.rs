@@ -170,6 +170,8 @@ pub fn run() -> Result<()> {
     let card = OwnerDescriptor::Card as i32..;
     let card = card.take(settings.nic.card_descriptors()).map(take).collect::<Result<Vec<OwnedFd>>>()?;
     let signals = process::signal_descriptor(&process::ENDING)?;
+    // Before anything comes from the host or from a tool: what does not close is copied into no NIC's process.
+    starter::begin().context("the thread that starts NICs")?;
     let memory = Arc::new(Region::create("baton-filter", 8 * WORDS).context("the filter's memory")?);
     let mut random = [0u8; 32];
     process::random(&mut random).context("random numbers")?;
@@ -267,7 +269,7 @@ impl Process {
         let Ok([memory, nic_bell, agent_bell]) = <[Foreign; 3]>::try_from(descriptors) else {
             bail!("a NIC needs three descriptors: its memory and two doorbells")
         };
-        // The new process closes copies of them, which must not take long.
+        // The new process, and the thread that starts it, close copies of them, which must not take long.
         if !memory.is_memory() || nic_bell.has_path() || agent_bell.has_path() {
             bail!("a NIC needs memory and two doorbells, not other files");
         }
@@ -292,10 +294,8 @@ impl Process {
             vec![self.host.as_fd(), self.wire.as_fd(), memory.as_fd(), nic_bell.as_fd(), agent_bell.as_fd(), nics.as_fd()];
         inherited.extend(self.card.iter().map(AsFd::as_fd));
         inherited.extend([theirs.as_fd(), filter]);
-        let mut command = starter::own_command()?;
-        command.arg("nic-process");
-        process::inherit(&mut command, &inherited, true);
-        let nic = Nic { child: command.spawn().context("starting the NIC process")?, channel: ours };
+        let child = starter::start("nic-process", &inherited, true).context("starting the NIC process")?;
+        let nic = Nic { child, channel: ours };
         drop((theirs, nics));
         let process = nic.child.id();
         let generation = self.book.next_generation();

@@ -2,12 +2,16 @@
 //! NIC, compared with what is captured on both sides; and a host whose root has turned against the owner.
 
 use crate::common::{Scene, SetsAtEnd, bind_at_freed, connect, hosts, scene, wait_until};
+use crate::fuse::{FuseFile, NEVER_FLUSHED};
 use baton_backends::PacketDevice;
 use baton_bed::testbed::{ControlPoint, Testbed, TestbedSettings, address_a, address_b};
 use baton_device::{Device, Frame, MAX_FRAME};
 use baton_filter::{Direction, parse};
+use baton_keeper::Descriptor;
+use baton_linux::control::PeerChannel;
 use baton_linux::namespace::Namespace;
-use baton_linux::{interface, process, rtnetlink};
+use baton_linux::{freeze, interface, process, rtnetlink};
+use baton_protocol::filter::ToOwner;
 use baton_protocol::program::Place;
 use serde_json::Value;
 use std::io::{self, ErrorKind, Read, Write};
@@ -580,6 +584,24 @@ fn a_compromised_host_changes_nothing() {
         assert_eq!(leaked, [0, 0], "frames from {mac:x?} got through");
         assert!(allowed > 0, "the capture of frames from {mac:x?} is blind");
     }
+}
+
+/// A host has sent its NIC's owner files that do not close. The next NIC is started without copies of them, which it
+/// would have to close first.
+#[test]
+fn an_owner_starts_a_nic_beside_files_that_do_not_close() {
+    let bed = hosts(settings(&[]));
+    let Some(file) = FuseFile::new(&NEVER_FLUSHED) else { return };
+    let agent = bed.tool().and_then(|mut tool| tool.statistics()).expect("statistics").agent_process;
+    let keeper = process::open_process(process::parent(agent).expect("the keeper")).expect("the keeper");
+    // In the wire's place the host has its way to the owner.
+    let way = freeze::take_descriptor(keeper.as_fd(), Descriptor::Wire as i32).expect("the way to the owner");
+    let way = PeerChannel::from_foreign(way).expect("a control connection");
+    let owner = bed.owner.as_ref().expect("an owner").process();
+    let before = process::children(owner);
+    way.send(&(0u64, ToOwner::End), &[file.fd(); 8]).expect("a request");
+    wait_until("another NIC is started", || process::children(owner) != before);
+    expect_datagram(&bed);
 }
 
 /// Waits until a datagram to the allowed port gets from host A to host B.
