@@ -47,7 +47,7 @@ use baton_protocol::program::{Place, Reply, Until};
 use baton_steering::Steer;
 use baton_wire::Flow;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::io::{self, Write};
+use std::io;
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -342,7 +342,6 @@ impl Agent {
         let sessions: BTreeSet<u32> = sessions.into_iter().filter(exists).collect();
         let user = self.user_of(*sessions.first()?);
         let taken = self.users.take(user, 2);
-        let theirs = unaccepted::emptied(theirs);
         let listener = Listener { sessions, _taken: taken, ..Listener::new(listening, limits, ours.into(), theirs) };
         self.listeners.by_id.insert(id, listener);
         Some(())
@@ -469,8 +468,7 @@ impl Agent {
         let Some(listener) = self.listeners.by_id.get_mut(&id) else { return };
         journal::note_made(&self.hardware[cid.nic()].memory, Made { cid, listener: id, by_cookie: false });
         listener.waiting.push_back(Waiting { cid, image });
-        // It has room for more bytes than connections may wait.
-        let _ = (&listener.ours).write(&[0]);
+        unaccepted::announce(listener, 1);
     }
 
     /// Drops a connection that the NIC has made: its frames are the kernel's.

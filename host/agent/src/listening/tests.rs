@@ -1,5 +1,5 @@
 use super::*;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::ops::Range;
 
@@ -72,13 +72,14 @@ fn what_nobody_accepts_waits_for_a_while() {
     assert_eq!(over(&left, 7), [false, true], "some may come still");
 }
 
-/// A program has read a byte of the queue, and has ended before it has asked for the connection.
+/// A program has read a byte of the queue, and has ended before it has asked for the connection. What is there already
+/// is not read.
 #[test]
 fn the_next_program_finds_all_that_waits() {
     let mut left = listener(0..0, 0..3);
-    left.ours.write_all(&[0; 2]).expect("room");
+    left.ours.write_all(&[7; 2]).expect("room");
     unaccepted::recount_if_unhad(&left);
-    assert_eq!(queued(left), [0; 3]);
+    assert_eq!(queued(left), [7, 7, 0]);
 }
 
 /// The same while another worker of the server has the listener.
@@ -86,10 +87,23 @@ fn the_next_program_finds_all_that_waits() {
 fn the_other_programs_find_all_that_waits() {
     let mut shared = listener(0..0, 0..3);
     shared.sessions.extend([3, 4]);
-    shared.ours.write_all(&[0; 2]).expect("room");
+    shared.ours.write_all(&[7; 2]).expect("room");
     unaccepted::recount_if_unhad(&shared);
     assert!(!unaccepted::leave(&mut shared, 5) && unaccepted::leave(&mut shared, 3) && shared.sessions.contains(&4));
-    assert_eq!(queued(shared), [0; 3]);
+    assert_eq!(queued(shared), [7, 7, 0]);
+}
+
+/// What a dead agent has written, and no program has read, stands for connections that wait still.
+#[test]
+fn what_the_last_agent_has_written_counts() {
+    let mut held = listener(0..0, 0..1);
+    held.ours.write_all(&[7; 2]).expect("room");
+    unaccepted::announce(&held, 1);
+    held.waiting.extend(listener(0..0, 1..3).waiting);
+    for _ in 0..2 {
+        unaccepted::announce(&held, 1);
+    }
+    assert_eq!(queued(held), [7, 7, 0]);
 }
 
 /// What programs can read from a listener's queue.

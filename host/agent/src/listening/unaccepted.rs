@@ -14,7 +14,7 @@ use baton_wire::{Endpoint, Flow};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 
 /// Microseconds for which what the NIC has made waits for a process that may have the socket, and has not asked for the
 /// queue: the next worker of a server, or one that is started anew. A process that accepts from the kernel alone would
@@ -119,7 +119,7 @@ pub(crate) fn end_all(agent: &mut Agent) {
 pub(super) fn leave(listener: &mut Listener, session: u32) -> bool {
     let left = listener.sessions.remove(&session);
     if left {
-        recount(listener);
+        announce(listener, usize::MAX);
     }
     left
 }
@@ -128,15 +128,21 @@ pub(super) fn leave(listener: &mut Listener, session: u32) -> bool {
 /// none of its sessions' any more may have read of it since.
 pub(super) fn recount_if_unhad(listener: &Listener) {
     if listener.sessions.is_empty() {
-        recount(listener);
+        announce(listener, usize::MAX);
     }
 }
 
-/// Writes a byte for each connection that waits, and none besides.
-fn recount(listener: &Listener) {
-    empty(&listener.theirs);
-    // As when they were made: there is room.
-    let _ = (&listener.ours).write(&vec![0; listener.waiting.len()]);
+/// Writes bytes into a listener's queue, at most so many, until it has one for each connection that waits. Those that
+/// it has already are counted and not read, whoever has written them: whoever reads from the queue waits for each
+/// thread of a program that reads from it into memory which does not come. So there may be more than connections, after
+/// an agent's death for example: a program that reads such a byte finds no connection, and waits on.
+pub(super) fn announce(listener: &Listener, most: usize) {
+    let unread = socket::queue_bytes(listener.theirs.as_fd(), socket::SIOCINQ).unwrap_or(0);
+    let missing = listener.waiting.len().saturating_sub(unread as usize).min(most);
+    if missing > 0 {
+        // There is room for more bytes than connections may wait.
+        let _ = (&listener.ours).write(&vec![0; missing]);
+    }
 }
 
 /// Drops a connection that the NIC has made: its frames are the kernel's. Its listener gets another slot.
@@ -176,23 +182,9 @@ fn awaits(listeners: &Listeners, nic: usize) -> bool {
     listeners.by_id.values().any(|listener| listener.wanted.contains(&nic) && !listener.has_answer(nic))
 }
 
-/// The programs' end of a queue, without the bytes that the last agent has written and no program has read. Each
-/// connection that waits gets one from this agent: with two a program might wait for a connection that is not there.
-pub(super) fn emptied(theirs: OwnedFd) -> OwnedFd {
-    empty(&theirs);
-    theirs
-}
-
-/// Takes what was written from the programs' end of a queue.
-fn empty(theirs: &OwnedFd) {
-    while socket::receive(theirs.as_fd(), &mut [0; 256]).is_ok_and(|length| length > 0) {}
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io::Read;
-    use std::os::unix::net::UnixStream;
 
     #[test]
     fn what_a_nic_has_made_is_a_programs_the_kernels_or_nobodys() {
@@ -205,17 +197,5 @@ mod tests {
         // Whether anybody listens still or not, the kernel's goes on.
         assert_eq!((fate(true, true, true), fate(true, false, true)), (Fate::Kernels, Fate::Kernels));
         assert_eq!(super::fate(None, true, true, |_| true), Fate::Nobodys);
-    }
-
-    #[test]
-    fn what_waits_has_one_byte_from_each_agent() {
-        let (mut ours, theirs) = UnixStream::pair().expect("two sockets");
-        ours.write_all(&[0; 300]).expect("room");
-        let mut theirs = UnixStream::from(emptied(theirs.into()));
-        ours.write_all(&[7]).expect("room");
-        drop(ours);
-        let mut left = Vec::new();
-        theirs.read_to_end(&mut left).expect("what is left");
-        assert_eq!(left, [7]);
     }
 }

@@ -2,7 +2,10 @@
 
 use super::{ECHO, address, bed, connect, count, exchange, on_demand, start, start_printing, wait_for_server, wait_until};
 use crate::common::{answered, hosts};
+use crate::entries::PYTHON;
+use crate::fuse::{FuseFile, READ};
 use crate::hostile_client::Client;
+use crate::stopped::in_time;
 use baton_abi::layout::{Counter, session};
 use baton_agent::{Crash, Fault, Step};
 use baton_bed::testbed::{Testbed, TestbedSettings};
@@ -12,6 +15,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::process::{Child, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -20,6 +24,7 @@ in_both_shapes! {
     what_waits_to_be_accepted_outlives_an_agent
     an_agent_may_die_while_a_program_accepts
     a_program_that_is_closed_for_good_accepts_what_the_nic_makes
+    a_read_that_does_not_end_holds_up_no_agent
 }
 
 fn agent_of(bed: &Testbed) -> u32 {
@@ -166,4 +171,49 @@ threading.Thread(target=fork, daemon=True).start()
     let before = count(&bed, Counter::Made);
     (2..5).for_each(|byte| exchange(&connect(&bed, at).expect("a client"), byte));
     assert!(count(&bed, Counter::Made) > before, "the NIC makes none");
+}
+
+/// Reads from its standard input into memory that does not come.
+const READS: &str = "
+import mmap, socket
+memory = mmap.mmap(3, 4096, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+socket.socket(fileno=0).recv_into(memory, 1)
+";
+
+/// A process that reads from a listener's queue, and does not come back while this exists.
+struct Reads {
+    child: Child,
+    file: Option<FuseFile>,
+}
+
+impl Drop for Reads {
+    fn drop(&mut self) {
+        // It waits for the file, whatever signal comes.
+        drop(self.file.take());
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A program reads from the queue of a listener into memory that does not come, and keeps all who would read from it
+/// waiting. The next agent counts what is in the queue, and reads nothing.
+fn a_read_that_does_not_end_holds_up_no_agent(beside: bool) {
+    let Some(file) = FuseFile::new(&[READ]) else { return };
+    let bed = bed(beside);
+    let at = address(false, 7000);
+    let listener = bed.host_a.run(|| TcpListener::bind(at)).expect("a listener");
+    let program = Client::open(&bed.socket(), Opening::alone()).expect("a session");
+    let (id, queue) = program.listen(&listener);
+    let _first = client_of_nic(&bed, &listener, &queue);
+    let mut command = file.held_by(0, PYTHON);
+    command.args(["-c", READS]).stdin(Stdio::from(queue.try_clone().expect("a descriptor")));
+    let mut reads = Reads { child: command.spawn().expect("python3"), file: Some(file) };
+    let _second = connect(&bed, at).expect("a connection");
+    reads.file.as_mut().expect("the file").until_waited_for();
+    process::signal(agent_of(&bed), libc::SIGKILL).expect("the agent");
+    let program = in_time("the next agent", move || {
+        program.await_restart();
+        program
+    });
+    assert!(program.accept(id).is_some(), "a connection has waited");
 }
