@@ -12,6 +12,7 @@ use baton_client::tool::Tool;
 use baton_keeper::Devices;
 use baton_linux::control::{Channel, Listener, PeerChannel};
 use baton_linux::events::{Poller, Trigger};
+use baton_linux::foreign;
 use baton_linux::namespace::Namespace;
 use baton_linux::{process, service, socket, starter};
 use baton_log::{Level, info, warning};
@@ -129,14 +130,14 @@ impl Served {
         Ok(Served { keeper, parent, agent, socket: socket.to_owned(), unused: 0, user })
     }
 
-    /// Passes a client to the agent, which may refuse it.
-    fn admit(&mut self, client: &PeerChannel) -> Result<()> {
+    /// Passes a client to the agent. Returns whether that serves it; if not, it has told the client why.
+    fn admit(&mut self, client: &PeerChannel) -> Result<bool> {
         self.unused = 0;
         match self.agent.ask_with(Ask::Admit, &[client.as_fd()])? {
-            Reply::Done => Ok(()),
+            Reply::Done => Ok(true),
             Reply::Failed { reason } => {
                 info!([] "a client is refused: {reason}");
-                Ok(())
+                Ok(false)
             }
             other => bail!("unexpected answer from the agent: {other:?} (are both of the same version?)"),
         }
@@ -251,18 +252,27 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
                 continue;
             }
         };
-        if let Err(error) = up.admit(&client) {
-            warning!(
-                [] "a client cannot be served: {error:#}";
-                "its program runs without Baton; `baton doctor`, run beside it, names what is missing"
-            );
-            // It waits for the answer to its first request.
-            let reason = format!("{error:#}");
-            let _ = client.try_send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
-            // It may not have sent that yet, so its connection stays open for a while.
-            up.refused.push_back(client);
-            if up.refused.len() > REFUSED {
-                up.refused.pop_front();
+        if client.peer_user().is_ok_and(foreign::is_stuck) {
+            refuse(&client, foreign::STUCK.into());
+            client.turn_away();
+            continue;
+        }
+        match up.admit(&client) {
+            Ok(true) => {}
+            Ok(false) => client.turn_away(),
+            Err(error) => {
+                warning!(
+                    [] "a client cannot be served: {error:#}";
+                    "its program runs without Baton; `baton doctor`, run beside it, names what is missing"
+                );
+                refuse(&client, format!("{error:#}"));
+                // It may not have sent its first request yet, so its connection stays open for a while.
+                up.refused.push_back(client);
+                if up.refused.len() > REFUSED
+                    && let Some(oldest) = up.refused.pop_front()
+                {
+                    oldest.turn_away();
+                }
             }
         }
     }
@@ -272,6 +282,11 @@ pub fn up(arguments: &UpArguments) -> Result<()> {
     up.keep_what_was_measured();
     std::mem::take(&mut up.served).into_values().for_each(Served::end);
     Ok(())
+}
+
+/// Answers the first request of a client, for which it waits, that it is not served.
+fn refuse(client: &PeerChannel, reason: String) {
+    let _ = client.try_send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
 }
 
 /// Tells the service manager, if one has started this process, how far it is.
@@ -291,10 +306,14 @@ impl Up<'_> {
         path.into()
     }
 
-    fn admit(&mut self, client: &PeerChannel) -> Result<()> {
+    /// Passes a client to the agent of its network namespace. Returns whether that serves it.
+    fn admit(&mut self, client: &PeerChannel) -> Result<bool> {
         let namespace = socket::namespace(client.as_fd())?;
         if let Some(served) = self.served.get_mut(&namespace) {
-            let Err(error) = served.admit(client) else { return Ok(()) };
+            let error = match served.admit(client) {
+                Err(error) => error,
+                admitted => return admitted,
+            };
             warning!(
                 [] "the Baton of namespace {namespace} does not answer ({error:#}): another one is started";
                 "if it comes again, send what `baton report` writes"

@@ -47,7 +47,7 @@ use baton_log::{debug, info, warning};
 use baton_moves::Refusal;
 use baton_protocol::keeper::{AGENT_NAME, Kept};
 use baton_protocol::nic::{Descriptor, NicSettings, ToNic};
-use baton_protocol::program::{Answer, Opening, Reply, Statistics};
+use baton_protocol::program::{Opening, Reply, Statistics};
 use baton_shm::{Pulse, Region};
 use baton_steering::{Steering, messages_flow};
 use baton_supervision::CrashLoop;
@@ -330,7 +330,9 @@ impl Agent {
                     LISTENER => {
                         let admitted = listener.accept().map_err(Into::into).and_then(|channel| self.admit(channel));
                         // The client gets the reason, if it can be sent one.
-                        admitted.unwrap_or_else(|error| info!([] "a client is turned away: {error:#}"));
+                        if let Err(error) = admitted {
+                            info!([] "a client is turned away: {error:#}");
+                        }
                     }
                     NIC_BELL => self.hardware[0].agent_bell.clear(),
                     KEEPER => match self.keeper.try_receive::<Kept>() {
@@ -390,35 +392,35 @@ impl Agent {
         self.sessions.get(session as usize).and_then(Option::as_ref).map_or(u32::MAX, |session| session.user)
     }
 
-    fn admit(&mut self, channel: PeerChannel) -> Result<()> {
+    /// Makes a session of a client's, unless its user may have no other one: then the client gets the reason. Returns
+    /// whether it has done so.
+    fn admit(&mut self, channel: PeerChannel) -> Result<bool> {
         let number = self.sessions.vacant();
         let mut session = Session::new(channel)?;
-        // The reason is sent before the channel closes.
-        let turn_away = |reason| _ = session.send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
         let left = match self.users.descriptors_left(session.channel.as_fd().as_raw_fd() as u64, 0) {
             Ok(left) => left,
             Err(why) => {
-                turn_away(why.to_string());
+                session.turn_away(why.to_string());
                 return Err(why.into());
             }
         };
         if foreign::is_stuck(session.user) {
-            turn_away("the files whose descriptors this user has sent do not close".into());
-            return Ok(());
+            session.turn_away(foreign::STUCK.into());
+            return Ok(false);
         }
         if let Err(why) = self.users.connects(session.user, left, foreign::unclosed(session.user)) {
-            turn_away(why);
-            return Ok(());
+            session.turn_away(why);
+            return Ok(false);
         }
         session.connections.count_as(self.users.take(session.user, 0));
         self.watch(number, &session)?;
         self.keep(&Kept::Session(number), &[session.channel.as_fd()]);
         self.sessions.put(number, session);
-        Ok(())
+        Ok(true)
     }
 
-    /// Admits a client whose control connection another process received and passes on.
-    fn admit_another(&mut self, number: u32, channel: PeerChannel) -> Result<()> {
+    /// Admits a client whose control connection another process received and passes on. Returns whether it is served.
+    fn admit_another(&mut self, number: u32, channel: PeerChannel) -> Result<bool> {
         requests::only_ours(self.rights_of(number), "bring others")?;
         self.admit(channel)
     }
@@ -664,9 +666,7 @@ impl Agent {
             self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
             debug!([session = number, user = user] "session {number} has ended");
         }
-        // A program that was cut off sees it now, and not only when what it has sent can be closed.
-        session.channel.shut();
-        drop(session);
+        session.end();
         self.users.leaves(user, opened);
     }
 

@@ -98,6 +98,17 @@ impl Session {
         }
     }
 
+    /// Turns its program or tool away, which gets the reason.
+    pub fn turn_away(self, reason: String) {
+        let _ = self.send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
+        self.end();
+    }
+
+    /// Ends it for good. A program that was cut off sees it now, and not only when what it has sent can be closed.
+    pub fn end(self) {
+        self.channel.turn_away();
+    }
+
     /// Notifies the program that an agent has taken the session over for the `starts`th time: unanswered requests must
     /// be repeated. A program looks at its session's memory, too, at each message that it reads (`AGENT_STARTS` in the
     /// layout). So nothing is sent while one is unread: a program that asks for nothing reads none, however often

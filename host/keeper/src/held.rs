@@ -2,7 +2,7 @@
 //! depend on how much is held.
 
 use baton_abi::layout::session::MAX_CONNECTIONS;
-use baton_linux::control::Listening;
+use baton_linux::control::{Listening, PeerChannel};
 use baton_linux::foreign::{self, Foreign};
 use baton_protocol::keeper::Kept;
 use baton_protocol::program::Until;
@@ -62,6 +62,18 @@ impl Session {
                 self.ours[number as usize] = Some((fd, until));
             }
             (_, descriptors) => drop(self.others.insert(number, (kept, descriptors.map_or_else(|all| all, Vec::from)))),
+        }
+    }
+
+    /// Drops all, and ends its control connection, as the agent has.
+    fn end(self) {
+        for (kept, descriptors) in self.itself {
+            let of_program = matches!(kept, Kept::Session(_));
+            for fd in descriptors {
+                if of_program && let Ok(channel) = PeerChannel::from_foreign(fd) {
+                    channel.turn_away();
+                }
+            }
         }
     }
 
@@ -139,7 +151,9 @@ impl Held {
                 }
             }
             Kept::Ended(session) => {
-                drop(self.sessions.remove(&session));
+                if let Some(ended) = self.sessions.remove(&session) {
+                    ended.end();
+                }
                 // An agent may die before it says so, and the number is another session's soon.
                 self.common.retain_mut(|(held, _)| match held {
                     Kept::Listener(_, of, _) => {
@@ -196,7 +210,9 @@ impl Held {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_linux::control::Channel;
     use baton_protocol::program::{Opening, Until};
+    use std::os::fd::{AsFd, OwnedFd};
 
     fn held(held: &Held) -> Vec<Kept> {
         held.iter().map(|(kept, _)| kept.into_owned()).collect()
@@ -227,6 +243,18 @@ mod tests {
         assert_eq!(held(&all), [&[Kept::Group(7, 0, None)], &of_first[..]].concat());
         all.note(Kept::Ended(1), Vec::new());
         assert!(!all.has_sessions());
+    }
+
+    /// For its program a session's control connection ends with it, also if another process has that open still.
+    #[test]
+    fn a_session_ends_with_its_control_connection() {
+        let (ours, theirs) = Channel::pair().expect("two sockets");
+        let _agents = ours.as_fd().try_clone_to_owned().expect("a descriptor");
+        let mut all = Held::default();
+        all.note(Kept::Session(1), vec![Foreign::from(OwnedFd::from(ours))]);
+        assert!(!theirs.is_hung_up());
+        all.note(Kept::Ended(1), Vec::new());
+        assert!(theirs.is_hung_up());
     }
 
     /// A Baton that ends with its programs is not kept by a tool that looks at it.

@@ -4,6 +4,7 @@
 
 use crate::events::monotonic_micros;
 use crate::foreign::Foreign;
+use crate::socket::check_size;
 use crate::trust;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::{Errno, retry_on_intr};
@@ -15,7 +16,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
@@ -32,6 +33,9 @@ pub const MOST_RECEIVED: usize = 253;
 
 /// Bytes of a message's ancillary data with so many.
 const ANCILLARY: usize = rustix::cmsg_space!(ScmRights(MOST_RECEIVED));
+
+/// Most messages that are dropped of a client that is turned away: more than there is room for in a socket.
+const MOST_DROPPED: usize = 1024;
 
 /// A time limit of zero.
 const NOW: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -112,6 +116,51 @@ fn peer_process(fd: BorrowedFd<'_>) -> io::Result<u32> {
     let mut raw = [0u8; 12];
     crate::socket::get_bytes(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, &mut raw)?;
     Ok(u32::from_ne_bytes([raw[0], raw[1], raw[2], raw[3]]))
+}
+
+/// What waits first in a Unix socket's queue.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum First {
+    Nothing,
+    /// A message without descriptors, which may be empty.
+    Bytes,
+    Descriptors,
+}
+
+/// Looks at that without taking it, and without waiting, on a socket with SO_PASSCRED.
+fn first(fd: BorrowedFd<'_>) -> io::Result<First> {
+    // Each message brings its sender's credentials, which fill this: no descriptor of the message's is made here.
+    let mut room = [0u64; 4];
+    // SAFETY: null pointers and numbers.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_control = room.as_mut_ptr().cast();
+    message.msg_controllen = size_of_val(&room) as _;
+    let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
+    // SAFETY: the message points at no buffer, and at live room for control data that is as long as it says.
+    check_size(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, flags) })?;
+    Ok(match (message.msg_flags & libc::MSG_CTRUNC, message.msg_controllen) {
+        (0, 0) => First::Nothing,
+        (0, _) => First::Bytes,
+        _ => First::Descriptors,
+    })
+}
+
+/// Drops what waits in the queue of a Unix socket that nobody can send to any more, up to the first message with
+/// descriptors. Returns whether nothing is left.
+fn drop_messages(fd: BorrowedFd<'_>) -> bool {
+    if rustix::net::sockopt::set_socket_passcred(fd, true).is_err() {
+        return false;
+    }
+    for _ in 0..MOST_DROPPED {
+        match first(fd) {
+            Ok(First::Nothing) => return true,
+            Ok(First::Descriptors) => return false,
+            Ok(First::Bytes) => _ = rustix::net::recv(fd, &mut [0u8; 1][..], RecvFlags::DONTWAIT),
+            // It comes once, if the other end was closed with unread messages.
+            Err(_) => {}
+        }
+    }
+    false
 }
 
 /// The message in these bytes.
@@ -398,13 +447,23 @@ impl PeerChannel {
 
     /// Ends the connection, also for others who have this end: the process at the other end sees that at once, however
     /// long closing it takes. What was sent before can still be received there.
-    pub fn shut(&self) {
+    pub fn end(self) {
+        self.shut();
+    }
+
+    fn shut(&self) {
         let _ = rustix::net::shutdown(&self.fd, Shutdown::Both);
     }
 
-    /// As [`PeerChannel::shut`], and gives this end up.
-    pub fn end(self) {
+    /// As [`PeerChannel::end`], of somebody who is not served, or not any more: what was sent and not received is
+    /// dropped. If that are no descriptors, closing waits for nobody, and is done at once: any number of such
+    /// connections takes no descriptor of this process's, also while another one of the same user's does not close.
+    /// Whoever has sent some has them on their way until then, of which Linux allows a user as many as open files.
+    pub fn turn_away(self) {
         self.shut();
+        if drop_messages(self.as_fd()) {
+            self.fd.close_here();
+        }
     }
 }
 
@@ -493,7 +552,9 @@ impl Listener {
         let accepted = self.accept_one();
         if matches!(accepted, Err(Errno::MFILE | Errno::NFILE)) {
             *kept = None;
-            drop(self.accept_one());
+            if let Ok(client) = self.accept_one() {
+                client.turn_away();
+            }
             *kept = spare();
         }
         Ok(accepted?)

@@ -59,6 +59,8 @@ const MOST_STUCK: usize = 32;
 /// Unix sockets that a user may have waiting to be closed before it is turned away: more than it has when all of its
 /// programs end at once, unless one of the sockets does not close.
 const MOST_UNCLOSED: usize = 4096;
+/// Why a user is served no more of whom so much waits to be closed that [`is_stuck`].
+pub const STUCK: &str = "the files whose descriptors this user has sent do not close";
 /// Time after which a close that lingers is interrupted, in nanoseconds.
 const PATIENCE: i64 = 2_000_000;
 
@@ -107,6 +109,11 @@ impl Foreign {
     pub fn close_before(self, other: Foreign) {
         let fd = self.into_inner();
         close(fd, Some(other));
+    }
+
+    /// Closes it in this thread, who knows that this waits for nobody.
+    pub(crate) fn close_here(self) {
+        drop(self.into_inner());
     }
 
     /// Its descriptor, not closed.
@@ -605,6 +612,38 @@ mod tests {
         assert_eq!((unclosed(ITS), unclosed(OTHER)), (MOST_UNCLOSED as u64, 0));
         stuck(1);
         assert!(is_stuck(ITS) && !is_stuck(OTHER));
+        drop(held);
+    }
+
+    /// A user whose sockets do not close connects, and is turned away, as often as it likes: that takes no descriptor,
+    /// whatever it has asked for, and whether it has gone already. One that has sent a descriptor waits to be closed.
+    #[test]
+    fn who_is_turned_away_does_not_wait_behind_what_is_stuck() {
+        use crate::control::{Channel, PeerChannel};
+        let what = |number: i32| std::fs::read_link(format!("/proc/self/fd/{number}")).ok();
+        let file = std::fs::File::open("/dev/null").expect("a file");
+        let gate = Arc::new(Mutex::new(()));
+        let held = gate.lock().expect("no panic");
+        let user = crate::process::user();
+        let stuck = gate.clone();
+        do_elsewhere((Lane::Queues, user), Job::Run(Box::new(move || drop(stuck.lock()))));
+        for (empty, messages, descriptors, gone) in
+            [(0, 0, 0, false), (2, 0, 0, false), (1, 3, 0, true), (0, 0, 1, false), (1, 1, 1, true)]
+        {
+            let (ours, theirs) = Channel::pair().expect("two sockets");
+            (0..empty).for_each(|_| theirs.try_send(&(), &[]).expect("room"));
+            (0..messages).for_each(|_| theirs.try_send(&7u8, &[]).expect("room"));
+            (0..descriptors).for_each(|_| theirs.try_send(&(), &[file.as_fd()]).expect("room"));
+            // It goes with this unread.
+            ours.try_send(&7u8, &[]).expect("room");
+            let theirs = Some(theirs).filter(|_| !gone);
+            let number = ours.as_fd().as_raw_fd();
+            let before = what(number);
+            PeerChannel::from(ours).turn_away();
+            let waits = what(number) == before;
+            assert_eq!(waits, descriptors > 0, "{empty} empty messages, {messages} others, {descriptors} descriptors");
+            drop(theirs);
+        }
         drop(held);
     }
 

@@ -39,9 +39,6 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 /// Bound above all process numbers (Linux, PID_MAX_LIMIT).
 const NO_PROCESS: u32 = 1 << 22;
 
-/// Why a session is ended whose user's descriptors cannot be closed.
-const STUCK: &str = "the files whose descriptors its user has sent do not close";
-
 /// File descriptors that registrations leave for clients, besides the agent's reserve.
 const FOR_CLIENTS: u64 = 16;
 
@@ -141,7 +138,7 @@ impl Agent {
         };
         if foreign::is_stuck(session.user) {
             // What it sends next is not received, so that it need not be closed either.
-            self.cut_off.push((number, STUCK));
+            self.cut_off.push((number, foreign::STUCK));
             return false;
         }
         let _user = foreign::on_behalf_of(session.user);
@@ -214,7 +211,8 @@ impl Agent {
                 .and_then(|fd| PeerChannel::from_foreign(fd).ok())
                 .map(|channel| self.admit_another(number, channel))
             {
-                Some(Ok(())) => Some((Reply::Done, Vec::new())),
+                Some(Ok(true)) => Some((Reply::Done, Vec::new())),
+                Some(Ok(false)) => failed("its user may have no other connection to this agent".into()),
                 Some(Err(error)) => failed(format!("{error:#}")),
                 None => failed("there is no control connection".into()),
             },
