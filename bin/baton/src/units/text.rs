@@ -225,10 +225,23 @@ fn is_off(value: &str) -> bool {
     ["no", "false", "off", "0", "n", "f"].contains(&value)
 }
 
+/// Settings by which systemd attaches BPF programs to a unit's control group.
+const PROGRAMS: [&str; 9] = [
+    "IPAccounting",
+    "IPAddressAllow",
+    "IPAddressDeny",
+    "IPIngressFilterPath",
+    "IPEgressFilterPath",
+    "SocketBindAllow",
+    "SocketBindDeny",
+    "RestrictNetworkInterfaces",
+    "BPFProgram",
+];
+
 /// What keeps the connections of a unit with these settings in the kernel, or may.
 pub fn cautions(all: &[Assignment]) -> Vec<String> {
     let mut cautions = Vec::new();
-    for key in ["IPAccounting", "IPAddressDeny", "SocketBindDeny", "IPIngressFilterPath", "IPEgressFilterPath"] {
+    for key in PROGRAMS {
         if let Some(value) = values(all, key).last().filter(|value| !is_off(value)) {
             cautions.push(format!("{key}={value} attaches BPF programs to its control group: connections stay in the kernel"));
         }
@@ -375,5 +388,7 @@ mod tests {
         let warned = |text: &str| cautions(&assignments(&format!("[Service]\n{text}\n"))).len();
         assert_eq!(warned("IPAccounting=yes\nSystemCallFilter=@system-service"), 2);
         assert_eq!(warned("IPAccounting=no\nPrivateUsers=yes"), 0);
+        assert_eq!(warned("IPAddressAllow=10.0.0.0/8\nSocketBindAllow=tcp:80\nRestrictNetworkInterfaces=eth0"), 3);
+        assert_eq!(warned("BPFProgram=egress:/sys/fs/bpf/filter\nBPFProgram="), 0);
     }
 }
