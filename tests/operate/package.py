@@ -126,6 +126,7 @@ def rights(container):
     status, _ = container.run("systemctl", "start", "doctor", check=False)
     log = container.says("journalctl", "-u", "doctor", "--no-pager", "-o", "cat")
     assert status == 0 and "MISSING" not in log and "A NIC without rights" not in log, log
+    assert "judge a connect(2) stay in the kernel" not in log, log
     path.unlink()
     container.says("systemctl", "daemon-reload")
 

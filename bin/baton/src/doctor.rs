@@ -15,13 +15,14 @@ use baton_linux::interface::{self, TapOptions};
 use baton_linux::namespace::{Namespace, become_root_if_needed};
 use baton_linux::netlink::{Changes, NETFILTER, Netlink, ROUTE, ROUTE_CHANGES, RULE_CHANGES, SOCK_DIAG};
 use baton_linux::resolution::{self, Released};
-use baton_linux::{packet_ring, rights, rtnetlink};
+use baton_linux::{cgroups, packet_ring, process, rights, rtnetlink, starter};
 use baton_steering::front::{self, Front};
 use baton_steering::{LOOPBACK, Steering};
 use clap::Args;
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::io;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use subject::Subject;
 use watch::Watch;
@@ -140,6 +141,7 @@ fn examine() -> Vec<Finding> {
             inside(|| Changes::listen(NETFILTER, RULE_CHANGES).map(drop)),
         ),
         nic_rights(),
+        other_groups(socket_of_group()),
         finding("the preloaded library", "run", crate::run::find_library().map(drop).map_err(io::Error::other)),
     ];
     found.into_iter().chain(in_drivers).collect()
@@ -183,6 +185,25 @@ fn nic_rights() -> Finding {
     Finding { what: "a NIC without rights (user, seccomp, Landlock)", needed_for: "everything", works: true, advice }
 }
 
+/// Reports whether BPF programs of control groups can be asked about a connect(2): by a socket that a process in the
+/// group makes. All else works without that, too.
+fn other_groups(result: io::Result<()>) -> Finding {
+    let advice = result.err().map(|error| {
+        format!(
+            "connections of groups whose BPF programs judge a connect(2) stay in the kernel, since no process can be started \
+             in another group ({error}); in a unit it is RestrictNamespaces= that takes clone3(2) away"
+        )
+    });
+    Finding { what: "sockets of other control groups", needed_for: "groups whose programs judge connect(2)", works: true, advice }
+}
+
+fn socket_of_group() -> io::Result<()> {
+    // Without the unified hierarchy there are no such programs.
+    let Some(group) = process::cgroup(std::process::id()) else { return Ok(()) };
+    let directory = cgroups::open(cgroups::root()?, &group)?;
+    starter::socket_of_group(directory.as_fd(), false).map(drop)
+}
+
 /// A connection gets its port again when it is restored.
 fn bind_low() -> io::Result<()> {
     match std::net::TcpListener::bind("0.0.0.0:1") {
@@ -196,7 +217,6 @@ fn bind_low() -> io::Result<()> {
 
 fn repair() -> io::Result<()> {
     const TCP_REPAIR: i32 = 19;
-    use std::os::fd::AsFd;
     let socket = baton_linux::socket::stream(false, 0)?;
     baton_linux::socket::set(socket.as_fd(), 6, TCP_REPAIR, 1).map_err(|error| {
         io::Error::new(error.kind(), format!("{error}: run as root (CAP_NET_ADMIN), on a kernel with CONFIG_CHECKPOINT_RESTORE"))
@@ -308,6 +328,15 @@ mod tests {
         assert!(kernel("5.14.0-503.el9", true).works, "what is needed may be there in an older one, too");
         let advice = kernel("6.1.0-50-amd64", false).advice.expect("advice");
         assert!(advice.contains("6.1.0-50-amd64") && advice.contains("linux-image-6.12-amd64"), "{advice}");
+    }
+
+    /// It is no reason to count a machine as unfit.
+    #[test]
+    fn groups_that_cannot_be_asked_are_named() {
+        let found = other_groups(Err(io::Error::from_raw_os_error(38)));
+        let advice = found.advice.expect("advice");
+        assert!(found.works && advice.contains("(os error 38)") && advice.contains("RestrictNamespaces="), "{advice}");
+        assert!(other_groups(Ok(())).advice.is_none());
     }
 
     #[test]
