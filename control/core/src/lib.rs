@@ -39,7 +39,7 @@ pub use dealing::Dealing;
 pub use follow::{LATER, Next, Standing, Unasked, cannot_go, follow, unasked};
 pub use notice::{ELSEWHERE, Notice};
 pub use pauses::{Pause, Refused};
-pub use placement::{Gate, Placement, Scene};
+pub use placement::{Gate, Placement, Scene, wait_for_one};
 pub use recovery::Recovery;
 pub use settle::{ATTEMPTS, Settle, settle};
 pub use share::Share;

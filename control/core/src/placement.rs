@@ -55,6 +55,15 @@ impl Gate {
     }
 }
 
+/// Notes that those which NIC `nic` has refused since it was looked at last wait for no other NIC: one that was asked
+/// for, or a changed route, has led them there. Chosen by another one they would come to this one all the same, and the
+/// other's room would be nobody's.
+pub fn wait_for_one(placements: &mut [Placement], nic: usize, gate: &Gate) {
+    for (_, placement) in placements.iter_mut().enumerate().filter(|(other, _)| *other != nic) {
+        gate.refused.iter().for_each(|(key, _)| placement.forget(key.2));
+    }
+}
+
 /// What is found at a look, beside what connections carry.
 #[derive(Clone, Copy, Default)]
 pub struct Scene {
@@ -217,7 +226,16 @@ impl Placement {
 
     /// The next connection that is to go to the NIC, if that has room: its turn begins.
     pub fn next(&mut self, has_room: bool, now: u64) -> Option<Key> {
-        let key = if has_room { self.coming.pop_front()? } else { return None };
+        if !has_room {
+            return None;
+        }
+        let key = loop {
+            let key = self.coming.pop_front()?;
+            // Since the look it may have been told to wait for another NIC.
+            if self.has(key.2) {
+                break key;
+            }
+        };
         self.turns.entry(key.2).or_default().begin(now);
         Some(key)
     }
@@ -233,6 +251,7 @@ impl Placement {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use alloc::vec;
     use baton_policy::{Place, WORTH};
 
     fn sample(key: u64, place: Place, carried: u32) -> Sample {
@@ -268,6 +287,41 @@ mod tests {
         let mut waiting = placement.waiting(0);
         waiting.sort_unstable();
         assert_eq!(waiting, [(1, 1, 7), (1, 2, 8)]);
+    }
+
+    /// Two connections that wait for the first NIC are asked for by the second one, which is full, too. The first one's
+    /// room is for whoever waits for it, and for anybody once nobody does.
+    #[test]
+    fn whoever_waits_for_another_nic_takes_no_room_here() {
+        let (mut placements, mut gates) = ([Placement::default(), Placement::default()], [Gate::default(), Gate::default()]);
+        let keys = [(1, 1, 7), (1, 2, 8), (1, 3, 9)];
+        let demand = Demand { free: 1, ..Demand::default() };
+        keys.iter().for_each(|key| gates[0].refuse(*key, false));
+        wait_for_one(&mut placements, 0, &gates[0]);
+        placements[0].is_due(&mut gates[0], 0);
+        let waits: Vec<Sample> = keys.iter().map(|key| sample(key.2, Place::Waits, 0)).collect();
+        // The look has chosen one of those that are asked for elsewhere before any room is taken.
+        placements[0].look(&mut gates[0], &waits, WAITING, demand, FIRST);
+        keys[..2].iter().for_each(|key| gates[1].refuse(*key, false));
+        wait_for_one(&mut placements, 1, &gates[1]);
+        placements[1].is_due(&mut gates[1], FIRST);
+        assert_eq!(placements[0].next(true, FIRST), None, "it would go to the second NIC");
+        let waiting = |placement: &Placement| {
+            let mut serials: Vec<u64> = placement.waiting(SECOND).iter().map(|key| key.2).collect();
+            serials.sort_unstable();
+            serials
+        };
+        assert_eq!(placements.each_ref().map(waiting), [vec![9], vec![7, 8]]);
+        placements[0].look(&mut gates[0], &waits[2..], WAITING, demand, SECOND);
+        assert_eq!(placements[0].next(true, SECOND), Some(keys[2]));
+        placements[0].forget(9);
+        placements[0].look(&mut gates[0], &[], Scene::default(), demand, 2 * SECOND);
+        assert!(gates[0].admits((5, 5, 55), false) && !gates[1].admits((5, 5, 55), false));
+        // One of them comes back to the first one, and finds it full again.
+        gates[0].refuse(keys[0], false);
+        wait_for_one(&mut placements, 0, &gates[0]);
+        placements[0].is_due(&mut gates[0], 2 * SECOND);
+        assert_eq!(placements.each_ref().map(waiting), [vec![7], vec![8]]);
     }
 
     #[test]

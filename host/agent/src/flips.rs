@@ -10,7 +10,7 @@ use crate::record::read_record;
 use baton_abi::Resource;
 use baton_abi::layout::{block, nic};
 use baton_abi::resource::{PAGE, PAIRS, pages};
-use baton_core::{Key, LATER, Next, Scene, Stage, Standing, Unasked, cannot_go, follow, unasked};
+use baton_core::{Key, LATER, Next, Scene, Stage, Standing, Unasked, cannot_go, follow, unasked, wait_for_one};
 use baton_linux::events::{monotonic_micros, thread_nanos};
 use baton_moves::{Conclusion, Refusal};
 use baton_offloads::WhenFull;
@@ -299,6 +299,7 @@ const DROPPED: &str = "the NIC has been given a lower limit, and others carry mo
 pub(crate) fn place(agent: &mut Agent) {
     for nic in 0..agent.nics.len() {
         let now = monotonic_micros();
+        wait_for_one(&mut agent.moves.placements, nic, &agent.nics[nic].gate);
         if agent.moves.placements[nic].is_due(&mut agent.nics[nic].gate, now) {
             look_at(agent, nic, now);
         }

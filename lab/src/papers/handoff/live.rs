@@ -171,15 +171,27 @@ impl Parties {
     }
 }
 
-/// Waits until each NIC has as many connections as it has room for, and returns how many there are on all. The first
-/// NIC gets them by itself, since the device is its own; those that it has no room for are moved to the others.
+/// Connections in the kernel, and the NIC that each is to be moved to: as many for each NIC as that has room for. The
+/// first NIC gets connections by itself, since the device is its own, but not those that another one was asked for,
+/// whose place somebody else has taken meanwhile.
+fn to_be_moved(connections: &[(Place, Option<u32>)], nics: &[u32]) -> Vec<(usize, u32)> {
+    let on = |nic: u32| connections.iter().filter(|one| **one == (Place::Nic, Some(nic))).count();
+    let mut elsewhere = connections.iter().enumerate().filter(|(_, (place, _))| *place == Place::Kernel).map(|(at, _)| at);
+    let mut moves = Vec::new();
+    for (nic, room) in (0..).zip(nics) {
+        let free = (*room as usize).saturating_sub(on(nic));
+        moves.extend(elsewhere.by_ref().take(free).map(|at| (at, nic)));
+    }
+    moves
+}
+
+/// Waits until each NIC has as many connections as it has room for, and returns how many there are on all.
 fn place(tool: &mut Tool, nics: &[u32]) -> Result<usize> {
     let wanted = (nics.iter().sum::<u32>() as usize).min(CONNECTIONS);
     let (deadline, mut why) = (monotonic_micros() + (PLACING * 1e6) as u64, String::new());
     loop {
         let all = tool.connections()?;
-        let on = |nic: usize| all.iter().filter(|info| info.place == Place::Nic && info.nic == Some(nic as u32)).count();
-        let placed: usize = (0..nics.len()).map(on).sum();
+        let placed = all.iter().filter(|info| info.place == Place::Nic).count();
         if placed >= wanted {
             return Ok(placed);
         }
@@ -187,19 +199,14 @@ fn place(tool: &mut Tool, nics: &[u32]) -> Result<usize> {
             monotonic_micros() < deadline,
             "{placed} of {wanted} connections are on NICs, no other comes in {PLACING} s: {why}"
         );
-        let mut elsewhere = all.iter().filter(|info| info.place == Place::Kernel);
-        for (nic, room) in nics.iter().enumerate().skip(1) {
-            for info in elsewhere.by_ref().take((*room as usize).saturating_sub(on(nic))) {
-                let (session, connection) = (info.session, info.connection);
-                let ask = Ask::MoveAny { session, connection, to: Place::Nic, nic: Some(nic as u32) };
-                // One that stays, since it is being moved or ends, is tried again.
-                if let Reply::Stayed { reason, .. } | Reply::Failed { reason } = tool.ask(ask)? {
-                    why = reason;
-                }
+        let places: Vec<_> = all.iter().map(|info| (info.place, info.nic)).collect();
+        for (at, nic) in to_be_moved(&places, nics) {
+            let (session, connection) = (all[at].session, all[at].connection);
+            let ask = Ask::MoveAny { session, connection, to: Place::Nic, nic: Some(nic) };
+            // One that stays, since it is being moved or ends, is tried again.
+            if let Reply::Stayed { reason, .. } | Reply::Failed { reason } = tool.ask(ask)? {
+                why = reason;
             }
-        }
-        if let Some(info) = elsewhere.next() {
-            why.clone_from(&info.reason);
         }
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -326,6 +333,19 @@ mod tests {
         assert_eq!((round.on_nics, round.rate, round.server, round.machine()), (16.0, 500.0, 10.0, 16.0));
         assert_eq!(round.transfers(), 10.0);
         assert!(between(&moment(3), &moment(3), 16).is_err());
+    }
+
+    /// Whichever NIC has room is asked for, the first one, too: a connection that was asked for another one, which is
+    /// full by now, does not come to it by itself.
+    #[test]
+    fn no_place_of_a_nic_is_left_free() {
+        let on = |nic: u32, count: usize| vec![(Place::Nic, Some(nic)); count];
+        let kernel = |count: usize| vec![(Place::Kernel, None); count];
+        let all = [on(0, 29), kernel(2), on(1, 32), kernel(1)].concat();
+        assert_eq!(to_be_moved(&all, &[32, 32]), [(29, 0), (30, 0), (63, 0)]);
+        let both = [on(0, 31), kernel(4), on(1, 30)].concat();
+        assert_eq!(to_be_moved(&both, &[32, 32]), [(31, 0), (32, 1), (33, 1)]);
+        assert!(to_be_moved(&kernel(3), &[]).is_empty() && to_be_moved(&on(0, 16), &[16]).is_empty());
     }
 
     #[test]
