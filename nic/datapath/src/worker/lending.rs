@@ -22,6 +22,10 @@ use std::sync::Arc;
 /// Largest number of messages from the host's TCP that are handled in a round.
 const BATCH: usize = 256;
 
+/// Messages that the ring to the host's TCP must have room for before those of programs are read: a batch of many
+/// programs, with which connections may be lent.
+const TURN: u64 = 1024;
+
 /// Largest number of a program's messages that wait for a connection to come back, which takes some microseconds.
 const MOST_WAITING: usize = 1 << 16;
 
@@ -68,6 +72,13 @@ impl HostTcp {
         }
         self.commands.publish();
         self.unsignalled = true;
+    }
+
+    /// Whether there is room for what programs send in a round. They go on for as long as they like, and the host's TCP
+    /// takes longer for a message than the NIC for passing it on: without room what they send stays in their own rings.
+    /// Nor may frames overtake what waits here: those of all lent connections would be dropped meanwhile.
+    pub fn takes_messages(&mut self) -> bool {
+        self.overflow.is_empty() && self.commands.has_room(TURN)
     }
 
     /// Whether nothing has come from the host's TCP, and nothing waits to be sent.

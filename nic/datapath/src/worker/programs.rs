@@ -262,7 +262,13 @@ impl<H: Device, W: Device> Worker<H, W> {
     #[inline(never)]
     fn poll_sessions_from(&mut self, first: usize, now: Instant) -> bool {
         let mut worked = false;
+        // Asked once for all, so that none of them has all of the room.
+        let waits = self.host_tcp.as_deref_mut().is_some_and(|host| !host.takes_messages());
         for id in first..self.programs.sessions.len() {
+            let lends = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.fast_path);
+            if waits && self.programs.sessions.get(id).is_some_and(lends) {
+                continue;
+            }
             worked |= self.poll_session(id, now);
         }
         worked

@@ -2,7 +2,7 @@
 //! lost, overtaken, doubled or damaged, and whenever the agent asks for the connection, both streams arrive as they
 //! were sent; the connection leaves its fast path when it must, and is on it again when it is quiet.
 
-use baton_abi::layout::{Counter, host_tcp, nic, scratch, session, slot};
+use baton_abi::layout::{Counter, RING_MESSAGES, host_tcp, nic, scratch, session, slot};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{HostWire, NoKernel, Worker, WorkerSettings};
@@ -482,6 +482,40 @@ fn a_program_cannot_give_orders_to_the_host_tcp() {
     assert!(!world.host.is_broken());
     assert_eq!(world.transitions(), before);
     assert!(world.counter(Counter::BadMessages) > 40);
+    world.run(|| None);
+}
+
+/// A program whose connection is lent sends more than the host's TCP takes, which does not run for a while: the NIC
+/// leaves what it has no room for in the program's ring, and everything arrives when the host's TCP goes on.
+#[test]
+fn a_program_fills_no_memory_while_the_host_tcp_is_behind() {
+    let mut world = World::new([2_000_000, 2_000_000], clean(), 1, true).close_late();
+    world.links.iter_mut().for_each(|link| link.set_impairments(Impairments { loss: 20_000, ..clean() }));
+    while world.transitions().0 == world.transitions().1 {
+        world.settle();
+        world.advance();
+    }
+    world.links.iter_mut().for_each(|link| link.set_impairments(clean()));
+    let push = Message::control(Operation::NicControl, Control::NoDelay, world.cid, 1, 0).to_words();
+    // The ring to the host's TCP, the program's, and some batches.
+    let most = 2 * RING_MESSAGES + 1000;
+    let mut sent = 0;
+    while sent < 2 * most && world.program.commands.push(push).is_ok() {
+        sent += 1;
+        if sent % 64 == 0 {
+            world.program.commands.publish();
+            world.nic.poll(world.now);
+        }
+    }
+    assert!((RING_MESSAGES..most).contains(&sent), "{sent} messages were taken");
+    world.program.commands.publish();
+    let bad = world.counter(Counter::BadMessages);
+    for _ in 0..1000 {
+        world.nic.poll(world.now);
+        world.host.poll_lent(world.now);
+    }
+    assert!(world.program.commands.has_room(RING_MESSAGES as u64 - 1), "the program goes on");
+    assert_eq!(world.counter(Counter::BadMessages), bad);
     world.run(|| None);
 }
 
