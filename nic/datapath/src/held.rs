@@ -1,6 +1,7 @@
 //! The frames of a connection that are held while it moves. All operations take time logarithmic in the number of
 //! frames, since the peer decides how many there are, and how small they are.
 
+use crate::listeners::FIRST_WINDOW;
 use baton_device::Frame;
 use baton_tcp::seq::before;
 use baton_wire::{Flags, TcpFrame};
@@ -10,6 +11,11 @@ use std::collections::{BTreeMap, BTreeSet};
 /// queue.
 const HELD_FRAMES: usize = 4096;
 const HELD_BYTES: usize = 8 << 20;
+/// The same bytes for a connection that the NIC has made and that no program has accepted yet, which may last as long
+/// as the program likes: what its peer may send until then, with headers.
+const MADE_BYTES: usize = 2 * FIRST_WINDOW as usize;
+/// Bytes that a held frame counts for beside its own: the memory in which it is kept.
+const BESIDE: usize = 256;
 
 /// A sequence number as an offset from the first one seen, then from what the kernel has acknowledged, so that it can
 /// be ordered.
@@ -35,8 +41,10 @@ struct Frames {
     is_kernels: bool,
     /// Number of frames that have arrived.
     arrivals: u64,
-    /// Bytes of the frames held.
+    /// Bytes that the frames held count for.
     bytes: usize,
+    /// The NIC has made the connection, and no program has accepted it.
+    is_made: bool,
     /// Frames with a lower number of arrival were received by the kernel, too.
     mirrored: u64,
     /// A frame was dropped, so that the frames do not cover everything that arrived.
@@ -44,6 +52,11 @@ struct Frames {
 }
 
 impl HeldFrames {
+    /// Without frames, of a connection that the NIC has made: anybody may make the NIC make some.
+    pub fn of_made() -> HeldFrames {
+        HeldFrames(Some(Box::new(Frames { is_made: true, ..Frames::default() })))
+    }
+
     /// Holds a copy of a frame. False, and the frame is to be dropped, if there is no room.
     pub fn push(&mut self, parsed: &TcpFrame, frame: &Frame) -> bool {
         self.0.get_or_insert_default().push(parsed, frame)
@@ -91,6 +104,11 @@ impl HeldFrames {
     }
 }
 
+/// Bytes that a frame counts for while it is held.
+fn cost(frame: &Frame) -> usize {
+    frame.length() + BESIDE
+}
+
 impl Frames {
     /// The offset of a sequence number.
     fn offset(&self, seq: u32) -> SeqOffset {
@@ -100,14 +118,15 @@ impl Frames {
     fn push(&mut self, parsed: &TcpFrame, frame: &Frame) -> bool {
         let fin = u32::from(parsed.flags.contains(Flags::FIN));
         let end = parsed.seq.wrapping_add(parsed.payload_length as u32).wrapping_add(fin);
-        if self.frames.len() >= HELD_FRAMES || self.bytes + frame.length() > HELD_BYTES {
+        let most = if self.is_made { MADE_BYTES } else { HELD_BYTES };
+        if self.frames.len() >= HELD_FRAMES || self.bytes + cost(frame) > most {
             self.overflowed = true;
             return false;
         }
         self.base.get_or_insert(parsed.seq);
         let (first, end) = (self.offset(parsed.seq), self.offset(end));
         self.cover(first, end);
-        self.bytes += frame.length();
+        self.bytes += cost(frame);
         self.frames.insert(self.arrivals, (end, frame.clone()));
         self.ends.insert((end, self.arrivals));
         self.arrivals += 1;
@@ -149,7 +168,7 @@ impl Frames {
         while let Some((_, arrival)) = self.ends.first().filter(|(end, _)| *end <= ack).copied() {
             self.ends.pop_first();
             if let Some((_, frame)) = self.frames.remove(&arrival) {
-                self.bytes -= frame.length();
+                self.bytes -= cost(&frame);
             }
         }
         while let Some((start, end)) = self.covered.first_key_value().map(|(start, end)| (*start, *end)) {

@@ -7,6 +7,7 @@
 use super::connections::Wheel;
 use super::{Worker, room};
 use crate::custody::{Custody, Refusal, Slot};
+use crate::held::HeldFrames;
 use crate::listeners::{FIRST_WINDOW, ListenerSettings, Opening};
 use crate::peers::Call;
 use baton_abi::layout::{Counter, nic, scratch, slot as at};
@@ -190,6 +191,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         let key = FlowKey::from(&opening.flow);
         let mut slot = Slot::new(key, cid, Custody::Held);
+        slot.held = HeldFrames::of_made();
         if parsed.payload_length > 0 || parsed.flags.contains(Flags::FIN) {
             slot.held.push(parsed, &self.frame);
         }

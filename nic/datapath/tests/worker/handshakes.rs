@@ -1,7 +1,7 @@
 //! Handshakes with a listener's clients that are not as they should be: segments of others, and more of them than are
 //! remembered.
 
-use baton_abi::layout::{nic, pulse, scratch};
+use baton_abi::layout::{Counter, nic, pulse, scratch};
 use baton_abi::{Cid, Control, Message, Operation};
 use baton_backends::{MemoryDevice, memory_pair};
 use baton_datapath::{ListenerSettings, Worker, WorkerSettings};
@@ -106,10 +106,15 @@ impl Bed {
 
     /// A client's segment waits on the wire.
     fn arrive(&mut self, client: u16, header: &Header<'_>) {
+        self.arrive_with(client, header, 0);
+    }
+
+    /// The same with so many bytes of data.
+    fn arrive_with(&mut self, client: u16, header: &Header<'_>, data: usize) {
         let template = Template::new(&flow(client).reversed(), &Link { ttl: 64, ..Link::default() }, false);
-        self.frame.set_length(MAX_HEADER);
-        let length = template.emit(header, 0, self.frame.bytes_mut());
-        self.frame.set_length(length);
+        self.frame.set_length(MAX_HEADER + data);
+        let length = template.emit(header, data, self.frame.bytes_mut());
+        self.frame.set_length(length + data);
         self.frame.checksum = Checksum::Verified;
         assert!(self.far.transmit(&mut self.frame));
     }
@@ -216,6 +221,32 @@ fn a_client_of_an_earlier_nic_waits_until_the_queue_has_room() {
     let [image] = made[..] else { panic!("{} were made", made.len()) };
     assert_eq!((image.rcv_nxt, image.snd_nxt), (CLIENT_ISN + 1, acknowledged));
     assert_eq!(image.srtt, 0, "when it was answered is not known");
+}
+
+/// Clients send to a server that accepts nobody: of each the NIC holds what its window lets it send, and not what comes
+/// beside that, however much it is.
+#[test]
+fn a_client_that_nobody_accepts_fills_no_memory() {
+    const MSS: usize = 1448;
+    let mut bed = Bed::new();
+    let none = TcpOptions::default();
+    let acknowledged = bed.open(4000, &none).seq.wrapping_add(1);
+    bed.inject(4000, &header(CLIENT_ISN + 1, acknowledged, Flags::ACK, &none));
+    assert_eq!(bed.made().len(), 1);
+    let dropped = |bed: &Bed| {
+        let counters = bed.nic_memory.words(nic::counters(0), Counter::Dropped as usize + 1);
+        counters[Counter::Dropped as usize].load(Ordering::Relaxed)
+    };
+    for at in (0..1 << 16).step_by(MSS) {
+        bed.arrive_with(4000, &header(CLIENT_ISN + 1 + at, acknowledged, Flags::ACK, &none), MSS);
+        bed.worker.poll(bed.now);
+    }
+    assert_eq!(dropped(&bed), 0, "a window");
+    for _ in 0..2000 {
+        let (answers, passed) = bed.inject(4000, &header(CLIENT_ISN + 1, acknowledged, Flags::ACK, &none));
+        assert!(answers.is_empty() && !passed);
+    }
+    assert!(dropped(&bed) > 1000, "{} of 2000 were dropped", dropped(&bed));
 }
 
 /// Whatever a client asks for, the connection that is made from its acknowledgement has what its SYN-ACK said, and no
