@@ -505,17 +505,17 @@ impl Scoreboard {
 
     /// Splits segments that are longer than `mss` (the path MTU has shrunk), so that each fits a packet again.
     pub fn split(&mut self, mss: u32) {
-        let mut at = 0;
-        while at < self.queue.len() {
-            let sent = self.queue[at];
-            if u32::from(sent.length) > mss && self.queue.len() < 2 * MAX_SEGMENTS {
-                self.queue[at].length = mss as u16;
-                self.queue[at].flags &= !PUSHED;
-                let rest = Sent { seq: sent.seq.wrapping_add(mss), length: sent.length - mss as u16, ..sent };
-                self.queue.insert(at + 1, rest);
-                self.count(sent.flags);
+        let mut room = (2 * MAX_SEGMENTS).saturating_sub(self.queue.len());
+        // Written anew: each part that is inserted would move all that is behind it, and anybody on the path decides
+        // how often that is done.
+        for mut rest in core::mem::take(&mut self.queue) {
+            while u32::from(rest.length) > mss && room > 0 {
+                room -= 1;
+                self.count(rest.flags);
+                self.queue.push_back(Sent { length: mss as u16, flags: rest.flags & !PUSHED, ..rest });
+                rest = Sent { seq: rest.seq.wrapping_add(mss), length: rest.length - mss as u16, ..rest };
             }
-            at += 1;
+            self.queue.push_back(rest);
         }
         self.blocks = Default::default();
         self.rewrite_timeline();
@@ -524,7 +524,38 @@ impl Scoreboard {
 
 #[cfg(test)]
 mod tests {
+    extern crate std;
+
     use super::*;
+    use std::sync::mpsc::channel;
+    use std::time::Duration;
+
+    /// As many segments as there may be, cut in two. With an insertion for each, which moves half of the others, this
+    /// takes a minute.
+    #[test]
+    fn what_is_in_flight_is_split_at_once() {
+        let (done, finished) = channel();
+        std::thread::spawn(move || {
+            for round in 0..20u8 {
+                let mut board = Scoreboard::default();
+                let fate = [0, LOST, SACKED][usize::from(round % 3)] | PUSHED;
+                for at in 0..MAX_SEGMENTS as u32 {
+                    board.push(at * 90, 90, Instant(1), 0);
+                }
+                board.queue.iter_mut().for_each(|sent| sent.flags = fate);
+                let counted = MAX_SEGMENTS as u32;
+                (board.lost, board.sacked) = (u32::from(fate & LOST != 0) * counted, u32::from(fate & SACKED != 0) * counted);
+                let before = [board.lost, board.sacked];
+                board.split(50);
+                assert_eq!([board.lost, board.sacked], before.map(|count| 2 * count));
+                let parts = board.queue.iter().map(|sent| (sent.seq, sent.length, sent.flags & PUSHED));
+                let expected = (0..counted).flat_map(|at| [(at * 90, 50u16, 0u8), (at * 90 + 50, 40, PUSHED)]);
+                assert!(parts.eq(expected), "round {round}");
+            }
+            done.send(())
+        });
+        assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(()));
+    }
 
     /// Loss detection finds every segment that is open and older than the newest delivered one, whatever has happened
     /// to them before.
