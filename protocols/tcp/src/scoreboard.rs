@@ -9,6 +9,9 @@ use baton_image::nic;
 pub(crate) const MAX_SEGMENTS: usize = 1 << 16;
 /// Entries of the timeline that are looked at for the end of the reordering window.
 const LOOKED_AT: usize = 64;
+/// Segments SACKed before that are gone over from each end of what a SACK block adds to a known one. A peer may say
+/// blocks that are never known, and there may be very many segments in flight.
+const GONE_OVER: usize = 256;
 
 pub(crate) use baton_image::nic::{EVER, LOST, PUSHED, RETRANSMITTED, SACKED, UNTIMED};
 
@@ -339,29 +342,41 @@ impl Scoreboard {
         self.retransmitted -= u32::from(flags & RETRANSMITTED != 0);
     }
 
-    /// One SACK block.
+    /// One SACK block. Of a large one that is not known, what it adds is found at its ends, where blocks grow: what it
+    /// adds far from both goes on counting as not SACKed, and is sent again at worst.
     pub fn sack(&mut self, left: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         let known = self.blocks.iter().position(|(l, r)| l != r && at_or_before(left, *l) && at_or_before(*r, right));
         let (l, r) = known.map_or((right, right), |at| self.blocks[at]);
         // In front of what is known, and behind it.
         let start = self.queue.partition_point(|sent| before(sent.seq, left));
-        self.sack_from(start, l, right, high_seq, min_rtt, sample);
+        let front = self.sack_from(start, l, right, high_seq, min_rtt, sample);
         let start = self.queue.partition_point(|sent| at_or_before(sent.end(), r) || before(sent.seq, left));
-        self.sack_from(start, right, right, high_seq, min_rtt, sample);
-        self.blocks[..=known.unwrap_or(3)].rotate_right(1);
-        self.blocks[0] = (left, right);
+        let behind = self.sack_from(start, right, right, high_seq, min_rtt, sample);
+        if front && behind {
+            self.blocks[..=known.unwrap_or(3)].rotate_right(1);
+            self.blocks[0] = (left, right);
+        }
     }
 
-    /// SACKs the segments from index `start` on that begin before `stop` and end no later than `right`.
-    fn sack_from(&mut self, start: usize, stop: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
-        for at in start..self.queue.len() {
-            let sent = self.queue[at];
+    /// SACKs the segments from index `start` on that begin before `stop` and end no later than `right`. False if some
+    /// were not looked at: see [`GONE_OVER`].
+    fn sack_from(&mut self, start: usize, stop: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) -> bool {
+        let (mut at, mut gone_over, mut whole) = (start, 0, true);
+        while let Some(&sent) = self.queue.get(at) {
             if before(right, sent.end()) || !before(sent.seq, stop) {
                 break;
             }
+            at += 1;
             if sent.flags & SACKED != 0 {
+                gone_over += 1;
+                if gone_over == GONE_OVER {
+                    let end = self.queue.partition_point(|sent| at_or_before(sent.end(), right) && before(sent.seq, stop));
+                    let next = self.from_end(at, end);
+                    (whole, at) = (next == at, next);
+                }
                 continue;
             }
+            let nth = at - 1;
             self.uncount(sent.flags);
             sample.sacked += 1;
             sample.delivered += 1;
@@ -371,11 +386,23 @@ impl Scoreboard {
                 sample.note_order(&sent, self.highest_sacked);
             }
             Self::deliver(&mut self.newest, &sent, min_rtt, sample);
-            self.queue[at].flags = sent.flags & !(LOST | RETRANSMITTED) | SACKED;
+            self.queue[nth].flags = sent.flags & !(LOST | RETRANSMITTED) | SACKED;
             if self.highest_sacked.is_none_or(|highest| before(highest, sent.end())) {
                 self.highest_sacked = Some(sent.end());
             }
         }
+        whole
+    }
+
+    /// The first index from `first` on, before `end`, behind which there are no more than [`GONE_OVER`] segments that
+    /// are SACKed. Each of the others that it passes is about to be.
+    fn from_end(&self, first: usize, end: usize) -> usize {
+        let (mut at, mut left) = (end, GONE_OVER);
+        while at > first && left > 0 {
+            at -= 1;
+            left -= usize::from(self.queue[at].flags & SACKED != 0);
+        }
+        at
     }
 
     /// Marks as lost what was sent more than `window` microseconds before the newest delivered segment (RFC 8985
@@ -555,6 +582,32 @@ mod tests {
             done.send(())
         });
         assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(()));
+    }
+
+    /// Two halves with a hole between them are SACKed and forgotten as blocks; then comes a block of all, and one that
+    /// has grown at both ends. However many segments were SACKed before, the work for a block is bounded: what it adds
+    /// in the middle is not looked for.
+    #[test]
+    fn a_block_that_is_not_known_costs_no_look_at_all_that_it_covers() {
+        const COUNT: u32 = 3000;
+        let mut board = Scoreboard::default();
+        let mut sample = Sample { now: Instant(9), ..Sample::default() };
+        (0..COUNT).for_each(|at| board.push(at * 10, 10, Instant(1), 0));
+        for (left, right) in [(50, 15_000), (15_010, 10 * COUNT)] {
+            board.sack(left, right, 0, 0, &mut sample);
+        }
+        assert_eq!(board.sacked, COUNT - 6);
+        for left in [100, 200, 300, 400] {
+            board.sack(left, left + 10, 0, 0, &mut sample);
+        }
+        board.sack(50, 10 * COUNT, 0, 0, &mut sample);
+        assert_eq!(board.sacked, COUNT - 6, "the hole is in the middle");
+        (COUNT..COUNT + 20).for_each(|at| board.push(at * 10, 10, Instant(2), 0));
+        board.sack(20, 10 * (COUNT + 20), 0, 0, &mut sample);
+        assert_eq!(board.sacked, COUNT - 6 + 3 + 20, "both ends are");
+        let open = board.queue.iter().filter(|sent| sent.flags & SACKED == 0).map(|sent| sent.seq);
+        assert!(open.eq([0, 10, 15_000]));
+        assert_eq!(sample.sacked, board.sacked);
     }
 
     /// Loss detection finds every segment that is open and older than the newest delivered one, whatever has happened
