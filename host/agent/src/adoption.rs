@@ -577,7 +577,7 @@ mod tests {
     fn a_layout_that_differs_is_another_versions() {
         use baton_abi::layout::scratch;
         let of_nic = (nic::COMMANDS, nic::SLOT_BYTES, scratch::POSTS, scratch::POSTS_BYTES);
-        assert_eq!((baton_protocol::VERSION, session::HEAP, of_nic), (11, 1_687_552, (16_384, 448, 2816, 512)));
+        assert_eq!((baton_protocol::VERSION, session::HEAP, of_nic), (12, 1_687_552, (16_384, 448, 2816, 512)));
     }
 
     /// The bytes of a connection that a dead agent was moving are nobody else's until the connection gives their memory

@@ -44,6 +44,8 @@ pub(crate) struct Known {
     buffers: Option<[Option<u32>; 2]>,
     /// The value of tcp_retries2.
     retries: Option<u8>,
+    /// Whether tcp_slow_start_after_idle is set.
+    slow_start_after_idle: Option<bool>,
     /// Whether tcp_notsent_lowat limits anything.
     limits_unsent: Option<bool>,
     /// The way that was found last: most connections have the same as the one before.
@@ -216,6 +218,13 @@ impl Known {
         self.expire(LIFETIME);
         let read = || std::fs::read_to_string("/proc/sys/net/ipv4/tcp_retries2").ok()?.trim().parse().ok();
         *self.retries.get_or_insert_with(|| read().unwrap_or(15))
+    }
+
+    /// Whether congestion windows are worn down while nothing is sent (tcp_slow_start_after_idle).
+    pub fn slow_start_after_idle(&mut self) -> bool {
+        self.expire(LIFETIME);
+        let read = || std::fs::read_to_string("/proc/sys/net/ipv4/tcp_slow_start_after_idle").ok()?.trim().parse().ok();
+        *self.slow_start_after_idle.get_or_insert_with(|| read().is_none_or(|on: u32| on != 0))
     }
 
     /// Whether the host limits how many bytes its connections may have unsent (tcp_notsent_lowat).

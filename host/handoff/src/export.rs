@@ -16,7 +16,8 @@ use std::os::fd::BorrowedFd;
 
 const TCP_REPAIR_WINDOW: i32 = 29;
 const TCP_TIMESTAMP: i32 = 24;
-/// Linux's default of tcp_retries2. Whoever exports a connection knows its namespace's.
+/// Linux's default of tcp_retries2. Whoever exports a connection knows its namespace's, and whether there is slow start
+/// after idle times.
 const RETRIES: u8 = 15;
 /// Microseconds after which the kernel tries to send again what it could not send (TCP_RESOURCE_PROBE_INTERVAL).
 const LOCAL_AGAIN: u64 = 500_000;
@@ -298,6 +299,7 @@ fn read_image(fd: BorrowedFd<'_>, flow: Flow, link: Link, saved: &Saved) -> Resu
         keepalive_count: options.count,
         user_timeout: options.user_timeout,
         retries: RETRIES,
+        slow_start_after_idle: true,
         state,
         snd_una: write_seq.wrapping_sub(queued),
         snd_nxt: write_seq.wrapping_sub(unsent),

@@ -34,7 +34,7 @@ pub use stay::Stay;
 pub const TS_RECENT_LASTS: u64 = i32::MAX as u64;
 
 /// Version of the encoding; an image of another version is refused.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// The first bytes of an encoded image.
 pub const MAGIC: [u8; 4] = *b"BTNI";
 /// Largest length of an encoded image, in bytes.
@@ -214,6 +214,8 @@ image! {
     Delegated sent_ago: Option<u32>,
     /// What the kernel shows of the time for which the peer has not answered. Of a NIC, [`NicState`] has it.
     Delegated silence: Silence,
+    /// The congestion window is worn down while nothing is sent (RFC 2861): the host's tcp_slow_start_after_idle.
+    Cached slow_start_after_idle: bool,
 }
 
 impl Image {
@@ -238,6 +240,7 @@ impl Image {
             keepalive_count: 9,
             user_timeout: 0,
             retries: 15,
+            slow_start_after_idle: true,
             state: State::Established,
             snd_una: 1,
             snd_nxt: 1,

@@ -15,4 +15,4 @@ pub mod report;
 /// started from the file that its starter runs (`baton_linux::starter::own_command`), whatever has taken that file's
 /// place since, so they differ only if somebody starts one by hand. An agent takes the sessions of the last one over,
 /// whose memory is as that has made it.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;

@@ -341,11 +341,6 @@ impl Connection {
         self.config.max_segment
     }
 
-    /// Wears the congestion window down while nothing is sent (RFC 2861), or not.
-    pub fn set_slow_start_after_idle(&mut self, on: bool) {
-        self.config.slow_start_after_idle = on;
-    }
-
     /// The state.
     #[inline]
     pub fn state(&self) -> State {

@@ -58,6 +58,7 @@ impl Connection {
             keepalive_count: image.keepalive_count,
             user_timeout: image.user_timeout,
             retries: image.retries,
+            slow_start_after_idle: image.slow_start_after_idle,
             ecn: image.ecn,
             ..Config::default()
         };
@@ -149,6 +150,7 @@ impl Connection {
             keepalive_count: self.config.keepalive_count,
             user_timeout: self.config.user_timeout,
             retries: self.config.retries,
+            slow_start_after_idle: self.config.slow_start_after_idle,
             state: self.state.to_image()?,
             snd_una: self.send.una,
             snd_nxt: self.send.nxt,

@@ -23,7 +23,6 @@ impl World {
             if stream.pass_through_image(by_kernel, now) {
                 // What the host has set is not in an image: it sets it anew.
                 stream.tcp.limit_window(FIRST_WINDOW);
-                stream.tcp.set_slow_start_after_idle(self.sysctls.slow_start_after_idle);
             }
         }
     }

@@ -131,3 +131,22 @@ fn the_kernel_gets_no_timestamp_that_is_too_old() {
         assert_eq!(image.ts_recent != 0, is_told, "after {} s", idle / SECOND);
     }
 }
+
+/// Where the host does not wear a connection's window down while it is idle (tcp_slow_start_after_idle), nor does a
+/// NIC, also after another one had it.
+#[test]
+fn an_idle_connection_keeps_its_window_if_the_host_has_it_so() {
+    for (worn_down, moves) in [(false, false), (false, true), (true, false), (true, true)] {
+        let flow = Flow { local: Endpoint::v4([10, 0, 0, 1], 1), remote: Endpoint::v4([10, 0, 0, 2], 2), device: 0 };
+        let image = Image { cwnd: 100, slow_start_after_idle: worn_down, sent_ago: Some(0), ..Image::open(flow) };
+        let mut connection = Connection::from_image(&image, None, BUFFER, START);
+        if moves {
+            let (image, state) = written(&connection, START);
+            connection = Connection::from_image(&image, Some(&state), BUFFER, START);
+        }
+        send_all(&mut connection, START);
+        assert!(connection.queue(1000));
+        send_all(&mut connection, START.after(60 * SECOND));
+        assert_eq!(connection.cwnd(), if worn_down { 10 } else { 100 }, "moved {moves}");
+    }
+}

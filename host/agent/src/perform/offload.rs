@@ -179,6 +179,7 @@ impl Performer<'_> {
         }
         self.ground.known.buffers();
         self.ground.known.retries();
+        self.ground.known.slow_start_after_idle();
     }
 
     /// Diverts the connection's frames to the NIC alone. The program is kept out: the connection's blackout begins.
@@ -285,7 +286,8 @@ impl Performer<'_> {
     /// Takes memory for the queues' bytes. Returns it, and the image that says how many they are.
     fn prepare_copy(&mut self) -> Result<(Memory, Image), Refusal> {
         let (Some(exporter), Some(entry)) = (&self.exporter, &self.entry) else { return Err(Refusal::NoRoom) };
-        let mut image = Image { retries: self.ground.known.retries(), ..*exporter.image() };
+        let (retries, slow_start_after_idle) = (self.ground.known.retries(), self.ground.known.slow_start_after_idle());
+        let mut image = Image { retries, slow_start_after_idle, ..*exporter.image() };
         if self.connection.attached {
             // The program's TCP_CORK and TCP_NODELAY are not seen while it is attached. It would also uncork the
             // socket; a segment sent early is better than one that is held for an uncorking that is not seen.
