@@ -237,6 +237,62 @@ fn a_receive_for_a_closed_peer_gets_no_message_of_another() {
     }
 }
 
+/// A world of so many endpoints of which number 1 has places for `peers` others, and a receive for any message.
+fn server(endpoints: u16, peers: u16) -> World {
+    let node = |at: u16| {
+        let config = baton_rmpp::Config { peers: if at == 1 { peers } else { 64 }, ..config(at) };
+        Node::new(config, halves_on_nic(2), Carrier::Ethernet.address(at.into()))
+    };
+    let mut world = World::new((0..endpoints).map(node).collect(), Carrier::Ethernet, CLEAN, 11);
+    let (now, node) = (world.now, &mut world.nodes[1]);
+    for token in 100..110 {
+        let region = Region { offset: 0, length: 10 };
+        let request = Request { source: None, context: 0, tag: 0, ignore: u64::MAX, region, token };
+        node.policy.post(request, now, &mut node.memory[..]).unwrap();
+    }
+    world
+}
+
+/// Sends the server a message, and waits until nothing is under way. How the message ended.
+fn send_to_server(world: &mut World, from: usize) -> Result<(), Error> {
+    let (now, address) = (world.now, world.address(1));
+    let policy = &mut world.nodes[from].policy;
+    let peer = policy.open(address, 1).unwrap();
+    let region = Region { offset: 0, length: 10 };
+    policy.send(Outgoing { peer, context: 0, tag: 1, data: 0, region, token: 7 }, now).unwrap();
+    world.run_until(20_000_000, |_| false);
+    let ended = world.nodes[from].completions.pop().expect("the message has ended");
+    ended.result.map(|_| ())
+}
+
+/// Whoever takes the place of a peer that has said goodbye has its first message delivered: it knows us by the
+/// incarnation that it was told.
+#[test]
+fn a_peer_that_takes_the_place_of_another_is_served() {
+    let mut world = server(4, 1);
+    for from in [0, 2, 3] {
+        assert_eq!(send_to_server(&mut world, from), Ok(()), "endpoint {from}");
+        let (now, address) = (world.now, world.address(1));
+        let policy = &mut world.nodes[from].policy;
+        let peer = policy.open(address, 1).unwrap();
+        policy.close(peer, now);
+        assert!(world.run_until(1_000_000, |world| world.nodes[from].policy.peers() == 0), "endpoint {from}");
+    }
+}
+
+/// A peer that has gone without a word does not keep its place for ever, and one that lives does, however long it is
+/// silent.
+#[test]
+fn a_peer_that_is_gone_leaves_its_place() {
+    let mut world = server(4, 2);
+    assert_eq!(send_to_server(&mut world, 3), Ok(()));
+    world.nodes.pop();
+    // The last place is taken: now it is asked whether the other one lives.
+    assert_eq!(send_to_server(&mut world, 2), Ok(()));
+    assert_eq!(send_to_server(&mut world, 0), Ok(()), "there is no place");
+    assert_eq!(send_to_server(&mut world, 2), Ok(()), "a peer that lives has lost its place");
+}
+
 /// A receive is cancelled once, and completes with that.
 #[test]
 fn a_cancelled_receive_completes_as_cancelled() {

@@ -30,6 +30,17 @@ pub(super) enum PeerState {
     Failing,
 }
 
+/// Whether an idle peer is asked if it lives, since others may need its place.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Doubt {
+    #[default]
+    None,
+    /// It is to be asked.
+    Begins,
+    /// It is asked until it answers, or is dead.
+    Asked,
+}
+
 /// A peer. Message numbers begin at 1 in each direction and are counted modulo 2³².
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Peer {
@@ -52,6 +63,7 @@ pub(super) struct Peer {
     error: Error,
     /// `local` is kept when the association ends: the next incarnation of the peer knows it.
     keep_local: bool,
+    doubt: Doubt,
     /// When a packet of it last came to the policy, or something began.
     pub heard: u64,
     attempts: u8,
@@ -98,6 +110,7 @@ impl Default for Peer {
             closed: false,
             error: Error::PeerClosed,
             keep_local: false,
+            doubt: Doubt::None,
             heard: 0,
             attempts: 0,
             next_number: 1,
@@ -137,6 +150,11 @@ impl Peer {
         self.sends > 0 || self.incoming > 0 || self.awaited > 0
     }
 
+    /// Whether it has an association that the program did not ask for and by which nothing is under way.
+    fn is_idle(&self) -> bool {
+        self.state == PeerState::Open && !self.opened && !self.is_busy()
+    }
+
     /// The command that enters this peer in the data half, which has number `peer`.
     pub fn command(&self, peer: u16) -> Command {
         let Peer { address, endpoint, local, remote, next_match: next, incoming_floor: floor, .. } = *self;
@@ -159,7 +177,7 @@ impl Policy {
     /// Enters a peer, or finds it. Nothing is sent until there is a message for it.
     ///
     /// # Errors
-    /// If the table is full of peers that the program has opened or that have messages.
+    /// If the table is full of peers that the program has opened, that have messages, or that were heard of lately.
     pub fn open(&mut self, address: Endpoint, endpoint: u16) -> Result<PeerId, Limit> {
         if let Some(peer) = self.addresses.get(&(address, endpoint)) {
             self.peers[usize::from(*peer)].opened = true;
@@ -208,8 +226,20 @@ impl Policy {
         self.addresses.len()
     }
 
-    /// Takes a place in the table, that of a peer which is not needed if there is no free one.
+    /// Takes a place in the table, that of a peer which is not needed if there is no free one. When few are left, idle
+    /// peers are asked whether they live: one that has gone without a word would keep its place for ever.
     fn enter_peer(&mut self, address: Endpoint, endpoint: u16) -> Option<usize> {
+        // That which the new peer may know already, whatever is forgotten for it.
+        let local = self.base;
+        if 8 * (self.addresses.len() + 1) > 7 * self.peers.len() {
+            for at in 0..self.peers.len() {
+                if self.peers[at].is_idle() && self.peers[at].doubt == Doubt::None {
+                    self.peers[at].doubt = Doubt::Begins;
+                    let timer = self.peer_timer(at);
+                    self.timers.set(timer, 0);
+                }
+            }
+        }
         let free = |peer: &Peer| peer.state == PeerState::Free;
         let unneeded = |peer: &Peer| peer.state == PeerState::Idle && !peer.opened && !peer.is_busy();
         let place = self.peers.iter().position(free).or_else(|| {
@@ -217,7 +247,7 @@ impl Policy {
             self.forget_peer(place);
             Some(place)
         })?;
-        self.peers[place] = Peer { state: PeerState::Idle, address, endpoint, local: self.base, ..Peer::default() };
+        self.peers[place] = Peer { state: PeerState::Idle, address, endpoint, local, ..Peer::default() };
         self.addresses.insert((address, endpoint), place as u16);
         Some(place)
     }
@@ -405,9 +435,20 @@ impl Policy {
 
     pub(super) fn peer_timeout(&mut self, at: usize, now: u64) {
         let peer = &mut self.peers[at];
+        let keepalive = self.config.keepalive;
+        peer.doubt = match peer.doubt {
+            Doubt::Begins if peer.is_idle() => {
+                // It has almost as long to answer as one with messages.
+                peer.heard = peer.heard.max(now.saturating_sub(keepalive));
+                Doubt::Asked
+            }
+            Doubt::Asked if peer.is_idle() && now.saturating_sub(peer.heard) >= keepalive => Doubt::Asked,
+            _ => Doubt::None,
+        };
         let silent = now.saturating_sub(peer.heard);
         let leaving = peer.state == PeerState::Closing && peer.sends == 0;
-        if !(leaving || peer.is_busy()) || matches!(peer.state, PeerState::Free | PeerState::Idle | PeerState::Failing) {
+        let asked = leaving || peer.is_busy() || peer.doubt == Doubt::Asked;
+        if !asked || matches!(peer.state, PeerState::Free | PeerState::Idle | PeerState::Failing) {
             return;
         }
         if silent >= self.config.dead {
@@ -425,11 +466,11 @@ impl Policy {
             };
         }
         let floor = peer.floor;
-        if silent >= self.config.keepalive {
+        if silent >= keepalive {
             self.control(at, Kind::Ping, |header| header.packet = floor);
         }
         let timer = self.peer_timer(at);
-        self.timers.set(timer, now + self.config.keepalive);
+        self.timers.set(timer, now + keepalive);
     }
 
     /// Says goodbye to a peer that is being closed, if nothing sent to it is unfinished.
