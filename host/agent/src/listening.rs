@@ -610,7 +610,8 @@ impl Agent {
             ground.shape.steer(&connection.flow, &way.path, Steer::Steal)?;
         }
         let image = adapt(connection, image, &saved, way.as_ref().ok())?;
-        let image = Image { slow_start_after_idle: ground.known.slow_start_after_idle(), ..image };
+        let (retries, slow_start_after_idle) = (ground.known.retries(), ground.known.slow_start_after_idle());
+        let image = Image { retries, slow_start_after_idle, ..image };
         let memory = memory::take(open, &image, limits).ok_or(Refusal::NoRoom)?;
         if !ground.nics.get_mut(cid.nic()).is_some_and(|nic| nic.promise_memory(cid, memory)) {
             memory::give(open, memory);

@@ -15,6 +15,7 @@ in_both_shapes! {
     connecting_fails_as_natively
     what_a_control_group_refuses_fails_as_natively
     what_a_dead_agent_was_opening_can_be_opened_again
+    the_hosts_retransmissions_are_those_of_what_the_nic_opens
 }
 
 /// Connects in every way to an echo server (address and port), and to a port where nobody listens (the next one).
@@ -214,6 +215,36 @@ fn what_a_control_group_refuses_fails_as_natively(beside: bool) {
     let made = count(&bed, Counter::Made);
     assert_eq!(run(&bed, true, &program), natively);
     assert_eq!(count(&bed, Counter::Made), made + 2);
+}
+
+/// Connects, and sends when the test says so. Tells how it ends.
+const SILENCE: &str = "
+import errno, socket, sys
+one = socket.create_connection((sys.argv[1], 6000), 20)
+print('open', flush=True)
+sys.stdin.readline()
+one.sendall(b'x')
+try: one.recv(1)
+except OSError as error: print(errno.errorcode.get(error.errno, 'nothing'), flush=True)
+";
+
+/// The host's limit for how long data is sent again (tcp_retries2) is also that of a connection that the NIC has opened
+/// and that never moves: with three it ends within ten seconds, as `silence` reckons, by default after many minutes.
+fn the_hosts_retransmissions_are_those_of_what_the_nic_opens(beside: bool) {
+    let bed = bed(beside);
+    bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_retries2", "3")).expect("the limit");
+    let address = address_b(false);
+    let _listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address, 6000))).expect("a listener");
+    let made = count(&bed, Counter::Made);
+    let (mut program, mut lines) = start_printing(&bed, &["python3", "-c", SILENCE, &address.to_string()]);
+    let mut said = || lines.next().and_then(Result::ok);
+    assert_eq!(said().as_deref(), Some("open"));
+    assert_eq!(count(&bed, Counter::Made), made + 1);
+    let rules = "add table inet silent; add chain inet silent c { type filter hook prerouting priority -300; policy drop; }";
+    let silent = on_b(&bed, &["nft", rules]);
+    assert!(silent.status.success(), "{}", text(&silent.stderr));
+    writeln!(program.0.stdin.as_mut().expect("its input"), "go on").expect("it reads");
+    assert_eq!(said().as_deref(), Some("ETIMEDOUT"));
 }
 
 /// Begins to connect from one port, gives that up when the test says so, and connects from that port again.
