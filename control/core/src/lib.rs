@@ -9,7 +9,7 @@
 //! | in which order moves go on, and what is due when | [`UnderWay`], [`Suggestions`], [`Timers`] |
 //! | what follows the end of a move; which begin unasked | [`follow`](fn@follow), [`unasked`] |
 //! | what is done with a connection that is needed in the kernel | [`settle`](fn@settle) |
-//! | what a NIC says; the steps after its death | [`Notice`], [`Recovery`] |
+//! | what a NIC says; whether it hangs; the steps after its death | [`Notice`], [`Watch`], [`Recovery`] |
 //! | what the next agent does with what the last one left | [`Adopted`] |
 //! | who gets which slot of a NIC; what each user may have | [`FreeSlots`], [`Gate`], [`Placement`], [`Users`] |
 //! | how long somebody is waited for | [`Pause`], [`Refused`], [`Share`] |
@@ -33,6 +33,7 @@ mod suggestions;
 mod timers;
 mod under_way;
 mod users;
+mod watch;
 
 pub use adoption::Adopted;
 pub use dealing::Dealing;
@@ -49,6 +50,7 @@ pub use suggestions::Suggestions;
 pub use timers::Timers;
 pub use under_way::{LOOK, UnderWay};
 pub use users::{Limits, Taken, Users};
+pub use watch::{PACE, Watch};
 
 /// Names a connection: session, number, and serial number, since session and number are reused.
 pub type Key = (u32, u32, u64);

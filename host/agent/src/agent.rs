@@ -34,10 +34,9 @@ use crate::session::{OpenSession, Session};
 use crate::settings::AgentSettings;
 use crate::slab::Slab;
 use crate::tracker::Tracker;
-use crate::watch::Watch;
 use anyhow::{Context, Result};
 use baton_abi::layout::{Owner, block, nic};
-use baton_core::{Key, Share, Stage, Timers, Users};
+use baton_core::{Key, Share, Stage, Timers, Users, Watch};
 use baton_linux::control::{Channel, Listener, MOST_RECEIVED, PeerChannel};
 use baton_linux::events::{Doorbell, Poller, Trigger, monotonic_micros};
 use baton_linux::foreign;
@@ -230,7 +229,7 @@ pub fn run() -> Result<()> {
     let users = Users::new(settings.limits, process::user(), settings.nics, (descriptors, MOST_RECEIVED as u64));
     let (groups, schedule, moves) = (Groups::default(), Timers::default(), Moves::new(settings.choose, &settings.measured));
     let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
-    let crash_loops = vec![CrashLoop::default(); nics.len()];
+    let (crash_loops, watch) = (vec![CrashLoop::default(); nics.len()], Watch::new(nics.len()));
     let mut agent = Agent {
         settings,
         hardware,
@@ -256,7 +255,7 @@ pub fn run() -> Result<()> {
         tracker: Tracker::default(),
         searches: Searches::default(),
         looks: Looks::default(),
-        watch: Watch::default(),
+        watch,
         pulse,
         cut_off: Vec::new(),
         leaving: Vec::new(),
@@ -304,7 +303,8 @@ impl Agent {
     fn main_loop(&mut self, listener: &Listener, signals: &OwnedFd) -> Result<()> {
         let mut tokens = Vec::new();
         loop {
-            let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait(), self.watch.wait(), self.answers_wait()];
+            let watch = Duration::from_micros(self.watch.due().saturating_sub(monotonic_micros()));
+            let polls = [self.cgroups.wait(), self.looks.wait(), self.tracker.wait(), Some(watch), self.answers_wait()];
             let limits = [self.moves.wait(), self.flips_wait(), self.addresses.wait(), self.fetch_wait()];
             let late = self.nics.iter().filter_map(NicProcess::late_wait).min();
             let waits = [self.unsent_wait(), self.searches.wait(), late];
@@ -739,6 +739,7 @@ impl Agent {
         }
         self.poller.add(next.channel_fd(), NIC_CHANNEL, Trigger::Readable)?;
         self.nics[nic] = next;
+        self.watch.started(nic);
         self.watch_host_tcp();
         self.statistics.nic_starts += 1;
         Ok(())

@@ -4,6 +4,7 @@
 
 use crate::answers::After;
 use crate::nic_requests::{Answered, Requests};
+use crate::sampler::Sampler;
 use crate::session::OpenSession;
 use anyhow::{Context, Result};
 use baton_abi::layout::host_tcp;
@@ -12,6 +13,7 @@ use baton_linux::events::Doorbell;
 use baton_linux::{process, settings, starter};
 use baton_protocol::nic::{NicSettings, ToNic};
 use baton_shm::Region;
+use baton_supervision::Sample;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::process::Child;
@@ -43,6 +45,7 @@ impl Shared {
 /// The process.
 pub(crate) struct HostTcp {
     child: Child,
+    sampler: Sampler,
     requests: Requests<After>,
     bell: Doorbell,
     memory: Arc<Region>,
@@ -66,7 +69,8 @@ impl HostTcp {
         drop(theirs);
         let mut requests = Requests::new(ours);
         requests.expect(After::HostTcpReady);
-        Ok(HostTcp { child, requests, bell: shared.bell.try_clone()?, memory: shared.memory.clone(), ready: false })
+        let (sampler, bell, memory) = (Sampler::default(), shared.bell.try_clone()?, shared.memory.clone());
+        Ok(HostTcp { child, sampler, requests, bell, memory, ready: false })
     }
 
     /// Gives it a session.
@@ -121,9 +125,10 @@ impl HostTcp {
         self.requests.awaits(of)
     }
 
-    /// What it shares with the NIC.
-    pub fn memory(&self) -> &Region {
-        &self.memory
+    /// Takes the sample of the process that was due at `due`, with the process's number.
+    pub fn sample(&mut self, due: u64) -> (u32, Sample) {
+        let process = self.process();
+        (process, self.sampler.look(process, &self.memory, std::iter::once(host_tcp::PULSE), due))
     }
 
     pub fn process(&self) -> u32 {

@@ -225,7 +225,7 @@ fn refused_by_gain(agent: &mut Agent, session: u32, number: u32) -> Option<Refus
 /// Extends the time within which NICs have to answer by the time that this process did not run: if somebody has stopped
 /// all of Baton, or the machine, the NICs did not run either.
 pub(crate) fn excuse_what_was_missed(agent: &mut Agent) {
-    let missed = agent.watch.take_missed();
+    let missed = agent.watch.take_missed(monotonic_micros());
     if missed == 0 {
         return;
     }

@@ -7,6 +7,7 @@ use crate::host_tcp::{HostTcp, Shared};
 use crate::journal;
 use crate::nic_requests::{Answered, Requests};
 use crate::owned::OwnedNic;
+use crate::sampler::Sampler;
 use crate::session::OpenSession;
 use anyhow::{Context, Result, bail};
 use baton_abi::layout::{RING_MESSAGES, nic, session as session_layout};
@@ -24,6 +25,7 @@ use baton_protocol::program::Opening;
 use baton_recovery::pages_of;
 use baton_ring::{Consumer, Producer, must_ring};
 use baton_shm::{Pulse, Region, RingWords};
+use baton_supervision::Sample;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -74,6 +76,7 @@ struct Dropping {
 
 pub(crate) struct NicProcess {
     process: Process,
+    sampler: Sampler,
     requests: Requests<After>,
     /// Answers to requests, with what is to be done with them.
     answered: VecDeque<(After, Answered)>,
@@ -199,6 +202,7 @@ impl NicProcess {
         let slots = settings.slots as u32;
         let mut nic = NicProcess {
             process,
+            sampler: Sampler::default(),
             requests: Requests::new(ours),
             answered: VecDeque::new(),
             commands: Producer::new(hardware.memory.ring(nic::COMMANDS)),
@@ -241,12 +245,16 @@ impl NicProcess {
         }
     }
 
-    /// The process's number, if it means the same here.
-    pub fn visible_process(&self) -> Option<u32> {
-        match &self.process {
+    /// Takes the samples that were due at `due`, of the process, if it can be seen here, and of the host's TCP. Each
+    /// with the process's number.
+    pub fn samples(&mut self, due: u64) -> Vec<(u32, Sample)> {
+        let visible = match &self.process {
             Process::Child(child) => Some(child.id()),
             Process::Owned(nic) => nic.visible_process(),
-        }
+        };
+        let places = (0..self.settings.workers).map(nic::pulse);
+        let own = visible.map(|process| (process, self.sampler.look(process, &self.memory, places, due)));
+        own.into_iter().chain(self.host_tcp.as_mut().map(|host_tcp| host_tcp.sample(due))).collect()
     }
 
     /// Lets the process and the host's TCP go on if they are stopped (SIGSTOP). An owner sees to its NIC itself.

@@ -96,7 +96,7 @@ impl Agent {
 
     /// Notes a NIC's death, and what it had, in its crash loop.
     fn note_death(&mut self, nic: usize) {
-        let ended = self.watch.cause(nic, self.nics[nic].process());
+        let ended = self.watch.cause(nic);
         let by_itself = ended.map_or_else(|| self.nics[nic].died_by_itself(), Cause::is_its_own);
         let why = match ended {
             Some(cause) => format!("it hung: {cause}"),

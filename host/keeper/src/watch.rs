@@ -7,7 +7,7 @@ use baton_linux::events::monotonic_micros;
 use baton_linux::{process, tasks};
 use baton_log::{info, warning};
 use baton_shm::{Pulse, Region};
-use baton_supervision::{Cause, Limits, Verdict};
+use baton_supervision::{Cause, Limits, Verdict, Watchdog};
 use std::io;
 use std::process::{Child, ExitStatus};
 use std::time::Duration;
@@ -56,6 +56,7 @@ pub(crate) struct Watched<'a> {
     process: u32,
     memory: &'a Region,
     sampler: Sampler,
+    watchdog: Watchdog,
     due: u64,
     cause: Option<Cause>,
     /// Its main thread was seen to have ended, once and twice.
@@ -69,7 +70,8 @@ impl Watched<'_> {
         Watched {
             process,
             memory,
-            sampler: Sampler::new(process, Limits::OF_AGENT),
+            sampler: Sampler::default(),
+            watchdog: Watchdog::new(Limits::OF_AGENT),
             due: monotonic_micros() + PACE,
             cause: None,
             ended: [false; 2],
@@ -105,7 +107,7 @@ impl Watched<'_> {
             return Remedy::None;
         }
         let places = std::iter::once(nic::AGENT_PULSE).filter(|_| ready);
-        match self.sampler.look(self.memory, places, due) {
+        match self.watchdog.judge(&self.sampler.look(self.process, self.memory, places, due)) {
             Verdict::Hung(cause) => {
                 let process = self.process;
                 warning!(

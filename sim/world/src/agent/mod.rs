@@ -365,7 +365,7 @@ impl Agent {
             }
             Recovery::StartNic => {
                 machine.start_nic(trace);
-                self.watch = Watch::new(machine.now.0);
+                self.watch.started();
                 self.nic.restarted();
                 self.due += self.rng.below(NIC_START);
             }

@@ -4,26 +4,24 @@
 use super::Agent;
 use crate::fault::Halt;
 use crate::machine::Machine;
+use baton_core::PACE;
 use baton_moves::{ANSWER_LIMIT, Event};
-use baton_supervision::{Limits, Missed, Process, Sample, Verdict, Watchdog, Worker};
+use baton_supervision::{Limits, Process, Sample, Worker};
 
-/// Microseconds between two looks.
-const PACE: u64 = 50_000;
 /// Longest stop of the agent after which its look may still be on time: up to that look, and as late as it may be.
 const MOST_UNSEEN: u64 = 2 * PACE;
 /// Microseconds within which a NIC that hangs has to be ended.
 const SOON: u64 = 1_000_000;
 
-/// The watch over one NIC process.
+/// The watch over the NIC.
 pub(super) struct Watch {
-    watchdog: Watchdog,
-    due: u64,
+    /// What the product decides.
+    decides: baton_core::Watch,
     rounds: u64,
     /// Since when each look has found the NIC halted.
     halted_since: Option<u64>,
     /// Since when the agent has run without looks that were late, microseconds.
     runs_since: u64,
-    missed: Missed,
     /// How often, and how long in all, the agent was stopped, microseconds.
     stops: u64,
     stopped: u64,
@@ -38,26 +36,24 @@ pub(super) struct Asked {
 }
 
 impl Watch {
-    /// Of a NIC that has just been started.
+    /// Of an agent that has just been started.
     pub fn new(now: u64) -> Watch {
-        Watch {
-            watchdog: Watchdog::new(Limits::OF_NIC),
-            due: now + PACE,
-            rounds: 0,
-            halted_since: None,
-            runs_since: now,
-            missed: Missed::default(),
-            stops: 0,
-            stopped: 0,
-        }
+        let decides = baton_core::Watch::new(1);
+        Watch { decides, rounds: 0, halted_since: None, runs_since: now, stops: 0, stopped: 0 }
+    }
+
+    /// The next NIC has started.
+    pub fn started(&mut self) {
+        self.decides.started(0);
+        self.halted_since = None;
     }
 
     /// When the next look is due. While the NIC makes rounds nothing is seen, so that there is one more only after it
     /// was halted.
     pub fn due(&self, machine: &Machine) -> Option<u64> {
         match machine.nic_halted() {
-            Some((_, since)) => Some(self.due.max(since)),
-            None => self.halted_since.map(|_| self.due),
+            Some((_, since)) => Some(self.decides.due().max(since)),
+            None => self.halted_since.map(|_| self.decides.due()),
         }
     }
 
@@ -83,8 +79,11 @@ impl Agent {
             self.watch.runs_since = now;
         }
         self.watch.stops += 1;
-        // The product would have looked again at most one pace after the stop began.
-        let missed = self.watch.missed.take(now, from + PACE);
+        // While the NIC runs no look is made here; the product would have made the last one shortly before the stop.
+        if self.watch.halted_since.is_none() {
+            self.watch.decides.begin(from, true);
+        }
+        let missed = self.watch.decides.take_missed(now);
         for connection in self.connections.values_mut() {
             connection.machine.excuse(missed);
         }
@@ -95,29 +94,28 @@ impl Agent {
 
     /// What time that has passed is to a move.
     pub(super) fn tick(&self, now: u64) -> Event {
-        if self.watch.watchdog.is_excused(now, ANSWER_LIMIT) { Event::Excused } else { Event::Tick }
+        if self.watch.decides.excuses(0, now, ANSWER_LIMIT) { Event::Excused } else { Event::Tick }
     }
 
     /// Looks at the NIC if that is due. True: it hangs, and is to be ended.
     pub(super) fn sees_hang(&mut self, machine: &mut Machine) -> bool {
         let now = machine.now.0;
-        let Some(due) = self.watch.due(machine).filter(|due| *due <= now) else { return false };
-        self.watch.due = now + PACE;
+        let Some(due) = self.watch.decides.begin(now, true) else { return false };
         let Some((halt, since)) = machine.nic_halted() else {
             self.watch.halted_since = None;
             self.watch.rounds += 1;
             let workers = vec![Worker { rounds: self.watch.rounds, asleep: true, thread: Process::Waits, used: None }];
-            self.watch.watchdog.judge(&Sample { at: now, due, process: Process::Waits, workers });
+            self.watch.decides.judge(0, 0, &Sample { at: now, due, process: Process::Waits, workers });
             return false;
         };
         let seen = *self.watch.halted_since.get_or_insert(since);
         let used = if halt == Halt::Spins { now - since } else { 0 };
         let worker = Worker { rounds: self.watch.rounds, asleep: false, thread: Process::Runs, used: Some(used) };
         let process = if halt == Halt::Stopped { Process::Stopped } else { Process::Runs };
-        let verdict = self.watch.watchdog.judge(&Sample { at: now, due, process, workers: vec![worker] });
-        let hangs = matches!(verdict, Verdict::Hung(_));
+        let cause = self.watch.decides.judge(0, 0, &Sample { at: now, due, process, workers: vec![worker] });
+        let hangs = cause.is_some();
         if hangs && halt == Halt::Starved {
-            machine.failure = Some(format!("the NIC of host {} was ended, and got no processor: {verdict:?}", machine.number));
+            machine.failure = Some(format!("the NIC of host {} was ended, and got no processor: {cause:?}", machine.number));
         }
         let watched = now - seen.max(self.watch.runs_since);
         if hangs && halt == Halt::Stopped && watched < Limits::OF_NIC.stopped {

@@ -1,0 +1,166 @@
+//! The watch over NICs: when they are looked at, and which is to be ended since it hangs.
+
+use alloc::collections::BTreeMap;
+use alloc::vec::Vec;
+use baton_supervision::{Cause, Limits, Missed, Sample, Verdict, Watchdog};
+
+/// Microseconds between two looks while there are sessions, and without.
+pub const PACE: u64 = 50_000;
+const SLOW_PACE: u64 = 1_000_000;
+
+/// The NIC with one number, and those before it.
+#[derive(Debug, Default)]
+struct Watched {
+    /// Of its processes, by number: the NIC itself, and its host's TCP.
+    watchdogs: BTreeMap<u32, Watchdog>,
+    /// Times that those before it were starved, and that it or those before it hung.
+    starved: u64,
+    hung: u64,
+    /// Why it hangs.
+    cause: Option<Cause>,
+}
+
+/// The watch over all NICs of an agent.
+#[derive(Debug)]
+pub struct Watch {
+    of_nics: Vec<Watched>,
+    /// When they are looked at next, microseconds; 0 before the first look.
+    due: u64,
+    missed: Missed,
+}
+
+impl Watch {
+    /// Over so many NICs.
+    pub fn new(nics: usize) -> Watch {
+        Watch { of_nics: (0..nics).map(|_| Watched::default()).collect(), due: 0, missed: Missed::default() }
+    }
+
+    /// When the NICs are looked at next.
+    pub fn due(&self) -> u64 {
+        self.due
+    }
+
+    /// Begins a look at all NICs, if it is time. Returns when it was due.
+    pub fn begin(&mut self, now: u64, has_sessions: bool) -> Option<u64> {
+        let pace = if has_sessions { PACE } else { SLOW_PACE };
+        (now >= self.due).then(|| core::mem::replace(&mut self.due, now + pace))
+    }
+
+    /// Takes in the sample of a process of a NIC. Returns why the NIC is to be ended, if it is.
+    pub fn judge(&mut self, nic: usize, process: u32, sample: &Sample) -> Option<Cause> {
+        let watched = &mut self.of_nics[nic];
+        let watchdog = watched.watchdogs.entry(process).or_insert_with(|| Watchdog::new(Limits::OF_NIC));
+        let Verdict::Hung(cause) = watchdog.judge(sample) else { return None };
+        watched.hung += 1;
+        watched.cause = Some(cause);
+        watched.cause
+    }
+
+    /// Why the present NIC with this number hangs, if it does.
+    pub fn cause(&self, nic: usize) -> Option<Cause> {
+        self.of_nics[nic].cause
+    }
+
+    /// The next NIC with this number has started.
+    pub fn started(&mut self, nic: usize) {
+        let (starved, hung) = self.counts(nic);
+        self.of_nics[nic] = Watched { starved, hung, ..Watched::default() };
+    }
+
+    /// Times that NICs with this number were starved, and that they hung.
+    pub fn counts(&self, nic: usize) -> (u64, u64) {
+        let Watched { watchdogs, starved, hung, .. } = &self.of_nics[nic];
+        (starved + watchdogs.values().map(Watchdog::starved).sum::<u64>(), *hung)
+    }
+
+    /// Whether a NIC, or its host's TCP, had no chance to answer in the last `period` microseconds.
+    pub fn excuses(&self, nic: usize, now: u64, period: u64) -> bool {
+        self.of_nics[nic].watchdogs.values().any(|watchdog| watchdog.is_excused(now, period))
+    }
+
+    /// Microseconds that the agent is overdue with its next look at `now`, because it was stopped or got no processor.
+    /// Each microsecond is returned by one call only.
+    pub fn take_missed(&mut self, now: u64) -> u64 {
+        if self.due == 0 { 0 } else { self.missed.take(now, self.due) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_supervision::{Process, Worker};
+
+    const NIC: u32 = 100;
+    const HOST_TCP: u32 = 101;
+    /// When the first look is due.
+    const FIRST: u64 = 1_000_000;
+
+    /// A watch over two NICs that have been looked at once.
+    fn watch() -> Watch {
+        let mut watch = Watch::new(2);
+        assert_eq!((watch.take_missed(FIRST), watch.begin(FIRST - PACE, true)), (0, Some(0)), "no look was due");
+        watch
+    }
+
+    /// A process whose only worker waits for a processor, and gets none.
+    fn starves(at: u64) -> Sample {
+        let worker = Worker { rounds: 1, asleep: false, thread: Process::Runs, used: Some(7) };
+        Sample { at, due: at, process: Process::Runs, workers: [worker].into() }
+    }
+
+    fn is_stopped(at: u64) -> Sample {
+        Sample { at, due: at, process: Process::Stopped, workers: Vec::new() }
+    }
+
+    #[test]
+    fn nics_are_looked_at_at_their_pace() {
+        let mut watch = watch();
+        assert_eq!(watch.begin(FIRST - 1, true), None);
+        assert_eq!((watch.due(), watch.begin(FIRST + 3, true)), (FIRST, Some(FIRST)));
+        assert_eq!(watch.begin(FIRST + 3 + PACE, false), Some(FIRST + 3 + PACE));
+        assert_eq!(watch.due(), FIRST + 3 + PACE + SLOW_PACE, "nobody waits for a NIC");
+    }
+
+    #[test]
+    fn what_the_agent_has_missed_is_told_once() {
+        let mut watch = watch();
+        assert_eq!(watch.take_missed(FIRST), 0);
+        let missed = watch.take_missed(FIRST + 3_000_000);
+        assert!((2_900_000..3_000_000).contains(&missed), "{missed}");
+        assert_eq!(watch.take_missed(FIRST + 3_000_000), 0);
+    }
+
+    #[test]
+    fn a_nic_that_hangs_is_ended_and_the_next_one_begins_anew() {
+        let mut watch = watch();
+        let mut at = FIRST;
+        let cause = loop {
+            // Its host's TCP does well.
+            assert_eq!(watch.judge(1, HOST_TCP, &Sample { process: Process::Waits, ..is_stopped(at) }), None);
+            match watch.judge(1, NIC, &is_stopped(at)) {
+                Some(cause) => break cause,
+                None => at += PACE,
+            }
+        };
+        assert_eq!((cause, at - FIRST), (Cause::Stopped, Limits::OF_NIC.stopped));
+        assert_eq!([0, 1].map(|nic| watch.cause(nic)), [None, Some(Cause::Stopped)]);
+        watch.started(1);
+        assert_eq!((watch.cause(1), watch.counts(1), watch.counts(0)), (None, (0, 1), (0, 0)));
+        // Its process may have the same number.
+        assert_eq!(watch.judge(1, NIC, &is_stopped(at + PACE)), None);
+    }
+
+    #[test]
+    fn a_nic_without_a_processor_is_counted_and_excused() {
+        let mut watch = watch();
+        for at in [FIRST, FIRST + PACE, FIRST + 2 * PACE] {
+            assert_eq!([NIC, HOST_TCP].map(|process| watch.judge(0, process, &starves(at))), [None; 2]);
+        }
+        assert_eq!((watch.counts(0), watch.counts(1)), ((2, 0), (0, 0)), "both processes");
+        let now = FIRST + 3 * PACE;
+        assert!(watch.excuses(0, now, 2 * PACE) && !watch.excuses(0, now, PACE) && !watch.excuses(1, now, 2 * PACE));
+        watch.started(0);
+        assert_eq!(watch.counts(0), (2, 0), "they are counted for all NICs with this number");
+        assert!(!watch.excuses(0, now, 2 * PACE));
+    }
+}
