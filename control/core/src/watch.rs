@@ -1,8 +1,9 @@
-//! The watch over NICs: when they are looked at, and which is to be ended since it hangs.
+//! The watch over NICs: when they are looked at, which is to be ended since it hangs, and how long connections keep
+//! away from one that dies again and again.
 
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
-use baton_supervision::{Cause, Limits, Missed, Sample, Verdict, Watchdog};
+use baton_supervision::{Cause, CrashLoop, LATE, Limits, Sample, Verdict, Watchdog};
 
 /// Microseconds between two looks while there are sessions, and without.
 pub const PACE: u64 = 50_000;
@@ -18,6 +19,7 @@ struct Watched {
     hung: u64,
     /// Why it hangs.
     cause: Option<Cause>,
+    crash_loop: CrashLoop,
 }
 
 /// The watch over all NICs of an agent.
@@ -26,13 +28,14 @@ pub struct Watch {
     of_nics: Vec<Watched>,
     /// When they are looked at next, microseconds; 0 before the first look.
     due: u64,
-    missed: Missed,
+    /// Up to this time, in microseconds, missed time has been returned.
+    missed_until: u64,
 }
 
 impl Watch {
     /// Over so many NICs.
     pub fn new(nics: usize) -> Watch {
-        Watch { of_nics: (0..nics).map(|_| Watched::default()).collect(), due: 0, missed: Missed::default() }
+        Watch { of_nics: (0..nics).map(|_| Watched::default()).collect(), due: 0, missed_until: 0 }
     }
 
     /// When the NICs are looked at next.
@@ -64,7 +67,22 @@ impl Watch {
     /// The next NIC with this number has started.
     pub fn started(&mut self, nic: usize) {
         let (starved, hung) = self.counts(nic);
-        self.of_nics[nic] = Watched { starved, hung, ..Watched::default() };
+        let crash_loop = core::mem::take(&mut self.of_nics[nic].crash_loop);
+        self.of_nics[nic] = Watched { starved, hung, crash_loop, ..Watched::default() };
+    }
+
+    /// The present NIC with this number has died at `now`. `by_itself`: unless it hung, nobody has killed it;
+    /// `present`: the connections that it had, or was about to get. Returns the one of which it dies, if that is
+    /// certain now.
+    pub fn died(&mut self, nic: usize, now: u64, by_itself: bool, present: impl IntoIterator<Item = u64>) -> Option<u64> {
+        let Watched { cause, crash_loop, .. } = &mut self.of_nics[nic];
+        crash_loop.died(now, cause.map_or(by_itself, Cause::is_its_own), present)
+    }
+
+    /// Microseconds for which this connection is kept away from the NIC with this number, on which it was when that
+    /// died. None: it may go there, and does.
+    pub fn keeps_away(&mut self, nic: usize, connection: u64, now: u64) -> Option<u64> {
+        self.of_nics[nic].crash_loop.ask(connection, now).map(|until| until - now)
     }
 
     /// Times that NICs with this number were starved, and that they hung.
@@ -78,10 +96,16 @@ impl Watch {
         self.of_nics[nic].watchdogs.values().any(|watchdog| watchdog.is_excused(now, period))
     }
 
-    /// Microseconds that the agent is overdue with its next look at `now`, because it was stopped or got no processor.
-    /// Each microsecond is returned by one call only.
+    /// Microseconds that the agent is overdue with its next look at `now`, because it was stopped or got no processor:
+    /// its NICs may not have run either. The first 50 ms are not counted. Each microsecond is returned by one call
+    /// only.
     pub fn take_missed(&mut self, now: u64) -> u64 {
-        if self.due == 0 { 0 } else { self.missed.take(now, self.due) }
+        let from = self.missed_until.max(self.due.saturating_add(LATE));
+        if self.due == 0 || now <= from || cfg!(feature = "sabotage-impatient-agent") {
+            return 0;
+        }
+        self.missed_until = now;
+        now - from
     }
 }
 
@@ -124,10 +148,14 @@ mod tests {
     #[test]
     fn what_the_agent_has_missed_is_told_once() {
         let mut watch = watch();
-        assert_eq!(watch.take_missed(FIRST), 0);
-        let missed = watch.take_missed(FIRST + 3_000_000);
-        assert!((2_900_000..3_000_000).contains(&missed), "{missed}");
-        assert_eq!(watch.take_missed(FIRST + 3_000_000), 0);
+        assert_eq!(watch.take_missed(FIRST), 0, "on time");
+        assert_eq!(watch.take_missed(FIRST + LATE), 0, "a little late");
+        assert_eq!(watch.take_missed(FIRST + LATE + 3_000_000), 3_000_000);
+        assert_eq!(watch.take_missed(FIRST + LATE + 3_000_010), 10, "the look itself has not been made yet");
+        let now = FIRST + LATE + 3_000_010;
+        assert_eq!((watch.begin(now, true), watch.take_missed(now + PACE)), (Some(FIRST), 0));
+        assert_eq!(watch.take_missed(now + PACE + LATE + 5), 5);
+        assert_eq!(Watch::new(1).take_missed(u64::MAX), 0, "no look is due");
     }
 
     #[test]
@@ -148,6 +176,32 @@ mod tests {
         assert_eq!((watch.cause(1), watch.counts(1), watch.counts(0)), (None, (0, 1), (0, 0)));
         // Its process may have the same number.
         assert_eq!(watch.judge(1, NIC, &is_stopped(at + PACE)), None);
+    }
+
+    /// A NIC dies again and again when it has a connection: of that, unless somebody stops or kills it.
+    #[test]
+    fn a_connection_of_which_a_nic_dies_by_itself_is_found() {
+        for (hangs, by_itself, of_it) in
+            [(None, true, true), (None, false, false), (Some(Process::Runs), false, true), (Some(Process::Stopped), true, false)]
+        {
+            let (mut watch, mut now, mut guilty) = (watch(), FIRST, None);
+            for _ in 0..10 {
+                while let Some(wait) = watch.keeps_away(1, 7, now) {
+                    now += wait;
+                }
+                if let Some(process) = hangs {
+                    let spins = |used| Worker { rounds: 1, asleep: false, thread: Process::Runs, used: Some(used) };
+                    let sample = |used| Sample { at: now + used, due: now + used, process, workers: [spins(used)].into() };
+                    let cause = (0..8).find_map(|step| watch.judge(1, NIC, &sample(step * PACE)));
+                    assert!(cause.is_some(), "{process:?}");
+                    now += 8 * PACE;
+                }
+                guilty = guilty.or(watch.died(1, now, by_itself, [7]));
+                watch.started(1);
+            }
+            assert_eq!(guilty, of_it.then_some(7), "{hangs:?} {by_itself}");
+            assert_eq!(watch.keeps_away(0, 7, now), None, "another NIC");
+        }
     }
 
     #[test]

@@ -49,7 +49,6 @@ use baton_protocol::nic::{Descriptor, NicSettings, ToNic};
 use baton_protocol::program::{Opening, Reply, Statistics};
 use baton_shm::{Pulse, Region};
 use baton_steering::{Steering, messages_flow};
-use baton_supervision::CrashLoop;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -100,8 +99,6 @@ pub(crate) struct Agent {
     pub retries: Timers<Key>,
     /// What it may use of a processor for random moves.
     pub share: Share,
-    /// Of each NIC.
-    pub crash_loops: Vec<CrashLoop>,
     pub serials: u64,
     pub watched: Watched,
     pub cgroups: Cgroups,
@@ -229,7 +226,7 @@ pub fn run() -> Result<()> {
     let users = Users::new(settings.limits, process::user(), settings.nics, (descriptors, MOST_RECEIVED as u64));
     let (groups, schedule, moves) = (Groups::default(), Timers::default(), Moves::new(settings.choose, &settings.measured));
     let pulse = Pulse::begin(hardware[0].memory.clone(), nic::AGENT_PULSE, process::thread());
-    let (crash_loops, watch) = (vec![CrashLoop::default(); nics.len()], Watch::new(nics.len()));
+    let watch = Watch::new(nics.len());
     let mut agent = Agent {
         settings,
         hardware,
@@ -246,7 +243,6 @@ pub fn run() -> Result<()> {
         schedule,
         retries: Timers::default(),
         share: Share::default(),
-        crash_loops,
         serials: 0,
         watched,
         cgroups: Cgroups::default(),

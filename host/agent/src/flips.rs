@@ -16,7 +16,7 @@ use baton_moves::{Conclusion, Refusal};
 use baton_offloads::WhenFull;
 use baton_policy::{Demand, Place as At, Sample, WORTH};
 use baton_protocol::program::Place;
-use baton_supervision::{LONGEST_RETRY, Leave};
+use baton_supervision::LONGEST_RETRY;
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
@@ -125,7 +125,8 @@ impl Agent {
             return;
         }
         connection.drop_empty_extra();
-        let (stage, may_go) = (connection.stage(), connection.goes_by_itself(flips));
+        let (stage, may_go, must_return) =
+            (connection.stage(), connection.goes_by_itself(flips), connection.must_return().is_some());
         let by_heat = stage == Stage::Kernel && connection.block.hot_from() > 0;
         let put_off = connection.put_off_for();
         if matches!(stage, Stage::Kernel | Stage::Nic) && put_off > 0 {
@@ -133,11 +134,11 @@ impl Agent {
         }
         // One that waits until it is hot enough is looked at, and goes when it is.
         let waits = by_heat && self.moves.placements.iter().any(|placement| placement.has(serial));
-        if stage == Stage::Kernel && may_go {
-            let now = monotonic_micros();
-            if let Leave::Wait(until) = self.leave_of(session, number, now) {
-                return self.look_again(session, number, until - now);
-            }
+        if stage == Stage::Kernel
+            && may_go
+            && let Some(wait) = self.kept_away_for(session, number)
+        {
+            return self.look_again(session, number, wait);
         }
         if (!may_go || waits) && self.end_silence(session, number) {
             return;
@@ -147,11 +148,10 @@ impl Agent {
         }
         self.watch_silence(session, number);
         // An attacher was asked for it, and may not do it.
-        if attacher && matches!(stage, Stage::Kernel) && may_go && !waits {
-            self.retry_later(session, number, LONGEST_RETRY);
-        }
-        if attacher && matches!(stage, Stage::Nic) {
-            self.return_later(session, number);
+        match stage {
+            Stage::Kernel if attacher && may_go && !waits && !flips => self.ask_later(session, number, 0),
+            Stage::Nic if attacher && must_return => self.ask_later(session, number, LATER),
+            _ => {}
         }
     }
 
@@ -167,11 +167,11 @@ impl Agent {
         }
     }
 
-    /// Whether the crash loop of the NIC that a connection was on lets it go there now.
-    pub(crate) fn leave_of(&mut self, session: u32, number: u32, now: u64) -> Leave {
-        let Some(connection) = self.connection_ref(session, number) else { return Leave::Granted };
+    /// Microseconds for which a connection is kept away from the NIC that has died when it was there, if it is.
+    pub(crate) fn kept_away_for(&mut self, session: u32, number: u32) -> Option<u64> {
+        let connection = self.connection_ref(session, number)?;
         let (nic, serial) = (connection.extra.as_ref().map_or(0, |extra| extra.nic_that_died), connection.serial);
-        self.crash_loops.get_mut(usize::from(nic)).map_or(Leave::Granted, |crash_loop| crash_loop.ask(serial, now))
+        self.watch.keeps_away(usize::from(nic), serial, monotonic_micros())
     }
 
     fn group_of(&mut self, session: u32) -> Option<&mut crate::group::Group> {
@@ -189,27 +189,12 @@ impl Agent {
         }
     }
 
-    /// Has a connection that is wanted on the NIC tried there again, each time after twice as many microseconds, at
-    /// most `longest`.
-    fn retry_later(&mut self, session: u32, number: u32, longest: u64) {
-        let flips = self.group_of(session).is_some_and(|group| group.flip.is_some());
-        if let Some(connection) = self.connection(session, number)
-            && !flips
-            && connection.goes_by_itself(false)
-        {
-            let after = connection.extra().retry.refused(longest);
-            self.look_again(session, number, after);
-        }
-    }
-
-    /// Has an attacher asked again for a connection that has to leave the NIC, each time after twice as many
-    /// microseconds, at least [`LATER`].
-    fn return_later(&mut self, session: u32, number: u32) {
+    /// Has an attacher asked again to move a connection, each time after twice as many microseconds, at least
+    /// `shortest`.
+    fn ask_later(&mut self, session: u32, number: u32, shortest: u64) {
         let Some(connection) = self.connection(session, number) else { return };
-        if connection.must_return().is_some() {
-            let after = connection.extra().retry.refused(LONGEST_RETRY).max(LATER);
-            self.look_again(session, number, after);
-        }
+        let after = connection.extra().retry.refused(LONGEST_RETRY).max(shortest);
+        self.look_again(session, number, after);
     }
 
     /// Schedules a try for a connection that has left the NIC although it is wanted there.
@@ -231,35 +216,24 @@ impl Agent {
             // Where it waited it would be chosen again at each look, and use up the moves that others need.
             self.moves.placements.iter_mut().for_each(|placement| placement.forget(serial));
         }
-        match follow(conclusion, &standing) {
-            Next::Nothing => {}
+        let next = follow(conclusion, &standing);
+        match next {
             Next::Arrived => {
-                if let Some(extra) = self.connection(session, number).and_then(|connection| connection.extra.as_mut()) {
-                    extra.retry.clear();
-                    extra.nic_that_died = 0;
+                if let Some(connection) = self.connection(session, number) {
+                    connection.extra().nic_that_died = 0;
                 }
                 self.moves.placements.iter_mut().for_each(|placement| placement.has_come(serial));
             }
-            Next::Returned(after) => {
-                if let Some(connection) = self.connection(session, number) {
-                    connection.onward = false;
-                    connection.extra.iter_mut().for_each(|extra| extra.retry.clear());
-                }
-                if let Some(after) = after {
-                    self.look_again(session, number, after);
-                }
-            }
+            Next::Returned(_) => self.connection(session, number).into_iter().for_each(|connection| connection.onward = false),
             Next::Cut => _ = self.cut(session, number, SOCKET_GONE),
-            Next::WhenLet => {
-                let now = monotonic_micros();
-                let until = match self.leave_of(session, number, now) {
-                    Leave::Wait(until) => until,
-                    Leave::Granted => now,
-                };
-                self.look_again(session, number, until - now);
-            }
-            Next::Again(after) => self.look_again(session, number, after),
-            Next::Retry(longest) => self.retry_later(session, number, longest),
+            // It is drawn.
+            Next::Retry(_) if self.group_of(session).is_some_and(|group| group.flip.is_some()) => return,
+            _ => {}
+        }
+        let wait = if next == Next::WhenLet { self.kept_away_for(session, number) } else { None };
+        let Some(connection) = self.connection(session, number) else { return };
+        if let Some(after) = next.after(&mut connection.extra().retry, wait) {
+            self.look_again(session, number, after);
         }
     }
 
@@ -270,7 +244,7 @@ impl Agent {
         connection.extra().must_return = Some(why);
         if entry.opening.attacher {
             self.want(session, number, Place::Kernel);
-            return self.return_later(session, number);
+            return self.ask_later(session, number, LATER);
         }
         self.begin_restore(session, number, None);
     }

@@ -25,7 +25,6 @@ use baton_log::{error, warning};
 use baton_moves::{ANSWER_LIMIT, Barrier, Conclusion, Event, Goal, Move, Refusal};
 use baton_policy::Side;
 use baton_protocol::program::{Measured, Place, Reply, Until};
-use baton_supervision::Leave;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -419,8 +418,8 @@ impl Agent {
             let wanted = |connection: &mut Connection| std::mem::take(&mut connection.suggested) && connection.is_wanted();
             if named(&mut self.sessions, key).is_some_and(wanted) {
                 let (session, number, _) = key;
-                if let Leave::Wait(until) = self.leave_of(session, number, now) {
-                    self.look_again(session, number, until - now);
+                if let Some(wait) = self.kept_away_for(session, number) {
+                    self.look_again(session, number, wait);
                     continue;
                 }
                 // Tag 0: no answer is sent.

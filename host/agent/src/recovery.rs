@@ -96,21 +96,15 @@ impl Agent {
 
     /// Notes a NIC's death, and what it had, in its crash loop.
     fn note_death(&mut self, nic: usize) {
-        let ended = self.watch.cause(nic);
-        let by_itself = ended.map_or_else(|| self.nics[nic].died_by_itself(), Cause::is_its_own);
-        let why = match ended {
-            Some(cause) => format!("it hung: {cause}"),
-            None if self.nics[nic].is_ended() => "it did not do what it must, and was ended".into(),
-            None if by_itself => "it crashed".into(),
-            None => "somebody killed it, or its host's TCP".into(),
-        };
-        let kind = match ended {
-            Some(Cause::Stopped) => "stopped",
-            Some(Cause::Spins(_)) => "spun",
-            Some(Cause::Stuck(_)) => "stuck",
-            None if self.nics[nic].is_ended() => "ended",
-            None if by_itself => "crashed",
-            None => "killed",
+        let by_itself = self.nics[nic].died_by_itself();
+        let hung = |cause: Cause| format!("it hung: {cause}");
+        let (kind, why) = match self.watch.cause(nic) {
+            Some(cause @ Cause::Stopped) => ("stopped", hung(cause)),
+            Some(cause @ Cause::Spins(_)) => ("spun", hung(cause)),
+            Some(cause @ Cause::Stuck(_)) => ("stuck", hung(cause)),
+            None if self.nics[nic].is_ended() => ("ended", "it did not do what it must, and was ended".into()),
+            None if by_itself => ("crashed", "it crashed".into()),
+            None => ("killed", "somebody killed it, or its host's TCP".into()),
         };
         self.counts.note_death(nic, kind);
         // Where this agent has ended it, it has said so.
@@ -136,7 +130,7 @@ impl Agent {
             }
         }
         let serials = present.iter().map(|(serial, _)| *serial);
-        let Some(guilty) = self.crash_loops[nic].died(now, by_itself, serials) else { return };
+        let Some(guilty) = self.watch.died(nic, now, by_itself, serials) else { return };
         let Some((_, (session, number))) = present.into_iter().find(|(serial, _)| *serial == guilty) else { return };
         if let Some(connection) = self.connection(session, number) {
             error!(

@@ -19,15 +19,6 @@ pub const LONGEST_WAIT: u64 = 60_000_000;
 /// Least microseconds between the returns of two suspects, and before the first one's.
 const TRIAL: u64 = 500_000;
 
-/// Whether a connection may go to the NIC.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Leave {
-    /// Now.
-    Granted,
-    /// Not before this time, microseconds: ask again then.
-    Wait(u64),
-}
-
 /// The recent deaths of one NIC, and the connections that may be their cause, by numbers that are never used twice.
 #[derive(Clone, Default, Debug)]
 pub struct CrashLoop {
@@ -77,29 +68,28 @@ impl CrashLoop {
         None
     }
 
-    /// Whether this connection may go to the NIC at `now`; if it may, it goes.
-    pub fn ask(&mut self, connection: u64, now: u64) -> Leave {
+    /// Until when this connection may not go to the NIC, microseconds: ask again then. None: it may at `now`, and goes.
+    pub fn ask(&mut self, connection: u64, now: u64) -> Option<u64> {
         self.forget_old(now);
         if now < self.open_at {
-            return Leave::Wait(self.open_at);
+            return Some(self.open_at);
         }
         if !self.is_loop() || !self.suspects.contains(&connection) {
-            return Leave::Granted;
+            return None;
         }
         // The others go first.
         let begin = self.open_at + self.between_trials();
-        let until = match (self.trial, self.first) {
-            _ if now < begin => begin,
+        match (self.trial, self.first) {
+            _ if now < begin => Some(begin),
             // It may go again if it has not got there.
-            (Some((on_trial, until)), _) if now < until && on_trial != connection => until,
-            (_, Some((first, until))) if now < until && first != connection => until,
+            (Some((on_trial, until)), _) if now < until && on_trial != connection => Some(until),
+            (_, Some((first, until))) if now < until && first != connection => Some(until),
             _ => {
                 self.trial = Some((connection, now + self.between_trials()));
                 self.first = None;
-                return Leave::Granted;
+                None
             }
-        };
-        Leave::Wait(until)
+        }
     }
 
     /// Whether the NIC dies again and again.
@@ -145,7 +135,7 @@ mod tests {
         let mut kills_at = None;
         while waits.len() < 100 {
             for connection in 0..connections {
-                if !there.contains(&connection) && crash_loop.ask(connection, now) == Leave::Granted {
+                if !there.contains(&connection) && crash_loop.ask(connection, now).is_none() {
                     there.insert(connection);
                     if connection == killer {
                         kills_at = Some(now + after);
@@ -157,7 +147,7 @@ mod tests {
                 if let Some(guilty) = crash_loop.died(now, true, core::mem::take(&mut there)) {
                     return (waits, guilty, now);
                 }
-                let Leave::Wait(until) = crash_loop.ask(connections, now) else { panic!("nobody has to wait") };
+                let Some(until) = crash_loop.ask(connections, now) else { panic!("nobody has to wait") };
                 waits.push(until - now);
             }
             now += 5000;
@@ -193,7 +183,7 @@ mod tests {
             .map(|_| {
                 now += 10_000;
                 crash_loop.died(now, true, []);
-                let Leave::Wait(until) = crash_loop.ask(1, now) else { panic!("it does not wait") };
+                let Some(until) = crash_loop.ask(1, now) else { panic!("it does not wait") };
                 let wait = until - now;
                 now = until;
                 wait / 1000
@@ -208,8 +198,8 @@ mod tests {
         let mut crash_loop = CrashLoop::default();
         for at in 1..100 {
             crash_loop.died(at * SECOND, false, 0..8);
-            assert_eq!(crash_loop.ask(1, at * SECOND), Leave::Wait(at * SECOND + SHORTEST_WAIT));
-            assert_eq!(crash_loop.ask(1, at * SECOND + SHORTEST_WAIT), Leave::Granted);
+            assert_eq!(crash_loop.ask(1, at * SECOND), Some(at * SECOND + SHORTEST_WAIT));
+            assert_eq!(crash_loop.ask(1, at * SECOND + SHORTEST_WAIT), None);
         }
         assert!(!crash_loop.is_loop());
     }
@@ -231,10 +221,10 @@ mod tests {
             crash_loop.died(400 * SECOND, true, [7]);
         }
         assert!(crash_loop.is_loop());
-        assert_eq!(crash_loop.ask(7, 480 * SECOND), Leave::Granted);
+        assert_eq!(crash_loop.ask(7, 480 * SECOND), None);
         assert!(!crash_loop.is_loop(), "a minute without a death");
         crash_loop.died(481 * SECOND, true, [7]);
-        assert_eq!(crash_loop.ask(7, 481 * SECOND), Leave::Wait(481 * SECOND + SHORTEST_WAIT));
+        assert_eq!(crash_loop.ask(7, 481 * SECOND), Some(481 * SECOND + SHORTEST_WAIT));
     }
 
     #[test]
@@ -244,6 +234,6 @@ mod tests {
             assert_eq!(crash_loop.died(at * SECOND, true, [1, 2].into_iter().filter(|_| at == 1)), None);
         }
         let late = 10 * SECOND;
-        assert_eq!([1, 2].map(|connection| crash_loop.ask(connection, late)), [Leave::Granted; 2]);
+        assert_eq!([1, 2].map(|connection| crash_loop.ask(connection, late)), [None; 2]);
     }
 }

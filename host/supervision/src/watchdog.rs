@@ -42,7 +42,7 @@ impl Limits {
 }
 
 /// By how many microseconds a sample may be late.
-pub(crate) const LATE: u64 = 50_000;
+pub const LATE: u64 = 50_000;
 
 /// What a process or a thread does, as the system tells.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -485,7 +485,9 @@ impl World {
         let exceeded = (exceeded > 0).then(|| format!("host {at}: its agent went beyond what the NIC had announced"));
         let crowd = (there > u64::from(most)).then(|| format!("host {at}: its NIC has {there} connections, and room for {most}"));
         let lost = lost.map(|lost| format!("host {at}: {lost}"));
-        let found = host.machine.failure.take().or(lost).or(exceeded).or(crowd);
+        let neglected = host.agent.as_ref().and_then(Agent::neglected);
+        let neglected = neglected.map(|one| format!("host {at}: connection {one} is wanted on the NIC, and not tried again"));
+        let found = host.machine.failure.take().or(lost).or(exceeded).or(crowd).or(neglected);
         if let Some(found) = found {
             self.fail(found);
         }

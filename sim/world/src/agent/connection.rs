@@ -61,9 +61,11 @@ pub(super) struct Connection {
     pub moves: u32,
     /// What the program wants that needs it in the kernel; attempts to restore it for that.
     pub wish: Option<(Wish, u8)>,
+    /// It is to go to the NIC again when it has come to the kernel, or could not go: somebody has asked for that.
+    pub wanted: bool,
     /// It has to leave the NIC.
     pub must_return: bool,
-    /// When that is tried again.
+    /// When it is tried again to take it to where it should be.
     pub retry: Retry,
     /// There is no connection any more, because it could not be restored.
     pub lost: bool,
@@ -91,6 +93,7 @@ impl Connection {
             stay: None,
             image: None,
             wish: None,
+            wanted: false,
             must_return: false,
             retry: Retry::default(),
             lost: false,
@@ -106,9 +109,14 @@ impl Connection {
         Stage::of(self.machine.step(), self.machine.goal())
     }
 
-    /// As far as it counts for its next move. It goes to the NIC only when somebody asks for that.
+    /// Whether the NIC has it, or is about to get it.
+    pub fn is_moved(&self) -> bool {
+        matches!(self.stage(), Stage::Nic | Stage::Offloading)
+    }
+
+    /// As far as it counts for its next move.
     pub fn standing(&self, now: u64) -> Standing {
         let (stage, put_off) = (self.stage(), self.machine.put_off_for(now) > 0);
-        Standing { stage, wanted: false, must_return: self.must_return, put_off, attached: false, onward: false }
+        Standing { stage, wanted: self.wanted, must_return: self.must_return, put_off, attached: false, onward: false }
     }
 }

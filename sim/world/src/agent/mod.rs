@@ -34,6 +34,8 @@ const PATIENCE: u64 = 500_000;
 const MOST_STEP: u64 = 40;
 /// Longest time for which an agent does nothing, microseconds.
 const INATTENTION: u64 = 30_000;
+/// Of a million deaths of NICs those that count as their own fault.
+const BY_ITSELF: u32 = 100_000;
 /// Time in which a NIC starts, microseconds.
 const NIC_START: u64 = 3_000;
 
@@ -223,6 +225,13 @@ impl Agent {
         self.connections.values().filter_map(|connection| connection.cid).collect()
     }
 
+    /// A connection that is wanted on the NIC and stays in the kernel: no move takes it there, and no try is to come.
+    pub fn neglected(&self) -> Option<u32> {
+        let stays = |one: &&Connection| one.stage() == Stage::Kernel && one.retry.is_clear() && one.wish.is_none() && one.wanted;
+        let rests = self.chain.is_none() && self.tasks.is_empty();
+        self.connections.values().find(stays).filter(|_| rests).map(|one| one.number)
+    }
+
     /// Whether nothing is under way.
     pub fn is_idle(&self) -> bool {
         let settled = |connection: &Connection| connection.machine.goal().is_none();
@@ -325,9 +334,17 @@ impl Agent {
         }
         let put_off = connection.machine.put_off_for(now);
         if put_off > 0 {
-            self.look_again(number, put_off.min(LATER), now);
-        } else if unasked(&connection.standing(now), false) == Some(Unasked::Restore) {
-            self.tasks.push_back(Task::Drive(number, Event::Restore { forced: false }));
+            return self.look_again(number, put_off.min(LATER), now);
+        }
+        match unasked(&connection.standing(now), false) {
+            Some(Unasked::Restore) => self.tasks.push_back(Task::Drive(number, Event::Restore { forced: false })),
+            // Its program is about to be told that it is in the kernel.
+            Some(Unasked::Offload) if connection.wish.is_some() => {}
+            Some(Unasked::Offload) => match self.watch.decides.keeps_away(0, number.into(), now) {
+                Some(wait) => self.look_again(number, wait, now),
+                None => self.tasks.push_back(Task::Drive(number, Event::Offload { patience: PATIENCE })),
+            },
+            None => {}
         }
     }
 
@@ -342,8 +359,7 @@ impl Agent {
         match task {
             Task::Drive(number, event) => self.drive(number, event, machine),
             Task::DriveMoved(number, event) => {
-                let moved = |connection: &Connection| matches!(connection.stage(), Stage::Nic | Stage::Offloading);
-                if self.connections.get(&number).is_some_and(moved) {
+                if self.connections.get(&number).is_some_and(Connection::is_moved) {
                     self.drive(number, event, machine);
                 }
             }
@@ -360,6 +376,7 @@ impl Agent {
         }
         match step {
             Recovery::EndNic => {
+                self.note_death(machine.now.0);
                 machine.kill_nic(trace);
                 self.nic.inbox.nic_died();
             }
@@ -386,6 +403,15 @@ impl Agent {
             // There is nothing to wait for any more, or it was said above.
             Recovery::AwaitAnswers | Recovery::TellDeath | Recovery::TellStart | Recovery::TellFlow => {}
         }
+    }
+
+    /// Notes the NIC's death, of which nobody knows why, unless it hung. A connection of which it dies stays in the
+    /// kernel until somebody asks for it.
+    fn note_death(&mut self, now: u64) {
+        let had = self.connections.values().filter(|one| one.is_moved()).map(|one| u64::from(one.number));
+        let guilty = self.watch.decides.died(0, now, self.rng.chance(BY_ITSELF), had);
+        let guilty = self.connections.values_mut().find(|one| guilty == Some(u64::from(one.number)));
+        guilty.into_iter().for_each(|one| one.wanted = false);
     }
 
     fn announce(&mut self) {
@@ -500,15 +526,14 @@ impl Agent {
             Conclusion::Stays(Refusal::Busy) => connection.wish = connection.wish.map(|(wish, _)| (wish, ATTEMPTS)),
             // After each growth the memory loses what nobody needs, as the pages of an idle connection do.
             Conclusion::Grown if connection.wants.take().is_some() => self.tasks.push_back(Task::Drive(number, Event::Grow)),
+            // Somebody has to ask for it again.
+            Conclusion::Stays(refusal) if refusal.is_for_good() || *refusal == Refusal::Full => connection.wanted = false,
             Conclusion::Stays(_) | Conclusion::Grown => {}
         }
-        match next {
-            Next::Again(after) => self.look_again(number, after, now),
-            Next::Returned(_) => {
-                connection.must_return = false;
-                connection.retry.clear();
-            }
-            _ => {}
+        connection.must_return &= !matches!(next, Next::Returned(_));
+        let wait = if next == Next::WhenLet { self.watch.decides.keeps_away(0, number.into(), now) } else { None };
+        if let Some(after) = next.after(&mut connection.retry, wait) {
+            self.look_again(number, after, now);
         }
     }
 
@@ -518,8 +543,9 @@ impl Agent {
         let Some(connection) = self.connections.values_mut().find(of) else { return };
         let number = connection.number;
         match Notice::of(message) {
-            Some(Notice::Leaves { .. }) if connection.stage() == Stage::Nic => {
+            Some(Notice::Leaves { for_good, .. }) if connection.stage() == Stage::Nic => {
                 connection.must_return = true;
+                connection.wanted &= !for_good;
                 self.drive(number, Event::Restore { forced: false }, machine);
             }
             Some(Notice::Ended) => self.drive(number, Event::Ended, machine),
@@ -544,12 +570,16 @@ impl Agent {
                 self.answers.push((number, Answer::Registered));
             }
             Request::Offload => {
-                let stays = |connection: &Connection| connection.until == Until::Never;
-                if !self.connections.get(&number).is_some_and(stays) {
+                let Some(connection) = self.connections.get_mut(&number) else { return };
+                if connection.until != Until::Never && !connection.machine.is_leaving() {
+                    connection.wanted = true;
                     self.drive(number, Event::Offload { patience: PATIENCE }, machine);
                 }
             }
-            Request::Restore => self.drive(number, Event::Restore { forced: false }, machine),
+            Request::Restore => {
+                self.connections.get_mut(&number).into_iter().for_each(|connection| connection.wanted = false);
+                self.drive(number, Event::Restore { forced: false }, machine);
+            }
             Request::Forget => match self.connections.get_mut(&number) {
                 Some(connection) => connection.wish = Some((Wish::Forget, 0)),
                 // It was removed by an earlier request whose answer was lost.
@@ -561,15 +591,16 @@ impl Agent {
             },
             Request::Allow => {
                 self.set_until(number, Until::Alone, machine, keeper);
+                self.look_again(number, LATER, machine.now.0);
                 self.answers.push((number, Answer::Allowed));
             }
         }
     }
 
-    /// Sets when a connection may be offloaded, for this agent and the next.
+    /// Sets when a connection may be offloaded, for this agent and the next. It is, as soon as it may.
     fn set_until(&mut self, number: u32, until: Until, machine: &Machine, keeper: &mut Keeper) {
         if let Some(connection) = self.connections.get_mut(&number) {
-            connection.until = until;
+            (connection.until, connection.wanted) = (until, until == Until::Alone);
             keeper.registered(number, connection.kept(), machine.now.0);
         }
     }

@@ -16,7 +16,7 @@ const SOON: u64 = 1_000_000;
 /// The watch over the NIC.
 pub(super) struct Watch {
     /// What the product decides.
-    decides: baton_core::Watch,
+    pub decides: baton_core::Watch,
     rounds: u64,
     /// Since when each look has found the NIC halted.
     halted_since: Option<u64>,
@@ -51,10 +51,7 @@ impl Watch {
     /// When the next look is due. While the NIC makes rounds nothing is seen, so that there is one more only after it
     /// was halted.
     pub fn due(&self, machine: &Machine) -> Option<u64> {
-        match machine.nic_halted() {
-            Some((_, since)) => Some(self.decides.due().max(since)),
-            None => self.halted_since.map(|_| self.decides.due()),
-        }
+        (machine.nic_halted().is_some() || self.halted_since.is_some()).then(|| self.decides.due())
     }
 
     /// To be noted when a command is given to the NIC at `now`.
