@@ -113,9 +113,7 @@ fn a_receive_of_all_bytes_gets_all() {
 /// A send has filled the queue in the kernel when the connection moves: an edge follows when there is room again.
 #[test]
 fn an_edge_follows_a_send_that_has_filled_the_queue() {
-    for case in ["write", "sendfile"] {
-        as_natively("partly", case);
-    }
+    as_natively("partly", &["write", "sendfile"]);
 }
 
 /// With SO_LINGER the last close(2) of a socket waits for the peer, or has reset the connection when it returns.
@@ -189,8 +187,7 @@ fn a_child_does_not_depend_on_its_parents_threads() {
 /// library holds nothing for the fork.
 #[test]
 fn handlers_of_forks_use_connections() {
-    as_natively("processes", "handlers");
-    while_moving("processes", "handlers");
+    as_natively_while_moving("processes", &["handlers"]);
 }
 
 /// Hundreds of forks beside threads that make, wait for, use and close connections: no child hangs that does so, too,
