@@ -652,7 +652,6 @@ impl Agent {
             return;
         }
         let Some(session) = self.sessions.remove(number) else { return };
-        self.keep(&Kept::Ended(number), &[]);
         let (user, opened) = (session.user, session.open.is_some());
         if opened {
             self.groups.left(session.opening.group);
@@ -662,7 +661,10 @@ impl Agent {
             self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
             debug!([session = number, user = user] "session {number} has ended");
         }
+        // Before the keeper does the same with the same queue: between its look and its receive nobody else may take a
+        // message, since the next one may have descriptors.
         session.end();
+        self.keep(&Kept::Ended(number), &[]);
         self.users.leaves(user, opened);
     }
 

@@ -219,8 +219,8 @@ impl Agent {
         let next = follow(conclusion, &standing);
         match next {
             Next::Arrived => {
-                if let Some(connection) = self.connection(session, number) {
-                    connection.extra().nic_that_died = 0;
+                if let Some(extra) = self.connection(session, number).and_then(|connection| connection.extra.as_mut()) {
+                    extra.nic_that_died = 0;
                 }
                 self.moves.placements.iter_mut().for_each(|placement| placement.has_come(serial));
             }

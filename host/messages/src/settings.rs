@@ -50,7 +50,8 @@ pub struct Settings {
     pub receives: u16,
     /// Bytes of the socket's receive buffer that are asked for.
     pub socket_buffer: usize,
-    /// Silence of a peer with unfinished messages after which it is dead.
+    /// Silence of a peer with unfinished messages, or of one by which nothing is under way and whose place others may
+    /// need, after which it is dead.
     pub dead: u64,
     /// Whether a NIC has the data half.
     pub nic: Use,

@@ -441,11 +441,11 @@ fn is_interrupted_here(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.is_inside(token()))
 }
 
-/// Waits until a move has ended; or, if another thread closes the connection, a little: that thread may wait for this
-/// one's processor.
+/// Waits until a move has ended; or, if another thread closes the connection, or the NIC has to read messages, a little:
+/// that thread may wait for this one's processor, and the NIC may have ended.
 #[cold]
 fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
-    tcp.settled_owner();
+    let _ = tcp.settled_owner() == Some(Owner::Nic) && tcp.has_ended_just_now();
     give_way(*rounds);
     *rounds = rounds.saturating_add(1);
 }

@@ -202,20 +202,27 @@ fn has_descriptor_left(queue: &Queue) -> bool {
 }
 
 fn take(listener: &Tcp, queue: &'static Queue) -> Option<(c_int, &'static Tcp)> {
-    // In a process that is closed for good, too: the NIC has made it, and it goes to the kernel then.
-    if forks::are_under_way() || !take_byte(listener, queue) {
-        return None;
+    let is_its = || listener.queue().is_some_and(|now| std::ptr::eq(now, queue));
+    // In a process that is closed for good, too: the NIC has made it, and it goes to the kernel then. A byte may stand
+    // for no connection. The next one is read then: beside one that is left the agent writes none for the next
+    // connection, and who waits for an edge would get none.
+    while !forks::are_under_way() && is_its() && take_byte(listener, queue) {
+        let errno = thread::errno();
+        let mut made = None;
+        let accepted = queue.session.shared.accept(queue.listener, thread::token(), |fd| {
+            let fd = fd.into_raw_fd();
+            let tcp = tcp::new(fd);
+            made = Some((fd, tcp));
+            tcp.connection_of(queue.session)
+        });
+        thread::set_errno(errno);
+        match accepted {
+            Ok(None) => {}
+            Ok(Some(())) => return made,
+            Err(_) => return None,
+        }
     }
-    let errno = thread::errno();
-    let mut made = None;
-    let accepted = queue.session.shared.accept(queue.listener, thread::token(), |fd| {
-        let fd = fd.into_raw_fd();
-        let tcp = tcp::new(fd);
-        made = Some((fd, tcp));
-        tcp.connection_of(queue.session)
-    });
-    thread::set_errno(errno);
-    accepted.ok().flatten().and(made)
+    None
 }
 
 /// accept(2) from a listener: a connection that the NIC has made, or what `native` gets from the kernel. None if the

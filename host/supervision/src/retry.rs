@@ -15,6 +15,11 @@ pub struct Retry {
 }
 
 impl Retry {
+    /// Whether a try is to come.
+    pub fn is_planned(&self) -> bool {
+        self.due != 0
+    }
+
     /// Whether no try is due, and the last one was not refused.
     pub fn is_clear(&self) -> bool {
         *self == Retry::default()

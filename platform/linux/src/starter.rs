@@ -162,7 +162,10 @@ fn serve(orders: &Channel, started: &mpsc::Sender<io::Result<Child>>) -> Option<
             let made = group.and_then(|group| cgroup_socket::make(group.as_fd(), v6));
             let failed: Made = made.as_ref().err().map(|error| error.raw_os_error().unwrap_or(libc::EIO));
             let socket: Vec<BorrowedFd<'_>> = made.iter().map(AsFd::as_fd).collect();
-            orders.send(&failed, &socket).ok()
+            // Linux limits how many descriptors of a user are on their way, and programs of the same user's count, too.
+            // With this thread all processes that are tied to it would end.
+            let sent = orders.send(&failed, &socket);
+            sent.or_else(|error| orders.send(&Made::Some(error.raw_os_error().unwrap_or(libc::EIO)), &[])).ok()
         }
     }
 }

@@ -343,7 +343,7 @@ impl Scoreboard {
     }
 
     /// One SACK block. Of a large one that is not known, what it adds is found at its ends, where blocks grow: what it
-    /// adds far from both goes on counting as not SACKed, and is sent again at worst.
+    /// adds far from both goes on counting as not SACKed, and is sent again, until it is acknowledged at worst.
     pub fn sack(&mut self, left: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         let known = self.blocks.iter().position(|(l, r)| l != r && at_or_before(left, *l) && at_or_before(*r, right));
         let (l, r) = known.map_or((right, right), |at| self.blocks[at]);
@@ -371,7 +371,7 @@ impl Scoreboard {
                 gone_over += 1;
                 if gone_over == GONE_OVER {
                     let end = self.queue.partition_point(|sent| at_or_before(sent.end(), right) && before(sent.seq, stop));
-                    let next = self.from_end(at, end);
+                    let next = self.sacked_from_end(at, end);
                     (whole, at) = (next == at, next);
                 }
                 continue;
@@ -396,7 +396,7 @@ impl Scoreboard {
 
     /// The first index from `first` on, before `end`, behind which there are no more than [`GONE_OVER`] segments that
     /// are SACKed. Each of the others that it passes is about to be.
-    fn from_end(&self, first: usize, end: usize) -> usize {
+    fn sacked_from_end(&self, first: usize, end: usize) -> usize {
         let (mut at, mut left) = (end, GONE_OVER);
         while at > first && left > 0 {
             at -= 1;

@@ -208,6 +208,10 @@ impl Round<'_> {
             connection = self.events.known.search(message.cid);
         }
         let Some(connection) = connection else {
+            // It may be gone since: the others wait all the same.
+            if message.operation == Operation::OsControl && message.kind == Control::Taken as u16 {
+                self.concern_who_found_it_full(message.cid.nic());
+            }
             self.keep(message);
             return None;
         };

@@ -124,6 +124,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         host.send(Message::new(Operation::NicHandoff, cid, 0, 0));
         if let Custody::Active(offloaded) = std::mem::replace(&mut slot.custody, Custody::Held) {
+            if let Some(Some(session)) = self.programs.sessions.get_mut(offloaded.session as usize) {
+                session.lent += 1;
+            }
             let lent = Lent { offloaded, recalled: false, commands: Vec::new(), messages: Vec::new() };
             slot.custody = Custody::Lent(Box::new(lent));
         }
@@ -355,6 +358,9 @@ impl<H: Device, W: Device> Worker<H, W> {
         }
         offloaded.path = if commands.is_empty() { Path::Fast } else { Path::Pinned };
         let (session, frames) = (offloaded.session as usize, slot.held.take());
+        if let Some(Some(session)) = self.programs.sessions.get_mut(session) {
+            session.lent = session.lent.saturating_sub(1);
+        }
         slot.custody = Custody::Active(offloaded);
         self.counters.add(Counter::TakenBack, 1);
         self.note_transition(index);

@@ -55,6 +55,8 @@ pub(super) struct Session {
     pub moderator: Moderator,
     /// The NIC keeps only the fast path of its connections.
     pub fast_path: bool,
+    /// How many of its connections are lent to the host's TCP.
+    pub lent: u32,
     /// The last message that its program waited for ([`ANSWER`]).
     pub answered: Option<Answered>,
     /// Present in a session for messages, which has no connections.
@@ -265,7 +267,7 @@ impl<H: Device, W: Device> Worker<H, W> {
         // Asked once for all, so that none of them has all of the room.
         let waits = self.host_tcp.as_deref_mut().is_some_and(|host| !host.takes_messages());
         for id in first..self.programs.sessions.len() {
-            let lends = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.fast_path);
+            let lends = |session: &Option<Session>| session.as_ref().is_some_and(|session| session.lent > 0);
             if waits && self.programs.sessions.get(id).is_some_and(lends) {
                 continue;
             }

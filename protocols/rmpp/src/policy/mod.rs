@@ -86,7 +86,8 @@ pub struct Config {
     pub reordering: u64,
     /// CTS, ACK or BYE without progress before a message or a farewell is given up.
     pub attempts: u8,
-    /// Silence of a peer with unfinished messages after which it is asked whether it lives.
+    /// Silence of a peer with unfinished messages, or of one by which nothing is under way and whose place others may
+    /// need, after which it is asked whether it lives.
     pub keepalive: u64,
     /// Silence after which it is dead.
     pub dead: u64,

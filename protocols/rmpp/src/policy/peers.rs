@@ -293,7 +293,8 @@ impl Policy {
             self.fail(at, Error::PeerRestarted, true, now);
             return Err(Drop::Stale);
         }
-        self.peers[at].heard = now;
+        // It lives: a doubt that has begun is over.
+        (self.peers[at].heard, self.peers[at].doubt) = (now, Doubt::None);
         Ok(at)
     }
 

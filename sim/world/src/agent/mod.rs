@@ -227,7 +227,8 @@ impl Agent {
 
     /// A connection that is wanted on the NIC and stays in the kernel: no move takes it there, and no try is to come.
     pub fn neglected(&self) -> Option<u32> {
-        let stays = |one: &&Connection| one.stage() == Stage::Kernel && one.retry.is_clear() && one.wish.is_none() && one.wanted;
+        let stays =
+            |one: &&Connection| one.stage() == Stage::Kernel && !one.retry.is_planned() && one.wish.is_none() && one.wanted;
         let rests = self.chain.is_none() && self.tasks.is_empty();
         self.connections.values().find(stays).filter(|_| rests).map(|one| one.number)
     }
