@@ -222,6 +222,7 @@ impl<H: Device, W: Device> Worker<H, W> {
             events,
             moderator,
             fast_path: false,
+            lent: 0,
             answered: None,
             messages: None,
         });
