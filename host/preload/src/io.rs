@@ -441,8 +441,8 @@ fn is_interrupted_here(tcp: &Tcp) -> bool {
     tcp.managed().is_some_and(|(connection, _)| connection.is_inside(token()))
 }
 
-/// Waits until a move has ended; or, if another thread closes the connection, or the NIC has to read messages, a little:
-/// that thread may wait for this one's processor, and the NIC may have ended.
+/// Waits until a move has ended; or, if another thread closes the connection, or the NIC has to read messages, a
+/// little: that thread may wait for this one's processor, and the NIC may have ended.
 #[cold]
 fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
     let _ = tcp.settled_owner() == Some(Owner::Nic) && tcp.has_ended_just_now();
