@@ -291,6 +291,23 @@ static void is_outlived_by_setuid(void)
     is_outlived(copy);
 }
 
+/* While a command of the shell's has the connection, its descriptor gets FD_CLOEXEC, so that the next one would not get it. When the
+ * command has ended, it moves again nevertheless. */
+static void is_kept_to_itself_meanwhile(void)
+{
+    pthread_t shell;
+    snprintf(command, sizeof command, "%s holder %d", own_path(), ends.server);
+    CHECK(pthread_create(&shell, NULL, run_command, NULL) == 0);
+    ask_holder();
+    CHECK(fcntl(ends.server, F_SETFD, FD_CLOEXEC) == 0);
+    CHECK(send(ends.client, "ended\n", 6, 0) == 6);
+    CHECK(pthread_join(shell, NULL) == 0);
+    if (moved)
+        exchange_until_on_nic(ends, ends.server);
+    exchange(ends.client, ends.server, "after\n");
+    exchange(ends.server, ends.client, "all\n");
+}
+
 /* Its connections stay in the kernel for good. */
 static void never_moves(void)
 {
@@ -627,7 +644,7 @@ int main(int count, char **arguments)
     static const struct {
         const char *name;
         void (*run)(void);
-    } others[] = {{"spawn, beside", spawn_beside}, {"popen", by_popen}, {"system", by_system}, {"outlived, system", is_outlived_by_system}, {"outlived, setuid", is_outlived_by_setuid}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"handlers", fork_with_handlers}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
+    } others[] = {{"spawn, beside", spawn_beside}, {"popen", by_popen}, {"system", by_system}, {"kept, system", is_kept_to_itself_meanwhile}, {"outlived, system", is_outlived_by_system}, {"outlived, setuid", is_outlived_by_setuid}, {"io_uring for good", use_io_uring}, {"seccomp for good", confine}, {"raw fork for good", fork_raw}, {"churn", fork_while_churning}, {"handlers", fork_with_handlers}, {"serve", serve_and_fork}, {"serve, _Fork", serve_and_fork_alone}, {"serve, unseen", serve_and_fork_unseen}, {"unseen", share_unseen}, {"eventfds", share_no_eventfds}};
     ends = connect_pair();
     exchange(ends.client, ends.server, "hello\n");
     exchange(ends.server, ends.client, "hello\n");

@@ -170,6 +170,13 @@ fn a_connection_that_a_started_program_does_not_get_stays() {
     as_natively("processes", &["spawn, beside"]);
 }
 
+/// A thread sets FD_CLOEXEC of a connection that a command of the shell's has, which another one waits for: afterwards
+/// the connection moves again, although nothing that is started then would get it.
+#[test]
+fn a_connection_that_is_passed_on_no_more_moves_again() {
+    as_natively("processes", &["kept, system"]);
+}
+
 /// A program that was started, served or not, keeps a connection that its starter closes: the peer sees no end before
 /// that program's, and then sees it.
 #[test]

@@ -117,15 +117,15 @@ pub unsafe extern "C-unwind" fn execveat(
     }
 }
 
-/// Restores connections that a new process inherits, several at a time. Until [`after_spawn`] they stay: the agent
-/// would find this process alone with them until the new one is there.
-fn before_spawn(with_actions: bool) {
-    let Some(_section) = Section::enter() else { return };
+/// Restores connections that a new process inherits, several at a time, and returns them. Until [`after_spawn`] they
+/// stay: the agent would find this process alone with them until the new one is there.
+fn before_spawn(with_actions: bool) -> Vec<&'static Tcp> {
+    let Some(_section) = Section::enter() else { return Vec::new() };
     let errno = thread::errno();
     let passed: Vec<&'static Tcp> = forks::stay_open(with_actions).collect();
     match process::session() {
         Some(session) => tcp::give_each_back(session, &passed, START, Until::Never),
-        None => passed.into_iter().for_each(|tcp| tcp.give_back(START, Until::Never)),
+        None => passed.iter().for_each(|tcp| tcp.give_back(START, Until::Never)),
     }
     if with_actions && process::is_mine() {
         // A datagram socket can be among what they pass on, and so can a set.
@@ -133,16 +133,17 @@ fn before_spawn(with_actions: bool) {
         epoll::settle();
     }
     thread::set_errno(errno);
+    passed
 }
 
-/// Lets them move again, once no other process has them.
-fn after_spawn(with_actions: bool) {
+/// Lets them move again, once no other process has them: all that [`before_spawn`] has restored, since another thread
+/// may have set FD_CLOEXEC of some meanwhile.
+fn after_spawn(passed: &[&'static Tcp]) {
     let Some(_section) = Section::enter() else { return };
     let errno = thread::errno();
     // What has closed the process meanwhile holds.
     if let (false, Some(session)) = (process::is_closed_for_good(), process::session()) {
-        let passed: Vec<&'static Tcp> = forks::stay_open(with_actions).collect();
-        tcp::allow_each_again(session, &passed);
+        tcp::allow_each_again(session, passed);
     }
     thread::set_errno(errno);
 }
@@ -174,14 +175,14 @@ pub unsafe extern "C-unwind" fn posix_spawn(
 ) -> c_int {
     let with_actions = !actions.is_null();
     let _start = Start::begin(with_actions);
-    before_spawn(with_actions);
+    let passed = before_spawn(with_actions);
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe {
         starts::execute(Target::Path(path), environment.cast(), |environment| {
             real::posix_spawn(process, path, actions, attributes, arguments, environment.cast())
         })
     };
-    after_spawn(with_actions);
+    after_spawn(&passed);
     done
 }
 
@@ -200,14 +201,14 @@ pub unsafe extern "C-unwind" fn posix_spawnp(
 ) -> c_int {
     let with_actions = !actions.is_null();
     let _start = Start::begin(with_actions);
-    before_spawn(with_actions);
+    let passed = before_spawn(with_actions);
     // SAFETY: the program's own arguments (`# Safety`).
     let done = unsafe {
         starts::execute(Target::Name(file), environment.cast(), |environment| {
             real::posix_spawnp(process, file, actions, attributes, arguments, environment.cast())
         })
     };
-    after_spawn(with_actions);
+    after_spawn(&passed);
     done
 }
 
@@ -217,13 +218,11 @@ pub unsafe extern "C-unwind" fn posix_spawnp(
 /// As for the C library's function.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
-    if !command.is_null() {
-        before_spawn(false);
-    }
+    let passed = if command.is_null() { Vec::new() } else { before_spawn(false) };
     // SAFETY: the program's own arguments (`# Safety`).
     let status = unsafe { real::system(command) };
     if !command.is_null() {
-        after_spawn(false);
+        after_spawn(&passed);
     }
     status
 }
@@ -235,10 +234,10 @@ pub unsafe extern "C-unwind" fn system(command: *const c_char) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn popen(command: *const c_char, mode: *const c_char) -> *mut libc::FILE {
     let _start = Start::begin(false);
-    before_spawn(false);
+    let passed = before_spawn(false);
     // SAFETY: the program's own arguments (`# Safety`).
     let stream = unsafe { real::popen(command, mode) };
-    after_spawn(false);
+    after_spawn(&passed);
     stream
 }
 
