@@ -48,6 +48,7 @@ test: lint
 	tests/programs/both_ways.py --rounds 2 --seconds 0.3 --connections 256
 	tests/programs/both_ways.py --rounds 2 --seconds 1 --connections 64 --kill-nic 2
 	tests/programs/waits.py --total-seconds 20
+	tests/programs/waits.py --program children --rule flip,accepted --total-seconds 10
 	tests/programs/ends.py
 	$(CHECKED) bench tail --smoke
 	$(CHECKED) soak --connections 64 --moves 2000 --json
@@ -114,6 +115,7 @@ soak: build
 	tests/programs/both_ways.py --rounds 100 --seconds 5
 	tests/programs/both_ways.py --rounds 20 --seconds 5 --kill-nic 1 --stop-nic 1 --kill-agent 1
 	tests/programs/waits.py --copies 10 --total-seconds 1200
+	tests/programs/waits.py --program children --rule flip,accepted --copies 10 --total-seconds 600
 	tests/programs/ends.py --rounds 60
 	tests/programs/ends.py --rounds 20 --kill nic
 	BATON_FUZZ_CASES=200000 $(CARGO) test --profile checked --locked -p baton-datapath --test worker

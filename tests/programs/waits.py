@@ -2,10 +2,12 @@
 """Copies of one program beside each other, each in a network namespace of its own with a Baton of its own, until the processors are busy.
 The program (bin/baton/tests/c/waits.c) has threads that sleep in every call that waits for a connection, compares every byte, and fails if a
 call says what it could not say natively, or hangs. One copy more runs natively in each round: if that fails, the run ends there and fails.
+With --program children it is another one (bin/baton/tests/programs/children.py), which forks all the time.
 
     tests/programs/waits.py                                  # five rounds, two copies for each processor
     tests/programs/waits.py --copies 10 --total-seconds 1200
     tests/programs/waits.py --rule accepted,flip:0..2
+    tests/programs/waits.py --program children --rule flip
     tests/programs/waits.py --seed 3407 --rounds 1           # a round again, as a failure prints it
 
 A rule is one of `baton run --rule`, or flip[:MIN..MAX]. The copies take the rules in turn, by their seeds, which are those of the commit unless
@@ -29,7 +31,9 @@ import programs
 from both_ways import within
 from programs import BATON, HERE
 
-SOURCE = HERE.parent.parent / "bin/baton/tests/c/waits.c"
+TESTS = HERE.parent.parent / "bin/baton/tests"
+# What copies may run, by name. Each is told for how many seconds and by which seed, and prints a number of connections.
+PROGRAMS = ("waits", "children")
 RULES = "accepted,bytes:10500,requests:3,flip"
 NATIVE = "native"
 # Seconds that a copy may take longer than it was told. By itself it gives up when a connection has hung for 10.
@@ -64,7 +68,7 @@ class Copy:
         self.seed, self.rule, self.directory = seed, rule, directory
         self.log, self.report, self.said = (directory / name for name in ("log", "report", "said"))
         self.process, self.failures, self.connections, self.moves = None, [], 0, 0
-        words = [program, seconds, seed]
+        words = [*program, seconds, seed]
         if rule != NATIVE:
             words = [BATON, "run", "--eager", "--log", self.log, "--flip-report", self.report, *options(rule, seed), "--", *words]
         self.words = words
@@ -178,7 +182,7 @@ def play(given, program, first, number, directory):
 
 def repeat(given, first):
     """The command for a round's seeds and rules, beside as many copies."""
-    words = ["tests/programs/waits.py", "--copies", given.copies, "--seconds", given.seconds, "--rule", ",".join(given.rule)]
+    words = ["tests/programs/waits.py", "--program", given.program, "--copies", given.copies, "--seconds", given.seconds, "--rule", ",".join(given.rule)]
     words += ["--seed", first, "--rounds", 1]
     program = [f"BATON_PROGRAM={os.environ['BATON_PROGRAM']}"] if "BATON_PROGRAM" in os.environ else []
     return shlex.join([*program, *map(str, words)])
@@ -191,10 +195,19 @@ def end_by(number, _frame):
     raise SystemExit(128 + number)
 
 
+def prepare(name, directory):
+    """The words that start a program without its arguments; one in C is compiled."""
+    script = TESTS / "programs" / f"{name}.py"
+    if script.exists():
+        return ["python3", script]
+    program = directory / name
+    subprocess.run(["cc", "-O2", "-std=gnu11", "-pthread", "-o", program, TESTS / "c" / f"{name}.c"], check=True)
+    return [program]
+
+
 def run(given, directory):
     """All rounds. Returns whether nothing has failed."""
-    program = directory / "waits"
-    subprocess.run(["cc", "-O2", "-std=gnu11", "-pthread", "-o", program, SOURCE], check=True)
+    program = prepare(given.program, directory)
     good, number, end = True, 0, time.monotonic() + (given.total_seconds or 0)
     ran, moved = dict.fromkeys(given.rule, 0), dict.fromkeys(given.rule, 0)
     while time.monotonic() < end if given.total_seconds else number < given.rounds:
@@ -220,6 +233,7 @@ def run(given, directory):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--program", choices=PROGRAMS, default=PROGRAMS[0], help="that the copies run")
     parser.add_argument("--copies", type=int, default=2 * len(os.sched_getaffinity(0)), help="besides the native one (two for each processor)")
     parser.add_argument("--seconds", type=float, default=2, help="for which each copy makes connections")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,9 +1,14 @@
 """A server whose children inherit its epoll set, as in redis: each closes its descriptors, or waits with the set, and ends. The parent
-still gets the events of its listener, of its connection, and of sets in its set."""
+still gets the events of its listener, of its connection, and of sets in its set. Usage: children.py [SECONDS SEED]
+
+Each kind of child ten times, or for so many seconds, drawn at random. Prints how many connections there were."""
 
 import os
+import random
 import select
 import socket
+import sys
+import time
 
 epoll = select.epoll()
 listener = socket.create_server(("127.0.0.1", 0))
@@ -54,9 +59,21 @@ def take_out_its_own():
     listener.close()
 
 
-for n in range(40):
-    exchange(n)
-    what = (close_one_by_one, close_all, wait_with_it, take_out_its_own)[n % 4]
+KINDS = (close_one_by_one, close_all, wait_with_it, take_out_its_own)
+
+
+def kinds():
+    if len(sys.argv) == 1:
+        yield from KINDS * 10
+        return
+    end, chance = time.monotonic() + float(sys.argv[1]), random.Random(int(sys.argv[2]))
+    while time.monotonic() < end:
+        yield chance.choice(KINDS)
+
+
+made = 1
+for n, what in enumerate(kinds()):
+    exchange(n % 100)
     child = os.fork()
     if child == 0:
         what()
@@ -66,8 +83,10 @@ for n in range(40):
     if what is wait_with_it:
         expect(server.fileno())
         assert server.recv(1) == b"x"
-    exchange(n + 100)
+    exchange(n % 100 + 100)
     another = socket.create_connection(listener.getsockname(), timeout=10)
     expect(listener.fileno())
     listener.accept()[0].close()
     another.close()
+    made += 1
+print(made)
