@@ -90,6 +90,7 @@ impl Drop for KernelHold<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Barrier;
 
     const RELAXED: Ordering = Ordering::Relaxed;
 
@@ -140,6 +141,29 @@ mod tests {
         flags.fetch_and(!block::FLAG_SHARED, RELAXED);
         drop(hold);
         assert_eq!(flags.load(RELAXED), block::FLAG_SHARED | block::FLAG_CORK);
+    }
+
+    /// The agent moves a connection as soon as it is left: all are marked before the first one is.
+    #[test]
+    fn what_is_left_is_marked() {
+        const ALL: u32 = session::MAX_CONNECTIONS as u32;
+        let memory = memory();
+        (0..ALL).for_each(|number| word(&memory, number, block::OWNER).store(Owner::Kernel as u32, RELAXED));
+        let mut hold = KernelHold::on(&memory);
+        assert!((0..ALL).all(|number| hold.add(number, 7)));
+        let looks = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let agent = scope.spawn(|| {
+                looks.wait();
+                while word(&memory, 0, block::BUSY).load(Ordering::Acquire) != 0 {
+                    std::hint::spin_loop();
+                }
+                is_marked(&memory, ALL - 1)
+            });
+            looks.wait();
+            drop(hold);
+            assert!(agent.join().expect("no panic"), "the first one is left, and the last one not marked yet");
+        });
     }
 
     /// All blocks of a session are held at once: each is left, and what is kept meanwhile is a number for each.
