@@ -63,7 +63,8 @@ pub fn start(argument: &str, descriptors: &[BorrowedFd<'_>], tied: bool) -> io::
     let mut chunks = descriptors.chunks(MAX_DESCRIPTORS);
     let order = Order::Start { argument: argument.to_owned(), tied, descriptors: descriptors.len() };
     starter.orders.send(&order, chunks.next().unwrap_or_default())?;
-    chunks.try_for_each(|chunk| starter.orders.send(&(), chunk))?;
+    // With a byte: without one it would look as if this end were closed.
+    chunks.try_for_each(|chunk| starter.orders.send(&0u8, chunk))?;
     starter.started.recv().map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))?
 }
 
@@ -153,21 +154,27 @@ fn serve(orders: &Channel, started: &mpsc::Sender<io::Result<Child>>) -> Option<
     match order {
         Order::Start { argument, tied, descriptors: all } => {
             while descriptors.len() < all {
-                descriptors.extend(orders.receive::<()>().ok()?.1);
+                descriptors.extend(orders.receive::<u8>().ok()?.1);
             }
             started.send(spawn(&argument, &descriptors, tied)).ok()
         }
         Order::Socket { v6 } => {
             let group = descriptors.first().ok_or(io::Error::from_raw_os_error(libc::EMFILE));
             let made = group.and_then(|group| cgroup_socket::make(group.as_fd(), v6));
-            let failed: Made = made.as_ref().err().map(|error| error.raw_os_error().unwrap_or(libc::EIO));
-            let socket: Vec<BorrowedFd<'_>> = made.iter().map(AsFd::as_fd).collect();
-            // Linux limits how many descriptors of a user are on their way, and programs of the same user's count, too.
-            // With this thread all processes that are tied to it would end.
-            let sent = orders.send(&failed, &socket);
-            sent.or_else(|error| orders.send(&Made::Some(error.raw_os_error().unwrap_or(libc::EIO)), &[])).ok()
+            answer(orders, &made)
         }
     }
+}
+
+/// Answers [`Order::Socket`]. None if nobody gives orders any more.
+fn answer(orders: &Channel, made: &io::Result<OwnedFd>) -> Option<()> {
+    let number = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EIO);
+    let failed: Made = made.as_ref().err().map(number);
+    let socket: Vec<BorrowedFd<'_>> = made.iter().map(AsFd::as_fd).collect();
+    // Linux limits how many descriptors of a user are on their way, and programs of the same user's count, too. With
+    // this thread all processes that are tied to it would end.
+    let sent = orders.send(&failed, &socket);
+    sent.or_else(|error| orders.send(&Made::Some(number(&error)), &[])).ok()
 }
 
 fn spawn(argument: &str, descriptors: &[OwnedFd], tied: bool) -> io::Result<Child> {
@@ -184,8 +191,61 @@ fn spawn(argument: &str, descriptors: &[OwnedFd], tied: bool) -> io::Result<Chil
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     use std::fs::File;
     use std::os::fd::AsRawFd;
+
+    /// Set where a test runs alone.
+    const ALONE: &str = "BATON_TEST_RUNS_ALONE";
+
+    /// Whether this is the process in which a test runs alone. If not, that is started, and the test has to pass there.
+    fn is_alone(test: &str) -> bool {
+        if std::env::var_os(ALONE).is_some() {
+            return true;
+        }
+        let mut command = Command::new(std::env::current_exe().expect("this program"));
+        let ran = command.args(["--exact", &format!("starter::tests::{test}")]).env(ALONE, "yes").output().expect("this test");
+        let said = String::from_utf8_lossy(&ran.stdout);
+        assert!(ran.status.success() && said.contains(" 1 passed"), "{said}");
+        false
+    }
+
+    /// More descriptors than a message can have. Alone, since the starter has them for a moment.
+    #[test]
+    fn a_process_gets_many_descriptors() {
+        if !is_alone("a_process_gets_many_descriptors") {
+            return;
+        }
+        let file = File::open("/dev/null").expect("a file");
+        // The program that it starts is this test's, which runs none of this name.
+        let started = start("no_test_has_this_name", &[file.as_fd(); MAX_DESCRIPTORS + 8], false);
+        assert!(started.expect("a process").wait().expect("its end").success());
+    }
+
+    /// A user's programs have more descriptors on their way than Linux lets one without capabilities exceed: whoever
+    /// waits for a socket is told that it cannot be sent, and the thread goes on. Alone, since the limit is the
+    /// process's.
+    #[test]
+    fn a_socket_that_cannot_be_sent_ends_nothing() {
+        const LIMIT: usize = 100;
+        if !is_alone("a_socket_that_cannot_be_sent_ends_nothing") {
+            return;
+        }
+        let file = File::open("/dev/null").expect("a file");
+        let (way, _end) = Channel::pair().expect("two sockets");
+        for _ in 0..=LIMIT / MAX_DESCRIPTORS {
+            way.send(&0u8, &[file.as_fd(); MAX_DESCRIPTORS]).expect("they are on their way");
+        }
+        let limit = Rlimit { current: Some(LIMIT as u64), ..getrlimit(Resource::Nofile) };
+        setrlimit(Resource::Nofile, limit).expect("a lower limit");
+        process::drop_capabilities().expect("none left");
+        let (orders, theirs) = Channel::pair().expect("two sockets");
+        let refused = theirs.send(&0u8, &[file.as_fd()]).expect_err("too many are on their way");
+        assert_eq!(refused.raw_os_error(), Some(libc::ETOOMANYREFS));
+        assert!(answer(&theirs, &Ok(file.into())).is_some(), "the thread would end");
+        let (failed, made) = orders.receive::<Made>().expect("an answer");
+        assert_eq!((failed, made.len()), (Some(libc::ETOOMANYREFS), 0));
+    }
 
     #[test]
     fn its_thread_has_none_of_the_process_s_descriptors() {
