@@ -486,7 +486,8 @@ fn a_program_cannot_give_orders_to_the_host_tcp() {
 }
 
 /// A program whose connection is lent sends more than the host's TCP takes, which does not run for a while: the NIC
-/// leaves what it has no room for in the program's ring, and everything arrives when the host's TCP goes on.
+/// leaves what it has no room for in the program's ring, and everything arrives when the host's TCP goes on. A program
+/// that has no connection there waits for nobody.
 #[test]
 fn a_program_fills_no_memory_while_the_host_tcp_is_behind() {
     let mut world = World::new([2_000_000, 2_000_000], clean(), 1, true).close_late();
@@ -509,6 +510,15 @@ fn a_program_fills_no_memory_while_the_host_tcp_is_behind() {
     }
     assert!((RING_MESSAGES..most).contains(&sent), "{sent} messages were taken");
     world.program.commands.publish();
+    let memory = Arc::new(Region::private(session::HEAP).unwrap());
+    world.nic.attach(1, memory.clone());
+    assert!(world.nic.keep_fast_path(1));
+    let mut other = Producer::<RingWords>::new(memory.ring(session::COMMANDS));
+    other.push(Message::control(Operation::NicControl, Control::NoDelay, Cid::new(3, 1), 1, 0).to_words()).unwrap();
+    other.publish();
+    world.nic.poll(world.now);
+    assert!(other.is_released(other.position()), "the other program's message is read");
+    assert!(!world.program.commands.has_room(1), "the first one's are not");
     let bad = world.counter(Counter::BadMessages);
     for _ in 0..1000 {
         world.nic.poll(world.now);
