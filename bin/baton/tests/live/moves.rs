@@ -1,6 +1,8 @@
 //! Moves of real kernel connections in every state and condition.
 
-use crate::common::{KEYS, Scene, answered, connect, hosts, scene, scene_at, unacknowledged, wait_for, wait_until};
+use crate::common::{
+    KEYS, Scene, answered, connect, hosts, kernel_repeats, scene, scene_at, scene_in, unacknowledged, wait_for, wait_until,
+};
 use baton_agent::{Crash, Fault, Step};
 use baton_bed::testbed::{self, TestbedSettings, address_b};
 use baton_client::tool::Tool;
@@ -584,6 +586,33 @@ fn keep_alive_is_the_nics() {
     });
     // Waits: for this time at least, which a busy machine only makes longer.
     assert!(silent.elapsed() > Duration::from_secs(2), "the kernel would have waited for three seconds");
+}
+
+/// What the host says about idle connections (tcp_slow_start_after_idle) goes with a connection to the NIC: a window
+/// that has grown there is worn down while nothing is sent, or is not.
+#[test]
+fn an_idle_connection_keeps_its_window_if_the_host_says_so() {
+    for worn_down in [true, false] {
+        let bed = hosts(TestbedSettings::default());
+        let setting = if worn_down { "1" } else { "0" };
+        bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_slow_start_after_idle", setting)).expect("the setting");
+        let mut scene = scene_in(bed, false, 8080);
+        scene.move_to(Place::Nic);
+        let window = |scene: &Scene| answered(&scene.bed, |tool| tool.connections())[0].detail.cwnd;
+        wait_until("a wide window", || {
+            scene.fill(200_000);
+            scene.drain();
+            window(&scene) > 20
+        });
+        wait_until("all is acknowledged", || unacknowledged(&scene.peer) == 0);
+        let before = window(&scene);
+        // Several of the time-outs by which it is worn down.
+        kernel_repeats(&scene.bed, 8081, 4);
+        assert_eq!(scene.send(1), 1, "room");
+        scene.drain();
+        let after = window(&scene);
+        assert_eq!(after < before, worn_down, "{before} segments before, {after} after");
+    }
 }
 
 /// A hundred outgoing connections share one ephemeral port, also after they have moved.
