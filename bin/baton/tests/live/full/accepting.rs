@@ -9,7 +9,7 @@ use crate::stopped::in_time;
 use baton_abi::layout::{Counter, session};
 use baton_agent::{Crash, Fault, Step};
 use baton_bed::testbed::{Testbed, TestbedSettings};
-use baton_linux::{process, socket};
+use baton_linux::{freeze, process, socket};
 use baton_protocol::program::Opening;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -24,6 +24,7 @@ in_both_shapes! {
     what_waits_to_be_accepted_outlives_an_agent
     an_agent_may_die_while_a_program_accepts
     a_program_that_is_closed_for_good_accepts_what_the_nic_makes
+    bytes_without_connections_hide_no_client
     a_read_that_does_not_end_holds_up_no_agent
 }
 
@@ -171,6 +172,63 @@ threading.Thread(target=fork, daemon=True).start()
     let before = count(&bed, Counter::Made);
     (2..5).for_each(|byte| exchange(&connect(&bed, at).expect("a client"), byte));
     assert!(count(&bed, Counter::Made) > before, "the NIC makes none");
+}
+
+/// Waits by edges for clients at an address, and echoes the first bytes of each, once it has been told to begin. Says
+/// which process it is, where its listener is, and when it has found no client more.
+const BY_EDGES: &str = "
+import os, select, socket, sys
+listener = socket.create_server((sys.argv[1], 7000), backlog=20)
+listener.setblocking(False)
+epoll = select.epoll()
+epoll.register(listener, select.EPOLLIN | select.EPOLLET)
+print(os.getpid(), listener.fileno(), flush=True)
+sys.stdin.readline()
+while True:
+    epoll.poll()
+    try:
+        while True:
+            one = listener.accept()[0]
+            one.sendall(one.recv(100))
+    except BlockingIOError: print('none', flush=True)
+";
+
+/// A queue has bytes for two connections that another session has accepted. Beside one of them there would be none for
+/// the next client: a server that waits for edges reads both, and serves it.
+fn bytes_without_connections_hide_no_client(beside: bool) {
+    let (bed, at) = (bed(beside), address(false, 7000));
+    let (mut server, mut lines) = start_printing(&bed, &["python3", "-c", BY_EDGES, &at.ip().to_string()]);
+    let mut said = || lines.next().expect("a line").expect("text");
+    let [process, number] = said().split(' ').map(|word| word.parse().expect("a number")).collect::<Vec<u32>>()[..] else {
+        panic!("two numbers")
+    };
+    let process = process::open_process(process).expect("the server");
+    let listener = freeze::take_descriptor(process.as_fd(), number as i32).expect("its listener");
+    let listener = TcpListener::from(listener.as_fd().try_clone_to_owned().expect("a descriptor"));
+    let program = Client::open(&bed.socket(), Opening::alone()).expect("a session");
+    let (id, queue) = program.listen(&listener);
+    let accept = || {
+        program.accept(id).expect("a connection");
+        program.memory.word32(session::GIVEN).store(0, Ordering::Release);
+    };
+    let _first = client_of_nic(&bed, &listener, &queue);
+    accept();
+    let bytes = || socket::queue_bytes(queue.as_fd(), socket::SIOCINQ).expect("a number");
+    let others = [1, 2].map(|count| {
+        let client = connect(&bed, at).expect("a connection");
+        wait_until("the NIC's connection", || bytes() == count);
+        client
+    });
+    others.iter().for_each(|_| accept());
+    assert_eq!(bytes(), 2, "no byte of them was read");
+    server.0.stdin.as_mut().expect("its input").write_all(b"\n").expect("a line");
+    assert_eq!(said(), "none");
+    assert_eq!(bytes(), 0, "it has read on");
+    let made = count(&bed, Counter::Made);
+    let mut client = connect(&bed, at).expect("a connection");
+    client.set_read_timeout(Some(Duration::from_secs(20))).expect("a limit");
+    client.write_all(&[7]).and_then(|()| client.read_exact(&mut [0])).expect("the echo");
+    assert_eq!(count(&bed, Counter::Made), made + 1);
 }
 
 /// Reads from its standard input into memory that does not come.
