@@ -444,7 +444,7 @@ fn is_interrupted_here(tcp: &Tcp) -> bool {
 /// Waits until a move has ended; or, if another thread closes the connection, or the NIC has to read messages, a
 /// little: that thread may wait for this one's processor, and the NIC may have ended.
 #[cold]
-fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
+pub(crate) fn give_way_to_move(tcp: &Tcp, rounds: &mut u32) {
     let _ = tcp.settled_owner() == Some(Owner::Nic) && tcp.has_ended_just_now();
     give_way(*rounds);
     *rounds = rounds.saturating_add(1);

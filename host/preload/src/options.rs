@@ -1,11 +1,11 @@
 //! Socket options and ioctls of a connection that may be on the NIC.
 
+use crate::io::give_way_to_move;
 use crate::tcp::Tcp;
 use crate::thread::{self, fail, token};
 use crate::{faults, real};
 use baton_abi::layout::Owner;
 use baton_protocol::program::Until;
-use baton_ring::give_way;
 use libc::{c_int, c_ulong, c_void, socklen_t};
 use std::os::fd::BorrowedFd;
 
@@ -72,9 +72,7 @@ pub(crate) unsafe fn set(
             if connection.is_inside(token()) {
                 return fail(libc::EAGAIN) as c_int;
             }
-            tcp.settled_owner();
-            give_way(round);
-            round += 1;
+            give_way_to_move(tcp, &mut round);
             continue;
         };
         if entered.owner != Owner::Nic {
@@ -90,8 +88,7 @@ pub(crate) unsafe fn set(
             if queued.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock) {
                 // The NIC has not read the previous message yet.
                 drop(entered);
-                give_way(round);
-                round += 1;
+                give_way_to_move(tcp, &mut round);
                 continue;
             }
         }
@@ -276,9 +273,7 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
             if connection.is_inside(token()) {
                 return fail(libc::EAGAIN) as c_int;
             }
-            tcp.settled_owner();
-            give_way(round);
-            round += 1;
+            give_way_to_move(tcp, &mut round);
             continue;
         };
         if entered.owner != Owner::Nic {
@@ -298,8 +293,7 @@ fn shut(tcp: &'static Tcp, fd: c_int, how: c_int) -> c_int {
             Ok(()) => return 0,
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                 drop(entered);
-                give_way(round);
-                round += 1;
+                give_way_to_move(tcp, &mut round);
             }
             Err(error) if error.kind() == std::io::ErrorKind::ResourceBusy => return fail(libc::EAGAIN) as c_int,
             Err(error) => return fail(thread::number(&error)) as c_int,

@@ -22,7 +22,7 @@ const SIGSTOP: i32 = 19;
 /// connections once the keeper is dead, and the keeper would start another agent. The agent is killed first: the kernel
 /// lets a stopped process go on whose parent ends, since nobody is left who would (its process group is orphaned). The
 /// NIC may have ended by itself by then.
-fn kill_at_once(helpers: &[u32]) {
+pub(crate) fn kill_at_once(helpers: &[u32]) {
     let [keeper, agent, ref nic @ ..] = *helpers else { panic!("keeper and agent") };
     for helper in [keeper, agent] {
         process::signal(helper, SIGSTOP).expect("a signal");

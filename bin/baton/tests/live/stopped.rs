@@ -1,15 +1,17 @@
 //! A NIC or an agent that is stopped: it holds up nobody who does not need it, and whoever needs it only for a while.
 
 use crate::common::{connect, hosts, start_python, wait_until};
+use crate::lifecycle::kill_at_once;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
 use baton_client::{Connection, Listener, Shared};
 use baton_linux::freeze::{Frozen, release_late};
+use baton_linux::process;
 use baton_protocol::program::{Ask, Opening, Place, Reply};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -345,15 +347,12 @@ while not sent or received < 65536:
 print('done', flush=True)
 ";
 
-/// While the NIC stands still a program fills the ring of messages. Where another connection's call fails for that, and
-/// nothing else happens to it, the program gets an edge when the NIC goes on.
-#[test]
-fn edges_follow_when_a_ring_was_full() {
-    let bed = hosts(TestbedSettings::default());
+/// Starts a Python program whose connections to host B come to be on the NIC. Each peer has echoed a byte.
+fn start_with_peers<const COUNT: usize>(bed: &Testbed, program: &str) -> ((Child, BufReader<ChildStdout>), [TcpStream; COUNT]) {
     let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address_b(false), 0))).expect("a listener");
     let at = listener.local_addr().expect("its address");
     let accepting = std::thread::spawn(move || {
-        let mut peers = [(); 3].map(|()| listener.accept().expect("a connection").0);
+        let mut peers = [(); COUNT].map(|()| listener.accept().expect("a connection").0);
         for peer in &mut peers {
             let mut byte = [0];
             peer.read_exact(&mut byte).expect("a byte");
@@ -361,10 +360,19 @@ fn edges_follow_when_a_ring_was_full() {
         }
         peers
     });
-    let (mut program, mut lines) = start_python(&bed, EDGES, at, true);
-    let mut peers = accepting.join().expect("three connections");
+    let started = start_python(bed, program, at, true);
+    let peers = accepting.join().expect("its connections");
     let list = || bed.tool().expect("a tool").connections().expect("a list");
-    wait_until("all are on the NIC", || list().iter().filter(|one| one.place == Place::Nic).count() == 3);
+    wait_until("all are on the NIC", || list().iter().filter(|one| one.place == Place::Nic).count() == COUNT);
+    (started, peers)
+}
+
+/// While the NIC stands still a program fills the ring of messages. Where another connection's call fails for that, and
+/// nothing else happens to it, the program gets an edge when the NIC goes on.
+#[test]
+fn edges_follow_when_a_ring_was_full() {
+    let bed = hosts(TestbedSettings::default());
+    let ((mut program, mut lines), mut peers) = start_with_peers::<3>(&bed, EDGES);
     let mut input = program.stdin.take().expect("its input");
     let mut says = |wanted: &str| {
         let mut line = String::new();
@@ -382,6 +390,63 @@ fn edges_follow_when_a_ring_was_full() {
     let end = in_time("the program's end", move || lines.read_line(&mut line).map(|_| line));
     assert_eq!(end.expect("a line"), "done\n");
     assert!(program.wait().expect("its end").success());
+}
+
+/// Fills the ring of messages by one connection, and makes the call that it is told of on another one.
+const FULL: &str = "
+import array, fcntl, socket, sys, termios
+busy, other = [socket.create_connection((sys.argv[1], int(sys.argv[2]))) for _ in range(2)]
+for one in busy, other:
+    one.sendall(b'y')
+    assert one.recv(1) == b'y'
+print('ready', flush=True)
+sys.stdin.readline()
+unread = array.array('i', [0])
+while unread[0] < 65536:
+    fcntl.ioctl(other, termios.FIONREAD, unread)
+print('unread', flush=True)
+call = sys.stdin.readline().strip()
+busy.setblocking(False)
+try:
+    while True: busy.send(b'x')
+except BlockingIOError: pass
+print('full', flush=True)
+try:
+    if call == 'recv': other.recv(65536)
+    if call == 'shutdown': other.shutdown(socket.SHUT_WR)
+    if call == 'setsockopt': other.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+except OSError: pass
+print('done', flush=True)
+";
+
+/// The ring of messages is full, and a call has a message for the NIC, when all of Baton is killed: it ends, too.
+#[test]
+fn a_call_that_waits_for_room_in_a_ring_ends_with_baton() {
+    for call in ["recv", "shutdown", "setsockopt"] {
+        let bed = hosts(TestbedSettings::default());
+        let agent = bed.tool().expect("a tool").statistics().expect("statistics").agent_process;
+        let keeper = process::parent(agent).expect("the keeper");
+        let ((mut program, mut lines), mut peers) = start_with_peers::<2>(&bed, FULL);
+        let mut input = program.stdin.take().expect("its input");
+        let mut says = |wanted: &str| {
+            let mut line = String::new();
+            lines.read_line(&mut line).expect("a line");
+            assert_eq!(line, wanted, "{call}");
+        };
+        peers[1].write_all(&[1; 65536]).expect("sent");
+        input.write_all(b"\n").expect("a line");
+        says("unread\n");
+        let nic = hold_nic(&bed);
+        writeln!(input, "{call}").expect("a line");
+        says("full\n");
+        kill_at_once(&[keeper, agent]);
+        drop(nic);
+        let mut line = String::new();
+        let end = in_time(call, move || lines.read_line(&mut line).map(|_| line));
+        assert_eq!(end.expect("a line"), "done\n", "{call}");
+        let _ = program.kill();
+        program.wait().expect("its end");
+    }
 }
 
 /// Prints how long each of some calls takes, in milliseconds, then forks; parent and child use what they have.
