@@ -661,10 +661,7 @@ impl Agent {
             self.nics.iter_mut().for_each(|nic| nic.forget_session(number));
             debug!([session = number, user = user] "session {number} has ended");
         }
-        // Before the keeper does the same with the same queue: between its look and its receive nobody else may take a
-        // message, since the next one may have descriptors.
-        session.end();
-        self.keep(&Kept::Ended(number), &[]);
+        session.end(|| self.keep(&Kept::Ended(number), &[]));
         self.users.leaves(user, opened);
     }
 

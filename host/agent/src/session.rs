@@ -101,12 +101,15 @@ impl Session {
     /// Turns its program or tool away, which gets the reason.
     pub fn turn_away(self, reason: String) {
         let _ = self.send(&Answer { tag: 1, body: Reply::Failed { reason } }, &[]);
-        self.end();
+        self.end(|| ());
     }
 
-    /// Ends it for good. A program that was cut off sees it now, and not only when what it has sent can be closed.
-    pub fn end(self) {
+    /// Ends it for good. A program that was cut off sees it now, and not only when what it has sent can be closed. Only
+    /// then `tell` the keeper, which does the same with the same queue: between its look and its receive nobody else
+    /// may take a message, since the next one may have descriptors.
+    pub fn end(self, tell: impl FnOnce()) {
         self.channel.turn_away();
+        tell();
     }
 
     /// Notifies the program that an agent has taken the session over for the `starts`th time: unanswered requests must
@@ -272,6 +275,22 @@ mod tests {
             begun.nic_died(nic);
             assert_eq!(begun.failed.is_some(), fails, "NIC {nic}");
         }
+    }
+
+    /// When the keeper is told that a session has ended, nothing is left to take from its queue.
+    #[test]
+    fn a_session_is_ended_before_the_keeper_ends_it() {
+        let (ours, theirs) = Channel::pair().expect("a channel");
+        let keepers = Channel::from_fd(ours.as_fd().try_clone_to_owned().expect("a descriptor"));
+        let session = Session::new(ours.into()).expect("a session");
+        theirs.send(&7u8, &[]).expect("room");
+        let mut told = false;
+        session.end(|| {
+            told = true;
+            assert!(theirs.is_hung_up());
+            assert!(keepers.try_receive::<u8>().is_err(), "the agent has left a message");
+        });
+        assert!(told);
     }
 
     /// A program that asks for nothing reads nothing: it is not cut off, however often agents die, and learns of the
