@@ -1,7 +1,7 @@
 //! Connections that a program under full offload opens, and how that fails.
 
 use super::{bed, connections, count, on_b, start_printing, statistics, wait_until};
-use crate::common::hosts;
+use crate::common::{hosts, kernel_repeats};
 use crate::scratch::{script, text};
 use baton_abi::layout::Counter;
 use baton_bed::testbed::{Testbed, TestbedSettings, address_a, address_b};
@@ -16,6 +16,7 @@ in_both_shapes! {
     what_a_control_group_refuses_fails_as_natively
     what_a_dead_agent_was_opening_can_be_opened_again
     the_hosts_retransmissions_are_those_of_what_the_nic_opens
+    an_idle_window_is_the_hosts_where_the_nic_opens_a_connection
 }
 
 /// Connects in every way to an echo server (address and port), and to a port where nobody listens (the next one).
@@ -245,6 +246,59 @@ fn the_hosts_retransmissions_are_those_of_what_the_nic_opens(beside: bool) {
     assert!(silent.status.success(), "{}", text(&silent.stderr));
     writeln!(program.0.stdin.as_mut().expect("its input"), "go on").expect("it reads");
     assert_eq!(said().as_deref(), Some("ETIMEDOUT"));
+}
+
+/// Connects, and sends as many bytes as each line says.
+const SENDS: &str = "
+import socket, sys
+one = socket.create_connection((sys.argv[1], 6000), 20)
+print('open', flush=True)
+for line in sys.stdin:
+    one.sendall(bytes(int(line)))
+    print('sent', flush=True)
+";
+
+/// What the host says about idle connections (tcp_slow_start_after_idle) is also true of a connection that the NIC has
+/// opened and that never moves: its window is worn down while nothing is sent, or is not.
+fn an_idle_window_is_the_hosts_where_the_nic_opens_a_connection(beside: bool) {
+    for worn_down in [true, false] {
+        let bed = bed(beside);
+        let setting = if worn_down { "1" } else { "0" };
+        bed.host_a.run(|| std::fs::write("/proc/sys/net/ipv4/tcp_slow_start_after_idle", setting)).expect("the setting");
+        let address = address_b(false);
+        let listener = bed.host_b.run(|| TcpListener::bind(SocketAddr::new(address, 6000))).expect("a listener");
+        std::thread::spawn(move || {
+            let (mut peer, _) = listener.accept().expect("a connection");
+            std::io::copy(&mut peer, &mut std::io::sink())
+        });
+        let made = count(&bed, Counter::Made);
+        let (mut program, mut lines) = start_printing(&bed, &["python3", "-c", SENDS, &address.to_string()]);
+        let mut said = || lines.next().and_then(Result::ok);
+        assert_eq!(said().as_deref(), Some("open"));
+        assert_eq!(count(&bed, Counter::Made), made + 1);
+        let mut input = program.0.stdin.take().expect("its input");
+        // Sends so many bytes, and waits until they are acknowledged. The window in segments then.
+        let mut window_after = |bytes: u32| {
+            writeln!(input, "{bytes}").expect("it reads");
+            assert_eq!(said().as_deref(), Some("sent"));
+            let mut window = 0;
+            wait_until("all is acknowledged", || {
+                let detail = connections(&bed)[0].detail;
+                window = detail.cwnd;
+                (detail.in_flight, detail.unsent) == (0, 0)
+            });
+            window
+        };
+        let mut before = 0;
+        wait_until("a wide window", || {
+            before = window_after(200_000);
+            before > 20
+        });
+        // Several of the time-outs by which it is worn down.
+        kernel_repeats(&bed, 8081, 4);
+        let after = window_after(1);
+        assert_eq!(after < before, worn_down, "{before} segments before, {after} after");
+    }
 }
 
 /// Begins to connect from one port, gives that up when the test says so, and connects from that port again.
