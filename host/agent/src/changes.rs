@@ -219,6 +219,17 @@ fn follow_way(ground: &mut Ground<'_>, connection: &mut Connection) -> Result<()
     Ok(())
 }
 
+/// Handles tables of iptables-legacy that have come or gone. Connections that these do not judge stay where they are.
+pub(crate) fn tables_changed(agent: &mut Agent) {
+    agent.known.discard();
+    agent.follow_listeners();
+    agent.follow_datagrams();
+    agent.open_all_in_kernel();
+    agent.follow_ways(|_| true);
+    agent.follow_hosts(|_| true);
+    agent.follow_datagram_ways(|_| true);
+}
+
 impl Agent {
     /// Handles changes of routes, addresses, neighbours or links: connections whose frames would now leave another way
     /// are restored to the kernel, those without a route are muted.

@@ -3,6 +3,7 @@
 //! for each change.
 
 use baton_handoff::examine::system;
+use baton_linux::events::monotonic_micros;
 use baton_linux::firewall::Firewall;
 use baton_linux::netlink::{Changes, NETFILTER, Netlink, POLICY_CHANGES, ROUTE, TRAFFIC_CONTROL_CHANGES, XFRM};
 use baton_linux::rtnetlink;
@@ -14,14 +15,58 @@ use std::collections::HashMap;
 const EINVAL: i32 = 22;
 const EOPNOTSUPP: i32 = 95;
 
-/// Whether there are tables of iptables-legacy that judge every packet (those of `nat` judge a connection's first
-/// only).
-fn has_legacy_tables() -> bool {
-    let judges = |path| {
-        let names = std::fs::read_to_string(path).unwrap_or_default();
-        names.lines().any(|name| name != "nat")
-    };
-    judges("/proc/self/net/ip_tables_names") || judges("/proc/self/net/ip6_tables_names")
+/// Microseconds for which it counts which tables of iptables-legacy there were.
+const TABLES_LAST: u64 = 20_000;
+
+/// Which tables of iptables-legacy there are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+struct Tables {
+    /// Some judge every packet.
+    judge_packets: bool,
+    /// There are some: those of `nat` judge, and translate, only the first packet of a connection.
+    any: bool,
+}
+
+impl Tables {
+    /// Those of the agent's network namespace.
+    fn read() -> Tables {
+        let names = |path| std::fs::read_to_string(path).unwrap_or_default();
+        Tables::named(&(names("/proc/self/net/ip_tables_names") + &names("/proc/self/net/ip6_tables_names")))
+    }
+
+    /// Those of these names, one a line.
+    fn named(names: &str) -> Tables {
+        Tables { judge_packets: names.lines().any(|name| name != "nat"), any: !names.is_empty() }
+    }
+}
+
+/// What is known of the tables of iptables-legacy, of which the kernel sends no notification.
+struct Legacy {
+    tables: Tables,
+    /// When they were read, in microseconds of the monotonic clock.
+    read_at: u64,
+    /// Those at the last poll.
+    polled: Tables,
+}
+
+impl Legacy {
+    fn new(tables: Tables, now: u64) -> Legacy {
+        Legacy { tables, read_at: now, polled: tables }
+    }
+
+    /// Those that there are, or were [`TABLES_LAST`] before `now` or later.
+    fn tables(&mut self, now: u64, read: impl FnOnce() -> Tables) -> Tables {
+        if now.saturating_sub(self.read_at) > TABLES_LAST {
+            (self.tables, self.read_at) = (read(), now);
+        }
+        self.tables
+    }
+
+    /// Whether they are others than at the last poll, whoever has seen that meanwhile.
+    fn have_changed(&mut self, now: u64, read: impl FnOnce() -> Tables) -> bool {
+        (self.tables, self.read_at) = (read(), now);
+        std::mem::replace(&mut self.polled, self.tables) != self.tables
+    }
 }
 
 /// State of the kernel's guards, as read last.
@@ -32,8 +77,7 @@ pub(crate) struct Guards {
     netfilter: Option<Netlink>,
     /// None when the rules have to be read again.
     firewall: Option<Firewall>,
-    /// There are tables of iptables-legacy.
-    legacy: bool,
+    legacy: Legacy,
     /// Notifications of changed traffic-control filters.
     traffic: Option<Changes>,
     /// Whether a device has filters at its ingress, for the devices looked at so far.
@@ -55,7 +99,8 @@ impl Guards {
         let traffic = Changes::listen(ROUTE, TRAFFIC_CONTROL_CHANGES).ok();
         let filtered = HashMap::new();
         let xfrm = netlink.ok().zip(changes.ok()).map(|(netlink, changes)| Xfrm { netlink, changes, policies: None });
-        Guards { xfrm, netfilter: Netlink::open(NETFILTER).ok(), firewall: None, legacy: has_legacy_tables(), traffic, filtered }
+        let legacy = Legacy::new(Tables::read(), monotonic_micros());
+        Guards { xfrm, netfilter: Netlink::open(NETFILTER).ok(), firewall: None, legacy, traffic, filtered }
     }
 
     /// The socket for requests to netfilter. None where the kernel has none.
@@ -79,11 +124,9 @@ impl Guards {
         self.firewall = None;
     }
 
-    /// Looks for tables of iptables-legacy, of which the kernel sends no notification. Returns whether there are some
-    /// now and were none.
-    pub fn legacy_appeared(&mut self) -> bool {
-        let before = std::mem::replace(&mut self.legacy, has_legacy_tables());
-        self.legacy && !before
+    /// Looks for tables of iptables-legacy. Returns whether there are others than at the last look.
+    pub fn tables_changed(&mut self) -> bool {
+        self.legacy.have_changed(monotonic_micros(), Tables::read)
     }
 
     /// Checks that no rule or filter of the kernel has to judge each packet of a connection that comes in at a device.
@@ -91,7 +134,7 @@ impl Guards {
     /// # Errors
     /// Which one has to; or that they cannot be read.
     pub fn pass(&mut self, routes: &Netlink, flow: &Flow, device: u32) -> Result<(), Refusal> {
-        if self.legacy {
+        if self.legacy.tables(monotonic_micros(), Tables::read).judge_packets {
             return Err(Refusal::LegacyRules);
         }
         let filtered = match self.filtered.get(&device) {
@@ -118,7 +161,7 @@ impl Guards {
     /// # Errors
     /// Which rules may do so; or that they cannot be read.
     pub fn pass_openings(&mut self) -> Result<(), Refusal> {
-        if self.legacy {
+        if self.legacy.tables(monotonic_micros(), Tables::read).any {
             return Err(Refusal::LegacyRules);
         }
         self.read_rules()?;
@@ -172,5 +215,34 @@ impl Guards {
         let verdict = policies.judge(flow, device, mark);
         xfrm.policies = Some(policies);
         Ok(verdict)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: Tables = Tables { judge_packets: false, any: false };
+    const NAT: Tables = Tables { judge_packets: false, any: true };
+    const FILTER: Tables = Tables { judge_packets: true, any: true };
+
+    /// A table that translates first packets concerns only connections that a NIC would make.
+    #[test]
+    fn tables_judge_first_packets_or_all() {
+        let named = ["", "nat\n", "nat\nnat\n", "filter\n", "nat\nmangle\n"].map(Tables::named);
+        assert_eq!(named, [NONE, NAT, NAT, FILTER, FILTER]);
+    }
+
+    /// Tables come and go while nothing is polled: whoever asks then finds that, and the next poll does, too.
+    #[test]
+    fn tables_are_seen_although_nothing_is_polled() {
+        let mut legacy = Legacy::new(NONE, 1_000);
+        assert_eq!(legacy.tables(1_000 + TABLES_LAST, || FILTER), NONE, "asked a moment ago");
+        assert_eq!(legacy.tables(1_001 + TABLES_LAST, || FILTER), FILTER);
+        let now = 1_000_000;
+        assert!(legacy.have_changed(now, || FILTER), "those on the NIC have not been told");
+        assert!(!legacy.have_changed(now + 1, || FILTER) && legacy.have_changed(now + 2, || NAT));
+        assert_eq!(legacy.tables(now + 3, || FILTER), NAT);
+        assert_eq!(legacy.tables(2 * now, || NONE), NONE, "they have gone");
     }
 }

@@ -5,6 +5,7 @@
 
 use crate::agent::Agent;
 use crate::calls::{check_unlocked, outsider};
+use crate::changes::tables_changed;
 use crate::connection::{Connection, OnNic, Wants};
 use crate::events::SOCKET_GONE;
 use crate::ground::Shape;
@@ -227,7 +228,12 @@ impl Agent {
             self.looks.ways |= self.follow_next_ways();
             self.looks.note_routes(begun, monotonic_micros());
         }
-        if self.looks.sockets_due != 0 && now >= self.looks.sockets_due {
+        let is_due = |at: u64| at != 0 && now >= at;
+        // Also while there are only listeners: the NIC makes connections for them.
+        if (is_due(self.looks.due) || is_due(self.looks.sockets_due)) && self.guards.tables_changed() {
+            tables_changed(self);
+        }
+        if is_due(self.looks.sockets_due) {
             let (next, any) = self.look_at_datagrams(self.looks.sockets_from, MOST);
             self.looks.sockets_from = next;
             let (next, listening) = self.look_at_listeners(self.looks.listeners_from, MOST);
@@ -240,13 +246,8 @@ impl Agent {
         if self.looks.returns.due != 0 && now >= self.looks.returns.due {
             self.return_released_pages(now);
         }
-        if self.looks.due == 0 || now < self.looks.due {
+        if !is_due(self.looks.due) {
             return;
-        }
-        if self.guards.legacy_appeared() {
-            self.known.discard();
-            self.follow_ways(|_| true);
-            self.follow_hosts(|_| true);
         }
         let turn = self.next_on_nic(self.looks.from, MOST);
         self.looks.due = if turn.is_empty() { 0 } else { now + PERIOD };

@@ -81,6 +81,7 @@ in_both_shapes! {
     what_the_nic_has_made_can_move
     listeners_are_there_again_after_a_death
     listeners_are_the_kernels_while_there_are_rules
+    listeners_are_the_kernels_while_there_is_iptables_legacy
     what_has_moved_to_the_kernel_is_its_own
     a_flood_of_syns_leaves_room_for_honest_clients
 }
@@ -102,6 +103,14 @@ pub(crate) fn start_printing(bed: &Testbed, arguments: &[&str]) -> (Program, Lin
     let mut child = bed.host_a.spawn(command(bed, arguments).stdout(Stdio::piped())).expect("baton run");
     let lines = BufReader::new(child.stdout.take().expect("its output")).lines();
     (Program(child), lines)
+}
+
+/// Runs a program on host A, which is to succeed. `line`: its name and its arguments.
+fn on_a(bed: &Testbed, line: &str) {
+    let mut words = line.split(' ');
+    let mut command = Command::new(words.next().unwrap_or_default());
+    command.args(words);
+    assert!(bed.host_a.spawn(&mut command).expect(line).wait().expect("its end").success(), "{line}");
 }
 
 pub(crate) fn on_b(bed: &Testbed, command: &[&str]) -> Output {
@@ -266,6 +275,15 @@ fn listeners_are_there_again_after_a_death(beside: bool) {
     }
 }
 
+/// Whether the NIC makes a client's connection to a server that echoes. None: its handshake was under way when the
+/// listener changed hands, and the kernel knows nothing of it.
+fn made_by_nic(bed: &Testbed, at: SocketAddr) -> Option<bool> {
+    let client = connect(bed, at).ok()?;
+    try_exchange(&client, 1).ok()?;
+    let local = client.local_addr().expect("its address").to_string();
+    Some(connections(bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic))
+}
+
 /// While the firewall has chains that may judge a connection's first packets the kernel makes the connections: it alone
 /// can ask them.
 fn listeners_are_the_kernels_while_there_are_rules(beside: bool) {
@@ -277,28 +295,31 @@ fn listeners_are_the_kernels_while_there_are_rules(beside: bool) {
     for _ in 0..1000 {
         writeln!(orders, "accept").expect("a server");
     }
-    let nft = |line: &str| {
-        let mut command = Command::new("nft");
-        command.args(line.split(' '));
-        assert!(bed.host_a.spawn(&mut command).expect("nft").wait().expect("its end").success(), "nft {line}");
-    };
-    // None: its handshake was under way when the listener changed hands, and the kernel knows nothing of it.
-    let made_by_nic = || {
-        let client = connect(&bed, at).ok()?;
-        try_exchange(&client, 1).ok()?;
-        let local = client.local_addr().expect("its address").to_string();
-        Some(connections(&bed).iter().any(|one| one.peer == local && one.made_by == Place::Nic))
-    };
-    assert_eq!(made_by_nic(), Some(true));
+    let nft = |line: &str| on_a(&bed, &format!("nft {line}"));
+    let by_nic = || made_by_nic(&bed, at);
+    assert_eq!(by_nic(), Some(true));
     nft("add table inet guard");
     nft("add chain inet guard in { type filter hook input priority 0 ; }");
-    wait_until("the kernel's connections", || made_by_nic() == Some(false));
+    wait_until("the kernel's connections", || by_nic() == Some(false));
     let last = statistics(&bed).nic_process;
     process::signal(last, 9).expect("a signal");
     wait_until("the next NIC", || statistics(&bed).nic_process != last);
-    assert_eq!(made_by_nic(), Some(false), "the rules are there still");
+    assert_eq!(by_nic(), Some(false), "the rules are there still");
     nft("delete table inet guard");
-    wait_until("the NIC's connections", || made_by_nic() == Some(true));
+    wait_until("the NIC's connections", || by_nic() == Some(true));
+}
+
+/// The same with tables of iptables-legacy, of which the kernel sends no notification: also if they only translate.
+fn listeners_are_the_kernels_while_there_is_iptables_legacy(beside: bool) {
+    for rule in ["-A INPUT -p tcp --dport 22 -j DROP", "-t nat -A PREROUTING -p tcp --dport 22 -j REDIRECT --to-ports 23"] {
+        let bed = bed(beside);
+        let at = address(false, 7000);
+        let _server = start(&bed, &["python3", "-c", ECHO]);
+        wait_for_server(&bed, at);
+        assert_eq!(made_by_nic(&bed, at), Some(true));
+        on_a(&bed, &format!("iptables-legacy {rule}"));
+        wait_until("the kernel's connections", || made_by_nic(&bed, at) == Some(false));
+    }
 }
 
 /// Sends SYNs from forged addresses: how many, to which address and port.
