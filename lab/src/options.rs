@@ -82,7 +82,7 @@ pub const OPTIONS: &[SocketOption] = &[
     row("SO_DOMAIN", 1, 39, ReadOnly, None),
     row("SO_RXQ_OVFL", 1, 40, Kept, Some(1)),
     row("SO_WIFI_STATUS", 1, 41, Kept, Some(1)),
-    row("SO_PEEK_OFF", 1, 42, Carried, Some(0)),
+    row("SO_PEEK_OFF", 1, 42, Stays, None),
     row("SO_NOFCS", 1, 43, Kept, None),
     row("SO_LOCK_FILTER", 1, 44, Stays, None),
     row("SO_SELECT_ERR_QUEUE", 1, 45, Kept, Some(1)),

@@ -12,10 +12,11 @@ const TCP_NOTSENT_LOWAT: i32 = 25;
 const FOLLOWS_PATH_MTU: [i32; 2] = [1, 2];
 
 /// Options of which some values keep a connection in the kernel, by level and number: SO_PRIORITY, SO_MAX_PACING_RATE,
-/// IP_MTU_DISCOVER, IP_MINTTL, IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION, TCP_NOTSENT_LOWAT.
-const OPTIONS: [(i32, i32); 8] = [
+/// SO_PEEK_OFF, IP_MTU_DISCOVER, IP_MINTTL, IPV6_MTU_DISCOVER, IPV6_MINHOPCOUNT, TCP_CONGESTION, TCP_NOTSENT_LOWAT.
+const OPTIONS: [(i32, i32); 9] = [
     (1, libc::SO_PRIORITY),
     (1, SO_MAX_PACING_RATE),
+    (1, libc::SO_PEEK_OFF),
     (0, 10),
     (0, 21),
     (41, 23),
@@ -51,8 +52,12 @@ pub fn check(fd: BorrowedFd<'_>) -> Result<(), Refusal> {
     if priority != 0 && priority != of_class {
         return Err(Refusal::Option("SO_PRIORITY"));
     }
-    // For an IPv6 socket with a mapped peer address the IPv4 options count, too.
     let get = |level, option| socket::get(fd, level, option).ok();
+    // A look at what has come begins behind that of the last one, and so would the move's own, which reads the queue.
+    if get(libc::SOL_SOCKET, libc::SO_PEEK_OFF).is_some_and(|offset| offset >= 0) {
+        return Err(Refusal::Option("SO_PEEK_OFF"));
+    }
+    // For an IPv6 socket with a mapped peer address the IPv4 options count, too.
     for (level, option, name) in [(0, 10, "IP_MTU_DISCOVER"), (41, 23, "IPV6_MTU_DISCOVER")] {
         if get(level, option).is_some_and(|value| !FOLLOWS_PATH_MTU.contains(&value)) {
             return Err(Refusal::Option(name));

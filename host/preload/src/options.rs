@@ -37,7 +37,6 @@ fn meaning(level: c_int, option: c_int) -> Meaning {
         (6, 19..=22) => Meaning::Never("TCP_REPAIR"),
         (6, 36) => Meaning::Never("TCP_INQ"),
         (1, 29 | 35 | 37 | 63..=65) => Meaning::Never("time stamps"),
-        (1, 42) => Meaning::Never("SO_PEEK_OFF"),
         (1, 26 | 27 | 44 | 50) => Meaning::Never("socket filter"),
         (0, 4) => Meaning::Never("IP_OPTIONS"),
         _ => Meaning::Direct,

@@ -4,6 +4,7 @@ use crate::common::{hosts, scene, unacknowledged, wait_until};
 use baton_bed::testbed::{TestbedSettings, address_a, address_b};
 use baton_linux::rtnetlink;
 use baton_protocol::program::Place;
+use std::io::Write;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -133,6 +134,42 @@ fn options_that_the_nic_does_not_act_on_stay() {
             Ok(()) => assert!(moves, "{wanted} where {default} is usual"),
             Err(error) => assert!(!moves && error.to_string().contains("TCP_CONGESTION"), "{wanted}, {default}: {error}"),
         }
+        session.close(id).expect("close");
+    }
+}
+
+/// With SO_PEEK_OFF each look at what has come begins behind the last one, and a move's own look would, too. The
+/// program still finds what it has not looked at.
+#[test]
+fn an_offset_of_looks_stays() {
+    let bed = hosts(TestbedSettings::default());
+    let mut session = baton_client::Session::connect(&bed.socket()).expect("a session");
+    for set_on_nic in [false, true] {
+        let (server, mut peer) = crate::common::connect(&bed, false, 9093);
+        let view = server.try_clone().expect("a duplicate");
+        let id = session.adopt(OwnedFd::from(server)).expect("adoption");
+        if set_on_nic {
+            session.move_to(id, Place::Nic).expect("a move");
+        }
+        if let Err(error) = session.set_option(id, libc::SOL_SOCKET, libc::SO_PEEK_OFF, 0) {
+            // Linux before 6.9.
+            eprintln!("skipped: this kernel has no SO_PEEK_OFF for TCP: {error}");
+            assert!(std::env::var_os("CI").is_none(), "nothing is skipped in CI");
+            return;
+        }
+        assert_eq!(session.place(id), Some(Place::Kernel));
+        peer.write_all(b"abcdef").expect("room");
+        wait_until("it has come", || {
+            baton_linux::socket::queue_bytes(view.as_fd(), baton_linux::socket::SIOCINQ).is_ok_and(|unread| unread == 6)
+        });
+        let look = || {
+            let mut seen = [0; 3];
+            view.peek(&mut seen).map(|length| seen[..length].to_vec())
+        };
+        assert_eq!(look().expect("a look"), b"abc");
+        let error = session.move_to(id, Place::Nic).expect_err("an offset");
+        assert!(error.to_string().contains("SO_PEEK_OFF"), "{error}");
+        assert_eq!(look().expect("a look"), b"def");
         session.close(id).expect("close");
     }
 }
