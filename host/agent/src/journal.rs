@@ -27,7 +27,11 @@ pub(crate) struct Made {
     pub by_cookie: bool,
 }
 
-/// An entry of the journal.
+/// What an entry begins with: all that matters while the connection's socket is being read. Session, connection, cid,
+/// and the socket's settings.
+type Beginning = (u32, u32, u32, Saved);
+
+/// An entry of the journal: the fields of [`Beginning`] first.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Entry {
     pub session: u32,
@@ -46,6 +50,12 @@ pub(crate) struct Entry {
 impl Entry {
     pub fn new(session: u32, connection: u32, cid: Cid, saved: Saved) -> Entry {
         Entry { session, connection, cid: cid.0, saved, memory: [0; 4], image: Vec::new(), flow: None, handed_off_at: 0 }
+    }
+
+    /// Whether the other one has the same [`Beginning`].
+    fn begins_as(&self, other: &Entry) -> bool {
+        let names = |entry: &Entry| (entry.session, entry.connection, entry.cid);
+        names(self) == names(other) && self.saved == other.saved
     }
 
     /// Completes the entry of a connection whose bytes have been copied.
@@ -110,18 +120,28 @@ pub(crate) fn return_scratch(nic_memory: &Region, at: u32) {
 #[must_use]
 pub(crate) fn write(nic_memory: &Region, phase: Phase, entry: &Entry) -> bool {
     let base = place(Cid(entry.cid).slot());
-    note_occupant(nic_memory, Cid(entry.cid), (entry.session, entry.connection));
-    let Ok(bytes) = postcard::to_stdvec(entry) else { return false };
-    if bytes.len() > scratch::JOURNAL_BYTES {
-        return false;
-    }
-    // The first word is 0 meanwhile, so that a half-written entry is not read.
-    nic_memory.word32(base).store(0, Ordering::Release);
-    nic_memory.word32(grown_at(Cid(entry.cid).slot())).store(0, Ordering::Release);
-    nic_memory.word32(base + 4).store(bytes.len() as u32, Ordering::Release);
-    let written = nic_memory.write(entry_at(Cid(entry.cid).slot(), bytes.len()), &bytes).is_ok();
+    let Some(length) = put(nic_memory, entry) else { return false };
+    nic_memory.word32(base + 4).store(length, Ordering::Release);
     nic_memory.word32(base).store(phase as u32, Ordering::Release);
-    written
+    true
+}
+
+/// Writes an entry's bytes, which count as soon as length and phase say so. Returns how many they are; None if they are
+/// too many. What says that the connection's socket is being read counts until then: without it nobody would know of a
+/// socket that is in repair mode. Its bytes that matter ([`Beginning`]) are the first ones of this entry, too, or lie
+/// elsewhere. No other entry counts meanwhile, so that a half-written one is not read.
+fn put(nic_memory: &Region, entry: &Entry) -> Option<u32> {
+    let cid = Cid(entry.cid);
+    note_occupant(nic_memory, cid, (entry.session, entry.connection));
+    let bytes = postcard::to_stdvec(entry).ok().filter(|bytes| bytes.len() <= scratch::JOURNAL_BYTES)?;
+    let before = read(nic_memory, cid.nic(), cid.slot());
+    let goes_on = before.is_some_and(|(phase, before)| phase == Phase::Reading && before.begins_as(entry));
+    if !goes_on {
+        nic_memory.word32(place(cid.slot())).store(0, Ordering::Release);
+        nic_memory.word32(grown_at(cid.slot())).store(0, Ordering::Release);
+    }
+    nic_memory.write(entry_at(cid.slot(), bytes.len()), &bytes).ok()?;
+    Some(bytes.len() as u32)
 }
 
 fn grown_at(at: u32) -> usize {
@@ -210,7 +230,14 @@ pub(crate) fn read(nic_memory: &Region, nic: usize, at: u32) -> Option<(Phase, E
     let length = nic_memory.word32(base + 4).load(Ordering::Acquire) as usize;
     let mut bytes = vec![0u8; length.min(scratch::JOURNAL_BYTES)];
     nic_memory.read(entry_at(at, bytes.len()), &mut bytes).ok()?;
-    let mut entry: Entry = postcard::from_bytes(&bytes).ok()?;
+    let mut entry: Entry = match phase {
+        // What follows may be of the next phase's entry, as far as that has been written.
+        Phase::Reading => {
+            let (session, connection, cid, saved) = postcard::from_bytes::<Beginning>(&bytes).ok()?;
+            Entry::new(session, connection, Cid(cid), saved)
+        }
+        Phase::Copied | Phase::Sending => postcard::from_bytes(&bytes).ok()?,
+    };
     let mut flow = [0; Flow::BYTES];
     nic_memory.read(nic::slot(at) + slot::FLOW, &mut flow).ok()?;
     entry.flow = Some(Flow::from_bytes(&flow));
@@ -385,6 +412,39 @@ mod tests {
         assert_eq!(read.exported().map(|exported| exported.image), Some(image()));
         assert_eq!((read.session, read.connection, read.handed_off_at), (12_345, 16_000, 40 << 40));
         assert!(read.memory() == entry.memory());
+    }
+
+    /// The agent dies while it writes that a socket's bytes have been copied: by what the journal said before, the next
+    /// one ends the socket's repair mode.
+    #[test]
+    fn what_says_that_a_socket_is_read_counts_until_the_next_entry_is_whole() {
+        let mut places = Vec::new();
+        for filter in (0..slot::JOURNAL_BYTES).step_by(8) {
+            let settings = (0i32, 1i32, 0i32, vec![7u8; filter], Vec::<(i32, i32, i32)>::new());
+            let saved: Saved = postcard::from_bytes(&postcard::to_stdvec(&settings).unwrap()).unwrap();
+            let reading = Entry::new(12_345, 16_000, Cid::new(0, 7), saved);
+            let copied = reading.clone().copied(&image(), Memory { receive: (1 << 20, 4096), send: (1 << 21, 8192) }, 40 << 40);
+            let bytes = postcard::to_stdvec(&copied).unwrap();
+            let lengths = [&reading, &copied].map(|entry| postcard::to_stdvec(entry).unwrap().len());
+            places.push(lengths.map(|length| entry_at(0, length) == place(0) + 8));
+            let region = Region::private(nic::bytes(1).next_multiple_of(4096)).unwrap();
+            let counts = || matches!(read(&region, 0, 0), Some((Phase::Reading, entry)) if entry.begins_as(&reading));
+            for written in 0..bytes.len() {
+                assert!(write(&region, Phase::Reading, &reading) && counts());
+                region.write(entry_at(0, bytes.len()), &bytes[..written]).unwrap();
+                assert!(counts(), "{written} bytes of {}", bytes.len());
+            }
+            let length = put(&region, &copied).expect("it is not too long");
+            assert!(counts(), "without its length");
+            region.word32(place(0) + 4).store(length, Ordering::Release);
+            assert!(counts(), "without its phase");
+            assert!(write(&region, Phase::Copied, &copied));
+            let (phase, entry) = read(&region, 0, 0).expect("an entry");
+            assert!(phase == Phase::Copied && entry.begins_as(&copied) && entry.memory() == copied.memory());
+        }
+        for both in [[true, true], [true, false], [false, false]] {
+            assert!(places.contains(&both), "in the slot: {both:?}");
+        }
     }
 
     /// The NIC's answers find a connection of which there is an entry, whatever the slot's last occupant was: the next
