@@ -3,7 +3,7 @@
 use crate::action::{Action, Conclusion, Outcome, Source, World};
 use crate::backoff::Backoff;
 use crate::refusal::Refusal;
-use crate::step::{Phase, Step};
+use crate::step::{Custody, Phase, Step};
 use baton_abi::layout::Owner;
 
 /// Microseconds that a program may take to leave an operation on a connection that is to move and can stay where it is.
@@ -337,7 +337,8 @@ impl Move {
             Event::Restore { forced } => self.begin_restore(forced, now),
             Event::Grow if self.is_idle_at(Step::Nic) => self.goal = Some(Goal::Enlarge),
             Event::CallOff(refusal) if self.goal == Some(Goal::Nic) && self.step < Step::Stolen => self.turn_around(refusal),
-            Event::Ended if matches!(self.step, Step::Nic | Step::Leaving) => self.goal = Some(Goal::End),
+            // The NIC says so once. An answer of its that is awaited comes first.
+            Event::Ended if self.answer_by.is_none() && self.step.custody() == Custody::Nic => self.goal = Some(Goal::End),
             Event::Forgotten if self.step == Step::Ended => *self = Move { backoff: self.backoff, ..Move::new() },
             Event::GiveUp if self.step.is_on_nic() => {
                 (self.goal, self.barrier, self.answer_by) = (Some(Goal::GiveUp), None, None);
@@ -467,7 +468,7 @@ impl Move {
             Goal::End => Some(match self.step {
                 Step::Ended => Action::Conclude(Conclusion::Stays(Refusal::Ended)),
                 // Its program is to see the end.
-                Step::Leaving | Step::Left => Action::LetIn(Owner::Nic),
+                Step::HandedOff | Step::Leaving | Step::Left => Action::LetIn(Owner::Nic),
                 _ => Action::End,
             }),
             Goal::GiveUp => Some(match self.step {

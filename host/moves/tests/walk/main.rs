@@ -531,6 +531,25 @@ fn what_ends_on_the_nic_is_the_programs_until_it_forgets_it() {
     }
 }
 
+/// A connection ends on the NIC while its move to the kernel finds no room for a command, or while a call is made on
+/// its socket after the handoff. The NIC says so once.
+#[test]
+fn what_ends_while_its_move_waits_ends() {
+    let (done, let_in) = (|| Event::Outcome(Outcome::Done), || Some(Action::LetIn(Owner::Nic)));
+    let mut leaving = Move::resting_at(Step::Nic);
+    let actions = [leaving.on(RESTORE, 0), leaving.on(done(), 0), leaving.on(done(), 0), leaving.on(done(), 0)];
+    assert_eq!(actions, [Action::Check, Action::KeepOut, Action::Leave, Action::Rest].map(Some));
+    assert_eq!(leaving.on(Event::Outcome(Outcome::NotYet), 0), None);
+    let mut coming = Move::made(true);
+    assert_eq!(coming.on(Event::Tick, 0), Some(Action::HandOff));
+    assert_eq!((coming.on(Event::Outcome(Outcome::Later), 0), coming.on(done(), 0)), (None, let_in()));
+    for mut machine in [leaving, coming] {
+        assert_eq!((machine.on(Event::Ended, 0), machine.on(done(), 0)), (let_in(), Some(Action::End)));
+        assert_eq!(machine.on(done(), 0), Some(Action::Conclude(Conclusion::Stays(Refusal::Ended))));
+        assert_eq!((machine.on(done(), 0), machine.step()), (None, Step::Ended));
+    }
+}
+
 /// A connection has ended on the NIC, which has no room to say so since its program does not read its events any more:
 /// when that has closed it, it ends, and is not given up with a reset. A program that is there is to read its last
 /// events first.
