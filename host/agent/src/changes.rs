@@ -260,10 +260,13 @@ impl Agent {
         self.follow_datagram_ways(|host| changed.touches_host(host));
     }
 
-    /// Handles changed IPsec policies: connections that they now cover are restored to the kernel.
+    /// Handles changed IPsec policies: connections that they now cover are restored to the kernel, which makes the
+    /// connections of listeners, and has datagrams, while there are any.
     pub(crate) fn policies_changed(&mut self) {
         if self.guards.policies_changed() {
             self.known.discard();
+            self.follow_listeners();
+            self.follow_datagrams();
             self.follow_ways(|_| true);
             self.follow_hosts(|_| true);
             self.follow_datagram_ways(|_| true);

@@ -156,10 +156,11 @@ impl Guards {
         }
     }
 
-    /// Checks that no rule of the kernel's judges or translates the first packets of connections.
+    /// Checks that no rule or IPsec policy of the kernel's judges or changes the first packets of connections, or
+    /// datagrams.
     ///
     /// # Errors
-    /// Which rules may do so; or that they cannot be read.
+    /// Which may do so; or that they cannot be read.
     pub fn pass_openings(&mut self) -> Result<(), Refusal> {
         if self.legacy.tables(monotonic_micros(), Tables::read).any {
             return Err(Refusal::LegacyRules);
@@ -167,6 +168,9 @@ impl Guards {
         self.read_rules()?;
         if self.firewall.as_ref().is_some_and(Firewall::judges_openings) {
             return Err(Refusal::RulesForOpenings);
+        }
+        if self.policies()?.is_some_and(Policies::judge_any) {
+            return Err(Refusal::Policy);
         }
         Ok(())
     }
@@ -206,15 +210,17 @@ impl Guards {
     /// # Errors
     /// If they cannot be read.
     pub fn verdict(&mut self, flow: &Flow, device: u32, mark: u32) -> Result<Verdict, Refusal> {
-        let Some(xfrm) = &mut self.xfrm else { return Ok(Verdict::Clear) };
-        let policies = match xfrm.policies.take() {
+        Ok(self.policies()?.map_or(Verdict::Clear, |policies| policies.judge(flow, device, mark)))
+    }
+
+    /// The IPsec policies, read unless they are known. None where the kernel has no IPsec.
+    fn policies(&mut self) -> Result<Option<&Policies>, Refusal> {
+        let Some(Xfrm { netlink, policies, .. }) = &mut self.xfrm else { return Ok(None) };
+        if policies.is_none() {
             // A change during the read sends a notification, after which every connection is checked again.
-            Some(known) => known,
-            None => Policies::read(&xfrm.netlink).map_err(|error| system("XFRM_MSG_GETPOLICY", &error))?,
-        };
-        let verdict = policies.judge(flow, device, mark);
-        xfrm.policies = Some(policies);
-        Ok(verdict)
+            *policies = Some(Policies::read(netlink).map_err(|error| system("XFRM_MSG_GETPOLICY", &error))?);
+        }
+        Ok(policies.as_ref())
     }
 }
 

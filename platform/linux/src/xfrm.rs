@@ -14,10 +14,13 @@ const POLICY: usize = 168;
 /// XFRM_USERPOLICY_BLOCK.
 const BLOCK: u8 = 1;
 const IPPROTO_TCP: u8 = 6;
+const IPPROTO_UDP: u8 = 17;
 
-/// Directions of policies (XFRM_POLICY_IN, XFRM_POLICY_OUT). Those of single sockets are these plus [`OF_SOCKET`].
+/// Directions of policies (XFRM_POLICY_IN, XFRM_POLICY_OUT, XFRM_POLICY_FWD). Those of single sockets are these plus
+/// [`OF_SOCKET`].
 const IN: u8 = 0;
 const OUT: u8 = 1;
+const FORWARD: u8 = 2;
 const OF_SOCKET: u8 = 3;
 
 /// One policy.
@@ -120,6 +123,15 @@ impl Policies {
             _ => Verdict::Covered,
         }
     }
+
+    /// Whether any packet of TCP or UDP that this host sends without a mark, or receives, is transformed or blocked.
+    pub fn judge_any(&self) -> bool {
+        let may_meet = |policy: &Policy| {
+            matches!(policy.protocol, 0 | IPPROTO_TCP | IPPROTO_UDP) && policy.interface == 0 && policy.mark.0 == 0
+        };
+        let acts = |policy: &Policy| policy.action != Action::Allow && policy.direction != FORWARD;
+        self.blocks != [false; 2] || self.policies.iter().any(|policy| acts(policy) && may_meet(policy))
+    }
 }
 
 /// What policies do to a connection.
@@ -179,6 +191,21 @@ mod tests {
     fn policy(direction: u8, source: Selector, destination: Selector, priority: u32, action: Action) -> Policy {
         let (protocol, device, mark, interface) = (0, 0, (0, 0), 0);
         Policy { source, destination, v4: true, protocol, device, priority, direction, action, mark, interface }
+    }
+
+    /// Of packets of which nothing is known yet.
+    #[test]
+    fn a_policy_that_acts_may_meet_any_packet() {
+        let everything = any(0, [0; 4], 0);
+        let one = |direction, action| policy(direction, everything, everything, 5, action);
+        let judged = |policies: Vec<Policy>| Policies { policies, blocks: [false; 2] }.judge_any();
+        assert!(!judged(Vec::new()) && !judged(vec![one(IN, Action::Allow), one(FORWARD, Action::Block)]));
+        assert!(judged(vec![one(OUT, Action::Allow), one(IN, Action::Transform)]) && judged(vec![one(OUT, Action::Block)]));
+        let block = one(IN, Action::Block);
+        let others = [Policy { protocol: 50, ..block.clone() }, Policy { mark: (1, 1), ..block.clone() }];
+        assert!(!judged(others.to_vec()) && !judged(vec![Policy { interface: 7, ..block.clone() }]));
+        assert!(judged(vec![Policy { protocol: IPPROTO_UDP, mark: (0, 1), ..block }]));
+        assert!(Policies { policies: Vec::new(), blocks: [true, false] }.judge_any());
     }
 
     #[test]

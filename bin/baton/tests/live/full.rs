@@ -82,6 +82,7 @@ in_both_shapes! {
     listeners_are_there_again_after_a_death
     listeners_are_the_kernels_while_there_are_rules
     listeners_are_the_kernels_while_there_is_iptables_legacy
+    listeners_are_the_kernels_while_there_are_ipsec_policies
     what_has_moved_to_the_kernel_is_its_own
     a_flood_of_syns_leaves_room_for_honest_clients
 }
@@ -320,6 +321,19 @@ fn listeners_are_the_kernels_while_there_is_iptables_legacy(beside: bool) {
         on_a(&bed, &format!("iptables-legacy {rule}"));
         wait_until("the kernel's connections", || made_by_nic(&bed, at) == Some(false));
     }
+}
+
+/// The same with IPsec policies, whomever they are about.
+fn listeners_are_the_kernels_while_there_are_ipsec_policies(beside: bool) {
+    let bed = bed(beside);
+    let at = address(false, 7000);
+    let _server = start(&bed, &["python3", "-c", ECHO]);
+    wait_for_server(&bed, at);
+    assert_eq!(made_by_nic(&bed, at), Some(true));
+    on_a(&bed, "ip xfrm policy add dir in src 10.99.0.0/16 dst 0.0.0.0/0 action block");
+    wait_until("the kernel's connections", || made_by_nic(&bed, at) == Some(false));
+    on_a(&bed, "ip xfrm policy delete dir in src 10.99.0.0/16 dst 0.0.0.0/0");
+    wait_until("the NIC's connections", || made_by_nic(&bed, at) == Some(true));
 }
 
 /// Sends SYNs from forged addresses: how many, to which address and port.
