@@ -1,4 +1,4 @@
-# The two commands of the README are `make demo` and `make test`; the others are slower checks.
+# Begin with `make demo` and `make test`; docs/internals/tests.md says what the other checks are.
 CARGO ?= cargo
 BATON := target/release/baton
 # Seed of the fuzz targets: each commit tries other scripts.
