@@ -29,10 +29,10 @@ pub struct FilterArguments {
 
 #[derive(Args)]
 struct OwnerArguments {
-    /// Path of the socket of the NIC's owner.
+    /// Path of the socket of the NIC's owner. Without it: what BATON_FILTER_SOCKET says.
     #[arg(long, env = "BATON_FILTER_SOCKET", value_name = "PATH")]
     socket: PathBuf,
-    /// File with the key with which the NIC was started.
+    /// File with the key with which the NIC was started. Without it: what BATON_FILTER_KEY says.
     #[arg(long, env = "BATON_FILTER_KEY", value_name = "FILE")]
     key: PathBuf,
     /// Print one JSON object.
@@ -43,6 +43,9 @@ struct OwnerArguments {
 #[derive(Subcommand)]
 enum FilterCommand {
     /// Adds a rule, which applies from the next frame on.
+    #[command(
+        after_help = "Examples:\n  baton nic filter add in tcp dport 22 drop\n  baton nic filter add --before 3 out udp dport 53 ip6 daddr fd00::/8 accept"
+    )]
     Add {
         /// Put it before the rule with this number, instead of at the end.
         #[arg(long, value_name = "NUMBER")]
@@ -54,11 +57,13 @@ enum FilterCommand {
         owner: OwnerArguments,
     },
     /// Lists the rules, with their numbers and counters.
+    #[command(after_help = "Examples:\n  baton nic filter list\n  baton nic filter list --json")]
     List {
         #[command(flatten)]
         owner: OwnerArguments,
     },
     /// Deletes rules.
+    #[command(after_help = "Examples:\n  baton nic filter delete 7\n  baton nic filter delete 3 4 5")]
     Delete {
         /// Their numbers, as `list` shows them.
         #[arg(required = true, value_name = "NUMBER")]
@@ -67,6 +72,7 @@ enum FilterCommand {
         owner: OwnerArguments,
     },
     /// Replaces all rules by those of a file, at once.
+    #[command(after_help = "Example:\n  baton nic filter load rules.txt")]
     Load {
         /// The file: a rule on each line, comments after `#`.
         #[arg(value_name = "FILE")]
@@ -75,6 +81,7 @@ enum FilterCommand {
         owner: OwnerArguments,
     },
     /// Deletes all rules: every frame passes.
+    #[command(after_help = "Example:\n  baton nic filter flush")]
     Flush {
         #[command(flatten)]
         owner: OwnerArguments,

@@ -45,16 +45,30 @@ use metrics::MetricsArguments;
 use std::io::Write;
 use std::process::ExitCode;
 
-/// The end of `baton --help`.
+const EXAMPLES: &str = "Examples:
+  baton doctor                             what this machine can do for Baton
+  baton run -- nginx -g 'daemon off;'      a program under Baton
+  baton up &                               a Baton that stays, for all programs; `baton enable UNIT` makes a unit use it
+  baton ls                                 the connections: where each is, and why
+  baton move kernel :80                    those of a port, back to the kernel
+
+`baton COMMAND --help` has examples of each; docs/reference/commands.md lists all by what they are for.";
+
+/// What is said of a Baton without the feature `lab`.
 const LEFT_OUT: &str = if cfg!(feature = "lab") {
     ""
 } else {
-    "This Baton was compiled for `make demo`, without the commands that measure and test: bench, soak, sim, ttcp, ntttcp, rmpp, lab, \
+    "\n\nThis Baton was compiled for `make demo`, without the commands that measure and test: bench, soak, sim, ttcp, ntttcp, rmpp, lab, \
      plan, load, options. `make build` makes the whole one: target/release/baton."
 };
 
+/// The end of `baton --help`.
+fn help() -> String {
+    format!("{EXAMPLES}{LEFT_OUT}")
+}
+
 #[derive(Parser)]
-#[command(version, after_help = LEFT_OUT, about = "Moves established TCP connections of unmodified Linux programs out of the kernel and back.")]
+#[command(version, after_help = help(), about = "Moves established TCP connections of unmodified Linux programs out of the kernel and back.")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -276,6 +290,42 @@ fn main() -> ExitCode {
         Err(error) => {
             eprintln!("baton: {error:#}{}", advice(&error));
             ExitCode::from(2)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Cli;
+    use clap::{Command, CommandFactory};
+
+    /// A command and all below it that its help shows, with their words: `baton nic show`.
+    fn shown(command: &Command, words: String, all: &mut Vec<(String, String)>) {
+        for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
+            shown(below, format!("{words} {}", below.get_name()), all);
+        }
+        all.push((words, command.get_after_help().map(ToString::to_string).unwrap_or_default()));
+    }
+
+    fn all() -> Vec<(String, String)> {
+        let mut all = Vec::new();
+        shown(&Cli::command(), "baton".into(), &mut all);
+        all
+    }
+
+    #[test]
+    fn the_help_of_every_command_has_an_example_of_it() {
+        for (words, help) in all() {
+            let example = |line: &str| line.starts_with("  ") && line.contains("baton ");
+            assert!(help.lines().any(example), "`{words} --help` has no example");
+        }
+    }
+
+    #[test]
+    fn every_command_is_in_the_reference() {
+        let reference = include_str!("../../../docs/reference/commands.md");
+        for (words, _) in all() {
+            assert!(reference.contains(&words), "docs/reference/commands.md does not name `{words}`");
         }
     }
 }

@@ -28,10 +28,26 @@ pub const EXAMPLES: &str = "Examples:
   baton nic attach eth0
   baton nic --explain-placement --workers 4 --interface eth0
 
-What a NIC has room for (connections, memory, pairs, processor, when-full), what becomes of frames during moves, of connections whose peer
-has sent its FIN and of those whose route leads elsewhere, and its programs' doorbells can always be set; the other settings are for a NIC between the kernel and the wire
-(`baton hosts`). Where the NIC is beside the kernel, the kernel's devices do these things: see `ethtool -K` and `-C`. `attach` puts large
-receive in front of any of them, whether a Baton runs or not.";
+`attach` puts large receive in front of a device of the kernel's, whether a Baton runs or not; all others need one. Which settings there are,
+and where they apply: `baton nic set --help`, docs/reference/settings.md.";
+
+const SHOW_EXAMPLES: &str = "Examples:
+  baton nic show
+  baton nic show --nic 1
+  baton nic show --json | jq .counters
+
+What each counter is: docs/operate/ls.md.";
+
+const SET_EXAMPLES: &str = "Examples:
+  baton nic set connections=256 memory=64M processor=80
+  baton nic set --nic 1 when-full=refuse
+  baton nic set lro=reorder tso=on adaptive-rx=on
+  baton nic set rx-usecs=50 rx-frames=16
+  baton nic set queues=2 rss-key=symmetric rss-indir=balanced
+
+These can always be set: connections, memory, pairs, processor, when-full, during-moves, peer-fin, route-change, adaptive-bell, bell-usecs,
+bell-frames. The others are for a NIC between the kernel and the wire (`baton hosts`). Where the NIC is beside the kernel, the kernel's
+devices do what they are about: see `ethtool -K` and `-C`. Values: docs/reference/settings.md.";
 
 #[derive(Args)]
 #[command(args_conflicts_with_subcommands = true, arg_required_else_help = true)]
@@ -45,9 +61,10 @@ pub struct NicArguments {
 #[derive(Subcommand)]
 pub enum NicCommand {
     /// Prints the settings, and the counters so far.
+    #[command(after_help = SHOW_EXAMPLES)]
     Show(ShowArguments),
     /// Changes settings at once, under load too.
-    #[command(after_help = EXAMPLES)]
+    #[command(after_help = SET_EXAMPLES)]
     Set(SetArguments),
     /// Prints what classes of connections were measured to cost in the kernel and on the NIC (`--choose gain`).
     #[command(after_help = gain::EXAMPLES)]

@@ -14,8 +14,8 @@ pub const NO_BATON: &str = "no Baton runs here; `baton run -- PROGRAM` or `baton
 
 #[derive(Args, Clone)]
 pub struct SocketArgument {
-    /// Where the agent listens. Without it: where BATON_SOCKET says, or every Baton on this machine for `ls`, `top` and
-    /// `page`, else the only one that runs.
+    /// Path of an agent's socket. Without it: what BATON_SOCKET says; else every Baton on this machine for `ls`, `top`,
+    /// `page`, `stats`, `metrics` and `report`, and for other commands the only one that runs.
     #[arg(long, value_name = "PATH")]
     socket: Option<PathBuf>,
 }

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 #[derive(Subcommand)]
 pub enum Bed {
     /// Shows how connections of a server move to the NIC and back, and measures kernel and NIC.
+    #[command(after_help = "Examples:\n  baton demo\n  baton demo --output /tmp/demo")]
     Demo {
         /// Directory of the report.
         #[arg(long, default_value = "target/demo")]

@@ -16,6 +16,14 @@ use clap::Subcommand;
 /// Most rounds of a bench.
 const MOST_ROUNDS: usize = 1000;
 
+/// Examples of `baton bench`.
+pub const EXAMPLES: &str = "Examples:
+  baton bench all --page bench.html
+  baton bench http --ways beside
+  baton bench datapath --json
+
+The exit status is 1 if a bound does not hold. What was measured, and on which machine: docs/figures.md.";
+
 const COMPARE_EXAMPLES: &str = "Ways:
   beside    baton run, the NIC beside the kernel on the veth
   library   the same, the program written for the client library
@@ -34,18 +42,21 @@ Examples:
 #[derive(Subcommand)]
 pub enum Bench {
     /// Cost of a received segment on a wire in memory: packets/s, cycles, instructions by layer.
+    #[command(after_help = "Examples:\n  baton bench datapath\n  baton bench datapath --json")]
     Datapath {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
     /// Instructions of a send and a receive in a program whose connection is on the NIC.
+    #[command(after_help = "Examples:\n  baton bench bypass\n  baton bench bypass --json")]
     Bypass {
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
     },
     /// Cost of the NIC's filter per packet with 10 and with 10,000 rules, in instructions.
+    #[command(after_help = "Examples:\n  baton bench filter\n  baton bench filter --json")]
     Filter {
         /// Print one JSON object.
         #[arg(long)]
@@ -53,6 +64,7 @@ pub enum Bench {
     },
     /// Nanoseconds of an access of memory from each NUMA node to each, by a pointer chase, beside the distances that
     /// the firmware names (SLIT).
+    #[command(after_help = "Examples:\n  baton bench memory\n  baton bench memory --json")]
     Memory {
         /// Print one JSON object.
         #[arg(long)]
@@ -60,6 +72,7 @@ pub enum Bench {
     },
     /// Partial offload beside handoff and full offload: bulk transfers of a program over links that lose nothing, 0.1 %
     /// and 1 %: share of the segments on the fast path, goodput, the host's CPU.
+    #[command(after_help = "Examples:\n  baton bench fastpath\n  baton bench fastpath --rounds 1 --megabytes 4")]
     Fastpath {
         /// Print one JSON object.
         #[arg(long)]
@@ -105,12 +118,14 @@ pub enum Bench {
         how: Compare,
     },
     /// What one worker's TCP takes on a wire in memory: Gb/s in segments of 1448 bytes, segments/s of 64.
+    #[command(after_help = "Examples:\n  baton bench wire\n  baton bench wire --rounds 9 --json")]
     Wire {
         #[command(flatten)]
         how: Rounds,
     },
     /// What a packet costs with a million connections over 1024, on a wire in memory, which takes 12 GB; and the memory
     /// of an idle connection.
+    #[command(after_help = "Examples:\n  baton bench connections\n  baton bench connections --memory")]
     Connections {
         #[command(flatten)]
         how: Rounds,
@@ -119,6 +134,7 @@ pub enum Bench {
         memory: bool,
     },
     /// Moves per second between kernel and NIC of connections under load, and how long one stands still for a move.
+    #[command(after_help = "Examples:\n  baton bench moves\n  baton bench moves --moves 20000 --json")]
     Moves {
         #[command(flatten)]
         how: Rounds,
@@ -130,6 +146,7 @@ pub enum Bench {
     },
     /// A NIC with room for 256 of 1024 connections, whose rates follow Zipf's law and change all at once: what it
     /// carries over what the hottest carry, and how many moves that takes.
+    #[command(after_help = "Examples:\n  baton bench heat\n  baton bench heat --shifts 1")]
     Heat {
         /// Shifts of the rates, each seven seconds after the one before.
         #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u16).range(0..=100))]
@@ -140,6 +157,7 @@ pub enum Bench {
     },
     /// Large receive in front of a veth that the kernel keeps (`baton nic attach`), over the veth alone: the receiver's
     /// CPU of a GB. And what a bulk connection that stays in the kernel gets beside a Baton, over without one.
+    #[command(after_help = "Examples:\n  baton bench attach\n  baton bench attach --path tc")]
     Attach {
         #[command(flatten)]
         how: Rounds,
@@ -152,6 +170,7 @@ pub enum Bench {
     },
     /// All of these, one after the other: datapath, wire, rpc, pingpong, http, redis, bulk, moves, attach, connections.
     /// Takes about half an hour.
+    #[command(after_help = "Examples:\n  baton bench all --page bench.html\n  baton bench all --rounds 1 --seconds 1")]
     All {
         #[command(flatten)]
         how: Compare,
@@ -161,12 +180,16 @@ pub enum Bench {
     },
     /// Large receive: throughput and the receiver's CPU, without aggregation, with Linux's GRO, with the NIC's. Takes
     /// about six minutes.
+    #[command(
+        after_help = "Examples:\n  baton bench lro\n  baton bench lro --connections 1,16 --reorder 0,1 --plot lro.svg\n  baton bench lro --verify 1"
+    )]
     Lro {
         #[command(flatten)]
         how: LargeReceive,
     },
     /// Moderation of interrupts and of doorbells to programs: a ping-pong and a bulk transfer, off and adaptive in
     /// turn.
+    #[command(after_help = "Examples:\n  baton bench moderation\n  baton bench moderation --rounds 1")]
     Moderation {
         /// Print one JSON object.
         #[arg(long)]
@@ -177,6 +200,7 @@ pub enum Bench {
     },
     /// Messages (RMPP) of 1 MB, with nothing, receiving or both on the NIC in turn: host A's CPU, events, processor
     /// availability; and what asking early for the next packets gains on a link of 1 Gb/s with 100 us of round trip.
+    #[command(after_help = "Examples:\n  baton bench rmpp\n  baton bench rmpp --mpi")]
     Rmpp {
         /// Print one JSON object.
         #[arg(long)]
@@ -190,6 +214,7 @@ pub enum Bench {
     },
     /// Receive-side scaling: a thousand connections with weights by Zipf's law over four workers, with the static table
     /// and the balanced one in turn. The weights move to other connections from time to time.
+    #[command(after_help = "Examples:\n  baton bench rss\n  baton bench rss --workers 2 --flows 100")]
     Rss {
         /// Print one JSON object.
         #[arg(long)]
@@ -208,6 +233,7 @@ pub enum Bench {
         shifts: usize,
     },
     /// One connection over 1 Gb/s and 100 ms, on the NIC and in the kernel in turn. Takes about a minute.
+    #[command(after_help = "Examples:\n  baton bench wan\n  baton bench wan --rounds 1 --seconds 10")]
     Wan {
         /// Print one JSON object.
         #[arg(long)]
@@ -221,6 +247,7 @@ pub enum Bench {
     },
     /// Longest waits of requests, and cost of short connections: a web server in the kernel and under Baton, in turn.
     /// Takes about three minutes.
+    #[command(after_help = "Examples:\n  baton bench tail\n  baton bench tail --connections 64,512\n  baton bench tail --smoke")]
     Tail {
         /// Print one JSON object.
         #[arg(long)]
@@ -239,6 +266,7 @@ pub enum Bench {
         smoke: bool,
     },
     /// Goodput over lossy links with the NIC's TCP as sender, and with the kernel's. Takes about a quarter of an hour.
+    #[command(after_help = "Examples:\n  baton bench recovery\n  baton bench recovery --scale 0.1")]
     Recovery {
         /// Print one JSON object.
         #[arg(long)]

@@ -6,7 +6,8 @@ use baton_lab::web_mix;
 use clap::{Args, Subcommand, ValueEnum};
 use std::path::{Path, PathBuf};
 
-const WEB_EXAMPLES: &str = "Examples:
+/// Examples of `baton load web`.
+pub const WEB_EXAMPLES: &str = "Examples:
   baton load web --make-files /srv/files --directories 10     # 51 MB, for a server to serve
   baton load web --url http://10.0.0.1:8080 --directories 10
   baton load web --url http://10.0.0.1 --connections 1000 --seconds 60 --json

@@ -34,7 +34,7 @@ pub enum Command {
     )]
     Sim(sim::SimArguments),
     /// Measures one part, and compares it with its bounds.
-    #[command(subcommand)]
+    #[command(subcommand, after_help = bench::EXAMPLES)]
     Bench(bench::Bench),
     /// Measures TCP throughput over kernel sockets, and its costs: frames, interrupts, their halves, cycles.
     #[command(subcommand, after_help = NTTTCP_EXAMPLES)]
@@ -58,9 +58,10 @@ pub enum Command {
     #[command(after_help = plan::EXAMPLES)]
     Plan(plan::PlanArguments),
     /// Loads a server as many clients would, and says what each of them gets.
-    #[command(subcommand)]
+    #[command(subcommand, after_help = load::WEB_EXAMPLES)]
     Load(load::Load),
     /// Prints what a move does to every socket option, as Markdown.
+    #[command(after_help = "Example:\n  baton options > docs/reference/socket-options.md")]
     Options,
     #[command(flatten)]
     Workload(bench::Workload),
@@ -104,6 +105,7 @@ const NTTTCP_EXAMPLES: &str = "Examples:
 #[derive(Subcommand)]
 pub enum Ntttcp {
     /// Waits for a sender, and receives.
+    #[command(after_help = NTTTCP_EXAMPLES)]
     Receive {
         /// Address to listen at. Default: all.
         #[arg(long)]
@@ -112,6 +114,7 @@ pub enum Ntttcp {
         how: How,
     },
     /// Sends to a receiver.
+    #[command(after_help = NTTTCP_EXAMPLES)]
     Send {
         /// The receiver's address.
         address: IpAddr,

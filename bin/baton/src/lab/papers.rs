@@ -48,20 +48,27 @@ pub enum Lab {
         json: bool,
     },
     /// TCP connections on the NIC ("TCP offload through connection handoff").
+    #[command(after_help = "Examples:\n  baton lab handoff\n  baton lab handoff --callgrind --output handoff.html")]
     Handoff(How),
     /// RMPP, message passing offloaded in steps ("Experience in offloading protocol processing to a programmable NIC").
+    #[command(after_help = "Examples:\n  baton lab rmpp\n  baton lab rmpp --output rmpp.html")]
     Rmpp(How),
     /// What an interrupt costs a host ("Mainstream NUMA and the TCP/IP stack").
+    #[command(after_help = "Examples:\n  baton lab numa\n  baton lab numa --output numa.html")]
     Numa(How),
     /// TCP on a card with a slow processor ("An evaluation of an attempt at offloading TCP/IP protocol processing onto
     /// an i960RN-based iNIC").
+    #[command(after_help = "Examples:\n  baton lab inic\n  baton lab inic --output inic.html")]
     Inic(How),
     /// Large receive on a card of many cores ("Implementation of TCP large receive offload on a multi-core NPU
     /// platform").
+    #[command(after_help = "Examples:\n  baton lab lro\n  baton lab lro --output lro.html")]
     Lro(How),
     /// Every document.
+    #[command(after_help = "Examples:\n  baton lab all\n  baton lab all --output lab.html")]
     All(How),
     /// Checks that models which are made wrong on purpose change what is reported.
+    #[command(after_help = "Example:\n  baton lab sabotage")]
     Sabotage,
 }
 

@@ -18,6 +18,7 @@ pub const EXAMPLES: &str = "Examples:
 #[derive(Subcommand)]
 pub enum Rmpp {
     /// Half a round trip of messages of each size: shortest, mean, longest.
+    #[command(after_help = EXAMPLES)]
     Pingpong {
         #[command(flatten)]
         conditions: ConditionArguments,
@@ -33,6 +34,7 @@ pub enum Rmpp {
     },
     /// How much of its processor a program has that works while messages are on their way, by the interval in which it
     /// looks for their completion.
+    #[command(after_help = EXAMPLES)]
     Availability {
         #[command(flatten)]
         conditions: ConditionArguments,
