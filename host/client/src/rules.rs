@@ -87,7 +87,7 @@ impl FromStr for When {
                 Some(("requests", count)) => number(count).map(When::Requests),
                 Some(("hot", bytes)) => rate(bytes).map(When::Hot),
                 _ => Err(format!(
-                    "{text:?} is not a known moment; use one of: established, accepted, connected, bytes N, requests N, hot [N], never"
+                    "{text:?} is not a known moment; use one of: established, accepted, connected, bytes:N, requests:N, hot[:RATE], never"
                 )),
             },
         }
