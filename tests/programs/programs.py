@@ -735,13 +735,13 @@ def counters_of_nic():
 
 def made_by_nic():
     """How many connections the NIC has made so far."""
-    return counters_of_nic()["connections made by the NIC"]
+    return counters_of_nic()["connections_made"]
 
 
 def datagrams_of_nic():
     """How many datagrams of programs the NIC has received and sent so far."""
     counters = counters_of_nic()
-    return counters["UDP datagrams received for programs"] + counters["UDP datagrams sent for programs"]
+    return counters["received_datagrams"] + counters["sent_datagrams"]
 
 
 def join_hosts(script, network):

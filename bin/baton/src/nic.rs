@@ -4,6 +4,7 @@ use crate::addresses;
 use crate::filter::{self, FilterArguments};
 use crate::front::{self, AttachArguments, DetachArguments};
 use crate::gain::{self, GainArguments};
+use crate::metrics;
 use crate::nic_messages;
 use crate::nic_receive;
 use crate::placement::{self, PlacementArguments};
@@ -194,9 +195,9 @@ fn count(counters: &[u64], counter: Counter) -> u64 {
     counters.get(counter as usize).copied().unwrap_or(0)
 }
 
-/// The counters with their meanings, as JSON.
-fn figures(counters: &[u64]) -> Value {
-    FIGURES.into_iter().map(|(counter, what)| (what.to_string(), Value::from(count(counters, counter)))).collect()
+/// The counters by the names that they have for Prometheus, as JSON.
+fn named(counters: &[u64]) -> Value {
+    metrics::by_name(counters).collect()
 }
 
 fn workers_in_json(all: &[Vec<u64>]) -> Value {
@@ -209,7 +210,7 @@ fn workers_in_json(all: &[Vec<u64>]) -> Value {
 fn nic_in_json(number: usize, nic: &NicStatistics) -> Value {
     let NicStatistics { process, devices, counters, workers, starved, hung, .. } = nic;
     json!({
-        "nic": number, "process": process, "devices": devices, "counters": figures(counters), "workers": workers_in_json(workers),
+        "nic": number, "process": process, "devices": devices, "counters": named(counters), "workers": workers_in_json(workers),
         "messages": nic_messages::to_json(counters), "large_receive": nic_receive::to_json(counters),
         "starved": starved, "hung": hung,
     })
@@ -228,7 +229,7 @@ fn show(arguments: &ShowArguments) -> Result<bool> {
         let nics = statistics.nics.iter().enumerate().filter(|(nic, _)| arguments.nic.is_none_or(|only| only as usize == *nic));
         let nics: Value = nics.map(|(number, nic)| nic_in_json(number, nic)).collect();
         let shown = json!({
-            "settings": settings, "counters": figures(counters), "mean_aggregate_bytes": mean,
+            "settings": settings, "counters": named(counters), "mean_aggregate_bytes": mean,
             "workers": workers_in_json(workers), "nics": nics, "messages": nic_messages::to_json(counters), "addresses": addresses::to_json(&addresses),
             "too_full": statistics.full, "colder": statistics.colder, "dropped": statistics.dropped,
             "large_receive": nic_receive::to_json(counters),

@@ -136,6 +136,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_key_is_documented() {
+        let document = include_str!("../../../docs/reference/json.md");
+        let programs = vec![ProgramCounts::default()];
+        let counted = Counted::new(Path::new("/run/baton/agent.sock"), &Statistics::default(), programs);
+        let value = serde_json::to_value(counted).expect("JSON");
+        for keys in [&value, &value["programs"][0], &value["programs"][0]["rtt"]] {
+            for key in keys.as_object().expect("an object").keys() {
+                assert!(document.contains(&format!("`{key}`")), "docs/reference/json.md does not name `{key}`");
+            }
+        }
+    }
+
+    #[test]
     fn reasons_stand_below_their_program() {
         let counts = |list: &[(&str, u64)]| list.iter().map(|(reason, count)| ((*reason).to_owned(), *count)).collect();
         let program = ProgramCounts {

@@ -205,6 +205,17 @@ pub mod tests {
     }
 
     #[test]
+    fn every_key_of_a_connection_is_documented() {
+        let document = include_str!("../../../../docs/reference/json.md");
+        let value = serde_json::to_value(row("10.0.0.1:1", "10.0.0.2:2").info).expect("JSON");
+        for keys in [&value, &value["detail"]] {
+            for key in keys.as_object().expect("an object").keys() {
+                assert!(document.contains(&format!("`{key}`")), "docs/reference/json.md does not name `{key}`");
+            }
+        }
+    }
+
+    #[test]
     fn rates_are_differences() {
         let mut row = row("10.0.0.1:1", "10.0.0.2:2");
         row.note(1_000_000, Some((100, 50)));

@@ -273,6 +273,21 @@ const WORKER_GAUGES: [(Counter, &str, &str); 3] = [
     ),
 ];
 
+/// A worker's counters, or the sums of several workers', by their names here without `nic_`: `wire_received_frames`,
+/// `aggregate_bytes`; those of time in nanoseconds, as `busy_ns`. For `baton nic show --json`.
+pub fn by_name(counters: &[u64]) -> impl Iterator<Item = (String, u64)> {
+    let growing = WORKER_COUNTERS.into_iter().map(|(counter, name, measure, _)| (counter, name, measure));
+    let present = WORKER_GAUGES.into_iter().map(|(counter, name, _)| (counter, name, Measure::None));
+    growing.chain(present).map(move |(counter, name, measure)| {
+        let unit = match measure {
+            Measure::Seconds => "_ns",
+            Measure::None | Measure::Bytes => measure.suffix(),
+        };
+        let name = name.strip_prefix("nic_").unwrap_or(name);
+        (format!("{name}{unit}"), counters.get(counter as usize).copied().unwrap_or(0))
+    })
+}
+
 type OfAgent = (&'static str, &'static str, fn(&Statistics) -> u64);
 
 const AGENT_COUNTERS: [OfAgent; 9] = [
@@ -522,6 +537,17 @@ pub mod tests {
         names.sort_unstable();
         names.dedup();
         assert_eq!(names.len(), families.len(), "a name is used twice");
+    }
+
+    #[test]
+    fn by_name_each_counter_is_there_with_its_unit() {
+        let counters: Vec<u64> = (0..COUNTERS as u64).collect();
+        let named: BTreeMap<String, u64> = by_name(&counters).collect();
+        assert_eq!(named.len(), WORKER_COUNTERS.len() + WORKER_GAUGES.len());
+        assert_eq!(named["wire_received_frames"], Counter::WireReceived as u64);
+        assert_eq!(named["busy_ns"], Counter::BusyNanoseconds as u64);
+        assert_eq!(named["aggregate_bytes"], Counter::AggregateBytes as u64);
+        assert_eq!(named["connections"], Counter::Connections as u64);
     }
 
     #[test]

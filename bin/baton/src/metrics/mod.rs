@@ -12,6 +12,7 @@ use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use exporter::Exporter;
 use families::Own;
+pub use families::by_name;
 use look::Looker;
 use text::{Format, render};
 

@@ -171,7 +171,7 @@ fn what_becomes_of_frames_during_moves_can_be_set_at_any_time() {
         let row = rows.iter().find(|row| row["operation"] == operation && row["from"] == from).expect(operation);
         row["messages"].as_u64().expect("a number")
     };
-    assert!(shown["counters"]["doorbells rung for the agent"].as_u64().is_some_and(|rung| rung > 0), "{shown}");
+    assert!(shown["counters"]["agent_doorbells"].as_u64().is_some_and(|rung| rung > 0), "{shown}");
     assert_eq!(messages("nic_handoff", "agent"), 5);
     // It is asked again where it has just sent what is not acknowledged.
     assert!(messages("nic_restore", "agent") >= 5, "{shown}");
