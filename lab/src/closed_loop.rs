@@ -194,9 +194,9 @@ pub fn bulk(mut stream: TcpStream, sends: bool, progress: &Progress) -> Result<(
 /// How often a program that shares its processor looks in vain before it offers that to the other.
 const LOOKS: u32 = 8;
 
-/// When one of two programs that never sleep, and share a processor, offers it to the other: at once when it has sent
-/// something, since what it waits for cannot come before the other has run; else after some looks in vain, since who is
-/// not one of the two may just be bringing it.
+/// When a program that never sleeps yields the processor that it shares with its partner. After a send it yields at
+/// once: the answer cannot come before the partner has run. Otherwise it yields after [`LOOKS`] polls that found
+/// nothing, because data may also come from a third process that runs elsewhere.
 #[derive(Debug)]
 pub struct Patience {
     shares: bool,

@@ -55,9 +55,9 @@ impl Gate {
     }
 }
 
-/// Notes that those which NIC `nic` has refused since it was looked at last wait for no other NIC: one that was asked
-/// for, or a changed route, has led them there. Chosen by another one they would come to this one all the same, and the
-/// other's room would be nobody's.
+/// Makes all other NICs forget the connections that NIC `nic` has refused since the last look. A request or a changed
+/// route leads these to `nic` alone: if another NIC chose one, it would go to `nic` all the same, and the room on the
+/// other would stay unused.
 pub fn wait_for_one(placements: &mut [Placement], nic: usize, gate: &Gate) {
     for (_, placement) in placements.iter_mut().enumerate().filter(|(other, _)| *other != nic) {
         gate.refused.iter().for_each(|(key, _)| placement.forget(key.2));

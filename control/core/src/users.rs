@@ -127,8 +127,9 @@ impl Users {
     }
 
     /// Refuses a descriptor for something of a user's while the agent has so many `left`. A user may have as many as
-    /// are left for everybody: the first one gets half of all, the next one half of the rest, and there always are some
-    /// for another one. Control connections are not among them, so that a user who has its share can list what it has.
+    /// are left for all others. So the first one gets half of all, the next one half of the rest, and some are always
+    /// free for another user. Control connections are counted apart, so that a user who has its share can still list
+    /// its connections.
     ///
     /// # Errors
     /// If the user has its share.
@@ -142,7 +143,7 @@ impl Users {
     }
 
     /// Counts a new control connection, while the agent has so many descriptors `left`: a user may have as many control
-    /// connections. Of those that it had before so many are `unclosed`.
+    /// connections as are left. `unclosed` of its earlier ones have ended, but their descriptors are not closed yet.
     ///
     /// # Errors
     /// If the user has as many as allowed.

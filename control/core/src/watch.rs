@@ -14,7 +14,7 @@ const SLOW_PACE: u64 = 1_000_000;
 struct Watched {
     /// Of its processes, by number: the NIC itself, and its host's TCP.
     watchdogs: BTreeMap<u32, Watchdog>,
-    /// Times that those before it were starved, and that it or those before it hung.
+    /// How often earlier NICs with this number were starved; and how often they, or this one, hung.
     starved: u64,
     hung: u64,
     /// Why it hangs.
@@ -79,8 +79,8 @@ impl Watch {
         crash_loop.died(now, cause.map_or(by_itself, Cause::is_its_own), present)
     }
 
-    /// Microseconds for which this connection is kept away from the NIC with this number, on which it was when that
-    /// died. None: it may go there, and does.
+    /// The connection was on NIC `nic` when that died. Returns for how many microseconds it must not go back there.
+    /// None: it may, and is counted as having gone.
     pub fn keeps_away(&mut self, nic: usize, connection: u64, now: u64) -> Option<u64> {
         self.of_nics[nic].crash_loop.ask(connection, now).map(|until| until - now)
     }

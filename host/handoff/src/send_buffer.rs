@@ -18,9 +18,9 @@ const FIRST_WINDOW: u32 = 10;
 const SEGMENT: u32 = 256;
 const HEADS: [u32; 2] = [640, 576];
 
-/// Most bytes that may be queued with this SO_SNDBUF. The kernel looks at the size only when it begins another buffer
-/// of its queue, which it then fills; and of the first of several a part is acknowledged as a rule, which no longer
-/// counts: about a half.
+/// Most bytes that may be queued with this SO_SNDBUF. The kernel checks the limit only when it begins a new buffer of
+/// its queue, and then fills that buffer. And of the first of several buffers about half is usually acknowledged, which
+/// no longer counts.
 pub fn queue_limit(size: u32) -> u32 {
     let pieces = size.div_ceil(PIECE + BOOKKEEPING).max(1);
     let acknowledged = if pieces > 1 { PIECE / 2 } else { PIECE / 4 };

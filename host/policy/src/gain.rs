@@ -33,8 +33,8 @@ const FIRST_REST: u64 = 30_000_000;
 const LAST_REST: u64 = 600_000_000;
 const STEADY: u64 = 50;
 
-/// The same after a trial for a class whose shape changes, and after one that had to end before the class has had any
-/// answer, but has measured something: away for at most one part of this of the time.
+/// Replaces [`STEADY`] for a class whose load changes, and for one whose first trial ended early but measured
+/// something: it is away for at most one part in this many of the time (20 %).
 const CHANGING: u64 = 5;
 
 /// Rest of a class that could not be tried, since it did not carry enough.

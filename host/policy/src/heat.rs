@@ -5,9 +5,9 @@
 //! takes the place of one that is on the NIC only if it is clearly hotter, so that two of about the same heat do not
 //! change places again and again; and only so many moves are made a second.
 //!
-//! Where it was measured what a byte saves on the NIC, the heat counts so often as that: on a full NIC are those that
-//! save most CPU for a slot, and of loads that are alike the hottest. And one user has half of the slots at most while
-//! others wait for some.
+//! Where it was measured how much CPU a byte saves on the NIC, the heat is multiplied by that: a full NIC has the
+//! connections that save most CPU for a slot, and among equal loads the busiest. One user has at most half of the slots
+//! while other users' connections wait.
 //!
 //! A connection may also have to be *hot enough* to be there at all, whatever room there is. It comes when it carries
 //! so many bytes a second, and leaves again when it has carried less than half of that for some time.
@@ -16,8 +16,8 @@ use crate::budget::Budget;
 use alloc::collections::{BTreeMap, BTreeSet};
 use alloc::vec::Vec;
 
-/// A connection that waits must carry more than this many quarters of what the one carries that leaves for it, and this
-/// many bytes a second more.
+/// A waiting connection replaces one on the NIC only if it carries more than [`QUARTERS`] quarters of that one's rate,
+/// and at least [`MARGIN`] bytes a second more.
 const QUARTERS: u64 = 6;
 const MARGIN: u64 = 1000;
 
@@ -276,9 +276,10 @@ fn beyond_first<'a>(stay: &[&'a Sample], there: &[&Sample], share: usize) -> Vec
     beyond.into_iter().map(|sample| (sample, true)).chain(others.into_iter().map(|sample| (sample, false))).collect()
 }
 
-/// Who takes whose place: of those that wait the first `within` that of anybody who gives way, and the others, whose
-/// users have their share, only that of one of whom `may_take` says so. Both are in order: if the first one does not
-/// give way, nobody does. More pairs than these are not moved for at once.
+/// Pairs each waiting connection with one on the NIC whose place it takes. The first `within` of `waiting` may replace
+/// any that `gives_way`. The users of the others have their share already, so these replace only one that `may_take`
+/// allows. Both lists are sorted: if the first candidate does not give way, none does. The number of pairs is bounded,
+/// and so is the number of moves that begin at once.
 fn pair_up(
     places: &[(&Sample, bool)],
     waiting: &[&Sample],

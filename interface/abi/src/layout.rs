@@ -8,8 +8,8 @@
 /// Messages that a ring holds.
 pub const RING_MESSAGES: usize = 4096;
 
-/// Messages of a program after which the NIC reports that it has read them, so that a program that found the ring full
-/// can sleep.
+/// The NIC reports to a program after every so many of its messages that it has read them, so that a program that found
+/// the ring full can sleep until then.
 pub const ANSWERED: u64 = 1024;
 /// 8-byte words of a ring: producer's index, consumer's index and the consumer's sleep flag on a cache line each, then
 /// the messages.
@@ -474,9 +474,9 @@ pub mod datagrams {
     /// Counts changes of the ways to the hosts that the socket sends to: the program asks for them again. Written by
     /// the agent.
     pub const WAYS: usize = 4;
-    /// [`held`] as long as a NIC may use the rings: their memory is nobody else's until then. Any other value means
-    /// that no NIC uses them, and that the agent writes nothing here any more; what an agent that has died has left is
-    /// such a value, too. Written by the agent.
+    /// [`held`] as long as a NIC may use the rings: their memory must not be used for anything else. With any other
+    /// value, a dead agent's included, no NIC uses them, and the agent writes nothing here any more. Written by the
+    /// agent.
     pub const HELD: usize = 8;
     /// Position behind the last datagram in the receive ring. Written by the NIC.
     pub const RECEIVE_HEAD: usize = 64;

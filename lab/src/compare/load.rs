@@ -82,7 +82,7 @@ impl Traffic {
     }
 }
 
-/// Loads of which it is measured what they cost in both places, for those that are like them.
+/// Loads whose cost is measured in the kernel and on the NIC, and then assumed of loads that are like them.
 pub(super) const TYPICAL: [(&str, Traffic); 3] = [
     ("64 connections with a request of 64 bytes each", Traffic::Rpc { connections: 64 }),
     ("bulk data in", Traffic::Bulk { into: true }),

@@ -20,8 +20,8 @@ use std::time::Duration;
 
 /// The program's port.
 const PORT: u16 = 8093;
-/// Connections that exchange together: several, so that what is done for each wake-up is shared, and few, so that they
-/// are none of the loads that are predicted.
+/// Connections that exchange at the same time: enough to share the cost of wake-ups, and fewer than the loads that are
+/// predicted have.
 const SOME: usize = 24;
 /// Seconds after which no further connection is expected to move.
 const MOVING: f64 = 15.0;
@@ -295,10 +295,10 @@ fn exchange(bed: &mut Bed, own: Option<f64>, seconds: f64, progress: &dyn Fn(&st
     Ok((exchange, call, own))
 }
 
-/// What an exchange costs more if it is the only one, and what it costs otherwise, from the costs of one that is alone
-/// and of one among [`SOME`], nanoseconds. Those that are together share what is done for a wake-up, so that each has
-/// still a part of it: at most half of its cost, for a NIC that is alone also polls while a busy machine keeps the
-/// others waiting.
+/// Splits an exchange's cost in nanoseconds into what a lone exchange pays for a wake-up, and the rest. `one` was
+/// measured alone, `among_some` among [`SOME`] that share each wake-up, so that each of them still pays a part of it.
+/// The rest is at least half of `among_some`: a lone NIC also polls while a busy machine keeps client and program
+/// waiting, which makes `one` too large.
 fn parted(one: f64, among_some: f64) -> (f64, f64) {
     let alone = (one - among_some).max(0.0) / (1.0 - 1.0 / SOME as f64);
     (alone, (among_some - alone / SOME as f64).max(among_some / 2.0))

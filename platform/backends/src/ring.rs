@@ -70,9 +70,10 @@ impl ReceiveRing {
     fn over(memory: Arc<Region>) -> ReceiveRing {
         let own = memory.words(OWN_WORD, 1)[0].load(Ordering::Relaxed);
         let at = own as u32 as usize % SLOTS;
-        // The last reader may have ended between its move to this slot and the release of the one before. But that one
-        // may hold another frame by now, if as many have come since as the ring holds: without it the kernel would be a
-        // slot further than its reader, who would wait there until the kernel has come around.
+        // The last reader may have ended between its move to this slot and the release of the one before. So the slot
+        // before is released here, if it still holds the frame that the last reader took. If the ring has wrapped
+        // since, it holds a newer frame: releasing that would leave the kernel one slot ahead of the reader, who would
+        // wait there until the kernel has come around.
         let before = (at + SLOTS - 1) % SLOTS * SLOT;
         if memory.word32(before + NANOSECONDS).load(Ordering::Acquire) == (own >> 32) as u32 {
             memory.word32(before).store(0, Ordering::Release);

@@ -57,10 +57,9 @@ pub fn has_room(fd: BorrowedFd<'_>, bytes: usize) -> bool {
 /// Most bytes by which an old text may be longer and is overwritten with spaces; one that is longer still is cut first.
 const PADDING: u64 = 64 << 10;
 
-/// Puts this text in place of what a file contains. Whoever reads it between two of its system calls, or after this
-/// process was killed meanwhile, finds the old text or the new one, behind which there may be spaces: no rest of a
-/// longer old one, and not only the beginning of a longer new one. Who reads it during one may find bytes of both: the
-/// kernel lets nobody wait.
+/// Puts this text in place of what a file contains. A reader between two of its system calls, or after this process was
+/// killed in the middle, finds the whole old text or the whole new one, maybe with spaces behind it. A reader during
+/// one of the calls may find bytes of both: the kernel does not lock reads against writes.
 ///
 /// # Errors
 /// The failed system call's; `InvalidInput` for what is not on a disk or in memory.

@@ -209,8 +209,8 @@ fn in_own_session(nice: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// How much more urgent than programs a process is that shares the processors with those for which it works, as a nice
-/// value: as urgent as all of them would do nothing but that work, and less would keep all waiting for it.
+/// Nice value, relative to the programs', of a process that works for them on the same processors. More urgent, it
+/// would leave the programs no time; less urgent, all of them would wait for it.
 const SHARING: i32 = -5;
 
 /// Makes a command's process, in a session of its own, a little more urgent than this one was before

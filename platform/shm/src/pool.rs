@@ -9,8 +9,8 @@ use std::alloc::{Layout, alloc, handle_alloc_error};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// An object whose places are a pool's, which all objects of its type share: so that a pointer to one is all there is
-/// to it.
+/// A type whose objects all lie in one pool. A handle to an object is then a pointer alone, without a reference to the
+/// pool.
 pub trait Shared: Sized + 'static {
     /// The pool.
     fn pool() -> &'static Pool<Self>;

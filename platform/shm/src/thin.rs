@@ -8,8 +8,8 @@ use std::alloc::{Layout, alloc, dealloc, handle_alloc_error};
 /// Bytes in a single allocation, which begins with their number: what holds them is one word, where a `Box<[u8]>` has
 /// two.
 ///
-/// A few hundred bytes lie in a pool with others of about their number, apart from what is allocated for a short time:
-/// so they keep no page from going back to the system that such memory has left.
+/// Up to a few hundred bytes lie in a pool of their size class, apart from short-lived allocations. So long-lived bytes
+/// do not pin pages that short-lived ones have left, and these can go back to the system.
 pub struct ThinBytes(NonNull<u8>);
 
 /// Bytes in front of the bytes: their number.

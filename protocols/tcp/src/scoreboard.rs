@@ -342,8 +342,9 @@ impl Scoreboard {
         self.retransmitted -= u32::from(flags & RETRANSMITTED != 0);
     }
 
-    /// One SACK block. Of a large one that is not known, what it adds is found at its ends, where blocks grow: what it
-    /// adds far from both goes on counting as not SACKed, and is sent again, until it is acknowledged at worst.
+    /// One SACK block. A large block that is not known is searched from its two ends only, since blocks grow there.
+    /// Segments in the middle that it adds stay unmarked: they may be retransmitted in vain, until they are
+    /// acknowledged.
     pub fn sack(&mut self, left: u32, right: u32, high_seq: u32, min_rtt: u32, sample: &mut Sample) {
         let known = self.blocks.iter().position(|(l, r)| l != r && at_or_before(left, *l) && at_or_before(*r, right));
         let (l, r) = known.map_or((right, right), |at| self.blocks[at]);

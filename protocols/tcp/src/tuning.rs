@@ -15,9 +15,8 @@ const SHORT_RECEIVE: u32 = 1 << 21;
 /// The same of send memory, which grows if the program fills what it has: the more there is, the less often the program
 /// has to be woken to fill it again.
 const SHORT_SEND: u32 = 1 << 22;
-/// Windows one after the other that a short path must use up before it gets more receive memory; and how often send
-/// memory must have been used in whole, since the program filled it first, before it gets more of that. More memory
-/// costs the connection a moment of rest.
+/// On a short path, receive memory grows after the peer has used up this many windows in a row, and send memory after
+/// the program has filled it this many times. Each growth stops the connection for a moment.
 const USED_UP: u8 = 4;
 /// Memory grows by this factor, so that slow start is not waited for.
 const FACTOR: u32 = 4;

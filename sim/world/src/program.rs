@@ -17,8 +17,8 @@ use baton_wire::{Endpoint, Flow};
 /// Time of the first and of the longest pause before an operation that would block is repeated, microseconds.
 const FIRST_PAUSE: u64 = 100;
 const LONGEST_PAUSE: u64 = 20_000;
-/// Microseconds that an operation that takes time takes at most: one that goes on, and one whose thread has lost its
-/// processor to many others.
+/// Longest duration of an operation, microseconds: while its thread runs, and if the thread loses its processor to many
+/// others.
 const LONGEST_OPERATION: u64 = 3_000;
 const LONGEST_ABSENCE: u64 = 300_000;
 

@@ -464,9 +464,9 @@ mod tests {
         connection
     }
 
-    /// A call that finds the ring full fails where it would wait, although its connection has room or bytes. Nothing
-    /// else happens to that one: it is concerned, once, when the NIC has read what another one has sent, also if that
-    /// one is gone since.
+    /// A call that finds the ring full fails where it would wait, although its connection has room or bytes. No event
+    /// of its own will wake that connection: it is reported ready, once, when the NIC has read what others have sent,
+    /// even if those are gone by then.
     #[test]
     fn who_finds_the_ring_full_is_told_when_it_is_not() {
         let calls: [fn(&Shared, &Connection) -> io::Result<usize>; 3] = [

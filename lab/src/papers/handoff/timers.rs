@@ -20,8 +20,8 @@ impl Wheel {
         Wheel { ends: vec![[NONE; 2]; buckets], links: vec![[NONE; 2]; timers], bucket: vec![NONE; timers] }
     }
 
-    /// Puts a timer behind the others of a bucket, or nowhere. Returns the other timers that were written to: those
-    /// beside its old place, and the one before its new one.
+    /// Puts a timer behind the others of a bucket, or nowhere. Returns the other timers whose links changed: the two
+    /// neighbours that it had, and its new predecessor.
     pub fn set(&mut self, timer: usize, bucket: Option<usize>) -> [Option<usize>; 3] {
         let [before, behind] = std::mem::replace(&mut self.links[timer], [NONE; 2]);
         let old = std::mem::replace(&mut self.bucket[timer], bucket.unwrap_or(NONE));

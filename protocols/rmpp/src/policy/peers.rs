@@ -51,8 +51,8 @@ pub(super) struct Peer {
     pub local: u32,
     /// The latest incarnation of it that `local` is known to, 0 if none.
     pub remote: u32,
-    /// The first incarnation of it that `local` was known to: none half of the numbers later is believed, so that one
-    /// which comes again after others that somebody has made up is not taken for a newer one.
+    /// The peer's first incarnation that `local` was known to. Those in the half of the number space before it are not
+    /// believed: otherwise, after some forged ones, an old one that comes again would count as newer.
     oldest: u32,
     /// The incarnation whose association with `local` has ended, 0 if none.
     ended: u32,
