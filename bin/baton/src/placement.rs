@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result};
 use baton_client::tool::Tool;
-use baton_linux::{process, topology};
+use baton_linux::{process, rtnetlink, topology};
 use baton_placement::Topology;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
@@ -39,6 +39,10 @@ fn topology_of(file: Option<&Path>) -> Result<Topology> {
 /// Prints the placement.
 pub fn explain(arguments: &PlacementArguments) -> Result<bool> {
     let topology = topology_of(arguments.topology.as_deref())?;
+    if let Some(name) = &arguments.interface {
+        let netlink = rtnetlink::open().context("asking the kernel for the device")?;
+        rtnetlink::link(&netlink, name).with_context(|| format!("the interface {name} (`ip link` lists those there are)"))?;
+    }
     let device = arguments.device_node.or_else(|| topology::node_of_interface(arguments.interface.as_deref()?));
     let placement = topology.place(arguments.workers.into(), device)?;
     if arguments.json {

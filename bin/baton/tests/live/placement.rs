@@ -51,6 +51,9 @@ fn a_placement_is_explained() {
     assert_eq!(json["placement"]["workers"][1]["cpu"], 1);
     let wrong = explain(&["--device-node", "5"]);
     assert!(wrong.status.code() == Some(2) && text(&wrong.stderr).contains("there is no node 5"), "{wrong:?}");
+    let wrong = explain(&["--interface", "nowhere0"]);
+    let said = text(&wrong.stderr);
+    assert!(wrong.status.code() == Some(2) && said.contains("nowhere0") && said.contains("ip link"), "{said}");
     std::fs::write(&file, "[[node]]\nnumber = 0\ncores = 4\n").expect("a file");
     let wrong = explain(&[]);
     let said = text(&wrong.stderr);
