@@ -77,7 +77,7 @@ pub enum Refusal {
     #[error("its route adds headers of its own (ip route … encap), which only the kernel can")]
     Encapsulated,
     /// There are more paths to its peer than can be listened to.
-    #[error("its route has {0} equal paths, more than the NIC can hear at")]
+    #[error("its route has {0} equal paths, more than the NIC can receive at")]
     ManyPaths(usize),
     /// A rule of the firewall judges it by what changes from packet to packet.
     #[error(
@@ -99,7 +99,7 @@ pub enum Refusal {
     GroupUnseen,
     /// There are rules whose changes cannot be observed.
     #[error(
-        "there are rules of iptables-legacy, of whose changes nothing tells; use iptables-nft (update-alternatives --config iptables)"
+        "there are rules of iptables-legacy, whose changes the kernel does not report; use iptables-nft (update-alternatives --config iptables)"
     )]
     LegacyRules,
     /// Filters of traffic control judge what comes in.
