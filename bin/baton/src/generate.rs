@@ -70,6 +70,28 @@ fn manual(command: &Command, directory: &Path) -> Result<()> {
         .title(name.to_uppercase())
         .source(concat!("baton ", env!("CARGO_PKG_VERSION")))
         .render(&mut page)?;
+    let page = String::from_utf8(page).context("a manual page is text")?;
     let path = directory.join(format!("{name}.1"));
-    fs::write(&path, page).with_context(|| format!("writing {}", path.display()))
+    fs::write(&path, with_examples(&page)).with_context(|| format!("writing {}", path.display()))
+}
+
+/// A page whose section behind the options is headed EXAMPLES, with which that begins. clap_mangen calls it EXTRA.
+fn with_examples(page: &str) -> String {
+    let page = page.replace("\n.SH EXTRA\nExamples:\n", "\n.SH EXAMPLES\n");
+    page.replace("\n.SH EXTRA\nExample:\n", "\n.SH EXAMPLES\n").replace("\n.SH EXTRA\n", "\n.SH EXAMPLES\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn manual_pages_have_a_section_of_examples() {
+        let command = Command::new("detach").after_help("Example:\n  baton detach 4711");
+        let mut page = Vec::new();
+        clap_mangen::Man::new(command).render(&mut page).expect("memory");
+        let page = with_examples(std::str::from_utf8(&page).expect("text"));
+        assert!(page.contains("\n.SH EXAMPLES\n  baton detach 4711"), "{page}");
+        assert!(!page.contains("EXTRA"), "{page}");
+    }
 }
