@@ -121,7 +121,7 @@ struct Sent {
 
 /// A worker with one connection, its program and its peer.
 struct Stage {
-    worker: Worker<MemoryDevice, Showing>,
+    worker: Worker<MemoryDevice, Box<dyn Device>>,
     far: MemoryDevice,
     memory: Arc<Region>,
     commands: Producer<RingWords>,
@@ -156,7 +156,8 @@ impl Stage {
         let (host, _) = memory_pair(64, FRAME, capabilities);
         let log = Rc::new(Log::default());
         log.is_huge.set(is_huge);
-        let wire = Showing { wire, shown: None, log: log.clone() };
+        // Boxed: the whole worker is compiled for each type of device.
+        let wire: Box<dyn Device> = Box::new(Showing { wire, shown: None, log: log.clone() });
         let nic_memory = Arc::new(Region::private(nic::bytes(1)).unwrap());
         let now = Instant(1_000_000);
         let settings = WorkerSettings { slots: 1, frame_bytes: FRAME, batch, ..WorkerSettings::default() };

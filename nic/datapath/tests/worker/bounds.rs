@@ -183,7 +183,7 @@ impl Device for Endless {
 fn many_connections_are_given_up_in_a_round_although_frames_go_on_coming() {
     for tells in [true, false] {
         let taken = Rc::new(Cell::new(0));
-        let wire = Endless { taken: taken.clone(), tells };
+        let wire: Box<dyn Device> = Box::new(Endless { taken: taken.clone(), tells });
         let (host, _kernel) = memory_pair(256, FRAME, Capabilities { checksum: true, segmentation: 0 });
         let nic_memory = Arc::new(Region::private(nic::bytes(SLOTS)).unwrap());
         let now = Instant(1_000_000);

@@ -219,7 +219,7 @@ fn a_socket_ends_although_its_program_goes_on_filling_its_ring() {
     let nic_memory = Arc::new(Region::private(nic::bytes(1)).unwrap());
     let now = Instant(1_000_000);
     let settings = WorkerSettings { slots: 1, frame_bytes: FRAME, ..WorkerSettings::default() };
-    let wire = Refilling { memory: memory.clone(), left: left.clone() };
+    let wire: Box<dyn Device> = Box::new(Refilling { memory: memory.clone(), left: left.clone() });
     let mut worker = Worker::new(host, wire, nic_memory, settings, now);
     worker.start(now);
     worker.attach(0, memory.clone());
